@@ -25,13 +25,13 @@ from benchmarks.peers import Burst, Shard
 from benchmarks.rows import Sheet, read
 from benchmarks.sweep import check_out, save
 from benchmarks.te_peer import TransformerEngine
-from megatron_burst.cli.world import attempt, started
 from megatron_burst.config import BurstConfig, Tuning
 from megatron_burst.engine.setup import Pattern, set_up
 from megatron_burst.plan.choose import Choice
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import pretend_nodes
+from megatron_burst.tools.world import attempt, started
 from tests.attention.simulated import run_simulated
 from tests.oracle import full_attention, rows_of
 

@@ -30,8 +30,8 @@ from benchmarks.sweep import (
 )
 from benchmarks.tables import reasons, terminal_table
 from benchmarks.te_peer import TransformerEngine
-from megatron_burst.cli.terminal import Device, Nodes, in_one_sentence
-from megatron_burst.cli.world import World, started
+from megatron_burst.tools.terminal import Device, Nodes, in_one_sentence
+from megatron_burst.tools.world import World, started
 
 _WHO = "benchmarks.attention"
 app = new_app()

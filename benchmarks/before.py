@@ -19,9 +19,9 @@ from typer import Argument
 from benchmarks.impls import Impl
 from benchmarks.peers import Autograd
 from benchmarks.sweep import new_app
-from megatron_burst.cli.terminal import in_one_sentence
-from megatron_burst.cli.world import World
 from megatron_burst.errors import BurstError
+from megatron_burst.tools.terminal import in_one_sentence
+from megatron_burst.tools.world import World
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".cache" / "before"

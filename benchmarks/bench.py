@@ -14,7 +14,7 @@ from benchmarks.peers import Peer
 from benchmarks.rows import ATTENTION_CSV, Sheet
 from benchmarks.sweep import interleave, save
 from benchmarks.trial import Trial, try_out
-from megatron_burst.cli.world import World, attempt, clean_up
+from megatron_burst.tools.world import World, attempt, clean_up
 
 _WARM_UP = 2
 _SLOW_S = 0.5

@@ -10,9 +10,9 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from megatron_burst.cli.doctor.software import software
-from megatron_burst.cli.speeds import shift_once
-from megatron_burst.cli.world import World, timed_ms
+from megatron_burst.tools.doctor.software import software
+from megatron_burst.tools.speeds import shift_once
+from megatron_burst.tools.world import World, timed_ms
 
 _NUM_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
 _REPS = 5

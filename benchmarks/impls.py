@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import get_args
 
-from megatron_burst.cli import te
+from benchmarks import te
 from megatron_burst.config import BurstConfig, Tuning
 from megatron_burst.errors import BurstError
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 from benchmarks.kernels import KERNELS_CSV, Row
 from benchmarks.rows import read
-from megatron_burst.cli.terminal import in_one_sentence
+from megatron_burst.tools.terminal import in_one_sentence
 
 _PROBLEM = ("dim", "causal", "direction", "seq", "heads_q", "heads_kv")
 _LINE = _PROBLEM[:3]

@@ -27,6 +27,7 @@ from benchmarks.loss_heads import (
 )
 from benchmarks.loss_peers import LossPeer, peers_of, usual_peers
 from benchmarks.loss_table import LOSS_CSV, LossRow, draw_if_possible, loss_table
+from benchmarks.results import Memory
 from benchmarks.sweep import (
     Budget,
     Dtype,
@@ -39,9 +40,9 @@ from benchmarks.sweep import (
     sweep,
     usual_dtype,
 )
-from megatron_burst.cli.speeds import matmul
-from megatron_burst.cli.terminal import Device, in_one_sentence
-from megatron_burst.cli.world import Memory, World, attempt, clean_up, started, timed_ms
+from megatron_burst.tools.speeds import matmul
+from megatron_burst.tools.terminal import Device, in_one_sentence
+from megatron_burst.tools.world import World, attempt, clean_up, started, timed_ms
 
 _WHO = "benchmarks.loss"
 _CHECKED_TOKENS = 1024

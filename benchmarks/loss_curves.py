@@ -37,8 +37,8 @@ from benchmarks.rows import append, check_appendable
 from benchmarks.slice_cases import IMPLS, RECOMPUTE, Slice
 from benchmarks.slices import ROOT, Gpus, reason_in, start, steps_in, training
 from benchmarks.sweep import Budget
-from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.errors import BurstError
+from megatron_burst.tools.terminal import in_one_sentence
 
 CLASSES = 258  # bytes and the end of a document
 FULL = Slice("8b", 32 << 10, 2, 4096, 14336, 32, 8, CLASSES)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from benchmarks.impls import pick
 from benchmarks.loss_heads import HeadTensors
-from megatron_burst.cli.world import World
 from megatron_burst.loss.linear import linear_cross_entropy
+from megatron_burst.tools.world import World
 
 _WHO = "benchmarks.loss"
 
@@ -37,7 +37,7 @@ def megatron(fused: bool, x: HeadTensors) -> Tensor:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
-    from megatron_burst.mcore import cpu_mode
+    from megatron_burst.tools import cpu_mode
 
     if not x.hidden.is_cuda:
         cpu_mode.install(training=False)

@@ -21,10 +21,10 @@ from benchmarks.packed_peers import PEERS, Sample
 from benchmarks.rows import PACKED_CSV
 from benchmarks.sweep import Budget, Dtype, Out, new_app, usual_dtype
 from benchmarks.tables import reasons, terminal_table
-from megatron_burst.cli.terminal import Device, Nodes, in_one_sentence
-from megatron_burst.cli.world import World, started
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
+from megatron_burst.tools.terminal import Device, Nodes, in_one_sentence
+from megatron_burst.tools.world import World, started
 from megatron_burst.units import whole_numbers
 
 _WHO = "benchmarks.packed"

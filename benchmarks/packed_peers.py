@@ -11,13 +11,13 @@ from benchmarks.packed_cases import PackedCase
 from benchmarks.peers import Autograd, Ceiling, Peer, Shard
 from benchmarks.te_peer import TransformerEngine
 from megatron_burst.attention import burst_attention
-from megatron_burst.cli.world import World
 from megatron_burst.comm.state import release_buffers, symmetric_bytes
 from megatron_burst.engine.tree import Branch, Tree, add_branches, attend_branches
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.visible import Segments, Visible
 from megatron_burst.schedule.layout import Layout, places_in_documents, positions
 from megatron_burst.schedule.mask import Mask
+from megatron_burst.tools.world import World
 
 _SAMPLED = 128  # positions whose results are compared
 

@@ -12,22 +12,22 @@ from benchmarks.layers import ATTENTION, MODES, Mode, writes
 from benchmarks.rows import PackedRow, Row
 from megatron_burst.engine.setup import Pattern, way_of
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_cost import attention_time, buffer_bytes, pass_time
 from megatron_burst.plan.choose import a2a_widths
 from megatron_burst.plan.choose_heads import most_heads
-from megatron_burst.plan.hardware import GIB, Curve, Hardware, LinkSpeed
-from megatron_burst.plan.hardware_file import preset_of
-from megatron_burst.plan.kernel_time import Timer
-from megatron_burst.plan.memory import memory_of
-from megatron_burst.plan.model import Model
-from megatron_burst.plan.peer import as_megatron, megatron_bytes
-from megatron_burst.plan.sample import Packing, Sample
-from megatron_burst.plan.step import layer_seconds
-from megatron_burst.plan.strategy import Job, Strategy, attention_call
 from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.topology import pretend_nodes
+from megatron_burst.tools.hardware import GIB, Curve, Hardware, LinkSpeed
+from megatron_burst.tools.hardware_file import preset_of
+from megatron_burst.tools.job.memory import memory_of
+from megatron_burst.tools.job.model import Model
+from megatron_burst.tools.job.peer import as_megatron, megatron_bytes
+from megatron_burst.tools.job.step import layer_seconds
+from megatron_burst.tools.job.strategy import Job, Strategy, attention_call
+from megatron_burst.tools.simulate.call import attention_time, buffer_bytes, pass_time
+from megatron_burst.tools.simulate.kernels import Timer
+from megatron_burst.tools.simulate.sample import Packing, Sample
 
 _AGAIN_BEFORE = "2026-11-21T16:45"  # until then backward exchanged Q, K and V again, always
 _RESENT_BEFORE = "2026-11-21T19:27"  # until then keys of other nodes came again in backward

@@ -31,8 +31,8 @@ from benchmarks.packed_cases import PackedGrid
 from benchmarks.planned import predict
 from benchmarks.rows import PackedRow, Row, Sheet, append, check_appendable
 from benchmarks.sweep import Out
-from megatron_burst.cli.terminal import in_one_sentence
-from megatron_burst.plan.hardware_file import hardware as hardware_of
+from megatron_burst.tools.hardware_file import hardware as hardware_of
+from megatron_burst.tools.terminal import in_one_sentence
 from megatron_burst.units import whole_numbers
 
 _WHO = "predict.py"

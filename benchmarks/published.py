@@ -14,10 +14,10 @@ from typing import Annotated
 
 import typer
 
-from megatron_burst.plan.hardware_file import preset
-from megatron_burst.plan.model import PRESETS
-from megatron_burst.plan.search import Candidate, candidate
-from megatron_burst.plan.strategy import Job, Strategy
+from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.job.model import PRESETS
+from megatron_burst.tools.job.search import Candidate, candidate
+from megatron_burst.tools.job.strategy import Job, Strategy
 from megatron_burst.units import in_units
 
 _M = 1 << 20

@@ -20,6 +20,7 @@ from benchmarks.cases import one_head_count
 from benchmarks.facts import gpu_state, link_speed, versions
 from benchmarks.layers import ATTENTION, Mode, Widths, modes_of
 from benchmarks.recompute_table import draw_if_possible, trade_table
+from benchmarks.results import Memory
 from benchmarks.rows import RECOMPUTE_CSV, Row
 from benchmarks.sweep import (
     Budget,
@@ -33,9 +34,9 @@ from benchmarks.sweep import (
     sweep,
     usual_dtype,
 )
-from megatron_burst.cli.terminal import Device, Nodes, in_one_sentence
-from megatron_burst.cli.world import Memory, World, attempt, clean_up, started, timed_ms
 from megatron_burst.config import BurstConfig
+from megatron_burst.tools.terminal import Device, Nodes, in_one_sentence
+from megatron_burst.tools.world import World, attempt, clean_up, started, timed_ms
 from megatron_burst.units import whole_numbers
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import Any
 
 from benchmarks.cells import cells_of, row_of
 from benchmarks.layers import writes
-from megatron_burst.cli.terminal import check_writable
 from megatron_burst.errors import BurstError, nearest
+from megatron_burst.tools.terminal import check_writable
 
 _WHO, _OUT = "benchmarks", "--out"
 _FEW = 3  # columns that differ and are named

@@ -15,8 +15,8 @@ from benchmarks import curves_table, loss_table, recompute_table
 from benchmarks.rows import ATTENTION_CSV, PACKED_CSV, RECOMPUTE_CSV, Sheet, is_packed, read
 from benchmarks.sweep import new_app
 from benchmarks.tables import markdown_table
-from megatron_burst.cli.terminal import in_one_sentence
 from megatron_burst.errors import BurstError
+from megatron_burst.tools.terminal import in_one_sentence
 
 app = new_app()
 ROOT = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ from statistics import median
 
 from benchmarks.documents import SEED, lengths_of, multiple_for
 from benchmarks.rows import Sheet
-from megatron_burst.plan.model import Model
+from megatron_burst.tools.job.model import Model
 
 WARM_UP, STEPS = 1, 5  # steps that do not count, and that do
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

@@ -40,11 +40,11 @@ from benchmarks.slice_cases import (
     row_of,
 )
 from benchmarks.sweep import Budget
-from megatron_burst.cli.terminal import in_one_sentence
-from megatron_burst.plan.hardware import GIB, Hardware
-from megatron_burst.plan.hardware_file import hardware as hardware_of
-from megatron_burst.plan.search import candidate
-from megatron_burst.plan.strategy import Job, Strategy
+from megatron_burst.tools.hardware import GIB, Hardware
+from megatron_burst.tools.hardware_file import hardware as hardware_of
+from megatron_burst.tools.job.search import candidate
+from megatron_burst.tools.job.strategy import Job, Strategy
+from megatron_burst.tools.terminal import in_one_sentence
 from megatron_burst.units import in_units
 
 ROOT = Path(__file__).resolve().parents[1]

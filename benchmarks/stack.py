@@ -22,7 +22,7 @@ from megatron_burst.mcore.specs import burst_spec
 def start(cpu: bool, cp_size: int) -> None:
     """Make Megatron's groups, all ranks one context-parallel group."""
     if cpu:
-        from megatron_burst.mcore import cpu_mode
+        from megatron_burst.tools import cpu_mode
 
         cpu_mode.install(training=False)
     parallel_state.destroy_model_parallel()

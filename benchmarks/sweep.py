@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from typer import Option, Typer
 
 from benchmarks.rows import ATTENTION_CSV, Sheet, append, check_appendable
-from megatron_burst.cli.world import World, timed_ms
+from megatron_burst.tools.world import World, timed_ms
 
 Out = Annotated[Path, Option(help="CSV to append to")]
 Dtype = Annotated[

@@ -4,11 +4,11 @@ import sys
 
 from torch import Tensor
 
+from benchmarks import te
 from benchmarks.cases import Case
 from benchmarks.impls import Impl
 from benchmarks.peers import Autograd, Shard
-from megatron_burst.cli import te
-from megatron_burst.cli.world import World
+from megatron_burst.tools.world import World
 
 
 class TransformerEngine(Autograd):

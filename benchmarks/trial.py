@@ -7,7 +7,8 @@ from time import perf_counter
 from torch import Tensor
 
 from benchmarks.peers import Peer, Shard
-from megatron_burst.cli.world import Memory, World, attempt, clean_up, disagreement, errors_of
+from benchmarks.results import Memory, disagreement, errors_of
+from megatron_burst.tools.world import World, attempt, clean_up
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 def install() -> None:
     """Send Megatron's CUDA calls to the CPU and its "nccl" groups to gloo; one device a process."""
-    from megatron_burst.mcore import cpu_mode
+    from megatron_burst.tools import cpu_mode
 
     for name in ("transformer_engine", "transformer_engine_torch"):
         sys.modules[name] = None  # it has no kernels for CPUs, and Megatron runs without

@@ -14,9 +14,9 @@ import typer
 from typer.cli import get_docs_for_click
 from typer.main import get_command
 
-from megatron_burst.cli.main import app
 from megatron_burst.mcore.args import add_flags
 from megatron_burst.mcore.refusals import TABLE
+from megatron_burst.tools.main import app
 
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "megatron_burst"

@@ -7,7 +7,7 @@
 Nothing here knows about burst attention: the second command switches it on. The flags are
 Megatron's plus --step-log FILE, --data-seed N, and two that pack samples: --document-lengths FILE
 for --mock-data and --pack-documents for --data-path. Without a GPU, Megatron runs on the CPU
-(megatron_burst.mcore.cpu_mode).
+(megatron_burst.tools.cpu_mode).
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 if not torch.cuda.is_available():
-    from megatron_burst.mcore import cpu_mode
+    from megatron_burst.tools import cpu_mode
 
     cpu_mode.install()
 

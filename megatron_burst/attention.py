@@ -21,12 +21,11 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
 from megatron_burst.engine.documents import Documents, documents_of
 from megatron_burst.engine.facts import facts_of
-from megatron_burst.engine.planned import planned
 from megatron_burst.engine.ranges import range_of_pass
 from megatron_burst.engine.sample import Sample
 from megatron_burst.engine.setup import Pattern, attention_shape, resolve_inter, set_up, way_of
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.auto import check_asked
+from megatron_burst.plan.asked import check_asked
 from megatron_burst.recompute.half import keeping_of
 from megatron_burst.recompute.keep import run_kept
 from megatron_burst.recompute.keeping import recording
@@ -195,20 +194,16 @@ def _choose(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     pattern = Pattern(Layout(terms.layout), mask, terms.softmax_scale)
     shape = attention_shape(q, k, v)
     way = way_of(shape, q.device, carrier.topology, pattern, terms.config)
-    config, plan = planned(way, terms.config)
-    way = way_of(shape, q.device, carrier.topology, pattern, config)
     if way.topology.cp_size > 1:
         check_mask(mask, way.layout, way.mode, way.arranged.inter_size == 1)
     check_asked(way)
-    config, between = resolve_inter(way, config)
+    config, between = resolve_inter(way, terms.config)
     if config.inter == "a2a" or config.tuning.flat:
         carrier = communicator_of(group, terms.config, hcp_groups, flat=True)
     call, choices = set_up(q, k, v, carrier, pattern, config)
-    any_two = terms.config.tuned(transfer="auto")  # "pull" requires one node
-    over_all = partial(communicator_of, group, any_two, flat=True)
     marks = Marks.of(state.log, terms.in_words())
-    keeping, kept = keeping_of(q, k, v, carrier, pattern, config, over_all, marks)
-    return call, keeping, marks, [*plan, *between, *choices, *kept]
+    keeping, kept = keeping_of(q, k, v, carrier, pattern, config, marks)
+    return call, keeping, marks, [*between, *choices, *kept]
 
 
 def _documents(state: GroupState, find: Callable[[], Documents]) -> Documents:

@@ -159,8 +159,6 @@ class BurstConfig:
             an all-to-all over all ranks; "auto" chooses by the bytes sent between nodes.
         backend: name of the attention kernel, or several names joined by commas, of which the first
             one that supports the call is used; "auto" uses the fastest that does.
-        hardware: a machine with known speeds, by name ("h200", ...) or as a TOML file from
-            `megatron-burst calibrate`. "auto" then chooses what the simulation finds fastest.
         deterministic: compute bitwise reproducible gradients.
         keep: which of attention's results (out, lse) to keep for a layer's recomputation: "none",
             those of the second "half" of the sequence, "all"; "auto" chooses within
@@ -176,7 +174,6 @@ class BurstConfig:
     intra: Literal["auto", "ring", "gather", "a2a"] = "auto"
     inter: Literal["auto", "ring", "a2a"] = "auto"
     backend: str = "auto"
-    hardware: str | None = None
     deterministic: bool = False
     keep: Literal["none", "half", "all", "auto"] = "none"
     keep_layers: int | None = None

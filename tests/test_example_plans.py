@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megatron_burst.cli.main import app
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.flags import as_words
+from megatron_burst.tools.job.flags import as_words
+from megatron_burst.tools.main import app
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
 from tests.plan.configs import MIXTRAL_8X7B
 from tests.ranks import run_ranks
@@ -109,7 +109,8 @@ def validated(rank: int, runs: list[tuple[int, list[str]]]) -> list[dict | str]:
     """Megatron's validated arguments of each run, or what refused it."""
     from megatron.training import arguments
 
-    from megatron_burst.mcore import cpu_mode, launch
+    from megatron_burst.mcore import launch
+    from megatron_burst.tools import cpu_mode
 
     cpu_mode.install()
     launch.prepare([])

@@ -14,13 +14,13 @@ import pytest
 from torch.distributed.run import get_args_parser
 from typer.main import get_command
 
-from megatron_burst.cli.main import app
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.launch import with_flags
 from megatron_burst.mcore.plan_file import check_plan
-from megatron_burst.plan.flags import as_words, model_flags
-from megatron_burst.plan.model import PRESETS
-from megatron_burst.plan.model_file import from_hugging_face
+from megatron_burst.tools.job.flags import as_words, model_flags
+from megatron_burst.tools.job.model import PRESETS
+from megatron_burst.tools.job.model_file import from_hugging_face
+from megatron_burst.tools.main import app
 from tests.plan.configs import GEMMA_3_27B, GPT_OSS_20B, PRINTED
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ source "$here/llama3_8b.sh"
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron requires it before Blackwell
 
-torchrun --standalone --nproc-per-node "$gpus" -m megatron_burst.cli doctor
+torchrun --standalone --nproc-per-node "$gpus" -m megatron_burst.tools doctor
 
 torchrun --standalone --nproc-per-node "$gpus" -m megatron_burst \
     "${MEGATRON:?the folder of Megatron-LM}/pretrain_gpt.py" "${ALL_FLAGS[@]}" "$@"

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from torch import Tensor
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.planned import speeds_digest
 from megatron_burst.engine.setup import multiprocessors
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import choose_backend, problem_of
@@ -25,7 +24,6 @@ def facts_of(q: Tensor, k: Tensor, v: Tensor, config: BurstConfig, mask: Mask) -
     problem = problem_of(q, k, v, config.deterministic, mask)
     facts = {
         "backend": _found(lambda: choose_backend(problem, config.backend)[0].capability.name),
-        "hardware": _found(lambda: speeds_digest(config)),
     }
     in_rounds = config.intra != "ring" and not config.tuning.flat and config.tuning.pieces
     if in_rounds and config.tuning.heads_per_round is None:

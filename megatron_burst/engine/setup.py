@@ -13,7 +13,7 @@ from megatron_burst.kernels.backends import choose_backend, problem_of
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.choose import Choice
-from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS
+from megatron_burst.plan.choose_heads import USUAL_MULTIPROCESSORS
 from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask

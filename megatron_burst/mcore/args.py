@@ -24,8 +24,6 @@ _ATTENTION = {
     "over all ranks); auto compares the bytes and what kernels can hide",
     "deterministic": "bitwise reproducible gradients; --deterministic-mode implies it",
     "backend": "attention kernel",
-    "hardware": "the machine: a preset, or a TOML file from megatron-burst calibrate; auto then "
-    "chooses what the simulation finds fastest",
     "keep": "which attention results to keep for recomputation, so that attention is not "
     "recomputed; auto needs --burst-keep-budget-gib",
     "keep_layers": "keep only in the first N layers of a pipeline stage; the others recompute "
@@ -98,8 +96,6 @@ def _options(name: str, kind: object) -> dict:
         return {"choices": get_args(kind)}
     if kind is bool:
         return {"action": "store_true", "default": None}
-    if str in get_args(kind):
-        return {"metavar": "NAME|FILE"}
     if int in get_args(kind):
         return {"type": int, "metavar": "N"}
     return {"type": float, "metavar": "GIB" if name.endswith("_gib") else "X"}

@@ -18,7 +18,6 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.comm.groups import communicator_of
 from megatron_burst.comm.state import telling
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.planned import half_call
 from megatron_burst.engine.setup import attention_shape
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import packed
@@ -36,6 +35,7 @@ from megatron_burst.mcore.patches import apply, switch_on_keep
 from megatron_burst.mcore.recompute import for_calls, resolved
 from megatron_burst.mcore.refusals import check
 from megatron_burst.plan.half import recomputed_share
+from megatron_burst.recompute.half import half_call
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import Topology

@@ -69,7 +69,7 @@ def prepare(argv: list[str], entry: str = "megatron_burst") -> None:
             "it first"
         )
     if _wants_cpu(argv):
-        from megatron_burst.mcore import cpu_mode
+        from megatron_burst.tools import cpu_mode
 
         cpu_mode.install()
     patches.apply("flags", "helpers")

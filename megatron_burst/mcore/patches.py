@@ -31,7 +31,7 @@ _PACKED = "megatron_burst.mcore.packed"
 _KEEP = "megatron_burst.recompute.keep"
 _LOSS = "megatron_burst.mcore.fused_loss"
 _LOG = "megatron_burst.mcore.transfer_log"
-_CPU = "megatron_burst.mcore.cpu_mode"
+_CPU = "megatron_burst.tools.cpu_mode"
 
 # shared parameter lists
 _FORWARD = "self query key value attention_mask attn_mask_type attention_bias packed_seq_params"

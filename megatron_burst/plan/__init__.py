@@ -1,6 +1,5 @@
-"""Everything that can be decided before a tensor exists: pure Python, no torch.
+"""How a call runs: the mode, heads a round, what circulates, decided by closed rules.
 
-Topology, token layouts, masks, schedules, their bytes, FLOPs, time and memory on given hardware
-(`machines/`), whole training steps, the search over ways to shard a job, and plots.
-Nothing here moves data; `megatron_burst.engine` executes what is planned here.
+Pure Python without torch. Nothing here moves data; `megatron_burst.engine` executes what is decided
+here.
 """

@@ -12,8 +12,12 @@ from megatron_burst.plan.choose import (
     few_come,
     on_wire,
 )
-from megatron_burst.plan.choose_heads import choose_heads_a2a, choose_heads_gather, most_heads
-from megatron_burst.plan.hardware import USUAL_MULTIPROCESSORS
+from megatron_burst.plan.choose_heads import (
+    USUAL_MULTIPROCESSORS,
+    choose_heads_a2a,
+    choose_heads_gather,
+    most_heads,
+)
 from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask

@@ -1,17 +1,30 @@
 """How many KV heads a round has: few enough for small buffers, enough to keep the GPU busy."""
 
+from collections.abc import Sequence
 from math import ceil
 
-from megatron_burst.plan.kernel_time import share_busy, thread_blocks
 from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.topology import Topology
 
+USUAL_MULTIPROCESSORS = 132  # of an unknown GPU: a Hopper's
+BLOCK = 128  # query rows (backward: key rows) of a thread block in current attention kernels
 _ROUND_BYTES = 128 << 20  # gathered keys and values of one round: larger rounds are no faster
 _ONLY_ROUND_BYTES = 256 << 20  # but a single round needs no second slot
 _ROUNDS = 4  # on one node, if nothing hides the first round's keys and the last gradients
 _PIECES = 8  # rounds on several nodes: at most an eighth of a transfer is exposed
 _WAVES = 1.9  # of thread blocks, at least, per tile: shorter tiles are inefficient
 _BUSY = 0.9  # share of the multiprocessors, over the waves of all rounds
+
+
+def thread_blocks(rows: int) -> int:
+    """Thread blocks of a tile with `rows` rows, for each head of each sequence."""
+    return ceil(rows / BLOCK)
+
+
+def share_busy(kernels: Sequence[int], multiprocessors: int) -> float:
+    """Share of the multiprocessors that are busy, over all waves of kernels with these blocks."""
+    waves = sum(ceil(blocks / multiprocessors) for blocks in kernels)
+    return sum(kernels) / (multiprocessors * waves)
 
 
 def most_heads(shape: AttentionShape, topology: Topology, mode: str) -> int:

@@ -1,20 +1,14 @@
 """Recomputation that keeps the later half of a causal sequence, as data: which ranks recompute the
 early half, which keep the later one, and whether rows are resharded for it."""
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_burst.plan.choose import Choice
-from megatron_burst.plan.hardware import Hardware
 from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span
 from megatron_burst.schedule.topology import Topology
-
-_KERNEL_SHARE = 0.7  # of the GPU's peak, for a good attention kernel
-_MESSAGE_MIB = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +88,6 @@ def _rows(piece: int, size: int) -> Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """Rates that decide whether rows are resharded between nodes.
-
-    The defaults, for unknown machines, are a fast kernel and a slow link, so that resharding does
-    not lose.
-    """
-
-    tflops: float = 700.0  # TFLOP/s of attention's forward on a rank
-    gbs: float = 5.0  # GB/s from a rank to other nodes while all ranks send
-    source: str = "assumed: pass --burst-hardware for better figures"  # in words
-
-    @classmethod
-    def of(cls, machine: Hardware) -> "Rates":
-        """Rates of a known machine."""
-        gbs = machine.links.inter.gbs.at(_MESSAGE_MIB) * machine.inter_share(machine.node.gpus)
-        return cls(_KERNEL_SHARE * machine.gpu.peak_tflops, gbs, machine.name)
-
-
-@dataclass(frozen=True, slots=True)
 class HalfCall:
     """A call whose later half's results are kept."""
 
@@ -120,7 +95,6 @@ class HalfCall:
     mask: Mask
     topology: Topology
     shape: AttentionShape  # sizes of the call on one rank
-    rates: Rates = Rates()  # decide on resharding between nodes
     over_all: bool = False  # whether an all-to-all gives each rank all rows of some heads
 
     @property
@@ -133,30 +107,11 @@ class HalfCall:
         """The early half, resharded or not."""
         return early_half(self.layout, self.topology.cp_size, self.shape.tokens, reshard)
 
-    @property
-    def forward_seconds(self) -> float:
-        """Seconds of a causal forward on a rank, kernels alone."""
-        shape = self.shape
-        pairs = shape.rows_q * shape.tokens * self.topology.cp_size / 2
-        return 2 * pairs * (shape.dim_qk + shape.dim_v) / (self.rates.tflops * 1e12)
-
-    @property
-    def reshard_seconds(self) -> float:
-        """Seconds to reshard rows between nodes: Q, K, V of early rows there, their out and lse
-        back; out and lse of later rows that others keep, in both passes."""
-        shape, half = self.shape, self.half(reshard=True)
-        heads = shape.heads_q * shape.dim_qk + shape.heads_kv * (shape.dim_qk + shape.dim_v)
-        inputs = shape.batch * heads * shape.itemsize
-        outputs = shape.batch * shape.heads_q * (shape.dim_v * shape.itemsize + shape.stat_bytes)
-        num_bytes = rows_between_nodes(half.moves, self.topology) * (inputs + outputs)
-        num_bytes += rows_between_nodes(half.kept, self.topology) * 2 * outputs
-        return num_bytes / (self.rates.gbs * 1e9)
-
 
 @lru_cache(maxsize=256)
 def choose_half(call: HalfCall) -> Choice:
     """How the later half is kept: "resharded", "plain", or "none" if there is no gain."""
-    rates, tokens = call.rates, call.shape.tokens
+    tokens = call.shape.tokens
     if call.mask.documents or not call.mask.causal:
         return Choice(
             "none",
@@ -172,18 +127,9 @@ def choose_half(call: HalfCall) -> Choice:
         otherwise, loses = "none", "later ranks would keep all of their rows"
     if tokens % 4:
         return Choice(otherwise, f"{loses}: {tokens} rows per rank are not a multiple of 4")
-    gains = "the early rows are resharded, a quarter of a forward on each rank"
-    if len(set(call.topology.node_of)) == 1:
-        return Choice("resharded", gains)
-    spent = call.reshard_seconds
-    saved = (_share(otherwise, call.topology.cp_size) - 0.25) * call.forward_seconds
-    figures = (
-        f"{1e3 * spent:.3g} ms between nodes for {1e3 * saved:.3g} ms of kernels less, at "
-        f"{rates.gbs:.3g} GB/s and {rates.tflops:.3g} TFLOP/s a rank, {rates.source}"
-    )
-    if spent < saved:
-        return Choice("resharded", f"{gains}: {figures}")
-    return Choice(otherwise, f"{loses}: {figures}")
+    if len(set(call.topology.node_of)) > 1:
+        return Choice(otherwise, f"{loses}: rows would go between nodes")
+    return Choice("resharded", "the early rows are resharded, a quarter of a forward on each rank")
 
 
 def recomputed_share(call: HalfCall) -> float:
@@ -194,14 +140,3 @@ def recomputed_share(call: HalfCall) -> float:
 
 def _share(how: str, cp_size: int) -> float:
     return {"none": 1.0, "resharded": 0.25, "plain": (2 * cp_size - 1) / (4 * cp_size)}[how]
-
-
-def rows_between_nodes(moves: Sequence[Move], topology: Topology) -> int:
-    """Rows that the busiest rank sends to other nodes, or receives from there."""
-    sent: Counter[int] = Counter()
-    received: Counter[int] = Counter()
-    for move in moves:
-        if topology.node_of[move.source] != topology.node_of[move.dest]:
-            sent[move.source] += len(move.rows)
-            received[move.dest] += len(move.rows)
-    return max([*sent.values(), *received.values()], default=0)

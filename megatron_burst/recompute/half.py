@@ -11,17 +11,18 @@ from megatron_burst.comm.groups import Communicator
 from megatron_burst.comm.pass_log import Kind, Marks, Pass
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.call import Call
-from megatron_burst.engine.planned import half_call
 from megatron_burst.engine.ranges import range_of
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
 from megatron_burst.plan.choose import Choice
-from megatron_burst.plan.half import EarlyHalf, Move, choose_half
+from megatron_burst.plan.half import EarlyHalf, HalfCall, Move, choose_half
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Resident, Tensors
 from megatron_burst.recompute.offload import host_memory
-from megatron_burst.schedule.call import Cargo
-from megatron_burst.schedule.topology import Link
+from megatron_burst.schedule.call import AttentionShape, Cargo
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import Link, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,12 @@ class LaterHalf:
 
     plan: EarlyHalf  # which ranks recompute which rows; who keeps the others
     call: Call  # the call over the early half as a separate sequence
-    over_all: Carrier  # sends rows between any two ranks of the group
+    carrier: Carrier  # sends rows between any two ranks of the group, which share a node
     marks: Marks = field(default_factory=Marks)  # of the whole call
 
     @property
     def _early(self) -> slice:
-        return self.plan.early[self.over_all.cp_rank].slice
+        return self.plan.early[self.carrier.cp_rank].slice
 
     def trim(self, outs: Tensors) -> Tensors:
         """Rows of out [b, n, h, d] and lse [b, h, n] from the later half, n/2 of them."""
@@ -47,7 +48,7 @@ class LaterHalf:
         with torch.no_grad(), Pass(self.marks, Kind.LATER_ROWS) as this:
             half = out.shape[1] // 2
             kept = _with_rows(out, half), _with_rows(lse, half, axis=2)
-            there = Moving(self.plan.kept, self.over_all, _rows_first(*kept))
+            there = Moving(self.plan.kept, self.carrier, _rows_first(*kept))
             this.begin()
             there.run(_rows_first(out, lse))
         return kept
@@ -60,7 +61,7 @@ class LaterHalf:
         with here, torch.no_grad(), torch.autocast(kept[0].device.type, enabled=False), this:
             out, lse = _with_rows(kept[0], tokens), _with_rows(kept[1], tokens, axis=2)
             whole = _rows_first(out, lse)
-            home = Moving([move.home for move in self.plan.kept], self.over_all, whole)
+            home = Moving([move.home for move in self.plan.kept], self.carrier, whole)
             if not self.plan.kept:
                 out[:, late], lse[:, :, late] = kept
 
@@ -84,8 +85,8 @@ class LaterHalf:
                 target[:, self._early] = rows
             return
         evenly = [_dense_rows(x, x.shape[1] // 2) for x in shard]
-        there = Moving(self.plan.moves, self.over_all, evenly)
-        home = Moving([move.home for move in self.plan.moves], self.over_all, whole)
+        there = Moving(self.plan.moves, self.carrier, evenly)
+        home = Moving([move.home for move in self.plan.moves], self.carrier, whole)
 
         def begin_and_send() -> None:
             begin()
@@ -142,12 +143,11 @@ class Moving:
 
 def keeping_of(
     q: Tensor, k: Tensor, v: Tensor, carrier: Communicator, pattern: Pattern, config: BurstConfig,
-    over_all: Callable[[], Communicator], marks: Marks,
+    marks: Marks,
 ) -> tuple[Keeping | None, list[Choice]]:  # fmt: skip
     """How a call of burst attention is kept, or None; the choices made.
 
-    q, k and v are [b, n, heads, dim]; `over_all` makes a communicator between any two ranks,
-    collectively.
+    q, k and v are [b, n, heads, dim].
 
     Raises:
         BurstError: if an option works in Megatron's layers only.
@@ -165,15 +165,30 @@ def keeping_of(
         if choice.value == "none":
             return None, said
         plan = problem.half(choice.value == "resharded")
-        mover = over_all() if plan.moves and topology.inter_size > 1 else carrier
-        if plan.kept and not mover.has_met:
+        if plan.kept and not carrier.has_met:
             Marks(marks.log, marks.terms).begin(Kind.AGREEMENT)  # others may be in a call without
-            _meet(mover, topology.cp_size, q.device)
-            mover.has_met = True
+            _meet(carrier, topology.cp_size, q.device)
+            carrier.has_met = True
         shard = (x[:, : shape.tokens // 2] for x in (q, k, v))
         early = replace(pattern, layout=plan.layout)
-        policy = LaterHalf(plan, set_up(*shard, carrier, early, config)[0], mover, marks)
+        policy = LaterHalf(plan, set_up(*shard, carrier, early, config)[0], carrier, marks)
     return Keeping(policy, packer(q.device, config), config.tuning.keep_debug, marks), said
+
+
+def half_call(
+    layout: Layout, mask: Mask, topology: Topology, shape: AttentionShape, config: BurstConfig
+) -> HalfCall:
+    """A call that keeps the later half; options alone decide whether there is an all-to-all.
+
+    Args:
+        layout: how tokens are sharded.
+        mask: which keys a query may see.
+        topology: of the group.
+        shape: sizes of the call on one rank.
+        config: what the user asked for.
+    """
+    exchanged = "a2a" in (config.inter, config.intra if topology.inter_size == 1 else None)
+    return HalfCall(layout, mask, topology, shape, exchanged)
 
 
 def _meet(carrier: Carrier, cp_size: int, device: torch.device) -> None:

@@ -14,16 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.planned import planned
-from megatron_burst.engine.setup import Pattern, way_of
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
+from megatron_burst.plan.asked import misses
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.auto import misses
 from megatron_burst.schedule.call import AttentionShape
-from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import Topology, pretend_nodes
+from megatron_burst.tools.hardware_file import hardware
+from megatron_burst.tools.simulate.fastest import choose_call
 from tests.ranks import run_ranks
 
 SHAPE = AttentionShape(1, 1 << 15, 32, 8, 128, 128, 2, 4, 4)
@@ -98,17 +96,13 @@ def test_auto_between_nodes_has_what_was_asked_for(asked, between):
 )
 @pytest.mark.parametrize("shape", [SHAPE, MANY], ids=["GQA", "MHA"])
 def test_simulation_chooses_among_ways_that_have_what_was_asked_for(nodes, asked, shape):
-    config = BurstConfig.of(hardware="h200", **asked)
-    pattern, device = Pattern(Layout.ZIGZAG, Mask.CAUSAL, 1.0), torch.device("cpu")
-    topology = pretend_nodes(4, nodes)
-    call = way_of(shape, device, topology, pattern, config)
+    call = AttentionCall(shape, pretend_nodes(4, nodes), **asked)
     if asked.get("heads_per_round", 0) > shape.heads_kv:
         with pytest.raises(BurstError, match="heads_per_round must"):
-            planned(call, config)
+            choose_call(call, hardware("h200"))
         return
-    resolved, _ = planned(call, config)
-    way = way_of(shape, device, topology, pattern, resolved)
-    assert misses(way) is None and {n: getattr(resolved.tuning, n) for n in asked} == asked
+    way = choose_call(call, hardware("h200")).call
+    assert misses(way) is None and {n: getattr(way, n) for n in asked} == asked
     if "resend" in asked and nodes > 1:
         assert way.recalls or way.between == "a2a"
 

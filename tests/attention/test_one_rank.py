@@ -23,7 +23,6 @@ CONFIGS = {  # options that one rank has no use for are no error
     "a2a": BurstConfig(inter="a2a"),
     "flat": BurstConfig.of(flat=True),
     "transfers": BurstConfig.of(circulate="q", transfer="pull", resend="never", nccl_ctas=4),
-    "a machine": BurstConfig(hardware="h200"),
     "half kept": BurstConfig(keep="half"),
     "all kept": BurstConfig(keep="all"),
 }

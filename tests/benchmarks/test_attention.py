@@ -9,7 +9,7 @@ import torch
 from benchmarks.cases import Case
 from benchmarks.impls import impls_of
 from benchmarks.rows import COLUMNS, read
-from megatron_burst.cli.terminal import Progress
+from megatron_burst.tools.terminal import Progress
 from tests.ranks import preload, run_ranks
 
 preload("benchmarks.attention")
@@ -27,7 +27,7 @@ def bench(rank, folder):
     """What every rank has after a run, after a run without timing, and after a failure on rank 0
     only."""
     from benchmarks.attention import Plan, measure
-    from megatron_burst.cli.world import attempt, world_of
+    from megatron_burst.tools.world import attempt, world_of
 
     world, said = world_of("cpu"), []
     impls, out = impls_of(IMPLS), folder / "attention.csv"
@@ -176,7 +176,7 @@ def wrong_answers(rank):
     """Trials of a correct implementation and of one that drops a factor in dk."""
     from benchmarks.peers import Burst, draw_shard
     from benchmarks.trial import try_out
-    from megatron_burst.cli.world import world_of
+    from megatron_burst.tools.world import world_of
 
     class Wrong(Burst):
         def run_forward_backward(self):

@@ -12,8 +12,8 @@ from benchmarks.loss_heads import LossCase, cases_of, listed_cases
 from benchmarks.loss_peers import PEERS, peers_of, usual_peers
 from benchmarks.loss_table import LOSS_CSV, LossRow
 from benchmarks.rows import columns_of, read
-from megatron_burst.cli.terminal import Progress
 from megatron_burst.errors import BurstError
+from megatron_burst.tools.terminal import Progress
 from tests.ranks import preload, run_ranks
 
 preload("benchmarks.loss")
@@ -26,7 +26,7 @@ NAMES = (
 def bench(rank, folder):
     """Rows of a run, of one without timing, and of one with a wrong implementation."""
     from benchmarks.loss import LossPlan, measure
-    from megatron_burst.cli.world import world_of
+    from megatron_burst.tools.world import world_of
 
     world, out = world_of("cpu"), folder / "loss.csv"
     rows = measure(LossPlan(CASES, peers_of(NAMES), reps=2, out=out), world, lambda text: None)

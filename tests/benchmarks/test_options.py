@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from benchmarks import attention, loss, recompute
 from benchmarks.cases import PRESETS, Case, Grid, head_counts, head_dims
 from benchmarks.impls import impls_of
-from megatron_burst.cli.te import MODES
+from benchmarks.te import MODES
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.units import whole_numbers

@@ -17,8 +17,8 @@ from benchmarks.packed_cases import PackedCase, PackedGrid, Problem, packed_prob
 from benchmarks.packed_peers import PackedBurst, PackedCeiling, PackedTransformerEngine, Sample
 from benchmarks.rows import PACKED_CSV, read
 from benchmarks.show import app as show
-from megatron_burst.cli.terminal import Progress
 from megatron_burst.schedule.mask import Mask
+from megatron_burst.tools.terminal import Progress
 from tests.oracle import full_attention, seen_by
 from tests.ranks import preload, run_ranks
 
@@ -132,7 +132,7 @@ class Said(Progress):
 
 def bench(rank, folder):
     """Rows of a run, and the errors between implementations that it reported."""
-    from megatron_burst.cli.world import world_of
+    from megatron_burst.tools.world import world_of
 
     few = "burst:auto", "burst:a2a", "ceiling"
     problems = [Problem(DOCUMENTS, IMPLS), Problem(WINDOW, few), Problem(TREE, few)]

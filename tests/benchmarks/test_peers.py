@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import before, facts
+from benchmarks import before, facts, te
 from benchmarks.cases import Case
 from benchmarks.impls import Impl
 from benchmarks.peers import Ceiling, OneGpu, draw_shard
 from benchmarks.te_peer import TransformerEngine
-from megatron_burst.cli import te
 from megatron_burst.errors import BurstError
 from tests.oracle import full_attention
 

@@ -15,12 +15,12 @@ from benchmarks import validate_plan as validate
 from benchmarks.layers import MODES
 from benchmarks.planned import predict
 from benchmarks.rows import ANY_CSV, ANY_PACKED_CSV, PACKED_CSV, PackedRow, Row, append, read
-from megatron_burst.plan.attention_cost import attention_time
-from megatron_burst.plan.hardware import GIB
-from megatron_burst.plan.hardware_file import preset
-from megatron_burst.plan.model import Model
-from megatron_burst.plan.strategy import Job, Strategy, attention_call
 from megatron_burst.schedule.call import Direction
+from megatron_burst.tools.hardware import GIB
+from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.job.model import Model
+from megatron_burst.tools.job.strategy import Job, Strategy, attention_call
+from megatron_burst.tools.simulate.call import attention_time
 
 H200 = preset("h200")
 RESULTS = Path(predict_script.__file__).parent / "results"

@@ -22,7 +22,7 @@ def bench(rank: int, folder: str) -> tuple:
     from benchmarks.layers import Widths, modes_of
     from benchmarks.recompute import Plan, measure
     from benchmarks.stack import Stack
-    from megatron_burst.cli.world import world_of
+    from megatron_burst.tools.world import world_of
     from tests.mcore.pipeline import counted
 
     world, said, calls = world_of("cpu"), [], {}

@@ -3,10 +3,10 @@ stay mapped while it is read."""
 
 import pytest
 
-from megatron_burst.cli.calibrate import calibrate
-from megatron_burst.cli.speeds import Mover
-from megatron_burst.cli.world import world_of
 from megatron_burst.comm.nodes import my_home, topology_of_homes
+from megatron_burst.tools.calibrate import calibrate
+from megatron_burst.tools.speeds import Mover
+from megatron_burst.tools.world import world_of
 from tests.gpu import needs_gpus
 from tests.ranks import preload, run_ranks
 
@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     needs_gpus(2),
 ]
-preload("megatron_burst.cli.calibrate")
+preload("megatron_burst.tools.calibrate")
 
 
 def pulled(rank):

@@ -43,7 +43,7 @@ def start(parallel):
     class requires a GPU, and is told that there is one while it is constructed."""
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule as Base
 
-    from megatron_burst.mcore import cpu_mode
+    from megatron_burst.tools import cpu_mode
 
     init, has_gpu = Base.__init__, mock.patch("torch.cuda.is_available", return_value=True)
 

@@ -69,7 +69,7 @@ def start(parallel: Parallel) -> None:
     """Make Megatron's groups anew, on the CPU."""
     from megatron.core import parallel_state, tensor_parallel
 
-    from megatron_burst.mcore import cpu_mode
+    from megatron_burst.tools import cpu_mode
 
     cpu_mode.install(training=False)
     parallel_state.destroy_model_parallel()

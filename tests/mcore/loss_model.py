@@ -38,7 +38,7 @@ def begin(case: Case) -> None:
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    from megatron_burst.mcore import cpu_mode
+    from megatron_burst.tools import cpu_mode
 
     # gloo groups keep their threads until the process ends: made once for each arrangement, or
     # thousands of threads bring the machine to a halt

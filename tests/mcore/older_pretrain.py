@@ -92,7 +92,7 @@ def main() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        from megatron_burst.mcore import cpu_mode
+        from megatron_burst.tools import cpu_mode
 
         cpu_mode.install()
     provide()

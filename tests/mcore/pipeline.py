@@ -53,7 +53,7 @@ def start(setting: Setting) -> None:
     """Make Megatron's groups anew, on the CPU, with what schedules need."""
     from megatron.core import parallel_state, tensor_parallel
 
-    from megatron_burst.mcore import cpu_mode
+    from megatron_burst.tools import cpu_mode
 
     cpu_mode.install()
     parallel_state.destroy_model_parallel()

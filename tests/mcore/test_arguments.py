@@ -47,7 +47,8 @@ def parse(flags: str, validate: bool = True) -> tuple[dict, str]:
 
 def start(rank: str = "0", patched: bool = True) -> None:
     """Act as rank `rank` of four, on the CPU, with or without burst's patches."""
-    from megatron_burst.mcore import cpu_mode, launch
+    from megatron_burst.mcore import launch
+    from megatron_burst.tools import cpu_mode
 
     os.environ |= {"WORLD_SIZE": "4", "RANK": rank}
     cpu_mode.install()

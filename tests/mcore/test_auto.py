@@ -103,7 +103,7 @@ def flags_count(rank):
     from megatron_burst.mcore.launch import prepare
 
     os.environ |= {"WORLD_SIZE": "4", "RANK": "0"}
-    cpu_mode = importlib.import_module("megatron_burst.mcore.cpu_mode")
+    cpu_mode = importlib.import_module("megatron_burst.tools.cpu_mode")
     cpu_mode.install()
     burst = f"{CP4} --context-parallel-impl burst --attention-dropout 0 {RECOMPUTED}"
     lines = [CP4, burst, f"{burst} --burst-keep half --burst-loss-z-loss 0 --burst-tune nodes=2"]

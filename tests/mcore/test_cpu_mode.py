@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore import cpu_mode
+from megatron_burst.tools import cpu_mode
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
 from tests.mcore.lacking import needs
 from tests.ranks import run_ranks

@@ -19,10 +19,10 @@ from types import ModuleType
 import pytest
 
 from megatron_burst import installed
-from megatron_burst.cli.doctor.report import Status
-from megatron_burst.cli.doctor.software import check_hook_points, check_versions, software
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import Megatron, find_megatron, require_megatron, version_of
+from megatron_burst.tools.doctor.report import Status
+from megatron_burst.tools.doctor.software import check_hook_points, check_versions, software
 from tests.mcore.gpt import SEQ, VOCAB, Parallel, config_of
 from tests.mcore.gpt import start as start_groups
 from tests.mcore.lacking import needs
@@ -148,8 +148,8 @@ def attention_without_the_flag(rank):
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_burst.mcore import cpu_mode
     from megatron_burst.mcore.launch import prepare
+    from megatron_burst.tools import cpu_mode
 
     cpu_mode.install()
     start_groups(Parallel(cp=2))

@@ -125,7 +125,10 @@ def drawn_call(random):
 
 
 def resolution(count):
-    call_of, check = first("plan.attention:AttentionCall"), first("plan.auto:check_asked")
+    call_of, check = (
+        first("plan.attention:AttentionCall"),
+        first("plan.asked:check_asked", "plan.auto:check_asked"),
+    )
     random = Random(2)
     for number in range(count):
         shape, topology, layout, mask, options = drawn_call(random)

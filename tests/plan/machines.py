@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from megatron_burst.plan.hardware import Links, LinkSpeed
-from megatron_burst.plan.hardware_file import preset
+from megatron_burst.tools.hardware import Links, LinkSpeed
+from megatron_burst.tools.hardware_file import preset
 
 H200 = preset("h200")
 

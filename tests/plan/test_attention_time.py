@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_cost import attention_time, pass_time, sent_bytes
-from megatron_burst.plan.hardware import Curve, LinkSpeed
-from megatron_burst.plan.hardware_file import preset
-from megatron_burst.plan.kernel_time import OpTimer, Timer
 from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.operations import Transfer
 from megatron_burst.schedule.topology import Link, pretend_nodes
+from megatron_burst.tools.hardware import Curve, LinkSpeed
+from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.simulate.call import attention_time, pass_time, sent_bytes
+from megatron_burst.tools.simulate.kernels import OpTimer, Timer
 from tests.plan.machines import H200, with_links
 from tests.schedule.cases import MASKS
 

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.plan import attention_cost
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.attention_cost import attention_time, buffer_bytes, pass_time
-from megatron_burst.plan.auto import choose_call, ways
 from megatron_burst.plan.choose import Choice, a2a_bytes
-from megatron_burst.plan.hardware import Curve, LinkSpeed
-from megatron_burst.plan.hardware_file import preset
 from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.spec import Kernel
 from megatron_burst.schedule.topology import pretend_nodes
+from megatron_burst.tools.hardware import Curve, LinkSpeed
+from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.simulate import call as attention_cost
+from megatron_burst.tools.simulate.call import attention_time, buffer_bytes, pass_time
+from megatron_burst.tools.simulate.fastest import choose_call, ways
 
 ROOT = Path(__file__).parents[2]
 H200 = preset("h200")

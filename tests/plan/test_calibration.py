@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.hardware_file import (
+from megatron_burst.tools.hardware_file import (
     Calibration,
     KernelSpeed,
     LinkSpeed,

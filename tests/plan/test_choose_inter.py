@@ -6,15 +6,15 @@ import pytest
 
 from benchmarks.documents import SEED, lengths_of
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.auto import choose_call
 from megatron_burst.plan.choose import AllToAll, a2a_bytes, choose_inter, nested_bytes
-from megatron_burst.plan.hardware import Curve, LinkSpeed
-from megatron_burst.plan.packed import way_of as packed_way
-from megatron_burst.plan.sample import Sample
 from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import Link, pretend_nodes
+from megatron_burst.tools.hardware import Curve, LinkSpeed
+from megatron_burst.tools.packed import way_of as packed_way
+from megatron_burst.tools.simulate.fastest import choose_call
+from megatron_burst.tools.simulate.sample import Sample
 from tests.plan.machines import H200
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.hardware import Curve, LinkSpeed
-from megatron_burst.plan.hardware_file import (
+from megatron_burst.tools.hardware import Curve, LinkSpeed
+from megatron_burst.tools.hardware_file import (
     hardware,
     parse_hardware,
     preset,

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.arguments import megatron_arguments
-from megatron_burst.plan.flags import as_words, model_flags
-from megatron_burst.plan.hardware_file import preset
-from megatron_burst.plan.memory import memory_of
-from megatron_burst.plan.model import PRESETS, Windows
-from megatron_burst.plan.model_file import from_hugging_face, from_megatron
-from megatron_burst.plan.search import search
-from megatron_burst.plan.step import step_time
-from megatron_burst.plan.strategy import Job, Strategy
+from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.job.arguments import megatron_arguments
+from megatron_burst.tools.job.flags import as_words, model_flags
+from megatron_burst.tools.job.memory import memory_of
+from megatron_burst.tools.job.model import PRESETS, Windows
+from megatron_burst.tools.job.model_file import from_hugging_face, from_megatron
+from megatron_burst.tools.job.search import search
+from megatron_burst.tools.job.step import step_time
+from megatron_burst.tools.job.strategy import Job, Strategy
 from tests.plan.configs import (
     GEMMA_3_4B,
     GEMMA_3_27B,

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_burst.plan.attention_cost import buffer_bytes
-from megatron_burst.plan.hardware_file import preset
-from megatron_burst.plan.memory import memory_of
-from megatron_burst.plan.model import Experts, Model
-from megatron_burst.plan.strategy import Job, Strategy, attention_call
+from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.job.memory import memory_of
+from megatron_burst.tools.job.model import Experts, Model
+from megatron_burst.tools.job.strategy import Job, Strategy, attention_call
+from megatron_burst.tools.simulate.call import buffer_bytes
 
 LLAMA = Model("x", 4, 4096, 32, 8, 128, 128, 14336, 1)
 ALL_HEADS = replace(LLAMA, heads_kv=32)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.arguments import megatron_arguments
-from megatron_burst.plan.model import PRESETS, Model
-from megatron_burst.plan.model_file import from_megatron, model_of
+from megatron_burst.tools.job.arguments import megatron_arguments
+from megatron_burst.tools.job.model import PRESETS, Model
+from megatron_burst.tools.job.model_file import from_megatron, model_of
 from megatron_burst.units import in_units, nearest_multiples, whole_number
 from tests.plan.configs import (
     DEEPSEEK_V3,

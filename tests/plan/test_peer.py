@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.rows import read
-from megatron_burst.plan.hardware import GIB
-from megatron_burst.plan.hardware_file import preset
-from megatron_burst.plan.memory import memory_of
-from megatron_burst.plan.model import PRESETS
-from megatron_burst.plan.peer import gain
-from megatron_burst.plan.step import step_time
-from megatron_burst.plan.strategy import Job, Strategy
+from megatron_burst.tools.hardware import GIB
+from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.job.memory import memory_of
+from megatron_burst.tools.job.model import PRESETS
+from megatron_burst.tools.job.peer import gain
+from megatron_burst.tools.job.step import step_time
+from megatron_burst.tools.job.strategy import Job, Strategy
 
 H200 = preset("h200")
 LLAMA = PRESETS["llama3-8b"]

@@ -12,15 +12,15 @@ from random import Random
 import pytest
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.hardware_file import preset
-from megatron_burst.plan.memory import memory_of
-from megatron_burst.plan.model import PRESETS
-from megatron_burst.plan.packed import rows_of_rank, way_of
-from megatron_burst.plan.sample import Packing, Sample
-from megatron_burst.plan.step import step_time
-from megatron_burst.plan.strategy import Job, Strategy, attention_call
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
+from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.job.memory import memory_of
+from megatron_burst.tools.job.model import PRESETS
+from megatron_burst.tools.job.step import step_time
+from megatron_burst.tools.job.strategy import Job, Strategy, attention_call
+from megatron_burst.tools.packed import rows_of_rank, way_of
+from megatron_burst.tools.simulate.sample import Packing, Sample
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H200, LLAMA = preset("h200"), PRESETS["llama3-8b"]

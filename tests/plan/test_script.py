@@ -4,9 +4,9 @@ documents are packed, is for another job."""
 import pytest
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.arguments import megatron_arguments
-from megatron_burst.plan.script import read_script
 from megatron_burst.schedule.layout import Layout
+from megatron_burst.tools.job.arguments import megatron_arguments
+from megatron_burst.tools.job.script import read_script
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 

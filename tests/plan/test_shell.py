@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.arguments import megatron_arguments
-from megatron_burst.plan.model_file import model_of
-from megatron_burst.plan.script import arguments_in, read_script
-from megatron_burst.plan.shell import expanded
+from megatron_burst.tools.job.arguments import megatron_arguments
+from megatron_burst.tools.job.model_file import model_of
+from megatron_burst.tools.job.script import arguments_in, read_script
+from megatron_burst.tools.job.shell import expanded
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 UNKNOWN = "A=1\n{}\nrun --tensor-model-parallel-size $A"

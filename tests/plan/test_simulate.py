@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_burst.plan.hardware import Curve, KernelSpeed, LinkSpeed
-from megatron_burst.plan.kernel_time import Timer
-from megatron_burst.plan.timing import simulate
 from megatron_burst.schedule.call import Cargo, Direction
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.operations import Attend, Copy, Give, Ref, Stream, Take, Transfer
 from megatron_burst.schedule.program import Buffer, Dtype, Field, Home, Program
 from megatron_burst.schedule.topology import Link, pretend_nodes
+from megatron_burst.tools.hardware import Curve, KernelSpeed, LinkSpeed
+from megatron_burst.tools.simulate.kernels import Timer
+from megatron_burst.tools.simulate.timing import simulate
 from tests.plan.machines import with_links
 
 GB = 10**9  # one field of one byte a row, so rows are bytes; links and memory move 1 GB/s

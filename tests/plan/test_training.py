@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.flags import as_words, flag_values
-from megatron_burst.plan.hardware import GIB
-from megatron_burst.plan.hardware_file import preset
-from megatron_burst.plan.memory import memory_of
-from megatron_burst.plan.model import PRESETS
-from megatron_burst.plan.search import candidate, loses, search
-from megatron_burst.plan.step import step_time
-from megatron_burst.plan.strategy import Job, Strategy, misfit
+from megatron_burst.tools.hardware import GIB
+from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.job.flags import as_words, flag_values
+from megatron_burst.tools.job.memory import memory_of
+from megatron_burst.tools.job.model import PRESETS
+from megatron_burst.tools.job.search import candidate, loses, search
+from megatron_burst.tools.job.step import step_time
+from megatron_burst.tools.job.strategy import Job, Strategy, misfit
 
 M = 1 << 20
 EIGHT = Job(PRESETS["llama3-8b"], M // 4, 16, 8, 8, preset("h200"))

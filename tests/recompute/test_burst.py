@@ -15,10 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.comm.groups import Communicator
-from megatron_burst.engine import planned
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
-from megatron_burst.plan.half import Rates
 from megatron_burst.schedule.layout import Layout
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
@@ -35,15 +33,10 @@ CASES = {
     "half, a2a": (BurstConfig(keep="half", intra="a2a"), {}),
     "half, gather": (BurstConfig(keep="half", intra="gather"), {}),
     "half, two nodes": (BurstConfig.of(keep="half", nodes=2), {}),
-    "half, fast links": (BurstConfig.of(keep="half", nodes=2, transfer="send"), {}),
-    "half, fast links, a2a": (BurstConfig.of(keep="half", nodes=2, inter="a2a"), {}),
-    "half, fast links, contiguous": (
-        BurstConfig.of(keep="half", nodes=2, transfer="send"),
-        dict(layout="contiguous"),
-    ),
+    "half, two nodes, a2a": (BurstConfig.of(keep="half", nodes=2, inter="a2a"), {}),
     "half, striped": (BurstConfig(keep="half"), dict(layout="striped")),
     "half, contiguous": (BurstConfig(keep="half"), dict(layout="contiguous")),
-    "half, slow links, contiguous": (
+    "half, two nodes, contiguous": (
         BurstConfig.of(keep="half", nodes=2),
         dict(layout="contiguous"),
     ),
@@ -52,11 +45,10 @@ CASES = {
 }
 SAID = {
     "half": "keep half: resharded (the early rows are resharded",
-    "half, two nodes": "assumed: pass --burst-hardware for better figures)",
-    "half, fast links": "keep half: resharded (the early rows are resharded",
+    "half, two nodes": "keep half: plain (not resharded: rows would go between nodes)",
     "half, striped": "keep half: plain (the early rows are spread evenly)",
     "half, a2a": "keep half: plain (the early rows are spread evenly)",
-    "half, slow links, contiguous": "keep half: none (later ranks would keep all of their rows",
+    "half, two nodes, contiguous": "keep half: none (later ranks would keep all of their rows",
     "half, no mask": "keep half: none (only for a single causal document does recomputing",
 }
 
@@ -96,10 +88,7 @@ def run(rank: int) -> dict:
             said.extend(lines)
             return out
 
-        known = (
-            {"return_value": Rates(gbs=1e9)} if "fast links" in name else {"wraps": planned.rates}
-        )
-        with watched(hops), mock.patch.object(planned, "rates", **known):
+        with watched(hops):
             patches.apply("checkpoints")  # else the first has no frame
             loss = checkpoint(layer, *leaves, use_reentrant=True).square().sum()
             kept = kept_bytes()
@@ -149,7 +138,7 @@ def test_gradients_are_those_of_full_attention(results, name):
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_kept_and_whether_recomputation_communicates(results, name):
     whole = 2 * TOKENS * 4 * (3 + 1) * 8  # out and lse
-    falls_back = name in ("none", "none, a2a", "half, no mask", "half, slow links, contiguous")
+    falls_back = name in ("none", "none, a2a", "half, no mask", "half, two nodes, contiguous")
     for found in results:
         _, (recomputed,), kept, _ = found[name]
         if name.startswith("all"):

@@ -7,10 +7,7 @@ from random import Random
 
 import pytest
 
-from megatron_burst.schedule import check as check_module
 from megatron_burst.schedule.call import Cargo, Circulate, Direction
-from megatron_burst.schedule.check import check
-from megatron_burst.schedule.check_links import How, meet, run
 from megatron_burst.schedule.flat import topology_of
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
@@ -20,6 +17,9 @@ from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import Buffer, Dtype, Field, Home, Program
 from megatron_burst.schedule.spec import Kernel
 from megatron_burst.schedule.topology import Link, pretend_nodes
+from tests.proof import check as check_module
+from tests.proof.check import check
+from tests.proof.links import How, meet, run
 from tests.schedule.cases import BANDS, DOCUMENTS, Case, cases_on, grid
 from tests.schedule.mutations import MUTATIONS
 

@@ -1,1 +1,0 @@
-"""The command line: `megatron-burst`, or `python -m megatron_burst.cli`."""

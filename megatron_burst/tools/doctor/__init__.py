@@ -1,0 +1,123 @@
+"""`megatron-burst doctor`: options in, checks out. Nothing here changes anything on a node.
+
+`survey` asks a machine what it has, here or over ssh, by one read-only script; `machine`, `network`
+and `software` judge that; `job` checks a whole job from inside; `nodes` does so before one is
+started; `report` prints. Heavy imports wait for a run.
+"""
+
+import os
+import shlex
+from contextlib import nullcontext
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from megatron_burst.errors import BurstError, require
+from megatron_burst.tools.terminal import shown, without_warnings
+
+Size = Annotated[
+    int | None, Option(min=1, metavar="N", help="in a job: the parallel size that the job will use")
+]
+_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
+
+
+def doctor(
+    nodes: Annotated[
+        str | None,
+        Option(
+            metavar="A,B,C", help="before a job: names of its nodes, which are checked over ssh"
+        ),
+    ] = None,
+    ssh: Annotated[
+        str,
+        Option(
+            metavar="COMMAND",
+            help="command that reaches a node; the node's name and a script are appended",
+        ),
+    ] = _SSH,
+    timeout_s: Annotated[
+        float, Option(min=0.1, metavar="S", help="seconds to wait in each step")
+    ] = 60.0,
+    tp: Size = None,
+    cp: Size = None,
+    pp: Size = None,
+    as_json: Annotated[bool, Option("--json", help="print the report as JSON")] = False,
+    verbose: Annotated[
+        bool, Option("--verbose", "-v", help="also show warnings of torch and Megatron")
+    ] = False,
+) -> None:
+    """Check this machine, a whole job, or nodes before a job.
+
+    Started alone, it checks this machine; under torchrun or srun, the whole job; with --nodes,
+    nodes without a job. Exit status: 1 if something would break a run, 2 for refused options. It
+    never starts, stops or changes anything.
+    """
+    sizes = {"--tp": tp, "--cp": cp, "--pp": pp}
+    try:
+        with nullcontext() if verbose else without_warnings():
+            breaks = _examine(nodes, ssh, timeout_s, sizes, as_json)
+    except BurstError as error:  # by every rank: each may see something else
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(int(breaks))
+
+
+def _examine(
+    nodes: str | None, ssh: str, timeout_s: float, asked: dict[str, int | None], as_json: bool
+) -> bool:
+    """Check what there is, and print the report; whether a run would break."""
+    from megatron_burst.tools.doctor.meeting import launch_of
+    from megatron_burst.tools.doctor.report import Report, print_report
+
+    launch = None if nodes is not None else launch_of(os.environ)
+    _check(ssh, nodes, [option for option, size in asked.items() if size], launch)
+    with shown(0 if launch is None else launch.rank) as progress:
+
+        def say(report: Report) -> None:
+            progress.end()
+            print_report(report, as_json)
+
+        if not launch:
+            progress.now("asking what machines have")
+            report = _outside_a_job(nodes, ssh, timeout_s)
+            say(report)
+            return report.breaks
+        from megatron_burst.tools.doctor.compare import Sizes
+        from megatron_burst.tools.doctor.job import Job, check_job
+        from megatron_burst.tools.doctor.survey import run_command
+
+        sizes = Sizes(*(size or 1 for size in asked.values())) if any(asked.values()) else None
+        job = Job(run_command, os.environ, timeout_s, sizes, say, progress)
+        return check_job(launch, job)
+
+
+def _check(ssh: str, nodes: str | None, sizes: list[str], launch: object) -> None:
+    """Refuse a command that cannot be split, and what would be ignored."""
+    try:
+        shlex.split(ssh)
+        unread = ""
+    except ValueError as error:
+        unread = f"{ssh!r}: {error}"
+    in_job = "must come in a job, because groups are laid on the ranks that are there"
+    needs = [
+        (nodes is not None or ssh == _SSH, "--ssh must come with --nodes, because it is only "
+         "used for them", repr(ssh), "pass --nodes a,b,c, or leave it out"),
+        (not unread, "--ssh must be a valid shell command, because it is used to reach nodes",
+         unread, "close the quotes"),
+        (launch or not sizes, f"{' '.join(sizes)} {in_job}", "none",
+         "start doctor with torchrun or srun, or leave it out"),
+    ]  # fmt: skip
+    require("doctor", needs)
+
+
+def _outside_a_job(nodes: str | None, ssh: str, timeout_s: float):
+    """The report of nodes over ssh, or of this machine alone."""
+    from megatron_burst.tools.doctor.machine import check_machine
+    from megatron_burst.tools.doctor.nodes import Reach, check_nodes, nodes_in
+    from megatron_burst.tools.doctor.report import Report
+    from megatron_burst.tools.doctor.survey import run_command, survey_here
+
+    if nodes is not None:
+        return check_nodes(nodes_in(nodes), Reach(run_command, ssh, timeout_s))
+    return Report(tuple(check_machine(survey_here(run_command, timeout_s), os.environ)))

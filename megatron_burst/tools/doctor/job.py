@@ -1,0 +1,177 @@
+"""A whole job from inside: everybody there, alike, within reach, and links as fast as others."""
+
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_burst.comm.nodes import my_home, nvlink_domains, topology_of_homes
+from megatron_burst.tools.doctor import compare
+from megatron_burst.tools.doctor.machine import check_machine
+from megatron_burst.tools.doctor.meeting import (
+    Launch,
+    Meeting,
+    Watch,
+    check_attendance,
+    meet,
+    open_store,
+)
+from megatron_burst.tools.doctor.network import check_pairs, knock, open_door, own_address
+from megatron_burst.tools.doctor.report import Check, LinkRate, Merged, Report, Status, skip
+from megatron_burst.tools.doctor.software import software
+from megatron_burst.tools.doctor.survey import Answer, Runner, Survey, gpus_of, survey_here
+from megatron_burst.tools.speeds import Mover, matmul, rank_ms, rings
+from megatron_burst.tools.terminal import Progress
+from megatron_burst.tools.world import World, world_of
+
+_KNOCK_S = 5.0
+_WATCHED = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_")
+_SHIFT_BYTES = {"cuda": 64 << 20, "cpu": 1 << 20}
+_PRODUCT = {"cuda": (8192, torch.bfloat16), "cpu": (256, torch.float32)}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """How a job is checked."""
+
+    run: Runner
+    environ: Mapping[str, str]
+    timeout_s: float  # ranks wait for each other in each step
+    sizes: compare.Sizes | None  # to see how Megatron's groups lie; None: not asked
+    say: Callable[[Report], None]  # on rank 0
+    progress: Progress = field(default_factory=Progress)
+
+
+def check_job(launch: Launch, job: Job) -> bool:
+    """Check a job, all its ranks together; rank 0 reports. Whether a run would break, on all ranks.
+
+    Raises:
+        BurstError: if this rank finds no store, or came too late.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+    store = open_store(launch, job.timeout_s)
+    door = open_door(own_address(launch.address, job.environ))
+    survey = Answer(0, "", "the first rank of this node is not there")
+    if launch.local_rank == 0:  # one rank of a node is enough
+        survey = survey_here(job.run, job.timeout_s)
+    mine = _facts(launch, job, survey), my_home(), door.getsockname()[:2]
+    job.progress.now("waiting for all ranks")
+    meeting, said = meet(launch, store, job.timeout_s, mine)
+    checks = _Checks(meeting, job, said)
+    checks.before_groups(survey)
+    door.close()
+    if checks.may_measure:
+        checks.measure()
+    report = Report(tuple(checks.found), tuple(checks.links))
+    if meeting.leads:
+        job.say(report)
+    return meeting.part(report.breaks if meeting.leads else None)
+
+
+def _facts(launch: Launch, job: Job, survey: Survey | Answer) -> compare.Facts:
+    gpus = [] if isinstance(survey, Answer) else gpus_of(survey)
+    name, uuid = "CPU", ""
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        name, uuid = properties.name, str(properties.uuid)
+    return compare.Facts(
+        node=job.environ.get("NCCL_HOSTID") or socket.gethostname(),
+        gpu=name, gpu_id=uuid, gpus=torch.cuda.device_count(),
+        clock_mhz=min((gpu.max_clock_mhz or 0 for gpu in gpus), default=0.0),
+        driver=gpus[0].driver if gpus else "none",
+        local_rank=launch.local_rank, local_size=launch.local_size, versions=software(),
+        variables={n: v for n, v in job.environ.items() if n.startswith(_WATCHED)},
+    )  # fmt: skip
+
+
+class _Checks:
+    """Collects what is found; the same steps on all ranks, who said something of themselves."""
+
+    def __init__(self, meeting: Meeting, job: Job, said: Mapping[int, tuple]) -> None:
+        self.meeting, self.job, self.ranks = meeting, job, list(said)
+        self.facts = {rank: facts for rank, (facts, _, _) in said.items()}
+        self.homes = [home for _, home, _ in said.values()]
+        self.doors = {rank: door for rank, (_, _, door) in said.items()}
+        self.nodes = {rank: fact.node for rank, fact in self.facts.items()}
+        # the first rank of each node speaks for it
+        self.speakers = {node: rank for rank, node in reversed(self.nodes.items())}
+        self.found: list[Check] = []
+        self.links: list[LinkRate] = []
+
+    @property
+    def may_measure(self) -> bool:
+        """Whether a process group of those who came can work; the same on all ranks."""
+        stops = {"seats", "reachable"}
+        broken = any(c.status is Status.FAIL and c.name in stops for c in self.found)
+        return not broken and len(self.ranks) > 1
+
+    def before_groups(self, survey: Survey | Answer) -> None:
+        """What needs no process group; the first rank of each machine has its survey."""
+        meeting, node = self.meeting, self.nodes[self.meeting.launch.rank]
+        self.found += [check_attendance(meeting), compare.check_seats(self.facts)]
+        speaks = self.speakers[node] == meeting.launch.rank
+        doors = {other: self.doors[rank] for other, rank in self.speakers.items() if other != node}
+        reached = meeting.share("unreached", knock(doors, _KNOCK_S) if speaks else None)
+        told = {self.nodes[rank]: why for rank, why in reached.items() if why is not None}
+        self.found.append(check_pairs(told))
+        own = check_machine(survey, self.job.environ, in_job=True) if speaks else []
+        merged = Merged(len(self.speakers))
+        for rank, checks in meeting.share("machine", own).items():
+            merged.add(self.nodes[rank], checks)
+        self.found += merged.checks() + compare.check_alike(list(self.facts.values()))
+        if self.job.sizes:
+            self.found.append(self._groups(self.job.sizes))
+
+    def _groups(self, sizes: compare.Sizes) -> Check:
+        if len(self.ranks) < self.meeting.launch.size:
+            return skip("groups", "ranks are missing")
+        first = {home.node: rank for rank, home in reversed(list(enumerate(self.homes)))}
+        places = [(first[home.node], home.place) for home in self.homes]
+        return compare.check_groups(compare.cp_groups(nvlink_domains(self.homes), sizes, places))
+
+    def measure(self) -> None:
+        """Compute and links, with a process group of those who came."""
+        with self._watch("starting the process group"):
+            world = self._world()
+            topology = topology_of_homes(self.homes)
+            mover = Mover(world, topology)
+        with self._watch("the matrix product"):
+            run, flops = matmul(world, *_PRODUCT[world.device.type])
+            ms = rank_ms(run, world)
+        rates = {rank: flops / took / 1e9 for rank, took in zip(self.ranks, ms, strict=True)}
+        self.found.append(compare.check_compute(rates, self.nodes))
+        num_bytes = _SHIFT_BYTES[world.device.type]
+        for link, found in rings(topology).items():
+            links = []
+            if found:
+                with self._watch(f"the shift over {link} links"):
+                    ms = rank_ms(mover.shift(link, num_bytes), world)
+                took = dict(zip(self.ranks, ms, strict=True))
+                own = [[self.ranks[place] for place in ring] for ring in found]
+                links = compare.link_rates(link, own, took, num_bytes, self.nodes)
+            self.links += links
+            self.found.append(compare.check_links(link, links))
+        dist.destroy_process_group()
+
+    def _world(self) -> World:
+        """The process group of those who came, numbered anew."""
+        device = "cuda" if all(fact.gpu_id for fact in self.facts.values()) else "cpu"
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=dist.PrefixStore("doctor/group", self.meeting.store),
+            rank=self.ranks.index(self.meeting.launch.rank),
+            world_size=len(self.ranks),
+            timeout=timedelta(seconds=2 * self.job.timeout_s),  # the watch comes first
+        )
+        return world_of(device)
+
+    def _watch(self, stage: str) -> Watch:
+        def give_up(failure: Check) -> None:
+            self.job.say(Report((*self.found, failure), tuple(self.links)))
+
+        self.job.progress.now(stage)
+        return Watch(self.meeting, stage, self.job.timeout_s, give_up)

@@ -1,0 +1,124 @@
+"""Versions, kernels, the Megatron functions that burst replaces, and what torch sees of the
+GPUs."""
+
+import platform
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from itertools import permutations
+
+import torch
+
+from megatron_burst.errors import BurstError
+from megatron_burst.installed import FIRST, LAST, find_megatron, minor, require_megatron
+from megatron_burst.kernels.backends import Problem, backends, in_words
+from megatron_burst.tools.doctor.report import Check, fail, ok, skip, warn
+from megatron_burst.version import __version__
+
+_FOR_FA4 = (9, 10)
+_INSTALL = "pip install megatron-core==0.19.2"
+_PACKAGES = {"te": "transformer-engine", "fa4": "flash-attn-4"}
+
+
+def software() -> dict[str, str]:
+    """Versions of what takes part, by name; all nodes of a job should have the same."""
+    found = {"burst": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    if megatron := find_megatron():  # a checkout has no distribution
+        found["megatron-core"] = megatron.version
+    for name, package in _PACKAGES.items():  # what it is called here, and its distribution
+        try:
+            found[name] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def check_versions(found: dict[str, str]) -> Check:
+    """That Megatron-Core is one that burst was tested with."""
+    what = ", ".join(f"{name} {number}" for name, number in found.items())
+    megatron = found.get("megatron-core")
+    if megatron is None:
+        return warn("versions", f"{what}; no megatron-core", f"{_INSTALL} to train with Megatron")
+    if minor(megatron) < FIRST:
+        what = f"{what}; burst's flags and specs refuse this megatron-core"
+        return fail("versions", what, _INSTALL)
+    if minor(megatron) > LAST:
+        change = "check that the hook points below fit"
+        return warn("versions", f"{what}; this megatron-core is newer than the tests'", change)
+    return ok("versions", what)
+
+
+def check_torch(gpus_listed: int) -> Check:
+    """That torch sees the GPUs that nvidia-smi lists, and that they reach each other's memory."""
+    seen = torch.cuda.device_count()
+    if not seen and gpus_listed:
+        what = f"nvidia-smi lists {gpus_listed} GPUs, torch sees none"
+        change = "install a torch built for this driver's CUDA; look at CUDA_VISIBLE_DEVICES"
+        return fail("torch", what, change)
+    if not seen:
+        return skip("torch", "torch sees no GPU: runs are on the CPU, for trying out")
+    pairs = list(permutations(range(seen), 2))
+    if apart := [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]:
+        what = f"{len(apart)} of {len(pairs)} pairs of GPUs cannot read each other's memory"
+        change = "keys are then sent by NCCL (transfer=send); see to NVLink or PCIe access"
+        return warn("torch", f"{what}, such as {apart[0]}", change)
+    return ok("torch", f"torch sees {seen} GPUs, all with access to their peers")
+
+
+def check_backends() -> Check:
+    """Which attention kernels can be used here, for bf16 (on CPU fp32) and head dimension 128."""
+    gpu = torch.cuda.is_available()
+    arch = torch.cuda.get_device_capability()[0] if gpu else 0
+    dtype = torch.bfloat16 if gpu else torch.float32
+    problem = Problem("cuda" if gpu else "cpu", dtype, 128, 128, grouped=True, arch=arch)
+    why = {n: b.capability.refusal(problem) or b.missing() for n, b in backends().items()}
+    live = [name for name, refusal in why.items() if refusal is None]
+    reasons = in_words({name: refusal for name, refusal in why.items() if refusal})
+    what = f"live: {', '.join(live) or 'none'}" + (f"; {reasons}" if reasons else "")
+    if not live:
+        return fail("backends", what, "install a torch with attention kernels")
+    if arch in _FOR_FA4 and "fa4" not in live:
+        change = "the fastest here: pip install -e '.[flash-attn]' in megatron_burst's checkout"
+        return warn("backends", what, change)
+    return ok("backends", what)
+
+
+def check_te_kernels(found: dict[str, str], environ: Mapping[str, str]) -> list[Check]:
+    """That TransformerEngine's own context parallelism does not run FlashAttention-4.
+
+    All its modes (p2p, a2a, all_gather) gave wrong tensors then, on H200 with TransformerEngine
+    2.20.2 and flash-attn-4 4.0.0b36: errors as large as the values. Burst runs its own.
+    """
+    if not {"te", "fa4"} <= found.keys():
+        return []
+    both = f"TransformerEngine {found['te']} with flash-attn-4 {found['fa4']}"
+    if environ.get("NVTE_FUSED_ATTN") == "0" and environ.get("NVTE_FLASH_ATTN") != "0":
+        what = f"NVTE_FUSED_ATTN=0: {both} computes wrong results under context parallelism"
+        change = "unset NVTE_FUSED_ATTN and leave out --attention-backend flash, or use burst"
+        return [warn("te kernels", what, change)]
+    return [ok("te kernels", f"{both} takes cuDNN, which is right under context parallelism")]
+
+
+def check_hook_points(load: Callable[[], list] | None = None) -> Check:
+    """Whether the Megatron functions that burst replaces are as expected; `load` returns others
+    than the installed ones, for tests."""
+    try:
+        if load is None:
+            if find_megatron():
+                require_megatron("burst's flags")
+            from megatron_burst.mcore.patches import rows as load
+        found = load()
+    except BurstError as error:
+        what, _, change = str(error).rpartition("; ")
+        return fail("hook points", what, change)
+    except ImportError as error:
+        what = f"Megatron cannot be imported ({error}): burst_attention works, its flags do not"
+        return warn("hook points", what, _INSTALL)
+    broken = [(patch, problem) for patch in found if (problem := patch.misfit())]
+    if broken:
+        what = "; ".join(f"{p.target} ({p.why}): {problem}" for p, problem in broken)
+        return fail("hook points", what, _INSTALL)
+    on = sum(patch.live for patch in found)
+    return ok("hook points", f"all {len(found)} fit; {on} are attached in this process")

@@ -1,0 +1,132 @@
+"""Speeds and sizes of a cluster's GPUs, links and nodes, as data.
+
+Speeds are measured rather than from data sheets, where measurements exist; every figure of a preset
+names its source (`sources`).
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import log
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A measured quantity: linear in log x between its points, flat beyond them."""
+
+    points: tuple[tuple[float, float], ...]  # (x, y), x positive and ascending
+
+    def at(self, x: float) -> float:
+        """The value at x."""
+        last = len(self.points) - 1
+        place = bisect_left(self.points, (x,))
+        if place == 0 or place > last:
+            return self.points[min(place, last)][1]
+        (x0, y0), (x1, y1) = self.points[place - 1 : place + 1]
+        return y0 + (y1 - y0) * log(x / x0) / log(x1 / x0)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """How long messages take over a link."""
+
+    latency_us: float  # of an empty message
+    gbs: Curve  # GB/s in one direction, by message size in MiB
+
+    def seconds(self, num_bytes: float, share: float = 1.0) -> float:
+        """Time of a message that gets a share of the link."""
+        if num_bytes <= 0:
+            return 0.0
+        return self.latency_us * 1e-6 + num_bytes / (self.gbs.at(num_bytes / MIB) * 1e9 * share)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpeed:
+    """How fast an attention kernel is on a whole GPU, causal or not.
+
+    Speeds are TFLOP/s, by the TFLOP computed without a pause: after some 10 ms the GPU reaches its
+    power limit and lowers its clock.
+    """
+
+    backend: str  # its name in `--burst-backend`
+    head_dim: int
+    forward: Curve
+    backward: Curve
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU."""
+
+    memory_gib: float  # that a process sees
+    reserved_gib: float  # of it for the CUDA context, NCCL, libraries and fragmentation
+    multiprocessors: int  # that a kernel's blocks run on
+    peak_tflops: float  # dense bf16; what MFU is relative to
+    matmul_tflops: float  # dense bf16 in the GEMMs of a transformer's layers, sustained
+    memory_gbs: float  # GB/s that element-wise kernels reach
+    launch_us: float  # between two dependent kernels
+    nccl_share: float  # of the multiprocessors, during an NCCL transfer
+    host_gbs: float  # GB/s to pinned host memory while all GPUs of the node copy
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory for tensors."""
+        return (self.memory_gib - self.reserved_gib) * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One NVLink domain: a server, or a rack that is one domain."""
+
+    gpus: int
+    nics: int  # shared evenly by GPUs that send at the same time
+    memory_gib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The links of a GPU."""
+
+    intra: LinkSpeed  # NVLink, by NCCL
+    pull: LinkSpeed  # NVLink, by copy engine through symmetric memory
+    inter: LinkSpeed  # one network card, by NCCL
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A kind of cluster; looked up often, so its hash is cached."""
+
+    name: str  # of the preset, or of the machine that was measured
+    gpu: Gpu
+    node: Node
+    links: Links
+    kernels: tuple[KernelSpeed, ...]  # attention kernels, the one that `auto` takes first
+    # where figures come from, by dotted name, e.g. "gpu.memory_gib"
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.gpu, self.node, self.links, self.kernels))
+
+    def kernel(self, head_dim: float, backend: str = "auto") -> KernelSpeed:
+        """The kernel for a head dimension, or for the nearest one that is known.
+
+        Raises:
+            KeyError: if there is no such backend.
+        """
+        asked = backend.split(",")
+        names = [k.backend for k in self.kernels if backend == "auto" or k.backend in asked]
+        if not names:
+            raise KeyError(backend)
+        known = [kernel for kernel in self.kernels if kernel.backend == names[0]]
+        return min(known, key=lambda kernel: abs(log(kernel.head_dim / head_dim)))
+
+    def inter_share(self, senders: int) -> float:
+        """Share of a network card that each sender gets, with this many senders on a node."""
+        return min(1.0, self.node.nics / max(senders, 1))

@@ -1,0 +1,280 @@
+"""Hardware from TOML: presets, files in their format, and output of `megatron-burst calibrate`."""
+
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from functools import lru_cache
+from importlib.resources import files
+from json import dumps
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from megatron_burst.errors import BurstError, nearest
+from megatron_burst.tools import hardware as planned
+from megatron_burst.tools.hardware import MIB, Curve, Hardware
+
+_FOLDER = files("megatron_burst.tools") / "machines"
+_MAY_BE_ZERO = ("latency_us", "launch_us", "_share", "reserved_gib")
+_LINKS = {"intra": "intra", "copy_engine": "pull", "inter": "inter"}  # measured: the planner's
+_LEAST = 0.05  # least share of a message's time spent on bytes, however noisy the measured latency
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpeed:
+    """How fast a rank computes causal attention; the slowest rank's median."""
+
+    backend: str
+    direction: Literal["forward", "backward"]  # backward without the forward that it needs
+    head_dim: int
+    seq: int  # tokens, all on one rank
+    tflops: float  # masked pairs do not count: 2 products forward, 5 backward
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """How fast ranks move data, all of them at once; the slowest rank's median.
+
+    "intra" and "inter" are ring shifts inside and between nodes; "copy_engine": ranks of a node
+    read the next one's symmetric memory; "host": pinned copies, the slower of both directions.
+    """
+
+    kind: Literal["intra", "inter", "copy_engine", "host"]
+    message_bytes: int  # that a rank sends in the call
+    gb_per_s: float  # message_bytes over the time of the call, start included
+    latency_us: float  # of the same call with a tiny message
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A machine as it was measured."""
+
+    name: str  # what the user calls it
+    gpu: str  # the GPU's own name
+    memory_gib: float  # of a GPU
+    matmul_tflops: float  # of a large dense product; bf16 on GPUs, fp32 on CPU
+    kernels: tuple[KernelSpeed, ...] = ()
+    links: tuple[LinkSpeed, ...] = ()
+
+
+def to_toml(calibration: Calibration) -> str:
+    """The calibration as TOML: scalars, then an array of tables for each list."""
+    values = asdict(calibration)
+    tables = {name: values.pop(name) for name in ("kernels", "links")}
+    blocks = [["# Written by `megatron-burst calibrate`.", *_lines(values)]]
+    blocks += [[f"[[{name}]]", *_lines(row)] for name, rows in tables.items() for row in rows]
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def _lines(values: Mapping[str, object]) -> list[str]:
+    # a JSON string is a TOML basic string, except for surrogate pairs and DEL
+    return [
+        f"{key} = {dumps(one, ensure_ascii=False)}".replace("\x7f", "\\u007f")
+        for key, one in values.items()
+    ]
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the presets."""
+    names = (entry.name for entry in _FOLDER.iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
+
+
+def preset_text(name: str) -> str:
+    """The TOML of a preset, one of `preset_names()`."""
+    return (_FOLDER / f"{name}.toml").read_text()
+
+
+@lru_cache(maxsize=64)
+def preset(name: str) -> Hardware:
+    """A preset by its name."""
+    return parse_hardware(preset_text(name), f"the preset {name}")
+
+
+def hardware(name_or_path: str) -> Hardware:
+    """A preset by name, else the TOML file of that path.
+
+    Raises:
+        BurstError: if it is neither, cannot be read, or lacks or has too many figures.
+    """
+    names, path = preset_names(), Path(name_or_path)
+    if name_or_path.lower() in names:
+        return preset(name_or_path.lower())
+    try:
+        return parse_hardware(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BurstError(
+            "hardware: --hardware must be a preset or a readable TOML file, because speeds come "
+            f"from there; got {name_or_path!r}{nearest(name_or_path.lower(), names)} ({error}); "
+            f"choose one of {', '.join(names)} or a file that megatron-burst calibrate wrote"
+        ) from None
+
+
+def parse_hardware(text: str, name: str) -> Hardware:
+    """Hardware from TOML like a preset's, or from what calibrate wrote.
+
+    Args:
+        text: the TOML.
+        name: of the file, for complaints.
+
+    Raises:
+        BurstError: if it is no TOML, or lacks or has too many figures.
+    """
+    table = _toml(text, name)
+    if isinstance(table.get("gpu"), str):  # calibrate names the GPU, presets describe it
+        return _measured(_read(Calibration, table, f"{name}:"), name)
+    return _read(Hardware, table, f"{name}:")
+
+
+def parse_calibration(text: str, name: str) -> Calibration:
+    """What calibrate wrote; refuses as `parse_hardware` does."""
+    return _read(Calibration, _toml(text, name), f"{name}:")
+
+
+def _toml(text: str, name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise BurstError(
+            f"hardware: {name} must be TOML, because figures are read from tables; got: {error}; "
+            "correct that line"
+        ) from None
+
+
+def _check(good: object, at: str, must: str, got: object) -> None:
+    if not good:
+        raise BurstError(
+            f"hardware: {at} must {must}, because the planner uses all figures and no others; got "
+            f"{got}; correct it"
+        )
+
+
+def _read(kind: Any, value: Any, at: str) -> Any:
+    """A value of a field's type; `at` is where it is: "FILE: gpu.launch_us"."""
+    if kind is Curve:
+        return _curve(value, at)
+    if is_dataclass(kind):
+        return _table(kind, value, at)
+    if get_origin(kind) is tuple:
+        name = at.rpartition(".")[2].rpartition(" ")[2]
+        _check(isinstance(value, list) and value, at, f"be a list of tables, [[{name}]]", value)
+        one = get_args(kind)[0]
+        return tuple(_read(one, each, f"{at} {number}") for number, each in enumerate(value, 1))
+    if get_origin(kind) is Literal:
+        words = get_args(kind)
+        _check(value in words, at, f"be one of {', '.join(words)}", repr(value))
+        return value
+    if kind is str:
+        _check(isinstance(value, str), at, "be a text", repr(value))
+        return value
+    if get_origin(kind) is not None:  # a mapping of texts
+        texts = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+        _check(texts, at, "hold texts", value)
+        return value
+    return _number(kind, value, at)
+
+
+def _table(kind: Any, table: Any, at: str) -> Any:
+    _check(isinstance(table, dict), at, "be a table", repr(table))
+    known = {f.name: f for f in fields(kind)}
+    inside = f"{at} " if at.endswith(":") else f"{at}."
+    for key in table:
+        got = f"the unknown key {key!r}{nearest(key, known)}"
+        _check(key in known, at, f"hold only {', '.join(known)}", got)
+    for key, its in known.items():
+        optional = its.default is not MISSING or its.default_factory is not MISSING
+        _check(key in table or optional, at, f"hold {', '.join(known)}", f"no {key!r}")
+    return kind(**{key: _read(known[key].type, table[key], inside + key) for key in table})
+
+
+def _number(kind: type, value: Any, at: str) -> Any:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    good = good and (value > 0 or (value == 0 and at.endswith(_MAY_BE_ZERO)))
+    what = "positive number"
+    if kind is int:
+        good, what = good and value == int(value), "positive whole number"
+    if at.endswith("_share"):
+        good, what = good and value < 1, "share from 0 to below 1"
+    _check(good, at, f"be a {what}", repr(value))
+    return kind(value)
+
+
+def _curve(value: Any, at: str) -> Curve:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = [[1, value]]
+    pairs = isinstance(value, list) and value and all(
+        isinstance(p, list) and len(p) == 2
+        and all(isinstance(n, int | float) and 0 < n < math.inf for n in p)
+        for p in value
+    )  # fmt: skip
+    xs = [p[0] for p in value] if pairs else []
+    must = "be a number or a list of [x, y] of positive numbers, x ascending"
+    _check(pairs and xs == sorted(set(xs)), at, must, repr(value))
+    return Curve(tuple((float(x), float(y)) for x, y in value))
+
+
+def _measured(found: Calibration, name: str) -> Hardware:
+    """The preset of the measured GPU, with measured figures in place of its own.
+
+    Speeds of kernels are those of the longest sequence: shorter calls never reach the power limit
+    that training runs at.
+    """
+    base = preset_of(found.gpu, name)
+    links = {}
+    for kind, ours in _LINKS.items():
+        if rows := [row for row in found.links if row.kind == kind]:
+            # ranks that shared a network card while all sent
+            ranks = max(1.0, base.node.gpus / base.node.nics) if kind == "inter" else 1.0
+            links[ours] = _link(rows, ranks)
+    copies = [row.gb_per_s for row in found.links if row.kind == "host"]
+    gpu = replace(
+        base.gpu, memory_gib=found.memory_gib, matmul_tflops=found.matmul_tflops,
+        host_gbs=max(copies, default=base.gpu.host_gbs),
+    )  # fmt: skip
+    kernels = _kernels(found.kernels)
+    measured = {(kernel.backend, kernel.head_dim) for kernel in kernels}
+    others = [k for k in base.kernels if (k.backend, k.head_dim) not in measured]
+    return replace(
+        base, name=found.name, gpu=gpu, links=replace(base.links, **links),
+        kernels=(*kernels, *others), sources={**base.sources, "measured": name},
+    )  # fmt: skip
+
+
+def preset_of(gpu: str, name: str) -> Hardware:
+    """The preset of a GPU with this device name; `name`: the file that names it, for errors.
+
+    Raises:
+        BurstError: if there is none.
+    """
+    for known in sorted(preset_names(), key=len, reverse=True):
+        if known.partition("-")[0].upper() in gpu.upper():
+            return preset(known)
+    raise BurstError(
+        f"hardware: {name} must be for a GPU with a preset, because calibration does not "
+        f"measure everything; got {gpu!r}; describe it in a TOML file like those of "
+        "megatron_burst/plan/machines"
+    )
+
+
+def _kernels(rows: Sequence[KernelSpeed]) -> list[planned.KernelSpeed]:
+    """Kernels measured in both directions."""
+    longest: dict[tuple[str, int], dict[str, Curve]] = {}
+    for row in sorted(rows, key=lambda row: row.seq):
+        speed = Curve(((1.0, row.tflops),))
+        longest.setdefault((row.backend, row.head_dim), {})[row.direction] = speed
+    return [
+        planned.KernelSpeed(*key, by["forward"], by["backward"])
+        for key, by in longest.items()
+        if len(by) == 2
+    ]
+
+
+def _link(rows: Sequence[LinkSpeed], ranks: float) -> planned.LinkSpeed:
+    """A link from messages whose GB/s include the time to start."""
+    latency_us = min(row.latency_us for row in rows)
+    points = []
+    for row in sorted(rows, key=lambda row: row.message_bytes):
+        seconds = row.message_bytes / (row.gb_per_s * 1e9)
+        moving = max(seconds - latency_us * 1e-6, seconds * _LEAST)
+        points.append((row.message_bytes / MIB, ranks * row.message_bytes / moving / 1e9))
+    return planned.LinkSpeed(latency_us, Curve(tuple(points)))

@@ -1,0 +1,207 @@
+"""Megatron flags for a model and how its training is sharded; a whole plan as JSON."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from math import ceil
+from typing import Any
+
+from megatron_burst.tools.job.model import Experts, Latent, Model, Windows
+from megatron_burst.tools.job.search import Candidate, loses
+from megatron_burst.tools.job.strategy import Job, Strategy, stage_layers
+
+SIZES = {  # fields of a strategy: Megatron's flags
+    "tp": "--tensor-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "ep": "--expert-model-parallel-size",
+}
+# by (`offload`, `offload_inputs`) of a strategy, values of --burst-keep-offload
+OFFLOADED = {(True, False): "results", (False, True): "inputs", (True, True): "both"}
+
+Values = dict[str, int | float | str | bool | list[str]]
+VERSION = 1  # of the JSON
+
+
+def as_words(flags: Mapping[str, object]) -> tuple[str, ...]:
+    """Flags as shell words, one entry per flag with its value; without flags that are off."""
+    words = []
+    for flag, value in flags.items():
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        words += [] if value is False else [shlex.join([flag, *map(str, values)])]
+    return tuple(words)
+
+
+def as_json(
+    job: Job, found: Sequence[Candidate], own: Mapping[str, Any] | None = None, most: int = 50
+) -> str:
+    """What a search found, for a run (`--burst-plan`) and for other programs: the best strategy's
+    flags, the job, that strategy, and others, `most` in all, with what speaks against them; `own`:
+    of `flag_values`."""
+    best = found[0]
+    described = {
+        "version": VERSION,
+        "flags": flag_values(job, best.strategy, best.memory.node, own),
+        "model_flags": None if job.model.unknown else model_flags(job.model),
+        "job": {
+            "model": asdict(job.model), "seq": job.seq, "gpus": job.gpus,
+            "gpus_per_node": job.gpus_per_node, "batch": job.batch, "hardware": job.hardware.name,
+            "packing": asdict(job.packing) if job.packing else None,
+        },
+        "best": _describe(best, best),
+        "others": [_describe(one, best) for one in found[1:most]],
+    }  # fmt: skip
+    return json.dumps(described, indent=1) + "\n"
+
+
+def _describe(one: Candidate, best: Candidate) -> dict[str, Any]:
+    described = {
+        "strategy": asdict(one.strategy),
+        "fits": one.fits,
+        "refused": one.refused,
+        "memory_gib": {name: round(gib, 3) for name, gib in one.memory.in_gib().items()},
+        "why": loses(one, best),
+    }
+    if one.time:
+        described["step_s"] = one.time.seconds
+        described["tokens_per_s_per_gpu"] = one.time.tokens_per_gpu
+        described["mfu"] = one.time.mfu
+        described["parts_s"] = dict(one.time.parts)
+    return described
+
+
+def flag_values(
+    job: Job,
+    strategy: Strategy,
+    host_bytes: float = 0.0,
+    own: Mapping[str, Any] | None = None,
+) -> Values:
+    """What to add to a Megatron-LM command: values by flag, true for one that takes none.
+
+    False stands for a flag that must not be there, because the figures would be others;
+    `host_bytes`: pinned memory of a node, of `Memory.node`; `own`: of a script whose recomputation
+    the strategy has, in its own words (`Script.flags`), because it would refuse others.
+    """
+    flags: Values = {
+        "--seq-length": job.seq,
+        "--max-position-embeddings": job.seq,
+        "--micro-batch-size": 1,
+        "--global-batch-size": job.batch,
+    } | {SIZES[name]: getattr(strategy, name) for name in ("tp", "cp", "pp")}
+    if strategy.tp > 1:
+        flags["--sequence-parallel"] = True
+    last = job.model.layers - stage_layers(job.model, strategy) * (strategy.pp - 1)
+    if strategy.pp > 1 and last != stage_layers(job.model, strategy):
+        flags["--decoder-last-pipeline-num-layers"] = last
+    if job.model.experts:
+        flags |= {SIZES["ep"]: strategy.ep, "--expert-tensor-parallel-size": 1}
+        flags["--moe-token-dispatcher-type"] = "alltoall"
+    flags |= {"--bf16": True, "--attention-dropout": 0, "--use-distributed-optimizer": True}
+    flags |= {"--overlap-grad-reduce": True, "--overlap-param-gather": True}
+    if strategy.cp > 1:
+        flags["--context-parallel-impl"] = "burst"
+        if strategy.intra != "auto":
+            flags["--burst-intra"] = strategy.intra
+    if strategy.fused_loss:
+        flags["--burst-fused-loss"] = True
+    flags |= _recompute_flags(job, strategy, own or {})
+    if host_bytes:
+        gib = host_bytes / job.on_node / (1 << 30)
+        flags["--burst-tune"] = f"keep_host_gib={ceil(1.1 * gib)}"
+    return flags
+
+
+def _recompute_flags(job: Job, strategy: Strategy, own: Mapping[str, Any]) -> Values:
+    """Each of the two groups of flags as the script has it, else as the strategy needs it."""
+    kept = {flag: value for flag, value in own.items() if flag.startswith("--burst-")}
+    again = {flag: value for flag, value in own.items() if flag not in kept}
+    return (again or _again_flags(job, strategy)) | (kept or _keep_flags(strategy))
+
+
+def _again_flags(job: Job, strategy: Strategy) -> Values:
+    if strategy.recompute == "full":
+        flags: Values = {"--recompute-granularity": "full", "--recompute-method": "uniform"}
+        return flags | {"--recompute-num-layers": 1}
+    modules = ["core_attn"] if strategy.core_attn else []
+    if strategy.recompute == "selective":
+        modules.append("mlp")
+        modules += ["moe"] if job.model.experts else []  # "mlp" leaves experts alone
+    if not modules:
+        return {"--recompute-granularity": False}
+    return {"--recompute-granularity": "selective", "--recompute-modules": modules}
+
+
+def _keep_flags(strategy: Strategy) -> Values:
+    flags: Values = {}
+    if strategy.keep != "none":
+        flags["--burst-keep"] = strategy.keep
+    offloaded = (strategy.offload, strategy.offload_inputs)
+    if any(offloaded):
+        flags["--burst-keep-offload"] = OFFLOADED[offloaded]
+    return flags
+
+
+def model_flags(model: Model) -> Values:
+    """A model as Megatron's flags: its sizes, and what it has beside a Llama's layers.
+
+    They are those of another model if it has `unknown` entries.
+    """
+    flags: Values = {"--num-layers": model.layers, "--hidden-size": model.hidden}
+    flags |= {"--ffn-hidden-size": model.ffn, "--num-attention-heads": model.heads_q}
+    if model.latent:
+        flags |= _latent_flags(model, model.latent)
+    else:
+        if model.heads_kv != model.heads_q:
+            flags |= {"--group-query-attention": True, "--num-query-groups": model.heads_kv}
+        flags["--kv-channels"] = model.dim_qk
+    if model.experts:
+        flags |= _expert_flags(model.experts, model.layers)
+    if model.windows:
+        flags |= _window_flags(model.windows)
+    if model.sinks:
+        flags["--softmax-type"] = "learnable"
+    if model.gated:
+        flags["--swiglu"] = True
+    flags |= {"--vocab-size": model.vocab}
+    if not model.tied:
+        flags["--untie-embeddings-and-output-weights"] = True
+    flags |= {"--normalization": "RMSNorm", "--disable-bias-linear": True}
+    flags |= {"--position-embedding-type": "rope", "--hidden-dropout": 0}
+    return flags | dict(model.beside)
+
+
+def _latent_flags(model: Model, latent: Latent) -> Values:
+    flags: Values = {"--multi-latent-attention": True}
+    if latent.q_rank:
+        flags["--q-lora-rank"] = latent.q_rank
+    return flags | {
+        "--kv-lora-rank": latent.kv_rank,
+        "--qk-head-dim": model.dim_qk - latent.rope_dim,
+        "--qk-pos-emb-head-dim": latent.rope_dim,
+        "--v-head-dim": model.dim_v,
+    }
+
+
+def _expert_flags(experts: Experts, layers: int) -> Values:
+    flags: Values = {
+        "--num-experts": experts.count,
+        "--moe-router-topk": experts.active,
+        "--moe-ffn-hidden-size": experts.ffn,
+    }
+    if experts.shared_ffn:
+        flags["--moe-shared-expert-intermediate-size"] = experts.shared_ffn
+    if dense := experts.dense_layers:
+        flags["--moe-layer-freq"] = f"[0]*{dense}+[1]*{layers - dense}"
+    return flags
+
+
+def _window_flags(windows: Windows) -> Values:
+    """Megatron's window size excludes the query's own key."""
+    flags: Values = {"--window-size": f"{windows.size - 1},0"}
+    numbers = range(1, len(windows.layers) + 1)
+    fit = (n for n in numbers if windows.layers == tuple(number % n > 0 for number in numbers))
+    if not all(windows.layers):
+        pattern = ",".join(str(int(window)) for window in windows.layers)
+        flags["--window-attn-skip-freq"] = next(fit, f"[{pattern}]")
+    return flags

@@ -1,0 +1,206 @@
+"""Peak memory of a training step on the fullest GPU, part by part."""
+
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+
+from megatron_burst.plan.keep import in_flight
+from megatron_burst.tools.hardware import GIB
+from megatron_burst.tools.job.model import Model
+from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, stage_layers
+from megatron_burst.tools.simulate.call import buffer_bytes
+
+_LOSS_BYTES = 1 << 30  # of the fused loss, independent of tokens (docs/loss.md)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on a GPU of the first pipeline stage, which holds most micro-batches; `node`: per
+    node."""
+
+    weights: float  # bf16
+    gradients: float  # float32
+    # float32 weights and two moments, sharded over data- and context-parallel ranks
+    optimizer: float
+    saved: float  # activations that wait for backward, all layers and micro-batches
+    kept: float  # attention's results, kept for layers whose backward is to come
+    # of the layer in backward, at its peak: recomputed activations, gradients, attention's buffers
+    # if the peak is in attention
+    layer: float
+    # logits, or the fused loss's tiles, and the gradient of its input; with PP what the last
+    # stage has of it beyond the micro-batches that it need not hold
+    head: float
+    attention: float  # hop buffers, slots, sums of one attention call; not added to the total
+    node: float  # pinned memory of all GPUs of a node
+
+    @property
+    def peak(self) -> float:
+        """Peak of a GPU: the head and a layer's backward are not at the same time."""
+        static = self.weights + self.gradients + self.optimizer
+        return static + self.saved + self.kept + max(self.layer, self.head)
+
+    def in_gib(self) -> dict[str, float]:
+        """All parts and the peak."""
+        parts = {f.name: getattr(self, f.name) / GIB for f in fields(self)}
+        return {**parts, "peak": self.peak / GIB}
+
+
+def memory_of(job: Job, strategy: Strategy) -> Memory:
+    """Memory of a step; `misfit` must have found nothing."""
+    weights, gradients, optimizer = _static(job, strategy)
+    model, layers = job.model, stage_layers(job.model, strategy)
+    flights = min(in_flight(strategy.pp, 0), job.batch // strategy.dp)
+    waiting = layers * flights
+    # other sizes and offloading do not change what a layer needs
+    alike = replace(strategy, pp=1, dp=1, ep=1, offload=False, offload_inputs=False)
+    a_layer = _layer_bytes(job, alike)
+    tokens = job.seq // strategy.cp / strategy.tp
+    saved = a_layer.saved * waiting
+    kept = 0.0
+    if strategy.recompute == "full":
+        share = {"none": 0.0, "half": 0.5, "all": 1.0}[strategy.keep]
+        kept = share * model.heads_q * (2 * model.dim_v + 4) * tokens
+    all_kept = kept * (waiting - 1)  # the layer being recomputed counts them among its own
+    on_node = 0.0
+    if strategy.offload:  # the next layer's are being copied back
+        on_node, all_kept = on_node + kept * waiting, min(all_kept, kept)
+    if strategy.offload_inputs:
+        on_node, saved = on_node + saved, min(saved, 2 * 2 * model.hidden * tokens)
+    head = _head(job, strategy) + kept  # all layers wait then
+    if strategy.pp > 1:  # the head is on the last stage, where fewer micro-batches wait
+        head = max(0.0, head - (saved + all_kept) * (1 - 1 / flights))
+    return Memory(
+        weights, gradients, optimizer, saved, all_kept,
+        layer=a_layer.working, head=head, attention=a_layer.buffers,
+        node=on_node * job.on_node,
+    )  # fmt: skip
+
+
+def _static(job: Job, strategy: Strategy) -> tuple[float, float, float]:
+    """Weights, gradients, optimizer.
+
+    Source: 6 + 12 / ranks bytes per weight of Megatron's distributed optimizer
+    (megatron/training/theoretical_memory_usage.py); its ranks are those of DP x CP.
+    """
+    model, layers = job.model, stage_layers(job.model, strategy)
+    moe = min(layers, model.moe_layers)
+    dense: float = layers * model.attention_params + (layers - moe) * model.dense_params
+    dense += moe * model.shared_params
+    dense += model.embedding_params * (2 if strategy.pp == 1 and not model.tied else 1)
+    dense /= strategy.tp
+    experts = moe * model.expert_params / strategy.ep
+    ranks = strategy.dp * strategy.cp
+    expert_ranks = max(1, job.gpus // (strategy.pp * strategy.ep))
+    optimizer = 12 * (dense / ranks + experts / expert_ranks)
+    if strategy.shard_weights:  # bf16 gradients; two layers' weights gathered, one's gradient whole
+        one = (model.attention_params + model.dense_params) / strategy.tp
+        return 2 * dense / ranks + 4 * one, 2 * dense / ranks + 2 * one, optimizer
+    return 2 * (dense + experts), 4 * (dense + experts), optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerBytes:
+    """Activations of one layer for one sequence.
+
+    Weight gradients add nothing to the peak: the largest exists after the activation's saved
+    tensors are freed, which are larger once a rank has two thirds as many tokens as the hidden
+    size.
+    """
+
+    saved: float  # what waits for backward, the layer's input included
+    working: float  # what backward of the layer needs in addition, at its peak
+    buffers: float  # of its attention call
+
+
+@lru_cache(maxsize=1024)
+def _layer_bytes(job: Job, strategy: Strategy) -> _LayerBytes:
+    model, how = job.model, strategy.recompute
+    tokens = job.seq // strategy.cp / strategy.tp  # sequence-parallel, or of 1/TP of the heads
+    hidden = 2 * model.hidden * tokens
+    call = attention_call(job, strategy)
+    out = 2 * model.heads_q * model.dim_v * tokens
+    qkv = _qkv_bytes(model, strategy, tokens)
+    feed = _feed_forward(model, strategy.tp, tokens)
+    # input, its norm, q, k, v, out, lse
+    attention = 2 * hidden + qkv + out + 4 * model.heads_q * tokens
+    attention += _beside_values(model, strategy, tokens) + call.left_bytes
+    if strategy.core_attn:
+        attention -= 4 * model.heads_q * tokens + call.left_bytes
+    after = hidden + feed.saved  # the sum with the residual, then the feed-forward's
+    norm = hidden if model.experts else 0.0  # else it is computed in the first product
+    saved = {"none": attention + after, "selective": attention + hidden + norm, "full": hidden}
+    # recomputation restores the rest, and its output is held during backward
+    again = 0.0 if how == "none" else saved["none"] - saved[how] + hidden
+    gone = after + (hidden if how == "selective" else 0.0)  # when backward reaches attention
+    buffers = buffer_bytes(call)
+    attending = hidden + out + qkv + buffers  # gradients: of the layer, out, q, k, v
+    working = again + max(feed.working, attending - gone)
+    return _LayerBytes(saved[how], working, buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class _FeedForward:
+    """Bytes of a feed-forward for one sequence."""
+
+    # its input after the norm, the first products' outputs, and the activation's output
+    saved: float
+    # what backward needs in addition at its peak, including the gradient of the layer's output
+    working: float
+
+
+def _feed_forward(model: Model, tp: int, tokens: float) -> _FeedForward:
+    """A layer's feed-forward; with experts, the kind of layer that needs most."""
+    dense = _dense(model, model.ffn, tp, tokens)
+    if not model.experts:
+        return dense
+    experts, hidden = model.experts, 2 * model.hidden * tokens
+    shared = _dense(model, experts.shared_ffn, tp, tokens)
+    came, width = experts.active * hidden, 2 * experts.active * experts.ffn * tokens
+    first = _first(model, width)
+    # gradients of the experts' outputs exist together with that of the activation's output
+    working = hidden + max(first, came + width)
+    if experts.shared_ffn:
+        working = max(working, shared.working)
+    routed = _FeedForward(shared.saved + came + first + width, working)
+    kinds = [routed, dense] if experts.dense_layers else [routed]
+    return max(kinds, key=lambda one: one.saved + one.working)
+
+
+def _dense(model: Model, ffn: int, tp: int, tokens: float) -> _FeedForward:
+    """A dense feed-forward.
+
+    Backward peaks at the activation: the gradients of its output and input exist, its output is
+    freed. Sequence-parallel layers gather the gradient before that; after it they gather the input
+    again, held together with its gradient until that is scattered.
+    """
+    hidden, width = 2 * model.hidden * tokens, 2 * ffn * tokens
+    first, whole = _first(model, width), hidden * tp if tp > 1 else 0.0
+    turns = first, whole + width, 2 * whole + hidden - width
+    return _FeedForward(hidden + first + width, hidden + max(turns))
+
+
+def _first(model: Model, width: float) -> float:
+    """Bytes of the outputs of the products before the activation."""
+    return (2 if model.gated else 1) * width
+
+
+def _qkv_bytes(model: Model, strategy: Strategy, tokens: float) -> float:
+    """Bytes of q, k, v; or of their gradients."""
+    heads_kv = max(model.heads_kv, strategy.tp)  # KV heads are repeated on surplus TP ranks
+    return 2 * tokens * (model.heads_q * model.dim_qk + heads_kv * (model.dim_qk + model.dim_v))
+
+
+def _beside_values(model: Model, strategy: Strategy, tokens: float) -> float:
+    """Bytes of the fused projection that V is a slice of; V of grouped heads is copied."""
+    if strategy.cp == 1 or model.latent or model.heads_q != model.heads_kv:
+        return 0.0
+    return 2 * tokens * 2 * model.heads_q * model.dim_qk
+
+
+def _head(job: Job, strategy: Strategy) -> float:
+    """The head and its loss on the last stage (which holds fewer micro-batches if PP > 1)."""
+    tokens = job.seq // strategy.cp
+    hidden = 2 * 2 * job.model.hidden * tokens / strategy.tp  # input of the head and its gradient
+    if strategy.fused_loss:
+        return hidden + _LOSS_BYTES
+    # bf16 logits, their float32 softmax, the bf16 gradient
+    return hidden + tokens * job.model.vocab / strategy.tp * (2 + 4 + 2)

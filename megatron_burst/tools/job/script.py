@@ -1,0 +1,216 @@
+"""What a script, or a YAML, with Megatron's arguments says of a job: sizes, recomputation, what is
+kept of it, and how samples are packed."""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_burst.errors import BurstError
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.tools.job.arguments import megatron_arguments
+from megatron_burst.tools.job.flags import OFFLOADED, SIZES
+from megatron_burst.tools.job.model import PRESETS
+from megatron_burst.tools.job.model_file import MODEL_ARGUMENTS, text_of
+from megatron_burst.units import whole_number
+
+Arguments = Mapping[str, Any]
+_OPTIONS = {flag.lstrip("-").replace("-", "_"): option for option, flag in SIZES.items()} | {
+    "seq_length": "seq_length", "global_batch_size": "global_batch_size",
+    "recompute_granularity": "recompute", "burst_keep": "keep", "burst_keep_offload": "offload",
+}  # fmt: skip
+_OFFLOADS = {value: pair for pair, value in OFFLOADED.items()}
+_COUNTED = {"core_attn", "mlp", "moe"}  # modules of selective recomputation
+_MODULES = "recompute_modules"
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What is said and no option says otherwise, and what of it the planner counts otherwise."""
+
+    sizes: Mapping[str, int]  # fields of `Strategy`
+    # the same; empty where the file says nothing of recomputation; `core_attn` is there where
+    # selective recomputation has it among its modules, and is False where its results are kept
+    policy: Mapping[str, Any]
+    layout: Layout | None  # of packed samples; None: they are not packed
+    flags: Mapping[str, Any]  # Megatron's, of that policy, as the script has them
+    notes: tuple[str, ...]  # sentences
+
+    @property
+    def named(self) -> tuple[tuple[str, str], ...]:
+        """What is given, with Megatron's flags of sizes."""
+        return tuple((name, SIZES.get(name, "")) for name in (*self.sizes, *self.policy))
+
+    @property
+    def in_words(self) -> str:
+        """What was taken, or ""."""
+        said = [f"{name.upper()} {size}" for name, size in self.sizes.items()]
+        said += self._policy_words()
+        if self.layout:
+            zigzag = self.layout is Layout.ZIGZAG
+            said.append(f"packed samples, {'boundaries anywhere' if zigzag else 'THD'}")
+        return ", ".join(said)
+
+    def _policy_words(self) -> Iterator[str]:
+        policy = self.policy
+        again = ["core_attn"] if policy.get("core_attn") else []
+        what = policy.get("recompute", "none")
+        if what != "none" or ("recompute" in policy and not again):
+            again.insert(0, what)
+        if again:
+            yield f"recompute {' and '.join(again)}"
+        where = " on host" if policy.get("offload") else ""
+        if "keep" in policy:
+            yield f"keep {policy['keep']}{where}"
+        elif where:
+            yield "results on host"
+        elif self.flags.get("--burst-keep") == "auto":
+            yield "keep auto"
+        if policy.get("offload_inputs"):
+            yield "inputs on host"
+
+
+def arguments_in(model: str, options: Collection[str] = ()) -> Arguments:
+    """What a file of Megatron's arguments says.
+
+    Args:
+        model: as in `model_of`; {} for what is no such file.
+        options: of the planner that are given, and count before it.
+
+    Raises:
+        BurstError: if a plan depends on a value that only a shell would know.
+    """
+    path = Path(model)
+    if model.lower() in PRESETS or path.suffix == ".json" or not path.is_file():
+        return {}
+    found = megatron_arguments(text_of(path), path.parent)
+    open_ones = [name for name, value in found.items() if "$" in str(value)]
+    for name in open_ones:
+        option = _OPTIONS.get(name)
+        if option not in options and (option or name in MODEL_ARGUMENTS):
+            flag = f"--{name.replace('_', '-')}"
+            change = f"pass --{option.replace('_', '-')}" if option else "write its value there"
+            raise BurstError(
+                f"plan: {flag} must have a value that a plan can read, because time and memory "
+                f'depend on it; got "{found[name]}" in {path.name}; {change}, or set the variable '
+                "before you plan"
+            )
+    # without its modules, selective recomputation would be another
+    return {name: found[name] for name in found if name == _MODULES or name not in open_ones}
+
+
+def read_script(arguments: Arguments, options: Arguments | None = None) -> Script:
+    """What arguments say of a job where `options`, fields of `Strategy`, are None or absent.
+
+    Raises:
+        BurstError: if a size is no number, or modules of recomputation cannot be read.
+    """
+    asked = {name: value for name, value in (options or {}).items() if value is not None}
+    sizes = {
+        name: whole_number(str(arguments[argument]), SIZES[name])
+        for argument, name in _OPTIONS.items()
+        if name in SIZES and argument in arguments and name not in asked
+    }
+    policy = {name: value for name, value in _policy(arguments, asked).items() if name not in asked}
+    flags = _flags(arguments, asked)
+    overruled: tuple[str, ...] = ("burst_keep",) if "keep" in asked else ()
+    overruled += ("recompute_",) if "recompute" in asked and not flags else ()
+    taken = {name: value for name, value in arguments.items() if not name.startswith(overruled)}
+    return Script(sizes, policy, _layout(arguments), flags, tuple(_notes(taken)))
+
+
+def _granularity(arguments: Arguments) -> str:
+    """As Megatron will have it: --recompute-activations is its old name of selective."""
+    usual = "selective" if arguments.get("recompute_activations") else ""
+    return str(arguments.get("recompute_granularity", usual))
+
+
+def _modules(arguments: Arguments) -> list[str]:
+    given = arguments.get(_MODULES, "core_attn")
+    names = [] if given is True else str(given).split()
+    if not all(re.fullmatch("[a-z_]+", name) for name in names):
+        raise BurstError(
+            "plan: --recompute-modules of the script must be names with spaces between them, "
+            f"because time and memory depend on each; got {given!r}; write for example "
+            "--recompute-modules mlp core_attn"
+        )
+    return names
+
+
+def _policy(arguments: Arguments, asked: Arguments) -> dict[str, Any]:
+    """Fields of a strategy, without those that options make meaningless."""
+    own = _granularity(arguments)
+    granularity = asked.get("recompute", own)
+    if granularity == "full" and (own == "full" or "burst_keep" in arguments):
+        return _full(arguments, asked)
+    if granularity != "selective" or own != "selective":
+        return {}
+    modules = _modules(arguments)
+    feeds = "moe" if arguments.get("num_experts") else "mlp"
+    policy: dict[str, Any] = {"recompute": "selective" if feeds in modules else "none"}
+    if "core_attn" in modules:
+        keep = asked.get("keep", arguments.get("burst_keep", "none"))
+        policy["core_attn"] = keep in ("none", "half")
+    return policy
+
+
+def _full(arguments: Arguments, asked: Arguments) -> dict[str, Any]:
+    keep = arguments.get("burst_keep", "none")
+    results, inputs = _OFFLOADS.get(str(arguments.get("burst_keep_offload")), (False, False))
+    policy = {"recompute": "full", "offload_inputs": inputs}
+    if keep == "auto":
+        return policy
+    offload = results and asked.get("keep", keep) != "none"
+    return policy | {"keep": keep, "offload": offload}
+
+
+def _flags(arguments: Arguments, asked: Arguments) -> dict[str, Any]:
+    """Megatron's flags of recomputation as the script has them, if no option says otherwise, and
+    burst's of what is kept."""
+    wanted = {name: value for name, value in asked.items() if name != "recompute"}
+    own = _policy(arguments, wanted).get("recompute")
+    if own is None or asked.get("recompute") not in (None, own) or asked.get("recompute") == "none":
+        return {}
+    selective = _granularity(arguments) == "selective"
+    starts: tuple[str, ...] = ("recompute_",)
+    if selective or not asked.keys() & {"keep", "offload", "offload_inputs"}:
+        starts += ("burst_keep",)
+    found = {name: value for name, value in arguments.items() if name.startswith(starts)}
+    if found.pop(_MODULES, None) is not None and selective:  # full recomputation has none
+        found[_MODULES] = _modules(arguments)
+    if selective and "keep" in asked:
+        found["burst_keep"] = asked["keep"]
+    return {
+        f"--{name}".replace("_", "-"): value for name, value in found.items() if value is not False
+    }
+
+
+def _layout(arguments: Arguments) -> Layout | None:
+    """THD of --sft shards each document; boundaries between documents may also be anywhere."""
+    if arguments.get("sft"):
+        return Layout.DOCUMENTS
+    anywhere = "dataloader_inter_document_masking", "reset_attention_mask"
+    return Layout.ZIGZAG if any(map(arguments.get, anywhere)) else None
+
+
+def _notes(arguments: Arguments) -> Iterator[str]:
+    granularity, count = _granularity(arguments), arguments.get("recompute_num_layers", "1")
+    method = arguments.get("recompute_method", "uniform")
+    if granularity == "full" and (method, str(count)) != ("uniform", "1"):
+        yield (
+            f"--recompute-method {method} --recompute-num-layers {count} is counted as uniform 1: "
+            "every layer is recomputed from its own input"
+        )
+    others = set(_modules(arguments)) - _COUNTED if granularity == "selective" else ()
+    if others:
+        yield f"recomputation of {', '.join(sorted(others))} is not counted: it takes little time"
+    if granularity and arguments.get("burst_keep") == "auto":
+        yield "--burst-keep auto is counted as what is fastest of what fits"
+    if layers := arguments.get("burst_keep_layers"):
+        yield f"--burst-keep-layers {layers} is not counted: all layers keep"
+    if arguments.get("reset_attention_mask"):
+        yield (
+            "burst attention refuses --reset-attention-mask: pass "
+            "--dataloader-inter-document-masking, which this plan is of"
+        )

@@ -1,0 +1,245 @@
+"""Every way to shard a job: whether it fits in memory, how fast it is, why it loses."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import lcm
+from typing import Any
+
+from megatron_burst.errors import BurstError
+from megatron_burst.tools.hardware import GIB
+from megatron_burst.tools.job.memory import Memory, memory_of
+from megatron_burst.tools.job.step import StepTime, step_time
+from megatron_burst.tools.job.strategy import (
+    SIZES,
+    Job,
+    Keep,
+    Strategy,
+    even_share,
+    least_multiple,
+    misfit,
+    size_misfit,
+)
+from megatron_burst.units import nearest_multiples
+
+Fixed = tuple[tuple[str, Any], ...]
+Named = tuple[tuple[str, str], ...]
+Watch = Callable[[Sequence[Strategy]], Iterable[Strategy]]
+_MOST_GPUS = 1 << 16  # most that are tried if fewer do not fit
+_KEEPS: tuple[Keep, ...] = ("none", "half", "all")
+_POLICIES = (
+    Strategy(recompute="none"),
+    Strategy(recompute="selective"),
+    *(
+        Strategy(recompute="full", keep=keep, offload=offload, offload_inputs=inputs)
+        for keep, offload, inputs in product(_KEEPS, (False, True), (False, True))
+        if offload <= (keep != "none")
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A strategy with its memory and, if it fits, its time."""
+
+    strategy: Strategy  # how the job is sharded
+    memory: Memory  # that it needs
+    time: StepTime | None  # of a step; None if it does not fit
+    over_gib: float  # GPU memory that is missing; 0 if none is
+    host_over_gib: float  # host memory that is missing
+    refused: str = ""  # what burst attention refuses of the model, where the strategy needs it
+
+    @property
+    def fits(self) -> bool:
+        return self.over_gib <= 0 and self.host_over_gib <= 0
+
+    @property
+    def runs(self) -> bool:
+        """Whether it fits and nothing refuses it."""
+        return self.fits and not self.refused
+
+
+def candidate(job: Job, strategy: Strategy) -> Candidate:
+    """A strategy with its memory and time.
+
+    Raises:
+        BurstError: if it does not fit the job.
+    """
+    if reason := misfit(job, strategy):
+        raise BurstError(
+            "plan: the parallel sizes must fit the GPUs, the model and the batch, because Megatron "
+            f"shards all of them evenly; got: {reason}; change it, or leave it to the search"
+        )
+    return _look_at(job, strategy)
+
+
+def _look_at(job: Job, strategy: Strategy) -> Candidate:
+    memory = memory_of(job, strategy)
+    over, node_over = _missing_gib(job, memory)
+    time = step_time(job, strategy, memory) if over <= 0 and node_over <= 0 else None
+    refused = job.model.refused if strategy.cp > 1 else ""
+    return Candidate(strategy, memory, time, max(0.0, over), max(0.0, node_over), refused)
+
+
+def _missing_gib(job: Job, memory: Memory) -> tuple[float, float]:
+    """Memory that a GPU and a node lack; negative where it fits."""
+    over = (memory.peak - job.hardware.gpu.usable_bytes) / GIB
+    host_gib = job.hardware.node.memory_gib * job.on_node
+    host_gib *= 0.8 / job.hardware.node.gpus  # the rest is for processes and the page cache
+    return over, memory.node / GIB - host_gib
+
+
+@lru_cache(maxsize=8)
+def search(
+    job: Job, fixed: Fixed = (), watch: Watch = iter, of_script: Named = ()
+) -> tuple[Candidate, ...]:
+    """All candidates, the fastest first, then those that burst refuses, then what does not fit,
+    the nearest to fitting first.
+
+    `fixed` has fields of `Strategy` that are given, e.g. (("tp", 2), ("keep", "all")); `watch` goes
+    through the layouts, to show how far it is; `of_script` has fields among them that a script
+    gives, with the flags to change there ("" for none).
+
+    Raises:
+        BurstError: if nothing divides evenly.
+    """
+    found = []
+    for layout in watch(list(layouts(job, _given_sizes(fixed)))):
+        found += [_look_at(job, strategy) for strategy in _policies(job, layout, fixed)]
+    if not found:
+        raise BurstError(_why_nothing(job, fixed, of_script))
+    return tuple(sorted(found, key=_rank))
+
+
+def enough_gpus(job: Job, fixed: Fixed, batch: Callable[[int], int]) -> int | None:
+    """Twice as many GPUs as a job that fits nowhere has, or four times, ..., until something fits;
+    `batch`: of a job with so many GPUs."""
+    node = job.gpus_per_node if job.gpus > job.gpus_per_node else job.hardware.node.gpus
+    gpus = 2 * job.gpus
+    while gpus <= _MOST_GPUS:
+        more = replace(job, gpus=gpus, gpus_per_node=even_share(gpus, node), batch=batch(gpus))
+        for layout in layouts(more, _given_sizes(fixed)):
+            for strategy in _policies(more, layout, fixed):
+                if max(_missing_gib(more, memory_of(more, strategy))) <= 0:
+                    return gpus
+        gpus *= 2
+    return None
+
+
+def _given_sizes(fixed: Fixed) -> dict[str, int]:
+    return {name: value for name, value in fixed if name in SIZES}
+
+
+def options_of(fixed: Fixed) -> list[str]:
+    """The command-line options of the given fields."""
+    return [f"--{name}".replace("_", "-") for name, _ in fixed if name != "core_attn"]
+
+
+def layouts(job: Job, fixed: dict[str, int]) -> Iterator[Strategy]:
+    """Every (TP, CP, PP, DP, EP) that divides evenly."""
+    for tp in _divisors(job.on_node, fixed.get("tp")):
+        for pp in _divisors(job.gpus, fixed.get("pp")):
+            if pp > job.model.layers or job.gpus % (tp * pp):
+                continue
+            for dp in _divisors(job.batch, fixed.get("dp")):
+                cp, rest = divmod(job.gpus, tp * pp * dp)
+                if rest or fixed.get("cp", cp) != cp:
+                    continue
+                for ep in _expert_sizes(job, pp, fixed.get("ep")):
+                    strategy = Strategy(tp, cp, pp, dp, ep)
+                    if not misfit(job, strategy):
+                        yield strategy
+
+
+def _expert_sizes(job: Job, pp: int, given: int | None) -> list[int]:
+    if not job.model.experts:
+        return [given or 1]
+    most = min(job.model.experts.count, job.gpus // pp)
+    return [ep for ep in _divisors(job.model.experts.count, given) if ep <= most]
+
+
+def _divisors(number: int, given: int | None) -> list[int]:
+    return [given] if given else [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _why_nothing(job: Job, fixed: Fixed, of_script: Named) -> str:
+    """Why nothing fits a job; if only the length is in the way, it says so."""
+    sizes: dict[str, Any] = _given_sizes(fixed)
+    named = [name for name, _ in of_script]
+    options = " or ".join(options_of(tuple(pair for pair in fixed if pair[0] not in named)))
+    change = f"leave out {options}, or change" if options else "change"
+    change += "".join(f" {flag} in the script," for _, flag in of_script if flag)
+    change += " --gpus, --seq-length or --global-batch-size"
+    given = ", ".join(f"{name} {value}" for name, value in fixed) or "nothing fixed"
+    why = size_misfit(job, sizes)
+    if not why and {"tp", "cp", "pp", "dp"} <= sizes.keys():
+        why = misfit(job, Strategy(**sizes))
+    if not why and next(layouts(job, sizes), None) is None:
+        even = replace(job, seq=2 * job.gpus)  # every CP x TP divides it
+        if next(layouts(even, sizes), None):
+            near = nearest_multiples(job.seq, length_step(job, sizes))
+            change = f"choose a --seq-length that is a {near} (2 x CP x TP)"
+    return (
+        "plan: some TP x CP x PP x DP and policy must make up the job, because Megatron shards "
+        f"everything evenly; got {job.gpus} GPUs, {job.model.heads_q}/{job.model.heads_kv} heads, "
+        f"{job.seq} tokens, a batch of {job.batch} and {given}{why and f' ({why})'}; {change}"
+    )
+
+
+def length_step(job: Job, sizes: dict[str, int]) -> int:
+    """What a length should be a multiple of, so that TP and CP are free.
+
+    That is 2 x CP x TP; sizes that are not given count as powers of two that divide the GPUs.
+    """
+    least = least_multiple(Strategy(tp=sizes.get("tp", 1), cp=sizes.get("cp", 1)))
+    if {"tp", "cp"} <= sizes.keys():
+        return least
+    step = lcm(least, 2 * (job.gpus & -job.gpus))
+    while step > job.seq and step % 2 == 0 and step // 2 % least == 0:
+        step //= 2
+    return step
+
+
+def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:
+    """The strategies of a layout with the policies that are given."""
+    sizes = {name: getattr(layout, name) for name in SIZES}
+    asked = {name: value for name, value in fixed if name not in SIZES}
+    again = asked.pop("core_attn", False)  # set by a job, never chosen by the search
+    # Megatron's checkpoints of MLPs with biases never end their backward
+    never = {"selective"} if job.model.biases and "recompute" not in asked else set()
+    for policy in _POLICIES:
+        strategy = replace(policy, **sizes, core_attn=again)
+        wanted = all(getattr(policy, name) == value for name, value in asked.items())
+        if wanted and policy.recompute not in never and not misfit(job, strategy):
+            yield strategy
+
+
+def _rank(one: Candidate) -> tuple:
+    if one.time:  # among equals, the one without host copies, which are free on paper only
+        copies = one.strategy.offload + one.strategy.offload_inputs
+        return not one.runs, one.time.seconds * (1 + 0.001 * copies), one.memory.peak
+    return 2, one.over_gib + one.host_over_gib, 0
+
+
+def loses(one: Candidate, best: Candidate) -> str:
+    """Why a candidate is not the best, as text."""
+    if one.over_gib:
+        parts = one.memory.in_gib()
+        names = [n for n in parts if n not in ("attention", "node", "peak")]
+        most = max(names, key=parts.__getitem__)
+        return f"out of memory by {one.over_gib:.1f} GiB; most is {most}: {parts[most]:.1f} GiB"
+    if one.host_over_gib:
+        return f"out of host memory by {one.host_over_gib:.0f} GiB a node"
+    if one is best or not one.time or not best.time:
+        return "the best"
+    theirs, ours = dict(one.time.parts), dict(best.time.parts)
+    extra = {part: theirs[part] - ours.get(part, 0.0) for part in theirs}
+    part = max(extra, key=extra.__getitem__)
+    slower = one.time.seconds / best.time.seconds - 1
+    if one.refused and not best.refused:
+        return f"refused by burst; {abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
+    if slower < 0.0005:
+        same = one.strategy.layout == best.strategy.layout
+        return "as fast, with other copies to host memory" if same else "as fast"
+    return f"{slower:.1%} slower, most by {part} (+{extra[part]:.2f} s a step)"

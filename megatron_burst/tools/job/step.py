@@ -1,0 +1,233 @@
+"""Time of a training step: attention simulated, the rest counted, pipeline bubbles included."""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.plan.half import HalfCall, recomputed_share
+from megatron_burst.schedule.call import AttentionShape, Direction
+from megatron_burst.schedule.topology import Link
+from megatron_burst.tools.hardware import Hardware
+from megatron_burst.tools.job.memory import Memory
+from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, stage_layers
+from megatron_burst.tools.simulate.call import pass_time
+from megatron_burst.tools.simulate.kernels import Timer
+
+# Parts of a step, as named in tables and errors.
+ATTENTION, MATMUL, ELEMENTWISE = "attention kernels", "matrix products", "element-wise kernels"
+INTRA, INTER = "waiting for NVLink", "waiting for the network"
+TENSOR, EXPERT = "tensor-parallel transfers", "expert-parallel transfers"
+HOST, HEAD, BUBBLE = "waiting for host copies", "LM head and loss", "pipeline bubble"
+AGAIN, UPDATE = "computing again, the rest", "gradients and optimizer"
+ATTENTION_AGAIN = "computing again, attention kernels"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One step."""
+
+    seconds: float  # of a step
+    # what they are made of, on the slowest pipeline stage; they add up
+    parts: tuple[tuple[str, float], ...]
+    tokens_per_gpu: float  # tokens a second and GPU
+    mfu: float  # model FLOPs (`Model.flops_per_token`) over the peak
+
+    @property
+    def tokens(self) -> str:
+        """Tokens a second and GPU, as people write them."""
+        return f"{self.tokens_per_gpu:.4g}"
+
+
+def step_time(
+    job: Job, strategy: Strategy, memory: Memory, call: AttentionCall | None = None
+) -> StepTime:
+    """Time of a step that needs this memory; `misfit` must have found nothing. `call`: the
+    attention call, if not burst's."""
+    # a layer is the same in every stage and for every micro-batch
+    layer_parts, layer_backward = _layer(job, replace(strategy, pp=1, dp=1), call)
+    micro_batches = job.batch // strategy.dp
+    layers = stage_layers(job.model, strategy)
+    one: dict[str, float] = defaultdict(float)
+    for part, seconds in layer_parts:
+        one[part] = seconds * layers
+    one[HEAD] = _head_seconds(job, strategy)
+    if strategy.pp > 1:
+        one[BUBBLE] = 2 * _boundary_seconds(job, strategy)
+    stage = sum(one.values())
+    parts = defaultdict(float, {part: each * micro_batches for part, each in one.items()})
+    parts[BUBBLE] += stage * (strategy.pp - 1)
+    parts[UPDATE] = _update_seconds(job, strategy, memory, layer_backward * layers)
+    seconds = sum(parts.values())
+    tokens = job.batch * job.seq / seconds / job.gpus
+    peak = job.hardware.gpu.peak_tflops * 1e12
+    mfu = tokens * job.model.flops_per_token(job.seq, job.share) / peak
+    return StepTime(seconds, tuple(sorted(parts.items(), key=lambda p: -p[1])), tokens, mfu)
+
+
+@lru_cache(maxsize=8192)
+def _layer(
+    job: Job, strategy: Strategy, call: AttentionCall | None
+) -> tuple[tuple[tuple[str, float], ...], float]:
+    """Seconds of an average layer by part, and of its backward."""
+    layer = _Layer(job, strategy, call)
+    return tuple(layer.parts().items()), layer.backward
+
+
+def layer_seconds(job: Job, strategy: Strategy, call: AttentionCall | None = None) -> float:
+    """Time of an average layer, forward, recomputation and backward, for one sequence; `call`: the
+    attention call, if not burst's."""
+    return sum(_Layer(job, strategy, call).parts().values())
+
+
+class _Layer:
+    """Time of an average layer of a stage, with recomputation, for one micro-batch."""
+
+    def __init__(self, job: Job, strategy: Strategy, call: AttentionCall | None = None) -> None:
+        self._job, self._strategy = job, strategy
+        self._timer = Timer(job.hardware)
+        self._tokens = job.seq // strategy.cp
+        call = call or attention_call(job, strategy)
+        sample = job.packing and job.packing.sharded(strategy.cp)
+        self._passes = {d: pass_time(call, job.hardware, d, sample) for d in Direction}
+        model = job.model
+        self._full = model.full_layers / model.layers
+        self._windows = {d: self._window_seconds(call.shape, d) for d in Direction}
+        moe = model.moe_layers / model.layers
+        self._mlp = (1 - moe) * model.dense_params + moe * model.active_params
+        self.backward = 2 * self._matmul(model.attention_params + self._mlp)
+        backward = Direction.BACKWARD
+        self.backward += self._full * self._passes[backward].seconds + self._windows[backward]
+
+    def _window_seconds(self, shape: AttentionShape, direction: Direction) -> float:
+        """Seconds of windowed kernels, averaged over all layers; few keys come from other ranks."""
+        model = self._job.model
+        if not model.windows:
+            return 0.0
+        seconds = self._timer.window(
+            model.windows.keys(self._job.seq, self._job.share), shape, direction
+        )
+        return seconds * model.windows.count / model.layers
+
+    def _matmul(self, params: float) -> float:
+        return self._timer.matmul(2 * params * self._tokens / self._strategy.tp)
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by part."""
+        parts: dict[str, float] = defaultdict(float)
+        again = recomputed(self._job, self._strategy)
+        for direction, timeline in self._passes.items():
+            times = self._full * (1 + (again if direction is Direction.FORWARD else 0))
+            waits = 0.0
+            for link, name in ((Link.INTRA, INTRA), (Link.INTER, INTER)):
+                parts[name] += timeline.exposed(link) * times
+                waits += timeline.exposed(link)
+            kernels = self._full * (timeline.seconds - waits) + self._windows[direction]
+            parts[ATTENTION] += kernels
+            if direction is Direction.FORWARD:
+                parts[ATTENTION_AGAIN] += again * kernels
+        params = self._job.model.attention_params + self._mlp
+        parts[MATMUL] += 3 * self._matmul(params)
+        parts[ELEMENTWISE] += 3 * self._elementwise()
+        parts[TENSOR] += 2 * self._tensor_seconds()
+        parts[EXPERT] += 2 * self._expert_seconds()
+        weights = {"none": 0.0, "selective": self._mlp, "full": params}[self._strategy.recompute]
+        parts[AGAIN] += self._matmul(weights)
+        share = weights / params
+        parts[AGAIN] += share * self._elementwise()
+        parts[TENSOR] += share * self._tensor_seconds()
+        parts[EXPERT] += self._expert_seconds() if share else 0.0
+        parts[HOST] += self._host_seconds(sum(parts.values()))
+        return parts
+
+    def _elementwise(self) -> float:
+        """Forward: norms, residuals, rotary embedding, activation; read and written once each."""
+        model = self._job.model
+        width = model.heads_q * model.dim_qk + model.heads_kv * (model.dim_qk + model.dim_v)
+        ffn = model.ffn
+        if model.experts:
+            ffn = model.experts.shared_ffn + model.experts.active * (
+                model.experts.ffn + model.hidden
+            )
+        num_bytes = 20 * model.hidden + 8 * width + 6 * ffn
+        return self._timer.memory(num_bytes * self._tokens / self._strategy.tp)
+
+    def _tensor_seconds(self) -> float:
+        """One pass: two gathers and two scatters of the hidden states (sequence parallelism)."""
+        tp = self._strategy.tp
+        moved = 2 * self._job.model.hidden * self._tokens * (tp - 1) / tp
+        return 4 * self._job.hardware.links.intra.seconds(moved)
+
+    def _expert_seconds(self) -> float:
+        """One pass: tokens to their experts and back, all exposed."""
+        model, strategy = self._job.model, self._strategy
+        if not model.experts or strategy.ep == 1:
+            return 0.0
+        moved = model.experts.active * 2 * model.hidden * self._tokens / strategy.tp
+        moved *= 1 - 1 / strategy.ep
+        nodes = max(1.0, strategy.ep / self._job.on_node)
+        links, share = self._job.hardware.links, _network_share(self._job.hardware)
+        seconds = links.intra.seconds(moved / nodes)
+        if nodes > 1:
+            seconds = max(seconds, links.inter.seconds(moved * (1 - 1 / nodes), share))
+        return 2 * seconds * model.moe_layers / model.layers
+
+    def _host_seconds(self, layer_seconds: float) -> float:
+        """Exposed time of offloading in forward and copying back in backward."""
+        job, strategy = self._job, self._strategy
+        kept = {"none": 0.0, "half": 0.5, "all": 1.0}[strategy.keep] * strategy.offload
+        moved = kept * job.model.heads_q * (2 * job.model.dim_v + 4)
+        moved += 2 * job.model.hidden * strategy.offload_inputs
+        moved *= self._tokens / strategy.tp
+        seconds = moved / (job.hardware.gpu.host_gbs * 1e9)
+        forward = layer_seconds * 0.25  # backward has at least twice that
+        return max(0.0, seconds - forward) + max(0.0, seconds - 3 * forward)
+
+
+def recomputed(job: Job, strategy: Strategy) -> float:
+    """Share of attention's forward that backward recomputes."""
+    if strategy.recompute != "full":
+        return float(strategy.core_attn)
+    if strategy.keep == "half":
+        return recomputed_share(half_call(job, strategy))
+    return float(strategy.keep == "none")
+
+
+def half_call(job: Job, strategy: Strategy) -> HalfCall:
+    """A layer's attention, with the later half kept."""
+    call = attention_call(job, strategy)
+    over_all = call.mode == "a2a" and call.arranged.inter_size == 1
+    return HalfCall(call.layout, call.mask, call.topology, call.shape, over_all)
+
+
+def _network_share(hardware: Hardware) -> float:
+    return hardware.inter_share(hardware.node.gpus)
+
+
+def _head_seconds(job: Job, strategy: Strategy) -> float:
+    """Head and its backward: four products. The fused loss computes logits again; for Megatron's
+    own, passes over all logits take about as long (docs/benchmarks/loss-rows.md)."""
+    flops = 2 * 4 * job.model.embedding_params * (job.seq // strategy.cp) / strategy.tp
+    return Timer(job.hardware).matmul(flops)
+
+
+def _boundary_seconds(job: Job, strategy: Strategy) -> float:
+    """One activation to the next pipeline stage."""
+    moved = 2 * job.model.hidden * (job.seq // strategy.cp) / strategy.tp
+    if job.gpus <= job.gpus_per_node:
+        return job.hardware.links.intra.seconds(moved)
+    return job.hardware.links.inter.seconds(moved, _network_share(job.hardware))
+
+
+def _update_seconds(job: Job, strategy: Strategy, memory: Memory, backward: float) -> float:
+    """Gradients scattered, weights gathered (half hidden behind backward), the optimizer's pass."""
+    ranks = strategy.dp * strategy.cp
+    local = max(1, job.on_node // strategy.tp)
+    num_bytes = memory.weights + memory.gradients
+    links = job.hardware.links
+    moving = links.intra.seconds(num_bytes * (1 - 1 / min(ranks, local)))
+    if ranks > local:
+        share = _network_share(job.hardware)
+        moving = max(moving, links.inter.seconds(num_bytes / local, share))
+    hidden = min(moving, backward / 2)
+    return moving - hidden + Timer(job.hardware).memory(2.5 * memory.optimizer)

@@ -1,0 +1,196 @@
+"""How a training job is sharded over GPUs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil, prod
+from typing import Literal
+
+from megatron_burst.errors import BurstError
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.schedule.call import AttentionShape
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.topology import pretend_nodes
+from megatron_burst.tools.hardware import Hardware
+from megatron_burst.tools.job.model import Model
+from megatron_burst.tools.simulate.sample import Packing
+from megatron_burst.units import nearest_multiples
+
+SIZES = ("tp", "cp", "pp", "dp", "ep")
+Recompute = Literal["none", "selective", "full"]
+Keep = Literal["none", "half", "all"]
+Intra = Literal["auto", "ring", "gather", "a2a"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The model to train, and the cluster."""
+
+    model: Model  # the model
+    seq: int  # tokens of a sequence
+    gpus: int  # of the job
+    gpus_per_node: int  # per NVLink domain; a job on a single one may use fewer
+    batch: int  # global batch in sequences; micro-batches have one
+    hardware: Hardware  # the cluster's
+    packing: Packing | None = None  # of the sequences; None: each is one causal document
+
+    @property
+    def share(self) -> float:
+        """Share of causal sequences' (query, key) pairs that the job's have."""
+        return self.packing.share(self.seq) if self.packing else 1.0
+
+    def __post_init__(self) -> None:
+        if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
+            raise BurstError(
+                "plan: --gpus must be a multiple of --gpus-per-node, because nodes are used whole; "
+                f"got {self.gpus} and {self.gpus_per_node}; choose a "
+                f"{nearest_multiples(self.gpus, self.gpus_per_node)}"
+            )
+
+    @property
+    def on_node(self) -> int:
+        """GPUs of the job on a node."""
+        return min(self.gpus_per_node, self.gpus)
+
+
+def even_share(gpus: int, gpus_per_node: int) -> int:
+    """GPUs per node that a job uses: the most that divides its GPUs evenly.
+
+    Nodes with unequal numbers of ranks cannot have nested rings.
+
+    Raises:
+        BurstError: if half of each node or more would be idle.
+    """
+    if gpus <= gpus_per_node:
+        return gpus
+    least = ceil(gpus / gpus_per_node)
+    for nodes in range(least, 2 * least):
+        if gpus % nodes == 0:
+            return gpus // nodes
+    raise BurstError(
+        "plan: --gpus must spread evenly over the nodes, because rings between nodes connect "
+        f"equally many ranks of each; got {gpus} on nodes of {gpus_per_node}; choose a "
+        f"{nearest_multiples(gpus, gpus_per_node)}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How a job is sharded."""
+
+    tp: int = 1  # tensor-parallel size, with sequence parallelism
+    cp: int = 1  # context-parallel size
+    pp: int = 1  # pipeline-parallel size
+    dp: int = 1  # data-parallel size
+    ep: int = 1  # expert-parallel size
+    # activations that backward recomputes: none, feed-forward ("selective"), or everything but the
+    # layers' inputs
+    recompute: Recompute = "full"
+    core_attn: bool = False  # whether "none" and "selective" recompute core attention too
+    keep: Keep = "none"  # which of attention's results full recomputation keeps
+    offload: bool = False  # whether they are offloaded
+    offload_inputs: bool = False  # whether layers' inputs are too
+    fused_loss: bool = True  # whether the loss is computed without all logits
+    # whether weights and gradients are sharded over data-parallel ranks too (ZeRO-3), as
+    # BurstEngine has it; not offered by the search
+    shard_weights: bool = False
+    # mode inside a node; the search leaves it to burst
+    intra: Intra = "auto"
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def layout(self) -> str:
+        """The sizes as text."""
+        experts = f" EP {self.ep}" if self.ep > 1 else ""
+        return f"TP {self.tp} CP {self.cp} PP {self.pp} DP {self.dp}{experts}"
+
+    @property
+    def policy(self) -> str:
+        """What is recomputed, as text."""
+        if self.recompute != "full":
+            what = "core_attn" if self.recompute == "none" else f"{self.recompute} and core_attn"
+            return f"recompute {what if self.core_attn else self.recompute}"
+        where = " on host" if self.offload else ""
+        inputs = ", inputs on host" if self.offload_inputs else ""
+        return f"recompute full, keep {self.keep}{where}{inputs}"
+
+
+def size_misfit(job: Job, sizes: Mapping[str, int]) -> str:
+    """Why sizes do not fit a job, whatever the others are; "" if they do."""
+    tp, pp, dp, ep = (sizes.get(name, 1) for name in ("tp", "pp", "dp", "ep"))
+    model, heads_kv = job.model, job.model.heads_kv
+    count = model.experts.count if model.experts else 1
+    shared = {name: size for name, size in sizes.items() if name != "ep"}  # EP is inside the others
+    product = " x ".join(f"{name.upper()} {size}" for name, size in shared.items())
+    needs = (
+        (job.on_node % tp == 0, f"TP {tp} does not divide the {job.on_node} GPUs of a node"),
+        (model.heads_q % tp == 0 and max(heads_kv, tp) % min(heads_kv, tp) == 0,
+         f"TP {tp} does not divide {model.heads_q}/{heads_kv} heads"),
+        (pp == 1 or ceil(model.layers / pp) * (pp - 1) < model.layers,
+         f"PP {pp} leaves a stage without layers"),
+        (job.batch % dp == 0, f"DP {dp} does not divide the batch of {job.batch}"),
+        (ep == 1 or model.experts, f"EP {ep} needs experts, and {model.name} has none"),
+        (count % ep == 0, f"EP {ep} does not divide {count} experts"),
+        (job.gpus % prod(shared.values()) == 0,
+         f"{product} does not divide the {job.gpus} GPUs of the job"),
+    )  # fmt: skip
+    return next((why for holds, why in needs if not holds), "")
+
+
+def misfit(job: Job, strategy: Strategy) -> str:
+    """Why a strategy does not fit a job, or ""."""
+    ranks, stage = ranks_per_node(job, strategy), job.gpus // strategy.pp
+    if strategy.gpus != job.gpus:
+        return f"{strategy.layout} needs {strategy.gpus} GPUs, not {job.gpus}"
+    if why := size_misfit(job, {name: getattr(strategy, name) for name in SIZES}):
+        return why
+    if strategy.cp > ranks and strategy.cp % ranks:
+        return f"CP {strategy.cp} does not fill nodes of {ranks} ranks"
+    if job.seq % least_multiple(strategy):
+        near = nearest_multiples(job.seq, least_multiple(strategy))
+        return f"a sequence of {job.seq} tokens is no {near} (2 x CP x TP)"
+    if strategy.keep == "half" and strategy.cp == 1:
+        return "keeping half is burst's own, which needs CP above 1"
+    if stage % strategy.ep:
+        return f"EP {strategy.ep} does not divide the {stage} ranks of a stage"
+    return ""
+
+
+def least_multiple(strategy: Strategy) -> int:
+    """What the sequence must be a multiple of: TP shards each of a zigzag rank's two chunks."""
+    return 2 * strategy.cp * strategy.tp
+
+
+def stage_layers(model: Model, strategy: Strategy) -> int:
+    """Layers of the largest pipeline stage; the last stage may have fewer."""
+    return ceil(model.layers / strategy.pp)
+
+
+def ranks_per_node(job: Job, strategy: Strategy) -> int:
+    """Ranks of a context-parallel group that one node can hold."""
+    return max(1, job.on_node // strategy.tp)
+
+
+def attention_call(job: Job, strategy: Strategy) -> AttentionCall:
+    """A layer's attention on one rank, in bf16; neighbours at stride TP, nodes filled in order."""
+    model, packing = job.model, job.packing
+    shape = AttentionShape(
+        batch=1, tokens=job.seq // strategy.cp, heads_q=model.heads_q // strategy.tp,
+        heads_kv=max(1, model.heads_kv // strategy.tp), dim_qk=model.dim_qk, dim_v=model.dim_v,
+        itemsize=2, stat_bytes=4, grad_bytes=4,
+    )  # fmt: skip
+    nodes = max(1, strategy.cp // ranks_per_node(job, strategy))
+    topology = pretend_nodes(strategy.cp, nodes)
+    call = AttentionCall(
+        shape, topology, job.on_node // topology.intra_size, strategy.intra,
+        multiprocessors=job.hardware.gpu.multiprocessors,
+        again=strategy.recompute == "full" and strategy.keep != "none",
+    )  # fmt: skip
+    if not packing:
+        return call
+    if sample := packing.sharded(strategy.cp):  # with padding, where that is needed
+        shape = replace(shape, tokens=sample.tokens // strategy.cp)
+    mask = Mask(right=0, documents=True)
+    return replace(call, shape=shape, layout=packing.layout, mask=mask)

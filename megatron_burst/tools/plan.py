@@ -1,0 +1,265 @@
+"""`megatron-burst plan`: options become a job and a strategy; results become tables and files."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from rich.console import Console
+from rich.progress import track
+from typer import Argument, Exit, Option, echo
+
+from megatron_burst.errors import BurstError
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.tools.hardware_file import hardware as hardware_of
+from megatron_burst.tools.hardware_file import preset_names
+from megatron_burst.tools.job.flags import as_json
+from megatron_burst.tools.job.model import PRESETS
+from megatron_burst.tools.job.model_file import model_of
+from megatron_burst.tools.job.script import Script, arguments_in, read_script
+from megatron_burst.tools.job.search import Candidate, Fixed, search
+from megatron_burst.tools.job.strategy import Job, Strategy, even_share
+from megatron_burst.tools.picture import save_picture
+from megatron_burst.tools.plan_notes import no_room, warnings_of, with_keep
+from megatron_burst.tools.plan_sample import Asked, numbers_in, plan_sample
+from megatron_burst.tools.plan_table import Shown, show
+from megatron_burst.tools.simulate.sample import Packing, Sample
+from megatron_burst.tools.terminal import check_writable, in_one_sentence, writing
+from megatron_burst.units import whole_number
+
+_STEP_TOKENS = 4 << 20  # of a small job
+_STDOUT = Path("-")
+_NOT_RUN = 3  # exit code; 2 is refused input
+_GPU_TOKENS = 1 << 10  # a GPU and step in a large one: 16M at 16K GPUs, as Llama 3 had
+Size = partial(Option, min=1, metavar="N")
+_MODEL = f"{', '.join(PRESETS)}, hf:ORG/NAME (cached), a config.json, or Megatron's arguments"
+
+
+def plan(
+    model: Annotated[str, Argument(metavar="MODEL", help=_MODEL)],
+    gpus: Annotated[str, Option(metavar="N", help="GPUs of the job, e.g. 64 or 16k")],
+    seq_length: Annotated[
+        str, Option(metavar="TOKENS", help="length of a sequence, e.g. 1M, 128k, 1048576")
+    ] = "",
+    gpus_per_node: Annotated[
+        int | None, Size(help="GPUs per node; default: as in --hardware")
+    ] = None,
+    hardware: Annotated[
+        str,
+        Option(
+            metavar="NAME|FILE",
+            help=f"{', '.join(preset_names())}, or a TOML file that calibrate wrote",
+        ),
+    ] = "h200",
+    global_batch_size: Annotated[
+        str,
+        Option(
+            metavar="N",
+            help="sequences per step; default: 4M tokens, or 1K per GPU if that is more",
+        ),
+    ] = "",
+    tp: Annotated[int | None, Size(help="tensor-parallel size")] = None,
+    cp: Annotated[int | None, Size(help="context-parallel size")] = None,
+    pp: Annotated[int | None, Size(help="pipeline-parallel size")] = None,
+    dp: Annotated[int | None, Size(help="data-parallel size")] = None,
+    ep: Annotated[int | None, Size(help="expert-parallel size")] = None,
+    recompute: Annotated[
+        Literal["none", "selective", "full"] | None,
+        Option(help="what backward recomputes; selective: the feed-forward"),
+    ] = None,
+    keep: Annotated[
+        Literal["none", "half", "all"] | None,
+        Option(help="attention results kept under full recomputation (--burst-keep)"),
+    ] = None,
+    offload: Annotated[bool | None, Option(help="offload these results to host memory")] = None,
+    offload_inputs: Annotated[
+        bool | None, Option(help="offload the inputs of recomputed layers to host memory")
+    ] = None,
+    do_search: Annotated[bool, Option("--search", help="show other strategies too")] = False,
+    json: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="write the plan as JSON, for --burst-plan; -: print only that"),
+    ] = None,
+    cu_seqlens: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="documents of a packed sample: a file of boundaries or lengths (text, .npy, .pt); "
+            "without --seq-length, plan the attention of this sample instead of a job",
+        ),
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="draw one layer's attention over time, or the sample (.png, .svg, .pdf)",
+        ),
+    ] = None,
+) -> None:
+    """Predict time and memory of a job, and print its flags.
+
+    Sizes and policies that you leave out are those of the fastest strategy that fits in memory.
+    Exit status: 0 for a plan that runs, 2 for refused input, 3 for a plan that does not run,
+    because nothing fits (the closest strategy is shown) or because burst refuses the model.
+    """
+    with in_one_sentence():
+        _check_outputs(json, picture)
+        asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "recompute": recompute}
+        asked |= {"keep": keep, "offload": offload, "offload_inputs": offload_inputs}
+        sizes = {"seq_length": seq_length, "global_batch_size": global_batch_size}
+        in_file = arguments_in(model, [name for name, value in (asked | sizes).items() if value])
+        described = model_of(model)
+        script = read_script(in_file, asked)
+        fixed = _fixed(script, asked)
+        count, machine = whole_number(gpus, "--gpus"), hardware_of(hardware)
+        on_node = gpus_per_node or even_share(count, machine.node.gpus)
+        length = seq_length or in_file.get("seq_length", "")
+        if cu_seqlens and not length:
+            of_jobs = {"global_batch_size": global_batch_size, "search": do_search, "json": json}
+            _check_sample(asked | of_jobs)
+            plan_sample(Asked(cu_seqlens, described, count, on_node, fixed, machine, picture))
+            return
+        tokens = _tokens(length)
+        batch = _batch(global_batch_size or in_file.get("global_batch_size", ""), tokens)
+        packing, repeated = _packing(script, cu_seqlens, tokens)
+        job = Job(described, tokens, count, on_node, batch(count), machine, packing)
+        found = search(job, fixed, _watched, script.named)
+        missing = "" if found[0].fits else no_room(job, found, fixed, batch)
+        warnings = [*script.notes, *warnings_of(job, found, fixed, in_file)]
+        keeps_none = script.policy.get("keep") == "none" and "burst_keep" not in in_file
+        more = with_keep(job, found[0]) if keeps_none and found[0].fits else ""
+        _write(job, found, script, json, picture)  # before a reader such as head ends the output
+        shown = Shown(
+            job, found, script, in_file, warnings, missing, do_search, repeated, more,
+            usual_batch=not (global_batch_size or "global_batch_size" in in_file),
+        )  # fmt: skip
+        if json != _STDOUT:
+            show(shown)
+    if not found[0].runs:
+        raise Exit(_NOT_RUN)
+
+
+def _write(
+    job: Job,
+    found: Sequence[Candidate],
+    script: Script,
+    json: Path | None,
+    picture: Path | None,
+) -> None:
+    if json == _STDOUT:
+        echo(as_json(job, found, script.flags))
+    elif json:
+        with writing("plan", "--json", json):
+            json.write_text(as_json(job, found, script.flags))
+    if picture:
+        with writing("plan", "--picture", picture):
+            save_picture(job, found[0].strategy, picture)
+
+
+def _fixed(script: Script, asked: dict[str, Any]) -> Fixed:
+    """What is given: by a script, and by options, which count before it."""
+    given = {**script.sizes, **script.policy}
+    given |= {name: value for name, value in asked.items() if value is not None}
+    if "core_attn" in script.policy and given.get("keep") in ("none", "all"):
+        del given["keep"]  # core_attn says what comes of it
+    _check_policy(given, asked)
+    return tuple(sorted(given.items()))
+
+
+def _packing(script: Script, cu_seqlens: Path | None, tokens: int) -> tuple[Packing | None, str]:
+    """How samples of so many tokens are packed: as a script says, else as THD; and how often a
+    file's documents are repeated, in words."""
+    if not cu_seqlens:
+        return (Packing(script.layout) if script.layout else None), ""
+    given = Sample.of(numbers_in(cu_seqlens))
+    times, count = -(-tokens // given.tokens), len(given.lengths)
+    words = f"{given.tokens:,} tokens in {count} documents, repeated {times:,} times"
+    packing = Packing(script.layout or Layout.DOCUMENTS, given.filling(tokens))
+    return packing, words if times > 1 else ""
+
+
+def _tokens(seq: str) -> int:
+    if not seq:
+        raise BurstError(
+            "plan: --seq-length must be given, because everything depends on it; got none, neither "
+            "as an option nor in the model's file; write for example --seq-length 1M"
+        )
+    return whole_number(seq, "--seq-length")
+
+
+def _batch(asked: str, tokens: int) -> Callable[[int], int]:
+    """Sequences of a step of a job with so many GPUs.
+
+    Only DP and PP can have odd factors of the GPUs, such as the 9 of a rack of 72, because CP and
+    TP divide the sequence: the batch gets them, unless it grew fourfold.
+    """
+
+    def usual(gpus: int) -> int:
+        sequences = max(1, max(_STEP_TOKENS, _GPU_TOKENS * gpus) // tokens)
+        odd = gpus // (gpus & -gpus)
+        return ceil(sequences / odd) * odd if odd <= 4 * sequences else sequences
+
+    if not asked:
+        return usual
+    sequences = whole_number(asked, "--global-batch-size")
+    return lambda gpus: sequences
+
+
+def _watched(layouts: Sequence[Strategy]) -> Iterable[Strategy]:
+    """Shows on a terminal how far the search is."""
+    console = Console(stderr=True)
+    quiet = not console.is_terminal
+    return track(layouts, "layouts", console=console, transient=True, disable=quiet)
+
+
+def _check_policy(given: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Refuse options that contradict each other, or a script's recomputation; what is missing is
+    left to the search."""
+    recompute, keep = given.get("recompute", "full"), given.get("keep", "none")
+    needs_full = {
+        "--keep": keep != "none", "--offload": given.get("offload"),
+        "--offload-inputs": given.get("offload_inputs"),
+    }  # fmt: skip
+    option = next((option for option, is_on in needs_full.items() if is_on), None)
+    if option and recompute != "full":
+        got, change = f"--recompute {recompute}", "leave one out"
+        if not asked["recompute"]:
+            of = Strategy(recompute=recompute, core_attn=given.get("core_attn", False))
+            got = f"{of.policy} from the script"
+            change = f"leave {option} out, or pass --recompute full"
+        raise BurstError(
+            f"plan: {option} must come with --recompute full, because it concerns the inputs of "
+            f"recomputed layers; got {got}; {change}"
+        )
+    if given.get("offload") and given.get("keep") == "none":
+        got = "--keep none" if asked["keep"] else "keep none from the script"
+        raise BurstError(
+            "plan: --offload must come with --keep half or all, because nothing is kept without "
+            f"it; got {got}; pass --keep all, or leave it out"
+        )
+
+
+def _check_sample(given: dict[str, object]) -> None:
+    """Refuse options that a sample does not have."""
+    options = [name for name, value in given.items() if value and name not in ("tp", "cp")]
+    if options:
+        option = "--" + options[0].replace("_", "-")
+        raise BurstError(
+            "plan: without --seq-length, --cu-seqlens must only be combined with --gpus, "
+            "--gpus-per-node, --hardware, --tp, --cp and --picture, because it plans one layer's "
+            "attention, not a job; got "
+            f"{option}; leave one out"
+        )
+
+
+def _check_outputs(json: Path | None, picture: Path | None) -> None:
+    """Refuse files that could not be written, before anything is computed."""
+    for option, path in (("--json", json), ("--picture", picture)):
+        if path not in (None, _STDOUT):
+            check_writable("plan", option, path)
+    if picture and (picture.suffix not in (".png", ".svg", ".pdf") or picture == json):
+        raise BurstError(
+            "plan: --picture must end in .png, .svg or .pdf and be another file than --json, "
+            f"because the suffix selects the format; got {picture}; rename it"
+        )

@@ -1,0 +1,161 @@
+"""What a user of `megatron-burst plan` should know beside the figures, as sentences."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megatron_burst.schedule.flat import flat_cost
+from megatron_burst.schedule.topology import Topology
+from megatron_burst.tools.hardware import GIB
+from megatron_burst.tools.job.script import Arguments
+from megatron_burst.tools.job.search import (
+    Candidate,
+    Fixed,
+    candidate,
+    enough_gpus,
+    length_step,
+    loses,
+    options_of,
+    search,
+)
+from megatron_burst.tools.job.strategy import SIZES, Job
+from megatron_burst.units import nearest_multiples
+
+_TIGHT = 0.95  # of the usable memory
+
+
+def warnings_of(
+    job: Job, found: Sequence[Candidate], fixed: Fixed, arguments: Arguments
+) -> list[str]:
+    """What speaks against taking the best of a search as it is, which was given `fixed` and a
+    script's arguments."""
+    every = (
+        _refused(job, found), idle_nodes(job), _uneven_length(job, fixed), _tight(job, found),
+        _documents(job), _precision(arguments), _endless(job, found[0]),
+    )  # fmt: skip
+    return [one for one in every if one]
+
+
+def _refused(job: Job, found: Sequence[Candidate]) -> str:
+    """What burst refuses of the model, and what that leaves."""
+    what, best = job.model.refused, found[0]
+    if not what:
+        return ""
+    if best.refused:
+        alone = any(one.strategy.cp == 1 for one in found)
+        why = "does not fit in memory" if alone else "is not among what was asked for"
+        return (
+            f"burst attention refuses {what} today: this plan, with CP {best.strategy.cp}, "
+            "predicts what the job would be like, but its run would refuse to start; CP 1, "
+            f"which runs, {why}"
+        )
+    note = f"burst attention refuses {what} today: only CP 1 runs, and the best of that is shown"
+    faster = next((one for one in found if one.refused and one.time), None)
+    if faster and best.time and faster.time.seconds < best.time.seconds:
+        gain = best.time.seconds / faster.time.seconds
+        note += f"; {faster.strategy.layout} would be {gain:.2f} times as fast"
+    return note
+
+
+def _precision(arguments: Arguments) -> str:
+    """That a plan changes the dtype of a script."""
+    if not arguments or arguments.get("bf16"):
+        return ""
+    if arguments.get("fp16"):
+        return "the script trains in fp16, this plan in bf16: replace --fp16 by --bf16"
+    return "the script trains in fp32, this plan in bf16: its flag --bf16 changes the numbers"
+
+
+def _endless(job: Job, best: Candidate) -> str:
+    if best.strategy.recompute != "selective" or not job.model.biases:
+        return ""
+    return (
+        "Megatron's backward never ends where --recompute-modules has mlp and linear layers have "
+        "biases: pass --disable-bias-linear, or plan with another --recompute"
+    )
+
+
+def idle_nodes(job: Job) -> str:
+    """What it costs that the GPUs are no multiple of a node's; "" where they are."""
+    most = job.hardware.node.gpus
+    if job.on_node == job.gpus or most <= job.on_node or job.gpus % most == 0:
+        return ""
+    nodes, last = job.gpus // job.on_node, job.gpus % most
+    uneven = Topology((tuple(range(most + last)),), (0,) * most + (1,) * last)
+    return (
+        f"{job.gpus} GPUs are not a multiple of a node's {most}: planned as {nodes} nodes with "
+        f"{job.on_node} each, {most - job.on_node} idle on each; start {job.on_node} ranks on "
+        f"each node. A group of ranks over nodes of {most} and {last} would be a flat ring: "
+        f"{flat_cost(uneven)}"
+    )
+
+
+def _uneven_length(job: Job, fixed: Fixed) -> str:
+    """That a length leaves out strategies, with lengths near it that leave out none."""
+    step = length_step(job, {name: value for name, value in fixed if name in SIZES})
+    if job.seq % step == 0:
+        return ""
+    return (
+        f"{job.seq} tokens rule out every strategy whose 2 x CP x TP does not divide them; to "
+        f"rule out none, choose a {nearest_multiples(job.seq, step)}"
+    )
+
+
+def _tight(job: Job, found: Sequence[Candidate]) -> str:
+    """That the best nearly fills the memory, and the fastest that does not."""
+    best, usable = found[0], job.hardware.gpu.usable_bytes
+    share = best.memory.peak / usable
+    if not _TIGHT < share <= 1:
+        return ""
+    free = (usable - best.memory.peak) / GIB
+    note = (
+        f"the peak is {share:.1%} of the usable memory, {free:.1f} GiB below it: what the "
+        "planner does not model (fragmentation, uneven experts) may not fit"
+    )
+    roomy = (one for one in found if one.runs == best.runs and one.memory.peak <= _TIGHT * usable)
+    if (other := next(roomy, None)) and other.time and best.time:
+        slower = other.time.seconds / best.time.seconds - 1
+        note += (
+            f"; {other.strategy.layout}, {other.strategy.policy}, which needs "
+            f"{other.memory.peak / GIB:.1f} GiB, is {slower:.1%} slower"
+        )
+    return note
+
+
+def _documents(job: Job) -> str:
+    """That the documents of packed samples are not known."""
+    if not job.packing or job.packing.sample:
+        return ""
+    return (
+        f"documents are taken to be usual ones, with {job.share:.0%} of a causal sequence's pairs "
+        "(MagiAttention's published distribution of lengths), because yours are not known: "
+        "--cu-seqlens FILE gives them"
+    )
+
+
+def with_keep(job: Job, best: Candidate) -> str:
+    """What keeping all results comes to where a script keeps none; "" if that does not fit."""
+    for offload in (False, True):
+        more = candidate(job, replace(best.strategy, keep="all", offload=offload))
+        if more.runs and more.time:
+            where = " --burst-keep-offload results" if offload else ""
+            return (
+                f"with --burst-keep all{where}: {more.time.seconds:.4g} s, "
+                f"{more.memory.peak / GIB:.2f} GiB"
+            )
+    return ""
+
+
+def no_room(job: Job, found: Sequence[Candidate], fixed: Fixed, batch: Callable[[int], int]) -> str:
+    """By how much the best of what does not fit is too large, and what would do; `batch`: sequences
+    of a step of a job with so many GPUs."""
+    said = loses(found[0], found[0])
+    if fixed and (best := search(job)[0]).fits:
+        options = " ".join(options_of(fixed))
+        found_so = f"{best.strategy.layout}, {best.strategy.policy}"
+        return f"{said}; without {options} it fits: {found_so}"
+    without_dp = tuple((name, value) for name, value in fixed if name != "dp")
+    if gpus := enough_gpus(job, without_dp, batch):
+        return f"{said}; {gpus} GPUs would be enough"
+    if fixed and (gpus := enough_gpus(job, (), batch)):
+        return f"{said}; {gpus} GPUs would be enough, with sizes and policy chosen by the planner"
+    return f"{said}; more GPUs alone do not help: shorten the sequence, or lower the batch"

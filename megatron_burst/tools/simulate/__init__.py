@@ -1,0 +1,1 @@
+"""Programs simulated on given hardware: seconds and memory of one attention call."""

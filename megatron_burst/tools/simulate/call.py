@@ -1,0 +1,241 @@
+"""Cost of an attention call: simulated time, and memory besides its inputs and outputs."""
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from math import inf
+
+from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.schedule.call import Direction
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.operations import AttendBackward, Ref
+from megatron_burst.schedule.order import order
+from megatron_burst.schedule.program import NUMBERED, Buffer, Dtype, Home, Program
+from megatron_burst.schedule.topology import Link
+from megatron_burst.tools.hardware import Hardware
+from megatron_burst.tools.simulate.kernels import Timer
+from megatron_burst.tools.simulate.sample import Sample
+from megatron_burst.tools.simulate.timing import Timeline, simulate
+
+_MANY_NODES = 8, 16  # times of more nodes are extrapolated from these
+_MOST_NODES = 4  # more nodes need no more buffers; a test compares
+
+
+@lru_cache(maxsize=64)
+def attention_time(
+    call: AttentionCall,
+    hardware: Hardware,
+    direction: Direction,
+    pass_tflop: float = inf,
+    ranks: range | None = None,
+    with_spans: bool = True,
+    sample: Sample | None = None,
+    tokens: int | None = None,
+) -> Timeline:
+    """Simulate one pass of a call.
+
+    Args:
+        call: the call.
+        hardware: that it runs on.
+        direction: which pass.
+        pass_tflop: work without a pause (`KernelSpeed`); infinite in training.
+        ranks: to simulate; None: as many as the time depends on.
+        with_spans: whether to record what happened.
+        sample: the documents; None: one. With documents ranks differ.
+        tokens: of the whole sequence, if the call stands for one on more nodes.
+
+    Raises:
+        BurstError: if the call cannot run this way.
+    """
+    timer = Timer(hardware, call.backend, pass_tflop, sample, tokens)
+    some = _simulated(call) if ranks is None else ranks
+    with _no_collection():
+        programs = {rank: call.program(rank, direction) for rank in some}
+        return simulate(programs, timer, _inter_share(call, hardware), call.overlap, with_spans)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Disable Python's cycle collection, which many new objects trigger repeatedly; the simulation
+    breaks its own cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@lru_cache(maxsize=4096)
+def pass_time(
+    call: AttentionCall, hardware: Hardware, direction: Direction, sample: Sample | None = None
+) -> Timeline:
+    """`attention_time` in training on any number of nodes, without spans."""
+    if sample:
+        return _of_sample(call, hardware, direction, sample)
+    tokens = call.shape.tokens * call.topology.cp_size if call.mask.documents else None
+    (base, times), *more = (
+        (_duration(part, hardware, direction, tokens), times)
+        for part, times in _on_few(call, direction)
+    )
+    if not more:
+        return base
+    ((less, _),) = more
+    waits = [(link, max(wait + times * (wait - less.exposed(link)), 0.0))
+             for link, wait in base.waits]  # fmt: skip
+    return Timeline(base.seconds + times * (base.seconds - less.seconds), (), tuple(waits))
+
+
+def _of_sample(
+    call: AttentionCall, hardware: Hardware, direction: Direction, sample: Sample
+) -> Timeline:
+    """The timeline with known documents: each shard's work depends on its documents."""
+    of_heads = call.mode == "a2a" and call.arranged.inter_size == 1
+    even = call.layout is Layout.DOCUMENTS or of_heads
+    ranks = _simulated(call) if even else range(call.topology.cp_size)
+    return attention_time(call, hardware, direction, ranks=ranks, with_spans=False, sample=sample)
+
+
+def sent_bytes(call: AttentionCall, direction: Direction) -> dict[Link, int]:
+    """Bytes that the first rank sends in a pass, by link."""
+    (base, times), *more = (
+        (part.program(0, direction).sent_bytes(), times) for part, times in _on_few(call, direction)
+    )
+    less = more[0][0] if more else base
+    return {link: round(sent + times * (sent - less[link])) for link, sent in base.items()}
+
+
+def _on_few(call: AttentionCall, direction: Direction) -> list[tuple[AttentionCall, float]]:
+    """The resolved call, or the call on two smaller numbers of nodes and how often to add their
+    difference: each further node is one more step of each round."""
+    call = call.resolved(direction)
+    few, more = _MANY_NODES
+    nodes = call.arranged.inter_size
+    if call.between != "ring" or nodes <= more:
+        return [(call, 0.0)]
+    times = (nodes - more) / (more - few)
+    return [(call.on_nodes(more), times), (call.on_nodes(few), 0.0)]
+
+
+@lru_cache(maxsize=4096)
+def _duration(
+    call: AttentionCall, hardware: Hardware, direction: Direction, tokens: int | None
+) -> Timeline:
+    """The timeline of a resolved call, cached: on few nodes many calls are equal."""
+    return attention_time(call, hardware, direction, with_spans=False, tokens=tokens)
+
+
+def _simulated(call: AttentionCall) -> range:
+    """Ranks to simulate: the first and the last of a group in which all do the same; on many nodes
+    the last one, which the others wait for.
+
+    In zigzag the first rank's tiles have half of the queries and all keys, the last one's all
+    queries and half of the keys; the others' times are in between. In an all-to-all over all nodes
+    ranks have equal tiles.
+    """
+    topology = call.arranged
+    nested = topology.inter_size == len(set(topology.node_of)) or call.mode == "a2a"
+    even = call.layout in (Layout.ZIGZAG, Layout.DOCUMENTS) or call.mask.full
+    if topology.cp_size <= 2 or not (nested and even):
+        return range(topology.cp_size)
+    last = topology.cp_size - 1
+    return (
+        range(0, last + 1, last) if topology.inter_size < _MANY_NODES[0] else range(last, last + 1)
+    )
+
+
+def _inter_share(call: AttentionCall, hardware: Hardware) -> float:
+    """A rank's share of a network card: all ranks of a node send at once, in a flat ring only
+    one."""
+    topology = call.arranged
+    flat_ring = topology.spans_nodes and call.mode == "ring"
+    together = 1 if flat_ring else max(map(topology.node_of.count, set(topology.node_of)))
+    return hardware.inter_share(together * call.neighbours)
+
+
+@lru_cache(maxsize=4096)
+def buffer_bytes(call: AttentionCall) -> int:
+    """Memory that a rank needs in backward besides q, k, v, out and their gradients.
+
+    What its group keeps from call to call, plus the peak of backward. The forward pass needs less,
+    except for its output in float32 where results are merged.
+    """
+    if call.arranged.inter_size > _MOST_NODES:
+        return buffer_bytes(call.resolved(Direction.BACKWARD).on_nodes(_MOST_NODES))
+    programs = [call.program(0, direction) for direction in Direction]
+    return kept_bytes(programs) + passing_bytes(programs[-1])
+
+
+def kept_bytes(programs: Iterable[Program]) -> int:
+    """Bytes of the group's buffers, shared by all of these programs: as many, and as large, as the
+    most demanding one needs."""
+    uses: dict[tuple[Home, str], tuple[int, int]] = {}
+    for program in programs:
+        for buffer in program.buffers.values():
+            if buffer.home is Home.HOP or buffer.home in NUMBERED:
+                count = buffer.number + 1 if buffer.home is Home.HOP else buffer.count
+                most, size = uses.get((buffer.home, buffer.use), (0, 0))
+                uses[buffer.home, buffer.use] = max(most, count), max(size, _size(program, buffer))
+    return sum(count * size for count, size in uses.values())
+
+
+def passing_bytes(program: Program) -> int:
+    """Peak bytes of a backward pass itself: the extra width of gradients summed in place, parts not
+    yet added up, and the kernel's workspace.
+
+    The most parts and the largest kernel are added, though they may not coincide: measured peaks
+    are as high, for an unknown reason.
+    """
+    frees, parts, kernel = order(program).frees, 0, 0
+    read = {ref.buffer for op in program.ops for ref in op.reads}
+    alive: dict[str, int] = {}
+    for op, freed in zip(program.ops, frees, strict=True):
+        for ref in op.writes:
+            buffer = program.buffers[ref.buffer]
+            if buffer.home is Home.PART and ref.buffer in read:  # else it is a result
+                alive[ref.buffer] = _size(program, buffer)
+        parts = max(parts, sum(alive.values()))
+        if isinstance(op, AttendBackward):
+            kernel = max(kernel, _kernel_bytes(program, op))
+        for name in freed:
+            alive.pop(name, None)
+    return _wider_bytes(program) + parts + kernel
+
+
+def _wider_bytes(program: Program) -> int:
+    """Extra bytes of sums that are returned in the inputs' dtype."""
+    wide, narrow = program.widths[Dtype.SUM], program.widths[Dtype.INPUT]
+    sums = [
+        buffer
+        for buffer in program.buffers.values()
+        if buffer.home is Home.CALL and all(f.dtype is Dtype.SUM for f in buffer.fields)
+    ]
+    return sum(_size(program, buffer) * (wide - narrow) // wide for buffer in sums)
+
+
+def _size(program: Program, buffer: Buffer) -> int:
+    return program.num_bytes(Ref(buffer.name))
+
+
+def _kernel_bytes(program: Program, op: AttendBackward) -> int:
+    """Workspace of a backward kernel: lse, delta and dq in float32; with grouped heads dk and
+    dv."""
+    side = next(ref for ref in op.sides if _heads(program, ref, "q"))
+    shape = {f.name: f for f in program.buffers[op.kv.buffer].fields}
+    heads_q, heads_kv = _heads(program, side, "q"), _heads(program, op.kv, "k")
+    rows_q, rows_kv = (program.buffers[ref.buffer].rows if ref.rows is None else len(ref.rows)
+                       for ref in (side, op.kv))  # fmt: skip
+    sums = rows_q * heads_q * (shape["k"].dim + 2)
+    if heads_q != heads_kv:
+        sums += rows_kv * heads_kv * (shape["k"].dim + shape["v"].dim)
+    return program.batch * sums * 4
+
+
+def _heads(program: Program, ref: Ref, name: str) -> int:
+    """Heads of a field in part of a buffer; 0 if it has no such field."""
+    for field in program.buffers[ref.buffer].fields:
+        if field.name == name:
+            return len(ref.heads) if ref.heads else field.heads
+    return 0

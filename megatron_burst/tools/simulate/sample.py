@@ -1,0 +1,139 @@
+"""The documents of a packed sample, and how many of a tile's (query, key) pairs they leave."""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+from megatron_burst.errors import BurstError
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask, Places, Tile, meet
+from megatron_burst.tools.simulate.shares import typical_share
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Consecutive causal documents.
+
+    Attributes:
+        edges: where they begin, and where the last one ends; from 0 on, not decreasing.
+    """
+
+    edges: tuple[int, ...]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> "Sample":
+        """From boundaries, if they begin with 0 and do not decrease, else from lengths.
+
+        Raises:
+            BurstError: if there are no documents, or a length is negative.
+        """
+        boundaries = list(numbers[:1]) == [0] and list(numbers) == sorted(numbers)
+        edges = tuple(numbers) if boundaries else tuple(accumulate(numbers, initial=0))
+        if min(numbers, default=-1) < 0 or edges[-1] == 0:
+            raise BurstError(
+                "plan: --cu-seqlens must have boundaries from 0 on that do not decrease, or "
+                "lengths, because documents follow each other; got "
+                f"{str(list(numbers[:8]))[1:-1] or 'no number'}; write for example 0, 4096, 6144"
+            )
+        return cls(edges)
+
+    @property
+    def tokens(self) -> int:
+        return self.edges[-1]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of documents that have tokens."""
+        return tuple(stop - start for start, stop in pairwise(self.edges) if stop > start)
+
+    @property
+    def share(self) -> float:
+        """Share of the pairs of one causal document as long as the sample."""
+        return sum(n * (n + 1) for n in self.lengths) / (self.tokens * (self.tokens + 1))
+
+    def filling(self, tokens: int) -> "Sample":
+        """Repeat the documents up to `tokens` tokens, cutting the last one.
+
+        Raises:
+            BurstError: if there already are more.
+        """
+        if self.tokens > tokens:
+            raise BurstError(
+                "plan: --cu-seqlens must fit into --seq-length, because documents are packed into "
+                f"samples of that length; got {self.tokens} and {tokens} tokens; raise "
+                "--seq-length, or leave it out for attention of this sample alone"
+            )
+        lengths = self.lengths * -(-tokens // self.tokens)
+        edges = [edge for edge in accumulate(lengths, initial=0) if edge < tokens]
+        return Sample((*edges, tokens))
+
+    def padded(self, each: int) -> "Sample":
+        """With every document padded to a multiple."""
+        return Sample((0, *accumulate(-(-length // each) * each for length in self.lengths)))
+
+    def ended(self, multiple: int) -> "Sample":
+        """With the sample padded to a multiple by a document of its own."""
+        more = -self.tokens % multiple
+        return Sample((*self.edges, self.tokens + more)) if more else self
+
+    def within(self, places: Places) -> Iterator[tuple[int, range]]:
+        """Ranges of positions split at documents, each with its document's index."""
+        for some in places:
+            at = some.start
+            while at < some.stop:
+                document = bisect_right(self.edges, at) - 1
+                stop = min(some.stop, self.edges[document + 1])
+                yield document, range(at, stop)
+                at = stop
+
+    def pairs(self, tile: Tile) -> float:
+        """Pairs of queries and keys that a tile computes.
+
+        If ranks have chunks of every document, all are split alike: each document has the square of
+        its share of the sample in a tile.
+        """
+        if not isinstance(tile.places, tuple):
+            squares = sum(length * length for length in self.lengths)
+            return tile.pairs * squares / self.tokens**2
+        return _pairs(self, *tile.places)
+
+
+@lru_cache(maxsize=1 << 16)
+def _pairs(sample: Sample, queries: Places, keys: Places) -> int:
+    """Pairs of queries and keys at or before their positions, in the same document."""
+    by_document: dict[int, list[range]] = {}
+    for document, some in sample.within(keys):
+        by_document.setdefault(document, []).append(some)
+    met = (
+        meet(rows, some, Mask.CAUSAL)
+        for document, rows in sample.within(queries)
+        for some in by_document.get(document, ())
+    )
+    return sum(tile.pairs for tile in met if tile)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a job's samples are packed.
+
+    Attributes:
+        layout: DOCUMENTS, each sharded individually (THD), or ZIGZAG, which start at any token.
+        sample: the documents of every sample; None: unknown, assumed typical.
+    """
+
+    layout: Layout
+    sample: Sample | None = None
+
+    def share(self, tokens: int) -> float:
+        """Share of the pairs of a causal sequence of so many tokens that the documents have."""
+        return self.sample.share if self.sample else typical_share(tokens)
+
+    def sharded(self, cp_size: int) -> Sample | None:
+        """The sample with the padding that `cp_size` ranks need."""
+        if not self.sample:
+            return None
+        chunks = 2 * cp_size
+        by_document = self.layout is Layout.DOCUMENTS
+        return self.sample.padded(chunks) if by_document else self.sample.ended(chunks)

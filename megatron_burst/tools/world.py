@@ -1,0 +1,192 @@
+"""The processes that measure together: time, memory and agreement of calls that all make."""
+
+import gc
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from megatron_burst.comm.nodes import my_home, nvlink_domains
+from megatron_burst.errors import BurstError
+from megatron_burst.tools.terminal import Progress, shown
+
+_PATIENCE = timedelta(minutes=10)  # ranks wait this long while one computes alone
+_HEAD_START_CYCLES = 20_000_000  # about 10 ms
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All ranks of the run."""
+
+    rank: int
+    size: int
+    device: torch.device
+    nodes: int  # NVLink domains
+    machines: int  # fewer where nodes are pretended
+    control: dist.ProcessGroup  # gloo: messages between ranks bypass the device's streams
+    progress: Progress = field(default_factory=Progress)  # silent unless a command shows it
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group of the attention that is measured."""
+        return dist.group.WORLD
+
+    def gather(self, value: object) -> list:
+        """Everyone's value, in rank order."""
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def decide[T](self, value: T) -> T:
+        """Rank 0's answer, for all."""
+        answer = [value]
+        dist.broadcast_object_list(answer, src=0, group=self.control)
+        return answer[0]
+
+    def refuse_together(self, check: Callable[[], None]) -> None:
+        """Have all ranks refuse what rank 0 refuses, such as the file that it writes.
+
+        Raises:
+            BurstError: rank 0's, on all ranks.
+        """
+        refusal = None
+        if self.rank == 0:
+            try:
+                check()
+            except BurstError as error:
+                refusal = str(error)
+        if refusal := self.decide(refusal):
+            raise BurstError(refusal)
+
+    def barrier(self) -> None:
+        """Wait for all processes, not for their devices."""
+        dist.barrier(self.control)
+
+    def synchronize(self) -> None:
+        """Wait for this process's device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def started(who: str, device: str | None, nodes: int | None = None) -> Iterator[World]:
+    """The world under torchrun, or of one process alone; ends its process groups.
+
+    Args:
+        who: refuses.
+        device: "cuda", "cpu"; None takes GPUs where there are any.
+        nodes: that this machine pretends to be, of contiguous ranks, connected by sockets.
+
+    Raises:
+        BurstError: if there are no GPUs though asked for, or the nodes do not divide the ranks.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BurstError(
+            f"{who}: --device cuda must find a GPU, because kernels run there; got none that "
+            "torch can use; pass --device cpu to try it out"
+        )
+    launched = "RANK" in os.environ  # torchrun and Megatron's launchers set it
+    if nodes is not None:
+        size = int(os.environ["WORLD_SIZE"]) if launched else 1
+        node = int(os.environ.get("RANK", 0)) // _ranks_of_a_node(who, size, nodes)
+        os.environ["NCCL_HOSTID"] = f"pretended-{node}"  # before NCCL starts
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
+    alone = {} if launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_PATIENCE, **alone)
+    stuck = device == "cuda"  # after a failure, kernels may wait forever for another rank's
+    try:
+        with shown(dist.get_rank()) as progress:
+            yield replace(world_of(device), progress=progress)
+        stuck = False
+    finally:
+        if not stuck:
+            dist.destroy_process_group()
+
+
+def _ranks_of_a_node(who: str, size: int, nodes: int) -> int:
+    """Ranks of each pretended node; they are contiguous."""
+    if size % nodes:
+        divisors = " or ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise BurstError(
+            f"{who}: --nodes must divide the number of ranks, because each emulated node has "
+            f"equally many; got {nodes} nodes and {size} rank{'s' * (size > 1)}; choose "
+            f"{divisors}, or start more ranks with torchrun"
+        )
+    return size // nodes
+
+
+def world_of(device: str) -> World:
+    """The world of an initialised default process group; all ranks call it together."""
+    control = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    homes = [None] * dist.get_world_size()
+    dist.all_gather_object(homes, (my_home(), platform.node()), group=control)
+    index = torch.cuda.current_device() if device == "cuda" else None
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=torch.device(device, index),
+        nodes=len(set(nvlink_domains([home for home, _ in homes]))),
+        machines=len({machine for _, machine in homes}),
+        control=control,
+    )
+
+
+def timed_ms(run: Callable[[], object], world: World) -> float:
+    """Milliseconds that one call takes on this rank; all ranks start together.
+
+    On GPUs the CPU runs ahead, as it does in training, so what it does before a kernel counts only
+    where the GPU has to wait for it: the GPU spins, then waits for the others, then starts.
+    """
+    world.barrier()
+    if world.device.type == "cpu":
+        start = perf_counter()
+        run()
+        return (perf_counter() - start) * 1e3
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_HEAD_START_CYCLES)
+    dist.all_reduce(torch.zeros(1, device=world.device), group=world.group)
+    first.record()
+    run()
+    last.record()
+    world.synchronize()
+    return first.elapsed_time(last)
+
+
+def attempt(action: Callable[[], object], world: World) -> str | None:
+    """Why an action failed, in one line, or None; the same on all ranks.
+
+    Raises:
+        BurstError: if it failed on some ranks only: the others may wait for them forever.
+    """
+    try:
+        action()
+        failure = None
+    except Exception as error:  # any error of a peer becomes a row with its reason
+        kind = "" if isinstance(error, BurstError) else f"{type(error).__name__}: "
+        failure = (kind + " ".join(str(error).split()))[:400]
+    failures = world.gather(failure)
+    failed = [rank for rank, reason in enumerate(failures) if reason is not None]
+    if failed and len(failed) < world.size:
+        raise BurstError(
+            "benchmarks: an implementation must run or fail on all ranks, because otherwise ranks "
+            f"wait in its collectives; got a failure on ranks {failed} of {world.size} only: "
+            f"{failures[failed[0]]}; leave that implementation or size out"
+        )
+    if not failed:
+        world.synchronize()
+    return failures[0]
+
+
+def clean_up(world: World) -> None:
+    """Collect reference cycles left by failed calls, and free unused memory."""
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()

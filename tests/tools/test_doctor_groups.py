@@ -1,0 +1,112 @@
+"""Simulated clusters: the topology of every context-parallel group of a run.
+
+Guards against rings that leave a node needlessly, rails that cross, groups that lose a rank, and a
+warning whose figures differ from the programs'.
+"""
+
+import warnings
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_burst.errors import BurstError
+from megatron_burst.schedule.call import AttentionShape, Direction
+from megatron_burst.schedule.flat import flat_cost, topology_of
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.ring import ring
+from megatron_burst.schedule.spec import Spec
+from megatron_burst.schedule.topology import Link
+from megatron_burst.tools.doctor.compare import Sizes, cp_groups
+
+
+def inter_bytes(topology, cp_rank):
+    shape = AttentionShape(1, 1024, 1, 1, 128, 128, itemsize=2, stat_bytes=4, grad_bytes=4)
+    specs = [Spec(topology, cp_rank, d, shape, Layout.ZIGZAG, Mask.CAUSAL) for d in Direction]
+    return sum(ring(spec).sent_bytes()[Link.INTER] for spec in specs)
+
+
+@st.composite
+def even_clusters(draw):
+    """Nodes and places of global ranks, and sizes with TP inside a node; ranks may be shuffled in
+    whole TP groups, as by launchers that fill nodes round-robin."""
+    tp, intra, inter = (draw(st.integers(1, n)) for n in (3, 3, 4))
+    copies = draw(st.integers(1, 3))  # other CP groups: data or pipeline parallel
+    gpus = tp * intra
+    seats = [(node, slot) for node in range(inter) for slot in range(intra)]
+    blocks = []
+    for copy in range(copies):
+        blocks += [((copy, node), slot) for node, slot in draw(st.permutations(seats))]
+    nodes = [node for node, _ in blocks for _ in range(tp)]
+    places = [slot * tp + place for _, slot in blocks for place in range(tp)]
+    pp = copies if draw(st.booleans()) else 1
+    return nodes, places, Sizes(tp, intra * inter, pp), (inter, intra, gpus)
+
+
+@given(even_clusters())
+def test_every_group_of_an_even_cluster_nests_on_its_nodes_and_rails(cluster):
+    nodes, places, sizes, (inter, intra, _) = cluster
+    groups = cp_groups(nodes, sizes, places)
+    assert sorted(rank for ranks in groups for rank in ranks) == list(range(len(nodes)))
+    for ranks, topology in groups.items():
+        strides = {b - a for a, b in pairwise(ranks)}
+        assert strides <= {sizes.tp}
+        assert (topology.inter_size, topology.intra_size) == (inter, intra)
+        for row in topology.grid:
+            assert len({nodes[ranks[rank]] for rank in row}) == 1
+        for column in zip(*topology.grid, strict=True):  # one network rail
+            assert len({places[ranks[rank]] for rank in column}) == 1
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12))
+def test_any_placement_makes_rings_that_cross_nodes_as_seldom_as_can_be(nodes):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        topology = topology_of(nodes)
+    assert sorted(rank for row in topology.grid for rank in row) == list(range(len(nodes)))
+    counts = Counter(nodes)
+    even = len(set(counts.values())) == 1
+    assert topology.inter_size == (len(counts) if even else 1)
+    if not even:
+        row = topology.grid[0]
+        crossings = sum(nodes[a] != nodes[b] for a, b in zip(row, (*row[1:], row[0]), strict=True))
+        assert crossings == len(counts)
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=2, max_size=4).filter(lambda sizes: len(set(sizes)) > 1)
+)
+def test_the_cost_of_a_flat_ring_is_that_of_its_busiest_rank(sizes):
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    with pytest.warns(UserWarning, match=r"its busiest rank sends .* MiB between nodes"):
+        topology = topology_of(nodes)
+    cost = flat_cost(topology)
+    assert cost.flat == max(inter_bytes(topology, rank) for rank in range(len(nodes)))
+    # by hand: each hop is K and V (bf16) and dK and dV (fp32) of 1024 tokens: P - 1 of each and a
+    # forward pass, against N - 1
+    hop = 1024 * 256 * (2 + 2 + 4)
+    assert cost.flat == (len(nodes) - 1) * hop
+    assert cost.nested == (len(sizes) - 1) * hop
+    assert f"{cost.flat / 2**20:.3g} MiB between nodes" in str(cost)
+
+
+def test_tensor_parallel_neighbours_are_skipped_and_stages_are_apart():
+    groups = cp_groups("aaaabbbb" * 2, Sizes(tp=2, cp=4, pp=2))
+    assert list(groups) == [
+        (0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15),
+    ]  # fmt: skip
+    assert set(map(str, groups.values())) == {"2 nodes x 2 ranks"}
+
+
+def test_tensor_parallelism_that_fills_a_node_leaves_one_rank_a_node():
+    (topology, *_) = cp_groups("aabbcc", Sizes(tp=2, cp=3)).values()
+    assert topology.grid == ((0,), (1,), (2,))
+
+
+@pytest.mark.parametrize("sizes", [Sizes(tp=3), Sizes(cp=16), Sizes(tp=0), Sizes(2, 2, 4)])
+def test_sizes_that_do_not_divide_are_refused(sizes):
+    with pytest.raises(BurstError, match="must divide the number of ranks.*and 8 ranks"):
+        cp_groups("aaaabbbb", sizes)

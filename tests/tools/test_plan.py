@@ -1,0 +1,255 @@
+"""`megatron-burst plan`: tables, flags, JSON round trip, pictures, refusals."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.job.flags import as_json, as_words, flag_values, model_flags
+from megatron_burst.tools.job.model import PRESETS
+from megatron_burst.tools.job.search import search
+from megatron_burst.tools.job.strategy import Job, Strategy
+from megatron_burst.tools.main import app
+
+PICTURE = str(Path(__file__).parents[2] / "docs" / "accuracy.png")
+JOB_OF_16 = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 16, preset("h200"))
+JOB = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 8, preset("h200"))
+
+
+def megatron_flags(*of):
+    return as_words(flag_values(*of))
+
+
+def run(*options: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, ["plan", *options], env={"COLUMNS": "200"})
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_a_search_prints_the_best_the_others_and_flags():
+    text = run("llama3-8b", "--seq-length", "256k", "--gpus", "16", "--search")
+    assert "8.03 B weights, 256K tokens" in text
+    assert "slower, most by" in text and "other layouts" in text
+    assert "--context-parallel-impl burst" in text and "--seq-length 262144" in text
+
+
+def test_without_search_the_best_is_shown_with_its_reason():
+    options = "llama3-8b", "--seq-length", "256k", "--gpus", "16"
+    alone, searched = run(*options), run(*options, "--search")
+    best = search(JOB_OF_16)[0]
+    assert f"{best.strategy.layout}, {best.strategy.policy}" in alone
+    assert "chosen: the fastest of" in alone and "slower, most by" in alone
+    assert "why not" not in alone and "why not" in searched
+    assert alone[alone.index("Megatron flags") :] == searched[searched.index("Megatron flags") :]
+    assert "the only strategy" in run(
+        *options, "--tp", "2", "--cp", "8", "--pp", "1", "--recompute", "none"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        ("64", None),
+        ("36", None),
+        ("144", None),
+        ("128", "planned as 2 nodes with 64 each, 8 idle on each; start 64 ranks on each node"),
+        ("256", "planned as 4 nodes with 64 each"),
+    ],
+)
+def test_a_part_of_racks_is_planned(gpus, words):
+    text = run(
+        "llama3-8b", "--seq-length", "256k", "--gpus", gpus,
+        "--hardware", "gb200-nvl72", "--keep", "all",
+    )  # fmt: skip
+    flat = " ".join(text.split())
+    assert ("warning" in text) == (words is not None) and (words or "") in flat
+    if gpus == "128":
+        assert "over nodes of 72 and 56 would be a flat ring" in flat
+        assert "sends 254 MiB between nodes" in flat and "nested rings 2 MiB" in flat
+    assert "flat ring of" not in text and "strategies, of which" in text
+
+
+@pytest.mark.whole
+def test_sixteen_thousand_gpus_are_planned():
+    text = run(
+        "llama3-405b", "--seq-length", "1M", "--gpus", "16k", "--hardware", "h100",
+        "--search", "--tp", "8",
+    )  # fmt: skip
+    assert "16384 GPUs" in text and "--tensor-model-parallel-size 8" in text
+
+
+def test_one_strategy_that_does_not_fit_says_by_how_much():
+    job = ("llama3-70b", "--seq-length", "1M", "--gpus", "8", "--hardware", "h100")
+    text = run(*job, code=3)
+    assert "none of 192 strategies fits; the closest: TP 8" in text
+    assert "does not fit: out of memory by" in text and "of 76.1 usable" in text
+
+
+def test_a_written_plan_has_what_was_asked(tmp_path):
+    path = tmp_path / "plan.json"
+    run(
+        "llama3-8b", "--seq-length", "256k", "--gpus", "16", "--tp", "2", "--dp", "2",
+        "--keep", "all", "--offload", "--json", str(path),
+    )  # fmt: skip
+    plan = json.loads(path.read_text())
+    flags, strategy = plan["flags"], plan["best"]["strategy"]
+    assert (strategy["tp"], strategy["cp"], strategy["keep"]) == (2, 4, "all")
+    assert flags["--seq-length"] == plan["job"]["seq"] == 1 << 18
+    assert flags["--burst-keep-offload"] == "results" and flags["--burst-keep"] == "all"
+    assert plan["job"]["gpus"] == 16
+
+
+def test_gathering_inside_nodes_is_shown_with_both_links():
+    text = run(
+        "llama3-8b",
+        "--seq-length",
+        "256k",
+        "--gpus",
+        "16",
+        "--cp",
+        "16",
+        "--keep",
+        "all",
+    )
+    assert "gather inside nodes, ring between them, on 2 nodes x 8 ranks" in text
+    assert "backward circulates kv" in text
+    lines = [line for line in text.splitlines() if "GiB sent" in line]
+    assert len(lines) == 2 and all("NVLink" in line and "network" in line for line in lines)
+
+
+def test_keeping_half_says_whether_rows_are_resharded_between_nodes():
+    options = "llama3-8b --gpus 16 --cp 16 --keep half --seq-length".split()
+    said = {"64k": " ".join(run(*options, "64k").split())}
+    assert "keep half: plain (not resharded: rows would go between nodes" in said["64k"]
+
+
+def test_a_way_that_a_strategy_fixes_is_among_its_flags():
+    flags = megatron_flags(JOB, Strategy(cp=16, intra="ring"))
+    assert "--burst-intra ring" in flags
+    assert not any("--burst-intra" in flag for flag in megatron_flags(JOB, Strategy(cp=16)))
+
+
+def test_json_of_a_search_has_all_that_was_asked():
+    found = search(JOB)
+    written = json.loads(as_json(JOB, found))
+    flags = megatron_flags(JOB, found[0].strategy, found[0].memory.node)
+    assert as_words(written["flags"]) == flags
+    assert as_words(written["model_flags"]) == as_words(model_flags(JOB.model))
+    assert len(written["others"]) == 49 and written["job"]["model"]["layers"] == 32
+    assert sum(written["best"]["parts_s"].values()) == pytest.approx(written["best"]["step_s"])
+
+
+@pytest.mark.parametrize(("cp", "keep"), [("8", "none"), ("16", "all")])
+def test_pictures_are_drawn(cp, keep, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.svg"
+    run(
+        "llama3-8b", "--seq-length", "256k", "--gpus", cp, "--cp", cp, "--keep", keep,
+        "--picture", str(path),
+    )  # fmt: skip
+    text = path.read_text()
+    lanes = text.count("<path")
+    assert lanes > 8 * int(cp)  # at least kernels, transfers and merges of each rank, twice
+
+
+def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --ffn-hidden-size 4096 "
+        "--vocab-size 32000 --seq-length 65536 --context-parallel-size 2 "
+        "--tensor-model-parallel-size 2"
+    )
+    text = run(str(path), "--gpus", "4")
+    assert "TP 2 CP 2 PP 1 DP 1" in text and "64K tokens" in text
+    assert "TP 4 CP 1" in run(str(path), "--gpus", "4", "--tp", "4", "--cp", "1")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--seq-length", "1MB"], "--seq-length must be a positive whole number"),
+        (["--seq-length", ""], "--seq-length must be given"),
+        (["--gpus", "x"], "--gpus must be a positive whole number"),
+        (["llama9"], "MODEL must be a preset or a file"),
+        (["llama9", "--seq-length", ""], "MODEL must be a preset or a file"),
+        (
+            [PICTURE],
+            "MODEL must name a text file, .*accuracy.png: a binary file; name",
+        ),
+        (["--hardware", "h300"], "did you mean"),
+        (["--gpus", "12", "--gpus-per-node", "8"], "--gpus must be a multiple of --gpus-per-node"),
+        (
+            ["--gpus", "73", "--hardware", "gb200-nvl72"],
+            "must spread evenly.*multiple of 72, such as 72 or 144",
+        ),
+        (["--tp", "3"], "and tp 3 (TP 3 does not divide the 8 GPUs of a node); leave out --tp"),
+        (["--tp", "16"], "TP 16 does not divide the 8 GPUs of a node); leave out --tp"),
+        (["--cp", "6"], "CP 6 does not divide the 16 GPUs of the job); leave out --cp"),
+        (["--pp", "32"], "PP 32 does not divide the 16 GPUs of the job); leave out --pp"),
+        (["--dp", "32"], "DP 32 does not divide the batch of 16); leave out --dp"),
+        (["--ep", "4"], "EP 4 needs experts, and llama3-8b has none); leave out --ep"),
+        (["deepseek-v3", "--ep", "3"], "EP 3 does not divide 256 experts); leave out --ep"),
+        (
+            ["--tp", "4", "--cp", "8", "--ep", "1"],
+            "(CP 8 x TP 4 does not divide the 16 GPUs of the job); leave out --cp or --ep or --tp",
+        ),
+        (
+            ["--tp", "16", "--cp", "1", "--pp", "1", "--dp", "1"],
+            "(TP 16 does not divide the 8 GPUs of a node); leave out --cp or --dp or --pp or --tp",
+        ),
+        (
+            ["--tp", "2", "--cp", "4", "--pp", "1", "--dp", "1"],
+            "(TP 2 CP 4 PP 1 DP 1 needs 8 GPUs, not 16); leave",
+        ),
+        (["--recompute", "none", "--keep", "all"], "--keep must come with --recompute full"),
+        (["--offload-inputs", "--recompute", "none"], "--offload-inputs must come with"),
+        (["--search", "--offload", "--keep", "none"], "--offload must come with --keep"),
+        (["--search", "--recompute", "none", "--keep", "all"], "--keep must come with"),
+        (
+            ["--search", "--keep", "half", "--cp", "1"],
+            "got 16 GPUs, 32/8 heads, 262144 tokens, a batch of 16 and cp 1, keep half; leave out",
+        ),
+        (["--seq-length", "9" * 400], "--seq-length must be a positive whole number"),
+        (["--seq-length", "1025G"], "positive whole number up to 1024G"),
+        (["--json", "x.svg", "--picture", "x.svg"], "another file than --json"),
+        (["--picture", "x.txt"], "--picture must end in"),
+        (
+            ["--json", "/nowhere/at/all.json"],
+            "--json must name a writable file.*folder is not there",
+        ),
+    ],
+)
+def test_wrong_options_are_refused_in_a_sentence(options, match):
+    model = [] if options[:1] and not options[0].startswith("--") else ["llama3-8b"]
+    given = {"--seq-length": "256k", "--gpus": "16"}
+    names = [word for word in options if word.startswith("--")]
+    kept = [word for name, value in given.items() if name not in names for word in (name, value)]
+    text = run(*model, *kept, *options, code=2)
+    assert text.count("error: ") == 1
+    assert re.search(match.replace("(", r"\(").replace(")", r"\)"), text.replace("\n", " "))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+@pytest.mark.parametrize("option", ["--json", "--picture"])
+def test_a_file_that_cannot_be_written_is_said_in_a_sentence(option, tmp_path):
+    path = tmp_path / "full.png"
+    path.symlink_to("/dev/full")
+    text = run("llama3-8b", "--seq-length", "256k", "--gpus", "8", option, str(path), code=2)
+    assert f"plan: {option} must name a writable file" in text
+
+
+def test_the_gain_over_megatrons_own_ring_is_told():
+    text = run("llama3-8b", "--seq-length", "256k", "--gpus", "8", "--cp", "8", "--keep", "all")
+    (line,) = (line for line in text.splitlines() if "Megatron's own ring" in line)
+    assert line.startswith("predicted gain")
+    alone = r"recomputed alike, takes [\d.]+ s of a step in place of [\d.]+ \((1\.\d\d) times"
+    kept = (
+        r"with --burst-keep all \(Megatron's own attention can have that too\) [\d.]+ s \(([\d.]+)"
+    )
+    assert 1 < float(re.search(alone, line)[1]) < float(re.search(kept, line)[1])
+    text = run("llama3-8b", "--seq-length", "256k", "--gpus", "8", "--cp", "8", "--keep", "none")
+    assert "own ring" in text and "with --burst-keep" not in text
+    assert "own ring" not in run("llama3-8b", "--seq-length", "32k", "--gpus", "8", "--cp", "1")

@@ -1,0 +1,230 @@
+"""What `megatron-burst plan` prints, as a user reads it: sums, speed, warnings, exit codes."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_burst.tools.hardware import GIB
+from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.job.model import PRESETS
+from megatron_burst.tools.job.search import layouts, search
+from megatron_burst.tools.job.strategy import Job
+from megatron_burst.tools.main import app
+from megatron_burst.tools.plan_notes import warnings_of
+from tests.plan.configs import GEMMA_3_27B, GPT_OSS_20B, LLAMA_3_8B, MISTRAL_7B, MIXTRAL_8X7B
+
+LLAMA = "llama3-8b --seq-length 256k --gpus 16"
+JOB = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 16, preset("h200"))
+USABLE = JOB.hardware.gpu.usable_bytes
+
+
+def run(options: str, code: int = 0, **environment: str) -> str:
+    done = CliRunner().invoke(app, ["plan", *options.split()], env={"COLUMNS": "200"} | environment)
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Writes a config.json and returns its path."""
+
+    def write(values: dict) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        return str(tmp_path / "config.json")
+
+    return write
+
+
+def memory_of(text: str) -> dict[str, float]:
+    """Rows of a GPU's memory table."""
+    rows = [line.strip("│ ").split("│") for line in text.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in row][-2:] for row in rows]
+    return {name: float(gib) for name, gib in cells if gib}
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "earlier"),
+    [
+        ("llama3-8b --seq-length 1M --gpus 64", 0, "LM head and loss"),
+        ("llama3-8b --seq-length 16k --gpus 8 --cp 8 --recompute full", 0, "a layer in backward"),
+        ("deepseek-v3 --seq-length 128k --gpus 512 --tp 2", 0, "a layer in backward"),
+        ("llama3-405b --seq-length 1M --gpus 64", 3, "LM head and loss"),
+    ],
+)
+def test_rows_of_memory_add_up_to_the_peak(options, code, earlier):
+    """It once printed a peak of 90.5 GiB over rows of 93.0: the head and a layer's backward do not
+    peak at the same time."""
+    rows = memory_of(run(options, code))
+    (peak,) = (gib for name, gib in rows.items() if name.startswith("peak"))
+    before = list(rows)[: list(rows).index(next(name for name in rows if name[:4] == "peak"))]
+    assert sum(rows[name] for name in before) == pytest.approx(peak, abs=0.005 * len(before))
+    later = list(rows)[len(before) + 1 :]
+    assert later[:2] == [f"not then: {earlier}", "not then: receive buffers"]
+
+
+def test_json_is_written_whatever_becomes_of_the_tables(tmp_path):
+    """A pipe's reader may end before the last table: `megatron-burst plan ... | head`."""
+    plain = json.loads(run(f"{LLAMA} --json -"))
+    assert plain["flags"]["--context-parallel-impl"] == "burst"
+    file = tmp_path / "plan.json"
+    command = f"-m megatron_burst.tools plan {LLAMA} --json {file}"
+    done = subprocess.run(
+        ["bash", "-c", f'"{sys.executable}" {command} | true'], capture_output=True, text=True
+    )
+    assert json.loads(file.read_text()) == plain, done.stderr
+
+
+def test_speed_and_mfu_are_said_without_a_search():
+    time = search(JOB)[0].time
+    text = run(LLAMA)
+    assert f"a step takes {time.seconds:.4g} s: {time.tokens} tokens/s per GPU" in text
+    assert f"{16 * time.tokens_per_gpu:,.0f} in all, MFU {time.mfu:.1%}" in text
+
+
+@pytest.mark.parametrize(("share", "warned"), [(0.94, False), (0.96, True), (1.01, False)])
+def test_little_room_is_warned_of(share, warned):
+    found = search(JOB)
+    best, (roomy, *_) = found[0], [one for one in found[1:] if one.memory.peak < 0.9 * USABLE]
+    more = share * USABLE - best.memory.peak
+    tight = replace(best, memory=replace(best.memory, weights=best.memory.weights + more))
+    said = warnings_of(JOB, [tight, roomy], (), {})
+    assert [f"{share:.1%} of the usable memory" in one for one in said] == [True] * warned
+    slower = roomy.time.seconds / best.time.seconds - 1
+    assert not warned or (
+        f"{roomy.strategy.layout}, {roomy.strategy.policy}, which needs "
+        f"{roomy.memory.peak / GIB:.1f} GiB, is {slower:.1%} slower" in said[0]
+    )
+    assert len(warnings_of(JOB, [tight], (), {})) == warned
+
+
+@pytest.mark.parametrize("options", ["", "--cp 4", "--tp 2 --pp 2", "--cp 8 --tp 2"])
+def test_lengths_that_are_proposed_leave_every_layout(options):
+    """1000002, once proposed, is a multiple of 2 but fits no CP above 1."""
+    sizes = dict(re.findall(r"--(\w+) (\d+)", options))
+    sizes = {name: int(size) for name, size in sizes.items()}
+    job = Job(PRESETS["llama3-8b"], 1 << 20, 64, 8, 4, preset("h200"))
+    every = len(list(layouts(job, sizes)))
+    for length, code in (("1000001", 2), ("1000002", None)):
+        done = CliRunner().invoke(
+            app, ["plan", "llama3-8b", "--gpus", "64", "--seq-length", length, *options.split()]
+        )
+        assert code in (None, done.exit_code)
+        near = re.search(r"multiple of \d+, such as (\d+) or (\d+)", " ".join(done.output.split()))
+        for proposed in map(int, near.groups()):
+            assert len(list(layouts(replace(job, seq=proposed), sizes))) == every > 0
+
+
+def test_a_length_that_leaves_out_layouts_is_warned_of():
+    assert "rule out every strategy whose 2 x CP x TP" in run(
+        "llama3-8b --seq-length 1000000 --gpus 64"
+    )
+    assert "warning" not in run("llama3-8b --seq-length 1M --gpus 72 --hardware gb200-nvl72")
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus"),
+    [
+        ("llama3-70b --seq-length 1M --hardware h100", 8),
+        ("llama3-405b --seq-length 1M", 64),
+        ("deepseek-v3 --seq-length 1M --tp 8", 64),
+    ],
+)
+def test_as_many_gpus_as_are_said_do_and_half_of_them_do_not(options, gpus):
+    text = run(f"{options} --gpus {gpus}", code=3)
+    enough = int(re.search(r"does not fit: out of memory by .* GiB; (\d+) GPUs would be", text)[1])
+    assert enough > gpus
+    run(f"{options} --gpus {enough}")
+    run(f"{options} --gpus {enough // 2}", code=3)
+
+
+def test_options_that_keep_a_job_from_fitting_are_named():
+    text = run(f"{LLAMA} --tp 1 --cp 1 --pp 1 --recompute none", code=3)
+    assert "without --cp --pp --recompute --tp it fits: " in text
+    layout = re.search(r"it fits: TP (\d) CP (\d+) PP (\d) DP (\d+)", text)
+    sizes = zip(("tp", "cp", "pp", "dp"), layout.groups(), strict=True)
+    run(LLAMA + " " + " ".join(f"--{name} {size}" for name, size in sizes))
+
+
+def test_models_with_windows_are_planned_by_the_keys_that_queries_see(config):
+    path = config(GEMMA_3_27B)
+    text = run(f"{path} --seq-length 512k --gpus 64")
+    assert "refuses" not in text and "--context-parallel-impl burst" in text
+    seconds = float(re.search(r"a step takes ([\d.]+) s", text)[1])
+    assert seconds < 60  # far over 120 if all layers saw all keys
+
+
+def test_a_model_with_windows_in_all_layers_is_planned(config):
+    """It once divided by the time of layers without a window."""
+    text = run(f"{config(MISTRAL_7B)} --seq-length 128k --gpus 8 --cp 8")
+    assert "--window-size 4095,0" in text and "--context-parallel-impl burst" in text
+    assert "Megatron's own ring" not in text and "attention of a layer" not in text
+
+
+def test_flags_of_a_model_that_is_not_understood_are_not_printed(config, tmp_path):
+    plan = tmp_path / "plan.json"
+    options = f"--seq-length 128k --gpus 8 --json {plan}"
+    for path, named in (
+        (config(LLAMA_3_8B | {"brand_new_attention": "yes"}), "brand_new_attention yes"),
+        ("deepseek-v3 --gpus 512 --tp 2", "num_nextn_predict_layers 1"),
+    ):
+        text = run(f"{path} {options}" if "config" in path else f"{path} --seq-length 128k")
+        (line,) = (line for line in text.splitlines() if line.startswith("no model flags: "))
+        assert named in line and "Megatron Bridge" in line
+        assert "--num-layers" not in text and "--seq-length 131072" in text
+    written = json.loads(plan.read_text())
+    assert written["model_flags"] is None
+    assert written["job"]["model"]["unknown"] == ["brand_new_attention yes"]
+
+
+def test_what_burst_refuses_is_planned_with_a_warning_and_not_run(config, tmp_path):
+    path, plan = config(GPT_OSS_20B), tmp_path / "plan.json"
+    text = run(f"{path} --seq-length 128k --gpus 8 --cp 8 --json {plan}", code=3)
+    assert "burst attention refuses attention sinks today" in text
+    assert "its run would refuse to start" in text and "of what burst refuses today" in text
+    written = json.loads(plan.read_text())
+    assert written["best"]["fits"] and "sinks" in written["best"]["refused"]
+
+
+def test_a_plan_of_a_config_prints_the_models_flags(config, tmp_path):
+    text = run(f"{config(MIXTRAL_8X7B)} --seq-length 64k --gpus 32")
+    for wanted in (
+        "--num-layers 32", "--num-query-groups 8", "--num-experts 8", "--moe-router-topk 2",
+        "--swiglu", "--rotary-base 1000000", "--vocab-size 32000",
+    ):  # fmt: skip
+        assert wanted in text
+    assert "--moe-token-dispatcher-type alltoall" in text and "warning" not in text
+    words = re.findall(r"^ *(--[^\\\n]*\S) *\\?$", text[text.index("Model flags") :], re.MULTILINE)
+    own = tmp_path / "run.sh"
+    own.write_text("\n".join(word + " \\" for word in words))
+    again = run(f"{own} --gpus 32")  # its flags are in the file, and are not printed again
+    assert "Model flags" not in again and "Megatron flags" in again
+    assert re.search(r"a step takes .*", again)[0] == re.search(r"a step takes .*", text)[0]
+
+
+def test_the_batch_of_a_file_counts_and_variables_of_a_shell_are_asked_for(tmp_path):
+    path = tmp_path / "run.sh"
+    sizes = "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --vocab-size 32000"
+    path.write_text(
+        f'{sizes} --seq-length "${{SEQ:-65536}}" --global-batch-size 24 --context-parallel-size $CP'
+    )
+    assert "64K tokens, 24 sequences per step" in run(f"{path} --gpus 8 --cp 4")
+    assert "8 sequences per step" in run(f"{path} --gpus 8 --cp 4 --global-batch-size 8")
+    assert "pass --cp" in " ".join(run(f"{path} --gpus 8", code=2).split())
+
+
+def test_progress_is_shown_on_terminals_only():
+    def shown(**environment):
+        done = CliRunner().invoke(
+            app, ["plan", *LLAMA.split(), "--keep", "none"], env=environment | {"COLUMNS": "200"}
+        )
+        return done.stderr, done.stdout
+
+    assert "layouts" in shown(FORCE_COLOR="1")[0]
+    search.cache_clear()
+    quiet, text = shown()
+    assert quiet == "" and "layouts" not in text
