@@ -90,11 +90,14 @@ def attend(attn_forward_func_with_cp, /, *args, **options):
     require(_WHO, _needs(call))
     intra, inter = modes_of(call)
     _note(f"cp_comm_type {call.cp_comm_type} by {intra}, {inter} between nodes")
+    group, nodes = _group(call)
     return burst_attention(
         call.q, call.k, call.v, causal="causal" in call.attn_mask_type,
         window=_window(call), softmax_scale=call.softmax_scale, qkv_format=call.qkv_format,
-        config=BurstConfig(intra=intra, inter=inter, deterministic=call.deterministic),
-        **_groups(call), **_sample(call),
+        config=BurstConfig.of(
+            intra=intra, inter=inter, deterministic=call.deterministic, nodes=nodes
+        ),
+        group=group, **_sample(call),
     )  # fmt: skip
 
 
@@ -120,8 +123,9 @@ def modes_of(call: Any) -> tuple[str, str]:
     return MODES[call.cp_comm_type]
 
 
-def _groups(call: Any) -> dict[str, Any]:
-    """The context-parallel group; in a2a+p2p TransformerEngine gives its rows and columns."""
+def _group(call: Any) -> tuple[Any, int | None]:
+    """The context-parallel group, and its nodes if given; in a2a+p2p TransformerEngine gives its
+    rows and columns."""
     import torch.distributed as dist
 
     if call.cp_comm_type == "a2a+p2p":  # no group of all its ranks comes with it
@@ -129,8 +133,8 @@ def _groups(call: Any) -> dict[str, Any]:
         must = "in a2a+p2p all ranks must share one context-parallel group, as in its tests"
         everyone = ranks == list(range(dist.get_world_size()))
         require(_WHO, [(everyone, must, ranks, "leave the case out")])
-        return {"group": dist.group.WORLD, "hcp_groups": call.cp_group}
-    return {"group": call.cp_group}
+        return dist.group.WORLD, call.cp_group[1].size()
+    return call.cp_group, None
 
 
 def _needs(call: Any):

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Literal
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -59,7 +58,6 @@ def burst_attention(
     qkv_format: Literal["bshd", "sbhd", "thd"] = "bshd",
     return_lse: bool = False,
     config: BurstConfig | None = None,
-    hcp_groups: Sequence[dist.ProcessGroup] | None = None,
     layer: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention of a sequence that is sharded over the ranks of a group.
@@ -105,8 +103,6 @@ def burst_attention(
         qkv_format: order of the first two axes; "thd": no batch, [s_local, h, d].
         return_lse: whether to also return the log-sum-exp of the scores.
         config: options.
-        hcp_groups: existing [intra, inter] sub-groups to communicate over. None creates them, and
-            so does `config.tuning.nccl_ctas`, for the same ranks.
         layer: a number of the caller's choice. With it, a rank that skips one of several identical
             calls is detected at its next call.
 
@@ -136,10 +132,9 @@ def burst_attention(
     state = state_of(group, terms.config.tuning.timeout_s)
     if qkv_format == "thd" and not terms.wrong:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    key = terms, tuple(map(ref, hcp_groups or ()))
-    resolved = state.resolved.recent(key)
+    resolved = state.resolved.recent(terms)
     if resolved is None:
-        resolved = state.resolved[key] = _resolve(q, k, v, terms, group, state, hcp_groups)
+        resolved = state.resolved[terms] = _resolve(q, k, v, terms, group, state)
     call, keeping, marks = resolved
     q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
     documents = None
@@ -156,7 +151,7 @@ def burst_attention(
     return (out, lse) if return_lse else out
 
 
-def _resolve(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tuple:
+def _resolve(q, k, v, terms: Terms, group, state: GroupState) -> tuple:
     """(call, keeping, marks) of a call with new terms, once all ranks agree and it is valid.
 
     Ranks compare terms before anything is checked, so an error on one rank becomes a disagreement
@@ -170,7 +165,7 @@ def _resolve(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tup
     is_new = state.agree(words, _WHO, configuration)
     try:
         check(terms, group.size())
-        *resolved, choices = _choose(q, k, v, terms, group, state, hcp_groups)
+        *resolved, choices = _choose(q, k, v, terms, group, state)
     except BurstError as error:
         if not is_new:
             state.refuse(error, words)
@@ -182,11 +177,11 @@ def _resolve(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tup
     return tuple(resolved)
 
 
-def _choose(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tuple:
+def _choose(q, k, v, terms: Terms, group, state: GroupState) -> tuple:
     """(call, keeping, marks, choices): how a valid call runs."""
     board = state.board
     q, k, v = _to_bshd(terms.qkv_format, q, k, v)
-    carrier = communicator_of(group, terms.config, hcp_groups)
+    carrier = communicator_of(group, terms.config)
     left, right = terms.window
     mask = Mask(left, right, terms.packed)
     facts = facts_of(q, k, v, terms.config, mask)
@@ -199,7 +194,7 @@ def _choose(q, k, v, terms: Terms, group, state: GroupState, hcp_groups) -> tupl
     check_asked(way)
     config, between = resolve_inter(way, terms.config)
     if config.inter == "a2a" or config.tuning.flat:
-        carrier = communicator_of(group, terms.config, hcp_groups, flat=True)
+        carrier = communicator_of(group, terms.config, flat=True)
     call, choices = set_up(q, k, v, carrier, pattern, config)
     marks = Marks.of(state.log, terms.in_words())
     keeping, kept = keeping_of(q, k, v, carrier, pattern, config, marks)

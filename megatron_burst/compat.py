@@ -55,10 +55,10 @@ def burst_attn_func(
             out. Burst chooses by bytes; both values compute the same.
         deterministic: compute bitwise the same gradients every time.
         process_group: the ranks that share the sequence; None is the default group.
-        double_group: [intra, inter] sub-groups of `process_group`: the ranks of a node, and those
-            with the same local rank on every node. Each may be a pair, whose second the original
-            used for dq: burst takes the first and makes its own groups for gradients. [None, None]
-            detects nodes, where the original ran one ring over all ranks.
+        double_group: [intra, inter] sub-groups of `process_group`: the ranks of a node, next to
+            each other, and those with the same local rank on every node. They say how many nodes
+            there are; burst makes groups of its own. Each may be a pair, as in the original.
+            [None, None] detects nodes, where the original ran one ring over all ranks.
 
     Returns:
         out, shaped as q with v's head dimension, in q's dtype.
@@ -127,8 +127,10 @@ def _attend(
     out = burst_attention(
         q, k, v, group=group, causal=causal, softmax_scale=scale,
         layout=layout if causal else "contiguous",
-        config=BurstConfig(backend=backend, deterministic=deterministic),
-        hcp_groups=None if intra_inter[0] is None else intra_inter,
+        config=BurstConfig.of(
+            backend=backend, deterministic=deterministic,
+            nodes=None if intra_inter[0] is None else intra_inter[1].size(),
+        ),
     )  # fmt: skip
     assert isinstance(out, Tensor)  # no lse was asked for
     return out.transpose(1, 2).contiguous() if turned else out
@@ -155,3 +157,15 @@ def _needs(flash: Any, group: Any, intra_inter: Sequence[Any]) -> Iterator[Need]
         [None if one is None else dist.get_process_group_ranks(one) for one in intra_inter],
         "pass both, or leave them out",
     )
+    if all(isinstance(one, dist.ProcessGroup) for one in intra_inter):
+        mine, every = dist.get_rank(), dist.get_process_group_ranks(group or dist.group.WORLD)
+        intra, inter = (dist.get_process_group_ranks(one) for one in intra_inter)
+        row, column = divmod(every.index(mine), len(intra))
+        there = every[row * len(intra) :][: len(intra)], every[column :: len(intra)]
+        yield (
+            (intra, inter) == there,
+            "double_group must be a row and a column of process_group's ranks, because rings run "
+            "inside nodes and between them",
+            [intra, inter],
+            "pass groups of neighbouring ranks and of those with the same place, or leave them out",
+        )

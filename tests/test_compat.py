@@ -131,7 +131,7 @@ def called(monkeypatch):
 Q = torch.zeros(1, 4, 2, 8)
 DEFAULTS = {
     "group": None, "causal": False, "softmax_scale": None, "layout": "contiguous",
-    "config": BurstConfig(), "hcp_groups": None, "shape": (1, 4, 2, 8),
+    "config": BurstConfig(), "shape": (1, 4, 2, 8),
 }  # fmt: skip
 MAPPED = {
     (): {},
@@ -215,7 +215,7 @@ def refusals(rank):
 
 def test_what_the_engine_refuses_is_refused_on_all_ranks():
     words = {
-        "one group": "got [[0, 1], None]", "no grid": "rows and columns",
+        "one group": "got [[0, 1], None]", "no grid": "a row and a column",
         "odd rows": "multiple of 2", "shape": "(4, 2, 8)", "scale": "got -1.0",
         "other keys": "k (1, 8, 2, 8)",
     }  # fmt: skip

@@ -69,9 +69,8 @@ class Communicator:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, topology: Topology, state: GroupState, config: BurstConfig,
-        read_groups: Sequence[dist.ProcessGroup] | None = None,
-    ) -> None:  # fmt: skip
+        self, group: dist.ProcessGroup, topology: Topology, state: GroupState, config: BurstConfig
+    ) -> None:
         self.topology, self.board, self._memory = topology, state.board, state.memory
         self._lost = partial(_lost, state.board, state.log)
         self.overlaps, self._asked = config.tuning.overlap, config.tuning.transfer
@@ -83,12 +82,8 @@ class Communicator:
         intra, inter = topology.grid[row], tuple(ranks[column] for ranks in topology.grid)
         members = {Link.INTRA: intra, Link.INTER: inter}
         several = {link: ranks for link, ranks in members.items() if len(ranks) > 1}
-        bounded = config.tuning.nccl_ctas is not None  # groups made by others are not bounded
-        given = {} if bounded else dict(zip(members, read_groups or (), strict=False))
-        self._groups = {(link, Cargo.READ): given[link] for link in several if given}
-        lacking = {(link, c): several[link] for link in several for c in Cargo}
-        lacking = {name: ranks for name, ranks in lacking.items() if name not in self._groups}
-        self._groups |= state.sub_groups.of(lacking, config.tuning.nccl_ctas)
+        wanted = {(link, cargo): ranks for link, ranks in several.items() for cargo in Cargo}
+        self._groups = state.sub_groups.of(wanted, config.tuning.nccl_ctas)
         self._pool = self._pool_of(self._groups.get((Link.INTRA, Cargo.READ)), state.sub_groups)
         device = "cuda" if backend_of(group) == "nccl" else "cpu"
         refusal = partial(self._pool.refusal, state.board) if self._pool else lambda: None
@@ -177,35 +172,33 @@ def _lost(board: Board, log: PassLog | None, hop: str, error: Exception) -> Burs
 
 
 def communicator_of(
-    group: dist.ProcessGroup, config: BurstConfig,
-    hcp_groups: Sequence[dist.ProcessGroup] | None = None, flat: bool = False,
-) -> Communicator:  # fmt: skip
+    group: dist.ProcessGroup, config: BurstConfig, flat: bool = False
+) -> Communicator:
     """The communicator of a context-parallel group; made at first use by all its ranks together.
 
     Args:
         group: the context-parallel group.
         config: of its tuning, `nodes` pretends nodes (otherwise ranks exchange their node's name);
             `transfer`, `nccl_ctas` and `overlap` set how data moves.
-        hcp_groups: [intra, inter] sub-groups that exist already (Megatron's hierarchical ones).
         flat: whether to treat all ranks as one row, whatever their nodes.
 
     Raises:
-        BurstError: if the nodes do not fit, or the sub-groups do not tile the group.
+        BurstError: if the nodes do not fit.
     """
     tuning = config.tuning
     state = state_of(group, tuning.timeout_s)
     made, board = state.communicators, state.board
     carried = (tuning.nodes, tuning.transfer, tuning.nccl_ctas, tuning.overlap)
-    key = (*carried, flat, tuple(sub_group.group_name for sub_group in hcp_groups or ()))
+    key = (*carried, flat)
     if key not in made:
-        terms = {"config": str(config), "hcp_groups": str(bool(hcp_groups))}
+        terms = {"config": str(config)}
         Marks(state.log, terms).begin(Kind.AGREEMENT)  # others may be in a call that needs none
         board.agree(terms, WHO)
         check_devices(group, board)
-        topology = find_topology(group, config, board, hcp_groups)
+        topology = find_topology(group, config, board)
         if flat:
-            topology, hcp_groups = topology.flat(), None
+            topology = topology.flat()
         if state.log is None and group.size() > 1:
             state.open_log(group)
-        made[key] = Communicator(group, topology, state, config, hcp_groups)
+        made[key] = Communicator(group, topology, state, config)
     return made[key]

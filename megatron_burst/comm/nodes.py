@@ -3,7 +3,6 @@
 import ctypes
 import json
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -48,31 +47,16 @@ def check_devices(group: dist.ProcessGroup, board: Board) -> None:
             )
 
 
-def find_topology(
-    group: dist.ProcessGroup, config: BurstConfig, board: Board,
-    hcp_groups: Sequence[dist.ProcessGroup] | None,
-) -> Topology:  # fmt: skip
-    """The nodes of a group's ranks: pretended, from given sub-groups, or as the ranks report.
+def find_topology(group: dist.ProcessGroup, config: BurstConfig, board: Board) -> Topology:
+    """The nodes of a group's ranks: pretended, or as the ranks report.
 
     Raises:
-        BurstError: if the nodes do not fit, or the sub-groups do not tile the group.
+        BurstError: if the nodes do not fit.
     """
-    if config.tuning.nodes is not None and hcp_groups:
-        raise BurstError(
-            f"{WHO}: nodes and hcp_groups must not both be given, because each says which ranks "
-            f"share a node; got nodes={config.tuning.nodes} and groups of "
-            f"{[sub_group.size() for sub_group in hcp_groups]} ranks; leave one of them out"
-        )
     if config.tuning.nodes is not None:
         return pretend_nodes(group.size(), config.tuning.nodes)
     homes = [Home(**json.loads(text)) for text in board.share(json.dumps(asdict(my_home())), WHO)]
-    if not hcp_groups:
-        return topology_of_homes(homes)
-    mine = [dist.get_process_group_ranks(sub_group) for sub_group in hcp_groups]
-    given = [json.loads(text) for text in board.share(json.dumps(mine), WHO)]
-    topology = _topology_of_hcp(dist.get_process_group_ranks(group), given)
-    _warn_of_rows_across(topology, nvlink_domains(homes))
-    return topology
+    return topology_of_homes(homes)
 
 
 def my_home() -> Home:
@@ -98,39 +82,6 @@ def nvlink_domains(homes: Sequence[Home]) -> list[str]:
     nodes_in = {home.fabric: {h.node for h in homes if h.fabric == home.fabric} for home in homes}
     wide = {fabric for fabric, nodes in nodes_in.items() if fabric and len(nodes) > 1}
     return [f"NVLink {h.fabric}" if h.fabric in wide else h.node for h in homes]
-
-
-def _warn_of_rows_across(topology: Topology, nodes: Sequence[str]) -> None:
-    """Warn if rings meant to stay inside a node cross nodes."""
-    across = [row for row in topology.grid if len({nodes[rank] for rank in row}) > 1]
-    if across:
-        warnings.warn(
-            f"{WHO}: inner rings should stay inside a node, because each of their hops needs "
-            f"NVLink's speed; got cp ranks {list(across[0])} of one inner ring on several "
-            "nodes; pass --hierarchical-context-parallel-sizes INTRA INTER with INTRA at most "
-            "the ranks of the group on a node, or leave it out: rings then follow the nodes",
-            stacklevel=2,
-        )
-
-
-def _topology_of_hcp(ranks: list[int], given: list[list[list[int]]]) -> Topology:
-    """The topology whose rows and columns are all ranks' [intra, inter] groups."""
-    topology = topology_of([f"{intra}" for intra, _ in given])
-    for cp_rank, (intra, inter) in enumerate(given):
-        row, column = topology.coord(cp_rank)
-        expected = (
-            [ranks[rank] for rank in topology.grid[row]],
-            [ranks[cp_ranks[column]] for cp_ranks in topology.grid],
-        )
-        if (intra, inter) != expected:
-            raise BurstError(
-                f"{WHO}: hierarchical context-parallel groups must be the rows and columns of a "
-                "grid over the context-parallel group, because the rings run along them; got "
-                f"{intra} and {inter} for rank {ranks[cp_rank]} in {ranks}; pass "
-                "--hierarchical-context-parallel-sizes INTRA INTER whose product is the context "
-                "parallel size, or leave them out"
-            )
-    return topology
 
 
 # ---- NVLink between nodes, as the driver reports it ----

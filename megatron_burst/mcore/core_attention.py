@@ -210,13 +210,11 @@ class BurstForward:
     """What a layer's core attention needs to call `burst_attention`."""
 
     cp_group: dist.ProcessGroup
-    hcp_groups: Sequence[dist.ProcessGroup] | None
     softmax_scale: float | None
     config: BurstConfig
     layer_config: TransformerConfig
     layer_number: int
     topology: Topology
-    hcp_of: dist.ProcessGroup  # the group that `hcp_groups` tile
     follows_groups: bool = False  # whether RoPE uses a micro-batch's own group
 
     @classmethod
@@ -236,14 +234,10 @@ class BurstForward:
                 f"context_parallel_size={config.context_parallel_size} and a group of "
                 f"{cp_group.size()} ranks; pass the layer a pg_collection whose cp group fits"
             )
-        hcp_groups = hcp_groups_of(pg_collection, burst_config)
-        topology = communicator_of(cp_group, burst_config, hcp_groups).topology
+        topology = communicator_of(cp_group, burst_config).topology
         switch_on_keep(burst_config)
         say_if_keep_is_idle(burst_config, config)
-        return cls(
-            cp_group, hcp_groups, softmax_scale, for_calls(burst_config), config, layer_number,
-            topology, cp_group,
-        )  # fmt: skip
+        return cls(cp_group, softmax_scale, for_calls(burst_config), config, layer_number, topology)
 
     def over(self, group: dist.ProcessGroup | None) -> "BurstForward":
         """The same over another group, whose communicators are made if needed."""
@@ -253,8 +247,7 @@ class BurstForward:
                 f"the nodes itself; got a list of {len(group)}; pass the group of all ranks"
             )
         group = packed.alone() if group is None else group
-        hcp_groups = self.hcp_groups if group is self.hcp_of else None
-        topology = communicator_of(group, self.config, hcp_groups).topology
+        topology = communicator_of(group, self.config).topology
         return replace(self, cp_group=group, topology=topology)
 
     @uncompiled
@@ -278,7 +271,6 @@ class BurstForward:
         out = burst_attention(
             query, key, value, group=group, causal=causal, window=window,
             softmax_scale=self.softmax_scale, config=self._resolved(query, key, value, mask),
-            hcp_groups=self.hcp_groups if group is self.hcp_of else None,
             layer=self.layer_number, **packed.sample_of(packed_seq_params, group.size()),
         )  # fmt: skip
         return out.flatten(-2)
@@ -318,18 +310,3 @@ def cp_group_of(pg_collection) -> dist.ProcessGroup:
     if pg_collection is not None and pg_collection.cp is not None:
         return pg_collection.cp
     return parallel_state.get_context_parallel_group()
-
-
-def hcp_groups_of(pg_collection, config: BurstConfig) -> Sequence[dist.ProcessGroup] | None:
-    """Megatron's hierarchical groups [intra, inter], if they tile the context-parallel group.
-
-    They can be stale: `destroy_model_parallel` does not clear them (core/parallel_state.py:2506).
-    Then, and with `tuning.nodes`, burst makes its own.
-    """
-    hcp = None if pg_collection is None else pg_collection.hcp
-    if not hcp or len(hcp) != 2 or config.tuning.nodes is not None:
-        return None
-    members = set(dist.get_process_group_ranks(cp_group_of(pg_collection)))
-    ranks = [dist.get_process_group_ranks(group) for group in hcp]
-    inside = all(members.issuperset(group_ranks) for group_ranks in ranks)
-    return hcp if inside and len(ranks[0]) * len(ranks[1]) == len(members) else None

@@ -146,16 +146,6 @@ def test_calls_are_refused_in_the_same_sentence_on_all_ranks():
         assert re.search(words, first[name]), (name, first[name])
 
 
-def both_say_the_nodes(rank):
-    groups = [dist.group.WORLD, [dist.new_group([each]) for each in range(2)][rank]]
-    with pytest.raises(BurstError, match=r"nodes and hcp_groups must not.*=2 and.*\[2, 1\]"):
-        burst_attention(*inputs(), config=BurstConfig.of(nodes=2), hcp_groups=groups)
-
-
-def test_nodes_and_groups_that_say_which_they_are_are_refused():
-    run_ranks(both_say_the_nodes, 2)
-
-
 def bytes_of(options, run=None) -> list[int]:
     """Bytes sent in forward and in backward of a call in bf16."""
     sent, post = Counter(), dist.batch_isend_irecv

@@ -13,7 +13,6 @@ from megatron_burst.comm.groups import communicator_of
 from megatron_burst.comm.state import state_of
 from megatron_burst.comm.watch import seconds_of
 from megatron_burst.config import BurstConfig
-from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.topology import Link
 from tests.ranks import run_ranks
@@ -38,44 +37,6 @@ def test_read_and_gradients_intra_and_inter_have_a_communicator_each():
         assert distinct == 4 and same
         assert grid == ((0, 1, 2, 3),)  # all on this node
         assert flat == sorted((Link.INTRA, cargo) for cargo in Cargo)
-
-
-def given_groups(rank):
-    """Existing groups are used when they tile the group, and refused when they do not."""
-    rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
-    row, column = divmod(rank, 2)
-    mine = [rows[row], columns[column]]
-    used = communicator_of(dist.group.WORLD, BurstConfig(), mine)._groups
-    assert [used[link, Cargo.READ] for link in Link] == mine
-    assert used[Link.INTRA, Cargo.GRAD] is not rows[row]
-    bounded = communicator_of(dist.group.WORLD, BurstConfig.of(nccl_ctas=8), mine)
-    for link, given in zip(Link, mine, strict=True):  # thread blocks of given ones are not bounded
-        own = bounded._groups[link, Cargo.READ]
-        ranks = dist.get_process_group_ranks
-        assert own is not given and ranks(own) == ranks(given)
-    wrong = [rows[row], crossed[0 if rank in (0, 3) else 1]]
-    with pytest.raises(BurstError, match="must be the rows and columns of a grid.*INTRA INTER"):
-        communicator_of(dist.group.WORLD, BurstConfig(), wrong)
-
-
-def test_given_sub_groups_are_used_or_refused():
-    run_ranks(given_groups, 4)
-
-
-def given_groups_that_one_rank_has_wrong(rank):
-    rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    alone = dist.new_group([3])
-    mine = [rows[rank // 2], alone if rank == 3 else columns[rank % 2]]
-    with pytest.raises(BurstError, match=r"got \[2, 3\] and \[3\] for rank 3 in.*INTRA INTER"):
-        communicator_of(dist.group.WORLD, BurstConfig.of(timeout_s=20), mine)
-
-
-def test_sub_groups_that_one_rank_alone_has_wrong_are_refused_on_all():
-    """The others would wait for it forever."""
-    run_ranks(given_groups_that_one_rank_has_wrong, 4)
 
 
 def groups_before(rank):

@@ -119,22 +119,15 @@ def test_a_node_is_told_by_name_and_boot_or_as_nccl_is_told(monkeypatch, tmp_pat
     assert local_rank() == 3
 
 
-def across_nodes(rank):
+def alternating(rank):
     import os
 
-    os.environ["NCCL_HOSTID"] = "ab"[rank % 2]  # nodes alternate; given rows are contiguous
-    rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    with pytest.warns(UserWarning, match=r"inner rings should stay inside.*got cp ranks \[0, 1\]"):
-        given = communicator_of(
-            dist.group.WORLD, BurstConfig(), [rows[rank // 2], columns[rank % 2]]
-        )
-    own = communicator_of(dist.group.WORLD, BurstConfig())
-    return given.topology.grid, own.topology.grid
+    os.environ["NCCL_HOSTID"] = "ab"[rank % 2]
+    return communicator_of(dist.group.WORLD, BurstConfig()).topology.grid
 
 
-def test_given_rows_across_nodes_are_kept_with_a_warning_and_own_ones_follow_the_nodes():
-    assert run_ranks(across_nodes, 4) == [(((0, 1), (2, 3)), ((0, 2), (1, 3)))] * 4
+def test_rings_follow_the_nodes():
+    assert run_ranks(alternating, 4) == [((0, 2), (1, 3))] * 4
 
 
 class Seat:

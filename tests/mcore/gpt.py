@@ -47,7 +47,6 @@ class Parallel:
 
     cp: int = 1
     tp: int = 1
-    hierarchical: tuple[int, ...] | None = None
 
 
 @dataclass
@@ -73,11 +72,9 @@ def start(parallel: Parallel) -> None:
 
     cpu_mode.install(training=False)
     parallel_state.destroy_model_parallel()
-    sizes = {} if parallel.hierarchical is None else parallel.hierarchical
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         context_parallel_size=parallel.cp,
-        hierarchical_context_parallel_sizes=list(sizes) or None,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 

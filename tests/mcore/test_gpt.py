@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from megatron_burst.comm.groups import Communicator
 from megatron_burst.config import BurstConfig
@@ -28,7 +27,7 @@ from tests.mcore.gpt import (
 from tests.mcore.lacking import parameters, present, why_not
 from tests.ranks import run_ranks
 
-FLAT, NESTED = Parallel(cp=4), Parallel(cp=4, hierarchical=(2, 2))
+FLAT = Parallel(cp=4)
 TP_AND_CP, ALONE = Parallel(cp=2, tp=2), Parallel()
 
 
@@ -44,16 +43,17 @@ class Case:
 CASES = {
     "flat": Case(),
     "two nodes": Case(burst=BurstConfig.of(nodes=2)),
-    "Megatron's hierarchical groups": Case(parallel=NESTED),
     "kv circulates": Case(burst=BurstConfig.of(nodes=2, circulate="kv")),
     "q circulates": Case(burst=BurstConfig.of(nodes=2, circulate="q")),
-    "MHA, kv": Case(Model(groups=4), NESTED, BurstConfig.of(circulate="kv")),
-    "MHA, q": Case(Model(groups=4), NESTED, BurstConfig.of(circulate="q")),
+    "MHA, kv": Case(Model(groups=4), FLAT, BurstConfig.of(nodes=2, circulate="kv")),
+    "MHA, q": Case(Model(groups=4), FLAT, BurstConfig.of(nodes=2, circulate="q")),
     "MQA, kv": Case(Model(groups=1), burst=BurstConfig.of(nodes=2, circulate="kv")),
     "MQA, q": Case(Model(groups=1), burst=BurstConfig.of(nodes=2, circulate="q")),
     "full recompute": Case(Model(recompute=True)),
-    "full recompute, kv": Case(Model(recompute=True), NESTED, BurstConfig.of(circulate="kv")),
-    "full recompute, q": Case(Model(recompute=True), NESTED, BurstConfig.of(circulate="q")),
+    "full recompute, kv": Case(
+        Model(recompute=True), FLAT, BurstConfig.of(nodes=2, circulate="kv")
+    ),
+    "full recompute, q": Case(Model(recompute=True), FLAT, BurstConfig.of(nodes=2, circulate="q")),
     "tied embeddings": Case(Model(tied=True), burst=BurstConfig.of(nodes=2)),
     "tied embeddings, full recompute": Case(Model(tied=True, recompute=True)),
     "tensor and sequence parallel": Case(parallel=TP_AND_CP),
@@ -64,7 +64,7 @@ CASES = {
     "one rank": Case(Model(tied=True), ALONE),
     "one rank, MLA": Case(Model(latent=True), ALONE),
     "one rank, half kept": Case(Model(recompute=True), ALONE, BurstConfig(keep="half")),
-    "MLA, kv": Case(Model(latent=True), NESTED, BurstConfig.of(circulate="kv")),
+    "MLA, kv": Case(Model(latent=True), FLAT, BurstConfig.of(nodes=2, circulate="kv")),
     "MLA, q": Case(Model(latent=True), burst=BurstConfig.of(nodes=2, circulate="q")),
 }
 
@@ -107,7 +107,7 @@ def compare_all(rank: int) -> dict:
         start(Parallel(tp=tp))
         for model in dict.fromkeys(c.model for c in HERE.values() if c.parallel.tp == tp):
             truths[model, tp] = megatrons_own(model, Parallel(tp=tp))
-    for parallel in (FLAT, NESTED, TP_AND_CP, ALONE):
+    for parallel in (FLAT, TP_AND_CP, ALONE):
         start(parallel)  # the third finds the second's groups left over
         for name, case in HERE.items():
             if case.parallel == parallel:
@@ -135,31 +135,6 @@ def test_loss_and_every_gradient_equal_those_without_context_parallelism(compari
 
 def rings_of(case: Case) -> set[Link]:
     """The rings that the case must use."""
-    nodes = case.burst.tuning.nodes or (2 if case.parallel.hierarchical else 1)
+    nodes = case.burst.tuning.nodes or 1
     inter = {Link.INTER} if nodes > 1 else set()
     return inter | ({Link.INTRA} if case.parallel.cp > nodes else set())
-
-
-def left_behind(rank: int) -> list[tuple]:
-    """Hierarchical groups that Megatron passes after `destroy_model_parallel`, and burst's."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    from megatron_burst.mcore.core_attention import hcp_groups_of
-
-    found = []
-    for parallel in (NESTED, Parallel(cp=2), Parallel(cp=2, hierarchical=(2, 1)), TP_AND_CP):
-        start(parallel)
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        ranks = [dist.get_process_group_ranks(group) for group in groups.hcp]
-        found.append((ranks, hcp_groups_of(groups, BurstConfig()) is not None))
-    return found
-
-
-def test_hierarchical_groups_that_are_left_behind_are_not_used():
-    """core/parallel_state.py:2506 leaves them behind; rings over them would leave the cp group."""
-    for rank, (of_four, smaller, of_two, crossed) in enumerate(run_ranks(left_behind, 4)):
-        pair = [rank & ~1, rank | 1]
-        assert of_four == ([pair, [rank & ~2, rank | 2]], True)
-        assert smaller == (of_four[0], False)
-        assert of_two == ([pair, [rank]], True)
-        assert crossed == (of_two[0], False)  # as many ranks as the cp group has, but others

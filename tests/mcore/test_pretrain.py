@@ -32,7 +32,7 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
 BY_FLAG = "--context-parallel-impl burst --context-parallel-size"
 BY_SPEC = """--spec megatron_burst.spec layer_spec --cp-comm-type burst --context-parallel-size 4
-    --no-create-attention-mask-in-dataloader --hierarchical-context-parallel-sizes 2 2
+    --no-create-attention-mask-in-dataloader --burst-tune nodes=2
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
 KEEP = """--recompute-granularity full --recompute-method block --recompute-num-layers 2
     --burst-keep all --burst-keep-layers 1 --burst-keep-offload both
