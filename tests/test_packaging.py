@@ -24,7 +24,6 @@ INDEX = {
     "torch": ("2.13.0", []),
     "numpy": ("2.9.0", []),
     "megatron-core": ("0.19.7", ["torch>=2.6.0", "numpy"]),
-    "einops": ("0.8.9", []),
     "rich": ("15.1.0", []),
     "typer": ("0.30.0", ["rich>=13.8"]),
 }
@@ -127,7 +126,7 @@ def image(tmp_path, packages, index):
     return lambda **installed: Image(tmp_path / "image", packages, index, installed)
 
 
-NEW = {"megatron-core": "0.19.7", "rich": "15.1.0", "typer": "0.30.0", "einops": "0.8.9"}
+NEW = {"megatron-core": "0.19.7", "rich": "15.1.0", "typer": "0.30.0"}
 
 
 @pytest.mark.parametrize("by_script", [True, False], ids=["script", "pip"])
@@ -195,7 +194,7 @@ def test_the_tested_set_is_within_the_ranges_and_is_what_runs_here():
     """Guards against a pin that pyproject.toml forbids, and tests that ran with another version."""
     ranges = requirements()
     bare = {name for name, found in ranges.items() for each in found if each.marker is None}
-    assert bare >= {"torch", "megatron-core", "numpy", "einops", "rich", "typer"}
+    assert bare >= {"torch", "megatron-core", "numpy", "rich", "typer"}
     assert bare <= set(pins())
     for name, version in pins().items():
         for requirement in ranges.get(name, []):

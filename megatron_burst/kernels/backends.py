@@ -219,13 +219,12 @@ def backends() -> dict[str, Backend]:
     from megatron_burst.kernels.flash import Flash
     from megatron_burst.kernels.flash_attn import FlashAttention2, FlashAttention3
     from megatron_burst.kernels.reference import Reference
-    from megatron_burst.kernels.te import TransformerEngine
     from megatron_burst.kernels.torch_cpu import TorchCpu
     from megatron_burst.kernels.triton import Triton
 
     every = (
-        FlashAttention4(), FlashAttention3(), Cudnn(), TransformerEngine(), FlashAttention2(),
-        Flash(), Triton(), TorchCpu(), Reference(),
+        FlashAttention4(), FlashAttention3(), Cudnn(), FlashAttention2(), Flash(), Triton(),
+        TorchCpu(), Reference(),
     )  # fmt: skip
     return {backend.capability.name: backend for backend in every}
 

@@ -203,7 +203,7 @@ def force_args(args: Namespace) -> None:
 
 _FAMILIES = {  # of --attention-backend, in burst's kernels
     "flash": "fa4,fa3,flash-attn,flash,torch-cpu",
-    "fused": "cudnn,te",
+    "fused": "cudnn",
     "unfused": "reference",
 }
 

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from megatron_burst.schedule.flat import flat_cost
-from megatron_burst.schedule.topology import Topology
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.job.script import Arguments
 from megatron_burst.tools.job.search import (
@@ -80,12 +78,11 @@ def idle_nodes(job: Job) -> str:
     if job.on_node == job.gpus or most <= job.on_node or job.gpus % most == 0:
         return ""
     nodes, last = job.gpus // job.on_node, job.gpus % most
-    uneven = Topology((tuple(range(most + last)),), (0,) * most + (1,) * last)
     return (
         f"{job.gpus} GPUs are not a multiple of a node's {most}: planned as {nodes} nodes with "
         f"{job.on_node} each, {most - job.on_node} idle on each; start {job.on_node} ranks on "
-        f"each node. A group of ranks over nodes of {most} and {last} would be a flat ring: "
-        f"{flat_cost(uneven)}"
+        f"each node. A group of ranks over nodes of {most} and {last} would be a flat ring, whose "
+        f"busiest rank sends {most + last - 1} shards between nodes instead of 1"
     )
 
 

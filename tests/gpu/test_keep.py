@@ -16,9 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, burst_attention
-from megatron_burst.engine import planned
 from megatron_burst.mcore import patches
-from megatron_burst.plan.half import Rates
 from megatron_burst.recompute.offload import host_memory
 from tests.gpu import SEVERAL, needs_gpus
 from tests.ranks import run_ranks
@@ -91,7 +89,6 @@ def run(rank: int, device: str, dtype: torch.dtype, tokens: int) -> dict:
 
     The reference is the same in the next larger dtype, without keeping.
     """
-    planned.rates = lambda config: Rates(gbs=1e9)  # reshards between nodes, whatever the links
     patches.apply("checkpoints")
     found, plain = {}, []
     generator, shape = torch.Generator().manual_seed(rank), (SIZES[0], sum(SIZES))

@@ -126,7 +126,7 @@ def test_head_dimensions_past_those_of_kernels_are_refused_and_can_be_asked_for(
         BurstError, match="largest head dimension is 256.*choose among reference [^,]"
     ):
         choose_backend(given, "auto")
-    for name in ("fa4", "fa3", "cudnn", "te", "flash-attn", "flash", "triton"):
+    for name in ("fa4", "fa3", "cudnn", "flash-attn", "flash", "triton"):
         with pytest.raises(BurstError, match=f"backend {name} must"):
             choose_backend(given, name)
     assert choose_backend(given, "reference")[0].capability.name == "reference"

@@ -13,7 +13,6 @@ from megatron_burst.kernels.backends import Problem, QuerySide, choose_backend
 from megatron_burst.kernels.flash_attn import FlashAttention2, FlashAttention3
 from megatron_burst.kernels.partial import delta_stand_in
 from megatron_burst.kernels.reference import Reference
-from megatron_burst.kernels.te import TransformerEngine
 from megatron_burst.kernels.visible import CAUSAL, FULL
 from tests.kernels.attention import Tile, inputs_of, lay, relative, truth_of
 
@@ -90,54 +89,11 @@ class FlashAttn3:
             target.copy_(grad)
 
 
-class Fused:
-    """transformer_engine.pytorch.cpp_extensions.fused_attn 2.20."""
-
-    FusedAttnBackend = {"F16_arbitrary_seqlen": "cudnn"}
-
-    def __init__(self):
-        self.deterministic = []
-
-    def fused_attn_fwd(
-        self, is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v,
-        fake_dtype, fused_attention_backend, attn_bias=None, attn_scale=None, dropout=0.0,
-        qkv_layout="sbh3d", o_format="sbhd", attn_mask_type="padding", window_size=(-1, -1),
-    ):  # fmt: skip
-        self.check(q, k, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, dropout)
-        assert is_training and (qkv_layout, o_format) == ("bshd_bshd_bshd", "bshd")
-        assert (fake_dtype, fused_attention_backend) == (q.dtype, "cudnn")
-        visible = CAUSAL if attn_mask_type == "causal" else FULL
-        out, lse = Reference().forward(q, k, v, attn_scale, visible)
-        return out, [lse.unsqueeze(-1), torch.empty(2)]
-
-    def fused_attn_bwd(
-        self, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o,
-        fake_dtype, aux_ctx_tensors, fused_attention_backend, attn_scale=None, dropout=0.0,
-        qkv_layout="sbh3d", o_format="sbhd", do_format="sbhd", dqkv_layout="sbh3d",
-        attn_mask_type="padding", deterministic=False,
-    ):  # fmt: skip
-        self.check(q, k, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, dropout)
-        assert qkv_layout == dqkv_layout == "bshd_bshd_bshd" and o_format == do_format == "bshd"
-        assert all(x.is_contiguous() for x in (q, k, v, o, d_o)) and len(aux_ctx_tensors) == 2
-        self.deterministic.append(deterministic)
-        lse, causal = aux_ctx_tensors[0].squeeze(-1), attn_mask_type == "causal"
-        return *compute_backward(d_o, q, k, v, o, lse, attn_scale, causal), None, None
-
-    def check(self, q, k, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, dropout):
-        assert q.is_contiguous() and k.is_contiguous() and dropout == 0.0
-        assert max_seqlen_q == q.shape[1] and max_seqlen_kv == k.shape[1]
-        for starts, x in ((cu_seqlens_q, q), (cu_seqlens_kv, k)):
-            assert starts.tolist() == [x.shape[1] * i for i in range(x.shape[0] + 1)]
-            assert starts.dtype is torch.int32
-
-
 FLASH_ATTN = "flash_attn.flash_attn_interface"
-FUSED = "transformer_engine.pytorch.cpp_extensions.fused_attn"
 PACKAGES = {  # backend, module, stand-in
     "flash-attn": (FlashAttention2, FLASH_ATTN, FlashAttn2),
     "fa3": (FlashAttention3, "flash_attn_interface", FlashAttn3),
     "fa3, packaged": (FlashAttention3, "flash_attn_3.flash_attn_interface", FlashAttn3),
-    "te": (TransformerEngine, FUSED, Fused),
 }
 
 
@@ -167,9 +123,8 @@ def test_what_a_package_is_asked_for(monkeypatch, backend, module, stand_in, til
         assert all(a is b for a, b in zip((out, *grads), targets, strict=True))
 
 
-@pytest.mark.parametrize("name", ["flash-attn", "te"])
-def test_determinism_is_asked_for(monkeypatch, name):
-    kind, module, stand_in = PACKAGES[name]
+def test_determinism_is_asked_for(monkeypatch):
+    kind, module, stand_in = PACKAGES["flash-attn"]
     package = stand_in()
     monkeypatch.setitem(sys.modules, module, package)
     backend, (q, k, v, dout) = kind(), inputs_of(TILES["square"], "cpu")
@@ -230,7 +185,7 @@ def test_what_cannot_be_imported_is_passed_over(monkeypatch):
     """Guards against an import that fails for a reason other than a missing package."""
     for _, module, _ in PACKAGES.values():
         monkeypatch.setitem(sys.modules, module, None)
-    for backend in (FlashAttention2(), FlashAttention3(), TransformerEngine()):
+    for backend in (FlashAttention2(), FlashAttention3()):
         assert backend.missing().startswith("it cannot be imported (")
 
 

@@ -173,6 +173,7 @@ REFUSED = {  # with the value shown in the message
     "--seq-length 60": "--seq-length 60 and --context-parallel-size 4",
     "--burst-tune nodes=3": "--burst-tune nodes=3 and --context-parallel-size 4",
     "--cp-comm-type a2a": "--cp-comm-type a2a",
+    "--hierarchical-context-parallel-sizes 2 2": "--hierarchical-context-parallel-sizes 2 2",
     "--cp-comm-type p2p p2p": "--cp-comm-type p2p p2p",
     "--attention-dropout 0.1": "attention_dropout=0.1",
     "--reset-attention-mask": "reset_attention_mask=True",
@@ -251,7 +252,7 @@ def one_rank(rank):
     values, printed = parse(f"{given} --attention-backend flash")
     kept = [values[name] for name in ("context_parallel_size", "seq_length", "cp_comm_type")]
     lines = [line for line in printed.splitlines() if "--attention-backend" in line]
-    with pytest.raises(BurstError, match="among cudnn,te under --attention-backend fused.*flash;"):
+    with pytest.raises(BurstError, match="among cudnn under --attention-backend fused.*flash;"):
         parse(f"{given} --attention-backend fused --burst-backend flash")
     with pytest.raises(BurstError, match="--attention-backend.*=local; leave it out"):
         parse(f"{given} --attention-backend local")

@@ -68,7 +68,7 @@ def test_a_part_of_racks_is_planned(gpus, words):
     assert ("warning" in text) == (words is not None) and (words or "") in flat
     if gpus == "128":
         assert "over nodes of 72 and 56 would be a flat ring" in flat
-        assert "sends 254 MiB between nodes" in flat and "nested rings 2 MiB" in flat
+        assert "sends 127 shards between nodes instead of 1" in flat
     assert "flat ring of" not in text and "strategies, of which" in text
 
 
