@@ -45,8 +45,9 @@ class CostRow:
         way: "off", "off again" or "log".
         ms, ms_min, ms_max: of a step, of the slowest rank: median and spread over repetitions.
         percent: above "off": median of the differences of neighbouring repetitions.
-        attention_ms, exposed_ms, intra_ms, inter_ms: what the log says of the last step, of the
-            worst rank; None unless it logs.
+        attention_ms, exposed_ms: what the log says of the last step, of the worst rank; None
+            unless it logs.
+        intra_ms, inter_ms: of transfers by link, which the log no longer says.
         intra_mib, inter_mib: sent by rank 0 in the step, likewise.
     """
 
@@ -154,7 +155,7 @@ def _row(
     above = median(100 * (one - other) / other for one, other in zip(mine, off, strict=True))
     log = {}
     if way == "log":
-        names = {"attention": "", "exposed": "exposed", "intra": "intra", "inter": "inter"}
+        names = {"attention": "", "exposed": "exposed"}
         log = {f"{column}_ms": 1e3 * worst[name] for column, name in names.items()}
         log |= {f"{link}_mib": METER.sent_bytes()[link] / 2**20 for link in Link}
     return CostRow(

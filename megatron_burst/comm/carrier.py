@@ -349,6 +349,3 @@ class Carrier(Protocol):
 
     def queues(self, device: torch.device) -> OneQueue | Queues:
         """The queues of a call, which begins when the group's call before it is over."""
-
-    def time_transfers(self) -> None:
-        """Have NCCL record the times of its transfers from now on."""

@@ -1,7 +1,6 @@
 """The communicators of a context-parallel group: intra and inter, for reading and for gradients."""
 
 import logging
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,14 +51,6 @@ class Transfer:
         except RuntimeError as error:
             raise self.lost(error) from error
 
-    def seconds(self) -> float:
-        """Seconds on the GPUs, waiting for each other included; nan unless finished and
-        `Communicator.time_transfers` was called before, or if torch does not know."""
-        try:
-            return max((work._get_duration() for work in self.works), default=0.0) / 1e3
-        except RuntimeError:
-            return math.nan
-
 
 class Communicator:
     """The transfers of one context-parallel group; see `Carrier`.
@@ -74,7 +65,7 @@ class Communicator:
         self.topology, self.board, self._memory = topology, state.board, state.memory
         self._lost = partial(_lost, state.board, state.log)
         self.overlaps, self._asked = config.tuning.overlap, config.tuning.transfer
-        self.cp_rank, self._times = group.rank(), False
+        self.cp_rank = group.rank()
         self.has_met = False  # whether all its ranks have sent to each other
         self._ranks = dist.get_process_group_ranks(group)
         self._streams: dict[torch.device, dict[Hashable, torch.cuda.Stream]] = {}
@@ -114,19 +105,6 @@ class Communicator:
         queues = Queues(device, self._streams.setdefault(device, {}))
         self._memory.begin(queues.stream)
         return queues if self.overlaps else OneQueue(queues.where)
-
-    def time_transfers(self) -> None:
-        """As `Carrier.time_transfers`."""
-        if self._times:
-            return
-        self._times = True
-        try:
-            for group in self._groups.values():
-                group._enable_collectives_timing()
-        except RuntimeError as error:  # such as of what TORCH_DISTRIBUTED_DEBUG=DETAIL wraps
-            if dist.get_rank() == 0:
-                reason = str(error).splitlines()[0]
-                say(f"{WHO}: no times of transfers are measured: {reason}", logging.WARNING)
 
     def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Where) -> Slots:
         """As `Carrier.slots`; sizes are the same on all ranks of the node.

@@ -1,4 +1,4 @@
-"""Times of passes, of their waits (exposed communication) and of transfers, for logs.
+"""Times of passes and of their waits (exposed communication), for logs.
 
 Passes of the same program take the same time, so one of each is timed per step.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import isnan
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -16,9 +15,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from megatron_burst.comm.carrier import OneQueue, Queues, UnderWay
-from megatron_burst.comm.groups import Transfer
-from megatron_burst.engine.ranges import link_of, profiled
-from megatron_burst.schedule import operations as ops
+from megatron_burst.engine.ranges import profiled
 from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.topology import Link
 
@@ -26,21 +23,11 @@ if TYPE_CHECKING:
     from megatron_burst.engine.executor import Executor, Run, Step
 
 
-@dataclass(slots=True)
-class _Moved:
-    """A transfer of a timed run."""
-
-    link: Link
-    under_way: Any
-    began: Any
-    ended: Any  # None: not yet
-
-
 class Clock:
-    """Times a run: in total, waits of the call's stream, and transfers.
+    """Times a run: in total, and waits of the call's stream for others.
 
-    On GPUs these are events on the streams, read once the GPU has passed them, without
-    synchronizing. NCCL times its own transfers. On CPU a transfer ends when its wait does.
+    On GPUs these are events on the stream, read once the GPU has passed them, without
+    synchronizing.
 
     Args:
         executor: whose runs are timed, one at a time.
@@ -52,18 +39,13 @@ class Clock:
         self._stream: torch.cuda.Stream | None = None
         self._whole: list[Any] = []
         self._waits: list[tuple[Any, Any]] = []
-        self._moved: dict[int, _Moved] = {}
-        pairs = enumerate(zip(executor.binder.steps, executor.program.ops, strict=True))
-        self.steps = tuple(self._timed(executor.program, i, step, op) for i, (step, op) in pairs)
-        self._carrier = executor.carrier
+        self.steps = tuple(map(self._timed, executor.binder.steps))
 
     def begin(self, queues: OneQueue | Queues) -> None:
         """Start timing a run, on the stream of the call."""
         self._clear()
         self._stream = queues.stream
         self._on_gpu = queues.where.device.type == "cuda"
-        if self._on_gpu:
-            self._carrier.time_transfers()
         self._whole.append(self._now())
 
     def end(self) -> None:
@@ -75,55 +57,33 @@ class Clock:
         return _Watched(self, count)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of the run: "" in total, "exposed", "intra" and "inter", nan if unknown; empty if
-        the run, or its work on the GPU, is not finished. Can be read once."""
+        """Seconds of the run: "" in total, "exposed"; empty if the run, or its work on the GPU, is
+        not finished. Can be read once."""
         if len(self._whole) < 2 or (self._on_gpu and not self._whole[1].query()):
             return {}
-        found = {"": self._between(*self._whole), "exposed": 0.0} | dict.fromkeys(Link, 0.0)
-        for wait in self._waits:
-            found["exposed"] += self._between(*wait)
-        for moved in self._moved.values():
-            own = isinstance(moved.under_way, Transfer) and self._on_gpu
-            times = (moved.began, moved.ended)
-            found[moved.link] += moved.under_way.seconds() if own else self._between(*times)
+        exposed = sum(self._between(*wait) for wait in self._waits)
+        found = {"": self._between(*self._whole), "exposed": exposed}
         self._clear()
-        return {str(name): seconds for name, seconds in found.items()}
+        return found
 
-    def wait(self, index: int, what: UnderWay, stream: torch.cuda.Stream | None) -> None:
+    def wait(self, what: UnderWay, stream: torch.cuda.Stream | None) -> None:
         """Wait for an operation as the run would; timed where its kernels wait."""
         if stream != self._stream:
             what.wait(stream)
             return
         began = self._now()
         what.wait(stream)
-        ended = self._now()
-        self._waits.append((began, ended))
-        moved = self._moved.get(index)
-        if moved and moved.ended is None:  # another operation may wait for it again
-            moved.ended = ended
+        self._waits.append((began, self._now()))
 
     def _clear(self) -> None:
         self._used = 0
         self._whole.clear()
         self._waits.clear()
-        self._moved.clear()
 
-    def _timed(self, program: Program, index: int, step: Step, op: ops.Op) -> Step:
-        if isinstance(op, ops.Transfer):
-            return replace(step, run=self._moving(index, link_of(program, op), step.run))
+    def _timed(self, step: Step) -> Step:
         if step.opens and step.queue is None:
             return replace(step, run=self._opening(step), opens=[])
         return step
-
-    def _moving(self, index: int, link: Link, work: Callable[[Run], Any]) -> Callable[[Run], Any]:
-        def run(of: Run) -> Any:
-            began = self._now()
-            under_way = work(of)
-            ended = self._now() if self._on_gpu else None
-            self._moved[index] = _Moved(link, under_way, began, ended)
-            return under_way
-
-        return run
 
     def _opening(self, step: Step) -> Callable[[Run], Any]:
         """The step with its wait for slots that other ranks may still read."""
@@ -160,17 +120,16 @@ class _Watched(list):
         self._clock = clock
 
     def __setitem__(self, index, what) -> None:
-        super().__setitem__(index, _Waited(self._clock, index, what))
+        super().__setitem__(index, _Waited(self._clock, what))
 
 
 @dataclass(frozen=True, slots=True)
 class _Waited:
     clock: Clock
-    index: int
     what: UnderWay
 
     def wait(self, stream: torch.cuda.Stream | None) -> None:
-        self.clock.wait(self.index, self.what, stream)
+        self.clock.wait(self.what, stream)
 
 
 class Meter:
@@ -216,15 +175,15 @@ class Meter:
         return self._clocks.setdefault(executor, executor.clock)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of all passes of the step (see `Clock.seconds`) without unknown ones; empty
-        unless one of each kind was timed. Can be read once, when the GPU has finished the step."""
+        """Seconds of all passes of the step (see `Clock.seconds`); empty unless one of each kind
+        was timed. Can be read once, when the GPU has finished the step."""
         found: Counter[str] = Counter()
         for _, _, runs, clock in self._counted:
             timed = clock()
             if not timed or not (seconds := timed.seconds()):
                 return {}
             found.update({name: each * runs for name, each in seconds.items()})
-        return {name: seconds for name, seconds in found.items() if not isnan(seconds)}
+        return dict(found)
 
     def sent_bytes(self) -> dict[Link, int]:
         """Bytes that this rank sent, or others pulled from it, in all passes of the step."""

@@ -1,4 +1,4 @@
-"""Time and bytes of attention's transfers in Megatron's log, with `--burst-log`.
+"""Attention's time, exposed communication and bytes in Megatron's log, with `--burst-log`.
 
 What each number means is in docs/how-to/profiling.md. Nothing synchronizes here: when Megatron
 logs, it has already waited for the step.
@@ -19,11 +19,7 @@ from megatron.training.utils import print_rank_last
 from megatron_burst.engine.times import METER
 from megatron_burst.schedule.topology import Link
 
-TIMERS = {  # `Clock.seconds`'s name -> Megatron's
-    "": "burst-attention",
-    "exposed": "burst-attention-exposed",
-    **{link: f"burst-attention-transfers-{link}" for link in Link},
-}
+TIMERS = {"": "burst-attention", "exposed": "burst-attention-exposed"}  # by `Clock.seconds`'s name
 BYTES = {link: f"burst-attention-sent-{link}-bytes" for link in Link}
 
 
