@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.job.flags import as_words
+from megatron_burst.tools.job.model_file import model_of
+from megatron_burst.tools.job.script import arguments_in, read_script
 from megatron_burst.tools.main import app
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
 from tests.plan.configs import MIXTRAL_8X7B
@@ -191,6 +193,46 @@ def test_sizes_that_are_given_without_a_plan_leave_the_rest_to_context_paralleli
     assert sizes == [(16, 1), (4, 1), (4, 2)]
     assert [a["sequence_parallel"] for a in found] == [True, True, False]
     assert {a["context_parallel_impl"] for a in found} == {"burst"}
+
+
+def dumped(rank: int, runs: list[tuple[int, list[str]]], folder: str) -> None:
+    """Start each run with --burst-dump-args."""
+    from megatron.training import arguments
+
+    from megatron_burst.mcore import launch
+    from megatron_burst.tools import cpu_mode
+
+    cpu_mode.install()
+    launch.prepare([])
+    for number, (world, words) in enumerate(runs):
+        os.environ |= {"WORLD_SIZE": str(world), "RANK": "0"}
+        path = os.path.join(folder, f"{number}.json")
+        sys.argv = ["pretrain_gpt.py", *words, "--burst-dump-args", path]
+        with pytest.raises(SystemExit) as end:
+            arguments.parse_args()
+        assert end.value.code == 0
+
+
+def test_the_arguments_of_our_scripts_are_planned(bench, tmp_path):
+    """A run writes them down, however its script puts them together."""
+    shutil.copy(EXAMPLES / "torchrun" / "llama3_8b.sh", bench / "examples" / "torchrun")
+    cases = [
+        (1, {}, (1, 8, 1, "131072")), (1, {"TP": "2", "SEQ_LENGTH": "65536"}, (2, 4, 1, "65536")),
+        (2, {"TP": "2"}, (2, 8, 1, "1048576")), (4, {"PP": "2"}, (1, 16, 2, "1048576")),
+    ]  # fmt: skip
+    runs = [(8 * nodes, started(bench, nodes, **own)[1]) for nodes, own, _ in cases]
+    run_ranks(dumped, 1, runs, str(tmp_path))
+    for number, (nodes, _, sizes) in enumerate(cases):
+        path = str(tmp_path / f"{number}.json")
+        found = arguments_in(path)
+        read = read_script(found)
+        assert (*(read.sizes[name] for name in ("tp", "cp", "pp")), found["seq_length"]) == sizes
+        assert found["burst_keep"] == "all" and found["context_parallel_impl"] == "burst"
+        assert ("sequence_parallel" in found) == (sizes[0] > 1)
+        model = model_of(path)
+        assert (model.layers, model.heads_kv, model.vocab) == (32, 8, 128256)
+        done = CliRunner().invoke(app, ["plan", path, "--gpus", str(8 * nodes)])
+        assert f"TP {sizes[0]} CP {sizes[1]} PP {sizes[2]}" in done.output, done.output
 
 
 def test_variables_that_contradict_a_plan_and_other_models_are_refused(bench):

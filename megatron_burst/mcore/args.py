@@ -54,6 +54,10 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="JSON file of a plan; sets all options that the command line does not",
     )
+    group.add_argument(
+        "--burst-dump-args", metavar="FILE",
+        help="write the arguments of this run as JSON, for megatron-burst plan FILE, and end",
+    )  # fmt: skip
     _add_fields(group, "burst", BurstConfig, _ATTENTION)
     group.add_argument(
         "--burst-log", action="store_true", default=None,

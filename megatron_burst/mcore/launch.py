@@ -32,7 +32,7 @@ from megatron_burst.mcore.args import (
     wants_fused_loss,
 )
 from megatron_burst.mcore.options import VARIABLE, environment_args, with_environment
-from megatron_burst.mcore.plan_file import check_plan, take_plans
+from megatron_burst.mcore.plan_file import DUMP_FLAG, check_plan, take_plans
 from megatron_burst.mcore.refusals import FLAG, names_burst
 from megatron_burst.patching import Patch, when_imported
 from megatron_burst.say import say
@@ -97,7 +97,8 @@ def run_script(argv: list[str]) -> None:
             f"{_ENTRY}: the first argument must be a script, because it is run with burst's flags "
             f"added; got {argv[0]!r}, which {is_what}; pass the path of your pretrain_gpt.py"
         )
-    if not torch.cuda.is_available() and not _wants_cpu(argv):
+    only_dumps = any(word.partition("=")[0] == DUMP_FLAG for word in argv)
+    if not (torch.cuda.is_available() or _wants_cpu(argv) or only_dumps):
         raise BurstError(
             f"{_ENTRY}: a CUDA GPU must be visible, because Megatron trains on GPUs; got none; add "
             "--distributed-backend gloo to try it on the CPU"

@@ -1,4 +1,5 @@
-"""`--burst-plan FILE`: a run takes a plan's decisions, and must be the run that was planned."""
+"""`--burst-plan FILE`: a run takes a plan's decisions, and must be the run that was planned.
+`--burst-dump-args FILE`: writes what a plan must know of a run."""
 
 import json
 import os
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_burst.errors import BurstError
-from megatron_burst.say import say_once
+from megatron_burst.say import say, say_once
 
-FLAG = "--burst-plan"
+FLAG, DUMP_FLAG = "--burst-plan", "--burst-dump-args"
 _OWN = "--burst-"  # burst's options on the command line win
 _NO_FIGURE = ("--max-position-embeddings",)  # and so do options that no figure depends on
 _SIZES = {  # Megatron's names of a planned model's sizes
@@ -27,7 +28,7 @@ _Parse = Callable[..., tuple[Namespace, list[str]]]
 
 def take_plans(parser: ArgumentParser, then: Callable[[Namespace], None]) -> None:
     """Make a parser fill in what the command line leaves open from the file of `--burst-plan`, and
-    call `then` with the complete arguments.
+    call `then` with the complete arguments; or write them down and end.
 
     It raises BurstError on every rank if the file is not a plan, has flags or values that the
     parser does not know, or contradicts the command line. For burst's own options the command line
@@ -40,16 +41,39 @@ def take_plans(parser: ArgumentParser, then: Callable[[Namespace], None]) -> Non
         found, unknown = parse(words, namespace)
         if found.burst_plan is not None:
             _fill(parser, parse, found, words)
+        if found.burst_dump_args is not None:
+            _dump(parser, parse, found, words)
         then(found)
         return found, unknown
 
     parser.parse_known_args = parse_with_plan
 
 
+def _dump(parser: ArgumentParser, parse: _Parse, found: Namespace, words: Sequence[str]) -> None:
+    """Write the arguments that are given, by their names, as JSON for `megatron-burst plan`; ends
+    the process."""
+    absent = object()
+    defaults = {action.dest: absent for action in parser._actions}
+    given = vars(parse(words, Namespace(**defaults))[0])
+    names = [name for name, value in given.items() if value is not absent]
+    if os.environ.get("RANK", "0") == "0":
+        path = Path(found.burst_dump_args)
+        values = {name: getattr(found, name) for name in names if name != "burst_dump_args"}
+        try:
+            path.write_text(json.dumps({"megatron_arguments": values}, indent=1, default=str))
+        except OSError as error:
+            raise BurstError(
+                f"{DUMP_FLAG}: the file must be writable, because the arguments go there; got "
+                f"{path}: {error.strerror}; name another"
+            ) from None
+        say(f"{DUMP_FLAG}: wrote {path}; this run ends here")
+    sys.exit(0)
+
+
 def _fill(parser: ArgumentParser, parse: _Parse, found: Namespace, words: Sequence[str]) -> None:
     path, known = found.burst_plan, parser._option_string_actions
     flags = read_plan(Path(path))["flags"]
-    _check_names(flags, [flag for flag in known if flag != FLAG], path)
+    _check_names(flags, [flag for flag in known if flag not in (FLAG, DUMP_FLAG)], path)
     planned = _parsed(parser, parse, flags, path)
     given, taken = {word.partition("=")[0] for word in words}, []
     for flag in flags:

@@ -39,7 +39,7 @@ def test_every_field_has_a_flag():
     wanted |= {f"burst_loss_{field.name}" for field in fields(FusedLossConfig)}
     wanted.remove("burst_loss_grads")  # in Python only
     assert names == wanted | {
-        "context_parallel_impl", "burst_fused_loss", "burst_plan", "burst_log",
+        "context_parallel_impl", "burst_fused_loss", "burst_plan", "burst_dump_args", "burst_log",
     }  # fmt: skip
     assert set(vars(parsed("")).values()) == {None, False, "megatron"}
     assert sum(name.startswith("burst_") for name in names) <= 16

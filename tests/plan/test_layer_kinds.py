@@ -124,7 +124,7 @@ def test_the_flags_of_a_model_describe_it(described):
     [
         ("--window-size many", "--window-size that can be read.*'many'"),
         ("--window-size 9,0 --window-attn-skip-freq [1,0]", "got 2 of 4 layers"),
-        ("--window-size 9,0 --window-attn-skip-freq [exit()]", r"got \[exit\(\)\]"),
+        ("--window-size 9,0 --window-attn-skip-freq '[exit()]'", r"got \[exit\(\)\]"),
     ],
 )
 def test_windows_of_megatron_that_cannot_be_read_are_refused(flags, match):

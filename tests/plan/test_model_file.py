@@ -101,7 +101,7 @@ def test_megatron_arguments_are_the_preset(text, suffix, tmp_path):
 
 def test_arguments_in_a_shell_array_and_in_quotes():
     text = (
-        'ARGS=(\n  --num-layers "${LAYERS:-2}"\n  --bf16\n)\nOTHER="--hidden-size 64 --swiglu"\n'
+        'ARGS=(\n  --num-layers "2"\n  --bf16\n)\nOTHER="--hidden-size 64 --swiglu"\n'
         "MORE=\"\n  --kv-channels='32' \n\"\nrun ${ARGS[@]} $OTHER"
     )
     assert megatron_arguments(text) == {

@@ -6,7 +6,7 @@ import pytest
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.tools.job.arguments import megatron_arguments
-from megatron_burst.tools.job.script import read_script
+from megatron_burst.tools.job.script import arguments_in, read_script
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
@@ -128,6 +128,57 @@ def test_modules_matter_to_selective_recomputation_alone():
     assert "--recompute-modules" not in found.flags
     none = read("recompute_granularity: selective\nrecompute_modules: []")
     assert none.flags["--recompute-modules"] == []
+
+
+SHELL = """#!/bin/bash
+# a comment's quote
+MODEL=(--num-layers 32 \\
+  --hidden-size "4096"  # of a layer
+  --swiglu)
+OPTIONS="--bf16 --tensor-model-parallel-size $TP_OF_MINE
+  --seq-length ${LENGTH_OF_MINE}"
+CP=4
+cd here && torchrun x.py ${MODEL[@]} $OPTIONS --foo=3 --context-parallel-size $CP \\
+  --data "$(cat --baz 3)" | tee log; echo done
+"""
+
+
+def test_a_script_has_its_flags_and_what_the_environment_says(monkeypatch):
+    monkeypatch.setenv("TP_OF_MINE", "2")
+    monkeypatch.setenv("CP", "8")  # which the script sets
+    assert megatron_arguments(SHELL) == {
+        "num_layers": "32", "hidden_size": "4096", "swiglu": True, "bf16": True,
+        "tensor_model_parallel_size": "2", "seq_length": "${LENGTH_OF_MINE}", "foo": "3",
+        "context_parallel_size": "$CP", "data": "$?",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        ("--tensor-model-parallel-size $MINE", r'"\$MINE" in run.sh; pass --tp, or start it with'),
+        ("--hidden-size $1", r'"\$1" in run.sh; write its value there, or start it with'),
+        ("X; if [ $X ]; then Y=--sft; fi", r'"True if \$\(...\)" in run.sh; write its'),
+        ("X; [[ $X ]] && Y=--sft", "--sft must have a value.*True if"),
+        ("X; for cp in 2 4; do run --context-parallel-size 4; done", r"--context-par.*4 if \$"),
+        (
+            "--a\nsource common.sh",
+            "sources common.sh; write them there, or start it with --burst-d",
+        ),
+        ("--a\n. ./common.sh", "sources ./common.sh; write them there"),
+    ],
+)
+def test_what_only_a_shell_knows_is_refused(tmp_path, text, got):
+    path = tmp_path / "run.sh"
+    path.write_text(text.replace("X;", "run --num-layers 2\n"))
+    with pytest.raises(BurstError, match=f"^plan: .*{got}"):
+        arguments_in(str(path))
+
+
+def test_options_say_what_a_script_leaves_open(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text("run --seq-length $1 --num-layers 2 --train-iters $2")
+    assert arguments_in(str(path), ["seq_length"]) == {"num_layers": "2"}
 
 
 def test_modules_end_where_a_shell_goes_on():

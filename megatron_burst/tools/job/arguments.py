@@ -1,14 +1,20 @@
-"""Megatron's arguments in a text: a shell script, or YAML."""
+"""Megatron's arguments in a text: what --burst-dump-args wrote, a shell script, or YAML."""
 
+import json
+import os
 import re
+import shlex
+from collections.abc import Iterator
 from itertools import pairwise, takewhile
-from pathlib import Path
 from typing import Any
 
-from megatron_burst.tools.job.shell import expanded
+from megatron_burst.errors import BurstError
 
+# what a user can do where a shell would know more
+DUMP = "or start it with --burst-dump-args args.json, and plan that file"
+DUMPED = "megatron_arguments"  # the key of that file
 _LISTS = ("recompute_modules",)  # flags with several values, here words of one text
-_SWITCHES = {  # flags without a value that plans depend on
+SWITCHES = {  # flags without a value that plans depend on
     "sft", "swiglu", "group_query_attention", "multi_latent_attention", "recompute_activations",
     "untie_embeddings_and_output_weights", "reset_attention_mask", "disable_bias_linear",
     "bf16", "fp16",
@@ -16,25 +22,48 @@ _SWITCHES = {  # flags without a value that plans depend on
 }  # fmt: skip
 _TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _ABSENT = ("", "null", "~")
+_HERE = r"(?sm)(?<!<)<<-?[ \t]*([\"']?)(\w+)\1[^\n]*\n.*?^[ \t]*\2[ \t]*$"
 _YAML_KEY = r"^[ \t]*-{0,2}([A-Za-z][\w-]*)[ \t]*:"
 
 
-def megatron_arguments(text: str, folder: Path | None = None) -> dict[str, Any]:
+def megatron_arguments(text: str) -> dict[str, Any]:
     """Arguments in a text, dashes as underscores; a flag without a value is True.
 
-    Understood are `--flag value` anywhere on a line or on continued lines (shell scripts, arrays,
-    quotes, comments, variables: `shell.expanded`; `folder`: the script's, for those it sources) and
-    YAML lines `flag: value`, with or without dashes and indentation; of YAML lists in brackets and
-    with an item a line, truths and null, which is left out.
+    Understood are JSON that --burst-dump-args wrote; `--flag value` anywhere in a shell script, on
+    continued lines and in arrays and quotes too; and YAML lines `flag: value`, with or without
+    dashes and indentation; of YAML lists in brackets and with an item a line, truths and null,
+    which is left out. Of shell variables those of the environment have a value, unless the script
+    sets them. A value that only a shell would know has a `$` in it.
+
+    Raises:
+        BurstError: if a script sources another one.
     """
+    if (dumped := _dumped(text)) is not None:
+        return dumped
     if re.search(r"^\s*--[\w-]+:\s", text, re.MULTILINE):
         return _yaml(text)
-    found = _shell(expanded(text, folder)) if _is_shell(text) else {}
-    return found or _yaml(text)
+    if sourced := re.search(r"^\s*(?:source|\.)\s+(.*)", text, re.MULTILINE):
+        raise BurstError(
+            "plan: a script must have all flags of its job in it, because those of other files are "
+            f"not read; got one that sources {sourced[1].strip()}; write them there, {DUMP}"
+        )
+    is_shell = re.search(r"(^|[\s(\"'])--[a-z]", text, re.MULTILINE)
+    return (_shell(text) if is_shell else {}) or _yaml(text)
 
 
-def _is_shell(text: str) -> bool:
-    return bool(re.search(r"(^|[\s(\"'])--[a-z]|^\s*(source|\.)\s", text, re.MULTILINE))
+def _dumped(text: str) -> dict[str, Any] | None:
+    """What --burst-dump-args wrote, as words; None if it is anything else."""
+    try:
+        found = json.loads(text)[DUMPED]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return {name: _in_words(name, value) for name, value in found.items() if value is not None}
+
+
+def _in_words(name: str, value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    return " ".join(map(str, value)) if name in _LISTS else str(value)
 
 
 def _yaml(text: str) -> dict[str, Any]:
@@ -60,25 +89,69 @@ def _in_brackets(block: re.Match[str]) -> str:
 
 
 def _shell(text: str) -> dict[str, Any]:
+    """Flags of a script. What stands in a branch or a loop may not be run, so it has no value."""
     arguments: dict[str, Any] = {}
-    value: str | bool
-    for line in text.splitlines():
-        line = re.sub(r"(^|\s)\w+\+?=(?=\(?[\"']?\s*(--|$))", " ", line)  # NAME="--flag ...
-        words = [word for word in re.sub("[\"']", "", line).split() if word not in "()"]
+    for words, is_run in _commands(text):
         for at, (word, after) in enumerate(pairwise([*words, ""])):
-            flag, equals, text = word.lstrip("(").partition("=")
+            flag, equals, value = word.partition("=")
             if flag.startswith("--"):
-                key, value = _key(flag.lstrip("-").rstrip(")")), text
-                if not equals:
-                    alone = not after or after.startswith("--") or "[@]}" in after
-                    alone = alone or (key in _SWITCHES and "$" in after)
-                    value = True if alone else after if "(" in after else after.rstrip(")")
-                if key in _LISTS and value is not True:
-                    some = (one.rstrip(")") for one in words[at + 1 :])
+                key, found = _key(flag.lstrip("-")), value if equals else _value(after)
+                if key in SWITCHES and "$" in str(found):
+                    found = True
+                if key in _LISTS and found is not True:
                     # the first as it is, so that one that cannot be read is not lost
-                    value = " ".join(takewhile(re.compile(r"[\w,]+$").match, some)) or after
-                arguments[key] = value
+                    some = takewhile(re.compile(r"[\w,]+$").match, words[at + 1 :])
+                    found = " ".join(some) or after
+                arguments[key] = found if is_run else f"{found} if $(...)"
     return arguments
+
+
+def _value(after: str) -> str | bool:
+    """Of a flag, given the next word; True if that is none of its own."""
+    return True if not after or after.startswith("--") or "[@]}" in after else after
+
+
+def _commands(text: str) -> Iterator[tuple[list[str], bool]]:
+    """The words of each command, without quotes, and whether it is always run."""
+    depth, if_so = 0, False
+    for words, after in _statements(_with_environment(re.sub(_HERE, "", text))):
+        while words and words[0] in ("then", "else", "do"):
+            words = words[1:]
+        first = words[0] if words else ""
+        depth -= first in ("fi", "done", "esac")
+        yield words, depth <= 0 and not if_so
+        depth += first in ("if", "for", "while", "until", "case", "select")
+        if_so = after in ("&&", "||") and first in ("[", "[[", "test")
+
+
+def _statements(text: str) -> Iterator[tuple[list[str], str]]:
+    """Words, and what separates them from the next statement."""
+    text = re.sub(r"\\[ \t]*\n", " ", text)
+    text = re.sub(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`", "$?", text)
+    parts = shlex.shlex(text.replace("\n", "\n;"), posix=True, punctuation_chars=";&|()")
+    parts.whitespace_split = True
+    words: list[str] = []
+    try:
+        for part in parts:
+            if set(part) <= set(";&|()"):
+                if separator := part.strip("()"):
+                    yield words, separator
+                    words = []
+            else:
+                plain = re.sub("[\"']", "", re.sub(r"^\w+\+?=", "", part))  # NAME="--flag ..."
+                words += [word for word in plain.split() if word != ";"]
+    except ValueError:  # a quote that is not closed
+        words.append("--$")
+    yield words, ""
+
+
+def _with_environment(text: str) -> str:
+    """With the values of variables that the environment sets and the script does not."""
+    own = {*re.findall(r"([A-Za-z_]\w*)\+?=", text), *re.findall(r"\bfor (\w+)", text)}
+    given = {name: value for name, value in os.environ.items() if name not in own}
+    return re.sub(
+        r"\$(?:(\w+)|\{(\w+)\})", lambda found: given.get(found[1] or found[2], found[0]), text
+    )
 
 
 def _key(flag: str) -> str:

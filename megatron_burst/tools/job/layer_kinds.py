@@ -4,13 +4,14 @@ Sources: the configuration classes of transformers 4.57 (defaults of keys that a
 config.json leaves out), is_layer_window_attention and the argument parser of Megatron-Core 0.19.
 """
 
+import ast
+import operator
 from collections.abc import Mapping
 from itertools import cycle, islice
 from typing import Any
 
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.job.model import Windows
-from megatron_burst.tools.job.shell_text import arithmetic
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PERIODS = {"gemma3_text": 6, "gemma3": 6, "cohere2": 4, "gpt_oss": 2}  # the last of them is full
@@ -19,6 +20,8 @@ _NOT_COUNTED = (  # keys of models with layers that are not softmax attention ov
     "linear_attn_config", "attn_layer_period", "hybrid_override_pattern",
     "block_types", "index_topk", "cross_attention_layers", "mamba_d_state", "ssm_state_size",
 )  # fmt: skip
+
+_OPERATORS: dict[type, Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
 def check_layers(config: Mapping[str, Any], name: str) -> None:
@@ -86,7 +89,7 @@ def megatron_windows(arguments: Mapping[str, Any], layers: int, name: str) -> Wi
     asked = arguments.get("window_size")
     if asked in (None, "None"):
         return None
-    keys = 1 + _number(str(asked).strip("()").partition(",")[0], "--window-size", name)
+    keys = 1 + _number(str(asked).strip("()[]").partition(",")[0], "--window-size", name)
     freq = _freq(arguments.get("window_attn_skip_freq"), "--window-attn-skip-freq", name)
     if freq is None:
         return _windows(keys, (True,) * layers, name)
@@ -141,7 +144,7 @@ def _freq(value: Any, option: str, name: str) -> int | list[int] | None:
     if "[" not in str(value):
         return _number(value, option, name)
     try:
-        return [int(one) for one in arithmetic(str(value))]
+        return [int(one) for one in _arithmetic(str(value))]
     except (SyntaxError, ValueError, TypeError, ZeroDivisionError):
         raise _unread(name, option, str(value)) from None
 
@@ -161,3 +164,23 @@ def _unread(name: str, option: str, got: str) -> BurstError:
         f"plan: {name} must hold a {option} that can be read, because the time of attention "
         f"depends on it; got {got}; correct it"
     )
+
+
+def _arithmetic(text: str) -> Any:
+    """The value of numbers, lists, their sums and products.
+
+    Raises:
+        SyntaxError, ValueError, TypeError, ZeroDivisionError: if it has anything else.
+    """
+    return _evaluated(ast.parse(text.strip(), mode="eval").body)
+
+
+def _evaluated(node: ast.AST) -> Any:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.List(elts=items):
+            return [_evaluated(item) for item in items]
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
+            return _OPERATORS[type(sign)](_evaluated(left), _evaluated(right))
+    raise ValueError(ast.unparse(node))

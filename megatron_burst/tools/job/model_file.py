@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_burst.errors import BurstError, nearest
-from megatron_burst.tools.job.arguments import megatron_arguments
+from megatron_burst.tools.job.arguments import DUMPED, megatron_arguments
 from megatron_burst.tools.job.config_keys import flags_of, with_usual
 from megatron_burst.tools.job.layer_kinds import (
     check_layers,
@@ -37,8 +37,8 @@ def model_of(name_or_path: str) -> Model:
 
     Args:
         name_or_path: one of `PRESETS`; hf:ORG/NAME, which the local cache must have; a config.json;
-            or a file with Megatron's arguments, as `--flag value` text (a shell script) or as YAML
-            (`flag: value`).
+            or a file with Megatron's arguments, as --burst-dump-args writes them, as `--flag value`
+            text (a shell script) or as YAML (`flag: value`).
 
     Raises:
         BurstError: if it is none of them, or the file lacks something.
@@ -54,9 +54,9 @@ def model_of(name_or_path: str) -> Model:
             f"{', '.join(PRESETS)}, hf:ORG/NAME, a config.json, or a file of Megatron's arguments"
         )
     text = text_of(path)
-    if path.suffix == ".json":
+    if path.suffix == ".json" and DUMPED not in _json(text, path):
         return from_hugging_face(_json(text, path), name_or_path)
-    return from_megatron(megatron_arguments(text, path.parent), str(path))
+    return from_megatron(megatron_arguments(text), str(path))
 
 
 def _cached_config(name: str) -> Path:

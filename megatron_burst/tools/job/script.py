@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.tools.job.arguments import megatron_arguments
+from megatron_burst.tools.job.arguments import DUMP, DUMPED, SWITCHES, megatron_arguments
 from megatron_burst.tools.job.flags import OFFLOADED, SIZES
 from megatron_burst.tools.job.model import PRESETS
 from megatron_burst.tools.job.model_file import MODEL_ARGUMENTS, text_of
@@ -82,19 +82,21 @@ def arguments_in(model: str, options: Collection[str] = ()) -> Arguments:
         BurstError: if a plan depends on a value that only a shell would know.
     """
     path = Path(model)
-    if model.lower() in PRESETS or path.suffix == ".json" or not path.is_file():
+    if model.lower() in PRESETS or not path.is_file():
         return {}
-    found = megatron_arguments(text_of(path), path.parent)
+    text = text_of(path)
+    if path.suffix == ".json" and f'"{DUMPED}"' not in text:
+        return {}
+    found = megatron_arguments(text)
     open_ones = [name for name, value in found.items() if "$" in str(value)]
     for name in open_ones:
         option = _OPTIONS.get(name)
-        if option not in options and (option or name in MODEL_ARGUMENTS):
+        if option not in options and (option or name in MODEL_ARGUMENTS | SWITCHES):
             flag = f"--{name.replace('_', '-')}"
             change = f"pass --{option.replace('_', '-')}" if option else "write its value there"
             raise BurstError(
                 f"plan: {flag} must have a value that a plan can read, because time and memory "
-                f'depend on it; got "{found[name]}" in {path.name}; {change}, or set the variable '
-                "before you plan"
+                f'depend on it; got "{found[name]}" in {path.name}; {change}, {DUMP}'
             )
     # without its modules, selective recomputation would be another
     return {name: found[name] for name in found if name == _MODULES or name not in open_ones}
