@@ -1,8 +1,11 @@
 """Slots in torch's symmetric memory: GPUs of one node read each other's, by copy engine."""
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,10 +13,11 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from megatron_burst.comm.carrier import Held, PulledSlots, Where
-from megatron_burst.comm.watch import WHO, Board
+from megatron_burst.comm.watch import PREFIX, WHO, Board
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.call import Cargo
 
+_KEY = re.compile(r"(.*?)/(\d+)((?:/\d+)?)")  # of a rendezvous: kind, number, rank
 _FAILURES = (RuntimeError, AttributeError, ImportError)  # raised by various versions of torch
 
 
@@ -33,6 +37,46 @@ class SymmetricError(BurstError):
         )
 
 
+class Numbered(dist.Store):
+    """A store under whose keys the ranks of one group meet.
+
+    torch numbers the keys of a rendezvous by a counter of the process (`StoreExchange`, in
+    CUDASymmetricMemoryUtils.hpp). Ranks that met different numbers of times before, in other
+    groups, would wait for each other's keys until the time-out. Here keys count from the begin of
+    the group's own rendezvous.
+
+    Args:
+        store: of the group.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store, self._meetings, self._first = store, 0, 0
+
+    def begin(self) -> None:
+        """Another rendezvous of the group begins."""
+        self._meetings, self._first = self._meetings + 1, -1
+
+    def _own(self, key: str) -> str:
+        found = _KEY.fullmatch(key)
+        if found is None:  # of a torch that numbers nothing
+            return f"{PREFIX}/{key}/{self._meetings}"
+        kind, number, rank = found.groups()
+        if self._first < 0:
+            self._first = int(number)
+        return f"{PREFIX}/{kind}/{self._meetings}/{int(number) - self._first}{rank}"
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._own(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._own(key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        limit = () if timeout is None else (timeout,)
+        self._store.wait([self._own(key) for key in keys], *limit)
+
+
 class SymmetricPool:
     """The symmetric buffers of a group, allocated by all its ranks together when `Held` changes, so
     in the same pass on all of them, whatever its stream.
@@ -49,6 +93,8 @@ class SymmetricPool:
         self, group: dist.ProcessGroup, cp_ranks: Sequence[int], cp_rank: int, board: Board
     ) -> None:
         self._group_name = group.group_name  # must not keep the group alive
+        self._numbered = Numbered(group.get_group_store())
+        self._place, self._is_known = (group.rank(), group.size()), False
         self._cp_ranks, self._cp_rank = cp_ranks, cp_rank
         self._board = board
         self._slots: dict[Cargo, PulledSlots] = {}
@@ -99,7 +145,12 @@ class SymmetricPool:
     @torch.inference_mode(False)
     def _meet(self, own: Sequence[Tensor]) -> PulledSlots:
         """Slots from the buffers of all ranks; each must have allocated its own."""
-        handles = [symmetric_memory.rendezvous(buffer, self._group_name) for buffer in own]
+        if not self._is_known:
+            symmetric_memory._SymmetricMemory.set_group_info(
+                self._group_name, *self._place, self._numbered
+            )
+            self._is_known = True
+        handles = [self._rendezvous(buffer) for buffer in own]
         of_all = [
             {
                 cp_rank: handle.get_buffer(position, tuple(buffer.shape), torch.uint8)
@@ -111,6 +162,10 @@ class SymmetricPool:
         patience = int(self._board.timeout_s * 1000)
         barriers = [partial(handle.barrier, timeout_ms=patience) for handle in handles]
         return PulledSlots(of_all, barriers, self._cp_rank)
+
+    def _rendezvous(self, buffer: Tensor) -> Any:
+        self._numbered.begin()
+        return symmetric_memory.rendezvous(buffer, self._group_name)
 
     def _wait_for_all(self, device: torch.device) -> None:
         """Wait until no rank reads memory that is about to be freed."""

@@ -1,6 +1,7 @@
 """When symmetric buffers grow; their memory is simulated."""
 
 import time
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -141,3 +142,51 @@ def tried(rank, fails):
 def test_trying_out_fails_on_all_ranks_together():
     assert run_ranks(tried, 4, True) == [("cp rank 3: no such driver", True)] * 4
     assert run_ranks(tried, 4, False) == [(None, True)] * 4
+
+
+def torchs(counter):
+    """A rendezvous as torch's, whose keys count from the process's own number."""
+    known = {}
+
+    def gather(name):
+        rank, size, store = known[name]
+        keys = [f"CUDASymmetricMemory/{counter[0]}/{each}" for each in range(size)]
+        counter[0] += 1
+        store.set(keys[rank], f"{rank}".encode())
+        for each in range(size):
+            if each != rank:
+                store.wait([keys[each]])
+                assert store.get(keys[each]) == f"{each}".encode()
+
+    def rendezvous(buffer, group_name):
+        gather(group_name)
+        gather(group_name)  # torch's barrier behind it
+        return Handle(buffer)
+
+    def set_group_info(name, *info):
+        # as from C++, whose calls reach Python's methods
+        known[name] = (*info[:2], dist.PrefixStore("torch", info[2]))
+
+    symmetric.symmetric_memory._SymmetricMemory = SimpleNamespace(set_group_info=set_group_info)
+    symmetric.symmetric_memory.rendezvous = rendezvous
+
+
+def met_before(rank):
+    """Slots of a group whose ranks have met in other groups, some of them more often."""
+    pretend(room)
+    torchs([10 * rank])
+    config = BurstConfig.of(timeout_s=20)
+    where, found = Where(torch.device("cpu")), []
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    for group in (pairs[rank // 2], dist.group.WORLD, pairs[rank // 2]):
+        carrier = communicator_of(group, config)
+        for num_bytes in (1024, 4096) if rank < 2 or group.size() > 2 else (1024,):
+            slots = carrier._pool.slots(Cargo.GRAD, 2, num_bytes, where)
+            found.append(slots.slot_bytes)
+    return found
+
+
+def test_ranks_that_met_in_other_groups_find_each_other():
+    """torch numbers meetings in each process; unequal numbers wait until the time-out."""
+    found = run_ranks(met_before, 4, timeout_s=60)
+    assert found == [[1024, 4096, 1024, *[4096] * 3]] * 2 + [[1024, 1024, 4096, 1024]] * 2

@@ -1,4 +1,5 @@
-"""Passes that fail on GPUs, as for want of memory, and calls on other streams than before.
+"""Passes that fail on GPUs, as for want of memory, calls on other streams than before, and groups
+whose ranks have met in others.
 
 Guards against transfers of a failed pass that meet those of a later one or write to memory that
 was freed, ranks that wait for a failed one, and buffers that depend on a rank's stream. Functions
@@ -6,6 +7,7 @@ take a device, so they also run on a CPU.
 """
 
 import gc
+import time
 from contextlib import nullcontext
 from itertools import product
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_burst.attention import burst_attention
+from megatron_burst.comm.groups import communicator_of
 from megatron_burst.comm.state import check_in_step, release_buffers
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import DisagreementError
@@ -138,6 +141,22 @@ def on_streams(rank, way, device):
 @pytest.mark.parametrize("way", ["send", "pull"])
 def test_ranks_may_call_on_different_streams(way):
     assert run_ranks(on_streams, 2, way, "cuda", backend="nccl") == [[True] * 6] * 2
+
+
+def met_unequally(rank, device):
+    """Seconds, and how a group's ranks reach each other, if some have met more often before, in
+    other groups."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    config, begin = config_of("pull"), time.monotonic()
+    for tokens in (512, 2048) if rank < 2 else (512,):
+        run(shard(device, tokens), config, pairs[rank // 2])
+    run(shard(device), config)
+    return time.monotonic() - begin, communicator_of(dist.group.WORLD, config).transfer.value
+
+
+def test_ranks_that_met_in_other_groups_still_pull():
+    for seconds, transfer in run_ranks(met_unequally, 4, "cuda", backend="nccl"):
+        assert transfer == "pull" and seconds < 150  # torch would wait for 180 s
 
 
 def groups(rank, device):
