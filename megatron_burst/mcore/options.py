@@ -15,7 +15,7 @@ from megatron_burst.mcore.args import add_flags, global_args, with_attention_bac
 
 VARIABLE = "MEGATRON_BURST"
 # which the variable names differently, or lacks
-_OF_COMMAND_LINES = "burst_plan", "burst_tune", "burst_log"
+_OF_COMMAND_LINES = "burst_plan", "burst_dump_args", "burst_tune", "burst_log"
 _SWITCH = {"1": True, "true": True, "0": False, "false": False}
 
 

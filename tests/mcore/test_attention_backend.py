@@ -13,7 +13,7 @@ from tests.mcore.gpt import config_of
 
 MEANT = {
     AttnBackend.flash: ["fa4", "fa3", "flash-attn", "flash", "torch-cpu"],
-    AttnBackend.fused: ["cudnn", "te"],
+    AttnBackend.fused: ["cudnn"],
     AttnBackend.unfused: ["reference"],
 }
 
@@ -64,8 +64,8 @@ def test_a_family_that_cannot_do_a_call_is_refused_in_a_sentence():
     """Neither another family nor another dtype is used instead."""
     problem = Problem(device="cpu", dtype=torch.float32, dim_qk=64, dim_v=64)
     message = (
-        r"backend cudnn,te must.*float32 on cpu with head dimensions 64/64, and not cudnn, te: it "
-        r"runs on cuda only; choose among torch-cpu, reference, or auto \(.*--attention-backend\)"
+        r"backend cudnn must.*float32 on cpu with head dimensions 64/64, and it runs on cuda only; "
+        r"choose among torch-cpu, reference, or auto \(.*--attention-backend\)"
     )
     with pytest.raises(BurstError, match=message):
         choose_backend(problem, with_attention_backend(BurstConfig(), AttnBackend.fused).backend)

@@ -74,6 +74,7 @@ CASES = {
     "run": {
         "burst_nodes": ([3, 0, -2], [1, 2, 4]),
         "cp_comm_type": ([["a2a"], ["p2p", "p2p"]], [["p2p"], ["burst"], ["p2p", "burst"]]),
+        "hierarchical_context_parallel_sizes": ([[2, 2]], [None]),
         "hybrid_layer_pattern": (["M-M-"], ["M*M-", "+", ""]),
     },
     "built": {"create_attention_mask_in_dataloader": FLAG},

@@ -136,7 +136,7 @@ MODEL=(--num-layers 32 \\
   --hidden-size "4096"  # of a layer
   --swiglu)
 OPTIONS="--bf16 --tensor-model-parallel-size $TP_OF_MINE
-  --seq-length ${LENGTH_OF_MINE}"
+  --seq-length ${LENGTH_OF_MINE} --lr ${LR_OF_MINE:-2}"
 CP=4
 cd here && torchrun x.py ${MODEL[@]} $OPTIONS --foo=3 --context-parallel-size $CP \\
   --data "$(cat --baz 3)" | tee log; echo done
@@ -148,7 +148,7 @@ def test_a_script_has_its_flags_and_what_the_environment_says(monkeypatch):
     monkeypatch.setenv("CP", "8")  # which the script sets
     assert megatron_arguments(SHELL) == {
         "num_layers": "32", "hidden_size": "4096", "swiglu": True, "bf16": True,
-        "tensor_model_parallel_size": "2", "seq_length": "${LENGTH_OF_MINE}", "foo": "3",
+        "tensor_model_parallel_size": "2", "seq_length": "${LENGTH_OF_MINE}", "lr": "2", "foo": "3",
         "context_parallel_size": "$CP", "data": "$?",
     }  # fmt: skip
 

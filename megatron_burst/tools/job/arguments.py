@@ -32,8 +32,8 @@ def megatron_arguments(text: str) -> dict[str, Any]:
     Understood are JSON that --burst-dump-args wrote; `--flag value` anywhere in a shell script, on
     continued lines and in arrays and quotes too; and YAML lines `flag: value`, with or without
     dashes and indentation; of YAML lists in brackets and with an item a line, truths and null,
-    which is left out. Of shell variables those of the environment have a value, unless the script
-    sets them. A value that only a shell would know has a `$` in it.
+    which is left out. Shell variables that the script does not set have the environment's value, or
+    their default (`${X:-1}`). A value that only a shell would know has a `$` in it.
 
     Raises:
         BurstError: if a script sources another one.
@@ -146,12 +146,15 @@ def _statements(text: str) -> Iterator[tuple[list[str], str]]:
 
 
 def _with_environment(text: str) -> str:
-    """With the values of variables that the environment sets and the script does not."""
+    """With the values, or defaults, of variables that the script does not set."""
     own = {*re.findall(r"([A-Za-z_]\w*)\+?=", text), *re.findall(r"\bfor (\w+)", text)}
-    given = {name: value for name, value in os.environ.items() if name not in own}
-    return re.sub(
-        r"\$(?:(\w+)|\{(\w+)\})", lambda found: given.get(found[1] or found[2], found[0]), text
-    )
+
+    def known(found: re.Match[str]) -> str:
+        name, default = found[1] or found[2], found[3]
+        value = found[0] if default is None else default
+        return found[0] if name in own else os.environ.get(name, value)
+
+    return re.sub(r"\$(?:(\w+)|\{(\w+)(?::-([^{}$]*))?\})", known, text)
 
 
 def _key(flag: str) -> str:
