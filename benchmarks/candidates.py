@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from megatron_burst.kernels.triton_blocks import Blocks, Pass
+from megatron_burst.kernels.triton_tiles import Blocks, Pass
 
 # Rows, keys, warps. What is far behind on H200 (results/triton_blocks_h200.csv) is left out.
 _NARROW = {

@@ -23,7 +23,7 @@ from benchmarks.impls import burst_config
 from benchmarks.rows import Sheet
 from benchmarks.sweep import Out, check_out, interleave, new_app, save
 from megatron_burst.attention import burst_attention
-from megatron_burst.engine.times import METER
+from megatron_burst.engine.watch import METER
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.terminal import Device, in_one_sentence
 from megatron_burst.tools.world import World, started

@@ -14,9 +14,9 @@ from megatron_burst.engine.setup import Pattern, way_of
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.choose import a2a_widths
 from megatron_burst.plan.choose_heads import most_heads
-from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
+from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.hardware import GIB, Curve, Hardware, LinkSpeed
 from megatron_burst.tools.hardware_file import preset_of

@@ -8,14 +8,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import program_of
-from megatron_burst.schedule.operations import Op, Stream, Transfer
 from megatron_burst.schedule.order import order
-from megatron_burst.schedule.program import Program
-from megatron_burst.schedule.spec import Spec
+from megatron_burst.schedule.program import Op, Program, Stream, Transfer
+from megatron_burst.schedule.spec import AttentionShape, Direction, Spec
 from megatron_burst.schedule.topology import pretend_nodes
 
 LANES = {  # color, and what it is

@@ -11,11 +11,10 @@ from rich.console import Group
 from rich.table import Table
 
 from megatron_burst.plan.choose import choose_circulate
-from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.ring import ring
-from megatron_burst.schedule.spec import Spec
+from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Spec
 from megatron_burst.schedule.topology import Link, Topology, pretend_nodes
 
 

@@ -8,13 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.schedule.call import AttentionShape, Cargo, Circulate, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.operations import Attend, AttendBackward, Op, Transfer
-from megatron_burst.schedule.program import Program
+from megatron_burst.schedule.program import Attend, AttendBackward, Op, Program, Transfer
 from megatron_burst.schedule.ring import ring
-from megatron_burst.schedule.spec import Spec
+from megatron_burst.schedule.spec import AttentionShape, Cargo, Circulate, Direction, Spec
 from megatron_burst.schedule.topology import Link, pretend_nodes
 
 

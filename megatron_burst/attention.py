@@ -17,21 +17,21 @@ from megatron_burst.comm.groups import communicator_of
 from megatron_burst.comm.pass_log import Kind, Marks, Pass
 from megatron_burst.comm.state import GroupState, state_of
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.call import Call
 from megatron_burst.engine.documents import Documents, documents_of
 from megatron_burst.engine.facts import facts_of
-from megatron_burst.engine.ranges import range_of_pass
+from megatron_burst.engine.passes import Call
 from megatron_burst.engine.sample import Sample
 from megatron_burst.engine.setup import Pattern, attention_shape, resolve_inter, set_up, way_of
+from megatron_burst.engine.watch import range_of_pass
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.asked import check_asked
 from megatron_burst.recompute.half import keeping_of
 from megatron_burst.recompute.keep import run_kept
 from megatron_burst.recompute.keeping import recording
 from megatron_burst.say import say
-from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, check_mask
+from megatron_burst.schedule.spec import Direction
 from megatron_burst.terms import Asked, Terms, check, terms_of
 from megatron_burst.transforms import refuse_transforms, uncompiled
 

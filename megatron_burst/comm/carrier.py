@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from megatron_burst.schedule.call import Cargo
+from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
 
 _LATEST = 256  # passes: a few steps of a model

@@ -27,7 +27,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.choose import Choice, choose_transfer
 from megatron_burst.say import say
-from megatron_burst.schedule.call import Cargo
+from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link, Topology
 
 

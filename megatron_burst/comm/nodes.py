@@ -13,8 +13,7 @@ from megatron_burst.comm.watch import WHO, Board, backend_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.environment import host_name, local_rank, spans_nodes
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.flat import topology_of
-from megatron_burst.schedule.topology import Topology, pretend_nodes
+from megatron_burst.schedule.topology import Topology, pretend_nodes, topology_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from megatron_burst.comm.watch import (
     set_seconds,
 )
 from megatron_burst.errors import BurstError, DisagreementError
-from megatron_burst.schedule.call import Cargo
+from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from megatron_burst.comm.carrier import Held, PulledSlots, Where
 from megatron_burst.comm.watch import PREFIX, WHO, Board
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.call import Cargo
+from megatron_burst.schedule.spec import Cargo
 
 _KEY = re.compile(r"(.*?)/(\d+)((?:/\d+)?)")  # of a rendezvous: kind, number, rank
 _FAILURES = (RuntimeError, AttributeError, ImportError)  # raised by various versions of torch

@@ -18,12 +18,19 @@ from megatron_burst.comm.carrier import Carrier, OneQueue, Queues, UnderWay
 from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.memory import Dtypes, Fields, Layout, shape_of
 from megatron_burst.engine.operations import BIND
-from megatron_burst.engine.ranges import profiled, with_ranges
-from megatron_burst.engine.times import METER, Clock
+from megatron_burst.engine.watch import METER, Clock, profiled, with_ranges
 from megatron_burst.kernels.backends import Backend
-from megatron_burst.schedule.operations import Arrange, Op, Restore, Stream, Transfer
 from megatron_burst.schedule.order import order
-from megatron_burst.schedule.program import Buffer, Home, Program
+from megatron_burst.schedule.program import (
+    Arrange,
+    Buffer,
+    Home,
+    Op,
+    Program,
+    Restore,
+    Stream,
+    Transfer,
+)
 
 _OWN = Home.CALL, Home.PART  # tensors of their own; all other buffers are raw bytes
 _APART = 512  # bytes to whose multiples buffers are aligned, as torch's allocator does

@@ -7,7 +7,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron_burst.schedule.program import Buffer, Dtype, Field
+from megatron_burst.schedule.program import Buffer, Field
+from megatron_burst.schedule.spec import Dtype
 
 ALIGNMENT = 16  # bytes; alignment of rows and fields that the GPU's tensor copies need
 Dtypes = Mapping[Dtype, torch.dtype]

@@ -25,10 +25,9 @@ from megatron_burst.kernels.partial import (
     sum_rows,
 )
 from megatron_burst.kernels.visible import Visible
-from megatron_burst.schedule import operations as ops
+from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.layout import Runs
-from megatron_burst.schedule.operations import Ref
-from megatron_burst.schedule.program import Buffer, Home
+from megatron_burst.schedule.program import Buffer, Home, Ref
 
 if TYPE_CHECKING:
     from megatron_burst.engine.executor import Binder, Run

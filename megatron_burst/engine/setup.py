@@ -8,17 +8,15 @@ from torch import Tensor
 
 from megatron_burst.comm.groups import Communicator
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.call import Call
+from megatron_burst.engine.passes import Call
 from megatron_burst.kernels.backends import choose_backend, problem_of
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.choose_heads import USUAL_MULTIPROCESSORS
-from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.program import Dtype
-from megatron_burst.schedule.spec import Kernel
+from megatron_burst.schedule.spec import AttentionShape, Dtype, Kernel
 from megatron_burst.schedule.topology import Topology
 
 

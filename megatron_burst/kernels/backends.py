@@ -214,12 +214,11 @@ def deliver(results: tuple[Tensor, ...], into: tuple[Tensor, ...] | None) -> tup
 @lru_cache(maxsize=1)
 def backends() -> dict[str, Backend]:
     """All backends by name, fastest first."""
-    from megatron_burst.kernels.cudnn import Cudnn
     from megatron_burst.kernels.fa4 import FlashAttention4
-    from megatron_burst.kernels.flash import Flash
     from megatron_burst.kernels.flash_attn import FlashAttention2, FlashAttention3
     from megatron_burst.kernels.reference import Reference
     from megatron_burst.kernels.torch_cpu import TorchCpu
+    from megatron_burst.kernels.torch_gpu import Cudnn, Flash
     from megatron_burst.kernels.triton import Triton
 
     every = (

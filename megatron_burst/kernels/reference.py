@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
-from megatron_burst.kernels.band import hidden, segments_of
 from megatron_burst.kernels.partial import accumulate_dtype, row_delta
-from megatron_burst.kernels.visible import Visible
+from megatron_burst.kernels.visible import Visible, hidden, segments_of
 
 _ROWS = 1024  # query rows at a time: bounds the scores to rows x keys
 

@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
-from megatron_burst.kernels.band import hidden, plain_causal, segments_of
 from megatron_burst.kernels.partial import accumulate_dtype
-from megatron_burst.kernels.visible import Visible
+from megatron_burst.kernels.visible import Visible, hidden, plain_causal, segments_of
 
 _aten = torch.ops.aten
 

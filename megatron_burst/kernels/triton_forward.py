@@ -5,26 +5,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_burst.kernels.triton_bands import (
-    bounds_of,
-    num_blocks,
-    place_of,
-    range_of,
-    seen_of,
-    table_of,
-)
-from megatron_burst.kernels.triton_blocks import Chooser, Pass, blocks_for
 from megatron_burst.kernels.triton_tiles import (
     LN_2,
     LOG2_E,
     VARYING,
+    Chooser,
+    Pass,
+    blocks_for,
+    bounds_of,
     box,
     heads_together,
     load_rows,
+    num_blocks,
     operand,
     padded,
+    place_of,
+    range_of,
+    seen_of,
     statistics,
     store_rows,
+    table_of,
     tile_of_program,
     widths,
 )

@@ -1,4 +1,4 @@
-"""What the Triton attention kernels share: which tile a program takes, loads, stores.
+"""What our Triton kernels share: tiles, the band that a block sees, block sizes by GPU.
 
 An operand is (tensor, stride of b, stride of n, stride of h), for a statistic [b, h, n]
 (tensor, stride of b, stride of h, stride of n). Tensors may have more than 2^31 elements, so a
@@ -6,13 +6,26 @@ tile's start is in int64, offsets inside it in int32.
 
 Head dimensions that are not a power of two are split into two parts of `WIDTH` and `REST` columns,
 128 + 64 for 192, or padded with zeros.
+
+A block has "own" rows i (of queries or keys); "others" are the rows j of the other side. i and j
+see each other if i + low <= j <= i + high, inside their segment. All count from the first row of
+the tensors.
+
+Timing candidates at the first call, as `triton.autotune` does, may choose differently on each
+rank, and then gradients differ in their last bits. `benchmarks/kernels.py --sweep` finds entries.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megatron_burst.kernels.visible import Segments, Visible
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -143,3 +156,173 @@ def statistics(x, batch, head, first, ROWS: tl.constexpr):
     start = x[0] + tl.cast(batch, tl.int64) * x[1] + tl.cast(head, tl.int64) * x[2]
     start += tl.cast(first, tl.int64) * x[3]
     return start + tl.arange(0, ROWS) * x[3]
+
+
+def bounds_of(visible: Visible, rows: int, keys: int) -> tuple[dict[str, int], dict[str, bool]]:
+    """Bounds of a call, as kernels take them: their values, and which exist."""
+    band = visible.within(rows, keys)
+    values = {"left": band.left or 0, "right": band.right or 0}
+    return values, {"LEFT": band.left is not None, "RIGHT": band.right is not None}
+
+
+def num_blocks(rows: int, size: int, segments: Segments | None) -> int:
+    """Number of blocks of `size` rows; with segments an upper bound, without synchronizing."""
+    if segments is None:
+        return triton.cdiv(rows, size)
+    return rows // size + segments.cu_q.numel() - 1
+
+
+def table_of(own: Tensor, others: Tensor, size: int, count: int) -> Tensor:
+    """Where blocks of segments lie, [count, 4] int32: first row, end of own, begin, end of others.
+
+    No block has rows of two segments. Surplus blocks are empty.
+
+    Args:
+        own: where segments begin in the rows that are split into blocks, int32 [n + 1].
+        others: where they begin among the others.
+        size: rows of a block.
+        count: number of blocks, at least as many as needed.
+    """
+    blocks = (own.diff() + (size - 1)) // size
+    ends = blocks.cumsum(0)
+    index = torch.arange(count, device=own.device)
+    segment = torch.searchsorted(ends, index, right=True)
+    there = segment < blocks.numel()
+    segment = segment.clamp(max=blocks.numel() - 1)
+    first = own[segment] + (index - (ends - blocks)[segment]) * size
+    places = first, own[segment + 1], others[segment], others[segment + 1]
+    return (torch.stack(places, dim=1) * there.unsqueeze(1)).to(torch.int32)
+
+
+@triton.jit
+def place_of(table, block, rows, others, SIZE: tl.constexpr):
+    """(first row, end of own rows, begin, end of others) of a block."""
+    if table is not None:
+        at = table + block * 4
+        return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    else:
+        return block * SIZE, rows, 0, others
+
+
+@triton.jit
+def range_of(
+    first, begin, end, low, high, LOW: tl.constexpr, HIGH: tl.constexpr, PADDED: tl.constexpr,
+    SIZE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """(start, clear, edge, stop): the others that a block of own rows sees, in whole steps.
+
+    All of the block see all others from `clear` to `edge`; before and after that a mask is needed.
+    If PADDED, rows beyond `end` need none.
+    """
+    start, clear, edge, stop = begin, begin, end, end
+    if LOW:
+        start = begin + tl.maximum(tl.minimum(first + low, end) - begin, 0) // STEP * STEP
+        clear = begin + tl.cdiv(tl.maximum(first + SIZE - 1 + low - begin, 0), STEP) * STEP
+    if HIGH:
+        edge = tl.minimum(end, first + 1 + high)
+        stop = tl.maximum(tl.minimum(end, first + SIZE + high), begin)
+    if HIGH or not PADDED:
+        edge = begin + tl.maximum(edge - begin, 0) // STEP * STEP
+    clear = tl.minimum(clear, stop)
+    return start, clear, tl.maximum(edge, clear), stop
+
+
+@triton.jit
+def seen_of(
+    first_row, first_key, band, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, KEYS] of a tile: which rows and keys exist and see each other.
+
+    `band` is (end of rows, end of keys, low, high).
+    """
+    key = (first_key + tl.arange(0, KEYS))[None, :]
+    row = (first_row + tl.arange(0, ROWS))[:, None]
+    seen = (key < band[1]) & (row < band[0])
+    if LEFT:
+        seen = seen & (key >= row + band[2])
+    if RIGHT:
+        seen = seen & (key <= row + band[3])
+    return seen
+
+
+class Pass(Enum):
+    """Which kernel."""
+
+    FORWARD = "forward"
+    KEY_GRADS = "key grads"
+    QUERY_GRADS = "query grads"
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Sizes of a kernel's blocks.
+
+    Attributes:
+        rows: query rows of a block.
+        keys: keys of a block.
+        warps: warps of a program.
+        stages: blocks in flight or in use at a time.
+        tma: whether blocks are loaded by TMA (Hopper and later).
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    tma: bool = False
+
+    def options(self) -> dict[str, int]:
+        """As launch options."""
+        return {
+            "ROWS": self.rows, "KEYS": self.keys,
+            "num_warps": self.warps, "num_stages": self.stages,
+        }  # fmt: skip
+
+
+# For 16-bit inputs: largest head dimension -> forward, key grads, query grads.
+_Row = dict[Pass, Blocks]
+
+
+def _row(forward: Blocks, key_grads: Blocks, query_grads: Blocks) -> _Row:
+    return {
+        Pass.FORWARD: forward, Pass.KEY_GRADS: key_grads, Pass.QUERY_GRADS: query_grads
+    }  # fmt: skip
+
+
+_HOPPER = {
+    64: _row(Blocks(64, 128, 4, 2, True), Blocks(64, 64, 4, 3, True), Blocks(64, 128, 4, 3, True)),
+    128: _row(Blocks(64, 64, 4, 3, True), Blocks(64, 64, 4, 2, True), Blocks(128, 64, 8, 3, True)),
+    256: _row(Blocks(128, 64, 8, 2, True), Blocks(32, 64, 8, 2, True), Blocks(128, 32, 8, 2, True)),
+}
+_AMPERE = {
+    64: _row(Blocks(128, 64, 4, 3), Blocks(32, 128, 4, 3), Blocks(128, 32, 4, 3)),
+    128: _row(Blocks(128, 64, 8, 2), Blocks(32, 128, 8, 2), Blocks(128, 32, 8, 2)),
+    256: _row(Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 1), Blocks(64, 32, 8, 1)),
+}
+_SMALL = {  # 99 KB of shared memory
+    64: _row(Blocks(128, 64, 4, 2), Blocks(32, 64, 4, 2), Blocks(64, 32, 4, 2)),
+    128: _row(Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 1), Blocks(64, 32, 4, 1)),
+    256: _row(Blocks(32, 32, 4, 1), Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1)),
+}
+_BY_ARCH = {(8, 0): _AMPERE, (9, 0): _HOPPER, (10, 0): _HOPPER, (10, 3): _HOPPER}
+_WIDE = {  # float32, three products for one
+    64: _row(Blocks(64, 32, 4, 1), Blocks(32, 64, 8, 1), Blocks(64, 32, 4, 1)),
+    128: _row(Blocks(32, 32, 4, 1), Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1)),
+    256: _row(Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1)),
+}
+
+
+Chooser = Callable[[Pass, Tensor, int, int], Blocks]
+
+
+def blocks_for(which: Pass, q: Tensor, dim_qk: int, dim_v: int) -> Blocks:
+    """The table's entry for a kernel, the GPU of q, its dtype and the larger head dimension."""
+    arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0)
+    return blocks_of(which, arch, q.itemsize, max(dim_qk, dim_v))
+
+
+def blocks_of(which: Pass, arch: tuple[int, int], itemsize: int, dim: int) -> Blocks:
+    """The table's entry for a compute capability, by default one that fits any GPU."""
+    table = _WIDE if itemsize > 2 else _BY_ARCH.get(arch, _SMALL)
+    return next(table[size][which] for size in sorted(table) if dim <= size)

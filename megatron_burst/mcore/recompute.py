@@ -19,7 +19,7 @@ from megatron_burst.comm.state import state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.refusals import check
-from megatron_burst.plan.keep import KeepChoice, KeepProblem, choose_keep, in_flight
+from megatron_burst.recompute.budget import KeepChoice, KeepProblem, choose_keep, in_flight
 from megatron_burst.recompute.half import packer
 from megatron_burst.recompute.keep import call_kept
 from megatron_burst.recompute.keeping import WHO, Frame, Keeping, Parcel, Resident, framed, running

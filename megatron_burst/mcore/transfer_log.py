@@ -16,7 +16,7 @@ from megatron.training.global_vars import (
 )
 from megatron.training.utils import print_rank_last
 
-from megatron_burst.engine.times import METER
+from megatron_burst.engine.watch import METER
 from megatron_burst.schedule.topology import Link
 
 TIMERS = {"": "burst-attention", "exposed": "burst-attention-exposed"}  # by `Clock.seconds`'s name

@@ -18,13 +18,12 @@ from megatron_burst.plan.choose_heads import (
     choose_heads_gather,
     most_heads,
 )
-from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.pieces import halo
 from megatron_burst.schedule.program import Program
-from megatron_burst.schedule.spec import Kernel, Spec
+from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Kernel, Spec
 from megatron_burst.schedule.topology import Topology, pretend_nodes
 
 # kernels whose causal tiles may have more keys than queries

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.call import AttentionShape, Cargo, Circulate, Direction
 from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.spec import AttentionShape, Cargo, Circulate, Direction
 from megatron_burst.schedule.topology import Topology
 
 _ON_CPU = "on CPUs fewer kernel calls gain nothing"

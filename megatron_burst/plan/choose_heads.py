@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import ceil
 
-from megatron_burst.schedule.call import AttentionShape
+from megatron_burst.schedule.spec import AttentionShape
 from megatron_burst.schedule.topology import Topology
 
 USUAL_MULTIPROCESSORS = 132  # of an unknown GPU: a Hopper's

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_burst.plan.choose import Choice
-from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span
+from megatron_burst.schedule.spec import AttentionShape
 from megatron_burst.schedule.topology import Topology
 
 

@@ -10,18 +10,18 @@ from megatron_burst.comm.carrier import Carrier
 from megatron_burst.comm.groups import Communicator
 from megatron_burst.comm.pass_log import Kind, Marks, Pass
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.call import Call
-from megatron_burst.engine.ranges import range_of
+from megatron_burst.engine.passes import Call
 from megatron_burst.engine.setup import Pattern, attention_shape, set_up
+from megatron_burst.engine.watch import range_of
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
 from megatron_burst.plan.choose import Choice
 from megatron_burst.plan.half import EarlyHalf, HalfCall, Move, choose_half
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Resident, Tensors
 from megatron_burst.recompute.offload import host_memory
-from megatron_burst.schedule.call import AttentionShape, Cargo
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.spec import AttentionShape, Cargo
 from megatron_burst.schedule.topology import Link, Topology
 
 

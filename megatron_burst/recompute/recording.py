@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from megatron_burst.engine.lean import lean
+from megatron_burst.engine.passes import lean
 from megatron_burst.errors import BurstError
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Tensors, Watch, hidden
 from megatron_burst.transforms import refuse_transforms

@@ -21,20 +21,21 @@ from collections.abc import Sequence
 
 from megatron_burst.schedule.a2a_rounds import AllToAllEmitter
 from megatron_burst.schedule.a2a_transfers import Results, Sides, Wholes
-from megatron_burst.schedule.call import Circulate
 from megatron_burst.schedule.chunks import restored, seen
 from megatron_burst.schedule.emitter import Gradients, Outputs, sums_of
 from megatron_burst.schedule.inter_node import Circulating, sums, whole
 from megatron_burst.schedule.mask import Span, check_mask, cut
-from megatron_burst.schedule.operations import AttendBackward, Copy, Ref
 from megatron_burst.schedule.program import (
+    AttendBackward,
+    Copy,
     Program,
+    Ref,
     dkv_fields,
     dq_fields,
     kv_fields,
     travelling_side_fields,
 )
-from megatron_burst.schedule.spec import Spec
+from megatron_burst.schedule.spec import Circulate, Spec
 
 
 def a2a(spec: Spec) -> Program:

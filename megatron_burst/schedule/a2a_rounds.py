@@ -3,16 +3,14 @@
 from collections.abc import Sequence
 
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.call import Circulate
 from megatron_burst.schedule.chunks import Meeting, by_rank, in_order, meeting
 from megatron_burst.schedule.emitter import Emitter
 from megatron_burst.schedule.inter_node import heads_in_rounds, steps
 from megatron_burst.schedule.layout import Layout, Numbers
 from megatron_burst.schedule.mask import Span, Tile
-from megatron_burst.schedule.operations import Ref
 from megatron_burst.schedule.pieces import Piece, Visit, node_visits, runs, sides, tiles_between
-from megatron_burst.schedule.program import Dtype, Field, Home, kv_fields, q_fields
-from megatron_burst.schedule.spec import Spec
+from megatron_burst.schedule.program import Field, Home, Ref, kv_fields, q_fields
+from megatron_burst.schedule.spec import Circulate, Dtype, Spec
 
 
 class AllToAllEmitter(Emitter):

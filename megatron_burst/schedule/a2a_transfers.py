@@ -1,19 +1,23 @@
 """The transfers of an all-to-all: Q, K and V to the ranks that compute them, results back."""
 
 from megatron_burst.schedule.a2a_rounds import AllToAllEmitter
-from megatron_burst.schedule.call import Cargo
-from megatron_burst.schedule.operations import (
+from megatron_burst.schedule.program import (
     Arrange,
     Copy,
+    Field,
     FromRanks,
     Give,
+    Home,
     Ref,
     Restore,
     Stream,
     Take,
     ToRanks,
+    dkv_fields,
+    dq_fields,
+    out_fields,
 )
-from megatron_burst.schedule.program import Dtype, Field, Home, dkv_fields, dq_fields, out_fields
+from megatron_burst.schedule.spec import Cargo, Dtype
 
 
 class Wholes:

@@ -16,8 +16,7 @@ from functools import cached_property, lru_cache
 from megatron_burst.schedule.emitter import Emitter
 from megatron_burst.schedule.layout import Numbers, Runs, chunks_of
 from megatron_burst.schedule.mask import Mask, Span, Tile
-from megatron_burst.schedule.operations import Arrange, Ref, Restore
-from megatron_burst.schedule.program import dkv_fields, kv_fields
+from megatron_burst.schedule.program import Arrange, Ref, Restore, dkv_fields, kv_fields
 
 
 @dataclass(frozen=True)

@@ -3,29 +3,25 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.mask import Span, Tile, cut, is_alone
-from megatron_burst.schedule.operations import (
+from megatron_burst.schedule.order import placed
+from megatron_burst.schedule.program import (
     Add,
     Attend,
     AttendBackward,
+    Buffer,
     Delta,
+    Field,
     Give,
+    Home,
     Merge,
     Op,
+    Program,
     Ref,
     StandIn,
     Stream,
     Take,
     Transfer,
-)
-from megatron_burst.schedule.order import placed
-from megatron_burst.schedule.program import (
-    Buffer,
-    Dtype,
-    Field,
-    Home,
-    Program,
     dkv_fields,
     dq_fields,
     kv_fields,
@@ -34,8 +30,7 @@ from megatron_burst.schedule.program import (
     side_fields,
     widths_of,
 )
-from megatron_burst.schedule.slots import power_below, pulled_count, sent_count
-from megatron_burst.schedule.spec import Spec
+from megatron_burst.schedule.spec import Cargo, Dtype, Spec, power_below, pulled_count, sent_count
 from megatron_burst.schedule.topology import Link
 
 

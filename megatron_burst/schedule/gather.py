@@ -12,7 +12,6 @@ V, gathered inside the node in each step; or in backward queries, which meet key
 round.
 """
 
-from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.emitter import Gradients, Sum, sums_of
 from megatron_burst.schedule.gather_documents import Documents
 from megatron_burst.schedule.gather_rounds import GatherEmitter, Keys, Sides
@@ -20,10 +19,9 @@ from megatron_burst.schedule.gather_steps import Leaf, gather_steps
 from megatron_burst.schedule.inter_node import sums
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Span, Tile, check_mask, cut
-from megatron_burst.schedule.operations import Copy, Give, Ref, Stream, Take
 from megatron_burst.schedule.pieces import Halo, halo
-from megatron_burst.schedule.program import Field, Home, Program
-from megatron_burst.schedule.spec import Spec
+from megatron_burst.schedule.program import Copy, Field, Give, Home, Program, Ref, Stream, Take
+from megatron_burst.schedule.spec import Cargo, Circulate, Spec
 
 
 def gather(spec: Spec) -> Program:

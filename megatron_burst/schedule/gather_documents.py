@@ -9,7 +9,6 @@ node of one rank gathers nothing; its keys are often in order already.
 On several nodes the other nodes' shards circulate (`inter_node`), as in `gather`.
 """
 
-from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.chunks import Meeting, by_rank, meeting
 from megatron_burst.schedule.emitter import Gradients
 from megatron_burst.schedule.gather_rounds import GatherEmitter, Keys, Sides
@@ -17,9 +16,18 @@ from megatron_burst.schedule.gather_tiles import StepTiles
 from megatron_burst.schedule.inter_node import sums, whole
 from megatron_burst.schedule.layout import chunks_of
 from megatron_burst.schedule.mask import Span
-from megatron_burst.schedule.operations import Arrange, Copy, Give, Ref, Restore, Stream, Take
-from megatron_burst.schedule.program import Dtype, Field, Home
-from megatron_burst.schedule.spec import Spec
+from megatron_burst.schedule.program import (
+    Arrange,
+    Copy,
+    Field,
+    Give,
+    Home,
+    Ref,
+    Restore,
+    Stream,
+    Take,
+)
+from megatron_burst.schedule.spec import Cargo, Circulate, Dtype, Spec
 
 
 class Documents(GatherEmitter):

@@ -6,22 +6,22 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.emitter import Emitter, Outputs
 from megatron_burst.schedule.gather_tiles import StepTiles
 from megatron_burst.schedule.inter_node import Circulating, heads_in_rounds, steps, whole
-from megatron_burst.schedule.operations import Copy, Ref, Stream
 from megatron_burst.schedule.pieces import Halo
 from megatron_burst.schedule.program import (
-    Dtype,
+    Copy,
     Field,
     Home,
+    Ref,
+    Stream,
     dkv_fields,
     dq_fields,
     kv_fields,
     travelling_side_fields,
 )
-from megatron_burst.schedule.spec import Spec
+from megatron_burst.schedule.spec import Cargo, Circulate, Dtype, Spec
 
 
 class GatherEmitter(Emitter):

@@ -4,12 +4,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from megatron_burst.schedule.call import Circulate
 from megatron_burst.schedule.gather_tiles import StepTiles, Tiling
 from megatron_burst.schedule.inter_node import Step
 from megatron_burst.schedule.mask import Span, Tile
 from megatron_burst.schedule.pieces import Piece, Visit, node_visits, sides, union
-from megatron_burst.schedule.spec import Spec
+from megatron_burst.schedule.spec import Circulate, Spec
 
 
 @dataclass(frozen=True, slots=True)

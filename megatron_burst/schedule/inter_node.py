@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.emitter import Emitter, Sum, add_up
 from megatron_burst.schedule.mask import Span, cut
-from megatron_burst.schedule.operations import Add, Copy, Ref, Stream
 from megatron_burst.schedule.pieces import Halo
-from megatron_burst.schedule.program import Dtype, Field, Home
+from megatron_burst.schedule.program import Add, Copy, Field, Home, Ref, Stream
+from megatron_burst.schedule.spec import Cargo, Circulate, Dtype
 from megatron_burst.schedule.topology import Link
 
 

@@ -6,9 +6,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_burst.schedule.mask import Span
-from megatron_burst.schedule.operations import Op, Ref, Stream, Transfer
 from megatron_burst.schedule.pieces import union
-from megatron_burst.schedule.program import Buffer, Home, Program
+from megatron_burst.schedule.program import Buffer, Home, Op, Program, Ref, Stream, Transfer
 
 
 @dataclass(frozen=True, slots=True)

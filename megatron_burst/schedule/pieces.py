@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.call import Circulate
 from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.mask import Mask, Span, Tile, joined, meet
+from megatron_burst.schedule.spec import Circulate
 from megatron_burst.schedule.topology import Topology
 
 

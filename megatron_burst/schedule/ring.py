@@ -13,23 +13,27 @@ leaves it. So N(L-1) intra and N-1 inter hops, as for the inputs.
 Source: BurstEngine (arXiv 2509.19836) for the double ring; the return transfer is our own.
 """
 
-from megatron_burst.schedule.call import Cargo, Circulate
 from megatron_burst.schedule.chunks import Meeting, meeting, restored, seen
 from megatron_burst.schedule.emitter import Emitter
 from megatron_burst.schedule.layout import Layout, chunks_of
 from megatron_burst.schedule.mask import Span, Tile, check_mask, tiles
-from megatron_burst.schedule.operations import Add, Attend, AttendBackward, Copy, Fill, Merge, Ref
 from megatron_burst.schedule.program import (
-    Dtype,
+    Add,
+    Attend,
+    AttendBackward,
+    Copy,
+    Fill,
     Home,
+    Merge,
     Program,
+    Ref,
     dkv_fields,
     dq_fields,
     kv_fields,
     out_fields,
     travelling_side_fields,
 )
-from megatron_burst.schedule.spec import Spec
+from megatron_burst.schedule.spec import Cargo, Circulate, Dtype, Spec
 from megatron_burst.schedule.topology import Link
 
 

@@ -1,13 +1,107 @@
 """What determines a program: the call as one rank sees it, and its kernel."""
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import gcd
 
-from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.program import Dtype
-from megatron_burst.schedule.slots import power_below
 from megatron_burst.schedule.topology import Topology
+
+
+class Cargo(StrEnum):
+    """What a hop carries; each has its own communicators, so that neither waits for the other."""
+
+    READ = "read"
+    GRAD = "grad"
+
+
+class Circulate(StrEnum):
+    """Which operand circulates in the rings."""
+
+    KV = "kv"  # K, V; in backward dK, dV follow
+    Q = "q"  # backward only: Q, dO, lse, delta; dQ follows
+
+
+class Direction(StrEnum):
+    """The pass that a schedule is for."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Dtype(StrEnum):
+    """A buffer's dtype by role; the run maps it to a torch dtype."""
+
+    INPUT = "input"  # of q, k and v
+    SUM = "sum"  # the accumulation dtype, also of lse and delta
+    WIRE = "wire"  # of gradients between ranks
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The sizes of one attention call on one rank.
+
+    Attributes:
+        batch: sequences.
+        tokens: rows on a rank.
+        heads_q: query heads on a rank.
+        heads_kv: key and value heads on a rank; divides heads_q.
+        dim_qk: head dimension of queries and keys.
+        dim_v: head dimension of values and output.
+        itemsize: bytes of an input element.
+        stat_bytes: bytes of an lse or delta element.
+        grad_bytes: bytes of a gradient element on the wire.
+    """
+
+    batch: int
+    tokens: int
+    heads_q: int
+    heads_kv: int
+    dim_qk: int
+    dim_v: int
+    itemsize: int
+    stat_bytes: int
+    grad_bytes: int
+
+    @property
+    def rows_q(self) -> int:
+        """(token, query head) pairs on a rank."""
+        return self.batch * self.tokens * self.heads_q
+
+    @property
+    def rows_kv(self) -> int:
+        """(token, KV head) pairs on a rank."""
+        return self.batch * self.tokens * self.heads_kv
+
+    def replicated(self, ranks: int) -> "AttentionShape":
+        """The shape in an all-to-all over this many ranks: KV heads are copied so that all ranks
+        compute equally many, each with an equal part of the query heads."""
+        return replace(self, heads_kv=self.heads_kv * (ranks // gcd(self.heads_kv, ranks)))
+
+
+_LARGE = 64 << 20  # bytes of a slot; below, a second one costs less than a second barrier
+_LONG_ROUND = 256 << 20  # a KV head of 512K tokens
+
+
+def pulled_count(cargo: Cargo, rounds: int, num_bytes: float) -> int:
+    """Slots that pulling needs: inputs arrive before the next round begins; shares must not make a
+    rank wait for the slowest one in every round. One slot is enough if waiting costs at most a
+    percent: in a call of one round, and between rounds whose kernels take a tenth of a second while
+    their slots move in a millisecond."""
+    if num_bytes >= (_LONG_ROUND if rounds > 1 else _LARGE) and rounds <= 2:
+        return 1
+    return 2 if cargo is Cargo.READ else min(3, rounds + 1)
+
+
+def sent_count(rounds: int) -> int:
+    """Slots that sending needs: two rounds may be in flight."""
+    return min(2, rounds)
+
+
+def power_below(number: int) -> int:
+    """The largest power of two up to `number`."""
+    return 1 << number.bit_length() - 1
 
 
 @dataclass(frozen=True, slots=True)

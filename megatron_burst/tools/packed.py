@@ -3,11 +3,10 @@
 from dataclasses import dataclass, replace
 
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout, places_in_documents, positions
 from megatron_burst.schedule.mask import Mask, Places
-from megatron_burst.schedule.operations import Attend
-from megatron_burst.schedule.program import Program
+from megatron_burst.schedule.program import Attend, Program
+from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.simulate.call import attention_time

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.call import Direction
+from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.tools.job.strategy import Job, Strategy, attention_call
 from megatron_burst.tools.simulate.call import attention_time

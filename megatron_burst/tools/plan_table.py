@@ -13,7 +13,7 @@ from rich.table import Table
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.choose import choose_circulate
 from megatron_burst.plan.half import choose_half
-from megatron_burst.schedule.call import Direction
+from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.job.flags import as_words, flag_values, model_flags

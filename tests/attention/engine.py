@@ -14,12 +14,11 @@ from megatron_burst.engine.sample import Sample
 from megatron_burst.engine.setup import attention_shape
 from megatron_burst.kernels.backends import backends
 from megatron_burst.kernels.partial import accumulate_dtype
-from megatron_burst.schedule.call import Circulate, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
-from megatron_burst.schedule.program import Dtype, Home
-from megatron_burst.schedule.spec import Kernel, Spec
+from megatron_burst.schedule.program import Home
+from megatron_burst.schedule.spec import Circulate, Direction, Dtype, Kernel, Spec
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.simulated import run_simulated
 from tests.oracle import full_attention, rows_of, seen_by

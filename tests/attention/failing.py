@@ -7,7 +7,7 @@ from weakref import ref
 
 from megatron_burst.engine import executor
 from megatron_burst.engine.executor import Executor
-from megatron_burst.schedule.call import Direction
+from megatron_burst.schedule.spec import Direction
 
 PLACES = ("memory", "results", "first", "middle", "last")
 

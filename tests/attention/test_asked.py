@@ -18,7 +18,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
 from megatron_burst.plan.asked import misses
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.schedule.call import AttentionShape
+from megatron_burst.schedule.spec import AttentionShape
 from megatron_burst.schedule.topology import Topology, pretend_nodes
 from megatron_burst.tools.hardware_file import hardware
 from megatron_burst.tools.simulate.fastest import choose_call

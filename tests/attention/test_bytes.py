@@ -16,11 +16,10 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.engine.setup import attention_shape
 from megatron_burst.mcore import patches
 from megatron_burst.plan.choose import a2a_bytes
-from megatron_burst.schedule.call import Circulate, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
-from megatron_burst.schedule.spec import Kernel, Spec
+from megatron_burst.schedule.spec import Circulate, Direction, Kernel, Spec
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.ranks import run_ranks
 

@@ -17,12 +17,12 @@ import torch
 from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.sample import Sample
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.call import Circulate
 from megatron_burst.schedule.layout import (
     Layout,
 )
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
+from megatron_burst.schedule.spec import Circulate
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import Way, assert_exact, problem
 from tests.schedule.cases import LAYOUTS

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine import executor
-from megatron_burst.schedule.operations import Transfer
+from megatron_burst.schedule.program import Transfer
 from tests.ranks import run_ranks
 
 CONFIGS = [

@@ -23,8 +23,8 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.comm.state import check_in_step
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import Passes, Way
 from tests.attention.engine import problem as simulated_problem

@@ -14,11 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.schedule.call import Circulate
-from megatron_burst.schedule.flat import topology_of
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.topology import pretend_nodes
+from megatron_burst.schedule.spec import Circulate
+from megatron_burst.schedule.topology import pretend_nodes, topology_of
 from tests.attention.engine import Passes, Way, assert_exact, problem, run_engine, truth
 from tests.attention.simulated import run_simulated
 from tests.oracle import rows_of

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_burst.comm.carrier import Where
 from megatron_burst.engine import executor
-from megatron_burst.schedule.call import Circulate
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.order import order
+from megatron_burst.schedule.spec import Circulate
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention import simulated
 from tests.attention.engine import Passes, Way, problem

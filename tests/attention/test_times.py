@@ -17,9 +17,9 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.comm.carrier import OneQueue, Where
 from megatron_burst.comm.groups import Communicator, Transfer
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine import times
+from megatron_burst.engine import watch as times
 from megatron_burst.engine.executor import Executor
-from megatron_burst.engine.times import METER, Clock
+from megatron_burst.engine.watch import METER, Clock
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.attention.test_bytes import count_sends
 from tests.ranks import run_ranks

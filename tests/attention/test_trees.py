@@ -22,12 +22,12 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.sample import Sample
 from megatron_burst.errors import BurstError
-from megatron_burst.kernels.band import segments_of
 from megatron_burst.kernels.reference import Reference
-from megatron_burst.schedule.call import Circulate
+from megatron_burst.kernels.visible import segments_of
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
+from megatron_burst.schedule.spec import Circulate
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import Way, assert_exact, problem, run_engine, truth
 from tests.oracle import rows_of, seen_by

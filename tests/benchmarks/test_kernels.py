@@ -12,7 +12,7 @@ from benchmarks.candidates import candidates
 from benchmarks.kernels import Case, Row, compile_all, run_once, save
 from benchmarks.kernels_table import main, table
 from megatron_burst.kernels.backends import backends
-from megatron_burst.kernels.triton_blocks import Pass
+from megatron_burst.kernels.triton_tiles import Pass
 
 ROOT = Path(__file__).parents[2]
 

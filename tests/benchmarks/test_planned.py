@@ -15,7 +15,7 @@ from benchmarks import validate_plan as validate
 from benchmarks.layers import MODES
 from benchmarks.planned import predict
 from benchmarks.rows import ANY_CSV, ANY_PACKED_CSV, PACKED_CSV, PackedRow, Row, append, read
-from megatron_burst.schedule.call import Direction
+from megatron_burst.schedule.spec import Direction
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.model import Model

@@ -13,7 +13,7 @@ from megatron_burst.comm.groups import communicator_of
 from megatron_burst.comm.state import state_of
 from megatron_burst.comm.watch import seconds_of
 from megatron_burst.config import BurstConfig
-from megatron_burst.schedule.call import Cargo
+from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
 from tests.ranks import run_ranks
 

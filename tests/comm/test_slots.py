@@ -20,8 +20,7 @@ from megatron_burst.comm.carrier import (
     Where,
 )
 from megatron_burst.comm.state import GroupMemory
-from megatron_burst.schedule.call import Cargo
-from megatron_burst.schedule.slots import pulled_count
+from megatron_burst.schedule.spec import Cargo, pulled_count
 
 
 def run_two_ranks(num_slots, calls, rounds):

@@ -21,7 +21,7 @@ from megatron_burst.comm.groups import communicator_of
 from megatron_burst.comm.state import check_in_step, release_buffers
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import DisagreementError
-from megatron_burst.schedule.call import Direction
+from megatron_burst.schedule.spec import Direction
 from tests.attention.failing import NoMemoryError, failing
 from tests.gpu import needs_gpus
 from tests.loss import test_retry as of_loss

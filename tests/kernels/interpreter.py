@@ -21,7 +21,7 @@ def interpret(tile, sizes, tma):
 
     interpreter._patch_lang_tensor = patch_for_numpy
     from megatron_burst.kernels import triton_backward, triton_forward
-    from megatron_burst.kernels.triton_blocks import Blocks
+    from megatron_burst.kernels.triton_tiles import Blocks
 
     for module in (triton_forward, triton_backward):
         module.blocks_for = lambda *_: Blocks(*sizes, 4, 1, tma)

@@ -86,7 +86,7 @@ def shared_memory(arch, dims, visible):
     from triton.runtime import JITFunction, driver
 
     from megatron_burst.kernels import triton_backward, triton_forward
-    from megatron_burst.kernels.triton_blocks import blocks_of
+    from megatron_burst.kernels.triton_tiles import blocks_of
 
     used, run = {}, JITFunction.run
 

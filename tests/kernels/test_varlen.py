@@ -15,12 +15,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.kernels import flash
+from megatron_burst.kernels import torch_gpu as flash
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.fa4 import FlashAttention4
-from megatron_burst.kernels.flash import Flash
 from megatron_burst.kernels.flash_attn import FlashAttention2, FlashAttention3
 from megatron_burst.kernels.reference import Reference
+from megatron_burst.kernels.torch_gpu import Flash
 from megatron_burst.kernels.visible import Segments, Visible
 from tests.kernels.bands import Band, errors_of
 from tests.kernels.test_visible import bands

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_burst.comm.groups import Communicator
 from megatron_burst.config import BurstConfig
-from megatron_burst.schedule.call import Cargo
+from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
 from tests.mcore.gpt import (
     Model,

@@ -72,7 +72,7 @@ def free_memory_differs(rank: int) -> tuple:
     calls and hops of recomputation. For layers on 2 x 2 ranks: options, how often they asked."""
     from megatron_burst.comm.watch import Board
     from megatron_burst.mcore.recompute import resolved
-    from megatron_burst.plan import keep
+    from megatron_burst.recompute import budget as keep
     from megatron_burst.recompute import offload
 
     keep.hides_copy = lambda tokens: True

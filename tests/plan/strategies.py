@@ -2,8 +2,7 @@
 
 from hypothesis import strategies as st
 
-from megatron_burst.schedule.flat import topology_of
-from megatron_burst.schedule.topology import Topology
+from megatron_burst.schedule.topology import Topology, topology_of
 from tests.schedule.cases import LAYOUTS, MASKS
 
 layouts = st.sampled_from(LAYOUTS)

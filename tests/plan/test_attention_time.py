@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
-from megatron_burst.schedule.operations import Transfer
+from megatron_burst.schedule.program import Transfer
+from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from megatron_burst.tools.hardware import Curve, LinkSpeed
 from megatron_burst.tools.hardware_file import preset

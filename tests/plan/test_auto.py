@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.choose import Choice, a2a_bytes
-from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.spec import Kernel
+from megatron_burst.schedule.spec import AttentionShape, Direction, Kernel
 from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.hardware import Curve, LinkSpeed
 from megatron_burst.tools.hardware_file import preset

@@ -5,8 +5,8 @@ import pytest
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.choose import choose_intra, choose_transfer
 from megatron_burst.plan.choose_heads import choose_heads_gather
-from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.spec import AttentionShape
 from megatron_burst.schedule.topology import pretend_nodes
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_burst.plan.half import HalfCall, choose_half, recomputed_share
-from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.spec import AttentionShape
 from megatron_burst.schedule.topology import pretend_nodes
 
 

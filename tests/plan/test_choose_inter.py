@@ -7,9 +7,9 @@ import pytest
 from benchmarks.documents import SEED, lengths_of
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.choose import AllToAll, a2a_bytes, choose_inter, nested_bytes
-from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from megatron_burst.tools.hardware import Curve, LinkSpeed
 from megatron_burst.tools.packed import way_of as packed_way

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_burst.plan.choose import choose_circulate, nested_bytes
-from megatron_burst.schedule.call import AttentionShape, Circulate
+from megatron_burst.schedule.spec import AttentionShape, Circulate
 from megatron_burst.schedule.topology import pretend_nodes
 
 MHA = AttentionShape(

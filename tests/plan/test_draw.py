@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_burst.schedule.call import Circulate, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.spec import Circulate, Direction
 from tests.schedule.cases import Case, grid
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst.plan.keep import KeepProblem, choose_keep, hides_copy, in_flight
+from megatron_burst.recompute.budget import KeepProblem, choose_keep, hides_copy, in_flight
 
 GIB = 1 << 30
 problems = st.builds(

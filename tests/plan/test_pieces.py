@@ -3,10 +3,9 @@
 import pytest
 
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.flat import topology_of
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.pieces import node_visits
-from megatron_burst.schedule.topology import pretend_nodes
+from megatron_burst.schedule.topology import pretend_nodes, topology_of
 
 
 def test_pieces_are_the_sequence_in_order():

@@ -4,10 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_burst.schedule.call import Cargo, Direction
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.operations import Attend, Copy, Give, Ref, Stream, Take, Transfer
-from megatron_burst.schedule.program import Buffer, Dtype, Field, Home, Program
+from megatron_burst.schedule.program import (
+    Attend,
+    Buffer,
+    Copy,
+    Field,
+    Give,
+    Home,
+    Program,
+    Ref,
+    Stream,
+    Take,
+    Transfer,
+)
+from megatron_burst.schedule.spec import Cargo, Direction, Dtype
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from megatron_burst.tools.hardware import Curve, KernelSpeed, LinkSpeed
 from megatron_burst.tools.simulate.kernels import Timer

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.flat import topology_of
-from megatron_burst.schedule.topology import Link, pretend_nodes
+from megatron_burst.schedule.topology import Link, pretend_nodes, topology_of
 from tests.plan.strategies import topologies
 
 

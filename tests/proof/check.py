@@ -15,12 +15,11 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.operations import Op, Ref, Stream, Transfer
 from megatron_burst.schedule.order import Order, order
-from megatron_burst.schedule.program import Home, Program
+from megatron_burst.schedule.program import Home, Op, Program, Ref, Stream, Transfer
+from megatron_burst.schedule.spec import Cargo
 from tests.proof.links import How, Links, meet, run
 from tests.proof.values import Values
 

@@ -8,10 +8,9 @@ gradients.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron_burst.schedule import operations as ops
+from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.layout import Runs
-from megatron_burst.schedule.operations import Ref
-from megatron_burst.schedule.program import Program
+from megatron_burst.schedule.program import Program, Ref
 
 
 class Cell(NamedTuple):

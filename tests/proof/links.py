@@ -11,10 +11,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from megatron_burst.schedule.call import Cargo
 from megatron_burst.schedule.mask import Span
-from megatron_burst.schedule.operations import Give, Ref, Take, Transfer
-from megatron_burst.schedule.program import Program
+from megatron_burst.schedule.program import Give, Program, Ref, Take, Transfer
+from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
 
 At = tuple[int, int]  # rank, and number of the operation

@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import (
     Layout,
     Numbers,
@@ -17,8 +16,8 @@ from megatron_burst.schedule.layout import (
     positions,
 )
 from megatron_burst.schedule.mask import Mask, Span
-from megatron_burst.schedule.operations import Give, Ref, Take
-from megatron_burst.schedule.program import Home, Program
+from megatron_burst.schedule.program import Give, Home, Program, Ref, Take
+from megatron_burst.schedule.spec import Direction
 from tests.proof.kernels import APPLY, Cell, Rows, WrongError, bits, written
 from tests.proof.links import Links
 

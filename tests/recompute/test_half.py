@@ -7,14 +7,14 @@ early.
 import pytest
 import torch
 
-from megatron_burst.engine.call import Call
+from megatron_burst.engine.passes import Call
 from megatron_burst.engine.setup import attention_shape
 from megatron_burst.kernels.backends import backends
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.half import early_half
 from megatron_burst.recompute.half import LaterHalf
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.program import Dtype
+from megatron_burst.schedule.spec import Dtype
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import problem
 from tests.attention.simulated import run_simulated

@@ -8,13 +8,18 @@ from math import gcd
 from unittest.mock import patch
 
 from megatron_burst.schedule import emitter
-from megatron_burst.schedule.call import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.program import Program
-from megatron_burst.schedule.slots import pulled_count
-from megatron_burst.schedule.spec import Kernel, Spec
+from megatron_burst.schedule.spec import (
+    AttentionShape,
+    Circulate,
+    Direction,
+    Kernel,
+    Spec,
+    pulled_count,
+)
 from megatron_burst.schedule.topology import Topology, pretend_nodes
 
 LAYOUTS = (Layout.ZIGZAG, Layout.CONTIGUOUS, Layout.STRIPED)  # those that say where tokens are

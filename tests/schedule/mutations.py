@@ -9,18 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_burst.schedule.mask import Mask, Span
-from megatron_burst.schedule.operations import (
+from megatron_burst.schedule.order import Order
+from megatron_burst.schedule.program import (
     Add,
     Attend,
     AttendBackward,
+    Home,
     Merge,
     Op,
+    Program,
     Ref,
     Stream,
     Transfer,
 )
-from megatron_burst.schedule.order import Order
-from megatron_burst.schedule.program import Home, Program
 
 Passes = Sequence[Sequence[Program]]
 Orders = Sequence[Sequence[Order]]

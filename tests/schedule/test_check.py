@@ -7,16 +7,23 @@ from random import Random
 
 import pytest
 
-from megatron_burst.schedule.call import Cargo, Circulate, Direction
-from megatron_burst.schedule.flat import topology_of
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
-from megatron_burst.schedule.operations import Copy, Give, Ref, Take, Transfer
 from megatron_burst.schedule.order import order
-from megatron_burst.schedule.program import Buffer, Dtype, Field, Home, Program
-from megatron_burst.schedule.spec import Kernel
-from megatron_burst.schedule.topology import Link, pretend_nodes
+from megatron_burst.schedule.program import (
+    Buffer,
+    Copy,
+    Field,
+    Give,
+    Home,
+    Program,
+    Ref,
+    Take,
+    Transfer,
+)
+from megatron_burst.schedule.spec import Cargo, Circulate, Direction, Dtype, Kernel
+from megatron_burst.schedule.topology import Link, pretend_nodes, topology_of
 from tests.proof import check as check_module
 from tests.proof.check import check
 from tests.proof.links import How, meet, run

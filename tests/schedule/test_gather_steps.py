@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.schedule.call import Circulate, Direction
 from megatron_burst.schedule.gather_steps import gather_steps
 from megatron_burst.schedule.inter_node import heads_in_rounds, steps
 from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.spec import Kernel, Spec
+from megatron_burst.schedule.spec import Circulate, Direction, Kernel, Spec
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.plan.strategies import topologies
 from tests.schedule.cases import MASKS, shape_of

@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.schedule.call import Cargo, Circulate, Direction
 from megatron_burst.schedule.layout import Layout, Runs, positions
 from megatron_burst.schedule.mask import Mask, Span, Tile
-from megatron_burst.schedule.operations import Attend, AttendBackward, Ref, Transfer
-from megatron_burst.schedule.program import Buffer, Home
-from megatron_burst.schedule.spec import Kernel
+from megatron_burst.schedule.program import Attend, AttendBackward, Buffer, Home, Ref, Transfer
+from megatron_burst.schedule.spec import Cargo, Circulate, Direction, Kernel
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.schedule.cases import DOCUMENTS, MASKS, MODES, Case, copies_of, grid
 

@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from megatron_burst.schedule.flat import topology_of
-from megatron_burst.schedule.topology import Link
+from megatron_burst.schedule.topology import Link, topology_of
 from megatron_burst.tools.calibrate import calibrate
 from megatron_burst.tools.hardware_file import parse_calibration
 from megatron_burst.tools.main import app

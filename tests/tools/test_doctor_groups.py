@@ -13,13 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.call import AttentionShape, Direction
-from megatron_burst.schedule.flat import topology_of
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.ring import ring
-from megatron_burst.schedule.spec import Spec
-from megatron_burst.schedule.topology import Link
+from megatron_burst.schedule.spec import AttentionShape, Direction, Spec
+from megatron_burst.schedule.topology import Link, topology_of
 from megatron_burst.tools.doctor.compare import Sizes, cp_groups
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.flat import topology_of
-from megatron_burst.schedule.topology import Link, Topology
+from megatron_burst.schedule.topology import Link, Topology, topology_of
 from megatron_burst.tools.doctor.report import Check, LinkRate, Status, fail, few, ok, skip, warn
 
 SLOW = 0.7  # of the median

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from megatron_burst.plan.keep import in_flight
+from megatron_burst.recompute.budget import in_flight
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, stage_layers

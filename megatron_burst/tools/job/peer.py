@@ -4,8 +4,8 @@ over all ranks with cuDNN's kernels."""
 from dataclasses import dataclass, replace
 
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.schedule.call import AttentionShape, Direction
 from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.step import recomputed, step_time

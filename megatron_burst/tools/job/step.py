@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.half import HalfCall, recomputed_share
-from megatron_burst.schedule.call import AttentionShape, Direction
+from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.job.memory import Memory

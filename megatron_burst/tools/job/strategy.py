@@ -7,8 +7,8 @@ from typing import Literal
 
 from megatron_burst.errors import BurstError
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.schedule.call import AttentionShape
 from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.spec import AttentionShape
 from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.job.model import Model

@@ -7,11 +7,10 @@ from functools import lru_cache
 from math import inf
 
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.operations import AttendBackward, Ref
 from megatron_burst.schedule.order import order
-from megatron_burst.schedule.program import NUMBERED, Buffer, Dtype, Home, Program
+from megatron_burst.schedule.program import NUMBERED, AttendBackward, Buffer, Home, Program, Ref
+from megatron_burst.schedule.spec import Direction, Dtype
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.simulate.kernels import Timer

@@ -8,9 +8,9 @@ from megatron_burst.errors import BurstError
 from megatron_burst.plan.asked import check_asked, misses
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.plan.choose_heads import most_heads
-from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import check_mask
+from megatron_burst.schedule.spec import Direction
 from megatron_burst.tools.hardware import GIB, Hardware
 from megatron_burst.tools.simulate.call import buffer_bytes, pass_time
 

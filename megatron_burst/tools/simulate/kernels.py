@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from math import inf
 
 from megatron_burst.plan.choose_heads import BLOCK, share_busy, thread_blocks
-from megatron_burst.schedule import operations as ops
-from megatron_burst.schedule.call import AttentionShape, Direction
+from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.layout import Runs
 from megatron_burst.schedule.mask import Span, Tile
-from megatron_burst.schedule.operations import Op, Ref
-from megatron_burst.schedule.program import Home, Program
+from megatron_burst.schedule.program import Home, Op, Program, Ref
+from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.simulate.sample import Sample
 from megatron_burst.tools.simulate.shares import slowest_share, typical_share

@@ -5,9 +5,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from megatron_burst.schedule.operations import Op, Stream, Transfer
 from megatron_burst.schedule.order import order
-from megatron_burst.schedule.program import Program
+from megatron_burst.schedule.program import Op, Program, Stream, Transfer
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.simulate.kernels import OpTimer, Timer

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
-from megatron_burst.schedule.operations import Attend, AttendBackward, Stream, Transfer
-from megatron_burst.schedule.program import Program
+from megatron_burst.schedule.program import Attend, AttendBackward, Program, Stream, Transfer
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.simulate.kernels import Timer
 from megatron_burst.tools.simulate.tasks import Part, Task, join, queued

@@ -1,4 +1,4 @@
-"""What keeping attention's results costs in memory, and what to keep within a budget."""
+"""What of attention's results to keep within a budget."""
 
 from dataclasses import dataclass
 

@@ -10,12 +10,25 @@ from torch import Tensor
 from megatron_burst.comm.carrier import Carrier
 from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.executor import Executor
-from megatron_burst.engine.lean import lean
 from megatron_burst.engine.memory import Dtypes, Fields, empty_like_rows
 from megatron_burst.kernels.backends import Backend
 from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.schedule.call import Direction
 from megatron_burst.schedule.program import Home
+from megatron_burst.schedule.spec import Direction
+
+
+def lean(x: Tensor, *others: Tensor) -> Tensor:
+    """A copy of x if x is at most a quarter of storage that only x keeps alive, else x.
+
+    V is a slice of the fused QKV projection, while rotary embedding copies Q and K out of it:
+    saving V as it is keeps the whole projection until backward.
+    """
+    held = x.untyped_storage()
+    shared = any(held.data_ptr() == other.untyped_storage().data_ptr() for other in others)
+    if shared or 4 * x.nbytes > held.nbytes():
+        return x
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
 
 Tensors = tuple[Tensor, ...]
 
