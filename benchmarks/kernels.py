@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 from benchmarks.candidates import candidates
 from benchmarks.rows import Sheet, append, check_appendable
 from megatron_burst.kernels.backends import QuerySide, backends, problem_of
-from megatron_burst.kernels.triton_tiles import Blocks, Pass, blocks_for
+from megatron_burst.kernels.triton_tiles import Blocks, KernelPass, blocks_for
 from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
 from megatron_burst.tools.terminal import in_one_sentence
 
@@ -269,23 +269,23 @@ def _sweep(out: Path, cases: list[Case], deadline: float) -> None:
     failures = compile_all(jobs, deadline - (deadline - started) / 3)
     print(f"compiled in {monotonic() - started:.0f} s, {len(failures)} of {len(jobs)} do not fit")
     for case in cases:
-        for which in Pass:
+        for which in KernelPass:
             if monotonic() > deadline:
                 print(f"no time was left for {which.value} of {case}")
                 continue
             blocks = {str(b): b for of, b in tried[case] if of is which}
             runs = {name: _run_with(case, which, b) for name, b in blocks.items()}
-            medians = _measure(out, case, runs, which is not Pass.FORWARD, deadline)
+            medians = _measure(out, case, runs, which is not KernelPass.FORWARD, deadline)
             for name in sorted(medians, key=medians.__getitem__)[:3]:
                 print(f"best {which.value}: {name} {medians[name]:.2f} ms", flush=True)
 
 
-def _run_blocks(case: Case, which: Pass, blocks: Blocks) -> None:
+def _run_blocks(case: Case, which: KernelPass, blocks: Blocks) -> None:
     _run_with(case, which, blocks)()
     torch.cuda.synchronize()
 
 
-def _run_with(case: Case, which: Pass, blocks: Blocks) -> Callable[[], object]:
+def _run_with(case: Case, which: KernelPass, blocks: Blocks) -> Callable[[], object]:
     """Forward, or the whole backward, with other blocks for one kernel than the table's."""
     from megatron_burst.kernels.triton_backward import launch_backward
     from megatron_burst.kernels.triton_forward import launch_forward
@@ -294,11 +294,11 @@ def _run_with(case: Case, which: Pass, blocks: Blocks) -> Callable[[], object]:
     lse = torch.full((1, case.heads_q, case.seq), 10.0, device="cuda")  # of thousands of keys
     grads = tuple(map(torch.empty_like, (q, k, v)))
 
-    def choose(of: Pass, *problem: object) -> Blocks:
+    def choose(of: KernelPass, *problem: object) -> Blocks:
         return blocks if of is which else blocks_for(of, *problem)
 
     scale, visible = case.dim**-0.5, case.visible
-    if which is Pass.FORWARD:
+    if which is KernelPass.FORWARD:
         return lambda: launch_forward(q, k, v, scale, visible, torch.empty_like(q), lse, choose)
     return lambda: launch_backward((q, dout, lse, lse), k, v, scale, visible, grads, choose)
 

@@ -32,7 +32,7 @@ from megatron_burst.say import say
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, check_mask
 from megatron_burst.schedule.spec import Direction
-from megatron_burst.terms import Asked, Terms, check, terms_of
+from megatron_burst.terms import Asked, Terms, check_terms, terms_of
 from megatron_burst.transforms import refuse_transforms, uncompiled
 
 _WHO = "burst attention"
@@ -164,7 +164,7 @@ def _resolve(q, k, v, terms: Terms, group, state: GroupState) -> tuple:
     configuration, words = terms.configuration(), terms.in_words()
     is_new = state.agree(words, _WHO, configuration)
     try:
-        check(terms, group.size())
+        check_terms(terms, group.size())
         *resolved, choices = _choose(q, k, v, terms, group, state)
     except BurstError as error:
         if not is_new:

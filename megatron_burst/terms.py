@@ -216,7 +216,7 @@ def _text(x: object) -> str:
     return " ".join(repr(x).split())[:80] if plain else f"a {type(x).__name__}"
 
 
-def check(terms: Terms, cp_size: int) -> None:
+def check_terms(terms: Terms, cp_size: int) -> None:
     """Refuse invalid terms; by now they are the same on all ranks.
 
     Raises:

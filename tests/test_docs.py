@@ -9,7 +9,7 @@ import pytest
 
 from megatron_burst.config import Tuning
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.refusals import check
+from megatron_burst.mcore.refusals import refuse
 from tests.schedule.support import table
 
 ROOT = Path(__file__).parents[1]
@@ -133,7 +133,7 @@ def test_a_printed_refusal_is_found_in_the_page_of_errors():
     page = (ROOT / "docs" / "reference" / "errors.md").read_text()
     options = Namespace(seq_length=1022, context_parallel_size=2)
     with pytest.raises(BurstError) as caught:
-        check("command", options, "burst")
+        refuse("command", options, "burst")
     must, _, rest = str(caught.value).partition(": ")[2].partition("; got ")
     assert f"| {must} | choose a {{multiple of 2 \\* context_parallel_size}} |" in page
     assert rest.endswith("choose a multiple of 4, such as 1020 or 1024")

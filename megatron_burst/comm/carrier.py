@@ -43,7 +43,7 @@ class Where(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Give:
+class SliceGiven:
     """Rows of this rank's slot that another rank takes."""
 
     peer: int
@@ -51,7 +51,7 @@ class Give:
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class SliceTaken:
     """Rows of another rank's slot."""
 
     peer: int
@@ -138,7 +138,7 @@ class SentSlots:
         return self._memory.flats[index % self._count]
 
     def ends(
-        self, index: int, view: Tensor, gives: Sequence[Give], takes: Sequence[Take]
+        self, index: int, view: Tensor, gives: Sequence[SliceGiven], takes: Sequence[SliceTaken]
     ) -> tuple[Parcels, Sequence[int]]:
         """Prepare a round's exchange; the result can be reused for equal views.
 
@@ -222,7 +222,7 @@ class PulledSlots(Views):
         return self._buffers[self._number(index)][self._cp_rank]
 
     def ends(
-        self, index: int, view: Tensor, gives: Sequence[Give], takes: Sequence[Take]
+        self, index: int, view: Tensor, gives: Sequence[SliceGiven], takes: Sequence[SliceTaken]
     ) -> "Pulls":
         """As `SentSlots.ends`."""
         of_rank, width = self._buffers[self._number(index)], prod(view.shape[1:])

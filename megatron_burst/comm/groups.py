@@ -32,7 +32,7 @@ from megatron_burst.schedule.topology import Link, Topology
 
 
 @dataclass(slots=True)
-class Transfer:
+class Sends:
     """Sends and receives in flight."""
 
     works: Sequence[dist.Work]
@@ -123,7 +123,7 @@ class Communicator:
         memory = self.buffers(cargo, count, num_bytes, where)
         return SentSlots(memory, count, partial(self.send, Link.INTRA, cargo))
 
-    def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Transfer:
+    def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Sends:
         """As `Carrier.send`; returns at once."""
         peers = ", ".join(map(str, dict.fromkeys(peer for peer, _ in recvs))) or "none"
         name = f"{link} {cargo} transfer from cp rank {peers} to {self.cp_rank}"
@@ -140,7 +140,7 @@ class Communicator:
         # on a GPU a wait with a time-out would block the CPU; there NCCL's own watchdog looks on
         on_cpu = all(tensor.device.type == "cpu" for _, tensor in (*sends, *recvs))
         timeout_s = self.board.timeout_s if on_cpu else None
-        return Transfer(works, timeout_s, lost)
+        return Sends(works, timeout_s, lost)
 
 
 def _lost(board: Board, log: PassLog | None, hop: str, error: Exception) -> BurstError:

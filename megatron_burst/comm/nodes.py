@@ -17,7 +17,7 @@ from megatron_burst.schedule.topology import Topology, pretend_nodes, topology_o
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class RankHome:
     """Where a rank runs."""
 
     node: str  # identifies its node
@@ -54,29 +54,31 @@ def find_topology(group: dist.ProcessGroup, config: BurstConfig, board: Board) -
     """
     if config.tuning.nodes is not None:
         return pretend_nodes(group.size(), config.tuning.nodes)
-    homes = [Home(**json.loads(text)) for text in board.share(json.dumps(asdict(my_home())), WHO)]
+    homes = [
+        RankHome(**json.loads(text)) for text in board.share(json.dumps(asdict(my_home())), WHO)
+    ]
     return topology_of_homes(homes)
 
 
-def my_home() -> Home:
+def my_home() -> RankHome:
     """Where this process runs."""
     if not torch.cuda.is_available():
-        return Home(host_name(), None, local_rank())
+        return RankHome(host_name(), None, local_rank())
     index = torch.cuda.current_device()
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     # if each process sees one GPU, its index is 0 everywhere
     place = index if torch.cuda.device_count() > 1 else local_rank()
-    return Home(host_name(), fabric_of(uuid) if spans_nodes() else None, place)
+    return RankHome(host_name(), fabric_of(uuid) if spans_nodes() else None, place)
 
 
-def topology_of_homes(homes: Sequence[Home]) -> Topology:
+def topology_of_homes(homes: Sequence[RankHome]) -> Topology:
     """The topology of ranks with these homes; uneven nodes are flattened with a warning."""
     first = {home.node: rank for rank, home in reversed(list(enumerate(homes)))}
     places = [(first[home.node], home.place) for home in homes]
     return topology_of(nvlink_domains(homes), places)
 
 
-def nvlink_domains(homes: Sequence[Home]) -> list[str]:
+def nvlink_domains(homes: Sequence[RankHome]) -> list[str]:
     """What counts as the node of each rank: its NVLink domain where that spans machines."""
     nodes_in = {home.fabric: {h.node for h in homes if h.fabric == home.fabric} for home in homes}
     wide = {fabric for fabric, nodes in nodes_in.items() if fabric and len(nodes) > 1}

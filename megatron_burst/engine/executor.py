@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_burst.comm.carrier import Carrier, OneQueue, Queues, UnderWay
 from megatron_burst.engine.documents import Documents
-from megatron_burst.engine.memory import Dtypes, Fields, Layout, shape_of
+from megatron_burst.engine.memory import ByteLayout, Dtypes, Fields, shape_of
 from megatron_burst.engine.operations import BIND
 from megatron_burst.engine.watch import METER, Clock, profiled, with_ranges
 from megatron_burst.kernels.backends import Backend
@@ -124,10 +124,10 @@ class Executor:
         return {name: replace(buffer, rows=buffer.rows * self.unit) for name, buffer in every}
 
     @cached_property
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ByteLayout]:
         """Byte layouts by buffer name, for buffers that are raw bytes."""
         return {
-            name: Layout.of(buffer, self.program.batch, self.dtypes)
+            name: ByteLayout.of(buffer, self.program.batch, self.dtypes)
             for name, buffer in self.buffers.items()
             if buffer.home not in _OWN
         }
@@ -365,7 +365,7 @@ class Run:
             self._kept[None][name] = view
         return view
 
-    def layout(self, buffer: Buffer) -> Layout:
+    def layout(self, buffer: Buffer) -> ByteLayout:
         """The byte layout of a buffer."""
         return self.executor.layouts[buffer.name]
 

@@ -36,7 +36,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ByteLayout:
     """The byte layout of a buffer; computed once, as it depends on shapes alone.
 
     Attributes:
@@ -50,12 +50,12 @@ class Layout:
     places: tuple[Place, ...]
 
     @staticmethod
-    def of(buffer: Buffer, batch: int, dtypes: Dtypes) -> "Layout":
+    def of(buffer: Buffer, batch: int, dtypes: Dtypes) -> "ByteLayout":
         """The layout of a buffer."""
         sizes = row_bytes(buffer, dtypes)
         lie = _interleaved if buffer.interleaved else _dense
         rows = buffer.rows, batch, sum(sizes)
-        return Layout(prod(rows), rows, tuple(lie(buffer, batch, dtypes)))
+        return ByteLayout(prod(rows), rows, tuple(lie(buffer, batch, dtypes)))
 
 
 def fields_at(flat: Tensor, where: Sequence[Place]) -> Fields:

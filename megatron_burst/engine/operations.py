@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_burst.comm.carrier import Give, Take, UnderWay
+from megatron_burst.comm.carrier import SliceGiven, SliceTaken, UnderWay
 from megatron_burst.engine.memory import Fields, fields_at
 from megatron_burst.engine.tree import Branch, add_branches, attend_branches
 from megatron_burst.kernels.backends import QuerySide
@@ -390,8 +390,8 @@ def _exchange(binder: Binder, op: ops.Transfer, targets: Sequence[Source]) -> Bo
     use, number = buffer.use, buffer.number
 
     def made(run: Run):
-        gives = [Give(give.peer, give.rows.rows.times(run.unit).slice) for give in op.gives]
-        takes = [Take(take.peer, take.theirs.rows.times(run.unit).slice) for take in op.takes]
+        gives = [SliceGiven(give.peer, give.rows.rows.times(run.unit).slice) for give in op.gives]
+        takes = [SliceTaken(take.peer, take.theirs.rows.times(run.unit).slice) for take in op.takes]
         return run.slots[use].ends(number, slot(run), gives, takes)
 
     ends = kept(binder, object(), buffer, made)

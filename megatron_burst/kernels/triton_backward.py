@@ -15,7 +15,7 @@ from megatron_burst.kernels.triton_grads import key_grads_kernel, query_grads_ke
 from megatron_burst.kernels.triton_tiles import (
     LOG2_E,
     Chooser,
-    Pass,
+    KernelPass,
     blocks_for,
     bounds_of,
     box,
@@ -83,9 +83,9 @@ def launch_backward(
     width, rest = widths(dim_qk)
     constants = dict(DIM_QK=dim_qk, DIM_V=dim_v, WIDTH=width, REST=rest, WIDTH_V=padded(dim_v))
 
-    def launch(kernel: JITFunction, which: Pass, outputs: tuple[Tensor, ...], together: int):
+    def launch(kernel: JITFunction, which: KernelPass, outputs: tuple[Tensor, ...], together: int):
         blocks = (choose or blocks_for)(which, q, dim_qk, dim_v)
-        of_keys = which is Pass.KEY_GRADS
+        of_keys = which is KernelPass.KEY_GRADS
         own, size = (n_k, blocks.keys) if of_keys else (n_q, blocks.rows)
         count, table = num_blocks(own, size, segments), None
         if segments is not None:
@@ -107,7 +107,7 @@ def launch_backward(
     with torch.cuda.device_of(q):  # Triton launches on the current device, wherever the tensors are
         if grads[1].shape[1]:
             together = heads_together(q, longest[0] * row_bytes)
-            launch(key_grads_kernel, Pass.KEY_GRADS, grads[1:], together)
+            launch(key_grads_kernel, KernelPass.KEY_GRADS, grads[1:], together)
         if grads[0].shape[1]:
             together = group * heads_together(k, longest[1] * row_bytes)
-            launch(query_grads_kernel, Pass.QUERY_GRADS, grads[:1], together)
+            launch(query_grads_kernel, KernelPass.QUERY_GRADS, grads[:1], together)

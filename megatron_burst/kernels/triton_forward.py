@@ -10,7 +10,7 @@ from megatron_burst.kernels.triton_tiles import (
     LOG2_E,
     VARYING,
     Chooser,
-    Pass,
+    KernelPass,
     blocks_for,
     bounds_of,
     box,
@@ -20,7 +20,7 @@ from megatron_burst.kernels.triton_tiles import (
     operand,
     padded,
     place_of,
-    range_of,
+    rows_between,
     seen_of,
     statistics,
     store_rows,
@@ -44,7 +44,7 @@ def launch_forward(
     if out.numel() == 0:
         return
     group, segments = heads // k.shape[2], visible.segments
-    blocks = (choose or blocks_for)(Pass.FORWARD, q, dim_qk, dim_v)
+    blocks = (choose or blocks_for)(KernelPass.FORWARD, q, dim_qk, dim_v)
     count, table = num_blocks(n_q, blocks.rows, segments), None
     if segments is not None:
         table = table_of(segments.cu_q, segments.cu_k, blocks.rows, count)
@@ -77,7 +77,7 @@ def _forward_kernel(
     first_row, row_end, key_begin, key_end = place_of(table, block, n_q, n_k, ROWS)
     ahead = key_end - row_end
     band = (row_end, key_end, ahead - left, ahead + right)
-    start, clear, edge, stop = range_of(
+    start, clear, edge, stop = rows_between(
         first_row, key_begin, key_end, band[2], band[3], LEFT, RIGHT, False, ROWS, KEYS
     )
     scale *= LOG2_E  # weights are powers of two: exp2 is one instruction

@@ -8,7 +8,7 @@ from megatron_burst.kernels.triton_tiles import (
     VARYING,
     load_rows,
     place_of,
-    range_of,
+    rows_between,
     seen_of,
     store_rows,
     tile_of_program,
@@ -28,7 +28,8 @@ def key_grads_kernel(
     first_key, key_end, row_begin, row_end = place_of(table, block, n_k, n_q, KEYS)
     ahead = key_end - row_end
     band = (row_end, key_end, ahead - left, ahead + right)
-    start, clear, edge, stop = range_of(  # rows that are not there weigh 0, if next to no others
+    # rows that are not there weigh 0, if next to no others
+    start, clear, edge, stop = rows_between(
         first_key, row_begin, row_end, -band[3], -band[2], RIGHT, LEFT, table is None, KEYS, ROWS
     )
     keys = load_rows(k, k_box, batch, head_kv, first_key, key_end, 0, DIM_QK, KEYS, WIDTH, False)
@@ -140,7 +141,7 @@ def query_grads_kernel(
     first_row, row_end, key_begin, key_end = place_of(table, block, n_q, n_k, ROWS)
     ahead = key_end - row_end
     band = (row_end, key_end, ahead - left, ahead + right)
-    start, clear, edge, stop = range_of(
+    start, clear, edge, stop = rows_between(
         first_row, key_begin, key_end, band[2], band[3], LEFT, RIGHT, False, ROWS, KEYS
     )
     queries = load_rows(q, q_box, batch, head, first_row, row_end, 0, DIM_QK, ROWS, WIDTH, False)

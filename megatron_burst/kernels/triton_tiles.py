@@ -205,7 +205,7 @@ def place_of(table, block, rows, others, SIZE: tl.constexpr):
 
 
 @triton.jit
-def range_of(
+def rows_between(
     first, begin, end, low, high, LOW: tl.constexpr, HIGH: tl.constexpr, PADDED: tl.constexpr,
     SIZE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -246,7 +246,7 @@ def seen_of(
     return seen
 
 
-class Pass(Enum):
+class KernelPass(Enum):
     """Which kernel."""
 
     FORWARD = "forward"
@@ -281,13 +281,15 @@ class Blocks:
 
 
 # For 16-bit inputs: largest head dimension -> forward, key grads, query grads.
-_Row = dict[Pass, Blocks]
+_Row = dict[KernelPass, Blocks]
 
 
 def _row(forward: Blocks, key_grads: Blocks, query_grads: Blocks) -> _Row:
     return {
-        Pass.FORWARD: forward, Pass.KEY_GRADS: key_grads, Pass.QUERY_GRADS: query_grads
-    }  # fmt: skip
+        KernelPass.FORWARD: forward,
+        KernelPass.KEY_GRADS: key_grads,
+        KernelPass.QUERY_GRADS: query_grads,
+    }
 
 
 _HOPPER = {
@@ -313,16 +315,16 @@ _WIDE = {  # float32, three products for one
 }
 
 
-Chooser = Callable[[Pass, Tensor, int, int], Blocks]
+Chooser = Callable[[KernelPass, Tensor, int, int], Blocks]
 
 
-def blocks_for(which: Pass, q: Tensor, dim_qk: int, dim_v: int) -> Blocks:
+def blocks_for(which: KernelPass, q: Tensor, dim_qk: int, dim_v: int) -> Blocks:
     """The table's entry for a kernel, the GPU of q, its dtype and the larger head dimension."""
     arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0)
     return blocks_of(which, arch, q.itemsize, max(dim_qk, dim_v))
 
 
-def blocks_of(which: Pass, arch: tuple[int, int], itemsize: int, dim: int) -> Blocks:
+def blocks_of(which: KernelPass, arch: tuple[int, int], itemsize: int, dim: int) -> Blocks:
     """The table's entry for a compute capability, by default one that fits any GPU."""
     table = _WIDE if itemsize > 2 else _BY_ARCH.get(arch, _SMALL)
     return next(table[size][which] for size in sorted(table) if dim <= size)

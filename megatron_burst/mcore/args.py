@@ -14,7 +14,7 @@ from megatron_burst.config import BurstConfig, FusedLossConfig, Tuning, given_tu
 from megatron_burst.errors import BurstError, require
 from megatron_burst.kernels.backends import backends
 from megatron_burst.loss.statistics import LossOptions
-from megatron_burst.mcore.refusals import FLAG, KEEP_FLAG, LOSS_FLAG, check
+from megatron_burst.mcore.refusals import FLAG, KEEP_FLAG, LOSS_FLAG, refuse
 from megatron_burst.say import say
 
 _ATTENTION = {
@@ -113,7 +113,7 @@ def check_command(args: Namespace, who: str = FLAG) -> None:
 
     pretrain_vlm.py then sets `seq_length` to the number of its encoder's tokens.
     """
-    check("command", args, who)
+    refuse("command", args, who)
     check_args(args, who)
 
 
@@ -124,26 +124,26 @@ def check_args(args: Namespace, who: str = FLAG) -> None:
     built.
     """
     nodes = given_tuning(args).nodes
-    check("run", Namespace(**vars(args) | {"burst_nodes": nodes}), who)
+    refuse("run", Namespace(**vars(args) | {"burst_nodes": nodes}), who)
     with_attention_backend(BurstConfig.from_args(args), getattr(args, "attention_backend", None))
-    check("attention", args, who)
+    refuse("attention", args, who)
 
 
 def check_keep_args(args: Namespace) -> None:
     """Refuse arguments under which nothing could be kept, or recomputation would differ."""
     keeps = args.burst_keep not in (None, "none")
-    check("recompute", args, KEEP_FLAG if keeps else f"{KEEP_FLAG}-offload inputs")
+    refuse("recompute", args, KEEP_FLAG if keeps else f"{KEEP_FLAG}-offload inputs")
     if keeps:
-        check("keep", args, KEEP_FLAG)
+        refuse("keep", args, KEEP_FLAG)
     if args.burst_keep == "half":
-        check("half", args, f"{KEEP_FLAG} half")
+        refuse("half", args, f"{KEEP_FLAG} half")
 
 
 def check_loss_args(args: Namespace) -> None:
     """Refuse arguments under which the fused loss would be wrong or off."""
     config = FusedLossConfig.from_args(args)
     require(LOSS_FLAG, LossOptions(config.label_smoothing, config.z_loss, config.softcap).needs())
-    check("loss", args, LOSS_FLAG)
+    refuse("loss", args, LOSS_FLAG)
 
 
 def check_unused(args: Namespace) -> None:
@@ -219,7 +219,7 @@ def with_attention_backend(burst: BurstConfig, asked: object) -> BurstConfig:
     name = getattr(asked, "name", asked)
     if name in (None, "auto"):
         return burst
-    check("backend", Namespace(attention_backend=name), "burst attention")
+    refuse("backend", Namespace(attention_backend=name), "burst attention")
     family = _FAMILIES[str(name)]
     if burst.backend == "auto":
         return replace(burst, backend=family)

@@ -14,7 +14,7 @@ from megatron_burst.installed import require_megatron
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import check_args, global_args
 from megatron_burst.mcore.options import with_environment
-from megatron_burst.mcore.refusals import check, refuses
+from megatron_burst.mcore.refusals import refuse, refuses
 from megatron_burst.say import say_once
 
 try:
@@ -34,7 +34,7 @@ def check_run() -> None:
     args = global_args()
     if args is not None:
         check_args(with_environment(args), WHO)
-        check("built", args, WHO)
+        refuse("built", args, WHO)
 
 
 def _tell(sentence: str) -> None:
@@ -73,7 +73,7 @@ def check_layer(
     if attention_dropout is not None:
         own["attention_dropout"] = attention_dropout
     layer = SimpleNamespace(**vars(config) | own)
-    check("attention", layer, f"{WHO}: layer {layer_number}")
+    refuse("attention", layer, f"{WHO}: layer {layer_number}")
 
 
 def check_call(
@@ -89,7 +89,7 @@ def check_call(
         packed_seq_params=packed.format_of(packed_seq_params, tokens, samples),
         attn_mask_type=attn_mask_type,
     )
-    check("call", call, WHO)
+    refuse("call", call, WHO)
 
 
 def check_packed(
@@ -122,10 +122,10 @@ def check_packed(
         keep="none" if own else keep,
         mtp_num_layers=None if own else mtp_num_layers,
     )
-    check("packed", call, WHO)
+    refuse("packed", call, WHO)
 
 
-def check_tokens(query: Tensor, key: Tensor) -> None:
+def check_decoding(query: Tensor, key: Tensor) -> None:
     """Refuse decoding: cached keys are not a shard of the queries' sequence.
 
     Args:
@@ -134,4 +134,4 @@ def check_tokens(query: Tensor, key: Tensor) -> None:
     engine = InferenceMode is not None and InferenceMode.is_active()
     place = "an inference engine" if engine else "one call"
     tokens = dict(query_tokens=query.shape[0], key_tokens=key.shape[0])
-    check("cache", SimpleNamespace(**tokens, engine=engine, place=place), WHO)
+    refuse("cache", SimpleNamespace(**tokens, engine=engine, place=place), WHO)

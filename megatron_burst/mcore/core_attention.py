@@ -24,16 +24,16 @@ from megatron_burst.mcore import packed
 from megatron_burst.mcore.checks import (
     WHO,
     check_call,
+    check_decoding,
     check_layer,
     check_packed,
     check_run,
-    check_tokens,
     say_if_keep_is_idle,
 )
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.patches import apply, switch_on_keep
 from megatron_burst.mcore.recompute import for_calls, resolved
-from megatron_burst.mcore.refusals import check
+from megatron_burst.mcore.refusals import refuse
 from megatron_burst.plan.half import recomputed_share
 from megatron_burst.recompute.half import half_call
 from megatron_burst.schedule.layout import Layout
@@ -115,7 +115,7 @@ if HAVE_TE:
             softmax_scale: float | None = None, cp_comm_type: str | None = None,
             pg_collection=None, **options,
         ) -> None:  # fmt: skip
-            check("model", config, WHO)
+            refuse("model", config, WHO)
             runs_burst = asks_for_burst(config, layer_number, cp_comm_type, pg_collection)
             super().__init__(
                 config, layer_number, attn_mask_type, attention_type,
@@ -264,7 +264,7 @@ class BurstForward:
             mtp_num_layers = self.layer_config.mtp_num_layers
             check_packed(packed_seq_params, self.config.keep, self.cp_group, mtp_num_layers)
             packed.check_rotated(packed_seq_params, self.cp_group, self.follows_groups)
-            check_tokens(query, key)
+            check_decoding(query, key)
         causal = CAUSAL[attn_mask_type]
         window = window_of_layer(self.layer_config, self.layer_number, causal)
         mask = Mask(*window_of(window, causal), packed.is_packed(packed_seq_params))

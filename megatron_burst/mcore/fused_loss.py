@@ -30,7 +30,7 @@ from megatron_burst.loss.statistics import LossOptions
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import global_args, wants_fused_loss
 from megatron_burst.mcore.refusals import LOSS_FLAG as WHO
-from megatron_burst.mcore.refusals import check, names_burst
+from megatron_burst.mcore.refusals import names_burst, refuse
 
 
 @dataclass(slots=True)
@@ -229,7 +229,7 @@ def check_model(model: Any, config: FusedLossConfig) -> None:
         fp16_lm_cross_entropy=getattr(model, "fp16_lm_cross_entropy", False),
         burst_loss_grads=config.grads,
     )
-    check("head", SimpleNamespace(**vars(model.config) | vars(head)), WHO)
+    refuse("head", SimpleNamespace(**vars(model.config) | vars(head)), WHO)
 
 
 def _refusal(must: str, got: object) -> BurstError:

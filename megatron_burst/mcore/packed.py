@@ -64,13 +64,13 @@ def group_of(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> dis
         return cp_group
     own, ranks = params.cp_group, dist.get_process_group_ranks
     if own is None:
-        return cp_group if cp_group.size() == 1 else alone()
+        return cp_group if cp_group.size() == 1 else group_of_one()
     if own is cp_group or (own.size() == cp_group.size() and ranks(own) == ranks(cp_group)):
         return cp_group
     return own
 
 
-def alone() -> dist.ProcessGroup:
+def group_of_one() -> dist.ProcessGroup:
     """A group of this rank only; this raises the rank's count of groups, which burst evens out when
     it makes later ones (comm/state.py)."""
     default = dist.group.WORLD

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_burst.comm.state import state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.options import burst_config_of
-from megatron_burst.mcore.refusals import check
+from megatron_burst.mcore.refusals import refuse
 from megatron_burst.recompute.budget import KeepChoice, KeepProblem, choose_keep, in_flight
 from megatron_burst.recompute.half import packer
 from megatron_burst.recompute.keep import call_kept
@@ -76,9 +76,9 @@ def own_config(config: TransformerConfig, layer_number: int, query, value) -> Bu
     """Burst's options for a layer with Megatron's own attention; refuses what cannot be kept."""
     burst = for_calls(burst_config_of(config))
     if burst.keep != "none":
-        check("keep", config, WHO, skip=("recompute_modules",))  # it runs only if recomputed
+        refuse("keep", config, WHO, skip=("recompute_modules",))  # it runs only if recomputed
         burst = resolved(burst, config, layer_number, query, value, half_saves=0.0)
-    check("own", SimpleNamespace(keep=burst.keep, layer_number=layer_number), WHO)
+    refuse("own", SimpleNamespace(keep=burst.keep, layer_number=layer_number), WHO)
     return burst
 
 

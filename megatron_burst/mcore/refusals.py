@@ -55,7 +55,7 @@ class Refusal:
         return f"{who}: cannot run with {self.named}, because {self.why}; got {got}; {change}"
 
 
-def check(feature: str, options: Options, who: str, skip: Container[str] = ()) -> None:
+def refuse(feature: str, options: Options, who: str, skip: Container[str] = ()) -> None:
     """Refuse options that a feature of burst would ignore or get wrong.
 
     Args:

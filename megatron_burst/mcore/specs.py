@@ -25,7 +25,7 @@ from megatron_burst.mcore.core_attention import (
 )
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.packed import documents_lie_anywhere, follow_groups
-from megatron_burst.mcore.refusals import check
+from megatron_burst.mcore.refusals import refuse
 from megatron_burst.patching import on_undo, when_imported
 
 _CONVERSION = "megatron.bridge.models.conversion.param_mapping"
@@ -53,7 +53,7 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
     if config.transformer.context_parallel_size > 1:  # check before Megatron builds the model
         check_run()
-        check("attention", config.transformer, WHO, skip=PER_LAYER)
+        refuse("attention", config.transformer, WHO, skip=PER_LAYER)
         if not all(patch.live for patch in patches.rows("attention")):  # else layers build it
             _check_by_spec(config.transformer)
     if getattr(config.transformer, "burst", None) is not None:
@@ -75,7 +75,7 @@ def _check_by_spec(config: Any) -> None:
         mtp_num_layers=config.mtp_num_layers, burst_keep=burst.keep,
         burst_keep_offload=burst.keep_offload, has_te=HAVE_TE,
     )  # fmt: skip
-    check("spec", Namespace(**asked), "--spec megatron_burst.spec layer_spec")
+    refuse("spec", Namespace(**asked), "--spec megatron_burst.spec layer_spec")
 
 
 def burst_spec(spec: Any) -> Any:
@@ -194,7 +194,7 @@ def refuse_unset(init, /, self, *arguments, **options) -> None:
     given = inspect.signature(init).bind(self, *arguments, **options).arguments
     alone = parallel_state.get_context_parallel_world_size() <= 1
     mask = getattr(given["attn_mask_type"], "name", None) if alone else None
-    check("model", Namespace(**vars(given["config"]) | {"attn_mask_type": mask}), WHO)
+    refuse("model", Namespace(**vars(given["config"]) | {"attn_mask_type": mask}), WHO)
     init(self, *arguments, **options)
 
 

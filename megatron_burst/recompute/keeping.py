@@ -35,7 +35,7 @@ class Frame[T]:
         self._tokens: list[Token] = []
 
     def __enter__(self) -> "Frame[T]":
-        run = Run(self, recomputes=self._has_run)
+        run = RunningFrame(self, recomputes=self._has_run)
         self._has_run = True
         self._tokens.append(_RUNNING.set((*running(), run)))
         return self
@@ -65,7 +65,7 @@ def framed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass(slots=True)
-class Run[T]:
+class RunningFrame[T]:
     """A frame while its function runs; counts attention calls."""
 
     frame: Frame[T]
@@ -84,10 +84,12 @@ class Run[T]:
 
 # Frames that run in this thread, outermost first, like a call stack. None while an attention
 # function is being recorded.
-_RUNNING: ContextVar[tuple[Run, ...] | None] = ContextVar("megatron_burst_frames", default=())
+_RUNNING: ContextVar[tuple[RunningFrame, ...] | None] = ContextVar(
+    "megatron_burst_frames", default=()
+)
 
 
-def running() -> tuple[Run, ...]:
+def running() -> tuple[RunningFrame, ...]:
     """The frames whose functions run in this thread right now, outermost first."""
     return _RUNNING.get() or ()
 
@@ -99,7 +101,7 @@ def recording() -> bool:
 
 
 @contextmanager
-def hidden():
+def without_frames():
     """Context that hides running frames from the attention function being recorded."""
     token = _RUNNING.set(None)
     try:

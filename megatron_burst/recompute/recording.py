@@ -16,7 +16,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from megatron_burst.engine.passes import lean
 from megatron_burst.errors import BurstError
-from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Tensors, Watch, hidden
+from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Tensors, Watch, without_frames
 from megatron_burst.transforms import refuse_transforms
 
 
@@ -134,7 +134,11 @@ class Recording:
         floating = [x.detach() for x in inputs if x.is_floating_point()]
         one_each = {x.device: x for x in inputs}.values()
         cpu, (devices, states) = torch.get_rng_state(), get_device_states(*one_each)
-        with hidden(), torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x.find(bound)):
+        with (
+            without_frames(),
+            torch.enable_grad(),
+            saved_tensors_hooks(pack, lambda x: x.find(bound)),
+        ):
             token = torch.empty(0, requires_grad=True)
             entered = iter(_Enter.apply(self._ends, token, *floating))
             outs = function(*(next(entered) if x.is_floating_point() else x for x in inputs))

@@ -20,10 +20,10 @@ Source: Ulysses (arXiv 2309.14509), here in rounds.
 from collections.abc import Sequence
 
 from megatron_burst.schedule.a2a_rounds import AllToAllEmitter
-from megatron_burst.schedule.a2a_transfers import Results, Sides, Wholes
+from megatron_burst.schedule.a2a_transfers import Results, RoundSides, Wholes
 from megatron_burst.schedule.chunks import restored, seen
 from megatron_burst.schedule.emitter import Gradients, Outputs, sums_of
-from megatron_burst.schedule.inter_node import Circulating, sums, whole
+from megatron_burst.schedule.inter_node import Circulating, sums, whole_halo
 from megatron_burst.schedule.mask import Span, check_mask, cut
 from megatron_burst.schedule.program import (
     AttendBackward,
@@ -57,16 +57,16 @@ class _AllToAll(AllToAllEmitter):
         for index, step in enumerate(self.order):
             if step.first:
                 there.arrive(step.round)
-                whole = there.of(step.round)
+                whole_halo = there.of(step.round)
                 there.post(step.round + 1)
                 lse = self.lse(step.round)
                 tiles = self.tiles_of_round(step.round)
                 results = back.of(step.round)
-                outputs = Outputs(self, f"round {step.round}", tiles, whole, lse, results)
+                outputs = Outputs(self, f"round {step.round}", tiles, whole_halo, lse, results)
             if keys:
                 keys.set_out(index)
                 keys.pass_on(index)
-            kv = keys.piece(step.round, step.distance) if keys and step.distance else whole
+            kv = keys.piece(step.round, step.distance) if keys and step.distance else whole_halo
             if self.reorders:
                 kv = seen(self, f"{index}", kv, self.met[index], self.heads_of(step.round)[1])
             for tile in self.tiles[index]:
@@ -84,21 +84,21 @@ class _AllToAll(AllToAllEmitter):
         return Circulating(
             self, self.order, lambda round_: (there.keys(round_),),
             lambda round_: kv_fields(self.heads_of(round_)[1], self.spec.shape),
-            whole(self, self.rows),
+            whole_halo(self, self.rows),
         )  # fmt: skip
 
-    def circulating_queries(self, sides: Sides) -> Circulating | None:
+    def circulating_queries(self, sides: RoundSides) -> Circulating | None:
         if self.alone or self.spec.circulate is Circulate.KV:
             return None
         return Circulating(
             self, self.order, sides.bare,
             lambda round_: travelling_side_fields(self.heads_of(round_)[0], self.spec.shape),
-            whole(self, self.rows),
+            whole_halo(self, self.rows),
         )  # fmt: skip
 
     def backward(self) -> None:
         there = Wholes(self)
-        back, sides = Results(self), Sides(self, there)
+        back, sides = Results(self), RoundSides(self, there)
         keys, queries = self.circulating_keys(there), self.circulating_queries(sides)
         of_queries, of_keys = self.sums_of_both(back)
         for index, step in enumerate(self.order):
@@ -141,7 +141,7 @@ class _AllToAll(AllToAllEmitter):
                  lambda r, dtype: dkv_fields(self.heads_of(r)[1], shape, dtype), self.rows),
         )  # fmt: skip
 
-    def compute_alone(self, index: int, there: Wholes, back: Results, sides: Sides) -> None:
+    def compute_alone(self, index: int, there: Wholes, back: Results, sides: RoundSides) -> None:
         """A round on one node: one tile, whose results are sent back at once."""
         round_ = self.order[index].round
         into = back.of(round_)

@@ -109,7 +109,7 @@ class Wholes:
         return self._emitter.left(round_) if self._recalls else self.of(round_)
 
 
-class Sides:
+class RoundSides:
     """The query side of this rank's heads for its node's rows, round by round.
 
     Delta is sent, whatever the kernel needs: it is 4 bytes where a bf16 output is 2 dv, and the

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_burst.schedule.mask import Span, Tile, cut, is_alone
+from megatron_burst.schedule.mask import Span, Tile, covers_its_rows, cut
 from megatron_burst.schedule.order import placed
 from megatron_burst.schedule.program import (
     Add,
@@ -161,7 +161,7 @@ class Outputs:
 
     def compute(self, tile: Tile, kv: Ref) -> None:
         """Compute a tile over some keys and values."""
-        if is_alone(tile, self._tiles):
+        if covers_its_rows(tile, self._tiles):
             into = self._at(tile.q)
         else:
             name = f"{self._name} part {len(self._parts)}"
@@ -212,7 +212,7 @@ class Gradients:
         """Compute a tile; returns dk and dv, in a new part unless written `into` a buffer."""
         emitter, name = self._emitter, f"{self._name} {self._count}"
         self._count += 1
-        if self._dq is not None and is_alone(tile, self._tiles):
+        if self._dq is not None and covers_its_rows(tile, self._tiles):
             dq = self._dq.at(tile.q)
             self._written.append(tile.q)
         else:

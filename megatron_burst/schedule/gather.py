@@ -13,8 +13,8 @@ round.
 """
 
 from megatron_burst.schedule.emitter import Gradients, Sum, sums_of
-from megatron_burst.schedule.gather_documents import Documents
-from megatron_burst.schedule.gather_rounds import GatherEmitter, Keys, Sides
+from megatron_burst.schedule.gather_documents import DocumentGather
+from megatron_burst.schedule.gather_rounds import GatherEmitter, Keys, StepSides
 from megatron_burst.schedule.gather_steps import Leaf, gather_steps
 from megatron_burst.schedule.inter_node import sums
 from megatron_burst.schedule.layout import Layout
@@ -31,7 +31,7 @@ def gather(spec: Spec) -> Program:
         BurstError: if the layout cannot be gathered or cannot hold that many rows.
     """
     check_mask(spec.mask, spec.layout, "gather", spec.topology.inter_size == 1)
-    emitter = Documents(spec) if spec.layout is Layout.DOCUMENTS else _Gather(spec)
+    emitter = DocumentGather(spec) if spec.layout is Layout.DOCUMENTS else _Gather(spec)
     (emitter.backward if spec.backward else emitter.forward)()
     return emitter.program()
 
@@ -53,7 +53,7 @@ class _Gather(GatherEmitter):
         return tuple(halo(*terms, owner) for owner in owners)
 
     def backward(self) -> None:
-        sides, keys, shares = Sides(self), self.keys, Shares(self)
+        sides, keys, shares = StepSides(self), self.keys, Shares(self)
         rows = self.spec.shape.tokens
         of_queries = sums(self, self.order, False, self.dq_of, self.dq_fields_of, rows)
         of_keys = KeySums(self, shares)

@@ -11,9 +11,9 @@ On several nodes the other nodes' shards circulate (`inter_node`), as in `gather
 
 from megatron_burst.schedule.chunks import Meeting, by_rank, meeting
 from megatron_burst.schedule.emitter import Gradients
-from megatron_burst.schedule.gather_rounds import GatherEmitter, Keys, Sides
+from megatron_burst.schedule.gather_rounds import GatherEmitter, Keys, StepSides
 from megatron_burst.schedule.gather_tiles import StepTiles
-from megatron_burst.schedule.inter_node import sums, whole
+from megatron_burst.schedule.inter_node import sums, whole_halo
 from megatron_burst.schedule.layout import chunks_of
 from megatron_burst.schedule.mask import Span
 from megatron_burst.schedule.program import (
@@ -30,7 +30,7 @@ from megatron_burst.schedule.program import (
 from megatron_burst.schedule.spec import Cargo, Circulate, Dtype, Spec
 
 
-class Documents(GatherEmitter):
+class DocumentGather(GatherEmitter):
     """Emits one pass."""
 
     def __init__(self, spec: Spec) -> None:
@@ -53,7 +53,7 @@ class Documents(GatherEmitter):
         return meeting(chunks_of(rank, size), lies, spec.mask, self.tokens // 2)
 
     def backward(self) -> None:
-        sides, keys, shares = Sides(self), self.keys, Shares(self)
+        sides, keys, shares = StepSides(self), self.keys, StepShares(self)
         of_queries = sums(self, self.order, False, self.dq_of, self.dq_fields_of, self.tokens)
         sides.prepare(0)
         keys.prepare(0)
@@ -88,12 +88,12 @@ class Documents(GatherEmitter):
 class KeysByRank(Keys):
     """Keys as gathered, rank by rank, and in the order that this rank's queries need."""
 
-    _emitter: Documents
+    _emitter: DocumentGather
 
-    def __init__(self, emitter: Documents) -> None:
+    def __init__(self, emitter: DocumentGather) -> None:
         gathers = len(emitter.order) if emitter.keys_travel else len(emitter.rounds)
         rows = len(emitter.ranks) * emitter.tokens
-        super().__init__(emitter, whole(emitter, emitter.tokens), gathers, rows)
+        super().__init__(emitter, whole_halo(emitter, emitter.tokens), gathers, rows)
         self._there: dict[int, Ref] = {}  # by step, before and after rearranging
         self._seen: dict[int, Ref] = {}
 
@@ -133,10 +133,10 @@ def _beside(index: int) -> Stream:
     return Stream.SIDE if index else Stream.COMPUTE
 
 
-class Shares:
+class StepShares:
     """Gradients of a step's keys, sent to the ranks that hold the keys, and their sums."""
 
-    def __init__(self, emitter: Documents) -> None:
+    def __init__(self, emitter: DocumentGather) -> None:
         self._emitter, self._rows = emitter, len(emitter.ranks) * emitter.tokens
         fields = self._fields(0, emitter.spec.share_dtype)
         self._slots = emitter.slot_count(Cargo.GRAD, len(emitter.order), self._rows, fields)
@@ -161,7 +161,7 @@ class Shares:
             self._parts[index] = (made,)
             return
         if len(emitter.ranks) == 1:
-            by_rank = emitter.pair("whole", index, self._rows, fields)
+            by_rank = emitter.pair("whole_halo", index, self._rows, fields)
         else:
             by_rank = emitter.buffer(
                 f"shares {index}", Home.SLOT, self._rows, fields, Cargo.GRAD, index, self._slots

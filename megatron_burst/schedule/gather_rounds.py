@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from megatron_burst.schedule.emitter import Emitter, Outputs
 from megatron_burst.schedule.gather_tiles import StepTiles
-from megatron_burst.schedule.inter_node import Circulating, heads_in_rounds, steps, whole
+from megatron_burst.schedule.inter_node import Circulating, heads_in_rounds, steps, whole_halo
 from megatron_burst.schedule.pieces import Halo
 from megatron_burst.schedule.program import (
     Copy,
@@ -173,7 +173,7 @@ class Keys(ABC):
         return left
 
 
-class Sides:
+class StepSides:
     """The query side of each step, including remote queries if queries circulate."""
 
     def __init__(self, emitter: GatherEmitter) -> None:
@@ -184,7 +184,7 @@ class Sides:
             self._own = "side", emitter.delta().buffer
             self._circulating = Circulating(
                 emitter, emitter.order, self._of_round, self._fields,
-                whole(emitter, spec.shape.tokens),
+                whole_halo(emitter, spec.shape.tokens),
             )  # fmt: skip
 
     def _of_round(self, round_: int) -> tuple[Ref, ...]:

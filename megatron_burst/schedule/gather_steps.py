@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from megatron_burst.schedule.gather_tiles import StepTiles, Tiling
-from megatron_burst.schedule.inter_node import Step
+from megatron_burst.schedule.inter_node import Turn
 from megatron_burst.schedule.mask import Span, Tile
 from megatron_burst.schedule.pieces import Piece, Visit, node_visits, sides, union
 from megatron_burst.schedule.spec import Circulate, Spec
@@ -65,7 +65,7 @@ class GatherSteps:
     share_rows: int
 
 
-def gather_steps(spec: Spec, order: Sequence[Step]) -> GatherSteps:
+def gather_steps(spec: Spec, order: Sequence[Turn]) -> GatherSteps:
     """The steps of one rank that gathers keys from all ranks of its node.
 
     Args:

@@ -23,7 +23,7 @@ from megatron_burst.schedule.topology import Link
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Turn:
     """One step of a round: `distance` is how many nodes away the circulating piece is from."""
 
     round: int
@@ -33,7 +33,7 @@ class Step:
 
 
 @lru_cache(maxsize=1024)
-def steps(nodes: int, rounds: int, backward: bool, here: bool) -> tuple[Step, ...]:
+def steps(nodes: int, rounds: int, backward: bool, here: bool) -> tuple[Turn, ...]:
     """The steps of a pass.
 
     Each round begins with the node's own shards. In backward the last round ends with them, so that
@@ -46,7 +46,7 @@ def steps(nodes: int, rounds: int, backward: bool, here: bool) -> tuple[Step, ..
         ends_at_home = here or 0 < round_ == rounds - 1
         turn = (*range(1, nodes), 0) if backward and ends_at_home else range(nodes)
         places = list(enumerate(turn))
-        found += [Step(round_, away, place == 0, place == nodes - 1) for place, away in places]
+        found += [Turn(round_, away, place == 0, place == nodes - 1) for place, away in places]
     return tuple(found)
 
 
@@ -68,13 +68,13 @@ class Circulating:
     """
 
     def __init__(
-        self, emitter: Emitter, order: Sequence[Step],
+        self, emitter: Emitter, order: Sequence[Turn],
         own: Callable[[int], tuple[Ref, ...]], fields: Callable[[int], tuple[Field, ...]],
         halos: Sequence[Halo],
     ) -> None:  # fmt: skip
         self._emitter, self._order, self._own, self._fields = emitter, order, own, fields
         self._halos, self._nodes = halos, emitter.spec.topology.inter_size
-        self._leaving: dict[int, list[Step]] = defaultdict(list)
+        self._leaving: dict[int, list[Turn]] = defaultdict(list)
         at = {(step.round, step.distance): index for index, step in enumerate(order)}
         for step in order:
             if step.distance < self._nodes - 1:
@@ -106,7 +106,7 @@ class Circulating:
             if step.distance:
                 self._send(step)
 
-    def _send(self, step: Step) -> None:
+    def _send(self, step: Turn) -> None:
         sends, brings = (self.piece(step.round, step.distance + n) for n in (0, 1))
         self._emitter.hop(Link.INTER, Cargo.READ, sends, brings)
 
@@ -123,7 +123,7 @@ class TravellingSums:
     """
 
     def __init__(
-        self, emitter: Emitter, order: Sequence[Step], target: Callable[[int], Ref],
+        self, emitter: Emitter, order: Sequence[Turn], target: Callable[[int], Ref],
         fields: Callable[[int], tuple[Field, ...]], halos: Sequence[Halo],
     ) -> None:  # fmt: skip
         self._emitter, self._order, self._target = emitter, order, target
@@ -188,7 +188,7 @@ class LocalSums:
     """
 
     def __init__(
-        self, emitter: Emitter, order: Sequence[Step], target: Callable[[int], Ref],
+        self, emitter: Emitter, order: Sequence[Turn], target: Callable[[int], Ref],
         fields: Callable[[int], tuple[Field, ...]], rows: int,
     ) -> None:  # fmt: skip
         self._emitter, self._order, self._target = emitter, order, target
@@ -217,17 +217,17 @@ class LocalSums:
 
 
 def sums(
-    emitter: Emitter, order: Sequence[Step], of_keys: bool, target: Callable[[int], Ref],
+    emitter: Emitter, order: Sequence[Turn], of_keys: bool, target: Callable[[int], Ref],
     fields: Callable[[int, Dtype], tuple[Field, ...]], rows: int | Sequence[Halo],
 ) -> LocalSums | TravellingSums:  # fmt: skip
     """Sums of key or query gradients; those of what circulates are returned. `rows`: how many, or
     those that circulate."""
-    halos = whole(emitter, rows) if isinstance(rows, int) else rows
+    halos = whole_halo(emitter, rows) if isinstance(rows, int) else rows
     if of_keys == (emitter.spec.circulate is Circulate.KV):
         return TravellingSums(emitter, order, target, lambda r: fields(r, Dtype.WIRE), halos)
     return LocalSums(emitter, order, target, lambda r: fields(r, Dtype.SUM), halos[0].of)
 
 
-def whole(emitter: Emitter, rows: int) -> tuple[Halo, ...]:
+def whole_halo(emitter: Emitter, rows: int) -> tuple[Halo, ...]:
     """All rows, at every distance."""
     return (Halo((Span(0, rows),), rows),) * emitter.spec.topology.inter_size

@@ -193,7 +193,7 @@ def cut(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
     return tuple(Span(start, stop) for start, stop in pairwise(sorted(edges)))
 
 
-def is_alone(tile: Tile, tiles: Sequence[Tile]) -> bool:
+def covers_its_rows(tile: Tile, tiles: Sequence[Tile]) -> bool:
     """Whether no other tile has any of its query rows."""
     return not any(tile is not other and tile.q.both(other.q) for other in tiles)
 

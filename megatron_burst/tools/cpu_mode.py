@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
-from megatron_burst.mcore.refusals import check
+from megatron_burst.mcore.refusals import refuse
 from megatron_burst.patching import on_undo
 from megatron_burst.say import say
 
@@ -80,7 +80,7 @@ def adjust_args(args: Namespace) -> list[str]:
 
     `install` has validate_args do this, so nobody needs to pass these flags.
     """
-    check("cpu", args, "CPU mode")
+    refuse("cpu", args, "CPU mode")
     wanted = {
         "transformer_impl": ("local", "--transformer-impl local"),
         "distributed_backend": ("gloo", "--distributed-backend gloo"),

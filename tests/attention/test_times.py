@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.comm.carrier import OneQueue, Where
-from megatron_burst.comm.groups import Communicator, Transfer
+from megatron_burst.comm.groups import Communicator, Sends
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine import watch as times
 from megatron_burst.engine.executor import Executor
@@ -92,14 +92,14 @@ def test_a_pass_stands_for_all_and_its_waits_are_exposed(options, link, late):
 
 def measured_waits(rank, fewer):
     """Exposed seconds: the meter's, and of all waits, on a clock that only waits advance."""
-    now, truth, wait = [0.0], [0.0], Transfer.wait
+    now, truth, wait = [0.0], [0.0], Sends.wait
 
     def waited(self, stream=None):
         wait(self, stream)
         now[0] += 1
         truth[0] += 1
 
-    Transfer.wait = waited
+    Sends.wait = waited
     times.perf_counter, config = lambda: now[0], BurstConfig.of(nodes=2)
     q, k, v = (torch.randn(1, 32, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     for count in (4, 1 if fewer else 4):

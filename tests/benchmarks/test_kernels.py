@@ -12,7 +12,7 @@ from benchmarks.candidates import candidates
 from benchmarks.kernels import Case, Row, compile_all, run_once, save
 from benchmarks.kernels_table import main, table
 from megatron_burst.kernels.backends import backends
-from megatron_burst.kernels.triton_tiles import Pass
+from megatron_burst.kernels.triton_tiles import KernelPass
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ def test_processes_that_compile_say_why_a_package_cannot_be_used():
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_sweep_tries_each_kernel_and_nothing_twice(dim):
     tried = candidates(dim, tma=True)
-    assert {which for which, _ in tried} == set(Pass)
+    assert {which for which, _ in tried} == set(KernelPass)
     assert len(set(tried)) == len(tried)
 
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.checks import check_call, check_layer, check_tokens
+from megatron_burst.mcore.checks import check_call, check_decoding, check_layer
 from megatron_burst.mcore.core_attention import BurstCoreAttention, window_of_layer
 from megatron_burst.mcore.specs import burst_spec
 from megatron_burst.schedule.layout import Layout
@@ -201,8 +201,8 @@ def test_refuses_keys_of_a_cache(tokens):
     query, key = (torch.zeros(count, 2, 4, 8) for count in tokens)
     message = rf"KV caches are not.*got {tokens[0]} query and 8 key tokens.*parallel-size 1$"
     with pytest.raises(BurstError, match=message):
-        check_tokens(query, key)
-    check_tokens(key, key)
+        check_decoding(query, key)
+    check_decoding(key, key)
 
 
 @needs("inference mode")
@@ -212,7 +212,7 @@ def test_refuses_an_inference_engine():
 
     query = torch.zeros(8, 2, 4, 8)
     with InferenceMode.active(), pytest.raises(BurstError, match="8 query and 8 key.*an inference"):
-        check_tokens(query, query)
+        check_decoding(query, query)
 
 
 def layer_of_another_size(rank):

@@ -14,7 +14,7 @@ import pytest
 from megatron_burst.config import FusedLossConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.args import check_args, check_keep_args, check_loss_args, check_unused
-from megatron_burst.mcore.refusals import TABLE, check
+from megatron_burst.mcore.refusals import TABLE, refuse
 
 
 class Part(Enum):
@@ -235,10 +235,10 @@ def test_every_row_has_cases_and_every_case_a_row():
 
 @pytest.mark.parametrize("feature, argument, value", REFUSED, ids=str)
 def test_a_row_refuses_in_one_sentence(feature, argument, value):
-    check(feature, SimpleNamespace(**BASE), "nobody")
+    refuse(feature, SimpleNamespace(**BASE), "nobody")
     options = options_with(argument, value)
     with pytest.raises(BurstError) as refused:
-        check(feature, options, "somebody")
+        refuse(feature, options, "somebody")
     said = str(refused.value)
     head, got, change = said.split("; ")
     assert head.startswith("somebody: cannot run with ") and ", because " in head
@@ -246,15 +246,15 @@ def test_a_row_refuses_in_one_sentence(feature, argument, value):
     words = " ".join(map(str, shown)) if isinstance(shown, list) else str(shown)
     assert got.startswith("got ") and change and "\n" not in said
     assert words in got or str(shown) in got or shown is None or feature == "own"
-    check(feature, options, "somebody", skip=(argument,))
+    refuse(feature, options, "somebody", skip=(argument,))
 
 
 @pytest.mark.parametrize("feature", CASES)
 def test_what_is_fine_is_not_refused(feature):
-    check(feature, SimpleNamespace(**BASE), "nobody")
+    refuse(feature, SimpleNamespace(**BASE), "nobody")
     for argument, (_, fine) in CASES[feature].items():
         for value in fine:
-            check(feature, options_with(argument, value), "somebody")
+            refuse(feature, options_with(argument, value), "somebody")
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_what_is_fine_is_not_refused(feature):
 def test_numbers_to_choose_are_told(options, numbers):
     with pytest.raises(BurstError, match=numbers):
         for feature in ("command", "run"):
-            check(feature, SimpleNamespace(**BASE | options), "somebody")
+            refuse(feature, SimpleNamespace(**BASE | options), "somebody")
 
 
 def arguments(**changes) -> Namespace:

@@ -89,4 +89,4 @@ def test_a_seam_that_moved_is_named_in_one_sentence():
 def test_an_argument_that_a_release_does_not_have_is_no_reason_to_refuse(feature):
     """Every row is checked against arguments that contain only what all releases have."""
     always = dict(context_parallel_size=2, cp_comm_type=["burst"], recompute_granularity="full")
-    refusals.check(feature, Namespace(**always), "this test")
+    refusals.refuse(feature, Namespace(**always), "this test")
