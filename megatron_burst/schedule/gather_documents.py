@@ -161,7 +161,7 @@ class StepShares:
             self._parts[index] = (made,)
             return
         if len(emitter.ranks) == 1:
-            by_rank = emitter.pair("whole_halo", index, self._rows, fields)
+            by_rank = emitter.pair("whole", index, self._rows, fields)
         else:
             by_rank = emitter.buffer(
                 f"shares {index}", Home.SLOT, self._rows, fields, Cargo.GRAD, index, self._slots
