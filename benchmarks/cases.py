@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Literal
 
-from megatron_burst.errors import BurstError
-from megatron_burst.units import in_units, nearest_multiples, whole_numbers
+from megatron_burst.errors import BurstError, nearest_multiples
+from megatron_burst.tools.units import in_units, whole_numbers
 
 _WHO = "benchmarks.attention"
 Pass = Literal["fwd", "fwd_bwd"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_burst.errors import BurstError
-from megatron_burst.units import whole_numbers
+from megatron_burst.tools.units import whole_numbers
 
 _WHO = "benchmarks.packed"
 _HISTOGRAM = Path(__file__).with_name("document_lengths.csv")

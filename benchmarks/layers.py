@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from benchmarks.impls import pick
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.units import in_units
+from megatron_burst.tools.units import in_units
 
 if TYPE_CHECKING:
     from benchmarks.stack import Stack

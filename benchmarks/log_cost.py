@@ -26,8 +26,8 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.engine.watch import METER
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.terminal import Device, in_one_sentence
+from megatron_burst.tools.units import whole_number
 from megatron_burst.tools.world import World, started
-from megatron_burst.units import whole_number
 
 _WHO = "benchmarks.log_cost"
 _WAYS = ("off", "off again", "log")

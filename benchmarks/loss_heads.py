@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.errors import BurstError
-from megatron_burst.units import in_units, whole_numbers
+from megatron_burst.tools.units import in_units, whole_numbers
 
 _WHO = "benchmarks.loss"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.rows import Sheet
-from megatron_burst.units import in_units
+from megatron_burst.tools.units import in_units
 
 _TIME, _MEMORY = "µs a token", "GiB besides the gradients"
 

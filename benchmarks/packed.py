@@ -24,8 +24,8 @@ from benchmarks.tables import reasons, terminal_table
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.tools.terminal import Device, Nodes, in_one_sentence
+from megatron_burst.tools.units import whole_numbers
 from megatron_burst.tools.world import World, started
-from megatron_burst.units import whole_numbers
 
 _WHO = "benchmarks.packed"
 _LAYOUTS = ("", Layout.ZIGZAG, Layout.CONTIGUOUS, Layout.DOCUMENTS)

@@ -6,9 +6,9 @@ from itertools import product
 
 from benchmarks.cases import Case, Heads, Pass
 from benchmarks.documents import SEED, area, lengths_of, parents_of
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import BurstError, nearest_multiples
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.units import in_units, nearest_multiples
+from megatron_burst.tools.units import in_units
 
 _WHO = "benchmarks.packed"
 _K = 1024

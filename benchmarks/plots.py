@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.rows import Row
 from benchmarks.tables import Comparison, compare, differing
-from megatron_burst.units import in_units
+from megatron_burst.tools.units import in_units
 
 _LINES = {"ceiling": "--", "one_gpu": ":"}  # bounds, not competitors: drawn as lines
 _COLUMNS = 2

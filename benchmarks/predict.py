@@ -33,7 +33,7 @@ from benchmarks.rows import PackedRow, Row, Sheet, append, check_appendable
 from benchmarks.sweep import Out
 from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.terminal import in_one_sentence
-from megatron_burst.units import whole_numbers
+from megatron_burst.tools.units import whole_numbers
 
 _WHO = "predict.py"
 PREDICTED_CSV, PREDICTED_PACKED_CSV = Sheet(_WHO), Sheet(_WHO, PackedRow)

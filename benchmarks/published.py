@@ -18,7 +18,7 @@ from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.model import PRESETS
 from megatron_burst.tools.job.search import Candidate, candidate
 from megatron_burst.tools.job.strategy import Job, Strategy
-from megatron_burst.units import in_units
+from megatron_burst.tools.units import in_units
 
 _M = 1 << 20
 

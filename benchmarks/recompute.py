@@ -36,8 +36,8 @@ from benchmarks.sweep import (
 )
 from megatron_burst.config import BurstConfig
 from megatron_burst.tools.terminal import Device, Nodes, in_one_sentence
+from megatron_burst.tools.units import whole_numbers
 from megatron_burst.tools.world import World, attempt, clean_up, started, timed_ms
-from megatron_burst.units import whole_numbers
 
 if TYPE_CHECKING:
     from benchmarks.stack import Stack

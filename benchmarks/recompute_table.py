@@ -5,7 +5,7 @@ from math import ceil
 from pathlib import Path
 
 from benchmarks.rows import Row
-from megatron_burst.units import in_units
+from megatron_burst.tools.units import in_units
 
 _FULL = {"burst": "none", "megatron": "full"}  # the mode that recomputes everything
 _A_LINE = 3  # panels

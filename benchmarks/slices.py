@@ -45,7 +45,7 @@ from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.job.search import candidate
 from megatron_burst.tools.job.strategy import Job, Strategy
 from megatron_burst.tools.terminal import in_one_sentence
-from megatron_burst.units import in_units
+from megatron_burst.tools.units import in_units
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_S = 200  # of a run

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from benchmarks.rows import Row
-from megatron_burst.units import in_units
+from megatron_burst.tools.units import in_units
 
 _COLUMNS = ("burst", "best TE (mode)", "burst / TE", "burst / kernel alone", "GiB burst, TE")
 

@@ -24,7 +24,7 @@ from benchmarks.planned import Prediction, is_of_layers, is_standin, predict
 from benchmarks.rows import ANY_CSV, ANY_PACKED_CSV, COLUMNS, SUPERSEDED, Row, is_packed, read
 from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.terminal import in_one_sentence
-from megatron_burst.units import in_units
+from megatron_burst.tools.units import in_units
 
 ROOT = Path(__file__).parents[1]
 FITTED = (64 << 10, 256 << 10)

@@ -48,3 +48,10 @@ def nearest(word: str, names: Iterable[str]) -> str:
     """ ", did you mean ...?" or nothing."""
     close = get_close_matches(word, list(names), n=1)
     return f", did you mean {close[0]!r}?" if close else ""
+
+
+def nearest_multiples(number: int, divisor: int) -> str:
+    """ "multiple of 8, such as 56 or 64" for 60 and 8; never names 0."""
+    below = number // divisor * divisor
+    near = " or ".join(str(one) for one in (below, below + divisor) if one)
+    return f"multiple of {divisor}, such as {near}"

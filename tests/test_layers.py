@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "megatron_burst"
 LAYERS = (  # a new module without a layer fails on purpose
-    {"version", "errors", "say", "units"},
+    {"version", "errors", "say"},
     {"installed"},
     {"patching"},
     {"schedule"},
@@ -181,7 +181,7 @@ def test_the_check_above_can_fail():
 
 # what one module computes in torch and the other in Triton
 TWINS = {"kernels.fused": "kernels.partial", "loss.fused": "loss.statistics"}
-MOST = {"modules": 73, "lines": 12_900}  # that `import megatron_burst.attention` loads
+MOST = {"modules": 72, "lines": 12_820}  # that `import megatron_burst.attention` loads
 
 
 def public_names(path: Path) -> set[str]:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megatron_burst.errors import BurstError
-from megatron_burst.units import nearest_multiples
+from megatron_burst.errors import BurstError, nearest_multiples
 
 FLAG, KEEP_FLAG = "--context-parallel-impl burst", "--burst-keep"
 LOSS_FLAG = "--burst-fused-loss"

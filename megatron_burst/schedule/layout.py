@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from megatron_burst.errors import BurstError
-from megatron_burst.units import nearest_multiples
+from megatron_burst.errors import BurstError, nearest_multiples
 
 
 class Layout(StrEnum):

@@ -11,7 +11,7 @@ from megatron_burst.schedule.topology import Topology
 from megatron_burst.tools.job.strategy import Job, Strategy, attention_call
 from megatron_burst.tools.simulate.call import attention_time
 from megatron_burst.tools.simulate.timing import Span, Timeline
-from megatron_burst.units import in_units
+from megatron_burst.tools.units import in_units
 
 _MOST_RANKS = 64  # in one picture
 _LANES = {"compute": (0.46, 0.46), "intra": (0.24, 0.2), "inter": (0.02, 0.2)}  # bottom, height

@@ -26,7 +26,7 @@ from megatron_burst.tools.plan_sample import Asked, numbers_in, plan_sample
 from megatron_burst.tools.plan_table import Shown, show
 from megatron_burst.tools.simulate.sample import Packing, Sample
 from megatron_burst.tools.terminal import check_writable, in_one_sentence, writing
-from megatron_burst.units import whole_number
+from megatron_burst.tools.units import whole_number
 
 _STEP_TOKENS = 4 << 20  # of a small job
 _STDOUT = Path("-")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from megatron_burst.errors import nearest_multiples
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.job.script import Arguments
 from megatron_burst.tools.job.search import (
@@ -16,7 +17,6 @@ from megatron_burst.tools.job.search import (
     search,
 )
 from megatron_burst.tools.job.strategy import SIZES, Job
-from megatron_burst.units import nearest_multiples
 
 _TIGHT = 0.95  # of the usable memory
 

@@ -24,7 +24,7 @@ from megatron_burst.tools.job.search import Candidate, loses
 from megatron_burst.tools.job.step import half_call
 from megatron_burst.tools.job.strategy import Job, attention_call
 from megatron_burst.tools.simulate.call import pass_time, sent_bytes
-from megatron_burst.units import in_units
+from megatron_burst.tools.units import in_units
 
 _TOP, _LAYOUTS = 8, 10  # strategies that are shown: the best, and of those that lose
 _WIDTH = 160  # where no terminal says

@@ -14,7 +14,7 @@ from benchmarks.impls import impls_of
 from benchmarks.te import MODES
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.units import whole_numbers
+from megatron_burst.tools.units import whole_numbers
 
 K = 1024
 ROOT = Path(__file__).parents[2]

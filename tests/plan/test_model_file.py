@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import BurstError, nearest_multiples
 from megatron_burst.tools.job.arguments import megatron_arguments
 from megatron_burst.tools.job.model import PRESETS, Model
 from megatron_burst.tools.job.model_file import from_megatron, model_of
-from megatron_burst.units import in_units, nearest_multiples, whole_number
+from megatron_burst.tools.units import in_units, whole_number
 from tests.plan.configs import (
     DEEPSEEK_V3,
     LLAMA_3_1_405B,

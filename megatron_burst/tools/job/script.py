@@ -13,7 +13,7 @@ from megatron_burst.tools.job.arguments import DUMP, DUMPED, SWITCHES, megatron_
 from megatron_burst.tools.job.flags import OFFLOADED, SIZES
 from megatron_burst.tools.job.model import PRESETS
 from megatron_burst.tools.job.model_file import MODEL_ARGUMENTS, text_of
-from megatron_burst.units import whole_number
+from megatron_burst.tools.units import whole_number
 
 Arguments = Mapping[str, Any]
 _OPTIONS = {flag.lstrip("-").replace("-", "_"): option for option, flag in SIZES.items()} | {

@@ -7,7 +7,7 @@ from itertools import product
 from math import lcm
 from typing import Any
 
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import BurstError, nearest_multiples
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.job.memory import Memory, memory_of
 from megatron_burst.tools.job.step import StepTime, step_time
@@ -21,7 +21,6 @@ from megatron_burst.tools.job.strategy import (
     misfit,
     size_misfit,
 )
-from megatron_burst.units import nearest_multiples
 
 Fixed = tuple[tuple[str, Any], ...]
 Named = tuple[tuple[str, str], ...]

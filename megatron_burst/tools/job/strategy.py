@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Literal
 
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import BurstError, nearest_multiples
 from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.spec import AttentionShape
@@ -13,7 +13,6 @@ from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.simulate.sample import Packing
-from megatron_burst.units import nearest_multiples
 
 SIZES = ("tp", "cp", "pp", "dp", "ep")
 Recompute = Literal["none", "selective", "full"]

@@ -40,10 +40,3 @@ def in_units(count: int) -> str:
         if count and count % _UNITS[unit] == 0:
             return f"{count // _UNITS[unit]}{unit}"
     return str(count)
-
-
-def nearest_multiples(number: int, divisor: int) -> str:
-    """ "multiple of 8, such as 56 or 64" for 60 and 8; never names 0."""
-    below = number // divisor * divisor
-    near = " or ".join(str(one) for one in (below, below + divisor) if one)
-    return f"multiple of {divisor}, such as {near}"
