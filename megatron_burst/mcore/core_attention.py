@@ -246,7 +246,7 @@ class BurstForward:
                 f"{WHO}: a layer's context-parallel group must be one group, because burst finds "
                 f"the nodes itself; got a list of {len(group)}; pass the group of all ranks"
             )
-        group = packed.alone() if group is None else group
+        group = packed.group_of_one() if group is None else group
         topology = communicator_of(group, self.config).topology
         return replace(self, cp_group=group, topology=topology)
 
