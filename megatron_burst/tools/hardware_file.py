@@ -252,7 +252,7 @@ def preset_of(gpu: str, name: str) -> Hardware:
     raise BurstError(
         f"hardware: {name} must be for a GPU with a preset, because calibration does not "
         f"measure everything; got {gpu!r}; describe it in a TOML file like those of "
-        "megatron_burst/plan/machines"
+        "megatron_burst/tools/machines"
     )
 
 
