@@ -19,6 +19,8 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
+from megatron_burst.engine.setup import Pattern, set_up
+
 from benchmarks.cases import Case
 from benchmarks.impls import impls_of
 from benchmarks.peers import Burst, Shard
@@ -26,8 +28,7 @@ from benchmarks.rows import Sheet, read
 from benchmarks.sweep import check_out, save
 from benchmarks.te_peer import TransformerEngine
 from megatron_burst.config import BurstConfig, Tuning
-from megatron_burst.engine.setup import Pattern, set_up
-from megatron_burst.plan.choose import Choice
+from megatron_burst.say import Choice
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import pretend_nodes

@@ -4,19 +4,15 @@ import re
 from dataclasses import dataclass, replace
 from math import inf
 
-import torch
-
 from benchmarks.documents import lengths_of, multiple_for
 from benchmarks.impls import impls_of
 from benchmarks.layers import ATTENTION, MODES, Mode, writes
 from benchmarks.rows import PackedRow, Row
-from megatron_burst.engine.setup import Pattern, way_of
-from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.choose import a2a_widths
-from megatron_burst.plan.choose_heads import most_heads
+from megatron_burst.call import spec_of
+from megatron_burst.rules import a2a_widths, most_heads
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
-from megatron_burst.schedule.spec import AttentionShape, Direction
+from megatron_burst.schedule.spec import AttentionShape, Direction, Kernel
 from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.hardware import GIB, Curve, Hardware, LinkSpeed
 from megatron_burst.tools.hardware_file import preset_of
@@ -24,8 +20,16 @@ from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.peer import as_megatron, megatron_bytes
 from megatron_burst.tools.job.step import layer_seconds
-from megatron_burst.tools.job.strategy import Job, Strategy, attention_call
-from megatron_burst.tools.simulate.call import attention_time, buffer_bytes, pass_time
+from megatron_burst.tools.job.strategy import Job, Strategy, open_call
+from megatron_burst.tools.simulate.call import (
+    AttentionCall,
+    attention_time,
+    buffer_bytes,
+    left_bytes,
+    pass_time,
+    resolved,
+    run_by,
+)
 from megatron_burst.tools.simulate.kernels import Timer
 from megatron_burst.tools.simulate.sample import Packing, Sample
 
@@ -87,9 +91,8 @@ def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
 
 
 def _of_attention(row: Row, hardware: Hardware) -> Prediction:
-    call = _call(row, hardware)
-    if is_standin(row):
-        call = as_megatron(call, hardware)
+    opened = _call(row, hardware)
+    call = as_megatron(opened, hardware) if is_standin(row) else resolved(opened)
     hardware = _with_links(row, hardware, call)
     work = _tflop(call, Direction.FORWARD)
     seconds = attention_time(call, hardware, Direction.FORWARD, work).seconds
@@ -99,7 +102,9 @@ def _of_attention(row: Row, hardware: Hardware) -> Prediction:
         seconds += attention_time(call, hardware, Direction.BACKWARD, work).seconds
         if is_standin(row):
             gib = megatron_bytes(call.shape) / GIB
-        elif call.backend == "auto" and not _is_outdated(row, call):  # others' own is not known
+        elif call.backend == "auto" and not _is_outdated(
+            row, opened, call
+        ):  # others' own is not known
             gib = (buffer_bytes(call) + _left_bytes(call)) / GIB
     return Prediction(1e3 * seconds, gib)
 
@@ -114,41 +119,42 @@ def _tflop(call: AttentionCall, direction: Direction) -> float:
     return 2 * pairs * shape.batch * shape.heads_q * dims / 1e12
 
 
-def _is_outdated(row: Row, call: AttentionCall) -> bool:
+def _is_outdated(row: Row, opened: AttentionCall, call: AttentionCall) -> bool:
     """Whether the row's run had other buffers than the engine makes now."""
-    if call.mode == "ring" or not row.date:
+    if call.intra == "ring" or not row.date:
         return False
-    if call.mode == "gather" and not call.heads_per_round and row.date < _HEADS_BEFORE:
+    if call.intra == "gather" and not opened.heads_per_round and row.date < _HEADS_BEFORE:
         return True
-    few = -(-most_heads(call.shape, call.arranged, call.mode) // call.heads) <= 2
-    return few and call.by_copy_engine and row.date < _SLOTS_BEFORE
+    few = -(-most_heads(call.shape, call.arranged, call.intra) // call.heads_per_round) <= 2
+    return few and call.pulled and row.date < _SLOTS_BEFORE
 
 
 def _left_bytes(call: AttentionCall) -> int:
     """What forward leaves for backward, beside Q, K and V, which the benchmark holds."""
-    if call.mode != "a2a" or call.again:
-        return call.left_bytes
+    if call.intra != "a2a" or call.again:
+        return left_bytes(call)
     shape = call.shape.replicated(call.arranged.intra_size)
     there, _ = a2a_widths(shape)[Direction.FORWARD]
     return call.shape.batch * call.shape.tokens * there
 
 
 def _call(row: Row, hardware: Hardware) -> AttentionCall:
-    """The call of a row, as resolved on that hardware."""
+    """The call of a row, with the choices open that the row leaves open."""
     mode = row.mode if row.impl == "burst" else "auto"
     (impl,) = impls_of((f"burst:{mode}",))
     shape = AttentionShape(
         row.batch, row.seq // row.ranks, row.heads_q, row.heads_kv,
         row.head_dim_qk, row.head_dim_v, 2, 4, 4,
     )  # fmt: skip
-    pattern = Pattern(Layout.ZIGZAG, MASKS[row.mask], 1.0)
-    nodes = pretend_nodes(row.ranks, row.nodes)
-    call = way_of(shape, torch.device("cpu"), nodes, pattern, impl.config)
-    return replace(
-        call, device="cuda", multiprocessors=hardware.gpu.multiprocessors,
-        again=call.again or "" < row.date < _AGAIN_BEFORE,  # none: yet to be measured
-        resend="always" if "" < row.date < _RESENT_BEFORE else call.resend,
+    kernel = Kernel(multiprocessors=hardware.gpu.multiprocessors)
+    nodes, mask = pretend_nodes(row.ranks, row.nodes), MASKS[row.mask]
+    spec = spec_of(impl.config, nodes, shape, Layout.ZIGZAG, mask, kernel)
+    spec = replace(
+        spec, again=spec.again or "" < row.date < _AGAIN_BEFORE,  # none: yet to be measured
+        left=False if "" < row.date < _RESENT_BEFORE else spec.left,
     )  # fmt: skip
+    overlap = impl.config.tuning.overlap
+    return run_by(AttentionCall(**vars(spec), overlap=overlap), impl.config.backend)
 
 
 def _with_links(row: Row, hardware: Hardware, call: AttentionCall) -> Hardware:
@@ -156,7 +162,7 @@ def _with_links(row: Row, hardware: Hardware, call: AttentionCall) -> Hardware:
     measured = _LINK.match(row.link)
     if not measured:
         return hardware
-    over_all = call.mode == "a2a" and call.arranged.spans_nodes
+    over_all = call.intra == "a2a" and call.arranged.spans_nodes
     gbs, own = float(measured[2 if over_all else 1]), row.ranks // row.nodes
     nics = own
     if measured[3]:  # sockets share its cores: a rank that sends alone has the others' part too
@@ -204,8 +210,7 @@ def _of_packed(row: PackedRow, hardware: Hardware) -> Prediction | None:
         return _of_kernel(row, hardware, sample)
     packing = Packing(Layout(layout or Layout.DOCUMENTS), sample)
     call = replace(_call(row, hardware), layout=packing.layout, mask=Mask(right=0, documents=True))
-    if is_standin(row):
-        call = as_megatron(call, hardware)
+    call = as_megatron(call, hardware) if is_standin(row) else resolved(call)
     where, padded = _with_links(row, hardware, call), packing.sharded(row.ranks)
     seconds = sum(pass_time(call, where, direction, padded).seconds for direction in _passes(row))
     gib = megatron_bytes(call.shape, packed=True) / GIB if is_standin(row) else None
@@ -221,9 +226,8 @@ def _of_layers(row: Row, hardware: Hardware) -> Prediction:
     job = Job(model, row.seq, row.ranks, row.ranks // row.nodes, 1, hardware)
     seconds, strategies = 0.0, _strategies(row, layers, mode)
     for share, strategy in strategies:
-        call = attention_call(job, strategy)
-        if row.impl == "megatron":
-            call = as_megatron(call, hardware)
+        opened = open_call(job, strategy)
+        call = as_megatron(opened, hardware) if row.impl == "megatron" else resolved(opened)
         links = _with_links(row, hardware, call)
         again = attention_time(call, links, Direction.FORWARD).seconds
         if mode.name == ATTENTION:

@@ -8,12 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import Op, Program, Stream, Transfer
-from megatron_burst.schedule.spec import AttentionShape, Direction, Spec
+from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Spec
 from megatron_burst.schedule.topology import pretend_nodes
 
 LANES = {  # color, and what it is
@@ -112,12 +110,12 @@ if __name__ == "__main__":
         grad_bytes=4,
     )  # fmt: skip
     spec = Spec(
-        pretend_nodes(4, 2), 0, Direction.BACKWARD, shape, Layout.ZIGZAG, Mask.CAUSAL,
-        heads_per_round=2, pulled=True,
+        pretend_nodes(4, 2), shape, intra="gather", heads_per_round=2, circulate=Circulate.KV,
+        pulled=True, direction=Direction.BACKWARD,
     )  # fmt: skip
     figure = Figure(figsize=(13, 11.5), layout="constrained")
     axes = figure.subplots()
-    draw(axes, program_of("gather", spec))
+    draw(axes, program_of(spec))
     for data, style in ARROWS.items():
         what = "waits for data" if data else "waits for memory to be free"
         axes.plot([], [], label=what, **style)

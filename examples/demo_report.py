@@ -10,9 +10,7 @@ from draw_ring import save_picture
 from rich.console import Group
 from rich.table import Table
 
-from megatron_burst.plan.choose import choose_circulate
-from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask
+from megatron_burst.resolve import choose_circulate
 from megatron_burst.schedule.ring import ring
 from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Spec
 from megatron_burst.schedule.topology import Link, Topology, pretend_nodes
@@ -68,11 +66,8 @@ class Report:
     def spec(self, topology: Topology, direction: Direction, cp_rank: int = 0) -> Spec:
         """Spec of one layer's attention in one pass."""
         backward = direction is Direction.BACKWARD
-        circulate = choose_circulate(self.shape, "auto").value if backward else Circulate.KV
-        return Spec(
-            topology, cp_rank, direction, self.shape, Layout.ZIGZAG, Mask.CAUSAL,
-            Circulate(circulate),
-        )  # fmt: skip
+        circulate = Circulate(choose_circulate(self.shape).value) if backward else Circulate.KV
+        return Spec(topology, self.shape, circulate=circulate, cp_rank=cp_rank, direction=direction)
 
     def bytes_per_step(self, topology: Topology) -> tuple[Counter, int]:
         """Bytes that attention sends per training step: all ranks by link; the maximum of one rank

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.program import Attend, AttendBackward, Op, Program, Transfer
 from megatron_burst.schedule.ring import ring
@@ -166,7 +165,7 @@ if __name__ == "__main__":
         grad_bytes=4,
     )  # fmt: skip
     both = [
-        Spec(pretend_nodes(4, 2), 0, direction, shape, Layout.ZIGZAG, Mask.CAUSAL, circulate)
+        Spec(pretend_nodes(4, 2), shape, circulate=circulate, direction=direction)
         for direction, circulate in zip(Direction, Circulate, strict=True)
     ]
     save_picture(both, Path(__file__).parents[1] / "docs" / "schedule.png")

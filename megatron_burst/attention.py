@@ -1,38 +1,35 @@
 """burst_attention: exact attention over a process group, with autograd."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_burst.call import Asked, Call, call_of
 from megatron_burst.comm.alone import alone, is_alone, is_first
 from megatron_burst.comm.groups import communicator_of
 from megatron_burst.comm.pass_log import Kind, Marks, Pass
 from megatron_burst.comm.state import GroupState, state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.documents import Documents, documents_of
-from megatron_burst.engine.facts import facts_of
-from megatron_burst.engine.passes import Call
+from megatron_burst.engine.passes import Passes
 from megatron_burst.engine.sample import Sample
-from megatron_burst.engine.setup import Pattern, attention_shape, resolve_inter, set_up, way_of
 from megatron_burst.engine.watch import range_of_pass
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.asked import check_asked
+from megatron_burst.kernels.backends import choose_backend, kernel_of
 from megatron_burst.recompute.half import keeping_of
 from megatron_burst.recompute.keep import run_kept
-from megatron_burst.recompute.keeping import recording
-from megatron_burst.say import say
-from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask, check_mask
-from megatron_burst.schedule.spec import Direction
-from megatron_burst.terms import Asked, Terms, check_terms, terms_of
+from megatron_burst.recompute.keeping import Keeping, recording
+from megatron_burst.resolve import resolve
+from megatron_burst.say import Choice, say
+from megatron_burst.schedule.spec import Direction, Spec
 from megatron_burst.transforms import refuse_transforms, uncompiled
 
 _WHO = "burst attention"
@@ -128,14 +125,13 @@ def burst_attention(
     asked = Asked(
         causal, window, softmax_scale, layout, qkv_format, return_lse, config, layer, sample.given
     )
-    group, terms = _group(group), terms_of((q, k, v), asked)
-    state = state_of(group, terms.config.tuning.timeout_s)
-    if qkv_format == "thd" and not terms.wrong:
+    group, call = _group(group), call_of((q, k, v), asked)
+    state = state_of(group, call.config.tuning.timeout_s)
+    if qkv_format == "thd" and not call.wrong:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    resolved = state.resolved.recent(terms)
-    if resolved is None:
-        resolved = state.resolved[terms] = _resolve(q, k, v, terms, group, state)
-    call, keeping, marks = resolved
+    prepared = state.resolved.recent(call)
+    if prepared is None:
+        prepared = state.resolved[call] = _prepare(call, group, state)
     q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
     documents = None
     if cu_seqlens is not None:
@@ -143,7 +139,8 @@ def burst_attention(
         documents = _documents(
             state, partial(documents_of, state.samples, sample, sizes, layout, q)
         )
-    run = partial(_attend, call=call, documents=documents, marks=marks, layer=layer)
+    run = partial(_attend, prepared=prepared, documents=documents, layer=layer)
+    keeping = prepared.keeping
     out, lse = run_kept(run, (q, k, v), keeping) if keeping else run(q, k, v)
     if qkv_format == "thd":
         out, lse = out.squeeze(0), lse.squeeze(0)
@@ -151,21 +148,30 @@ def burst_attention(
     return (out, lse) if return_lse else out
 
 
-def _resolve(q, k, v, terms: Terms, group, state: GroupState) -> tuple:
-    """(call, keeping, marks) of a call with new terms, once all ranks agree and it is valid.
+class Prepared(NamedTuple):
+    """A call that is ready to run."""
 
-    Ranks compare terms before anything is checked, so an error on one rank becomes a disagreement
+    recomputed: Passes  # whose forward saves nothing received: results are kept, or no backward
+    followed: Passes  # whose backward follows this same forward
+    keeping: Keeping | None
+    marks: Marks
+
+
+def _prepare(call: Call, group: dist.ProcessGroup, state: GroupState) -> Prepared:
+    """A new call, once all ranks agree and it is valid.
+
+    Ranks compare calls before anything is checked, so an error on one rank becomes a disagreement
     that all of them see. New sizes under a configuration that they agreed on need no comparison:
     every rank derives the same from them.
 
     Raises:
         BurstError: on all ranks, if they differ or the call cannot run.
     """
-    configuration, words = terms.configuration(), terms.in_words()
+    configuration, words = call.configuration(), call.in_words()
     is_new = state.agree(words, _WHO, configuration)
     try:
-        check_terms(terms, group.size())
-        *resolved, choices = _choose(q, k, v, terms, group, state)
+        call.check(group.size())
+        prepared, choices = _choose(call, group, state)
     except BurstError as error:
         if not is_new:
             state.refuse(error, words)
@@ -174,31 +180,54 @@ def _resolve(q, k, v, terms: Terms, group, state: GroupState) -> tuple:
     if told not in state.said and is_first():
         say(f"{_WHO}: {'; '.join(map(str, choices))}")
     state.said[told] = None
-    return tuple(resolved)
+    return prepared
 
 
-def _choose(q, k, v, terms: Terms, group, state: GroupState) -> tuple:
-    """(call, keeping, marks, choices): how a valid call runs."""
-    board = state.board
-    q, k, v = _to_bshd(terms.qkv_format, q, k, v)
-    carrier = communicator_of(group, terms.config)
-    left, right = terms.window
-    mask = Mask(left, right, terms.packed)
-    facts = facts_of(q, k, v, terms.config, mask)
-    board.agree(facts, _WHO, ("facts", terms.configuration()))
-    pattern = Pattern(Layout(terms.layout), mask, terms.softmax_scale)
-    shape = attention_shape(q, k, v)
-    way = way_of(shape, q.device, carrier.topology, pattern, terms.config)
-    if way.topology.cp_size > 1:
-        check_mask(mask, way.layout, way.mode, way.arranged.inter_size == 1)
-    check_asked(way)
-    config, between = resolve_inter(way, terms.config)
-    if config.inter == "a2a" or config.tuning.flat:
-        carrier = communicator_of(group, terms.config, flat=True)
-    call, choices = set_up(q, k, v, carrier, pattern, config)
-    marks = Marks.of(state.log, terms.in_words())
-    keeping, kept = keeping_of(q, k, v, carrier, pattern, config, marks)
-    return call, keeping, marks, [*between, *choices, *kept]
+def _choose(
+    call: Call, group: dist.ProcessGroup, state: GroupState
+) -> tuple[Prepared, list[Choice]]:
+    """How a valid call runs, and why."""
+    carrier = communicator_of(group, call.config)
+    state.board.agree(call.facts(), _WHO, ("facts", call.configuration()))
+    backend, backend_choice = choose_backend(call.problem, call.config.backend)
+    opened = call.spec(carrier.topology, kernel_of(backend, call.devices[0]))
+    spec, why = resolve(opened)
+    if spec.arranged != carrier.topology:
+        carrier = communicator_of(group, call.config, flat=True)
+
+    def passes_of(opened: Spec) -> Passes:
+        """Passes between the nodes as decided for the call, by what its ranks support."""
+        spec, _ = resolve(replace(opened, inter=why["inter"].value))
+        spec = replace(spec, pulled=spec.pulled and carrier.transfer.value == "pull")
+        scale, deterministic = call.softmax_scale, call.config.deterministic
+        return Passes(spec, backend, carrier, scale, call.dtypes[0], deterministic)
+
+    marks = Marks.of(state.log, call.in_words())
+    keeping, kept = keeping_of(call, replace(opened, again=True), spec, carrier, passes_of, marks)
+    recomputed, followed = (passes_of(replace(opened, again=again)) for again in (True, False))
+    choices = [*_in_order(spec, why, carrier.transfer), _named("backend", backend_choice), *kept]
+    return Prepared(recomputed, followed, keeping, marks), choices
+
+
+def _in_order(spec: Spec, why: Mapping[str, Choice], transfer: Choice) -> list[Choice]:
+    """The choices made for a call, as the user reads them."""
+    row, between = spec.arranged, spec.topology.inter_size > 1
+    choices = [_named("between nodes", why["inter"])] if between else []
+    if spec.topology.cp_size == 1:
+        return [*choices, Choice("one rank: the kernel alone")]
+    choices += [Choice(f"{row}"), why["intra"]]
+    if spec.intra == "ring" or row.inter_size > 1:
+        choices.append(_named("circulate", why["circulate"]))
+    if spec.intra == "gather":
+        heads = f"{spec.heads_per_round} of {spec.shape.heads_kv} KV heads per round"
+        choices += [Choice(heads), transfer]
+    elif spec.intra == "a2a":
+        choices += [Choice(f"{spec.heads_per_round} KV heads of a rank per round"), transfer]
+    return choices
+
+
+def _named(what: str, choice: Choice) -> Choice:
+    return replace(choice, value=f"{what} {choice.value}")
 
 
 def _documents(state: GroupState, find: Callable[[], Documents]) -> Documents:
@@ -219,13 +248,12 @@ def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, documents: Documents | None, marks: Marks,
-    layer: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, documents: Documents | None, layer: int
+) -> tuple[Tensor, Tensor]:
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     followed = differentiated and not recording()  # backward follows without recomputation
-    passes = call.followed if followed else call.recomputed
-    return BurstAttentionFunction.apply(q, k, v, passes, documents, marks, layer)
+    passes = prepared.followed if followed else prepared.recomputed
+    return BurstAttentionFunction.apply(q, k, v, passes, documents, prepared.marks, layer)
 
 
 class BurstAttentionFunction(torch.autograd.Function):
@@ -234,7 +262,7 @@ class BurstAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, passes, documents, marks, layer):
         known = documents.known if documents else None
-        here = range_of_pass(Direction.FORWARD, layer, passes.way)
+        here = range_of_pass(Direction.FORWARD, layer, passes.spec.intra)
         kind = Kind.KEPT if recording() else Kind.FORWARD  # they run different programs
         with here, _without_autocast(q), Pass(marks, kind, layer=layer) as this:
             out, lse, left = passes.forward(q, k, v, documents, partial(this.begin, known))
@@ -253,7 +281,7 @@ class BurstAttentionFunction(torch.autograd.Function):
         if dout is None:
             return (None,) * 7
         out, *left = ctx.saved_tensors
-        here = range_of_pass(Direction.BACKWARD, ctx.layer, ctx.passes.way)
+        here = range_of_pass(Direction.BACKWARD, ctx.layer, ctx.passes.spec.intra)
         with here, _without_autocast(out), ctx.its_backward() as this:
             begin = partial(this.begin, ctx.documents.checked() if ctx.documents else None)
             grads = ctx.passes.backward(left, out, _readable(dout), ctx.documents, begin)

@@ -5,6 +5,7 @@ which kernel runs without setting up logging. To see less, set the logger's leve
 """
 
 import logging
+from dataclasses import dataclass
 from functools import cache
 
 
@@ -25,3 +26,14 @@ def say(text: str, level: int = logging.INFO) -> None:
 def say_once(text: str) -> None:
     """`say`, but nothing that this process has said so before."""
     say(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen, and why, as text for the user; "" if it needs no reason."""
+
+    value: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.value} ({self.reason})" if self.reason else self.value

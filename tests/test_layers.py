@@ -14,14 +14,16 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"installed"},
     {"patching"},
     {"schedule"},
-    {"plan"},
+    {"rules"},
+    {"resolve"},
     {"config", "environment", "transforms"},
     {"mcore.patches", "mcore.releases"},  # tables of names, which load neither Megatron nor torch
     {"kernels"},
+    {"call"},
     {"comm"},
     {"engine"},
     {"recompute"},
-    {"attention", "terms"},
+    {"attention"},
     {"loss"},
     {"mcore"},
     {"__init__", "__main__", "auto", "patch", "spec", "compat"},
@@ -165,7 +167,7 @@ def loaded_by(statement: str) -> set[str]:
     [
         "import megatron_burst",
         "import megatron_burst.schedule.modes, megatron_burst.tools.picture",
-        "import megatron_burst.tools.job.flags, megatron_burst.tools.simulate.fastest",
+        "import megatron_burst.tools.job.flags, megatron_burst.tools.simulate.call",
         "import megatron_burst.tools.plan",
     ],
 )

@@ -25,8 +25,7 @@ from megatron_burst.comm.symmetric import SymmetricError, SymmetricPool
 from megatron_burst.comm.watch import WHO, Board, backend_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.choose import Choice, choose_transfer
-from megatron_burst.say import say
+from megatron_burst.say import Choice, say
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link, Topology
 
@@ -141,6 +140,45 @@ class Communicator:
         on_cpu = all(tensor.device.type == "cpu" for _, tensor in (*sends, *recvs))
         timeout_s = self.board.timeout_s if on_cpu else None
         return Sends(works, timeout_s, lost)
+
+
+def choose_transfer(
+    topology: Topology, device: str, asked: str, try_out: Callable[[], str | None]
+) -> Choice:
+    """How gathered keys move inside a node: "send" or "pull".
+
+    Args:
+        topology: of the group.
+        device: torch device type.
+        asked: "auto", "send" or "pull".
+        try_out: returns why ranks cannot pull here, or None; called only if nothing else rules it
+            out.
+
+    Raises:
+        BurstError: if pulling was asked for and cannot be done.
+    """
+    if topology.cp_size == 1:
+        return Choice("send", "one rank")
+    if asked == "send":
+        return Choice("send", "asked for")
+    cannot: str | None
+    if device != "cuda":
+        cannot = f"the ranks must use GPUs, because only GPUs have copy engines; got {device}"
+    elif topology.spans_nodes or topology.intra_size == 1:
+        cannot = (
+            "a rank must share its node with those it gathers from, because it reads their memory; "
+            f"got {topology}"
+        )
+    else:
+        reason = try_out()
+        cannot = reason and f"symmetric memory must work between the GPUs; got: {reason}"
+    if cannot and asked == "pull":
+        raise BurstError(
+            f"burst attention: to pull, {cannot}; pass --burst-tune transfer=send or transfer=auto"
+        )
+    if cannot:
+        return Choice("send", cannot)
+    return Choice("pull", "asked for" if asked == "pull" else "by copy engine, while kernels run")
 
 
 def _lost(board: Board, log: PassLog | None, hop: str, error: Exception) -> BurstError:

@@ -1,7 +1,7 @@
-"""One attention call, ready to run: its programs, and the two passes that autograd sees."""
+"""The two passes of a call that autograd sees, and their programs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor
 from megatron_burst.comm.carrier import Carrier
 from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.executor import Executor
-from megatron_burst.engine.memory import Dtypes, Fields, empty_like_rows
+from megatron_burst.engine.memory import Fields, empty_like_rows
 from megatron_burst.kernels.backends import Backend
-from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.kernels.partial import accumulate_dtype
+from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.program import Home
-from megatron_burst.schedule.spec import Direction
+from megatron_burst.schedule.spec import Direction, Dtype, Spec
 
 
 def lean(x: Tensor, *others: Tensor) -> Tensor:
@@ -41,29 +42,28 @@ class Passes:
     which take as much memory; a gather may also save K and V of other nodes.
 
     Attributes:
-        way: how they run; every choice is made.
+        spec: how they run; every choice is made.
         backend: computes the tiles.
         carrier: moves data between ranks.
         scale: softmax scale.
-        dtypes: element types.
+        dtype: of q, k and v.
         deterministic: whether gradients must be bitwise the same every time.
-        pulled: whether ranks of a node read each other's slots by copy engine.
     """
 
-    way: AttentionCall
+    spec: Spec
     backend: Backend
     carrier: Carrier
     scale: float
-    dtypes: Dtypes
+    dtype: torch.dtype
     deterministic: bool = False
-    pulled: bool = False
 
     def _executor(self, direction: Direction) -> Executor:
-        spec = self.way.spec(self.carrier.cp_rank, direction)
-        spec, unit = replace(spec, pulled=spec.pulled and self.pulled).in_units()
+        spec, unit = self.spec.of(self.carrier.cp_rank, direction).in_units()
+        sums, narrow = accumulate_dtype(self.dtype), spec.shape.grad_bytes == self.dtype.itemsize
+        wire = self.dtype if narrow else sums
         return Executor(
-            self.way.program_of(spec), self.backend, self.carrier, self.scale, self.dtypes,
-            self.deterministic, unit,
+            program_of(spec), self.backend, self.carrier, self.scale,
+            {Dtype.INPUT: self.dtype, Dtype.SUM: sums, Dtype.WIRE: wire}, self.deterministic, unit,
         )  # fmt: skip
 
     @cached_property
@@ -98,7 +98,7 @@ class Passes:
         out, lse = run.fields["out"]["out"], run.fields["out"]["lse"]
         left = tuple(run.left[name] for name in executor.program.left)
         if self._takes_inputs:
-            left = (q, k, lean(v, q, k) if not self.way.again else v, lse, *left)
+            left = (q, k, lean(v, q, k) if not self.spec.again else v, lse, *left)
         return out, lse, left
 
     @property
@@ -119,7 +119,7 @@ class Passes:
             documents, begin: as in forward.
         """
         executor, side = self.backward_executor, {"dout": dout, "out": out}
-        shape, given, like = self.way.shape, {}, (dout,) * 3
+        shape, given, like = self.spec.shape, {}, (dout,) * 3
         if self._takes_inputs:
             q, k, v, lse, *left = left
             side |= {"q": q, "lse": lse}
@@ -130,28 +130,6 @@ class Passes:
         of_forward = dict(zip(self.forward_executor.program.left, left, strict=True))
         run = executor.run(given, of_forward, documents, partial(_results, executor, rows), begin)
         return run.fields["dq"]["dq"], run.fields["dkv"]["dk"], run.fields["dkv"]["dv"]
-
-
-@dataclass(frozen=True)
-class Call:
-    """Everything about one attention call except its tensors.
-
-    Attributes:
-        recomputed: passes whose forward saves nothing received from other ranks: its results are
-            kept for recomputation, or no backward follows.
-        followed: passes whose backward follows this same forward.
-    """
-
-    recomputed: Passes
-    followed: Passes
-
-    @staticmethod
-    def of(way: AttentionCall, *args, **options) -> "Call":
-        """Takes the arguments of `Passes`."""
-        recomputed, followed = (
-            Passes(replace(way, again=again), *args, **options) for again in (True, False)
-        )
-        return Call(recomputed, followed)
 
 
 def _results(executor: Executor, like: dict[str, tuple[Tensor, int]]) -> dict[str, Fields]:

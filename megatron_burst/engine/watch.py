@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler
 
-from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.schedule.program import Op, Program, Ref, Transfer
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
@@ -45,12 +44,12 @@ def range_of(name: str) -> AbstractContextManager:
     return profiler.record_function(name) if profiled() else _NONE
 
 
-def range_of_pass(direction: Direction, layer: int, way: AttentionCall) -> AbstractContextManager:
+def range_of_pass(direction: Direction, layer: int, mode: str) -> AbstractContextManager:
     """A range around one pass of a call; `layer` 0: unknown."""
     if not profiled():
         return _NONE
     where = f", layer {layer}" if layer else ""
-    return profiler.record_function(f"burst {direction}{where}, {way.mode}")
+    return profiler.record_function(f"burst {direction}{where}, {mode}")
 
 
 def with_ranges(executor: Executor) -> tuple[Step, ...]:

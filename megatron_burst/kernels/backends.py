@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.visible import Visible
-from megatron_burst.plan.choose import Choice
+from megatron_burst.say import Choice
 from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.spec import USUAL_MULTIPROCESSORS, Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,24 @@ def problem_of(
         dim_v=v.shape[3],
         grouped=q.shape[2] != k.shape[2],
         deterministic=deterministic,
-        arch=torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0,
+        arch=arch_of(q.device),
         windowed=mask.windowed,
         packed=mask.documents,
     )
+
+
+@lru_cache
+def arch_of(device: torch.device) -> int:
+    """Major number of a GPU's compute capability; 0 on the CPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; on the CPU those of a typical GPU."""
+    if device.type != "cuda":
+        return USUAL_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +241,15 @@ def backends() -> dict[str, Backend]:
         TorchCpu(), Reference(),
     )  # fmt: skip
     return {backend.capability.name: backend for backend in every}
+
+
+def kernel_of(backend: Backend, device: torch.device) -> Kernel:
+    """What programs depend on of a backend on a device."""
+    can = backend.capability
+    return Kernel(
+        can.rectangular_causal, can.takes_delta, can.wide_grads, device.type,
+        multiprocessors(device),
+    )  # fmt: skip
 
 
 def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Choice]:

@@ -15,10 +15,10 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_burst.attention import burst_attention
+from megatron_burst.call import attention_shape, spec_of, window_of
 from megatron_burst.comm.groups import communicator_of
 from megatron_burst.comm.state import telling
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.setup import attention_shape
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.checks import (
@@ -34,12 +34,12 @@ from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.patches import apply, switch_on_keep
 from megatron_burst.mcore.recompute import for_calls, resolved
 from megatron_burst.mcore.refusals import refuse
-from megatron_burst.plan.half import recomputed_share
-from megatron_burst.recompute.half import half_call
+from megatron_burst.recompute.half_plan import recomputed_share
+from megatron_burst.resolve import resolve
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.spec import Kernel
 from megatron_burst.schedule.topology import Topology
-from megatron_burst.terms import window_of
 from megatron_burst.transforms import uncompiled
 
 PER_LAYER = ("attention_dropout",)  # options that may differ between layers
@@ -284,9 +284,10 @@ class BurstForward:
 
     def _half_saves(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> float:
         """Share of recomputation that keeping half saves."""
-        shape = attention_shape(*(x.transpose(0, 1) for x in (query, key, value)))
-        call = half_call(Layout.ZIGZAG, mask, self.topology, shape, self.config)
-        return 1 - recomputed_share(call)
+        shapes = [x.transpose(0, 1).shape for x in (query, key, value)]
+        shape, kernel = attention_shape(shapes, query.dtype), Kernel(device=query.device.type)
+        spec = spec_of(self.config, self.topology, shape, Layout.ZIGZAG, mask, kernel)
+        return 1 - recomputed_share(resolve(spec).spec)
 
 
 def window_of_layer(

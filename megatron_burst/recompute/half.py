@@ -6,23 +6,21 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from megatron_burst.call import Call
 from megatron_burst.comm.carrier import Carrier
 from megatron_burst.comm.groups import Communicator
 from megatron_burst.comm.pass_log import Kind, Marks, Pass
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.passes import Call
-from megatron_burst.engine.setup import Pattern, attention_shape, set_up
+from megatron_burst.engine.passes import Passes
 from megatron_burst.engine.watch import range_of
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
-from megatron_burst.plan.choose import Choice
-from megatron_burst.plan.half import EarlyHalf, HalfCall, Move, choose_half
+from megatron_burst.recompute.half_plan import EarlyHalf, Move, choose_half, early_half
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Resident, Tensors
 from megatron_burst.recompute.offload import host_memory
-from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.spec import AttentionShape, Cargo
-from megatron_burst.schedule.topology import Link, Topology
+from megatron_burst.say import Choice
+from megatron_burst.schedule.spec import Cargo, Spec
+from megatron_burst.schedule.topology import Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class LaterHalf:
     the first pass if other ranks keep a rank's rows."""
 
     plan: EarlyHalf  # which ranks recompute which rows; who keeps the others
-    call: Call  # the call over the early half as a separate sequence
+    passes: Passes  # over the early half as a separate sequence
     carrier: Carrier  # sends rows between any two ranks of the group, which share a node
     marks: Marks = field(default_factory=Marks)  # of the whole call
 
@@ -101,7 +99,7 @@ class LaterHalf:
         home.run(early)
 
     def _forward(self, shard: Iterable[Tensor], begin: Callable[[], None]) -> tuple[Tensor, Tensor]:
-        return _rows_first(*self.call.recomputed.forward(*shard, begin=begin)[:2])
+        return _rows_first(*self.passes.forward(*shard, begin=begin)[:2])
 
 
 class Moving:
@@ -142,53 +140,41 @@ class Moving:
 
 
 def keeping_of(
-    q: Tensor, k: Tensor, v: Tensor, carrier: Communicator, pattern: Pattern, config: BurstConfig,
-    marks: Marks,
+    call: Call, opened: Spec, spec: Spec, carrier: Communicator,
+    passes_of: Callable[[Spec], Passes], marks: Marks,
 ) -> tuple[Keeping | None, list[Choice]]:  # fmt: skip
-    """How a call of burst attention is kept, or None; the choices made.
+    """How a call's results are kept, or None; the choices made.
 
-    q, k and v are [b, n, heads, dim].
+    Args:
+        call: the call.
+        opened: how it runs, without the choices made.
+        spec: how it runs.
+        carrier: of its group.
+        passes_of: makes the passes of another spec.
+        marks: of the call.
 
     Raises:
         BurstError: if an option works in Megatron's layers only.
     """
+    config, device, policy, said = call.config, call.devices[0], None, []
     _check(config)
     if config.keep == "none":
         return None, []
     patches.apply("checkpoints")
-    policy, said = None, []
     if config.keep == "half":
-        topology, shape = carrier.topology, attention_shape(q, k, v)
-        problem = half_call(pattern.layout, pattern.mask, topology, shape, config)
-        choice = choose_half(problem)
+        choice = choose_half(spec)
         said = [replace(choice, value=f"keep half: {choice.value}")]
         if choice.value == "none":
             return None, said
-        plan = problem.half(choice.value == "resharded")
+        cp_size, shape = spec.topology.cp_size, opened.shape
+        plan = early_half(spec.layout, cp_size, shape.tokens, choice.value == "resharded")
         if plan.kept and not carrier.has_met:
             Marks(marks.log, marks.terms).begin(Kind.AGREEMENT)  # others may be in a call without
-            _meet(carrier, topology.cp_size, q.device)
+            _meet(carrier, cp_size, device)
             carrier.has_met = True
-        shard = (x[:, : shape.tokens // 2] for x in (q, k, v))
-        early = replace(pattern, layout=plan.layout)
-        policy = LaterHalf(plan, set_up(*shard, carrier, early, config)[0], carrier, marks)
-    return Keeping(policy, packer(q.device, config), config.tuning.keep_debug, marks), said
-
-
-def half_call(
-    layout: Layout, mask: Mask, topology: Topology, shape: AttentionShape, config: BurstConfig
-) -> HalfCall:
-    """A call that keeps the later half; options alone decide whether there is an all-to-all.
-
-    Args:
-        layout: how tokens are sharded.
-        mask: which keys a query may see.
-        topology: of the group.
-        shape: sizes of the call on one rank.
-        config: what the user asked for.
-    """
-    exchanged = "a2a" in (config.inter, config.intra if topology.inter_size == 1 else None)
-    return HalfCall(layout, mask, topology, shape, exchanged)
+        early = replace(opened, shape=replace(shape, tokens=shape.tokens // 2), layout=plan.layout)
+        policy = LaterHalf(plan, passes_of(early), carrier, marks)
+    return Keeping(policy, packer(device, config), config.tuning.keep_debug, marks), said
 
 
 def _meet(carrier: Carrier, cp_size: int, device: torch.device) -> None:

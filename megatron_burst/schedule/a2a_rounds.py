@@ -37,7 +37,9 @@ class AllToAllEmitter(Emitter):
         _check_heads(spec.shape.heads_q, len(self.ranks))
         heads_kv = spec.shape.replicated(len(self.ranks)).heads_kv
         self.copies = heads_kv // spec.shape.heads_kv
-        self.rounds = heads_in_rounds(heads_kv, spec.heads_per_round * len(self.ranks))
+        self.rounds = heads_in_rounds(
+            heads_kv, (spec.heads_per_round or heads_kv) * len(self.ranks)
+        )
         self.order = steps(topology.inter_size, len(self.rounds), spec.backward, here=False)
         self.reorders = spec.layout is Layout.DOCUMENTS
         placed = spec.mask.windowed or spec.mask.documents

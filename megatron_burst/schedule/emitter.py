@@ -100,7 +100,9 @@ class Emitter:
         """A transfer between the ranks of a node; all of them pull together."""
         if self.spec.topology.intra_size > 1 and (gives or takes or self.spec.pulled):
             self.emit(
-                Transfer(Link.INTRA, cargo, tuple(gives), tuple(takes), slot, self.spec.pulled)
+                Transfer(
+                    Link.INTRA, cargo, tuple(gives), tuple(takes), slot, bool(self.spec.pulled)
+                )
             )
 
     def hop(self, link: Link, cargo: Cargo, sends: Ref, brings: Ref) -> None:

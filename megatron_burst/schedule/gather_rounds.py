@@ -42,9 +42,11 @@ class GatherEmitter(Emitter):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        self.rounds = heads_in_rounds(spec.shape.heads_kv, spec.heads_per_round)
+        self.rounds = heads_in_rounds(
+            spec.shape.heads_kv, spec.heads_per_round or spec.shape.heads_kv
+        )
         nodes = spec.topology.inter_size
-        self.order = steps(nodes, len(self.rounds), spec.backward, spec.left)
+        self.order = steps(nodes, len(self.rounds), spec.backward, bool(spec.left))
         self.others, self.alone = spec.topology.others(spec.cp_rank), nodes == 1
         self.keys_travel = not spec.backward or spec.circulate is Circulate.KV
 

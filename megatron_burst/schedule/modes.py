@@ -12,10 +12,10 @@ MODES = {"ring": ring, "gather": gather, "a2a": a2a}
 
 
 @lru_cache(maxsize=64)
-def program_of(mode: str, spec: Spec) -> Program:
-    """The program of a rank; the same object for equal specs.
+def program_of(spec: Spec) -> Program:
+    """The program of a rank (`Spec.of`); the same object for equal specs.
 
     Raises:
         BurstError: if the mode cannot run that spec.
     """
-    return MODES[mode](spec)
+    return MODES[spec.intra or "ring"](spec)

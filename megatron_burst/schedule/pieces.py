@@ -182,7 +182,7 @@ def _pieces(
 
 
 def sides(
-    here: Visit, visit: Visit, circulate: Circulate
+    here: Visit, visit: Visit, circulate: Circulate | None
 ) -> tuple[tuple[tuple[Piece, int], ...], tuple[Piece, ...]]:
     """The query pieces, each with how many key pieces come before it, and the key pieces.
 

@@ -1,4 +1,4 @@
-"""What determines a program: the call as one rank sees it, and its kernel."""
+"""What determines a program: sizes, the choices that are made for a call, and its kernel."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -7,6 +7,8 @@ from math import gcd
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import Topology
+
+USUAL_MULTIPROCESSORS = 132  # of an unknown GPU: a Hopper's
 
 
 class Cargo(StrEnum):
@@ -106,46 +108,75 @@ def power_below(number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Properties of the attention kernel that programs depend on
-    (`kernels.backends.Capability`)."""
+    """Properties of the attention kernel (`kernels.backends.Capability`) and of its device that
+    choices and programs depend on."""
 
     rectangular_causal: bool = True
     takes_delta: bool = True
     wide_grads: bool = False
+    device: str = "cuda"  # torch device type
+    multiprocessors: int = USUAL_MULTIPROCESSORS
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that determines a program; equal specs have equal programs.
+    """How a call runs; equal specs have equal programs.
+
+    A choice that is None is open: `resolve` makes it. What a user asks for is set before.
 
     Attributes:
-        topology: of the group; as the mode sees it.
-        cp_rank: the rank that runs the program.
-        direction: of the pass.
-        shape: sizes on one rank.
+        topology: of the group.
+        shape: sizes on one rank; once resolved, with gradients as wide as on the wire.
         layout: of the tokens.
         mask: of the sequence.
-        circulate: what circulates, in the ring or between nodes, in backward.
         kernel: that computes the tiles.
-        heads_per_round: KV heads of a round; unused by rings.
+        again: whether backward sends again what forward received: results are kept, so that no
+            backward follows its forward directly.
+        inter: between nodes: "ring"; or over all ranks, whatever their nodes: "a2a", or "flat" for
+            one ring.
+        intra: inside a node, or over all ranks: "ring", "gather" or "a2a".
+        heads_per_round: KV heads of a round, gathered or computed by a rank; 0: all of them. Rings
+            have no rounds.
+        grad_wire: dtype of gradients between ranks: "accumulate" or "input".
+        circulate: what circulates in backward, in the ring or between nodes.
         pulled: whether ranks of a node read each other's slots by copy engine.
         left: whether forward saves for backward what it received, and backward reads it.
+        cp_rank: that runs the program; like direction and times of a program alone.
+        direction: of the pass.
         times: how many rows one row stands for at least, a power of two; the slot count depends on
             it.
     """
 
     topology: Topology
-    cp_rank: int
-    direction: Direction
     shape: AttentionShape
-    layout: Layout
-    mask: Mask
-    circulate: Circulate = Circulate.KV
+    layout: Layout = Layout.ZIGZAG
+    mask: Mask = Mask.CAUSAL
     kernel: Kernel = Kernel()
-    heads_per_round: int = 1
-    pulled: bool = False
-    left: bool = False
+    again: bool = False
+    inter: str | None = None
+    intra: str | None = None
+    heads_per_round: int | None = None
+    grad_wire: str | None = None
+    circulate: Circulate | None = None
+    pulled: bool | None = None
+    left: bool | None = None
+    cp_rank: int = 0
+    direction: Direction = Direction.FORWARD
     times: int = 1
+
+    @property
+    def arranged(self) -> Topology:
+        """The topology as the mode sees it: one row of all ranks, if nodes are ignored."""
+        return self.topology.flat() if self.inter in ("a2a", "flat") else self.topology
+
+    def of(self, cp_rank: int, direction: Direction) -> "Spec":
+        """The spec of one rank's program in a pass, without what no program depends on."""
+        backward = direction is Direction.BACKWARD
+        return replace(
+            self, topology=self.arranged, cp_rank=cp_rank, direction=direction,
+            circulate=self.circulate if backward else Circulate.KV, inter=None, grad_wire=None,
+            again=False, heads_per_round=None if self.intra == "ring" else self.heads_per_round,
+        )  # fmt: skip
 
     def in_units(self) -> tuple["Spec", int]:
         """The same with rows counted in halves of a shard, so that programs serve all lengths, and

@@ -88,6 +88,12 @@ class Topology:
 
     def flat(self) -> "Topology":
         """The same ranks and nodes as one flat ring, node by node."""
+        return self._flat
+
+    @cached_property
+    def _flat(self) -> "Topology":
+        if len(self.grid) == 1:
+            return self
         return Topology((tuple(rank for row in self.grid for rank in row),), self.node_of)
 
     def __str__(self) -> str:

@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass, replace
 
-from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.resolve import resolve
+from megatron_burst.say import Choice
 from megatron_burst.schedule.layout import Layout, places_in_documents, positions
 from megatron_burst.schedule.mask import Mask, Places
 from megatron_burst.schedule.program import Attend, Program
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import Hardware
-from megatron_burst.tools.simulate.call import attention_time
+from megatron_burst.tools.simulate.call import AttentionCall, attention_time, program, resolved
 from megatron_burst.tools.simulate.kernels import OpTimer, Timer
 from megatron_burst.tools.simulate.sample import Packing, Sample
 
@@ -22,6 +23,7 @@ class Way:
         sample: with the padding that the layout needs.
         padding: its tokens.
         call: how it runs.
+        why: its mode, and why it was chosen.
         work: pairs of queries and keys that each rank computes, for as many heads as the call has.
         sent: bytes that each rank sends in both passes.
         seconds: of each pass, by the programs that the engine runs.
@@ -31,6 +33,7 @@ class Way:
     sample: Sample
     padding: int
     call: AttentionCall
+    why: Choice
     work: tuple[float, ...]
     sent: tuple[int, ...]
     seconds: tuple[float, float]
@@ -53,7 +56,7 @@ def way_of(call: AttentionCall, given: Sample, hardware: Hardware, layout: Layou
     """How a sample runs on the ranks of a call.
 
     Args:
-        call: heads, topology and options; its tokens are the sample's.
+        call: heads, topology and options, with choices open; its tokens are the sample's.
         given: the documents, without padding.
         hardware: the cluster's.
         layout: ZIGZAG, where documents start at any token, or DOCUMENTS.
@@ -65,15 +68,17 @@ def way_of(call: AttentionCall, given: Sample, hardware: Hardware, layout: Layou
     sample = Packing(layout, given).sharded(len(ranks))
     assert sample
     shape = replace(call.shape, tokens=sample.tokens // len(ranks))
-    call = replace(call, shape=shape, layout=layout, mask=Mask(right=0, documents=True))
-    programs = [[call.program(rank, way) for way in Direction] for rank in ranks]
+    mask = Mask(right=0, documents=True)
+    opened = replace(call, shape=shape, layout=layout, mask=mask)
+    call = resolved(opened)
+    programs = [[program(call, rank, way) for way in Direction] for rank in ranks]
     timer = Timer(hardware, call.backend, sample=sample)
     times = [
         attention_time(call, hardware, way, ranks=ranks, with_spans=False, sample=sample)
         for way in Direction
     ]
     return Way(
-        sample, sample.tokens - given.tokens, call,
+        sample, sample.tokens - given.tokens, call, resolve(opened).why["intra"],
         tuple(_work(both[0], timer, shape.heads_q) for both in programs),
         tuple(sum(sum(one.sent_bytes().values()) for one in both) for both in programs),
         (times[0].seconds, times[1].seconds),

@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from megatron_burst.resolve import how_it_runs
 from megatron_burst.tools.packed import Way, rows_of_rank
 from megatron_burst.tools.picture import new_figure
 
@@ -63,9 +64,9 @@ def _draw_sample(ax: Any, name: str, way: Way) -> None:
     end = way.sample.tokens / 1024
     ax.set(xlim=(0, end), ylim=(end, 0), aspect="equal")
     ax.set_xlabel("keys, K tokens", fontsize=11)
-    ax.set_title(f"{fill(name, 34)}\n{fill(way.call.in_words, 34)}", fontsize=12)
+    ax.set_title(f"{fill(name, 34)}\n{fill(how_it_runs(way.call), 34)}", fontsize=12)
     words = f"predicted: {1e3 * sum(way.seconds):.3g} ms,\n{way.tflops:.0f} TFLOP/s per GPU"
-    if way.call.mode == "a2a":
+    if way.call.intra == "a2a":
         words += f"\n\neach rank has all rows,\n1/{size} of the heads"
     ax.text(0.97, 0.96, words, transform=ax.transAxes, ha="right", va="top", fontsize=11)
 
@@ -76,7 +77,7 @@ def _documents(way: Way) -> Iterator[tuple[int, int]]:
 
 def _rows(way: Way, rank: int) -> Sequence[range]:
     """Queries that a rank computes; of sharded heads stripes, as each rank has all rows."""
-    if way.call.mode != "a2a":
+    if way.call.intra != "a2a":
         return rows_of_rank(way, rank)
     size = way.call.topology.cp_size
     step = ceil(max(way.sample.lengths) / size / _STRIPES)

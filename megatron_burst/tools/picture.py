@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_burst.errors import BurstError
+from megatron_burst.resolve import how_it_runs
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.tools.job.strategy import Job, Strategy, attention_call
@@ -71,7 +72,7 @@ def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
         _draw_panel(ax, timeline, ranks, call.topology)
         ax.set_title(
             f"{base_name(job.model.name)} {in_units(job.seq)}, {packed}{strategy.layout}: one "
-            f"layer's attention, {direction},\n{call.in_words}{some}, "
+            f"layer's attention, {direction},\n{how_it_runs(call)}{some}, "
             f"{1e3 * timeline.seconds:.4g} ms"
         )
         kinds |= {_kind(span) for span in timeline.spans}

@@ -7,11 +7,12 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron_burst.errors import BurstError
+from megatron_burst.resolve import how_it_runs
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.search import Fixed
-from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, least_multiple, misfit
+from megatron_burst.tools.job.strategy import Job, Strategy, least_multiple, misfit, open_call
 from megatron_burst.tools.packed import Way, way_of
 from megatron_burst.tools.packed_picture import save_sample_picture
 from megatron_burst.tools.picture import base_name
@@ -68,8 +69,8 @@ def plan_sample(asked: Asked) -> None:
     say(console, f"its work is {sample.share:.1%} of one causal sequence's; one layer's attention:")
     console.print(_table(found))
     for name, way in ways.items():
-        if isinstance(way, Way) and way.call.mode_why.reason != "asked for":
-            say(console, f'"{name}" runs as {way.call.mode}, because {way.call.mode_why.reason}')
+        if isinstance(way, Way) and way.why.reason != "asked for":
+            say(console, f'"{name}" runs as {way.why.value}, because {way.why.reason}')
         elif not isinstance(way, Way):
             say(console, f'"{name}": {way}', "refused: ", "yellow")
     if asked.picture:
@@ -90,7 +91,7 @@ def _ways(asked: Asked, sample: Sample) -> dict[str, Way | BurstError]:
             "plan: --gpus, --tp and --cp must fit the model and each other, because ranks share "
             f"heads and tokens evenly; got sizes of which {why}; choose others"
         )
-    call = attention_call(job, strategy)
+    call = open_call(job, strategy)
     stays = replace(call, intra="gather", inter="ring")
     every = {
         "THD (--sft): each document zigzag": (call, Layout.DOCUMENTS),
@@ -99,7 +100,7 @@ def _ways(asked: Asked, sample: Sample) -> dict[str, Way | BurstError]:
     }
     found = {name: _way(*how, sample, asked.hardware) for name, how in every.items()}
     other = found["documents at any token"]
-    if isinstance(other, Way) and other.call.mode != "a2a":
+    if isinstance(other, Way) and other.call.intra != "a2a":
         del found["any token, rows stay"]
     return found
 
@@ -118,7 +119,7 @@ def _table(ways: Mapping[str, Way]) -> Table:
         table.add_column(name, justify="right")
     every = list(ways.values())
     rows = {
-        "runs as": [way.call.in_words for way in every],
+        "runs as": [how_it_runs(way.call) for way in every],
         "tokens of padding": [f"{way.padding:,}" for way in every],
         "work, slowest / mean": [f"{way.imbalance:.2f}" for way in every],
         "forward, ms": [f"{1e3 * way.seconds[0]:.3g}" for way in every],

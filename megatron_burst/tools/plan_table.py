@@ -10,9 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.choose import choose_circulate
-from megatron_burst.plan.half import choose_half
+from megatron_burst.recompute.half_plan import choose_half
+from megatron_burst.resolve import how_it_runs, resolve
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import GIB
@@ -21,8 +20,7 @@ from megatron_burst.tools.job.memory import Memory
 from megatron_burst.tools.job.peer import gain
 from megatron_burst.tools.job.script import Script
 from megatron_burst.tools.job.search import Candidate, loses
-from megatron_burst.tools.job.step import half_call
-from megatron_burst.tools.job.strategy import Job, attention_call
+from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, open_call
 from megatron_burst.tools.simulate.call import pass_time, sent_bytes
 from megatron_burst.tools.units import in_units
 
@@ -149,7 +147,7 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
         table.add_row(*(cell for pair in pairs for cell in pair))
     console.print(table)
     if best.strategy.cp > 1 and job.model.full_layers:
-        for line in _attention_lines(job, attention_call(job, best.strategy)):
+        for line in _attention_lines(job, best.strategy):
             say(console, line)
         if best.time and not best.refused:
             say(console, _gain_line(job, best, best.time.seconds))
@@ -202,7 +200,7 @@ def _show_words(console: Console, head: str, words: Sequence[str]) -> None:
 
 def _half_line(job: Job, best: Candidate) -> str:
     """What keeping half comes to."""
-    return f"keep half: {choose_half(half_call(job, best.strategy))}"
+    return f"keep half: {choose_half(attention_call(job, best.strategy))}"
 
 
 _MEMORY = {  # parts of `Memory` in the order of the table
@@ -231,11 +229,12 @@ def _memory_rows(job: Job, memory: Memory) -> list[tuple[str, str]]:
     return rows
 
 
-def _attention_lines(job: Job, call: AttentionCall) -> list[str]:
+def _attention_lines(job: Job, strategy: Strategy) -> list[str]:
     which = "a layer without a window" if job.model.windows else "a layer"
-    lines = [f"attention of {which}: {call.in_words}"]
-    if call.mode == "ring" or call.arranged.inter_size > 1:
-        lines[0] += f"; backward circulates {choose_circulate(call.priced, call.circulate)}"
+    call = attention_call(job, strategy)
+    lines = [f"attention of {which}: {how_it_runs(call)}"]
+    if call.intra == "ring" or call.arranged.inter_size > 1:
+        lines[0] += f"; backward circulates {resolve(open_call(job, strategy)).why['circulate']}"
     sample = job.packing and job.packing.sharded(call.topology.cp_size)
     for direction in Direction:
         timeline = pass_time(call, job.hardware, direction, sample)

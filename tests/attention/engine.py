@@ -7,11 +7,11 @@ from unittest.mock import patch
 
 import torch
 
+from megatron_burst.call import attention_shape
 from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.executor import Executor
 from megatron_burst.engine.memory import empty_like_rows
 from megatron_burst.engine.sample import Sample
-from megatron_burst.engine.setup import attention_shape
 from megatron_burst.kernels.backends import backends
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.schedule.layout import Layout
@@ -66,11 +66,11 @@ class Passes:
         backend = backends()[way.backend]
         can = backend.capability
         kernel = Kernel(way.rectangular and can.rectangular_causal, can.takes_delta, can.wide_grads)
-        shape = attention_shape(q, k, v, grad_dtype)
+        shape = attention_shape([x.shape for x in (q, k, v)], q.dtype)
         spec = Spec(
-            topology, carrier.cp_rank, Direction.FORWARD, shape, way.layout, way.mask,
-            kernel=kernel, heads_per_round=way.heads_per_round, pulled=bool(way.pulls),
-            left=way.left,
+            topology, replace(shape, grad_bytes=grad_dtype.itemsize), way.layout, way.mask, kernel,
+            intra=way.mode, heads_per_round=way.heads_per_round, circulate=Circulate.KV,
+            pulled=bool(way.pulls), left=way.left, cp_rank=carrier.cp_rank,
         )  # fmt: skip
         back = replace(spec, direction=Direction.BACKWARD, circulate=way.circulate)
         sums = accumulate_dtype(q.dtype)

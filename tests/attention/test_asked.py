@@ -16,12 +16,10 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
-from megatron_burst.plan.asked import misses
-from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.resolve import recalls
 from megatron_burst.schedule.spec import AttentionShape
 from megatron_burst.schedule.topology import Topology, pretend_nodes
-from megatron_burst.tools.hardware_file import hardware
-from megatron_burst.tools.simulate.fastest import choose_call
+from tests.plan.calls import call_of
 from tests.ranks import run_ranks
 
 SHAPE = AttentionShape(1, 1 << 15, 32, 8, 128, 128, 2, 4, 4)
@@ -57,11 +55,20 @@ REFUSED = {  # option: the modes that do not have it
 }  # fmt: skip
 
 
+def refusal(*call, **options):
+    """Why a call cannot run as asked for; "" if it can."""
+    try:
+        call_of(*call, **options)
+    except BurstError as error:
+        return str(error).removeprefix("burst attention: ")
+    return ""
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("option", REFUSED, ids=str)
 def test_an_option_is_refused_where_the_way_does_not_have_it(way, option):
     topology, options = WAYS[way]
-    reason = misses(AttentionCall(SHAPE, topology, **dict([option]) | options))
+    reason = refusal(SHAPE, topology, **dict([option]) | options)
     assert bool(reason) == (way in REFUSED[option])
     if reason:
         assert reason.startswith(option[0]) and " must " in reason and ", because " in reason
@@ -69,8 +76,8 @@ def test_an_option_is_refused_where_the_way_does_not_have_it(way, option):
 
 
 def test_what_is_kept_for_recomputation_follows_no_forward_directly():
-    call = AttentionCall(SHAPE, pretend_nodes(4, 2), intra="gather", resend="never", again=True)
-    assert misses(call) is None and not call.recalls
+    call = call_of(SHAPE, pretend_nodes(4, 2), intra="gather", resend="never", again=True)
+    assert not recalls(call)
 
 
 @pytest.mark.parametrize(
@@ -83,28 +90,9 @@ def test_what_is_kept_for_recomputation_follows_no_forward_directly():
     ],
 )  # fmt: skip
 def test_auto_between_nodes_has_what_was_asked_for(asked, between):
-    call = AttentionCall(MANY, pretend_nodes(4, 2), **asked)
-    assert call.between == between and misses(call) is None
-    assert call.heads == asked.get("heads_per_round", call.heads)
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize(
-    "asked",
-    [{"resend": "never"}, {"heads_per_round": 4}, {"heads_per_round": 9}, {"circulate": "q"}],
-    ids=str,
-)
-@pytest.mark.parametrize("shape", [SHAPE, MANY], ids=["GQA", "MHA"])
-def test_simulation_chooses_among_ways_that_have_what_was_asked_for(nodes, asked, shape):
-    call = AttentionCall(shape, pretend_nodes(4, nodes), **asked)
-    if asked.get("heads_per_round", 0) > shape.heads_kv:
-        with pytest.raises(BurstError, match="heads_per_round must"):
-            choose_call(call, hardware("h200"))
-        return
-    way = choose_call(call, hardware("h200")).call
-    assert misses(way) is None and {n: getattr(way, n) for n in asked} == asked
-    if "resend" in asked and nodes > 1:
-        assert way.recalls or way.between == "a2a"
+    call = call_of(MANY, pretend_nodes(4, 2), **asked)
+    assert call.inter == between
+    assert call.heads_per_round == asked.get("heads_per_round", call.heads_per_round)
 
 
 CALLS = {  # nodes, options of a call on the CPU, words of its refusal

@@ -12,12 +12,10 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.attention import burst_attention
+from megatron_burst.call import attention_shape
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.setup import attention_shape
 from megatron_burst.mcore import patches
-from megatron_burst.plan.choose import a2a_bytes
-from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask
+from megatron_burst.rules import a2a_bytes
 from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.spec import Circulate, Direction, Kernel, Spec
 from megatron_burst.schedule.topology import Link, pretend_nodes
@@ -34,12 +32,16 @@ PASSES = [
 KERNEL = Kernel(rectangular_causal=False, takes_delta=False, wide_grads=True)  # the CPU's
 
 
+def shape_of(q, k, v, grad_dtype):
+    shape = attention_shape([x.shape for x in (q, k, v)], q.dtype)
+    return replace(shape, grad_bytes=grad_dtype.itemsize)
+
+
 def planned_of(mode, topology, rank, shape, circulate=Circulate.KV, **options):
     """Bytes by link that a rank's programs send in forward and backward."""
     forward = Spec(
-        topology, rank, Direction.FORWARD, shape, Layout.ZIGZAG, Mask.CAUSAL, kernel=KERNEL,
-        **options,
-    )  # fmt: skip
+        topology, shape, kernel=KERNEL, intra=mode, circulate=Circulate.KV, cp_rank=rank, **options
+    )
     backward = replace(forward, direction=Direction.BACKWARD, circulate=circulate)
     return [Counter(MODES[mode](spec).sent_bytes()) for spec in (forward, backward)]
 
@@ -94,7 +96,7 @@ def counted_and_planned(rank, world):
             burst_attention(q, k, v, config=config).sum().backward()
         vars(dist).update(restore)
         grad_dtype = torch.bfloat16 if grad_wire == "input" else torch.float32
-        shape = attention_shape(q, k, v, grad_dtype)
+        shape = shape_of(q, k, v, grad_dtype)
         planned = sum(planned_of("ring", topology, rank, shape, circulate), Counter())
         found.append((dict(+sent), dict(+planned), stamps))
     return found
@@ -135,7 +137,7 @@ def gathered_and_planned(rank, world):
         burst_attention(q, k, v, config=config).sum().backward()
         vars(dist).update(restore)
         grad_dtype = torch.bfloat16 if grad_wire == "input" else torch.float32
-        shape = attention_shape(q, k, v, grad_dtype)
+        shape = shape_of(q, k, v, grad_dtype)
         stay = resend == "never" and circulate is Circulate.KV
         planned = planned_of(
             "gather", topology, rank, shape, circulate, heads_per_round=heads, left=stay
@@ -187,7 +189,7 @@ def exchanged_and_planned(rank, world):
         sent.clear()
         out.sum().backward()
         vars(dist).update(restore)
-        shape = attention_shape(q, k, v, torch.float32)
+        shape = shape_of(q, k, v, torch.float32)
         flat = topology.flat() if inter == "a2a" else topology
         there, back = planned_of("a2a", flat, rank, shape, circulate, left=keep != "all")
         if keep == "none":  # backward recomputes it

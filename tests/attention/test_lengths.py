@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst import attention
+from megatron_burst import call as facts
 from megatron_burst.attention import burst_attention
+from megatron_burst.call import Asked, call_of
 from megatron_burst.comm.pass_log import Marks
 from megatron_burst.comm.state import state_of
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine import facts
 from megatron_burst.errors import DisagreementError
-from megatron_burst.plan.choose import Choice
+from megatron_burst.say import Choice
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.terms import Asked, terms_of
 from tests.attention.test_processes import inputs, truth_of, worst
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
@@ -62,10 +62,10 @@ def lines_of_calls(rank):
     """What is logged of calls whose choices change with the length."""
     choose = attention._choose
 
-    def choose_by_length(q, *others):
-        *resolved, choices = choose(q, *others)
-        size = Choice("many" if q.shape[1] > 8 else "few", f"{q.shape[1]} tokens")
-        return *resolved, [*choices, size]
+    def choose_by_length(call, *others):
+        prepared, choices = choose(call, *others)
+        tokens = call.shape.tokens
+        return prepared, [*choices, Choice("many" if tokens > 8 else "few", f"{tokens} tokens")]
 
     with hearing() as lines, mock.patch.object(attention, "_choose", choose_by_length):
         for tokens in (2, 4, 6, 10, 4, 12):
@@ -111,7 +111,7 @@ def test_facts_that_differ_between_machines_are_told_on_all_ranks():
 
 def terms(tokens=4, batch=1, heads=2, **changes):
     tensors = [torch.ones(batch, tokens, heads, 4) for _ in range(3)]
-    return terms_of(tensors, Asked(**{"softmax_scale": 0.5} | changes))
+    return call_of(tensors, Asked(**{"softmax_scale": 0.5} | changes))
 
 
 OTHERS = [
@@ -137,7 +137,7 @@ def test_a_configuration_is_all_terms_but_batch_and_tokens_and_the_digest_all_of
 
 def test_shapes_that_do_not_fit_together_are_a_configuration_of_their_own():
     q, k = torch.ones(1, 4, 2, 4), torch.ones(1, 6, 2, 4)
-    odd, flat = terms_of((q, k, k), Asked()), terms_of((q[0], q[0], q[0]), Asked())
+    odd, flat = call_of((q, k, k), Asked()), call_of((q[0], q[0], q[0]), Asked())
     assert odd.configuration() == odd and flat.configuration() == flat
 
 

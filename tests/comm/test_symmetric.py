@@ -12,7 +12,7 @@ from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.groups import communicator_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.choose import Choice
+from megatron_burst.say import Choice
 from megatron_burst.schedule.spec import Cargo
 from tests.ranks import run_ranks
 from tests.said import hearing

@@ -14,7 +14,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import Problem, QuerySide, backends, choose_backend
 from megatron_burst.kernels.partial import delta_stand_in, row_delta
 from megatron_burst.kernels.visible import CAUSAL, FULL
-from megatron_burst.plan.attention import _RECTANGULAR
+from megatron_burst.tools.simulate.call import _RECTANGULAR
 from tests.oracle import full_attention
 
 ON_CPU = ["reference", "torch-cpu"]

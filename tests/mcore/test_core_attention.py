@@ -17,12 +17,12 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
+from megatron_burst.call import window_of
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.checks import check_call, check_decoding, check_layer
 from megatron_burst.mcore.core_attention import BurstCoreAttention, window_of_layer
 from megatron_burst.mcore.specs import burst_spec
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.terms import window_of
 from tests.mcore.gpt import Parallel, config_of, start
 from tests.mcore.lacking import needs, no_option
 from tests.oracle import full_attention, rows_of

@@ -51,6 +51,7 @@ Direction = first("schedule.call:Direction", "schedule.spec:Direction")
 Circulate = first("schedule.call:Circulate", "schedule.spec:Circulate")
 Kernel = first("schedule.spec:Kernel")
 Spec = first("schedule.spec:Spec")
+NEW = "intra" in Spec.__dataclass_fields__
 GRIDS = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (3, 2), (4, 1), (4, 2),
          (2, 8), (4, 4), (8, 1), (8, 8)]  # fmt: skip
 MASKS = [Mask(), Mask(right=0), Mask(1, 0), Mask(3, 0), Mask(2, 1), Mask(None, 2), Mask(4, None),
@@ -71,14 +72,18 @@ def drawn_spec(random):
         2, 4, random.choice([2, 4]),
     )  # fmt: skip
     kernel = Kernel(*(random.random() < p for p in (0.7, 0.7, 0.3)))
-    spec = Spec(
-        topology, random.randrange(nodes * ranks), random.choice(list(Direction)), shape,
-        random.choice([*Layout, Layout.ZIGZAG]), random.choice(MASKS),
-    )  # fmt: skip
-    circulate = random.choice(list(Circulate)) if spec.backward else Circulate.KV
-    return mode, replace(
-        spec, circulate=circulate, kernel=kernel, heads_per_round=random.choice([1, 1, 2, 3, 4]),
-        pulled=random.random() < 0.5, left=random.random() < 0.3,
+    fields = {
+        "cp_rank": random.randrange(nodes * ranks), "direction": random.choice(list(Direction)),
+        "layout": random.choice([*Layout, Layout.ZIGZAG]), "mask": random.choice(MASKS),
+    }  # fmt: skip
+    backward = fields["direction"] is Direction.BACKWARD
+    fields["circulate"] = random.choice(list(Circulate)) if backward else Circulate.KV
+    if NEW:
+        fields["intra"] = mode
+    return mode, Spec(
+        topology=topology, shape=shape, kernel=kernel,
+        heads_per_round=random.choice([1, 1, 2, 3, 4]), pulled=random.random() < 0.5,
+        left=random.random() < 0.3, **fields,
     )  # fmt: skip
 
 
@@ -89,7 +94,7 @@ def programs(count):
         mode, spec = drawn_spec(random)
         spec, unit = spec.in_units()
         try:
-            program = program_of(mode, spec)
+            program = program_of(spec) if NEW else program_of(mode, spec)
         except (BurstError, ValueError, AssertionError, KeyError) as error:
             yield f"{number} {type(error).__name__} {error}"
             continue
@@ -124,23 +129,56 @@ def drawn_call(random):
     return shape, topology, layout, mask, options
 
 
-def resolution(count):
-    call_of, check = (
-        first("plan.attention:AttentionCall"),
+SPEC = ("topology", "cp_rank", "direction", "shape", "layout", "mask", "circulate", "kernel",
+        "heads_per_round", "pulled", "left", "times")  # fmt: skip
+
+
+def canonical(spec):
+    """A spec's fields, as they were; a ring has one round."""
+    spec = replace(spec, heads_per_round=spec.heads_per_round or 1)
+    values = {name: plain(getattr(spec, name)) for name in SPEC}
+    return {**values, "kernel": values["kernel"][:4]}
+
+
+def resolved_then(shape, topology, **options):
+    from megatron_burst.plan.attention import AttentionCall
+
+    check, check_mask = (
         first("plan.asked:check_asked", "plan.auto:check_asked"),
+        first("schedule.mask:check_mask"),
     )
+    call = AttentionCall(shape, topology, **options)
+    mode = call.mode
+    if topology.cp_size > 1:
+        check_mask(call.mask, call.layout, mode, call.arranged.inter_size == 1)
+    check(call)
+    heads = 1 if mode == "ring" else call.heads
+    specs = [canonical(call.spec(0, direction)) for direction in Direction]
+    why = [str(call.mode_why), str(call.between_why), str(call.circulate_why)]
+    return f"{mode} {call.between} {heads}", why, specs
+
+
+def resolved_now(shape, topology, **options):
+    from megatron_burst.resolve import resolve
+    from tests.plan.calls import opened
+
+    spec, reasons = resolve(opened(shape, topology, **options))
+    specs = [canonical(spec.of(0, direction)) for direction in Direction]
+    why = [str(reasons[name]) for name in ("intra", "inter", "circulate")]
+    return f"{spec.intra} {spec.inter} {spec.heads_per_round or 1}", why, specs
+
+
+def resolution(count):
     random = Random(2)
     for number in range(count):
         shape, topology, layout, mask, options = drawn_call(random)
         try:
-            call = call_of(shape, topology, layout=layout, mask=mask, **options)
-            check(call)
-            specs = [(call.spec(0, direction)) for direction in Direction]
-            why = [str(call.mode_why), str(call.between_why), str(call.circulate_why)]
+            found = resolved_now if NEW else resolved_then
+            words, why, specs = found(shape, topology, layout=layout, mask=mask, **options)
         except (BurstError, ValueError, ZeroDivisionError) as error:
             yield f"{number} {type(error).__name__} {error}"
             continue
-        yield f"{number} {call.mode} {call.between} {call.heads} {why} {digest(specs)}"
+        yield f"{number} {words} {why} {digest(specs)}"
 
 
 # ---- numbers --------------------------------------------------------------------------------

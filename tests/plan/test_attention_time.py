@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.program import Transfer
@@ -16,8 +15,15 @@ from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from megatron_burst.tools.hardware import Curve, LinkSpeed
 from megatron_burst.tools.hardware_file import preset
-from megatron_burst.tools.simulate.call import attention_time, pass_time, sent_bytes
+from megatron_burst.tools.simulate.call import (
+    AttentionCall,
+    attention_time,
+    pass_time,
+    program,
+    sent_bytes,
+)
 from megatron_burst.tools.simulate.kernels import OpTimer, Timer
+from tests.plan.calls import call_of
 from tests.plan.machines import H200, with_links
 from tests.schedule.cases import MASKS
 
@@ -39,10 +45,12 @@ def calls(draw) -> AttentionCall:
     modes += [("ring", "a2a")] if heads_q % ranks == 0 else []
     modes += [("a2a", "a2a")] if heads_q % (nodes * ranks) == 0 else []
     inter, intra = draw(st.sampled_from(modes))
-    return AttentionCall(
+    heads = [None] if intra == "ring" else [None, 1] + [3] * (heads_kv > 3 * nodes * ranks)
+    circulates = ["auto"] if inter == "a2a" else ["auto", "kv", "q"]
+    return call_of(
         shape, pretend_nodes(nodes * ranks, nodes), intra=intra, inter=inter,
-        heads_per_round=draw(st.sampled_from([None, 1, 3])),
-        circulate=draw(st.sampled_from(["auto", "kv", "q"])),
+        heads_per_round=draw(st.sampled_from(heads)),
+        circulate=draw(st.sampled_from(circulates)),
         transfer=draw(st.sampled_from(["auto", "send"])), mask=draw(st.sampled_from(MASKS)),
         layout=draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
         again=draw(st.booleans()),
@@ -63,9 +71,9 @@ def computing(call, machine, direction) -> float:
     """Kernel seconds of the rank with the most of them."""
     most = 0.0
     for rank in range(call.topology.cp_size):
-        program = call.program(rank, direction)
-        timer = OpTimer(program, Timer(machine, call.backend))
-        kernels = (timer.seconds(op) for op in program.ops if not isinstance(op, Transfer))
+        found = program(call, rank, direction)
+        timer = OpTimer(found, Timer(machine, call.backend))
+        kernels = (timer.seconds(op) for op in found.ops if not isinstance(op, Transfer))
         most = max(most, sum(kernels))
     return most
 
@@ -125,7 +133,7 @@ def test_slower_links_are_not_faster(call, direction):
 
 def test_one_rank_takes_the_time_of_its_kernel():
     shape = AttentionShape(1, 1 << 19, 8, 2, 128, 128, 2, 4, 4)
-    call = AttentionCall(shape, pretend_nodes(1, 1))
+    call = call_of(shape, pretend_nodes(1, 1))
     rows = Span(0, 1 << 19)
     alone = Timer(H200).tile(Tile(rows, rows, Mask.CAUSAL), shape, Direction.FORWARD)
     # merging and packing grow with the length, compute with its square
@@ -142,11 +150,11 @@ def test_bytes_that_arrive_on_each_link_are_those_that_are_sent(call, direction)
     """Takes say what comes, gives what goes: equal over all ranks, on each link."""
     come, gone, topology = Counter(), Counter(), call.arranged
     for rank in range(topology.cp_size):
-        program = call.program(rank, direction)
-        gone.update(program.sent_bytes())
-        for op in program.ops:
+        found = program(call, rank, direction)
+        gone.update(found.sent_bytes())
+        for op in found.ops:
             for take in op.takes if isinstance(op, Transfer) else ():
-                come[topology.link(take.peer, rank)] += program.num_bytes(take.rows)
+                come[topology.link(take.peer, rank)] += found.num_bytes(take.rows)
     assert {link: come[link] for link in Link} == {link: gone[link] for link in Link}
     if topology.inter_size > 1:
         assert come[Link.INTER] > 0
@@ -156,12 +164,10 @@ def test_bytes_that_arrive_on_each_link_are_those_that_are_sent(call, direction)
 @pytest.mark.parametrize("circulate", ["kv", "q"])
 def test_bytes_of_many_nodes_follow_from_those_of_fewer(intra, circulate):
     shape = AttentionShape(1, 1024, 8, 8, 128, 128, 2, 4, 4)
-    call = AttentionCall(
-        shape, pretend_nodes(60, 30), intra=intra, inter="ring", circulate=circulate
-    )
+    call = call_of(shape, pretend_nodes(60, 30), intra=intra, inter="ring", circulate=circulate)
     for direction in Direction:
         told = sent_bytes(call, direction)
-        assert told == pytest.approx(call.program(0, direction).sent_bytes())
+        assert told == pytest.approx(program(call, 0, direction).sent_bytes())
 
 
 @pytest.mark.parametrize(
@@ -169,7 +175,7 @@ def test_bytes_of_many_nodes_follow_from_those_of_fewer(intra, circulate):
 )
 def test_two_ranks_stand_for_all_of_a_large_zigzag_group(inter, intra):
     shape = AttentionShape(1, 8192, 32, 32, 128, 128, 2, 4, 4)
-    call = AttentionCall(shape, pretend_nodes(32, 4), inter=inter, intra=intra)
+    call = call_of(shape, pretend_nodes(32, 4), inter=inter, intra=intra)
     for direction in Direction:
         some = attention_time(call, preset("a800"), direction)
         everyone = attention_time(call, preset("a800"), direction, ranks=range(32))
@@ -183,9 +189,7 @@ def test_two_ranks_stand_for_all_of_a_large_zigzag_group(inter, intra):
 def test_the_time_of_many_nodes_follows_from_that_of_fewer(machine, heads, intra, circulate):
     for tokens in (1024, 8192):
         shape = AttentionShape(1, tokens, *heads, 128, 128, 2, 4, 4)
-        call = AttentionCall(
-            shape, pretend_nodes(64, 32), intra=intra, inter="ring", circulate=circulate
-        )
+        call = call_of(shape, pretend_nodes(64, 32), intra=intra, inter="ring", circulate=circulate)
         for direction in Direction:
             told = pass_time(call, preset(machine), direction)
             simulated = attention_time(call, preset(machine), direction)
@@ -200,7 +204,7 @@ def test_the_time_of_many_nodes_follows_from_that_of_fewer(machine, heads, intra
 def test_usual_documents_of_many_nodes_are_those_of_the_whole_sample(nodes, rows, layout):
     """Longer samples have fewer pairs, and fewer nodes stand for many."""
     shape = AttentionShape(1, rows, 32, 8, 128, 128, 2, 4, 4)
-    call = AttentionCall(
+    call = call_of(
         shape, pretend_nodes(8 * nodes, nodes), layout=layout, mask=Mask(right=0, documents=True),
         intra="gather", inter="ring", circulate="kv",
     )  # fmt: skip
@@ -214,9 +218,9 @@ def test_usual_documents_of_many_nodes_are_those_of_the_whole_sample(nodes, rows
 def test_a_flat_ring_over_nodes_is_slower_than_a_nested_one():
     """Each of its steps waits for one network card while the others idle."""
     shape = AttentionShape(1, 2048, 32, 32, 128, 128, 2, 4, 4)
-    nested = AttentionCall(shape, pretend_nodes(16, 2), intra="ring", inter="ring")
+    nested = call_of(shape, pretend_nodes(16, 2), intra="ring", inter="ring")
     flat = replace(nested, inter="flat")
-    assert flat.program(0, Direction.FORWARD).topology == nested.topology.flat()
+    assert program(flat, 0, Direction.FORWARD).topology == nested.topology.flat()
     machine = preset("a800")
     for direction in Direction:
         assert seconds(flat, machine, direction) > 1.2 * seconds(nested, machine, direction)

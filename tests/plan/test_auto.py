@@ -1,70 +1,29 @@
-"""The cheapest schedule by simulation; predictions against measured rows."""
+"""Predictions against measured rows; what is simulated is what runs."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import torch
+import torch.distributed as dist
 
-from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.choose import Choice, a2a_bytes
-from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.spec import AttentionShape, Direction, Kernel
+from megatron_burst.attention import burst_attention
+from megatron_burst.comm.state import state_of
+from megatron_burst.config import BurstConfig
+from megatron_burst.resolve import recalls
+from megatron_burst.rules import a2a_bytes, most_heads
+from megatron_burst.schedule.spec import AttentionShape, Direction, Spec
 from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.hardware import Curve, LinkSpeed
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.simulate import call as attention_cost
-from megatron_burst.tools.simulate.call import attention_time, buffer_bytes, pass_time
-from megatron_burst.tools.simulate.fastest import choose_call, ways
+from megatron_burst.tools.simulate.call import buffer_bytes, pass_time, resolved
+from tests.plan.calls import call_of, opened
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 H200 = preset("h200")
-
-
-@st.composite
-def open_calls(draw) -> AttentionCall:
-    """Calls that leave every choice open."""
-    nodes, ranks = draw(st.integers(1, 2)), draw(st.sampled_from([2, 4]))
-    heads = draw(st.sampled_from([4, 8]))
-    tokens = draw(st.sampled_from([1024, 8192, 65536]))
-    shape = AttentionShape(
-        1, tokens, heads * draw(st.sampled_from([1, 4])), heads, 128, 128, 2, 4, 4
-    )
-    return AttentionCall(shape, pretend_nodes(nodes * ranks, nodes))
-
-
-def seconds(call: AttentionCall) -> float:
-    return sum(attention_time(call, H200, direction).seconds for direction in Direction)
-
-
-@settings(max_examples=20, deadline=None)
-@given(open_calls())
-def test_nothing_else_is_faster_than_what_is_chosen(call):
-    chosen = choose_call(call, H200)
-    assert chosen.call in set(ways(call))
-    every = {way: seconds(way) for way in ways(call)}
-    assert every[chosen.call] == chosen.seconds <= 1.01 * min(every.values())
-    near = [way for way, time in every.items() if time <= 1.01 * min(every.values())]
-    assert chosen.num_bytes == min(buffer_bytes(way) for way in near)
-
-
-@settings(max_examples=40, deadline=None)
-@given(open_calls(), st.data())
-def test_a_resolved_call_passes_as_the_call_does(call, data):
-    """Calls that resolve alike share a simulation and their buffers."""
-    call = data.draw(st.sampled_from([call, *ways(call)]))
-    call = replace(call, again=data.draw(st.booleans()))
-    for direction in Direction:
-        resolved, rank = call.resolved(direction), call.topology.cp_size - 1
-        assert resolved.resolved(direction) == resolved
-        assert resolved.program(rank, direction) == call.program(rank, direction)
-        whole, told = attention_time(call, H200, direction), pass_time(call, H200, direction)
-        assert (told.seconds, told.waits) == (whole.seconds, whole.waits)
-    assert buffer_bytes(call.resolved(Direction.BACKWARD)) == buffer_bytes(call)
 
 
 @pytest.mark.parametrize("intra", ["gather", "a2a"])
@@ -75,7 +34,7 @@ def test_more_nodes_need_no_more_buffers(intra, circulate, heads, monkeypatch):
     monkeypatch.setattr(attention_cost, "_MOST_NODES", 100)
     sizes = {
         buffer_bytes.__wrapped__(
-            AttentionCall(
+            call_of(
                 shape, pretend_nodes(2 * nodes, nodes), intra=intra, inter="ring",
                 circulate=circulate, heads_per_round=heads,
             )
@@ -83,35 +42,6 @@ def test_more_nodes_need_no_more_buffers(intra, circulate, heads, monkeypatch):
         for nodes in (4, 5, 9, 13)
     }  # fmt: skip
     assert len(sizes) == 1
-
-
-def test_what_was_asked_for_stays():
-    shape = AttentionShape(1, 8192, 32, 8, 128, 128, 2, 4, 4)
-    call = AttentionCall(shape, pretend_nodes(4, 1), intra="gather", heads_per_round=4)
-    assert choose_call(call, H200).call == call
-    open_ = AttentionCall(shape, pretend_nodes(4, 2), circulate="q")
-    assert {way.circulate for way in ways(open_)} == {"q"}
-    over_all = AttentionCall(shape, pretend_nodes(4, 2), inter="a2a", heads_per_round=2)
-    assert {(way.inter, way.mode, way.heads) for way in ways(over_all)} == {("a2a", "a2a", 2)}
-    ring = replace(open_, intra="ring")
-    assert {(way.inter, way.intra) for way in ways(ring)} == {("ring", "ring")}
-
-
-def test_ways_on_several_nodes():
-    """Each mode inside a node under the ring, circulating either; and over all ranks."""
-    shape = AttentionShape(1, 8192, 32, 8, 128, 128, 2, 4, 4)
-    found = list(ways(AttentionCall(shape, pretend_nodes(8, 2))))
-    assert len(set(found)) == len(found)
-    assert {(way.inter, way.intra, way.circulate) for way in found} == {
-        *(("ring", intra, c) for intra in ("ring", "gather", "a2a") for c in ("kv", "q")),
-        ("a2a", "a2a", "auto"),
-    }
-    few_heads = replace(shape, heads_kv=2)  # one copy per rank
-    found = list(ways(AttentionCall(few_heads, pretend_nodes(8, 2))))
-    assert {way.heads for way in found if way.intra == "a2a"} == {1}
-    uneven = replace(shape, heads_q=6, heads_kv=2)  # 4 ranks of a node do not divide them
-    intras = {way.intra for way in ways(AttentionCall(uneven, pretend_nodes(8, 2)))}
-    assert intras == {"ring", "gather"}
 
 
 def with_network(gbs: float):
@@ -126,15 +56,17 @@ def test_where_keys_that_stay_would_turn_the_bytes_the_exchange_is_no_slower(
 ):
     """The rule for traffic between nodes counts a ring's K and V twice, though they stay here."""
     shape = AttentionShape(1, tokens // (nodes * row), *heads, 128, 128, 2, 4, 4)
-    call = AttentionCall(shape, pretend_nodes(nodes * row, nodes), resend="never")
-    ring = replace(call, inter="ring")
-    assert ring.recalls
-    stays = (nodes - 1) * shape.rows_kv * 256 * (2 + ring.priced.grad_bytes)
-    sent = a2a_bytes(shape, call.topology)
-    assert stays < sent + sent // call._rounds_over_all
-    assert call.between == "a2a"
+    topology = pretend_nodes(nodes * row, nodes)
+    call = opened(shape, topology, resend="never")
+    ring = resolved(replace(call, inter="ring"))
+    assert recalls(ring)
+    stays = (nodes - 1) * shape.rows_kv * 256 * (2 + ring.shape.grad_bytes)
+    sent, over_all = a2a_bytes(shape, topology), resolved(call)
+    rounds = most_heads(shape, over_all.arranged, "a2a") / over_all.heads_per_round
+    assert stays < sent + sent // rounds
+    assert over_all.inter == "a2a"
     exchanged, round_ = (
-        sum(pass_time(way, H200, d).seconds for d in Direction) for way in (call, ring)
+        sum(pass_time(way, H200, d).seconds for d in Direction) for way in (over_all, ring)
     )
     assert exchanged < round_
 
@@ -142,22 +74,24 @@ def test_where_keys_that_stay_would_turn_the_bytes_the_exchange_is_no_slower(
 def test_a_slow_network_changes_the_choice():
     slow, fast = with_network(5.0), with_network(200.0)
     grouped = AttentionShape(1, 16384, 32, 8, 128, 128, 2, 4, 4)
-    call = AttentionCall(grouped, pretend_nodes(16, 2), intra="gather", resend="always")
     # smaller pieces are hidden and returned sooner
     loses = []
     for network in (slow, fast):
         pieces, whole = (
-            sum(pass_time(replace(call, heads_per_round=n), network, d).seconds for d in Direction)
-            for n in (4, 8)
-        )
+            sum(
+                pass_time(
+                    call_of(
+                        grouped, pretend_nodes(16, 2), intra="gather", resend="always",
+                        heads_per_round=heads,
+                    ),
+                    network, direction,
+                ).seconds
+                for direction in Direction
+            )
+            for heads in (4, 8)
+        )  # fmt: skip
         loses.append(whole / pieces - 1)
     assert loses[0] > 0.05 > 0.02 > loses[1]
-    call = AttentionCall(grouped, pretend_nodes(8, 4))
-    # few KV heads are less to circulate than all queries are to send in an all-to-all
-    assert choose_call(call, slow).call.between == "ring"
-    assert choose_call(call, fast).call.between == "a2a"
-    many = AttentionCall(replace(grouped, heads_kv=32), pretend_nodes(16, 2), inter="ring")
-    assert choose_call(many, slow).call.circulate == "q"
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -171,34 +105,27 @@ def test_a_slow_network_changes_the_choice():
     ],
 )  # fmt: skip
 def test_programs_are_the_engines_own(options, nodes):
-    """What is simulated is what `engine/setup.py` builds for the same options."""
-    import torch
-
-    from megatron_burst.config import BurstConfig
-    from megatron_burst.engine.setup import Pattern, attention_shape, resolve_inter, set_up, way_of
-
+    """What is simulated is what `burst_attention` runs with the same options."""
     topology = pretend_nodes(4, nodes)
     shape = AttentionShape(1, 64, 16, 8, 32, 32, 4, 4, 4)
-    call = AttentionCall(shape, topology, backend="reference", mask=Mask.CAUSAL, **options)
+    call = call_of(shape, topology, backend="reference", device="cpu", **options)
+    config = {"flat": True} if options == {"inter": "flat"} else options
+    for rank, specs in enumerate(run_ranks(specs_of, 4, {"nodes": nodes, **config})):
+        for found, direction in zip(specs, Direction, strict=True):
+            of_pass = call.of(rank, direction)
+            values = {field.name: getattr(of_pass, field.name) for field in fields(Spec)}
+            spec = Spec(**values | {"kernel": found.kernel})
+            assert found == replace(spec, pulled=False)
+
+
+def specs_of(rank, options):
+    """Of both passes of a call on a rank."""
+    torch.manual_seed(rank)
     q, k, v = (torch.zeros(1, 64, heads, 32) for heads in (16, 8, 8))
-    pattern = Pattern(Layout.ZIGZAG, Mask.CAUSAL, 1.0)
-    if options == {"inter": "flat"}:
-        options = {"flat": True}
     config = BurstConfig.of(backend="reference", **options)
-    made_of = attention_shape(q, k, v)
-    config, _ = resolve_inter(way_of(made_of, q.device, topology, pattern, config), config)
-    assert ("flat" if config.tuning.flat else config.inter) == call.between
-    arranged = topology if config.inter == "ring" else topology.flat()
-    for rank in range(4):
-        carrier = SimpleNamespace(topology=arranged, cp_rank=rank, transfer=Choice("pull"))
-        made, _ = set_up(q, k, v, carrier, pattern, config)
-        followed = made.followed.forward_executor, made.followed.backward_executor
-        for executor, direction in zip(followed, Direction, strict=True):
-            spec = call.spec(rank, direction)
-            pulled = spec.pulled and arranged.intra_size > 1
-            kernel = Kernel(True, True, True)  # of the reference
-            in_units, unit = replace(spec, pulled=pulled, kernel=kernel).in_units()
-            assert (executor.program, executor.unit) == (call.program_of(in_units), unit)
+    burst_attention(q, k, v, config=config)
+    (prepared,) = state_of(dist.group.WORLD).resolved.values()
+    return [prepared.followed.spec.of(rank, direction) for direction in Direction]
 
 
 def test_predictions_of_lengths_that_were_not_fitted_are_near():

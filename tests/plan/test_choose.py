@@ -2,25 +2,30 @@
 
 import pytest
 
+from megatron_burst.comm.groups import choose_transfer
 from megatron_burst.errors import BurstError
-from megatron_burst.plan.choose import choose_intra, choose_transfer
-from megatron_burst.plan.choose_heads import choose_heads_gather
+from megatron_burst.resolve import resolve
+from megatron_burst.rules import choose_heads_gather
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.spec import AttentionShape
+from megatron_burst.schedule.spec import AttentionShape, Kernel, Spec
 from megatron_burst.schedule.topology import pretend_nodes
+
+SHAPE = AttentionShape(1, 64, 32, 8, 128, 128, 2, 4, 4)
+
+
+def intra(topology, layout=Layout.ZIGZAG, device="cuda", **asked):
+    spec = Spec(topology, SHAPE, layout, kernel=Kernel(device=device), inter="ring", **asked)
+    return resolve(spec).why["intra"]
 
 
 def test_auto_gathers_on_gpus():
     one, two, alone = pretend_nodes(4, 1), pretend_nodes(4, 2), pretend_nodes(1, 1)
-
-    def auto(topology, layout=Layout.ZIGZAG, device="cuda"):
-        return choose_intra(topology, layout, device, "auto").value
-
-    assert auto(one) == auto(two) == auto(one, Layout.CONTIGUOUS) == "gather"
-    assert auto(two.flat()) == auto(alone) == "ring"
-    assert auto(one, Layout.STRIPED) == auto(one, device="cpu") == "ring"
-    assert choose_intra(one, Layout.ZIGZAG, "cpu", "gather").value == "gather"
-    assert choose_intra(one, Layout.ZIGZAG, "cuda", "ring").reason == "asked for"
+    for case in (one,), (two,), (one, Layout.CONTIGUOUS):
+        assert intra(*case).value == "gather"
+    for case in (two.flat(),), (alone,), (one, Layout.STRIPED), (one, Layout.ZIGZAG, "cpu"):
+        assert intra(*case).value == "ring"
+    assert intra(one, device="cpu", intra="gather").value == "gather"
+    assert intra(one, intra="ring").reason == "asked for"
 
 
 @pytest.mark.parametrize(
@@ -36,7 +41,7 @@ def test_auto_gathers_on_gpus():
 )
 def test_gathering_is_refused_where_it_cannot_be(topology, layout, words):
     with pytest.raises(BurstError, match=words):
-        choose_intra(topology, layout, "cuda", "gather")
+        intra(topology, layout, intra="gather")
 
 
 def test_a_round_has_as_many_heads_as_the_buffer_holds():
@@ -89,7 +94,7 @@ def test_several_nodes_have_several_rounds_or_one_if_asked():
 
     assert heads(32, 32) == 4 and heads(32, 8) == 1 and heads(8, 1) == 1
     assert heads(32, 32, tokens=2048) == 32  # filling the kernels comes first
-    assert heads(32, 32, pieces=False) == 32
+    assert heads(32, 32, asked=0) == 32
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_burst.plan.half import HalfCall, choose_half, recomputed_share
+from megatron_burst.recompute.half_plan import choose_half, recomputed_share
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.spec import AttentionShape
+from megatron_burst.schedule.spec import AttentionShape, Spec
 from megatron_burst.schedule.topology import pretend_nodes
 
 
@@ -37,12 +37,16 @@ CHOICES = [
 @pytest.mark.parametrize("arguments, words", CHOICES)
 def test_what_keeping_half_comes_to(arguments, words):
     layout, mask, size, nodes, tokens = arguments
-    call = HalfCall(layout, mask, pretend_nodes(size, nodes), shape_of(tokens))
+    call = ring_of(layout, mask, pretend_nodes(size, nodes), shape_of(tokens))
     assert str(choose_half(call)).startswith(words)
 
 
+def ring_of(layout, mask, topology, shape):
+    return Spec(topology, shape, layout, mask, inter="ring", intra="ring")
+
+
 def share(layout, size, nodes, mask=Mask.CAUSAL):
-    return recomputed_share(HalfCall(layout, mask, pretend_nodes(size, nodes), shape_of(4096)))
+    return recomputed_share(ring_of(layout, mask, pretend_nodes(size, nodes), shape_of(4096)))
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -57,8 +61,7 @@ def test_the_share_that_is_computed_again(size):
 def test_exchanged_heads_are_even_where_their_rows_are():
     """Every rank has all rows of some heads; contiguous shards are resharded."""
     for nodes, contiguous in ((1, "resharded"), (2, "none")):
-        where = Mask.CAUSAL, pretend_nodes(4, nodes), shape_of(4096)
-        zigzag = HalfCall(Layout.ZIGZAG, *where, over_all=True)
+        zigzag = Spec(pretend_nodes(4, nodes), shape_of(4096), inter="a2a", intra="a2a")
         assert choose_half(zigzag).value == "plain"
         assert recomputed_share(zigzag) == 0.25
         assert choose_half(replace(zigzag, layout=Layout.CONTIGUOUS)).value == contiguous

@@ -5,16 +5,17 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.documents import SEED, lengths_of
-from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.choose import AllToAll, a2a_bytes, choose_inter, nested_bytes
+from megatron_burst.resolve import recalls, resolve, travelling_share
+from megatron_burst.rules import a2a_bytes, nested_bytes
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction
+from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Kernel
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from megatron_burst.tools.hardware import Curve, LinkSpeed
 from megatron_burst.tools.packed import way_of as packed_way
-from megatron_burst.tools.simulate.fastest import choose_call
+from megatron_burst.tools.simulate.call import left_bytes, program, resolved
 from megatron_burst.tools.simulate.sample import Sample
+from tests.plan.calls import call_of, opened
 from tests.plan.machines import H200
 
 
@@ -22,31 +23,33 @@ def shape_of(heads_q, heads_kv, grad_bytes=4):
     return AttentionShape(1, 16384, heads_q, heads_kv, 128, 128, 2, 4, grad_bytes)
 
 
-EIGHT, AGAIN = AllToAll(8), AllToAll(8, again=True)
+def between(topology, shape=None, **asked):
+    """What runs between nodes, and why."""
+    return resolve(opened(shape, topology, **asked)).why["inter"]
+
+
+WIDE, NARROW = {"grad_wire": "accumulate"}, {"grad_wire": "input"}
 
 
 @pytest.mark.parametrize(
-    "shape, nodes, device, asked, exchange, value",
+    "heads, nodes, asked, value",
     [
-        (shape_of(32, 8), 2, "cuda", "auto", EIGHT, "ring"),  # few KV heads: small K, V
-        (shape_of(32, 32), 2, "cuda", "auto", EIGHT, "a2a"),
-        (shape_of(32, 32, 2), 2, "cuda", "auto", EIGHT, "a2a"),
-        (shape_of(32, 32, 2), 2, "cuda", "auto", AGAIN, "ring"),
-        (shape_of(32, 32), 4, "cuda", "auto", AGAIN, "a2a"),
-        (shape_of(32, 32, 2), 2, "cuda", "auto", AllToAll(2), "ring"),  # half of it is exposed
-        (shape_of(32, 32), 4, "cpu", "auto", EIGHT, "ring"),
-        (shape_of(36, 36), 4, "cuda", "auto", EIGHT, "ring"),  # 8 ranks do not divide the heads
-        (shape_of(32, 4), 8, "cuda", "auto", AllToAll(1), "ring"),  # nothing hides its one round
-        (shape_of(32, 4), 8, "cuda", "auto", EIGHT, "a2a"),
-        (shape_of(32, 32), 1, "cuda", "auto", EIGHT, "ring"),
-        (shape_of(32, 32), 1, "cuda", "a2a", EIGHT, "a2a"),
-        (shape_of(32, 8), 2, "cuda", "flat", EIGHT, "flat"),
+        ((32, 8), 2, WIDE, "ring"),  # few KV heads: small K, V
+        ((32, 32), 2, WIDE, "a2a"),
+        ((32, 32), 2, NARROW | {"heads_per_round": 1}, "a2a"),
+        ((32, 32), 2, NARROW | {"heads_per_round": 1, "again": True}, "ring"),
+        ((32, 32), 4, WIDE | {"again": True}, "a2a"),
+        ((32, 32), 2, NARROW | {"heads_per_round": 2}, "ring"),  # half of it is exposed
+        ((32, 32), 4, WIDE | {"device": "cpu"}, "ring"),
+        ((36, 36), 4, WIDE, "ring"),  # 8 ranks do not divide the heads
+        ((32, 4), 8, WIDE, "ring"),  # nothing hides its one round
+        ((32, 32), 1, WIDE, "ring"),
+        ((32, 32), 1, WIDE | {"inter": "a2a"}, "a2a"),
+        ((32, 8), 2, WIDE | {"inter": "flat"}, "flat"),
     ],
 )
-def test_between_nodes_bytes_decide(shape, nodes, device, asked, exchange, value):
-    topology = pretend_nodes(8, nodes)
-    choice = choose_inter(shape, topology, Layout.ZIGZAG, device, (asked, ""), exchange)
-    assert choice.value == value
+def test_between_nodes_bytes_decide(heads, nodes, asked, value):
+    assert between(pretend_nodes(8, nodes), shape_of(*heads), **asked).value == value
 
 
 def test_what_nothing_hides_counts_twice():
@@ -57,25 +60,18 @@ def test_what_nothing_hides_counts_twice():
     assert a2a_bytes(shape, topology) == 4 * unit + statistics
     ring = min(nested_bytes(shape, topology, circulate) for circulate in Circulate)
     assert ring == 5 * unit + 2 * statistics
-    found = AttentionCall(shape, topology)
-    assert found.between == found.mode == "a2a" and found.heads == 1
-    assert found.between_why.reason == (
+    found = resolve(opened(shape, topology))
+    assert found.spec.inter == found.spec.intra == "a2a" and found.spec.heads_per_round == 1
+    assert found.why["inter"].reason == (
         "between nodes a ring sends 644 MiB a rank, an all-to-all 514 MiB, of which 64.2 MiB are "
         "exposed"
     )
     for other in ({"pieces": False}, {"heads_per_round": 4}, {"again": True}):
-        assert replace(found, **other).between == "ring"
+        assert between(topology, shape, **other).value == "ring"
 
 
 def test_what_was_asked_for_inside_a_node_stays():
-    choice = choose_inter(
-        shape_of(32, 32),
-        pretend_nodes(8, 4),
-        Layout.ZIGZAG,
-        "cuda",
-        ("auto", "intra=gather"),
-        EIGHT,
-    )
+    choice = between(pretend_nodes(8, 4), shape_of(32, 32), intra="gather")
     assert choice.value == "ring" and "intra=gather was asked for" in choice.reason
 
 
@@ -96,9 +92,9 @@ def test_kv_heads_count_for_each_rank_that_needs_them():
     topology = pretend_nodes(8, 4)
     eight, two = (a2a_bytes(shape_of(32, heads), topology) for heads in (8, 2))
     assert eight == two
-    assert AttentionCall(shape_of(32, 2), topology, inter="a2a").heads == 1
-    counted = AttentionCall(shape_of(32, 2), topology, inter="a2a", layout=Layout.CONTIGUOUS)
-    sent = [counted.program(0, direction).sent_bytes()[Link.INTER] for direction in Direction]
+    assert call_of(shape_of(32, 2), topology, inter="a2a").heads_per_round == 1
+    counted = call_of(shape_of(32, 2), topology, inter="a2a", layout=Layout.CONTIGUOUS)
+    sent = [program(counted, 0, direction).sent_bytes()[Link.INTER] for direction in Direction]
     assert sum(sent) == two
 
 
@@ -110,7 +106,7 @@ def documents_call(tokens, heads, grid=(2, 1), layout=Layout.ZIGZAG, mask=DOCUME
     ranks = grid[0] * grid[1]
     shape = AttentionShape(1, tokens // ranks, *heads, 128, 128, 2, 4, 4)
     topology = pretend_nodes(ranks, grid[0])
-    return AttentionCall(shape, topology, layout=layout, mask=mask, **options)
+    return opened(shape, topology, layout=layout, mask=mask, **options)
 
 
 @pytest.mark.parametrize("layout", [Layout.ZIGZAG, Layout.CONTIGUOUS, Layout.DOCUMENTS])
@@ -128,10 +124,10 @@ def documents_call(tokens, heads, grid=(2, 1), layout=Layout.ZIGZAG, mask=DOCUME
     ],
 )
 def test_documents_go_between_nodes_as_they_take_less_time(tokens, heads, grid, way, layout):
-    call = documents_call(tokens, heads, grid, layout)
-    assert (call.between, call.mode) == (way, "gather" if way == "ring" else "a2a")
+    call = resolved(documents_call(tokens, heads, grid, layout))
+    assert (call.inter, call.intra) == (way, "gather" if way == "ring" else "a2a")
     for direction in Direction:
-        call.program(0, direction)
+        program(call, 0, direction)
 
 
 def sample_seconds(call, sample, layout=Layout.ZIGZAG):
@@ -146,7 +142,7 @@ def test_documents_of_long_samples_stay_although_ranks_have_unequal_work(tokens)
     """Documents end: kernels take as long per token in a sample of any length, so a slow link
     decides for a million tokens as it does for fewer."""
     call = documents_call(tokens, (64, 8), (2, 2))
-    assert call.between == "ring"
+    assert resolved(call).inter == "ring"
     sample = Sample.of(lengths_of("drawn", tokens, SEED, 8))
     chosen = sample_seconds(call, sample)
     assert 1.4 * chosen < sample_seconds(replace(call, inter="a2a"), sample)
@@ -157,36 +153,17 @@ def test_documents_of_long_samples_stay_although_ranks_have_unequal_work(tokens)
 def test_windows_in_documents_are_exchanged_over_all_ranks(layout, device):
     mask = Mask(4096, 0, documents=True)
     call = documents_call(131072, (64, 8), layout=layout, mask=mask, device=device)
-    assert call.between == call.mode == "a2a" and "windows" in call.between_why.reason
+    found = resolve(call)
+    assert found.spec.inter == found.spec.intra == "a2a" and "windows" in found.why["inter"].reason
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_even_documents_are_gathered_inside_a_node_and_in_a_ring_on_cpus(nodes):
     call = documents_call(131072, (64, 8), (nodes, 4), Layout.DOCUMENTS)
-    assert call.mode == "gather" and call.between == "ring"
-    on_cpu = replace(call, device="cpu")
-    assert on_cpu.mode == ("gather" if nodes == 1 else "ring")
-
-
-@pytest.mark.parametrize(
-    "grid, mask, layout, mode",
-    [
-        ((1, 4), DOCUMENTS, Layout.ZIGZAG, "a2a"),  # shards of unequal work
-        ((1, 4), DOCUMENTS, Layout.DOCUMENTS, "gather"),
-        ((2, 2), DOCUMENTS, Layout.DOCUMENTS, "gather"),
-        ((2, 2), Mask(documents=True), Layout.DOCUMENTS, "gather"),
-        ((1, 4), Mask(4096, 0, documents=True), Layout.ZIGZAG, "gather"),
-        ((2, 2), Mask(4096, 0, documents=True), Layout.DOCUMENTS, "a2a"),
-    ],
-    ids=str,
-)
-def test_on_a_known_machine_documents_take_what_simulates_fastest(grid, mask, layout, mode):
-    """By the work of typical documents; modes without the mask are left out."""
-    chosen = choose_call(documents_call(131072, (64, 8), grid, layout, mask), H200)
-    assert chosen.call.mode == mode
-    causal = documents_call(131072, (64, 8), grid, Layout.ZIGZAG, Mask.CAUSAL)
-    alone = choose_call(causal, H200)
-    assert chosen.seconds < alone.seconds / 4
+    found = resolved(call)
+    assert found.intra == "gather" and found.inter == "ring"
+    on_cpu = resolved(replace(call, kernel=Kernel(device="cpu")))
+    assert on_cpu.intra == ("gather" if nodes == 1 else "ring")
 
 
 @pytest.mark.parametrize("heads", [(64, 8), (32, 32)], ids=str)
@@ -194,13 +171,14 @@ def test_on_a_known_machine_documents_take_what_simulates_fastest(grid, mask, la
 @pytest.mark.parametrize("grid", [(2, 1), (2, 4)])
 def test_of_windows_the_halo_goes_round_and_stays_whatever_the_heads(grid, layout, heads):
     """An all-to-all sends all heads; K and V of 4K rows are less than any rank's queries."""
-    call = documents_call(131072, heads, grid, layout, Mask(4096, 0))
-    assert (call.between, call.mode, call.recalls) == ("ring", "gather", True)
+    asked = documents_call(131072, heads, grid, layout, Mask(4096, 0))
+    call = resolved(asked)
+    assert (call.inter, call.intra, recalls(call)) == ("ring", "gather", True)
     rows = 4096 * heads[1] * 256
-    assert call.left_bytes == 2 * rows
+    assert left_bytes(call) == 2 * rows
     sent = [
-        sum(call.program(rank, direction).sent_bytes()[Link.INTER] for direction in Direction)
+        sum(program(call, rank, direction).sent_bytes()[Link.INTER] for direction in Direction)
         for rank in range(grid[0] * grid[1])
     ]
     assert max(sent) == 2 * rows * (2 if layout is Layout.ZIGZAG and grid[1] == 1 else 1)
-    assert replace(call, intra="ring")._travelling_share == 1.0
+    assert travelling_share(replace(asked, intra="ring")) == 1.0

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_burst.plan.choose import choose_circulate, nested_bytes
+from megatron_burst.resolve import choose_circulate
+from megatron_burst.rules import nested_bytes
 from megatron_burst.schedule.spec import AttentionShape, Circulate
 from megatron_burst.schedule.topology import pretend_nodes
 
@@ -40,10 +41,10 @@ def test_circulating_q_saves_24_percent_of_backward_at_every_number_of_nodes(nod
 def test_auto_takes_fewer_bytes(heads_q, heads_kv, dims, grad_bytes, chosen):
     """The published break-even: Q for MHA, K and V as soon as heads are grouped."""
     shape = AttentionShape(1, 8, heads_q, heads_kv, *dims, 2, 4, grad_bytes)
-    choice = choose_circulate(shape, "auto")
+    choice = choose_circulate(shape)
     assert choice.value == chosen and "a hop of backward is" in choice.reason
 
 
 def test_a_choice_can_be_asked_for():
-    choice = choose_circulate(GQA, "q")
+    choice = choose_circulate(GQA, Circulate.Q)
     assert choice.value == "q" and choice.reason.startswith("asked for")

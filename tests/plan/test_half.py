@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst.plan.half import early_half
+from megatron_burst.recompute.half_plan import early_half
 from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.mask import Mask, tiles
 

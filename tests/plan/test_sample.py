@@ -18,7 +18,7 @@ from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.model import PRESETS
 from megatron_burst.tools.job.step import step_time
-from megatron_burst.tools.job.strategy import Job, Strategy, attention_call
+from megatron_burst.tools.job.strategy import Job, Strategy, open_call
 from megatron_burst.tools.packed import rows_of_rank, way_of
 from megatron_burst.tools.simulate.sample import Packing, Sample
 
@@ -29,7 +29,7 @@ LENGTHS = (5000, 300, 1, 12000, 4096, 2500, 64, 9000, 700, 3111)
 
 def call_of(gpus, on_node=8):
     job = Job(LLAMA, 65536, gpus, min(gpus, on_node), 1, H200)
-    return attention_call(job, Strategy(cp=gpus))
+    return open_call(job, Strategy(cp=gpus))
 
 
 def pairs_of(lengths):
@@ -66,7 +66,7 @@ def test_ranks_together_compute_all_pairs_once(gpus, on_node, layout):
         place for rank in range(gpus) for some in rows_of_rank(way, rank) for place in some
     )
     assert rows == list(range(way.sample.tokens))
-    assert (way.imbalance < 1.001) == (layout is Layout.DOCUMENTS or way.call.mode == "a2a"
+    assert (way.imbalance < 1.001) == (layout is Layout.DOCUMENTS or way.call.intra == "a2a"
                                        or gpus == 1)  # fmt: skip
     assert (min(way.sent) > 0) == (gpus > 1)
 
@@ -86,7 +86,7 @@ def test_times_follow_work():
     even = way_of(call, sample, H200, Layout.ZIGZAG)
     stays = way_of(replace(call, intra="gather"), sample, H200, Layout.ZIGZAG)
     whole = way_of(call, Sample.of([65536]), H200, Layout.ZIGZAG)
-    assert even.call.mode == "a2a" and stays.imbalance > 1.2
+    assert even.call.intra == "a2a" and stays.imbalance > 1.2
     assert sum(stays.seconds) > 1.15 * sum(even.seconds)
     assert sum(whole.seconds) > sum(even.seconds)
     kernel = H200.kernel(128, "auto")

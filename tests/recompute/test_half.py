@@ -7,14 +7,14 @@ early.
 import pytest
 import torch
 
-from megatron_burst.engine.passes import Call
-from megatron_burst.engine.setup import attention_shape
+from megatron_burst.call import attention_shape
+from megatron_burst.engine.passes import Passes
 from megatron_burst.kernels.backends import backends
-from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.half import early_half
 from megatron_burst.recompute.half import LaterHalf
+from megatron_burst.recompute.half_plan import early_half
+from megatron_burst.resolve import resolve
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.spec import Dtype
+from megatron_burst.schedule.spec import Kernel, Spec
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import problem
 from tests.attention.simulated import run_simulated
@@ -34,12 +34,12 @@ CASES = [  # layout, nodes, ranks, rows per rank, whether they are resharded
 ]
 
 
-def call_of(topology, layout, shard, carrier):
-    way = AttentionCall(
-        attention_shape(*shard), topology, intra="ring", inter="ring", layout=layout, device="cpu"
+def passes_of(topology, layout, shard, carrier):
+    shape = attention_shape([x.shape for x in shard], torch.float64)
+    spec = Spec(
+        topology, shape, layout, kernel=Kernel(device="cpu"), again=True, inter="ring", intra="ring"
     )
-    dtypes = dict.fromkeys(Dtype, torch.float64)
-    return Call.of(way, backends()["reference"], carrier, 0.3, dtypes)
+    return Passes(resolve(spec).spec, backends()["reference"], carrier, 0.3, torch.float64)
 
 
 @pytest.mark.parametrize("layout, nodes, size, tokens, reshard", CASES)
@@ -49,9 +49,9 @@ def test_the_whole_is_restored_from_its_later_half(layout, nodes, size, tokens, 
 
     def one(rank, carrier):
         shard = tuple(x[:, rows_of(layout, rank, size, tokens)] for x in tensors)
-        whole = call_of(topology, layout, shard, carrier).recomputed.forward(*shard)[:2]
+        whole = passes_of(topology, layout, shard, carrier).forward(*shard)[:2]
         half = [x[:, : tokens // 2] for x in shard]
-        early = call_of(topology, plan.layout, half, carrier)
+        early = passes_of(topology, plan.layout, half, carrier)
         policy, before = LaterHalf(plan, early, carrier), carrier.sent_bytes
         kept = policy.trim(whole)
         restored = policy.restore(kept, shard)

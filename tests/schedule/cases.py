@@ -56,7 +56,8 @@ class Case:
     def __str__(self) -> str:
         size = "x".join(map(str, (self.topology.inter_size, self.topology.intra_size)))
         flags = [name for name in ("pulled", "one_slot", "left") if getattr(self, name)]
-        flags += [name for name in Kernel.__slots__ if getattr(self.kernel, name)]
+        kernel = "rectangular_causal", "takes_delta", "wide_grads"
+        flags += [name for name in kernel if getattr(self.kernel, name)]
         words = (self.mode, size, self.layout, f"{self.mask}", self.circulate,
                  f"{self.rounds} rounds", f"group {self.group}", f"copies {self.copies}",
                  *flags)  # fmt: skip
@@ -71,8 +72,9 @@ class Case:
     def spec(self, direction: Direction, rank: int = 0) -> Spec:
         circulate = self.circulate if direction is Direction.BACKWARD else Circulate.KV
         return Spec(
-            self.topology, rank, direction, self.shape, self.layout, self.mask, circulate,
-            self.kernel, pulled=self.pulled, left=self.left,
+            self.topology, self.shape, self.layout, self.mask, self.kernel, intra=self.mode,
+            heads_per_round=1, circulate=circulate, pulled=self.pulled, left=self.left,
+            cp_rank=rank, direction=direction,
         )  # fmt: skip
 
     def programs(self, direction: Direction) -> list[Program]:

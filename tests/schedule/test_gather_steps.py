@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from megatron_burst.schedule.gather_steps import gather_steps
 from megatron_burst.schedule.inter_node import heads_in_rounds, steps
 from megatron_burst.schedule.layout import Layout, positions
-from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.spec import Circulate, Direction, Kernel, Spec
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.plan.strategies import topologies
@@ -38,10 +37,11 @@ def specs(draw):
     backward = direction is Direction.BACKWARD
     circulate = draw(st.sampled_from(list(Circulate))) if backward else Circulate.KV
     return Spec(
-        topology, 0, direction, shape_of(2 * draw(st.integers(1, 2)), (heads_kv, heads_kv)),
-        draw(st.sampled_from(GATHERED)), draw(st.sampled_from(MASKS)), circulate,
-        Kernel(rectangular_causal=draw(st.booleans())), draw(st.integers(1, heads_kv)),
-        left=circulate is Circulate.KV and draw(st.booleans()),
+        topology, shape_of(2 * draw(st.integers(1, 2)), (heads_kv, heads_kv)),
+        draw(st.sampled_from(GATHERED)), draw(st.sampled_from(MASKS)),
+        Kernel(rectangular_causal=draw(st.booleans())), intra="gather",
+        heads_per_round=draw(st.integers(1, heads_kv)), circulate=circulate,
+        left=circulate is Circulate.KV and draw(st.booleans()), direction=direction,
     )  # fmt: skip
 
 
@@ -140,8 +140,8 @@ def test_what_ranks_read_and_give_back_is_what_their_tiles_hold(spec):
 @pytest.mark.parametrize("heads_per_round", [1, 2, 4])
 def test_own_tiles_hide_the_first_gather_and_the_last_gradients(direction, heads_per_round):
     spec = Spec(
-        pretend_nodes(4, 1), 1, direction, shape_of(8, (4, 4)), Layout.ZIGZAG, Mask.CAUSAL,
-        heads_per_round=heads_per_round,
+        pretend_nodes(4, 1), shape_of(8, (4, 4)), intra="gather", heads_per_round=heads_per_round,
+        circulate=Circulate.KV, cp_rank=1, direction=direction,
     )  # fmt: skip
     found = [step.tiles for step in gather_steps(spec, order_of(spec)).steps]
     assert found[0].before
@@ -155,8 +155,10 @@ def test_work_is_balanced_in_zigzag(nodes, ranks):
     """In each step too: no rank waits for one whose tiles see more keys."""
     size = nodes * ranks
     every = steps_of(
-        Spec(pretend_nodes(size, nodes), 0, Direction.FORWARD, shape_of(64, (2, 2)), Layout.ZIGZAG,
-             Mask.CAUSAL)
+        Spec(
+            pretend_nodes(size, nodes), shape_of(64, (2, 2)), intra="gather", heads_per_round=1,
+            circulate=Circulate.KV,
+        )
     )  # fmt: skip
     for index in range(2 * nodes):
         work = {sum(tile.pairs for tile in s.steps[index].tiles.gathered) for s in every}

@@ -13,17 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.ring import ring
-from megatron_burst.schedule.spec import AttentionShape, Direction, Spec
+from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Spec
 from megatron_burst.schedule.topology import Link, topology_of
 from megatron_burst.tools.doctor.compare import Sizes, cp_groups
 
 
 def inter_bytes(topology, cp_rank):
     shape = AttentionShape(1, 1024, 1, 1, 128, 128, itemsize=2, stat_bytes=4, grad_bytes=4)
-    specs = [Spec(topology, cp_rank, d, shape, Layout.ZIGZAG, Mask.CAUSAL) for d in Direction]
+    specs = [
+        Spec(topology, shape, circulate=Circulate.KV, cp_rank=cp_rank, direction=direction)
+        for direction in Direction
+    ]
     return sum(ring(spec).sent_bytes()[Link.INTER] for spec in specs)
 
 

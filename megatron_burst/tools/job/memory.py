@@ -7,7 +7,7 @@ from megatron_burst.recompute.budget import in_flight
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, stage_layers
-from megatron_burst.tools.simulate.call import buffer_bytes
+from megatron_burst.tools.simulate.call import buffer_bytes, left_bytes
 
 _LOSS_BYTES = 1 << 30  # of the fused loss, independent of tokens (docs/loss.md)
 
@@ -122,9 +122,9 @@ def _layer_bytes(job: Job, strategy: Strategy) -> _LayerBytes:
     feed = _feed_forward(model, strategy.tp, tokens)
     # input, its norm, q, k, v, out, lse
     attention = 2 * hidden + qkv + out + 4 * model.heads_q * tokens
-    attention += _beside_values(model, strategy, tokens) + call.left_bytes
+    attention += _beside_values(model, strategy, tokens) + left_bytes(call)
     if strategy.core_attn:
-        attention -= 4 * model.heads_q * tokens + call.left_bytes
+        attention -= 4 * model.heads_q * tokens + left_bytes(call)
     after = hidden + feed.saved  # the sum with the residual, then the feed-forward's
     norm = hidden if model.experts else 0.0  # else it is computed in the first product
     saved = {"none": attention + after, "selective": attention + hidden + norm, "full": hidden}

@@ -3,14 +3,19 @@ over all ranks with cuDNN's kernels."""
 
 from dataclasses import dataclass, replace
 
-from megatron_burst.plan.attention import AttentionCall
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.spec import AttentionShape, Direction
+from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.step import recomputed, step_time
-from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, stage_layers
-from megatron_burst.tools.simulate.call import buffer_bytes, pass_time
+from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, open_call, stage_layers
+from megatron_burst.tools.simulate.call import (
+    AttentionCall,
+    buffer_bytes,
+    pass_time,
+    resolved,
+    run_by,
+)
 from megatron_burst.tools.simulate.sample import Packing
 
 
@@ -32,7 +37,7 @@ class Gain:
 
 
 def as_megatron(call: AttentionCall, hardware: Hardware) -> AttentionCall:
-    """The call as TransformerEngine's p2p would run it: K and V circulate through all ranks,
+    """An open call as TransformerEngine's p2p would run it: K and V circulate through all ranks,
     whatever their nodes; documents of packed samples are sharded individually.
 
     For its error against measurements see `benchmarks/validate_plan.py`.
@@ -40,10 +45,11 @@ def as_megatron(call: AttentionCall, hardware: Hardware) -> AttentionCall:
     known = {kernel.backend for kernel in hardware.kernels}
     backend = "cudnn" if "cudnn" in known else "auto"
     layout = Layout.DOCUMENTS if call.mask.documents else call.layout
-    return replace(
-        call, intra="ring", inter="flat", circulate="kv", transfer="send", again=False,
-        backend=backend, layout=layout,
+    ring = replace(
+        call, intra="ring", inter="flat", circulate=Circulate.KV, pulled=False, again=False,
+        layout=layout,
     )  # fmt: skip
+    return resolved(run_by(ring, backend))
 
 
 def megatron_bytes(shape: AttentionShape, packed: bool = False) -> int:
@@ -66,7 +72,7 @@ def gain(job: Job, strategy: Strategy) -> Gain:
     plain = replace(strategy, keep="none", offload=False, offload_inputs=False)
     packing = job.packing and Packing(Layout.DOCUMENTS, job.packing.sample)
     own = replace(job, packing=packing)
-    theirs = as_megatron(attention_call(own, plain), job.hardware)
+    theirs = as_megatron(open_call(own, plain), job.hardware)
     memory = memory_of(job, strategy)
     ours = attention_call(job, strategy)
     return Gain(

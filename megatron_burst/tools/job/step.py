@@ -4,14 +4,13 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_burst.plan.attention import AttentionCall
-from megatron_burst.plan.half import HalfCall, recomputed_share
+from megatron_burst.recompute.half_plan import recomputed_share
 from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.job.memory import Memory
 from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, stage_layers
-from megatron_burst.tools.simulate.call import pass_time
+from megatron_burst.tools.simulate.call import AttentionCall, pass_time
 from megatron_burst.tools.simulate.kernels import Timer
 
 # Parts of a step, as named in tables and errors.
@@ -189,15 +188,8 @@ def recomputed(job: Job, strategy: Strategy) -> float:
     if strategy.recompute != "full":
         return float(strategy.core_attn)
     if strategy.keep == "half":
-        return recomputed_share(half_call(job, strategy))
+        return recomputed_share(attention_call(job, strategy))
     return float(strategy.keep == "none")
-
-
-def half_call(job: Job, strategy: Strategy) -> HalfCall:
-    """A layer's attention, with the later half kept."""
-    call = attention_call(job, strategy)
-    over_all = call.mode == "a2a" and call.arranged.inter_size == 1
-    return HalfCall(call.layout, call.mask, call.topology, call.shape, over_all)
 
 
 def _network_share(hardware: Hardware) -> float:

@@ -1,17 +1,18 @@
 """How a training job is sharded over GPUs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, prod
 from typing import Literal
 
 from megatron_burst.errors import BurstError, nearest_multiples
-from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.spec import AttentionShape
+from megatron_burst.schedule.spec import AttentionShape, Kernel
 from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.job.model import Model
+from megatron_burst.tools.simulate.call import AttentionCall, resolved
 from megatron_burst.tools.simulate.sample import Packing
 
 SIZES = ("tp", "cp", "pp", "dp", "ep")
@@ -173,23 +174,29 @@ def ranks_per_node(job: Job, strategy: Strategy) -> int:
 
 
 def attention_call(job: Job, strategy: Strategy) -> AttentionCall:
-    """A layer's attention on one rank, in bf16; neighbours at stride TP, nodes filled in order."""
+    """A layer's attention on one rank, as burst runs it."""
+    return resolved(open_call(job, strategy))
+
+
+def open_call(job: Job, strategy: Strategy) -> AttentionCall:
+    """A layer's attention on one rank, in bf16; neighbours at stride TP, nodes filled in order.
+
+    Choices that the strategy does not make are open.
+    """
     model, packing = job.model, job.packing
+    sample = packing and packing.sharded(strategy.cp)  # with padding, where that is needed
     shape = AttentionShape(
-        batch=1, tokens=job.seq // strategy.cp, heads_q=model.heads_q // strategy.tp,
-        heads_kv=max(1, model.heads_kv // strategy.tp), dim_qk=model.dim_qk, dim_v=model.dim_v,
-        itemsize=2, stat_bytes=4, grad_bytes=4,
+        batch=1, tokens=(sample.tokens if sample else job.seq) // strategy.cp,
+        heads_q=model.heads_q // strategy.tp, heads_kv=max(1, model.heads_kv // strategy.tp),
+        dim_qk=model.dim_qk, dim_v=model.dim_v, itemsize=2, stat_bytes=4, grad_bytes=4,
     )  # fmt: skip
     nodes = max(1, strategy.cp // ranks_per_node(job, strategy))
     topology = pretend_nodes(strategy.cp, nodes)
-    call = AttentionCall(
-        shape, topology, job.on_node // topology.intra_size, strategy.intra,
-        multiprocessors=job.hardware.gpu.multiprocessors,
+    return AttentionCall(
+        topology, shape, packing.layout if packing else Layout.ZIGZAG,
+        Mask(right=0, documents=packing is not None),
+        Kernel(multiprocessors=job.hardware.gpu.multiprocessors),
         again=strategy.recompute == "full" and strategy.keep != "none",
+        intra=None if strategy.intra == "auto" else strategy.intra,
+        neighbours=job.on_node // topology.intra_size,
     )  # fmt: skip
-    if not packing:
-        return call
-    if sample := packing.sharded(strategy.cp):  # with padding, where that is needed
-        shape = replace(shape, tokens=sample.tokens // strategy.cp)
-    mask = Mask(right=0, documents=True)
-    return replace(call, shape=shape, layout=packing.layout, mask=mask)

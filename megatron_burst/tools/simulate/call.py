@@ -3,15 +3,17 @@
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import inf
 
-from megatron_burst.plan.attention import AttentionCall
+from megatron_burst.resolve import recalls, resolve, travelling_share
 from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import NUMBERED, AttendBackward, Buffer, Home, Program, Ref
-from megatron_burst.schedule.spec import Direction, Dtype
-from megatron_burst.schedule.topology import Link
+from megatron_burst.schedule.spec import Circulate, Direction, Dtype, Spec
+from megatron_burst.schedule.topology import Link, pretend_nodes
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.simulate.kernels import Timer
 from megatron_burst.tools.simulate.sample import Sample
@@ -19,6 +21,57 @@ from megatron_burst.tools.simulate.timing import Timeline, simulate
 
 _MANY_NODES = 8, 16  # times of more nodes are extrapolated from these
 _MOST_NODES = 4  # more nodes need no more buffers; a test compares
+# kernels whose causal tiles may have more keys than queries
+_RECTANGULAR = ("auto", "fa4", "fa3", "flash-attn", "flash", "triton", "reference")
+
+
+@dataclass(frozen=True)
+class AttentionCall(Spec):
+    """How a call runs, and what else its time depends on.
+
+    Attributes:
+        backend: attention kernel, or several joined by commas, the fastest first.
+        neighbours: GPUs of a node per rank of this group, including those that run other groups'
+            rings at the same time: the tensor-parallel size.
+        overlap: whether transfers are hidden.
+    """
+
+    backend: str = "auto"
+    neighbours: int = 1
+    overlap: bool = True
+
+
+def run_by(call: AttentionCall, backend: str) -> AttentionCall:
+    """The call with another attention kernel."""
+    rectangular = backend.partition(",")[0] in _RECTANGULAR
+    kernel = replace(call.kernel, rectangular_causal=rectangular)
+    return replace(call, backend=backend, kernel=kernel)
+
+
+def resolved(call: AttentionCall) -> AttentionCall:
+    """The call as burst runs it: without open choices.
+
+    Raises:
+        BurstError: if what was asked for cannot run.
+    """
+    found = resolve(call).spec
+    assert isinstance(found, AttentionCall)
+    return found
+
+
+def program(call: AttentionCall, cp_rank: int, direction: Direction) -> Program:
+    """The program that the engine runs on a rank for a resolved call."""
+    spec = call.of(cp_rank, direction)
+    return program_of(Spec(**{field.name: getattr(spec, field.name) for field in fields(Spec)}))
+
+
+def left_bytes(call: AttentionCall) -> int:
+    """Memory of other nodes' K and V kept until backward, of a resolved call."""
+    if not recalls(call):
+        return 0
+    shape = call.shape
+    rows = round(travelling_share(call) * shape.rows_kv)
+    return (call.arranged.inter_size - 1) * rows * (shape.dim_qk + shape.dim_v) * shape.itemsize
 
 
 @lru_cache(maxsize=64)
@@ -35,7 +88,7 @@ def attention_time(
     """Simulate one pass of a call.
 
     Args:
-        call: the call.
+        call: the call, resolved.
         hardware: that it runs on.
         direction: which pass.
         pass_tflop: work without a pause (`KernelSpeed`); infinite in training.
@@ -50,7 +103,7 @@ def attention_time(
     timer = Timer(hardware, call.backend, pass_tflop, sample, tokens)
     some = _simulated(call) if ranks is None else ranks
     with _no_collection():
-        programs = {rank: call.program(rank, direction) for rank in some}
+        programs = {rank: program(call, rank, direction) for rank in some}
         return simulate(programs, timer, _inter_share(call, hardware), call.overlap, with_spans)
 
 
@@ -91,7 +144,7 @@ def _of_sample(
     call: AttentionCall, hardware: Hardware, direction: Direction, sample: Sample
 ) -> Timeline:
     """The timeline with known documents: each shard's work depends on its documents."""
-    of_heads = call.mode == "a2a" and call.arranged.inter_size == 1
+    of_heads = call.intra == "a2a" and call.arranged.inter_size == 1
     even = call.layout is Layout.DOCUMENTS or of_heads
     ranks = _simulated(call) if even else range(call.topology.cp_size)
     return attention_time(call, hardware, direction, ranks=ranks, with_spans=False, sample=sample)
@@ -100,22 +153,29 @@ def _of_sample(
 def sent_bytes(call: AttentionCall, direction: Direction) -> dict[Link, int]:
     """Bytes that the first rank sends in a pass, by link."""
     (base, times), *more = (
-        (part.program(0, direction).sent_bytes(), times) for part, times in _on_few(call, direction)
+        (program(part, 0, direction).sent_bytes(), times)
+        for part, times in _on_few(call, direction)
     )
     less = more[0][0] if more else base
     return {link: round(sent + times * (sent - less[link])) for link, sent in base.items()}
 
 
 def _on_few(call: AttentionCall, direction: Direction) -> list[tuple[AttentionCall, float]]:
-    """The resolved call, or the call on two smaller numbers of nodes and how often to add their
+    """The call as a pass sees it, or on two smaller numbers of nodes and how often to add their
     difference: each further node is one more step of each round."""
-    call = call.resolved(direction)
+    backward = direction is Direction.BACKWARD
+    call = replace(call, circulate=call.circulate if backward else Circulate.KV, again=False)
     few, more = _MANY_NODES
     nodes = call.arranged.inter_size
-    if call.between != "ring" or nodes <= more:
+    if call.inter != "ring" or nodes <= more:
         return [(call, 0.0)]
     times = (nodes - more) / (more - few)
-    return [(call.on_nodes(more), times), (call.on_nodes(few), 0.0)]
+    return [(_on_nodes(call, more), times), (_on_nodes(call, few), 0.0)]
+
+
+def _on_nodes(call: AttentionCall, count: int) -> AttentionCall:
+    """A resolved call on another number of nodes in nested rings."""
+    return replace(call, topology=pretend_nodes(count * call.arranged.intra_size, count))
 
 
 @lru_cache(maxsize=4096)
@@ -135,7 +195,7 @@ def _simulated(call: AttentionCall) -> range:
     ranks have equal tiles.
     """
     topology = call.arranged
-    nested = topology.inter_size == len(set(topology.node_of)) or call.mode == "a2a"
+    nested = topology.inter_size == len(set(topology.node_of)) or call.intra == "a2a"
     even = call.layout in (Layout.ZIGZAG, Layout.DOCUMENTS) or call.mask.full
     if topology.cp_size <= 2 or not (nested and even):
         return range(topology.cp_size)
@@ -149,7 +209,7 @@ def _inter_share(call: AttentionCall, hardware: Hardware) -> float:
     """A rank's share of a network card: all ranks of a node send at once, in a flat ring only
     one."""
     topology = call.arranged
-    flat_ring = topology.spans_nodes and call.mode == "ring"
+    flat_ring = topology.spans_nodes and call.intra == "ring"
     together = 1 if flat_ring else max(map(topology.node_of.count, set(topology.node_of)))
     return hardware.inter_share(together * call.neighbours)
 
@@ -162,8 +222,8 @@ def buffer_bytes(call: AttentionCall) -> int:
     except for its output in float32 where results are merged.
     """
     if call.arranged.inter_size > _MOST_NODES:
-        return buffer_bytes(call.resolved(Direction.BACKWARD).on_nodes(_MOST_NODES))
-    programs = [call.program(0, direction) for direction in Direction]
+        return buffer_bytes(_on_nodes(call, _MOST_NODES))
+    programs = [program(call, 0, direction) for direction in Direction]
     return kept_bytes(programs) + passing_bytes(programs[-1])
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-from megatron_burst.plan.choose_heads import BLOCK, share_busy, thread_blocks
+from megatron_burst.rules import BLOCK, share_busy, thread_blocks
 from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.layout import Runs
 from megatron_burst.schedule.mask import Span, Tile

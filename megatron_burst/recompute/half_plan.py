@@ -4,11 +4,10 @@ early half, which keep the later one, and whether rows are resharded for it."""
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_burst.plan.choose import Choice
+from megatron_burst.say import Choice
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask, Span
-from megatron_burst.schedule.spec import AttentionShape
-from megatron_burst.schedule.topology import Topology
+from megatron_burst.schedule.mask import Span
+from megatron_burst.schedule.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +86,19 @@ def _rows(piece: int, size: int) -> Span:
     return Span(piece * size, (piece + 1) * size)
 
 
-@dataclass(frozen=True, slots=True)
-class HalfCall:
-    """A call whose later half's results are kept."""
-
-    layout: Layout  # of tokens over ranks
-    mask: Mask
-    topology: Topology
-    shape: AttentionShape  # sizes of the call on one rank
-    over_all: bool = False  # whether an all-to-all gives each rank all rows of some heads
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all ranks have equal work on the early rows without resharding."""
-        over_all = self.over_all and self.layout is Layout.ZIGZAG
-        return self.layout is Layout.STRIPED or over_all or self.topology.cp_size == 1
-
-    def half(self, reshard: bool) -> EarlyHalf:
-        """The early half, resharded or not."""
-        return early_half(self.layout, self.topology.cp_size, self.shape.tokens, reshard)
+def is_even(spec: Spec) -> bool:
+    """Whether all ranks of a resolved spec have equal work on the early rows without resharding."""
+    of_heads = spec.intra == "a2a" and spec.arranged.inter_size == 1
+    over_all = of_heads and spec.layout is Layout.ZIGZAG
+    return spec.layout is Layout.STRIPED or over_all or spec.topology.cp_size == 1
 
 
 @lru_cache(maxsize=256)
-def choose_half(call: HalfCall) -> Choice:
-    """How the later half is kept: "resharded", "plain", or "none" if there is no gain."""
-    tokens = call.shape.tokens
-    if call.mask.documents or not call.mask.causal:
+def choose_half(spec: Spec) -> Choice:
+    """How the later half of a resolved spec is kept: "resharded", "plain", or "none" if there is no
+    gain."""
+    tokens = spec.shape.tokens
+    if spec.mask.documents or not spec.mask.causal:
         return Choice(
             "none",
             "only for a single causal document does recomputing half of the "
@@ -120,22 +106,22 @@ def choose_half(call: HalfCall) -> Choice:
         )
     if tokens < 2:
         return Choice("none", "one row per rank cannot be halved")
-    if call.is_even:
+    if is_even(spec):
         return Choice("plain", "the early rows are spread evenly")
     otherwise, loses = "plain", "not resharded"
-    if call.layout is Layout.CONTIGUOUS:
+    if spec.layout is Layout.CONTIGUOUS:
         otherwise, loses = "none", "later ranks would keep all of their rows"
     if tokens % 4:
         return Choice(otherwise, f"{loses}: {tokens} rows per rank are not a multiple of 4")
-    if len(set(call.topology.node_of)) > 1:
+    if len(set(spec.topology.node_of)) > 1:
         return Choice(otherwise, f"{loses}: rows would go between nodes")
     return Choice("resharded", "the early rows are resharded, a quarter of a forward on each rank")
 
 
-def recomputed_share(call: HalfCall) -> float:
+def recomputed_share(spec: Spec) -> float:
     """Share of a forward that the slowest rank recomputes if the later half is kept."""
-    how = choose_half(call).value
-    return 0.25 if how == "plain" and call.is_even else _share(how, call.topology.cp_size)
+    how = choose_half(spec).value
+    return 0.25 if how == "plain" and is_even(spec) else _share(how, spec.topology.cp_size)
 
 
 def _share(how: str, cp_size: int) -> float:

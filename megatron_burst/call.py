@@ -1,4 +1,4 @@
-"""The terms of a call, which must be the same on all ranks, and which of them are refused."""
+"""A call: what must be the same on all ranks, and what of it is refused."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.errors import Need, require
+from megatron_burst.errors import BurstError, Need, require
+from megatron_burst.kernels.backends import Problem, arch_of, choose_backend, multiprocessors
+from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.schedule.layout import Layout, check_tokens
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.spec import AttentionShape, Circulate, Kernel, Spec
+from megatron_burst.schedule.topology import Topology
 
 _WHO = "burst attention"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -32,8 +37,8 @@ class Asked(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What must be the same on all ranks; equal terms make equal calls."""
+class Call:
+    """What must be the same on all ranks; equal calls run alike."""
 
     shapes: tuple[tuple, ...]  # of q, k and v, like the next two; a batch axis of 1 in "thd"
     dtypes: tuple[torch.dtype, ...]
@@ -54,6 +59,61 @@ class Terms:
         """Whether the sequence is a packed sample."""
         return "cu_seqlens" in self.given
 
+    @property
+    def mask(self) -> Mask:
+        """Which keys a query sees, by position."""
+        return Mask(*self.window, self.packed)
+
+    @property
+    def shape(self) -> AttentionShape:
+        """Sizes on one rank; gradients between ranks as wide as sums."""
+        shapes = self.shapes
+        if self.qkv_format == "sbhd":
+            shapes = tuple((batch, tokens, *rest) for tokens, batch, *rest in shapes)
+        return attention_shape(shapes, self.dtypes[0])
+
+    @property
+    def problem(self) -> Problem:
+        """What a kernel must support."""
+        shape, mask, device = self.shape, self.mask, self.devices[0]
+        return Problem(
+            device.type, self.dtypes[0], shape.dim_qk, shape.dim_v,
+            shape.heads_q != shape.heads_kv, self.config.deterministic, arch_of(device),
+            mask.windowed, mask.documents,
+        )  # fmt: skip
+
+    def facts(self) -> dict[str, str]:
+        """Facts of this rank's machine that decide how the call runs, by name; ranks with equal
+        facts choose alike, whatever the batch and tokens."""
+        config, tuning, device = self.config, self.config.tuning, self.devices[0]
+        try:
+            facts = {"backend": choose_backend(self.problem, config.backend)[0].capability.name}
+        except BurstError as error:
+            facts = {"backend": str(error)}  # the other ranks must learn that too
+        in_rounds = config.intra != "ring" and not tuning.flat and tuning.pieces
+        if in_rounds and tuning.heads_per_round is None:
+            facts["multiprocessors (without heads_per_round)"] = f"{multiprocessors(device)}"
+        return facts
+
+    def spec(self, topology: Topology, kernel: Kernel) -> Spec:
+        """How the call runs, as far as its options say; choices that they leave open are None.
+
+        Args:
+            topology: of the group.
+            kernel: that computes the tiles.
+        """
+        return spec_of(self.config, topology, self.shape, Layout(self.layout), self.mask, kernel)
+
+    def check(self, cp_size: int) -> None:
+        """Refuse an invalid call; by now it is the same on all ranks.
+
+        Raises:
+            BurstError: in one sentence.
+        """
+        require(_WHO, chain.from_iterable(of(self) for of in _NEEDS))
+        tokens = self.shapes[0][0 if self.qkv_format == "sbhd" else 1]
+        check_tokens(Layout(self.layout), cp_size, tokens)
+
     def in_words(self) -> dict[str, str]:
         """By name; devices without what may differ between ranks."""
         words = {name: str(tuple(shape)) for name, shape in zip("qkv", self.shapes, strict=True)}
@@ -69,8 +129,8 @@ class Terms:
             words["window"] = str(self.window)
         return words | dict(self.wrong)
 
-    def configuration(self) -> "Terms":
-        """The terms with batch and tokens set to 0, since these vary from call to call; ranks
+    def configuration(self) -> "Call":
+        """The call with batch and tokens set to 0, since these vary from call to call; ranks
         compare them once. Unchanged if the shapes do not match each other."""
         q, k, v = self.shapes
         if not (len(q) == len(k) == len(v) == 4 and q[:2] == k[:2] == v[:2]):
@@ -81,6 +141,35 @@ class Terms:
     def is_elsewhere(self, device: torch.device) -> bool:
         """Whether a device is a GPU other than the process's current one."""
         return device.type == "cuda" and device.index != self.current_device
+
+
+def attention_shape(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> AttentionShape:
+    """Sizes of a call whose q, k and v have these "bshd" shapes, with gradients between ranks as
+    wide as sums."""
+    (batch, tokens, heads_q, dim_qk), (*_, heads_kv, dim_v) = shapes[0], shapes[2]
+    item, sums = dtype.itemsize, accumulate_dtype(dtype).itemsize
+    return AttentionShape(batch, tokens, heads_q, heads_kv, dim_qk, dim_v, item, sums, sums)
+
+
+def spec_of(
+    config: BurstConfig, topology: Topology, shape: AttentionShape, layout: Layout, mask: Mask,
+    kernel: Kernel,
+) -> Spec:  # fmt: skip
+    """How a call runs, as far as options say; `Spec` explains the other arguments."""
+    tuning, circulate = config.tuning, _given(config.tuning.circulate)
+    return Spec(
+        topology, shape, layout, mask, kernel, config.keep != "none",
+        inter="flat" if tuning.flat else _given(config.inter), intra=_given(config.intra),
+        heads_per_round=tuning.heads_per_round if tuning.pieces else 0,
+        grad_wire=_given(tuning.grad_wire), circulate=circulate and Circulate(circulate),
+        pulled={"pull": True, "send": False}.get(tuning.transfer),
+        left={"never": True, "always": False}.get(tuning.resend),
+    )  # fmt: skip
+
+
+def _given(option: str) -> str | None:
+    """An option's value; None for "auto"."""
+    return None if option == "auto" else option
 
 
 def window_of(
@@ -97,10 +186,10 @@ def window_of(
     return left, 0 if causal else right
 
 
-def terms_of(tensors: Sequence[Tensor], asked: Asked) -> Terms:
-    """The terms of a call with q, k and v.
+def call_of(tensors: Sequence[Tensor], asked: Asked) -> Call:
+    """The call with q, k and v.
 
-    An argument of another kind is only named, so that ranks can still compare their terms.
+    An argument of another kind is only named, so that ranks can still compare their calls.
     """
     given = zip((*"qkv", *Asked._fields), (*tensors, *asked), strict=True)
     wrong = tuple((name, _text(x)) for name, x in given if not _KINDS[name].holds(x))
@@ -110,7 +199,7 @@ def terms_of(tensors: Sequence[Tensor], asked: Asked) -> Terms:
         asked = asked._replace(**{name: usual[name] for name, _ in wrong if name in usual})
     added = (1,) if asked.qkv_format == "thd" else ()
     scale, dim = asked.softmax_scale, tensors[0].shape[-1] if tensors[0].dim() else 1
-    return Terms(
+    return Call(
         shapes=tuple((*added, *x.shape) for x in tensors),
         dtypes=tuple(x.dtype for x in tensors),
         devices=tuple(x.device for x in tensors),
@@ -216,37 +305,26 @@ def _text(x: object) -> str:
     return " ".join(repr(x).split())[:80] if plain else f"a {type(x).__name__}"
 
 
-def check_terms(terms: Terms, cp_size: int) -> None:
-    """Refuse invalid terms; by now they are the same on all ranks.
-
-    Raises:
-        BurstError: in one sentence.
-    """
-    require(_WHO, chain.from_iterable(of(terms) for of in _NEEDS))
-    tokens = terms.shapes[0][0 if terms.qkv_format == "sbhd" else 1]
-    check_tokens(Layout(terms.layout), cp_size, tokens)
+def _of_kinds(call: Call) -> Iterator[Need]:
+    yield from (_need_of(name, got) for name, got in call.wrong)
 
 
-def _of_kinds(terms: Terms) -> Iterator[Need]:
-    yield from (_need_of(name, got) for name, got in terms.wrong)
-
-
-def _of_names(terms: Terms) -> Iterator[Need]:
+def _of_names(call: Call) -> Iterator[Need]:
     yield (
-        terms.qkv_format in ("bshd", "sbhd", "thd"),
+        call.qkv_format in ("bshd", "sbhd", "thd"),
         "qkv_format must be bshd, sbhd or thd, because it names the order of the axes",
-        repr(terms.qkv_format),
+        repr(call.qkv_format),
         "pass one of these",
     )
     yield (
-        terms.layout in tuple(Layout),
+        call.layout in tuple(Layout),
         f"layout must be one of {', '.join(Layout)}, because it decides which keys a query may "
         "attend to",
-        repr(terms.layout),
+        repr(call.layout),
         "pass the one in which the tokens are sharded",
     )
     yield (
-        terms.packed or terms.layout != Layout.DOCUMENTS,
+        call.packed or call.layout != Layout.DOCUMENTS,
         "cu_seqlens must be given for the layout zigzag-documents, because it shards each "
         "document on its own",
         "no cu_seqlens",
@@ -254,42 +332,42 @@ def _of_names(terms: Terms) -> Iterator[Need]:
     )
 
 
-def _of_sample(terms: Terms) -> Iterator[Need]:
-    others, tree = ", ".join(terms.given), "prefix_tree" in terms.given
+def _of_sample(call: Call) -> Iterator[Need]:
+    others, tree = ", ".join(call.given), "prefix_tree" in call.given
     yield (
-        terms.packed or not terms.given,
+        call.packed or not call.given,
         f"cu_seqlens must come with {others}, because it says where documents begin and end",
         "no cu_seqlens",
         f"pass it, or leave out {others}",
     )
     yield (
-        not tree or terms.window == (None, 0),
+        not tree or call.window == (None, 0),
         "a prefix tree must be causal and without a window, because a query attends to all "
         "ancestors of its segment",
-        f"causal={terms.causal} and window={terms.window}",
+        f"causal={call.causal} and window={call.window}",
         "leave out causal and window, or prefix_tree",
     )
     yield (
-        not tree or terms.layout != Layout.DOCUMENTS,
+        not tree or call.layout != Layout.DOCUMENTS,
         "a prefix tree must be sharded as one sample, because segments attend to each other",
-        f"layout {terms.layout}",
+        f"layout {call.layout}",
         "shard the sample in zigzag or contiguous, without padding",
     )
 
 
-def _of_shapes(terms: Terms) -> Iterator[Need]:
-    q, k, v = terms.shapes
-    packed = terms.qkv_format == "thd"  # with a batch axis of 1 added
-    got = ", ".join(f"{n} {tuple(x)[packed:]}" for n, x in zip("qkv", terms.shapes, strict=True))
+def _of_shapes(call: Call) -> Iterator[Need]:
+    q, k, v = call.shapes
+    packed = call.qkv_format == "thd"  # with a batch axis of 1 added
+    got = ", ".join(f"{n} {tuple(x)[packed:]}" for n, x in zip("qkv", call.shapes, strict=True))
     yield (
         all(len(shape) == 4 for shape in (q, k, v)),
-        f"q, k and v must have {'three' if packed else 'four'} axes ({terms.qkv_format}), "
+        f"q, k and v must have {'three' if packed else 'four'} axes ({call.qkv_format}), "
         "because heads have an axis of their own",
         got,
         "reshape them",
     )
     yield (
-        not terms.packed or q[1 if terms.qkv_format == "sbhd" else 0] == 1,
+        not call.packed or q[1 if call.qkv_format == "sbhd" else 0] == 1,
         "packed documents must have batch size 1, because cu_seqlens describes a single sample",
         got,
         "pass a batch of one",
@@ -310,36 +388,36 @@ def _of_shapes(terms: Terms) -> Iterator[Need]:
     )
 
 
-def _of_tensors(terms: Terms) -> Iterator[Need]:
+def _of_tensors(call: Call) -> Iterator[Need]:
     yield (
-        terms.dtypes[0] in _DTYPES and len(set(terms.dtypes)) == 1,
+        call.dtypes[0] in _DTYPES and len(set(call.dtypes)) == 1,
         "q, k and v must have one dtype among float64, float32, bfloat16 and float16, because "
         "nothing is converted silently",
-        ", ".join(map(str, terms.dtypes)),
+        ", ".join(map(str, call.dtypes)),
         "cast them",
     )
     yield (
-        len(set(terms.devices)) == 1,
+        len(set(call.devices)) == 1,
         "q, k and v must be on one device, because one kernel reads them",
-        ", ".join(map(str, terms.devices)),
+        ", ".join(map(str, call.devices)),
         "move them",
     )
-    device = terms.devices[0]
+    device = call.devices[0]
     yield (
-        not terms.is_elsewhere(device),
+        not call.is_elsewhere(device),
         "q, k and v must be on the process's current device, because streams and transfers belong "
         "to it",
-        f"{device} while cuda:{terms.current_device} is current",
+        f"{device} while cuda:{call.current_device} is current",
         "call torch.cuda.set_device(LOCAL_RANK) first",
     )
 
 
-def _of_scale(terms: Terms) -> Iterator[Need]:
+def _of_scale(call: Call) -> Iterator[Need]:
     yield (
-        0 < terms.softmax_scale < float("inf"),
+        0 < call.softmax_scale < float("inf"),
         "softmax_scale must be positive and finite, because kernels take the largest score "
         "before they scale it",
-        terms.softmax_scale,
+        call.softmax_scale,
         "leave it out for d ** -0.5",
     )
 

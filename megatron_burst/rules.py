@@ -1,12 +1,12 @@
-"""How many KV heads a round has: few enough for small buffers, enough to keep the GPU busy."""
+"""The closed rules behind `auto`: bytes of transfers, and how many heads a round has."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 
-from megatron_burst.schedule.spec import AttentionShape
+from megatron_burst.schedule.spec import AttentionShape, Cargo, Circulate, Direction
 from megatron_burst.schedule.topology import Topology
 
-USUAL_MULTIPROCESSORS = 132  # of an unknown GPU: a Hopper's
 BLOCK = 128  # query rows (backward: key rows) of a thread block in current attention kernels
 _ROUND_BYTES = 128 << 20  # gathered keys and values of one round: larger rounds are no faster
 _ONLY_ROUND_BYTES = 256 << 20  # but a single round needs no second slot
@@ -14,6 +14,83 @@ _ROUNDS = 4  # on one node, if nothing hides the first round's keys and the last
 _PIECES = 8  # rounds on several nodes: at most an eighth of a transfer is exposed
 _WAVES = 1.9  # of thread blocks, at least, per tile: shorter tiles are inefficient
 _BUSY = 0.9  # share of the multiprocessors, over the waves of all rounds
+
+
+def on_wire(shape: AttentionShape, grad_wire: str | None, hops: int) -> AttentionShape:
+    """The shape with gradients as wide as on the wire.
+
+    Args:
+        shape: sizes of the call.
+        grad_wire: "accumulate" or "input"; None: the model's dtype if a sum makes at most one hop.
+            It is then rounded once, like the kernels' results, and added in float32.
+        hops: of a sum of gradients.
+    """
+    narrow = grad_wire == "input" or (grad_wire is None and hops <= 1)
+    return replace(shape, grad_bytes=shape.itemsize if narrow else shape.stat_bytes)
+
+
+def few_come(shape: AttentionShape, others: int, share: float = 1.0) -> bool:
+    """Whether K and V of all other nodes' pieces (the share that circulates) take no more memory
+    than the queries, and returning their gradients takes no longer than with circulating Q."""
+    keys = share * shape.rows_kv * (shape.dim_qk + shape.dim_v)
+    sides = hop_bytes(shape, Direction.BACKWARD, Circulate.Q).values()
+    return others * keys <= shape.rows_q * shape.dim_qk and keys * shape.grad_bytes <= sum(sides)
+
+
+def hop_bytes(
+    shape: AttentionShape, direction: Direction, circulate: Circulate, share: float = 1.0
+) -> dict[Cargo, int]:
+    """Bytes of one hop of each cargo; `share`: of the keys that circulates.
+
+    K,V: `read` is K and V, `grad` dK and dV. Q (backward only): `read` is Q, dO and the
+    statistics lse and delta, `grad` dQ.
+    """
+    both_dims = shape.dim_qk + shape.dim_v
+    if circulate is Circulate.KV:
+        elements = round(share * shape.rows_kv * both_dims)
+        read, grad = elements * shape.itemsize, elements * shape.grad_bytes
+    else:
+        read = shape.rows_q * (both_dims * shape.itemsize + 2 * shape.stat_bytes)
+        grad = shape.rows_q * shape.dim_qk * shape.grad_bytes
+    return {Cargo.READ: read, Cargo.GRAD: grad if direction is Direction.BACKWARD else 0}
+
+
+def a2a_bytes(shape: AttentionShape, topology: Topology, again: bool = False) -> int:
+    """Bytes that a rank sends to other nodes in both passes of an all-to-all over all ranks.
+
+    Of all that is sent (`a2a_widths`), copies of KV heads among it, 1 - 1/N goes to other nodes.
+    """
+    widths = a2a_widths(shape.replicated(topology.cp_size), again).values()
+    every = shape.batch * shape.tokens * sum(there + back for there, back in widths)
+    return every - every // topology.inter_size
+
+
+def nested_bytes(
+    shape: AttentionShape, topology: Topology, circulate: Circulate, share: float = 1.0
+) -> int:
+    """Bytes that a rank sends to other nodes in both passes of a ring between nodes; `share`: of
+    the keys that circulates."""
+    forward = hop_bytes(shape, Direction.FORWARD, Circulate.KV, share)
+    backward = hop_bytes(shape, Direction.BACKWARD, circulate, share)
+    return (topology.inter_size - 1) * sum((*forward.values(), *backward.values()))
+
+
+def a2a_widths(shape: AttentionShape, again: bool = False) -> dict[Direction, tuple[int, int]]:
+    """Bytes of a token's heads in an all-to-all, there and back, by direction; for a shape that is
+    `replicated` for its ranks.
+
+    Forward: Q, K, V there; the output and lse back. Backward: dO and delta there; dQ, dK, dV back.
+    With `again` backward sends Q, K, V and lse too: kept results replace the forward that would
+    have saved them.
+    """
+    q = shape.heads_q * shape.dim_qk * shape.itemsize
+    out = shape.heads_q * shape.dim_v * shape.itemsize
+    kv = shape.heads_kv * (shape.dim_qk + shape.dim_v) * shape.itemsize
+    stats = shape.heads_q * shape.stat_bytes
+    return {
+        Direction.FORWARD: (q + kv, out + stats),
+        Direction.BACKWARD: (out + stats + (q + kv + stats if again else 0), q + kv),
+    }
 
 
 def thread_blocks(rows: int) -> int:
@@ -38,7 +115,6 @@ def choose_heads_gather(
     topology: Topology,
     multiprocessors: int,
     asked: int | None = None,
-    pieces: bool = True,
     exposed: bool = False,
 ) -> int:
     """KV heads gathered at a time: as few as keep the kernels busy, for small buffers.
@@ -54,12 +130,11 @@ def choose_heads_gather(
         shape: sizes of the call on one rank.
         topology: of the group; ranks of a row gather.
         multiprocessors: of a GPU.
-        asked: by the user, at most all of them; None lets the rule decide.
-        pieces: whether there may be several rounds.
+        asked: by the user, at most all of them; 0: all; None lets the rule decide.
         exposed: whether nothing hides the first round's keys and the last gradients: then one node
             has four rounds, instead of one if all fits.
     """
-    if asked is not None or not pieces:
+    if asked is not None:
         return asked or shape.heads_kv
     row = shape.batch * shape.tokens * topology.intra_size
     head_bytes = row * (shape.dim_qk + shape.dim_v) * shape.itemsize
@@ -86,7 +161,6 @@ def choose_heads_a2a(
     topology: Topology,
     multiprocessors: int,
     asked: int | None = None,
-    pieces: bool = True,
 ) -> int:
     """KV heads that a rank computes in a round: few, as each is a whole sequence's work.
 
@@ -98,7 +172,7 @@ def choose_heads_a2a(
     group = max(1, shape.heads_q // shape.replicated(ranks).heads_kv)
     a_head = shape.batch * shape.tokens * ranks * (group + 1) * (shape.dim_qk + shape.dim_v)
     most = most_heads(shape, topology, "a2a")
-    if not pieces:
+    if asked == 0:
         return most
     in_bytes = max(1, 2 * _ROUND_BYTES // (a_head * shape.itemsize))
     if topology.inter_size > 1 or topology.spans_nodes:
@@ -106,3 +180,11 @@ def choose_heads_a2a(
     blocks = thread_blocks(shape.tokens * ranks) * shape.batch * group
     to_fill = ceil(_WAVES * multiprocessors / blocks)
     return min(most, asked or max(in_bytes, to_fill))
+
+
+def in_unit(num_bytes: int) -> str:
+    """Bytes in the largest unit of which there is one."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes} B"

@@ -1,0 +1,334 @@
+"""How a call runs: `resolve` makes each choice that a spec leaves open, with its reason."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron_burst.errors import BurstError, Need, require
+from megatron_burst.rules import (
+    a2a_bytes,
+    choose_heads_a2a,
+    choose_heads_gather,
+    few_come,
+    hop_bytes,
+    in_unit,
+    most_heads,
+    nested_bytes,
+    on_wire,
+)
+from megatron_burst.say import Choice
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import check_mask
+from megatron_burst.schedule.pieces import halo
+from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Spec
+
+_WHO = "burst attention"
+_ON_CPU = "on CPUs fewer kernel calls gain nothing"
+
+
+class Resolved(NamedTuple):
+    """A spec without open choices, and why they were made as they were."""
+
+    spec: Spec
+    why: dict[str, Choice]  # of "inter", "intra" and "circulate"
+
+
+@lru_cache(maxsize=4096)
+def resolve(spec: Spec) -> Resolved:
+    """Make the choices that a spec leaves open.
+
+    It is a pure function of what is the same on all ranks, so they agree without a broadcast.
+
+    Raises:
+        BurstError: if a choice that the user made cannot hold.
+    """
+    why, asked = {}, spec
+    why["inter"] = _inter(spec)
+    spec = replace(spec, inter=why["inter"].value)
+    why["intra"] = _intra(spec)
+    spec = replace(spec, intra=why["intra"].value)
+    _check(spec)
+    hops = (spec.topology.cp_size if spec.intra == "ring" else spec.arranged.inter_size) - 1
+    together = spec.arranged.intra_size > 1 and not spec.arranged.spans_nodes
+    spec = replace(
+        spec, shape=on_wire(spec.shape, spec.grad_wire, hops), heads_per_round=_heads(spec),
+        pulled=spec.pulled is not False and together,
+    )  # fmt: skip
+    spec = replace(spec, left=_left(spec))
+    why["circulate"] = _circulate(spec, asked.circulate)
+    return Resolved(replace(spec, circulate=Circulate(why["circulate"].value)), why)
+
+
+def how_it_runs(spec: Spec) -> str:
+    """Mode and topology of a resolved spec."""
+    if spec.topology.inter_size == 1:
+        return f"{spec.intra} on {spec.topology}"
+    if spec.inter == "ring":
+        return f"{spec.intra} inside nodes, ring between them, on {spec.topology}"
+    return f"{spec.intra} over all ranks of {spec.topology}"
+
+
+def recalls(spec: Spec) -> bool:
+    """Whether K and V that a gather received from other nodes stay until backward."""
+    return bool(spec.left) and spec.intra == "gather"
+
+
+def travelling_share(spec: Spec) -> float:
+    """Share of a shard's keys that circulates between nodes if they are gathered inside: under a
+    window, what queries of other nodes see."""
+    gathers = spec.intra == "gather" or (spec.intra is None and spec.kernel.device != "cpu")
+    in_order = spec.layout in (Layout.ZIGZAG, Layout.CONTIGUOUS)
+    topology = spec.topology
+    if not (spec.mask.windowed and gathers and in_order) or topology.spans_nodes:
+        return 1.0
+    terms = topology, spec.layout, spec.mask, spec.shape.tokens
+    ends = (rank for ranks in topology.grid for rank in {ranks[0], ranks[-1]})
+    return max(halo(*terms, rank).rows for rank in ends) / spec.shape.tokens
+
+
+# ---- between nodes ------------------------------------------------------------------------------
+
+
+def _inter(spec: Spec) -> Choice:
+    """Between nodes: "ring", "a2a" (over all ranks) or "flat".
+
+    Bytes decide, and exposed ones count twice: for an all-to-all in R rounds, the first round there
+    and the last one back, 1/R of the total in each pass. A ring begins and ends with work on the
+    node's own shards. It is counted as if K and V circulated again in backward, even where they are
+    kept: counting less would change only calls for which the simulated all-to-all is as fast or
+    faster. Documents do not matter: where they start at any token the slowest rank of a ring has
+    more work, but never so much that typical ones would change the choice.
+    """
+    if spec.inter is not None:
+        return Choice(spec.inter, "asked for")
+    if spec.topology.inter_size == 1:
+        return Choice("ring", "one row of ranks")
+    if given := _only_in_rings(spec):
+        return Choice("ring", f"{given} was asked for")
+    if spec.mask.windowed and _wants_whole(spec):
+        return Choice(
+            "a2a",
+            "with an all-to-all over all ranks each rank has whole documents, which windows need",
+        )
+    if spec.kernel.device == "cpu":
+        return Choice("ring", _ON_CPU)
+    if spec.layout is Layout.STRIPED or spec.shape.heads_q % spec.topology.cp_size:
+        return Choice("ring", "no all-to-all over all ranks has this layout or number of heads")
+    return _fewer_bytes(spec)
+
+
+def _fewer_bytes(spec: Spec) -> Choice:
+    over_all = replace(spec, inter="a2a").arranged
+    shape = on_wire(spec.shape, spec.grad_wire, spec.topology.inter_size - 1)
+    share = travelling_share(spec)
+    ring = min(nested_bytes(shape, spec.topology, circulate, share) for circulate in Circulate)
+    sent = a2a_bytes(shape, spec.topology, spec.again)
+    heads = choose_heads_a2a(shape, over_all, spec.kernel.multiprocessors, spec.heads_per_round)
+    bare = sent // -(-most_heads(shape, over_all, "a2a") // heads)
+    figures = (
+        f"between nodes a ring sends {in_unit(ring)} a rank, an all-to-all {in_unit(sent)}, of "
+        f"which {in_unit(bare)} are exposed"
+    )
+    return Choice("a2a" if sent + bare < ring else "ring", figures)
+
+
+def _only_in_rings(spec: Spec) -> str:
+    """A given choice that an all-to-all over all ranks does not have, or ""."""
+    over_all = replace(spec, inter="a2a").arranged
+    given = {
+        "intra": spec.intra,
+        "circulate": spec.circulate,
+        "transfer": "pull" if spec.pulled else None,
+    }
+    if (spec.heads_per_round or 0) > most_heads(spec.shape, over_all, "a2a"):
+        given["heads_per_round"] = f"{spec.heads_per_round}"
+    return next((f"{name}={value}" for name, value in given.items() if value is not None), "")
+
+
+def _wants_whole(spec: Spec) -> bool:
+    """Whether giving a rank the whole sample for some heads is possible and may be better:
+    documents make shards unequal in work, and windows in them need all keys of a query at once."""
+    size = spec.topology.cp_size
+    even = size > 1 and spec.shape.heads_q % size == 0
+    gains = spec.mask.windowed or spec.kernel.device != "cpu"
+    return spec.mask.documents and even and spec.layout is not Layout.STRIPED and gains
+
+
+# ---- among the ranks of a row -------------------------------------------------------------------
+
+
+def _intra(spec: Spec) -> Choice:
+    """Among the ranks of a row: "ring", "gather" or "a2a".
+
+    Raises:
+        BurstError: if gather or a2a was asked for across nodes or in the striped layout.
+    """
+    row, over_all = spec.arranged, spec.inter == "a2a"
+    if spec.intra is None and row.inter_size == 1 and not over_all:
+        if spec.layout is Layout.DOCUMENTS and spec.mask.right == 0:
+            return Choice("gather", "chunks of each document are equal work on all ranks")
+        if _wants_whole(spec):
+            return Choice(
+                "a2a", "each rank has all rows of some heads, so all ranks have equal work"
+            )
+    if row.cp_size == 1:
+        return Choice("ring", "one rank")
+    if spec.inter == "flat":
+        return Choice("ring", "one ring over all ranks")
+    cannot, asked = _no_gather(spec), "a2a" if over_all else spec.intra
+    if cannot and asked in ("gather", "a2a"):
+        raise BurstError(
+            f"{_WHO}: for intra={asked} {cannot}; pass --burst-intra ring (intra='ring') or auto"
+        )
+    if asked is not None:
+        return Choice(asked, "over all ranks" if over_all else "asked for")
+    if cannot:
+        return Choice("ring", "gathering does not support it")
+    if spec.kernel.device == "cpu":
+        return Choice("ring", _ON_CPU)
+    return Choice("gather", "few long kernel calls, merged once")
+
+
+def _no_gather(spec: Spec) -> str:
+    """Why neither keys can be gathered nor heads be exchanged for rows; "" if they can."""
+    if spec.arranged.spans_nodes and spec.inter != "a2a":
+        return (
+            "a row of ranks must share a node, because keys or heads travel over NVLink; got "
+            f"{spec.arranged}"
+        )
+    if spec.layout is Layout.STRIPED:
+        return "the layout must not be striped, because whole sequences lie in order; got striped"
+    return ""
+
+
+def _heads(spec: Spec) -> int | None:
+    """KV heads of a round; None in a ring."""
+    asked = spec.shape, spec.arranged, spec.kernel.multiprocessors, spec.heads_per_round
+    if spec.intra == "ring":
+        return None
+    if spec.intra == "a2a":
+        return choose_heads_a2a(*asked)
+    # a round is one kernel call over all its keys
+    return choose_heads_gather(*asked, exposed=spec.layout is Layout.DOCUMENTS)
+
+
+# ---- backward -----------------------------------------------------------------------------------
+
+
+def _left(spec: Spec) -> bool:
+    """Whether forward saves what it received: everything of an all-to-all; of a gather K and V of
+    other nodes, if asked for or if they are few."""
+    if spec.again or spec.intra == "ring":
+        return False
+    if spec.intra == "a2a":
+        return True
+    others = spec.arranged.inter_size - 1
+    if not others or spec.circulate is Circulate.Q or spec.left is False:
+        return False
+    return bool(spec.left) or few_come(spec.shape, others, travelling_share(spec))
+
+
+def _circulate(spec: Spec, asked: Circulate | None) -> Choice:
+    """What circulates in backward: what has fewer bytes per hop, unless asked for.
+
+    Source: break-even of (K,V,dK,dV) against (Q,dO,lse,delta,dQ), BurstAttention
+    (arXiv 2403.09347) generalised to grouped heads and to the dtype of the gradient on the wire.
+    """
+    if recalls(spec):
+        return Choice(
+            Circulate.KV, "K and V stay in memory from forward; only gradients are sent back"
+        )
+    if spec.intra != "ring" and spec.arranged.inter_size == 1:
+        return Choice(Circulate.KV, "one node")
+    share = travelling_share(spec) if spec.intra == "gather" else 1.0
+    ranks = spec.arranged.intra_size if spec.intra == "a2a" else 1
+    return choose_circulate(spec.shape.replicated(ranks), asked, share)
+
+
+def choose_circulate(
+    shape: AttentionShape, asked: Circulate | None = None, share: float = 1.0
+) -> Choice:
+    """What circulates; `share`: of the keys that would."""
+    cost = {
+        circulate: sum(hop_bytes(shape, Direction.BACKWARD, circulate, share).values())
+        for circulate in Circulate
+    }
+    figures = (
+        f"a hop of backward is {in_unit(cost[Circulate.KV])} for kv "
+        f"and {in_unit(cost[Circulate.Q])} for q"
+    )
+    if asked is not None:
+        return Choice(asked, f"asked for; {figures}")
+    return Choice(min(cost, key=cost.__getitem__), figures)
+
+
+# ---- what was asked for -------------------------------------------------------------------------
+
+
+def _check(spec: Spec) -> None:
+    """Refuse a choice of the user's that the mode would ignore.
+
+    What is trivially satisfied is not refused: on one node nothing goes between nodes, one rank
+    sends nothing, and a ring takes all heads at once anyway.
+
+    Raises:
+        BurstError: if there is one, or the mode does not support the mask.
+    """
+    if spec.topology.cp_size > 1:
+        check_mask(spec.mask, spec.layout, spec.intra or "", spec.arranged.inter_size == 1)
+        require(_WHO, _needs_of_rings(spec) if spec.intra == "ring" else _needs_of_heads(spec))
+    elif spec.intra != "ring":
+        require(_WHO, _needs_of_heads(spec))
+    if len(set(spec.topology.node_of)) > 1:
+        require(_WHO, _needs_between_nodes(spec))
+
+
+def _needs_of_rings(spec: Spec) -> Iterator[Need]:
+    heads = spec.heads_per_round
+    yield (
+        not heads,
+        "heads_per_round must come with gather or a2a, because a ring has no rounds of some heads",
+        f"heads_per_round={heads} and {how_it_runs(spec)}",
+        "leave it out, or pass --burst-intra gather (intra='gather') or a2a",
+    )
+    yield (
+        not spec.pulled,
+        "transfer=pull must come with gather or a2a, because shards of a ring are sent by NCCL",
+        how_it_runs(spec),
+        "pass --burst-tune transfer=send or transfer=auto, or --burst-intra gather",
+    )
+
+
+def _needs_of_heads(spec: Spec) -> Iterator[Need]:
+    heads, most = spec.heads_per_round or 0, most_heads(spec.shape, spec.arranged, spec.intra or "")
+    # heads that cannot be sharded evenly are refused with their program
+    uneven = spec.intra == "a2a" and spec.shape.heads_q % spec.arranged.intra_size
+    does = "gathers" if spec.intra == "gather" else "computes"
+    yield (
+        heads <= most or uneven,
+        f"heads_per_round must not exceed the KV heads that a rank {does}, because a round has "
+        "some of them",
+        f"{heads} of {most}",
+        "leave it out",
+    )
+
+
+def _needs_between_nodes(spec: Spec) -> Iterator[Need]:
+    yield (
+        spec.circulate is None or spec.inter != "a2a",
+        "circulate must come with a ring between nodes, because nothing circulates in an "
+        "all-to-all over all ranks",
+        f"circulate={spec.circulate} and inter=a2a",
+        "leave one of them out",
+    )
+    # An all-to-all over all ranks keeps what it receives anyway. Where results are kept, backward
+    # does not directly follow a forward; where it does, keys are kept.
+    gathers = spec.intra == "gather" and spec.arranged.inter_size > 1
+    yield (
+        not spec.left or spec.inter == "a2a" or (gathers and spec.circulate is not Circulate.Q),
+        "resend=never must come with keys that are gathered inside nodes while K and V go round "
+        "between nodes, because only those can stay until backward",
+        f"circulate={spec.circulate or 'auto'}" if gathers else how_it_runs(spec),
+        "leave it out, or pass --burst-intra gather (intra='gather') and no circulate=q",
+    )
