@@ -24,9 +24,7 @@ from megatron_burst.engine.sample import Sample
 from megatron_burst.engine.watch import range_of_pass
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import choose_backend, kernel_of
-from megatron_burst.recompute.half import keeping_of
-from megatron_burst.recompute.keep import run_kept
-from megatron_burst.recompute.keeping import Keeping, recording
+from megatron_burst.recompute.keeping import recording
 from megatron_burst.resolve import resolve
 from megatron_burst.say import Choice, say
 from megatron_burst.schedule.spec import Direction, Spec
@@ -140,8 +138,7 @@ def burst_attention(
             state, partial(documents_of, state.samples, sample, sizes, layout, q)
         )
     run = partial(_attend, prepared=prepared, documents=documents, layer=layer)
-    keeping = prepared.keeping
-    out, lse = run_kept(run, (q, k, v), keeping) if keeping else run(q, k, v)
+    out, lse = prepared.keep(run, (q, k, v)) if prepared.keep else run(q, k, v)
     if qkv_format == "thd":
         out, lse = out.squeeze(0), lse.squeeze(0)
     (out,) = _to_bshd(qkv_format, out)
@@ -153,7 +150,7 @@ class Prepared(NamedTuple):
 
     recomputed: Passes  # whose forward saves nothing received: results are kept, or no backward
     followed: Passes  # whose backward follows this same forward
-    keeping: Keeping | None
+    keep: Callable[..., tuple[Tensor, Tensor]] | None  # runs it and keeps its results
     marks: Marks
 
 
@@ -202,11 +199,15 @@ def _choose(
         scale, deterministic = call.softmax_scale, call.config.deterministic
         return Passes(spec, backend, carrier, scale, call.dtypes[0], deterministic)
 
-    marks = Marks.of(state.log, call.in_words())
-    keeping, kept = keeping_of(call, replace(opened, again=True), spec, carrier, passes_of, marks)
+    marks, keep = Marks.of(state.log, call.in_words()), None
+    kept: list[Choice] = []
+    if call.config.keep != "none":  # most runs never load it
+        from megatron_burst.recompute.half import keep_of
+
+        keep, kept = keep_of(call, replace(opened, again=True), spec, carrier, passes_of, marks)
     recomputed, followed = (passes_of(replace(opened, again=again)) for again in (True, False))
     choices = [*_in_order(spec, why, carrier.transfer), _named("backend", backend_choice), *kept]
-    return Prepared(recomputed, followed, keeping, marks), choices
+    return Prepared(recomputed, followed, keep, marks), choices
 
 
 def _in_order(spec: Spec, why: Mapping[str, Choice], transfer: Choice) -> list[Choice]:

@@ -422,4 +422,17 @@ def _of_scale(call: Call) -> Iterator[Need]:
     )
 
 
-_NEEDS = _of_kinds, _of_names, _of_sample, _of_shapes, _of_tensors, _of_scale
+def _of_keep(call: Call) -> Iterator[Need]:
+    config = call.config
+    given = config.keep == "auto", config.keep_layers is not None, config.offloads_inputs
+    for name, is_given in zip(("keep", "keep_layers", "keep_offload"), given, strict=True):
+        yield (
+            not is_given,
+            f"{name} must be resolved by Megatron's layers, because a single call does not know "
+            "the other layers",
+            f"{name}={getattr(config, name)}",
+            "pass keep none, half or all to each call, and leave the rest out",
+        )
+
+
+_NEEDS = _of_kinds, _of_names, _of_sample, _of_shapes, _of_tensors, _of_scale, _of_keep

@@ -18,6 +18,7 @@ from typing import Any
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import version_of
 
+type Releases = tuple[tuple[int, int], tuple[int, int]]  # the first and the last with a place
 NEWEST = 99, 0  # last release of a place that still exists
 EVERY_RELEASE = (0, 0), NEWEST
 _MARK = "__megatron_burst_patch__"  # on a replacement: (`becomes`, the original)
@@ -39,7 +40,7 @@ class Patch:
         parameters: the original's parameter names, in order, in the release that the patch was
             written for.
         others: the same for other supported releases.
-        releases: the first and the last with this place, as (major, minor).
+        releases: with this place, as (major, minor).
         why: its purpose, and why no public hook serves it.
         package: the distribution that contains the place.
         te: whether Megatron must have found TransformerEngine, or must not; None: either.
@@ -53,7 +54,7 @@ class Patch:
     package: str = "megatron-core"
     te: bool | None = None
     others: tuple[tuple[str, ...], ...] = ()
-    releases: tuple[tuple[int, int], tuple[int, int]] = EVERY_RELEASE
+    releases: Releases = EVERY_RELEASE
 
     @property
     def target(self) -> str:

@@ -17,7 +17,8 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"rules"},
     {"resolve"},
     {"config", "environment", "transforms"},
-    {"mcore.patches", "mcore.releases"},  # tables of names, which load neither Megatron nor torch
+    {"recompute.checkpoints"},
+    {"mcore.patches"},  # a table of names, which loads neither Megatron nor torch
     {"kernels"},
     {"call"},
     {"comm"},

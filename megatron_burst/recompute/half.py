@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +15,10 @@ from megatron_burst.comm.pass_log import Kind, Marks, Pass
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.passes import Passes
 from megatron_burst.engine.watch import range_of
-from megatron_burst.errors import BurstError
-from megatron_burst.mcore import patches
+from megatron_burst.recompute.checkpoints import patch_checkpoints
 from megatron_burst.recompute.half_plan import EarlyHalf, Move, choose_half, early_half
-from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Resident, Tensors
+from megatron_burst.recompute.keep import run_kept
+from megatron_burst.recompute.keeping import Keeping, Parcel, Resident, Tensors
 from megatron_burst.recompute.offload import host_memory
 from megatron_burst.say import Choice
 from megatron_burst.schedule.spec import Cargo, Spec
@@ -139,11 +141,12 @@ class Moving:
             self._targets[place][:, move.dest_rows.slice] = rows
 
 
-def keeping_of(
+def keep_of(
     call: Call, opened: Spec, spec: Spec, carrier: Communicator,
     passes_of: Callable[[Spec], Passes], marks: Marks,
-) -> tuple[Keeping | None, list[Choice]]:  # fmt: skip
-    """How a call's results are kept, or None; the choices made.
+) -> tuple[Callable[..., Any] | None, list[Choice]]:  # fmt: skip
+    """The function that runs a call and keeps its results (`run_kept`), or None if none are kept;
+    the choices made.
 
     Args:
         call: the call.
@@ -152,15 +155,9 @@ def keeping_of(
         carrier: of its group.
         passes_of: makes the passes of another spec.
         marks: of the call.
-
-    Raises:
-        BurstError: if an option works in Megatron's layers only.
     """
     config, device, policy, said = call.config, call.devices[0], None, []
-    _check(config)
-    if config.keep == "none":
-        return None, []
-    patches.apply("checkpoints")
+    patch_checkpoints()
     if config.keep == "half":
         choice = choose_half(spec)
         said = [replace(choice, value=f"keep half: {choice.value}")]
@@ -174,7 +171,8 @@ def keeping_of(
             carrier.has_met = True
         early = replace(opened, shape=replace(shape, tokens=shape.tokens // 2), layout=plan.layout)
         policy = LaterHalf(plan, passes_of(early), carrier, marks)
-    return Keeping(policy, packer(device, config), config.tuning.keep_debug, marks), said
+    keeping = Keeping(policy, packer(device, config), config.tuning.keep_debug, marks)
+    return partial(run_kept, keeping=keeping), said
 
 
 def _meet(carrier: Carrier, cp_size: int, device: torch.device) -> None:
@@ -191,17 +189,6 @@ def packer(device: torch.device, config: BurstConfig) -> Callable[[Tensors], Par
     if not config.offloads_results:
         return Resident
     return host_memory(device, config.tuning.keep_host_gib).pack
-
-
-def _check(config: BurstConfig) -> None:
-    given = config.keep == "auto", config.keep_layers is not None, config.offloads_inputs
-    for name, is_given in zip(("keep", "keep_layers", "keep_offload"), given, strict=True):
-        if is_given:
-            raise BurstError(
-                f"{WHO}: {name} must be resolved by Megatron's layers, because a single call "
-                f"does not know the other layers; got {name}={getattr(config, name)}; pass keep "
-                "none, half or all to each call, and leave the rest out"
-            )
 
 
 def _rows_first(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

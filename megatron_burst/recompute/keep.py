@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatron_burst.mcore import patches
+from megatron_burst.recompute.checkpoints import patch_checkpoints
 from megatron_burst.recompute.keeping import Frame, Keeping, Tensors, framed, running
 from megatron_burst.recompute.recording import Recording
 from megatron_burst.transforms import uncompiled
@@ -38,7 +38,7 @@ def keep(attention: Callable[..., Any], debug: bool = False) -> Callable[..., An
             not call it with tensors of the same shapes in the same order; in backward, if its
             result was modified in place (`out += x`), because the kept result is that tensor.
     """
-    patches.apply("checkpoints")
+    patch_checkpoints()
     keeping = Keeping(debug=debug)
 
     @functools.wraps(attention, updated=())

@@ -1,6 +1,6 @@
 """Real Megatron-Core and megatron.training on CPU processes over gloo, for trying out and testing.
 
-As few adaptations as possible; `patches.py` lists what is replaced, and which line of Megatron
+As few adaptations as possible; `cpu_rows.py` lists what is replaced, and which line of Megatron
 needs it. What Megatron can do by itself is left alone: the zigzag slice of RoPE, the RNG tracker,
 recomputation, streams and the fused functions written in PyTorch are its own code. GPU runs never
 use this module.
@@ -20,6 +20,7 @@ from megatron_burst.mcore import patches
 from megatron_burst.mcore.refusals import refuse
 from megatron_burst.patching import on_undo
 from megatron_burst.say import say
+from megatron_burst.tools.cpu_rows import TABLE
 
 
 def install(training: bool = True) -> tuple[str, ...]:
@@ -43,9 +44,12 @@ def install(training: bool = True) -> tuple[str, ...]:
         )
     if not any(isinstance(mode, CudaMeansCpu) for mode in _get_current_function_mode_stack()):
         _enter()
-    groups = ("cpu", "cpu training", "helpers") if training else ("cpu",)
-    patches.apply(*groups)
-    return tuple(patch.target for patch in patches.rows(*groups))
+    groups = ("cpu", "cpu training") if training else ("cpu",)
+    found = patches.there(row for row in TABLE if row.group in groups)
+    found += patches.rows("helpers") if training else ()
+    for patch in found:
+        patch.apply()
+    return tuple(patch.target for patch in found)
 
 
 def _enter() -> None:
@@ -125,7 +129,7 @@ def _on_cpu(value: object) -> object:
     return "cpu" if isinstance(value, str) and value.startswith("cuda") else value
 
 
-# ---- what names are bound to: see patches.py ------------------------------------------------
+# ---- what names are bound to: see cpu_rows.py ------------------------------------------------
 
 
 def run_backward_in_mode(run_backward, /, *args, **kwargs):

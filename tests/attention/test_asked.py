@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore import patches
+from megatron_burst.recompute.checkpoints import patch_checkpoints
 from megatron_burst.resolve import recalls
 from megatron_burst.schedule.spec import AttentionShape
 from megatron_burst.schedule.topology import Topology, pretend_nodes
@@ -180,7 +180,7 @@ def test_keys_stay_with_resend_never_whatever_is_kept_without_recomputation():
 
 
 def kept_and_recomputed(rank):
-    patches.apply("checkpoints")
+    patch_checkpoints()
 
     def run(attend, *qkv):
         return checkpoint(attend, *qkv, use_reentrant=True)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_burst.attention import burst_attention
 from megatron_burst.call import attention_shape
 from megatron_burst.config import BurstConfig
-from megatron_burst.mcore import patches
+from megatron_burst.recompute.checkpoints import patch_checkpoints
 from megatron_burst.rules import a2a_bytes
 from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.spec import Circulate, Direction, Kernel, Spec
@@ -170,7 +170,7 @@ def exchanged_and_planned(rank, world):
     """
     restore = dict(vars(dist))
     found = []
-    patches.apply("checkpoints")
+    patch_checkpoints()
     for nodes, inter, circulate, keep in EXCHANGES:
         topology = pretend_nodes(world, nodes)
         config = BurstConfig.of(

@@ -22,6 +22,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.patches import TABLE
 from megatron_burst.patching import Patch, _owner_of, undo_all
+from megatron_burst.tools import cpu_rows
 from tests.mcore import gpt
 from tests.mcore.test_arguments import STOCK
 from tests.ranks import run_ranks
@@ -193,7 +194,7 @@ def test_a_patch_of_what_has_no_metadata_is_refused_in_one_sentence(stub):
 
 def places():
     """Current values where Megatron and torch can be patched."""
-    rows = [*patches.rows(), *patches.rows("cpu", "cpu training")]
+    rows = [*patches.rows(), *patches.there(cpu_rows.TABLE)]
     places = [_owner_of(patch.place) for patch in rows if patch.becomes and not patch.te]
     return [vars(owner)[name] for owner, name in places]
 
@@ -201,11 +202,11 @@ def places():
 def patched_and_given_back(rank):
     """Patches live after undo_all; whether each place has its old value, of the same kind."""
     before = places()
-    for group in dict.fromkeys(patch.group for patch in TABLE):
-        patches.apply(group)
+    for patch in [*patches.rows(), *patches.there(cpu_rows.TABLE)]:
+        patch.apply()
     then = places()
     undo_all()
-    live = [patch.target for patch in TABLE if patch.live]
+    live = [patch.target for patch in (*TABLE, *cpu_rows.TABLE) if patch.live]
     kinds = [type(x) is type(y) for x, y in zip(before, then, strict=True)]
     same = [x is y for x, y in zip(before, places(), strict=True)]
     return live, [x is y for x, y in zip(before, then, strict=True)], kinds, same

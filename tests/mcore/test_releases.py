@@ -10,15 +10,16 @@ import pytest
 
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import LAST, find_megatron, minor
-from megatron_burst.mcore import patches, refusals, releases
+from megatron_burst.mcore import patches, refusals
 from megatron_burst.mcore.patches import TABLE
+from megatron_burst.tools import cpu_rows
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
 from tests.ranks import run_ranks
 
 
 def misfits(rank):
     """What does not fit, of all rows for this release, and how many fit."""
-    rows = [*patches.rows(), *patches.rows("cpu", "cpu training")]
+    rows = [*patches.rows(), *patches.there(cpu_rows.TABLE)]
     return [row.misfit() for row in rows if row.misfit()], len(rows)
 
 
@@ -34,7 +35,7 @@ def test_a_release_is_known_by_its_first_two_numbers():
 
 def test_rows_about_releases_are_of_places_in_the_table():
     places = {patch.place for patch in TABLE}
-    assert set(releases.RELEASES) | set(releases.OTHER_FORMS) <= places
+    assert set(patches.RELEASES) | set(patches.OTHER_FORMS) <= places
     for row in TABLE:
         assert row.parameters not in row.others and row.releases[0] <= row.releases[1]
 
@@ -56,8 +57,8 @@ def test_rows_are_those_that_the_release_has(release, model, spec, monkeypatch):
         lambda: type(there)(release, there.folder, there.folder),
     )  # fmt: skip
     assert len(patches.rows("spec")) == spec
-    places = [row.place for row in patches.rows("cpu training")]
-    assert (releases.FREE_OUTPUT in places) == (minor(release) < (0, 18))
+    places = [row.place for row in patches.there(cpu_rows.TABLE)]
+    assert (cpu_rows.FREE_OUTPUT in places) == (minor(release) < (0, 18))
     assert [row.target.split(".")[-3] for row in patches.rows("loss")] == [
         "gpt_model", f"{model}_model",
     ]  # fmt: skip

@@ -233,5 +233,5 @@ def refused_calls(rank: int) -> list[str]:
 
 def test_refuses_in_a_single_call_what_needs_to_know_of_layers():
     for auto, layers in run_ranks(refused_calls, 2):
-        assert "burst keep: keep must be resolved by Megatron's layers" in auto
+        assert "burst attention: keep must be resolved by Megatron's layers" in auto
         assert "got keep_layers=1; pass keep none, half or all to each call" in layers

@@ -1,0 +1,32 @@
+"""torch's checkpoints, which burst replaces where results are kept; loads no torch."""
+
+from megatron_burst.patching import Patch
+
+_KEEP = "megatron_burst.recompute.keep"
+
+CHECKPOINTS = (
+    Patch(
+        "checkpoints", "torch.utils.checkpoint:CheckpointFunction.forward", f"{_KEEP}:in_frames",
+        ("ctx", "run_function", "preserve_rng_state", "args"),
+        "reentrant checkpoints have no hook around the first pass and recomputation",
+        package="torch",
+    ),
+    Patch(
+        "checkpoints", "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
+        f"{_KEEP}:with_contexts",
+        ("fn", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop",
+         "args", "kwargs"),
+        "other checkpoints have context_fn, which each caller would have to pass",
+        package="torch",
+    ),
+)  # fmt: skip
+
+
+def patch_checkpoints() -> None:
+    """Replace them. Idempotent.
+
+    Raises:
+        BurstError: if torch differs from what the rows were written for.
+    """
+    for patch in CHECKPOINTS:
+        patch.apply()
