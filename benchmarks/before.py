@@ -48,7 +48,7 @@ class Before(Autograd):
         if str(self.folder) not in sys.path:
             sys.path.append(str(self.folder))
         self._call = import_module(f"{_THEN}.attention").burst_attention
-        self._state = import_module(f"{_THEN}.comm.state")
+        self._state = import_module(f"{_THEN}.comm.group")
         self.note = f"commit {(self.folder / 'commit').read_text()}"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

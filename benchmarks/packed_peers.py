@@ -11,7 +11,7 @@ from benchmarks.packed_cases import PackedCase
 from benchmarks.peers import Autograd, Ceiling, Peer, Shard
 from benchmarks.te_peer import TransformerEngine
 from megatron_burst.attention import burst_attention
-from megatron_burst.comm.state import release_buffers, symmetric_bytes
+from megatron_burst.comm.group import release_buffers, symmetric_bytes
 from megatron_burst.engine.tree import Branch, Tree, add_branches, attend_branches
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.visible import Segments, Visible

@@ -11,7 +11,7 @@ _HOME_OF = {
     "Tuning": "megatron_burst.config",
     "BurstError": "megatron_burst.errors",
     "burst_attention": "megatron_burst.attention",
-    "check_in_step": "megatron_burst.comm.state",
+    "check_in_step": "megatron_burst.comm.group",
     "count_supervised": "megatron_burst.loss.rows",
     "fuse_loss": "megatron_burst.mcore.fused_loss",
     "linear_cross_entropy": "megatron_burst.loss.linear",

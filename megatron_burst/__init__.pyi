@@ -1,5 +1,5 @@
 from megatron_burst.attention import burst_attention as burst_attention
-from megatron_burst.comm.state import check_in_step as check_in_step
+from megatron_burst.comm.group import check_in_step as check_in_step
 from megatron_burst.config import BurstConfig as BurstConfig
 from megatron_burst.config import Tuning as Tuning
 from megatron_burst.errors import BurstError as BurstError

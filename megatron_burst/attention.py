@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.call import Asked, Call, call_of
+from megatron_burst.call import Asked, Call, call_of, key_of
 from megatron_burst.comm.alone import alone, is_alone, is_first
-from megatron_burst.comm.groups import communicator_of
+from megatron_burst.comm.communicator import communicator_of
+from megatron_burst.comm.group import Group, state_of
 from megatron_burst.comm.pass_log import Kind, Marks, Pass
-from megatron_burst.comm.state import GroupState, state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.documents import Documents, documents_of
 from megatron_burst.engine.passes import Passes
@@ -123,13 +123,16 @@ def burst_attention(
     asked = Asked(
         causal, window, softmax_scale, layout, qkv_format, return_lse, config, layer, sample.given
     )
-    group, call = _group(group), call_of((q, k, v), asked)
-    state = state_of(group, call.config.tuning.timeout_s)
-    if qkv_format == "thd" and not call.wrong:
-        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    prepared = state.resolved.recent(call)
+    group, key = _group(group), key_of(q, k, v, asked)
+    call = None if key else call_of((q, k, v), asked)
+    known = call.config if call else config
+    state = state_of(group, known.tuning.timeout_s)
+    prepared = state.resolved.recent(key or call)
     if prepared is None:
-        prepared = state.resolved[call] = _prepare(call, group, state)
+        call = call or call_of((q, k, v), asked)
+        prepared = state.resolved[key or call] = _prepare(call, group, state)
+    if qkv_format == "thd":
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
     documents = None
     if cu_seqlens is not None:
@@ -154,7 +157,7 @@ class Prepared(NamedTuple):
     marks: Marks
 
 
-def _prepare(call: Call, group: dist.ProcessGroup, state: GroupState) -> Prepared:
+def _prepare(call: Call, group: dist.ProcessGroup, state: Group) -> Prepared:
     """A new call, once all ranks agree and it is valid.
 
     Ranks compare calls before anything is checked, so an error on one rank becomes a disagreement
@@ -180,9 +183,7 @@ def _prepare(call: Call, group: dist.ProcessGroup, state: GroupState) -> Prepare
     return prepared
 
 
-def _choose(
-    call: Call, group: dist.ProcessGroup, state: GroupState
-) -> tuple[Prepared, list[Choice]]:
+def _choose(call: Call, group: dist.ProcessGroup, state: Group) -> tuple[Prepared, list[Choice]]:
     """How a valid call runs, and why."""
     carrier = communicator_of(group, call.config)
     state.board.agree(call.facts(), _WHO, ("facts", call.configuration()))
@@ -231,7 +232,7 @@ def _named(what: str, choice: Choice) -> Choice:
     return replace(choice, value=f"{what} {choice.value}")
 
 
-def _documents(state: GroupState, find: Callable[[], Documents]) -> Documents:
+def _documents(state: Group, find: Callable[[], Documents]) -> Documents:
     """The documents of a sample; tells the other ranks if it is refused.
 
     Raises:

@@ -1,6 +1,6 @@
 """A call: what must be the same on all ranks, and what of it is refused."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from numbers import Integral, Number, Real
@@ -19,6 +19,7 @@ from megatron_burst.schedule.spec import AttentionShape, Circulate, Kernel, Spec
 from megatron_burst.schedule.topology import Topology
 
 _WHO = "burst attention"
+_USUAL = bool, bool, int, BurstConfig
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -184,6 +185,27 @@ def window_of(
     bounds = (None, None) if window is None else window
     left, right = (None if bound in (None, -1) else int(bound) for bound in bounds)
     return left, 0 if causal else right
+
+
+def key_of(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Hashable | None:
+    """A key of the call, found faster than the call itself; None if arguments are of unusual kinds.
+
+    Equal keys are of equal calls.
+    """
+    kinds = type(asked.causal), type(asked.return_lse), type(asked.layer), type(asked.config)
+    if kinds != _USUAL or not type(q) is type(k) is type(v) is Tensor or q.is_nested:
+        return None
+    grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    key = (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        q.layout, k.layout, v.layout, torch.cuda.current_device() if q.is_cuda else None, grads,
+        asked._replace(return_lse=False, layer=0),
+    )  # fmt: skip
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def call_of(tensors: Sequence[Tensor], asked: Asked) -> Call:

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterable
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,8 @@ def test_the_check_above_can_fail():
 
 # what one module computes in torch and the other in Triton
 TWINS = {"kernels.fused": "kernels.partial", "loss.fused": "loss.statistics"}
+BACKENDS = {f"kernels.{name}" for name in ("fa4", "flash_attn", "reference", "torch_cpu",
+                                           "torch_gpu", "triton")}  # fmt: skip
 MOST = {"modules": 72, "lines": 12_820}  # that `import megatron_burst.attention` loads
 
 
@@ -204,6 +207,13 @@ def test_no_public_name_is_defined_twice():
             other = seen.setdefault(name, module)
             twins = {TWINS.get(module), TWINS.get(other)} & {module, other}
             assert other == module or twins, (name, other, module)
+
+
+def test_no_modules_import_each_other():
+    """Also not inside functions; but backends are listed in the module that they import."""
+    edges = {name: imports_of(path) & MODULES.keys() for name, path in MODULES.items()}
+    order = TopologicalSorter({name: found - BACKENDS for name, found in edges.items()})
+    order.prepare()  # raises CycleError
 
 
 def test_what_attention_loads_does_not_grow():

@@ -4,16 +4,15 @@ Binding looks up once what depends on shapes alone; what it returns takes the ru
 tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_burst.comm.carrier import SliceGiven, SliceTaken, UnderWay
 from megatron_burst.engine.memory import Fields, fields_at
+from megatron_burst.engine.run import Binder, Run
 from megatron_burst.engine.tree import Branch, add_branches, attend_branches
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.partial import (
@@ -29,13 +28,10 @@ from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.layout import Runs
 from megatron_burst.schedule.program import Buffer, Home, Ref
 
-if TYPE_CHECKING:
-    from megatron_burst.engine.executor import Binder, Run
-
 _NAN = 0xFF  # each byte of a NaN, in every dtype
-Bound = Callable[["Run"], Any]
-Part = Callable[["Run"], Fields]
-Source = Callable[["Run"], Tensor]
+Bound = Callable[[Run], Any]
+Part = Callable[[Run], Fields]
+Source = Callable[[Run], Tensor]
 
 
 def part(binder: Binder, ref: Ref) -> Part:
@@ -375,7 +371,8 @@ def transfer(binder: Binder, op: ops.Transfer) -> Bound:
     sends = [(give.peer, raw(binder, give.rows)) for give in op.gives]
 
     def bound(run: Run) -> UnderWay:
-        given, taken = ([(peer, of(run)) for peer, of in ends] for ends in (sends, recvs))
+        given = [(peer, of(run)) for peer, of in sends]
+        taken = [(peer, of(run)) for peer, of in recvs]
         if run.failure:
             for _, rows in given:
                 rows.fill_(_NAN)

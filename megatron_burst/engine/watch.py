@@ -6,30 +6,22 @@ They use torch's `record_function`: torch.profiler shows them directly; under
 Passes of the same program take the same time, so one of each is timed per step.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-from torch.autograd import profiler
-
-from megatron_burst.schedule.program import Op, Program, Ref, Transfer
-from megatron_burst.schedule.spec import Direction
-from megatron_burst.schedule.topology import Link
-
-if TYPE_CHECKING:
-    from megatron_burst.engine.executor import Executor, Run, Step
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch.autograd import profiler
 
 from megatron_burst.comm.carrier import OneQueue, Queues, UnderWay
+from megatron_burst.engine.run import Bound, Run, Step
+from megatron_burst.schedule.program import Op, Program, Ref, Transfer
+from megatron_burst.schedule.spec import Direction
+from megatron_burst.schedule.topology import Link
 
 _NONE = nullcontext()
 
@@ -52,7 +44,7 @@ def range_of_pass(direction: Direction, layer: int, mode: str) -> AbstractContex
     return profiler.record_function(f"burst {direction}{where}, {mode}")
 
 
-def with_ranges(executor: Executor) -> tuple[Step, ...]:
+def with_ranges(executor: Bound) -> tuple[Step, ...]:
     """A program's steps, each in a range that names what it does."""
 
     def ranged(step: Step, op: Op) -> Step:
@@ -68,7 +60,7 @@ def with_ranges(executor: Executor) -> tuple[Step, ...]:
     return tuple(map(ranged, steps, ops))
 
 
-def _in_words(executor: Executor, op: Op) -> str:
+def _in_words(executor: Bound, op: Op) -> str:
     if not isinstance(op, Transfer):
         return f"burst {type(op).__name__}: {_names(op.reads)} -> {_names(op.writes)}"
     came = dict.fromkeys(f"{take.theirs.buffer} of {take.peer}" for take in op.takes)
@@ -101,7 +93,7 @@ class Clock:
         executor: whose runs are timed, one at a time.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Bound) -> None:
         self._events: list[torch.cuda.Event] = []
         self._used, self._on_gpu = 0, False
         self._stream: torch.cuda.Stream | None = None
@@ -212,9 +204,12 @@ class Meter:
 
     def __init__(self) -> None:
         self.on, self._timed = False, False
-        self._before: WeakKeyDictionary[Executor, int] = WeakKeyDictionary()
-        self._runs: Counter[Executor] = Counter()
-        self._clocks: dict[Executor, Clock] = {}
+        self._before: WeakKeyDictionary[Bound, int] = WeakKeyDictionary()
+        self._runs: Counter[Bound] = Counter()
+        self._clocks: dict[Bound, Clock] = {}
+        self._made: WeakKeyDictionary[Bound, Clock] = (
+            WeakKeyDictionary()
+        )  # reused: they have events
         self._counted: list[tuple[Program, int, int, Callable[[], Clock | None]]] = []
 
     def begin_step(self, timed: bool) -> None:
@@ -234,13 +229,15 @@ class Meter:
         self._runs.clear()  # they hold the group's memory
         self._clocks.clear()
 
-    def clock(self, executor: Executor) -> Clock | None:
+    def clock(self, executor: Bound) -> Clock | None:
         """Count a pass; returns the clock that times it, if any."""
         number, before = self._runs[executor], self._before.get(executor)
         self._runs[executor] += 1
         if not self._timed or before is None or profiled() or number not in (0, before // 2):
             return None
-        return self._clocks.setdefault(executor, executor.clock)
+        if executor not in self._made:
+            self._made[executor] = Clock(executor)
+        return self._clocks.setdefault(executor, self._made[executor])
 
     def seconds(self) -> dict[str, float]:
         """Seconds of all passes of the step (see `Clock.seconds`); empty unless one of each kind

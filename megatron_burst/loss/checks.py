@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.comm.state import announce
+from megatron_burst.comm.group import announce
 from megatron_burst.comm.watch import TP
 from megatron_burst.errors import BurstError, DisagreementError, Need, unmet
 from megatron_burst.loss.main_grad import held_bytes

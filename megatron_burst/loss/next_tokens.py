@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.comm.state import announce
+from megatron_burst.comm.group import announce
 from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.sample import Sample
 from megatron_burst.errors import BurstError, Need, unmet

@@ -72,7 +72,7 @@ def group_of(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> dis
 
 def group_of_one() -> dist.ProcessGroup:
     """A group of this rank only; this raises the rank's count of groups, which burst evens out when
-    it makes later ones (comm/state.py)."""
+    it makes later ones (comm/group.py)."""
     default = dist.group.WORLD
     if default not in _ALONE:
         _ALONE[default] = dist.new_group([dist.get_rank()], use_local_synchronization=True)

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_burst.comm.state import state_of
+from megatron_burst.comm.group import state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.refusals import refuse

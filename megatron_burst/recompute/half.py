@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_burst.call import Call
 from megatron_burst.comm.carrier import Carrier
-from megatron_burst.comm.groups import Communicator
+from megatron_burst.comm.communicator import Communicator
 from megatron_burst.comm.pass_log import Kind, Marks, Pass
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.passes import Passes

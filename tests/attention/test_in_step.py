@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.comm.state import check_in_step
+from megatron_burst.comm.group import check_in_step
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import DisagreementError
 from tests.ranks import run_ranks

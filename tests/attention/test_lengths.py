@@ -14,8 +14,8 @@ from megatron_burst import attention
 from megatron_burst import call as facts
 from megatron_burst.attention import burst_attention
 from megatron_burst.call import Asked, call_of
+from megatron_burst.comm.group import state_of
 from megatron_burst.comm.pass_log import Marks
-from megatron_burst.comm.state import state_of
 from megatron_burst.comm.watch import Board
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import DisagreementError

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.comm.state import check_in_step
+from megatron_burst.comm.group import check_in_step
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout

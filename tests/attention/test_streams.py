@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_burst.comm.carrier import Where
-from megatron_burst.engine import executor
+from megatron_burst.engine import run
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.order import order
 from megatron_burst.schedule.spec import Circulate
@@ -198,6 +198,6 @@ def test_every_two_uses_of_a_buffer_are_ordered(monkeypatch, grid, mode, left, c
 def test_a_wait_that_is_left_out_is_found(monkeypatch):
     """The check can fail: without the waits of one kind of operation there are races."""
     none = lambda program: replace(order(program), waits=((),) * len(program.ops))  # noqa: E731
-    monkeypatch.setattr(executor, "order", none)
+    monkeypatch.setattr(run, "order", none)
     found = races(monkeypatch, 3, 2, Way("gather"))
     assert any(of_rank for of_rank, _ in found)

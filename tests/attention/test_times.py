@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.comm.carrier import OneQueue, Where
-from megatron_burst.comm.groups import Communicator, Sends
+from megatron_burst.comm.communicator import Communicator, Sends
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine import watch as times
 from megatron_burst.engine.executor import Executor

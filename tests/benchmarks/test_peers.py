@@ -63,13 +63,13 @@ def test_the_ceiling_keeps_one_key_head_where_there_are_fewer_than_ranks():
 
 THEN = {
     "attention.py": """
-from megatron_burst.comm.state import FACTOR
+from megatron_burst.comm.group import FACTOR
 
 def burst_attention(q, k, v, *, group, causal, qkv_format):
     assert (group, causal, qkv_format) == ("the group", True, "sbhd")
     return FACTOR * q * k.mean() * v.mean()
 """,
-    "comm/state.py": """
+    "comm/group.py": """
 FACTOR, released = 2, []
 release_buffers, symmetric_bytes = released.append, len
 """,
@@ -96,7 +96,7 @@ def test_an_earlier_commit_runs_beside_todays_package(tmp_path, monkeypatch):
     torch.testing.assert_close(out, 2 * shard.q.detach() * shard.k.mean() * shard.v.mean())
     torch.testing.assert_close(dq, 2 * shard.dout * shard.k.mean() * shard.v.mean())
     peer.release()
-    assert sys.modules["burst_before.comm.state"].released == ["the group"]
+    assert sys.modules["burst_before.comm.group"].released == ["the group"]
 
 
 def test_no_earlier_commit_is_measured_unless_it_was_written(tmp_path):

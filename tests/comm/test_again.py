@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.comm import state
-from megatron_burst.comm.groups import communicator_of
-from megatron_burst.comm.state import state_of
+from megatron_burst.comm import group as state
+from megatron_burst.comm.communicator import communicator_of
+from megatron_burst.comm.group import state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.schedule.layout import Layout
 from tests.attention.test_processes import inputs, run, truth_of, worst

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_burst import environment
 from megatron_burst.comm import nodes
-from megatron_burst.comm.groups import communicator_of
+from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.nodes import (
     RankHome,
     _FabricInfo,

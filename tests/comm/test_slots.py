@@ -7,7 +7,7 @@ from threading import Barrier
 import pytest
 import torch
 
-from megatron_burst.comm import state
+from megatron_burst.comm import group as state
 from megatron_burst.comm.carrier import (
     OVER,
     Held,
@@ -19,7 +19,7 @@ from megatron_burst.comm.carrier import (
     SliceTaken,
     Where,
 )
-from megatron_burst.comm.state import GroupMemory
+from megatron_burst.comm.group import GroupMemory
 from megatron_burst.schedule.spec import Cargo, pulled_count
 
 

@@ -9,7 +9,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_burst.comm import symmetric
 from megatron_burst.comm.carrier import Where
-from megatron_burst.comm.groups import communicator_of
+from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.say import Choice

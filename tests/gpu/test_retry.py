@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.comm.groups import communicator_of
-from megatron_burst.comm.state import check_in_step, release_buffers
+from megatron_burst.comm.communicator import communicator_of
+from megatron_burst.comm.group import check_in_step, release_buffers
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import DisagreementError
 from megatron_burst.schedule.spec import Direction

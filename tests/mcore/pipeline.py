@@ -169,7 +169,7 @@ class counted:
     def __enter__(self) -> dict[str, int]:
         from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 
-        from megatron_burst.comm.groups import Communicator
+        from megatron_burst.comm.communicator import Communicator
         from megatron_burst.kernels.backends import backends
 
         count = dict(kernels=0, hops=0)

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_burst.comm.groups import Communicator
+from megatron_burst.comm.communicator import Communicator
 from megatron_burst.config import BurstConfig
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link

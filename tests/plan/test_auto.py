@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.comm.state import state_of
+from megatron_burst.comm.group import state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.resolve import recalls
 from megatron_burst.rules import a2a_bytes, most_heads

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_burst.comm.groups import choose_transfer
+from megatron_burst.comm.communicator import choose_transfer
 from megatron_burst.errors import BurstError
 from megatron_burst.resolve import resolve
 from megatron_burst.rules import choose_heads_gather

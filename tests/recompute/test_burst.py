@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, burst_attention
-from megatron_burst.comm.groups import Communicator
+from megatron_burst.comm.communicator import Communicator
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
 from megatron_burst.schedule.layout import Layout

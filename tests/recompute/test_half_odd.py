@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, burst_attention
-from megatron_burst.comm.groups import Communicator
+from megatron_burst.comm.communicator import Communicator
 from megatron_burst.mcore import patches
 from megatron_burst.schedule.layout import Layout
 from tests.oracle import full_attention, rows_of

@@ -9,8 +9,8 @@ from torch.distributed import distributed_c10d
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.comm import carrier
-from megatron_burst.comm.groups import communicator_of
-from megatron_burst.comm.state import state_of
+from megatron_burst.comm.communicator import communicator_of
+from megatron_burst.comm.group import state_of
 from megatron_burst.comm.watch import seconds_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.schedule.spec import Cargo

@@ -18,9 +18,9 @@ from megatron_burst.comm.carrier import (
     Slots,
     Where,
 )
+from megatron_burst.comm.group import Group, SubGroups, state_of
 from megatron_burst.comm.nodes import check_devices, find_topology
 from megatron_burst.comm.pass_log import Kind, Marks, PassLog
-from megatron_burst.comm.state import GroupState, SubGroups, state_of
 from megatron_burst.comm.symmetric import SymmetricError, SymmetricPool
 from megatron_burst.comm.watch import WHO, Board, backend_of
 from megatron_burst.config import BurstConfig
@@ -59,7 +59,7 @@ class Communicator:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, topology: Topology, state: GroupState, config: BurstConfig
+        self, group: dist.ProcessGroup, topology: Topology, state: Group, config: BurstConfig
     ) -> None:
         self.topology, self.board, self._memory = topology, state.board, state.memory
         self._lost = partial(_lost, state.board, state.log)
@@ -124,22 +124,22 @@ class Communicator:
 
     def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Sends:
         """As `Carrier.send`; returns at once."""
-        peers = ", ".join(map(str, dict.fromkeys(peer for peer, _ in recvs))) or "none"
-        name = f"{link} {cargo} transfer from cp rank {peers} to {self.cp_rank}"
-        operations = [
-            dist.P2POp(operation, tensor, self._ranks[peer], self._groups[link, cargo])
-            for operation, parcels in ((dist.isend, sends), (dist.irecv, recvs))
-            for peer, tensor in parcels
-        ]
-        lost = partial(self._lost, name)
+        group, ranks = self._groups.get((link, cargo)), self._ranks
+        operations = [dist.P2POp(dist.isend, rows, ranks[peer], group) for peer, rows in sends]
+        operations += [dist.P2POp(dist.irecv, rows, ranks[peer], group) for peer, rows in recvs]
+        lost = partial(self._lost_in, link, cargo, recvs)
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             raise lost(error) from error
         # on a GPU a wait with a time-out would block the CPU; there NCCL's own watchdog looks on
-        on_cpu = all(tensor.device.type == "cpu" for _, tensor in (*sends, *recvs))
-        timeout_s = self.board.timeout_s if on_cpu else None
-        return Sends(works, timeout_s, lost)
+        on_gpu = operations and operations[0].tensor.is_cuda
+        return Sends(works, None if on_gpu else self.board.timeout_s, lost)
+
+    def _lost_in(self, link: Link, cargo: Cargo, recvs: Parcels, error: Exception) -> BurstError:
+        """The error of a transfer that failed."""
+        peers = ", ".join(map(str, dict.fromkeys(peer for peer, _ in recvs))) or "none"
+        return self._lost(f"{link} {cargo} transfer from cp rank {peers} to {self.cp_rank}", error)
 
 
 def choose_transfer(

@@ -1,4 +1,4 @@
-"""Per-process-group state of this rank, which lives as long as the group."""
+"""What lives as long as a process group: its board, sub-groups, buffers, log and known calls."""
 
 import json
 from collections import defaultdict
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,16 +33,13 @@ from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
 
-if TYPE_CHECKING:
-    from megatron_burst.comm.groups import Communicator
-
 _CALLS = 128  # calls whose programs are cached
 _SAMPLES = 8  # micro-batches in flight
 _SAME = -1.0  # keep the time-out
 _CONNECT_S = 60  # within which ranks must reach each other over gloo
 type Names = tuple[Link, Cargo]
 # State is dropped when its group is.
-_STATES: WeakKeyDictionary[dist.ProcessGroup, "GroupState"] = WeakKeyDictionary()
+_STATES: WeakKeyDictionary[dist.ProcessGroup, "Group"] = WeakKeyDictionary()
 
 
 class SubGroups:
@@ -178,14 +175,14 @@ def _bytes(count: int, device: torch.device) -> Tensor:
 
 
 @dataclass(slots=True)
-class GroupState:
-    """State of a context-parallel group on this rank."""
+class Group:
+    """All that lives as long as a process group, on this rank."""
 
     board: Board  # out-of-band agreement of its ranks
     sub_groups: SubGroups  # shared by its communicators
     memory: GroupMemory = field(default_factory=GroupMemory)  # likewise
     # by how they carry data
-    communicators: dict[Hashable, "Communicator"] = field(default_factory=dict)
+    communicators: dict[Hashable, Any] = field(default_factory=dict)
     # results for calls that ranks agreed on and accepted, for when they are repeated
     resolved: Latest[Hashable, Any] = field(default_factory=partial(Latest, _CALLS))
     # choices already reported to the user
@@ -242,7 +239,7 @@ class GroupState:
             ) from error
 
 
-def state_of(group: dist.ProcessGroup, timeout_s: float | None = _SAME) -> GroupState:
+def state_of(group: dist.ProcessGroup, timeout_s: float | None = _SAME) -> Group:
     """The state of a group; made at first use.
 
     `timeout_s`: seconds to wait for other ranks from now on; None: as the group's operations do;
@@ -251,7 +248,7 @@ def state_of(group: dist.ProcessGroup, timeout_s: float | None = _SAME) -> Group
     if group not in _STATES:
         _drop_destroyed(group)
         board = Board(group, None if timeout_s == _SAME else timeout_s)
-        _STATES[group] = GroupState(board, SubGroups(group, board))
+        _STATES[group] = Group(board, SubGroups(group, board))
     state = _STATES[group]
     if timeout_s != _SAME:
         state.board.given_timeout_s = timeout_s
@@ -297,7 +294,7 @@ def announce(
     of: Parallel = CP, data: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Announce a call that ranks of a group make together, before it does anything; see
-    `GroupState.agree`, and `Marks.begin` for `data`.
+    `Group.agree`, and `Marks.begin` for `data`.
 
     Raises:
         BurstError: on all ranks, if one refuses it or makes another call; on GPUs, if ranks know

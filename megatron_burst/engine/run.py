@@ -1,0 +1,232 @@
+"""What a run of a program holds: the program at one length, and the call's own tensors."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_burst.comm.carrier import Carrier, OneQueue, Queues, UnderWay
+from megatron_burst.engine.documents import Documents
+from megatron_burst.engine.memory import ByteLayout, Dtypes, Fields, shape_of
+from megatron_burst.kernels.backends import Backend
+from megatron_burst.schedule.order import order
+from megatron_burst.schedule.program import Arrange, Buffer, Home, Program, Restore
+
+_OWN = Home.CALL, Home.PART  # tensors of their own; all other buffers are raw bytes
+_APART = 512  # bytes to whose multiples buffers are aligned, as torch's allocator does
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An operation, bound.
+
+    Attributes:
+        run: does it; a transfer returns its handle.
+        queue: where it runs; None: the queue of the call's kernels.
+        moves: whether the previous operation is on another queue.
+        begins: whether it is the first on its queue.
+        waits: operations on other queues that must finish first.
+        opens: slots that it is the first to touch: (use, number).
+        transfers: whether it is a transfer.
+        waited_for: whether another queue waits for it.
+        frees: parts that are no longer needed.
+    """
+
+    run: Callable[["Run"], UnderWay | None]
+    queue: Hashable | None
+    moves: bool
+    begins: bool
+    waits: tuple[int, ...]
+    opens: list[tuple[str, int]]
+    transfers: bool
+    waited_for: bool
+    frees: tuple[str, ...]
+
+
+class Binder:
+    """Makes a program ready to run at any length.
+
+    Attributes:
+        program: of one rank.
+        order: of its operations.
+        names: short names for what runs look up: views of buffers.
+        orders: chunk orders that a run needs: direction (arrange or restore), from which to which.
+        steps: the operations, set by the executor.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.order = program, order(program)
+        self.names: dict[Hashable, int] = {}
+        ops = (op for op in program.ops if isinstance(op, Arrange | Restore))
+        self.orders = {(isinstance(op, Restore), op.lies, op.numbers): None for op in ops}
+        self.steps: tuple[Step, ...] = ()
+
+    def name_of(self, what: Hashable) -> int:
+        """A short name, the same for equal keys."""
+        return self.names.setdefault(what, len(self.names))
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A program at one length: its buffers, and what its operations call.
+
+    Attributes:
+        program: of this rank.
+        backend: computes the tiles.
+        carrier: moves data between ranks.
+        scale: softmax scale.
+        dtypes: element types.
+        deterministic: whether gradients must be bitwise the same every time.
+        unit: how many rows one row of the program stands for.
+    """
+
+    program: Program
+    backend: Backend
+    carrier: Carrier
+    scale: float
+    dtypes: Dtypes
+    deterministic: bool
+    unit: int = 1
+
+    @cached_property
+    def binder(self) -> Binder:
+        """The program's binder, which all lengths share."""
+        raise NotImplementedError
+
+    @cached_property
+    def buffers(self) -> dict[str, Buffer]:
+        """The program's buffers, with their actual rows."""
+        every = self.program.buffers.items()
+        return {name: replace(buffer, rows=buffer.rows * self.unit) for name, buffer in every}
+
+    @cached_property
+    def layouts(self) -> dict[str, ByteLayout]:
+        """Byte layouts by buffer name, for buffers that are raw bytes."""
+        return {
+            name: ByteLayout.of(buffer, self.program.batch, self.dtypes)
+            for name, buffer in self.buffers.items()
+            if buffer.home not in _OWN
+        }
+
+    @cached_property
+    def uses(self) -> dict[tuple[Home, str], tuple[int, int]]:
+        """How many buffers the group must have for each use, and their bytes."""
+        found: dict[tuple[Home, str], tuple[int, int]] = {}
+        for name, layout in self.layouts.items():
+            buffer = self.buffers[name]
+            if buffer.home is not Home.LEFT:
+                count = buffer.count if buffer.home is not Home.HOP else buffer.number + 1
+                before = found.get((buffer.home, buffer.use), (0, 0))
+                most = max(before[0], count), max(before[1], layout.num_bytes)
+                found[buffer.home, buffer.use] = most
+        return found
+
+    @cached_property
+    def places(self) -> tuple[dict[tuple[Home, str], int], int]:
+        """By use, where its buffers begin in the group's memory; how many bytes that needs. Other
+        ranks read slots, so these have memory of their own."""
+        begins, end = {}, 0
+        for (home, use), (count, size) in self.uses.items():
+            if home is not Home.SLOT:
+                begins[home, use] = end
+                end += count * _aligned(size)
+        return begins, end
+
+    @cached_property
+    def marks(self) -> list[UnderWay | None]:
+        """The previous run's mark for each operation and for the start, to be reused."""
+        return [None] * (len(self.program.ops) + 1)
+
+
+class Run:
+    """One run of a program: its tensors.
+
+    Attributes:
+        fields: of the call's buffers and of parts, by name.
+        left: bytes of buffers that forward saves for backward.
+        failure: of an operation, or None so far; from then on only transfers are made.
+        slots: of this call, by use.
+        views: of buffers that live as long as the run, by the executor's names; those of the
+            group's memory are reused from the previous run.
+        executor: of the program.
+        unit: how many rows one row of the program stands for.
+        queues: of the call.
+        documents: of the sample.
+    """
+
+    def __init__(
+        self, executor: Bound, given: dict[str, Fields], left: dict[str, Tensor],
+        queues: OneQueue | Queues, documents: Documents | None = None,
+    ) -> None:  # fmt: skip
+        self.fields, self.left, self.documents = given, left, documents
+        self.executor, self.queues, carrier = executor, queues, executor.carrier
+        self.unit, self.failure = executor.unit, None
+        self.slots = {
+            use: carrier.slots(use, count, size, queues.where)
+            for (home, use), (count, size) in executor.uses.items()
+            if home is Home.SLOT
+        }
+        memory = carrier.buffers("all", 1, executor.places[1], queues.where)
+        self._flat = memory.flats[0]
+        self._kept = {use: slots.views(executor) for use, slots in self.slots.items()}
+        self._kept[None] = memory.views(executor)
+        self.views: dict[int, Any] = {}
+        for kept in self._kept.values():
+            self.views.update(kept)
+        for name in executor.program.left:  # here, because it is allocated on the compute stream
+            if name not in left:
+                size = executor.layouts[name].num_bytes
+                device = queues.where.device
+                left[name] = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def prepare(self, results: Callable[[], dict[str, Fields]]) -> None:
+        """Allocate results and indices, before the loop, because they belong to the compute
+        stream."""
+        self.fields |= results()
+        if self.documents is not None:
+            for back, *chunks in self.executor.binder.orders:
+                (self.documents.restored if back else self.documents.arranged)(*chunks)
+
+    def make(self, name: str) -> Fields:
+        """Allocate a part, or results, at first use in this run."""
+        batch, dtypes = self.executor.program.batch, self.executor.dtypes
+        device, buffer = self.queues.where.device, self.executor.buffers[name]
+        fields = self.fields[name] = {
+            field.name: torch.empty(
+                shape_of(field, batch, buffer.rows), dtype=dtypes[field.dtype], device=device
+            )
+            for field in buffer.fields
+        }
+        return fields
+
+    def keep(self, name: int, buffer: Buffer, view: Any) -> Any:
+        """Cache a view of a buffer for as long as its memory lives."""
+        self.views[name] = view
+        if buffer.home is Home.SLOT:
+            self._kept[buffer.use][name] = view
+        elif buffer.home not in (*_OWN, Home.LEFT):
+            self._kept[None][name] = view
+        return view
+
+    def layout(self, buffer: Buffer) -> ByteLayout:
+        """The byte layout of a buffer."""
+        return self.executor.layouts[buffer.name]
+
+    def bytes_of(self, buffer: Buffer) -> Tensor:
+        """The bytes of a whole buffer that is not a part."""
+        size = self.layout(buffer).num_bytes
+        if buffer.home is Home.SLOT:
+            return self.slots[buffer.use].flat(buffer.number)[:size]
+        if buffer.home is Home.LEFT:
+            return self.left[buffer.name]
+        number = buffer.number if buffer.home is Home.HOP else buffer.number % buffer.count
+        use = buffer.home, buffer.use
+        begin = self.executor.places[0][use] + number * _aligned(self.executor.uses[use][1])
+        return self._flat[begin : begin + size]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _APART) * _APART
