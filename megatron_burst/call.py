@@ -80,7 +80,7 @@ class Call:
         return Problem(
             device.type, self.dtypes[0], shape.dim_qk, shape.dim_v,
             shape.heads_q != shape.heads_kv, self.config.deterministic, arch_of(device),
-            mask.windowed, mask.documents,
+            mask.needs,
         )  # fmt: skip
 
     def facts(self) -> dict[str, str]:

@@ -26,8 +26,7 @@ class Problem:
     grouped: bool = False  # fewer KV heads than query heads
     deterministic: bool = False  # gradients must be bitwise reproducible
     arch: int = 0  # major number of the GPU's compute capability
-    windowed: bool = False  # a query sees a band of keys that is neither causal nor full
-    packed: bool = False  # rows are segments that do not see each other
+    needs: frozenset[str] = frozenset()  # of the mask: `Mask.needs`
 
 
 def problem_of(
@@ -42,8 +41,7 @@ def problem_of(
         grouped=q.shape[2] != k.shape[2],
         deterministic=deterministic,
         arch=arch_of(q.device),
-        windowed=mask.windowed,
-        packed=mask.documents,
+        needs=mask.needs,
     )
 
 
@@ -78,8 +76,8 @@ class Capability:
             for the output.
         rectangular_causal: whether a causal tile may have more keys than queries (diagonal aligned
             bottom right); any kernel with segments supports it inside them.
-        windows: whether a query may see any band of keys (`Visible.left`, `Visible.right`).
-        packed: whether rows may be segments, each with its own band (`Visible.segments`).
+        masks: besides full and causal: windows, any band of keys (`Visible.left`, `.right`);
+            packed documents, segments with a band each (`Visible.segments`).
         wide_grads: whether gradients have the accumulation dtype, not the input's.
         deterministic: whether it can compute bitwise reproducible gradients.
         archs: major compute capabilities; empty means any.
@@ -100,8 +98,7 @@ class Capability:
     equal_dims: bool = False
     equal_dims_if_grouped: bool = False
     rectangular_causal: bool = False
-    windows: bool = False
-    packed: bool = False
+    masks: frozenset[str] = frozenset()
     wide_grads: bool = False
     deterministic: bool = True
     archs: frozenset[int] = frozenset()
@@ -120,10 +117,8 @@ class Capability:
             return f"it runs on GPUs of compute capability {sorted(self.archs)}, not {problem.arch}"
         if problem.deterministic and not self.deterministic:
             return "its gradients are not deterministic"
-        if problem.windowed and not self.windows:
-            return "it has no windows"
-        if problem.packed and not self.packed:
-            return "it has no packed documents"
+        if lacks := sorted(problem.needs - self.masks, reverse=True):
+            return f"it has no {lacks[0]}"
         equal_dims = self.equal_dims or (self.equal_dims_if_grouped and problem.grouped)
         if equal_dims and problem.dim_qk != problem.dim_v:
             return "it needs equal head dimensions of queries and values"
@@ -316,7 +311,7 @@ def _nothing_can(problem: Problem, asked: str, names: Sequence[str]) -> BurstErr
     able = [name for name, why in refusals.items() if why is None]
     what = str(problem.dtype).removeprefix("torch.")
     got = f"{what} on {problem.device} with head dimensions {problem.dim_qk}/{problem.dim_v}"
-    got += " and windows" * problem.windowed + " and packed documents" * problem.packed
+    got += "".join(f" and {need}" for need in sorted(problem.needs, reverse=True))
     why = {name: refusals.get(name, _UNKNOWN) for name in names}
     because = "".join(why.values()) if len(why) == 1 else in_words(why)
     instead = "choose another dtype"

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_burst.environment import share_kernel_cache
 from megatron_burst.kernels.backends import Capability, QuerySide
 from megatron_burst.kernels.visible import Visible
+from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
 
 _WHERE = (
     "window_size_left", "window_size_right",
@@ -47,8 +48,7 @@ class FlashAttention4:
         equal_dims_if_grouped=True,
         takes_delta=True,
         rectangular_causal=True,
-        windows=True,
-        packed=True,
+        masks=frozenset({WINDOWS, DOCUMENTS}),
         archs=frozenset({9, 10}),
         max_dim_on={10: 128},
         wide_pairs=frozenset({(192, 128)}),

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
 from megatron_burst.kernels.partial import accumulate_dtype, row_delta
 from megatron_burst.kernels.visible import Visible, hidden, segments_of
+from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
 
 _ROWS = 1024  # query rows at a time: bounds the scores to rows x keys
 
@@ -25,8 +26,7 @@ class Reference:
         dim_multiple=1,
         takes_delta=True,
         rectangular_causal=True,
-        windows=True,
-        packed=True,
+        masks=frozenset({WINDOWS, DOCUMENTS}),
         wide_grads=True,
         speed="runs anywhere, slowly: plain torch in blocks",
     )

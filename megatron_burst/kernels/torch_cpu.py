@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.kernels.visible import Visible, hidden, plain_causal, segments_of
+from megatron_burst.schedule.mask import DOCUMENTS
 
 _aten = torch.ops.aten
 
@@ -29,7 +30,7 @@ class TorchCpu:
         max_dim=0,
         dim_multiple=1,
         takes_delta=False,
-        packed=True,
+        masks=frozenset({DOCUMENTS}),
         wide_grads=True,
         speed="torch's fastest attention on CPUs",
     )

@@ -18,6 +18,7 @@ from megatron_burst.kernels.visible import (
     results,
     segments_for,
 )
+from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
 
 
 @contextmanager
@@ -93,8 +94,7 @@ class Flash:
         equal_dims=True,
         takes_delta=False,
         rectangular_causal=True,
-        windows=True,
-        packed=True,
+        masks=frozenset({WINDOWS, DOCUMENTS}),
         archs=frozenset({8, 9, 10, 12}),
         speed="FlashAttention-2, which torch ships",
     )

@@ -6,6 +6,7 @@ import torch
 
 from megatron_burst.kernels.backends import Capability, QuerySide
 from megatron_burst.kernels.partial import row_delta
+from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
 
 
 class Triton:
@@ -24,8 +25,7 @@ class Triton:
         dim_multiple=1,
         takes_delta=True,
         rectangular_causal=True,
-        windows=True,
-        packed=True,
+        masks=frozenset({WINDOWS, DOCUMENTS}),
         wide_grads=True,
         archs=frozenset({8, 9, 10, 11, 12}),
         speed="our own Triton kernels, for any GPU since Ampere",

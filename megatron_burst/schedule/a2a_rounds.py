@@ -42,9 +42,8 @@ class AllToAllEmitter(Emitter):
         )
         self.order = steps(topology.inter_size, len(self.rounds), spec.backward, here=False)
         self.reorders = spec.layout is Layout.DOCUMENTS
-        placed = spec.mask.windowed or spec.mask.documents
         lies = Layout.CONTIGUOUS if self.reorders else spec.layout
-        visits = node_visits(topology, row, lies, spec.shape.tokens, placed)
+        visits = node_visits(topology, row, lies, spec.shape.tokens, spec.mask.placed)
         self.pieces, self.rows = visits[0].pieces, len(self.ranks) * spec.shape.tokens
         if self.reorders:
             self.met = [_meeting(spec, row, step.distance) for step in self.order]

@@ -76,8 +76,7 @@ def gather_steps(spec: Spec, order: Sequence[Turn]) -> GatherSteps:
         BurstError: if the layout is striped, whose keys interleave, or cannot hold that many rows.
     """
     topology, (row, _) = spec.topology, spec.topology.coord(spec.cp_rank)
-    placed = spec.mask.windowed or spec.mask.documents
-    visits = node_visits(topology, row, spec.layout, spec.shape.tokens, placed)
+    visits = node_visits(topology, row, spec.layout, spec.shape.tokens, spec.mask.placed)
     ranks, tiling = topology.grid[row], Tiling(spec, visits[0], topology.inter_size == 1)
     kinds = [(visits[step.distance], index == 0, index == len(order) - 1)
              for index, step in enumerate(order)]  # fmt: skip

@@ -111,7 +111,7 @@ class Tiling:
         self, queries: Sequence[Piece], keys_of: Callable[[Piece], Sequence[Piece]]
     ) -> tuple[Tile, ...]:
         """Tiles of queries over some of the gathered keys."""
-        if self.mask.windowed or self.mask.documents:
+        if self.mask.placed:
             return joined(t for p in queries for t in tiles_over(p.rows, p, keys_of(p), self.mask))
         prefixes = ((p, [key for key in keys_of(p) if key.whole.start <= p.whole.start])
                     for p in queries)  # fmt: skip

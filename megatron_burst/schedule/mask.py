@@ -8,6 +8,7 @@ from typing import ClassVar
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout, Runs, positions
 
+WINDOWS, DOCUMENTS = "windows", "packed documents"  # that a kernel must support, in words
 Places = tuple[range, ...]  # positions in the sequence of consecutive rows
 
 
@@ -61,6 +62,16 @@ class Mask(Band):
 
     FULL: ClassVar["Mask"]
     CAUSAL: ClassVar["Mask"]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What a kernel must support, besides full and causal calls."""
+        return frozenset([WINDOWS] * self.windowed + [DOCUMENTS] * self.documents)
+
+    @property
+    def placed(self) -> bool:
+        """Whether tiles depend on where rows are in the sequence, not on their order alone."""
+        return self.windowed or self.documents
 
     def __str__(self) -> str:
         word = "causal" if self.causal else "full"

@@ -207,7 +207,7 @@ def tiles_between(
         keys: of the other node; no query is within a piece's range of positions.
         mask: which keys a query may see.
     """
-    if mask.windowed or mask.documents:
+    if mask.placed:
         return joined(
             tile for rows, piece, _ in queries for tile in tiles_over(rows, piece, keys, mask)
         )

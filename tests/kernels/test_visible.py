@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import Problem, QuerySide, backends, choose_backend, problem_of
 from megatron_burst.kernels.visible import Visible
-from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS, Mask
 from tests.kernels.bands import Band, errors_of
 
 BOUND = st.none() | st.integers(0, 12) | st.just(2**40)
@@ -60,7 +60,7 @@ def test_the_reference_in_blocks_of_rows():
     check("reference", Band((1100, 30, 1500), (1300, 700, 1100), 90, 40, dim_qk=4), False, True)
 
 
-ASKED = {"it has no windows": {"windowed": True}, "it has no packed documents": {"packed": True}}
+ASKED = {f"it has no {need}": {"needs": frozenset({need})} for need in (WINDOWS, DOCUMENTS)}
 
 
 @pytest.mark.parametrize("said, asked", ASKED.items(), ids=ASKED)
@@ -85,5 +85,5 @@ def test_a_problem_is_what_a_call_asks_for():
     q = torch.zeros(1, 4, 2, 8)
     masks = Mask.FULL, Mask.CAUSAL, Mask(None, 3), Mask(None, 0, documents=True)
     asked = [problem_of(q, q, q, mask=mask) for mask in masks]
-    found = [(problem.windowed, problem.packed) for problem in asked]
-    assert found == [(False, False), (False, False), (True, False), (False, True)]
+    found = [problem.needs for problem in asked]
+    assert found == [frozenset(), frozenset(), {WINDOWS}, {DOCUMENTS}]
