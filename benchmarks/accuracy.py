@@ -27,7 +27,7 @@ from benchmarks.peers import Burst, Shard
 from benchmarks.rows import Sheet, read
 from benchmarks.sweep import check_out, save
 from benchmarks.te_peer import TransformerEngine
-from megatron_burst.config import BurstConfig, Tuning
+from megatron_burst.config import BurstConfig
 from megatron_burst.say import Choice
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
@@ -86,7 +86,7 @@ def truth_of(tensors):
 def simulated(tensors, ranks, mode):
     """(out, dq, dk, dv) of the whole sequence from so many threads."""
     tokens = tensors[0].shape[1] // ranks
-    config = BurstConfig(intra=mode, tuning=Tuning(heads_per_round=1))
+    config = BurstConfig(intra=mode, heads_per_round=1)
 
     def one(rank, carrier):
         if tensors[0].is_cuda:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import get_args
 
 from benchmarks import te
-from megatron_burst.config import BurstConfig, Tuning
+from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 
 _WHO = "benchmarks.attention"
@@ -73,8 +73,7 @@ def pick[T](names: Sequence[str], known: Mapping[str, T], must: str) -> tuple[T,
 
 def burst_config(text: str) -> BurstConfig:
     """The configuration in a text such as "intra=gather,deterministic=true"."""
-    types = {field.name: field.type for field in (*fields(BurstConfig), *fields(Tuning))}
-    del types["tuning"]
+    types = {field.name: field.type for field in fields(BurstConfig)}
     text = text.replace("inter=flat", "flat=true")  # as rows of before have it
     values = {}
     for pair in text.split(","):
@@ -82,11 +81,11 @@ def burst_config(text: str) -> BurstConfig:
         if name not in types or not value:
             raise BurstError(
                 f"{_WHO}: a variant of burst must be given as FIELD=VALUE,... with fields of "
-                f"BurstConfig and its tuning, because nothing is silently ignored; got {pair!r} in "
+                f"BurstConfig, because nothing is silently ignored; got {pair!r} in "
                 f"{text!r}; choose among {', '.join(types)}"
             )
         values[name] = _value(name, value, types[name])
-    return BurstConfig.of(**values)
+    return BurstConfig(**values)
 
 
 def _value(name: str, text: str, kind: type) -> object:

@@ -153,7 +153,7 @@ def _call(row: Row, hardware: Hardware) -> AttentionCall:
         spec, again=spec.again or "" < row.date < _AGAIN_BEFORE,  # none: yet to be measured
         left=False if "" < row.date < _RESENT_BEFORE else spec.left,
     )  # fmt: skip
-    overlap = impl.config.tuning.overlap
+    overlap = impl.config.overlap
     return run_by(AttentionCall(**vars(spec), overlap=overlap), impl.config.backend)
 
 

@@ -94,7 +94,7 @@ def attend(attn_forward_func_with_cp, /, *args, **options):
     return burst_attention(
         call.q, call.k, call.v, causal="causal" in call.attn_mask_type,
         window=_window(call), softmax_scale=call.softmax_scale, qkv_format=call.qkv_format,
-        config=BurstConfig.of(
+        config=BurstConfig(
             intra=intra, inter=inter, deterministic=call.deterministic, nodes=nodes
         ),
         group=group, **_sample(call),

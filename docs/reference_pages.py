@@ -56,10 +56,10 @@ def command_line() -> str:
 
 
 API = (
-    "attention.burst_attention", "config.BurstConfig", "config.Tuning",
-    "comm.group.check_in_step", "recompute.keep.keep", "loss.linear.linear_cross_entropy",
+    "attention.burst_attention", "config.BurstConfig",
+    "recompute.keep.keep", "loss.linear.linear_cross_entropy",
     "loss.linear.token_log_probs", "loss.next_tokens.next_tokens", "loss.rows.count_supervised",
-    "mcore.fused_loss.fuse_loss", "mcore.specs.burst_spec", "patching.undo_all",
+    "mcore.fused_loss.fuse_loss", "mcore.specs.burst_spec",
     "errors.BurstError",
 )  # fmt: skip
 MODULES = {

@@ -8,10 +8,8 @@ from megatron_burst.version import __version__
 
 _HOME_OF = {
     "BurstConfig": "megatron_burst.config",
-    "Tuning": "megatron_burst.config",
     "BurstError": "megatron_burst.errors",
     "burst_attention": "megatron_burst.attention",
-    "check_in_step": "megatron_burst.comm.group",
     "count_supervised": "megatron_burst.loss.rows",
     "fuse_loss": "megatron_burst.mcore.fused_loss",
     "linear_cross_entropy": "megatron_burst.loss.linear",
@@ -19,7 +17,6 @@ _HOME_OF = {
     "token_log_probs": "megatron_burst.loss.linear",
     "burst_spec": "megatron_burst.spec",
     "keep": "megatron_burst.recompute.keep",
-    "undo_all": "megatron_burst.patching",
 }
 __all__ = ["__version__", *_HOME_OF]
 

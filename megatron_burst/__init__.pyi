@@ -1,7 +1,5 @@
 from megatron_burst.attention import burst_attention as burst_attention
-from megatron_burst.comm.group import check_in_step as check_in_step
 from megatron_burst.config import BurstConfig as BurstConfig
-from megatron_burst.config import Tuning as Tuning
 from megatron_burst.errors import BurstError as BurstError
 from megatron_burst.loss.linear import linear_cross_entropy as linear_cross_entropy
 from megatron_burst.loss.linear import token_log_probs as token_log_probs
@@ -9,6 +7,5 @@ from megatron_burst.loss.next_tokens import next_tokens as next_tokens
 from megatron_burst.loss.rows import count_supervised as count_supervised
 from megatron_burst.mcore.fused_loss import fuse_loss as fuse_loss
 from megatron_burst.mcore.specs import burst_spec as burst_spec
-from megatron_burst.patching import undo_all as undo_all
 from megatron_burst.recompute.keep import keep as keep
 from megatron_burst.version import __version__ as __version__

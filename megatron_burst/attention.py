@@ -126,7 +126,7 @@ def burst_attention(
     group, key = _group(group), key_of(q, k, v, asked)
     call = None if key else call_of((q, k, v), asked)
     known = call.config if call else config
-    state = state_of(group, known.tuning.timeout_s)
+    state = state_of(group, known.timeout_s)
     prepared = state.resolved.recent(key or call)
     if prepared is None:
         call = call or call_of((q, k, v), asked)

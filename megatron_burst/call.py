@@ -86,13 +86,13 @@ class Call:
     def facts(self) -> dict[str, str]:
         """Facts of this rank's machine that decide how the call runs, by name; ranks with equal
         facts choose alike, whatever the batch and tokens."""
-        config, tuning, device = self.config, self.config.tuning, self.devices[0]
+        config, device = self.config, self.devices[0]
         try:
             facts = {"backend": choose_backend(self.problem, config.backend)[0].capability.name}
         except BurstError as error:
             facts = {"backend": str(error)}  # the other ranks must learn that too
-        in_rounds = config.intra != "ring" and not tuning.flat and tuning.pieces
-        if in_rounds and tuning.heads_per_round is None:
+        in_rounds = config.intra != "ring" and not config.flat and config.pieces
+        if in_rounds and config.heads_per_round is None:
             facts["multiprocessors (without heads_per_round)"] = f"{multiprocessors(device)}"
         return facts
 
@@ -157,14 +157,14 @@ def spec_of(
     kernel: Kernel,
 ) -> Spec:  # fmt: skip
     """How a call runs, as far as options say; `Spec` explains the other arguments."""
-    tuning, circulate = config.tuning, _given(config.tuning.circulate)
+    circulate = _given(config.circulate)
     return Spec(
         topology, shape, layout, mask, kernel, config.keep != "none",
-        inter="flat" if tuning.flat else _given(config.inter), intra=_given(config.intra),
-        heads_per_round=tuning.heads_per_round if tuning.pieces else 0,
-        grad_wire=_given(tuning.grad_wire), circulate=circulate and Circulate(circulate),
-        pulled={"pull": True, "send": False}.get(tuning.transfer),
-        left={"never": True, "always": False}.get(tuning.resend),
+        inter="flat" if config.flat else _given(config.inter), intra=_given(config.intra),
+        heads_per_round=config.heads_per_round if config.pieces else 0,
+        grad_wire=_given(config.grad_wire), circulate=circulate and Circulate(circulate),
+        pulled={"pull": True, "send": False}.get(config.transfer),
+        left={"never": True, "always": False}.get(config.resend),
     )  # fmt: skip
 
 
@@ -308,7 +308,7 @@ _KINDS = {
     "config": _Kind(
         _is_config,
         "must be a BurstConfig, because that checks its options",
-        "pass BurstConfig.of(...), or leave it out",
+        "pass BurstConfig(...), or leave it out",
     ),
     "layer": _Kind(_is_whole, "must be a whole number, because ranks compare it", "pass one"),
     "given": _Kind(lambda given: True, "", ""),

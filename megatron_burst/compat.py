@@ -127,7 +127,7 @@ def _attend(
     out = burst_attention(
         q, k, v, group=group, causal=causal, softmax_scale=scale,
         layout=layout if causal else "contiguous",
-        config=BurstConfig.of(
+        config=BurstConfig(
             backend=backend, deterministic=deterministic,
             nodes=None if intra_inter[0] is None else intra_inter[1].size(),
         ),

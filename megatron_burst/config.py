@@ -2,8 +2,8 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_burst.errors import BurstError, Need, require
@@ -12,10 +12,29 @@ _NUMBERS = {int: re.compile(r"-?\d+"), float: re.compile(r"-?\d*\.?\d+(e-?\d+)?"
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
-    """Options for experiments (`--burst-tune name=value,...`); the defaults suit every run.
+class BurstConfig:
+    """Options of burst attention. All ranks of a context-parallel group must pass the same.
+
+    Those from `nodes` on are for experiments (`--burst-tune name=value,...`): their defaults suit
+    every run.
 
     Attributes:
+        intra: how K and V are combined inside a node: "ring" passes shards from rank to rank,
+            "gather" collects a few KV heads at a time, "a2a" is an all-to-all that trades rows for
+            heads; "auto" gathers on GPUs.
+        inter: how they are combined between nodes: "ring" passes them from node to node, "a2a" is
+            an all-to-all over all ranks; "auto" chooses by the bytes sent between nodes.
+        backend: name of the attention kernel, or several names joined by commas, of which the first
+            one that supports the call is used; "auto" uses the fastest that does.
+        deterministic: compute bitwise reproducible gradients.
+        keep: which of attention's results (out, lse) to keep for a layer's recomputation: "none",
+            those of the second "half" of the sequence, "all"; "auto" chooses within
+            `keep_budget_gib`, under Megatron only.
+        keep_layers: keep only in the first N layers of a pipeline stage; None: in all of them.
+            Under Megatron only.
+        keep_offload: what to offload to pinned host memory: kept "results", "inputs" of recomputed
+            layers (under Megatron only), "both" or "none".
+        keep_budget_gib: device memory per rank that "auto" may use.
         nodes: pretend that the group spans this many nodes of contiguous ranks; None: detect them.
         flat: run one ring over all ranks as if there were one node, to measure the gain of nested
             rings.
@@ -49,6 +68,14 @@ class Tuning:
             the timeout of the process group (--distributed-timeout-minutes).
     """
 
+    intra: Literal["auto", "ring", "gather", "a2a"] = "auto"
+    inter: Literal["auto", "ring", "a2a"] = "auto"
+    backend: str = "auto"
+    deterministic: bool = False
+    keep: Literal["none", "half", "all", "auto"] = "none"
+    keep_layers: int | None = None
+    keep_offload: Literal["none", "results", "inputs", "both"] = "none"
+    keep_budget_gib: float | None = None
     nodes: int | None = None
     flat: bool = False
     circulate: Literal["auto", "kv", "q"] = "auto"
@@ -65,57 +92,133 @@ class Tuning:
 
     def __post_init__(self) -> None:
         _check_words(self)
-        require("burst attention", self._needs())
+        require("burst attention", self._needs_of_modes())
+        require("burst attention", _needs_of_tunings({n: getattr(self, n) for n in TUNINGS}))
+        require("burst keep", self._needs_of_keep())
 
-    def _needs(self) -> Iterator[Need]:
-        for name, why in (
-            ("heads_per_round", "nothing would be sent otherwise"),
-            ("nccl_ctas", "nothing would be sent otherwise"),
-            ("keep_host_gib", "it limits the memory for offloading"),
-            ("timeout_s", "a rank waits that long for the others"),
-        ):
-            value = getattr(self, name)
-            yield (
-                value is None or value > 0,
-                f"{name} must be positive, because {why}", value, "leave it out",
-            )  # fmt: skip
+    @property
+    def offloads_results(self) -> bool:
+        """Whether kept results are offloaded."""
+        return self.keep_offload in ("results", "both")
+
+    @property
+    def offloads_inputs(self) -> bool:
+        """Whether inputs of recomputed layers are offloaded."""
+        return self.keep_offload in ("inputs", "both")
+
+    def _needs_of_modes(self) -> list[Need]:
+        flat, only = self.flat, "ring" if self.flat else "a2a"
+        alone = flat or self.inter == "a2a"
+        return [
+            (not flat or self.inter == "auto",
+             "flat and inter must not both be set, because one ring over all ranks ignores nodes",
+             f"inter={self.inter}", "leave one of them out"),
+            (not alone or self.intra in ("auto", only),
+             f"with {'flat' if flat else 'inter=a2a'} intra must be {only} or auto, because one "
+             "mode then runs over all ranks, ignoring nodes",
+             f"intra={self.intra}", "leave one of them out"),
+        ]  # fmt: skip
+
+    def _needs_of_keep(self) -> list[Need]:
+        auto, layers, room = self.keep == "auto", self.keep_layers, self.keep_budget_gib
+        host, results = self.keep_host_gib, self.offloads_results
+        beside = dict(
+            keep_layers=layers, keep_offload=results and self.keep_offload,
+            keep_debug=self.keep_debug,
+        )  # fmt: skip
+        return [
+            (layers is None or layers >= 0,
+             "keep_layers must not be negative, because it counts layers", layers, "leave it out"),
+            (room is None or room > 0,
+             "keep_budget_gib must be positive, because it limits what is kept", room,
+             "pass GiB, or leave it out"),
+            (auto == (room is not None),
+             "keep=auto and keep_budget_gib must be set together, because auto keeps as much as "
+             "the budget allows", f"keep={self.keep}, keep_budget_gib={room}",
+             "pass --burst-keep auto --burst-keep-budget-gib GIB, or neither"),
+            *((self.keep != "none" or value in (None, False),
+               f"{name} must come with keep, because nothing is kept without it",
+               f"keep=none, {name}={value}", "pass --burst-keep all, or leave it out")
+              for name, value in beside.items()),
+            (not auto or (layers is None and not results),
+             "keep=auto must not be combined with keep_layers or keep_offload=results, because "
+             "it chooses them", f"keep_layers={layers}, keep_offload={self.keep_offload}",
+             "leave them out"),
+            (host is None or self.keep_offload != "none" or auto,
+             "keep_host_gib must come with keep_offload or keep=auto, because it limits the "
+             "memory for offloading", f"keep_host_gib={host} alone",
+             "pass --burst-keep-offload, or leave it out"),
+        ]  # fmt: skip
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> "BurstConfig":
+        """The configuration in Megatron's parsed arguments (`--burst-*`)."""
+        given: dict[str, Any] = {name: getattr(args, f"burst_{name}", None) for name in OPTIONS}
+        given = {name: value for name, value in given.items() if value is not None}
+        return cls(**given, **given_tunings(args))
+
+
+_TYPES = {field.name: field.type for field in fields(BurstConfig)}
+OPTIONS = tuple(_TYPES)[: list(_TYPES).index("nodes")]  # options with a flag of their own
+TUNINGS = tuple(_TYPES)[len(OPTIONS) :]  # those of --burst-tune
+
+
+def parse_tunings(text: str, who: str = "--burst-tune") -> dict[str, Any]:
+    """The tunings in a string such as "circulate=q,overlap=false".
+
+    Args:
+        text: name=value, joined by commas.
+        who: where it was given, for messages.
+
+    Raises:
+        BurstError: listing the valid ones, if a name is unknown or repeated, or its value invalid.
+    """
+    given: dict[str, Any] = {}
+    for pair in text.split(",") if text else ():
+        name, _, word = pair.partition("=")
+        fresh = name in TUNINGS and name not in given
+        value = _value(_TYPES[name], word) if fresh else None
+        if value is None:
+            raise BurstError(
+                f"{who}: each tuning must be given once, as name=value among {legal_tunings()}, "
+                f"because a misspelt one would be silently ignored; got {pair!r}; correct it, or "
+                "leave it out"
+            )
+        given[name] = value
+    require("burst attention", _needs_of_tunings(given))
+    return given
+
+
+def _needs_of_tunings(given: Mapping[str, Any]) -> Iterator[Need]:
+    for name, why in (
+        ("heads_per_round", "nothing would be sent otherwise"),
+        ("nccl_ctas", "nothing would be sent otherwise"),
+        ("keep_host_gib", "it limits the memory for offloading"),
+        ("timeout_s", "a rank waits that long for the others"),
+    ):
+        value = given.get(name)
         yield (
-            self.pieces or self.heads_per_round is None,
-            "pieces=False and heads_per_round must not both be set, because pieces=False is one "
-            "round of all heads",
-            f"heads_per_round={self.heads_per_round}",
-            "leave one of them out",
-        )
+            value is None or value > 0,
+            f"{name} must be positive, because {why}", value, "leave it out",
+        )  # fmt: skip
+    heads = given.get("heads_per_round")
+    yield (
+        heads is None or given.get("pieces", True),
+        "pieces=False and heads_per_round must not both be set, because pieces=False is one round "
+        "of all heads",
+        f"heads_per_round={heads}",
+        "leave one of them out",
+    )
 
-    @classmethod
-    def parse(cls, text: str, who: str = "--burst-tune") -> "Tuning":
-        """The tuning in a string such as "circulate=q,overlap=false"; the defaults in an empty one.
 
-        Args:
-            text: name=value, joined by commas.
-            who: where it was given, for messages.
+def legal_tunings() -> str:
+    """All names, with the values that each may have."""
+    return ", ".join(f"{name}={_legal(_TYPES[name])}" for name in TUNINGS)
 
-        Raises:
-            BurstError: listing the valid ones, if a name is unknown or repeated, or its value
-                invalid.
-        """
-        kinds, given = {field.name: field.type for field in fields(cls)}, {}
-        for pair in text.split(",") if text else ():
-            name, _, word = pair.partition("=")
-            value = _value(kinds[name], word) if name in kinds and name not in given else None
-            if value is None:
-                raise BurstError(
-                    f"{who}: each tuning must be given once, as name=value among {cls.legal()}, "
-                    f"because a misspelt one would be silently ignored; got {pair!r}; correct it, "
-                    "or leave it out"
-                )
-            given[name] = value
-        return cls(**given)
 
-    @classmethod
-    def legal(cls) -> str:
-        """All names, with the values that each may have."""
-        return ", ".join(f"{field.name}={_legal(field.type)}" for field in fields(cls))
+def given_tunings(args: Namespace) -> dict[str, Any]:
+    """The tunings in Megatron's parsed arguments: all --burst-tune combined."""
+    return parse_tunings(",".join(getattr(args, "burst_tune", None) or ()))
 
 
 def _value(kind: Any, word: str) -> Any:
@@ -145,123 +248,6 @@ def _check_words(options: Any, who: str = "burst attention") -> None:
                 f"{who}: the option {field.name} must be one of {legal}, because a "
                 f"misspelt one would be silently ignored; got {value!r}; choose one of these"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class BurstConfig:
-    """Options of burst attention. All ranks of a context-parallel group must pass the same.
-
-    Attributes:
-        intra: how K and V are combined inside a node: "ring" passes shards from rank to rank,
-            "gather" collects a few KV heads at a time, "a2a" is an all-to-all that trades rows for
-            heads; "auto" gathers on GPUs.
-        inter: how they are combined between nodes: "ring" passes them from node to node, "a2a" is
-            an all-to-all over all ranks; "auto" chooses by the bytes sent between nodes.
-        backend: name of the attention kernel, or several names joined by commas, of which the first
-            one that supports the call is used; "auto" uses the fastest that does.
-        deterministic: compute bitwise reproducible gradients.
-        keep: which of attention's results (out, lse) to keep for a layer's recomputation: "none",
-            those of the second "half" of the sequence, "all"; "auto" chooses within
-            `keep_budget_gib`, under Megatron only.
-        keep_layers: keep only in the first N layers of a pipeline stage; None: in all of them.
-            Under Megatron only.
-        keep_offload: what to offload to pinned host memory: kept "results", "inputs" of recomputed
-            layers (under Megatron only), "both" or "none".
-        keep_budget_gib: device memory per rank that "auto" may use.
-        tuning: options for experiments.
-    """
-
-    intra: Literal["auto", "ring", "gather", "a2a"] = "auto"
-    inter: Literal["auto", "ring", "a2a"] = "auto"
-    backend: str = "auto"
-    deterministic: bool = False
-    keep: Literal["none", "half", "all", "auto"] = "none"
-    keep_layers: int | None = None
-    keep_offload: Literal["none", "results", "inputs", "both"] = "none"
-    keep_budget_gib: float | None = None
-    tuning: Tuning = Tuning()
-
-    def __post_init__(self) -> None:
-        _check_words(self)
-        require("burst attention", self._needs_of_modes())
-        require("burst keep", self._needs_of_keep())
-
-    @property
-    def offloads_results(self) -> bool:
-        """Whether kept results are offloaded."""
-        return self.keep_offload in ("results", "both")
-
-    @property
-    def offloads_inputs(self) -> bool:
-        """Whether inputs of recomputed layers are offloaded."""
-        return self.keep_offload in ("inputs", "both")
-
-    def _needs_of_modes(self) -> list[Need]:
-        flat, only = self.tuning.flat, "ring" if self.tuning.flat else "a2a"
-        alone = flat or self.inter == "a2a"
-        return [
-            (not flat or self.inter == "auto",
-             "flat and inter must not both be set, because one ring over all ranks ignores nodes",
-             f"inter={self.inter}", "leave one of them out"),
-            (not alone or self.intra in ("auto", only),
-             f"with {'flat' if flat else 'inter=a2a'} intra must be {only} or auto, because one "
-             "mode then runs over all ranks, ignoring nodes",
-             f"intra={self.intra}", "leave one of them out"),
-        ]  # fmt: skip
-
-    def _needs_of_keep(self) -> list[Need]:
-        auto, layers, room = self.keep == "auto", self.keep_layers, self.keep_budget_gib
-        host, results = self.tuning.keep_host_gib, self.offloads_results
-        beside = dict(
-            keep_layers=layers, keep_offload=results and self.keep_offload,
-            keep_debug=self.tuning.keep_debug,
-        )  # fmt: skip
-        return [
-            (layers is None or layers >= 0,
-             "keep_layers must not be negative, because it counts layers", layers, "leave it out"),
-            (room is None or room > 0,
-             "keep_budget_gib must be positive, because it limits what is kept", room,
-             "pass GiB, or leave it out"),
-            (auto == (room is not None),
-             "keep=auto and keep_budget_gib must be set together, because auto keeps as much as "
-             "the budget allows", f"keep={self.keep}, keep_budget_gib={room}",
-             "pass --burst-keep auto --burst-keep-budget-gib GIB, or neither"),
-            *((self.keep != "none" or value in (None, False),
-               f"{name} must come with keep, because nothing is kept without it",
-               f"keep=none, {name}={value}", "pass --burst-keep all, or leave it out")
-              for name, value in beside.items()),
-            (not auto or (layers is None and not results),
-             "keep=auto must not be combined with keep_layers or keep_offload=results, because "
-             "it chooses them", f"keep_layers={layers}, keep_offload={self.keep_offload}",
-             "leave them out"),
-            (host is None or self.keep_offload != "none" or auto,
-             "keep_host_gib must come with keep_offload or keep=auto, because it limits the "
-             "memory for offloading", f"keep_host_gib={host} alone",
-             "pass --burst-keep-offload, or leave it out"),
-        ]  # fmt: skip
-
-    @classmethod
-    def from_args(cls, args: Namespace) -> "BurstConfig":
-        """The configuration in Megatron's parsed arguments (`--burst-*`)."""
-        given = {f.name: getattr(args, f"burst_{f.name}", None) for f in fields(cls)}
-        given["tuning"] = given_tuning(args)
-        return cls(**{name: value for name, value in given.items() if value is not None})
-
-    @classmethod
-    def of(cls, **options: Any) -> "BurstConfig":
-        """The configuration with these options, which may include those of its tuning."""
-        names = {field.name for field in fields(Tuning)}.intersection(options)
-        tuning = Tuning(**{name: options.pop(name) for name in names})
-        return cls(**options, tuning=tuning)
-
-    def tuned(self, **tunings: Any) -> "BurstConfig":
-        """A copy with these tunings."""
-        return replace(self, tuning=replace(self.tuning, **tunings))
-
-
-def given_tuning(args: Namespace) -> Tuning:
-    """The tuning in Megatron's parsed arguments: all --burst-tune combined."""
-    return Tuning.parse(",".join(getattr(args, "burst_tune", None) or ()))
 
 
 @dataclass(frozen=True, slots=True)

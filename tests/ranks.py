@@ -48,7 +48,7 @@ def run_ranks(
         timeout_s: how long all of it may take.
         environment: variables to set in each process before anything else.
         nodes: make NCCL believe that the ranks span this many nodes. More ranks than GPUs share
-            them, at other NCCL host IDs: then pass `Tuning.nodes` too.
+            them, at other NCCL host IDs: then pass `BurstConfig.nodes` too.
         fresh: start processes of its own for a function that changes what later ones would see.
 
     Returns:

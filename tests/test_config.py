@@ -1,11 +1,16 @@
 """Contradictory options are refused where they are given; tunings as text."""
 
 from argparse import Namespace
-from dataclasses import fields
 
 import pytest
 
-from megatron_burst.config import BurstConfig, FusedLossConfig, Tuning
+from megatron_burst.config import (
+    TUNINGS,
+    BurstConfig,
+    FusedLossConfig,
+    legal_tunings,
+    parse_tunings,
+)
 from megatron_burst.errors import BurstError
 
 REFUSALS = {
@@ -27,7 +32,7 @@ REFUSALS = {
 @pytest.mark.parametrize("options, words", REFUSALS.values(), ids=REFUSALS)
 def test_contradictions_are_refused(options, words):
     with pytest.raises(BurstError, match=words):
-        BurstConfig.of(**options)
+        BurstConfig(**options)
 
 
 def test_the_loss_has_two_ways_to_its_gradients():
@@ -41,30 +46,31 @@ def test_a_ring_between_nodes_goes_around_anything(intra):
     assert BurstConfig(inter="ring", intra=intra).intra == intra
 
 
-TUNINGS = {
-    "": Tuning(),
-    "circulate=q": Tuning(circulate="q"),
-    "nodes=2,flat=true,overlap=false": Tuning(nodes=2, flat=True, overlap=False),
-    "heads_per_round=3,nccl_ctas=8,keep_debug=true": Tuning(
-        heads_per_round=3, nccl_ctas=8, keep_debug=True
-    ),
-    "pieces=false,grad_wire=input,resend=never,transfer=pull": Tuning(
-        pieces=False, grad_wire="input", resend="never", transfer="pull"
-    ),
-    "keep_host_gib=0.5,timeout_s=1e2": Tuning(keep_host_gib=0.5, timeout_s=100.0),
-}
+GIVEN = {
+    "": {},
+    "circulate=q": {"circulate": "q"},
+    "nodes=2,flat=true,overlap=false": {"nodes": 2, "flat": True, "overlap": False},
+    "heads_per_round=3,nccl_ctas=8,keep_debug=true": {
+        "heads_per_round": 3, "nccl_ctas": 8, "keep_debug": True,
+    },
+    "pieces=false,grad_wire=input,resend=never,transfer=pull": {
+        "pieces": False, "grad_wire": "input", "resend": "never", "transfer": "pull",
+    },
+    "keep_host_gib=0.5,timeout_s=1e2": {"keep_host_gib": 0.5, "timeout_s": 100.0},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("text", TUNINGS, ids=lambda text: text or "none")
+@pytest.mark.parametrize("text", GIVEN, ids=lambda text: text or "none")
 def test_tunings_are_read_by_the_types_of_their_fields(text):
-    assert Tuning.parse(text) == TUNINGS[text]
+    assert parse_tunings(text) == GIVEN[text]
     args = Namespace(burst_tune=[text], burst_keep="all", burst_keep_offload="results")
-    assert BurstConfig.from_args(args).tuning == TUNINGS[text]
+    kept = {"keep": "all", "keep_offload": "results"}
+    assert BurstConfig.from_args(args) == BurstConfig(**kept | GIVEN[text])
 
 
 def test_every_tuning_is_among_those_that_are_read():
-    read = {pair.partition("=")[0] for text in TUNINGS for pair in text.split(",") if pair}
-    assert read == {field.name for field in fields(Tuning)}
+    read = {pair.partition("=")[0] for text in GIVEN for pair in text.split(",") if pair}
+    assert read == set(TUNINGS)
 
 
 @pytest.mark.parametrize(
@@ -79,10 +85,10 @@ def test_every_tuning_is_among_those_that_are_read():
 )  # fmt: skip
 def test_what_is_no_tuning_is_refused_beside_all_that_are(text, pair):
     with pytest.raises(BurstError, match=r"^HERE: each tuning must") as refusal:
-        Tuning.parse(text, "HERE")
+        parse_tunings(text, "HERE")
     said = str(refusal.value)
-    assert f"; got '{pair}" in said and Tuning.legal() in said
-    assert all(f"{field.name}=" in Tuning.legal() for field in fields(Tuning))
+    assert f"; got '{pair}" in said and legal_tunings() in said
+    assert all(f"{name}=" in legal_tunings() for name in TUNINGS)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +96,4 @@ def test_what_is_no_tuning_is_refused_beside_all_that_are(text, pair):
 )
 def test_numbers_that_must_be_positive_are_refused(text):
     with pytest.raises(BurstError, match="must be positive.*got"):
-        Tuning.parse(text)
-
-
-def test_options_by_name_find_their_place():
-    config = BurstConfig.of(intra="gather", heads_per_round=2)
-    assert config == BurstConfig(intra="gather", tuning=Tuning(heads_per_round=2))
-    assert config.tuned(overlap=False).tuning == Tuning(heads_per_round=2, overlap=False)
-    assert hash(config) == hash(BurstConfig.of(heads_per_round=2, intra="gather"))
-    with pytest.raises(TypeError, match="heads_a_round"):
-        BurstConfig.of(heads_a_round=2)
+        parse_tunings(text)

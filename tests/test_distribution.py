@@ -141,7 +141,7 @@ def test_public_names_have_types(tmp_path):
     aliases = [alias for node in stub.body for alias in node.names]
     assert {alias.name for alias in aliases} == set(megatron_burst.__all__)
     code = ["import megatron_burst", *(f"reveal_type(megatron_burst.{name})" for name in names)]
-    (tmp_path / "user.py").write_text("\n".join([*code, "megatron_burst.Tuning(nodes='2')"]))
+    (tmp_path / "user.py").write_text("\n".join([*code, "megatron_burst.BurstConfig(nodes='2')"]))
     own = "[mypy]\nfollow_imports = silent\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n"
     (tmp_path / "mypy.ini").write_text(own)  # torch takes 20 s, and `make lint` follows it
     options = ["--config-file", str(tmp_path / "mypy.ini"), "--cache-dir", str(tmp_path)]
@@ -150,6 +150,6 @@ def test_public_names_have_types(tmp_path):
     assert len(kinds) == len(names) and not errors, output + errors
     assert not any(kind in ("Any", "builtins.object") for kind in kinds), output
     assert re.findall(r"user\.py:\d+: error: (.*)", output) == [
-        'Argument "nodes" to "Tuning" has incompatible type "str"; expected "int | None"  '
+        'Argument "nodes" to "BurstConfig" has incompatible type "str"; expected "int | None"  '
         "[arg-type]"
     ]

@@ -63,7 +63,7 @@ class Communicator:
     ) -> None:
         self.topology, self.board, self._memory = topology, state.board, state.memory
         self._lost = partial(_lost, state.board, state.log)
-        self.overlaps, self._asked = config.tuning.overlap, config.tuning.transfer
+        self.overlaps, self._asked = config.overlap, config.transfer
         self.cp_rank = group.rank()
         self.has_met = False  # whether all its ranks have sent to each other
         self._ranks = dist.get_process_group_ranks(group)
@@ -73,7 +73,7 @@ class Communicator:
         members = {Link.INTRA: intra, Link.INTER: inter}
         several = {link: ranks for link, ranks in members.items() if len(ranks) > 1}
         wanted = {(link, cargo): ranks for link, ranks in several.items() for cargo in Cargo}
-        self._groups = state.sub_groups.of(wanted, config.tuning.nccl_ctas)
+        self._groups = state.sub_groups.of(wanted, config.nccl_ctas)
         self._pool = self._pool_of(self._groups.get((Link.INTRA, Cargo.READ)), state.sub_groups)
         device = "cuda" if backend_of(group) == "nccl" else "cpu"
         refusal = partial(self._pool.refusal, state.board) if self._pool else lambda: None
@@ -194,17 +194,16 @@ def communicator_of(
 
     Args:
         group: the context-parallel group.
-        config: of its tuning, `nodes` pretends nodes (otherwise ranks exchange their node's name);
+        config: `nodes` pretends nodes (otherwise ranks exchange their node's name);
             `transfer`, `nccl_ctas` and `overlap` set how data moves.
         flat: whether to treat all ranks as one row, whatever their nodes.
 
     Raises:
         BurstError: if the nodes do not fit.
     """
-    tuning = config.tuning
-    state = state_of(group, tuning.timeout_s)
+    state = state_of(group, config.timeout_s)
     made, board = state.communicators, state.board
-    carried = (tuning.nodes, tuning.transfer, tuning.nccl_ctas, tuning.overlap)
+    carried = (config.nodes, config.transfer, config.nccl_ctas, config.overlap)
     key = (*carried, flat)
     if key not in made:
         terms = {"config": str(config)}

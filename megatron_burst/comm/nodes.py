@@ -52,8 +52,8 @@ def find_topology(group: dist.ProcessGroup, config: BurstConfig, board: Board) -
     Raises:
         BurstError: if the nodes do not fit.
     """
-    if config.tuning.nodes is not None:
-        return pretend_nodes(group.size(), config.tuning.nodes)
+    if config.nodes is not None:
+        return pretend_nodes(group.size(), config.nodes)
     homes = [
         RankHome(**json.loads(text)) for text in board.share(json.dumps(asdict(my_home())), WHO)
     ]

@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from megatron_burst.config import BurstConfig, FusedLossConfig, Tuning, given_tuning
+from megatron_burst.config import (
+    OPTIONS,
+    BurstConfig,
+    FusedLossConfig,
+    given_tunings,
+    legal_tunings,
+    parse_tunings,
+)
 from megatron_burst.errors import BurstError, require
 from megatron_burst.kernels.backends import backends
 from megatron_burst.loss.statistics import LossOptions
@@ -65,7 +72,7 @@ def add_flags(parser: ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--burst-tune", action="append", type=_tuning, metavar="NAME=VALUE,...",
-        help=f"for experiments: {Tuning.legal()}",
+        help=f"for experiments: {legal_tunings()}",
     )  # fmt: skip
     group = parser.add_argument_group("burst loss", "LM head and loss without storing the logits")
     group.add_argument(
@@ -79,7 +86,7 @@ def add_flags(parser: ArgumentParser) -> None:
 def _tuning(text: str) -> str:
     """The text, checked but unparsed, because checkpoints save it with the other arguments."""
     try:
-        Tuning.parse(text)
+        parse_tunings(text)
     except BurstError as error:  # argparse would drop its message
         raise ArgumentTypeError(str(error)) from None
     return text
@@ -123,7 +130,7 @@ def check_args(args: Namespace, who: str = FLAG) -> None:
     Every entry point calls this: the flag before Megatron validates, all when core attention is
     built.
     """
-    nodes = given_tuning(args).nodes
+    nodes = given_tunings(args).get("nodes")
     refuse("run", Namespace(**vars(args) | {"burst_nodes": nodes}), who)
     with_attention_backend(BurstConfig.from_args(args), getattr(args, "attention_backend", None))
     refuse("attention", args, who)
@@ -153,8 +160,9 @@ def check_unused(args: Namespace) -> None:
     """
     runs_burst = getattr(args, "context_parallel_impl", None) == "burst"
     if not runs_burst and "burst" not in (getattr(args, "cp_comm_type", None) or ()):
-        names = [f.name for f in fields(BurstConfig) if not f.name.startswith(("keep", "tuning"))]
-        if replace(given_tuning(args), keep_debug=False, keep_host_gib=None) != Tuning():
+        names = [name for name in OPTIONS if not name.startswith("keep")]
+        tunings = {n: x for n, x in given_tunings(args).items() if not n.startswith("keep")}
+        if BurstConfig(**tunings) != BurstConfig():
             names.append("tune")
         names.append("log")
         _refuse_given(args, "burst", names, FLAG)

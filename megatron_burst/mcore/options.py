@@ -5,11 +5,10 @@ Nothing here loads Megatron.
 
 import os
 from argparse import ArgumentParser, Namespace
-from dataclasses import fields
 from functools import cache
 from typing import Any, NoReturn
 
-from megatron_burst.config import BurstConfig, Tuning
+from megatron_burst.config import TUNINGS, BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.args import add_flags, global_args, with_attention_backend
 
@@ -55,7 +54,7 @@ def environment_args() -> Namespace:
     """The options in MEGATRON_BURST, as if given as flags.
 
     "keep=all,fused_loss=1,overlap=false": names are those of the flags without --burst-, and those
-    of `Tuning`.
+    of --burst-tune.
 
     Raises:
         BurstError: listing the valid ones, if a name is unknown or repeated, or its value invalid.
@@ -71,16 +70,15 @@ def _parsed(text: str) -> Namespace:
         action.dest.removeprefix("burst_"): action for action in parser._actions
         if action.dest.startswith("burst_") and action.dest not in _OF_COMMAND_LINES
     }  # fmt: skip
-    tunings = {field.name for field in fields(Tuning)}
     pairs = [pair.strip() for pair in text.split(",") if pair.strip()]
     names = [pair.partition("=")[0] for pair in pairs]
     words: list[str] = []
     for pair, name in zip(pairs, names, strict=True):
         value = pair.partition("=")[2]
-        if name in tunings:
+        if name in TUNINGS:
             words += ["--burst-tune", pair]
         elif name not in flags or names.count(name) > 1:
-            legal = ", ".join([*flags, *sorted(tunings)])
+            legal = ", ".join([*flags, *sorted(TUNINGS)])
             parser.error(f"got {pair!r}; its names are {legal}, each once")
         elif flags[name].nargs != 0:
             words.append(f"{flags[name].option_strings[0]}={value}")

@@ -180,7 +180,7 @@ def switch_on_keep(burst: BurstConfig) -> None:
     if burst.keep != "none":
         apply("checkpoints", "keep")
     if burst.offloads_inputs:
-        apply("inputs", given=(burst.tuning.keep_host_gib,))
+        apply("inputs", given=(burst.keep_host_gib,))
 
 
 def _has_te() -> bool:

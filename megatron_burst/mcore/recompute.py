@@ -58,7 +58,7 @@ def own_kept(forward, /, self, query, key, value, *args, **options):
     burst = own_config(self.config, self.layer_number, query, value) if running() else None
     if burst is None or burst.keep == "none":
         return forward(self, query, key, value, *args, **options)
-    keeping = Keeping(pack=packer(query.device, burst), debug=burst.tuning.keep_debug)
+    keeping = Keeping(pack=packer(query.device, burst), debug=burst.keep_debug)
     return call_kept(partial(forward, self), (query, key, value, *args), options, keeping)
 
 
@@ -68,8 +68,9 @@ def own_kept(forward, /, self, query, key, value, *args, **options):
 def for_calls(burst: BurstConfig) -> BurstConfig:
     """Burst's options without those of the checkpoints around calls, which are already applied."""
     offloads = burst.offloads_results
-    room = burst.tuning.keep_host_gib if offloads or burst.keep == "auto" else None
-    return replace(burst.tuned(keep_host_gib=room), keep_offload="results" if offloads else "none")
+    room = burst.keep_host_gib if offloads or burst.keep == "auto" else None
+    offload = "results" if offloads else "none"
+    return replace(burst, keep_host_gib=room, keep_offload=offload)
 
 
 def own_config(config: TransformerConfig, layer_number: int, query, value) -> BurstConfig:
@@ -108,8 +109,10 @@ def resolved(
         return burst
     if layer_number in stage[: burst.keep_layers]:
         return replace(burst, keep_layers=None)
-    burst = burst.tuned(keep_debug=False, keep_host_gib=None)
-    return replace(burst, keep="none", keep_layers=None, keep_offload="none")
+    return replace(
+        burst, keep="none", keep_layers=None, keep_offload="none", keep_debug=False,
+        keep_host_gib=None,
+    )  # fmt: skip
 
 
 def _problem(
@@ -133,13 +136,13 @@ def _chosen(burst: BurstConfig, problem: KeepProblem, with_them: int) -> BurstCo
     """
     choice = _choose(problem, burst, _host_bytes(burst))
     some = 0 < choice.layers < problem.layers
-    off = {} if choice.keep != "none" else {"keep_debug": False}
-    burst = burst.tuned(**off if choice.offload else off | {"keep_host_gib": None})
     layers = max(0, choice.layers - with_them) if some else None
-    offload = "results" if choice.offload else "none"
     return replace(
-        burst, keep=choice.keep, keep_budget_gib=None, keep_layers=layers, keep_offload=offload
-    )
+        burst, keep=choice.keep, keep_budget_gib=None, keep_layers=layers,
+        keep_offload="results" if choice.offload else "none",
+        keep_host_gib=burst.keep_host_gib if choice.offload else None,
+        keep_debug=burst.keep_debug and choice.keep != "none",
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=32)
@@ -159,12 +162,12 @@ def _host_bytes(burst: BurstConfig) -> int:
     recomputation. Ranks that share a layer's weights would wait for the slowest. So both agree,
     once: they reach their first layer together, unlike pipeline stages.
     """
-    if burst.tuning.keep_host_gib is not None:
-        return host_limit_bytes(burst.tuning.keep_host_gib)
+    if burst.keep_host_gib is not None:
+        return host_limit_bytes(burst.keep_host_gib)
     group = parallel_state.get_tensor_and_context_parallel_group()
     if group not in _FREE:
         mine = f"{host_limit_bytes(None)} bytes of host memory"
-        everyones = state_of(group, burst.tuning.timeout_s).board.share(mine, WHO)
+        everyones = state_of(group, burst.timeout_s).board.share(mine, WHO)
         _FREE[group] = min(int(free.split()[0]) for free in everyones)
     return _FREE[group]
 

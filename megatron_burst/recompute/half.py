@@ -171,7 +171,7 @@ def keep_of(
             carrier.has_met = True
         early = replace(opened, shape=replace(shape, tokens=shape.tokens // 2), layout=plan.layout)
         policy = LaterHalf(plan, passes_of(early), carrier, marks)
-    keeping = Keeping(policy, packer(device, config), config.tuning.keep_debug, marks)
+    keeping = Keeping(policy, packer(device, config), config.keep_debug, marks)
     return partial(run_kept, keeping=keeping), said
 
 
@@ -188,7 +188,7 @@ def packer(device: torch.device, config: BurstConfig) -> Callable[[Tensors], Par
     """The function that stores kept tensors."""
     if not config.offloads_results:
         return Resident
-    return host_memory(device, config.tuning.keep_host_gib).pack
+    return host_memory(device, config.keep_host_gib).pack
 
 
 def _rows_first(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

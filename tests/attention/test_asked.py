@@ -122,7 +122,7 @@ def sentences(rank):
     found = {}
     for name, (nodes, options, _) in CALLS.items():
         with pytest.raises(BurstError) as refusal:
-            burst_attention(*inputs(), config=BurstConfig.of(nodes=nodes, **options))
+            burst_attention(*inputs(), config=BurstConfig(nodes=nodes, **options))
         found[name] = str(refusal.value)
     return found
 
@@ -146,7 +146,7 @@ def bytes_of(options, run=None) -> list[int]:
 
     dist.batch_isend_irecv = counted
     try:
-        config = BurstConfig.of(**options)
+        config = BurstConfig(**options)
         tensors = inputs(torch.bfloat16)
         out = (run or (lambda attend, *qkv: attend(*qkv)))(
             lambda q, k, v: burst_attention(q, k, v, config=config), *tensors

@@ -87,7 +87,7 @@ def counted_and_planned(rank, world):
     found = []
     for nodes, circulate, grad_wire in PASSES:
         topology = pretend_nodes(world, nodes)
-        config = BurstConfig.of(nodes=nodes, circulate=circulate.value, grad_wire=grad_wire)
+        config = BurstConfig(nodes=nodes, circulate=circulate.value, grad_wire=grad_wire)
         q, k, v = (torch.randn(2, 6, h, d).bfloat16() for h, d in ((4, 8), (2, 8), (2, 5)))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         burst_attention(q, k, v, config=config).sum().backward()
@@ -127,7 +127,7 @@ def gathered_and_planned(rank, world):
     found = []
     for nodes, heads, grad_wire, circulate, resend in GATHERS:
         topology = pretend_nodes(world, nodes)
-        config = BurstConfig.of(
+        config = BurstConfig(
             nodes=nodes, intra="gather", heads_per_round=heads, grad_wire=grad_wire,
             circulate=circulate.value, resend=resend,
         )  # fmt: skip
@@ -173,7 +173,7 @@ def exchanged_and_planned(rank, world):
     patch_checkpoints()
     for nodes, inter, circulate, keep in EXCHANGES:
         topology = pretend_nodes(world, nodes)
-        config = BurstConfig.of(
+        config = BurstConfig(
             nodes=nodes, intra="a2a", inter=inter, heads_per_round=1,
             circulate=circulate.value if inter == "ring" else "auto",
             keep="all" if keep == "all" else "none",

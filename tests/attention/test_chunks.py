@@ -125,7 +125,7 @@ def errors_of_chunks(rank, world, nodes):
             q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors[:3])
             out = burst_attention(
                 q, k, v, causal=causal, cu_seqlens=torch.tensor(starts), layout="zigzag-documents",
-                cu_seqlens_padded=torch.tensor(padded), config=BurstConfig.of(nodes=nodes, **way),
+                cu_seqlens_padded=torch.tensor(padded), config=BurstConfig(nodes=nodes, **way),
             )  # fmt: skip
             found = [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
             both = zip(found, truth, strict=True)

@@ -21,7 +21,7 @@ def errors_of_halos(rank, world, layout):
     expected, rows = truth(*tensors, Mask(2, 0), 6**-0.5), rows_of(Layout(layout), rank, world, 6)
     for resend in ("auto", "always"):
         q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors[:3])
-        config = BurstConfig.of(nodes=world, intra="gather", heads_per_round=1, resend=resend)
+        config = BurstConfig(nodes=world, intra="gather", heads_per_round=1, resend=resend)
         out = burst_attention(q, k, v, window=(2, 0), layout=layout, config=config)
         found = [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
         both = zip(found, expected, strict=True)

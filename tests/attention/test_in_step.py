@@ -63,7 +63,7 @@ def other_calls(rank):
     versa; then whether the next call is right."""
     found = {}
     for name, way in WAYS.items():
-        config = BurstConfig.of(timeout_s=60, **way)
+        config = BurstConfig(timeout_s=60, **way)
         once(config, **A)
         for change, (options, *_) in INSTEAD.items():
             other = A | options
@@ -146,7 +146,7 @@ def calls_astray(rank):
     for way in ("ring", "gather", "a2a", "two nodes, rings"):
         for calls in ASTRAY:
             group = dist.new_group()
-            config = BurstConfig.of(timeout_s=60, **WAYS[way])
+            config = BurstConfig(timeout_s=60, **WAYS[way])
             attend = partial(called, config, group)
             function = partial(calls, rank, attend, partial(check_in_step, group))
             found[way, calls.__name__] = raised(function), raised(attend)

@@ -93,7 +93,7 @@ def other_machine(rank):
             able = ("auto", "reference")[rank] if name == "backend" else "auto"
             with mock.patch.object(facts, "choose_backend", lambda p, _, a=able: choose(p, a)):
                 try:
-                    call(4, config=BurstConfig.of(timeout_s=20, **options))
+                    call(4, config=BurstConfig(timeout_s=20, **options))
                 except DisagreementError as error:
                     found[name] = str(error)
                 else:
@@ -117,7 +117,7 @@ def terms(tokens=4, batch=1, heads=2, **changes):
 OTHERS = [
     {"heads": 1}, {"causal": False}, {"softmax_scale": 0.25}, {"layout": "striped"},
     {"window": (3, 0)}, {"given": ("cu_seqlens",)}, {"given": ("cu_seqlens", "prefix_tree")},
-    {"qkv_format": "sbhd"}, {"config": BurstConfig.of(nodes=2)},
+    {"qkv_format": "sbhd"}, {"config": BurstConfig(nodes=2)},
 ]  # fmt: skip
 
 
@@ -147,5 +147,5 @@ def test_calls_wait_as_long_as_their_group_unless_told(given, seconds):
 
 
 def waits(rank, given):
-    call(4, config=BurstConfig.of(timeout_s=given))
+    call(4, config=BurstConfig(timeout_s=given))
     return state_of(dist.group.WORLD, given).board.timeout_s

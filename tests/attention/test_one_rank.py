@@ -19,10 +19,10 @@ from tests.schedule.cases import LAYOUTS
 TOKENS = 17  # odd, which zigzag refuses on several ranks
 CONFIGS = {  # options that one rank has no use for are no error
     "default": BurstConfig(),
-    "gather": BurstConfig.of(intra="gather", heads_per_round=1),
+    "gather": BurstConfig(intra="gather", heads_per_round=1),
     "a2a": BurstConfig(inter="a2a"),
-    "flat": BurstConfig.of(flat=True),
-    "transfers": BurstConfig.of(circulate="q", transfer="pull", resend="never", nccl_ctas=4),
+    "flat": BurstConfig(flat=True),
+    "transfers": BurstConfig(circulate="q", transfer="pull", resend="never", nccl_ctas=4),
     "half kept": BurstConfig(keep="half"),
     "all kept": BurstConfig(keep="all"),
 }

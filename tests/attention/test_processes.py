@@ -98,7 +98,7 @@ def errors_in_float64(rank, world):
         tokens, dims = SIZES[layout is Layout.ZIGZAG]
         tensors, truth = truth_for(world, tokens, HEADS[heads], dims, causal)
         rows = rows_of(layout, rank, world, tokens)
-        config = BurstConfig.of(**options)
+        config = BurstConfig(**options)
         got = run(tensors, rows, causal=causal, layout=layout.value, config=config)
         errors.append(worst(got, truth, rows))
     return errors
@@ -139,7 +139,7 @@ def errors_over_nodes(rank, nodes, world):
             for way in WAYS:
                 if (way.get("inter") == "a2a") != (exchanging == world):
                     continue
-                config = BurstConfig.of(nodes=nodes, **rounds_of(way, heads), **way)
+                config = BurstConfig(nodes=nodes, **rounds_of(way, heads), **way)
                 got = run(tensors, rows, causal=causal, config=config)
                 errors[causal, str(way)] = worst(got, truth, rows)
     return errors
@@ -170,9 +170,9 @@ def low_precision_errors(rank, world):
     results = {}
     nodes = 2 if world % 2 == 0 else 1
     ways = {
-        "kv": BurstConfig.of(nodes=nodes, circulate="kv"),
-        "q": BurstConfig.of(nodes=nodes, circulate="q"),
-        "gather": BurstConfig.of(intra="gather", heads_per_round=1),
+        "kv": BurstConfig(nodes=nodes, circulate="kv"),
+        "q": BurstConfig(nodes=nodes, circulate="q"),
+        "gather": BurstConfig(intra="gather", heads_per_round=1),
     }
     for dtype in (torch.bfloat16, torch.float16):
         tensors = [x.to(dtype) for x in drawn]

@@ -26,7 +26,7 @@ CONFIGS = [
 
 def profiled(rank, options):
     """Burst's ranges in a profile of one call, and what the call's programs contain."""
-    config, programs = BurstConfig.of(**options), []
+    config, programs = BurstConfig(**options), []
     q, k, v = (torch.randn(1, 16, heads, 8, requires_grad=True) for heads in (8, 4, 4))
     run = executor.Executor.run
 

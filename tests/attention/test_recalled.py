@@ -21,13 +21,13 @@ from tests.ranks import run_ranks
 WORLD, TOKENS = 4, 6
 HEADS, DIMS = (16, 8), (6, 4)
 WAYS = {
-    "one node": BurstConfig.of(intra="a2a", heads_per_round=1),
-    "nested, kv": BurstConfig.of(intra="a2a", nodes=2, heads_per_round=1, circulate="kv"),
-    "nested, q": BurstConfig.of(intra="a2a", nodes=2, heads_per_round=1, circulate="q"),
-    "over all ranks": BurstConfig.of(inter="a2a", nodes=2, heads_per_round=1),
+    "one node": BurstConfig(intra="a2a", heads_per_round=1),
+    "nested, kv": BurstConfig(intra="a2a", nodes=2, heads_per_round=1, circulate="kv"),
+    "nested, q": BurstConfig(intra="a2a", nodes=2, heads_per_round=1, circulate="q"),
+    "over all ranks": BurstConfig(inter="a2a", nodes=2, heads_per_round=1),
 }
 GATHERED = {
-    f"gathered on {nodes} nodes": BurstConfig.of(
+    f"gathered on {nodes} nodes": BurstConfig(
         intra="gather", nodes=nodes, heads_per_round=3, resend="never"
     )
     for nodes in (2, 4)

@@ -39,7 +39,7 @@ CASES = {  # what differs from a good call, and words of the message
     "nan scale": ({"softmax_scale": float("nan")}, "softmax_scale must be positive"),
     "layout": ({"layout": "zigzga"}, "layout must be one of zigzag, contiguous, striped"),
     "format": ({"qkv_format": "dth"}, "qkv_format must be bshd, sbhd or thd.*got 'dth'"),
-    "nodes": ({"config": BurstConfig.of(nodes=3)}, "nodes must divide.*got 3 nodes"),
+    "nodes": ({"config": BurstConfig(nodes=3)}, "nodes must divide.*got 3 nodes"),
     "exchange": (
         {"config": BurstConfig(intra="a2a")} | {name: shard(heads=1) for name in "qkv"},
         "must divide the number of query heads.*got 1 query heads on 2 ranks; pass --burst",
@@ -105,8 +105,8 @@ def test_each_misfit_is_one_sentence_on_every_rank():
 
 def odd_one_out(rank, change):
     """A good call, then one that differs on rank 1 only."""
-    burst_attention(*default_call().values(), config=BurstConfig.of(timeout_s=20))
-    call = default_call() | {"config": BurstConfig.of(timeout_s=20)}
+    burst_attention(*default_call().values(), config=BurstConfig(timeout_s=20))
+    call = default_call() | {"config": BurstConfig(timeout_s=20)}
     call |= change if rank == 1 else {"causal": False}
     try:
         burst_attention(call.pop("q"), call.pop("k"), call.pop("v"), **call)
@@ -122,7 +122,7 @@ def odd_one_out(rank, change):
         ({n: shard(dtype=torch.bfloat16) for n in "qkv"}, "got dtype=torch.b?fl"),
         ({"layout": "striped"}, "got layout="),
         ({"softmax_scale": 2.0}, "got softmax_scale="),
-        ({"config": BurstConfig.of(timeout_s=20, circulate="q")}, "got config=BurstConfig"),
+        ({"config": BurstConfig(timeout_s=20, circulate="q")}, "got config=BurstConfig"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -136,7 +136,7 @@ def test_a_rank_with_other_shapes_or_options_is_named_on_all_ranks(change, words
 
 def late_odd_one(rank, change):
     """After all agree on a call, rank 1 alone makes a different one."""
-    config = BurstConfig.of(timeout_s=60)
+    config = BurstConfig(timeout_s=60)
     burst_attention(*default_call().values(), config=config)
     tensors = [shard(**change)] * 3 if rank == 1 else default_call().values()
     with pytest.raises(DisagreementError) as error:
@@ -163,7 +163,7 @@ def test_a_rank_that_differs_later_is_named_on_all_ranks(change, got):
 def others_documents(rank):
     """Rank 1 passes boundaries that do not fit the sample."""
     ends = [0, 5, 9] if rank == 1 else [0, 5, 8]
-    config = BurstConfig.of(timeout_s=60)
+    config = BurstConfig(timeout_s=60)
     with pytest.raises(DisagreementError) as error:
         burst_attention(*default_call().values(), config=config, cu_seqlens=torch.tensor(ends))
     good = torch.tensor([0, 5, 8])
@@ -231,7 +231,7 @@ def test_what_one_rank_alone_passes_wrong_is_named_on_all_at_once():
 )
 def test_misspelt_options_are_refused_when_they_are_made(option):
     with pytest.raises(BurstError, match="must be (one of|positive).*got"):
-        BurstConfig.of(**option)
+        BurstConfig(**option)
 
 
 def second_order(rank):

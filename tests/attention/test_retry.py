@@ -47,7 +47,7 @@ HEADS = (8, 4)
 
 def config_of(way, timeout_s=60.0):
     rounds = {"heads_per_round": 1} if way.get("intra", "ring") != "ring" else {}
-    return BurstConfig.of(timeout_s=timeout_s, **rounds, **way)
+    return BurstConfig(timeout_s=timeout_s, **rounds, **way)
 
 
 def problem(rank):

@@ -31,7 +31,7 @@ PASSES = 5  # of each kind; the third is in the middle
 def measured(rank, world, options, late):
     """Seconds and bytes of a step by the meter, bytes actually sent, and seconds it took; the
     second rank is late in each transfer of one forward pass."""
-    config, restore = BurstConfig.of(**options), dict(vars(dist))
+    config, restore = BurstConfig(**options), dict(vars(dist))
     q, k, v = (torch.randn(1, 16, heads, 8, requires_grad=True) for heads in (8, 4, 4))
 
     def attend():
@@ -100,7 +100,7 @@ def measured_waits(rank, fewer):
         truth[0] += 1
 
     Sends.wait = waited
-    times.perf_counter, config = lambda: now[0], BurstConfig.of(nodes=2)
+    times.perf_counter, config = lambda: now[0], BurstConfig(nodes=2)
     q, k, v = (torch.randn(1, 32, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     for count in (4, 1 if fewer else 4):
         truth[0] = 0.0

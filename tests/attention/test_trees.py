@@ -242,7 +242,7 @@ def errors_of_ways(rank, world):
 
         def attend(q, k, v, way=way, layout=layout, tree=forms[number % 3]):
             return burst_attention(
-                q, k, v, layout=layout, config=BurstConfig.of(**way), cu_seqlens=starts,
+                q, k, v, layout=layout, config=BurstConfig(**way), cu_seqlens=starts,
                 prefix_tree=tree, max_seqlen=9 + 3 * ("nodes" in way), return_lse=True,
             )  # fmt: skip
 

@@ -68,7 +68,7 @@ def test_implementations_by_name_and_burst_variants_by_field():
     text = "intra=gather,backend=cudnn,deterministic=true,heads_per_round=2,timeout_s=1.5"
     (variant,) = impls_of((f"burst:{text}",))
     assert variant.mode == text
-    assert variant.config == BurstConfig.of(
+    assert variant.config == BurstConfig(
         intra="gather", backend="cudnn", deterministic=True, heads_per_round=2, timeout_s=1.5
     )
 

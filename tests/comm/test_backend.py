@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 
 def attend(causal=True, **options):
     q = torch.ones(1, 8, 2, 8)
-    return burst_attention(q, q, q, causal=causal, config=BurstConfig.of(**options))
+    return burst_attention(q, q, q, causal=causal, config=BurstConfig(**options))
 
 
 def without_a_name(rank, folder):

@@ -20,9 +20,9 @@ from tests.ranks import run_ranks
 
 def sub_groups(rank):
     """Ranks of each communicator of a 2 x 2 group, with nodes given and detected."""
-    nested = communicator_of(dist.group.WORLD, BurstConfig.of(nodes=2))
+    nested = communicator_of(dist.group.WORLD, BurstConfig(nodes=2))
     flat = communicator_of(dist.group.WORLD, BurstConfig())
-    again = communicator_of(dist.group.WORLD, BurstConfig.of(nodes=2))
+    again = communicator_of(dist.group.WORLD, BurstConfig(nodes=2))
     groups = {key: dist.get_process_group_ranks(group) for key, group in nested._groups.items()}
     distinct = len({group.group_name for group in nested._groups.values()})
     return groups, distinct, sorted(flat._groups), flat.topology.grid, nested is again
@@ -44,7 +44,7 @@ def groups_before(rank):
     for _ in range(rank):
         dist.new_group([rank], use_local_synchronization=True)
     q, k, v = (torch.randn(1, 4, 2, 8).requires_grad_() for _ in range(3))
-    burst_attention(q, k, v, config=BurstConfig.of(timeout_s=30)).sum().backward()
+    burst_attention(q, k, v, config=BurstConfig(timeout_s=30)).sum().backward()
     return bool(q.grad.isfinite().all())
 
 
@@ -75,7 +75,7 @@ def addresses(rank):
     for tokens in (4, 64, 64, 4, 64, *[4] * 32, 64):
         q, k, v = (torch.randn(1, tokens, 2, 8) for _ in range(3))
         for nodes in (1, 2) if tokens == 64 else (1,):
-            burst_attention(q, k, v, config=BurstConfig.of(nodes=nodes))
+            burst_attention(q, k, v, config=BurstConfig(nodes=nodes))
         (flat,) = (x for used in memory._made.values() for x in used.flats)
         seen.append((flat.data_ptr(), flat.numel()))
     return seen
@@ -91,8 +91,8 @@ def test_one_buffer_serves_all_calls_and_is_as_large_as_the_latest_ones_need():
 def shared_groups(rank):
     """Sub-groups of many configurations, and the total number of process groups."""
     alike = [
-        BurstConfig.of(nodes=2), BurstConfig.of(nodes=2, overlap=False),
-        BurstConfig.of(nodes=2, transfer="send"),
+        BurstConfig(nodes=2), BurstConfig(nodes=2, overlap=False),
+        BurstConfig(nodes=2, transfer="send"),
     ]  # fmt: skip
     world = dist.group.WORLD
     first = communicator_of(world, alike[0])
@@ -100,13 +100,13 @@ def shared_groups(rank):
     others = [communicator_of(world, config) for config in alike[1:]]
     same = all(made._groups == first._groups and made is not first for made in others)
     more = len(distributed_c10d._world.pg_map) - count
-    flat = communicator_of(world, BurstConfig.of(nodes=2), flat=True)._groups
-    whole = communicator_of(world, BurstConfig.of(nodes=1))._groups
-    apart = communicator_of(world, BurstConfig.of(nodes=4))._groups  # a column of all ranks
-    bounded = communicator_of(world, BurstConfig.of(nodes=2, nccl_ctas=4))._groups
+    flat = communicator_of(world, BurstConfig(nodes=2), flat=True)._groups
+    whole = communicator_of(world, BurstConfig(nodes=1))._groups
+    apart = communicator_of(world, BurstConfig(nodes=4))._groups  # a column of all ranks
+    bounded = communicator_of(world, BurstConfig(nodes=2, nccl_ctas=4))._groups
     own = all(bounded[key] is not group for key, group in first._groups.items())
     column = {(Link.INTRA, cargo): apart[Link.INTER, cargo] for cargo in Cargo}
-    calls = [run_all(config) for config in (*alike, BurstConfig.of(nodes=4))]
+    calls = [run_all(config) for config in (*alike, BurstConfig(nodes=4))]
     return same, more, flat == whole == column, own, max(calls)
 
 
@@ -114,7 +114,7 @@ def run_all(config):
     """Largest difference between a call and one on a flat ring."""
     torch.manual_seed(dist.get_rank())
     q, k, v = (torch.randn(1, 4, 2, 8, dtype=torch.float64) for _ in range(3))
-    out, flat = (burst_attention(q, k, v, config=c) for c in (config, BurstConfig.of(nodes=1)))
+    out, flat = (burst_attention(q, k, v, config=c) for c in (config, BurstConfig(nodes=1)))
     return float((out - flat).abs().max())
 
 
@@ -129,7 +129,7 @@ def lacking_on_one_rank(rank):
     communicator_of(dist.group.WORLD, BurstConfig())
     if rank == 0:
         state.sub_groups._made.clear()
-    made = communicator_of(dist.group.WORLD, BurstConfig.of(overlap=False))
+    made = communicator_of(dist.group.WORLD, BurstConfig(overlap=False))
     x = torch.ones(1)
     dist.all_reduce(x, group=made._groups[Link.INTRA, Cargo.GRAD])
     return x.item()
@@ -147,7 +147,7 @@ def patience(rank):
     for given, later in ((None, None), (20.0, None), (None, None), (None, 70)):
         if later:
             distributed_c10d._set_pg_timeout(timedelta(seconds=later), world)
-        made = communicator_of(world, BurstConfig.of(timeout_s=given))
+        made = communicator_of(world, BurstConfig(timeout_s=given))
         found.append((made.board.timeout_s, *map(seconds_of, made._groups.values())))
     return found
 

@@ -51,7 +51,7 @@ def room(num_bytes, dtype, device):
 def sizes_of_slots(rank):
     """Slots grow on the second node only: in zigzag its shares are smaller than the first one's."""
     pretend(room)
-    carrier = communicator_of(dist.group.WORLD, BurstConfig.of(nodes=2, timeout_s=20))
+    carrier = communicator_of(dist.group.WORLD, BurstConfig(nodes=2, timeout_s=20))
     node, found = rank // 2, []
     for num_bytes in ((2048, 1536)[node], 2048, 4096):
         slots = carrier._pool.slots(Cargo.GRAD, 4, num_bytes, Where(torch.device("cpu")))
@@ -76,7 +76,7 @@ def without_room(rank, asked):
         return room(num_bytes, dtype, device)
 
     pretend(room_once)
-    carrier = communicator_of(dist.group.WORLD, BurstConfig.of(nodes=2, timeout_s=30))
+    carrier = communicator_of(dist.group.WORLD, BurstConfig(nodes=2, timeout_s=30))
     carrier.transfer, carrier._asked = Choice("pull"), asked
     where, begin = Where(torch.device("cpu")), time.monotonic()
     carrier.slots(Cargo.READ, 2, 1024, where)
@@ -113,7 +113,7 @@ def smaller_and_elsewhere(rank):
         return room(num_bytes, dtype, device)
 
     pretend(narrow)
-    carrier, found = communicator_of(dist.group.WORLD, BurstConfig.of(timeout_s=20)), []
+    carrier, found = communicator_of(dist.group.WORLD, BurstConfig(timeout_s=20)), []
     for number, num_bytes in enumerate((1024, 8192, 2048, 2048, 2048)):
         where = Where(torch.device("cpu"), number * rank)
         try:
@@ -134,7 +134,7 @@ def tried(rank, fails):
         raise RuntimeError("no such driver")
 
     pretend(none_at_all if fails and rank == 3 else room)
-    carrier = communicator_of(dist.group.WORLD, BurstConfig.of(nodes=2, timeout_s=30))
+    carrier = communicator_of(dist.group.WORLD, BurstConfig(nodes=2, timeout_s=30))
     begin = time.monotonic()
     return carrier._pool.refusal(carrier.board), time.monotonic() - begin < 20
 
@@ -175,7 +175,7 @@ def met_before(rank):
     """Slots of a group whose ranks have met in other groups, some of them more often."""
     pretend(room)
     torchs([10 * rank])
-    config = BurstConfig.of(timeout_s=20)
+    config = BurstConfig(timeout_s=20)
     where, found = Where(torch.device("cpu")), []
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     for group in (pairs[rank // 2], dist.group.WORLD, pairs[rank // 2]):

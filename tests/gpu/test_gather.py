@@ -75,7 +75,7 @@ def errors(rank, world, backend, shape):
     found = {"alone": alone(partial(run, tensors), truth, BurstConfig(backend=backend))}
     several = sorted({1, max(heads[1] // 2, 1), heads[1]})
     for transfer, heads_per_round in product(("pull", "send"), several):
-        config = BurstConfig.of(
+        config = BurstConfig(
             intra="gather", heads_per_round=heads_per_round, backend=backend, transfer=transfer,
             nodes=1,
         )  # fmt: skip
@@ -85,11 +85,11 @@ def errors(rank, world, backend, shape):
                 torch.cuda._sleep(20_000_000)  # ranks must not have to run in step
             got = relative(run(tensors, rows, config), truth, rows)
             found[way] = max(found.get(way, (0,)), got)
-    config = BurstConfig.of(intra="a2a", heads_per_round=1, backend=backend, nodes=1)
+    config = BurstConfig(intra="a2a", heads_per_round=1, backend=backend, nodes=1)
     for _ in range(3):
         got = relative(run(tensors, rows, config), truth, rows)
         found["a2a"] = max(found.get("a2a", (0,)), got)
-    config = BurstConfig.of(intra="ring", backend=backend, nodes=1)
+    config = BurstConfig(intra="ring", backend=backend, nodes=1)
     found["ring"] = relative(run(tensors, rows, config), truth, rows)
     return found
 
@@ -124,7 +124,7 @@ def twice(rank, world, backend, intra, transfer):
     tensors, _ = problem_of((8, 2), 2048, 64)
     rows = rows_of(Layout.ZIGZAG, rank, world, 2048 // world).cuda()
     rounds = {"heads_per_round": 1, "transfer": transfer} if intra == "gather" else {}
-    config = BurstConfig.of(intra=intra, backend=backend, deterministic=True, nodes=1, **rounds)
+    config = BurstConfig(intra=intra, backend=backend, deterministic=True, nodes=1, **rounds)
     first = run(tensors, rows, config)
     torch.randn(4096, 4096, device="cuda") @ torch.randn(4096, 4096, device="cuda")
     if rank == 0:

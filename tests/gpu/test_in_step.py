@@ -49,7 +49,7 @@ def skipped(attend, odd):
 def astray(rank, name, calls):
     """What a rank is told at its next pass, or at the end of the step. Nothing here waits for a
     GPU: what was sent may never arrive."""
-    config, group = BurstConfig.of(timeout_s=60, **WAYS[name]), dist.group.WORLD
+    config, group = BurstConfig(timeout_s=60, **WAYS[name]), dist.group.WORLD
 
     def attend(causal=True, tokens=2048):
         q, k, v = (
@@ -74,7 +74,7 @@ def stepped(rank):
     """What an optimizer's step raises after a last pass that differed; the weight after it."""
     shape = 1, 2048, 8, 64
     tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    config = BurstConfig.of(timeout_s=60, **WAYS["ring"])
+    config = BurstConfig(timeout_s=60, **WAYS["ring"])
     weight = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     for causal in (True, False):  # all agree on these

@@ -27,12 +27,12 @@ SIZES = [HEADS[0] * DIM, HEADS[1] * DIM, HEADS[1] * DIM]  # of q, k and v
 MODES = {
     "none": BurstConfig(deterministic=True),
     "all": BurstConfig(deterministic=True, keep="all"),
-    "offload": BurstConfig.of(
+    "offload": BurstConfig(
         deterministic=True, keep="all", keep_offload="results", keep_host_gib=HOST_GIB
     ),
     "half": BurstConfig(deterministic=True, keep="half"),
-    "none, nodes": BurstConfig.of(deterministic=True, nodes=2),
-    "half, nodes": BurstConfig.of(deterministic=True, keep="half", nodes=2),
+    "none, nodes": BurstConfig(deterministic=True, nodes=2),
+    "half, nodes": BurstConfig(deterministic=True, keep="half", nodes=2),
 }
 
 

@@ -82,7 +82,7 @@ def errors(rank, world, nodes, case, heads):
     found = {"alone": alone(run, truth, BurstConfig())}
     ways = (*WAYS, *BETWEEN) if nodes > 1 else WAYS
     for way in (way for way in ways if can(case, way, nodes)):
-        config = BurstConfig.of(nodes=nodes, **way)
+        config = BurstConfig(nodes=nodes, **way)
         for turn in range(4):  # buffers are used again; a race shows as a difference
             if turn == rank:
                 torch.cuda._sleep(20_000_000)  # ranks must not have to run in step

@@ -43,7 +43,7 @@ def errors(rank, world, dtype, heads, tokens):
     found = {"alone": alone(run, truth, BurstConfig())}
     for nodes in (h for h in (1, 2, 4) if world % h == 0):
         for circulate in ("kv", "q"):
-            config = BurstConfig.of(nodes=nodes, circulate=circulate)
+            config = BurstConfig(nodes=nodes, circulate=circulate)
             for _ in range(3):  # buffers are used again; a race shows as a difference
                 key, got = (nodes, circulate), run(rows, config)
                 found[key] = max(found.get(key, (0,)), relative(got, truth, rows))
@@ -98,7 +98,7 @@ def many_calls_without_a_sync(rank, world, options):
     """Sixteen forward and backward passes in a row: buffers are reused in GPU stream order."""
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 2048, 8, 128, device="cuda").bfloat16() for _ in range(3))
-    config = BurstConfig.of(**options)
+    config = BurstConfig(**options)
     results = []
     for _ in range(16):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]

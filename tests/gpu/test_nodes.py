@@ -56,7 +56,7 @@ def errors(rank, world, nodes, shape, ways, backend="auto"):
         cut = {"heads_per_round": 1} if way.get("intra") in ("gather", "a2a") else {}
         if not way.get("pieces", True):
             cut = {}
-        config = BurstConfig.of(nodes=nodes, backend=backend, **cut, **way)
+        config = BurstConfig(nodes=nodes, backend=backend, **cut, **way)
         worst = (0,)
         for turn in range(4):  # buffers are used again; a race shows as a difference
             if turn == rank:
@@ -104,7 +104,7 @@ def many_calls(rank, world, options):
     """Sixteen passes in a row without synchronization: the largest difference between them."""
     torch.manual_seed(rank)
     tensors = [torch.randn(1, 2048, 8, 128, device="cuda").bfloat16() for _ in range(4)]
-    config = BurstConfig.of(nodes=2, deterministic=True, **options)
+    config = BurstConfig(nodes=2, deterministic=True, **options)
     results = [run(tensors, slice(None), config) for _ in range(16)]
     return max(
         float((a - b).abs().max())

@@ -42,7 +42,7 @@ WAYS = {
 
 
 def config_of(way):
-    return BurstConfig.of(deterministic=True, timeout_s=60, **WAYS[way])
+    return BurstConfig(deterministic=True, timeout_s=60, **WAYS[way])
 
 
 def shard(device, tokens=512):

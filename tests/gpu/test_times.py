@@ -33,7 +33,7 @@ LAYERS = 4
 
 
 def step_of(options):
-    config = BurstConfig.of(**options)
+    config = BurstConfig(**options)
     q, k, v = (
         torch.randn(1, 8192, heads, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for heads in (16, 8, 8)

@@ -87,7 +87,7 @@ def errors(rank, world, nodes, name, heads, backend):
 
     found = {"alone": alone(bar, truth, BurstConfig(backend=backend))}
     for way in WAYS:
-        config = BurstConfig.of(nodes=nodes, backend=backend, **way)
+        config = BurstConfig(nodes=nodes, backend=backend, **way)
         for layout, starts_on in (("zigzag", "cpu"), ("contiguous", "cuda")):
             rows = rows_of(Layout(layout), rank, world, TOKENS // world).cuda()
             for turn in range(3):  # buffers are used again; a race shows as a difference

@@ -81,7 +81,7 @@ def _namespace(flags):
 
 def test_flags_have_the_legal_values_and_become_a_config():
     ((given, default), impl, legal), = run_ranks(values_of_flags, 1)  # fmt: skip
-    assert given == BurstConfig.of(
+    assert given == BurstConfig(
         intra="gather",
         inter="ring",
         heads_per_round=3,

@@ -48,7 +48,7 @@ def test_layers_take_it_from_megatrons_configuration():
     """Through every entry point: it is set with or without a command line."""
     config = config_of(attention_backend=AttnBackend.unfused)
     assert burst_config_of(config) == BurstConfig(backend="reference")
-    config.burst = BurstConfig.of(backend="reference", circulate="q")
+    config.burst = BurstConfig(backend="reference", circulate="q")
     assert burst_config_of(config) == config.burst
 
 

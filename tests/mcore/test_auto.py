@@ -44,9 +44,7 @@ def under(text):
 def test_words_of_the_environment_are_those_of_the_flags():
     with under(OPTIONS):
         args = environment_args()
-        assert BurstConfig.from_args(args) == BurstConfig.of(
-            keep="all", circulate="q", overlap=False
-        )
+        assert BurstConfig.from_args(args) == BurstConfig(keep="all", circulate="q", overlap=False)
         assert wants_fused_loss(args)
         assert FusedLossConfig.from_args(args) == FusedLossConfig(z_loss=1e-4)
         assert burst_config_of(Namespace()).keep == "all"
@@ -85,12 +83,12 @@ VARIABLE = "keep=all,overlap=false,loss_z_loss=0.1,fused_loss=1"
 def test_the_environment_counts_where_the_command_line_has_no_flags_of_bursts():
     """With burst's flags in Megatron's parser and without, and each tuning by itself."""
     (found,) = run_ranks(flags_count, 1, environment={"MEGATRON_BURST": VARIABLE})
-    all_kept = BurstConfig.of(keep="all", overlap=False)
+    all_kept = BurstConfig(keep="all", overlap=False)
     assert found == [
         (all_kept, FusedLossConfig(z_loss=0.1), True),
         (all_kept, FusedLossConfig(z_loss=0.1), True),
-        (BurstConfig.of(keep="half", overlap=False, nodes=2), FusedLossConfig(z_loss=0.0), True),
-        (BurstConfig.of(keep="all", overlap=True), FusedLossConfig(z_loss=0.1), True),
+        (BurstConfig(keep="half", overlap=False, nodes=2), FusedLossConfig(z_loss=0.0), True),
+        (BurstConfig(keep="all", overlap=True), FusedLossConfig(z_loss=0.1), True),
     ]
 
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from megatron_burst.config import BurstConfig, FusedLossConfig, Tuning
+from megatron_burst.config import OPTIONS, BurstConfig, FusedLossConfig, legal_tunings
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.args import add_flags
 
@@ -25,7 +25,7 @@ def config(flags):
 
 def test_every_flag_reaches_the_configuration():
     assert config("") == BurstConfig()
-    assert config(FLAGS) == BurstConfig.of(
+    assert config(FLAGS) == BurstConfig(
         keep="half", keep_layers=3, keep_offload="both", keep_debug=True, keep_host_gib=2.5
     )
     auto = config("--burst-keep auto --burst-keep-budget-gib 4")
@@ -34,7 +34,7 @@ def test_every_flag_reaches_the_configuration():
 
 def test_every_field_has_a_flag():
     names = vars(parsed("")).keys()
-    wanted = {f"burst_{field.name}" for field in fields(BurstConfig)} - {"burst_tuning"}
+    wanted = {f"burst_{name}" for name in OPTIONS}
     wanted.add("burst_tune")
     wanted |= {f"burst_loss_{field.name}" for field in fields(FusedLossConfig)}
     wanted.remove("burst_loss_grads")  # in Python only
@@ -56,15 +56,14 @@ def test_values_are_checked(flags, capsys):
 
 def test_numbers_are_whole_where_they_count_something():
     given = config("--burst-keep all --burst-keep-layers 2 --burst-tune timeout_s=1.5")
-    assert (given.keep_layers, given.tuning.timeout_s) == (2, 1.5)
+    assert (given.keep_layers, given.timeout_s) == (2, 1.5)
     assert type(given.keep_layers) is int
 
 
 def test_tunings_of_all_flags_come_together_and_stay_text_for_checkpoints():
     given = parsed("--burst-tune circulate=q,nodes=2 --burst-tune overlap=false")
     assert given.burst_tune == ["circulate=q,nodes=2", "overlap=false"]
-    tuning = Tuning(circulate="q", nodes=2, overlap=False)
-    assert BurstConfig.from_args(given) == BurstConfig(tuning=tuning)
+    assert BurstConfig.from_args(given) == BurstConfig(circulate="q", nodes=2, overlap=False)
     with pytest.raises(BurstError, match="given once.*got 'nodes=4'"):
         config("--burst-tune nodes=2 --burst-tune nodes=4")
 
@@ -73,7 +72,7 @@ def test_a_bad_tuning_is_refused_in_the_sentence_that_lists_all(capsys):
     with pytest.raises(SystemExit):
         parsed("--burst-tune circulat=q")
     said = capsys.readouterr().err
-    assert "got 'circulat=q'" in said and Tuning.legal() in said
+    assert "got 'circulat=q'" in said and legal_tunings() in said
 
 
 def test_help_says_what_a_value_needs():

@@ -42,30 +42,26 @@ class Case:
 
 CASES = {
     "flat": Case(),
-    "two nodes": Case(burst=BurstConfig.of(nodes=2)),
-    "kv circulates": Case(burst=BurstConfig.of(nodes=2, circulate="kv")),
-    "q circulates": Case(burst=BurstConfig.of(nodes=2, circulate="q")),
-    "MHA, kv": Case(Model(groups=4), FLAT, BurstConfig.of(nodes=2, circulate="kv")),
-    "MHA, q": Case(Model(groups=4), FLAT, BurstConfig.of(nodes=2, circulate="q")),
-    "MQA, kv": Case(Model(groups=1), burst=BurstConfig.of(nodes=2, circulate="kv")),
-    "MQA, q": Case(Model(groups=1), burst=BurstConfig.of(nodes=2, circulate="q")),
+    "two nodes": Case(burst=BurstConfig(nodes=2)),
+    "kv circulates": Case(burst=BurstConfig(nodes=2, circulate="kv")),
+    "q circulates": Case(burst=BurstConfig(nodes=2, circulate="q")),
+    "MHA, kv": Case(Model(groups=4), FLAT, BurstConfig(nodes=2, circulate="kv")),
+    "MHA, q": Case(Model(groups=4), FLAT, BurstConfig(nodes=2, circulate="q")),
+    "MQA, kv": Case(Model(groups=1), burst=BurstConfig(nodes=2, circulate="kv")),
+    "MQA, q": Case(Model(groups=1), burst=BurstConfig(nodes=2, circulate="q")),
     "full recompute": Case(Model(recompute=True)),
-    "full recompute, kv": Case(
-        Model(recompute=True), FLAT, BurstConfig.of(nodes=2, circulate="kv")
-    ),
-    "full recompute, q": Case(Model(recompute=True), FLAT, BurstConfig.of(nodes=2, circulate="q")),
-    "tied embeddings": Case(Model(tied=True), burst=BurstConfig.of(nodes=2)),
+    "full recompute, kv": Case(Model(recompute=True), FLAT, BurstConfig(nodes=2, circulate="kv")),
+    "full recompute, q": Case(Model(recompute=True), FLAT, BurstConfig(nodes=2, circulate="q")),
+    "tied embeddings": Case(Model(tied=True), burst=BurstConfig(nodes=2)),
     "tied embeddings, full recompute": Case(Model(tied=True, recompute=True)),
     "tensor and sequence parallel": Case(parallel=TP_AND_CP),
-    "tensor parallel, MQA": Case(Model(groups=1), TP_AND_CP, BurstConfig.of(circulate="q")),
-    "tensor parallel, full recompute": Case(
-        Model(recompute=True), TP_AND_CP, BurstConfig.of(nodes=2)
-    ),
+    "tensor parallel, MQA": Case(Model(groups=1), TP_AND_CP, BurstConfig(circulate="q")),
+    "tensor parallel, full recompute": Case(Model(recompute=True), TP_AND_CP, BurstConfig(nodes=2)),
     "one rank": Case(Model(tied=True), ALONE),
     "one rank, MLA": Case(Model(latent=True), ALONE),
     "one rank, half kept": Case(Model(recompute=True), ALONE, BurstConfig(keep="half")),
-    "MLA, kv": Case(Model(latent=True), FLAT, BurstConfig.of(nodes=2, circulate="kv")),
-    "MLA, q": Case(Model(latent=True), burst=BurstConfig.of(nodes=2, circulate="q")),
+    "MLA, kv": Case(Model(latent=True), FLAT, BurstConfig(nodes=2, circulate="kv")),
+    "MLA, q": Case(Model(latent=True), burst=BurstConfig(nodes=2, circulate="q")),
 }
 
 
@@ -129,12 +125,12 @@ def test_loss_and_every_gradient_equal_those_without_context_parallelism(compari
         assert max(errors.values()) <= 1e-9, errors
         assert calls == (4 if case.model.recompute else 2)
         assert rings == rings_of(case)
-        if case.burst.tuning.circulate != "auto":  # k and v are always read in forward
-            assert len(sizes) == {"kv": 1, "q": 2}[case.burst.tuning.circulate], sizes
+        if case.burst.circulate != "auto":  # k and v are always read in forward
+            assert len(sizes) == {"kv": 1, "q": 2}[case.burst.circulate], sizes
 
 
 def rings_of(case: Case) -> set[Link]:
     """The rings that the case must use."""
-    nodes = case.burst.tuning.nodes or 1
+    nodes = case.burst.nodes or 1
     inter = {Link.INTER} if nodes > 1 else set()
     return inter | ({Link.INTRA} if case.parallel.cp > nodes else set())

@@ -72,19 +72,17 @@ CASES = {
     "all, two layers a checkpoint": Case(ALL, recompute(PAIRS)),
     "all, block": Case(ALL, recompute(BLOCK_RECOMPUTE)),
     "all, selective": Case(ALL, recompute(SELECTIVE_RECOMPUTE)),
-    "all, q circulates": Case(BurstConfig.of(keep="all", circulate="q")),
-    "all, offload, debug": Case(OFFLOAD.tuned(keep_debug=True)),
+    "all, q circulates": Case(BurstConfig(keep="all", circulate="q")),
+    "all, offload, debug": Case(replace(OFFLOAD, keep_debug=True)),
     "all, offload, two": Case(OFFLOAD, recompute(PAIRS)),
-    "all, no room on the host": Case(OFFLOAD.tuned(keep_host_gib=1e-5)),
+    "all, no room on the host": Case(replace(OFFLOAD, keep_host_gib=1e-5)),
     "all of one layer": Case(FIRST, **ONE),
-    "auto": Case(BurstConfig.of(**AUTO)),
+    "auto": Case(BurstConfig(**AUTO)),
     "half": Case(HALF, **BOTH),
     "half, offload": Case(BurstConfig(keep="half", keep_offload="results"), **BOTH),
     "half of one layer": Case(BurstConfig(keep="half", keep_layers=1), **BOTH),
     "all, inputs on the host too": Case(replace(OFFLOAD, keep_offload="both")),  # stays on
-    "none, inputs on the host": Case(
-        BurstConfig.of(keep_offload="inputs", keep_host_gib=1.0), **BOTH
-    ),
+    "none, inputs on the host": Case(BurstConfig(keep_offload="inputs", keep_host_gib=1.0), **BOTH),
     "all, two layers, inputs on the host": Case(OFFLOAD, recompute(PAIRS)),
     "all of one layer of two": Case(FIRST, recompute(PAIRS), (1, 1)),
     "all of one layer, block of two": Case(FIRST, recompute(BOTH_BLOCK), (1, 1)),
@@ -112,17 +110,15 @@ def compare_all(rank: int) -> dict:
     for setting in dict.fromkeys((MTP, VPP, TWO)):
         pipeline.start(setting)
         names = [name for each, name in RUNS if each == setting]
-        ways = sorted({CASES[name].burst.tuning.circulate for name in names})  # sum orders differ
+        ways = sorted({CASES[name].burst.circulate for name in names})  # sum orders differ
         truths = {
-            way: run_step(
-                setting, build(setting, config_for(setting, BurstConfig.of(circulate=way)))
-            )
+            way: run_step(setting, build(setting, config_for(setting, BurstConfig(circulate=way))))
             for way in ways
         }
         gc.freeze()  # later collections scan only what the cases make
         for name in names:
             case = CASES[name]
-            truth = truths[case.burst.tuning.circulate]
+            truth = truths[case.burst.circulate]
             options = {k: list(v) if isinstance(v, tuple) else v for k, v in case.recompute}
             chunks = build(setting, config_for(setting, case.burst, **options))
             evaluate(setting, chunks)

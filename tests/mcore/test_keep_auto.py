@@ -47,7 +47,7 @@ def layers_and_recomputations(rank: int) -> tuple:
     patches.switch_on_keep(ALL)
     layer_gib = SEQ * HEADS * (16 + 1) * 8 / 2**30  # out and lse
     for layers in range(1, LAYERS + 2):
-        burst = BurstConfig.of(keep="auto", keep_budget_gib=layers * layer_gib, keep_host_gib=1e-6)
+        burst = BurstConfig(keep="auto", keep_budget_gib=layers * layer_gib, keep_host_gib=1e-6)
         chunks = build(setting, config_for(setting, burst, **FULL_RECOMPUTE))
         recomputed.append(run_step(setting, chunks).kernels - plain.kernels)
     return numbers, keeping, recomputed

@@ -27,7 +27,7 @@ def fail_often(rank: int) -> tuple:
     from megatron_burst.mcore import core_attention
 
     pipeline.start(LEAK)
-    burst = BurstConfig.of(keep="all", keep_offload="results", keep_host_gib=0.01)
+    burst = BurstConfig(keep="all", keep_offload="results", keep_host_gib=0.01)
     chunks = build(LEAK, config_for(LEAK, burst, num_layers=2, **FULL_RECOMPUTE))
     truth = run_step(LEAK, chunks)
     attention, calls, fail_at = core_attention.BurstForward.__call__, 0, None
@@ -76,7 +76,7 @@ def fetches(rank: int) -> tuple:
 
     setting, names, log = Setting(micro_batches=1), {}, []
     pipeline.start(setting)
-    burst = BurstConfig.of(keep="all", keep_offload="both", keep_host_gib=0.25)
+    burst = BurstConfig(keep="all", keep_offload="both", keep_host_gib=0.25)
     patches.switch_on_keep(burst)
     chunks = build(setting, config_for(setting, burst, **FULL_RECOMPUTE))
     pack, prefetch, get = (

@@ -31,7 +31,7 @@ def own_attention(rank: int) -> dict:
         "none": None,
         "all": ALL,
         "three": BurstConfig(keep="all", keep_layers=3),
-        "auto": BurstConfig.of(**AUTO),
+        "auto": BurstConfig(**AUTO),
     }.items():
         got = run_step(setting, build(setting, config_for(setting, burst, **FULL_RECOMPUTE)))
         found[name] = relative_error(got, truth), got.kernels - truth.kernels
@@ -78,7 +78,7 @@ def writes(rank: int) -> list[str]:
             taken[0].mul_(2)
 
     offload = BurstConfig(keep="all", keep_offload="results")
-    inputs = BurstConfig.of(keep_offload="inputs", keep_host_gib=1.0)
+    inputs = BurstConfig(keep_offload="inputs", keep_host_gib=1.0)
     for burst in (ALL, offload, inputs):
         patches.switch_on_keep(burst)
         (gpt,) = build(setting, config_for(setting, burst, **FULL_RECOMPUTE))

@@ -49,7 +49,7 @@ CASES = {
     "MLA": Case(CP2, Model(latent=True), options=dict(qk_head_dim=16)),
     "kept": Case(CP4, RECOMPUTED, BurstConfig(keep="all")),
     "kept by half": Case(CP2, RECOMPUTED, BurstConfig(keep="half")),
-    "kept as it fits": Case(CP2, RECOMPUTED, BurstConfig.of(keep="auto", keep_budget_gib=1.0)),
+    "kept as it fits": Case(CP2, RECOMPUTED, BurstConfig(keep="auto", keep_budget_gib=1.0)),
     "windows in every second layer": Case(CP2, options=WINDOW | dict(window_attn_skip_freq=2)),
 }
 

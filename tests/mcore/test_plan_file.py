@@ -74,7 +74,7 @@ def plan(tmp_path):
 
 def test_options_of_a_plan_reach_the_configuration(plan, caplog):
     args = run_with(plan())
-    assert BurstConfig.from_args(args) == BurstConfig.of(
+    assert BurstConfig.from_args(args) == BurstConfig(
         intra="gather", heads_per_round=2, keep="all", keep_offload="results"
     )
     assert args.burst_fused_loss is True
@@ -93,7 +93,7 @@ def test_what_a_plan_adds_is_said_once(plan, caplog):
 def test_what_is_given_wins(plan):
     args = run_with(plan(), "--burst-intra ring --burst-tune heads_per_round=4")
     config = BurstConfig.from_args(args)
-    assert (config.intra, config.tuning.heads_per_round, config.keep) == ("ring", 4, "all")
+    assert (config.intra, config.heads_per_round, config.keep) == ("ring", 4, "all")
     zero = run_with(plan(burst_loss_z_loss=0.1), "--burst-loss-z-loss 0")
     assert zero.burst_loss_z_loss == 0.0
 

@@ -235,7 +235,7 @@ def compute(rank, drawn):
             for h in sizes
         )  # fmt: skip
         try:
-            config = config_of.of(**options)
+            config = getattr(config_of, "of", config_of)(**options)
 
             def run(q, k, v, call=call, config=config):
                 return burst_attention(q, k, v, config=config, **call)

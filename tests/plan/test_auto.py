@@ -122,7 +122,7 @@ def specs_of(rank, options):
     """Of both passes of a call on a rank."""
     torch.manual_seed(rank)
     q, k, v = (torch.zeros(1, 64, heads, 32) for heads in (16, 8, 8))
-    config = BurstConfig.of(backend="reference", **options)
+    config = BurstConfig(backend="reference", **options)
     burst_attention(q, k, v, config=config)
     (prepared,) = state_of(dist.group.WORLD).resolved.values()
     return [prepared.followed.spec.of(rank, direction) for direction in Direction]

@@ -27,21 +27,21 @@ CASES = {
     "none": (BurstConfig(), {}),
     "all": (BurstConfig(keep="all"), {}),
     "all, gather": (BurstConfig(keep="all", intra="gather"), {}),
-    "all, a2a": (BurstConfig.of(keep="all", intra="a2a", heads_per_round=1), {}),
+    "all, a2a": (BurstConfig(keep="all", intra="a2a", heads_per_round=1), {}),
     "none, a2a": (BurstConfig(intra="a2a"), {}),
     "half": (BurstConfig(keep="half"), {}),
     "half, a2a": (BurstConfig(keep="half", intra="a2a"), {}),
     "half, gather": (BurstConfig(keep="half", intra="gather"), {}),
-    "half, two nodes": (BurstConfig.of(keep="half", nodes=2), {}),
-    "half, two nodes, a2a": (BurstConfig.of(keep="half", nodes=2, inter="a2a"), {}),
+    "half, two nodes": (BurstConfig(keep="half", nodes=2), {}),
+    "half, two nodes, a2a": (BurstConfig(keep="half", nodes=2, inter="a2a"), {}),
     "half, striped": (BurstConfig(keep="half"), dict(layout="striped")),
     "half, contiguous": (BurstConfig(keep="half"), dict(layout="contiguous")),
     "half, two nodes, contiguous": (
-        BurstConfig.of(keep="half", nodes=2),
+        BurstConfig(keep="half", nodes=2),
         dict(layout="contiguous"),
     ),
     "half, no mask": (BurstConfig(keep="half"), dict(causal=False)),
-    "half, offload": (BurstConfig.of(keep="half", keep_offload="results", keep_debug=True), {}),
+    "half, offload": (BurstConfig(keep="half", keep_offload="results", keep_debug=True), {}),
 }
 SAID = {
     "half": "keep half: resharded (the early rows are resharded",
@@ -218,14 +218,14 @@ REFUSED = [
 @pytest.mark.parametrize("options, message", REFUSED)
 def test_refuses_options_that_contradict_each_other(options, message):
     with pytest.raises(BurstError, match=message):
-        BurstConfig.of(**options)
+        BurstConfig(**options)
 
 
 def refused_calls(rank: int) -> list[str]:
     found = []
     for options in (dict(keep="auto", keep_budget_gib=1.0), dict(keep="all", keep_layers=1)):
         try:
-            burst_attention(*problem(), config=BurstConfig.of(**options))
+            burst_attention(*problem(), config=BurstConfig(**options))
         except BurstError as error:
             found.append(str(error))
     return found

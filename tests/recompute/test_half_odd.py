@@ -37,7 +37,7 @@ def odd_contiguous(rank: int, size: int) -> tuple[float, list[int]]:
     full_attention(*whole, True, 6**-0.5).square().sum().backward()
     rows = rows_of(Layout.CONTIGUOUS, rank, size, TOKENS)
     leaves = [x.detach()[:, rows].requires_grad_() for x in whole]
-    config = BurstConfig.of(keep="half", keep_offload="results", keep_debug=True)
+    config = BurstConfig(keep="half", keep_offload="results", keep_debug=True)
     attend = partial(burst_attention, layout="contiguous", config=config)
     with mock.patch.object(Communicator, "send", noting):
         checkpoint(attend, *leaves, use_reentrant=False).square().sum().backward()

@@ -170,7 +170,7 @@ def burst_written(rank: int) -> dict:
     found = {}
     patches.apply("checkpoints")
     for name, options in (("all", {}), ("all", dict(keep_offload="results")), ("half", {})):
-        config = BurstConfig.of(keep=name, **options)
+        config = BurstConfig(keep=name, **options)
         for reentrant in (True, False):
             shard = torch.ones(1, 8, 2, 4, dtype=torch.float64).requires_grad_()
 

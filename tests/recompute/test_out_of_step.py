@@ -45,7 +45,7 @@ def some_keep(rank):
     """By mode: what ranks are told if one of them keeps; whether the next passes agree."""
     x, found = torch.randn(2, 8, 4, 8, dtype=torch.float64, requires_grad=True), {}
     for name, way in WAYS.items():
-        config = BurstConfig.of(timeout_s=60, keep="all", **way)
+        config = BurstConfig(timeout_s=60, keep="all", **way)
         attend(x, config)
         said = raised(grad_of, checkpointed if rank == ODD else attend, x, config)
         difference = grad_of(checkpointed, x, config) - grad_of(attend, x, config)
@@ -62,7 +62,7 @@ def test_a_rank_that_keeps_alone_is_named_before_anything_is_sent():
 
 def first_checkpoint(rank):
     """One rank has run a checkpoint before, with itself, so only this one is set up to keep."""
-    config = BurstConfig.of(timeout_s=60, keep="all")
+    config = BurstConfig(timeout_s=60, keep="all")
     alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
     x = torch.randn(2, 8, 4, 8, requires_grad=True)
     if rank == ODD:
@@ -79,7 +79,7 @@ def test_a_rank_that_was_set_up_to_keep_before_others_is_named_and_the_next_step
 
 def another_length(rank):
     """Keeping half of this length needs rows of all ranks, which meet once for that."""
-    config = BurstConfig.of(timeout_s=60, keep="half")
+    config = BurstConfig(timeout_s=60, keep="half")
     short, long = (torch.randn(2, tokens, 4, 8) for tokens in (6, 8))
     options = {"layout": "contiguous"}
     attend(short, config, **options)
@@ -101,7 +101,7 @@ def debugged(rank):
     """What `keep_debug` says of two calls in one checkpoint; of inputs that changed on one rank."""
     torch.manual_seed(rank)
     x = torch.randn(2, 64, 4, 8, requires_grad=True)
-    config = BurstConfig.of(timeout_s=60, keep="half", keep_debug=True)
+    config = BurstConfig(timeout_s=60, keep="half", keep_debug=True)
     found = []
     for _ in range(3):  # the first call sets it up
         out = checkpoint(twice, x, config, use_reentrant=False)
