@@ -8,6 +8,7 @@ Speeds of the H200's preset were fitted to one node's rows of 64K and 256K token
 other implementations, of CPUs and failures are not predicted, and counted as such.
 """
 
+import csv
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -103,22 +104,25 @@ def summary(errors: Sequence[float]) -> str:
     return f"{100 * median(sizes):.1f} % (median), {100 * max(sizes):.1f} % (worst)"
 
 
-def table(compared: Sequence[Compared]) -> list[str]:
-    """Markdown, one line a row of the CSVs."""
-    head = "what ranks seq heads mode pass ms predicted error GiB predicted error".split()
-    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+HEAD = (
+    "what", "ranks", "nodes", "seq", "heads", "variant", "pass", "ms", "predicted ms", "error",
+    "GiB", "predicted GiB", "error of GiB",
+)  # fmt: skip
+
+
+def table(compared: Sequence[Compared]) -> list[tuple[object, ...]]:
+    """By the columns of HEAD, one line a row of the CSVs."""
+    lines = []
     for one in sorted(compared, key=_order):
         row, memory = one.row, one.memory_error
-        gib = "| |"
+        gib: tuple[str, ...] = ("", "", "")
         if memory is not None:
-            gib = f"{row.peak_gib:.2f} | {one.predicted.gib:.2f} | {memory:+.1%}"
-        ranks = f"{row.ranks} on {row.nodes} nodes" if row.nodes > 1 else row.ranks
-        what = "layers" if is_of_layers(row) else "attention"
-        lines.append(
-            f"| {what} | {ranks} | {in_units(row.seq)} | {row.heads_q}/{row.heads_kv} | "
-            f"{row.impl}:{row.mode} | {row.pass_} | {row.ms:.2f} | {one.predicted.ms:.2f} | "
-            f"{one.error:+.1%} | {gib} |"
-        )
+            gib = f"{row.peak_gib:.2f}", f"{one.predicted.gib:.2f}", f"{memory:+.1%}"
+        lines.append((
+            "layers" if is_of_layers(row) else "attention", row.ranks, row.nodes,
+            in_units(row.seq), f"{row.heads_q}/{row.heads_kv}", f"{row.impl}:{row.mode}",
+            row.pass_, f"{row.ms:.2f}", f"{one.predicted.ms:.2f}", f"{one.error:+.1%}", *gib,
+        ))  # fmt: skip
     return lines
 
 
@@ -207,7 +211,7 @@ def results() -> list[Path]:
 def _read(csvs: Sequence[Path]) -> list[Row]:
     """Rows of all files, also of packed samples."""
     return [
-        row for csv in csvs for row in read([csv], ANY_PACKED_CSV if is_packed(csv) else ANY_CSV)
+        row for path in csvs for row in read([path], ANY_PACKED_CSV if is_packed(path) else ANY_CSV)
     ]
 
 
@@ -232,10 +236,10 @@ def main(
     said += report(rows, compared)
     typer.echo("\n".join(said))
     if csvs or predictions or hardware:
-        typer.echo("\n".join(table(compared)))
+        csv.writer(sys.stdout).writerows([HEAD, *table(compared)])
         return
-    text = ["# The planner's predictions beside measurements", "", "\n\n".join(said), ""]
-    (docs / "planner_errors.md").write_text("\n".join([*text, *table(compared)]) + "\n")
+    with (docs / "planner_errors.csv").open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([HEAD, *table(compared)])
     draw(compared, docs / "planner_errors.png")
 
 
