@@ -40,18 +40,19 @@ def part(binder: Binder, ref: Ref) -> Part:
     ref, all_of = _narrowed(ref, buffer), whole(binder, buffer)
     if ref.rows is None and ref.heads is None:
         return all_of
-    rows = ref.rows
+    rows = ref.rows and (ref.rows.start, len(ref.rows))
     heads = ref.heads and (ref.heads.start, len(ref.heads))
-    axes = [(f.name, (1, 2) if f.dim else (2, 1)) for f in buffer.fields]
+    axes = [(f.name, *((1, 2) if f.dim else (2, 1))) for f in buffer.fields]
 
     def some(run: Run) -> Fields:
-        fields, found, unit = all_of(run), {}, run.unit
-        for field, (of_rows, of_heads) in axes:
+        fields, found = all_of(run), {}
+        first, count = (rows[0] * run.unit, rows[1] * run.unit) if rows else (0, 0)
+        for field, of_rows, of_heads in axes:
             x = fields.get(field)
             if x is None:  # a call omits tensors that no operation reads
                 continue
-            if rows:
-                x = x.narrow(of_rows, rows.start * unit, len(rows) * unit)
+            if count:
+                x = x.narrow(of_rows, first, count)
             found[field] = x.narrow(of_heads, *heads) if heads else x
         return found
 
@@ -334,10 +335,10 @@ def add(binder: Binder, op: ops.Add) -> Bound:
     def bound(run: Run) -> None:
         found = [of(run) for of in parts]
         for name, target in into(run).items():
+            some = [x[name] for x in found if name in x]
             if not found:
                 target.zero_()
-            elif all(name in x for x in found):
-                some = [x[name] for x in found]
+            elif len(some) == len(found):
                 # torch's own copy takes a third of the CPU time of a Triton launch
                 target.copy_(some[0]) if len(some) == 1 else sum_parts(target, some)
 
