@@ -74,6 +74,8 @@ _WHOLE = Slice("tinyllama-1.1b", 128 << 10, 22, 2048, 5632, 32, 4, 32000)  # all
 _TINY = Slice("tiny", 256, 2, 64, 128, 4, 2, 128)
 _TINY_PACKED = replace(_TINY, name="tiny-packed", documents="drawn")
 _PACKED = replace(_8B, name="8b-packed", seq=128 << 10, documents="drawn")
+_ONE = replace(_8B, seq=64 << 10)  # what one GPU computes in a second: for smoke.sh
+_ONE_PACKED = replace(_PACKED, seq=64 << 10)
 _BURST, _LOSS = "--context-parallel-impl burst", "--burst-fused-loss"
 _CUDNN = "--attention-backend fused --cp-comm-type"  # Megatron with TransformerEngine's cuDNN
 IMPLS = {
@@ -91,7 +93,8 @@ RUNS = (
     (_DEEPER, "megatron-own-loss"), (_SHORT, "burst"), (_SHORT, "megatron"),
     (_SHORT, "megatron-keep"), (_PACKED, "megatron"), (_PACKED, "megatron-a2a"),
     (_PACKED, "burst-recompute"), (_PACKED, "burst"), (_WHOLE, "megatron"), (_WHOLE, "burst"),
-    (_WHOLE, "megatron-keep"),
+    (_WHOLE, "megatron-keep"), (_ONE, "burst"), (_ONE, "megatron-keep"),
+    (_ONE_PACKED, "burst-recompute"), (_ONE_PACKED, "megatron"),
 )  # fmt: skip
 TINY_RUNS = tuple((what, impl) for what in (_TINY, _TINY_PACKED) for impl in IMPLS)
 
