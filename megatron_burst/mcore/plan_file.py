@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_burst.errors import BurstError
+from megatron_burst.rates import Rates
 from megatron_burst.say import say, say_once
 
 FLAG, DUMP_FLAG = "--burst-plan", "--burst-dump-args"
@@ -135,6 +136,15 @@ def read_plan(path: Path) -> dict[str, Any]:
     return plan
 
 
+def rates_of(args: Namespace) -> Rates:
+    """Speeds of the GPUs that the run's plan is for; the defaults without one.
+
+    `args`: Megatron's parsed arguments.
+    """
+    path = getattr(args, "burst_plan", None)
+    return Rates() if path is None else Rates.of(read_plan(Path(path)).get("rates") or {}, path)
+
+
 def check_plan(args: Namespace) -> None:
     """Refuse a plan for another model or number of GPUs, and one that would not run.
 
@@ -151,6 +161,7 @@ def check_plan(args: Namespace) -> None:
                 f"{name} {size} in the plan and {found} in the run",
                 "plan again for this run",
             )
+    rates_of(args)
     best = plan.get("best") or {}
     if best.get("fits") is False or best.get("refused"):
         must = f"the strategy of {path} must be one that fits in memory and that burst runs"

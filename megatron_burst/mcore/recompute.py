@@ -1,5 +1,6 @@
 """Keeping with Megatron's recomputation: its checkpoints and attention, and which layers keep."""
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -17,7 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_burst.comm.group import state_of
 from megatron_burst.config import BurstConfig
+from megatron_burst.mcore.args import global_args
 from megatron_burst.mcore.options import burst_config_of
+from megatron_burst.mcore.plan_file import rates_of
 from megatron_burst.mcore.refusals import refuse
 from megatron_burst.recompute.budget import KeepChoice, KeepProblem, choose_keep, in_flight
 from megatron_burst.recompute.half import packer
@@ -148,7 +151,8 @@ def _chosen(burst: BurstConfig, problem: KeepProblem, with_them: int) -> BurstCo
 @lru_cache(maxsize=32)
 def _choose(problem: KeepProblem, burst: BurstConfig, host_bytes: int) -> KeepChoice:
     """The choice for a stage; made and logged once."""
-    choice = choose_keep(problem, burst.keep_budget_gib * 2**30, host_bytes)
+    rates = rates_of(global_args() or Namespace())
+    choice = choose_keep(problem, burst.keep_budget_gib * 2**30, host_bytes, rates)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
         say(f"{WHO}: pipeline stage {stage}: {choice}")

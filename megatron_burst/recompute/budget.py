@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-_KERNEL_TFLOPS = 600.0  # of attention forward on a current GPU
-_HOST_GBS = 20.0  # GB/s of a GPU to pinned host memory while all GPUs of the node copy
+from megatron_burst.rates import Rates
+
+_USUAL = Rates()
 _GIB = 1 << 30
 
 
@@ -47,7 +48,9 @@ def in_flight(pp_size: int, pp_rank: int, num_chunks: int = 1) -> float:
     return (2 * (pp_size - pp_rank - 1) + (num_chunks - 1) * pp_size + 1) / num_chunks
 
 
-def choose_keep(problem: KeepProblem, budget_bytes: float, host_bytes: float = 0) -> KeepChoice:
+def choose_keep(
+    problem: KeepProblem, budget_bytes: float, host_bytes: float = 0, rates: Rates = _USUAL
+) -> KeepChoice:
     """The cheapest recomputation whose kept results fit into budgets of device and host memory.
 
     Everything if it fits; else everything offloaded if attention hides the copy, which for any
@@ -59,7 +62,7 @@ def choose_keep(problem: KeepProblem, budget_bytes: float, host_bytes: float = 0
     figures = f"{total / _GIB:.2f} GiB in all, {budget_bytes / _GIB:.2f} GiB given"
     if total <= budget_bytes:
         return KeepChoice("all", layers, False, figures)
-    hides = hides_copy(problem.tokens)
+    hides = hides_copy(problem.tokens, rates)
     if hides and total <= host_bytes and 2 * problem.layer_bytes <= budget_bytes:
         return KeepChoice(
             "all", layers, True, f"{figures}; attention hides the copy to host memory"
@@ -71,9 +74,9 @@ def choose_keep(problem: KeepProblem, budget_bytes: float, host_bytes: float = 0
     return KeepChoice("all" if whole else "none", whole, False, figures)
 
 
-def hides_copy(tokens: int) -> bool:
+def hides_copy(tokens: int, rates: Rates = _USUAL) -> bool:
     """Whether causal attention over this many tokens takes longer than copying its output.
 
     A row of one head with dimension d takes 2 S d FLOPs on average and is 2 d bytes in bf16.
     """
-    return 2 * tokens / (_KERNEL_TFLOPS * 1e12) >= 2 / (_HOST_GBS * 1e9)
+    return rates.attention_s(2 * tokens) >= rates.copy_s(2)

@@ -75,7 +75,7 @@ def free_memory_differs(rank: int) -> tuple:
     from megatron_burst.recompute import budget as keep
     from megatron_burst.recompute import offload
 
-    keep.hides_copy = lambda tokens: True
+    keep.hides_copy = lambda tokens, rates: True
     offload.available_host_bytes = lambda: (rank % 2 == 0) << 30
     pipeline.start(TWO)
     plain = run_step(TWO, build(TWO, config_for(TWO)))

@@ -2,14 +2,15 @@
 refused."""
 
 import json
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 
 import pytest
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.launch import validate_flags, with_flags
-from megatron_burst.mcore.plan_file import check_plan, read_plan
+from megatron_burst.mcore.plan_file import check_plan, rates_of, read_plan
+from megatron_burst.rates import Rates
 
 FLAGS = {
     "--tensor-model-parallel-size": 2,
@@ -88,6 +89,20 @@ def test_what_a_plan_adds_is_said_once(plan, caplog):
     for _ in range(3):
         run_with(path)
     assert caplog.text.count(f"{path} adds") == 1
+
+
+def test_speeds_are_the_plans_or_the_usual_ones(tmp_path):
+    path = tmp_path / "plan.json"
+
+    def rates(found):
+        path.write_text(json.dumps({"flags": {}} | found))
+        return rates_of(Namespace(burst_plan=str(path)))
+
+    assert rates_of(Namespace(burst_plan=None)) == rates({}) == Rates()
+    assert rates({"rates": {"host_gbs": 50}}) == Rates(host_gbs=50)
+    for wrong in ({"host_gbs": -1}, {"gbs": 1}, {"host_gbs": "fast"}):
+        with pytest.raises(BurstError, match=r"plan.json: rates must be positive.*; got .*; make"):
+            rates({"rates": wrong})
 
 
 def test_what_is_given_wins(plan):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_burst.rates import Rates
 from megatron_burst.recompute.budget import KeepProblem, choose_keep, hides_copy, in_flight
 
 GIB = 1 << 30
@@ -60,6 +61,15 @@ def test_it_fits_and_nothing_that_fits_recomputes_less(problem, budget, node):
 def test_what_fits_in_words(budget, node, tokens, expected):
     problem = KeepProblem(layers=32, in_flight=1, layer_bytes=GIB, tokens=tokens)
     assert str(choose_keep(problem, budget * GIB, node * GIB)).startswith(expected)
+
+
+def test_a_slow_host_and_fast_kernels_offload_later():
+    problem = KeepProblem(layers=32, in_flight=1, layer_bytes=GIB, tokens=64 << 10)
+    offloads = [
+        choose_keep(problem, 4 * GIB, 64 * GIB, rates).offload
+        for rates in (Rates(), Rates(host_gbs=5.0), Rates(attention_tflops=2000.0))
+    ]
+    assert offloads == [True, False, False]
 
 
 def test_half_is_kept_only_where_it_saves_more_than_some_layers_whole():

@@ -138,6 +138,7 @@ def test_json_of_a_search_has_all_that_was_asked():
     flags = megatron_flags(JOB, found[0].strategy, found[0].memory.node)
     assert as_words(written["flags"]) == flags
     assert as_words(written["model_flags"]) == as_words(model_flags(JOB.model))
+    assert written["rates"].keys() == {"matmul_tflops", "attention_tflops", "host_gbs"}
     assert len(written["others"]) == 49 and written["job"]["model"]["layers"] == 32
     assert sum(written["best"]["parts_s"].values()) == pytest.approx(written["best"]["step_s"])
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from math import ceil
 from typing import Any
 
+from megatron_burst.rates import Rates
 from megatron_burst.tools.job.model import Experts, Latent, Model, Windows
 from megatron_burst.tools.job.search import Candidate, loses
 from megatron_burst.tools.job.strategy import Job, Strategy, stage_layers
@@ -37,8 +38,8 @@ def as_json(
     job: Job, found: Sequence[Candidate], own: Mapping[str, Any] | None = None, most: int = 50
 ) -> str:
     """What a search found, for a run (`--burst-plan`) and for other programs: the best strategy's
-    flags, the job, that strategy, and others, `most` in all, with what speaks against them; `own`:
-    of `flag_values`."""
+    flags, the job, speeds of its GPUs, that strategy, and others, `most` in all, with what speaks
+    against them; `own`: of `flag_values`."""
     best = found[0]
     described = {
         "version": VERSION,
@@ -49,10 +50,18 @@ def as_json(
             "gpus_per_node": job.gpus_per_node, "batch": job.batch, "hardware": job.hardware.name,
             "packing": asdict(job.packing) if job.packing else None,
         },
+        "rates": asdict(_rates(job)),
         "best": _describe(best, best),
         "others": [_describe(one, best) for one in found[1:most]],
     }  # fmt: skip
     return json.dumps(described, indent=1) + "\n"
+
+
+def _rates(job: Job) -> Rates:
+    """What a run needs to know of its GPUs."""
+    gpu = job.hardware.gpu
+    forward = job.hardware.kernel(job.model.dim_qk).forward.points[-1][1]
+    return Rates(gpu.matmul_tflops, forward, gpu.host_gbs)
 
 
 def _describe(one: Candidate, best: Candidate) -> dict[str, Any]:
