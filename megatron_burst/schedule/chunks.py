@@ -13,10 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from megatron_burst.schedule.emitter import Emitter
 from megatron_burst.schedule.layout import Numbers, Runs, chunks_of
 from megatron_burst.schedule.mask import Mask, Span, Tile
-from megatron_burst.schedule.program import Arrange, Ref, Restore, dkv_fields, kv_fields
 
 
 @dataclass(frozen=True)
@@ -82,25 +80,3 @@ def in_order(ranks: Iterable[int], cp_size: int) -> Numbers:
 def by_rank(ranks: Sequence[int], cp_size: int) -> tuple[Numbers, ...]:
     """The same, rank by rank."""
     return tuple(chunks_of(rank, cp_size) for rank in ranks)
-
-
-def seen(emitter: Emitter, name: str, keys: Ref, met: Meeting, heads: int) -> Ref:
-    """Keys of `heads` heads in the order that the queries need; in a part, unless already so."""
-    if met.as_they_lie:
-        return keys
-    fields = kv_fields(heads, emitter.spec.shape)
-    made = emitter.part(f"seen {name}", len(met.tile.kv), fields)
-    emitter.emit(Arrange(keys, made, met.lies, met.numbers))
-    return made
-
-
-def restored(emitter: Emitter, name: str, dkv: Ref, met: Meeting, heads: int) -> Ref:
-    """Gradients of keys, in the order before `seen`."""
-    if met.as_they_lie:
-        return dkv
-    size = len(met.tile.kv) // len(met.numbers)
-    rows = size * sum(map(len, met.lies))
-    fields = dkv_fields(heads, emitter.spec.shape, emitter.spec.grad_dtype)
-    made = emitter.part(f"restored {name}", rows, fields)
-    emitter.emit(Restore(dkv, made, met.lies, met.numbers))
-    return made
