@@ -21,17 +21,14 @@ from collections.abc import Sequence
 
 from megatron_burst.schedule.a2a_rounds import AllToAllEmitter
 from megatron_burst.schedule.a2a_transfers import Results, RoundSides, Wholes
-from megatron_burst.schedule.chunks import Meeting
-from megatron_burst.schedule.emitter import Gradients, Outputs, sums_of
+from megatron_burst.schedule.emitter import Gradients, Outputs, restored, seen, sums_of
 from megatron_burst.schedule.inter_node import Circulating, sums, whole_halo
 from megatron_burst.schedule.mask import Span, check_mask, cut
 from megatron_burst.schedule.program import (
-    Arrange,
     AttendBackward,
     Copy,
     Program,
     Ref,
-    Restore,
     dkv_fields,
     dq_fields,
     kv_fields,
@@ -70,7 +67,7 @@ class _AllToAll(AllToAllEmitter):
                 keys.pass_on(index)
             kv = keys.piece(step.round, step.distance) if keys and step.distance else whole_halo
             if self.reorders:
-                kv = _seen(self, f"{index}", kv, self.met[index], self.heads_of(step.round)[1])
+                kv = seen(self, f"{index}", kv, self.met[index], self.heads_of(step.round)[1])
             for tile in self.tiles[index]:
                 outputs.compute(tile, kv)
             if step.last:
@@ -159,9 +156,9 @@ class _AllToAll(AllToAllEmitter):
         grads = Gradients(self, f"{index}", tiles, side, None, heads, self.rows)
         if self.reorders:
             met, name = self.met[index], f"{index}"
-            made = grads.compute(met.tile, _seen(self, name, kv, met, heads[1]))
+            made = grads.compute(met.tile, seen(self, name, kv, met, heads[1]))
             return grads.sums(), [
-                (Span(0, self.rows), (_restored(self, name, made, met, heads[1]),))
+                (Span(0, self.rows), (restored(self, name, made, met, heads[1]),))
             ]
         parts = [(tile.kv, grads.compute(tile, kv)) for tile in tiles]
         of_keys = sums_of(parts, cut((seen for seen, _ in parts), self.rows))
@@ -171,25 +168,3 @@ class _AllToAll(AllToAllEmitter):
         for round_ in rounds:
             back.collect()
             back.post(round_)
-
-
-def _seen(emitter: AllToAllEmitter, name: str, keys: Ref, met: Meeting, heads: int) -> Ref:
-    """Keys of `heads` heads in the order that the queries need; in a part, unless already so."""
-    if met.as_they_lie:
-        return keys
-    fields = kv_fields(heads, emitter.spec.shape)
-    made = emitter.part(f"seen {name}", len(met.tile.kv), fields)
-    emitter.emit(Arrange(keys, made, met.lies, met.numbers))
-    return made
-
-
-def _restored(emitter: AllToAllEmitter, name: str, dkv: Ref, met: Meeting, heads: int) -> Ref:
-    """Gradients of keys, in the order before `_seen`."""
-    if met.as_they_lie:
-        return dkv
-    size = len(met.tile.kv) // len(met.numbers)
-    rows = size * sum(map(len, met.lies))
-    fields = dkv_fields(heads, emitter.spec.shape, emitter.spec.grad_dtype)
-    made = emitter.part(f"restored {name}", rows, fields)
-    emitter.emit(Restore(dkv, made, met.lies, met.numbers))
-    return made

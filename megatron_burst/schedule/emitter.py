@@ -3,10 +3,12 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from megatron_burst.schedule.chunks import Meeting
 from megatron_burst.schedule.mask import Span, Tile, covers_its_rows, cut
 from megatron_burst.schedule.order import placed
 from megatron_burst.schedule.program import (
     Add,
+    Arrange,
     Attend,
     AttendBackward,
     Buffer,
@@ -18,6 +20,7 @@ from megatron_burst.schedule.program import (
     Op,
     Program,
     Ref,
+    Restore,
     StandIn,
     Stream,
     Take,
@@ -249,3 +252,25 @@ def add_up(
         rows = total.at(span)
         if parts or fresh:
             emitter.emit(Add(parts if fresh else (rows, *parts), rows, stream))
+
+
+def seen(emitter: Emitter, name: str, keys: Ref, met: Meeting, heads: int) -> Ref:
+    """Keys of `heads` heads in the order that the queries need; in a part, unless already so."""
+    if met.as_they_lie:
+        return keys
+    fields = kv_fields(heads, emitter.spec.shape)
+    made = emitter.part(f"seen {name}", len(met.tile.kv), fields)
+    emitter.emit(Arrange(keys, made, met.lies, met.numbers))
+    return made
+
+
+def restored(emitter: Emitter, name: str, dkv: Ref, met: Meeting, heads: int) -> Ref:
+    """Gradients of keys, in the order before `seen`."""
+    if met.as_they_lie:
+        return dkv
+    size = len(met.tile.kv) // len(met.numbers)
+    rows = size * sum(map(len, met.lies))
+    fields = dkv_fields(heads, emitter.spec.shape, emitter.spec.grad_dtype)
+    made = emitter.part(f"restored {name}", rows, fields)
+    emitter.emit(Restore(dkv, made, met.lies, met.numbers))
+    return made

@@ -13,8 +13,8 @@ leaves it. So N(L-1) intra and N-1 inter hops, as for the inputs.
 Source: BurstEngine (arXiv 2509.19836) for the double ring; the return transfer is our own.
 """
 
-from megatron_burst.schedule.chunks import Meeting, meeting, restored, seen
-from megatron_burst.schedule.emitter import Emitter
+from megatron_burst.schedule.chunks import Meeting, meeting
+from megatron_burst.schedule.emitter import Emitter, restored, seen
 from megatron_burst.schedule.layout import Layout, chunks_of
 from megatron_burst.schedule.mask import Span, Tile, check_mask, tiles
 from megatron_burst.schedule.program import (
