@@ -9,7 +9,7 @@ burst's own engine, and to the real ranks: burst and TransformerEngine's modes. 
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,16 +19,17 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
-from megatron_burst.engine.setup import Pattern, set_up
-
 from benchmarks.cases import Case
 from benchmarks.impls import impls_of
 from benchmarks.peers import Burst, Shard
 from benchmarks.rows import Sheet, read
 from benchmarks.sweep import check_out, save
 from benchmarks.te_peer import TransformerEngine
+from megatron_burst.call import attention_shape, spec_of
 from megatron_burst.config import BurstConfig
-from megatron_burst.say import Choice
+from megatron_burst.engine.passes import Passes
+from megatron_burst.kernels.backends import choose_backend, kernel_of, problem_of
+from megatron_burst.resolve import resolve
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import pretend_nodes
@@ -91,15 +92,17 @@ def simulated(tensors, ranks, mode):
     def one(rank, carrier):
         if tensors[0].is_cuda:
             torch.cuda.set_device(tensors[0].device)  # a thread begins with the first one
-        carrier.topology = pretend_nodes(ranks, 1)
-        carrier.transfer = Choice("send", "simulated")
         rows = rows_of(Layout.ZIGZAG, rank, ranks, tokens).to(tensors[0].device)
         q, k, v, dout = (x[:, rows] for x in tensors)
-        pattern = Pattern(Layout.ZIGZAG, Mask.CAUSAL, DIM**-0.5)
-        call, _ = set_up(q, k, v, carrier, pattern, config)
-        out, _, left = call.followed.forward(q, k, v)
+        backend, _ = choose_backend(problem_of(q, k, v, mask=Mask.CAUSAL), config.backend)
+        shape = attention_shape([x.shape for x in (q, k, v)], q.dtype)
+        where, kernel = pretend_nodes(ranks, 1), kernel_of(backend, q.device)
+        spec = spec_of(config, where, shape, Layout.ZIGZAG, Mask.CAUSAL, kernel)
+        spec = replace(resolve(spec).spec, pulled=False)
+        passes = Passes(spec, backend, carrier, DIM**-0.5, q.dtype)
+        out, _, left = passes.forward(q, k, v)
         out = out.to(q.dtype)
-        return rows, [out, *call.followed.backward(left, out, dout)]
+        return rows, [out, *passes.backward(left, out, dout)]
 
     results, _ = run_simulated(one, ranks, in_turns=True)
     whole = [torch.empty_like(tensors[i]) for i in (3, 0, 1, 2)]

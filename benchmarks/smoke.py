@@ -1,14 +1,13 @@
 """The ratios that benchmarks/smoke.sh measured, beside the expected ones.
 
 python benchmarks/smoke.py OUT            prints them; OUT has smoke.sh's CSVs
-python benchmarks/smoke.py OUT --keep     also makes them the expected ones
+python benchmarks/smoke.py OUT --keep     also makes them the expected ones, from now on
 
 A ratio is the speed of burst, or of one of its kernels, to that of a peer in the same run: above 1
 is faster. What is expected was measured on the GPU that its row names; clocks and heat move ratios
 by about 2 %.
 """
 
-import csv
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 from benchmarks.kernels import KERNELS_CSV
 from benchmarks.loss_table import LOSS_CSV
 from benchmarks.one_rank import RANK_CSV
-from benchmarks.rows import Sheet, read
+from benchmarks.rows import Sheet, append, read
 from benchmarks.slice_cases import SLICES_CSV
 from megatron_burst.tools.terminal import in_one_sentence
 
@@ -106,15 +105,11 @@ def main(
         print(f"not measured: {'; '.join(missing)}")
     if keep:
         date = datetime.now(UTC).isoformat(timespec="seconds")
-        rows = {
-            what: SmokeRow(what=what, ratio=ratio, gpu=gpu, date=date, versions=versions)
+        rows = [
+            SmokeRow(what=what, ratio=ratio, gpu=gpu, date=date, versions=versions)
             for what, (ratio, gpu, versions) in found.items()
-        }
-        columns = list(SmokeRow.__dataclass_fields__)
-        with EXPECTED.open("w", newline="") as file:
-            lines = csv.DictWriter(file, columns, lineterminator="\n")
-            lines.writeheader()
-            lines.writerows(vars(row) for row in (known | rows).values())
+        ]
+        append(EXPECTED, rows, SMOKE_CSV)
 
 
 if __name__ == "__main__":

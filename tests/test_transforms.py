@@ -122,7 +122,8 @@ def test_a_call_is_one_graph_break_and_changes_nothing(name):
 SILENT = """
 import sys
 import torch
-from megatron_burst import burst_attention, keep, linear_cross_entropy, undo_all
+from megatron_burst import burst_attention, keep, linear_cross_entropy
+from megatron_burst.patching import undo_all
 x = torch.randn(8, 16, requires_grad=True)
 linear_cross_entropy(x, torch.randn(32, 16), torch.arange(8)).backward()
 assert "torch._dynamo" not in sys.modules

@@ -2,7 +2,7 @@
 
 A row says what is replaced, by what, its signature in 0.19.2, and why. `py` has what
 differs in other  Line numbers in `why` are of the 0.19.2 wheel, below megatron/.
-`megatron_burst.undo_all()` restores all of it.
+`patching.undo_all` restores all of it.
 """
 
 import functools

@@ -58,7 +58,7 @@ def stance() -> str:
 def install_twice(rank):
     """Names rebound; whether each changes with the first call, stays with the second, and is
     restored after undo; where CUDA tensors are meanwhile."""
-    from megatron_burst import undo_all
+    from megatron_burst.patching import undo_all
 
     original = bound()
     names = [cpu_mode.install(training=False), cpu_mode.install()]
