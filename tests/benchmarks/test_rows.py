@@ -289,4 +289,4 @@ def test_a_table_is_made_below_the_line_that_names_it():
     mark = f"<!-- benchmarks.show table {csv} -->\n\n"
     made = refreshed(f"a\n{mark}| old |\n| --- |\n\nb\n")
     assert made.startswith(f"a\n{mark}| heads | S |") and made.endswith(" |\n\nb\n")
-    assert "old" not in made and "drawn-42" in made and refreshed(made) == made
+    assert "old" not in made and "| drawn |" in made and refreshed(made) == made
