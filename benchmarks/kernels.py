@@ -299,7 +299,9 @@ def _run_with(case: Case, which: KernelPass, blocks: Blocks) -> Callable[[], obj
 
     scale, visible = case.dim**-0.5, case.visible
     if which is KernelPass.FORWARD:
-        return lambda: launch_forward(q, k, v, scale, visible, torch.empty_like(q), lse, choose)
+        return lambda: launch_forward(
+            q, k, v, scale, visible, torch.empty_like(q), lse, choose=choose
+        )
     return lambda: launch_backward((q, dout, lse, lse), k, v, scale, visible, grads, choose)
 
 

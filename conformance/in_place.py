@@ -15,7 +15,8 @@ from typing import Any
 
 from conformance.results import Outcome, write
 from megatron_burst.errors import Need, require
-from megatron_burst.patching import Patch, when_imported
+from megatron_burst.imports import when_imported
+from megatron_burst.patching import Patch
 
 _WHO = "burst in place of TransformerEngine's context parallelism"
 _CP = "transformer_engine.pytorch.attention.dot_product_attention"
@@ -97,17 +98,19 @@ def attend(attn_forward_func_with_cp, /, *args, **options):
         config=BurstConfig(
             intra=intra, inter=inter, deterministic=call.deterministic, nodes=nodes
         ),
-        group=group, **_sample(call),
+        group=group, sink=_sink(call, group), **_sample(call),
     )  # fmt: skip
 
 
 def choose_kernel(get_attention_backend, /, attention_params):
     """TransformerEngine's function; asked about all_gather where its own ways cannot have the case.
 
-    It finds nothing for a window in p2p and a2a+p2p. In a2a it gives each rank KV heads // ranks of
-    the KV heads, and cuDNN divides by that: with fewer KV heads than ranks the process ends in
-    SIGFPE.
+    It finds nothing for a window in p2p and a2a+p2p, and has sinks in a2a alone. In a2a it gives
+    each rank KV heads // ranks of the KV heads, and cuDNN divides by that: with fewer KV heads than
+    ranks the process ends in SIGFPE.
     """
+    if attention_params.softmax_type != "vanilla":
+        return get_attention_backend(replace(attention_params, cp_comm_type="a2a"))
     way, heads = attention_params.cp_comm_type, attention_params.num_gqa_groups
     windowed_ring = "p2p" in way and _window(attention_params)
     if windowed_ring or (way == "a2a" and heads % attention_params.cp_size):
@@ -145,8 +148,6 @@ def _needs(call: Any):
         (not call.fp8, "attention must not be fp8, which burst lacks", "fp8", "leave the case out"),
         (call.attn_bias_type == "no_bias", "there must be no bias, which burst does not add",
          call.attn_bias_type, "leave the case out"),
-        (call.softmax_type == "vanilla", "there must be no attention sinks, which burst lacks",
-         call.softmax_type, "leave the case out"),
         (not call.softcap, "there must be no softcap, which burst lacks", call.softcap,
          "leave the case out"),
         (not call.return_max_logit, "the largest logit must not be asked for, as burst does not "
@@ -162,6 +163,32 @@ def _needs(call: Any):
 def _window(call: Any) -> tuple[int, int] | None:
     """None where it is the mask's own, as TransformerEngine writes that."""
     return None if call.window_size in (None, (-1, -1), (-1, 0)) else call.window_size
+
+
+def _sink(call: Any, group: Any) -> Any:
+    """Sinks [h] of TransformerEngine's [1, h, 1, 1]; none if the softmax has none."""
+    if call.softmax_offset is None:
+        return None
+    return _summing(call.softmax_offset.flatten(), group)
+
+
+def _summing(sink: Any, group: Any) -> Any:
+    """The same, with its gradient summed over ranks: TransformerEngine returns it so."""
+    import torch
+    import torch.distributed as dist
+
+    class Summing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            grad = grad.clone()
+            dist.all_reduce(grad, group=group)
+            return grad
+
+    return Summing.apply(sink)
 
 
 def _sample(call: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_burst.patching import when_imported
+from megatron_burst.imports import when_imported
 
 # Of TransformerEngine: it makes tensors on the device of its rank's number.
 _BY_RANK = ("run_cp_thd_tail_padding.py",)

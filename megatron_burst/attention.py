@@ -24,6 +24,7 @@ from megatron_burst.engine.sample import Sample
 from megatron_burst.engine.watch import range_of_pass
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import choose_backend, kernel_of
+from megatron_burst.kernels.partial import row_delta, sink_grad
 from megatron_burst.recompute.keeping import recording
 from megatron_burst.resolve import resolve
 from megatron_burst.say import Choice, say
@@ -49,6 +50,7 @@ def burst_attention(
     cu_seqlens_padded: Tensor | None = None,
     max_seqlen: int | None = None,
     prefix_tree: Sequence[int] | Tensor | None = None,
+    sink: Tensor | None = None,
     layout: Literal["zigzag", "contiguous", "striped", "zigzag-documents"] = "zigzag",
     qkv_format: Literal["bshd", "sbhd", "thd"] = "bshd",
     return_lse: bool = False,
@@ -92,11 +94,15 @@ def burst_attention(
             or after the last descendant of its previous sibling. Causal only, without windows and
             padding, in "zigzag" or "contiguous"; synchronizes once per sample if `cu_seqlens` is on
             a GPU.
+        sink: [h], float32 or q's dtype: attention sinks, one more score for each query of a head,
+            without a value (gpt-oss); zeros are softmax-off-by-one. The same on all ranks. Its
+            gradient is of this rank's rows: sum it over the group, as Megatron does with gradients
+            of parameters.
         softmax_scale: scale of the scores; None is d_qk ** -0.5.
         layout: which positions a rank holds; "zigzag" (Megatron's): chunks r and 2P-1-r of 2P;
             "zigzag-documents" (TransformerEngine's THD): the same for each document.
         qkv_format: order of the first two axes; "thd": no batch, [s_local, h, d].
-        return_lse: whether to also return the log-sum-exp of the scores.
+        return_lse: whether to also return the log-sum-exp of the scores, sinks included.
         config: options.
         layer: a number of the caller's choice. With it, a rank that skips one of several identical
             calls is detected at its next call.
@@ -117,19 +123,19 @@ def burst_attention(
 
     Source: BurstAttention (arXiv 2403.09347), BurstEngine (arXiv 2509.19836).
     """
-    refuse_transforms(_WHO, q, k, v)
+    refuse_transforms(_WHO, q, k, v, sink)
     sample = Sample(cu_seqlens, cu_seqlens_padded, max_seqlen, prefix_tree)
     config = BurstConfig() if config is None else config
     asked = Asked(
         causal, window, softmax_scale, layout, qkv_format, return_lse, config, layer, sample.given
     )
-    group, key = _group(group), key_of(q, k, v, asked)
-    call = None if key else call_of((q, k, v), asked)
+    group, key = _group(group), key_of(q, k, v, asked, sink)
+    call = None if key else call_of((q, k, v), asked, sink)
     known = call.config if call else config
     state = state_of(group, known.timeout_s)
     prepared = state.resolved.recent(key or call)
     if prepared is None:
-        call = call or call_of((q, k, v), asked)
+        call = call or call_of((q, k, v), asked, sink)
         prepared = state.resolved[key or call] = _prepare(call, group, state)
     if qkv_format == "thd":
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
@@ -141,7 +147,8 @@ def burst_attention(
             state, partial(documents_of, state.samples, sample, sizes, layout, q)
         )
     run = partial(_attend, prepared=prepared, documents=documents, layer=layer)
-    out, lse = prepared.keep(run, (q, k, v)) if prepared.keep else run(q, k, v)
+    tensors = (q, k, v) if sink is None else (q, k, v, sink)
+    out, lse = prepared.keep(run, tensors) if prepared.keep else run(*tensors)
     if qkv_format == "thd":
         out, lse = out.squeeze(0), lse.squeeze(0)
     (out,) = _to_bshd(qkv_format, out)
@@ -250,26 +257,30 @@ def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, documents: Documents | None, layer: int
-) -> tuple[Tensor, Tensor]:
-    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, prepared: Prepared,
+    documents: Documents | None, layer: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    tensors = (q, k, v) if sink is None else (q, k, v, sink)
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     followed = differentiated and not recording()  # backward follows without recomputation
     passes = prepared.followed if followed else prepared.recomputed
-    return BurstAttentionFunction.apply(q, k, v, passes, documents, prepared.marks, layer)
+    return BurstAttentionFunction.apply(q, k, v, sink, passes, documents, prepared.marks, layer)
 
 
 class BurstAttentionFunction(torch.autograd.Function):
     """The two passes of one call; saves out and forward's state."""
 
     @staticmethod
-    def forward(ctx, q, k, v, passes, documents, marks, layer):
+    def forward(ctx, q, k, v, sink, passes, documents, marks, layer):
         known = documents.known if documents else None
         here = range_of_pass(Direction.FORWARD, layer, passes.spec.intra)
         kind = Kind.KEPT if recording() else Kind.FORWARD  # they run different programs
         with here, _without_autocast(q), Pass(marks, kind, layer=layer) as this:
-            out, lse, left = passes.forward(q, k, v, documents, partial(this.begin, known))
+            begin = partial(this.begin, known)
+            out, lse, left = passes.forward(q, k, v, documents, begin, sink)
             out = out.to(q.dtype)
-        ctx.save_for_backward(out, *left)
+        of_sink = (sink, lse) if ctx.needs_input_grad[3] else (None, None)
+        ctx.save_for_backward(out, *of_sink, *left)
         ctx.passes, ctx.documents, ctx.layer = passes, documents, layer
         ctx.its_backward = partial(Pass, marks, Kind.BACKWARD, this.number, layer)
         ctx.mark_non_differentiable(lse)
@@ -281,13 +292,15 @@ class BurstAttentionFunction(torch.autograd.Function):
     def backward(ctx, dout, _dlse):
         refuse_transforms(_WHO, dout)
         if dout is None:
-            return (None,) * 7
-        out, *left = ctx.saved_tensors
+            return (None,) * 8
+        out, sink, lse, *left = ctx.saved_tensors
         here = range_of_pass(Direction.BACKWARD, ctx.layer, ctx.passes.spec.intra)
         with here, _without_autocast(out), ctx.its_backward() as this:
             begin = partial(this.begin, ctx.documents.checked() if ctx.documents else None)
-            grads = ctx.passes.backward(left, out, _readable(dout), ctx.documents, begin)
-            return *(grad.to(out.dtype) for grad in grads), None, None, None, None
+            dout = _readable(dout)
+            grads = ctx.passes.backward(left, out, dout, ctx.documents, begin)
+            dsink = sink_grad(sink, lse, row_delta(dout, out)) if ctx.needs_input_grad[3] else None
+            return *(grad.to(out.dtype) for grad in grads), dsink, None, None, None, None
 
 
 def _without_autocast(x: Tensor):

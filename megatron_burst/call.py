@@ -46,6 +46,7 @@ class Call:
     devices: tuple[torch.device, ...]
     current_device: int | None  # None on CPU
     gradients: bool
+    sink: tuple  # shape, dtype, device and whether it needs a gradient; () without
     causal: bool
     window: tuple[int | None, int | None]
     given: tuple[str, ...]
@@ -126,6 +127,10 @@ class Call:
         for name in ("gradients", "causal", "softmax_scale", "layout", "qkv_format", "config"):
             words[name] = str(getattr(self, name))
         words |= dict.fromkeys(self.given, "given")
+        if self.sink:
+            shape, dtype, device, grad = self.sink
+            elsewhere = " (not the current device)" if self.is_elsewhere(device) else ""
+            words["sink"] = f"{shape}, {dtype}, {device.type}{elsewhere}, gradient {grad}"
         if self.window not in ((None, None), (None, 0)):
             words["window"] = str(self.window)
         return words | dict(self.wrong)
@@ -187,7 +192,9 @@ def window_of(
     return left, 0 if causal else right
 
 
-def key_of(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Hashable | None:
+def key_of(
+    q: Tensor, k: Tensor, v: Tensor, asked: Asked, sink: Tensor | None = None
+) -> Hashable | None:
     """A key of the call, found faster than the call itself; None if arguments are of unusual kinds.
 
     Equal keys are of equal calls.
@@ -196,9 +203,12 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Hashable | None:
     if kinds != _USUAL or not type(q) is type(k) is type(v) is Tensor or q.is_nested:
         return None
     grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if not _is_sink(sink):
+        return None
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         q.layout, k.layout, v.layout, torch.cuda.current_device() if q.is_cuda else None, grads,
+        _seen_of(sink),
         asked._replace(return_lse=False, layer=0),
     )  # fmt: skip
     try:
@@ -208,16 +218,25 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Hashable | None:
     return key
 
 
-def call_of(tensors: Sequence[Tensor], asked: Asked) -> Call:
-    """The call with q, k and v.
+def _seen_of(sink: Tensor | None) -> tuple:
+    """What ranks compare of sinks."""
+    if sink is None:
+        return ()
+    grad = torch.is_grad_enabled() and sink.requires_grad
+    return tuple(sink.shape), sink.dtype, sink.device, grad
+
+
+def call_of(tensors: Sequence[Tensor], asked: Asked, sink: Tensor | None = None) -> Call:
+    """The call with q, k and v, and sinks.
 
     An argument of another kind is only named, so that ranks can still compare their calls.
     """
-    given = zip((*"qkv", *Asked._fields), (*tensors, *asked), strict=True)
+    names = *"qkv", "sink", *Asked._fields
+    given = zip(names, (*tensors, sink, *asked), strict=True)
     wrong = tuple((name, _text(x)) for name, x in given if not _KINDS[name].holds(x))
     if wrong:
         tensors = [x if _is_dense(x) else torch.empty(0) for x in tensors]
-        usual = Asked._field_defaults
+        usual, sink = Asked._field_defaults, sink if _is_sink(sink) else None
         asked = asked._replace(**{name: usual[name] for name, _ in wrong if name in usual})
     added = (1,) if asked.qkv_format == "thd" else ()
     scale, dim = asked.softmax_scale, tensors[0].shape[-1] if tensors[0].dim() else 1
@@ -227,6 +246,7 @@ def call_of(tensors: Sequence[Tensor], asked: Asked) -> Call:
         devices=tuple(x.device for x in tensors),
         current_device=torch.cuda.current_device() if any(x.is_cuda for x in tensors) else None,
         gradients=torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+        sink=_seen_of(sink),
         causal=asked.causal,
         window=window_of(asked.window, asked.causal),
         given=asked.given,
@@ -245,6 +265,10 @@ def _is_dense(x: object) -> bool:
     if not isinstance(x, Tensor):
         return False
     return x.layout is torch.strided and not (x.is_nested or x.is_meta)
+
+
+def _is_sink(x: object) -> bool:
+    return x is None or _is_dense(x)
 
 
 def _is_bool(x: object) -> bool:
@@ -290,6 +314,7 @@ _SWITCH = _Kind(
 _WORD = _Kind(_is_word, "must be a word, because it names one of several ways", "pass one of them")
 _KINDS = {
     **dict.fromkeys("qkv", _TENSOR),
+    "sink": _TENSOR._replace(holds=_is_sink, change="pass one, or leave it out"),
     "causal": _SWITCH,
     "return_lse": _SWITCH,
     "window": _Kind(
@@ -434,6 +459,30 @@ def _of_tensors(call: Call) -> Iterator[Need]:
     )
 
 
+def _of_sink(call: Call) -> Iterator[Need]:
+    if not call.sink:
+        return
+    (shape, dtype, device, _), heads = call.sink, call.shapes[0][2]
+    yield (
+        shape == (heads,),
+        "sink must have one score for each query head, because it joins the softmax of each head",
+        f"shape {shape} and {heads} query heads",
+        "pass this rank's heads",
+    )
+    yield (
+        dtype in (torch.float32, call.dtypes[0]),
+        "sink must be in float32 or in q's dtype, because kernels read it as it is",
+        dtype,
+        "cast it",
+    )
+    yield (
+        device == call.devices[0],
+        "sink must be on the device of q, k and v, because one kernel reads them",
+        device,
+        "move it",
+    )
+
+
 def _of_scale(call: Call) -> Iterator[Need]:
     yield (
         0 < call.softmax_scale < float("inf"),
@@ -457,4 +506,6 @@ def _of_keep(call: Call) -> Iterator[Need]:
         )
 
 
-_NEEDS = _of_kinds, _of_names, _of_sample, _of_shapes, _of_tensors, _of_scale, _of_keep
+_NEEDS = (
+    _of_kinds, _of_names, _of_sample, _of_shapes, _of_tensors, _of_sink, _of_scale, _of_keep,
+)  # fmt: skip

@@ -5,12 +5,10 @@ One table, `mcore/patches.py`, lists what is replaced; `undo_all` restores all o
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.abc import MetaPathFinder
 from inspect import Parameter
 from types import ModuleType
 from typing import Any
@@ -125,7 +123,7 @@ class Patch:
         def replacement(*args, **options):
             if not becomes:
                 # loaded at the first call: it may import what is being imported now, see
-                # `when_imported`; in a list, which torch.compile can trace
+                # `imports.when_imported`; in a list, which torch.compile can trace
                 becomes.append(_named(self.becomes))
             return becomes[0](function, *given, *args, **options)
 
@@ -141,59 +139,6 @@ class Patch:
             if becomes == self.becomes:
                 return True
         return False
-
-
-def when_imported(module: str, then: Callable[[], None], until_undone: bool = True) -> None:
-    """Call `then` as soon as anyone imports the module; now, if it is already imported.
-
-    Repeating a pending request changes nothing. `undo_all` ends it, unless `until_undone` is false.
-    """
-    if module in sys.modules:
-        then()
-        return
-    if any(isinstance(one, _Waiting) and one.does(module, then) for one in sys.meta_path):
-        return
-    waiting = _Waiting(module, then)
-    sys.meta_path.insert(0, waiting)
-    if until_undone:
-        on_undo(waiting.end)
-
-
-class _Waiting(MetaPathFinder):
-    """Finds one module through the other finders of sys.meta_path, to learn of its import."""
-
-    def __init__(self, module: str, then: Callable[[], None]) -> None:
-        self.module, self.then, self.asks_others = module, then, False
-
-    def does(self, module: str, then: Callable[[], None]) -> bool:
-        """Whether it waits for this module to call this."""
-        return self.module == module and _parts(self.then) == _parts(then)
-
-    def find_spec(self, name, path=None, target=None):
-        if name != self.module or self.asks_others:
-            return None
-        self.asks_others = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self.asks_others = False
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = functools.partial(self.run, spec.loader.exec_module)
-        return spec
-
-    def run(self, exec_module, module: ModuleType) -> None:
-        exec_module(module)
-        self.end()
-        self.then()
-
-    def end(self) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-
-
-def _parts(then: Callable[[], None]) -> object:
-    """What identifies a callback."""
-    return (then.func, then.args) if isinstance(then, functools.partial) else then
 
 
 def on_undo(give_back: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from megatron_burst.errors import BurstError
-from megatron_burst.patching import when_imported
+from megatron_burst.imports import when_imported
 
 
 def uncompiled[F: Callable[..., Any]](function: F) -> F:
@@ -26,7 +26,7 @@ def uncompiled[F: Callable[..., Any]](function: F) -> F:
         why = "megatron_burst runs kernels and communication that torch.compile cannot trace"
         run = torch.compiler.disable(function, reason=why)
 
-    when_imported("torch._dynamo", disable, until_undone=False)
+    when_imported("torch._dynamo", disable)
     if run is not function:
         return cast(F, run)
 

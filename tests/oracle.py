@@ -10,9 +10,11 @@ from megatron_burst.schedule.mask import Mask
 
 
 def full_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None
-) -> Tensor:
-    """Softmax attention of [b, s, h, d] tensors, differentiable; KV heads are expanded."""
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Softmax attention of [b, s, h, d] tensors, differentiable; KV heads are expanded; a sink [h]
+    is one more key that all rows see, with a value of 0."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -20,6 +22,12 @@ def full_attention(
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
+    if sink is not None:
+        b, s, h, _ = *v.shape[:1], q.shape[2], q.shape[1], 0
+        scores = torch.cat((scores, sink.view(1, h, 1, 1).expand(b, h, s, 1)), -1)
+        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
+        if seen is not None:
+            seen = torch.nn.functional.pad(seen, (0, 1), value=True)
     if seen is not None:  # [queries, keys]; queries may see nothing
         scores = scores.masked_fill(~seen, -torch.inf)
         weights = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0).softmax(-1)

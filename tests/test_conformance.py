@@ -60,6 +60,7 @@ class AttentionParams:
     window_size: tuple[int, int]
     num_gqa_groups: int
     cp_size: int = 4
+    softmax_type: str = "vanilla"
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,43 @@ def test_transformer_engine_is_asked_for_a_kernel_of_a_case_that_it_has(
 ):
     params = AttentionParams(way, window, kv_heads)
     assert choose_kernel(lambda params: params.cp_comm_type, params) == asked
+
+
+def test_transformer_engine_is_asked_about_an_all_to_all_where_there_are_sinks():
+    params = AttentionParams("p2p", (128, 0), 2, softmax_type="learnable")
+    assert choose_kernel(lambda params: params.cp_comm_type, params) == "a2a"
+
+
+def with_sinks(rank: int) -> list[torch.Tensor]:
+    """out, and the gradient of the sinks, through TransformerEngine's arguments."""
+    mine = rows_of((sum(PADDED),), rank, 2)
+    q, k, v, dout = (x[mine].unsqueeze(0) for x in sample())
+    sink = torch.linspace(-1, 4, HEADS, dtype=torch.float64).requires_grad_()
+    edges = torch.tensor([0, sum(PADDED)], dtype=torch.int32)
+    out = attend(
+        te_function(), True, q, k, v, edges, edges, sum(PADDED), sum(PADDED), None, None,
+        cp_group=dist.group.WORLD, cp_global_ranks=range(2), cp_comm_type="p2p",
+        qkv_format="bshd", attn_mask_type="causal", softmax_type="learnable",
+        softmax_offset=sink.view(1, -1, 1, 1), deterministic=False,
+    )  # fmt: skip
+    out.backward(dout)
+    return [out.detach()[0], sink.grad]
+
+
+def test_sinks_in_their_place_have_the_gradient_of_all_ranks():
+    q, k, v, dout = (x.transpose(0, 1) for x in sample())
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (k, v))
+    sink = torch.linspace(-1, 4, HEADS, dtype=torch.float64).requires_grad_()
+    scores = q @ k.mT * DIM**-0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    column = sink.view(-1, 1, 1).expand(-1, scores.shape[1], 1)
+    out = torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ v
+    out.backward(dout)
+    for rank, (got, grad) in enumerate(run_ranks(with_sinks, 2)):
+        mine = rows_of((sum(PADDED),), rank, 2)
+        torch.testing.assert_close(got, out.detach().transpose(0, 1)[mine], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(grad, sink.grad, rtol=1e-9, atol=1e-9)
 
 
 def sample() -> list[torch.Tensor]:
@@ -185,9 +223,8 @@ def test_burst_in_their_place_on_two_nodes_of_two_ranks():
 
 @pytest.mark.parametrize(
     "given",
-    [dict(fp8=True), dict(attn_bias_type="post_scale_bias"), dict(softmax_type="learnable"),
-     dict(cp_comm_type="ulysses"), dict(dropout_p=0.1), dict(return_max_logit=True),
-     dict(softcap=20.0)],
+    [dict(fp8=True), dict(attn_bias_type="post_scale_bias"), dict(cp_comm_type="ulysses"),
+     dict(dropout_p=0.1), dict(return_max_logit=True), dict(softcap=20.0)],
     ids=lambda given: next(iter(given)),
 )  # fmt: skip
 def test_what_burst_lacks_is_refused_and_never_ignored(given):

@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "megatron_burst"
 LAYERS = (  # a new module without a layer fails on purpose
-    {"version", "errors", "say"},
+    {"version", "errors", "say", "imports"},
     {"installed"},
     {"patching"},
     {"schedule"},
@@ -210,7 +210,7 @@ BESIDE = {  # enums and machinery in the same modules
     "kernels.backends": {"Backend", "Capability", "QuerySide"},
     "comm.pass_log": {"Pass", "PassLog"}, "comm.group": {"GroupMemory", "SubGroups"},
 }  # fmt: skip
-MOST = {"modules": 60, "lines": 11_230}  # that `import megatron_burst.attention` loads
+MOST = {"modules": 59, "lines": 11_060}  # that `import megatron_burst.attention` loads
 
 
 def public_names(path: Path) -> set[str]:

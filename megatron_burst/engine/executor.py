@@ -36,7 +36,7 @@ class Executor(Bound):
     def run(
         self, given: Mapping[str, Fields], left: Mapping[str, Tensor] | None = None,
         documents: Documents | None = None, results: Callable[[], dict[str, Fields]] = dict,
-        begin: Callable[[], object] = dict,
+        begin: Callable[[], object] = dict, sink: Tensor | None = None,
     ) -> Run:  # fmt: skip
         """Run the program.
 
@@ -50,10 +50,11 @@ class Executor(Bound):
             documents: of the sample, if the program's mask has documents.
             results: allocates the call's outputs that are not given.
             begin: called when all memory that other ranks write to is there.
+            sink: [h], attention sinks of the call's query heads.
         """
         device = next(iter(next(iter(given.values())).values())).device
         queues = self.carrier.queues(device)
-        run = Run(self, dict(given), dict(left or {}), queues, documents)
+        run = Run(self, dict(given), dict(left or {}), queues, documents, sink)
         begin()
         clock = METER.clock(self) if METER.on else None
         steps = self.ranged if profiled() else clock.steps if clock else self.binder.steps

@@ -280,14 +280,17 @@ def attend(binder: Binder, op: ops.Attend) -> Bound:
 
     def bound(run: Run) -> None:
         keys, backend, scale = kv(run), run.executor.backend, run.executor.scale
-        tensors = q(run)["q"], keys["k"], keys["v"]
-        if own and not made(run):
-            results = backend.forward(*tensors, scale, sees(run))
-            run.fields[own] = dict(zip(("out", "lse"), results, strict=True))
-        else:
+        tensors, results = (q(run)["q"], keys["k"], keys["v"]), None
+        if not own or made(run):
             target = into(run)
             results = target["out"], target["lse"]
-            backend.forward(*tensors, scale, sees(run), into=results)
+        sink = run.sink_of(op.sinks)
+        native = {"sink": sink} if sink is not None and backend.capability.sinks else {}
+        results = backend.forward(*tensors, scale, sees(run), into=results, **native)
+        if own and not made(run):
+            run.fields[own] = dict(zip(("out", "lse"), results, strict=True))
+        if sink is not None and not native:
+            merge_parts(*results, [results], sink)
         if found := more(run):
             attend_branches(backend, tensors, scale, found, results)
 

@@ -76,7 +76,7 @@ class Passes:
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None,
-        begin: Callable[[], object] = dict,
+        begin: Callable[[], object] = dict, sink: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensors]:  # fmt: skip
         """Attention of this rank's queries over the keys of all ranks.
 
@@ -85,7 +85,7 @@ class Passes:
             k: [b, n, h_kv, dqk].
             v: [b, n, h_kv, dv].
             documents: of the sample, if the mask has documents.
-            begin: as in `Executor.run`.
+            begin, sink: as in `Executor.run`.
 
         Returns:
             out [b, n, h, dv] in q's dtype or the accumulation dtype, lse [b, h, n] in the
@@ -94,7 +94,7 @@ class Passes:
         executor = self.forward_executor
         given = {"q": {"q": q}, "kv": {"k": k, "v": v}}
         results = partial(_results, executor, {"out": (q, v.shape[-1])})
-        run = executor.run(given, None, documents, results, begin)
+        run = executor.run(given, None, documents, results, begin, sink)
         out, lse = run.fields["out"]["out"], run.fields["out"]["lse"]
         left = tuple(run.left[name] for name in executor.program.left)
         if self._takes_inputs:

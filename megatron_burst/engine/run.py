@@ -155,12 +155,16 @@ class Run:
         unit: how many rows one row of the program stands for.
         queues: of the call.
         documents: of the sample.
+        sink: [h], attention sinks of the call's query heads.
     """
 
     def __init__(
         self, executor: Bound, given: dict[str, Fields], left: dict[str, Tensor],
         queues: OneQueue | Queues, documents: Documents | None = None,
+        sink: Tensor | None = None,
     ) -> None:  # fmt: skip
+        self.sink = None if sink is None else sink.contiguous()
+        self._sinks: dict[tuple[int, ...], Tensor] = {}
         self.fields, self.left, self.documents = given, left, documents
         self.executor, self.queues, carrier = executor, queues, executor.carrier
         self.unit, self.failure = executor.unit, None
@@ -189,6 +193,16 @@ class Run:
         if self.documents is not None:
             for back, *chunks in self.executor.binder.orders:
                 (self.documents.restored if back else self.documents.arranged)(*chunks)
+
+    def sink_of(self, heads: tuple[int, ...]) -> Tensor | None:
+        """Sinks of some heads that follow each other in groups; None if none join."""
+        if self.sink is None or not heads:
+            return None
+        if heads[-1] - heads[0] == len(heads) - 1:
+            return self.sink[heads[0] : heads[-1] + 1]
+        if heads not in self._sinks:
+            self._sinks[heads] = torch.stack([self.sink[head] for head in heads])
+        return self._sinks[heads]
 
     def make(self, name: str) -> Fields:
         """Allocate a part, or results, at first use in this run."""

@@ -79,6 +79,7 @@ class Capability:
         masks: besides full and causal: windows, any band of keys (`Visible.left`, `.right`);
             packed documents, segments with a band each (`Visible.segments`).
         wide_grads: whether gradients have the accumulation dtype, not the input's.
+        sinks: whether forward takes attention sinks; if not, they join in a pass of their own.
         deterministic: whether it can compute bitwise reproducible gradients.
         archs: major compute capabilities; empty means any.
         max_dim_on: largest head dimension by major compute capability, where it differs from
@@ -100,6 +101,7 @@ class Capability:
     rectangular_causal: bool = False
     masks: frozenset[str] = frozenset()
     wide_grads: bool = False
+    sinks: bool = False
     deterministic: bool = True
     archs: frozenset[int] = frozenset()
     min_dim: int = 1
@@ -177,7 +179,8 @@ class Backend(Protocol):
     causal tile is square, or with `rectangular_causal` may have more keys than queries: then the
     last query sees every key. A row that sees no key has out 0, lse -inf and no gradients. Grouped
     heads are native: query head i uses KV head i // (h / h_kv). Tensors given as `into` are written
-    to and returned.
+    to and returned. A backend whose capability has sinks takes `sink` [h] in forward: one more
+    score for each query, without a value; then rows without a key have that lse.
     """
 
     capability: Capability

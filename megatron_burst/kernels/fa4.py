@@ -49,6 +49,7 @@ class FlashAttention4:
         takes_delta=True,
         rectangular_causal=True,
         masks=frozenset({WINDOWS, DOCUMENTS}),
+        sinks=True,
         archs=frozenset({9, 10}),
         max_dim_on={10: 128},
         wide_pairs=frozenset({(192, 128)}),
@@ -62,10 +63,14 @@ class FlashAttention4:
         share_kernel_cache()
         try:
             module = importlib.import_module("flash_attn.cute.interface")
-            backward = inspect.signature(module._flash_attn_bwd).parameters
+            forward, backward = (
+                inspect.signature(function).parameters
+                for function in (module._flash_attn_fwd, module._flash_attn_bwd)
+            )
         except (ImportError, AttributeError) as error:
             return f"it cannot be imported ({error}); {_INSTALL}"
-        if not {"dlse", "deterministic", "dq", "dk", "dv", *_WHERE} <= backward.keys():
+        known = {"learnable_sink", *_WHERE} <= forward.keys()
+        if not known or not {"dlse", "deterministic", "dq", "dk", "dv", *_WHERE} <= backward.keys():
             return f"the installed one has another interface; {_INSTALL}"
         # at each first compilation the DSL warns that it guesses how to pass a structure
         warnings.filterwarnings("ignore", message="Argument aux_data", module=r"cutlass\.")
@@ -74,7 +79,7 @@ class FlashAttention4:
     def missing(self) -> str | None:
         return self._interface if isinstance(self._interface, str) else None
 
-    def forward(self, q, k, v, scale, visible, into=None):
+    def forward(self, q, k, v, scale, visible, into=None, sink=None):
         packed = visible.segments is not None
         out, lse = (x[0] if packed else x for x in into) if into else (None, None)
         tensors = (x[0] if packed else x for x in (q, k, v))
@@ -82,6 +87,7 @@ class FlashAttention4:
             *tensors,
             softmax_scale=scale,
             return_lse=True,
+            learnable_sink=sink,
             out=out,
             lse=lse,
             **_where(visible, q, k),

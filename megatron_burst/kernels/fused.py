@@ -15,12 +15,15 @@ from torch import Tensor
 _BLOCK = 4096  # elements of each tensor in a program: 8 KB in bf16, 32 sums in a thread's registers
 
 
-def merge_parts(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+def merge_parts(
+    out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]], sink: Tensor | None = None
+) -> None:
     """`partial.merge_parts`: out [b, n, h, dv] up to float32, lse [b, h, n] in float32."""
     outs, lses = zip(*parts, strict=True)
     (to, *of_parts), unit = _operands(out, *outs)
     (lse, *lses), _ = _operands(lse, *lses, most=1)
-    _launch(_merge_kernel, out, to, lse, tuple(of_parts), tuple(lses), COUNT=len(parts), UNIT=unit)
+    operands = to, lse, tuple(of_parts), tuple(lses), sink
+    _launch(_merge_kernel, out, *operands, COUNT=len(parts), UNIT=unit)
 
 
 def sum_parts(target: Tensor, parts: Sequence[Tensor]) -> None:
@@ -132,7 +135,7 @@ def _statistics(x, batch, head, rows):
 
 @triton.jit(do_not_specialize=["tokens", "heads"])
 def _merge_kernel(
-    out, lse, outs, lses, tokens, heads,
+    out, lse, outs, lses, sink, tokens, heads,
     COUNT: tl.constexpr, UNIT: tl.constexpr,
     DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -140,12 +143,16 @@ def _merge_kernel(
     columns = tl.arange(0, COLUMNS)
     inside = rows < tokens
     largest = tl.full([ROWS], -float("inf"), tl.float32)
+    if sink is not None:
+        largest = tl.maximum(largest, tl.load(sink + head).to(tl.float32))
     for i in tl.static_range(COUNT):
         pointers = _statistics(lses[i], batch, head, rows)
         largest = tl.maximum(largest, tl.load(pointers, mask=inside, other=-float("inf")))
     # -inf - -inf is NaN: in a row that no part has seen, all weights are exp(-inf - 0) = 0
     largest = tl.where(largest == -float("inf"), 0.0, largest)
     total = tl.zeros([ROWS], tl.float32)
+    if sink is not None:
+        total += tl.exp(tl.load(sink + head).to(tl.float32) - largest)
     merged = tl.zeros([ROWS, COLUMNS], tl.float32)
     for i in tl.static_range(COUNT):
         pointers = _statistics(lses[i], batch, head, rows)

@@ -20,7 +20,9 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def merge_parts(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+def merge_parts(
+    out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]], sink: Tensor | None = None
+) -> None:
     """Merge results over disjoint keys: out <- sum of w_i out_i, lse <- logsumexp of lse_i.
 
     w_i = exp(lse_i - logsumexp(lse)), with the largest lse subtracted first: no exponential of a
@@ -32,18 +34,35 @@ def merge_parts(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]
         out: [b, n, h, dv], any floating dtype; written.
         lse: [b, h, n], float32 or float64; written.
         parts: (out [b, n, h, dv], lse [b, h, n]) each; (out, lse) itself may be among them.
+        sink: [h], any floating dtype: attention sinks, one more part with out 0 and this lse.
     """
     outs, lses = zip(*parts, strict=True)
     if fused := _fused(out, lse, *outs, *lses):
-        return fused.merge_parts(out, lse, parts)
+        return fused.merge_parts(out, lse, parts, sink)
     dtype = _common_dtype(out, lse, *outs, *lses)
     stacked = torch.stack([x.to(dtype) for x in lses])
+    if sink is not None:
+        sinks = sink.to(dtype).view(1, 1, -1, 1).expand(1, *lse.shape)
+        stacked = torch.cat((stacked, sinks))
     merged = torch.zeros(out.shape, dtype=dtype, device=out.device)
-    for part, part_lse, weight in zip(outs, stacked, stacked.softmax(0), strict=True):
+    for part, part_lse, weight in zip(outs, stacked, stacked.softmax(0), strict=False):
         unseen = _to_rows(part_lse == -torch.inf)  # the softmax of nothing but -inf is NaN
         merged += (part.to(dtype) * _to_rows(weight)).masked_fill_(unseen, 0)
     out.copy_(merged)
     lse.copy_(stacked.logsumexp(0))
+
+
+def sink_grad(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """The gradient of attention sinks: -sum over rows of exp(sink - lse) * delta, [h].
+
+    Args:
+        sink: [h], any floating dtype.
+        lse: [b, h, n], with the sink.
+        delta: [b, h, n], of the output.
+    """
+    share = (sink.to(lse.dtype).view(1, -1, 1) - lse).exp()
+    share = share.masked_fill(lse == -torch.inf, 0)  # neither keys nor a sink
+    return -(share * delta).sum((0, 2)).to(sink.dtype)
 
 
 def merge_partial(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:

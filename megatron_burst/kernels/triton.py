@@ -27,6 +27,7 @@ class Triton:
         rectangular_causal=True,
         masks=frozenset({WINDOWS, DOCUMENTS}),
         wide_grads=True,
+        sinks=True,
         archs=frozenset({8, 9, 10, 11, 12}),
         speed="our own Triton kernels, for any GPU since Ampere",
     )
@@ -34,13 +35,13 @@ class Triton:
     def missing(self) -> str | None:
         return None if find_spec("triton") else "Triton is not installed"
 
-    def forward(self, q, k, v, scale, visible, into=None):
+    def forward(self, q, k, v, scale, visible, into=None, sink=None):
         from megatron_burst.kernels.triton_forward import launch_forward
 
         if into is None:
             out = q.new_empty(*q.shape[:3], v.shape[3])
             into = out, q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-        launch_forward(q, k, v, scale, visible, *into)
+        launch_forward(q, k, v, scale, visible, *into, sink)
         return into
 
     def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):

@@ -33,7 +33,7 @@ from megatron_burst.kernels.visible import Visible
 
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Visible, out: Tensor, lse: Tensor,
-    choose: Chooser | None = None,
+    sink: Tensor | None = None, choose: Chooser | None = None,
 ) -> None:  # fmt: skip
     """Write out [b, n, h, dv] and lse [b, h, n]; see `Backend.forward`.
 
@@ -56,7 +56,7 @@ def launch_forward(
     boxes = [box(x, size, blocks.tma) for x, size in sizes]
     with torch.cuda.device_of(q):  # Triton launches on the current device, wherever the tensors are
         _forward_kernel[(count * heads * batch,)](
-            *map(operand, (q, k, v, out, lse)), *boxes, table,
+            *map(operand, (q, k, v, out, lse)), sink, *boxes, table,
             scale, n_q, n_k, *values.values(), count, heads, group, batch * heads, together,
             **bounded, DIM_QK=dim_qk, DIM_V=dim_v,
             WIDTH=width, REST=rest, WIDTH_V=padded(dim_v), **blocks.options(),
@@ -65,7 +65,7 @@ def launch_forward(
 
 @triton.jit(do_not_specialize=VARYING)
 def _forward_kernel(
-    q, k, v, out, lse, q_box, k_box, v_box, table, scale, n_q, n_k, left, right, count, heads,
+    q, k, v, out, lse, sink, q_box, k_box, v_box, table, scale, n_q, n_k, left, right, count, heads,
     group, all_heads, together, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, WIDTH_V: tl.constexpr,
@@ -109,6 +109,13 @@ def _forward_kernel(
             first_row, first_key, band, LEFT, RIGHT, False,
             DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
         )  # fmt: skip
+    if sink is not None:
+        score = tl.load(sink + head).to(tl.float32) * LOG2_E
+        with_sink = tl.maximum(largest, score)
+        shift = tl.where(with_sink == -float("inf"), 0.0, with_sink)
+        shrink = tl.exp2(largest - shift)
+        total, sums = total * shrink + tl.exp2(score - shift), sums * shrink[:, None]
+        largest = with_sink
     sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     store_rows(out, sums, batch, head, first_row, row_end, 0, DIM_V, ROWS, WIDTH_V)
     row_lse = (largest + tl.log2(total)) * LN_2

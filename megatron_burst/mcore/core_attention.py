@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
@@ -75,6 +76,11 @@ class BurstCoreAttention(MegatronModule):
             )
         check_layer(config, layer_number, attn_mask_type, attention_type, attention_dropout)
         self.burst = BurstForward.of(config, layer_number, softmax_scale, pg_collection)
+        self.tp_group = tp_group_of(pg_collection)
+        self.softmax_offset = sinks_of(config, self.tp_group.size())
+
+    # the checkpoint of the sinks is that of Megatron's own class
+    sharded_state_dict = DotProductAttention.sharded_state_dict
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -84,7 +90,7 @@ class BurstCoreAttention(MegatronModule):
         """Attention of [s_local, b, h, d] tensors, or [t_local, h, d] of packed samples; returns
         [s_local, b, h * d_v] or [t_local, h * d_v]."""
         extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
-        return self.burst(query, key, value, *extras)
+        return self.burst(query, key, value, *extras, self.softmax_offset)
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
@@ -137,7 +143,7 @@ if HAVE_TE:
             extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
             if self.burst is None:
                 return super().forward(query, key, value, *extras, num_splits)
-            return self.burst(query, key, value, *extras)
+            return self.burst(query, key, value, *extras, self.softmax_offset)
 
         def set_context_parallel_group(
             self, cp_group, cp_global_ranks, cp_stream, cp_comm_type: str = "p2p"
@@ -253,10 +259,10 @@ class BurstForward:
     @uncompiled
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask, attn_mask_type,
-        attention_bias, packed_seq_params,
+        attention_bias, packed_seq_params, sink: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """A layer's forward: [s_local, b, h, d] to [s_local, b, h * d_v]; packed samples: [t_local,
-        h, d] to [t_local, h * d_v]."""
+        h, d] to [t_local, h * d_v]; `sink` [h]: Megatron's `softmax_offset`."""
         extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
         with telling(self.cp_group):  # other ranks may be in the call
             group = packed.group_of(packed_seq_params, self.cp_group)
@@ -269,7 +275,7 @@ class BurstForward:
         window = window_of_layer(self.layer_config, self.layer_number, causal)
         mask = Mask(*window_of(window, causal), packed.is_packed(packed_seq_params))
         out = burst_attention(
-            query, key, value, group=group, causal=causal, window=window,
+            query, key, value, group=group, causal=causal, window=window, sink=sink,
             softmax_scale=self.softmax_scale, config=self._resolved(query, key, value, mask),
             layer=self.layer_number, **packed.sample_of(packed_seq_params, group.size()),
         )  # fmt: skip
@@ -304,6 +310,27 @@ def window_of_layer(
         return None
     left, right = window
     return None if (left, right) == (-1, 0) and not causal else (left, right)
+
+
+def sinks_of(config: TransformerConfig, tp_size: int) -> Tensor | None:
+    """The attention sinks of a layer as `DotProductAttention` makes them, [h]; None without."""
+    if config.softmax_type == "vanilla":
+        return None
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    heads, kind = config.num_attention_heads // tp_size, {"device": device}
+    if config.softmax_type == "off-by-one":
+        return torch.zeros(heads, dtype=config.params_dtype, **kind)
+    sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, **kind))
+    if config.perform_initialization:
+        config.init_method(sinks)
+    return sinks
+
+
+def tp_group_of(pg_collection) -> dist.ProcessGroup:
+    """The tensor-parallel group, from Megatron's collection or from its global state."""
+    if pg_collection is not None and getattr(pg_collection, "tp", None) is not None:
+        return pg_collection.tp
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def cp_group_of(pg_collection) -> dist.ProcessGroup:

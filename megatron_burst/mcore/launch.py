@@ -17,6 +17,7 @@ import torch
 
 from megatron_burst.config import BurstConfig, FusedLossConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.imports import when_imported
 from megatron_burst.installed import require_megatron
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.args import (
@@ -34,7 +35,7 @@ from megatron_burst.mcore.args import (
 from megatron_burst.mcore.options import VARIABLE, environment_args, with_environment
 from megatron_burst.mcore.plan_file import DUMP_FLAG, check_plan, take_plans
 from megatron_burst.mcore.refusals import FLAG, names_burst
-from megatron_burst.patching import Patch, when_imported
+from megatron_burst.patching import Patch, on_undo
 from megatron_burst.say import say
 
 _ENTRY = "python -m megatron_burst"
@@ -131,7 +132,7 @@ def switch_on_automatically() -> None:
     if wants_fused_loss(options):
         patches.apply_when_imported("loss", given=loss)
     first, *_ = patches.rows("attention")
-    when_imported(first.module, functools.partial(_say_active, first))
+    on_undo(when_imported(first.module, functools.partial(_say_active, first)))
 
 
 def _say_active(patch: Patch) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.imports import when_imported
 from megatron_burst.installed import find_megatron, minor
-from megatron_burst.patching import EVERY_RELEASE, NEWEST, Patch, Releases, when_imported
+from megatron_burst.patching import EVERY_RELEASE, NEWEST, Patch, Releases, on_undo
 from megatron_burst.recompute.checkpoints import CHECKPOINTS
 from megatron_burst.say import say
 
@@ -165,7 +166,7 @@ def apply_when_imported(*groups: str, given: tuple[Any, ...] = ()) -> None:
     at all.
     """
     for patch in rows(*groups):
-        when_imported(patch.module, functools.partial(_try, patch, given))
+        on_undo(when_imported(patch.module, functools.partial(_try, patch, given)))
 
 
 def _try(patch: Patch, given: tuple[Any, ...]) -> None:

@@ -163,10 +163,9 @@ def check_plan(args: Namespace) -> None:
             )
     rates_of(args)
     best = plan.get("best") or {}
-    if best.get("fits") is False or best.get("refused"):
-        must = f"the strategy of {path} must be one that fits in memory and that burst runs"
-        why = best.get("refused") or best.get("why")
-        raise _refusal(must, why, "plan other sizes, or leave the file out")
+    if best.get("fits") is False:
+        must = f"the strategy of {path} must be one that fits in memory"
+        raise _refusal(must, best.get("why"), "plan other sizes, or leave the file out")
 
 
 def _sizes(args: Namespace, job: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -253,7 +253,6 @@ TABLE: tuple[Refusal, ...] = (
         "checkpoint again, for ever",
         "pass --disable-bias-linear, or leave mlp out", got="--recompute-modules {words}"),
     Refusal("attention", "use_kitchen_attention", OFF, "it replaces core attention too"),
-    Refusal("attention", "softmax_type", ("vanilla",), "attention sinks are not supported yet"),
     Refusal("attention", "qk_clip", OFF, "burst does not track the largest logit"),
     Refusal("attention", "log_max_attention_logit", OFF, "burst does not track it"),
     Refusal(

@@ -13,6 +13,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_burst.errors import BurstError
+from megatron_burst.imports import when_imported
 from megatron_burst.installed import find_megatron
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.args import global_args
@@ -26,7 +27,7 @@ from megatron_burst.mcore.core_attention import (
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.packed import documents_lie_anywhere, follow_groups
 from megatron_burst.mcore.refusals import refuse
-from megatron_burst.patching import on_undo, when_imported
+from megatron_burst.patching import on_undo
 
 _CONVERSION = "megatron.bridge.models.conversion.param_mapping"
 
@@ -145,7 +146,8 @@ def _convert_alike(theirs: type, ours: type) -> None:
     of an unlisted class would abort the conversion.
     """
     on_undo(_convert_alike.cache_clear)  # undone together with the import hook
-    when_imported(_CONVERSION, functools.partial(_register, theirs.__name__, ours.__name__))
+    register = functools.partial(_register, theirs.__name__, ours.__name__)
+    on_undo(when_imported(_CONVERSION, register))
 
 
 def _register(theirs: str, ours: str) -> None:

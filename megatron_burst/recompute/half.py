@@ -69,18 +69,19 @@ class LaterHalf:
                 this.begin()
                 home.run(_rows_first(*kept))
 
-            self._compute(inputs, whole, begin)
+            self._compute(inputs[:3], whole, begin, *inputs[3:])
         return out, lse
 
     def _compute(
-        self, shard: Sequence[Tensor], whole: Sequence[Tensor], begin: Callable[[], None]
-    ) -> None:
+        self, shard: Sequence[Tensor], whole: Sequence[Tensor], begin: Callable[[], None],
+        sink: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Out and lse, rows first, of this rank's early rows, from its q, k and v.
 
         As a program does, a rank that fails after `begin` makes its transfers nevertheless.
         """
         if not self.plan.moves:
-            early = self._forward((x[:, self._early] for x in shard), begin)
+            early = self._forward((x[:, self._early] for x in shard), begin, sink)
             for target, rows in zip(whole, early, strict=True):
                 target[:, self._early] = rows
             return
@@ -93,15 +94,17 @@ class LaterHalf:
             there.run(shard)
 
         try:
-            early = self._forward(evenly, begin_and_send)
+            early = self._forward(evenly, begin_and_send, sink)
         except Exception:
             if there.has_run:
                 home.run(None)
             raise
         home.run(early)
 
-    def _forward(self, shard: Iterable[Tensor], begin: Callable[[], None]) -> tuple[Tensor, Tensor]:
-        return _rows_first(*self.passes.forward(*shard, begin=begin)[:2])
+    def _forward(
+        self, shard: Iterable[Tensor], begin: Callable[[], None], sink: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return _rows_first(*self.passes.forward(*shard, begin=begin, sink=sink)[:2])
 
 
 class Moving:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from megatron_burst.schedule.a2a_rounds import AllToAllEmitter
 from megatron_burst.schedule.a2a_transfers import Results, RoundSides, Wholes
-from megatron_burst.schedule.emitter import Gradients, Outputs, restored, seen, sums_of
+from megatron_burst.schedule.emitter import Gradients, Outputs, Sinks, restored, seen, sums_of
 from megatron_burst.schedule.inter_node import Circulating, sums, whole_halo
 from megatron_burst.schedule.mask import Span, check_mask, cut
 from megatron_burst.schedule.program import (
@@ -61,7 +61,8 @@ class _AllToAll(AllToAllEmitter):
                 lse = self.lse(step.round)
                 tiles = self.tiles_of_round(step.round)
                 results = back.of(step.round)
-                outputs = Outputs(self, f"round {step.round}", tiles, whole_halo, lse, results)
+                name, sinks = f"round {step.round}", Sinks(tiles, self.own_heads(step.round))
+                outputs = Outputs(self, name, tiles, sinks, whole_halo, lse, results)
             if keys:
                 keys.set_out(index)
                 keys.pass_on(index)

@@ -68,6 +68,14 @@ class AllToAllEmitter(Emitter):
         part = len(self.rounds[round_]) // len(self.ranks)
         return part * self.spec.group // self.copies, part
 
+    def own_heads(self, round_: int) -> list[int]:
+        """The query heads that this rank computes in a round, as the call counts them."""
+        place, part = self.ranks.index(self.spec.cp_rank), self.heads_of(round_)[1]
+        share, keys = place % self.copies, self.rounds[round_].start // self.copies
+        first, each = keys + place // self.copies * part, self.spec.group // self.copies
+        starts = (kv * self.spec.group + share * each for kv in range(first, first + part))
+        return [head for start in starts for head in range(start, start + each)]
+
     def refs(self, round_: int, names: Sequence[str]) -> tuple[Ref, ...]:
         """A round's heads in buffers of the call."""
         every = self.rounds[round_]

@@ -150,13 +150,46 @@ class Emitter:
         return made, *sides
 
 
+class Sinks:
+    """Attention sinks, which join in one tile for each row.
+
+    Args:
+        tiles: all tiles of some rows.
+        heads: the query heads of the tiles, as the call counts them.
+    """
+
+    def __init__(self, tiles: Iterable[Tile], heads: Iterable[int]) -> None:
+        self._heads, self._rows = tuple(heads), list[Span]()
+        for rows in sorted((tile.q for tile in tiles), key=len, reverse=True):
+            if not any(rows.both(other) for other in self._rows):
+                self._rows.append(rows)
+
+    def join(self, tile: Tile) -> tuple[int, ...]:
+        """The heads whose sinks join in a tile; none if they have already."""
+        if tile.q not in self._rows:
+            return ()
+        self._rows.remove(tile.q)
+        return self._heads
+
+
 class Outputs:
-    """Results of a round's tiles: written in place, or merged at the end of the round."""
+    """Results of a round's tiles: written in place, or merged at the end of the round.
+
+    Args:
+        emitter: of the program.
+        name: of the round.
+        tiles: of the round.
+        sinks: of its rows and heads.
+        q: queries.
+        out: where results go, in one or two buffers.
+    """
 
     def __init__(
-        self, emitter: Emitter, name: str, tiles: Sequence[Tile], q: Ref, *out: Ref
-    ) -> None:
+        self, emitter: Emitter, name: str, tiles: Sequence[Tile], sinks: Sinks, q: Ref,
+        *out: Ref,
+    ) -> None:  # fmt: skip
         self._emitter, self._name, self._tiles = emitter, name, tiles
+        self._sinks = sinks
         self._q, self._out = q, out
         self._parts: list[tuple[Span, Ref]] = []
         buffer = emitter.buffers[q.buffer]
@@ -172,7 +205,8 @@ class Outputs:
             name = f"{self._name} part {len(self._parts)}"
             into = (self._emitter.part(name, len(tile.q), self._fields),)
             self._parts.append((tile.q, *into))
-        self._emitter.emit(Attend(self._q.at(tile.q), kv.at(tile.kv), tile.mask, into, tile.places))
+        q, keys, sinks = self._q.at(tile.q), kv.at(tile.kv), self._sinks.join(tile)
+        self._emitter.emit(Attend(q, keys, tile.mask, into, tile.places, sinks))
 
     def _at(self, rows: Span) -> tuple[Ref, ...]:
         return tuple(out.at(rows) for out in self._out)

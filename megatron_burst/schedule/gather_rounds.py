@@ -6,7 +6,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from megatron_burst.schedule.emitter import Emitter, Outputs
+from megatron_burst.schedule.emitter import Emitter, Outputs, Sinks
 from megatron_burst.schedule.gather_tiles import StepTiles
 from megatron_burst.schedule.inter_node import Circulating, heads_in_rounds, steps, whole_halo
 from megatron_burst.schedule.pieces import Halo
@@ -57,7 +57,9 @@ class GatherEmitter(Emitter):
                 every = zip(self.tiles, self.order, strict=True)
                 tiles = [tile for of, at in every if at.round == step.round for tile in of.every]
                 q, out = (self.of_queries(name, step.round) for name in ("q", "out"))
-                outputs = Outputs(self, f"round {step.round}", tiles, q, out)
+                heads = self.queries(self.rounds[step.round])
+                sinks = Sinks(tiles, range(heads.start, heads.stop))
+                outputs = Outputs(self, f"round {step.round}", tiles, sinks, q, out)
             for tile in self.tiles[index].before:
                 outputs.compute(tile, self.of_keys("kv", step.round))
             self.keys.prepare_early(index + 1)

@@ -144,13 +144,19 @@ class Fill:
 @dataclass(frozen=True, slots=True)
 class Attend:
     """One forward kernel: out and lse of the queries over the keys and values, which may go into
-    two buffers; `places` as in `mask.Tile`."""
+    two buffers; `places` as in `mask.Tile`.
+
+    Attributes:
+        sinks: the call's query heads that q has, if their attention sinks join here; they join in
+            one kernel for each row.
+    """
 
     q: Ref
     kv: Ref
     mask: Mask
     into: tuple[Ref, ...]
     places: tuple[Places, Places] | Runs | None = None
+    sinks: tuple[int, ...] = ()
     stream: Stream = Stream.COMPUTE
 
     reads = property(lambda self: (self.q, self.kv))

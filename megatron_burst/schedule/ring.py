@@ -14,7 +14,7 @@ Source: BurstEngine (arXiv 2509.19836) for the double ring; the return transfer 
 """
 
 from megatron_burst.schedule.chunks import Meeting, meeting
-from megatron_burst.schedule.emitter import Emitter, restored, seen
+from megatron_burst.schedule.emitter import Emitter, Sinks, restored, seen
 from megatron_burst.schedule.layout import Layout, chunks_of
 from megatron_burst.schedule.mask import Span, Tile, check_mask, tiles
 from megatron_burst.schedule.program import (
@@ -70,11 +70,14 @@ class _Ring(Emitter):
         for step in range(self.spec.topology.cp_size):
             circulating = self.read_hops(step, circulating)
             kv = self.seen(step, self.circulating(step))
-            for number, tile in enumerate(self.tiles_of(step)):
+            tiles_here = self.tiles_of(step)
+            if step == 0:  # the rank's own keys, of which each row sees one at least
+                sinks = Sinks(tiles_here, range(self.spec.shape.heads_q))
+            for number, tile in enumerate(tiles_here):
                 fields = out_fields(self.spec.shape.heads_q, self.spec.shape, Dtype.INPUT)
                 part = self.part(f"part {step}.{number}", len(tile.q), fields)
                 q, keys = Ref("q").at(tile.q), kv.at(tile.kv)
-                self.emit(Attend(q, keys, tile.mask, (part,), tile.places))
+                self.emit(Attend(q, keys, tile.mask, (part,), tile.places, sinks.join(tile)))
                 self.emit(Merge((out.at(tile.q), part), (out.at(tile.q),)))
 
     def backward(self) -> None:
@@ -263,5 +266,6 @@ def _alone(spec: Spec) -> Program:
         side, dq, dkv = (Ref("side"),), Ref("dq"), Ref("dkv")
         emitter.emit(AttendBackward(side, kv, tile.mask, dq, dkv, tile.places))
     else:
-        emitter.emit(Attend(Ref("q"), kv, tile.mask, (Ref("out"),), tile.places))
+        heads = tuple(range(spec.shape.heads_q))
+        emitter.emit(Attend(Ref("q"), kv, tile.mask, (Ref("out"),), tile.places, heads))
     return emitter.program()

@@ -100,8 +100,8 @@ def plan(
     """Predict time and memory of a job, and print its flags.
 
     Sizes and policies that you leave out are those of the fastest strategy that fits in memory.
-    Exit status: 0 for a plan that runs, 2 for refused input, 3 for a plan that does not run,
-    because nothing fits (the closest strategy is shown) or because burst refuses the model.
+    Exit status: 0 for a plan that fits, 2 for refused input, 3 if nothing fits (the closest
+    strategy is shown).
     """
     with in_one_sentence():
         _check_outputs(json, picture)
@@ -136,7 +136,7 @@ def plan(
         )  # fmt: skip
         if json != _STDOUT:
             show(shown)
-    if not found[0].runs:
+    if not found[0].fits:
         raise Exit(_NOT_RUN)
 
 

@@ -27,31 +27,10 @@ def warnings_of(
     """What speaks against taking the best of a search as it is, which was given `fixed` and a
     script's arguments."""
     every = (
-        _refused(job, found), idle_nodes(job), _uneven_length(job, fixed), _tight(job, found),
-        _documents(job), _precision(arguments), _endless(job, found[0]),
+        idle_nodes(job), _uneven_length(job, fixed), _tight(job, found), _documents(job),
+        _precision(arguments), _endless(job, found[0]),
     )  # fmt: skip
     return [one for one in every if one]
-
-
-def _refused(job: Job, found: Sequence[Candidate]) -> str:
-    """What burst refuses of the model, and what that leaves."""
-    what, best = job.model.refused, found[0]
-    if not what:
-        return ""
-    if best.refused:
-        alone = any(one.strategy.cp == 1 for one in found)
-        why = "does not fit in memory" if alone else "is not among what was asked for"
-        return (
-            f"burst attention refuses {what} today: this plan, with CP {best.strategy.cp}, "
-            "predicts what the job would be like, but its run would refuse to start; CP 1, "
-            f"which runs, {why}"
-        )
-    note = f"burst attention refuses {what} today: only CP 1 runs, and the best of that is shown"
-    faster = next((one for one in found if one.refused and one.time), None)
-    if faster and best.time and faster.time.seconds < best.time.seconds:
-        gain = best.time.seconds / faster.time.seconds
-        note += f"; {faster.strategy.layout} would be {gain:.2f} times as fast"
-    return note
 
 
 def _precision(arguments: Arguments) -> str:
@@ -108,7 +87,7 @@ def _tight(job: Job, found: Sequence[Candidate]) -> str:
         f"the peak is {share:.1%} of the usable memory, {free:.1f} GiB below it: what the "
         "planner does not model (fragmentation, uneven experts) may not fit"
     )
-    roomy = (one for one in found if one.runs == best.runs and one.memory.peak <= _TIGHT * usable)
+    roomy = (one for one in found if one.fits == best.fits and one.memory.peak <= _TIGHT * usable)
     if (other := next(roomy, None)) and other.time and best.time:
         slower = other.time.seconds / best.time.seconds - 1
         note += (
@@ -133,7 +112,7 @@ def with_keep(job: Job, best: Candidate) -> str:
     """What keeping all results comes to where a script keeps none; "" if that does not fit."""
     for offload in (False, True):
         more = candidate(job, replace(best.strategy, keep="all", offload=offload))
-        if more.runs and more.time:
+        if more.fits and more.time:
             where = " --burst-keep-offload results" if offload else ""
             return (
                 f"with --burst-keep all{where}: {more.time.seconds:.4g} s, "

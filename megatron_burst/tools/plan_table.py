@@ -149,7 +149,7 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
     if best.strategy.cp > 1 and job.model.full_layers:
         for line in _attention_lines(job, best.strategy):
             say(console, line)
-        if best.time and not best.refused:
+        if best.time:
             say(console, _gain_line(job, best, best.time.seconds))
         if best.strategy.keep == "half":
             say(console, _half_line(job, best))
@@ -163,8 +163,6 @@ def _show_flags(console: Console, shown: Shown) -> None:
     elif not shown.arguments:
         _show_words(console, "Model flags:", as_words(model_flags(job.model)))
     note = "in addition to the model's own" if best.fits else "of what does not fit"
-    if best.refused:
-        note = "of what burst refuses today"
     flags = flag_values(job, best.strategy, best.memory.node, shown.script.flags)
     if not shown.arguments:
         _show_words(console, f"Megatron flags ({note}):", as_words(flags))
@@ -172,7 +170,7 @@ def _show_flags(console: Console, shown: Shown) -> None:
     there = {flag for flag, value in flags.items() if _has(shown.arguments, flag, value)}
     new = {flag: value for flag, value in flags.items() if flag not in there}
     head = "Megatron flags to add or change, started with -m megatron_burst"
-    head += "" if best.runs else f" ({note})"
+    head += "" if best.fits else f" ({note})"
     _show_words(console, f"{head}:", as_words(new) or ["none"])
     old = {flag: flags[flag] for flag in flags if flag in there}
     _show_words(console, "Megatron flags that are there already:", as_words(old) or ["none"])

@@ -34,9 +34,10 @@ def problem(cp_size, tokens, heads, dims, seed, batch=2):
     return [torch.randn(batch, s, *x, generator=generator, dtype=torch.float64) for x in shapes]
 
 
-def truth(q, k, v, dout, mask, scale, edges=(), parents=()):
+def truth(q, k, v, dout, mask, scale, edges=(), parents=(), sink=None):
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = full_attention(*leaves, False, scale, seen_by(mask, edges, q.shape[1], parents))
+    seen = seen_by(mask, edges, q.shape[1], parents)
+    out = full_attention(*leaves, False, scale, seen, sink)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -56,6 +57,14 @@ class Way:
     pulls: bool | str = False  # "one slot": as if slots were large
     edges: tuple[int, ...] = ()  # where documents begin, and where the last one ends
     parents: tuple[int, ...] = ()  # of documents that are segments of a tree
+    sinks: bool = False
+
+    def sink(self, q):
+        """An attention sink for each head, some larger than all scores; one changes nothing."""
+        if not self.sinks:
+            return None
+        scores = torch.linspace(-3, 9, q.shape[2], dtype=torch.float32).to(q.device)
+        return scores.masked_fill(torch.arange(q.shape[2]) == 1, -torch.inf)
 
 
 class Passes:
@@ -79,7 +88,7 @@ class Passes:
         with _ONE_AT_A_TIME, one_slot if way.pulls == "one slot" else nullcontext():
             in_units, (unit, _) = zip(*(one.in_units() for one in (spec, back)), strict=True)
             self.programs = [MODES[way.mode](one) for one in in_units]
-        self.documents = None
+        self.documents, self.sink = None, way.sink(q)
         if way.edges:
             sample = Sample(
                 torch.tensor(way.edges, dtype=torch.int32), None, None, way.parents or None
@@ -93,7 +102,8 @@ class Passes:
 
     def forward(self, q, k, v):
         given = {"q": {"q": q}, "kv": {"k": k, "v": v}}
-        return self.executors[0].run(given | self._outputs(q, 0), documents=self.documents)
+        given |= self._outputs(q, 0)
+        return self.executors[0].run(given, documents=self.documents, sink=self.sink)
 
     def _outputs(self, like, index):
         """Allocate with rows outermost in memory if the inputs have them so."""
@@ -153,13 +163,15 @@ def assert_exact(topology, tensors, way, seed=0, dtype=torch.float64):
     """Check in float64, with inputs that the dtype represents; other dtypes must be as exact as one
     rank."""
     tensors = [x.to(dtype) for x in tensors]
-    expected = truth(*(x.double() for x in tensors), way.mask, way.scale, way.edges, way.parents)
+    sink = way.sink(tensors[0])
+    whole = way.mask, way.scale, way.edges, way.parents, None if sink is None else sink.double()
+    expected = truth(*(x.double() for x in tensors), *whole)
     errors = _errors(topology, tensors, way, seed, expected)
     if dtype is torch.float64:
         assert max(float(error.abs().max()) for error in errors) <= 1e-12
         return
     alone = Way("ring", mask=way.mask, backend=way.backend, scale=way.scale, edges=way.edges,
-                parents=way.parents)  # fmt: skip
+                parents=way.parents, sinks=way.sinks)  # fmt: skip
     eps = torch.finfo(dtype).eps
     # what float32 sums leave where terms cancel
     least = 4 * torch.finfo(torch.float32).eps * max(whole.norm() for whole in expected)

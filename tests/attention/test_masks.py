@@ -81,7 +81,7 @@ def drawn(random: Random) -> Drawn:
         mode, circulate, random.randint(1, per_rank), random.random() < 0.5,
         leaves and random.random() < 0.5, layout, mask, "reference", 0.7,
         random.choice([False, True, "one slot"]) if nodes == 1 and mode != "ring" else False,
-        edges,
+        edges, sinks=random.random() < 0.3,
     )  # fmt: skip
     heads_q = lcm(heads_kv, ranks_of_heads) * random.choice([1, 2])
     return Drawn(nodes, ranks, tokens, (heads_q, heads_kv), way)

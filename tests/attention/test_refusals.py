@@ -73,6 +73,15 @@ CASES = {  # what differs from a good call, and words of the message
         )
         for longest in ("16", 100.5)
     },
+    "no sink": ({"sink": [0.0, 1.0]}, r"sink must be a dense tensor.*got \[0.0, 1.0\]"),
+    "sinks of other heads": (
+        {"sink": torch.zeros(3)},
+        r"sink must have one score for each query head.*got shape \(3,\) and 2 query heads",
+    ),
+    "sinks in another dtype": (
+        {"sink": torch.zeros(2, dtype=torch.float16)},
+        "sink must be in float32 or in q's dtype.*got torch.float16",
+    ),
     "backend": ({"config": BurstConfig(backend="flash")}, "the backend flash must be able"),
 }
 

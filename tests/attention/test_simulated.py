@@ -39,6 +39,7 @@ def cases(draw):
         mask=draw(st.sampled_from(MASKS)),
         backend=draw(st.sampled_from(["reference", "torch-cpu"])),
         scale=draw(st.sampled_from([0.5, 1.3])),
+        sinks=draw(st.booleans()),
     )
     seed = draw(st.integers(0, 9))
     tensors = problem(nodes * ranks, tokens, heads, draw(DIMS), seed)
@@ -84,7 +85,7 @@ def gather_cases(draw):
     way = Way(
         "gather", circulate, draw(st.integers(1, heads[1])), rectangular, left,
         draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
-        draw(st.sampled_from(MASKS)), backend, pulls=draw(pulls(nodes)),
+        draw(st.sampled_from(MASKS)), backend, pulls=draw(pulls(nodes)), sinks=draw(st.booleans()),
     )  # fmt: skip
     return draw(scattered(nodes, ranks)), tensors, way, seed
 
@@ -109,6 +110,7 @@ def a2a_cases(draw):
         left=draw(st.booleans()), layout=draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
         mask=draw(st.sampled_from(MASKS)),
         backend=draw(st.sampled_from(["reference", "torch-cpu"])), pulls=draw(pulls(nodes)),
+        sinks=draw(st.booleans()),
     )  # fmt: skip
     tensors = problem(nodes * ranks, 2 * draw(st.integers(1, 3)), heads, draw(DIMS), seed)
     return draw(scattered(nodes, ranks)), tensors, way, seed

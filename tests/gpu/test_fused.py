@@ -32,10 +32,11 @@ LARGE = [(2, 1000, 5, 128), (1, 4097, 8, 64), (1, 2048, 4, 256), (1, 999, 3, 72)
 @pytest.mark.parametrize("shape", [*SHAPES, *LARGE], ids=str)
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
 @pytest.mark.parametrize("dtypes", MIXES.values(), ids=MIXES)
-def test_merging(shape, dtypes, in_place):
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_merging(shape, dtypes, in_place, sinks):
     """Guards against what the interpreter cannot show: in place, a thread that overwrites what
     another reads; misalignment; bf16 not rounded to nearest."""
-    check_merge(compare_merge(partial, "cuda", shape, dtypes, in_place))
+    check_merge(compare_merge(partial, "cuda", shape, dtypes, in_place, sinks))
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *LARGE], ids=str)

@@ -79,6 +79,20 @@ def test_equals_float64(name, band, delta):
         assert all(error <= BOUND for error in errors.values()), (strided, errors)
 
 
+@pytest.mark.parametrize("band", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", kernels())
+def test_sinks_equal_float64(name, band):
+    """Guards against sinks in another convention or of another head, and rows without a key. Sinks
+    in float32, then in bf16."""
+    backend = backend_for(name, band)
+    if not backend.capability.sinks:
+        pytest.skip("its sinks join in a pass of their own")
+    for strided in (False, True):
+        given = replace(band, dtype=torch.bfloat16, strided=strided, sinks=True)
+        errors = errors_of(backend, given, "cuda", into=strided)
+        assert all(error <= BOUND for error in errors.values()), (strided, errors)
+
+
 @pytest.mark.parametrize(
     ("heads", "causal"),
     [((4, 4), False), ((8, 2), True), *whole(((4, 4), True), ((8, 2), False))],

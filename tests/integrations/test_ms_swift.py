@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_burst.errors import BurstError
 from tests.integrations.packed import LENGTHS, TOLERANCE, core_of, documents, one_by_one, run_of
 from tests.mcore.gpt import (
     Parallel,
@@ -68,8 +67,7 @@ def model_of(cp: int, **options):
 
 
 def packed_by_swift(rank, plugin):
-    """What cp_comm_type became, layers, errors of loss and gradients, and the message about
-    sinks."""
+    """What cp_comm_type became, layers, errors of loss and gradients."""
     from swift.megatron.trainers.utils import prepare_batch
 
     start(Parallel())
@@ -93,10 +91,8 @@ def packed_by_swift(rank, plugin):
         run = Run(_sum_over_cp(loss.detach()), _complete_grads(gpt))
     else:
         run = run_of(gpt, gpt(**batch), labels)
-    with pytest.raises(BurstError) as refused:  # of gpt-oss
-        model_of(2, cp_comm_type=args.cp_comm_type, softmax_type="learnable")
     kinds = args.cp_comm_type, core_of(gpt), hasattr(gpt, "fused_head")
-    return kinds, relative_errors(run, truth), str(refused.value)
+    return kinds, relative_errors(run, truth)
 
 
 @pytest.mark.parametrize("options", ["", "fused_loss=1"])
@@ -104,7 +100,6 @@ def test_a_plugin_file_switches_burst_on_and_swifts_rows_are_bursts(tmp_path, op
     plugin = tmp_path / "burst.py"
     plugin.write_text("import megatron_burst.auto\n")
     found = run_ranks(packed_by_swift, 2, str(plugin), environment={"MEGATRON_BURST": options})
-    for kinds, errors, refused in found:
+    for kinds, errors in found:
         assert kinds == ("burst", "BurstCoreAttention", bool(options))
         assert max(errors.values()) < TOLERANCE, errors
-        assert "attention sinks are not supported yet; got softmax_type=learnable" in refused

@@ -35,6 +35,12 @@ class Band:
     batch: int = 1
     dtype: torch.dtype = torch.float64
     strided: bool = False  # inputs and gradients lie side by side in wider rows
+    sinks: bool = False  # whether forward has attention sinks; backward does not know of them
+
+    @property
+    def sink(self) -> Tensor:
+        """[heads]: some sinks larger than all scores."""
+        return torch.arange(self.heads) % 9 - 2.0
 
     @property
     def scale(self) -> float:
@@ -155,11 +161,34 @@ def results_of(
     return dict(zip(("out", "lse", *NAMES[1:]), (out, lse, *grads), strict=True))
 
 
+def errors_with_sinks(backend: Backend, band: Band, device: str, into: bool) -> dict[str, float]:
+    """`errors_of` forward with sinks: of out, and of lse."""
+    inputs = band.inputs(device)
+    plain = truth_of(band, inputs)
+    sink = band.sink.to(device).view(1, -1, 1)
+    lse = torch.logaddexp(plain["lse"], sink.double())
+    out = plain["out"] * (plain["lse"] - lse).exp().transpose(1, 2).unsqueeze(-1)
+    told = None
+    if into:
+        kinds = backend.forward(*inputs[:3], band.scale, band.visible(device))
+        told = beside(kinds[0] + 9, True), apart(torch.ones_like(kinds[1]), True)
+    for dtype in (torch.float32, band.dtype):
+        got = backend.forward(
+            *inputs[:3], band.scale, band.visible(device), into=told,
+            sink=sink.flatten().to(dtype),
+        )  # fmt: skip
+    difference = (got[1].double() - lse).abs()
+    largest = float(difference.max()) if difference.numel() else 0.0
+    return {"out": relative(got[0], out), "lse": largest}
+
+
 def errors_of(
     backend: Backend, band: Band, device: str = "cpu", into: bool = False,
     with_delta: bool | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Relative errors in norm by name; for lse the largest difference, infinite if one is NaN."""
+    if band.sinks:
+        return errors_with_sinks(backend, band, device, into)
     inputs = band.inputs(device)
     truth = truth_of(band, inputs)
     with_delta = backend.capability.takes_delta if with_delta is None else with_delta

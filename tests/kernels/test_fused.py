@@ -75,18 +75,22 @@ def parts_with_empty_rows(shape, dtypes, device):
     return list(zip(outs, lses, strict=True))
 
 
-def compare_merge(kernels, device, shape, dtypes, in_place):
+def compare_merge(kernels, device, shape, dtypes, in_place, sinks=False):
     """Errors of merge_parts by name."""
     parts = parts_with_empty_rows(shape, dtypes, device)
+    sink = torch.linspace(-9, 9, shape[2], device=device).to(dtypes[0]) if sinks else None
     lses = torch.stack([lse.double() for _, lse in parts])
     lse_truth = lses.logsumexp(0)
+    if sinks:
+        lse_truth = lse_truth.logaddexp(sink.double().view(1, -1, 1))
     weights = (lses - lse_truth.nan_to_num(neginf=0)).exp().transpose(2, 3).unsqueeze(-1)
     truth = sum(x.double().nan_to_num() * w for (x, _), w in zip(parts, weights, strict=True))
     plain, plain_lse = torch.empty(shape, dtype=dtypes[2]), torch.empty(lse_truth.shape)
-    partial.merge_parts(plain, plain_lse, [(x.cpu(), y.cpu()) for x, y in parts])
+    partial.merge_parts(plain, plain_lse, [(x.cpu(), y.cpu()) for x, y in parts],
+                        sink if sink is None else sink.cpu())  # fmt: skip
     out, lse = parts[2] if in_place else (cut(torch.ones_like(x), 2) for x in parts[2])
     surroundings = around(out), around(lse)
-    kernels.merge_parts(out, lse, parts)
+    kernels.merge_parts(out, lse, parts, sink)
     return {
         "out": excess(out, truth, one_rounding(device, dtypes[2])),
         "out against torch": excess(out.cpu(), plain.double(), 2 * torch.finfo(dtypes[2]).eps),
@@ -196,12 +200,13 @@ def check_delta(errors):
     assert errors["other places"] == errors["row without gradient"] == 0, errors
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
 @pytest.mark.parametrize("dtypes", MIXES.values(), ids=MIXES)
-def test_merging(interpreter, dtypes, in_place):
+def test_merging(interpreter, dtypes, in_place, sinks):
     """Guards against wrong strides or masks, a second rounding, NaN from parts that saw no key."""
     for shape in SHAPES:
-        check_merge(interpreter(compare_merge, shape, dtypes, in_place))
+        check_merge(interpreter(compare_merge, shape, dtypes, in_place, sinks))
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])

@@ -53,6 +53,20 @@ def test_merging_several_parts_rounds_once(dtype):
         assert (lse - lses.logsumexp(0)).abs().max() <= 1e-7 * max(shift, 10)
 
 
+def test_a_sink_is_one_more_part_without_values():
+    """In place, as after a kernel; rows without a key have its lse, unless it is none either."""
+    sink = torch.tensor([0.5, -torch.inf])
+    out, lse = torch.randn(1, 3, 2, 4), torch.randn(1, 2, 3)
+    out[:, 0], lse[:, :, 0] = torch.nan, -torch.inf
+    weight = (lse - lse.logaddexp(sink.view(1, 2, 1))).exp().nan_to_num()
+    expected = out.nan_to_num() * weight.transpose(1, 2).unsqueeze(-1)
+    before = lse.clone()
+    merge_parts(out, lse, [(out, lse)], sink)
+    assert torch.allclose(out, expected, atol=1e-6)
+    assert torch.allclose(lse, before.logaddexp(sink.view(1, 2, 1)), atol=1e-6)
+    assert lse[0, :, 0].tolist() == [0.5, -torch.inf]
+
+
 def test_a_part_is_not_looked_at_where_it_has_seen_nothing():
     """Guards against 0 * NaN: kernels leave garbage in rows without a key. In place, as in a
     ring."""

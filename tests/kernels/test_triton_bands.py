@@ -35,6 +35,13 @@ def test_bands_and_segments_equal_float64(interpreter, band, how):
     check(interpreter(replace(band, dtype=dtype, strided=strided), sizes, tma), dtype)
 
 
+@pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
+def test_sinks_equal_float64(interpreter, band):
+    """Guards against sinks of another head, and rows without a key."""
+    band = replace(band, dtype=torch.float32, strided=True, sinks=True, heads_kv=1)
+    check(interpreter(band, (16, 32), False), torch.float32)
+
+
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(bands(windows=True, longest=40, most=3))
 def test_any_band_equals_float64(interpreter, band):

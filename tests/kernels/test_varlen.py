@@ -7,6 +7,7 @@ segments and rows without a key (flash_api.cpp); FlashAttention-4's shapes and o
 
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from megatron_burst.kernels import torch_gpu as flash
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.fa4 import FlashAttention4
 from megatron_burst.kernels.flash_attn import FlashAttention2, FlashAttention3
+from megatron_burst.kernels.partial import merge_parts
 from megatron_burst.kernels.reference import Reference
 from megatron_burst.kernels.torch_gpu import Flash
 from megatron_burst.kernels.visible import Segments, Visible
@@ -178,12 +180,15 @@ class FlashAttn4:
     def _flash_attn_fwd(
         self, q, k, v, *, softmax_scale=None, causal=False, return_lse=False, out=None, lse=None,
         window_size_left=None, window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None,
-        max_seqlen_q=None, max_seqlen_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, learnable_sink=None,
     ):  # fmt: skip
         where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         visible = self.visible(q, k, causal, window_size_left, window_size_right, where)
         run = Reference().forward if cu_seqlens_q is None else self.varlen
         found = run(q, k, v, softmax_scale, visible)
+        if learnable_sink is not None:
+            whole = [x if cu_seqlens_q is None else x.unsqueeze(0) for x in found]
+            merge_parts(*whole, [whole], learnable_sink)
         for target, result in zip((out, lse), found, strict=True):
             if target is not None:
                 assert target.shape == result.shape
@@ -225,16 +230,17 @@ KERNELS = {
 
 @pytest.mark.parametrize("name", KERNELS)
 @settings(max_examples=80, deadline=None)
-@given(band=bands(windows=True), into=st.booleans(), with_delta=st.booleans())
-@example(band=Band((9,), (3,), None, 4, packed=False), into=False, with_delta=False)
-@example(band=Band((9,), (3,), 0, None), into=True, with_delta=True)
-def test_a_kernel_is_asked_for_what_is_visible(name, band, into, with_delta):
+@given(band=bands(windows=True), into=st.booleans(), with_delta=st.booleans(), sinks=st.booleans())
+@example(band=Band((9,), (3,), None, 4, packed=False), into=False, with_delta=False, sinks=False)
+@example(band=Band((9,), (3,), 0, None), into=True, with_delta=True, sinks=True)
+def test_a_kernel_is_asked_for_what_is_visible(name, band, into, with_delta, sinks):
     kind, stand_in = KERNELS[name]
     with ExitStack() as stack:
         stack.enter_context(stand_in)
         backend = kind()
         assert backend.missing() is None
         with_delta = with_delta and backend.capability.takes_delta
+        band = replace(band, sinks=sinks and backend.capability.sinks)
         errors = errors_of(backend, band, into=into, with_delta=with_delta)
     assert all(error <= 1e-12 for error in errors.values()), errors
 

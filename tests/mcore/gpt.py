@@ -33,12 +33,15 @@ class Model:
         tied: whether embedding and output layer share their weights.
         recompute: whether backward runs each layer's forward again.
         latent: multi-head latent attention (MLA) instead of grouped queries.
+        sinks: Megatron's softmax_type; learned ones with a window in every second layer, as in
+            gpt-oss.
     """
 
     groups: int = 2
     tied: bool = False
     recompute: bool = False
     latent: bool = False
+    sinks: str = "vanilla"
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,10 @@ def config_of(parallel: Parallel = Parallel(), model: Model = Model(), **overrid
     )  # fmt: skip
     if model.recompute:
         options |= FULL_RECOMPUTE
+    if model.sinks != "vanilla":
+        options |= dict(softmax_type=model.sinks)
+    if model.sinks == "learnable":
+        options |= dict(window_size=(8, 0), window_attn_skip_freq=2)
     if not model.latent:
         return TransformerConfig(**options | overrides)
     options |= dict(num_query_groups=HEADS, kv_channels=16, rope_type="rope", q_lora_rank=None)

@@ -183,7 +183,6 @@ REFUSED = {  # with the value shown in the message
     "--hybrid-context-parallel": "hybrid_context_parallel=True",
     "--recompute-modules mlp --recompute-granularity selective": "--recompute-modules mlp",
     "--use-kitchen-attention": "use_kitchen_attention=True",
-    "--softmax-type off-by-one": "softmax_type=off-by-one",
     "--qk-clip": "qk_clip=True",
     "--log-max-attention-logit": "log_max_attention_logit=True",
     "--cuda-graph-impl local": "cuda_graph_impl=local",

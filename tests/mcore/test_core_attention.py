@@ -67,7 +67,6 @@ def test_parameters_are_in_the_order_of_the_class_that_is_replaced():
 REFUSED_CONFIGS = [  # fields of the configuration, arguments of a layer
     (dict(attention_dropout=0.1), {}),
     ({}, dict(attention_dropout=0.2)),
-    (dict(softmax_type="learnable"), {}),
     (dict(fp8_dot_product_attention=True), {}),
     (dict(fp8_multi_head_attention=True), {}),
     (dict(qk_clip=True), {}),

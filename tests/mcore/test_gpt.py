@@ -60,6 +60,14 @@ CASES = {
     "one rank": Case(Model(tied=True), ALONE),
     "one rank, MLA": Case(Model(latent=True), ALONE),
     "one rank, half kept": Case(Model(recompute=True), ALONE, BurstConfig(keep="half")),
+    "sinks": Case(Model(sinks="learnable")),
+    "sinks, all kept": Case(
+        Model(sinks="learnable", recompute=True), FLAT, BurstConfig(nodes=2, keep="all")
+    ),
+    "sinks, half kept": Case(
+        Model(sinks="learnable", recompute=True), TP_AND_CP, BurstConfig(keep="half")
+    ),
+    "softmax off by one": Case(Model(sinks="off-by-one")),
     "MLA, kv": Case(Model(latent=True), FLAT, BurstConfig(nodes=2, circulate="kv")),
     "MLA, q": Case(Model(latent=True), burst=BurstConfig(nodes=2, circulate="q")),
 }

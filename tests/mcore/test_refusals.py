@@ -108,7 +108,6 @@ CASES = {
             ["zigzag", dict(attention_cp_layout="contiguous", context_parallel_size=1)],
         ),
         "use_kitchen_attention": FLAG,
-        "softmax_type": (["off-by-one", "learnable"], ["vanilla"]),
         "qk_clip": FLAG,
         "log_max_attention_logit": FLAG,
         "flash_attention_version": ([3], []),

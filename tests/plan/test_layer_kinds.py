@@ -14,7 +14,6 @@ from megatron_burst.tools.job.flags import as_words, model_flags
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.model import PRESETS, Windows
 from megatron_burst.tools.job.model_file import from_hugging_face, from_megatron
-from megatron_burst.tools.job.search import search
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy
 from tests.plan.configs import (
@@ -50,7 +49,6 @@ def test_windows_of_published_configs(config, billions, size, windows):
     assert found.params / 1e9 == pytest.approx(billions, rel=0.005)
     assert found.windows == Windows(size, tuple(windows))
     assert found.sinks == (config is GPT_OSS_20B)
-    assert ("sinks" in found.refused) == bool(found.refused) == found.sinks
 
 
 @pytest.mark.parametrize(
@@ -71,13 +69,12 @@ def test_windows_of_published_configs(config, billions, size, windows):
 def test_keys_that_say_which_layers_have_windows(changes, windows):
     found = model(DENSE | changes)
     assert found.windows == (windows and Windows(changes["sliding_window"], tuple(windows)))
-    assert not found.refused
 
 
 @pytest.mark.parametrize("config", [QWEN_2_5_7B, MIXTRAL_8X7B])
 def test_windows_that_are_switched_off_are_none(config):
     found = model(config)
-    assert found.windows is None and not found.refused and found.full_layers == found.layers
+    assert found.windows is None and found.full_layers == found.layers
 
 
 @pytest.mark.parametrize(
@@ -170,15 +167,3 @@ def test_model_flops_count_a_window_as_far_as_it_sees():
     pairs = sum(min(row + 1, 4096) for row in range(seq)) / seq
     attention = windowed.flops_per_token(seq) - 6 * windowed.matmul_params
     assert attention == pytest.approx(12 * 32 * 32 * 128 * pairs, rel=1e-3)
-
-
-def test_what_burst_refuses_comes_behind_what_runs():
-    job = Job(model(GPT_OSS_20B), M // 8, 8, 8, 8, preset("h200"))
-    found = search(job)
-    fitting = [one for one in found if one.fits]
-    assert found[0].runs and {one.strategy.cp for one in fitting if one.runs} == {1}
-    refused = [one for one in fitting if not one.runs]
-    assert refused and fitting[-len(refused) :] == refused
-    assert all(one.strategy.cp > 1 and "sinks" in one.refused for one in refused)
-    plain = search(replace(job, model=replace(job.model, windows=None, sinks=False)))
-    assert all(one.runs for one in plain if one.fits)

@@ -232,6 +232,10 @@ def _attend(values, program: Program, op: ops.Attend) -> None:
     q = _taken(values.read(program, op.q), "q", (op.q,))
     k = _keys(values, values.read(program, op.kv), (op.kv,))
     met = _tile(values, program, op, q, k)
+    if op.sinks:
+        if any([cell.head for cell in row] != list(op.sinks) for row in q):
+            raise WrongError(f"sinks of heads {op.sinks} join queries of others")
+        met = [[of | 1 << values.size for of in row] for row in met]
     for name in ("out", "lse"):
         made = [[Cell(name, cell.position, cell.head, of) for cell, of in zip(*both, strict=True)]
                 for both in zip(q, met, strict=True)]  # fmt: skip
@@ -265,7 +269,8 @@ def _side(values, side: Fields, refs: Sequence[Ref]) -> Rows:
     """q, after checking that the query side is complete.
 
     Raises:
-        WrongError: if a field is missing or has other rows or heads, or lse is not over all keys.
+        WrongError: if a field is missing or has other rows or heads, or lse is not over all keys
+            and the sink.
     """
     q = _taken(side, "q", refs)
     others = ("dout", "lse", *(name for name in ("delta", "out") if name in side))
@@ -277,7 +282,7 @@ def _side(values, side: Fields, refs: Sequence[Ref]) -> Rows:
                 raise WrongError(f"q is {row} where {name} is {other}")
     for row in _taken(side, "lse", refs):
         for cell in row:
-            if cell.of != values.visible(cell.position):
+            if cell != values.whole("lse", cell.position, cell.head):
                 raise WrongError(f"lse of position {cell.position} is over {bits(cell.of)} only")
     return q
 

@@ -86,7 +86,9 @@ class Values:
 
     def whole(self, field: str, position: int, head: int) -> Cell:
         """The cell that is correct, with everything summed into it."""
-        if field in ("out", "lse", "dq"):
+        if field in ("out", "lse"):  # with the sink as one more key
+            return Cell(field, position, head, self.visible(position) | 1 << self.size)
+        if field == "dq":
             return Cell(field, position, head, self.visible(position))
         if field in ("dk", "dv"):
             queries = (q for q in range(self.size) if self.visible(q) >> position & 1)

@@ -154,6 +154,16 @@ def wrong_mask(passes: Passes, orders: Orders) -> Iterator[Mutant]:
             yield f"{turn}:{index} {new.mask}", _with_ops(passes, turn, index, new), None
 
 
+def wrong_sinks(passes: Passes, orders: Orders) -> Iterator[Mutant]:
+    """Let sinks join twice, never, or those of other heads."""
+    for turn, index, op in _ops(passes, Attend):
+        heads = next(f.heads for f in passes[turn][RANK].buffers[op.q.buffer].fields)
+        own = op.sinks or tuple(range(heads))
+        for other in {(), own, tuple(head + 1 for head in own)} - {op.sinks}:
+            new = replace(op, sinks=other)
+            yield f"{turn}:{index} sinks {other}", _with_ops(passes, turn, index, new), None
+
+
 def freed_part(passes: Passes, orders: Orders) -> Iterator[Mutant]:
     """Free a part one operation before its last use."""
     for turn, ranks in enumerate(orders):
@@ -180,5 +190,5 @@ def part_beside(passes: Passes, orders: Orders) -> Iterator[Mutant]:
 
 MUTATIONS = (
     no_wait, no_operation, summed_twice, no_part, swapped_transfers, early_reuse, wrong_rows,
-    wrong_message, wrong_mask, freed_part, part_beside,
+    wrong_message, wrong_mask, wrong_sinks, freed_part, part_beside,
 )  # fmt: skip

@@ -16,7 +16,7 @@ from megatron_burst.tools.job.search import layouts, search
 from megatron_burst.tools.job.strategy import Job
 from megatron_burst.tools.main import app
 from megatron_burst.tools.plan_notes import warnings_of
-from tests.plan.configs import GEMMA_3_27B, GPT_OSS_20B, LLAMA_3_8B, MISTRAL_7B, MIXTRAL_8X7B
+from tests.plan.configs import GEMMA_3_27B, LLAMA_3_8B, MISTRAL_7B, MIXTRAL_8X7B
 
 LLAMA = "llama3-8b --seq-length 256k --gpus 16"
 JOB = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 16, preset("h200"))
@@ -179,15 +179,6 @@ def test_flags_of_a_model_that_is_not_understood_are_not_printed(config, tmp_pat
     written = json.loads(plan.read_text())
     assert written["model_flags"] is None
     assert written["job"]["model"]["unknown"] == ["brand_new_attention yes"]
-
-
-def test_what_burst_refuses_is_planned_with_a_warning_and_not_run(config, tmp_path):
-    path, plan = config(GPT_OSS_20B), tmp_path / "plan.json"
-    text = run(f"{path} --seq-length 128k --gpus 8 --cp 8 --json {plan}", code=3)
-    assert "burst attention refuses attention sinks today" in text
-    assert "its run would refuse to start" in text and "of what burst refuses today" in text
-    written = json.loads(plan.read_text())
-    assert written["best"]["fits"] and "sinks" in written["best"]["refused"]
 
 
 def test_a_plan_of_a_config_prints_the_models_flags(config, tmp_path):

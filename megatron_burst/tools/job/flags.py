@@ -68,7 +68,6 @@ def _describe(one: Candidate, best: Candidate) -> dict[str, Any]:
     described = {
         "strategy": asdict(one.strategy),
         "fits": one.fits,
-        "refused": one.refused,
         "memory_gib": {name: round(gib, 3) for name, gib in one.memory.in_gib().items()},
         "why": loses(one, best),
     }

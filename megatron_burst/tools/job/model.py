@@ -153,11 +153,6 @@ class Model:
         return self.layers * self.attention_params + dense + moe + self.embedding_params
 
     @property
-    def refused(self) -> str:
-        """What burst attention refuses about it, as text; "" if nothing."""
-        return "attention sinks" if self.sinks else ""
-
-    @property
     def full_layers(self) -> int:
         """Layers whose queries see all earlier keys."""
         return self.layers - (self.windows.count if self.windows else 0)

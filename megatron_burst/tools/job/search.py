@@ -47,16 +47,10 @@ class Candidate:
     time: StepTime | None  # of a step; None if it does not fit
     over_gib: float  # GPU memory that is missing; 0 if none is
     host_over_gib: float  # host memory that is missing
-    refused: str = ""  # what burst attention refuses of the model, where the strategy needs it
 
     @property
     def fits(self) -> bool:
         return self.over_gib <= 0 and self.host_over_gib <= 0
-
-    @property
-    def runs(self) -> bool:
-        """Whether it fits and nothing refuses it."""
-        return self.fits and not self.refused
 
 
 def candidate(job: Job, strategy: Strategy) -> Candidate:
@@ -77,8 +71,7 @@ def _look_at(job: Job, strategy: Strategy) -> Candidate:
     memory = memory_of(job, strategy)
     over, node_over = _missing_gib(job, memory)
     time = step_time(job, strategy, memory) if over <= 0 and node_over <= 0 else None
-    refused = job.model.refused if strategy.cp > 1 else ""
-    return Candidate(strategy, memory, time, max(0.0, over), max(0.0, node_over), refused)
+    return Candidate(strategy, memory, time, max(0.0, over), max(0.0, node_over))
 
 
 def _missing_gib(job: Job, memory: Memory) -> tuple[float, float]:
@@ -93,8 +86,7 @@ def _missing_gib(job: Job, memory: Memory) -> tuple[float, float]:
 def search(
     job: Job, fixed: Fixed = (), watch: Watch = iter, of_script: Named = ()
 ) -> tuple[Candidate, ...]:
-    """All candidates, the fastest first, then those that burst refuses, then what does not fit,
-    the nearest to fitting first.
+    """All candidates, the fastest first, then what does not fit, the nearest to fitting first.
 
     `fixed` has fields of `Strategy` that are given, e.g. (("tp", 2), ("keep", "all")); `watch` goes
     through the layouts, to show how far it is; `of_script` has fields among them that a script
@@ -217,7 +209,7 @@ def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:
 def _rank(one: Candidate) -> tuple:
     if one.time:  # among equals, the one without host copies, which are free on paper only
         copies = one.strategy.offload + one.strategy.offload_inputs
-        return not one.runs, one.time.seconds * (1 + 0.001 * copies), one.memory.peak
+        return not one.fits, one.time.seconds * (1 + 0.001 * copies), one.memory.peak
     return 2, one.over_gib + one.host_over_gib, 0
 
 
@@ -236,8 +228,6 @@ def loses(one: Candidate, best: Candidate) -> str:
     extra = {part: theirs[part] - ours.get(part, 0.0) for part in theirs}
     part = max(extra, key=extra.__getitem__)
     slower = one.time.seconds / best.time.seconds - 1
-    if one.refused and not best.refused:
-        return f"refused by burst; {abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
     if slower < 0.0005:
         same = one.strategy.layout == best.strategy.layout
         return "as fast, with other copies to host memory" if same else "as fast"
