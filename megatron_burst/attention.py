@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,7 @@ def burst_attention(
     cu_seqlens_padded: Tensor | None = None,
     max_seqlen: int | None = None,
     prefix_tree: Sequence[int] | Tensor | None = None,
+    slices: Tensor | None = None,
     sink: Tensor | None = None,
     layout: Literal["zigzag", "contiguous", "striped", "zigzag-documents"] = "zigzag",
     qkv_format: Literal["bshd", "sbhd", "thd"] = "bshd",
@@ -94,6 +95,13 @@ def burst_attention(
             or after the last descendant of its previous sibling. Causal only, without windows and
             padding, in "zigzag" or "contiguous"; synchronizes once per sample if `cu_seqlens` is on
             a GPU.
+        slices: int32 or int64 [slices, 5] on the CPU: queries [start, stop), keys [start, stop) and
+            kind of each part of the score matrix that is computed, by positions in the whole
+            sample; all else is masked. Kinds: 0 full; 1 causal, the last query level with the last
+            key; 2 inverse causal, the first query level with the first key; 3 both. They must not
+            overlap, and no key may be behind a query unless `causal` is False. `layout` "zigzag" or
+            "contiguous", or "zigzag-documents" with `cu_seqlens`, which then says only where rows
+            are. Makers of usual masks: `megatron_burst.slices`.
         sink: [h], float32 or q's dtype: attention sinks, one more score for each query of a head,
             without a value (gpt-oss); zeros are softmax-off-by-one. The same on all ranks. Its
             gradient is of this rank's rows: sum it over the group, as Megatron does with gradients
@@ -124,7 +132,7 @@ def burst_attention(
     Source: BurstAttention (arXiv 2403.09347), BurstEngine (arXiv 2509.19836).
     """
     refuse_transforms(_WHO, q, k, v, sink)
-    sample = Sample(cu_seqlens, cu_seqlens_padded, max_seqlen, prefix_tree)
+    sample = Sample(cu_seqlens, cu_seqlens_padded, max_seqlen, prefix_tree, slices)
     config = BurstConfig() if config is None else config
     asked = Asked(
         causal, window, softmax_scale, layout, qkv_format, return_lse, config, layer, sample.given
@@ -140,12 +148,9 @@ def burst_attention(
     if qkv_format == "thd":
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
-    documents = None
-    if cu_seqlens is not None:
-        sizes = q.shape[1], group.size()
-        documents = _documents(
-            state, partial(documents_of, state.samples, sample, sizes, layout, q)
-        )
+    sizes, documents = (q.shape[1], group.size()), None
+    if asked.given:
+        documents = _documents(state, sample, causal, sizes, layout, q)
     run = partial(_attend, prepared=prepared, documents=documents, layer=layer)
     tensors = (q, k, v) if sink is None else (q, k, v, sink)
     out, lse = prepared.keep(run, tensors) if prepared.keep else run(*tensors)
@@ -239,14 +244,20 @@ def _named(what: str, choice: Choice) -> Choice:
     return replace(choice, value=f"{what} {choice.value}")
 
 
-def _documents(state: Group, find: Callable[[], Documents]) -> Documents:
-    """The documents of a sample; tells the other ranks if it is refused.
+def _documents(
+    state: Group, sample: Sample, causal: bool, sizes: tuple[int, int], layout: str, like: Tensor
+) -> Any:
+    """The documents of a sample, or its slices; tells the other ranks if they are refused.
 
     Raises:
-        BurstError: if it is.
+        BurstError: if they are.
     """
     try:
-        return find()
+        if sample.slices is None:
+            return documents_of(state.samples, sample, sizes, layout, like)
+        from megatron_burst.engine.slices import slices_of  # most runs never load it
+
+        return slices_of(state.samples, sample, causal, sizes, layout, like)
     except BurstError as error:
         state.refuse(error)
 

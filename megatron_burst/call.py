@@ -14,7 +14,7 @@ from megatron_burst.errors import BurstError, Need, require
 from megatron_burst.kernels.backends import Problem, arch_of, choose_backend, multiprocessors
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.schedule.layout import Layout, check_tokens
-from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.mask import SLICES, Mask
 from megatron_burst.schedule.spec import AttentionShape, Circulate, Kernel, Spec
 from megatron_burst.schedule.topology import Topology
 
@@ -63,7 +63,10 @@ class Call:
 
     @property
     def mask(self) -> Mask:
-        """Which keys a query sees, by position."""
+        """Which keys a query sees, by position; slices, as documents, only tell a run."""
+        if "slices" in self.given:
+            in_order = self.causal and self.layout != Layout.DOCUMENTS
+            return Mask(None, 0 if in_order else None, True)
         return Mask(*self.window, self.packed)
 
     @property
@@ -81,7 +84,7 @@ class Call:
         return Problem(
             device.type, self.dtypes[0], shape.dim_qk, shape.dim_v,
             shape.heads_q != shape.heads_kv, self.config.deterministic, arch_of(device),
-            mask.needs,
+            frozenset({SLICES}) if "slices" in self.given else mask.needs,
         )  # fmt: skip
 
     def facts(self) -> dict[str, str]:
@@ -380,9 +383,10 @@ def _of_names(call: Call) -> Iterator[Need]:
 
 
 def _of_sample(call: Call) -> Iterator[Need]:
-    others, tree = ", ".join(call.given), "prefix_tree" in call.given
+    tree, slices = "prefix_tree" in call.given, "slices" in call.given
+    others = ", ".join(name for name in call.given if name != "slices")
     yield (
-        call.packed or not call.given,
+        call.packed or not others,
         f"cu_seqlens must come with {others}, because it says where documents begin and end",
         "no cu_seqlens",
         f"pass it, or leave out {others}",
@@ -393,6 +397,27 @@ def _of_sample(call: Call) -> Iterator[Need]:
         "ancestors of its segment",
         f"causal={call.causal} and window={call.window}",
         "leave out causal and window, or prefix_tree",
+    )
+    yield (
+        not slices or (call.window in ((None, 0), (None, None)) and not tree),
+        "slices must come without a window and a prefix tree, because they say alone what a query "
+        "sees",
+        f"window={call.window}" + ", prefix_tree" * tree,
+        "leave these out, and add slices for them",
+    )
+    yield (
+        not slices or call.layout != Layout.STRIPED,
+        "with slices the sample must be sharded in chunks, because kernels are told where a "
+        "rank's rows are",
+        "layout striped",
+        "shard it in zigzag or contiguous",
+    )
+    yield (
+        not slices or not call.packed or call.layout == Layout.DOCUMENTS,
+        "slices must come without cu_seqlens, except in the layout zigzag-documents, because they "
+        "say alone what a query sees",
+        "both",
+        "leave cu_seqlens out, and add slices for the documents",
     )
     yield (
         not tree or call.layout != Layout.DOCUMENTS,

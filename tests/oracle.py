@@ -61,6 +61,22 @@ def seen_by(mask: Mask, edges: Sequence[int], tokens: int, parents: Sequence[int
     return seen
 
 
+def seen_by_slices(slices: Sequence[Sequence[int]], tokens: int) -> Tensor:
+    """Which keys each query sees, [queries, keys], pair by pair."""
+    seen = torch.zeros(tokens, tokens, dtype=torch.int64)
+    for q_start, q_stop, k_start, k_stop, kind in slices:
+        row = torch.arange(q_start, q_stop).unsqueeze(1)
+        key = torch.arange(k_start, k_stop)
+        part = torch.ones(len(row), len(key), dtype=torch.bool)
+        if kind & 1:  # the last query is level with the last key
+            part &= key - (k_stop - 1) <= row - (q_stop - 1)
+        if kind & 2:  # the first query is level with the first key
+            part &= key - k_start >= row - q_start
+        seen[q_start:q_stop, k_start:k_stop] += part
+    assert seen.max() <= 1
+    return seen.bool()
+
+
 def rows_of(
     layout: Layout, cp_rank: int, cp_size: int, tokens: int, edges: Sequence[int] = ()
 ) -> Tensor:

@@ -17,7 +17,7 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"schedule"},
     {"rules", "rates"},
     {"resolve"},
-    {"config", "environment", "transforms"},
+    {"config", "environment", "transforms", "slices"},
     {"recompute.checkpoints"},
     {"mcore.patches"},  # a table of names, which loads neither Megatron nor torch
     {"kernels"},

@@ -21,10 +21,10 @@ from megatron_burst.engine.sample import (
 )
 from megatron_burst.engine.tree import Branch, Tree, rows_before
 from megatron_burst.errors import require
-from megatron_burst.kernels.visible import Segments
+from megatron_burst.kernels.visible import Segments, Visible
 from megatron_burst.say import say_once
 from megatron_burst.schedule.layout import Layout, Numbers, Runs, chunks_of
-from megatron_burst.schedule.mask import Places, in_rows
+from megatron_burst.schedule.mask import Band, Places, in_rows
 
 _WHO = "burst attention"
 
@@ -134,9 +134,9 @@ class Documents:
             require(self._who, of_values(starts, padded, self._layout, sizes))
             self._doubt(int((starts if padded is None else padded)[-1]))
             text = f"{starts.tolist()} {padded.tolist() if padded is not None else ''}"
-            self._told = {"cu_seqlens": _in_words(text, len(starts) - 1)}
+            self._told = {"cu_seqlens": told_briefly(text, len(starts) - 1)}
             if self._parents is not None:
-                self._told["prefix_tree"] = _in_words(f"{self._parents}", len(starts) - 1)
+                self._told["prefix_tree"] = told_briefly(f"{self._parents}", len(starts) - 1)
         return self._told
 
     def _doubt(self, end: int) -> None:
@@ -157,6 +157,13 @@ class Documents:
             places = in_rows(q, unit), in_rows(keys, unit)
             self._branches[call] = self._tree.branches(*places, self._starts.device)
         return self._branches[call]
+
+    def visible(self, band: Band, places: tuple[Places, Places] | Runs, unit: int) -> Visible:
+        """What a kernel call sees with queries and keys at these positions, in units of rows, or in
+        these chunks of every document."""
+        if isinstance(places, Runs):
+            return Visible(band.left, band.right, self.segments_of(places))
+        return Visible(band.left, band.right, self.segments(*places, unit))
 
     def segments(self, q: Places, keys: Places, unit: int = 1) -> Segments:
         """Segments of a kernel call with queries and keys at these positions, in units of rows."""
@@ -248,6 +255,11 @@ class Documents:
             self._restored[lies, numbers] = torch.cat(found, 1).clamp_(-1, most_rows - 1)
         return self._restored[lies, numbers]
 
+    def positions_of(self, numbers: Numbers) -> Tensor:
+        """The position in the sample of each row of some chunks, ascending: int64 [rows]."""
+        begin, entry, chunk, row = self._rows_of(len(numbers))
+        return begin * (2 * self._cp_size) + self._table(numbers)[entry] * chunk + row
+
     def _rows_of(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """For each row of `count` chunks of every document: the rows that one chunk of each earlier
         document has, the index of its chunk, that chunk's length, and its row in the chunk."""
@@ -291,10 +303,10 @@ class Documents:
         return found
 
 
-def _in_words(text: str, documents: int) -> str:
+def told_briefly(text: str, count: int, what: str = "documents") -> str:
     """A list of numbers, shortened, with a digest that tells it from others."""
     digest = blake2b(text.encode(), digest_size=8).hexdigest()
-    return f"{text if documents < 10 else f'{text[:40]} ... of {documents} documents'} ({digest})"
+    return f"{text if count < 10 else f'{text[:40]} ... of {count} {what}'} ({digest})"
 
 
 def _to_host(x: Tensor, device: torch.device) -> Tensor:

@@ -258,10 +258,7 @@ def visible(binder: Binder, op: ops.Attend | ops.AttendBackward) -> Callable[[Ru
     band, places = Visible(op.mask.left, op.mask.right), op.places
     if not op.mask.documents:
         return lambda run: band
-    bounds = band.left, band.right
-    if isinstance(places, Runs):
-        return lambda run: Visible(*bounds, run.documents.segments_of(places))
-    return lambda run: Visible(*bounds, run.documents.segments(*places, run.unit))
+    return lambda run: run.documents.visible(band, places, run.unit)
 
 
 def branches(op: ops.Attend | ops.AttendBackward) -> Callable[[Run], tuple[Branch, ...]]:

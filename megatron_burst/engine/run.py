@@ -164,7 +164,6 @@ class Run:
         sink: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.sink = None if sink is None else sink.contiguous()
-        self._sinks: dict[tuple[int, ...], Tensor] = {}
         self.fields, self.left, self.documents = given, left, documents
         self.executor, self.queues, carrier = executor, queues, executor.carrier
         self.unit, self.failure = executor.unit, None
@@ -200,9 +199,7 @@ class Run:
             return None
         if heads[-1] - heads[0] == len(heads) - 1:
             return self.sink[heads[0] : heads[-1] + 1]
-        if heads not in self._sinks:
-            self._sinks[heads] = torch.stack([self.sink[head] for head in heads])
-        return self._sinks[heads]
+        return torch.stack([self.sink[head] for head in heads])
 
     def make(self, name: str) -> Fields:
         """Allocate a part, or results, at first use in this run."""

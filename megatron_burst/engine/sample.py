@@ -10,19 +10,23 @@ from torch import Tensor
 from megatron_burst.errors import Need
 from megatron_burst.schedule.layout import Layout
 
+_WHOLE = torch.int32, torch.int64
+
 
 class Sample(NamedTuple):
-    """Where documents begin, as passed to `burst_attention`; nothing for a whole sequence."""
+    """Where documents begin, or slices, as passed to `burst_attention`; nothing for a whole
+    sequence."""
 
     cu_seqlens: Tensor | None
     padded: Tensor | None
     longest: int | None
     parents: Tensor | Sequence[int] | None = None
+    slices: Tensor | None = None
 
     @property
     def given(self) -> tuple[str, ...]:
         """The arguments that were passed; beside boundaries ranks need not all say the longest."""
-        names = "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "prefix_tree"
+        names = "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "prefix_tree", "slices"
         passed = self if self.cu_seqlens is None else self._replace(longest=None)
         return tuple(name for name, x in zip(names, passed, strict=True) if x is not None)
 
@@ -36,15 +40,15 @@ def identity(x: object) -> Hashable:
     """
     if not isinstance(x, Tensor):
         return repr(x)
-    if _counts(x) and x.device.type == "cpu":
-        return x.dtype, x.numpy().tobytes()
+    if x.device.type == "cpu" and x.layout == torch.strided and x.dtype in _WHOLE:
+        return x.dtype, x.shape, x.numpy().tobytes()
     return object() if x.is_inference() else (id(x), x._version)
 
 
 def _counts(x: object) -> bool:
     """Whether it is a tensor of whole numbers with one axis."""
     is_list = isinstance(x, Tensor) and x.layout == torch.strided and x.dim() == 1
-    return is_list and x.dtype in (torch.int32, torch.int64)
+    return is_list and x.dtype in _WHOLE
 
 
 def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:

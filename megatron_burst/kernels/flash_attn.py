@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megatron_burst.kernels.backends import QuerySide, deliver
 from megatron_burst.kernels.torch_gpu import Flash
-from megatron_burst.kernels.visible import (
-    Visible,
+from megatron_burst.kernels.varlen import (
     flat,
     flat_statistic,
     is_varlen,
@@ -26,6 +25,7 @@ from megatron_burst.kernels.visible import (
     results,
     segments_for,
 )
+from megatron_burst.kernels.visible import Visible
 
 UNKNOWN = "its release is unknown"
 

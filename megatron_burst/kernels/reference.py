@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
 from megatron_burst.kernels.partial import accumulate_dtype, row_delta
 from megatron_burst.kernels.visible import Visible, hidden, segments_of
-from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
+from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS
 
 _ROWS = 1024  # query rows at a time: bounds the scores to rows x keys
 
@@ -26,7 +26,7 @@ class Reference:
         dim_multiple=1,
         takes_delta=True,
         rectangular_causal=True,
-        masks=frozenset({WINDOWS, DOCUMENTS}),
+        masks=frozenset({WINDOWS, DOCUMENTS, SLICES}),
         wide_grads=True,
         speed="runs anywhere, slowly: plain torch in blocks",
     )
@@ -70,7 +70,7 @@ class Reference:
 
 class _Block(NamedTuple):
     """Some query rows and all keys that any of them sees; the first row is level with key `level`
-    of these keys, which may lie outside."""
+    of these keys, which may lie outside. With intervals: all keys."""
 
     rows: slice
     keys: slice
@@ -109,6 +109,8 @@ def _group_stat(stat: Tensor, heads_kv: int) -> Tensor:
 def _scores(q: Tensor, k: Tensor, scale: float, block: _Block) -> Tensor:
     """Scaled, masked scores [b, h_kv, g, n_q, n_kv] of a block's rows and keys."""
     scores = torch.einsum("bqkgd,bskd->bkgqs", _group(q, k.shape[2]), k) * scale
+    if (intervals := block.visible.intervals) is not None:
+        return scores.masked_fill(~intervals.seen(block.rows, k.shape[1]), -torch.inf)
     if block.visible.full:
         return scores
     return scores.masked_fill(hidden(block.visible, q, k, block.level), -torch.inf)

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.kernels.visible import Visible, hidden, plain_causal, segments_of
-from megatron_burst.schedule.mask import DOCUMENTS
+from megatron_burst.schedule.mask import DOCUMENTS, SLICES
 
 _aten = torch.ops.aten
 
@@ -20,7 +20,8 @@ class TorchCpu:
 
     Its bf16 and fp16 gradients would be summed in bf16 and fp16 across blocks, hence the upcast.
     It needs equal head dimensions: the smaller one is padded with zeros, which change nothing.
-    Segments are computed one by one; causal ones that are not square use a mask in memory.
+    Segments are computed one by one; causal ones that are not square, and slices, use a mask in
+    memory.
     """
 
     capability = Capability(
@@ -30,7 +31,7 @@ class TorchCpu:
         max_dim=0,
         dim_multiple=1,
         takes_delta=False,
-        masks=frozenset({DOCUMENTS}),
+        masks=frozenset({DOCUMENTS, SLICES}),
         wide_grads=True,
         speed="torch's fastest attention on CPUs",
     )
@@ -73,6 +74,9 @@ def _forward(
     unseen = rows - k.shape[2]
     if visible.causal and unseen > 0:
         lse[:, :, :unseen] = -torch.inf  # the kernel returns 0
+    if visible.intervals is not None:
+        blank = ~visible.intervals.seen(slice(None), k.shape[2]).any(-1)
+        lse[:, :, blank], out[:, :, blank] = -torch.inf, 0
     return out[..., :dim_v].transpose(1, 2), lse
 
 
@@ -95,11 +99,15 @@ def _backward(
 
 def _band(visible: Visible, q: Tensor, k: Tensor) -> dict[str, Any]:
     """The kernel's mask arguments; its own causal mask is aligned top left."""
-    rows, keys = q.shape[1], k.shape[1]
+    rows, keys, dtype = q.shape[1], k.shape[1], accumulate_dtype(q.dtype)
+    if visible.intervals is not None:
+        mask = torch.zeros(rows, keys, dtype=dtype)
+        mask.masked_fill_(~visible.intervals.seen(slice(None), keys), -torch.inf)
+        return {"is_causal": False, "attn_mask": mask}
     causal = plain_causal(visible, "torch-cpu", packed=True)
     if not causal or rows == keys:
         return {"is_causal": causal}
-    mask = torch.zeros(rows, keys, dtype=accumulate_dtype(q.dtype))
+    mask = torch.zeros(rows, keys, dtype=dtype)
     mask.masked_fill_(hidden(visible, q, k, keys - rows), -torch.inf)
     return {"is_causal": False, "attn_mask": mask}
 

@@ -7,17 +7,16 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
-from megatron_burst.kernels.visible import (
-    Visible,
+from megatron_burst.kernels.varlen import (
     flat,
     flat_statistic,
     is_varlen,
     like,
     limits,
-    plain_causal,
     results,
     segments_for,
 )
+from megatron_burst.kernels.visible import Visible, plain_causal
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
 
 

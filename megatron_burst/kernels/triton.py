@@ -6,7 +6,7 @@ import torch
 
 from megatron_burst.kernels.backends import Capability, QuerySide
 from megatron_burst.kernels.partial import row_delta
-from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
+from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS
 
 
 class Triton:
@@ -25,7 +25,7 @@ class Triton:
         dim_multiple=1,
         takes_delta=True,
         rectangular_causal=True,
-        masks=frozenset({WINDOWS, DOCUMENTS}),
+        masks=frozenset({WINDOWS, DOCUMENTS, SLICES}),
         wide_grads=True,
         sinks=True,
         archs=frozenset({8, 9, 10, 11, 12}),

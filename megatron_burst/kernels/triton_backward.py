@@ -20,6 +20,7 @@ from megatron_burst.kernels.triton_tiles import (
     bounds_of,
     box,
     heads_together,
+    lanes_of,
     num_blocks,
     operand,
     padded,
@@ -88,6 +89,9 @@ def launch_backward(
         of_keys = which is KernelPass.KEY_GRADS
         own, size = (n_k, blocks.keys) if of_keys else (n_q, blocks.rows)
         count, table = num_blocks(own, size, segments), None
+        intervals = visible.intervals
+        if intervals is not None:
+            intervals = intervals.of_keys if of_keys else intervals.of_rows
         if segments is not None:
             starts = segments.cu_q, segments.cu_k
             table = table_of(*(reversed(starts) if of_keys else starts), size, count)
@@ -98,8 +102,8 @@ def launch_backward(
             *map(operand, outputs), *map(operand, read), *ready,
             *(box(x, n, blocks.tma) for x, n in zip(read, sizes, strict=True)),
             *(statistics_box(x, blocks.rows, blocks.tma and table is None) for x in ready), table,
-            ready.shape[-1], scale, n_q, n_k, *values.values(), count, heads_kv, group, all_heads,
-            together, **bounded, **constants, **blocks.options(),
+            intervals, lanes_of(intervals), ready.shape[-1], scale, n_q, n_k, *values.values(),
+            count, heads_kv, group, all_heads, together, **bounded, **constants, **blocks.options(),
         )  # fmt: skip
 
     longest = (n_q, n_k) if segments is None else (segments.max_q, segments.max_k)

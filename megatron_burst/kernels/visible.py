@@ -1,4 +1,4 @@
-"""What a kernel call sees: a band in segments; in plain torch, and as varlen kernels take it."""
+"""What a kernel call sees: a band in segments, or intervals; also in plain torch."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -30,18 +30,40 @@ class Segments:
     max_k: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Intervals:
+    """Which keys each query sees, row by row: some intervals [first, last + 1) of keys. They do not
+    overlap, in no order; some may be empty.
+
+    Attributes:
+        of_rows: int32 [queries, most, 2] on the device of the tensors: intervals of keys.
+        of_keys: int32 [keys, most, 2]: the same pairs, as intervals of the queries that see a key.
+    """
+
+    of_rows: Tensor
+    of_keys: Tensor
+
+    def seen(self, rows: slice, keys: int) -> Tensor:
+        """[rows, keys]: whether some queries see each key."""
+        key = torch.arange(keys, device=self.of_rows.device).view(1, 1, -1)
+        first, last = self.of_rows[rows].unsqueeze(-1).unbind(2)
+        return ((key >= first) & (key < last)).any(1)
+
+
 @dataclass(frozen=True, slots=True)
 class Visible(Band):
-    """Which keys a query of a kernel call sees: a band, inside its segment.
+    """Which keys a query of a kernel call sees: a band, inside its segment; or intervals.
 
     The band is key - (query + keys - queries) in [-left, right]: None is no bound, and the last
     query is level with the last key (bottom right), also in each segment.
 
     Attributes:
         segments: None: all rows are one segment.
+        intervals: None, or the keys of each query, in a call without a band and segments.
     """
 
     segments: Segments | None = None
+    intervals: Intervals | None = None
 
     def within(self, queries: int, keys: int) -> "Visible":
         """A copy without the bounds that hide nothing among `queries` queries and `keys` keys.
@@ -95,61 +117,3 @@ def plain_causal(visible: Visible, name: str, packed: bool = False) -> bool:
             f"it supports no others; got {what}; choose the backend for a problem that says so"
         )
     return visible.causal
-
-
-def is_varlen(visible: Visible) -> bool:
-    """Whether to call FlashAttention-2's varlen kernel: for segments, and for windows.
-
-    Without segments FlashAttention-2 treats a bound of at least the number of keys as no bound, and
-    no right bound as that number: wrong with more queries than keys (flash_api.cpp:
-    `window_size_right >= seqlen_k`, `window_size_right = seqlen_k`). The varlen kernel takes the
-    maximum number of keys as an argument.
-    """
-    return visible.windowed or visible.segments is not None
-
-
-def segments_for(visible: Visible, q: Tensor, k: Tensor) -> Segments:
-    """The segments of a call on [b, n, h, d]; without any each sequence of the batch is one."""
-    if visible.segments is not None:
-        return visible.segments
-    return Segments(starts(q), starts(k), q.shape[1], k.shape[1])
-
-
-def limits(segments: Segments) -> tuple[int, int]:
-    """(max_q, max_k) for FlashAttention-2: upper bounds.
-
-    max_q of 1 would make it swap rows and heads, which requires one query in every segment; max_k
-    of 0 would launch an empty grid. max_k below max_q: see `is_varlen`.
-    """
-    max_q = max(segments.max_q, 2)
-    return max_q, max(segments.max_k, max_q)
-
-
-def starts(x: Tensor) -> Tensor:
-    """Where each sequence of a batch [b, n, h, d] begins, and the end: [b + 1], int32."""
-    batch, rows = x.shape[:2]
-    return torch.arange(batch + 1, dtype=torch.int32, device=x.device) * rows
-
-
-def flat(x: Tensor) -> Tensor:
-    """[b, n, h, d] -> [b * n, h, d]; a view for a batch of one."""
-    return x[0] if x.shape[0] == 1 else x.flatten(0, 1)
-
-
-def flat_statistic(x: Tensor) -> Tensor:
-    """[b, h, n] -> [h, b * n] without gaps."""
-    return x.transpose(0, 1).flatten(1, 2).contiguous()
-
-
-def like(x: Tensor, rows: Tensor) -> Tensor:
-    """[b * n, h, d] of a kernel -> [b, n, h, d], as x is."""
-    return rows.unflatten(0, x.shape[:2])
-
-
-def results(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """(out [b, n, h, dv], lse [b, h, n]) from the results of a FlashAttention kernel.
-
-    Its lse of rows without a key is +inf or -inf.
-    """
-    lse = lse.masked_fill_(lse == torch.inf, -torch.inf)
-    return like(q, out), lse.unflatten(1, q.shape[:2]).transpose(0, 1)

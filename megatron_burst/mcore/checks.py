@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
 from megatron_burst.installed import require_megatron
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import check_args, global_args
@@ -111,6 +112,12 @@ def check_packed(
     """
     if params is None:
         return
+    if packed.slices_in(params) is not None and mtp_num_layers:
+        raise BurstError(
+            f"{WHO}: a mask of slices must come without multi-token prediction, because Megatron "
+            "shifts its tokens by documents only; got "
+            f"mtp_num_layers={mtp_num_layers}; pass mtp_num_layers=None"
+        )
     group = packed.group_of(params, cp_group)
     own = group is cp_group
     call = SimpleNamespace(
@@ -123,6 +130,16 @@ def check_packed(
         mtp_num_layers=None if own else mtp_num_layers,
     )
     refuse("packed", call, WHO)
+
+
+def check_slices(params: PackedSeqParams | None, layer_number: int) -> None:
+    """Refuse slices in a layer that does not run burst."""
+    if packed.slices_in(params) is not None:
+        raise BurstError(
+            f"{WHO}: layer {layer_number}: a mask of slices must go to layers that run burst, "
+            "because others would ignore it; got a layer of Megatron's own; pass "
+            "--cp-comm-type burst for all layers"
+        )
 
 
 def check_decoding(query: Tensor, key: Tensor) -> None:

@@ -20,6 +20,7 @@ from megatron_burst.call import attention_shape, spec_of, window_of
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.group import telling
 from megatron_burst.config import BurstConfig
+from megatron_burst.engine.slices import sees_later
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.checks import (
@@ -29,6 +30,7 @@ from megatron_burst.mcore.checks import (
     check_layer,
     check_packed,
     check_run,
+    check_slices,
     say_if_keep_is_idle,
 )
 from megatron_burst.mcore.options import burst_config_of
@@ -130,6 +132,8 @@ if HAVE_TE:
                 **options,
             )  # fmt: skip
             self.burst = None
+            if not hasattr(self, "softmax_offset"):  # before TransformerEngine 2.8
+                self.softmax_offset = None
             if runs_burst:
                 check_layer(config, layer_number, attn_mask_type, attention_type, attention_dropout)
                 self.burst = BurstForward.of(config, layer_number, softmax_scale, pg_collection)
@@ -142,6 +146,7 @@ if HAVE_TE:
             """As of `BurstCoreAttention`."""
             extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
             if self.burst is None:
+                check_slices(packed_seq_params, self.layer_number)
                 return super().forward(query, key, value, *extras, num_splits)
             return self.burst(query, key, value, *extras, self.softmax_offset)
 
@@ -271,9 +276,12 @@ class BurstForward:
             check_packed(packed_seq_params, self.config.keep, self.cp_group, mtp_num_layers)
             packed.check_rotated(packed_seq_params, self.cp_group, self.follows_groups)
             check_decoding(query, key)
-        causal = CAUSAL[attn_mask_type]
+        causal, slices = CAUSAL[attn_mask_type], packed.slices_in(packed_seq_params)
+        if slices is not None:  # they say alone what is seen
+            causal = not sees_later(slices)
         window = window_of_layer(self.layer_config, self.layer_number, causal)
-        mask = Mask(*window_of(window, causal), packed.is_packed(packed_seq_params))
+        is_told = slices is not None or packed.is_packed(packed_seq_params)
+        mask = Mask(*window_of(window, causal), is_told)
         out = burst_attention(
             query, key, value, group=group, causal=causal, window=window, sink=sink,
             softmax_scale=self.softmax_scale, config=self._resolved(query, key, value, mask),

@@ -3,6 +3,7 @@ TransformerEngine, or if documents start at any token."""
 
 import copy
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,39 @@ _ALONE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDiction
 
 
 # ---- a layer's call -------------------------------------------------------------------------
+
+
+@dataclass
+class SlicedSeqParams(PackedSeqParams):
+    """A micro-batch whose mask is made of slices, for a model's `packed_seq_params`. Megatron hands
+    it to every layer, also in pipeline stages and in recomputation.
+
+        params = SlicedSeqParams.of(slices.prefix_lm(prefix, tokens), tokens)
+        model(tokens, position_ids, attention_mask=None, labels=labels, packed_seq_params=params)
+
+    All sequences of the micro-batch have the same mask. All layers must run burst. For packed
+    samples, pass Megatron's fields too: they say where rows are, also to the rotary embedding.
+
+    Attributes:
+        slices: see `burst_attention`; the same on all ranks.
+    """
+
+    slices: Tensor | None = None
+
+    @classmethod
+    def of(cls, slices: Tensor, tokens: int) -> "SlicedSeqParams":
+        """Of a micro-batch that is not packed.
+
+        Args:
+            slices: on the CPU.
+            tokens: of a whole sequence.
+        """
+        return cls(qkv_format="sbhd", max_seqlen_q=tokens, max_seqlen_kv=tokens, slices=slices)
+
+
+def slices_in(params: PackedSeqParams | None) -> Tensor | None:
+    """The slices of a call, if its mask is made of them."""
+    return getattr(params, "slices", None)
 
 
 def is_packed(params: PackedSeqParams | None) -> bool:
@@ -81,8 +115,12 @@ def group_of_one() -> dist.ProcessGroup:
 
 def sample_of(params: PackedSeqParams | None, cp_size: int) -> dict[str, Any]:
     """The layout of a call's tensors, as arguments of `burst_attention`."""
+    slices = slices_in(params)
+    given = {} if slices is None else {"slices": slices}
     if params is None or not is_packed(params):
-        return {"qkv_format": "sbhd"}
+        return {"qkv_format": "sbhd"} | given
+    if given and layout_of(cp_size) is not Layout.DOCUMENTS:
+        return {"qkv_format": "thd"} | given
     padded = params.cu_seqlens_q_padded
     return {
         "qkv_format": "thd",
@@ -90,7 +128,7 @@ def sample_of(params: PackedSeqParams | None, cp_size: int) -> dict[str, Any]:
         "cu_seqlens": params.cu_seqlens_q,
         "cu_seqlens_padded": None if padded is params.cu_seqlens_q else padded,
         "max_seqlen": _longest(params.max_seqlen_q),
-    }
+    } | given
 
 
 def layout_of(cp_size: int) -> Layout:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout, Runs, positions
 
-WINDOWS, DOCUMENTS = "windows", "packed documents"  # that a kernel must support, in words
+WINDOWS, DOCUMENTS, SLICES = "windows", "packed documents", "slices"  # of kernels, in words
 Places = tuple[range, ...]  # positions in the sequence of consecutive rows
 
 

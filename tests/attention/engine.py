@@ -12,6 +12,7 @@ from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.executor import Executor
 from megatron_burst.engine.memory import empty_like_rows
 from megatron_burst.engine.sample import Sample
+from megatron_burst.engine.slices import Slices
 from megatron_burst.kernels.backends import backends
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.schedule.layout import Layout
@@ -21,7 +22,7 @@ from megatron_burst.schedule.program import Home
 from megatron_burst.schedule.spec import Circulate, Direction, Dtype, Kernel, Spec
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.simulated import run_simulated
-from tests.oracle import full_attention, rows_of, seen_by
+from tests.oracle import full_attention, rows_of, seen_by, seen_by_slices
 
 _ONE_AT_A_TIME = Lock()  # ranks are threads: one's patch would outlive another's
 
@@ -34,9 +35,10 @@ def problem(cp_size, tokens, heads, dims, seed, batch=2):
     return [torch.randn(batch, s, *x, generator=generator, dtype=torch.float64) for x in shapes]
 
 
-def truth(q, k, v, dout, mask, scale, edges=(), parents=(), sink=None):
+def truth(q, k, v, dout, mask, scale, edges=(), parents=(), sink=None, slices=()):
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    seen = seen_by(mask, edges, q.shape[1], parents)
+    tokens = q.shape[1]
+    seen = seen_by_slices(slices, tokens) if slices else seen_by(mask, edges, tokens, parents)
     out = full_attention(*leaves, False, scale, seen, sink)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
@@ -58,13 +60,14 @@ class Way:
     edges: tuple[int, ...] = ()  # where documents begin, and where the last one ends
     parents: tuple[int, ...] = ()  # of documents that are segments of a tree
     sinks: bool = False
+    slices: tuple[tuple[int, ...], ...] = ()  # say alone what is seen; edges then where rows are
 
     def sink(self, q):
         """An attention sink for each head, some larger than all scores; one changes nothing."""
         if not self.sinks:
             return None
         scores = torch.linspace(-3, 9, q.shape[2], dtype=torch.float32).to(q.device)
-        return scores.masked_fill(torch.arange(q.shape[2]) == 1, -torch.inf)
+        return scores.masked_fill(torch.arange(q.shape[2]) == 1, -1e4)
 
 
 class Passes:
@@ -89,12 +92,16 @@ class Passes:
             in_units, (unit, _) = zip(*(one.in_units() for one in (spec, back)), strict=True)
             self.programs = [MODES[way.mode](one) for one in in_units]
         self.documents, self.sink = None, way.sink(q)
+        sizes = q.shape[1], topology.cp_size
         if way.edges:
             sample = Sample(
                 torch.tensor(way.edges, dtype=torch.int32), None, None, way.parents or None
             )
-            sizes = q.shape[1], topology.cp_size
             self.documents = Documents(sample, sizes, way.layout, q.device)
+        if way.slices:
+            sample = Sample(None, None, None, None, torch.tensor(way.slices))
+            causal = way.mask.right == 0
+            self.documents = Slices(sample, causal, sizes, q.device, self.documents)
         self.executors = [
             Executor(program, backend, carrier, way.scale, dtypes, False, unit)
             for program in self.programs
@@ -164,14 +171,15 @@ def assert_exact(topology, tensors, way, seed=0, dtype=torch.float64):
     rank."""
     tensors = [x.to(dtype) for x in tensors]
     sink = way.sink(tensors[0])
-    whole = way.mask, way.scale, way.edges, way.parents, None if sink is None else sink.double()
+    sink = None if sink is None else sink.double()
+    whole = way.mask, way.scale, way.edges, way.parents, sink, way.slices
     expected = truth(*(x.double() for x in tensors), *whole)
     errors = _errors(topology, tensors, way, seed, expected)
     if dtype is torch.float64:
         assert max(float(error.abs().max()) for error in errors) <= 1e-12
         return
     alone = Way("ring", mask=way.mask, backend=way.backend, scale=way.scale, edges=way.edges,
-                parents=way.parents, sinks=way.sinks)  # fmt: skip
+                parents=way.parents, sinks=way.sinks, slices=way.slices)  # fmt: skip
     eps = torch.finfo(dtype).eps
     # what float32 sums leave where terms cancel
     least = 4 * torch.finfo(torch.float32).eps * max(whole.norm() for whole in expected)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megatron_burst.kernels.backends import Backend, QuerySide
 from megatron_burst.kernels.partial import delta_stand_in
-from megatron_burst.kernels.visible import Segments, Visible
+from megatron_burst.kernels.visible import Intervals, Segments, Visible
 from tests.kernels.attention import relative
+from tests.oracle import seen_by_slices
 
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -36,6 +37,7 @@ class Band:
     dtype: torch.dtype = torch.float64
     strided: bool = False  # inputs and gradients lie side by side in wider rows
     sinks: bool = False  # whether forward has attention sinks; backward does not know of them
+    slices: tuple[tuple[int, ...], ...] = ()  # instead of a band and segments
 
     @property
     def sink(self) -> Tensor:
@@ -47,6 +49,11 @@ class Band:
         return self.dim_qk**-0.5
 
     def visible(self, device: str = "cpu") -> Visible:
+        if self.slices:
+            seen = self.seen()
+            return Visible(
+                intervals=Intervals(intervals_of(seen).to(device), intervals_of(seen.T).to(device))
+            )
         if not self.packed:
             return Visible(self.left, self.right)
         cu_q, cu_k = (
@@ -58,6 +65,9 @@ class Band:
 
     def seen(self) -> Tensor:
         """[queries, keys]: which keys each query sees, by definition."""
+        if self.slices:
+            most = max(sum(self.queries), sum(self.keys))
+            return seen_by_slices(self.slices, most)[: sum(self.queries), : sum(self.keys)]
         seen = torch.zeros(sum(self.queries), sum(self.keys), dtype=torch.bool)
         starts = (pairwise([0, *accumulate(each)]) for each in (self.queries, self.keys))
         for (row, end), (key, stop) in zip(*starts, strict=True):
@@ -78,6 +88,19 @@ class Band:
             (b, keys, self.heads_kv, self.dim_v), (b, rows, self.heads, self.dim_v),
         )  # fmt: skip
         return [beside(torch.randn(x).to(device, self.dtype), self.strided) for x in sizes]
+
+
+def intervals_of(seen: Tensor) -> Tensor:
+    """[rows, most, 2]: the others that each row sees, in any order, with empty ones between."""
+    edges = torch.nn.functional.pad(seen.int(), (1, 1)).diff(dim=1)
+    found = [
+        torch.stack(((row == 1).nonzero()[:, 0], (row == -1).nonzero()[:, 0]), 1) for row in edges
+    ]
+    most = max(len(some) for some in found) + 1
+    table = torch.randint(0, seen.shape[1] + 1, (len(seen), most, 1)).expand(-1, -1, 2).clone()
+    for row, some in enumerate(found):
+        table[row, torch.randperm(most)[: len(some)]] = some
+    return table.int()
 
 
 def beside(x: Tensor, strided: bool) -> Tensor:

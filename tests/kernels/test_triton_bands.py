@@ -26,6 +26,33 @@ BANDS = {
 }
 
 
+SLICES = {
+    "all kinds": (
+        (0, 30, 0, 30, 1), (0, 30, 31, 50, 2), (30, 44, 3, 40, 3), (30, 44, 40, 60, 0),
+        (44, 70, 50, 60, 2), (44, 70, 0, 33, 1), (70, 75, 74, 75, 0),
+    ),
+    "block-causal": tuple((n, n + 16, 0, n + 16, 0) for n in range(0, 80, 16)),
+    "blocks": tuple(
+        (n, n + 16, m, m + 16, 0)
+        for n in range(0, 80, 16) for m in range(0, 80, 16) if (n + 3 * m) // 16 % 4 < 2
+    ),
+    "keys that nobody sees": ((3, 40, 20, 21, 0), (40, 80, 0, 10, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+@pytest.mark.parametrize("slices", SLICES.values(), ids=SLICES)
+def test_slices_equal_float64(interpreter, slices, how):
+    """Guards against intervals of other rows, blocks that begin or end inside one, pairs computed
+    twice, and rows without any."""
+    dtype, strided, sizes, tma = how
+    band = Band((80,), (75,), packed=False, dtype=dtype, strided=strided, slices=slices)
+    if slices is SLICES["blocks"] or slices is SLICES["block-causal"]:
+        band = replace(band, keys=(80,), batch=2)
+    check(interpreter(band, sizes, tma), dtype)
+    check(interpreter(replace(band, sinks=True), sizes, tma), dtype)
+
+
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 @pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
 def test_bands_and_segments_equal_float64(interpreter, band, how):

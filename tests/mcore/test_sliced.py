@@ -1,0 +1,137 @@
+"""GPT under masks of slices: burst at CP 1, 2 and 4 against Megatron's own attention with a dense
+mask, loss and every gradient; and what is refused.
+
+Guards against a mask that a layer, a recomputation or another layout does not get.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+
+from megatron_burst import slices
+from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
+from tests.mcore.gpt import (
+    SEQ,
+    Model,
+    Parallel,
+    build,
+    config_of,
+    loss_and_grads,
+    relative_errors,
+    start,
+)
+from tests.mcore.lacking import needs
+from tests.oracle import seen_by_slices
+from tests.ranks import run_ranks
+
+pytestmark = needs("model classes")
+MASKS = {
+    "prefix": slices.prefix_lm(21, SEQ),
+    "frames": slices.block_causal([7, 16, 9, 32]),
+    "images": slices.causal_with_spans([(3, 9), (40, 55)], SEQ),
+    "chunks": slices.chunked(SEQ, 24),
+    "tree": slices.tree([10, 20, 14, 20], [-1, 0, 0, 1]),
+    "blocks": slices.blocks(
+        torch.eye(8).bool() | (torch.arange(64).view(8, 8) * 7 % 10 < 3), 8, SEQ
+    ),
+}
+WAYS = {
+    "one rank": (Parallel(), Model(), BurstConfig()),
+    "CP2 TP2": (Parallel(cp=2, tp=2), Model(), BurstConfig()),
+    "CP4": (Parallel(cp=4), Model(), BurstConfig(intra="gather")),
+    "CP4, all kept": (Parallel(cp=4), Model(recompute=True), BurstConfig(keep="all")),
+    "CP4, recomputed, sinks": (
+        Parallel(cp=4), Model(recompute=True, sinks="off-by-one"), BurstConfig(nodes=2)
+    ),
+}  # fmt: skip
+
+
+def dense(mask, gpt, batch):
+    """Logits of Megatron's own attention with a dense mask: True hides."""
+    hidden = ~seen_by_slices(mask.tolist(), SEQ).view(1, 1, SEQ, SEQ)
+    return gpt(batch["tokens"], batch["position_ids"], attention_mask=hidden)
+
+
+def sliced(mask, gpt, batch):
+    from megatron_burst.mcore.packed import SlicedSeqParams
+
+    given = SlicedSeqParams.of(mask, SEQ)
+    places = batch["tokens"], batch["position_ids"]
+    return gpt(*places, attention_mask=None, packed_seq_params=given)
+
+
+def runs(parallel, model, burst, call):
+    """By mask, loss and gradients."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_burst import burst_spec
+
+    found = {}
+    for name, mask in MASKS.items():
+        spec, config = get_gpt_layer_local_spec(normalization="RMSNorm"), config_of(parallel, model)
+        if burst is None:
+            spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.arbitrary
+        else:
+            config.burst, spec = burst, burst_spec(spec)
+        found[name] = loss_and_grads(build(config, spec), partial(call, mask))
+    return found
+
+
+def compare_all(rank):
+    """By way and mask, the largest error."""
+    truths, found = {}, {}
+    for parallel, model, burst in WAYS.values():
+        of = Parallel(tp=parallel.tp), model
+        if of not in truths:
+            start(of[0])
+            truths[of] = runs(*of, None, dense)
+        start(parallel)
+        for name, run in runs(parallel, model, burst, sliced).items():
+            found[parallel, burst, name] = max(relative_errors(run, truths[of][name]).values())
+    return found
+
+
+def test_loss_and_every_gradient_are_those_of_a_dense_mask():
+    for found in run_ranks(compare_all, 4):
+        assert len(found) == len(WAYS) * len(MASKS)
+        assert {case: error for case, error in found.items() if not error <= 1e-9} == {}
+
+
+def refused(rank):
+    """What is said of a window in a layer, of other slices, and of multi-token prediction."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from megatron_burst import burst_spec
+    from megatron_burst.mcore.checks import check_packed, check_slices
+    from megatron_burst.mcore.packed import SlicedSeqParams
+
+    start(Parallel(cp=2))
+    said, params = [], SlicedSeqParams.of(MASKS["prefix"], SEQ)
+    gpt = build(
+        config_of(Parallel(cp=2), window_size=(8, 0)),
+        burst_spec(get_gpt_layer_local_spec(normalization="RMSNorm")),
+    )
+    short = partial(sliced, slices.prefix_lm(3, SEQ + 1))
+    for do in (
+        partial(loss_and_grads, gpt, partial(sliced, MASKS["prefix"])),
+        partial(loss_and_grads, build(config_of(Parallel(cp=2)), burst_spec(
+            get_gpt_layer_local_spec(normalization="RMSNorm"))), short),
+        partial(check_packed, params, "none", None, 1),
+        partial(check_slices, params, 3),
+    ):  # fmt: skip
+        with pytest.raises(BurstError) as error:
+            do()
+        said.append(str(error.value))
+    check_slices(None, 3)
+    return said
+
+
+def test_what_no_layer_could_do_is_refused():
+    for window, outside, mtp, other in run_ranks(refused, 2):
+        assert "slices must come without a window" in window
+        assert f"slices must be within the sample of {SEQ} tokens" in outside
+        assert "must come without multi-token prediction" in mtp
+        assert "layer 3: a mask of slices must go to layers that run burst" in other

@@ -1,0 +1,104 @@
+"""Makers of slices against masks written down pair by pair."""
+
+from itertools import accumulate
+from random import Random
+
+import pytest
+import torch
+
+from megatron_burst import slices
+from megatron_burst.errors import BurstError
+from tests.oracle import seen_by_slices
+
+T = 24
+
+
+def pairs(sees):
+    """[T, T] of a predicate of (query, key)."""
+    return torch.tensor([[bool(sees(q, k)) for k in range(T)] for q in range(T)])
+
+
+def of(lengths):
+    """The number of the part that each position is in."""
+    return [part for part, length in enumerate(lengths) for _ in range(length)]
+
+
+FRAMES, TEXT = [3, 8, 1, 12], [(4, 9), (9, 12), (20, 24)]
+FRAME = of(FRAMES)
+IMAGE = [next((n for n, (a, b) in enumerate(TEXT) if a <= at < b), None) for at in range(T)]
+LENGTHS, PARENTS = [4, 3, 5, 2, 6, 4], [-1, 4, 0, 2, 0, -1]
+SEGMENT = of(LENGTHS)
+
+
+def ancestors(segment):
+    found = []
+    while segment != -1:
+        found.append(segment)
+        segment = PARENTS[segment]
+    return found
+
+
+CASES = {
+    "prefix": (slices.prefix_lm(7, T), lambda q, k: k <= q or max(q, k) < 7),
+    "all prefix": (slices.prefix_lm(T, T), lambda q, k: True),
+    "no prefix": (slices.prefix_lm(0, T), lambda q, k: k <= q),
+    "frames": (slices.block_causal(FRAMES), lambda q, k: FRAME[k] <= FRAME[q]),
+    "chunks": (slices.chunked(T, 7), lambda q, k: k <= q and k // 7 == q // 7),
+    "images": (
+        slices.causal_with_spans(TEXT, T),
+        lambda q, k: k <= q or (IMAGE[q] is not None and IMAGE[q] == IMAGE[k]),
+    ),
+    "documents": (slices.documents(FRAMES), lambda q, k: k <= q and FRAME[q] == FRAME[k]),
+    "tree": (
+        slices.tree(LENGTHS, PARENTS),
+        lambda q, k: SEGMENT[k] in ancestors(SEGMENT[q]) and (SEGMENT[q] != SEGMENT[k] or k <= q),
+    ),
+    "packed": (
+        slices.packed([slices.prefix_lm(4, 10), slices.chunked(14, 5)], [10, 14]),
+        lambda q, k: (
+            (k <= q and (q < 10 or ((q - 10) // 5 == (k - 10) // 5 and k >= 10))) or max(q, k) < 4
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("made, sees", CASES.values(), ids=CASES)
+def test_what_is_made_is_what_is_said(made, sees):
+    assert made.dtype == torch.int64
+    assert torch.equal(seen_by_slices(made.tolist(), T), pairs(sees))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block", [4, 5])
+def test_block_masks(block, causal):
+    random, number = Random(block), -(-T // block)
+    for _ in range(20):
+        alive = torch.tensor(
+            [[random.random() < 0.5 for _ in range(number)] for _ in range(number)]
+        )
+        alive = alive.tril() if causal else alive
+        made = slices.blocks(alive, block, T, causal)
+        wanted = pairs(lambda q, k, a=alive: a[q // block, k // block] and (k <= q or not causal))
+        assert torch.equal(seen_by_slices(made.tolist(), T), wanted)
+
+
+def test_many_documents_are_one_slice_each():
+    assert len(slices.documents([1] * T)) == T == list(accumulate([1] * T))[-1]
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: slices.tree([3, 3], [1, 0]), "without a cycle; got parent 0 on the way up"),
+        (lambda: slices.tree([3, 3], [-1, 2]), "got parent 2 on the way up from segment 1"),
+        (
+            lambda: slices.blocks(torch.ones(3, 3).bool(), 4, T),
+            r"bool \[6, 6\].*got torch.bool \(3",
+        ),
+        (lambda: slices.blocks(torch.ones(6, 6), 4, T), "got torch.float32"),
+        (lambda: slices.blocks(torch.ones(6, 6).bool(), 4, T, True), "no block above the diagonal"),
+    ],
+)
+def test_wrong_masks_are_one_sentence(make, words):
+    with pytest.raises(BurstError, match=words):
+        make()
