@@ -59,10 +59,11 @@ API = (
     "attention.burst_attention", "config.BurstConfig",
     "recompute.keep.keep", "loss.linear.linear_cross_entropy",
     "loss.linear.token_log_probs", "loss.next_tokens.next_tokens", "loss.rows.count_supervised",
-    "mcore.fused_loss.fuse_loss", "mcore.specs.burst_spec",
+    "mcore.fused_loss.fuse_loss", "mcore.specs.burst_spec", "mcore.packed.SlicedSeqParams",
     "errors.BurstError",
 )  # fmt: skip
 MODULES = {
+    "slices": "Masks of slices: `megatron_burst.slices`",
     "auto": "Frameworks on Megatron: `megatron_burst.auto`",
     "compat": "The original BurstAttention's interface: `megatron_burst.compat`",
 }

@@ -9,6 +9,7 @@ from megatron_burst.version import __version__
 _HOME_OF = {
     "BurstConfig": "megatron_burst.config",
     "BurstError": "megatron_burst.errors",
+    "SlicedSeqParams": "megatron_burst.mcore.packed",
     "burst_attention": "megatron_burst.attention",
     "count_supervised": "megatron_burst.loss.rows",
     "fuse_loss": "megatron_burst.mcore.fused_loss",

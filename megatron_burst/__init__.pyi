@@ -6,6 +6,7 @@ from megatron_burst.loss.linear import token_log_probs as token_log_probs
 from megatron_burst.loss.next_tokens import next_tokens as next_tokens
 from megatron_burst.loss.rows import count_supervised as count_supervised
 from megatron_burst.mcore.fused_loss import fuse_loss as fuse_loss
+from megatron_burst.mcore.packed import SlicedSeqParams as SlicedSeqParams
 from megatron_burst.mcore.specs import burst_spec as burst_spec
 from megatron_burst.recompute.keep import keep as keep
 from megatron_burst.version import __version__ as __version__

@@ -10,7 +10,7 @@ import pytest
 from megatron_burst.config import legal_tunings
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.refusals import refuse
-from tests.schedule.support import table
+from tests.schedule.support import kernel_table, table
 
 ROOT = Path(__file__).parents[1]
 PAGES = runpy.run_path(str(ROOT / "docs" / "reference_pages.py"))["PAGES"]
@@ -98,8 +98,9 @@ def test_every_tuning_is_in_its_document():
     assert [row.replace("\\", "") for row in rows] == legal_tunings().split(", ")
 
 
-def test_the_table_of_masks_is_what_modes_check():
-    assert table() in (ROOT / "docs" / "masks.md").read_text()
+def test_the_tables_of_masks_are_what_modes_check_and_kernels_say():
+    text = (ROOT / "docs" / "masks.md").read_text()
+    assert table() in text and kernel_table() in text
 
 
 COMPATIBILITY = runpy.run_path(str(ROOT / "scripts" / "compatibility.py"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_burst.kernels.backends import QuerySide, backends, problem_of
-from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.mask import SLICES, Mask
 from tests.gpu import needs_gpus
 from tests.kernels.bands import Band, errors_of
 from tests.sampling import whole
@@ -40,6 +40,16 @@ CASES = {
     "no keys": Band((30, 0), (0, 0)),
     "no queries": Band((0, 0), (20, 3), None, 0),
 }
+CASES |= {
+    name: Band((400,), (400,), packed=False, batch=2, slices=some)
+    for name, some in {
+        "slices": ((0, 130, 0, 130, 1), (130, 200, 60, 330, 3), (200, 400, 0, 100, 2),
+                   (200, 400, 100, 400, 1)),
+        "block-causal": tuple((n, n + 80, 0, n + 80, 0) for n in range(0, 400, 80)),
+        "blocks": tuple((n, n + 40, m, m + 40, 0) for n in range(0, 400, 40)
+                        for m in range(0, 400, 40) if (n + 3 * m) // 40 % 4 < 2),
+    }.items()
+}  # fmt: skip
 SHAPES = {f"{name}, 64/8": replace(band, **GROUPED) for name, band in CASES.items()} | {
     f"{name}, 4/4": replace(CASES[name], **PLAIN)
     for name in ("window", "documents", "documents, fewer keys", "documents with a window")
@@ -60,6 +70,8 @@ def backend_for(name, band):
     visible = band.visible()
     mask = Mask(visible.left, visible.right, visible.segments is not None)
     problem = problem_of(q, k, v, mask=mask)
+    if band.slices:
+        problem = replace(problem, needs=frozenset({SLICES}))
     if why := backend.capability.refusal(problem):
         pytest.skip(why)
     return backend

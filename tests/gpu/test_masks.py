@@ -1,12 +1,16 @@
-"""Windows and packed documents on NCCL: errors are relative to the same kernel's on one GPU.
+"""Windows, packed documents, slices and sinks on NCCL: errors are relative to the same kernel's on
+one GPU.
 
 Guards against misread segments, a halo that is too short, rows put in the wrong order, and
 boundaries that change during running calls.
 """
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
+from megatron_burst import slices
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import DisagreementError
@@ -14,7 +18,7 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from tests.gpu import needs_gpus
 from tests.gpu.test_nccl import alone, relative
-from tests.oracle import full_attention, rows_of, seen_by
+from tests.oracle import full_attention, rows_of, seen_by, seen_by_slices
 from tests.ranks import run_ranks
 from tests.sampling import whole
 
@@ -25,14 +29,32 @@ pytestmark = [
 TOKENS, DIM = 2048, 128
 ANYWHERE = (0, 1, 1, 300, 1111, 2047)  # one of a token, an empty one, one token behind the last
 EACH = (0, 8, 8, 304, 1112, 2048)
-CASES = {  # mask, layout, where documents begin
-    "documents anywhere": (Mask(right=0, documents=True), "zigzag", ANYWHERE),
-    "documents, not causal": (Mask(documents=True), "contiguous", ANYWHERE),
-    "documents each for itself": (Mask(right=0, documents=True), "zigzag-documents", EACH),
-    "each for itself, not causal": (Mask(documents=True), "zigzag-documents", EACH),
-    "window": (Mask(200, 0), "zigzag", ()),
-    "window to both sides": (Mask(100, 50), "contiguous", ()),
-    "window in documents": (Mask(200, 0, documents=True), "zigzag", ANYWHERE),
+
+
+class Case(NamedTuple):
+    """A mask."""
+
+    mask: Mask
+    layout: str
+    edges: tuple[int, ...] = ()  # where documents begin
+    sinks: bool = False
+    slices: torch.Tensor | None = None
+
+
+CASES = {
+    "documents anywhere": Case(Mask(right=0, documents=True), "zigzag", ANYWHERE),
+    "documents, not causal": Case(Mask(documents=True), "contiguous", ANYWHERE),
+    "documents each for itself": Case(Mask(right=0, documents=True), "zigzag-documents", EACH),
+    "each for itself, not causal": Case(Mask(documents=True), "zigzag-documents", EACH),
+    "window": Case(Mask(200, 0), "zigzag"),
+    "window to both sides": Case(Mask(100, 50), "contiguous"),
+    "window in documents": Case(Mask(200, 0, documents=True), "zigzag", ANYWHERE),
+    "sinks": Case(Mask(right=0), "zigzag", sinks=True),
+    "sinks and a window": Case(Mask(128, 0), "zigzag", sinks=True),
+    "prefix": Case(Mask(), "zigzag", slices=slices.prefix_lm(700, TOKENS)),
+    "frames": Case(
+        Mask(), "contiguous", sinks=True, slices=slices.block_causal([100, 412, 900, 636])
+    ),
 }
 WAYS = ({}, {"intra": "ring"}, {"intra": "gather", "heads_per_round": 1}, {"intra": "a2a"},
         {"intra": "a2a", "heads_per_round": 1})  # fmt: skip
@@ -43,45 +65,49 @@ BETWEEN = ({"inter": "a2a"}, {"intra": "ring", "circulate": "q"},
 
 def can(case, way, nodes):
     """Whether docs/masks.md says that it is supported."""
-    mask, _, _ = CASES[case]
-    mode = way.get("intra")
+    mask, mode = CASES[case].mask, way.get("intra")
     if mask.documents and mask.windowed:
         return mode is None or (nodes == 1 and mode in ("a2a", "gather"))
     return True
 
 
-def problem(heads, mask, edges):
-    """q, k, v and dout in bf16, and (out, dq, dk, dv) in float64, of one sample."""
+def problem(heads, case):
+    """q, k, v and dout in bf16, sinks, and (out, dq, dk, dv) in float64, of one sample."""
     generator = torch.Generator("cuda").manual_seed(7)
     sizes = (heads[0], heads[1], heads[1], heads[0])
     tensors = [
         torch.randn(1, TOKENS, h, DIM, generator=generator, device="cuda").bfloat16() for h in sizes
     ]
     leaves = [x.double().requires_grad_() for x in tensors[:3]]
-    seen = seen_by(mask, edges, TOKENS).cuda()
+    seen = seen_by(case.mask, case.edges, TOKENS)
+    if case.slices is not None:
+        seen = seen_by_slices(case.slices.tolist(), TOKENS)
+    sink = torch.arange(heads[0], device="cuda") % 5 - 1.0 if case.sinks else None
     with torch.device("cuda"):
-        out = full_attention(*leaves, False, DIM**-0.5, seen)
-    return tensors, [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())]
+        of_sink = None if sink is None else sink.double()
+        out = full_attention(*leaves, False, DIM**-0.5, seen.cuda(), of_sink)
+    return (tensors, sink), [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())]
 
 
-def errors(rank, world, nodes, case, heads):
+def errors(rank, world, nodes, name, heads):
     """Relative errors of (out, dq, dk, dv) by mode, over the whole sample."""
-    mask, layout, edges = CASES[case]
-    tensors, truth = problem(heads, mask, edges)
+    case = CASES[name]
+    mask, layout, edges = case[:3]
+    (tensors, sink), truth = problem(heads, case)
     starts = torch.tensor(edges, dtype=torch.int32, device="cuda") if edges else None
 
     def run(rows, config, group=None):
         q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors[:3])
         out = burst_attention(
             q, k, v, causal=mask.right == 0, window=(mask.left, mask.right), cu_seqlens=starts,
-            layout=layout, config=config, group=group,
+            layout=layout, config=config, group=group, sink=sink, slices=case.slices,
         )  # fmt: skip
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
 
     rows = rows_of(Layout(layout), rank, world, TOKENS // world, edges).cuda()
     found = {"alone": alone(run, truth, BurstConfig())}
     ways = (*WAYS, *BETWEEN) if nodes > 1 else WAYS
-    for way in (way for way in ways if can(case, way, nodes)):
+    for way in (way for way in ways if can(name, way, nodes)):
         config = BurstConfig(nodes=nodes, **way)
         for turn in range(4):  # buffers are used again; a race shows as a difference
             if turn == rank:

@@ -1,10 +1,12 @@
-"""The table of docs/masks.md: which mode supports which mask in which layout, by `check_mask`."""
+"""The tables of docs/masks.md: which mode supports which mask in which layout, by `check_mask`; and
+which kernel supports which mask, by `Capability`."""
 
 from itertools import product
 
 from megatron_burst.errors import BurstError
+from megatron_burst.kernels.backends import backends
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask, check_mask
+from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS, Mask, check_mask
 from megatron_burst.schedule.modes import MODES
 
 MASKS = {
@@ -14,6 +16,7 @@ MASKS = {
     "window, both sides": Mask(512, 512),
     "documents, causal": Mask(right=0, documents=True),
     "documents, full": Mask(documents=True),
+    "slices": Mask(documents=True),
     "windows in documents, left": Mask(4096, 0, documents=True),
     "windows in documents, both sides": Mask(512, 512, documents=True),
 }
@@ -41,6 +44,20 @@ def table() -> str:
     for name, mask in MASKS.items():
         cells = [_cell(mask, Layout(layout)) for layout in LAYOUTS]
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def kernel_table() -> str:
+    """Which kernel supports which mask, in Markdown."""
+    every = [backend.capability for backend in backends().values()]
+    lines = [f"| mask | {' | '.join(f'`{can.name}`' for can in every)} |"]
+    lines.append("| --- " * (len(every) + 1) + "|")
+    needs = {"causal, full": set()} | {name: {name} for name in (WINDOWS, DOCUMENTS, SLICES)}
+    for name, need in needs.items():
+        cells = ("yes" if need <= can.masks else "-" for can in every)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    sinks = ("yes" if can.sinks else "in a pass of their own" for can in every)
+    lines.append(f"| sinks | {' | '.join(sinks)} |")
     return "\n".join(lines)
 
 
