@@ -91,7 +91,7 @@ class Slices:
         if key not in self._found:
             q, keys = (self._positions(side, unit) for side in _sides(places))
             intervals = (
-                torch.searchsorted(other, table[own]).int()
+                torch.searchsorted(other, table[own]).int().contiguous()
                 for own, other, table in ((q, keys, self._of_rows), (keys, q, self._of_keys))
             )
             self._found[key] = Visible(intervals=Intervals(*intervals))
@@ -145,7 +145,7 @@ def _table(slices: np.ndarray, tokens: int, device: torch.device) -> Tensor:
     end = torch.where(kind & CAUSAL > 0, last - (q_stop - 1 - row), last)
     end = torch.where((row >= q_start) & (row < q_stop), end, begin)
     begin, end = (edge.clamp(min=first, max=last) for edge in (begin, end))
-    return torch.stack((begin, torch.maximum(begin, end)), -1).movedim(0, 1)
+    return torch.stack((begin, torch.maximum(begin, end)), -1).movedim(0, 1).contiguous()
 
 
 def _lanes(slices: np.ndarray) -> np.ndarray:

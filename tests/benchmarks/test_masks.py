@@ -1,0 +1,48 @@
+"""The benchmark of masks: what it counts as pairs, and that a run measures in turns."""
+
+import csv
+
+import torch
+from typer import Typer
+from typer.testing import CliRunner
+
+from benchmarks.masks import cases, main
+from megatron_burst.engine.slices import _counted_twice, _sees_nothing
+from tests.oracle import seen_by_slices
+
+
+def test_pairs_are_those_of_the_masks():
+    found = cases(2048, 4, torch.device("cpu"), torch.float32)
+    assert len(found) == 10
+    for name, case in found.items():
+        seen = seen_by_slices(case.slices.tolist(), 2048)
+        assert int(seen.sum()) == case.pairs, name
+        assert _counted_twice(case.slices.numpy()) is _sees_nothing(case.slices.numpy()) is None
+    window = seen_by_slices(found["window 128"].slices.tolist(), 2048)
+    assert torch.equal(window, torch.ones(2048, 2048).tril().triu(-127).bool())
+    share = found["a quarter of blocks of 128"].pairs / found["causal"].pairs
+    assert 0.2 < share < 0.4  # the diagonal is alive
+
+
+def test_a_run_measures_both_passes(tmp_path):
+    app = Typer()
+    app.command()(main)
+    out = tmp_path / "masks.csv"
+    options = [
+        str(out),
+        "--seq",
+        "2K",
+        "--heads",
+        "2/1",
+        "--dim",
+        "8",
+        "--only",
+        "causal, s,prefix",
+    ]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 0, done.output
+    rows = list(csv.DictReader(out.open()))
+    assert [(row["mask"], row["pass"], row["beside"]) for row in rows] == [
+        (mask, pass_, "causal") for mask in ("causal, sinks", "prefix") for pass_ in ("fwd", "bwd")
+    ]
+    assert all(float(row["ratio"]) > 0 and int(row["reps"]) == 7 for row in rows)
