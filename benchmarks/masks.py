@@ -101,9 +101,9 @@ def cases(seq: int, heads: int, device: torch.device, dtype: torch.dtype) -> dic
     alive = (alive | torch.eye(part).bool()).tril()
     found = {
         "causal": Case({}, causal, ""),
-        "causal, sinks": Case({"sink": sink}, causal),
+        "causal with sinks": Case({"sink": sink}, causal),
         "window 128": Case(window, seen, ""),
-        "window 128, sinks": Case(window | {"sink": sink}, seen, "window 128"),
+        "window 128 with sinks": Case(window | {"sink": sink}, seen, "window 128"),
     }
     lengths = [seq // 2 - seq // 16, *[seq // 32] * 16, seq // 16]
     drawn = {
