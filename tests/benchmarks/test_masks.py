@@ -43,6 +43,8 @@ def test_a_run_measures_both_passes(tmp_path):
     assert done.exit_code == 0, done.output
     rows = list(csv.DictReader(out.open()))
     assert [(row["mask"], row["pass"], row["beside"]) for row in rows] == [
-        (mask, pass_, "causal") for mask in ("causal with sinks", "prefix") for pass_ in ("fwd", "bwd")
+        (mask, pass_, "causal")
+        for mask in ("causal with sinks", "prefix")
+        for pass_ in ("fwd", "bwd")
     ]
     assert all(float(row["ratio"]) > 0 and int(row["reps"]) == 7 for row in rows)
