@@ -11,7 +11,7 @@ for --mock-data and --pack-documents for --data-path. Without a GPU, Megatron ru
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -154,8 +154,8 @@ def forward_step(data_iterator: Iterator[Batch], model: GPTModel) -> tuple:
     return losses, partial(loss_func, batch["loss_mask"])
 
 
-def main() -> None:
-    """Parse Megatron's flags and train."""
+def main(add_arguments: Callable = add_arguments, forward_step: Callable = forward_step) -> None:
+    """Parse Megatron's flags and train; other scripts add flags, or call the model otherwise."""
     patches.apply("helpers")  # Megatron need not run make if its wheel has them built
     args = parse_and_validate_args(add_arguments)
     check_packing(args)

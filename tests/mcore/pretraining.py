@@ -46,8 +46,11 @@ class Pretrained:
     said: list[str] = field(default_factory=list)
 
 
-def pretrain(folder: Path, ranks: int, flags: str, documents: int = 2000) -> Pretrained:
-    """Run examples/pretrain_gpt.py in a folder on some ranks, with FLAGS and extra flags.
+def pretrain(
+    folder: Path, ranks: int, flags: str, documents: int = 2000, script: str = "pretrain_gpt"
+) -> Pretrained:
+    """Run examples/pretrain_gpt.py, or another script, in a folder on some ranks, with FLAGS and
+    extra flags.
 
     `documents`: of mock data; Megatron's own number, 100,000, takes longer to shuffle.
     """
@@ -59,7 +62,7 @@ def pretrain(folder: Path, ranks: int, flags: str, documents: int = 2000) -> Pre
     usual = FLAGS.replace("--mock-data", "") if "--data-path" in flags else FLAGS
     flags = f"{usual} {flags}"
     (_, said), *_ = ends = run_ranks(
-        _main, ranks, str(folder), flags, documents, environment=environment
+        _main, ranks, str(folder), flags, documents, script, environment=environment
     )
     lines = log.read_text().splitlines() if log.exists() else []
     return Pretrained([json.loads(line) for line in lines], ends[-1][0], said)
@@ -74,7 +77,9 @@ def assert_same(got: Pretrained, truth: Pretrained) -> None:
     assert got.evaluated == pytest.approx(truth.evaluated, abs=2e-6)
 
 
-def _main(rank: int, folder: str, flags: str, documents: int) -> tuple[list[float], list[str]]:
+def _main(
+    rank: int, folder: str, flags: str, documents: int, script: str
+) -> tuple[list[float], list[str]]:
     from megatron.core.datasets import gpt_dataset
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -104,7 +109,11 @@ def _main(rank: int, folder: str, flags: str, documents: int) -> tuple[list[floa
     training.evaluate = noted
     try:
         with hearing() as said:
-            importlib.import_module("pretrain_gpt").main()
+            module = importlib.import_module(script)
+            if script == "pretrain_masks":
+                module.main(module.add_mask, module.forward_step)
+            else:
+                module.main()
     finally:
         for child in multiprocessing.active_children():  # Megatron leaves them to the interpreter
             child.terminate()

@@ -23,6 +23,7 @@ from tests.mcore.gpt import (
     start,
 )
 from tests.mcore.lacking import needs
+from tests.mcore.pretraining import assert_same, pretrain
 from tests.oracle import seen_by_slices
 from tests.ranks import run_ranks
 
@@ -98,6 +99,19 @@ def test_loss_and_every_gradient_are_those_of_a_dense_mask():
     for found in run_ranks(compare_all, 4):
         assert len(found) == len(WAYS) * len(MASKS)
         assert {case: error for case, error in found.items() if not error <= 1e-9} == {}
+
+
+@pytest.mark.parametrize("mask", ["prefix", "frames"])
+def test_the_example_has_the_losses_of_one_rank(mask, tmp_path):
+    """examples/pretrain_masks.py: a prefix-LM, and block-causal as for a video."""
+    burst, flags = "--context-parallel-impl burst", f"--mask {mask} --train-iters 3"
+    truth, got = (
+        pretrain(tmp_path / f"{ranks}", ranks, f"{flags} {burst} {more}", script="pretrain_masks")
+        for ranks, more in ((1, ""), (4, "--context-parallel-size 4"))
+    )
+    losses = [step["lm loss"] for step in truth.steps]
+    assert len(losses) == 3 and losses[2] < losses[0]
+    assert_same(got, truth)
 
 
 def refused(rank):

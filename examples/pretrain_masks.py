@@ -1,0 +1,66 @@
+"""Pretrain a GPT under a mask of slices: a prefix, frames of a video, images in a text, or chunks.
+
+    torchrun --nproc-per-node 4 -m megatron_burst examples/pretrain_masks.py --mask frames \
+        --context-parallel-size 4 --context-parallel-impl burst ...
+
+The mask goes to the model where Megatron passes `packed_seq_params`; everything else is
+pretrain_gpt.py. Tokens that their predecessor sees are not predicted.
+"""
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from pretrain_gpt import Batch, add_arguments, loss_func, main, next_batch
+from torch import Tensor
+
+from megatron_burst import SlicedSeqParams, slices
+
+MASKS = {  # of a sample of so many tokens
+    "prefix": lambda tokens: slices.prefix_lm(tokens // 4, tokens),
+    "frames": lambda tokens: slices.block_causal([tokens // 8] * 7 + [tokens - tokens // 8 * 7]),
+    "images": lambda tokens: slices.causal_with_spans([(tokens // 4, tokens // 2)], tokens),
+    "chunks": lambda tokens: slices.chunked(tokens, -(-tokens // 3)),
+}
+
+
+def add_mask(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add --mask to the flags of pretrain_gpt.py."""
+    parser = add_arguments(parser)
+    parser.add_argument("--mask", choices=MASKS, default="prefix", help="what queries see")
+    return parser
+
+
+def predicted(mask: Tensor, tokens: int) -> Tensor:
+    """Which positions do not see the token that they predict: bool [tokens]."""
+    place, sees = torch.arange(tokens), torch.zeros(tokens, dtype=torch.bool)
+    for q_start, q_stop, k_start, k_stop, kind in mask.tolist():
+        first = k_start + (place - q_start if kind & slices.INVERSE else 0)
+        end = k_stop - (q_stop - 1 - place if kind & slices.CAUSAL else 0)
+        inside = (place >= q_start) & (place < q_stop)
+        sees |= inside & (first <= place + 1) & (place + 1 < end)
+    return ~sees
+
+
+def forward_step(data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple:
+    """Run the model on the next micro-batch, under the mask."""
+    from megatron.training import get_args
+
+    args, batch = get_args(), next_batch(data_iterator)
+    mask = MASKS[args.mask](args.seq_length)
+    told = predicted(mask, args.seq_length).to(batch["loss_mask"].device)
+    loss_mask = batch["loss_mask"] * told[batch["position_ids"]]
+    losses = model(
+        batch["tokens"],
+        batch["position_ids"],
+        attention_mask=None,
+        labels=batch["labels"],
+        loss_mask=loss_mask,
+        packed_seq_params=SlicedSeqParams.of(mask, args.seq_length),
+    )
+    return losses, partial(loss_func, loss_mask)
+
+
+if __name__ == "__main__":
+    main(add_mask, forward_step)
