@@ -26,8 +26,13 @@ MASKS = {  # of a sample of so many tokens
 
 
 def add_mask(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --mask to the flags of pretrain_gpt.py."""
+    """Add --mask to the flags of pretrain_gpt.py.
+
+    Ranks predict different numbers of tokens: without the loss per token, Megatron would take the
+    mean of each rank's mean.
+    """
     parser = add_arguments(parser)
+    parser.set_defaults(calculate_per_token_loss=True)
     parser.add_argument("--mask", choices=MASKS, default="prefix", help="what queries see")
     return parser
 
