@@ -7,6 +7,7 @@ BOTH. A maker describes one sample from its position 0 on; `packed` puts several
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from megatron_burst.errors import require
 
 FULL, CAUSAL, INVERSE, BOTH = range(4)
+_KINDS = {"full": FULL, "causal": CAUSAL, "inverse_causal": INVERSE, "bi_causal": BOTH}
 _WHO = "burst attention"
 
 
@@ -72,18 +74,26 @@ def documents(lengths: Sequence[int]) -> Tensor:
     return _table((start, stop, start, stop, CAUSAL) for start, stop in _spans(lengths))
 
 
-def tree(lengths: Sequence[int], parents: Sequence[int]) -> Tensor:
+def tree(
+    lengths: Sequence[int], parents: Sequence[int], starts: Sequence[int] | None = None
+) -> Tensor:
     """Segments that see themselves causally and all of each ancestor (prefix trees), stored in any
     order. Where children directly follow their parents, `prefix_tree` is faster.
+
+    Megatron-LM #7387's `TreePackedSeqParams` has all three: `tree_segment_lengths`,
+    `tree_segment_parents`, `tree_segment_starts`.
 
     Args:
         lengths: of the segments, in tokens.
         parents: of each segment, -1 for none.
+        starts: of the segments; None: one after the other.
 
     Raises:
         BurstError: if the parents are no tree.
     """
     spans, found = _spans(lengths), []
+    if starts is not None:
+        spans = [(start, start + n) for start, n in zip(starts, lengths, strict=True)]
     for segment, own in enumerate(spans):
         found.append((*own, *own, CAUSAL))
         seen, ancestor = {segment}, parents[segment]
@@ -96,6 +106,43 @@ def tree(lengths: Sequence[int], parents: Sequence[int]) -> Tensor:
             seen.add(ancestor)
             ancestor = parents[ancestor]
     return _table(one for one in found if one[0] < one[1] and one[2] < one[3])
+
+
+def of_trie(trie: Any) -> Tensor:
+    """A packed trie of AReaL (`areal/models/tree_attn/tree.py`): `nodes`, each with `start_idx`,
+    its last token's `end_idx` and its `ancestors`; tokens are in the order of insertion.
+
+    Args:
+        trie: its root.
+    """
+    number = {id(node): place for place, node in enumerate(trie.nodes)}
+    parents = [number[id(node.ancestors[-1])] if node.ancestors else -1 for node in trie.nodes]
+    starts = [node.start_idx for node in trie.nodes]
+    return tree([node.end_idx + 1 - node.start_idx for node in trie.nodes], parents, starts)
+
+
+def of_ranges(
+    q_ranges: Sequence[tuple[int, int]], k_ranges: Sequence[tuple[int, int]],
+    kinds: Sequence[int | str],
+) -> Tensor:  # fmt: skip
+    """Ranges of queries and keys, as MagiAttention takes them and verl's prefix trees have them
+    (`PrefixTreeParams`: `q_ranges`, `k_ranges`, `mask_types`).
+
+    Args:
+        q_ranges: (start, stop) of each slice's queries.
+        k_ranges: the same of its keys.
+        kinds: MagiAttention's numbers, which are those here; or its words.
+
+    Raises:
+        BurstError: if a kind is none of its words.
+    """
+    named = [kind if isinstance(kind, int) else _KINDS.get(kind) for kind in kinds]
+    wrong = [kind for kind, number in zip(kinds, named, strict=True) if number is None]
+    must = f"the kind of a slice must be one of {', '.join(_KINDS)}, because these are its words"
+    require(_WHO, [(not wrong, must, ", ".join(map(str, wrong[:1])), "pass one of them")])
+    return _table(
+        (*q, *k, kind) for q, k, kind in zip(q_ranges, k_ranges, named, strict=True)
+    )  # fmt: skip
 
 
 def blocks(alive: Tensor, block: int, tokens: int, causal: bool = False) -> Tensor:

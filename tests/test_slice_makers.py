@@ -2,6 +2,7 @@
 
 from itertools import accumulate
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,9 +87,41 @@ def test_many_documents_are_one_slice_each():
     assert len(slices.documents([1] * T)) == T == list(accumulate([1] * T))[-1]
 
 
+def in_paths(paths, tokens):
+    """[tokens, tokens]: each path sees itself causally."""
+    seen = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for path in paths:
+        for place, query in enumerate(path):
+            seen[query, path[: place + 1]] = True
+    return seen
+
+
+def test_trees_of_others():
+    """Megatron-LM #7387's: an inner branch, its child, a sibling. AReaL's: a third sequence continues
+    the first one behind the second. verl's rectangles."""
+    made = slices.tree((48, 32, 16, 32), (-1, 0, 1, 0), (0, 48, 80, 96))
+    paths = [[*range(96)], [*range(48), *range(96, 128)]]
+    assert torch.equal(seen_by_slices(made.tolist(), 128), in_paths(paths, 128))
+
+    root = SimpleNamespace(start_idx=0, end_idx=2, ancestors=[])
+    first = SimpleNamespace(start_idx=3, end_idx=5, ancestors=[root])
+    third = SimpleNamespace(start_idx=8, end_idx=9, ancestors=[root, first])
+    second = SimpleNamespace(start_idx=6, end_idx=7, ancestors=[root])
+    made = slices.of_trie(SimpleNamespace(nodes=[root, first, third, second]))
+    paths = [[0, 1, 2, 3, 4, 5, 8, 9], [0, 1, 2, 6, 7]]
+    assert torch.equal(seen_by_slices(made.tolist(), 10), in_paths(paths, 10))
+
+    ranges = [(0, 4), (4, 6), (4, 6), (6, 9), (6, 9)], [(0, 4), (0, 4), (4, 6), (0, 4), (6, 9)]
+    made = slices.of_ranges(*ranges, ["causal", "full", "causal", "full", "causal"])
+    paths = [[*range(6)], [*range(4), *range(6, 9)]]
+    assert torch.equal(seen_by_slices(made.tolist(), 9), in_paths(paths, 9))
+    assert slices.of_ranges([(0, 2)], [(1, 3)], [3]).tolist() == [[0, 2, 1, 3, 3]]
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
+        (lambda: slices.of_ranges([(0, 3)], [(0, 3)], ["diagonal"]), "full, causal.*got diagonal"),
         (lambda: slices.tree([3, 3], [1, 0]), "without a cycle; got parent 0 on the way up"),
         (lambda: slices.tree([3, 3], [-1, 2]), "got parent 2 on the way up from segment 1"),
         (
