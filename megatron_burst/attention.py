@@ -257,7 +257,7 @@ def _documents(
             return documents_of(state.samples, sample, sizes, layout, like)
         from megatron_burst.engine.slices import slices_of  # most runs never load it
 
-        return slices_of(state.samples, sample, causal, sizes, layout, like)
+        return slices_of(state, sample, causal, sizes, layout, like)
     except BurstError as error:
         state.refuse(error)
 

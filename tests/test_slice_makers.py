@@ -97,8 +97,8 @@ def in_paths(paths, tokens):
 
 
 def test_trees_of_others():
-    """Megatron-LM #7387's: an inner branch, its child, a sibling. AReaL's: a third sequence continues
-    the first one behind the second. verl's rectangles."""
+    """Megatron-LM #7387's: an inner branch, its child, a sibling. AReaL's: a third sequence
+    continues the first one behind the second. verl's rectangles."""
     made = slices.tree((48, 32, 16, 32), (-1, 0, 1, 0), (0, 48, 80, 96))
     paths = [[*range(96)], [*range(48), *range(96, 128)]]
     assert torch.equal(seen_by_slices(made.tolist(), 128), in_paths(paths, 128))

@@ -14,13 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_burst.comm.alone import is_first
 from megatron_burst.comm.carrier import Where
-from megatron_burst.comm.watch import Latest
+from megatron_burst.comm.group import Group
 from megatron_burst.engine.documents import Documents, documents_of, told_briefly
 from megatron_burst.engine.sample import Sample, identity
 from megatron_burst.errors import Need, require
 from megatron_burst.kernels.visible import Intervals, Visible
-from megatron_burst.schedule.layout import Layout, Numbers, Runs
+from megatron_burst.say import say
+from megatron_burst.schedule.layout import Layout, Numbers, Runs, positions
 from megatron_burst.schedule.mask import Band, Places, in_rows
 
 _WHO = "burst attention"
@@ -28,10 +30,11 @@ CAUSAL, INVERSE = 1, 2  # bits of a slice's kind; 0 is full, 3 both
 
 
 def slices_of(
-    cache: Latest, sample: Sample, causal: bool, sizes: tuple[int, int], layout: str, like: Tensor
+    group: Group, sample: Sample, causal: bool, sizes: tuple[int, int], layout: str, like: Tensor
 ) -> "Slices":
     """The slices of a sample, built once for all layers, which pass the same ones; arguments and
-    errors as of `Slices`, and of `documents_of`."""
+    errors as of `Slices`, and of `documents_of`. Tells the user how even the first sample is."""
+    cache = group.samples
     key = identity(sample.slices), causal, sizes, layout, Where.of(like)
     documents = None
     if layout == Layout.DOCUMENTS:
@@ -39,7 +42,10 @@ def slices_of(
         key = *key, id(documents)
     found = cache.recent(key)
     if found is None:
-        found = cache[key] = Slices(sample, causal, sizes, like.device, documents)
+        found = cache[key] = Slices(sample, causal, sizes, Layout(layout), like.device, documents)
+        if "slices" not in group.said and is_first():
+            say(f"{_WHO}: slices of the first sample: {found.balance}")
+        group.said["slices"] = None
     return found
 
 
@@ -51,6 +57,7 @@ class Slices:
         sample: from the caller.
         causal: whether the caller says that no query sees a later key.
         sizes: tokens on a rank, and ranks.
+        layout: how tokens are sharded.
         device: where kernels run.
         documents: says where rows are, in the layout of documents.
 
@@ -62,12 +69,12 @@ class Slices:
     """
 
     def __init__(
-        self, sample: Sample, causal: bool, sizes: tuple[int, int], device: torch.device,
-        documents: Documents | None = None,
+        self, sample: Sample, causal: bool, sizes: tuple[int, int], layout: Layout,
+        device: torch.device, documents: Documents | None = None,
     ) -> None:  # fmt: skip
         require(_WHO, _of_kind(sample.slices))
         slices = sample.slices.numpy().astype(np.int64)
-        self._tokens = sizes[0] * sizes[1]
+        self._tokens, self._shards = sizes[0] * sizes[1], (sizes[1], layout)
         require(_WHO, _of_values(slices, self._tokens, causal))
         text = told_briefly(f"{slices.tolist()}", len(slices), "slices")
         self.known = {"slices": text} | (dict(documents.known or {}) if documents else {})
@@ -75,6 +82,19 @@ class Slices:
         self._found: dict[tuple[Places, Places, int] | Runs, Visible] = {}
         if documents is not None:
             self.arranged, self.restored = documents.arranged, documents.restored
+
+    @property
+    def balance(self) -> str:
+        """How evenly ranks share the work of a sample sharded as a whole, in words."""
+        cp_size, layout = self._shards
+        if layout not in (Layout.ZIGZAG, Layout.CONTIGUOUS) or cp_size == 1:
+            return "each rank computes its own rows"
+        work = work_of_ranks(torch.from_numpy(self._slices), cp_size, layout)
+        ratio = max(work) * len(work) / sum(work)
+        return (
+            f"the slowest rank computes {ratio:.2f} times the mean of (query, key) pairs; all the "
+            "same with an all-to-all (--burst-intra a2a)"
+        )
 
     def checked(self) -> dict[str, str]:
         """A text that ranks compare; what came on a GPU is checked now."""
@@ -225,6 +245,32 @@ def _of_values(slices: np.ndarray, tokens: int, causal: bool) -> Iterator[Need]:
         f"query {blind}",
         "add a slice for it",
     )
+
+
+def work_of_ranks(slices: Tensor, cp_size: int, layout: Layout) -> list[int]:
+    """(query, key) pairs that each rank computes where its own rows are computed, as in rings and
+    gathers; an all-to-all gives all ranks the same.
+
+    Args:
+        slices: valid ones, on the CPU.
+        cp_size: ranks.
+        layout: zigzag or contiguous.
+    """
+    q_start, q_stop, k_start, k_stop, kind = slices.numpy().astype(np.int64).T
+    tokens = 2 * cp_size * -(-int(q_stop.max()) // (2 * cp_size))
+    # the pairs of a row are the sum of a constant and of a slope, from where a slice begins
+    begin, end = _rows_where_before(slices.numpy(), slices.numpy(), q_start, q_stop)
+    slope = (kind & CAUSAL > 0).astype(np.int64) - (kind & INVERSE > 0)
+    first = k_stop - k_start - np.where(kind & CAUSAL, q_stop - 1, 0)
+    first += np.where(kind & INVERSE, q_start, 0)
+    steps, there = np.zeros((2, tokens + 1), dtype=np.int64), begin < end
+    for row, sign in ((begin, 1), (end, -1)):
+        np.add.at(steps[0], row[there], sign * first[there])
+        np.add.at(steps[1], row[there], sign * slope[there])
+    constants, slopes = steps.cumsum(1)[:, :-1]
+    pairs = np.concatenate(([0], (constants + slopes * np.arange(tokens)).cumsum()))
+    every = (positions(layout, rank, cp_size, tokens // cp_size) for rank in range(cp_size))
+    return [sum(int(pairs[span.stop] - pairs[span.start]) for span in spans) for spans in every]
 
 
 def sees_later(slices: Tensor) -> bool:

@@ -132,13 +132,12 @@ def check_packed(
     refuse("packed", call, WHO)
 
 
-def check_slices(params: PackedSeqParams | None, layer_number: int) -> None:
+def check_slices(params: PackedSeqParams | None) -> None:
     """Refuse slices in a layer that does not run burst."""
     if packed.slices_in(params) is not None:
         raise BurstError(
-            f"{WHO}: layer {layer_number}: a mask of slices must go to layers that run burst, "
-            "because others would ignore it; got a layer of Megatron's own; pass "
-            "--cp-comm-type burst for all layers"
+            f"{WHO}: a mask of slices must go to layers that run burst, because others would "
+            "ignore it; got a layer of Megatron's own; pass --cp-comm-type burst for all layers"
         )
 
 

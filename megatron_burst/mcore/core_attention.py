@@ -146,7 +146,7 @@ if HAVE_TE:
             """As of `BurstCoreAttention`."""
             extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
             if self.burst is None:
-                check_slices(packed_seq_params, self.layer_number)
+                check_slices(packed_seq_params)
                 return super().forward(query, key, value, *extras, num_splits)
             return self.burst(query, key, value, *extras, self.softmax_offset)
 

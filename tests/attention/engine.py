@@ -101,7 +101,7 @@ class Passes:
         if way.slices:
             sample = Sample(None, None, None, None, torch.tensor(way.slices))
             causal = way.mask.right == 0
-            self.documents = Slices(sample, causal, sizes, q.device, self.documents)
+            self.documents = Slices(sample, causal, sizes, way.layout, q.device, self.documents)
         self.executors = [
             Executor(program, backend, carrier, way.scale, dtypes, False, unit)
             for program in self.programs

@@ -15,7 +15,12 @@ import torch
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.engine.sample import Sample
-from megatron_burst.engine.slices import Slices, _counted_twice, _sees_nothing
+from megatron_burst.engine.slices import (
+    Slices,
+    _counted_twice,
+    _sees_nothing,
+    work_of_ranks,
+)
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
@@ -23,7 +28,7 @@ from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.spec import Circulate
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import Way, assert_exact, problem
-from tests.oracle import seen_by_slices
+from tests.oracle import rows_of, seen_by_slices
 from tests.ranks import run_ranks
 
 GROUPS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3)]
@@ -206,5 +211,17 @@ def test_many_slices_are_checked_quickly():
     edges = torch.arange(0, 20_001) * 16
     slices = torch.stack((edges[:-1], edges[1:], 0 * edges[:-1], edges[1:], 0 * edges[:-1]), 1)
     begun = process_time()
-    Slices(Sample(None, None, None, None, slices), False, (20_000, 16), torch.device("cpu"))
+    sample, cpu = Sample(None, None, None, None, slices), torch.device("cpu")
+    Slices(sample, False, (20_000, 16), Layout.ZIGZAG, cpu)
     assert process_time() - begun < 3
+
+
+@pytest.mark.parametrize("layout", [Layout.ZIGZAG, Layout.CONTIGUOUS])
+def test_the_work_of_ranks_is_counted_pair_by_pair(layout):
+    random = Random(1)
+    for _ in range(100):
+        size, tokens = random.randint(1, 4), 2 * random.randint(1, 5)
+        slices = drawn_slices(random, size * tokens, causal=random.random() < 0.5)
+        pairs = seen_by_slices(slices, size * tokens).sum(1)
+        wanted = [int(pairs[rows_of(layout, rank, size, tokens)].sum()) for rank in range(size)]
+        assert work_of_ranks(torch.tensor(slices), size, layout) == wanted
