@@ -1,7 +1,9 @@
 """Settings that every test and every process it starts inherits."""
 
+import fcntl
 import gc
 import os
+import pickle
 from random import Random
 
 import pytest
@@ -42,6 +44,24 @@ def draw(request):
         return cases if count is None else random.sample(cases, min(count, len(cases)))
 
     return drawn
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """`once(function)` returns `function()`, which one worker calls for all: tests of a module may
+    be spread over workers."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def found(function):
+        path = shared / f"{function.__module__}.pickle"
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                path.write_bytes(pickle.dumps(function()))
+            return pickle.loads(path.read_bytes())
+
+    return found
 
 
 def pytest_collection_finish():

@@ -142,7 +142,11 @@ def evaluate(setting: Setting, chunks: list) -> None:
 
 
 @pytest.fixture(scope="module")
-def comparisons():
+def comparisons(once):
+    return once(compared)
+
+
+def compared():
     return run_ranks(compare_all, 4)
 
 

@@ -168,7 +168,11 @@ def compare_all(rank):
 
 
 @pytest.fixture(scope="module")
-def comparisons():
+def comparisons(once):
+    return once(compared)
+
+
+def compared():
     return run_ranks(compare_all, 4, timeout_s=500)
 
 

@@ -176,7 +176,11 @@ def compare_all(rank: int) -> tuple[dict, dict]:
 
 
 @pytest.fixture(scope="module")
-def comparisons():
+def comparisons(once):
+    return once(compared)
+
+
+def compared():
     return run_ranks(compare_all, 4)
 
 

@@ -91,7 +91,11 @@ def compare_all(rank: int) -> dict:
 
 
 @pytest.fixture(scope="module")
-def comparisons():
+def comparisons(once):
+    return once(compared)
+
+
+def compared():
     return run_ranks(compare_all, 4)
 
 
