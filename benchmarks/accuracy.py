@@ -28,11 +28,12 @@ from benchmarks.te_peer import TransformerEngine
 from megatron_burst.call import attention_shape, spec_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.passes import Passes
-from megatron_burst.kernels.backends import choose_backend, kernel_of, problem_of
+from megatron_burst.kernels.backends import choose_backend, kernel_of
 from megatron_burst.resolve import resolve
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import pretend_nodes
+from megatron_burst.tools.speeds import problem_of
 from megatron_burst.tools.world import attempt, started
 from tests.attention.simulated import run_simulated
 from tests.oracle import full_attention, rows_of

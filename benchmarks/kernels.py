@@ -27,9 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 from benchmarks.candidates import candidates
 from benchmarks.rows import Sheet, append, check_appendable
-from megatron_burst.kernels.backends import QuerySide, backends, problem_of
+from megatron_burst.kernels.backends import QuerySide, backends
 from megatron_burst.kernels.triton_tiles import Blocks, KernelPass, blocks_for
 from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
+from megatron_burst.tools.speeds import problem_of
 from megatron_burst.tools.terminal import in_one_sentence
 
 HEADS = ((32, 8), (32, 32))

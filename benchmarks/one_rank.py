@@ -25,12 +25,13 @@ from benchmarks.rows import Sheet, append, check_appendable
 from megatron_burst.comm.carrier import OVER, Memory, OneQueue, Queues, SentSlots, Where
 from megatron_burst.comm.group import GroupMemory
 from megatron_burst.engine.passes import Passes
-from megatron_burst.kernels.backends import QuerySide, choose_backend, kernel_of, problem_of
+from megatron_burst.kernels.backends import QuerySide, choose_backend, kernel_of
 from megatron_burst.kernels.visible import CAUSAL
 from megatron_burst.resolve import resolve
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.spec import AttentionShape, Spec
 from megatron_burst.schedule.topology import pretend_nodes
+from megatron_burst.tools.speeds import problem_of
 from megatron_burst.tools.terminal import in_one_sentence
 from megatron_burst.tools.units import whole_number, whole_numbers
 

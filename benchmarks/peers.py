@@ -14,9 +14,10 @@ from benchmarks.impls import Impl
 from benchmarks.results import sample_of
 from megatron_burst.attention import burst_attention
 from megatron_burst.comm.group import release_buffers, symmetric_bytes
-from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend, problem_of
+from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend
 from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
 from megatron_burst.schedule.mask import Mask
+from megatron_burst.tools.speeds import problem_of
 from megatron_burst.tools.world import World
 
 

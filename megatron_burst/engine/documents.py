@@ -21,9 +21,10 @@ from megatron_burst.engine.sample import (
 )
 from megatron_burst.engine.tree import Branch, Tree, rows_before
 from megatron_burst.errors import require
+from megatron_burst.kernels.backends import Backend
 from megatron_burst.kernels.visible import Segments, Visible
 from megatron_burst.say import say_once
-from megatron_burst.schedule.layout import Layout, Numbers, Runs, chunks_of
+from megatron_burst.schedule.layout import Layout, Numbers, Runs, chunks_of, places_of_chunks
 from megatron_burst.schedule.mask import Band, Places, in_rows
 
 _WHO = "burst attention"
@@ -158,7 +159,9 @@ class Documents:
             self._branches[call] = self._tree.branches(*places, self._starts.device)
         return self._branches[call]
 
-    def visible(self, band: Band, places: tuple[Places, Places] | Runs, unit: int) -> Visible:
+    def visible(
+        self, band: Band, places: tuple[Places, Places] | Runs, unit: int, run: Backend
+    ) -> Visible:
         """What a kernel call sees with queries and keys at these positions, in units of rows, or in
         these chunks of every document."""
         if isinstance(places, Runs):
@@ -259,6 +262,12 @@ class Documents:
         """The position in the sample of each row of some chunks, ascending: int64 [rows]."""
         begin, entry, chunk, row = self._rows_of(len(numbers))
         return begin * (2 * self._cp_size) + self._table(numbers)[entry] * chunk + row
+
+    def places_of(self, numbers: Numbers) -> Places:
+        """The same as ranges; waits for boundaries that are on a GPU."""
+        self.checked()
+        starts = next(x for x in reversed(self._host) if x is not None)
+        return places_of_chunks(starts.tolist(), numbers, self._cp_size)
 
     def _rows_of(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """For each row of `count` chunks of every document: the rows that one chunk of each earlier

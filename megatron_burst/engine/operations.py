@@ -253,12 +253,13 @@ def fill(binder: Binder, op: ops.Fill) -> Bound:
     return bound
 
 
-def visible(binder: Binder, op: ops.Attend | ops.AttendBackward) -> Callable[[Run], Visible]:
-    """Which keys the queries of a kernel call see; with documents, known only at run time."""
+def visible(binder: Binder, op: ops.Attend | ops.AttendBackward) -> Callable[[Run], Any]:
+    """Which keys the queries of a kernel call see; with documents, known only at run time. For
+    slices it may take several calls."""
     band, places = Visible(op.mask.left, op.mask.right), op.places
     if not op.mask.documents:
         return lambda run: band
-    return lambda run: run.documents.visible(band, places, run.unit)
+    return lambda run: run.documents.visible(band, places, run.unit, run.executor.backend)
 
 
 def branches(op: ops.Attend | ops.AttendBackward) -> Callable[[Run], tuple[Branch, ...]]:
@@ -281,9 +282,12 @@ def attend(binder: Binder, op: ops.Attend) -> Bound:
         if not own or made(run):
             target = into(run)
             results = target["out"], target["lse"]
-        sink = run.sink_of(op.sinks)
+        sink, seen = run.sink_of(op.sinks), sees(run)
         native = {"sink": sink} if sink is not None and backend.capability.sinks else {}
-        results = backend.forward(*tensors, scale, sees(run), into=results, **native)
+        if isinstance(seen, Visible):
+            results = backend.forward(*tensors, scale, seen, into=results, **native)
+        else:
+            results, native = seen.forward(backend, *tensors, scale, results), {}
         if own and not made(run):
             run.fields[own] = dict(zip(("out", "lse"), results, strict=True))
         if sink is not None and not native:
@@ -309,7 +313,11 @@ def attend_backward(binder: Binder, op: ops.AttendBackward) -> Bound:
             into = dq(run)["dq"], of_keys["dk"], of_keys["dv"]
         side = QuerySide(*map(fields.get, ("q", "dout", "lse", "delta", "out")))
         tensors = side, keys["k"], keys["v"]
-        grads = backend.backward(*tensors, scale, sees(run), into=into, deterministic=deterministic)
+        seen, how = sees(run), {"into": into, "deterministic": deterministic}
+        if isinstance(seen, Visible):
+            grads = backend.backward(*tensors, scale, seen, **how)
+        else:
+            grads = seen.backward(backend, *tensors, scale, **how)
         if found := more(run):
             add_branches(backend, tensors, scale, found, grads, deterministic)
         if into is None:

@@ -19,14 +19,15 @@ from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.group import Group
 from megatron_burst.engine.documents import Documents, documents_of, told_briefly
 from megatron_burst.engine.sample import Sample, identity
+from megatron_burst.engine.slice_calls import CAUSAL, INVERSE, Calls, calls_of
 from megatron_burst.errors import Need, require
+from megatron_burst.kernels.backends import Backend
 from megatron_burst.kernels.visible import Intervals, Visible
-from megatron_burst.say import say
+from megatron_burst.say import say, say_once
 from megatron_burst.schedule.layout import Layout, Numbers, Runs, positions
-from megatron_burst.schedule.mask import Band, Places, in_rows
+from megatron_burst.schedule.mask import SLICES, Band, Places, in_rows
 
-_WHO = "burst attention"
-CAUSAL, INVERSE = 1, 2  # bits of a slice's kind; 0 is full, 3 both
+_WHO, _MANY = "burst attention", 64
 
 
 def slices_of(
@@ -35,14 +36,16 @@ def slices_of(
     """The slices of a sample, built once for all layers, which pass the same ones; arguments and
     errors as of `Slices`, and of `documents_of`. Tells the user how even the first sample is."""
     cache = group.samples
-    key = identity(sample.slices), causal, sizes, layout, Where.of(like)
+    key = identity(sample.slices), causal, sizes, like.shape[0], layout, Where.of(like)
     documents = None
     if layout == Layout.DOCUMENTS:
         documents = documents_of(cache, sample._replace(slices=None), sizes, layout, like)
         key = *key, id(documents)
     found = cache.recent(key)
     if found is None:
-        found = cache[key] = Slices(sample, causal, sizes, Layout(layout), like.device, documents)
+        found = cache[key] = Slices(
+            sample, causal, (*sizes, like.shape[0]), Layout(layout), like.device, documents
+        )
         if "slices" not in group.said and is_first():
             say(f"{_WHO}: slices of the first sample: {found.balance}")
         group.said["slices"] = None
@@ -56,7 +59,7 @@ class Slices:
     Args:
         sample: from the caller.
         causal: whether the caller says that no query sees a later key.
-        sizes: tokens on a rank, and ranks.
+        sizes: tokens on a rank, ranks, and sequences of the batch.
         layout: how tokens are sharded.
         device: where kernels run.
         documents: says where rows are, in the layout of documents.
@@ -69,17 +72,18 @@ class Slices:
     """
 
     def __init__(
-        self, sample: Sample, causal: bool, sizes: tuple[int, int], layout: Layout,
+        self, sample: Sample, causal: bool, sizes: tuple[int, int, int], layout: Layout,
         device: torch.device, documents: Documents | None = None,
     ) -> None:  # fmt: skip
         require(_WHO, _of_kind(sample.slices))
         slices = sample.slices.numpy().astype(np.int64)
         self._tokens, self._shards = sizes[0] * sizes[1], (sizes[1], layout)
+        self._batch = sizes[2]
         require(_WHO, _of_values(slices, self._tokens, causal))
         text = told_briefly(f"{slices.tolist()}", len(slices), "slices")
         self.known = {"slices": text} | (dict(documents.known or {}) if documents else {})
         self._slices, self._device, self._documents = slices, device, documents
-        self._found: dict[tuple[Places, Places, int] | Runs, Visible] = {}
+        self._found: dict[tuple, Visible | Calls] = {}
         if documents is not None:
             self.arranged, self.restored = documents.arranged, documents.restored
 
@@ -104,11 +108,23 @@ class Slices:
         """What is seen in other kernel calls: nothing."""
         return ()
 
-    def visible(self, band: Band, places: tuple[Places, Places] | Runs, unit: int) -> Visible:
+    def visible(
+        self, band: Band, places: tuple[Places, Places] | Runs, unit: int, run: Backend
+    ) -> Visible | Calls:
         """What a kernel call sees whose queries and keys are at these positions, in units of rows;
-        the slices say more than the band."""
-        key = places if isinstance(places, Runs) else (*places, unit)
-        if key not in self._found:
+        or the calls, for a backend that takes no intervals. The slices say more than the band."""
+        native = SLICES in run.capability.masks
+        key = (places if isinstance(places, Runs) else (*places, unit)), native
+        if key not in self._found and not native:
+            sides = (self._places(side, unit) for side in _sides(places))
+            found = calls_of(self._slices, *sides, self._device, self._batch == 1)
+            self._found[key] = found
+            if len(found.calls) > _MANY and is_first():
+                say_once(
+                    f"{_WHO}: a mask of slices takes {len(found.calls)} kernel calls for a "
+                    f"tile with {run.capability.name}; --burst-backend triton takes one"
+                )
+        elif key not in self._found:
             q, keys = (self._positions(side, unit) for side in _sides(places))
             intervals = (
                 torch.searchsorted(other, table[own]).int().contiguous()
@@ -116,6 +132,11 @@ class Slices:
             )
             self._found[key] = Visible(intervals=Intervals(*intervals))
         return self._found[key]
+
+    def _places(self, side: Places | Numbers, unit: int) -> Places:
+        """The positions of rows as ranges."""
+        of_chunks = isinstance(side[0], int)
+        return self._documents.places_of(side) if of_chunks else in_rows(side, unit)
 
     def _positions(self, side: Places | Numbers, unit: int) -> Tensor:
         """The position in the sample of each row, ascending: int64."""

@@ -120,7 +120,7 @@ def attend_branches(
         run.forward(q[:, b.rows.slice], k[:, b.keys.slice], v[:, b.keys.slice], scale, b.visible)
         for b in branches
     ]
-    for rows, found in _overlaps([b.rows for b in branches]):
+    for rows, found in overlaps([b.rows for b in branches]):
         target = out[:, rows], lse[:, :, rows]
         merge_parts(
             *target, [target, *((parts[i][0][:, x], parts[i][1][:, :, x]) for i, x in found)]
@@ -151,12 +151,12 @@ def add_branches(
     ]  # fmt: skip
     spans = [[b.rows for b in branches]] + 2 * [[b.keys for b in branches]]
     for index, (target, of) in enumerate(zip(into, spans, strict=True)):
-        for rows, found in _overlaps(of):
+        for rows, found in overlaps(of):
             whole = target[:, rows]
             sum_parts(whole, [whole, *(parts[i][index][:, some] for i, some in found)])
 
 
-def _overlaps(spans: Sequence[Span]) -> Iterator[tuple[slice, list[tuple[int, slice]]]]:
+def overlaps(spans: Sequence[Span]) -> Iterator[tuple[slice, list[tuple[int, slice]]]]:
     """Runs of rows covered by the same spans, so that each is rounded once: which spans, where."""
     for rows in cut(spans, max(span.stop for span in spans)):
         found = [

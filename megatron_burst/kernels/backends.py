@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.say import Choice
-from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS
 from megatron_burst.schedule.spec import USUAL_MULTIPROCESSORS, Kernel
 
 
@@ -27,22 +27,6 @@ class Problem:
     deterministic: bool = False  # gradients must be bitwise reproducible
     arch: int = 0  # major number of the GPU's compute capability
     needs: frozenset[str] = frozenset()  # of the mask: `Mask.needs`
-
-
-def problem_of(
-    q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False, mask: Mask = Mask.FULL
-) -> Problem:
-    """The problem of attention over these tensors, [.., .., heads, dim] each."""
-    return Problem(
-        device=q.device.type,
-        dtype=q.dtype,
-        dim_qk=q.shape[3],
-        dim_v=v.shape[3],
-        grouped=q.shape[2] != k.shape[2],
-        deterministic=deterministic,
-        arch=arch_of(q.device),
-        needs=mask.needs,
-    )
 
 
 @lru_cache
@@ -77,7 +61,8 @@ class Capability:
         rectangular_causal: whether a causal tile may have more keys than queries (diagonal aligned
             bottom right); any kernel with segments supports it inside them.
         masks: besides full and causal: windows, any band of keys (`Visible.left`, `.right`);
-            packed documents, segments with a band each (`Visible.segments`).
+            packed documents, segments with a band each (`Visible.segments`); slices, the keys of
+            each query (`Visible.intervals`), which else are composed of the other two.
         wide_grads: whether gradients have the accumulation dtype, not the input's.
         sinks: whether forward takes attention sinks; if not, they join in a pass of their own.
         deterministic: whether it can compute bitwise reproducible gradients.
@@ -119,7 +104,7 @@ class Capability:
             return f"it runs on GPUs of compute capability {sorted(self.archs)}, not {problem.arch}"
         if problem.deterministic and not self.deterministic:
             return "its gradients are not deterministic"
-        if lacks := sorted(problem.needs - self.masks, reverse=True):
+        if lacks := sorted(problem.needs - self.masks - self.composed, reverse=True):
             return f"it has no {lacks[0]}"
         equal_dims = self.equal_dims or (self.equal_dims_if_grouped and problem.grouped)
         if equal_dims and problem.dim_qk != problem.dim_v:
@@ -135,6 +120,11 @@ class Capability:
         if dims in self.wrong_pairs_on.get(problem.arch, ()):
             return f"its gradients are wrong for head dimensions {dims[0]}/{dims[1]} on such GPUs"
         return None
+
+    @property
+    def composed(self) -> frozenset[str]:
+        """Masks that several calls make: slices, of bands and segments."""
+        return frozenset({SLICES} if {WINDOWS, DOCUMENTS} <= self.masks else ())
 
     def max_dim_of(self, arch: int) -> int:
         """The largest head dimension on GPUs of a major compute capability; 0: any."""

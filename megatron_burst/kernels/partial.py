@@ -65,18 +65,6 @@ def sink_grad(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(share * delta).sum((0, 2)).to(sink.dtype)
 
 
-def merge_partial(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
-    """Merge a tile's result into a partial, in place.
-
-    Args:
-        out: [b, n, h, dv] of the partial.
-        lse: [b, h, n] of the partial.
-        tile_out: [b, n, h, dv], any floating dtype.
-        tile_lse: [b, h, n].
-    """
-    merge_parts(out, lse, [(out, lse), (tile_out, tile_lse)])
-
-
 def sum_parts(target: Tensor, parts: Sequence[Tensor]) -> None:
     """target <- sum of parts, in their order and the accumulation dtype, rounded once.
 

@@ -10,8 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend, problem_of
+from megatron_burst.kernels.backends import (
+    Backend,
+    Problem,
+    QuerySide,
+    arch_of,
+    choose_backend,
+)
 from megatron_burst.kernels.visible import CAUSAL
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import Link, Topology
 from megatron_burst.tools.world import World, attempt, timed_ms
 
@@ -23,6 +30,22 @@ def rank_ms(run: Run, world: World, reps: int = 5) -> list[float]:
     """Median milliseconds of each rank, in rank order; the same on all ranks."""
     mine = [timed_ms(run, world) for _ in range(_WARM_UP + reps)][_WARM_UP:]
     return world.gather(median(mine))
+
+
+def problem_of(
+    q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False, mask: Mask = Mask.FULL
+) -> Problem:
+    """The problem of attention over these tensors, [.., .., heads, dim] each."""
+    return Problem(
+        device=q.device.type,
+        dtype=q.dtype,
+        dim_qk=q.shape[3],
+        dim_v=v.shape[3],
+        grouped=q.shape[2] != k.shape[2],
+        deterministic=deterministic,
+        arch=arch_of(q.device),
+        needs=mask.needs,
+    )
 
 
 def rings(topology: Topology) -> dict[Link, list[tuple[int, ...]]]:

@@ -15,8 +15,9 @@ from megatron_burst.engine.sample import Sample
 from megatron_burst.engine.slices import Slices
 from megatron_burst.kernels.backends import backends
 from megatron_burst.kernels.partial import accumulate_dtype
+from megatron_burst.kernels.reference import Reference
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS, Mask
 from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.program import Home
 from megatron_burst.schedule.spec import Circulate, Direction, Dtype, Kernel, Spec
@@ -70,12 +71,18 @@ class Way:
         return scores.masked_fill(torch.arange(q.shape[2]) == 1, -1e4)
 
 
+class ByCalls(Reference):
+    """A kernel that takes bands and segments, but no intervals."""
+
+    capability = replace(Reference.capability, masks=frozenset({WINDOWS, DOCUMENTS}))
+
+
 class Passes:
     """Forward and backward of one rank."""
 
     def __init__(self, way, topology, shard, carrier, grad_dtype=torch.float64):
         q, k, v, _ = shard
-        backend = backends()[way.backend]
+        backend = ByCalls() if way.backend == "calls" else backends()[way.backend]
         can = backend.capability
         kernel = Kernel(way.rectangular and can.rectangular_causal, can.takes_delta, can.wide_grads)
         shape = attention_shape([x.shape for x in (q, k, v)], q.dtype)
@@ -93,6 +100,7 @@ class Passes:
             self.programs = [MODES[way.mode](one) for one in in_units]
         self.documents, self.sink = None, way.sink(q)
         sizes = q.shape[1], topology.cp_size
+        batch = q.shape[0]
         if way.edges:
             sample = Sample(
                 torch.tensor(way.edges, dtype=torch.int32), None, None, way.parents or None
@@ -101,7 +109,9 @@ class Passes:
         if way.slices:
             sample = Sample(None, None, None, None, torch.tensor(way.slices))
             causal = way.mask.right == 0
-            self.documents = Slices(sample, causal, sizes, way.layout, q.device, self.documents)
+            self.documents = Slices(
+                sample, causal, (*sizes, batch), way.layout, q.device, self.documents
+            )
         self.executors = [
             Executor(program, backend, carrier, way.scale, dtypes, False, unit)
             for program in self.programs

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_burst import slices as makers
 from megatron_burst.attention import burst_attention
 from megatron_burst.engine.sample import Sample
+from megatron_burst.engine.slice_calls import calls_of
 from megatron_burst.engine.slices import (
     Slices,
     _counted_twice,
@@ -22,6 +24,7 @@ from megatron_burst.engine.slices import (
     work_of_ranks,
 )
 from megatron_burst.errors import BurstError
+from megatron_burst.kernels.visible import hidden, segments_of
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
@@ -34,6 +37,7 @@ from tests.ranks import run_ranks
 GROUPS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3)]
 CASES = 30  # in each test
 SEEDS = int(os.environ.get("MASKS", 300)) // CASES
+CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float64, torch.float32, torch.bfloat16]
 
 
@@ -85,7 +89,7 @@ def drawn_way(random: Random) -> tuple[tuple[int, int], int, tuple[int, int], Wa
     way = Way(
         mode, circulate, random.randint(1, heads_kv // gcd(heads_kv, ranks)), True,
         leaves and random.random() < 0.5, layout, Mask(None, 0 if in_order else None, True),
-        random.choice(["reference", "torch-cpu"]), 0.7,
+        random.choice(["reference", "torch-cpu", "calls", "calls"]), 0.7,
         random.choice([False, True]) if nodes == 1 and mode != "ring" else False,
         edges, sinks=random.random() < 0.3, slices=drawn_slices(random, size * tokens, causal),
     )  # fmt: skip
@@ -98,7 +102,10 @@ def test_any_slices_are_exact(seed):
     random = Random(seed)
     for number in range(CASES):
         (nodes, ranks), tokens, heads, way = drawn_way(random)
-        tensors = problem(nodes * ranks, tokens, heads, random.choice([(4, 4), (6, 3)]), number, 1)
+        batch = 1 if way.edges else random.choice([1, 2])
+        tensors = problem(
+            nodes * ranks, tokens, heads, random.choice([(4, 4), (6, 3)]), number, batch
+        )
         topology = pretend_nodes(nodes * ranks, nodes)
         assert_exact(topology, tensors, way, number, random.choice(DTYPES))
 
@@ -211,8 +218,8 @@ def test_many_slices_are_checked_quickly():
     edges = torch.arange(0, 20_001) * 16
     slices = torch.stack((edges[:-1], edges[1:], 0 * edges[:-1], edges[1:], 0 * edges[:-1]), 1)
     begun = process_time()
-    sample, cpu = Sample(None, None, None, None, slices), torch.device("cpu")
-    Slices(sample, False, (20_000, 16), Layout.ZIGZAG, cpu)
+    sample = Sample(None, None, None, None, slices)
+    Slices(sample, False, (20_000, 16, 1), Layout.ZIGZAG, CPU)
     assert process_time() - begun < 3
 
 
@@ -225,3 +232,33 @@ def test_the_work_of_ranks_is_counted_pair_by_pair(layout):
         pairs = seen_by_slices(slices, size * tokens).sum(1)
         wanted = [int(pairs[rows_of(layout, rank, size, tokens)].sum()) for rank in range(size)]
         assert work_of_ranks(torch.tensor(slices), size, layout) == wanted
+
+
+def calls(made, tokens, together=True):
+    """The kernel calls of a sample as one tile, and whether they are right."""
+    found = calls_of(made.numpy(), (range(tokens),), (range(tokens),), CPU, together).calls
+    seen = torch.zeros(tokens, tokens, dtype=torch.int64)
+    for call in found:
+        shape = torch.empty(1, len(call.rows), 1, 1), torch.empty(1, len(call.keys), 1, 1)
+        for rows, keys in segments_of(call.visible, len(call.rows), len(call.keys)):
+            of = shape[0][:, rows], shape[1][:, keys]
+            ahead = of[1].shape[1] - of[0].shape[1]
+            part = ~hidden(call.visible, *of, ahead)
+            seen[call.rows.slice, call.keys.slice][rows, keys] += part
+    assert torch.equal(seen, seen_by_slices(made.tolist(), tokens).long())
+    return len(found)
+
+
+def test_parts_share_kernel_calls():
+    """Chunks and packed samples are segments of one call, so are the own parts of a tree; its
+    children see their parent in one call together."""
+    assert calls(makers.prefix_lm(9, 40), 40) == 2
+    assert calls(makers.chunked(40, 7), 40) == 1
+    assert calls(makers.chunked(40, 7), 40, together=False) == 6
+    assert calls(makers.documents([3, 1, 20, 16]), 40) == 1
+    assert calls(makers.tree([8, *[4] * 8], [-1, *[0] * 8]), 40) == 2
+    assert calls(makers.tree([8, 4, 4, 4, 4], [-1, 0, 1, 1, 0]), 24) == 3
+    assert calls(makers.block_causal([10] * 4), 40) == 4
+    assert (
+        calls(makers.packed([makers.prefix_lm(3, 20), makers.prefix_lm(3, 20)], [20] * 2), 40) == 2
+    )

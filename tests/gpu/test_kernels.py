@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_burst.kernels.backends import QuerySide, backends, problem_of
+from megatron_burst.kernels.backends import QuerySide, backends
 from megatron_burst.schedule.mask import SLICES, Mask
+from megatron_burst.tools.speeds import problem_of
 from tests.gpu import needs_gpus
 from tests.kernels.bands import Band, errors_of
 from tests.sampling import whole

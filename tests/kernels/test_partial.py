@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from megatron_burst.kernels.partial import (
     delta_stand_in,
-    merge_partial,
     merge_parts,
     row_delta,
     sum_parts,
@@ -31,7 +30,7 @@ def test_merging_equals_softmax_over_all_keys_in_any_order(seed, spread):
         for part in order:
             keys = slice(4 * part, 4 * part + 4)
             tile = torch.einsum("bhqs,bshd->bqhd", scores[..., keys].softmax(-1), v[:, keys])
-            merge_partial(out, lse, tile, scores[..., keys].logsumexp(-1))
+            merge_parts(out, lse, [(out, lse), (tile, scores[..., keys].logsumexp(-1))])
         assert (out - expected).abs().max() <= 1e-12
         assert (lse - scores.logsumexp(-1)).abs().max() <= 1e-12 * spread
 
@@ -117,7 +116,7 @@ def test_a_row_that_no_side_has_seen_stays_empty():
     """Guards against the NaN of -inf - -inf."""
     out, lse = torch.zeros(1, 2, 1, 3), torch.full((1, 1, 2), -torch.inf)
     tile_lse = torch.tensor([[[-torch.inf, 0.5]]])
-    merge_partial(out, lse, torch.ones(1, 2, 1, 3), tile_lse)
+    merge_parts(out, lse, [(out, lse), (torch.ones(1, 2, 1, 3), tile_lse)])
     assert torch.equal(out[0, :, 0, 0], torch.tensor([0.0, 1.0]))
     assert torch.equal(lse, tile_lse)
 

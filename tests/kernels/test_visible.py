@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.kernels.backends import Problem, QuerySide, backends, choose_backend, problem_of
+from megatron_burst.kernels.backends import Problem, QuerySide, backends, choose_backend
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS, Mask
+from megatron_burst.tools.speeds import problem_of
 from tests.kernels.bands import Band, errors_of
 
 BOUND = st.none() | st.integers(0, 12) | st.just(2**40)

@@ -54,7 +54,11 @@ def kernel_table() -> str:
     lines.append("| --- " * (len(every) + 1) + "|")
     needs = {"causal, full": set()} | {name: {name} for name in (WINDOWS, DOCUMENTS, SLICES)}
     for name, need in needs.items():
-        cells = ("yes" if need <= can.masks else "-" for can in every)
+        composed = ("several calls" if need <= can.composed else "-" for can in every)
+        cells = (
+            "yes" if need <= can.masks else other
+            for can, other in zip(every, composed, strict=True)
+        )
         lines.append(f"| {name} | {' | '.join(cells)} |")
     sinks = ("yes" if can.sinks else "in a pass of their own" for can in every)
     lines.append(f"| sinks | {' | '.join(sinks)} |")
