@@ -78,7 +78,7 @@ def assert_same(got: Pretrained, truth: Pretrained) -> None:
 
 
 def _main(
-    rank: int, folder: str, flags: str, documents: int, script: str
+    rank: int, folder: str, flags: str, documents: int, script: str = "pretrain_gpt"
 ) -> tuple[list[float], list[str]]:
     from megatron.core.datasets import gpt_dataset
     from megatron.core.dist_checkpointing.strategies import filesystem_async
