@@ -1,15 +1,20 @@
 """Errors of attention and its gradients against float64, by the number of ranks.
 
 torchrun --nproc-per-node 4 benchmarks/accuracy.py OUT.csv      measure, on GPUs
+python benchmarks/accuracy.py OUT.csv --nodes                   measure gradients between nodes
 python benchmarks/accuracy.py OUT.csv --plot docs/accuracy.png  draw what was measured
 
 Sequences are sharded over 1, 2, 4 and 8 simulated ranks, which are threads of one process and run
 burst's own engine, and to the real ranks: burst and TransformerEngine's modes. Each error is
 |x - truth| / |truth| over the whole sequence. The same inputs everywhere.
+
+With --nodes, over 1 to 16 simulated nodes of 4 ranks, and gradients in the model's dtype or in
+float32 between them; a CPU's kernels are made to round their gradients, as those of GPUs do.
 """
 
 import sys
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -85,10 +90,10 @@ def truth_of(tensors):
     return [torch.cat(x, dim=2) for x in zip(*parts, strict=True)]
 
 
-def simulated(tensors, ranks, mode):
-    """(out, dq, dk, dv) of the whole sequence from so many threads."""
+def simulated(tensors, where, config):
+    """(out, dq, dk, dv) of the whole sequence from a thread for each rank of a topology."""
+    ranks = where.cp_size
     tokens = tensors[0].shape[1] // ranks
-    config = BurstConfig(intra=mode, heads_per_round=1)
 
     def one(rank, carrier):
         if tensors[0].is_cuda:
@@ -97,7 +102,7 @@ def simulated(tensors, ranks, mode):
         q, k, v, dout = (x[:, rows] for x in tensors)
         backend, _ = choose_backend(problem_of(q, k, v, mask=Mask.CAUSAL), config.backend)
         shape = attention_shape([x.shape for x in (q, k, v)], q.dtype)
-        where, kernel = pretend_nodes(ranks, 1), kernel_of(backend, q.device)
+        kernel = replace(kernel_of(backend, q.device), wide_grads=False)
         spec = spec_of(config, where, shape, Layout.ZIGZAG, Mask.CAUSAL, kernel)
         spec = replace(resolve(spec).spec, pulled=False)
         passes = Passes(spec, backend, carrier, DIM**-0.5, q.dtype)
@@ -105,7 +110,7 @@ def simulated(tensors, ranks, mode):
         out = out.to(q.dtype)
         return rows, [out, *passes.backward(left, out, dout)]
 
-    results, _ = run_simulated(one, ranks, in_turns=True)
+    results, _ = run_simulated(one, ranks, in_turns=True, timeout_s=300)
     whole = [torch.empty_like(tensors[i]) for i in (3, 0, 1, 2)]
     for rows, shards in results:
         for target, shard in zip(whole, shards, strict=True):
@@ -165,9 +170,11 @@ def measure(path, seq):
 
             for ranks in (1, 2, 4, 8):
                 for mode in ("gather", "ring"):
-                    add(
-                        "burst", mode, ranks, True, relative(simulated(tensors, ranks, mode), truth)
+                    config = BurstConfig(
+                        intra=mode, heads_per_round=1 if mode == "gather" else None
                     )
+                    got = simulated(tensors, pretend_nodes(ranks, 1), config)
+                    add("burst", mode, ranks, True, relative(got, truth))
             peers = [(Burst, f"burst:{mode}") for mode in ("gather", "ring")]
             peers += [(TransformerEngine, f"te:{mode}") for mode in ("p2p", "all_gather", "a2a")]
             for peer_class, text in peers:
@@ -177,6 +184,26 @@ def measure(path, seq):
                 else:
                     add(impl.name, impl.mode, world.size, False, errors)
         save(path, world, rows, ACCURACY_CSV)
+
+
+def measure_nodes(path, seq):
+    """Add rows for gradients between simulated nodes, in the model's dtype and in float32."""
+    with started("accuracy", None) as world:
+        check_out(path, world, ACCURACY_CSV)
+        heads = (2, 2)
+        tensors = draw(heads, seq, world.device)
+        truth = truth_of(tensors)
+        for nodes, wire in product((1, 2, 4, 8, 16), ("input", "accumulate")):
+            config = BurstConfig(
+                intra="gather", inter="ring", heads_per_round=1, grad_wire=wire, circulate="kv"
+            )
+            errors = relative(simulated(tensors, pretend_nodes(4 * nodes, nodes), config), truth)
+            mode = f"gather in nodes of 4, grad_wire={wire}"
+            rows = [
+                AccuracyRow("burst", mode, 4 * nodes, True, *heads, seq, name, error)
+                for name, error in zip(TENSORS, errors, strict=True)
+            ]
+            save(path, world, rows, ACCURACY_CSV)
 
 
 def plot(path, picture):
@@ -210,11 +237,14 @@ def plot(path, picture):
 
 def main(
     path: Annotated[Path, typer.Argument(help="the CSV; rows are appended")],
+    nodes: Annotated[bool, typer.Option(help="measure gradients between nodes")] = False,
     picture: Annotated[Path | None, typer.Option("--plot", help="PNG to draw of it")] = None,
 ) -> None:
     """Measure errors, on all ranks together; or draw what was measured."""
     if picture:
         plot(path, picture)
+    elif nodes:
+        measure_nodes(path, seq=8192 if torch.cuda.is_available() else 2048)
     else:
         measure(path, seq=8192 if torch.cuda.is_available() else 256)
 

@@ -45,10 +45,11 @@ class BurstConfig:
             chooses what fills the GPU within a bounded buffer.
         pieces: process the heads in rounds; False uses a single round, so that transfers between
             nodes are whole shards, to measure the gain of sending pieces.
-        grad_wire: dtype of gradients sent between ranks. "accumulate" is max(float32, input dtype),
-            whose error does not grow with the number of ranks; "input" halves bf16's bytes; "auto"
-            is "input" if a sum is sent only once, otherwise "accumulate". Gradients that a kernel
-            itself rounds to the input dtype, and that are not summed, are sent in that dtype.
+        grad_wire: dtype of gradients sent between ranks. "accumulate" is max(float32, input dtype);
+            "input" halves bf16's bytes; "auto" is "input", whose error does not grow with the
+            number of ranks, as each contribution is rounded once, but "accumulate" inside a ring of
+            more than two ranks, which sums on the way. Gradients that a kernel itself rounds to the
+            input dtype, and that are not summed, are sent in that dtype.
         resend: whether gathered K and V are sent between nodes again in backward: "always";
             "never": they stay in memory from forward if backward follows it directly, which is
             refused where they cannot; "auto": never, if that takes no more memory than the queries

@@ -21,7 +21,7 @@ from megatron_burst.say import Choice
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import check_mask
 from megatron_burst.schedule.pieces import halo
-from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Spec
+from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Dtype, Spec
 
 _WHO = "burst attention"
 _ON_CPU = "on CPUs fewer kernel calls gain nothing"
@@ -49,10 +49,9 @@ def resolve(spec: Spec) -> Resolved:
     why["intra"] = _intra(spec)
     spec = replace(spec, intra=why["intra"].value)
     _check(spec)
-    hops = (spec.topology.cp_size if spec.intra == "ring" else spec.arranged.inter_size) - 1
     together = spec.arranged.intra_size > 1 and not spec.arranged.spans_nodes
     spec = replace(
-        spec, shape=on_wire(spec.shape, spec.grad_wire, hops), heads_per_round=_heads(spec),
+        spec, shape=on_wire(spec.shape, spec.grad_wire), heads_per_round=_heads(spec),
         pulled=spec.pulled is not False and together,
     )  # fmt: skip
     spec = replace(spec, left=_left(spec))
@@ -93,12 +92,13 @@ def travelling_share(spec: Spec) -> float:
 def _inter(spec: Spec) -> Choice:
     """Between nodes: "ring", "a2a" (over all ranks) or "flat".
 
-    Bytes decide, and exposed ones count twice: for an all-to-all in R rounds, the first round there
-    and the last one back, 1/R of the total in each pass. A ring begins and ends with work on the
-    node's own shards. It is counted as if K and V circulated again in backward, even where they are
-    kept: counting less would change only calls for which the simulated all-to-all is as fast or
-    faster. Documents do not matter: where they start at any token the slowest rank of a ring has
-    more work, but never so much that typical ones would change the choice.
+    Bytes decide. On two nodes exposed ones count twice: for an all-to-all in R rounds, the first
+    round there and the last one back, 1/R of the total in each pass. A ring begins and ends with
+    work on the node's own shards. On more nodes the link is busy longer than the kernels, so that
+    all bytes count once. A ring is counted as if K and V circulated again in backward, even where
+    they are kept: counting less would change only calls for which the simulated all-to-all is as
+    fast or faster. Documents do not matter: where they start at any token the slowest rank of a
+    ring has more work, but never so much that typical ones would change the choice.
     """
     if spec.inter is not None:
         return Choice(spec.inter, "asked for")
@@ -120,7 +120,7 @@ def _inter(spec: Spec) -> Choice:
 
 def _fewer_bytes(spec: Spec) -> Choice:
     over_all = replace(spec, inter="a2a").arranged
-    shape = on_wire(spec.shape, spec.grad_wire, spec.topology.inter_size - 1)
+    shape = on_wire(spec.shape, spec.grad_wire)
     share = travelling_share(spec)
     ring = min(nested_bytes(shape, spec.topology, circulate, share) for circulate in Circulate)
     sent = a2a_bytes(shape, spec.topology, spec.again)
@@ -130,7 +130,8 @@ def _fewer_bytes(spec: Spec) -> Choice:
         f"between nodes a ring sends {in_unit(ring)} a rank, an all-to-all {in_unit(sent)}, of "
         f"which {in_unit(bare)} are exposed"
     )
-    return Choice("a2a" if sent + bare < ring else "ring", figures)
+    counted = sent + bare * (spec.topology.inter_size == 2)
+    return Choice("a2a" if counted < ring else "ring", figures)
 
 
 def _only_in_rings(spec: Spec) -> str:
@@ -243,7 +244,10 @@ def _circulate(spec: Spec, asked: Circulate | None) -> Choice:
         return Choice(Circulate.KV, "one node")
     share = travelling_share(spec) if spec.intra == "gather" else 1.0
     ranks = spec.arranged.intra_size if spec.intra == "a2a" else 1
-    return choose_circulate(spec.shape.replicated(ranks), asked, share)
+    shape = spec.shape.replicated(ranks)
+    if spec.arranged.inter_size == 1 and spec.summed_dtype is Dtype.SUM:  # all hops are the ring's
+        shape = replace(shape, grad_bytes=shape.stat_bytes)
+    return choose_circulate(shape, asked, share)
 
 
 def choose_circulate(

@@ -16,16 +16,10 @@ _WAVES = 1.9  # of thread blocks, at least, per tile: shorter tiles are ineffici
 _BUSY = 0.9  # share of the multiprocessors, over the waves of all rounds
 
 
-def on_wire(shape: AttentionShape, grad_wire: str | None, hops: int) -> AttentionShape:
-    """The shape with gradients as wide as on the wire.
-
-    Args:
-        shape: sizes of the call.
-        grad_wire: "accumulate" or "input"; None: the model's dtype if a sum makes at most one hop.
-            It is then rounded once, like the kernels' results, and added in float32.
-        hops: of a sum of gradients.
-    """
-    narrow = grad_wire == "input" or (grad_wire is None and hops <= 1)
+def on_wire(shape: AttentionShape, grad_wire: str | None) -> AttentionShape:
+    """The shape with gradients as wide as on the wire: the model's dtype, unless "accumulate" is
+    asked for. A contribution is rounded once, like the kernels' results, and added in float32."""
+    narrow = grad_wire != "accumulate"
     return replace(shape, grad_bytes=shape.itemsize if narrow else shape.stat_bytes)
 
 

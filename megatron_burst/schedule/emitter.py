@@ -108,10 +108,10 @@ class Emitter:
                 )
             )
 
-    def hop(self, link: Link, cargo: Cargo, sends: Ref, brings: Ref) -> None:
-        """One hop to the next rank of a row, or column; the previous rank sends its buffer of the
-        same name. Buffers without rows are not sent."""
-        down, right = (1, 0) if link is Link.INTER else (0, 1)
+    def hop(self, link: Link, cargo: Cargo, sends: Ref, brings: Ref, by: int = 1) -> None:
+        """Send to the rank that is `by` places on in the row, or column; the one as far behind
+        sends its buffer of the same name. Buffers without rows are not sent."""
+        down, right = (by, 0) if link is Link.INTER else (0, by)
         topology = self.spec.topology
         row, column = topology.coord(self.spec.cp_rank)
         give = Give(topology.rank_at(row + down, column + right), sends)

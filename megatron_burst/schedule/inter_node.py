@@ -5,8 +5,10 @@ node: each rank has the piece (its shard's heads of the round) of the rank at th
 Pieces go around the column of equal places in N-1 hops. A rank sends its own piece of the next
 round right after the last hop of the current one, so the slow link is never idle.
 
-The gradient of a circulating piece follows it: each node adds its sum, and the last of N-1 hops
-returns the total to the owner's node, whose own contribution never leaves it.
+Gradients of a circulating piece do not follow it. Each node sums its own in the accumulation dtype,
+rounds them once and sends them straight home, where all are summed in the accumulation dtype. So
+N-1 contributions are sent, as many bytes as N-1 hops of a sum, but none is rounded again on the
+way: errors do not grow with the number of nodes.
 """
 
 from collections import defaultdict
@@ -111,69 +113,78 @@ class Circulating:
         self._emitter.hop(Link.INTER, Cargo.READ, sends, brings)
 
 
-class TravellingSums:
-    """Gradients of what circulates: each node adds its own; the last hop returns them.
+class SumsAtHome:
+    """Gradients of what circulates: each node's go straight home, and are summed there.
 
     Args:
         emitter: of the program.
         order: its steps.
         target: where the rank's own gradients of a round go.
-        fields: of a round's gradients, as sent.
+        fields: of a round's gradients, by dtype.
         halos: rows of a piece that circulate, by how many nodes away it is from.
     """
 
     def __init__(
         self, emitter: Emitter, order: Sequence[Turn], target: Callable[[int], Ref],
-        fields: Callable[[int], tuple[Field, ...]], halos: Sequence[Halo],
+        fields: Callable[[int, Dtype], tuple[Field, ...]], halos: Sequence[Halo],
     ) -> None:  # fmt: skip
         self._emitter, self._order, self._target = emitter, order, target
         self._fields, self._halos = fields, halos
         self._nodes = emitter.spec.topology.inter_size
-        self._coming: dict[int, list[int]] = defaultdict(list)  # rounds that return, by turn
-        at = {(step.round, step.distance): index for index, step in enumerate(order)}
+        self._arriving: dict[int, list[Turn]] = defaultdict(list)  # added at a turn
         for index, step in enumerate(order):
-            if 0 < step.distance == self._nodes - 1:
-                turn = min(len(order), max(at[step.round, 0], index + 2))
-                self._coming[turn].append(step.round)
-
-    def _sum(self, round_: int, distance: int) -> Ref:
-        """The sum of a step; after the last one, the returned total."""
-        name, halo = f"sum {round_}+{distance}", self._halos[distance % self._nodes]
-        if name not in self._emitter.buffers:
-            rows = halo.rows if distance else halo.of
-            self._emitter.buffer(name, Home.HOP, rows, self._fields(round_), Cargo.GRAD)
-        return Ref(name)
+            if step.distance:  # one more step hides the transfer
+                self._arriving[min(len(order), index + 2)].append(step)
+        self._missing: dict[int, int] = {}  # contributions of a round that are yet to come
 
     def add(self, index: int, sums: Sequence[Sum], stream: Stream = Stream.COMPUTE) -> None:
-        """Add this node's contribution of a step and send it on; `sums` has every row once."""
-        step = self._order[index]
-        fresh = step.distance <= 1
-        if self._nodes == 1:
-            add_up(self._emitter, self._target(step.round), sums, fresh, stream)
-            return
+        """Add this node's contribution of a step, or send it; `sums` has every row once."""
+        step, emitter = self._order[index], self._emitter
         if step.distance == 0:
-            add_up(self._emitter, self._sum(step.round, 0), sums, fresh, stream)
+            self._add(step.round, sums, stream)
             return
-        travel = [
+        away = [
             (packed, tuple(part.at(rows.moved(-span.start)) for part in parts))
             for span, parts in sums
             for rows, packed in self._halos[step.distance].parts(span)
         ]
-        total, came = (self._sum(step.round, step.distance + n) for n in (0, 1))
-        add_up(self._emitter, total, travel, fresh, stream)
-        self._emitter.hop(Link.INTER, Cargo.GRAD, total, came)
+        leaves, arrives = (
+            emitter.buffer(
+                f"{name} {step.round}+{step.distance}", Home.HOP, self._halos[owner].rows,
+                self._fields(step.round, Dtype.WIRE), Cargo.GRAD,
+            )
+            for name, owner in (("leaves", step.distance), ("arrives", 0))
+        )  # fmt: skip
+        add_up(emitter, leaves, away, True, stream)
+        emitter.hop(Link.INTER, Cargo.GRAD, leaves, arrives, -step.distance)
 
     def come_home(self, turn: int, stream: Stream = Stream.COMPUTE) -> list[int]:
-        """Complete the rank's own gradients returned by this turn; returns their rounds."""
-        halo = self._halos[0]
-        for round_ in self._coming[turn]:
-            own, target = self._sum(round_, 0), self._target(round_)
-            for span in cut(halo.spans, halo.of):
-                came = tuple(
-                    self._sum(round_, self._nodes).at(packed) for _, packed in halo.parts(span)
-                )
-                self._emitter.emit(Add((own.at(span), *came), target.at(span), stream))
-        return self._coming[turn]
+        """Add what other nodes sent for this rank's rows; returns the rounds that are complete."""
+        halo, done = self._halos[0], []
+        for step in self._arriving[turn]:
+            arrived = Ref(f"arrives {step.round}+{step.distance}")
+            parts = [
+                (span, tuple(arrived.at(packed) for _, packed in halo.parts(span)))
+                for span in cut(halo.spans, halo.of)
+            ]
+            self._add(step.round, parts, stream)
+            done += [step.round] * (not self._missing[step.round])
+        return done
+
+    def _add(self, round_: int, sums: Sequence[Sum], stream: Stream) -> None:
+        """Add a contribution; the last one completes the rank's gradients of the round."""
+        emitter, total = self._emitter, Ref(f"sum {round_}")
+        left = self._missing[round_] = self._missing.get(round_, self._nodes) - 1
+        if self._nodes == 1:
+            add_up(emitter, self._target(round_), sums, True, stream)
+        elif left:
+            if total.buffer not in emitter.buffers:
+                fields = self._fields(round_, Dtype.SUM)
+                emitter.buffer(total.buffer, Home.HOP, self._halos[0].of, fields, "sums")
+            add_up(emitter, total, sums, left == self._nodes - 1, stream)
+        else:
+            for span, parts in sums:
+                emitter.emit(Add((total.at(span), *parts), self._target(round_).at(span), stream))
 
 
 class LocalSums:
@@ -219,12 +230,12 @@ class LocalSums:
 def sums(
     emitter: Emitter, order: Sequence[Turn], of_keys: bool, target: Callable[[int], Ref],
     fields: Callable[[int, Dtype], tuple[Field, ...]], rows: int | Sequence[Halo],
-) -> LocalSums | TravellingSums:  # fmt: skip
-    """Sums of key or query gradients; those of what circulates are returned. `rows`: how many, or
-    those that circulate."""
+) -> LocalSums | SumsAtHome:  # fmt: skip
+    """Sums of key or query gradients; those of what circulates come from all nodes. `rows`: how
+    many, or those that circulate."""
     halos = whole_halo(emitter, rows) if isinstance(rows, int) else rows
     if of_keys == (emitter.spec.circulate is Circulate.KV):
-        return TravellingSums(emitter, order, target, lambda r: fields(r, Dtype.WIRE), halos)
+        return SumsAtHome(emitter, order, target, fields, halos)
     return LocalSums(emitter, order, target, lambda r: fields(r, Dtype.SUM), halos[0].of)
 
 

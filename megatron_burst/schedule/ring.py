@@ -4,11 +4,11 @@ In step `round * L + place` the rank at (n, l) works with the shard of the rank 
 l - place). Inputs go around the intra ring within a round; at the start of a round the next round's
 shard is sent on the inter ring and has the whole round to arrive.
 
-The gradient of a circulating shard follows one step later and returns in P - 1 hops: the sum of the
-owner's own row ends one place before the owner and waits there; the sums of the other rows are
-joined row by row at that same place, with a whole round for each hop; the total comes back to that
-place, is added to what waits, and takes one intra hop to the owner, whose own contribution never
-leaves it. So N(L-1) intra and N-1 inter hops, as for the inputs.
+The gradient of a circulating shard follows one step later along the intra ring, summed on the way
+in the accumulation dtype. Each row's sum ends one place before the owner's column. The own row's
+waits there; those of other rows are rounded once, go straight to that place with a whole round to
+arrive, and are added to what waits. The total takes one intra hop to the owner, whose own
+contribution never leaves it. So N(L-1) intra and N-1 inter hops, as for the inputs.
 
 Source: BurstEngine (arXiv 2509.19836) for the double ring; the return transfer is our own.
 """
@@ -191,34 +191,28 @@ class GradientsHome:
     def __init__(self, ring: _Ring) -> None:
         self.ring = ring
         self.own = Ref("dkv" if ring.keys_travel else "dq")
-        self.total: Ref | None = self.own  # of the previous step
-        self.waiting: Ref | None = None  # the own row's sum
-        self.row_sum: Ref | None = None  # of the other rows so far
-        self.came: Ref | None = None  # that row sum, in transit
+        self.total: Ref = self.own  # of the previous step
+        self.waiting: Ref | None = None  # the own row's sum, of the next column
+        self.arriving: Ref | None = None  # another row's sum, for the same owner
 
-    def buffer(self, what: str, step: int) -> Ref:
+    def buffer(self, what: str, step: int, dtype: Dtype) -> Ref:
         """Where a gradient is in a step, or arrives by its end."""
         shape, keys = self.ring.spec.shape, self.ring.keys_travel
-        fields = (dkv_fields(shape.heads_kv, shape, Dtype.WIRE) if keys
-                  else dq_fields(shape.heads_q, shape, Dtype.WIRE))  # fmt: skip
+        fields = (dkv_fields(shape.heads_kv, shape, dtype) if keys
+                  else dq_fields(shape.heads_q, shape, dtype))  # fmt: skip
         return self.ring.buffer(f"{what} {step}", Home.HOP, shape.tokens, fields, Cargo.GRAD)
 
     def hops(self, step: int) -> None:
-        """Before a step's tiles: send on the previous step's sums."""
-        place = step % self.ring.places
-        if place == 0 and self.row_sum:
-            self.came = self.buffer("rows", step + self.ring.places - 1)
-            self.ring.hop(Link.INTER, Cargo.GRAD, self.row_sum, self.came)
+        """Before a step's tiles: send on the previous step's sum."""
         if step == 0:
             return
-        first = place == 0 or step == 1
-        before, self.total = self.total, self.buffer("gradient", step)
-        self.fresh = first
-        if not first:
+        self.fresh = step % self.ring.places == 0 or step == 1
+        before, self.total = self.total, self.buffer("sum", step, self.ring.spec.summed_dtype)
+        if not self.fresh:
             self.ring.hop(Link.INTRA, Cargo.GRAD, before, self.total)
 
     def add(self, step: int, shares: list[tuple[Span, Ref]]) -> None:
-        """Add a step's shares to what has arrived; join row sums at the end of a round."""
+        """Add a step's shares to what has arrived; send a row's sum home at the end of a round."""
         ring, total = self.ring, self.total
         if step and self.fresh:
             ring.emit(Fill(total))
@@ -227,29 +221,29 @@ class GradientsHome:
         round_, place = divmod(step, ring.places)
         if place < ring.places - 1:
             return
-        if self.came:
-            ring.emit(Add((total, self.came), total))
-            self.came = None
         if round_ == 0:
             self.waiting = total if step else None
-        else:
-            self.row_sum = total
+            return
+        self.arrive()
+        leaves, self.arriving = (
+            self.buffer(name, step, Dtype.WIRE) for name in ("leaves", "arrives")
+        )
+        ring.emit(Add((total,), leaves))
+        ring.hop(Link.INTER, Cargo.GRAD, leaves, self.arriving, -round_)
+
+    def arrive(self) -> None:
+        """Add the sum that another row sent a round ago."""
+        if self.arriving:
+            total = self.waiting or self.own
+            self.ring.emit(Add((total, self.arriving), total))
 
     def finish(self) -> None:
-        """Return the total to the owner."""
-        ring, total = self.ring, self.waiting
-        step = ring.spec.topology.cp_size
-        if self.row_sum:
-            total = self.buffer("gradient", step)
-            step += 1
-            ring.hop(Link.INTER, Cargo.GRAD, self.row_sum, total)
-            if self.waiting is None:
-                ring.emit(Add((self.own, total), self.own))
-            else:
-                ring.emit(Add((total, self.waiting), total))
-        if total is not None and ring.places > 1:
-            came = self.buffer("gradient", step)
-            ring.hop(Link.INTRA, Cargo.GRAD, total, came)
+        """Add the last row's sum, and return the total to the owner."""
+        ring = self.ring
+        self.arrive()
+        if self.waiting:
+            came = self.buffer("sum", ring.spec.topology.cp_size, ring.spec.summed_dtype)
+            ring.hop(Link.INTRA, Cargo.GRAD, self.waiting, came)
             ring.emit(Add((self.own, came), self.own))
 
 

@@ -137,7 +137,8 @@ class Spec:
         intra: inside a node, or over all ranks: "ring", "gather" or "a2a".
         heads_per_round: KV heads of a round, gathered or computed by a rank; 0: all of them. Rings
             have no rounds.
-        grad_wire: dtype of gradients between ranks: "accumulate" or "input".
+        grad_wire: dtype of gradients between ranks: "accumulate" or "input"; None: the input's, but
+            the accumulation dtype where a ring sums them on the way.
         circulate: what circulates in backward, in the ring or between nodes.
         pulled: whether ranks of a node read each other's slots by copy engine.
         left: whether forward saves for backward what it received, and backward reads it.
@@ -174,8 +175,9 @@ class Spec:
         backward = direction is Direction.BACKWARD
         return replace(
             self, topology=self.arranged, cp_rank=cp_rank, direction=direction,
-            circulate=self.circulate if backward else Circulate.KV, inter=None, grad_wire=None,
-            again=False, heads_per_round=None if self.intra == "ring" else self.heads_per_round,
+            circulate=self.circulate if backward else Circulate.KV, inter=None, again=False,
+            grad_wire=self.grad_wire if self.intra == "ring" else None,
+            heads_per_round=None if self.intra == "ring" else self.heads_per_round,
         )  # fmt: skip
 
     def in_units(self) -> tuple["Spec", int]:
@@ -202,6 +204,12 @@ class Spec:
         """Dtype of gradients sent to another rank of the node: the kernel's, but no wider than the
         wire's."""
         return Dtype.WIRE if self.kernel.wide_grads else Dtype.INPUT
+
+    @property
+    def summed_dtype(self) -> Dtype:
+        """Dtype of gradients that a ring sums on the way; with two ranks there is one hop."""
+        narrow = self.grad_wire == "input" or (not self.grad_wire and self.topology.cp_size <= 2)
+        return Dtype.WIRE if narrow else Dtype.SUM
 
     @property
     def grad_dtype(self) -> Dtype:

@@ -47,9 +47,9 @@ class Letter:
 class Wire:
     """What joins simulated ranks: messages, barriers and shared memory."""
 
-    def __init__(self, cp_size, in_turns=False):
+    def __init__(self, cp_size, in_turns=False, timeout_s=_TIMEOUT_S):
         self.letters, self._lock = {}, threading.Lock()
-        self.cp_size, self.memory = cp_size, {}
+        self.cp_size, self.memory, self.timeout_s = cp_size, {}, timeout_s
         self._barriers = {}
         self.turn = threading.Lock() if in_turns else None
 
@@ -68,7 +68,7 @@ class Wire:
         with self._lock:
             barrier = self._barriers.setdefault(key, threading.Barrier(self.cp_size))
         with self.resting():
-            barrier.wait(_TIMEOUT_S)
+            barrier.wait(self.timeout_s)
 
     def letter(self, *key) -> Letter:
         with self._lock:
@@ -177,17 +177,20 @@ class SimulatedTransfer:
     def wait(self, stream):
         for letter in self._letters:
             with self._wire.resting():
-                assert letter.both.wait(_TIMEOUT_S), "the other rank never posted it"
+                posted = letter.both.wait(self._wire.timeout_s)
+                assert posted, "the other rank never posted it"
             letter.deliver()
 
 
-def run_simulated(function, cp_size, seed=0, pulls=False, in_turns=False):
+def run_simulated(
+    function, cp_size, seed=0, pulls=False, in_turns=False, timeout_s=_TIMEOUT_S
+):  # fmt: skip
     """Run `function(cp_rank, carrier)` on all ranks; return results and carriers.
 
     `pulls`: whether ranks read each other's slots. In turns, one rank at a time runs until it
     waits: for compilers that are not thread-safe.
     """
-    wire = Wire(cp_size, in_turns)
+    wire = Wire(cp_size, in_turns, timeout_s)
     carriers = [SimulatedCarrier(wire, rank, seed, pulls) for rank in range(cp_size)]
 
     def run(rank):
@@ -196,4 +199,4 @@ def run_simulated(function, cp_size, seed=0, pulls=False, in_turns=False):
 
     with ThreadPoolExecutor(cp_size) as pool:
         futures = [pool.submit(run, rank) for rank in range(cp_size)]
-        return [future.result(2 * _TIMEOUT_S) for future in futures], carriers
+        return [future.result(2 * timeout_s) for future in futures], carriers

@@ -97,7 +97,8 @@ def counted_and_planned(rank, world):
         vars(dist).update(restore)
         grad_dtype = torch.bfloat16 if grad_wire == "input" else torch.float32
         shape = shape_of(q, k, v, grad_dtype)
-        planned = sum(planned_of("ring", topology, rank, shape, circulate), Counter())
+        planned = planned_of("ring", topology, rank, shape, circulate, grad_wire=grad_wire)
+        planned = sum(planned, Counter())
         found.append((dict(+sent), dict(+planned), stamps))
     return found
 
@@ -109,6 +110,36 @@ def test_bytes_on_each_link_are_exactly_the_plans_and_a_stamp_a_pass(world):
         for sent, planned, stamps in found:
             assert sent == planned and sum(sent.values()) > 0
             assert stamps == [16, 16]  # of forward and of backward
+
+
+MODES_BETWEEN = [(intra, c) for intra in ("gather", "a2a", "ring") for c in Circulate]
+
+
+def sent_between(rank, world):
+    """Bytes that a backward on nodes of one rank sends, a token and head of MHA in bf16, d 128."""
+    restore, tokens, heads, found = dict(vars(dist)), 2, 2, []
+    topology = pretend_nodes(world, world)
+    for intra, circulate in MODES_BETWEEN:
+        config = BurstConfig(
+            nodes=world, inter="ring", intra=intra, circulate=circulate.value, resend="always"
+        )
+        q, k, v = (torch.randn(1, tokens, heads, 128).bfloat16() for _ in range(3))
+        out = burst_attention(*(x.requires_grad_() for x in (q, k, v)), config=config)
+        sent = count_sends(topology, rank)
+        out.sum().backward()
+        vars(dist).update(restore)
+        found.append(sent[Link.INTER] / (tokens * heads))
+    return found
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 8])
+def test_gradients_between_nodes_are_sent_in_the_models_dtype_whatever_their_number(nodes):
+    """K, V, dK and dV are 1024 bytes for each other node, as in a ring whose sums are rounded on
+    the way; Q, dO and dQ 768, with lse and delta 776."""
+    each = {Circulate.KV: 1024, Circulate.Q: 776}
+    expected = [(nodes - 1) * each[circulate] for _, circulate in MODES_BETWEEN]
+    for found in run_ranks(sent_between, nodes, nodes):
+        assert found == expected
 
 
 GATHERS = [

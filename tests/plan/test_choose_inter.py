@@ -42,7 +42,9 @@ WIDE, NARROW = {"grad_wire": "accumulate"}, {"grad_wire": "input"}
         ((32, 32), 2, NARROW | {"heads_per_round": 2}, "ring"),  # half of it is exposed
         ((32, 32), 4, WIDE | {"device": "cpu"}, "ring"),
         ((36, 36), 4, WIDE, "ring"),  # 8 ranks do not divide the heads
-        ((32, 4), 8, WIDE, "ring"),  # nothing hides its one round
+        ((32, 4), 8, WIDE, "a2a"),  # on more than two nodes all bytes count once, also those of
+        ((32, 4), 8, NARROW, "a2a"),  # its one round, which nothing hides
+        ((32, 4), 4, NARROW, "ring"),
         ((32, 32), 1, WIDE, "ring"),
         ((32, 32), 1, WIDE | {"inter": "a2a"}, "a2a"),
         ((32, 8), 2, WIDE | {"inter": "flat"}, "flat"),

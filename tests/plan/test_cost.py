@@ -1,12 +1,13 @@
 """Bytes against figures of the papers computed by hand, and what follows from them."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megatron_burst.resolve import choose_circulate
-from megatron_burst.rules import nested_bytes
-from megatron_burst.schedule.spec import AttentionShape, Circulate
+from megatron_burst.rules import hop_bytes, nested_bytes, on_wire
+from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.topology import pretend_nodes
 
 MHA = AttentionShape(
@@ -48,3 +49,19 @@ def test_auto_takes_fewer_bytes(heads_q, heads_kv, dims, grad_bytes, chosen):
 def test_a_choice_can_be_asked_for():
     choice = choose_circulate(GQA, Circulate.Q)
     assert choice.value == "q" and choice.reason.startswith("asked for")
+
+
+def test_the_table_of_bytes_between_nodes_is_what_is_sent():
+    """docs/concepts/modes.md: bytes of a backward for each token and query head."""
+    page = Path(__file__).parents[2] / "docs/concepts/modes.md"
+    rows = [line.split("|")[1:-1] for line in page.read_text().splitlines() if line[:2] == "| "]
+    rows = [[cell.strip() for cell in row] for row in rows if row[0][:5] in (" MHA ", " GQA,")]
+    assert len(rows) == 6
+    for name, nodes, *figures in rows:
+        heads_kv = 4 if name == "MHA" else 1
+        shape = on_wire(AttentionShape(1, 1, 4, heads_kv, 128, 128, 2, 4, 4), None)
+        sent = [
+            sum(hop_bytes(shape, Direction.BACKWARD, circulate).values()) * (int(nodes) - 1) / 4
+            for circulate in Circulate
+        ]
+        assert [int(figure) for figure in figures[:3]] == [*sent, min(sent)]
