@@ -215,7 +215,7 @@ def _choose(call: Call, group: dist.ProcessGroup, state: Group) -> tuple[Prepare
     marks, keep = Marks.of(state.log, call.in_words()), None
     kept: list[Choice] = []
     if call.config.keep != "none":  # most runs never load it
-        from megatron_burst.recompute.half import keep_of
+        from megatron_burst.recompute.later import keep_of
 
         keep, kept = keep_of(call, replace(opened, again=True), spec, carrier, passes_of, marks)
     recomputed, followed = (passes_of(replace(opened, again=again)) for again in (True, False))

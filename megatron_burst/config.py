@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from megatron_burst.errors import BurstError, Need, require
 
 _NUMBERS = {int: re.compile(r"-?\d+"), float: re.compile(r"-?\d*\.?\d+(e-?\d+)?")}
+KEEP_WORDS = ("none", "half", "all", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,9 @@ class BurstConfig:
             one that supports the call is used; "auto" uses the fastest that does.
         deterministic: compute bitwise reproducible gradients.
         keep: which of attention's results (out, lse) to keep for a layer's recomputation: "none",
-            those of the second "half" of the sequence, "all"; "auto" chooses within
-            `keep_budget_gib`, under Megatron only.
+            "all", or those of a share of the sequence's rows: the later ones, whose recomputation
+            costs most ("half" is 0.5). "auto" chooses within `keep_budget_gib`, under Megatron
+            only.
         keep_layers: keep only in the first N layers of a pipeline stage; None: in all of them.
             Under Megatron only.
         keep_offload: what to offload to pinned host memory: kept "results", "inputs" of recomputed
@@ -73,7 +75,7 @@ class BurstConfig:
     inter: Literal["auto", "ring", "a2a"] = "auto"
     backend: str = "auto"
     deterministic: bool = False
-    keep: Literal["none", "half", "all", "auto"] = "none"
+    keep: str | float = "none"
     keep_layers: int | None = None
     keep_offload: Literal["none", "results", "inputs", "both"] = "none"
     keep_budget_gib: float | None = None
@@ -96,6 +98,13 @@ class BurstConfig:
         require("burst attention", self._needs_of_modes())
         require("burst attention", _needs_of_tunings({n: getattr(self, n) for n in TUNINGS}))
         require("burst keep", self._needs_of_keep())
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the rows whose results are kept, the later ones; of "auto" 0."""
+        if isinstance(self.keep, str):
+            return {"half": 0.5, "all": 1.0}.get(self.keep, 0.0)
+        return self.keep
 
     @property
     def offloads_results(self) -> bool:
@@ -127,7 +136,12 @@ class BurstConfig:
             keep_layers=layers, keep_offload=results and self.keep_offload,
             keep_debug=self.keep_debug,
         )  # fmt: skip
+        share = isinstance(self.keep, float) and 0 < self.keep < 1
         return [
+            (self.keep in KEEP_WORDS or share,
+             f"the option keep must be one of {', '.join(KEEP_WORDS)} or a share of the rows, "
+             "between 0 and 1, because a misspelt one would be silently ignored", repr(self.keep),
+             "choose one of these"),
             (layers is None or layers >= 0,
              "keep_layers must not be negative, because it counts layers", layers, "leave it out"),
             (room is None or room > 0,

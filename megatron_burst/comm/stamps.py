@@ -10,12 +10,12 @@ from megatron_burst.comm.watch import PROBLEM, Parallel
 class Kind(IntEnum):
     """What a stamp announces; in words below, in the same order."""
 
-    AGREEMENT, FORWARD, BACKWARD, LATER_ROWS, EARLY_HALF, END, REFUSAL, FAILURE, KEPT = range(9)
+    AGREEMENT, FORWARD, BACKWARD, LATER_ROWS, EARLY_ROWS, END, REFUSAL, FAILURE, KEPT = range(9)
 
 
 IN_WORDS = (
     "a call that is new to it", "a forward", "the backward of", "the passing on of later rows",
-    "the recomputation of an early half", "the end of a step", "a call that it refuses",
+    "the recomputation of early rows", "the end of a step", "a call that it refuses",
     "a pass that failed", "a forward whose results are kept for recomputation",
 )  # fmt: skip
 _CALLS = Kind.AGREEMENT, Kind.FORWARD, Kind.KEPT, Kind.REFUSAL  # a call begins, one way or another

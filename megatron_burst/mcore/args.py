@@ -7,10 +7,12 @@ are here. Nothing here loads Megatron.
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from megatron_burst.config import (
+    KEEP_WORDS,
     OPTIONS,
     BurstConfig,
     FusedLossConfig,
@@ -32,7 +34,8 @@ _ATTENTION = {
     "deterministic": "bitwise reproducible gradients; --deterministic-mode implies it",
     "backend": "attention kernel",
     "keep": "which attention results to keep for recomputation, so that attention is not "
-    "recomputed; auto needs --burst-keep-budget-gib",
+    "recomputed: all, or those of a share of the rows, the later ones (half is 0.5); auto needs "
+    "--burst-keep-budget-gib",
     "keep_layers": "keep only in the first N layers of a pipeline stage; the others recompute "
     "attention",
     "keep_offload": "offload to pinned host memory: kept results, the inputs of recomputed "
@@ -92,6 +95,16 @@ def _tuning(text: str) -> str:
     return text
 
 
+def _kept(text: str) -> str | float:
+    """A value of --burst-keep: a word, or a share of the rows."""
+    if text in KEEP_WORDS:
+        return text
+    with suppress(ValueError):
+        if 0 < float(text) < 1:
+            return float(text)
+    raise ArgumentTypeError(f"{text!r} is none of {', '.join(KEEP_WORDS)}, nor between 0 and 1")
+
+
 def _add_fields(group, prefix: str, config: type, meanings: Mapping[str, str]) -> None:
     kinds = get_type_hints(config)
     for name, meaning in meanings.items():
@@ -103,6 +116,8 @@ def _options(name: str, kind: object) -> dict:
     """argparse options for a field's value; None if not given."""
     if name == "backend":
         return {"choices": ["auto", *backends()]}
+    if name == "keep":
+        return {"type": _kept, "metavar": "|".join((*KEEP_WORDS, "SHARE"))}
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
     if kind is bool:
@@ -142,8 +157,8 @@ def check_keep_args(args: Namespace) -> None:
     refuse("recompute", args, KEEP_FLAG if keeps else f"{KEEP_FLAG}-offload inputs")
     if keeps:
         refuse("keep", args, KEEP_FLAG)
-    if args.burst_keep == "half":
-        refuse("half", args, f"{KEEP_FLAG} half")
+    if args.burst_keep not in (None, "none", "all", "auto"):
+        refuse("share", args, f"{KEEP_FLAG} {args.burst_keep}")
 
 
 def check_loss_args(args: Namespace) -> None:

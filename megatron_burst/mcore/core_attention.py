@@ -37,7 +37,7 @@ from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.patches import apply, switch_on_keep
 from megatron_burst.mcore.recompute import for_calls, resolved
 from megatron_burst.mcore.refusals import refuse
-from megatron_burst.recompute.half_plan import recomputed_share
+from megatron_burst.recompute.later_plan import recomputed_share
 from megatron_burst.resolve import resolve
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask

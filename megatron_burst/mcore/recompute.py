@@ -23,9 +23,9 @@ from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.plan_file import rates_of
 from megatron_burst.mcore.refusals import refuse
 from megatron_burst.recompute.budget import KeepChoice, KeepProblem, choose_keep, in_flight
-from megatron_burst.recompute.half import packer
 from megatron_burst.recompute.keep import call_kept
 from megatron_burst.recompute.keeping import WHO, Frame, Keeping, Parcel, Resident, framed, running
+from megatron_burst.recompute.later import packer
 from megatron_burst.recompute.offload import host_limit_bytes, host_memory
 from megatron_burst.say import say
 

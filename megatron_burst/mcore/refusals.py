@@ -61,8 +61,8 @@ def refuse(feature: str, options: Options, who: str, skip: Container[str] = ()) 
         feature: "command" (burst attention, of a command line), "run" (also where models are built,
             when a script may have changed arguments), "attention" (also of a configuration or
             a layer), "built" (once arguments are set), "model", "spec", "call", "cache";
-            "recompute" (anything kept or offloaded), "keep", "half", "own" (Megatron's attention);
-            "loss" (the fused one), "head"; "cpu" (CPU mode).
+            "recompute" (anything kept or offloaded), "keep", "share" (of the rows is kept), "own"
+            (Megatron's attention); "loss" (the fused one), "head"; "cpu" (CPU mode).
         options: Megatron's arguments, or anything with fields of the same names; missing fields are
             not checked.
         who: for the message.
@@ -301,7 +301,7 @@ TABLE: tuple[Refusal, ...] = (
         "local_cp_size must be the size of the micro-batch's cp_group, or 1 without one",
         "pass both", asked="this group",
         got="local_cp_size={value} and a cp_group of {o.cp_group_size}"),
-    Refusal("packed", "keep", ("none", "all", "half"),
+    Refusal("packed", "keep", lambda keep, o: keep != "auto",
         "all ranks of a group must choose the same, and only those of the layer's own group "
         "have agreed on a choice", f"pass {KEEP_FLAG} all", asked="keep=auto",
         got="keep={value} and a group of the micro-batch's own ({o.cp_group_size} ranks)"),
@@ -333,17 +333,17 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("keep", "use_kitchen_attention", OFF,
         "only burst's attention, TransformerEngine's and Megatron's own can be kept",
         f"leave {KEEP_FLAG} out"),
-    Refusal("half", "context_parallel_impl",
+    Refusal("share", "context_parallel_impl",
         lambda impl, o: impl == "burst" or "burst" in (o.cp_comm_type or ()),
         "only burst's attention can reshard rows", f"pass {KEEP_FLAG} all, or {FLAG}",
         got="--context-parallel-impl {value}"),
-    Refusal("half", "cp_comm_type",
+    Refusal("share", "cp_comm_type",
         lambda kinds, o: "burst" not in (kinds or ()) or {*kinds} == {"burst"}
         or o.burst_keep_layers is not None,
         "only burst's attention can reshard rows", f"pass {KEEP_FLAG} all, or {FLAG}",
         got="--cp-comm-type {words}"),
     Refusal("own", "keep", ("none", "all"), "only burst's attention can reshard rows",
-        f"pass {KEEP_FLAG} all, or {FLAG}", asked="keep=half",
+        f"pass {KEEP_FLAG} all, or {FLAG}", asked="a share of the rows",
         got="Megatron's own attention in layer {o.layer_number}"),
     # the fused loss
     Refusal("head", "burst_loss_grads",

@@ -17,7 +17,7 @@ class KeepProblem:
     in_flight: float
     layer_bytes: int  # out and lse of one layer and micro-batch
     tokens: int  # of the whole sequence
-    # share of its recomputation that a layer saves by keeping the later half; 0: none can
+    # share of its recomputation that a layer saves by keeping half of the rows; 0: none can
     half_saves: float = 0.75
 
 

@@ -173,7 +173,7 @@ class Resident:
 class Keeping:
     """How calls are kept."""
 
-    policy: Any = None  # `half.LaterHalf`; None: all of the outputs are kept
+    policy: Any = None  # `later.LaterRows`; None: all of the outputs are kept
     pack: Callable[[Tensors], Parcel] = Resident  # stores kept tensors until recomputation
     debug: bool = False  # whether its inputs are compared with the first pass's, bit by bit
     marks: Marks = field(default_factory=Marks)  # of the call: tell other ranks of errors

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_burst.recompute.half_plan import choose_half
+from megatron_burst.recompute.later_plan import choose_later
 from megatron_burst.resolve import how_it_runs, resolve
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
@@ -198,7 +198,7 @@ def _show_words(console: Console, head: str, words: Sequence[str]) -> None:
 
 def _half_line(job: Job, best: Candidate) -> str:
     """What keeping half comes to."""
-    return f"keep half: {choose_half(attention_call(job, best.strategy))}"
+    return f"keep half: {choose_later(attention_call(job, best.strategy))}"
 
 
 _MEMORY = {  # parts of `Memory` in the order of the table

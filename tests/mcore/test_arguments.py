@@ -65,7 +65,7 @@ def values_of_flags(rank):
     every += " --burst-tune resend=never"
     configs = [BurstConfig.from_args(_namespace(f"{CP4} {flags}")) for flags in (every, "")]
     legal = {}
-    flags = ("impl", "intra", "inter", "backend", "keep")
+    flags = ("impl", "intra", "inter", "backend")
     for flag in (f"{'context-parallel' if f == 'impl' else 'burst'}-{f}" for f in flags):
         with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as exit:
             parse(f"{CP4} --{flag} bruts", validate=False)
@@ -101,7 +101,6 @@ def test_flags_have_the_legal_values_and_become_a_config():
         "context-parallel-impl": ["megatron", "burst"],
         "burst-intra": ["auto", "ring", "gather", "a2a"],
         "burst-inter": ["auto", "ring", "a2a"],
-        "burst-keep": ["none", "half", "all", "auto"],
     }
 
 

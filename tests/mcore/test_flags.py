@@ -46,12 +46,21 @@ def test_every_field_has_a_flag():
 
 
 @pytest.mark.parametrize(
-    "flags", ["--burst-keep-layers 2.5", "--burst-keep most", "--burst-keep-offload"]
+    "flags",
+    ["--burst-keep-layers 2.5", "--burst-keep most", "--burst-keep 1.5", "--burst-keep-offload"],
 )
 def test_values_are_checked(flags, capsys):
     with pytest.raises(SystemExit):
         parsed(flags)
     assert "usage" in capsys.readouterr().err
+
+
+def test_a_share_of_the_rows_may_be_kept():
+    assert config("--burst-keep 0.75").keep == config("--burst-keep 0.75").kept_share == 0.75
+    assert [BurstConfig(keep=word).kept_share for word in ("none", "half", "all")] == [0, 0.5, 1]
+    for wrong in (0.0, 1.0, -0.5, True, float("nan"), "0.75", None):
+        with pytest.raises(BurstError, match="keep must be one of none, half, all, auto or a sh"):
+            BurstConfig(keep=wrong)
 
 
 def test_numbers_are_whole_where_they_count_something():

@@ -137,7 +137,7 @@ CASES = {
         ),
         "local_cp_size": ([2], [4]),
         "mtp_num_layers": ([1], [0]),
-        "keep": (["auto"], ["none", "half", "all"]),
+        "keep": (["auto"], ["none", "half", 0.75, "all"]),
     },
     "cache": {
         "key_tokens": (
@@ -160,7 +160,7 @@ CASES = {
         "fp8_dot_product_attention": FLAG,
         "fp8_multi_head_attention": FLAG,
     },
-    "half": {
+    "share": {
         "context_parallel_impl": (
             [dict(context_parallel_impl="megatron", cp_comm_type=None)],
             ["burst", dict(context_parallel_impl="megatron")],  # by --cp-comm-type burst
@@ -170,7 +170,7 @@ CASES = {
             [["burst"], dict(burst_keep_layers=1, cp_comm_type=["burst", "p2p"])],
         ),
     },
-    "own": {"keep": (["half"], ["none", "all"])},
+    "own": {"keep": (["half", 0.75], ["none", "all"])},
     "loss": GRAPHS_OF_LOSS | ENDLESS | {
         "fp16_lm_cross_entropy": FLAG,
         "defer_embedding_wgrad_compute": FLAG,
@@ -286,6 +286,8 @@ def arguments(**changes) -> Namespace:
         (check_keep_args, dict(attention_dropout=0.1), "--burst-keep"),
         (check_keep_args, dict(burst_keep="half", cp_comm_type=["p2p", "burst"]),
          "--burst-keep half"),
+        (check_keep_args, dict(burst_keep=0.75, cp_comm_type=["p2p", "burst"]),
+         "--burst-keep 0.75"),
         (check_keep_args, dict(burst_keep=None, cuda_graph_impl="local"),
          "--burst-keep-offload inputs"),
         (check_loss_args, dict(modelopt_enabled=True), "--burst-fused-loss"),

@@ -40,6 +40,10 @@ CASES = {
         BurstConfig(keep="half", nodes=2),
         dict(layout="contiguous"),
     ),
+    "a share": (BurstConfig(keep=0.75), {}),
+    "a share, gather": (BurstConfig(keep=0.25, intra="gather"), {}),
+    "a share, a2a": (BurstConfig(keep=0.75, intra="a2a"), {}),
+    "a share, contiguous": (BurstConfig(keep=0.75), dict(layout="contiguous")),
     "half, no mask": (BurstConfig(keep="half"), dict(causal=False)),
     "half, offload": (BurstConfig(keep="half", keep_offload="results", keep_debug=True), {}),
 }
@@ -49,6 +53,7 @@ SAID = {
     "half, striped": "keep half: plain (the early rows are spread evenly)",
     "half, a2a": "keep half: plain (the early rows are spread evenly)",
     "half, two nodes, contiguous": "keep half: none (later ranks would keep all of their rows",
+    "a share": "keep 0.75: resharded (the early rows are resharded, 0.0625 of a forward on each",
     "half, no mask": "keep half: none (only for a single causal document does recomputing",
 }
 
@@ -144,7 +149,8 @@ def test_what_is_kept_and_whether_recomputation_communicates(results, name):
         if name.startswith("all"):
             assert (kept, recomputed) == (whole, 0)
         else:
-            assert kept == (0 if falls_back else whole // 2) and recomputed > 0
+            share = 0.5 if name.startswith("half") else CASES[name][0].kept_share
+            assert kept == (0 if falls_back else whole * share) and recomputed > 0
 
 
 def sent_by_steps(rank: int) -> dict:

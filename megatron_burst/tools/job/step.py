@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_burst.recompute.half_plan import recomputed_share
+from megatron_burst.recompute.later_plan import recomputed_share
 from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import Hardware

@@ -1,4 +1,4 @@
-"""Keeps the later half of the sequence's rows; recomputes the early half, evenly over ranks."""
+"""Keeps the later rows of a sequence; recomputes the early ones, evenly over ranks."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +16,15 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.engine.passes import Passes
 from megatron_burst.engine.watch import range_of
 from megatron_burst.recompute.checkpoints import patch_checkpoints
-from megatron_burst.recompute.half_plan import EarlyHalf, Move, choose_half, early_half
 from megatron_burst.recompute.keep import run_kept
 from megatron_burst.recompute.keeping import Keeping, Parcel, Resident, Tensors
+from megatron_burst.recompute.later_plan import (
+    EarlyRows,
+    Move,
+    choose_later,
+    early_rows,
+    early_tokens,
+)
 from megatron_burst.recompute.offload import host_memory
 from megatron_burst.say import Choice
 from megatron_burst.schedule.spec import Cargo, Spec
@@ -26,12 +32,12 @@ from megatron_burst.schedule.topology import Link
 
 
 @dataclass(frozen=True, slots=True)
-class LaterHalf:
+class LaterRows:
     """The policy that keeps (out, lse) of the later rows. Recomputation is collective, and so is
     the first pass if other ranks keep a rank's rows."""
 
-    plan: EarlyHalf  # which ranks recompute which rows; who keeps the others
-    passes: Passes  # over the early half as a separate sequence
+    plan: EarlyRows  # which ranks recompute which rows; who keeps the others
+    passes: Passes  # over the early rows as a separate sequence
     carrier: Carrier  # sends rows between any two ranks of the group, which share a node
     marks: Marks = field(default_factory=Marks)  # of the whole call
 
@@ -40,14 +46,14 @@ class LaterHalf:
         return self.plan.early[self.carrier.cp_rank].slice
 
     def trim(self, outs: Tensors) -> Tensors:
-        """Rows of out [b, n, h, d] and lse [b, h, n] from the later half, n/2 of them."""
+        """The later rows of out [b, n, h, d] and lse [b, h, n]."""
         out, lse = outs
         if not self.plan.kept:
             late = slice(self._early.stop, None)
             return out[:, late].clone(), lse[:, :, late].clone()
         with torch.no_grad(), Pass(self.marks, Kind.LATER_ROWS) as this:
-            half = out.shape[1] // 2
-            kept = _with_rows(out, half), _with_rows(lse, half, axis=2)
+            rows = out.shape[1] - self.plan.tokens
+            kept = _with_rows(out, rows), _with_rows(lse, rows, axis=2)
             there = Moving(self.plan.kept, self.carrier, _rows_first(*kept))
             this.begin()
             there.run(_rows_first(out, lse))
@@ -56,8 +62,8 @@ class LaterHalf:
     def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
         """Out and lse of all rows; the early ones recomputed from q, k and v."""
         tokens, late = inputs[0].shape[1], slice(self._early.stop, None)
-        here = range_of("burst recomputation of an early half")
-        this = Pass(self.marks, Kind.EARLY_HALF)
+        here = range_of("burst recomputation of early rows")
+        this = Pass(self.marks, Kind.EARLY_ROWS)
         with here, torch.no_grad(), torch.autocast(kept[0].device.type, enabled=False), this:
             out, lse = _with_rows(kept[0], tokens), _with_rows(kept[1], tokens, axis=2)
             whole = _rows_first(out, lse)
@@ -85,7 +91,7 @@ class LaterHalf:
             for target, rows in zip(whole, early, strict=True):
                 target[:, self._early] = rows
             return
-        evenly = [_dense_rows(x, x.shape[1] // 2) for x in shard]
+        evenly = [_dense_rows(x, self.plan.tokens) for x in shard]
         there = Moving(self.plan.moves, self.carrier, evenly)
         home = Moving([move.home for move in self.plan.moves], self.carrier, whole)
 
@@ -161,19 +167,22 @@ def keep_of(
     """
     config, device, policy, said = call.config, call.devices[0], None, []
     patch_checkpoints()
-    if config.keep == "half":
-        choice = choose_half(spec)
-        said = [replace(choice, value=f"keep half: {choice.value}")]
+    share = config.kept_share
+    if 0 < share < 1:
+        choice = choose_later(spec, share)
+        said = [replace(choice, value=f"keep {config.keep}: {choice.value}")]
         if choice.value == "none":
             return None, said
-        cp_size, shape = spec.topology.cp_size, opened.shape
-        plan = early_half(spec.layout, cp_size, shape.tokens, choice.value == "resharded")
+        cp_size, tokens = spec.topology.cp_size, opened.shape.tokens
+        early = early_tokens(spec, share)
+        plan = early_rows(spec.layout, cp_size, tokens, early, choice.value == "resharded")
         if plan.kept and not carrier.has_met:
             Marks(marks.log, marks.terms).begin(Kind.AGREEMENT)  # others may be in a call without
             _meet(carrier, cp_size, device)
             carrier.has_met = True
-        early = replace(opened, shape=replace(shape, tokens=shape.tokens // 2), layout=plan.layout)
-        policy = LaterHalf(plan, passes_of(early), carrier, marks)
+        shape = replace(opened.shape, tokens=early)
+        smaller = replace(opened, shape=shape, layout=plan.layout)
+        policy = LaterRows(plan, passes_of(smaller), carrier, marks)
     keeping = Keeping(policy, packer(device, config), config.keep_debug, marks)
     return partial(run_kept, keeping=keeping), said
 
