@@ -1,45 +1,48 @@
-"""The original BurstAttention's functions on this engine, so that a script changes one import only.
+"""The interface of BurstAttention and BurstEngine (the package burst_attn) on this engine, so that
+a script changes one import only.
 
-`burst_attn_func`, `burst_attn_func_striped`, `OpBurstAttn.apply` and `OpBurstAttnStrip.apply` have
-the arguments of the package burst_attn. `burst_attention` has more options.
+docs/how-to/burst-engine.md has a table of all arguments: what each does in the original and here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron_burst import slices
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import Need, require
+from megatron_burst.loss.linear import linear_cross_entropy
 
 # The original's kernel -> (ours, whether heads come before tokens).
 _KERNELS = {
-    "cuda": ("auto", False),
-    "triton": ("triton", False),
-    None: ("auto", True),
+    "cuda": ("auto", False), "triton": ("triton", False), None: ("auto", True),
     "none": ("auto", True),
-}
+}  # fmt: skip
+_KEEP: dict[str, Literal["none", "half", "all"]]
+_KEEP = {"none": "none", "seq-wise": "half", "full": "all"}
 _NONE = (None, None)
+type Result = Tensor | tuple[Tensor, Tensor]
+type Flash = Literal["cuda", "triton", "none"] | None
+type Checkpoint = Literal["none", "full", "seq-wise"]
+type Window = tuple[int, int] | None
 
 
 def burst_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    flash: Literal["cuda", "triton", "none"] | None = "cuda",
-    causal: bool = False,
-    optimize_bwd_comm: bool = False,
-    deterministic: bool = False,
-    process_group: dist.ProcessGroup | None = None,
-    double_group: Sequence[Any] = _NONE,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, flash: Flash = "cuda",
+    causal: bool = False, optimize_bwd_comm: bool = False, deterministic: bool = False,
+    process_group: Any = None, double_group: Sequence[Any] = _NONE, return_lse: bool = False,
+    grad_ckpt: Checkpoint = "none", layer_idx: int = -1, sliding_window: Window = None,
+    cu_seqlen: Tensor | None = None,
+) -> Result:  # fmt: skip
     """Attention of a sequence that is sharded over a group, with the original's arguments.
 
-    With a causal mask, rank r of P holds chunks r and 2P-1-r of 2P, one after the other; without a
-    mask, any rows. Gradients flow to q, k and v.
+    Rank r of P holds chunks r and 2P-1-r of 2P, one after the other; if nothing is masked, any
+    rows. Gradients flow to q, k and v.
 
     Args:
         q: [b, s_local, h, d]; [b, h, s_local, d] if `flash` is None. Float64, float32, bfloat16 or
@@ -47,96 +50,214 @@ def burst_attn_func(
         k: the same, with a number of heads that divides h.
         v: as k; its head dimension may differ.
         softmax_scale: scale of the scores; None is d ** -0.5.
-        flash: the kernel. "cuda": the fastest that supports the call, such as FlashAttention;
-            "triton": this package's own; None (or "none"): also the fastest; in the original its
-            plain one, with heads before tokens. All of them support the causal mask.
+        flash: "cuda" or None: the fastest kernel that supports the call; "triton": this package's
+            own. In the original None (or "none") is the plain one, with heads before tokens.
         causal: whether to mask keys at later positions of the whole sequence.
-        optimize_bwd_comm: in the original, send the row sums of out * dout in backward rather than
-            out. Burst chooses by bytes; both values compute the same.
+        optimize_bwd_comm: no effect: burst never sends out in backward.
         deterministic: compute bitwise the same gradients every time.
-        process_group: the ranks that share the sequence; None is the default group.
-        double_group: [intra, inter] sub-groups of `process_group`: the ranks of a node, next to
-            each other, and those with the same local rank on every node. They say how many nodes
-            there are; burst makes groups of its own. Each may be a pair, as in the original.
-            [None, None] detects nodes, where the original ran one ring over all ranks.
+        process_group: the ranks that share the sequence, or a pair whose first is used; None is
+            the default group.
+        double_group: [intra, inter] sub-groups of it: the ranks of a node, next to each other, and
+            those with the same local rank on every node. They only say how many nodes there are;
+            each may be a pair. [None, None] detects nodes.
+        return_lse: whether to also return the log-sum-exp of the scores.
+        grad_ckpt: what `torch.utils.checkpoint` around the call need not recompute: "none", all
+            rows ("full"), or the later half of the sequence ("seq-wise").
+        layer_idx: a number of the caller's choice, which errors name.
+        sliding_window: (left, right) positions of the whole sequence that a query sees, -1 for all.
+        cu_seqlen: [documents + 1], 0 and the end of each document of the whole sequence.
 
     Returns:
-        out, shaped as q with v's head dimension, in q's dtype.
+        out, shaped as q with v's head dimension, in q's dtype; with return_lse also lse [b, h,
+        s_local] in max(float32, input dtype), which carries no gradient.
 
     Raises:
-        BurstError: if `flash` is anything else, if a group is not a process group, if only one of
-            `double_group` is given, or as `burst_attention` does.
+        BurstError: if `flash` or `grad_ckpt` is anything else, if a group is not a process group,
+            if only one of `double_group` is given, or as `burst_attention` does.
     """
-    given = (flash, process_group, double_group)
-    return _attend((q, k, v), softmax_scale, causal, deterministic, given, "zigzag")
+    given = ("burst_attn_func", "zigzag", flash, grad_ckpt, layer_idx)
+    return _attend(
+        (q, k, v), given, (process_group, double_group), deterministic, causal=causal,
+        softmax_scale=softmax_scale, return_lse=return_lse, window=sliding_window or None,
+        cu_seqlens=cu_seqlen,
+    )  # fmt: skip
 
 
 def burst_attn_func_striped(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    flash: Literal["cuda", "triton", "none"] | None = "cuda",
-    causal: bool = False,
-    optimize_bwd_comm: bool = False,
-    deterministic: bool = False,
-    process_group: dist.ProcessGroup | None = None,
-    double_group: Sequence[Any] = _NONE,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, flash: Flash = "cuda",
+    causal: bool = False, optimize_bwd_comm: bool = False, deterministic: bool = False,
+    process_group: Any = None, double_group: Sequence[Any] = _NONE, return_lse: bool = False,
+    grad_ckpt: Checkpoint = "none", layer_idx: int = -1, sliding_window: Window = None,
+    cu_seqlen: Tensor | None = None,
+) -> Result:  # fmt: skip
     """As `burst_attn_func`, but rank r of P holds the positions r, r + P, r + 2P, ...
 
     Shards of this layout circulate in rings; nothing is gathered inside a node.
+
+    Raises:
+        BurstError: as there; and for `cu_seqlen`, because documents need rows in chunks.
     """
-    given = (flash, process_group, double_group)
-    return _attend((q, k, v), softmax_scale, causal, deterministic, given, "striped")
+    given = ("burst_attn_func_striped", "striped", flash, grad_ckpt, layer_idx)
+    return _attend(
+        (q, k, v), given, (process_group, double_group), deterministic, causal=causal,
+        softmax_scale=softmax_scale, return_lse=return_lse, window=sliding_window or None,
+        cu_seqlens=cu_seqlen,
+    )  # fmt: skip
+
+
+def burst_attn_func_sparse(
+    q: Tensor, k: Tensor, v: Tensor, mask_mod: Any, softmax_scale: float | None = None,
+    causal: bool = False, process_group: Any = None, double_group: Sequence[Any] = _NONE,
+    return_lse: bool = False, grad_ckpt: Checkpoint = "none", layer_idx: int = -1,
+) -> Result:  # fmt: skip
+    """Block-sparse attention; arguments as of `burst_attn_func`, in its rows.
+
+    Args:
+        mask_mod: a BlockMask of torch's `create_block_mask` over the whole sequence, or over a
+            rank's rows, as in the original: then row i of it means the positions from i * P on. Or
+            int64 [slices, 5] (`megatron_burst.slices`). Each query must see a key.
+        causal: whether later keys are masked as well; slices must then have none.
+    """
+    given = ("burst_attn_func_sparse", "zigzag", "cuda", grad_ckpt, layer_idx)
+    return _attend(
+        (q, k, v), given, (process_group, double_group), causal=causal, slices=mask_mod,
+        softmax_scale=softmax_scale, return_lse=return_lse,
+    )  # fmt: skip
+
+
+def _apply(function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
+    method, layer = (arguments[11:12] or (None,))[0] or ("none", -1)
+    rest = dict(zip(("sliding_window", "cu_seqlen"), arguments[12:], strict=False))
+    return function(*arguments[:11], grad_ckpt=method, layer_idx=layer, **rest, **options)
 
 
 class OpBurstAttn:
-    """`burst_attn_func` under the name of the original's autograd function."""
+    """`burst_attn_func` as the original's autograd function: arguments up to `return_lse`, then
+    None or (grad_ckpt, layer_idx)."""
 
-    apply = staticmethod(burst_attn_func)
+    apply = staticmethod(partial(_apply, burst_attn_func))
 
 
 class OpBurstAttnStrip:
-    """`burst_attn_func_striped` under the name of the original's autograd function."""
+    """`burst_attn_func_striped` in the same way; then `sliding_window` and `cu_seqlen`."""
 
-    apply = staticmethod(burst_attn_func_striped)
+    apply = staticmethod(partial(_apply, burst_attn_func_striped))
+
+
+def sl_proj_loss(
+    x: Tensor, weight: Tensor, target: Tensor, num_splits: int, ignore_index: int = -100,
+    scale: bool = False,
+) -> Tensor:  # fmt: skip
+    """Losses [tokens] in float32 of x [tokens, h] and an LM head [vocab, h]; logits exist one tile
+    at a time. `num_splits` changes nothing: tiles are chosen by memory. `scale` divides logits by
+    h ** 0.5."""
+    return SLFusedProjLoss(weight, None, ignore_index, "none", proj_scale=scale)(x, target)
+
+
+class SLFusedProjLoss(nn.Module):
+    """The sequence-level fusion of LM head and loss: `linear_cross_entropy`.
+
+    Args:
+        proj_weight: [vocab, h], the LM head.
+        cls_weight: [vocab], weights of the targets' classes; "mean" divides by their sum.
+        ignore_index: target of ignored tokens.
+        reduction: "none", "sum" or "mean", over this rank's tokens.
+        label_smoothing: as in Megatron's vocab_parallel_cross_entropy.
+        proj_scale: whether to divide logits by h ** 0.5.
+    """
+
+    def __init__(
+        self, proj_weight: Tensor, cls_weight: Tensor | None = None, ignore_index: int = -100,
+        reduction: Literal["none", "sum", "mean"] = "mean", label_smoothing: float = 0.0,
+        proj_scale: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.proj_weight, self.cls_weight = proj_weight, cls_weight
+        self.ignore_index, self.reduction = ignore_index, reduction
+        self.label_smoothing, self.proj_scale = label_smoothing, proj_scale
+
+    def forward(self, input: Tensor, target: Tensor, num_splits: int = 4) -> Tensor:
+        """The loss of input [tokens, h] and target [tokens]; `num_splits` changes nothing."""
+        weights = None
+        if self.cls_weight is not None:
+            ignored = target == self.ignore_index
+            weights = self.cls_weight[target.masked_fill(ignored, 0)] * ~ignored
+        loss = linear_cross_entropy(
+            input, self.proj_weight, target, reduction=self.reduction, loss_mask=weights,
+            ignore_index=self.ignore_index, label_smoothing=self.label_smoothing,
+            logit_scale=self.proj_weight.shape[1] ** -0.5 if self.proj_scale else 1.0,
+        )  # fmt: skip
+        assert isinstance(loss, Tensor)
+        return loss * weights if weights is not None and self.reduction == "none" else loss
 
 
 def _attend(
-    tensors: tuple[Tensor, Tensor, Tensor],
-    scale: float | None,
-    causal: bool,
-    deterministic: bool,
-    given: tuple[Any, Any, Any],
-    layout: Literal["zigzag", "striped"],
-) -> Tensor:
+    tensors: tuple[Tensor, Tensor, Tensor], given: tuple, groups: tuple[Any, Any],
+    deterministic: bool = False, **options: Any,
+) -> Result:  # fmt: skip
     """Attention of (q, k, v).
 
     Args:
-        given: (flash, process_group, double_group).
-        layout: used with a causal mask; without one any rows will do.
+        given: the function's name, the layout of masked rows, flash, grad_ckpt and layer_idx.
+        groups: process_group and double_group.
+        options: of `burst_attention`.
     """
-    flash, group, pair = given
-    intra_inter: list[Any] = [one[0] if isinstance(one, tuple) else one for one in pair or _NONE]
-    who = "burst_attn_func" + ("_striped" if layout == "striped" else "")
-    require(who, _needs(flash, group, intra_inter))
+    who, layout, flash, grad_ckpt, layer = given
+    group, *nested = (_first(one) for one in (groups[0], *(groups[1] or _NONE)))
+    require(who, _needs(flash, grad_ckpt, group, nested))
+    if "slices" in options:
+        size = dist.get_world_size(group) if dist.is_initialized() else 1
+        rows = tensors[0].shape[1]
+        options["slices"] = _slices_of(who, options["slices"], options["causal"], rows, size)
     backend, heads_first = _KERNELS[flash]
     turned = heads_first and all(x.dim() == 4 for x in tensors)  # otherwise refused as given
     q, k, v = (x.transpose(1, 2) if turned else x for x in tensors)
-    out = burst_attention(
-        q, k, v, group=group, causal=causal, softmax_scale=scale,
-        layout=layout if causal else "contiguous",
+    masked = any(options.get(name) is not None for name in ("window", "cu_seqlens", "slices"))
+    found = burst_attention(
+        q, k, v, group=group, layer=max(layer, 0), **options,
+        layout=layout if masked or options["causal"] else "contiguous",
         config=BurstConfig(
-            backend=backend, deterministic=deterministic,
-            nodes=None if intra_inter[0] is None else intra_inter[1].size(),
+            backend=backend, deterministic=deterministic, keep=_KEEP[grad_ckpt],
+            nodes=None if nested[0] is None else nested[1].size(),
         ),
     )  # fmt: skip
-    assert isinstance(out, Tensor)  # no lse was asked for
-    return out.transpose(1, 2).contiguous() if turned else out
+    if not turned:
+        return found
+    out, *lse = found if isinstance(found, tuple) else (found,)
+    out = out.transpose(1, 2).contiguous()
+    return (out, lse[0]) if lse else out
 
 
-def _needs(flash: Any, group: Any, intra_inter: Sequence[Any]) -> Iterator[Need]:
+def _slices_of(who: str, mask: Any, causal: bool, rows: int, size: int) -> Tensor:
+    """The slices that a mask means for ranks of so many rows.
+
+    Raises:
+        BurstError: if it is neither slices nor a BlockMask of these or of all rows.
+    """
+    length = getattr(mask, "seq_lengths", (None,))[0]
+    require(who, [
+        (length or isinstance(mask, Tensor),
+         "mask_mod must be a BlockMask or slices, because a function would be asked for every pair",
+         f"a {type(mask).__name__}", "pass create_block_mask(mask_mod, None, None, t, t)"),
+        (length in (None, rows, rows * size),
+         "a BlockMask must be of the whole sequence or of a rank's rows, because it says which of "
+         "them see each other", f"{length} rows", f"make one of {rows * size} or {rows}"),
+    ])  # fmt: skip
+    return _stretched(mask, causal, rows * size // length) if length else mask
+
+
+@lru_cache(maxsize=8)  # a process's layers share a few masks
+def _stretched(mask: Any, causal: bool, by: int) -> Tensor:
+    """The slices of a BlockMask, of which each row stands for so many positions."""
+    return slices.of_block_mask(mask, causal) * torch.tensor([by] * 4 + [1])
+
+
+def _first(group: Any) -> Any:
+    """The group that the original sends keys through, of it and that of dQ."""
+    return group[0] if isinstance(group, tuple | list) else group
+
+
+def _needs(flash: Any, grad_ckpt: Any, group: Any, nested: Sequence[Any]) -> Iterator[Need]:
     """Checks of arguments that the original would misread or that burst does not support."""
     yield (
         flash in _KERNELS,
@@ -144,28 +265,31 @@ def _needs(flash: Any, group: Any, intra_inter: Sequence[Any]) -> Iterator[Need]
         repr(flash),
         "choose one of these, or call burst_attention(config=BurstConfig(backend=...))",
     )
-    for one in (group, *intra_inter):
+    yield (
+        grad_ckpt in _KEEP,
+        "grad_ckpt must be none, full or seq-wise, because a misspelt one would keep nothing",
+        repr(grad_ckpt), "choose one of these",
+    )  # fmt: skip
+    for one in (group, *nested):
         yield (
             one is None or isinstance(one, dist.ProcessGroup),
             "groups must be torch.distributed's, because burst sends through it",
             f"a {type(one).__name__}",
             "make one of the same ranks, as examples/bmtrain_group.py does",
         )
+    ranks = [None if one is None else dist.get_process_group_ranks(one) for one in nested]
     yield (
-        [one is None for one in intra_inter] in ([True, True], [False, False]),
+        [one is None for one in ranks] in ([True, True], [False, False]),
         "double_group must be the two groups [intra, inter], because together they tile the ranks",
-        [None if one is None else dist.get_process_group_ranks(one) for one in intra_inter],
-        "pass both, or leave them out",
-    )
-    if all(isinstance(one, dist.ProcessGroup) for one in intra_inter):
-        mine, every = dist.get_rank(), dist.get_process_group_ranks(group or dist.group.WORLD)
-        intra, inter = (dist.get_process_group_ranks(one) for one in intra_inter)
-        row, column = divmod(every.index(mine), len(intra))
-        there = every[row * len(intra) :][: len(intra)], every[column :: len(intra)]
+        ranks, "pass both, or leave them out",
+    )  # fmt: skip
+    if ranks[0] is not None:
+        every, size = dist.get_process_group_ranks(group or dist.group.WORLD), len(ranks[0])
+        row, column = divmod(every.index(dist.get_rank()), size)
         yield (
-            (intra, inter) == there,
+            ranks == [every[row * size :][:size], every[column::size]],
             "double_group must be a row and a column of process_group's ranks, because rings run "
             "inside nodes and between them",
-            [intra, inter],
+            ranks,
             "pass groups of neighbouring ranks and of those with the same place, or leave them out",
         )

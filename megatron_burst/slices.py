@@ -5,7 +5,7 @@ last query is level with the last key), INVERSE (the first query is level with t
 BOTH. A maker describes one sample from its position 0 on; `packed` puts several into one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -168,10 +168,8 @@ def blocks(alive: Tensor, block: int, tokens: int, causal: bool = False) -> Tens
         (not later, "a causal block mask must have no block above the diagonal, because its keys "
          "are later", "some", "leave out causal, or call tril() first"),
     ])  # fmt: skip
-    edges = torch.nn.functional.pad(alive.cpu().int(), (1, 1)).diff(dim=1)
-    starts, ends = ((edges == sign).nonzero().tolist() for sign in (1, -1))
     found = []
-    for (row, first), (_, last) in zip(starts, ends, strict=True):
+    for row, first, last in _runs(alive):
         begin, end = row * block, min((row + 1) * block, tokens)
         diagonal = causal and last == row + 1
         stop = row * block if diagonal else min(last * block, tokens)
@@ -180,6 +178,64 @@ def blocks(alive: Tensor, block: int, tokens: int, causal: bool = False) -> Tens
         if diagonal:
             found.append((begin, end, begin, end, CAUSAL))
     return _table(found)
+
+
+def of_block_mask(mask: Any, causal: bool = False) -> Tensor:
+    """A BlockMask of torch's FlexAttention: `create_block_mask(mask_mod, None, None, t, t)`. Its
+    `mask_mod` is asked for the pairs of partial blocks only.
+
+    Args:
+        mask: the same for all sequences of the batch and all heads.
+        causal: whether later keys are masked as well.
+
+    Raises:
+        BurstError: if sequences or heads have masks of their own, or blocks are not square.
+    """
+    (tokens, keys), (block, wide) = mask.seq_lengths, mask.BLOCK_SIZE
+    must = "a BlockMask must be one square mask of square blocks, because all heads share slices"
+    fits = (*mask.shape[:-2], keys, wide) == (1, 1, tokens, block)
+    got = f"shape {tuple(mask.shape)}, blocks {mask.BLOCK_SIZE}"
+    require(_WHO, [(fits, must, got, "pass None for B and H, and one number for BLOCK_SIZE")])
+    listed = torch.zeros(2, -(-tokens // block), mask.kv_indices.shape[-1], dtype=torch.int64)
+    for bitmap, counts, columns in (
+        (listed[0], mask.full_kv_num_blocks, mask.full_kv_indices),
+        (listed[1], mask.kv_num_blocks, mask.kv_indices),
+    ):
+        if counts is not None:  # a row's columns, of which those behind its count mean nothing
+            valid = torch.arange(bitmap.shape[1]) < counts[0, 0].cpu().unsqueeze(1)
+            bitmap.scatter_add_(1, columns[0, 0].cpu().long(), valid.long())
+    whole, partly = listed.bool()
+    found = [blocks(whole.tril() if causal else whole, block, tokens, causal)]
+    known: dict[tuple, Tensor] = {}
+    places = torch.arange(tokens, device=mask.kv_indices.device).split(block)
+    zero = places[0].new_zeros(())
+    for row, column in partly.nonzero().tolist():
+        q, k = places[row].unsqueeze(1), places[column].unsqueeze(0)
+        seen = (mask.mask_mod(zero, zero, q, k) & ((k <= q) | (not causal))).cpu()
+        pattern = seen.shape, seen.numpy().tobytes()
+        if pattern not in known:
+            known[pattern] = of_pairs(seen)
+        found.append(known[pattern] + torch.tensor([row * block] * 2 + [column * block] * 2 + [0]))
+    return torch.cat(found)
+
+
+def of_pairs(seen: Tensor) -> Tensor:
+    """Any mask, pair by pair; for small ones.
+
+    Args:
+        seen: bool [queries, keys].
+    """
+    strips: list[list] = []  # of each: first row, end, first key; keys of its last row; kind
+    for row, start, stop in _runs(seen):
+        for strip in strips:
+            _, end, _, *last, kind = strip
+            later, longer = start - last[0], stop - last[1]
+            if end == row and {later, longer} <= {0, 1} and kind in (None, 2 * later + longer):
+                strip[1], strip[3:] = row + 1, [start, stop, 2 * later + longer]
+                break
+        else:
+            strips.append([row, row + 1, start, start, stop, None])
+    return _table((q, end, k, stop, kind or FULL) for q, end, k, _, stop, kind in strips)
 
 
 def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
@@ -191,6 +247,14 @@ def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
     """
     shifts = (torch.tensor([start] * 4 + [0]) for start, _ in _spans(lengths))
     return torch.cat([sample + shift for sample, shift in zip(samples, shifts, strict=True)])
+
+
+def _runs(bits: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(row, first column, end) of each run of true entries."""
+    edges = torch.nn.functional.pad(bits.cpu().int(), (1, 1)).diff(dim=1)
+    starts, ends = ((edges == sign).nonzero().tolist() for sign in (1, -1))
+    for (row, first), (_, end) in zip(starts, ends, strict=True):
+        yield row, first, end
 
 
 def _spans(lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -29,6 +29,10 @@ list at the end: what the release lacks for the other tests. The script says whi
 row; the CSV has the result of every test by its full name. All tests run on the CPU, in processes
 over gloo without TransformerEngine, and most of them compare with Megatron without context
 parallelism. Tests that need a GPU are in `tests/gpu`, and run with 0.19.2.
+
+Of the packages that burst or Megatron use if they are there, Apex, the flash-attn package and
+FlashAttention-3 were not run, on CPUs or GPUs: `tests/mcore/test_apex.py` and
+`tests/kernels/test_packages.py` put stand-ins with their signatures in their place.
 """
 # Rows of the page: what runs, and (file, regular expression for cases or functions) of its tests.
 ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs this checkout where a container brought torch, and changes nothing that is there:
 #
-#     [EXTRAS=flash-attn] [PYTHON=python3] scripts/install_in_container.sh [options and packages for pip]
+#     [EXTRAS=flash-attn-4] [PYTHON=python3] scripts/install_in_container.sh [options and packages for pip]
 #
 # A vendor's torch calls itself 2.11.0a0+..., and its NumPy, TransformerEngine and the rest are
 # built to fit it. Every installed package is pinned to the version that it has, so pip adds what

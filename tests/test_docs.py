@@ -3,16 +3,20 @@
 import re
 import runpy
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from megatron_burst.config import legal_tunings
+from megatron_burst import slices
+from megatron_burst.config import legal_tunings, parse_tunings
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.refusals import refuse
+from megatron_burst.tools.main import app
 from tests.schedule.support import kernel_table, table
 
 ROOT = Path(__file__).parents[1]
+FLAGS = (ROOT / "docs" / "reference" / "flags.md").read_text()
 PAGES = runpy.run_path(str(ROOT / "docs" / "reference_pages.py"))["PAGES"]
 
 
@@ -101,6 +105,28 @@ def test_every_tuning_is_in_its_document():
 def test_the_tables_of_masks_are_what_modes_check_and_kernels_say():
     text = (ROOT / "docs" / "masks.md").read_text()
     assert table() in text and kernel_table() in text
+
+
+PAPERS = ROOT / "docs" / "concepts" / "papers.md"
+
+
+def test_what_the_page_of_the_papers_names_exists():
+    """Files and CSVs, of the package or from the root; burst's flags, tunings, commands and makers
+    of slices."""
+    roots = ROOT, ROOT / "megatron_burst"
+    named = set(re.findall(r"`([^`\n]+)`", PAPERS.read_text()))
+    commands = {each.name or each.callback.__name__ for each in app.registered_commands}
+    kinds = {
+        r"([\w.-]+/\S*|\w+\.py\b)": lambda name: any((root / name).exists() for root in roots),
+        r"(--\S+)": lambda flag: f"| `{flag}` |" in FLAGS,
+        r"(\w+=\w+)$": parse_tunings,
+        r"megatron-burst (\w+)": commands.__contains__,
+        r"slices\.(?!py)(\w+)": partial(hasattr, slices),
+    }
+    found = {kind: {m[1] for name in named if (m := re.match(kind, name))} for kind in kinds}
+    assert min(map(len, found.values())) > 1
+    for kind, exists in kinds.items():
+        assert {name for name in found[kind] if not exists(name)} == set()
 
 
 COMPATIBILITY = runpy.run_path(str(ROOT / "scripts" / "compatibility.py"))

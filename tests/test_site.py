@@ -67,3 +67,18 @@ def test_every_option_and_refusal_has_its_line(site):
     assert "--cu-seqlens must name a file of whole numbers" in errors  # a BurstError of tools/
     commands = (site / "reference" / "command-line.html").read_text()
     assert all(f"megatron-burst {name}" in commands for name in ("plan", "doctor", "calibrate"))
+
+
+THEIRS = [  # BurstAttention's and BurstEngine's words
+    "RingAttention", "global attention optimization", "local attention optimization", "double ring",
+    "topology-aware ring communication", "sequence-level selective checkpointing",
+    "sequence-level fusion of LM head and loss", "workload balance",
+    "Performer", "Linformer", "CPM-Live",
+]  # fmt: skip
+
+
+def test_words_of_the_papers_are_found_by_the_search(site):
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    found = [each["text"] for each in index["docs"] if "concepts/papers.html" in each["location"]]
+    text = re.sub(r"<[^>]+>", "", " ".join(found)).lower()
+    assert [words for words in THEIRS if words.lower() not in text] == []

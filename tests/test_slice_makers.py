@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 from megatron_burst import slices
 from megatron_burst.errors import BurstError
@@ -83,6 +84,42 @@ def test_block_masks(block, causal):
         assert torch.equal(seen_by_slices(made.tolist(), T), wanted)
 
 
+SEEN = torch.rand(T, T, generator=torch.Generator().manual_seed(3)) < 0.5
+MODS = {
+    "causal": lambda b, h, q, k: q >= k,
+    "window": lambda b, h, q, k: (q - k).abs() <= 3,
+    "documents": lambda b, h, q, k: torch.tensor(FRAME)[q] == torch.tensor(FRAME)[k],
+    "prefix": lambda b, h, q, k: (k <= q) | (k < 7),
+    "columns": lambda b, h, q, k: k % 3 < 2,
+    "random": lambda b, h, q, k: SEEN[q, k],
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block", [4, 7, 32])
+@pytest.mark.parametrize("mod", MODS)
+def test_block_masks_of_flex_attention(mod, block, causal):
+    """Blocks that are whole, partial or empty, and last ones that are smaller."""
+    wanted = create_mask(MODS[mod], 1, 1, T, T, device="cpu")[0, 0]
+    wanted = wanted.tril() if causal else wanted
+    mask = create_block_mask(MODS[mod], None, None, T, T, device="cpu", BLOCK_SIZE=block)
+    made = slices.of_block_mask(mask, causal)
+    assert torch.equal(seen_by_slices(made.tolist(), T), wanted)
+    assert torch.equal(seen_by_slices(slices.of_pairs(wanted).tolist(), T), wanted)
+
+
+def test_a_block_mask_takes_few_slices():
+    """Each row of blocks: those before the diagonal, and the diagonal one."""
+    mask = create_block_mask(MODS["causal"], None, None, 64, 64, device="cpu", BLOCK_SIZE=8)
+    assert len(slices.of_block_mask(mask)) == 7 + 8
+    bare = BlockMask.from_kv_blocks(
+        mask.kv_num_blocks, mask.kv_indices, BLOCK_SIZE=8, mask_mod=MODS["causal"],
+        seq_lengths=(64, 64),
+    )  # fmt: skip
+    made = slices.of_block_mask(bare)  # the diagonal alone
+    assert made.tolist() == [[at, at + 8, at, at + 8, 1] for at in range(0, 64, 8)]
+
+
 def test_many_documents_are_one_slice_each():
     assert len(slices.documents([1] * T)) == T == list(accumulate([1] * T))[-1]
 
@@ -129,6 +166,18 @@ def test_trees_of_others():
             r"bool \[6, 6\].*got torch.bool \(3",
         ),
         (lambda: slices.blocks(torch.ones(6, 6), 4, T), "got torch.float32"),
+        (
+            lambda: slices.of_block_mask(
+                create_block_mask(MODS["causal"], 2, None, T, T, device="cpu")
+            ),
+            r"square mask of.*got shape \(2, 1, 24, 24\), blocks \(128, 128\); pass None for B",
+        ),
+        (
+            lambda: slices.of_block_mask(
+                create_block_mask(MODS["causal"], None, None, T, 2 * T, device="cpu")
+            ),
+            r"got shape \(1, 1, 24, 48\)",
+        ),
         (lambda: slices.blocks(torch.ones(6, 6).bool(), 4, T, True), "no block above the diagonal"),
     ],
 )

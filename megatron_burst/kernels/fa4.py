@@ -18,7 +18,7 @@ _WHERE = (
     "window_size_left", "window_size_right",
     "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
 )  # fmt: skip
-_INSTALL = "fa4 comes with: pip install -e '.[flash-attn]' in megatron_burst's checkout"
+_INSTALL = "fa4 comes with: pip install -e '.[flash-attn-4]' in megatron_burst's checkout"
 
 
 class FlashAttention4:

@@ -80,7 +80,7 @@ def check_backends() -> Check:
     if not live:
         return fail("backends", what, "install a torch with attention kernels")
     if arch in _FOR_FA4 and "fa4" not in live:
-        change = "the fastest here: pip install -e '.[flash-attn]' in megatron_burst's checkout"
+        change = "the fastest here: pip install -e '.[flash-attn-4]' in megatron_burst's checkout"
         return warn("backends", what, change)
     return ok("backends", what)
 
