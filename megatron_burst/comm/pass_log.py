@@ -245,22 +245,21 @@ class PassLog:
         others = [stamp for stamp in stamps if stamp.kind is not Kind.FAILURE]
         goes_on = self._waits and at_one_place(others)  # on GPUs some ranks are ahead, or hang
         where = "" if goes_on else ", in a new group, as ranks of this one are not at the same call"
-        sentence = (
+        error = DisagreementError(
             f"{self._who}: all ranks of a {of.group} group must make the same calls in the same "
             f"order, with the same shapes and options, because {of.why}; got, as pass "
             f"{entry.number} of the group, {differences(stamps, told, of)}; pass the same on all "
             f"ranks, and run every forward and every backward on all of them{where}"
         )
         if len(others) < len(stamps):
-            sentence = self._failure(entry, stamps, told)
-        error = DisagreementError(sentence)
+            error = self._failure(entry, stamps, told)
         self._broken = None if goes_on else error
         return error
 
     def _failure(
         self, entry: _Entry, stamps: Sequence[Stamp], told: Sequence[Mapping[str, str] | None]
-    ) -> str:
-        """What to say if ranks failed."""
+    ) -> DisagreementError:
+        """The error if ranks failed."""
         rank_word = self._of.rank
         failed = [
             f"{(terms or {}).get('failure', 'an exception')} on {rank_word} {rank}"
@@ -271,7 +270,7 @@ class PassLog:
         go_on = "catch it on all ranks and repeat the step on all of them"
         if not self._waits:  # transfers may wait for ever
             go_on = "start the processes again"
-        return (
+        return DisagreementError(
             f"{self._who}: a pass must succeed on every rank, because ranks send each other what "
             f"they compute; got {' and '.join(failed)}, while {rank_word} {self._rank} began "
             f"{begun} as pass {entry.number} of the group; look there first, and to go on after "
