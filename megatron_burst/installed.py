@@ -16,17 +16,11 @@ _INSTALL = "pip install megatron-core==0.19.2, or put a checkout of that release
 
 @dataclass(frozen=True, slots=True)
 class Megatron:
-    """The Megatron that this process imports, or would.
+    """The Megatron that this process imports, or would."""
 
-    Attributes:
-        version: of megatron.core, "unknown" if it has none; a checkout has no metadata.
-        folder: contains megatron.core.
-        training: contains megatron.training; None if there is none.
-    """
-
-    version: str
-    folder: Path
-    training: Path | None
+    version: str  # of megatron.core, "unknown" if it has none; a checkout has no metadata
+    folder: Path  # contains megatron.core
+    training: Path | None  # contains megatron.training; None if there is none
 
     def __str__(self) -> str:
         return f"Megatron-Core {self.version} in {self.folder}"
@@ -72,25 +66,16 @@ def version_of(package: str) -> str:
 
 
 def _needs(found: Megatron | None):
-    yield (
-        found,
-        "megatron.core must be importable, because burst patches it",
-        "none on sys.path",
-        _INSTALL,
-    )
-    yield (
-        minor(found.version) >= FIRST,
-        f"Megatron-Core must be {FIRST[0]}.{FIRST[1]} or newer, because older ones lack "
-        "functions that burst patches",
-        str(found),
-        _INSTALL,
-    )
-    yield (
-        found.training is None or found.training.resolve() == found.folder.resolve(),
-        "megatron.core and megatron.training must come from the same release",
-        f"{found.folder} and {found.training}",
-        "put one of them first on PYTHONPATH",
-    )
+    must = "megatron.core must be importable, because burst patches it"
+    yield found, must, "none on sys.path", _INSTALL
+    yield from (
+        (minor(found.version) >= FIRST,
+         f"Megatron-Core must be {FIRST[0]}.{FIRST[1]} or newer, because older ones lack "
+         "functions that burst patches", str(found), _INSTALL),
+        (found.training is None or found.training.resolve() == found.folder.resolve(),
+         "megatron.core and megatron.training must come from the same release",
+         f"{found.folder} and {found.training}", "put one of them first on PYTHONPATH"),
+    )  # fmt: skip
 
 
 def _place_of(package: str) -> Path | None:

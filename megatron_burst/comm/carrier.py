@@ -15,11 +15,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from megatron_burst.errors import BurstError
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
 
 _LATEST = 256  # passes: a few steps of a model
 Parcels = Sequence[tuple[int, Tensor]]  # (peer cp rank, tensor to send or receive)
+SlotRows = Sequence[tuple[int, slice]]  # (peer cp rank, rows of a slot that one takes of the other)
 
 
 class UnderWay(Protocol):
@@ -42,22 +44,6 @@ class Where(NamedTuple):
         return cls(x.device, torch.cuda.current_stream(x.device).cuda_stream if on_gpu else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class SliceGiven:
-    """Rows of this rank's slot that another rank takes."""
-
-    peer: int
-    rows: slice
-
-
-@dataclass(frozen=True, slots=True)
-class SliceTaken:
-    """Rows of another rank's slot."""
-
-    peer: int
-    rows: slice
-
-
 class Views:
     """Views that programs made of some memory. They are reused from call to call, until the memory
     is replaced or the program is gone."""
@@ -74,12 +60,7 @@ class Views:
 
 
 class Memory(Views):
-    """Flat byte buffers for one use.
-
-    Args:
-        flats: the buffers, equally large.
-        where: the call ran that allocated them.
-    """
+    """Flat byte buffers of one size for one use, and where the call ran that allocated them."""
 
     def __init__(self, flats: list[Tensor], where: Where | None = None) -> None:
         super().__init__()
@@ -96,11 +77,12 @@ class Held:
 
     def changes(self, count: int, num_bytes: int) -> bool:
         """Note what a pass needs; returns whether `size` changes."""
-        before, need = self.size, (count, num_bytes)
-        self._most = _larger(self._most, need)
+        before = self.size
+        self._most = _larger(self._most, count, num_bytes)
         self._passes += 1
-        if _larger(before, need) != before:
-            self.size = _larger(before, need)
+        larger = _larger(before, count, num_bytes)
+        if larger is not before:
+            self.size = larger
         elif self._passes >= _LATEST:
             if 2 * prod(self._most) <= prod(before):
                 self.size = self._most
@@ -108,8 +90,10 @@ class Held:
         return self.size != before
 
 
-def _larger(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return max(one[0], other[0]), max(one[1], other[1])
+def _larger(size: tuple[int, int], count: int, num_bytes: int) -> tuple[int, int]:
+    """A size that suffices for this need too: itself, if it does."""
+    enough = count <= size[0] and num_bytes <= size[1]
+    return size if enough else (max(size[0], count), max(size[1], num_bytes))
 
 
 class SentSlots:
@@ -138,32 +122,36 @@ class SentSlots:
         return self._memory.flats[index % self._count]
 
     def ends(
-        self, index: int, view: Tensor, gives: Sequence[SliceGiven], takes: Sequence[SliceTaken]
+        self, index: int, view: Tensor, gives: SlotRows, takes: SlotRows
     ) -> tuple[Parcels, Sequence[int]]:
-        """Prepare a round's exchange; the result can be reused for equal views.
-
-        Args:
-            index: of the round.
-            view: its slot as [rows, ...].
-            gives: rows of it that others take.
-            takes: rows of other ranks' slots.
-        """
-        return [(give.peer, view[give.rows]) for give in gives], [take.peer for take in takes]
+        """Prepare a round's exchange of rows of this rank's slot, `view` [rows, ...], and of other
+        ranks' slots; the result can be reused for equal views."""
+        return [(peer, view[rows]) for peer, rows in gives], [peer for peer, _ in takes]
 
     def exchange(
         self, index: int, ends: tuple[Parcels, Sequence[int]], targets: Sequence[Tensor],
         queues: "OneQueue | Queues",
     ) -> UnderWay:  # fmt: skip
-        """Once the current stream has filled the slot, start the exchange.
-
-        Args:
-            index: of the round.
-            ends: from `ends`.
-            targets: where each take goes.
-            queues: of the call.
-        """
+        """Once the current stream has filled a round's slot, start the exchange that `ends`
+        prepared; each take goes to its target."""
         sends, peers = ends
         return self._send(sends, list(zip(peers, targets, strict=True)))
+
+
+class SymmetricError(BurstError):
+    """A rank has too little memory for slots that others read; raised on all ranks of its node.
+
+    Attributes:
+        reason: what went wrong.
+    """
+
+    def __init__(self, num_bytes: int, reason: str) -> None:
+        self.reason = f"{num_bytes / 2**20:.1f} MiB of symmetric memory failed on {reason}"
+        super().__init__(
+            "burst attention: to pull, each rank must allocate memory that the other ranks of its "
+            f"node can read, because they copy from it; got {self.reason}; free some, or pass "
+            "--burst-tune transfer=send or transfer=auto"
+        )
 
 
 class PulledSlots(Views):
@@ -221,16 +209,13 @@ class PulledSlots(Views):
         """As `SentSlots.flat`."""
         return self._buffers[self._number(index)][self._cp_rank]
 
-    def ends(
-        self, index: int, view: Tensor, gives: Sequence[SliceGiven], takes: Sequence[SliceTaken]
-    ) -> "Pulls":
+    def ends(self, index: int, view: Tensor, gives: SlotRows, takes: SlotRows) -> "Pulls":
         """As `SentSlots.ends`."""
         of_rank, width = self._buffers[self._number(index)], prod(view.shape[1:])
         # the other rank's slot may have more rows than this one's, of the same width
         return Pulls([
-            of_rank[take.peer].view(view.dtype)[: take.rows.stop * width]
-            .view(-1, *view.shape[1:])[take.rows]
-            for take in takes
+            of_rank[peer].view(view.dtype)[: rows.stop * width].view(-1, *view.shape[1:])[rows]
+            for peer, rows in takes
         ])  # fmt: skip
 
     def exchange(
@@ -253,15 +238,10 @@ class PulledSlots(Views):
 
 @dataclass(slots=True)
 class Pulls:
-    """What an exchange copies, and its last completion.
+    """What an exchange copies, and its last completion."""
 
-    Attributes:
-        sources: rows of other ranks' slots.
-        done: the mark of the last time, to be reused.
-    """
-
-    sources: Sequence[Tensor]
-    done: UnderWay | None = None
+    sources: Sequence[Tensor]  # rows of other ranks' slots
+    done: UnderWay | None = None  # the mark of the last time, to be reused
 
 
 Slots = SentSlots | PulledSlots  # of one call
@@ -278,11 +258,7 @@ OVER = Over()
 
 
 class OneQueue:
-    """The queue of a call on CPU, or without overlap: work runs in the order it is queued.
-
-    Args:
-        where: the call runs.
-    """
+    """The queue of a call on CPU, or without overlap: work runs in the order it is queued."""
 
     stream = None
 
@@ -298,16 +274,8 @@ class OneQueue:
 
 
 class Queues:
-    """The queues of a call on a GPU: the caller's stream, and named ones, reused by every call.
-
-    Args:
-        device: of the call.
-        streams: by name; missing ones are added.
-
-    Attributes:
-        where: the call runs.
-        stream: the current one.
-    """
+    """The queues of a call on a GPU: the caller's stream, and named ones, reused by every call;
+    missing ones are added. `stream` is the current one."""
 
     def __init__(self, device: torch.device, streams: dict[Hashable, torch.cuda.Stream]) -> None:
         self._caller = self.stream = torch.cuda.current_stream(device)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +17,6 @@ from torch.distributed import distributed_c10d
 
 from megatron_burst.comm.carrier import Held, Memory, Where
 from megatron_burst.comm.pass_log import Kind, Marks, PassLog
-from megatron_burst.comm.symmetric import SymmetricPool
 from megatron_burst.comm.watch import (
     CP,
     PREFIX,
@@ -32,6 +31,9 @@ from megatron_burst.comm.watch import (
 from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
+
+if TYPE_CHECKING:  # loaded where ranks share a node
+    from megatron_burst.comm.symmetric import SymmetricPool
 
 _CALLS = 128  # calls whose programs are cached
 _SAMPLES = 8  # micro-batches in flight
@@ -245,11 +247,11 @@ def state_of(group: dist.ProcessGroup, timeout_s: float | None = _SAME) -> Group
     `timeout_s`: seconds to wait for other ranks from now on; None: as the group's operations do;
     left out: as before.
     """
-    if group not in _STATES:
+    state = _STATES.get(group)
+    if state is None:
         _drop_destroyed(group)
         board = Board(group, None if timeout_s == _SAME else timeout_s)
-        _STATES[group] = Group(board, SubGroups(group, board))
-    state = _STATES[group]
+        state = _STATES[group] = Group(board, SubGroups(group, board))
     if timeout_s != _SAME:
         state.board.given_timeout_s = timeout_s
     state.sub_groups.follow()

@@ -1,14 +1,16 @@
 """The two passes of a call that autograd sees, and their programs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_burst.comm.carrier import Carrier
-from megatron_burst.engine.documents import Documents
+from megatron_burst.comm.pass_log import Marks
 from megatron_burst.engine.executor import Executor
 from megatron_burst.engine.memory import Fields, empty_like_rows
 from megatron_burst.kernels.backends import Backend
@@ -16,6 +18,19 @@ from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.program import Home
 from megatron_burst.schedule.spec import Direction, Dtype, Spec
+
+if TYPE_CHECKING:  # most runs have none
+    from megatron_burst.engine.documents import Documents
+
+# Checkpoints' frames that run in this thread, outermost first, like a call stack; None while an
+# attention function is being recorded. `recompute.keeping` sets it.
+FRAMES: ContextVar[tuple[Any, ...] | None] = ContextVar("megatron_burst_frames", default=())
+
+
+def recording() -> bool:
+    """Whether an attention function is being recorded: what its graph saves besides inputs and
+    outputs takes memory until recomputation."""
+    return FRAMES.get() is None
 
 
 def lean(x: Tensor, *others: Tensor) -> Tensor:
@@ -40,22 +55,19 @@ class Passes:
 
     Besides out, forward saves q, k, v and lse. An all-to-all saves the tensors it received instead,
     which take as much memory; a gather may also save K and V of other nodes.
-
-    Attributes:
-        spec: how they run; every choice is made.
-        backend: computes the tiles.
-        carrier: moves data between ranks.
-        scale: softmax scale.
-        dtype: of q, k and v.
-        deterministic: whether gradients must be bitwise the same every time.
     """
 
-    spec: Spec
-    backend: Backend
-    carrier: Carrier
-    scale: float
-    dtype: torch.dtype
-    deterministic: bool = False
+    spec: Spec  # how they run; every choice is made
+    backend: Backend  # computes the tiles
+    carrier: Carrier  # moves data between ranks
+    scale: float  # of the scores
+    dtype: torch.dtype  # of q, k and v
+    deterministic: bool = False  # whether gradients must be bitwise the same every time
+    marks: Marks = field(default_factory=Marks)  # announce the passes to the other ranks
+    # the same call without a backward that follows its forward, because results are kept or there
+    # is none; its forward saves nothing received
+    recomputed: "Passes | None" = None
+    keep: Callable[..., Any] | None = None  # runs the call and keeps its results
 
     def _executor(self, direction: Direction) -> Executor:
         spec, unit = self.spec.of(self.carrier.cp_rank, direction).in_units()
@@ -75,17 +87,14 @@ class Passes:
         return self._executor(Direction.BACKWARD)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, documents: "Documents | None" = None,
         begin: Callable[[], object] = dict, sink: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensors]:  # fmt: skip
         """Attention of this rank's queries over the keys of all ranks.
 
         Args:
-            q: [b, n, h, dqk].
-            k: [b, n, h_kv, dqk].
-            v: [b, n, h_kv, dv].
-            documents: of the sample, if the mask has documents.
-            begin, sink: as in `Executor.run`.
+            q, k, v: [b, n, h, dqk], [b, n, h_kv, dqk] and [b, n, h_kv, dv].
+            documents, begin, sink: as in `Executor.run`.
 
         Returns:
             out [b, n, h, dv] in q's dtype or the accumulation dtype, lse [b, h, n] in the
@@ -107,15 +116,14 @@ class Passes:
         return "kv" in self.backward_executor.program.buffers
 
     def backward(
-        self, left: Sequence[Tensor], out: Tensor, dout: Tensor, documents: Documents | None = None,
-        begin: Callable[[], object] = dict,
+        self, left: Sequence[Tensor], out: Tensor, dout: Tensor,
+        documents: "Documents | None" = None, begin: Callable[[], object] = dict,
     ) -> Tensors:  # fmt: skip
         """Gradients of this rank's q, k and v, in their dtype or the accumulation dtype.
 
         Args:
             left: what forward saved.
-            out: [b, n, h, dv].
-            dout: [b, n, h, dv].
+            out, dout: [b, n, h, dv].
             documents, begin: as in forward.
         """
         executor, side = self.backward_executor, {"dout": dout, "out": out}
@@ -140,20 +148,19 @@ def _results(executor: Executor, like: dict[str, tuple[Tensor, int]]) -> dict[st
         like: by field, the tensor whose rows it has, and its head dimension.
     """
     found: dict[str, Fields] = {}
-    program = executor.program
+    x, _ = next(iter(like.values()))
     for name in ("out", "dq", "dkv"):
         buffer = executor.buffers.get(name)
         if buffer is None or buffer.home is not Home.CALL:
             continue
-        fields = found.setdefault(name, {})
-        for field in buffer.fields:
-            dtype = executor.dtypes[field.dtype]
-            if field.name in like:
-                x, dim = like[field.name]
-                fields[field.name] = empty_like_rows(x, field.heads, dim, dtype)
-            else:
-                x = next(iter(like.values()))[0]
-                fields[field.name] = torch.empty(
-                    program.batch, field.heads, buffer.rows, dtype=dtype, device=x.device
+        fields = found[name] = {}
+        for of in buffer.fields:
+            dtype = executor.dtypes[of.dtype]
+            if of.name in like:
+                fields[of.name] = empty_like_rows(
+                    like[of.name][0], of.heads, like[of.name][1], dtype
                 )
+            else:
+                sizes = executor.program.batch, of.heads, buffer.rows
+                fields[of.name] = x.new_empty(sizes, dtype=dtype)
     return found
