@@ -16,9 +16,9 @@ from megatron_burst.tools.job.strategy import Job, Strategy, least_multiple, mis
 from megatron_burst.tools.packed import Way, way_of
 from megatron_burst.tools.packed_picture import save_sample_picture
 from megatron_burst.tools.picture import base_name
-from megatron_burst.tools.plan_table import new_console, say
+from megatron_burst.tools.plan_table import say
 from megatron_burst.tools.simulate.sample import Sample
-from megatron_burst.tools.terminal import writing
+from megatron_burst.tools.terminal import new_console, writing
 
 _SHOWN = 16  # ranks of which each is told
 _MIB = 1 << 20

@@ -1,7 +1,5 @@
 """What the planner found, as tables on the terminal."""
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -22,10 +20,10 @@ from megatron_burst.tools.job.script import Script
 from megatron_burst.tools.job.search import Candidate, loses
 from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, open_call
 from megatron_burst.tools.simulate.call import pass_time, sent_bytes
+from megatron_burst.tools.terminal import new_console
 from megatron_burst.tools.units import in_units
 
 _TOP, _LAYOUTS = 8, 10  # strategies that are shown: the best, and of those that lose
-_WIDTH = 160  # where no terminal says
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +40,6 @@ class Shown:
     repeated: str  # how a file's documents fill a sample
     with_keep: str  # what more kept results come to, in a line
     usual_batch: bool  # whether the batch is the default
-
-
-def new_console() -> Console:
-    """As wide as the terminal, or as tables need where there is none."""
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if known else _WIDTH)
 
 
 def show(shown: Shown) -> None:
