@@ -15,7 +15,7 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.hardware_file import preset_names
 from megatron_burst.tools.job.flags import as_json
-from megatron_burst.tools.job.model import PRESETS
+from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.model_file import model_of
 from megatron_burst.tools.job.script import Script, arguments_in, read_script
 from megatron_burst.tools.job.search import Candidate, Fixed, search

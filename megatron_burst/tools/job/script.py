@@ -11,11 +11,11 @@ from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.tools.job.arguments import DUMP, DUMPED, SWITCHES, megatron_arguments
 from megatron_burst.tools.job.flags import OFFLOADED, SIZES
-from megatron_burst.tools.job.model import PRESETS
-from megatron_burst.tools.job.model_file import MODEL_ARGUMENTS, text_of
+from megatron_burst.tools.job.hugging_face import PRESETS
+from megatron_burst.tools.job.megatron import MODEL_ARGUMENTS, Arguments
+from megatron_burst.tools.job.model_file import text_of
 from megatron_burst.tools.units import whole_number
 
-Arguments = Mapping[str, Any]
 _OPTIONS = {flag.lstrip("-").replace("-", "_"): option for option, flag in SIZES.items()} | {
     "seq_length": "seq_length", "global_batch_size": "global_batch_size",
     "recompute_granularity": "recompute", "burst_keep": "keep", "burst_keep_offload": "offload",
