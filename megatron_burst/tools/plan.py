@@ -20,11 +20,11 @@ from megatron_burst.tools.job.model_file import model_of
 from megatron_burst.tools.job.script import Script, arguments_in, read_script
 from megatron_burst.tools.job.search import Candidate, Fixed, search
 from megatron_burst.tools.job.strategy import Job, Strategy, even_share
-from megatron_burst.tools.picture import save_picture
+from megatron_burst.tools.packed import plan_sample
+from megatron_burst.tools.pictures import save_picture, save_sample_picture
 from megatron_burst.tools.plan_notes import no_room, warnings_of, with_keep
-from megatron_burst.tools.plan_sample import Asked, numbers_in, plan_sample
 from megatron_burst.tools.plan_table import Shown, show
-from megatron_burst.tools.simulate.sample import Packing, Sample
+from megatron_burst.tools.simulate.sample import Packing, Sample, numbers_in
 from megatron_burst.tools.terminal import check_writable, in_one_sentence, writing
 from megatron_burst.tools.units import whole_number
 
@@ -118,7 +118,11 @@ def plan(
         if cu_seqlens and not length:
             of_jobs = {"global_batch_size": global_batch_size, "search": do_search, "json": json}
             _check_sample(asked | of_jobs)
-            plan_sample(Asked(cu_seqlens, described, count, on_node, fixed, machine, picture))
+            whose = Job(described, 1, count, on_node, 1, machine)
+            drawn = plan_sample(whose, cu_seqlens, dict(fixed))
+            if picture:
+                with writing("plan", "--picture", picture):
+                    save_sample_picture(*drawn, picture)
             return
         tokens = _tokens(length)
         batch = _batch(global_batch_size or in_file.get("global_batch_size", ""), tokens)

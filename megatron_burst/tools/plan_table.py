@@ -13,14 +13,15 @@ from megatron_burst.resolve import how_it_runs, resolve
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import GIB
-from megatron_burst.tools.job.flags import as_words, flag_values, model_flags
+from megatron_burst.tools.job.flags import as_words, flag_values
+from megatron_burst.tools.job.megatron import model_flags
 from megatron_burst.tools.job.memory import Memory
 from megatron_burst.tools.job.peer import gain
 from megatron_burst.tools.job.script import Script
 from megatron_burst.tools.job.search import Candidate, loses
 from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, open_call
 from megatron_burst.tools.simulate.call import pass_time, sent_bytes
-from megatron_burst.tools.terminal import new_console
+from megatron_burst.tools.terminal import new_console, say
 from megatron_burst.tools.units import in_units
 
 _TOP, _LAYOUTS = 8, 10  # strategies that are shown: the best, and of those that lose
@@ -70,12 +71,6 @@ def show(shown: Shown) -> None:
     if shown.with_keep:
         say(console, shown.with_keep)
     _show_flags(console, shown)
-
-
-def say(console: Console, text: str, head: str = "", style: str = "") -> None:
-    """A line that the terminal wraps, so that pipes and copies get it whole."""
-    console.print(head, style=style or None, end="", markup=False)
-    console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def _show_candidates(console: Console, found: Sequence[Candidate]) -> None:

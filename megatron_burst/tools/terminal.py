@@ -29,6 +29,12 @@ def new_console() -> Console:
     return Console(width=None if known else _WIDTH)
 
 
+def say(console: Console, text: str, head: str = "", style: str = "") -> None:
+    """A line that the terminal wraps, so that pipes and copies get it whole."""
+    console.print(head, style=style or None, end="", markup=False)
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
 def check_writable(who: str, option: str, path: Path) -> None:
     """Refuse an option's file that cannot be written, before anything is computed.
 

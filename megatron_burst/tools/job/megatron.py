@@ -1,16 +1,17 @@
-"""Models from Megatron's arguments, and what these say of kinds of layers.
+"""Models from Megatron's arguments, and as Megatron's flags.
 
 Sources: is_layer_window_attention and the argument parser of Megatron-Core 0.19.
 """
 
 import ast
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_burst.tools.job.model import Experts, Latent, Model, Sizes, Windows, positive, unread
 
 Arguments = Mapping[str, Any]
+Values = dict[str, int | float | str | bool | list[str]]
 MODEL_ARGUMENTS = {  # Megatron's, of which a model's figures depend
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "kv_channels", "vocab_size", "padded_vocab_size", "num_experts", "moe_router_topk",
@@ -106,3 +107,61 @@ def _value(node: ast.AST) -> Any:
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
             return _OPERATORS[type(sign)](_value(left), _value(right))
     raise ValueError(ast.unparse(node))
+
+
+def model_flags(model: Model) -> Values:
+    """A model as Megatron's flags: its sizes, and what it has beside a Llama's layers.
+
+    They are those of another model if it has `unknown` entries.
+    """
+    found = {flag: value for flag, of in _FLAGS if (value := of(model))}
+    return {**found, **_ALWAYS, **dict(model.beside)}
+
+
+def _skip_freq(model: Model) -> str | int | None:
+    """Which layers have no window: every n-th, or a list; None if all have one."""
+    if not model.windows or all(model.windows.layers):
+        return None
+    have, numbers = model.windows.layers, range(1, model.layers + 1)
+    every = (n for n in numbers if have == tuple(number % n > 0 for number in numbers))
+    return next(every, f"[{','.join(str(int(window)) for window in have)}]")
+
+
+def _moe_freq(model: Model) -> str | None:
+    """Which layers have experts, if the first ones have none."""
+    if not model.experts or not model.experts.dense_layers:
+        return None
+    return f"[0]*{model.experts.dense_layers}+[1]*{model.moe_layers}"
+
+
+_FLAGS: tuple[tuple[str, Callable[[Model], Any]], ...] = (  # a flag is there if its value is true
+    ("--num-layers", lambda m: m.layers),
+    ("--hidden-size", lambda m: m.hidden),
+    ("--ffn-hidden-size", lambda m: m.ffn),
+    ("--num-attention-heads", lambda m: m.heads_q),
+    ("--multi-latent-attention", lambda m: bool(m.latent)),
+    ("--q-lora-rank", lambda m: m.latent and m.latent.q_rank),
+    ("--kv-lora-rank", lambda m: m.latent and m.latent.kv_rank),
+    ("--qk-head-dim", lambda m: m.latent and m.dim_qk - m.latent.rope_dim),
+    ("--qk-pos-emb-head-dim", lambda m: m.latent and m.latent.rope_dim),
+    ("--v-head-dim", lambda m: m.latent and m.dim_v),
+    ("--group-query-attention", lambda m: m.heads_kv != m.heads_q),
+    ("--num-query-groups", lambda m: m.heads_kv != m.heads_q and m.heads_kv),
+    ("--kv-channels", lambda m: not m.latent and m.dim_qk),
+    ("--num-experts", lambda m: m.experts and m.experts.count),
+    ("--moe-router-topk", lambda m: m.experts and m.experts.active),
+    ("--moe-ffn-hidden-size", lambda m: m.experts and m.experts.ffn),
+    ("--moe-shared-expert-intermediate-size", lambda m: m.experts and m.experts.shared_ffn),
+    ("--moe-layer-freq", _moe_freq),
+    # Megatron's window size leaves out the query's own key
+    ("--window-size", lambda m: m.windows and f"{m.windows.size - 1},0"),
+    ("--window-attn-skip-freq", _skip_freq),
+    ("--softmax-type", lambda m: m.sinks and "learnable"),
+    ("--swiglu", lambda m: m.gated),
+    ("--vocab-size", lambda m: m.vocab),
+    ("--untie-embeddings-and-output-weights", lambda m: not m.tied),
+)
+_ALWAYS: Values = {
+    "--normalization": "RMSNorm", "--disable-bias-linear": True,
+    "--position-embedding-type": "rope", "--hidden-dropout": 0,
+}  # fmt: skip

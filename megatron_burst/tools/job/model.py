@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_burst.errors import BurstError, nearest
@@ -95,6 +96,14 @@ class Model:
                 "model: all sizes must be positive and KV heads divide query heads, because each "
                 f"KV head serves equally many; got {got}; correct {self.name}"
             )
+
+    @property
+    def base_name(self) -> str:
+        """The name without the folders of its file; a config.json with the last of them."""
+        path = Path(self.name)
+        if not path.suffix:
+            return self.name
+        return f"{path.parent.name}/{path.name}".lstrip("/") if path.stem == "config" else path.name
 
     @property
     def attention_params(self) -> int:

@@ -74,7 +74,7 @@ def left_bytes(call: AttentionCall) -> int:
     return (call.arranged.inter_size - 1) * rows * (shape.dim_qk + shape.dim_v) * shape.itemsize
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)  # on few nodes many calls are equal
 def attention_time(
     call: AttentionCall,
     hardware: Hardware,
@@ -125,11 +125,16 @@ def pass_time(
     call: AttentionCall, hardware: Hardware, direction: Direction, sample: Sample | None = None
 ) -> Timeline:
     """`attention_time` in training on any number of nodes, without spans."""
-    if sample:
-        return _of_sample(call, hardware, direction, sample)
+    if sample:  # each shard's work depends on its documents
+        of_heads = call.intra == "a2a" and call.arranged.inter_size == 1
+        even = call.layout is Layout.DOCUMENTS or of_heads
+        ranks = _simulated(call) if even else range(call.topology.cp_size)
+        return attention_time(
+            call, hardware, direction, ranks=ranks, with_spans=False, sample=sample
+        )
     tokens = call.shape.tokens * call.topology.cp_size if call.mask.documents else None
     (base, times), *more = (
-        (_duration(part, hardware, direction, tokens), times)
+        (attention_time(part, hardware, direction, with_spans=False, tokens=tokens), times)
         for part, times in _on_few(call, direction)
     )
     if not more:
@@ -138,16 +143,6 @@ def pass_time(
     waits = [(link, max(wait + times * (wait - less.exposed(link)), 0.0))
              for link, wait in base.waits]  # fmt: skip
     return Timeline(base.seconds + times * (base.seconds - less.seconds), (), tuple(waits))
-
-
-def _of_sample(
-    call: AttentionCall, hardware: Hardware, direction: Direction, sample: Sample
-) -> Timeline:
-    """The timeline with known documents: each shard's work depends on its documents."""
-    of_heads = call.intra == "a2a" and call.arranged.inter_size == 1
-    even = call.layout is Layout.DOCUMENTS or of_heads
-    ranks = _simulated(call) if even else range(call.topology.cp_size)
-    return attention_time(call, hardware, direction, ranks=ranks, with_spans=False, sample=sample)
 
 
 def sent_bytes(call: AttentionCall, direction: Direction) -> dict[Link, int]:
@@ -176,14 +171,6 @@ def _on_few(call: AttentionCall, direction: Direction) -> list[tuple[AttentionCa
 def _on_nodes(call: AttentionCall, count: int) -> AttentionCall:
     """A resolved call on another number of nodes in nested rings."""
     return replace(call, topology=pretend_nodes(count * call.arranged.intra_size, count))
-
-
-@lru_cache(maxsize=4096)
-def _duration(
-    call: AttentionCall, hardware: Hardware, direction: Direction, tokens: int | None
-) -> Timeline:
-    """The timeline of a resolved call, cached: on few nodes many calls are equal."""
-    return attention_time(call, hardware, direction, with_spans=False, tokens=tokens)
 
 
 def _simulated(call: AttentionCall) -> range:

@@ -11,8 +11,7 @@ from megatron_burst.schedule.mask import Span, Tile
 from megatron_burst.schedule.program import Home, Op, Program, Ref
 from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.tools.hardware import Hardware
-from megatron_burst.tools.simulate.sample import Sample
-from megatron_burst.tools.simulate.shares import slowest_share, typical_share
+from megatron_burst.tools.simulate.sample import Sample, slowest_share, typical_share
 
 _BACKWARD_KERNELS = 3  # rowsum(dO O) and zeroed sums; the products; sums in the inputs' dtype
 # Cost per query of packed documents beyond the keys that it sees, in keys: kernels start over with
