@@ -139,7 +139,7 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
         if best.time:
             say(console, _gain_line(job, best, best.time.seconds))
         if best.strategy.keep == "half":
-            say(console, _half_line(job, best))
+            say(console, f"keep half: {choose_half(attention_call(job, best.strategy))}")
 
 
 def _show_flags(console: Console, shown: Shown) -> None:
@@ -181,11 +181,6 @@ def _has(arguments: Mapping[str, Any], flag: str, value: object) -> bool:
 def _show_words(console: Console, head: str, words: Sequence[str]) -> None:
     console.print(f"\n[bold]{head}[/bold]", highlight=False)
     say(console, " \\\n    ".join(words))
-
-
-def _half_line(job: Job, best: Candidate) -> str:
-    """What keeping half comes to."""
-    return f"keep half: {choose_half(attention_call(job, best.strategy))}"
 
 
 _MEMORY = {  # parts of `Memory` in the order of the table

@@ -48,7 +48,7 @@ def check_nodes(nodes: Sequence[str], run: Runner, ssh: str, timeout_s: float) -
 
 def _reachable(node: str, found: Survey | Answer) -> Check:
     if isinstance(found, Survey):
-        return ok("reachable", "it answers", node)
+        return ok("reachable", "it answers", where=node)
     said = (found.error or found.out).splitlines()
     why = said[-1] if said else f"exit status {found.code}"
     change = "see that ssh reaches it without a password, or leave it out"
@@ -65,7 +65,7 @@ def _free(node: str, survey: Survey) -> Check:
     free, all_ = free_gpus(survey), len(gpus_of(survey))
     what = f"{len(free)} of {all_} GPUs are free"
     if free and len(free) == all_:
-        return ok("free", what, node)
+        return ok("free", what, where=node)
     return warn("free", f"{what}: {free}", "wait for the others, or leave the node out", node)
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from functools import partial
 
 from rich.table import Column, Table
 from rich.text import Text
@@ -32,24 +33,13 @@ class Check:
     where: str = ""  # the nodes or ranks that it is about; "" for this machine
 
 
-def ok(name: str, what: str, where: str = "") -> Check:
-    """Nothing to change."""
-    return Check(name, Status.OK, what, where=where)
+def _check(status: Status, name: str, what: str, change: str = "", where: str = "") -> Check:
+    return Check(name, status, what, change, where)
 
 
-def skip(name: str, what: str) -> Check:
-    """Not checked, and why."""
-    return Check(name, Status.SKIP, what)
-
-
-def warn(name: str, what: str, change: str, where: str = "") -> Check:
-    """A run would be slow, or might break."""
-    return Check(name, Status.WARN, what, change, where)
-
-
-def fail(name: str, what: str, change: str, where: str = "") -> Check:
-    """A run would break."""
-    return Check(name, Status.FAIL, what, change, where)
+ok, skip, warn, fail = (
+    partial(_check, status) for status in (Status.OK, Status.SKIP, Status.WARN, Status.FAIL)
+)
 
 
 def few(items: Sequence[str], most: int = 4) -> str:

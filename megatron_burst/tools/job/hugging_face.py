@@ -43,10 +43,6 @@ _KEYS: dict[str, Any] = _FAMILIES["keys"]
 _TYPES = {kind: _Type(has.pop("class", ""), **has) for kind, has in _FAMILIES["types"].items()}
 
 
-def _type(config: Config) -> _Type:
-    return _TYPES.get(str(config.get("model_type")), _Type())
-
-
 def from_hugging_face(config: Config, name: str) -> Model:
     """The model of a Hugging Face config (Llama, Qwen, Mistral, DeepSeek, Gemma, gpt-oss, ...).
 
@@ -55,7 +51,7 @@ def from_hugging_face(config: Config, name: str) -> Model:
     """
     inner = config.get("text_config")  # the language model of one that has other parts too
     config = {**config, **inner} if isinstance(inner, Mapping) else config
-    kind = _type(config)
+    kind = _TYPES.get(str(config.get("model_type")), _Type())
     config = {**kind.usual, **config}
     _check_layers(config, name)
     size = Sizes(config, name)
@@ -78,7 +74,8 @@ def from_hugging_face(config: Config, name: str) -> Model:
         config.get("_name_or_path") or name, layers, hidden, heads, heads_kv,
         *dims, size("intermediate_size"), size("vocab_size"), gated=kind.gated,
         tied=size.truth("tie_word_embeddings"), experts=experts, latent=latent,
-        windows=_windows(config, kind, layers, name), sinks=kind.sinks or _has_sinks(config),
+        windows=_windows(config, kind, layers, name),
+        sinks=kind.sinks or any(config[key] is True for key in config if "attention_sink" in key),
         beside=tuple(flags.items()), unknown=unknown,
     )  # fmt: skip
 
@@ -121,10 +118,6 @@ def _layer_types(config: Config, kind: _Type, layers: int) -> list[str]:
     else:
         period = [_SLIDING] * (pattern - 1) + [_FULL] if pattern else [_SLIDING]
     return list(islice(cycle(period), layers))
-
-
-def _has_sinks(config: Config) -> bool:
-    return any(value is True and "attention_sink" in key for key, value in config.items())
 
 
 def _dense_layers(config: Config, layers: int, name: str) -> int:

@@ -14,6 +14,7 @@ from megatron_burst.tools.job.flags import OFFLOADED, SIZES
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.megatron import MODEL_ARGUMENTS, Arguments
 from megatron_burst.tools.job.model_file import text_of
+from megatron_burst.tools.job.strategy import policy_words
 from megatron_burst.tools.units import whole_number
 
 _OPTIONS = {flag.lstrip("-").replace("-", "_"): option for option, flag in SIZES.items()} | {
@@ -46,29 +47,12 @@ class Script:
     def in_words(self) -> str:
         """What was taken, or ""."""
         said = [f"{name.upper()} {size}" for name, size in self.sizes.items()]
-        said += self._policy_words()
+        auto = self.flags.get("--burst-keep") == "auto" and not self.policy.get("offload")
+        said += policy_words({**({"keep": "auto"} if auto else {}), **self.policy})
         if self.layout:
             zigzag = self.layout is Layout.ZIGZAG
             said.append(f"packed samples, {'boundaries anywhere' if zigzag else 'THD'}")
         return ", ".join(said)
-
-    def _policy_words(self) -> Iterator[str]:
-        policy = self.policy
-        again = ["core_attn"] if policy.get("core_attn") else []
-        what = policy.get("recompute", "none")
-        if what != "none" or ("recompute" in policy and not again):
-            again.insert(0, what)
-        if again:
-            yield f"recompute {' and '.join(again)}"
-        where = " on host" if policy.get("offload") else ""
-        if "keep" in policy:
-            yield f"keep {policy['keep']}{where}"
-        elif where:
-            yield "results on host"
-        elif self.flags.get("--burst-keep") == "auto":
-            yield "keep auto"
-        if policy.get("offload_inputs"):
-            yield "inputs on host"
 
 
 def arguments_in(model: str, options: Collection[str] = ()) -> Arguments:
