@@ -17,7 +17,7 @@ from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import MIB, Hardware
 from megatron_burst.tools.job.strategy import Job, Strategy, least_multiple, misfit, open_call
 from megatron_burst.tools.simulate.call import AttentionCall, attention_time, program, resolved
-from megatron_burst.tools.simulate.kernels import OpTimer, Timer
+from megatron_burst.tools.simulate.kernels import Parts, Timer
 from megatron_burst.tools.simulate.sample import Packing, Sample, numbers_in
 from megatron_burst.tools.terminal import new_console, say
 
@@ -98,8 +98,8 @@ def way_of(call: AttentionCall, given: Sample, hardware: Hardware, layout: Layou
 def _work(program: Program, timer: Timer, heads: int) -> float:
     """Pairs of a forward pass, in units of all heads: a kernel of few heads counts for its
     share."""
-    timed = OpTimer(program, timer)
-    kernels = (timed.tile_of(op.q, op.kv, op) for op in program.ops if isinstance(op, Attend))
+    parts = Parts(program)
+    kernels = (parts.tile_of(op) for op in program.ops if isinstance(op, Attend))
     return sum(timer.pairs(tile) * shape.heads_q / heads for tile, shape in kernels)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from rich.console import Console
 from rich.progress import track
@@ -17,8 +17,8 @@ from megatron_burst.tools.hardware_file import preset_names
 from megatron_burst.tools.job.flags import as_json
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.model_file import model_of
-from megatron_burst.tools.job.script import Script, arguments_in, read_script
-from megatron_burst.tools.job.search import Candidate, Fixed, search
+from megatron_burst.tools.job.script import Script, arguments_in, given, read_script
+from megatron_burst.tools.job.search import Candidate, search
 from megatron_burst.tools.job.strategy import Job, Strategy, even_share
 from megatron_burst.tools.packed import plan_sample
 from megatron_burst.tools.pictures import save_picture, save_sample_picture
@@ -111,7 +111,7 @@ def plan(
         in_file = arguments_in(model, [name for name, value in (asked | sizes).items() if value])
         described = model_of(model)
         script = read_script(in_file, asked)
-        fixed = _fixed(script, asked)
+        fixed = given(script, asked)
         count, machine = whole_number(gpus, "--gpus"), hardware_of(hardware)
         on_node = gpus_per_node or even_share(count, machine.node.gpus)
         length = seq_length or in_file.get("seq_length", "")
@@ -161,16 +161,6 @@ def _write(
             save_picture(job, found[0].strategy, picture)
 
 
-def _fixed(script: Script, asked: dict[str, Any]) -> Fixed:
-    """What is given: by a script, and by options, which count before it."""
-    given = {**script.sizes, **script.policy}
-    given |= {name: value for name, value in asked.items() if value is not None}
-    if "core_attn" in script.policy and given.get("keep") in ("none", "all"):
-        del given["keep"]  # core_attn says what comes of it
-    _check_policy(given, asked)
-    return tuple(sorted(given.items()))
-
-
 def _packing(script: Script, cu_seqlens: Path | None, tokens: int) -> tuple[Packing | None, str]:
     """How samples of so many tokens are packed: as a script says, else as THD; and how often a
     file's documents are repeated, in words."""
@@ -215,33 +205,6 @@ def _watched(layouts: Sequence[Strategy]) -> Iterable[Strategy]:
     console = Console(stderr=True)
     quiet = not console.is_terminal
     return track(layouts, "layouts", console=console, transient=True, disable=quiet)
-
-
-def _check_policy(given: dict[str, Any], asked: dict[str, Any]) -> None:
-    """Refuse options that contradict each other, or a script's recomputation; what is missing is
-    left to the search."""
-    recompute, keep = given.get("recompute", "full"), given.get("keep", "none")
-    needs_full = {
-        "--keep": keep != "none", "--offload": given.get("offload"),
-        "--offload-inputs": given.get("offload_inputs"),
-    }  # fmt: skip
-    option = next((option for option, is_on in needs_full.items() if is_on), None)
-    if option and recompute != "full":
-        got, change = f"--recompute {recompute}", "leave one out"
-        if not asked["recompute"]:
-            of = Strategy(recompute=recompute, core_attn=given.get("core_attn", False))
-            got = f"{of.policy} from the script"
-            change = f"leave {option} out, or pass --recompute full"
-        raise BurstError(
-            f"plan: {option} must come with --recompute full, because it concerns the inputs of "
-            f"recomputed layers; got {got}; {change}"
-        )
-    if given.get("offload") and given.get("keep") == "none":
-        got = "--keep none" if asked["keep"] else "keep none from the script"
-        raise BurstError(
-            "plan: --offload must come with --keep half or all, because nothing is kept without "
-            f"it; got {got}; pass --keep all, or leave it out"
-        )
 
 
 def _check_sample(given: dict[str, object]) -> None:
