@@ -26,27 +26,17 @@ _SHOWN = 16  # ranks of which each is told
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How attention of a sample would run in one layout.
+    """How attention of a sample would run in one layout."""
 
-    Attributes:
-        sample: with the padding that the layout needs.
-        padding: its tokens.
-        call: how it runs.
-        why: its mode, and why it was chosen.
-        work: pairs of queries and keys that each rank computes, for as many heads as the call has.
-        sent: bytes that each rank sends in both passes.
-        seconds: of each pass, by the programs that the engine runs.
-        exposed: seconds of both passes in which kernels of the last rank wait for transfers.
-    """
-
-    sample: Sample
-    padding: int
-    call: AttentionCall
-    why: Choice
+    sample: Sample  # with the padding that the layout needs
+    padding: int  # its tokens
+    call: AttentionCall  # how it runs
+    why: Choice  # its mode, and why it was chosen
+    # pairs of queries and keys that each rank computes, for as many heads as the call has
     work: tuple[float, ...]
-    sent: tuple[int, ...]
-    seconds: tuple[float, float]
-    exposed: float
+    sent: tuple[int, ...]  # bytes that each rank sends in both passes
+    seconds: tuple[float, float]  # of each pass, by the programs that the engine runs
+    exposed: float  # seconds of both in which kernels of the last rank wait for transfers
 
     @property
     def imbalance(self) -> float:
@@ -82,10 +72,7 @@ def way_of(call: AttentionCall, given: Sample, hardware: Hardware, layout: Layou
     call = resolved(opened)
     programs = [[program(call, rank, way) for way in Direction] for rank in ranks]
     timer = Timer(hardware, call.backend, sample=sample)
-    times = [
-        attention_time(call, hardware, way, ranks=ranks, with_spans=False, sample=sample)
-        for way in Direction
-    ]
+    times = [attention_time(call, hardware, way, ranks=ranks, sample=sample) for way in Direction]
     return Way(
         sample, sample.tokens - given.tokens, call, resolve(opened).why["intra"],
         tuple(_work(both[0], timer, shape.heads_q) for both in programs),

@@ -69,7 +69,9 @@ def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
     some = "" if len(ranks) == call.topology.cp_size else f", the first {len(ranks)} ranks"
     kinds = set()
     for ax, direction in zip(axes, Direction, strict=True):
-        timeline = attention_time(call, job.hardware, direction, ranks=ranks, sample=sample)
+        timeline = attention_time(
+            call, job.hardware, direction, ranks=ranks, with_spans=True, sample=sample
+        )
         _draw_panel(ax, timeline, ranks, call.topology)
         ax.set_title(
             f"{job.model.base_name} {in_units(job.seq)}, {packed}{strategy.layout}: one "

@@ -27,18 +27,13 @@ _RECTANGULAR = ("auto", "fa4", "fa3", "flash-attn", "flash", "triton", "referenc
 
 @dataclass(frozen=True)
 class AttentionCall(Spec):
-    """How a call runs, and what else its time depends on.
+    """How a call runs, and what else its time depends on."""
 
-    Attributes:
-        backend: attention kernel, or several joined by commas, the fastest first.
-        neighbours: GPUs of a node per rank of this group, including those that run other groups'
-            rings at the same time: the tensor-parallel size.
-        overlap: whether transfers are hidden.
-    """
-
-    backend: str = "auto"
+    backend: str = "auto"  # attention kernel, or several joined by commas, the fastest first
+    # GPUs of a node per rank of this group, including those that run other groups' rings at the
+    # same time: the tensor-parallel size
     neighbours: int = 1
-    overlap: bool = True
+    overlap: bool = True  # whether transfers are hidden
 
 
 def run_by(call: AttentionCall, backend: str) -> AttentionCall:
@@ -81,7 +76,7 @@ def attention_time(
     direction: Direction,
     pass_tflop: float = inf,
     ranks: range | None = None,
-    with_spans: bool = True,
+    with_spans: bool = False,
     sample: Sample | None = None,
     tokens: int | None = None,
 ) -> Timeline:
@@ -121,12 +116,10 @@ def pass_time(
         of_heads = call.intra == "a2a" and call.arranged.inter_size == 1
         even = call.layout is Layout.DOCUMENTS or of_heads
         ranks = _simulated(call) if even else range(call.topology.cp_size)
-        return attention_time(
-            call, hardware, direction, ranks=ranks, with_spans=False, sample=sample
-        )
+        return attention_time(call, hardware, direction, ranks=ranks, sample=sample)
     tokens = call.shape.tokens * call.topology.cp_size if call.mask.documents else None
     (base, times), *more = (
-        (attention_time(part, hardware, direction, with_spans=False, tokens=tokens), times)
+        (attention_time(part, hardware, direction, tokens=tokens), times)
         for part, times in _on_few(call, direction)
     )
     if not more:

@@ -19,13 +19,9 @@ from megatron_burst.schedule.mask import Mask, Places, Tile, meet
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Consecutive causal documents.
+    """Consecutive causal documents."""
 
-    Attributes:
-        edges: where they begin, and where the last one ends; from 0 on, not decreasing.
-    """
-
-    edges: tuple[int, ...]
+    edges: tuple[int, ...]  # where they begin, where the last one ends; from 0, not decreasing
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> "Sample":
@@ -121,15 +117,10 @@ def _pairs(sample: Sample, queries: Places, keys: Places) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a job's samples are packed.
+    """How a job's samples are packed."""
 
-    Attributes:
-        layout: DOCUMENTS, each sharded individually (THD), or ZIGZAG, which start at any token.
-        sample: the documents of every sample; None: unknown, assumed typical.
-    """
-
-    layout: Layout
-    sample: Sample | None = None
+    layout: Layout  # DOCUMENTS: each sharded individually (THD); ZIGZAG: they start at any token
+    sample: Sample | None = None  # the documents of every sample; None: unknown, assumed typical
 
     def share(self, tokens: int) -> float:
         """Share of the pairs of a causal sequence of so many tokens that the documents have."""
