@@ -156,7 +156,8 @@ def _draw_sample(ax: Any, name: str, way: Way) -> None:
         PolyCollection([s for _, s in shapes], facecolors=[_colour(r) for r, _ in shapes], lw=0),
         autolim=False,
     )
-    whole = [_triangle(way, start, stop, start) for start, stop in _documents(way)]
+    edges = pairwise(way.sample.edges)
+    whole = [_triangle(way, start, stop, start) for start, stop in edges if stop > start]
     ax.add_collection(
         PolyCollection(whole, facecolors="none", edgecolors="0.15", lw=0.5), autolim=False
     )
@@ -168,10 +169,6 @@ def _draw_sample(ax: Any, name: str, way: Way) -> None:
     if way.call.intra == "a2a":
         words += f"\n\neach rank has all rows,\n1/{size} of the heads"
     ax.text(0.97, 0.96, words, transform=ax.transAxes, ha="right", va="top", fontsize=11)
-
-
-def _documents(way: Way) -> Iterator[tuple[int, int]]:
-    return ((start, stop) for start, stop in pairwise(way.sample.edges) if stop > start)
 
 
 def _rows(way: Way, rank: int) -> Sequence[range]:

@@ -154,7 +154,7 @@ def _show_flags(console: Console, shown: Shown) -> None:
     if not shown.arguments:
         _show_words(console, f"Megatron flags ({note}):", as_words(flags))
         return
-    there = {flag for flag, value in flags.items() if _has(shown.arguments, flag, value)}
+    there = {flag for flag, value in flags.items() if _is_there(shown.arguments, flag, value)}
     new = {flag: value for flag, value in flags.items() if flag not in there}
     head = "Megatron flags to add or change, started with -m megatron_burst"
     head += "" if best.fits else f" ({note})"
@@ -172,10 +172,10 @@ def _no_model_flags(unknown: Sequence[str]) -> str:
     )
 
 
-def _has(arguments: Mapping[str, Any], flag: str, value: object) -> bool:
+def _is_there(arguments: Mapping[str, Any], flag: str, value: object) -> bool:
+    """Whether arguments have a flag with this value."""
     got = arguments.get(flag.lstrip("-").replace("-", "_"))
-    words = " ".join(value) if isinstance(value, list) else str(value)
-    return got == value or str(got) == words
+    return got == value or str(got) == (" ".join(value) if isinstance(value, list) else str(value))
 
 
 def _show_words(console: Console, head: str, words: Sequence[str]) -> None:

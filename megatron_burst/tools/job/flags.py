@@ -38,7 +38,8 @@ def as_json(
     """What a search found, for a run (`--burst-plan`) and for other programs: the best strategy's
     flags, the job, speeds of its GPUs, that strategy, and others, `most` in all, with what speaks
     against them; `own`: of `flag_values`."""
-    best = found[0]
+    best, gpu = found[0], job.hardware.gpu
+    forward = job.hardware.kernel(job.model.dim_qk).forward.points[-1][1]
     described = {
         "version": VERSION,
         "flags": flag_values(job, best.strategy, best.memory.node, own),
@@ -48,18 +49,11 @@ def as_json(
             "gpus_per_node": job.gpus_per_node, "batch": job.batch, "hardware": job.hardware.name,
             "packing": asdict(job.packing) if job.packing else None,
         },
-        "rates": asdict(_rates(job)),
+        "rates": asdict(Rates(gpu.matmul_tflops, forward, gpu.host_gbs)),
         "best": _describe(best, best),
         "others": [_describe(one, best) for one in found[1:most]],
     }  # fmt: skip
     return json.dumps(described, indent=1) + "\n"
-
-
-def _rates(job: Job) -> Rates:
-    """What a run needs to know of its GPUs."""
-    gpu = job.hardware.gpu
-    forward = job.hardware.kernel(job.model.dim_qk).forward.points[-1][1]
-    return Rates(gpu.matmul_tflops, forward, gpu.host_gbs)
 
 
 def _describe(one: Candidate, best: Candidate) -> dict[str, Any]:
