@@ -176,6 +176,11 @@ class Model:
         """Layers whose queries see all earlier keys."""
         return self.layers - (self.windows.count if self.windows else 0)
 
+    @property
+    def result_bytes(self) -> int:
+        """Attention's output in bf16 and its log-sum-exp, of a token in a layer."""
+        return self.heads_q * (2 * self.dim_v + 4)
+
     def flops_per_token(self, seq: int, share: float = 1.0) -> float:
         """Model FLOPs of training a token: 6 N + 6 L H d S, with (d_qk + d_v) / 2 for d.
 

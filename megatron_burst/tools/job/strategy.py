@@ -16,6 +16,7 @@ from megatron_burst.tools.simulate.call import AttentionCall, resolved
 from megatron_burst.tools.simulate.sample import Packing
 
 SIZES = ("tp", "cp", "pp", "dp", "ep")
+_KEPT = {"none": 0.0, "half": 0.5, "all": 1.0}
 Recompute = Literal["none", "selective", "full"]
 Keep = Literal["none", "half", "all"]
 Intra = Literal["auto", "ring", "gather", "a2a"]
@@ -99,6 +100,11 @@ class Strategy:
     @property
     def gpus(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def kept(self) -> float:
+        """Share of attention's results that full recomputation keeps."""
+        return _KEPT[self.keep] if self.recompute == "full" else 0.0
 
     @property
     def layout(self) -> str:
