@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from megatron_burst.tools.hardware_file import preset
-from megatron_burst.tools.job.model import PRESETS
+from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.search import Candidate, candidate
 from megatron_burst.tools.job.strategy import Job, Strategy
 from megatron_burst.tools.units import in_units

@@ -168,7 +168,7 @@ def loaded_by(statement: str) -> set[str]:
     "statement",
     [
         "import megatron_burst",
-        "import megatron_burst.schedule.modes, megatron_burst.tools.picture",
+        "import megatron_burst.schedule.modes, megatron_burst.tools.pictures",
         "import megatron_burst.tools.job.flags, megatron_burst.tools.simulate.call",
         "import megatron_burst.tools.plan",
     ],

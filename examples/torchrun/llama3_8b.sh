@@ -63,7 +63,6 @@ else
     if ((TP > 1)); then PARALLEL_FLAGS+=(--sequence-parallel); fi
     if ((CP > 1)); then PARALLEL_FLAGS+=(--context-parallel-impl burst); fi
 fi
-DOCTOR_FLAGS=(--cp "$CP" --tp "$TP" --pp "$PP")
 
 # Every token counts the same on every rank, so losses do not depend on the context parallel size.
 TRAINING_FLAGS=(

@@ -24,7 +24,7 @@ launch() {
 }
 
 # Stops here, on all nodes, if something would break the run.
-launch "${DOCTOR_PORT:-29499}" -m megatron_burst.tools doctor "${DOCTOR_FLAGS[@]}"
+launch "${DOCTOR_PORT:-29499}" -m megatron_burst.tools doctor
 
 launch "${MASTER_PORT:-29500}" -m megatron_burst \
     "${MEGATRON:?the folder of Megatron-LM}/pretrain_gpt.py" "${ALL_FLAGS[@]}" "$@"

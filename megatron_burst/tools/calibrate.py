@@ -9,7 +9,7 @@ import torch
 
 from megatron_burst.comm.nodes import my_home, topology_of_homes
 from megatron_burst.schedule.topology import Link
-from megatron_burst.tools.hardware_file import Calibration, KernelSpeed, LinkSpeed
+from megatron_burst.tools.hardware import Calibration, KernelRow, LinkRow
 from megatron_burst.tools.speeds import Attention, Mover, Run, host_copies, matmul, rank_ms
 from megatron_burst.tools.world import World, clean_up
 
@@ -68,7 +68,7 @@ class _Run:
     deadline: float
     left_out: list[str] = field(default_factory=list)
 
-    def kernels(self) -> Iterator[KernelSpeed]:
+    def kernels(self) -> Iterator[KernelRow]:
         for dim in _HEAD_DIMS:
             for seq, *heads in self.sizes.attention:
                 if not self._starts(f"attention of {seq} tokens, head dimension {dim}"):
@@ -79,11 +79,11 @@ class _Run:
                     ms = max(rank_ms(run, self.world, reps=3))
                     tflops = _rounded(factor * call.forward_flops / ms / 1e9)
                     name = call.backend.capability.name
-                    yield KernelSpeed(name, direction, dim, seq, tflops)
+                    yield KernelRow(name, direction, dim, seq, tflops)
                 del call, passes, run
                 clean_up(self.world)
 
-    def links(self, mover: Mover) -> Iterator[LinkSpeed]:
+    def links(self, mover: Mover) -> Iterator[LinkRow]:
         for link in Link:
             if mover.rings[link]:
                 yield from self._speeds(link.value, lambda n, link=link: (mover.shift(link, n),))
@@ -91,14 +91,14 @@ class _Run:
             yield from self._speeds("copy_engine", lambda n: (read(n),))
         yield from self._speeds("host", lambda n: host_copies(self.world, n))
 
-    def _speeds(self, kind: str, make: Callable[[int], tuple[Run, ...]]) -> Iterator[LinkSpeed]:
+    def _speeds(self, kind: str, make: Callable[[int], tuple[Run, ...]]) -> Iterator[LinkRow]:
         if not self._starts(f"link {kind}"):
             return
         latency_us = 1e3 * self._slowest_ms(make(_NOTHING))
         for num_bytes in self.sizes.messages:
             ms = self._slowest_ms(make(num_bytes))
             speed = _rounded(num_bytes / ms / 1e6)
-            yield LinkSpeed(kind, num_bytes, speed, _rounded(latency_us))
+            yield LinkRow(kind, num_bytes, speed, _rounded(latency_us))
         clean_up(self.world)
 
     def _slowest_ms(self, runs: tuple[Run, ...]) -> float:

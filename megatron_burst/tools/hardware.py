@@ -1,4 +1,4 @@
-"""Speeds and sizes of a cluster's GPUs, links and nodes, as data.
+"""Speeds and sizes of a cluster's GPUs, links and nodes, as data; and what calibrate measures.
 
 Speeds are measured rather than from data sheets, where measurements exist; every figure of a preset
 names its source (`sources`).
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import log
+from typing import Literal
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -130,3 +131,40 @@ class Hardware:
     def inter_share(self, senders: int) -> float:
         """Share of a network card that each sender gets, with this many senders on a node."""
         return min(1.0, self.node.nics / max(senders, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """How fast a rank computes causal attention; the slowest rank's median."""
+
+    backend: str
+    direction: Literal["forward", "backward"]  # backward without the forward that it needs
+    head_dim: int
+    seq: int  # tokens, all on one rank
+    tflops: float  # masked pairs do not count: 2 products forward, 5 backward
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRow:
+    """How fast ranks move data, all of them at once; the slowest rank's median.
+
+    "intra" and "inter" are ring shifts inside and between nodes; "copy_engine": ranks of a node
+    read the next one's symmetric memory; "host": pinned copies, the slower of both directions.
+    """
+
+    kind: Literal["intra", "inter", "copy_engine", "host"]
+    message_bytes: int  # that a rank sends in the call
+    gb_per_s: float  # message_bytes over the time of the call, start included
+    latency_us: float  # of the same call with a tiny message
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A machine as it was measured."""
+
+    name: str  # what the user calls it
+    gpu: str  # the GPU's own name
+    memory_gib: float  # of a GPU
+    matmul_tflops: float  # of a large dense product; bf16 on GPUs, fp32 on CPU
+    kernels: tuple[KernelRow, ...] = ()
+    links: tuple[LinkRow, ...] = ()

@@ -3,7 +3,7 @@
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from json import dumps
@@ -11,50 +11,21 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_burst.errors import BurstError, nearest
-from megatron_burst.tools import hardware as planned
-from megatron_burst.tools.hardware import MIB, Curve, Hardware
+from megatron_burst.tools.hardware import (
+    MIB,
+    Calibration,
+    Curve,
+    Hardware,
+    KernelRow,
+    KernelSpeed,
+    LinkRow,
+    LinkSpeed,
+)
 
 _FOLDER = files("megatron_burst.tools") / "machines"
 _MAY_BE_ZERO = ("latency_us", "launch_us", "_share", "reserved_gib")
 _LINKS = {"intra": "intra", "copy_engine": "pull", "inter": "inter"}  # measured: the planner's
 _LEAST = 0.05  # least share of a message's time spent on bytes, however noisy the measured latency
-
-
-@dataclass(frozen=True, slots=True)
-class KernelSpeed:
-    """How fast a rank computes causal attention; the slowest rank's median."""
-
-    backend: str
-    direction: Literal["forward", "backward"]  # backward without the forward that it needs
-    head_dim: int
-    seq: int  # tokens, all on one rank
-    tflops: float  # masked pairs do not count: 2 products forward, 5 backward
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSpeed:
-    """How fast ranks move data, all of them at once; the slowest rank's median.
-
-    "intra" and "inter" are ring shifts inside and between nodes; "copy_engine": ranks of a node
-    read the next one's symmetric memory; "host": pinned copies, the slower of both directions.
-    """
-
-    kind: Literal["intra", "inter", "copy_engine", "host"]
-    message_bytes: int  # that a rank sends in the call
-    gb_per_s: float  # message_bytes over the time of the call, start included
-    latency_us: float  # of the same call with a tiny message
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """A machine as it was measured."""
-
-    name: str  # what the user calls it
-    gpu: str  # the GPU's own name
-    memory_gib: float  # of a GPU
-    matmul_tflops: float  # of a large dense product; bf16 on GPUs, fp32 on CPU
-    kernels: tuple[KernelSpeed, ...] = ()
-    links: tuple[LinkSpeed, ...] = ()
 
 
 def to_toml(calibration: Calibration) -> str:
@@ -256,20 +227,20 @@ def preset_of(gpu: str, name: str) -> Hardware:
     )
 
 
-def _kernels(rows: Sequence[KernelSpeed]) -> list[planned.KernelSpeed]:
+def _kernels(rows: Sequence[KernelRow]) -> list[KernelSpeed]:
     """Kernels measured in both directions."""
     longest: dict[tuple[str, int], dict[str, Curve]] = {}
     for row in sorted(rows, key=lambda row: row.seq):
         speed = Curve(((1.0, row.tflops),))
         longest.setdefault((row.backend, row.head_dim), {})[row.direction] = speed
     return [
-        planned.KernelSpeed(*key, by["forward"], by["backward"])
+        KernelSpeed(*key, by["forward"], by["backward"])
         for key, by in longest.items()
         if len(by) == 2
     ]
 
 
-def _link(rows: Sequence[LinkSpeed], ranks: float) -> planned.LinkSpeed:
+def _link(rows: Sequence[LinkRow], ranks: float) -> LinkSpeed:
     """A link from messages whose GB/s include the time to start."""
     latency_us = min(row.latency_us for row in rows)
     points = []
@@ -277,4 +248,4 @@ def _link(rows: Sequence[LinkSpeed], ranks: float) -> planned.LinkSpeed:
         seconds = row.message_bytes / (row.gb_per_s * 1e9)
         moving = max(seconds - latency_us * 1e-6, seconds * _LEAST)
         points.append((row.message_bytes / MIB, ranks * row.message_bytes / moving / 1e9))
-    return planned.LinkSpeed(latency_us, Curve(tuple(points)))
+    return LinkSpeed(latency_us, Curve(tuple(points)))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from rich.console import Console
 from rich.progress import track
@@ -15,16 +15,16 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.hardware_file import preset_names
 from megatron_burst.tools.job.flags import as_json
-from megatron_burst.tools.job.model import PRESETS
+from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.model_file import model_of
-from megatron_burst.tools.job.script import Script, arguments_in, read_script
-from megatron_burst.tools.job.search import Candidate, Fixed, search
+from megatron_burst.tools.job.script import Script, arguments_in, given, read_script
+from megatron_burst.tools.job.search import Candidate, search
 from megatron_burst.tools.job.strategy import Job, Strategy, even_share
-from megatron_burst.tools.picture import save_picture
+from megatron_burst.tools.packed import plan_sample
+from megatron_burst.tools.pictures import save_picture, save_sample_picture
 from megatron_burst.tools.plan_notes import no_room, warnings_of, with_keep
-from megatron_burst.tools.plan_sample import Asked, numbers_in, plan_sample
 from megatron_burst.tools.plan_table import Shown, show
-from megatron_burst.tools.simulate.sample import Packing, Sample
+from megatron_burst.tools.simulate.sample import Packing, Sample, numbers_in
 from megatron_burst.tools.terminal import check_writable, in_one_sentence, writing
 from megatron_burst.tools.units import whole_number
 
@@ -111,14 +111,18 @@ def plan(
         in_file = arguments_in(model, [name for name, value in (asked | sizes).items() if value])
         described = model_of(model)
         script = read_script(in_file, asked)
-        fixed = _fixed(script, asked)
+        fixed = given(script, asked)
         count, machine = whole_number(gpus, "--gpus"), hardware_of(hardware)
         on_node = gpus_per_node or even_share(count, machine.node.gpus)
         length = seq_length or in_file.get("seq_length", "")
         if cu_seqlens and not length:
             of_jobs = {"global_batch_size": global_batch_size, "search": do_search, "json": json}
             _check_sample(asked | of_jobs)
-            plan_sample(Asked(cu_seqlens, described, count, on_node, fixed, machine, picture))
+            whose = Job(described, 1, count, on_node, 1, machine)
+            drawn = plan_sample(whose, cu_seqlens, dict(fixed))
+            if picture:
+                with writing("plan", "--picture", picture):
+                    save_sample_picture(*drawn, picture)
             return
         tokens = _tokens(length)
         batch = _batch(global_batch_size or in_file.get("global_batch_size", ""), tokens)
@@ -155,16 +159,6 @@ def _write(
     if picture:
         with writing("plan", "--picture", picture):
             save_picture(job, found[0].strategy, picture)
-
-
-def _fixed(script: Script, asked: dict[str, Any]) -> Fixed:
-    """What is given: by a script, and by options, which count before it."""
-    given = {**script.sizes, **script.policy}
-    given |= {name: value for name, value in asked.items() if value is not None}
-    if "core_attn" in script.policy and given.get("keep") in ("none", "all"):
-        del given["keep"]  # core_attn says what comes of it
-    _check_policy(given, asked)
-    return tuple(sorted(given.items()))
 
 
 def _packing(script: Script, cu_seqlens: Path | None, tokens: int) -> tuple[Packing | None, str]:
@@ -211,33 +205,6 @@ def _watched(layouts: Sequence[Strategy]) -> Iterable[Strategy]:
     console = Console(stderr=True)
     quiet = not console.is_terminal
     return track(layouts, "layouts", console=console, transient=True, disable=quiet)
-
-
-def _check_policy(given: dict[str, Any], asked: dict[str, Any]) -> None:
-    """Refuse options that contradict each other, or a script's recomputation; what is missing is
-    left to the search."""
-    recompute, keep = given.get("recompute", "full"), given.get("keep", "none")
-    needs_full = {
-        "--keep": keep != "none", "--offload": given.get("offload"),
-        "--offload-inputs": given.get("offload_inputs"),
-    }  # fmt: skip
-    option = next((option for option, is_on in needs_full.items() if is_on), None)
-    if option and recompute != "full":
-        got, change = f"--recompute {recompute}", "leave one out"
-        if not asked["recompute"]:
-            of = Strategy(recompute=recompute, core_attn=given.get("core_attn", False))
-            got = f"{of.policy} from the script"
-            change = f"leave {option} out, or pass --recompute full"
-        raise BurstError(
-            f"plan: {option} must come with --recompute full, because it concerns the inputs of "
-            f"recomputed layers; got {got}; {change}"
-        )
-    if given.get("offload") and given.get("keep") == "none":
-        got = "--keep none" if asked["keep"] else "keep none from the script"
-        raise BurstError(
-            "plan: --offload must come with --keep half or all, because nothing is kept without "
-            f"it; got {got}; pass --keep all, or leave it out"
-        )
 
 
 def _check_sample(given: dict[str, object]) -> None:

@@ -1,6 +1,6 @@
 """What a user of `megatron-burst plan` should know beside the figures, as sentences."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_burst.errors import nearest_multiples
@@ -26,38 +26,50 @@ def warnings_of(
 ) -> list[str]:
     """What speaks against taking the best of a search as it is, which was given `fixed` and a
     script's arguments."""
-    every = (
-        idle_nodes(job), _uneven_length(job, fixed), _tight(job, found), _documents(job),
-        _precision(arguments), _endless(job, found[0]),
-    )  # fmt: skip
-    return [one for one in every if one]
+    of_job = *_of_nodes(job), *_of_length(job, fixed), *_of_memory(job, found), *_of_packing(job)
+    return [*of_job, *_of_script(job, found[0], arguments)]
 
 
-def _precision(arguments: Arguments) -> str:
-    """That a plan changes the dtype of a script."""
-    if not arguments or arguments.get("bf16"):
-        return ""
-    if arguments.get("fp16"):
-        return "the script trains in fp16, this plan in bf16: replace --fp16 by --bf16"
-    return "the script trains in fp32, this plan in bf16: its flag --bf16 changes the numbers"
+def _of_script(job: Job, best: Candidate, arguments: Arguments) -> Iterator[str]:
+    """That a plan changes the dtype of a script, or names what never ends."""
+    if arguments.get("fp16") and not arguments.get("bf16"):
+        yield "the script trains in fp16, this plan in bf16: replace --fp16 by --bf16"
+    elif arguments and not arguments.get("bf16"):
+        yield "the script trains in fp32, this plan in bf16: its flag --bf16 changes the numbers"
+    if best.strategy.recompute == "selective" and job.model.biases:
+        yield (
+            "Megatron's backward never ends where --recompute-modules has mlp and linear layers "
+            "have biases: pass --disable-bias-linear, or plan with another --recompute"
+        )
 
 
-def _endless(job: Job, best: Candidate) -> str:
-    if best.strategy.recompute != "selective" or not job.model.biases:
-        return ""
-    return (
-        "Megatron's backward never ends where --recompute-modules has mlp and linear layers have "
-        "biases: pass --disable-bias-linear, or plan with another --recompute"
-    )
+def _of_length(job: Job, fixed: Fixed) -> Iterator[str]:
+    """That a length leaves out strategies, with lengths near it that leave out none."""
+    step = length_step(job, {name: value for name, value in fixed if name in SIZES})
+    if job.seq % step:
+        yield (
+            f"{job.seq} tokens rule out every strategy whose 2 x CP x TP does not divide them; to "
+            f"rule out none, choose a {nearest_multiples(job.seq, step)}"
+        )
 
 
-def idle_nodes(job: Job) -> str:
-    """What it costs that the GPUs are no multiple of a node's; "" where they are."""
+def _of_packing(job: Job) -> Iterator[str]:
+    """That the documents of packed samples are not known."""
+    if job.packing and not job.packing.sample:
+        yield (
+            f"documents are taken to be usual ones, with {job.share:.0%} of a causal sequence's "
+            "pairs (MagiAttention's published distribution of lengths), because yours are not "
+            "known: --cu-seqlens FILE gives them"
+        )
+
+
+def _of_nodes(job: Job) -> Iterator[str]:
+    """What it costs that the GPUs are no multiple of a node's."""
     most = job.hardware.node.gpus
     if job.on_node == job.gpus or most <= job.on_node or job.gpus % most == 0:
-        return ""
+        return
     nodes, last = job.gpus // job.on_node, job.gpus % most
-    return (
+    yield (
         f"{job.gpus} GPUs are not a multiple of a node's {most}: planned as {nodes} nodes with "
         f"{job.on_node} each, {most - job.on_node} idle on each; start {job.on_node} ranks on "
         f"each node. A group of ranks over nodes of {most} and {last} would be a flat ring, whose "
@@ -65,23 +77,12 @@ def idle_nodes(job: Job) -> str:
     )
 
 
-def _uneven_length(job: Job, fixed: Fixed) -> str:
-    """That a length leaves out strategies, with lengths near it that leave out none."""
-    step = length_step(job, {name: value for name, value in fixed if name in SIZES})
-    if job.seq % step == 0:
-        return ""
-    return (
-        f"{job.seq} tokens rule out every strategy whose 2 x CP x TP does not divide them; to "
-        f"rule out none, choose a {nearest_multiples(job.seq, step)}"
-    )
-
-
-def _tight(job: Job, found: Sequence[Candidate]) -> str:
+def _of_memory(job: Job, found: Sequence[Candidate]) -> Iterator[str]:
     """That the best nearly fills the memory, and the fastest that does not."""
     best, usable = found[0], job.hardware.gpu.usable_bytes
     share = best.memory.peak / usable
     if not _TIGHT < share <= 1:
-        return ""
+        return
     free = (usable - best.memory.peak) / GIB
     note = (
         f"the peak is {share:.1%} of the usable memory, {free:.1f} GiB below it: what the "
@@ -94,18 +95,7 @@ def _tight(job: Job, found: Sequence[Candidate]) -> str:
             f"; {other.strategy.layout}, {other.strategy.policy}, which needs "
             f"{other.memory.peak / GIB:.1f} GiB, is {slower:.1%} slower"
         )
-    return note
-
-
-def _documents(job: Job) -> str:
-    """That the documents of packed samples are not known."""
-    if not job.packing or job.packing.sample:
-        return ""
-    return (
-        f"documents are taken to be usual ones, with {job.share:.0%} of a causal sequence's pairs "
-        "(MagiAttention's published distribution of lengths), because yours are not known: "
-        "--cu-seqlens FILE gives them"
-    )
+    yield note
 
 
 def with_keep(job: Job, best: Candidate) -> str:

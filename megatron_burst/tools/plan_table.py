@@ -1,7 +1,5 @@
 """What the planner found, as tables on the terminal."""
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -15,17 +13,18 @@ from megatron_burst.resolve import how_it_runs, resolve
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import GIB
-from megatron_burst.tools.job.flags import as_words, flag_values, model_flags
+from megatron_burst.tools.job.flags import as_words, flag_values
+from megatron_burst.tools.job.megatron import model_flags
 from megatron_burst.tools.job.memory import Memory
 from megatron_burst.tools.job.peer import gain
 from megatron_burst.tools.job.script import Script
 from megatron_burst.tools.job.search import Candidate, loses
 from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, open_call
 from megatron_burst.tools.simulate.call import pass_time, sent_bytes
+from megatron_burst.tools.terminal import new_console, say
 from megatron_burst.tools.units import in_units
 
 _TOP, _LAYOUTS = 8, 10  # strategies that are shown: the best, and of those that lose
-_WIDTH = 160  # where no terminal says
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +41,6 @@ class Shown:
     repeated: str  # how a file's documents fill a sample
     with_keep: str  # what more kept results come to, in a line
     usual_batch: bool  # whether the batch is the default
-
-
-def new_console() -> Console:
-    """As wide as the terminal, or as tables need where there is none."""
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if known else _WIDTH)
 
 
 def show(shown: Shown) -> None:
@@ -78,12 +71,6 @@ def show(shown: Shown) -> None:
     if shown.with_keep:
         say(console, shown.with_keep)
     _show_flags(console, shown)
-
-
-def say(console: Console, text: str, head: str = "", style: str = "") -> None:
-    """A line that the terminal wraps, so that pipes and copies get it whole."""
-    console.print(head, style=style or None, end="", markup=False)
-    console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def _show_candidates(console: Console, found: Sequence[Candidate]) -> None:
@@ -152,7 +139,7 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
         if best.time:
             say(console, _gain_line(job, best, best.time.seconds))
         if best.strategy.keep == "half":
-            say(console, _half_line(job, best))
+            say(console, f"keep half: {choose_later(attention_call(job, best.strategy))}")
 
 
 def _show_flags(console: Console, shown: Shown) -> None:
@@ -167,7 +154,7 @@ def _show_flags(console: Console, shown: Shown) -> None:
     if not shown.arguments:
         _show_words(console, f"Megatron flags ({note}):", as_words(flags))
         return
-    there = {flag for flag, value in flags.items() if _has(shown.arguments, flag, value)}
+    there = {flag for flag, value in flags.items() if _is_there(shown.arguments, flag, value)}
     new = {flag: value for flag, value in flags.items() if flag not in there}
     head = "Megatron flags to add or change, started with -m megatron_burst"
     head += "" if best.fits else f" ({note})"
@@ -185,20 +172,15 @@ def _no_model_flags(unknown: Sequence[str]) -> str:
     )
 
 
-def _has(arguments: Mapping[str, Any], flag: str, value: object) -> bool:
+def _is_there(arguments: Mapping[str, Any], flag: str, value: object) -> bool:
+    """Whether arguments have a flag with this value."""
     got = arguments.get(flag.lstrip("-").replace("-", "_"))
-    words = " ".join(value) if isinstance(value, list) else str(value)
-    return got == value or str(got) == words
+    return got == value or str(got) == (" ".join(value) if isinstance(value, list) else str(value))
 
 
 def _show_words(console: Console, head: str, words: Sequence[str]) -> None:
     console.print(f"\n[bold]{head}[/bold]", highlight=False)
     say(console, " \\\n    ".join(words))
-
-
-def _half_line(job: Job, best: Candidate) -> str:
-    """What keeping half comes to."""
-    return f"keep half: {choose_later(attention_call(job, best.strategy))}"
 
 
 _MEMORY = {  # parts of `Memory` in the order of the table

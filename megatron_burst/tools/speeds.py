@@ -10,13 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from megatron_burst.kernels.backends import (
-    Backend,
-    Problem,
-    QuerySide,
-    arch_of,
-    choose_backend,
-)
+from megatron_burst.kernels.backends import Backend, Problem, QuerySide, arch_of, choose_backend
 from megatron_burst.kernels.visible import CAUSAL
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import Link, Topology
@@ -36,15 +30,9 @@ def problem_of(
     q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False, mask: Mask = Mask.FULL
 ) -> Problem:
     """The problem of attention over these tensors, [.., .., heads, dim] each."""
+    grouped, arch = q.shape[2] != k.shape[2], arch_of(q.device)
     return Problem(
-        device=q.device.type,
-        dtype=q.dtype,
-        dim_qk=q.shape[3],
-        dim_v=v.shape[3],
-        grouped=q.shape[2] != k.shape[2],
-        deterministic=deterministic,
-        arch=arch_of(q.device),
-        needs=mask.needs,
+        q.device.type, q.dtype, q.shape[3], v.shape[3], grouped, deterministic, arch, mask.needs
     )
 
 

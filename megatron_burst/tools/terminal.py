@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,19 @@ from megatron_burst.errors import BurstError
 
 Nodes = Annotated[int | None, Option(min=1, metavar="N", help="treat this machine as N nodes")]
 Device = Annotated[Literal["cuda", "cpu"] | None, Option(help="default: cuda if there are GPUs")]
+_WIDTH = 160  # where no terminal says
+
+
+def new_console() -> Console:
+    """As wide as the terminal, or as tables need where there is none."""
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if known else _WIDTH)
+
+
+def say(console: Console, text: str, head: str = "", style: str = "") -> None:
+    """A line that the terminal wraps, so that pipes and copies get it whole."""
+    console.print(head, style=style or None, end="", markup=False)
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def check_writable(who: str, option: str, path: Path) -> None:

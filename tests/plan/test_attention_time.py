@@ -60,7 +60,7 @@ def calls(draw) -> AttentionCall:
 def timeline(call, machine, direction):
     """Timeline of all ranks."""
     ranks = range(call.topology.cp_size)
-    return attention_time(call, machine, direction, ranks=ranks)
+    return attention_time(call, machine, direction, ranks=ranks, with_spans=True)
 
 
 def seconds(call, machine, direction) -> float:
@@ -177,7 +177,7 @@ def test_two_ranks_stand_for_all_of_a_large_zigzag_group(inter, intra):
     shape = AttentionShape(1, 8192, 32, 32, 128, 128, 2, 4, 4)
     call = call_of(shape, pretend_nodes(32, 4), inter=inter, intra=intra)
     for direction in Direction:
-        some = attention_time(call, preset("a800"), direction)
+        some = attention_time(call, preset("a800"), direction, with_spans=True)
         everyone = attention_time(call, preset("a800"), direction, ranks=range(32))
         assert {span.rank for span in some.spans} == {0, 31}
         assert some.seconds == pytest.approx(everyone.seconds, rel=0.03)

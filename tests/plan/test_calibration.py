@@ -5,30 +5,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.tools.hardware_file import (
-    Calibration,
-    KernelSpeed,
-    LinkSpeed,
-    hardware,
-    parse_calibration,
-    to_toml,
-)
+from megatron_burst.tools.hardware import Calibration, KernelRow, LinkRow
+from megatron_burst.tools.hardware_file import hardware, parse_calibration, to_toml
 
 numbers = st.floats(1e-6, 1e6)
 sizes = st.integers(1, 2**40)
 texts = st.text(st.characters(codec="utf-8"))
 kernels = st.builds(
-    KernelSpeed, texts, st.sampled_from(["forward", "backward"]), sizes, sizes, numbers
+    KernelRow, texts, st.sampled_from(["forward", "backward"]), sizes, sizes, numbers
 )
-links = st.builds(LinkSpeed, st.sampled_from(["intra", "inter", "host"]), sizes, numbers, numbers)
+links = st.builds(LinkRow, st.sampled_from(["intra", "inter", "host"]), sizes, numbers, numbers)
 calibrations = st.builds(
     Calibration, texts, texts, numbers, numbers,
     st.lists(kernels, max_size=3).map(tuple), st.lists(links, max_size=3).map(tuple),
 )  # fmt: skip
 ONE = Calibration(
     "mine", "NVIDIA H200", 139.8, 700.0,
-    (KernelSpeed("fa4", "forward", 128, 65536, 650.5),),
-    (LinkSpeed("intra", 2**28, 380.0, 9.5), LinkSpeed("inter", 2**28, 40.0, 20.0)),
+    (KernelRow("fa4", "forward", 128, 65536, 650.5),),
+    (LinkRow("intra", 2**28, 380.0, 9.5), LinkRow("inter", 2**28, 40.0, 20.0)),
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.job.flags import as_words
-from megatron_burst.tools.job.model_file import from_hugging_face
+from megatron_burst.tools.job.hugging_face import from_hugging_face
 from tests.plan.configs import LLAMA_3_1_8B, LLAMA_3_8B, PRINTED, QWEN_3_8B, WITHHELD
 
 EXPERTS = PRINTED["Qwen3-30B-A3B"][0]

@@ -15,8 +15,8 @@ from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.memory import memory_of
-from megatron_burst.tools.job.model import PRESETS
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy, open_call
 from megatron_burst.tools.packed import rows_of_rank, way_of

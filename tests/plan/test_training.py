@@ -11,8 +11,8 @@ from megatron_burst.errors import BurstError
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.flags import as_words, flag_values
+from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.memory import memory_of
-from megatron_burst.tools.job.model import PRESETS
 from megatron_burst.tools.job.search import candidate, loses, search
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy, misfit

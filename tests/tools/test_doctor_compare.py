@@ -10,13 +10,10 @@ from megatron_burst.errors import BurstError
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.doctor.compare import (
     Facts,
-    Sizes,
     check_alike,
     check_compute,
-    check_groups,
     check_links,
     check_seats,
-    cp_groups,
     link_rates,
 )
 from megatron_burst.tools.doctor.meeting import Launch, expand_nodes, launch_of
@@ -24,21 +21,20 @@ from megatron_burst.tools.doctor.network import check_pairs, knock, open_door, o
 from megatron_burst.tools.doctor.report import Status
 
 
-def facts(node="a", gpu="H200", gpu_id="", **changes):
-    values = {
-        "gpus": 8, "clock_mhz": 1980.0, "driver": "570", "local_rank": 0, "local_size": 8,
-        "versions": {"torch": "2.11.0"}, "variables": {"NCCL_DEBUG": "WARN"},
-    }  # fmt: skip
-    return Facts(node=node, gpu=gpu, gpu_id=gpu_id, **{**values, **changes})
+def facts(node="a", gpu_id="", versions=None, variables=None, **changes):
+    hardware = {"gpu": "H200", "gpus": "8", "ranks": "8", "clock": "1980 MHz", "driver": "570"}
+    usual = {"torch": "2.11.0"} if versions is None else versions
+    set_ = {"NCCL_DEBUG": "WARN"} if variables is None else variables
+    return Facts(node, gpu_id, hardware | changes, usual, set_)
 
 
 @pytest.mark.parametrize(
     "changes, status, what",
     [
         ({"gpu": "H100"}, Status.WARN, "gpu differs: d has H100; the others H200"),
-        ({"gpus": 4}, Status.WARN, "gpus differs: d has 4; the others 8"),
-        ({"local_size": 4}, Status.WARN, "ranks differs: d has 4; the others 8"),
-        ({"clock_mhz": 1755.0}, Status.WARN, "clock differs: d has 1755 MHz; the others 1980 MHz"),
+        ({"gpus": "4"}, Status.WARN, "gpus differs: d has 4; the others 8"),
+        ({"ranks": "4"}, Status.WARN, "ranks differs: d has 4; the others 8"),
+        ({"clock": "1755 MHz"}, Status.WARN, "clock differs: d has 1755 MHz; the others 1980 MHz"),
         ({"driver": "550"}, Status.WARN, "driver differs: d has 550; the others 570"),
         ({"versions": {"torch": "2.10.0"}}, Status.FAIL,
          "torch differs: d has 2.10.0; the others 2.11.0"),
@@ -104,15 +100,6 @@ def test_slow_compute_is_named():
     found = check_compute(rates, {0: "a", 1: "a", 5: "b"})
     assert found.status is Status.WARN and "rank 5 on b: 300 (43%)" in found.what
     assert check_compute({0: 700.0, 1: 690.0}, "ab").status is Status.OK
-
-
-def test_groups_that_are_flat_are_named():
-    fine = cp_groups("aabb", Sizes(cp=4))
-    assert check_groups(fine).what == "1 x 2 nodes x 2 ranks"
-    with pytest.warns(UserWarning):
-        uneven = cp_groups("aaab", Sizes(cp=4))
-    found = check_groups(uneven)
-    assert found.status is Status.WARN and "flat: ranks [0, 1, 2, 3]" in found.what
 
 
 def test_nodes_knock_at_each_others_doors():

@@ -1,6 +1,7 @@
 """The doctor's checks of one machine, on output of real machines. Guards against storage HCAs among
 those that a job uses, busy GPUs that pass as free, and problems that pass as fine."""
 
+import json
 import logging
 import re
 import subprocess
@@ -21,13 +22,9 @@ from megatron_burst.tools.doctor.machine import (
     check_shm,
     check_state,
 )
-from megatron_burst.tools.doctor.network import (
-    check_network,
-    choose_hcas,
-    environment,
-    interfaces_of,
-)
-from megatron_burst.tools.doctor.report import Check, Merged, Report, Status, ok, print_report
+from megatron_burst.tools.doctor.network import check_network, choose_hcas, interfaces_of
+from megatron_burst.tools.doctor.nodes import environment
+from megatron_burst.tools.doctor.report import Check, Report, Status, merged, ok, print_report
 from megatron_burst.tools.doctor.software import check_hook_points, check_te_kernels, check_versions
 from megatron_burst.tools.doctor.survey import (
     SCRIPT,
@@ -36,7 +33,7 @@ from megatron_burst.tools.doctor.survey import (
     matrix_of,
     parse_survey,
     run_command,
-    survey_here,
+    survey_of,
 )
 from megatron_burst.tools.main import app
 from tests.tools.surveys import (
@@ -286,7 +283,7 @@ def test_a_hook_point_that_does_not_fit_is_found(monkeypatch):
 
 
 def test_the_script_runs_here_and_only_reads():
-    found = survey_here(run_command, 30)
+    found = survey_of(run_command, 30)
     assert not isinstance(found, Answer) and found.word("nofile").isdigit()
     assert subprocess.run(["sh", "-n", "-c", SCRIPT]).returncode == 0
     assert set(re.findall(r"\d?>+\s*(\S+)", SCRIPT)) <= {"/dev/null", "&1"}
@@ -299,7 +296,7 @@ def test_a_script_that_is_cut_short_is_no_survey():
     assert parse_survey("Welcome to the cluster\n== gpus\n") is None
     text = "Welcome\n" + h200()
     assert parse_survey(text).lines("modules") == ["nvidia_peermem"]
-    cut = survey_here(lambda command, timeout_s: Answer(1, "== gpus\n", "killed"), 1)
+    cut = survey_of(lambda command, timeout_s: Answer(1, "== gpus\n", "killed"), 1)
     checks = check_machine(cut, {})
     assert "not known: killed" in by_name(checks, "survey").what
 
@@ -310,14 +307,13 @@ def test_commands_that_hang_or_are_missing():
 
 
 def test_equal_findings_are_merged_and_printed_worst_first(capsys):
-    merged = Merged(2)
     fine, bad = Check("shm", Status.OK, "room"), Check("ecc", Status.FAIL, "errors", "reset")
-    merged.add("a", [fine, bad])
-    merged.add("b", [fine])
-    checks = merged.checks()
+    checks = merged({"a": [fine, bad], "b": [fine]})
     assert [check.where for check in checks] == ["all 2 nodes", "a"]
     report = Report(tuple(checks), environment=("export A=[b]",))
-    assert report.breaks and report.as_dict()["checks"][1]["status"] == "fail"
+    print_report(report, as_json=True)
+    written = json.loads(capsys.readouterr().out)
+    assert report.breaks and written["breaks"] and written["checks"][1]["status"] == "fail"
     print_report(report, as_json=False)
     text = capsys.readouterr().out
     assert text.index("errors") < text.index("room")

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.hardware_file import preset
-from megatron_burst.tools.job.model import PRESETS
+from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.search import layouts, search
 from megatron_burst.tools.job.strategy import Job
 from megatron_burst.tools.main import app

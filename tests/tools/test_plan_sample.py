@@ -6,7 +6,7 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_burst.tools.main import app
-from megatron_burst.tools.plan_sample import numbers_in
+from megatron_burst.tools.simulate.sample import numbers_in
 
 LENGTHS = [5000, 300, 1, 12000, 4096, 2500, 64, 9000]
 EDGES = [0, 5000, 5300, 5301, 17301, 21397, 23897, 23961, 32961]

@@ -16,9 +16,6 @@ from typer import Option
 from megatron_burst.errors import BurstError, require
 from megatron_burst.tools.terminal import shown, without_warnings
 
-Size = Annotated[
-    int | None, Option(min=1, metavar="N", help="in a job: the parallel size that the job will use")
-]
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
 
 
@@ -39,9 +36,6 @@ def doctor(
     timeout_s: Annotated[
         float, Option(min=0.1, metavar="S", help="seconds to wait in each step")
     ] = 60.0,
-    tp: Size = None,
-    cp: Size = None,
-    pp: Size = None,
     as_json: Annotated[bool, Option("--json", help="print the report as JSON")] = False,
     verbose: Annotated[
         bool, Option("--verbose", "-v", help="also show warnings of torch and Megatron")
@@ -53,71 +47,55 @@ def doctor(
     nodes without a job. Exit status: 1 if something would break a run, 2 for refused options. It
     never starts, stops or changes anything.
     """
-    sizes = {"--tp": tp, "--cp": cp, "--pp": pp}
     try:
         with nullcontext() if verbose else without_warnings():
-            breaks = _examine(nodes, ssh, timeout_s, sizes, as_json)
+            breaks = _examine(nodes, ssh, timeout_s, as_json)
     except BurstError as error:  # by every rank: each may see something else
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(int(breaks))
 
 
-def _examine(
-    nodes: str | None, ssh: str, timeout_s: float, asked: dict[str, int | None], as_json: bool
-) -> bool:
+def _examine(nodes: str | None, ssh: str, timeout_s: float, as_json: bool) -> bool:
     """Check what there is, and print the report; whether a run would break."""
     from megatron_burst.tools.doctor.meeting import launch_of
     from megatron_burst.tools.doctor.report import Report, print_report
+    from megatron_burst.tools.doctor.survey import run_command, survey_of
 
+    _check(ssh, nodes)
     launch = None if nodes is not None else launch_of(os.environ)
-    _check(ssh, nodes, [option for option, size in asked.items() if size], launch)
     with shown(0 if launch is None else launch.rank) as progress:
 
-        def say(report: Report) -> None:
+        def say(report: Report) -> bool:
             progress.end()
             print_report(report, as_json)
-
-        if not launch:
-            progress.now("asking what machines have")
-            report = _outside_a_job(nodes, ssh, timeout_s)
-            say(report)
             return report.breaks
-        from megatron_burst.tools.doctor.compare import Sizes
-        from megatron_burst.tools.doctor.job import Job, check_job
-        from megatron_burst.tools.doctor.survey import run_command
 
-        sizes = Sizes(*(size or 1 for size in asked.values())) if any(asked.values()) else None
-        job = Job(run_command, os.environ, timeout_s, sizes, say, progress)
-        return check_job(launch, job)
+        if launch:
+            from megatron_burst.tools.doctor.job import Job, check_job
+
+            return check_job(launch, Job(run_command, os.environ, timeout_s, say, progress))
+        progress.now("asking what machines have")
+        if nodes is not None:
+            from megatron_burst.tools.doctor.nodes import check_nodes, nodes_in
+
+            return say(check_nodes(nodes_in(nodes), run_command, ssh, timeout_s))
+        from megatron_burst.tools.doctor.machine import check_machine
+
+        return say(Report(tuple(check_machine(survey_of(run_command, timeout_s), os.environ))))
 
 
-def _check(ssh: str, nodes: str | None, sizes: list[str], launch: object) -> None:
-    """Refuse a command that cannot be split, and what would be ignored."""
+def _check(ssh: str, nodes: str | None) -> None:
+    """Refuse a command that cannot be split, and one that would be ignored."""
     try:
         shlex.split(ssh)
         unread = ""
     except ValueError as error:
         unread = f"{ssh!r}: {error}"
-    in_job = "must come in a job, because groups are laid on the ranks that are there"
     needs = [
         (nodes is not None or ssh == _SSH, "--ssh must come with --nodes, because it is only "
          "used for them", repr(ssh), "pass --nodes a,b,c, or leave it out"),
         (not unread, "--ssh must be a valid shell command, because it is used to reach nodes",
          unread, "close the quotes"),
-        (launch or not sizes, f"{' '.join(sizes)} {in_job}", "none",
-         "start doctor with torchrun or srun, or leave it out"),
     ]  # fmt: skip
     require("doctor", needs)
-
-
-def _outside_a_job(nodes: str | None, ssh: str, timeout_s: float):
-    """The report of nodes over ssh, or of this machine alone."""
-    from megatron_burst.tools.doctor.machine import check_machine
-    from megatron_burst.tools.doctor.nodes import Reach, check_nodes, nodes_in
-    from megatron_burst.tools.doctor.report import Report
-    from megatron_burst.tools.doctor.survey import run_command, survey_here
-
-    if nodes is not None:
-        return check_nodes(nodes_in(nodes), Reach(run_command, ssh, timeout_s))
-    return Report(tuple(check_machine(survey_here(run_command, timeout_s), os.environ)))

@@ -8,21 +8,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_burst.comm.nodes import my_home, nvlink_domains, topology_of_homes
+from megatron_burst.comm.nodes import my_home, topology_of_homes
 from megatron_burst.tools.doctor import compare
 from megatron_burst.tools.doctor.machine import check_machine
-from megatron_burst.tools.doctor.meeting import (
-    Launch,
-    Meeting,
-    Watch,
-    check_attendance,
-    meet,
-    open_store,
-)
+from megatron_burst.tools.doctor.meeting import Launch, Meeting, Watch, meet, open_store
 from megatron_burst.tools.doctor.network import check_pairs, knock, open_door, own_address
-from megatron_burst.tools.doctor.report import Check, LinkRate, Merged, Report, Status, skip
+from megatron_burst.tools.doctor.report import Check, LinkRate, Report, Status, merged
 from megatron_burst.tools.doctor.software import software
-from megatron_burst.tools.doctor.survey import Answer, Runner, Survey, gpus_of, survey_here
+from megatron_burst.tools.doctor.survey import Answer, Runner, Survey, gpus_of, survey_of
 from megatron_burst.tools.speeds import Mover, matmul, rank_ms, rings
 from megatron_burst.tools.terminal import Progress
 from megatron_burst.tools.world import World, world_of
@@ -40,8 +33,7 @@ class Job:
     run: Runner
     environ: Mapping[str, str]
     timeout_s: float  # ranks wait for each other in each step
-    sizes: compare.Sizes | None  # to see how Megatron's groups lie; None: not asked
-    say: Callable[[Report], None]  # on rank 0
+    say: Callable[[Report], object]  # on rank 0
     progress: Progress = field(default_factory=Progress)
 
 
@@ -54,16 +46,15 @@ def check_job(launch: Launch, job: Job) -> bool:
     if torch.cuda.is_available():
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
     store = open_store(launch, job.timeout_s)
-    door = open_door(own_address(launch.address, job.environ))
     survey = Answer(0, "", "the first rank of this node is not there")
     if launch.local_rank == 0:  # one rank of a node is enough
-        survey = survey_here(job.run, job.timeout_s)
-    mine = _facts(launch, job, survey), my_home(), door.getsockname()[:2]
-    job.progress.now("waiting for all ranks")
-    meeting, said = meet(launch, store, job.timeout_s, mine)
-    checks = _Checks(meeting, job, said)
-    checks.before_groups(survey)
-    door.close()
+        survey = survey_of(job.run, job.timeout_s)
+    with open_door(own_address(launch.address, job.environ)) as door:
+        mine = _facts(launch, job, survey, door.getsockname()[:2])
+        job.progress.now("waiting for all ranks")
+        meeting, facts = meet(launch, store, job.timeout_s, mine)
+        checks = _Checks(meeting, job, facts)
+        checks.before_groups(survey)
     if checks.may_measure:
         checks.measure()
     report = Report(tuple(checks.found), tuple(checks.links))
@@ -72,31 +63,33 @@ def check_job(launch: Launch, job: Job) -> bool:
     return meeting.part(report.breaks if meeting.leads else None)
 
 
-def _facts(launch: Launch, job: Job, survey: Survey | Answer) -> compare.Facts:
+def _facts(
+    launch: Launch, job: Job, survey: Survey | Answer, door: tuple[str, int]
+) -> compare.Facts:
     gpus = [] if isinstance(survey, Answer) else gpus_of(survey)
     name, uuid = "CPU", ""
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         name, uuid = properties.name, str(properties.uuid)
+    clock_mhz = min((gpu.max_clock_mhz or 0 for gpu in gpus), default=0.0)
+    values = (
+        name, torch.cuda.device_count(), launch.local_size, f"{clock_mhz:.0f} MHz",
+        gpus[0].driver if gpus else "none",
+    )  # fmt: skip
     return compare.Facts(
-        node=job.environ.get("NCCL_HOSTID") or socket.gethostname(),
-        gpu=name, gpu_id=uuid, gpus=torch.cuda.device_count(),
-        clock_mhz=min((gpu.max_clock_mhz or 0 for gpu in gpus), default=0.0),
-        driver=gpus[0].driver if gpus else "none",
-        local_rank=launch.local_rank, local_size=launch.local_size, versions=software(),
-        variables={n: v for n, v in job.environ.items() if n.startswith(_WATCHED)},
+        job.environ.get("NCCL_HOSTID") or socket.gethostname(), uuid,
+        dict(zip(compare.HARDWARE, map(str, values), strict=True)), software(),
+        {n: v for n, v in job.environ.items() if n.startswith(_WATCHED)}, my_home(), door,
     )  # fmt: skip
 
 
 class _Checks:
     """Collects what is found; the same steps on all ranks, who said something of themselves."""
 
-    def __init__(self, meeting: Meeting, job: Job, said: Mapping[int, tuple]) -> None:
-        self.meeting, self.job, self.ranks = meeting, job, list(said)
-        self.facts = {rank: facts for rank, (facts, _, _) in said.items()}
-        self.homes = [home for _, home, _ in said.values()]
-        self.doors = {rank: door for rank, (_, _, door) in said.items()}
-        self.nodes = {rank: fact.node for rank, fact in self.facts.items()}
+    def __init__(self, meeting: Meeting, job: Job, facts: Mapping[int, compare.Facts]) -> None:
+        self.meeting, self.job, self.facts, self.ranks = meeting, job, facts, list(facts)
+        self.homes = [fact.home for fact in facts.values()]
+        self.nodes = {rank: fact.node for rank, fact in facts.items()}
         # the first rank of each node speaks for it
         self.speakers = {node: rank for rank, node in reversed(self.nodes.items())}
         self.found: list[Check] = []
@@ -112,26 +105,17 @@ class _Checks:
     def before_groups(self, survey: Survey | Answer) -> None:
         """What needs no process group; the first rank of each machine has its survey."""
         meeting, node = self.meeting, self.nodes[self.meeting.launch.rank]
-        self.found += [check_attendance(meeting), compare.check_seats(self.facts)]
+        self.found += [meeting.attendance(), compare.check_seats(self.facts)]
         speaks = self.speakers[node] == meeting.launch.rank
-        doors = {other: self.doors[rank] for other, rank in self.speakers.items() if other != node}
+        others = {name: rank for name, rank in self.speakers.items() if name != node}
+        doors = {name: self.facts[rank].door for name, rank in others.items()}
         reached = meeting.share("unreached", knock(doors, _KNOCK_S) if speaks else None)
         told = {self.nodes[rank]: why for rank, why in reached.items() if why is not None}
         self.found.append(check_pairs(told))
         own = check_machine(survey, self.job.environ, in_job=True) if speaks else []
-        merged = Merged(len(self.speakers))
-        for rank, checks in meeting.share("machine", own).items():
-            merged.add(self.nodes[rank], checks)
-        self.found += merged.checks() + compare.check_alike(list(self.facts.values()))
-        if self.job.sizes:
-            self.found.append(self._groups(self.job.sizes))
-
-    def _groups(self, sizes: compare.Sizes) -> Check:
-        if len(self.ranks) < self.meeting.launch.size:
-            return skip("groups", "ranks are missing")
-        first = {home.node: rank for rank, home in reversed(list(enumerate(self.homes)))}
-        places = [(first[home.node], home.place) for home in self.homes]
-        return compare.check_groups(compare.cp_groups(nvlink_domains(self.homes), sizes, places))
+        said = meeting.share("machine", own)
+        self.found += merged({name: said.get(rank, ()) for name, rank in self.speakers.items()})
+        self.found += compare.check_alike(list(self.facts.values()))
 
     def measure(self) -> None:
         """Compute and links, with a process group of those who came."""
@@ -163,10 +147,9 @@ class _Checks:
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             store=dist.PrefixStore("doctor/group", self.meeting.store),
-            rank=self.ranks.index(self.meeting.launch.rank),
-            world_size=len(self.ranks),
+            rank=self.ranks.index(self.meeting.launch.rank), world_size=len(self.ranks),
             timeout=timedelta(seconds=2 * self.job.timeout_s),  # the watch comes first
-        )
+        )  # fmt: skip
         return world_of(device)
 
     def _watch(self, stage: str) -> Watch:

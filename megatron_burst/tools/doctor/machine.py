@@ -15,6 +15,18 @@ _BLACKWELL = 10
 # nvmlClocksThrottleReasons of nvml.h: those that no healthy GPU has
 _THROTTLES = {0x8: "hardware slowdown", 0x20: "heat (software)", 0x40: "heat", 0x80: "power brake"}
 
+_FAULTS: tuple[tuple[str, Callable[[Gpu], object], Status, str, str], ...] = (  # the worst first
+    ("ecc", lambda gpu: gpu.ecc_errors, Status.FAIL,
+     "GPUs {} had memory errors that ECC could not correct",
+     "have these GPUs reset or replaced: results cannot be trusted"),
+    ("ecc", lambda gpu: gpu.ecc == "Disabled", Status.WARN, "ECC is off on GPUs {}",
+     "have it switched on"),
+    ("modes", lambda gpu: gpu.compute_mode == "Prohibited", Status.FAIL,
+     "compute mode Prohibited on GPUs {}", "ask for compute mode Default"),
+    ("modes", lambda gpu: gpu.mig == "Enabled", Status.FAIL,
+     "MIG is on on GPUs {}: no NVLink and no peer access between slices", "ask for whole GPUs"),
+)  # fmt: skip
+
 
 def check_machine(
     survey: Survey | Answer, environ: Mapping[str, str], in_job: bool = False
@@ -28,7 +40,7 @@ def check_machine(
     else:
         gpus = len(gpus_of(survey))
         # the job's own ranks are no strangers; what takes much memory still is
-        found += check_state(survey.without("processes") if in_job else survey)
+        found += check_state(Survey(survey.sections | {"processes": ""}) if in_job else survey)
         found += [check_nvlink(survey), *check_network(survey), check_shm(survey)]
         found += [*check_limits(survey), check_connections(survey, environ, in_job)]
     found += [software.check_torch(gpus), software.check_backends(), software.check_hook_points()]
@@ -56,25 +68,12 @@ def check_state(survey: Survey) -> list[Check]:
 
 def _faults(gpus: list[Gpu]) -> list[Check]:
     """ECC and modes: the worst fault of each that any GPU has."""
-
-    def having(fault: Callable[[Gpu], object]) -> list[int]:
-        return [gpu.index for gpu in gpus if fault(gpu)]
-
-    ecc = ok("ecc", "no uncorrected error")
-    if bad := having(lambda gpu: gpu.ecc_errors):
-        what = f"GPUs {bad} had memory errors that ECC could not correct"
-        change = "have these GPUs reset or replaced: results cannot be trusted"
-        ecc = fail("ecc", what, change)
-    elif bad := having(lambda gpu: gpu.ecc == "Disabled"):
-        ecc = warn("ecc", f"ECC is off on GPUs {bad}", "have it switched on")
-    modes = ok("modes", f"compute mode {gpus[0].compute_mode}")
-    if bad := having(lambda gpu: gpu.compute_mode == "Prohibited"):
-        what = f"compute mode Prohibited on GPUs {bad}"
-        modes = fail("modes", what, "ask for compute mode Default")
-    elif bad := having(lambda gpu: gpu.mig == "Enabled"):
-        what = f"MIG is on on GPUs {bad}: no NVLink and no peer access between slices"
-        modes = fail("modes", what, "ask for whole GPUs")
-    return [ecc, modes]
+    mode = ok("modes", f"compute mode {gpus[0].compute_mode}")
+    found = {"ecc": ok("ecc", "no uncorrected error"), "modes": mode}
+    for name, has, status, what, change in reversed(_FAULTS):
+        if bad := [gpu.index for gpu in gpus if has(gpu)]:
+            found[name] = Check(name, status, what.format(bad), change)
+    return list(found.values())
 
 
 def _clocks(gpus: list[Gpu]) -> Check:

@@ -82,20 +82,19 @@ def launch_of(environ: Mapping[str, str]) -> Launch | None:
 
 def expand_nodes(text: str) -> tuple[str, ...]:
     """The node names of a Slurm list such as "gpu[01-03,7],login"."""
-    parts = re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text)
-    return tuple(name for part in parts for name in _expand(part))
-
-
-def _expand(part: str) -> list[str]:
-    match = re.match(r"([^\[]*)\[([^\]]*)\](.*)", part)
-    if not match:
-        return [part]
-    head, ranges, tail = match.groups()
-    numbers = []
-    for piece in ranges.split(","):
-        first, _, last = piece.partition("-")
-        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
-    return [f"{head}{number}{rest}" for number in numbers for rest in _expand(tail)]
+    found: list[str] = []
+    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text):
+        names = [""]
+        for plain, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", part):
+            spans = [one.partition("-") for one in ranges.split(",")] if ranges else []
+            numbers = [
+                f"{number:0{len(first)}d}"
+                for first, _, last in spans
+                for number in range(int(first), int(last or first) + 1)
+            ]
+            names = [f"{name}{plain}{number}" for name in names for number in numbers or [""]]
+        found += names
+    return tuple(found)
 
 
 @dataclass(slots=True)
@@ -114,16 +113,17 @@ class Meeting:
 
     def post(self, topic: str, value: object) -> None:
         """Say something under a topic."""
-        self.store.set(_key(topic, self.launch.rank), pickle.dumps(value))
+        self.store.set(f"doctor/{topic}/{self.launch.rank}", pickle.dumps(value))
 
     def collect(self, topic: str, ranks: Sequence[int], patience: float = 1.0) -> dict[int, object]:
         """What ranks said under a topic; those that said nothing in time are not in it."""
         deadline, found = time.monotonic() + patience * self.timeout_s, {}
+        keys = {rank: f"doctor/{topic}/{rank}" for rank in ranks}
         while True:
-            for rank in ranks:
-                if rank not in found and self.store.check([_key(topic, rank)]):
-                    found[rank] = pickle.loads(self.store.get(_key(topic, rank)))
-            if len(found) == len(ranks) or time.monotonic() > deadline:
+            for rank, key in keys.items():
+                if rank not in found and self.store.check([key]):
+                    found[rank] = pickle.loads(self.store.get(key))
+            if len(found) == len(keys) or time.monotonic() > deadline:
                 return dict(sorted(found.items()))
             time.sleep(_POLL_S)
 
@@ -142,9 +142,16 @@ class Meeting:
         self.post("bye", True)
         return bool(found.get(0, True))  # no word from rank 0 breaks a run
 
-
-def _key(topic: str, rank: int) -> str:
-    return f"doctor/{topic}/{rank}"
+    def attendance(self) -> Check:
+        """Who is missing, and where they should be."""
+        launch = self.launch
+        missing = [rank for rank in range(launch.size) if rank not in self.present]
+        if not missing:
+            return ok("attendance", f"all {launch.size} ranks are there")
+        nodes = ", ".join(sorted({launch.node_of(rank) for rank in missing}))
+        what = f"ranks {missing} of {launch.size} did not come within {self.timeout_s:g} s"
+        change = f"see that {nodes} runs them and reaches {launch.address}:{launch.port}"
+        return fail("attendance", what, change, nodes)
 
 
 def open_store(launch: Launch, timeout_s: float) -> dist.Store:
@@ -186,18 +193,6 @@ def meet(launch: Launch, store: dist.Store, timeout_s: float, mine: object) -> t
             "start them together, or raise --timeout-s"
         )
     return meeting, meeting.collect("here", meeting.present)
-
-
-def check_attendance(meeting: Meeting) -> Check:
-    """Who is missing, and where they should be."""
-    launch = meeting.launch
-    missing = [rank for rank in range(launch.size) if rank not in meeting.present]
-    if not missing:
-        return ok("attendance", f"all {launch.size} ranks are there")
-    nodes = ", ".join(sorted({launch.node_of(rank) for rank in missing}))
-    what = f"ranks {missing} of {launch.size} did not come within {meeting.timeout_s:g} s"
-    change = f"see that {nodes} runs them and reaches {launch.address}:{launch.port}"
-    return fail("attendance", what, change, nodes)
 
 
 @dataclass

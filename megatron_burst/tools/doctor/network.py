@@ -60,23 +60,23 @@ def choose_hcas(survey: Survey) -> Choice:
     rate) with the highest total rate is used.
     """
     hcas = hcas_of(survey)
-    left_out = {hca.name: "its port is down" for hca in hcas if not hca.active}
-    able = [hca for hca in hcas if hca.active]
-    nearest = _nearest(survey, able)
-    if near_any := {name for names in nearest.values() for name in names}:
-        far = [hca.name for hca in able if hca.name not in near_any]
-        left_out |= dict.fromkeys(far, "no GPU is near it: storage or management")
-        able = [hca for hca in able if hca.name in near_any]
-    totals = Counter()
-    for hca in able:
+    up = [hca for hca in hcas if hca.active]
+    nearest = _nearest(survey, up)
+    near_any = {name for names in nearest.values() for name in names}
+    close = [hca for hca in up if hca.name in near_any] or up
+    totals: Counter[tuple[str, float]] = Counter()
+    for hca in close:
         totals[hca.layer, hca.gbit_per_s] += hca.gbit_per_s
-    ((layer, rate), _), *_ = totals.most_common(1) or [(("", 0.0), 0.0)]
-    used = tuple(hca for hca in able if (hca.layer, hca.gbit_per_s) == (layer, rate))
-    for hca in able:
-        if hca not in used:
-            own = f"{hca.layer} at {hca.gbit_per_s:g} Gbit/s"
-            left_out[hca.name] = f"{own} beside {layer} at {rate:g}"
+    layer, rate = max(totals, key=totals.__getitem__, default=("", 0.0))
+    used = tuple(hca for hca in close if (hca.layer, hca.gbit_per_s) == (layer, rate))
     names = {hca.name for hca in used}
+    left_out = {hca.name: "its port is down" for hca in hcas if not hca.active}
+    left_out |= {h.name: "no GPU is near it: storage or management" for h in up if h not in close}
+    left_out |= {
+        hca.name: f"{hca.layer} at {hca.gbit_per_s:g} Gbit/s beside {layer} at {rate:g}"
+        for hca in close
+        if hca not in used
+    }
     near = {gpu: tuple(n for n in found if n in names) for gpu, found in nearest.items()}
     return Choice(used, near, left_out)
 
@@ -137,38 +137,6 @@ def check_network(survey: Survey) -> list[Check]:
         change = "have it loaded, unless the driver uses DMA-BUF: data would pass through the host"
         found.append(warn("gpudirect", "nvidia_peermem is not loaded", change))
     return found
-
-
-def environment(surveys: Mapping[str, Survey]) -> list[str]:
-    """Lines to paste, by node: network interfaces, HCAs, connections; common ones first."""
-    lines = {node: _lines(survey, surveys) for node, survey in surveys.items()}
-    first = next(iter(lines.values()), [])
-    common = [line for line in first if all(line in other for other in lines.values())]
-    block = list(common)
-    for node, own in lines.items():
-        rest = [line for line in own if line not in common]
-        block += [f"# on {node} only", *rest] if rest else []
-    return block
-
-
-def _lines(survey: Survey, surveys: Mapping[str, Survey]) -> list[str]:
-    lines = []
-    own, shared = interfaces_of(survey), shared_networks(surveys)
-    in_shared = [name for name, address in own.items() if address.network in shared]
-    for interface in (*in_shared, *own)[:1]:  # else that of the default route
-        # = is NCCL's sign for "this name, not those that begin with it"
-        lines.append(f"export NCCL_SOCKET_IFNAME=={interface}")
-        lines.append(f"export GLOO_SOCKET_IFNAME={interface}")
-    choice = choose_hcas(survey)
-    if choice.used:
-        names = ",".join(f"{hca.name}:{hca.port}" for hca in choice.used)
-        lines.append(f"export NCCL_IB_HCA=={names}")
-    near = [f"{gpu} {'/'.join(names)}" for gpu, names in choice.near.items() if names]
-    lines += [f"# near {', '.join(near)}"] if near else []
-    caps = [gpu.compute_cap for gpu in gpus_of(survey) if gpu.compute_cap]
-    if caps and min(caps) < 10:  # Megatron asks for it before Blackwell
-        lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=1")
-    return lines
 
 
 def open_door(address: str) -> socket.socket:

@@ -2,41 +2,17 @@
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.doctor import network
-from megatron_burst.tools.doctor.compare import odd
 from megatron_burst.tools.doctor.machine import check_nvlink, check_shm, check_state
-from megatron_burst.tools.doctor.report import Check, Merged, Report, Status, fail, ok, warn
-from megatron_burst.tools.doctor.survey import (
-    SCRIPT,
-    Answer,
-    Runner,
-    Survey,
-    free_gpus,
-    gpus_of,
-    parse_survey,
-)
+from megatron_burst.tools.doctor.report import Check, Report, Status, fail, merged, odd, ok, warn
+from megatron_burst.tools.doctor.survey import Answer, Runner, Survey, free_gpus, gpus_of, survey_of
 
+Surveys = Mapping[str, Survey]  # by node
 _AT_ONCE = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """How nodes are asked: by `ssh`, a node and what is to be run there; each answers in time."""
-
-    run: Runner
-    ssh: str
-    timeout_s: float
-
-    def ask(self, node: str) -> Survey | Answer:
-        """A node's survey, or what went wrong."""
-        command = [*shlex.split(self.ssh), node, f"sh -c {shlex.quote(SCRIPT)}"]
-        answer = self.run(command, self.timeout_s)
-        return parse_survey(answer.out) or answer
 
 
 def nodes_in(text: str) -> tuple[str, ...]:
@@ -54,25 +30,25 @@ def nodes_in(text: str) -> tuple[str, ...]:
     return names
 
 
-def check_nodes(nodes: Sequence[str], reach: Reach) -> Report:
-    """Ask all nodes at once, and judge what they say."""
+def check_nodes(nodes: Sequence[str], run: Runner, ssh: str, timeout_s: float) -> Report:
+    """Ask all nodes at once, by `ssh`, a node and what is to be run there, and judge what they say;
+    each answers in time."""
     with ThreadPoolExecutor(min(_AT_ONCE, len(nodes))) as pool:
-        answers = dict(zip(nodes, pool.map(reach.ask, nodes), strict=True))
-    surveys = {node: found for node, found in answers.items() if isinstance(found, Survey)}
-    checks = [_reachable(node, found) for node, found in answers.items()]
-    merged = Merged(len(surveys))
-    for node, survey in surveys.items():
-        merged.add(node, _of_node(survey))
-    checks += merged.checks()
-    if surveys:
-        checks += [_free(node, survey) for node, survey in surveys.items()]
-        checks += [_alike(surveys), _network(surveys)]
-    return Report(tuple(checks), environment=tuple(_block(surveys)) if surveys else ())
+        found = pool.map(lambda node: survey_of(run, timeout_s, [*shlex.split(ssh), node]), nodes)
+        answers = dict(zip(nodes, found, strict=True))
+    surveys = {node: one for node, one in answers.items() if isinstance(one, Survey)}
+    checks = [_reachable(node, one) for node, one in answers.items()]
+    checks += merged({node: _of_node(survey) for node, survey in surveys.items()})
+    if not surveys:
+        return Report(tuple(checks))
+    checks += [_free(node, survey) for node, survey in surveys.items()]
+    checks += [_alike(surveys), _network(surveys)]
+    return Report(tuple(checks), environment=(*environment(surveys), _start(surveys)))
 
 
 def _reachable(node: str, found: Survey | Answer) -> Check:
     if isinstance(found, Survey):
-        return ok("reachable", "it answers", node)
+        return ok("reachable", "it answers", where=node)
     said = (found.error or found.out).splitlines()
     why = said[-1] if said else f"exit status {found.code}"
     change = "see that ssh reaches it without a password, or leave it out"
@@ -89,11 +65,11 @@ def _free(node: str, survey: Survey) -> Check:
     free, all_ = free_gpus(survey), len(gpus_of(survey))
     what = f"{len(free)} of {all_} GPUs are free"
     if free and len(free) == all_:
-        return ok("free", what, node)
+        return ok("free", what, where=node)
     return warn("free", f"{what}: {free}", "wait for the others, or leave the node out", node)
 
 
-def _alike(surveys: dict[str, Survey]) -> Check:
+def _alike(surveys: Surveys) -> Check:
     """That all nodes have the same GPUs and driver."""
     kinds = {}
     for node, survey in surveys.items():
@@ -107,7 +83,7 @@ def _alike(surveys: dict[str, Survey]) -> Check:
     return differing or ok("alike", f"all nodes have {next(iter(kinds.values()))}")
 
 
-def _network(surveys: dict[str, Survey]) -> Check:
+def _network(surveys: Surveys) -> Check:
     """That nodes share an IP network."""
     if shared := network.shared_networks(surveys):
         return ok("network", f"nodes share {', '.join(sorted(map(str, shared)))}")
@@ -116,14 +92,45 @@ def _network(surveys: dict[str, Survey]) -> Check:
     return warn("network", what, change)
 
 
-def _block(surveys: dict[str, Survey]) -> list[str]:
-    """Lines to paste: the environment, then how to start."""
-    first, *_ = surveys
-    usable = [len(free_gpus(survey)) for survey in surveys.values()]
-    addresses = network.interfaces_of(surveys[first])
+def environment(surveys: Surveys) -> list[str]:
+    """Lines to paste, by node: network interfaces, HCAs, connections; common ones first."""
+    shared = network.shared_networks(surveys)
+    lines = {node: _lines(survey, shared) for node, survey in surveys.items()}
+    first, *others = lines.values()
+    block = common = [line for line in first if all(line in other for other in others)]
+    for node, own in lines.items():
+        rest = [line for line in own if line not in common]
+        block = [*block, f"# on {node} only", *rest] if rest else block
+    return block
+
+
+def _lines(survey: Survey, shared: set) -> list[str]:
+    """A node's lines, given the networks that all nodes share."""
+    lines, own = [], network.interfaces_of(survey)
+    in_shared = [name for name, address in own.items() if address.network in shared]
+    for interface in (*in_shared, *own)[:1]:  # else that of the default route
+        # = is NCCL's sign for "this name, not those that begin with it"
+        lines.append(f"export NCCL_SOCKET_IFNAME=={interface}")
+        lines.append(f"export GLOO_SOCKET_IFNAME={interface}")
+    choice = network.choose_hcas(survey)
+    if choice.used:
+        names = ",".join(f"{hca.name}:{hca.port}" for hca in choice.used)
+        lines.append(f"export NCCL_IB_HCA=={names}")
+    near = [f"{gpu} {'/'.join(names)}" for gpu, names in choice.near.items() if names]
+    lines += [f"# near {', '.join(near)}"] if near else []
+    caps = [gpu.compute_cap for gpu in gpus_of(survey) if gpu.compute_cap]
+    if caps and min(caps) < 10:  # Megatron asks for it before Blackwell
+        lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=1")
+    return lines
+
+
+def _start(surveys: Surveys) -> str:
+    """How to start a job on the GPUs that are free on every node."""
+    (first, survey), *_ = surveys.items()
+    addresses = network.interfaces_of(survey)
     address = str(next(iter(addresses.values())).ip) if addresses else first
-    start = (
-        f"# torchrun --nnodes {len(surveys)} --nproc-per-node {min(usable)} --node-rank N "
+    usable = min(len(free_gpus(survey)) for survey in surveys.values())
+    return (
+        f"# torchrun --nnodes {len(surveys)} --nproc-per-node {usable} --node-rank N "
         f"--master-addr {address} --master-port 29500 -m megatron_burst pretrain_gpt.py ..."
     )
-    return [*network.environment(surveys), start]

@@ -1,14 +1,16 @@
 """What checks found, and how it is printed."""
 
 import json
-import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from functools import partial
 
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
+
+from megatron_burst.tools.terminal import new_console
 
 
 class Status(StrEnum):
@@ -31,24 +33,13 @@ class Check:
     where: str = ""  # the nodes or ranks that it is about; "" for this machine
 
 
-def ok(name: str, what: str, where: str = "") -> Check:
-    """Nothing to change."""
-    return Check(name, Status.OK, what, where=where)
+def _check(status: Status, name: str, what: str, change: str = "", where: str = "") -> Check:
+    return Check(name, status, what, change, where)
 
 
-def skip(name: str, what: str) -> Check:
-    """Not checked, and why."""
-    return Check(name, Status.SKIP, what)
-
-
-def warn(name: str, what: str, change: str, where: str = "") -> Check:
-    """A run would be slow, or might break."""
-    return Check(name, Status.WARN, what, change, where)
-
-
-def fail(name: str, what: str, change: str, where: str = "") -> Check:
-    """A run would break."""
-    return Check(name, Status.FAIL, what, change, where)
+ok, skip, warn, fail = (
+    partial(_check, status) for status in (Status.OK, Status.SKIP, Status.WARN, Status.FAIL)
+)
 
 
 def few(items: Sequence[str], most: int = 4) -> str:
@@ -82,43 +73,41 @@ class Report:
         """Whether a run would break."""
         return any(check.status is Status.FAIL for check in self.checks)
 
-    def as_dict(self) -> dict:
-        """For JSON."""
-        return {"breaks": self.breaks, **asdict(self)}
+
+def odd(name: str, status: Status, change: str, values: Mapping[str, str]) -> Check | None:
+    """The nodes whose value is not that of most; None if all have the same."""
+    (common, most), *_ = Counter(values.values()).most_common(1)
+    if most == len(values):
+        return None
+    others = {node: value for node, value in values.items() if value != common}
+    named = few([f"{node} has {value}" for node, value in others.items()])
+    what = f"{name} differs: {named}; the others {common}"
+    return Check("alike", status, what, change, ", ".join(others))
 
 
-@dataclass(slots=True)
-class Merged:
-    """Equal findings of several places as one."""
-
-    total: int
-    places: dict[Check, list[str]] = field(default_factory=dict)
-
-    def add(self, where: str, checks: Iterable[Check]) -> None:
-        """The findings of one place."""
+def merged(found: Mapping[str, Sequence[Check]]) -> list[Check]:
+    """What was found on nodes, by name: equal findings as one, with their nodes."""
+    places: dict[Check, list[str]] = {}
+    for node, checks in found.items():
         for check in checks:
-            self.places.setdefault(replace(check, where=""), []).append(where)
-
-    def checks(self) -> list[Check]:
-        """Each finding once, with its places."""
-        everywhere = f"all {self.total} nodes"
-        return [
-            replace(check, where=", ".join(at) if len(at) < max(2, self.total) else everywhere)
-            for check, at in self.places.items()
-        ]
+            places.setdefault(replace(check, where=""), []).append(node)
+    everywhere = f"all {len(found)} nodes"
+    return [
+        replace(check, where=", ".join(at) if len(at) < max(2, len(found)) else everywhere)
+        for check, at in places.items()
+    ]
 
 
 _STYLE = {Status.FAIL: "bold red", Status.WARN: "yellow", Status.SKIP: "dim", Status.OK: "green"}
 _MOST_LINKS = 16
-_WIDTH = 160  # in files and pipes
 
 
 def print_report(report: Report, as_json: bool) -> None:
     """To standard output: tables, worst first, or JSON."""
     if as_json:
-        print(json.dumps(report.as_dict(), indent=2), flush=True)
+        print(json.dumps({"breaks": report.breaks, **asdict(report)}, indent=2), flush=True)
         return
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console = new_console()
     where = ["where"] if any(check.where for check in report.checks) else []
     table = _table("megatron-burst doctor", "check", "status", *where, "found", "what to change")
     for check in sorted(report.checks, key=lambda check: list(Status).index(check.status)):
@@ -137,13 +126,10 @@ def print_report(report: Report, as_json: bool) -> None:
         console.print("\nTo paste:\n")
         for line in report.environment:
             console.print(Text(line), soft_wrap=True)
-    counts = [sum(check.status is status for check in report.checks) for status in Status]
-    told = ", ".join(f"{n} {status}" for n, status in zip(counts, Status, strict=True) if n)
+    counts = Counter(check.status for check in report.checks)
+    told = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status])
     console.print(f"\n{told}: a run would {'break' if report.breaks else 'start'}")
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+    return Table(*(Column(name, overflow="fold") for name in columns), title=title)

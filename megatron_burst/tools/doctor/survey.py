@@ -1,6 +1,7 @@
 """What a machine has, asked by one script that only reads; the same here and over ssh."""
 
 import re
+import shlex
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -77,10 +78,6 @@ class Survey:
 
     sections: dict[str, str]
 
-    def without(self, section: str) -> "Survey":
-        """The survey with a section empty."""
-        return Survey(self.sections | {section: ""})
-
     def lines(self, section: str) -> list[str]:
         """The lines of a section that hold something."""
         return [line for line in self.sections.get(section, "").splitlines() if line.strip()]
@@ -103,9 +100,10 @@ def parse_survey(text: str) -> Survey | None:
     return Survey(sections) if "end" in sections else None
 
 
-def survey_here(run: Runner, timeout_s: float) -> Survey | Answer:
-    """This machine's survey, or what went wrong."""
-    answer = run(["sh", "-c", SCRIPT], timeout_s)
+def survey_of(run: Runner, timeout_s: float, reach: Sequence[str] = ()) -> Survey | Answer:
+    """The survey of this machine, or of the node that a command reaches, or what went wrong."""
+    command = ["sh", "-c", SCRIPT]
+    answer = run([*reach, shlex.join(command)] if reach else command, timeout_s)
     return parse_survey(answer.out) or answer
 
 

@@ -57,13 +57,11 @@ def _dumped(text: str) -> dict[str, Any] | None:
         found = json.loads(text)[DUMPED]
     except (ValueError, TypeError, KeyError):
         return None
-    return {name: _in_words(name, value) for name, value in found.items() if value is not None}
-
-
-def _in_words(name: str, value: Any) -> Any:
-    if isinstance(value, bool):
-        return value
-    return " ".join(map(str, value)) if name in _LISTS else str(value)
+    lists = {
+        name: " ".join(map(str, found[name])) for name in _LISTS if found.get(name) is not None
+    }
+    given = {name: value for name, value in found.items() if value is not None} | lists
+    return {name: v if isinstance(v, bool) else str(v) for name, v in given.items()}
 
 
 def _yaml(text: str) -> dict[str, Any]:

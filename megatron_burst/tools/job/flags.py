@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 from megatron_burst.rates import Rates
-from megatron_burst.tools.job.model import Experts, Latent, Model, Windows
+from megatron_burst.tools.job.megatron import Values, model_flags
 from megatron_burst.tools.job.search import Candidate, loses
 from megatron_burst.tools.job.strategy import Job, Strategy, stage_layers
 
@@ -20,8 +20,6 @@ SIZES = {  # fields of a strategy: Megatron's flags
 }
 # by (`offload`, `offload_inputs`) of a strategy, values of --burst-keep-offload
 OFFLOADED = {(True, False): "results", (False, True): "inputs", (True, True): "both"}
-
-Values = dict[str, int | float | str | bool | list[str]]
 VERSION = 1  # of the JSON
 
 
@@ -40,7 +38,8 @@ def as_json(
     """What a search found, for a run (`--burst-plan`) and for other programs: the best strategy's
     flags, the job, speeds of its GPUs, that strategy, and others, `most` in all, with what speaks
     against them; `own`: of `flag_values`."""
-    best = found[0]
+    best, gpu = found[0], job.hardware.gpu
+    forward = job.hardware.kernel(job.model.dim_qk).forward.points[-1][1]
     described = {
         "version": VERSION,
         "flags": flag_values(job, best.strategy, best.memory.node, own),
@@ -50,18 +49,11 @@ def as_json(
             "gpus_per_node": job.gpus_per_node, "batch": job.batch, "hardware": job.hardware.name,
             "packing": asdict(job.packing) if job.packing else None,
         },
-        "rates": asdict(_rates(job)),
+        "rates": asdict(Rates(gpu.matmul_tflops, forward, gpu.host_gbs)),
         "best": _describe(best, best),
         "others": [_describe(one, best) for one in found[1:most]],
     }  # fmt: skip
     return json.dumps(described, indent=1) + "\n"
-
-
-def _rates(job: Job) -> Rates:
-    """What a run needs to know of its GPUs."""
-    gpu = job.hardware.gpu
-    forward = job.hardware.kernel(job.model.dim_qk).forward.points[-1][1]
-    return Rates(gpu.matmul_tflops, forward, gpu.host_gbs)
 
 
 def _describe(one: Candidate, best: Candidate) -> dict[str, Any]:
@@ -147,69 +139,4 @@ def _keep_flags(strategy: Strategy) -> Values:
     offloaded = (strategy.offload, strategy.offload_inputs)
     if any(offloaded):
         flags["--burst-keep-offload"] = OFFLOADED[offloaded]
-    return flags
-
-
-def model_flags(model: Model) -> Values:
-    """A model as Megatron's flags: its sizes, and what it has beside a Llama's layers.
-
-    They are those of another model if it has `unknown` entries.
-    """
-    flags: Values = {"--num-layers": model.layers, "--hidden-size": model.hidden}
-    flags |= {"--ffn-hidden-size": model.ffn, "--num-attention-heads": model.heads_q}
-    if model.latent:
-        flags |= _latent_flags(model, model.latent)
-    else:
-        if model.heads_kv != model.heads_q:
-            flags |= {"--group-query-attention": True, "--num-query-groups": model.heads_kv}
-        flags["--kv-channels"] = model.dim_qk
-    if model.experts:
-        flags |= _expert_flags(model.experts, model.layers)
-    if model.windows:
-        flags |= _window_flags(model.windows)
-    if model.sinks:
-        flags["--softmax-type"] = "learnable"
-    if model.gated:
-        flags["--swiglu"] = True
-    flags |= {"--vocab-size": model.vocab}
-    if not model.tied:
-        flags["--untie-embeddings-and-output-weights"] = True
-    flags |= {"--normalization": "RMSNorm", "--disable-bias-linear": True}
-    flags |= {"--position-embedding-type": "rope", "--hidden-dropout": 0}
-    return flags | dict(model.beside)
-
-
-def _latent_flags(model: Model, latent: Latent) -> Values:
-    flags: Values = {"--multi-latent-attention": True}
-    if latent.q_rank:
-        flags["--q-lora-rank"] = latent.q_rank
-    return flags | {
-        "--kv-lora-rank": latent.kv_rank,
-        "--qk-head-dim": model.dim_qk - latent.rope_dim,
-        "--qk-pos-emb-head-dim": latent.rope_dim,
-        "--v-head-dim": model.dim_v,
-    }
-
-
-def _expert_flags(experts: Experts, layers: int) -> Values:
-    flags: Values = {
-        "--num-experts": experts.count,
-        "--moe-router-topk": experts.active,
-        "--moe-ffn-hidden-size": experts.ffn,
-    }
-    if experts.shared_ffn:
-        flags["--moe-shared-expert-intermediate-size"] = experts.shared_ffn
-    if dense := experts.dense_layers:
-        flags["--moe-layer-freq"] = f"[0]*{dense}+[1]*{layers - dense}"
-    return flags
-
-
-def _window_flags(windows: Windows) -> Values:
-    """Megatron's window size excludes the query's own key."""
-    flags: Values = {"--window-size": f"{windows.size - 1},0"}
-    numbers = range(1, len(windows.layers) + 1)
-    fit = (n for n in numbers if windows.layers == tuple(number % n > 0 for number in numbers))
-    if not all(windows.layers):
-        pattern = ",".join(str(int(window)) for window in windows.layers)
-        flags["--window-attn-skip-freq"] = next(fit, f"[{pattern}]")
     return flags

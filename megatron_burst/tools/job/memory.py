@@ -55,10 +55,7 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
     a_layer = _layer_bytes(job, alike)
     tokens = job.seq // strategy.cp / strategy.tp
     saved = a_layer.saved * waiting
-    kept = 0.0
-    if strategy.recompute == "full":
-        share = {"none": 0.0, "half": 0.5, "all": 1.0}[strategy.keep]
-        kept = share * model.heads_q * (2 * model.dim_v + 4) * tokens
+    kept = strategy.kept * model.result_bytes * tokens
     all_kept = kept * (waiting - 1)  # the layer being recomputed counts them among its own
     on_node = 0.0
     if strategy.offload:  # the next layer's are being copied back

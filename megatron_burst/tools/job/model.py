@@ -1,11 +1,12 @@
 """The properties of a transformer that its training time and memory depend on."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any
 
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import BurstError, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,16 @@ class Windows:
 
     size: int  # keys that a query sees, its own included
     layers: tuple[bool, ...]  # of each layer of the model, whether it has a window
+
+    @classmethod
+    def of(cls, size: Any, layers: Sequence[object], name: str) -> "Windows | None":
+        """Of a size and which layers have it, as the file `name` says; None if none has.
+
+        Raises:
+            BurstError: if the size is no positive whole number.
+        """
+        keys = positive(size, "sliding_window", name)
+        return cls(keys, tuple(map(bool, layers))) if any(layers) else None
 
     @property
     def count(self) -> int:
@@ -85,6 +96,14 @@ class Model:
                 "model: all sizes must be positive and KV heads divide query heads, because each "
                 f"KV head serves equally many; got {got}; correct {self.name}"
             )
+
+    @property
+    def base_name(self) -> str:
+        """The name without the folders of its file; a config.json with the last of them."""
+        path = Path(self.name)
+        if not path.suffix:
+            return self.name
+        return f"{path.parent.name}/{path.name}".lstrip("/") if path.stem == "config" else path.name
 
     @property
     def attention_params(self) -> int:
@@ -157,6 +176,11 @@ class Model:
         """Layers whose queries see all earlier keys."""
         return self.layers - (self.windows.count if self.windows else 0)
 
+    @property
+    def result_bytes(self) -> int:
+        """Attention's output in bf16 and its log-sum-exp, of a token in a layer."""
+        return self.heads_q * (2 * self.dim_v + 4)
+
     def flops_per_token(self, seq: int, share: float = 1.0) -> float:
         """Model FLOPs of training a token: 6 N + 6 L H d S, with (d_qk + d_v) / 2 for d.
 
@@ -171,45 +195,53 @@ class Model:
         return 6 * self.matmul_params + attention
 
 
-def _llama(
-    name: str, layers: int, hidden: int, heads: tuple[int, int], ffn: int, vocab: int, **more: Any
-) -> Model:
-    return Model(name, layers, hidden, *heads, 128, 128, ffn, vocab, **more)
+class Sizes:
+    """Looks sizes up in a table, and complains about missing ones."""
+
+    def __init__(self, table: Mapping[str, Any], name: str) -> None:
+        self._table, self._name = table, name
+
+    def __call__(self, key: str, default: int | None = None) -> int:
+        """The number of a key.
+
+        Raises:
+            BurstError: if it is there but no number, or is not there and has no default.
+        """
+        value = self._table.get(key)
+        if value is None and default is not None:
+            return default
+        if value is None or not re.fullmatch(r"\d+(\.0*)?", str(value)):
+            close = "" if value is not None else nearest(key, self._table)
+            raise BurstError(
+                f"plan: {self._name} must hold a number {key!r}, because a model's time and "
+                f"memory depend on it; got {value!r}{close}; add it"
+            )
+        return int(float(value))
+
+    def truth(self, key: str, default: bool = False) -> bool:
+        """Whether a key is on."""
+        value = self._table.get(key, default)
+        return str(value).lower() not in ("false", "0", "none", "no")
 
 
-def _rope(base: int, epsilon: float, **flags: bool | int) -> dict:
-    more = ((f"--{name}".replace("_", "-"), value) for name, value in flags.items())
-    return {"beside": (("--norm-epsilon", epsilon), ("--rotary-base", base), *more)}
+def positive(value: Any, option: str, name: str) -> int:
+    """The number of an option of a file.
+
+    Raises:
+        BurstError: if it is no positive whole number.
+    """
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = -1
+    if number < 1 or isinstance(value, bool):
+        raise unread(name, option, repr(value))
+    return number
 
 
-_LLAMA2 = _rope(10000, 1e-5)
-_LLAMA3 = _rope(500000, 1e-5)
-_LLAMA31 = _rope(500000, 1e-5, use_rope_scaling=True, rope_scaling_factor=8)
-_QWEN2 = _rope(1000000, 1e-6, add_qkv_bias=True)
-_QWEN3 = _rope(1000000, 1e-6, qk_layernorm=True)
-_PRESETS = (
-    # config.json of meta-llama/Meta-Llama-3-8B, Meta-Llama-3-70B, Llama-3.1-405B
-    _llama("llama3-8b", 32, 4096, (32, 8), 14336, 128256, **_LLAMA3),
-    _llama("llama3-70b", 80, 8192, (64, 8), 28672, 128256, **_LLAMA3),
-    _llama("llama3-405b", 126, 16384, (128, 8), 53248, 128256, **_LLAMA31),
-    # of Qwen/Qwen2.5-7B, Qwen/Qwen2.5-72B-Instruct, Qwen/Qwen3-8B, Qwen/Qwen3-32B
-    _llama("qwen2.5-7b", 28, 3584, (28, 4), 18944, 152064, **_QWEN2),
-    _llama("qwen2.5-72b", 80, 8192, (64, 8), 29568, 152064, **_QWEN2),
-    _llama("qwen3-8b", 36, 4096, (32, 8), 12288, 151936, **_QWEN3),
-    _llama("qwen3-32b", 64, 5120, (64, 8), 25600, 151936, **_QWEN3),
-    # of deepseek-ai/DeepSeek-V3; without the multi-token prediction layer
-    Model(
-        "deepseek-v3", 61, 7168, 128, 128, 192, 128, 18432, 129280,
-        experts=Experts(256, 8, 2048, 2048, 3), latent=Latent(1536, 512, 64),
-        unknown=(
-            "model_type deepseek_v3", "n_group 8", "num_nextn_predict_layers 1",
-            "routed_scaling_factor 2.5", "scoring_func sigmoid", "topk_group 4",
-            "topk_method noaux_tc", "yarn scaling of rotary embeddings",
-        ),
-    ),
-    # BurstEngine's tables: Llama-2's 7B, and 14B with 40 layers, 40 heads and V 120k; all MHA.
-    # The 14B's feed-forward is not published; 13824 is that of Llama-2-13B.
-    _llama("burstengine-7b", 32, 4096, (32, 32), 11008, 32000, **_LLAMA2),
-    _llama("burstengine-14b", 40, 5120, (40, 40), 13824, 120000, **_LLAMA2),
-)  # fmt: skip
-PRESETS: Mapping[str, Model] = MappingProxyType({model.name: model for model in _PRESETS})
+def unread(name: str, option: str, got: str) -> BurstError:
+    """The refusal of an option of a file."""
+    return BurstError(
+        f"plan: {name} must hold a {option} that can be read, because the time of attention "
+        f"depends on it; got {got}; correct it"
+    )

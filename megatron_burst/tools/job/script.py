@@ -11,11 +11,12 @@ from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.tools.job.arguments import DUMP, DUMPED, SWITCHES, megatron_arguments
 from megatron_burst.tools.job.flags import OFFLOADED, SIZES
-from megatron_burst.tools.job.model import PRESETS
-from megatron_burst.tools.job.model_file import MODEL_ARGUMENTS, text_of
+from megatron_burst.tools.job.hugging_face import PRESETS
+from megatron_burst.tools.job.megatron import MODEL_ARGUMENTS, Arguments
+from megatron_burst.tools.job.model_file import text_of
+from megatron_burst.tools.job.strategy import Strategy, policy_words
 from megatron_burst.tools.units import whole_number
 
-Arguments = Mapping[str, Any]
 _OPTIONS = {flag.lstrip("-").replace("-", "_"): option for option, flag in SIZES.items()} | {
     "seq_length": "seq_length", "global_batch_size": "global_batch_size",
     "recompute_granularity": "recompute", "burst_keep": "keep", "burst_keep_offload": "offload",
@@ -46,29 +47,12 @@ class Script:
     def in_words(self) -> str:
         """What was taken, or ""."""
         said = [f"{name.upper()} {size}" for name, size in self.sizes.items()]
-        said += self._policy_words()
+        auto = self.flags.get("--burst-keep") == "auto" and not self.policy.get("offload")
+        said += policy_words({**({"keep": "auto"} if auto else {}), **self.policy})
         if self.layout:
             zigzag = self.layout is Layout.ZIGZAG
             said.append(f"packed samples, {'boundaries anywhere' if zigzag else 'THD'}")
         return ", ".join(said)
-
-    def _policy_words(self) -> Iterator[str]:
-        policy = self.policy
-        again = ["core_attn"] if policy.get("core_attn") else []
-        what = policy.get("recompute", "none")
-        if what != "none" or ("recompute" in policy and not again):
-            again.insert(0, what)
-        if again:
-            yield f"recompute {' and '.join(again)}"
-        where = " on host" if policy.get("offload") else ""
-        if "keep" in policy:
-            yield f"keep {policy['keep']}{where}"
-        elif where:
-            yield "results on host"
-        elif self.flags.get("--burst-keep") == "auto":
-            yield "keep auto"
-        if policy.get("offload_inputs"):
-            yield "inputs on host"
 
 
 def arguments_in(model: str, options: Collection[str] = ()) -> Arguments:
@@ -215,4 +199,45 @@ def _notes(arguments: Arguments) -> Iterator[str]:
         yield (
             "burst attention refuses --reset-attention-mask: pass "
             "--dataloader-inter-document-masking, which this plan is of"
+        )
+
+
+def given(script: Script, asked: Arguments) -> tuple[tuple[str, Any], ...]:
+    """What is given of a strategy: by a script, and by options, which count before it.
+
+    Raises:
+        BurstError: if options contradict each other, or a script's recomputation.
+    """
+    own = {name: value for name, value in asked.items() if value is not None}
+    both = {**script.sizes, **script.policy, **own}
+    if "core_attn" in script.policy and both.get("keep") in ("none", "all"):
+        del both["keep"]  # core_attn says what comes of it
+    _check_policy(both, own)
+    return tuple(sorted(both.items()))
+
+
+def _check_policy(given: Arguments, asked: Arguments) -> None:
+    """Refuse options that contradict each other, or a script's recomputation; what is missing is
+    left to the search."""
+    recompute, keep = given.get("recompute", "full"), given.get("keep", "none")
+    needs_full = {
+        "--keep": keep != "none", "--offload": given.get("offload"),
+        "--offload-inputs": given.get("offload_inputs"),
+    }  # fmt: skip
+    option = next((option for option, is_on in needs_full.items() if is_on), None)
+    if option and recompute != "full":
+        got, change = f"--recompute {recompute}", "leave one out"
+        if "recompute" not in asked:
+            of = Strategy(recompute=recompute, core_attn=given.get("core_attn", False))
+            got = f"{of.policy} from the script"
+            change = f"leave {option} out, or pass --recompute full"
+        raise BurstError(
+            f"plan: {option} must come with --recompute full, because it concerns the inputs of "
+            f"recomputed layers; got {got}; {change}"
+        )
+    if given.get("offload") and given.get("keep") == "none":
+        got = "--keep none" if "keep" in asked else "keep none from the script"
+        raise BurstError(
+            "plan: --offload must come with --keep half or all, because nothing is kept without "
+            f"it; got {got}; pass --keep all, or leave it out"
         )

@@ -174,8 +174,7 @@ class _Layer:
     def _host_seconds(self, layer_seconds: float) -> float:
         """Exposed time of offloading in forward and copying back in backward."""
         job, strategy = self._job, self._strategy
-        kept = {"none": 0.0, "half": 0.5, "all": 1.0}[strategy.keep] * strategy.offload
-        moved = kept * job.model.heads_q * (2 * job.model.dim_v + 4)
+        moved = strategy.kept * strategy.offload * job.model.result_bytes
         moved += 2 * job.model.hidden * strategy.offload_inputs
         moved *= self._tokens / strategy.tp
         seconds = moved / (job.hardware.gpu.host_gbs * 1e9)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_burst.errors import BurstError, nearest_multiples
 from megatron_burst.schedule.layout import Layout
@@ -16,6 +16,7 @@ from megatron_burst.tools.simulate.call import AttentionCall, resolved
 from megatron_burst.tools.simulate.sample import Packing
 
 SIZES = ("tp", "cp", "pp", "dp", "ep")
+_KEPT = {"none": 0.0, "half": 0.5, "all": 1.0}
 Recompute = Literal["none", "selective", "full"]
 Keep = Literal["none", "half", "all"]
 Intra = Literal["auto", "ring", "gather", "a2a"]
@@ -101,6 +102,11 @@ class Strategy:
         return self.tp * self.cp * self.pp * self.dp
 
     @property
+    def kept(self) -> float:
+        """Share of attention's results that full recomputation keeps."""
+        return _KEPT[self.keep] if self.recompute == "full" else 0.0
+
+    @property
     def layout(self) -> str:
         """The sizes as text."""
         experts = f" EP {self.ep}" if self.ep > 1 else ""
@@ -109,12 +115,23 @@ class Strategy:
     @property
     def policy(self) -> str:
         """What is recomputed, as text."""
-        if self.recompute != "full":
-            what = "core_attn" if self.recompute == "none" else f"{self.recompute} and core_attn"
-            return f"recompute {what if self.core_attn else self.recompute}"
-        where = " on host" if self.offload else ""
-        inputs = ", inputs on host" if self.offload_inputs else ""
-        return f"recompute full, keep {self.keep}{where}{inputs}"
+        kept = ("keep", "offload", "offload_inputs")
+        names = ("recompute", *(kept if self.recompute == "full" else ("core_attn",)))
+        return ", ".join(policy_words({name: getattr(self, name) for name in names}))
+
+
+def policy_words(policy: Mapping[str, Any]) -> list[str]:
+    """What is recomputed and kept, as far as some fields of a strategy say it."""
+    again = [policy["recompute"]] if "recompute" in policy else []
+    if policy.get("core_attn"):
+        again = [*(what for what in again if what != "none"), "core_attn"]
+    words = [f"recompute {' and '.join(again)}"] if again else []
+    where = " on host" if policy.get("offload") else ""
+    if "keep" in policy:
+        words.append(f"keep {policy['keep']}{where}")
+    elif where:
+        words.append("results on host")
+    return [*words, "inputs on host"] if policy.get("offload_inputs") else words
 
 
 def size_misfit(job: Job, sizes: Mapping[str, int]) -> str:

@@ -1,21 +1,21 @@
 """Cost of an attention call: simulated time, and memory besides its inputs and outputs."""
 
 import gc
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import inf
 
 from megatron_burst.resolve import recalls, resolve, travelling_share
 from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Tile
 from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import NUMBERED, AttendBackward, Buffer, Home, Program, Ref
-from megatron_burst.schedule.spec import Circulate, Direction, Dtype, Spec
+from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Dtype, Spec
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from megatron_burst.tools.hardware import Hardware
-from megatron_burst.tools.simulate.kernels import Timer
+from megatron_burst.tools.simulate.kernels import Parts, Timer
 from megatron_burst.tools.simulate.sample import Sample
 from megatron_burst.tools.simulate.timing import Timeline, simulate
 
@@ -27,18 +27,13 @@ _RECTANGULAR = ("auto", "fa4", "fa3", "flash-attn", "flash", "triton", "referenc
 
 @dataclass(frozen=True)
 class AttentionCall(Spec):
-    """How a call runs, and what else its time depends on.
+    """How a call runs, and what else its time depends on."""
 
-    Attributes:
-        backend: attention kernel, or several joined by commas, the fastest first.
-        neighbours: GPUs of a node per rank of this group, including those that run other groups'
-            rings at the same time: the tensor-parallel size.
-        overlap: whether transfers are hidden.
-    """
-
-    backend: str = "auto"
+    backend: str = "auto"  # attention kernel, or several joined by commas, the fastest first
+    # GPUs of a node per rank of this group, including those that run other groups' rings at the
+    # same time: the tensor-parallel size
     neighbours: int = 1
-    overlap: bool = True
+    overlap: bool = True  # whether transfers are hidden
 
 
 def run_by(call: AttentionCall, backend: str) -> AttentionCall:
@@ -74,14 +69,14 @@ def left_bytes(call: AttentionCall) -> int:
     return (call.arranged.inter_size - 1) * rows * (shape.dim_qk + shape.dim_v) * shape.itemsize
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)  # on few nodes many calls are equal
 def attention_time(
     call: AttentionCall,
     hardware: Hardware,
     direction: Direction,
     pass_tflop: float = inf,
     ranks: range | None = None,
-    with_spans: bool = True,
+    with_spans: bool = False,
     sample: Sample | None = None,
     tokens: int | None = None,
 ) -> Timeline:
@@ -102,21 +97,13 @@ def attention_time(
     """
     timer = Timer(hardware, call.backend, pass_tflop, sample, tokens)
     some = _simulated(call) if ranks is None else ranks
-    with _no_collection():
+    collects = gc.isenabled()
+    gc.disable()  # many new objects trigger it repeatedly; the simulation breaks its own cycles
+    try:
         programs = {rank: program(call, rank, direction) for rank in some}
         return simulate(programs, timer, _inter_share(call, hardware), call.overlap, with_spans)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable Python's cycle collection, which many new objects trigger repeatedly; the simulation
-    breaks its own cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
     finally:
-        if enabled:
+        if collects:
             gc.enable()
 
 
@@ -125,11 +112,14 @@ def pass_time(
     call: AttentionCall, hardware: Hardware, direction: Direction, sample: Sample | None = None
 ) -> Timeline:
     """`attention_time` in training on any number of nodes, without spans."""
-    if sample:
-        return _of_sample(call, hardware, direction, sample)
+    if sample:  # each shard's work depends on its documents
+        of_heads = call.intra == "a2a" and call.arranged.inter_size == 1
+        even = call.layout is Layout.DOCUMENTS or of_heads
+        ranks = _simulated(call) if even else range(call.topology.cp_size)
+        return attention_time(call, hardware, direction, ranks=ranks, sample=sample)
     tokens = call.shape.tokens * call.topology.cp_size if call.mask.documents else None
     (base, times), *more = (
-        (_duration(part, hardware, direction, tokens), times)
+        (attention_time(part, hardware, direction, tokens=tokens), times)
         for part, times in _on_few(call, direction)
     )
     if not more:
@@ -138,16 +128,6 @@ def pass_time(
     waits = [(link, max(wait + times * (wait - less.exposed(link)), 0.0))
              for link, wait in base.waits]  # fmt: skip
     return Timeline(base.seconds + times * (base.seconds - less.seconds), (), tuple(waits))
-
-
-def _of_sample(
-    call: AttentionCall, hardware: Hardware, direction: Direction, sample: Sample
-) -> Timeline:
-    """The timeline with known documents: each shard's work depends on its documents."""
-    of_heads = call.intra == "a2a" and call.arranged.inter_size == 1
-    even = call.layout is Layout.DOCUMENTS or of_heads
-    ranks = _simulated(call) if even else range(call.topology.cp_size)
-    return attention_time(call, hardware, direction, ranks=ranks, with_spans=False, sample=sample)
 
 
 def sent_bytes(call: AttentionCall, direction: Direction) -> dict[Link, int]:
@@ -176,14 +156,6 @@ def _on_few(call: AttentionCall, direction: Direction) -> list[tuple[AttentionCa
 def _on_nodes(call: AttentionCall, count: int) -> AttentionCall:
     """A resolved call on another number of nodes in nested rings."""
     return replace(call, topology=pretend_nodes(count * call.arranged.intra_size, count))
-
-
-@lru_cache(maxsize=4096)
-def _duration(
-    call: AttentionCall, hardware: Hardware, direction: Direction, tokens: int | None
-) -> Timeline:
-    """The timeline of a resolved call, cached: on few nodes many calls are equal."""
-    return attention_time(call, hardware, direction, with_spans=False, tokens=tokens)
 
 
 def _simulated(call: AttentionCall) -> range:
@@ -247,7 +219,7 @@ def passing_bytes(program: Program) -> int:
     The most parts and the largest kernel are added, though they may not coincide: measured peaks
     are as high, for an unknown reason.
     """
-    frees, parts, kernel = order(program).frees, 0, 0
+    frees, sizes, parts, kernel = order(program).frees, Parts(program), 0, 0
     read = {ref.buffer for op in program.ops for ref in op.reads}
     alive: dict[str, int] = {}
     for op, freed in zip(program.ops, frees, strict=True):
@@ -257,7 +229,7 @@ def passing_bytes(program: Program) -> int:
                 alive[ref.buffer] = _size(program, buffer)
         parts = max(parts, sum(alive.values()))
         if isinstance(op, AttendBackward):
-            kernel = max(kernel, _kernel_bytes(program, op))
+            kernel = max(kernel, _workspace(*sizes.tile_of(op)))
         for name in freed:
             alive.pop(name, None)
     return _wider_bytes(program) + parts + kernel
@@ -266,11 +238,8 @@ def passing_bytes(program: Program) -> int:
 def _wider_bytes(program: Program) -> int:
     """Extra bytes of sums that are returned in the inputs' dtype."""
     wide, narrow = program.widths[Dtype.SUM], program.widths[Dtype.INPUT]
-    sums = [
-        buffer
-        for buffer in program.buffers.values()
-        if buffer.home is Home.CALL and all(f.dtype is Dtype.SUM for f in buffer.fields)
-    ]
+    results = (buffer for buffer in program.buffers.values() if buffer.home is Home.CALL)
+    sums = (buffer for buffer in results if all(f.dtype is Dtype.SUM for f in buffer.fields))
     return sum(_size(program, buffer) * (wide - narrow) // wide for buffer in sums)
 
 
@@ -278,23 +247,10 @@ def _size(program: Program, buffer: Buffer) -> int:
     return program.num_bytes(Ref(buffer.name))
 
 
-def _kernel_bytes(program: Program, op: AttendBackward) -> int:
-    """Workspace of a backward kernel: lse, delta and dq in float32; with grouped heads dk and
+def _workspace(tile: Tile, shape: AttentionShape) -> int:
+    """Bytes of a backward kernel's own: lse, delta and dq in float32; with grouped heads dk and
     dv."""
-    side = next(ref for ref in op.sides if _heads(program, ref, "q"))
-    shape = {f.name: f for f in program.buffers[op.kv.buffer].fields}
-    heads_q, heads_kv = _heads(program, side, "q"), _heads(program, op.kv, "k")
-    rows_q, rows_kv = (program.buffers[ref.buffer].rows if ref.rows is None else len(ref.rows)
-                       for ref in (side, op.kv))  # fmt: skip
-    sums = rows_q * heads_q * (shape["k"].dim + 2)
-    if heads_q != heads_kv:
-        sums += rows_kv * heads_kv * (shape["k"].dim + shape["v"].dim)
-    return program.batch * sums * 4
-
-
-def _heads(program: Program, ref: Ref, name: str) -> int:
-    """Heads of a field in part of a buffer; 0 if it has no such field."""
-    for field in program.buffers[ref.buffer].fields:
-        if field.name == name:
-            return len(ref.heads) if ref.heads else field.heads
-    return 0
+    sums = len(tile.q) * shape.heads_q * (shape.dim_qk + 2)
+    if shape.heads_q != shape.heads_kv:
+        sums += len(tile.kv) * shape.heads_kv * (shape.dim_qk + shape.dim_v)
+    return shape.batch * sums * 4

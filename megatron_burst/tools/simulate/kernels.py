@@ -11,8 +11,7 @@ from megatron_burst.schedule.mask import Span, Tile
 from megatron_burst.schedule.program import Home, Op, Program, Ref
 from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.tools.hardware import Hardware
-from megatron_burst.tools.simulate.sample import Sample
-from megatron_burst.tools.simulate.shares import slowest_share, typical_share
+from megatron_burst.tools.simulate.sample import Sample, slowest_share, typical_share
 
 _BACKWARD_KERNELS = 3  # rowsum(dO O) and zeroed sums; the products; sums in the inputs' dtype
 # Cost per query of packed documents beyond the keys that it sees, in keys: kernels start over with
@@ -90,50 +89,22 @@ class Timer:
 Bytes = dict[str, int]  # by field
 
 
-class OpTimer:
-    """Times the operations of a program, with caching."""
+class Parts:
+    """Sizes of the parts of buffers that a program's operations use, with caching."""
 
-    def __init__(self, program: Program, timer: Timer) -> None:
-        self._program, self._timer = program, timer
-        self._tiles: dict[tuple, float] = {}
+    def __init__(self, program: Program) -> None:
+        self._program = program
         self._bytes: dict[Ref, Bytes] = {}
 
-    def seconds(self, op: Op) -> float:
-        """Seconds of an operation other than a transfer, with the GPU to itself."""
+    def sides(self, op: ops.Attend | ops.AttendBackward) -> tuple[Ref, Ref]:
+        """Queries and keys of a kernel."""
         if isinstance(op, ops.Attend):
-            return self._tile(op.q, op.kv, op)
-        if isinstance(op, ops.AttendBackward):
-            queries = next(side for side in op.sides if "q" in self._fields(side))
-            return self._tile(queries, op.kv, op)
-        return self._timer.memory(self._moved(op))
+            return op.q, op.kv
+        return next(side for side in op.sides if "q" in self._fields(side)), op.kv
 
-    def _tile(self, q: Ref, kv: Ref, op: ops.Attend | ops.AttendBackward) -> float:
-        matter = self._timer.sample or isinstance(op.places, Runs)
-        heads = self._heads(q, "q"), self._heads(kv, "k")
-        key = self._rows(q), self._rows(kv), (op.mask, op.places if matter else None), heads
-        if key not in self._tiles:
-            tile, shape = self.tile_of(q, kv, op)
-            # windows are short compared with documents
-            usual = op.mask.documents and not (op.mask.windowed or self._timer.sample)
-            share = self._share(tile) if usual else 1.0
-            self._tiles[key] = self._timer.tile(tile, shape, self._program.direction, share)
-        return self._tiles[key]
-
-    def _share(self, tile: Tile) -> float:
-        """Share of a tile's pairs in typical documents. All ranks have equal work if each has
-        chunks of every document, or all rows; else each is assumed to be the slowest."""
-        size = self._program.topology.cp_size
-        own = next(
-            buffer.rows for buffer in self._program.buffers.values() if buffer.home is Home.CALL
-        )
-        even = isinstance(tile.places, Runs) or len(tile.q) == size * own
-        tokens = self._timer.tokens or size * own
-        return typical_share(tokens) * (1.0 if even else slowest_share(tokens // own))
-
-    def tile_of(
-        self, q: Ref, kv: Ref, op: ops.Attend | ops.AttendBackward
-    ) -> tuple[Tile, AttentionShape]:
+    def tile_of(self, op: ops.Attend | ops.AttendBackward) -> tuple[Tile, AttentionShape]:
         """The tile of a kernel, and the shape with its heads."""
+        q, kv = self.sides(op)
         fields = {f.name: f for r in (q, kv) for f in self._program.buffers[r.buffer].fields}
         rows, keys = self._rows(q), self._rows(kv)
         shape = AttentionShape(
@@ -196,6 +167,45 @@ class OpTimer:
                 made = fields(op.into)["out"]
                 return _sum(("dout", "delta"), self._first(op.sides)) + made
         raise AssertionError(op)
+
+
+class OpTimer(Parts):
+    """Times the operations of a program, with caching."""
+
+    def __init__(self, program: Program, timer: Timer) -> None:
+        super().__init__(program)
+        self._timer = timer
+        self._tiles: dict[tuple, float] = {}
+
+    def seconds(self, op: Op) -> float:
+        """Seconds of an operation other than a transfer, with the GPU to itself."""
+        if isinstance(op, ops.Attend | ops.AttendBackward):
+            return self._tile(op)
+        return self._timer.memory(self._moved(op))
+
+    def _tile(self, op: ops.Attend | ops.AttendBackward) -> float:
+        q, kv = self.sides(op)
+        matter = self._timer.sample or isinstance(op.places, Runs)
+        heads = self._heads(q, "q"), self._heads(kv, "k")
+        key = self._rows(q), self._rows(kv), (op.mask, op.places if matter else None), heads
+        if key not in self._tiles:
+            tile, shape = self.tile_of(op)
+            # windows are short compared with documents
+            usual = op.mask.documents and not (op.mask.windowed or self._timer.sample)
+            share = self._share(tile) if usual else 1.0
+            self._tiles[key] = self._timer.tile(tile, shape, self._program.direction, share)
+        return self._tiles[key]
+
+    def _share(self, tile: Tile) -> float:
+        """Share of a tile's pairs in typical documents. All ranks have equal work if each has
+        chunks of every document, or all rows; else each is assumed to be the slowest."""
+        size = self._program.topology.cp_size
+        own = next(
+            buffer.rows for buffer in self._program.buffers.values() if buffer.home is Home.CALL
+        )
+        even = isinstance(tile.places, Runs) or len(tile.q) == size * own
+        tokens = self._timer.tokens or size * own
+        return typical_share(tokens) * (1.0 if even else slowest_share(tokens // own))
 
 
 def _sum(names: Iterable[str], *every: Bytes) -> int:

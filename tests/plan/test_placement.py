@@ -1,7 +1,7 @@
 """Simulated clusters: the topology of every context-parallel group of a run.
 
 Guards against rings that leave a node needlessly, rails that cross, groups that lose a rank, and a
-warning whose figures differ from the programs'.
+warning whose figures differ from the programs'. Groups are Megatron's, in its order tp-cp-dp-pp.
 """
 
 import warnings
@@ -12,11 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst.errors import BurstError
 from megatron_burst.schedule.ring import ring
 from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Spec
 from megatron_burst.schedule.topology import Link, topology_of
-from megatron_burst.tools.doctor.compare import Sizes, cp_groups
+
+
+def cp_groups(nodes, places, tp, cp):
+    """Topologies of all groups by their global ranks; nodes, and places on them, by global rank."""
+    groups = {}
+    for start in range(0, len(nodes), tp * cp):
+        for first in range(start, start + tp):
+            ranks = range(first, start + tp * cp, tp)
+            own = [nodes[rank] for rank in ranks], [places[rank] for rank in ranks]
+            groups[tuple(ranks)] = topology_of(*own)
+    return groups
 
 
 def inter_bytes(topology, cp_rank):
@@ -34,25 +43,23 @@ def even_clusters(draw):
     whole TP groups, as by launchers that fill nodes round-robin."""
     tp, intra, inter = (draw(st.integers(1, n)) for n in (3, 3, 4))
     copies = draw(st.integers(1, 3))  # other CP groups: data or pipeline parallel
-    gpus = tp * intra
     seats = [(node, slot) for node in range(inter) for slot in range(intra)]
     blocks = []
     for copy in range(copies):
         blocks += [((copy, node), slot) for node, slot in draw(st.permutations(seats))]
     nodes = [node for node, _ in blocks for _ in range(tp)]
     places = [slot * tp + place for _, slot in blocks for place in range(tp)]
-    pp = copies if draw(st.booleans()) else 1
-    return nodes, places, Sizes(tp, intra * inter, pp), (inter, intra, gpus)
+    return nodes, places, (tp, intra * inter), (inter, intra)
 
 
 @given(even_clusters())
 def test_every_group_of_an_even_cluster_nests_on_its_nodes_and_rails(cluster):
-    nodes, places, sizes, (inter, intra, _) = cluster
-    groups = cp_groups(nodes, sizes, places)
+    nodes, places, (tp, cp), (inter, intra) = cluster
+    groups = cp_groups(nodes, places, tp, cp)
     assert sorted(rank for ranks in groups for rank in ranks) == list(range(len(nodes)))
     for ranks, topology in groups.items():
         strides = {b - a for a, b in pairwise(ranks)}
-        assert strides <= {sizes.tp}
+        assert strides <= {tp}
         assert (topology.inter_size, topology.intra_size) == (inter, intra)
         for row in topology.grid:
             assert len({nodes[ranks[rank]] for rank in row}) == 1
@@ -85,20 +92,6 @@ def test_a_flat_ring_is_said_to_send_more_between_nodes():
     assert ratio == (5 - 1) / (2 - 1)
 
 
-def test_tensor_parallel_neighbours_are_skipped_and_stages_are_apart():
-    groups = cp_groups("aaaabbbb" * 2, Sizes(tp=2, cp=4, pp=2))
-    assert list(groups) == [
-        (0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15),
-    ]  # fmt: skip
-    assert set(map(str, groups.values())) == {"2 nodes x 2 ranks"}
-
-
 def test_tensor_parallelism_that_fills_a_node_leaves_one_rank_a_node():
-    (topology, *_) = cp_groups("aabbcc", Sizes(tp=2, cp=3)).values()
+    (topology, *_) = cp_groups("aabbcc", [0, 1] * 3, tp=2, cp=3).values()
     assert topology.grid == ((0,), (1,), (2,))
-
-
-@pytest.mark.parametrize("sizes", [Sizes(tp=3), Sizes(cp=16), Sizes(tp=0), Sizes(2, 2, 4)])
-def test_sizes_that_do_not_divide_are_refused(sizes):
-    with pytest.raises(BurstError, match="must divide the number of ranks.*and 8 ranks"):
-        cp_groups("aaaabbbb", sizes)

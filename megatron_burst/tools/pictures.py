@@ -1,0 +1,207 @@
+"""Pictures of plans: a layer's attention over time, ranks x time, compute and each link as lanes; a
+packed sample, queries x keys, each rank's in its colour, and work by rank."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import ceil
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from megatron_burst.errors import BurstError
+from megatron_burst.resolve import how_it_runs
+from megatron_burst.schedule.spec import Direction
+from megatron_burst.schedule.topology import Topology
+from megatron_burst.tools.job.strategy import Job, Strategy, attention_call
+from megatron_burst.tools.packed import Way, rows_of_rank
+from megatron_burst.tools.simulate.call import attention_time
+from megatron_burst.tools.simulate.timing import Span, Timeline
+from megatron_burst.tools.units import in_units
+
+_MOST_RANKS = 64  # in one picture
+_LANES = {"compute": (0.46, 0.46), "intra": (0.24, 0.2), "inter": (0.02, 0.2)}  # bottom, height
+_KINDS = {  # what it is, and its colours in even and odd rounds
+    "attention": ("attention (rounds in turn dark and light)", "#1f5fa8", "#6ea3d8"),
+    "merge": ("merging, summing", "#2e7d32", "#2e7d32"),
+    "copy": ("packing", "#9ccc65", "#9ccc65"),
+    "wait": ("waiting for a link", "#e53935", "#e53935"),
+    "read": ("receiving inputs", "#ef8f00", "#ffc233"),
+    "grad": ("receiving gradients", "#7b1fa2", "#b76fd0"),
+}
+_COLOURS = ("#1f5fa8", "#ef8f00", "#2e7d32", "#b71c1c", "#7b1fa2", "#00838f", "#8d6e63", "#c0a000")
+_PALER = ("#8fb4de", "#ffcf86", "#8fc793", "#e59a9a", "#c79bd6", "#7fc4ca", "#c9b7ae", "#e6d67a")
+_STRIPES = 4  # turns of ranks' stripes in the longest document, where heads are sharded
+
+Corners = list[tuple[float, float]]
+
+
+def _new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches.
+
+    Raises:
+        BurstError: if matplotlib (the extra `plots`) is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise BurstError(
+            "plan: --picture needs matplotlib, because it draws; got none installed; pip install "
+            "matplotlib, or leave --picture out"
+        ) from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
+    """Draw both passes side by side (many ranks) or above each other; the suffix is the format.
+
+    Raises:
+        BurstError: if matplotlib (the extra `plots`) is not installed.
+    """
+    call = attention_call(job, strategy)
+    sample = job.packing and job.packing.sharded(strategy.cp)
+    ranks = range(min(call.topology.cp_size, _MOST_RANKS))
+    many = len(ranks) > 12
+    shape = (1, 2) if many else (2, 1)
+    height = max(3.0, (0.3 if many else 0.5) * len(ranks)) * shape[0] + 1.2
+    figure = _new_figure(12 * shape[1], height)
+    axes = figure.subplots(*shape, squeeze=False).ravel()
+    packed = "packed documents, " if job.packing else ""
+    some = "" if len(ranks) == call.topology.cp_size else f", the first {len(ranks)} ranks"
+    kinds = set()
+    for ax, direction in zip(axes, Direction, strict=True):
+        timeline = attention_time(
+            call, job.hardware, direction, ranks=ranks, with_spans=True, sample=sample
+        )
+        _draw_panel(ax, timeline, ranks, call.topology)
+        ax.set_title(
+            f"{job.model.base_name} {in_units(job.seq)}, {packed}{strategy.layout}: one "
+            f"layer's attention, {direction},\n{how_it_runs(call)}{some}, "
+            f"{1e3 * timeline.seconds:.4g} ms"
+        )
+        kinds |= {_kind(span) for span in timeline.spans}
+    shown = {name: colour for kind, (name, colour, _) in _KINDS.items() if kind in kinds}
+    from matplotlib.patches import Patch
+
+    figure.legend(
+        handles=[Patch(color=colour, label=name) for name, colour in shown.items()],
+        loc="outside lower center", ncols=6, fontsize=9, frameon=False,
+        title="lanes of a rank, from above: kernels, NVLink in, network in",
+    )  # fmt: skip
+    figure.savefig(path, dpi=100)
+
+
+def _draw_panel(ax: Any, timeline: Timeline, ranks: Sequence[int], topology: Topology) -> None:
+    import numpy
+    from matplotlib.collections import PolyCollection
+
+    bars, colours = [], []
+    for span in timeline.spans:
+        low, height = _LANES[span.lane]
+        low, start, stop = low - span.rank, 1e3 * span.start, 1e3 * span.stop
+        bars.append([(start, low), (start, low + height), (stop, low + height), (stop, low)])
+        colours.append(_KINDS[_kind(span)][1 + span.round % 2])
+    # one artist: there are tens of thousands of spans
+    corners: Any = numpy.array(bars)  # matplotlib's types name sequences only
+    ax.add_collection(PolyCollection(corners, facecolors=colours, linewidth=0), autolim=False)
+    for before, after in pairwise(ranks):
+        if topology.node_of[before] != topology.node_of[after]:
+            ax.axhline(-before, color="0.3", lw=1, ls=":")
+    ax.set(xlabel="ms", xlim=(0, 1e3 * timeline.seconds), ylim=(-len(ranks) + 0.95, 1.05))
+    names = [f"rank {rank}, node {topology.node_of[rank]}" for rank in ranks]
+    ax.set_yticks([0.5 - rank for rank in ranks], names, fontsize=8)
+    ax.tick_params(axis="y", length=0)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _kind(span: Span) -> str:
+    return "wait" if span.what.startswith("wait") else span.what
+
+
+def save_sample_picture(ways: Mapping[str, Way], title: str, path: Path) -> None:
+    """Draw ways beside each other; the suffix is the format.
+
+    Args:
+        ways: by name.
+        title: above all.
+        path: to write.
+
+    Raises:
+        BurstError: if matplotlib (the extra `plots`) is not installed.
+    """
+    figure = _new_figure(4.1 * len(ways) + 0.4, 6.3)
+    axes = figure.subplots(2, len(ways), squeeze=False, height_ratios=(2.6, 1), sharey="row")
+    most = max(1.25, *(1.2 * way.imbalance for way in ways.values()))
+    for column, (name, way) in enumerate(ways.items()):
+        _draw_sample(axes[0][column], name, way)
+        _draw_work(axes[1][column], way, most)
+    axes[0][0].set_ylabel("queries, K tokens", fontsize=11)
+    axes[1][0].set_ylabel("work of a rank / mean", fontsize=11)
+    figure.suptitle(fill(title, 34 * len(ways)), fontsize=13)
+    figure.savefig(path, dpi=110)
+
+
+def _colour(rank: int) -> str:
+    colours = _COLOURS if rank // len(_COLOURS) % 2 == 0 else _PALER
+    return colours[rank % len(colours)]
+
+
+def _draw_sample(ax: Any, name: str, way: Way) -> None:
+    """Who computes which pairs; each document is a triangle."""
+    from matplotlib.collections import PolyCollection
+
+    size = way.call.topology.cp_size
+    slices = [(rank, _corners(way, rows)) for rank in range(size) for rows in _rows(way, rank)]
+    shapes = [(rank, some) for rank, every in slices for some in every]
+    ax.add_collection(
+        PolyCollection([s for _, s in shapes], facecolors=[_colour(r) for r, _ in shapes], lw=0),
+        autolim=False,
+    )
+    edges = pairwise(way.sample.edges)
+    whole = [_triangle(way, start, stop, start) for start, stop in edges if stop > start]
+    ax.add_collection(
+        PolyCollection(whole, facecolors="none", edgecolors="0.15", lw=0.5), autolim=False
+    )
+    end = way.sample.tokens / 1024
+    ax.set(xlim=(0, end), ylim=(end, 0), aspect="equal")
+    ax.set_xlabel("keys, K tokens", fontsize=11)
+    ax.set_title(f"{fill(name, 34)}\n{fill(how_it_runs(way.call), 34)}", fontsize=12)
+    words = f"predicted: {1e3 * sum(way.seconds):.3g} ms,\n{way.tflops:.0f} TFLOP/s per GPU"
+    if way.call.intra == "a2a":
+        words += f"\n\neach rank has all rows,\n1/{size} of the heads"
+    ax.text(0.97, 0.96, words, transform=ax.transAxes, ha="right", va="top", fontsize=11)
+
+
+def _rows(way: Way, rank: int) -> Sequence[range]:
+    """Queries that a rank computes; of sharded heads stripes, as each rank has all rows."""
+    if way.call.intra != "a2a":
+        return rows_of_rank(way, rank)
+    size = way.call.topology.cp_size
+    step = ceil(max(way.sample.lengths) / size / _STRIPES)
+    return [range(at, at + step) for at in range(rank * step, way.sample.tokens, size * step)]
+
+
+def _corners(way: Way, rows: range) -> Iterator[Corners]:
+    """What queries see, document by document."""
+    for document, some in way.sample.within(
+        (range(rows.start, min(rows.stop, way.sample.tokens)),)
+    ):
+        yield _triangle(way, some.start, some.stop, way.sample.edges[document])
+
+
+def _triangle(way: Way, start: int, stop: int, first: int) -> Corners:
+    """Queries of a document and their keys up to the diagonal, in K tokens."""
+    corners = ((first, start), (start, start), (stop, stop), (first, stop))
+    return [(x / 1024, y / 1024) for x, y in corners]
+
+
+def _draw_work(ax: Any, way: Way, most: float) -> None:
+    """A bar for each rank."""
+    mean = sum(way.work) / len(way.work)
+    ranks = range(len(way.work))
+    ax.bar(ranks, [work / mean for work in way.work], 0.8, color=[_colour(r) for r in ranks])
+    ax.axhline(1, color="0.3", lw=0.8, ls=":")
+    ax.set(ylim=(0, most))
+    ax.set_xlabel("rank", fontsize=11)
+    ax.set_xticks(ranks[:: ceil(len(ranks) / 16)])
+    ax.set_title(f"slowest / mean: {way.imbalance:.2f}", fontsize=12)
+    ax.spines[["top", "right"]].set_visible(False)
