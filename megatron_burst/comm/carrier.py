@@ -15,11 +15,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from megatron_burst.errors import BurstError
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
 
 _LATEST = 256  # passes: a few steps of a model
 Parcels = Sequence[tuple[int, Tensor]]  # (peer cp rank, tensor to send or receive)
+SlotRows = Sequence[tuple[int, slice]]  # (peer cp rank, rows of a slot that one takes of the other)
 
 
 class UnderWay(Protocol):
@@ -40,22 +42,6 @@ class Where(NamedTuple):
         """Where a call on this tensor would run now."""
         on_gpu = x.device.type == "cuda"
         return cls(x.device, torch.cuda.current_stream(x.device).cuda_stream if on_gpu else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class SliceGiven:
-    """Rows of this rank's slot that another rank takes."""
-
-    peer: int
-    rows: slice
-
-
-@dataclass(frozen=True, slots=True)
-class SliceTaken:
-    """Rows of another rank's slot."""
-
-    peer: int
-    rows: slice
 
 
 class Views:
@@ -138,7 +124,7 @@ class SentSlots:
         return self._memory.flats[index % self._count]
 
     def ends(
-        self, index: int, view: Tensor, gives: Sequence[SliceGiven], takes: Sequence[SliceTaken]
+        self, index: int, view: Tensor, gives: SlotRows, takes: SlotRows
     ) -> tuple[Parcels, Sequence[int]]:
         """Prepare a round's exchange; the result can be reused for equal views.
 
@@ -148,7 +134,7 @@ class SentSlots:
             gives: rows of it that others take.
             takes: rows of other ranks' slots.
         """
-        return [(give.peer, view[give.rows]) for give in gives], [take.peer for take in takes]
+        return [(peer, view[rows]) for peer, rows in gives], [peer for peer, _ in takes]
 
     def exchange(
         self, index: int, ends: tuple[Parcels, Sequence[int]], targets: Sequence[Tensor],
@@ -164,6 +150,22 @@ class SentSlots:
         """
         sends, peers = ends
         return self._send(sends, list(zip(peers, targets, strict=True)))
+
+
+class SymmetricError(BurstError):
+    """A rank has too little memory for slots that others read; raised on all ranks of its node.
+
+    Attributes:
+        reason: what went wrong.
+    """
+
+    def __init__(self, num_bytes: int, reason: str) -> None:
+        self.reason = f"{num_bytes / 2**20:.1f} MiB of symmetric memory failed on {reason}"
+        super().__init__(
+            "burst attention: to pull, each rank must allocate memory that the other ranks of its "
+            f"node can read, because they copy from it; got {self.reason}; free some, or pass "
+            "--burst-tune transfer=send or transfer=auto"
+        )
 
 
 class PulledSlots(Views):
@@ -221,16 +223,13 @@ class PulledSlots(Views):
         """As `SentSlots.flat`."""
         return self._buffers[self._number(index)][self._cp_rank]
 
-    def ends(
-        self, index: int, view: Tensor, gives: Sequence[SliceGiven], takes: Sequence[SliceTaken]
-    ) -> "Pulls":
+    def ends(self, index: int, view: Tensor, gives: SlotRows, takes: SlotRows) -> "Pulls":
         """As `SentSlots.ends`."""
         of_rank, width = self._buffers[self._number(index)], prod(view.shape[1:])
         # the other rank's slot may have more rows than this one's, of the same width
         return Pulls([
-            of_rank[take.peer].view(view.dtype)[: take.rows.stop * width]
-            .view(-1, *view.shape[1:])[take.rows]
-            for take in takes
+            of_rank[peer].view(view.dtype)[: rows.stop * width].view(-1, *view.shape[1:])[rows]
+            for peer, rows in takes
         ])  # fmt: skip
 
     def exchange(

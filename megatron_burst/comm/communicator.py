@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,18 +17,21 @@ from megatron_burst.comm.carrier import (
     Queues,
     SentSlots,
     Slots,
+    SymmetricError,
     Where,
 )
 from megatron_burst.comm.group import Group, SubGroups, state_of
 from megatron_burst.comm.nodes import check_devices, find_topology
 from megatron_burst.comm.pass_log import Kind, Marks, PassLog
-from megatron_burst.comm.symmetric import SymmetricError, SymmetricPool
 from megatron_burst.comm.watch import WHO, Board, backend_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.say import Choice, say
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link, Topology
+
+if TYPE_CHECKING:
+    from megatron_burst.comm.symmetric import SymmetricPool
 
 
 @dataclass(slots=True)
@@ -81,10 +85,12 @@ class Communicator:
 
     def _pool_of(
         self, together: dist.ProcessGroup | None, sub_groups: SubGroups
-    ) -> SymmetricPool | None:
+    ) -> "SymmetricPool | None":
         """Memory that the ranks of a row can read from each other, shared by all communicators."""
         if together is None:
             return None
+        from megatron_burst.comm.symmetric import SymmetricPool  # which loads much of torch
+
         pools, name = sub_groups.pools, together.group_name
         if name not in pools:
             # by rank in the group; torch sorts them, whatever the topology's order

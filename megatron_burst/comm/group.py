@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +17,6 @@ from torch.distributed import distributed_c10d
 
 from megatron_burst.comm.carrier import Held, Memory, Where
 from megatron_burst.comm.pass_log import Kind, Marks, PassLog
-from megatron_burst.comm.symmetric import SymmetricPool
 from megatron_burst.comm.watch import (
     CP,
     PREFIX,
@@ -32,6 +31,9 @@ from megatron_burst.comm.watch import (
 from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
+
+if TYPE_CHECKING:  # loaded where ranks share a node
+    from megatron_burst.comm.symmetric import SymmetricPool
 
 _CALLS = 128  # calls whose programs are cached
 _SAMPLES = 8  # micro-batches in flight

@@ -241,11 +241,9 @@ class PassLog:
 
     def _disagreement(self, entry: _Entry) -> DisagreementError:
         stamps = [Stamp.of(*pair) for pair in zip(*[iter(entry.room.stamps)] * 2, strict=True)]
-        told = self._tell(entry, _TELL_S)
-        if any(stamp.kind is Kind.FAILURE for stamp in stamps):
-            return self._failure(entry, stamps, told)
-        of = self._of
-        goes_on = self._waits and at_one_place(stamps)  # on GPUs some ranks are ahead, or hang
+        told, of = self._tell(entry, _TELL_S), self._of
+        others = [stamp for stamp in stamps if stamp.kind is not Kind.FAILURE]
+        goes_on = self._waits and at_one_place(others)  # on GPUs some ranks are ahead, or hang
         where = "" if goes_on else ", in a new group, as ranks of this one are not at the same call"
         error = DisagreementError(
             f"{self._who}: all ranks of a {of.group} group must make the same calls in the same "
@@ -253,12 +251,15 @@ class PassLog:
             f"{entry.number} of the group, {differences(stamps, told, of)}; pass the same on all "
             f"ranks, and run every forward and every backward on all of them{where}"
         )
+        if len(others) < len(stamps):
+            error = self._failure(entry, stamps, told)
         self._broken = None if goes_on else error
         return error
 
     def _failure(
         self, entry: _Entry, stamps: Sequence[Stamp], told: Sequence[Mapping[str, str] | None]
     ) -> DisagreementError:
+        """The error if ranks failed."""
         rank_word = self._of.rank
         failed = [
             f"{(terms or {}).get('failure', 'an exception')} on {rank_word} {rank}"
@@ -269,16 +270,12 @@ class PassLog:
         go_on = "catch it on all ranks and repeat the step on all of them"
         if not self._waits:  # transfers may wait for ever
             go_on = "start the processes again"
-        error = DisagreementError(
+        return DisagreementError(
             f"{self._who}: a pass must succeed on every rank, because ranks send each other what "
             f"they compute; got {' and '.join(failed)}, while {rank_word} {self._rank} began "
             f"{begun} as pass {entry.number} of the group; look there first, and to go on after "
             f"such an error, {go_on}"
         )
-        others = [stamp for stamp in stamps if stamp.kind is not Kind.FAILURE]
-        goes_on = self._waits and at_one_place(others)  # on GPUs some ranks are ahead
-        self._broken = None if goes_on else error
-        return error
 
     def _lost(self, entry: _Entry, why: str) -> BurstError:
         of, told = self._of, self._tell(entry, _GRACE_S)
@@ -338,15 +335,9 @@ class Marks:
         both = Marks.of(self.log, {**self.terms, **data})
         return self.log.begin(kind, both.digest, both.terms, call, layer)
 
-    @contextmanager
-    def telling(self) -> Iterator[None]:
+    def telling(self) -> "Pass":
         """Context that tells the other ranks of an error in it, before the pass that they await."""
-        try:
-            yield
-        except Exception as error:
-            if self.log:
-                self.log.fail(error)
-            raise
+        return Pass(self, Kind.FAILURE)
 
 
 class Pass:

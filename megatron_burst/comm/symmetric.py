@@ -12,29 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from megatron_burst.comm.carrier import Held, PulledSlots, Where
+from megatron_burst.comm.carrier import Held, PulledSlots, SymmetricError, Where
 from megatron_burst.comm.watch import PREFIX, WHO, Board
-from megatron_burst.errors import BurstError
 from megatron_burst.schedule.spec import Cargo
 
 _KEY = re.compile(r"(.*?)/(\d+)((?:/\d+)?)")  # of a rendezvous: kind, number, rank
 _FAILURES = (RuntimeError, AttributeError, ImportError)  # raised by various versions of torch
-
-
-class SymmetricError(BurstError):
-    """A rank has too little memory for symmetric buffers; raised on all ranks of its node.
-
-    Attributes:
-        reason: what went wrong.
-    """
-
-    def __init__(self, num_bytes: int, reason: str) -> None:
-        self.reason = f"{num_bytes / 2**20:.1f} MiB of symmetric memory failed on {reason}"
-        super().__init__(
-            f"{WHO}: to pull, each rank must allocate memory that the other ranks of its node "
-            f"can read, because they copy from it; got {self.reason}; free some, or pass "
-            "--burst-tune transfer=send or transfer=auto"
-        )
 
 
 class Numbered(dist.Store):

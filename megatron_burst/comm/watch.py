@@ -141,18 +141,16 @@ class Board:
             return False
         post = dict(terms) | ({PROBLEM: problem} if problem else {})
         everyones = [json.loads(text) for text in self.share(json.dumps(post), who, of)]
-        refuse_problems(everyones, of)
-        refuse_differences(who, everyones, self._rank, of)
-        self.note(key)
+        for rank, theirs in enumerate(everyones):
+            if wrong := theirs.get(PROBLEM):
+                raise BurstError(f"{wrong} ({of.rank} {rank})")
+        _refuse_differences(who, everyones, self._rank, of)
+        self._agreed[key] = None
         return True
 
     def knows(self, key: Hashable) -> bool:
         """Whether ranks have agreed on terms with this key."""
         return key in self._agreed
-
-    def note(self, key: Hashable) -> None:
-        """Remember that ranks have agreed on terms with this key."""
-        self._agreed[key] = None
 
     def news(self) -> dict[int, str]:
         """Other ranks' posts on the next topic, which this rank has not reached, by rank."""
@@ -231,35 +229,10 @@ class Board:
         return [f"{self.name}/{self._posts}/{rank}" for rank in range(self._size)]
 
 
-def refuse_problems(everyones: Sequence[Mapping[str, str]], of: Parallel = CP) -> None:
-    """Refuse a call that any rank refuses: terms with a `problem` that is not empty.
-
-    Args:
-        everyones: terms by name, in rank order.
-        of: what the group is for.
-
-    Raises:
-        BurstError: with the first of these sentences and its rank.
-    """
-    for rank, theirs in enumerate(everyones):
-        if problem := theirs.get(PROBLEM):
-            raise BurstError(f"{problem} ({of.rank} {rank})")
-
-
-def refuse_differences(
-    who: str, everyones: Sequence[Mapping[str, str]], rank: int, of: Parallel = CP
+def _refuse_differences(
+    who: str, everyones: Sequence[Mapping[str, str]], rank: int, of: Parallel
 ) -> None:
-    """Refuse terms that differ between the ranks of a group.
-
-    Args:
-        who: begins the sentence of an error.
-        everyones: by name, in rank order.
-        rank: this one.
-        of: what the group is for.
-
-    Raises:
-        DisagreementError: naming the first rank and term that differ from this rank's.
-    """
+    """Refuse terms, in rank order, that differ from this rank's; names the first."""
     mine = everyones[rank]
     for their_rank, theirs in enumerate(everyones):
         if theirs == mine:

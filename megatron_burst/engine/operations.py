@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_burst.comm.carrier import SliceGiven, SliceTaken, UnderWay
+from megatron_burst.comm.carrier import UnderWay
 from megatron_burst.engine.memory import Fields, fields_at
 from megatron_burst.engine.run import Binder, Run
 from megatron_burst.engine.tree import Branch, add_branches, attend_branches
@@ -396,8 +396,8 @@ def _exchange(binder: Binder, op: ops.Transfer, targets: Sequence[Source]) -> Bo
     use, number = buffer.use, buffer.number
 
     def made(run: Run):
-        gives = [SliceGiven(give.peer, give.rows.rows.times(run.unit).slice) for give in op.gives]
-        takes = [SliceTaken(take.peer, take.theirs.rows.times(run.unit).slice) for take in op.takes]
+        gives = [(give.peer, give.rows.rows.times(run.unit).slice) for give in op.gives]
+        takes = [(take.peer, take.theirs.rows.times(run.unit).slice) for take in op.takes]
         return run.slots[use].ends(number, slot(run), gives, takes)
 
     ends = kept(binder, object(), buffer, made)

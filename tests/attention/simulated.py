@@ -160,7 +160,7 @@ class CountedSlots(PulledSlots):
 
     def ends(self, index, view, gives, takes):
         found = super().ends(index, view, gives, takes)
-        self._given[id(found)] = found, sum(view[give.rows].nbytes for give in gives)
+        self._given[id(found)] = found, sum(view[rows].nbytes for _, rows in gives)
         return found
 
     def exchange(self, index, ends, *args):

@@ -16,7 +16,6 @@ from megatron_burst.comm.carrier import (
     PulledSlots,
     Queues,
     SentSlots,
-    SliceTaken,
     Where,
 )
 from megatron_burst.comm.group import GroupMemory
@@ -45,7 +44,7 @@ def run_two_ranks(num_slots, calls, rounds):
                 view = slots.flat(index)[: (2 + rank) * 16].view(torch.float32).view(-1, 4)
                 view.fill_(100 * call + 10 * index + rank)
                 target = torch.zeros(1, 4)
-                ends = slots.ends(index, view, (), [SliceTaken(1 - rank, slice(1, 2))])
+                ends = slots.ends(index, view, (), [(1 - rank, slice(1, 2))])
                 slots.exchange(index, ends, [target], queues).wait(None)
                 taken.append(target[0, 0].item())
         return taken
