@@ -1,26 +1,24 @@
 """burst_attention: exact attention over a process group, with autograd."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.call import Asked, Call, call_of, key_of
+from megatron_burst.call import Asked, Call, call_of, given_in, key_of
 from megatron_burst.comm.alone import alone, is_alone, is_first
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.group import Group, state_of
 from megatron_burst.comm.pass_log import Kind, Marks, Pass
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.documents import Documents, documents_of
 from megatron_burst.engine.passes import Passes
-from megatron_burst.engine.sample import Sample
 from megatron_burst.engine.watch import range_of_pass
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import choose_backend, kernel_of
@@ -132,44 +130,35 @@ def burst_attention(
     Source: BurstAttention (arXiv 2403.09347), BurstEngine (arXiv 2509.19836).
     """
     refuse_transforms(_WHO, q, k, v, sink)
-    sample = Sample(cu_seqlens, cu_seqlens_padded, max_seqlen, prefix_tree, slices)
-    config = BurstConfig() if config is None else config
+    sample = cu_seqlens, cu_seqlens_padded, max_seqlen, prefix_tree, slices
+    config, given = BurstConfig() if config is None else config, given_in(*sample)
     asked = Asked(
-        causal, window, softmax_scale, layout, qkv_format, return_lse, config, layer, sample.given
+        causal, window, softmax_scale, layout, qkv_format, return_lse, config, layer, given
     )
     group, key = _group(group), key_of(q, k, v, asked, sink)
     call = None if key else call_of((q, k, v), asked, sink)
     known = call.config if call else config
     state = state_of(group, known.timeout_s)
-    prepared = state.resolved.recent(key or call)
-    if prepared is None:
+    passes = state.resolved.recent(key or call)
+    if passes is None:
         call = call or call_of((q, k, v), asked, sink)
-        prepared = state.resolved[key or call] = _prepare(call, group, state)
+        passes = state.resolved[key or call] = _prepare(call, group, state)
     if qkv_format == "thd":
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
     sizes, documents = (q.shape[1], group.size()), None
-    if asked.given:
+    if given:
         documents = _documents(state, sample, causal, sizes, layout, q)
-    run = partial(_attend, prepared=prepared, documents=documents, layer=layer)
+    run = partial(_attend, passes=passes, documents=documents, layer=layer)
     tensors = (q, k, v) if sink is None else (q, k, v, sink)
-    out, lse = prepared.keep(run, tensors) if prepared.keep else run(*tensors)
+    out, lse = passes.keep(run, tensors) if passes.keep else run(*tensors)
     if qkv_format == "thd":
         out, lse = out.squeeze(0), lse.squeeze(0)
     (out,) = _to_bshd(qkv_format, out)
     return (out, lse) if return_lse else out
 
 
-class Prepared(NamedTuple):
-    """A call that is ready to run."""
-
-    recomputed: Passes  # whose forward saves nothing received: results are kept, or no backward
-    followed: Passes  # whose backward follows this same forward
-    keep: Callable[..., tuple[Tensor, Tensor]] | None  # runs it and keeps its results
-    marks: Marks
-
-
-def _prepare(call: Call, group: dist.ProcessGroup, state: Group) -> Prepared:
+def _prepare(call: Call, group: dist.ProcessGroup, state: Group) -> Passes:
     """A new call, once all ranks agree and it is valid.
 
     Ranks compare calls before anything is checked, so an error on one rank becomes a disagreement
@@ -183,7 +172,7 @@ def _prepare(call: Call, group: dist.ProcessGroup, state: Group) -> Prepared:
     is_new = state.agree(words, _WHO, configuration)
     try:
         call.check(group.size())
-        prepared, choices = _choose(call, group, state)
+        passes, choices = _choose(call, group, state)
     except BurstError as error:
         if not is_new:
             state.refuse(error, words)
@@ -192,10 +181,10 @@ def _prepare(call: Call, group: dist.ProcessGroup, state: Group) -> Prepared:
     if told not in state.said and is_first():
         say(f"{_WHO}: {'; '.join(map(str, choices))}")
     state.said[told] = None
-    return prepared
+    return passes
 
 
-def _choose(call: Call, group: dist.ProcessGroup, state: Group) -> tuple[Prepared, list[Choice]]:
+def _choose(call: Call, group: dist.ProcessGroup, state: Group) -> tuple[Passes, list[Choice]]:
     """How a valid call runs, and why."""
     carrier = communicator_of(group, call.config)
     state.board.agree(call.facts(), _WHO, ("facts", call.configuration()))
@@ -210,7 +199,7 @@ def _choose(call: Call, group: dist.ProcessGroup, state: Group) -> tuple[Prepare
         spec, _ = resolve(replace(opened, inter=why["inter"].value))
         spec = replace(spec, pulled=spec.pulled and carrier.transfer.value == "pull")
         scale, deterministic = call.softmax_scale, call.config.deterministic
-        return Passes(spec, backend, carrier, scale, call.dtypes[0], deterministic)
+        return Passes(spec, backend, carrier, scale, call.dtypes[0], deterministic, marks)
 
     marks, keep = Marks.of(state.log, call.in_words()), None
     kept: list[Choice] = []
@@ -220,7 +209,7 @@ def _choose(call: Call, group: dist.ProcessGroup, state: Group) -> tuple[Prepare
         keep, kept = keep_of(call, replace(opened, again=True), spec, carrier, passes_of, marks)
     recomputed, followed = (passes_of(replace(opened, again=again)) for again in (True, False))
     choices = [*_in_order(spec, why, carrier.transfer), _named("backend", backend_choice), *kept]
-    return Prepared(recomputed, followed, keep, marks), choices
+    return replace(followed, recomputed=recomputed, keep=keep), choices
 
 
 def _in_order(spec: Spec, why: Mapping[str, Choice], transfer: Choice) -> list[Choice]:
@@ -245,17 +234,22 @@ def _named(what: str, choice: Choice) -> Choice:
 
 
 def _documents(
-    state: Group, sample: Sample, causal: bool, sizes: tuple[int, int], layout: str, like: Tensor
+    state: Group, given: tuple, causal: bool, sizes: tuple[int, int], layout: str, like: Tensor
 ) -> Any:
     """The documents of a sample, or its slices; tells the other ranks if they are refused.
 
     Raises:
         BurstError: if they are.
     """
+    # most runs never load these
+    from megatron_burst.engine.documents import documents_of
+    from megatron_burst.engine.sample import Sample
+
+    sample = Sample(*given)
     try:
         if sample.slices is None:
             return documents_of(state.samples, sample, sizes, layout, like)
-        from megatron_burst.engine.slices import slices_of  # most runs never load it
+        from megatron_burst.engine.slices import slices_of
 
         return slices_of(state, sample, causal, sizes, layout, like)
     except BurstError as error:
@@ -268,32 +262,32 @@ def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, prepared: Prepared,
-    documents: Documents | None, layer: int,
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, passes: Passes,
+    documents: Any, layer: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tensors = (q, k, v) if sink is None else (q, k, v, sink)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     followed = differentiated and not recording()  # backward follows without recomputation
-    passes = prepared.followed if followed else prepared.recomputed
-    return BurstAttentionFunction.apply(q, k, v, sink, passes, documents, prepared.marks, layer)
+    run = passes if followed else passes.recomputed
+    return BurstAttentionFunction.apply(q, k, v, sink, run, documents, layer)
 
 
 class BurstAttentionFunction(torch.autograd.Function):
     """The two passes of one call; saves out and forward's state."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sink, passes, documents, marks, layer):
+    def forward(ctx, q, k, v, sink, passes, documents, layer):
         known = documents.known if documents else None
         here = range_of_pass(Direction.FORWARD, layer, passes.spec.intra)
         kind = Kind.KEPT if recording() else Kind.FORWARD  # they run different programs
-        with here, _without_autocast(q), Pass(marks, kind, layer=layer) as this:
+        with here, _without_autocast(q), Pass(passes.marks, kind, layer=layer) as this:
             begin = partial(this.begin, known)
             out, lse, left = passes.forward(q, k, v, documents, begin, sink)
             out = out.to(q.dtype)
         of_sink = (sink, lse) if ctx.needs_input_grad[3] else (None, None)
         ctx.save_for_backward(out, *of_sink, *left)
         ctx.passes, ctx.documents, ctx.layer = passes, documents, layer
-        ctx.its_backward = partial(Pass, marks, Kind.BACKWARD, this.number, layer)
+        ctx.its_backward = partial(Pass, passes.marks, Kind.BACKWARD, this.number, layer)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -303,7 +297,7 @@ class BurstAttentionFunction(torch.autograd.Function):
     def backward(ctx, dout, _dlse):
         refuse_transforms(_WHO, dout)
         if dout is None:
-            return (None,) * 8
+            return (None,) * 7
         out, sink, lse, *left = ctx.saved_tensors
         here = range_of_pass(Direction.BACKWARD, ctx.layer, ctx.passes.spec.intra)
         with here, _without_autocast(out), ctx.its_backward() as this:
@@ -311,7 +305,7 @@ class BurstAttentionFunction(torch.autograd.Function):
             dout = _readable(dout)
             grads = ctx.passes.backward(left, out, dout, ctx.documents, begin)
             dsink = sink_grad(sink, lse, row_delta(dout, out)) if ctx.needs_input_grad[3] else None
-            return *(grad.to(out.dtype) for grad in grads), dsink, None, None, None, None
+            return *(grad.to(out.dtype) for grad in grads), dsink, None, None, None
 
 
 def _without_autocast(x: Tensor):

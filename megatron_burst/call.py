@@ -34,7 +34,7 @@ class Asked(NamedTuple):
     return_lse: bool = False
     config: BurstConfig = BurstConfig()
     layer: int = 0
-    given: tuple[str, ...] = ()  # arguments that describe a packed sample: see `Sample.given`
+    given: tuple[str, ...] = ()  # from `given_in`
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +193,21 @@ def window_of(
     bounds = (None, None) if window is None else window
     left, right = (None if bound in (None, -1) else int(bound) for bound in bounds)
     return left, 0 if causal else right
+
+
+def given_in(
+    cu_seqlens: object, padded: object, longest: object, parents: object, slices: object
+) -> tuple[str, ...]:
+    """Which arguments describe a packed sample or a mask of slices; beside boundaries ranks need
+    not all say the longest."""
+    if cu_seqlens is slices is padded is longest is parents is None:
+        return ()
+    given = {
+        "cu_seqlens": cu_seqlens, "cu_seqlens_padded": padded,
+        "max_seqlen": longest if cu_seqlens is None else None, "prefix_tree": parents,
+        "slices": slices,
+    }  # fmt: skip
+    return tuple(name for name, x in given.items() if x is not None)
 
 
 def key_of(

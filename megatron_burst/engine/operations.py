@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_burst.comm.carrier import UnderWay
 from megatron_burst.engine.memory import Fields, fields_at
 from megatron_burst.engine.run import Binder, Run
-from megatron_burst.engine.tree import Branch, add_branches, attend_branches
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.partial import (
     copy_rows,
@@ -262,11 +261,11 @@ def visible(binder: Binder, op: ops.Attend | ops.AttendBackward) -> Callable[[Ru
     return lambda run: run.documents.visible(band, places, run.unit, run.executor.backend)
 
 
-def branches(op: ops.Attend | ops.AttendBackward) -> Callable[[Run], tuple[Branch, ...]]:
+def branches(op: ops.Attend | ops.AttendBackward) -> Callable[[Run], tuple] | None:
     """What the queries of a kernel call see in addition, in separate calls."""
     places = op.places if op.mask.documents else None
     if places is None or isinstance(places, Runs):  # a tree is sharded as one sample
-        return lambda run: ()
+        return None
     return lambda run: run.documents.branches(*places, run.unit)
 
 
@@ -292,7 +291,9 @@ def attend(binder: Binder, op: ops.Attend) -> Bound:
             run.fields[own] = dict(zip(("out", "lse"), results, strict=True))
         if sink is not None and not native:
             merge_parts(*results, [results], sink)
-        if found := more(run):
+        if more and (found := more(run)):
+            from megatron_burst.engine.tree import attend_branches  # loaded with documents
+
             attend_branches(backend, tensors, scale, found, results)
 
     return bound
@@ -318,7 +319,9 @@ def attend_backward(binder: Binder, op: ops.AttendBackward) -> Bound:
             grads = backend.backward(*tensors, scale, seen, **how)
         else:
             grads = seen.backward(backend, *tensors, scale, **how)
-        if found := more(run):
+        if more and (found := more(run)):
+            from megatron_burst.engine.tree import add_branches
+
             add_branches(backend, tensors, scale, found, grads, deterministic)
         if into is None:
             run.fields[op.dq.buffer] = {"dq": grads[0]}

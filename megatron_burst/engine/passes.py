@@ -1,14 +1,15 @@
 """The two passes of a call that autograd sees, and their programs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_burst.comm.carrier import Carrier
-from megatron_burst.engine.documents import Documents
+from megatron_burst.comm.pass_log import Marks
 from megatron_burst.engine.executor import Executor
 from megatron_burst.engine.memory import Fields, empty_like_rows
 from megatron_burst.kernels.backends import Backend
@@ -16,6 +17,9 @@ from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.program import Home
 from megatron_burst.schedule.spec import Direction, Dtype, Spec
+
+if TYPE_CHECKING:  # most runs have none
+    from megatron_burst.engine.documents import Documents
 
 
 def lean(x: Tensor, *others: Tensor) -> Tensor:
@@ -48,6 +52,10 @@ class Passes:
         scale: softmax scale.
         dtype: of q, k and v.
         deterministic: whether gradients must be bitwise the same every time.
+        marks: announce the passes to the other ranks.
+        recomputed: the same call without a backward that follows its forward: results are kept, or
+            there is no backward. Its forward saves nothing received.
+        keep: runs the call and keeps its results; None if none are kept.
     """
 
     spec: Spec
@@ -56,6 +64,9 @@ class Passes:
     scale: float
     dtype: torch.dtype
     deterministic: bool = False
+    marks: Marks = field(default_factory=Marks)
+    recomputed: "Passes | None" = None
+    keep: Callable[..., Any] | None = None
 
     def _executor(self, direction: Direction) -> Executor:
         spec, unit = self.spec.of(self.carrier.cp_rank, direction).in_units()
@@ -75,7 +86,7 @@ class Passes:
         return self._executor(Direction.BACKWARD)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, documents: "Documents | None" = None,
         begin: Callable[[], object] = dict, sink: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensors]:  # fmt: skip
         """Attention of this rank's queries over the keys of all ranks.
@@ -107,8 +118,8 @@ class Passes:
         return "kv" in self.backward_executor.program.buffers
 
     def backward(
-        self, left: Sequence[Tensor], out: Tensor, dout: Tensor, documents: Documents | None = None,
-        begin: Callable[[], object] = dict,
+        self, left: Sequence[Tensor], out: Tensor, dout: Tensor,
+        documents: "Documents | None" = None, begin: Callable[[], object] = dict,
     ) -> Tensors:  # fmt: skip
         """Gradients of this rank's q, k and v, in their dtype or the accumulation dtype.
 
@@ -140,20 +151,19 @@ def _results(executor: Executor, like: dict[str, tuple[Tensor, int]]) -> dict[st
         like: by field, the tensor whose rows it has, and its head dimension.
     """
     found: dict[str, Fields] = {}
-    program = executor.program
+    x, _ = next(iter(like.values()))
     for name in ("out", "dq", "dkv"):
         buffer = executor.buffers.get(name)
         if buffer is None or buffer.home is not Home.CALL:
             continue
-        fields = found.setdefault(name, {})
-        for field in buffer.fields:
-            dtype = executor.dtypes[field.dtype]
-            if field.name in like:
-                x, dim = like[field.name]
-                fields[field.name] = empty_like_rows(x, field.heads, dim, dtype)
-            else:
-                x = next(iter(like.values()))[0]
-                fields[field.name] = torch.empty(
-                    program.batch, field.heads, buffer.rows, dtype=dtype, device=x.device
+        fields = found[name] = {}
+        for of in buffer.fields:
+            dtype = executor.dtypes[of.dtype]
+            if of.name in like:
+                fields[of.name] = empty_like_rows(
+                    like[of.name][0], of.heads, like[of.name][1], dtype
                 )
+            else:
+                sizes = executor.program.batch, of.heads, buffer.rows
+                fields[of.name] = x.new_empty(sizes, dtype=dtype)
     return found

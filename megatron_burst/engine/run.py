@@ -3,17 +3,19 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_burst.comm.carrier import Carrier, OneQueue, Queues, UnderWay
-from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.memory import ByteLayout, Dtypes, Fields, shape_of
 from megatron_burst.kernels.backends import Backend
 from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import Arrange, Buffer, Home, Program, Restore
+
+if TYPE_CHECKING:
+    from megatron_burst.engine.documents import Documents
 
 _OWN = Home.CALL, Home.PART  # tensors of their own; all other buffers are raw bytes
 _APART = 512  # bytes to whose multiples buffers are aligned, as torch's allocator does
@@ -160,7 +162,7 @@ class Run:
 
     def __init__(
         self, executor: Bound, given: dict[str, Fields], left: dict[str, Tensor],
-        queues: OneQueue | Queues, documents: Documents | None = None,
+        queues: OneQueue | Queues, documents: "Documents | None" = None,
         sink: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.sink = None if sink is None else sink.contiguous()

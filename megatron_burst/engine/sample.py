@@ -23,13 +23,6 @@ class Sample(NamedTuple):
     parents: Tensor | Sequence[int] | None = None
     slices: Tensor | None = None
 
-    @property
-    def given(self) -> tuple[str, ...]:
-        """The arguments that were passed; beside boundaries ranks need not all say the longest."""
-        names = "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "prefix_tree", "slices"
-        passed = self if self.cu_seqlens is None else self._replace(longest=None)
-        return tuple(name for name, x in zip(names, passed, strict=True) if x is not None)
-
 
 def identity(x: object) -> Hashable:
     """Equal for equal boundaries, parents or numbers: a key of what is derived from them.

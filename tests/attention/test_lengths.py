@@ -63,9 +63,9 @@ def lines_of_calls(rank):
     choose = attention._choose
 
     def choose_by_length(call, *others):
-        prepared, choices = choose(call, *others)
+        passes, choices = choose(call, *others)
         tokens = call.shape.tokens
-        return prepared, [*choices, Choice("many" if tokens > 8 else "few", f"{tokens} tokens")]
+        return passes, [*choices, Choice("many" if tokens > 8 else "few", f"{tokens} tokens")]
 
     with hearing() as lines, mock.patch.object(attention, "_choose", choose_by_length):
         for tokens in (2, 4, 6, 10, 4, 12):
