@@ -115,6 +115,7 @@ class Call:
         Raises:
             BurstError: in one sentence.
         """
+        require(_WHO, (_need_of(name, got) for name, got in self.wrong))
         require(_WHO, chain.from_iterable(of(self) for of in _NEEDS))
         tokens = self.shapes[0][0 if self.qkv_format == "sbhd" else 1]
         check_tokens(Layout(self.layout), cp_size, tokens)
@@ -220,20 +221,19 @@ def key_of(
     kinds = type(asked.causal), type(asked.return_lse), type(asked.layer), type(asked.config)
     if kinds != _USUAL or not type(q) is type(k) is type(v) is Tensor or q.is_nested:
         return None
-    grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if not _is_sink(sink):
         return None
-    key = (
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        q.layout, k.layout, v.layout, torch.cuda.current_device() if q.is_cuda else None, grads,
-        _seen_of(sink),
-        asked._replace(return_lse=False, layer=0),
-    )  # fmt: skip
+    grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    ways = asked[:5]  # up to the format
     try:
-        hash(key)
+        hash(ways)
     except TypeError:
         return None
-    return key
+    return (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        q.layout, k.layout, v.layout, torch.cuda.current_device() if q.is_cuda else None, grads,
+        _seen_of(sink), ways, asked.config, asked.given,
+    )  # fmt: skip
 
 
 def _seen_of(sink: Tensor | None) -> tuple:
@@ -289,14 +289,6 @@ def _is_sink(x: object) -> bool:
     return x is None or _is_dense(x)
 
 
-def _is_bool(x: object) -> bool:
-    return isinstance(x, bool)
-
-
-def _is_word(x: object) -> bool:
-    return isinstance(x, str)
-
-
 def _is_whole(x: object) -> bool:
     return isinstance(x, Integral) and not isinstance(x, bool)
 
@@ -305,14 +297,6 @@ def _is_window(x: object) -> bool:
     if not isinstance(x, Sequence):
         return x is None
     return len(x) == 2 and all(y is None or (_is_whole(y) and y >= -1) for y in x)
-
-
-def _is_scale(x: object) -> bool:
-    return x is None or (isinstance(x, Real) and not isinstance(x, bool))
-
-
-def _is_config(x: object) -> bool:
-    return isinstance(x, BurstConfig)
 
 
 class _Kind(NamedTuple):
@@ -327,9 +311,13 @@ _TENSOR = _Kind(
     _is_dense, "must be a dense tensor with data, because kernels read its rows", "pass one"
 )
 _SWITCH = _Kind(
-    _is_bool, "must be True or False, because anything else could mean either", "pass one of them"
-)
-_WORD = _Kind(_is_word, "must be a word, because it names one of several ways", "pass one of them")
+    lambda x: isinstance(x, bool),
+    "must be True or False, because anything else could mean either", "pass one of them",
+)  # fmt: skip
+_WORD = _Kind(
+    lambda x: isinstance(x, str),
+    "must be a word, because it names one of several ways", "pass one of them",
+)  # fmt: skip
 _KINDS = {
     **dict.fromkeys("qkv", _TENSOR),
     "sink": _TENSOR._replace(holds=_is_sink, change="pass one, or leave it out"),
@@ -342,14 +330,14 @@ _KINDS = {
         "pass such a pair",
     ),
     "softmax_scale": _Kind(
-        _is_scale,
+        lambda x: x is None or (isinstance(x, Real) and not isinstance(x, bool)),
         "must be a number, because attention returns no gradient of it",
         "pass a float; if it is learned, multiply q by it and pass softmax_scale=1.0",
     ),
     "layout": _WORD,
     "qkv_format": _WORD,
     "config": _Kind(
-        _is_config,
+        lambda x: isinstance(x, BurstConfig),
         "must be a BurstConfig, because that checks its options",
         "pass BurstConfig(...), or leave it out",
     ),
@@ -370,76 +358,49 @@ def _text(x: object) -> str:
     return " ".join(repr(x).split())[:80] if plain else f"a {type(x).__name__}"
 
 
-def _of_kinds(call: Call) -> Iterator[Need]:
-    yield from (_need_of(name, got) for name, got in call.wrong)
+# ---- what is refused: whether it holds, what must hold and why, what was got, what to change ----
 
 
 def _of_names(call: Call) -> Iterator[Need]:
-    yield (
-        call.qkv_format in ("bshd", "sbhd", "thd"),
-        "qkv_format must be bshd, sbhd or thd, because it names the order of the axes",
-        repr(call.qkv_format),
-        "pass one of these",
-    )
-    yield (
-        call.layout in tuple(Layout),
-        f"layout must be one of {', '.join(Layout)}, because it decides which keys a query may "
-        "attend to",
-        repr(call.layout),
-        "pass the one in which the tokens are sharded",
-    )
-    yield (
-        call.packed or call.layout != Layout.DOCUMENTS,
-        "cu_seqlens must be given for the layout zigzag-documents, because it shards each "
-        "document on its own",
-        "no cu_seqlens",
-        "pass it, or another layout",
-    )
+    yield from (
+        (call.qkv_format in ("bshd", "sbhd", "thd"),
+         "qkv_format must be bshd, sbhd or thd, because it names the order of the axes",
+         repr(call.qkv_format), "pass one of these"),
+        (call.layout in tuple(Layout),
+         f"layout must be one of {', '.join(Layout)}, because it decides which keys a query may "
+         "attend to", repr(call.layout), "pass the one in which the tokens are sharded"),
+        (call.packed or call.layout != Layout.DOCUMENTS,
+         "cu_seqlens must be given for the layout zigzag-documents, because it shards each "
+         "document on its own", "no cu_seqlens", "pass it, or another layout"),
+    )  # fmt: skip
 
 
 def _of_sample(call: Call) -> Iterator[Need]:
     tree, slices = "prefix_tree" in call.given, "slices" in call.given
     others = ", ".join(name for name in call.given if name != "slices")
-    yield (
-        call.packed or not others,
-        f"cu_seqlens must come with {others}, because it says where documents begin and end",
-        "no cu_seqlens",
-        f"pass it, or leave out {others}",
-    )
-    yield (
-        not tree or call.window == (None, 0),
-        "a prefix tree must be causal and without a window, because a query attends to all "
-        "ancestors of its segment",
-        f"causal={call.causal} and window={call.window}",
-        "leave out causal and window, or prefix_tree",
-    )
-    yield (
-        not slices or (call.window in ((None, 0), (None, None)) and not tree),
-        "slices must come without a window and a prefix tree, because they say alone what a query "
-        "sees",
-        f"window={call.window}" + ", prefix_tree" * tree,
-        "leave these out, and add slices for them",
-    )
-    yield (
-        not slices or call.layout != Layout.STRIPED,
-        "with slices the sample must be sharded in chunks, because kernels are told where a "
-        "rank's rows are",
-        "layout striped",
-        "shard it in zigzag or contiguous",
-    )
-    yield (
-        not slices or not call.packed or call.layout == Layout.DOCUMENTS,
-        "slices must come without cu_seqlens, except in the layout zigzag-documents, because they "
-        "say alone what a query sees",
-        "both",
-        "leave cu_seqlens out, and add slices for the documents",
-    )
-    yield (
-        not tree or call.layout != Layout.DOCUMENTS,
-        "a prefix tree must be sharded as one sample, because segments attend to each other",
-        f"layout {call.layout}",
-        "shard the sample in zigzag or contiguous, without padding",
-    )
+    yield from (
+        (call.packed or not others,
+         f"cu_seqlens must come with {others}, because it says where documents begin and end",
+         "no cu_seqlens", f"pass it, or leave out {others}"),
+        (not tree or call.window == (None, 0),
+         "a prefix tree must be causal and without a window, because a query attends to all "
+         "ancestors of its segment", f"causal={call.causal} and window={call.window}",
+         "leave out causal and window, or prefix_tree"),
+        (not slices or (call.window in ((None, 0), (None, None)) and not tree),
+         "slices must come without a window and a prefix tree, because they say alone what a query "
+         "sees", f"window={call.window}" + ", prefix_tree" * tree,
+         "leave these out, and add slices for them"),
+        (not slices or call.layout != Layout.STRIPED,
+         "with slices the sample must be sharded in chunks, because kernels are told where a "
+         "rank's rows are", "layout striped", "shard it in zigzag or contiguous"),
+        (not slices or not call.packed or call.layout == Layout.DOCUMENTS,
+         "slices must come without cu_seqlens, except in the layout zigzag-documents, because they "
+         "say alone what a query sees", "both",
+         "leave cu_seqlens out, and add slices for the documents"),
+        (not tree or call.layout != Layout.DOCUMENTS,
+         "a prefix tree must be sharded as one sample, because segments attend to each other",
+         f"layout {call.layout}", "shard the sample in zigzag or contiguous, without padding"),
+    )  # fmt: skip
 
 
 def _of_shapes(call: Call) -> Iterator[Need]:
@@ -449,103 +410,70 @@ def _of_shapes(call: Call) -> Iterator[Need]:
     yield (
         all(len(shape) == 4 for shape in (q, k, v)),
         f"q, k and v must have {'three' if packed else 'four'} axes ({call.qkv_format}), "
-        "because heads have an axis of their own",
-        got,
-        "reshape them",
-    )
-    yield (
-        not call.packed or q[1 if call.qkv_format == "sbhd" else 0] == 1,
-        "packed documents must have batch size 1, because cu_seqlens describes a single sample",
-        got,
-        "pass a batch of one",
-    )
-    yield (
-        q[:2] == k[:2] and k[:3] == v[:3] and q[3] == k[3],
-        "q, k and v must agree in batch and tokens, k and v in heads, q and k in head dimension, "
-        "because this is self-attention",
-        got,
-        "pass matching shards",
-    )
-    yield (
-        0 not in (*q, *v) and q[2] % k[2] == 0,
-        "the number of KV heads must divide that of query heads and no axis may be empty, because "
-        "each KV head serves equally many query heads",
-        got,
-        "change the heads (--num-query-groups) or the batch",
-    )
+        "because heads have an axis of their own", got, "reshape them",
+    )  # fmt: skip
+    yield from (
+        (not call.packed or q[1 if call.qkv_format == "sbhd" else 0] == 1,
+         "packed documents must have batch size 1, because cu_seqlens describes a single sample",
+         got, "pass a batch of one"),
+        (q[:2] == k[:2] and k[:3] == v[:3] and q[3] == k[3],
+         "q, k and v must agree in batch and tokens, k and v in heads, q and k in head dimension, "
+         "because this is self-attention", got, "pass matching shards"),
+        (0 not in (*q, *k, *v) and q[2] % k[2] == 0,
+         "the number of KV heads must divide that of query heads and no axis may be empty, because "
+         "each KV head serves equally many query heads", got,
+         "change the heads (--num-query-groups) or the batch"),
+    )  # fmt: skip
 
 
 def _of_tensors(call: Call) -> Iterator[Need]:
-    yield (
-        call.dtypes[0] in _DTYPES and len(set(call.dtypes)) == 1,
-        "q, k and v must have one dtype among float64, float32, bfloat16 and float16, because "
-        "nothing is converted silently",
-        ", ".join(map(str, call.dtypes)),
-        "cast them",
-    )
-    yield (
-        len(set(call.devices)) == 1,
-        "q, k and v must be on one device, because one kernel reads them",
-        ", ".join(map(str, call.devices)),
-        "move them",
-    )
     device = call.devices[0]
-    yield (
-        not call.is_elsewhere(device),
-        "q, k and v must be on the process's current device, because streams and transfers belong "
-        "to it",
-        f"{device} while cuda:{call.current_device} is current",
-        "call torch.cuda.set_device(LOCAL_RANK) first",
-    )
+    yield from (
+        (call.dtypes[0] in _DTYPES and len(set(call.dtypes)) == 1,
+         "q, k and v must have one dtype among float64, float32, bfloat16 and float16, because "
+         "nothing is converted silently", ", ".join(map(str, call.dtypes)), "cast them"),
+        (len(set(call.devices)) == 1,
+         "q, k and v must be on one device, because one kernel reads them",
+         ", ".join(map(str, call.devices)), "move them"),
+        (not call.is_elsewhere(device),
+         "q, k and v must be on the process's current device, because streams and transfers belong "
+         "to it", f"{device} while cuda:{call.current_device} is current",
+         "call torch.cuda.set_device(LOCAL_RANK) first"),
+    )  # fmt: skip
 
 
 def _of_sink(call: Call) -> Iterator[Need]:
     if not call.sink:
         return
     (shape, dtype, device, _), heads = call.sink, call.shapes[0][2]
-    yield (
-        shape == (heads,),
-        "sink must have one score for each query head, because it joins the softmax of each head",
-        f"shape {shape} and {heads} query heads",
-        "pass this rank's heads",
-    )
-    yield (
-        dtype in (torch.float32, call.dtypes[0]),
-        "sink must be in float32 or in q's dtype, because kernels read it as it is",
-        dtype,
-        "cast it",
-    )
-    yield (
-        device == call.devices[0],
-        "sink must be on the device of q, k and v, because one kernel reads them",
-        device,
-        "move it",
-    )
+    yield from (
+        (shape == (heads,),
+         "sink must have one score for each query head, because it joins the softmax of each head",
+         f"shape {shape} and {heads} query heads", "pass this rank's heads"),
+        (dtype in (torch.float32, call.dtypes[0]),
+         "sink must be in float32 or in q's dtype, because kernels read it as it is", dtype,
+         "cast it"),
+        (device == call.devices[0],
+         "sink must be on the device of q, k and v, because one kernel reads them", device,
+         "move it"),
+    )  # fmt: skip
 
 
-def _of_scale(call: Call) -> Iterator[Need]:
+def _of_options(call: Call) -> Iterator[Need]:
     yield (
         0 < call.softmax_scale < float("inf"),
         "softmax_scale must be positive and finite, because kernels take the largest score "
-        "before they scale it",
-        call.softmax_scale,
-        "leave it out for d ** -0.5",
-    )
-
-
-def _of_keep(call: Call) -> Iterator[Need]:
+        "before they scale it", call.softmax_scale, "leave it out for d ** -0.5",
+    )  # fmt: skip
     config = call.config
     given = config.keep == "auto", config.keep_layers is not None, config.offloads_inputs
     for name, is_given in zip(("keep", "keep_layers", "keep_offload"), given, strict=True):
         yield (
             not is_given,
             f"{name} must be resolved by Megatron's layers, because a single call does not know "
-            "the other layers",
-            f"{name}={getattr(config, name)}",
+            "the other layers", f"{name}={getattr(config, name)}",
             "pass keep none, half or all to each call, and leave the rest out",
-        )
+        )  # fmt: skip
 
 
-_NEEDS = (
-    _of_kinds, _of_names, _of_sample, _of_shapes, _of_tensors, _of_sink, _of_scale, _of_keep,
-)  # fmt: skip
+_NEEDS = _of_names, _of_sample, _of_shapes, _of_tensors, _of_sink, _of_options

@@ -82,11 +82,12 @@ class Held:
 
     def changes(self, count: int, num_bytes: int) -> bool:
         """Note what a pass needs; returns whether `size` changes."""
-        before, need = self.size, (count, num_bytes)
-        self._most = _larger(self._most, need)
+        before = self.size
+        self._most = _larger(self._most, count, num_bytes)
         self._passes += 1
-        if _larger(before, need) != before:
-            self.size = _larger(before, need)
+        larger = _larger(before, count, num_bytes)
+        if larger is not before:
+            self.size = larger
         elif self._passes >= _LATEST:
             if 2 * prod(self._most) <= prod(before):
                 self.size = self._most
@@ -94,8 +95,10 @@ class Held:
         return self.size != before
 
 
-def _larger(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return max(one[0], other[0]), max(one[1], other[1])
+def _larger(size: tuple[int, int], count: int, num_bytes: int) -> tuple[int, int]:
+    """A size that suffices for this need too: itself, if it does."""
+    enough = count <= size[0] and num_bytes <= size[1]
+    return size if enough else (max(size[0], count), max(size[1], num_bytes))
 
 
 class SentSlots:

@@ -247,11 +247,11 @@ def state_of(group: dist.ProcessGroup, timeout_s: float | None = _SAME) -> Group
     `timeout_s`: seconds to wait for other ranks from now on; None: as the group's operations do;
     left out: as before.
     """
-    if group not in _STATES:
+    state = _STATES.get(group)
+    if state is None:
         _drop_destroyed(group)
         board = Board(group, None if timeout_s == _SAME else timeout_s)
-        _STATES[group] = Group(board, SubGroups(group, board))
-    state = _STATES[group]
+        state = _STATES[group] = Group(board, SubGroups(group, board))
     if timeout_s != _SAME:
         state.board.given_timeout_s = timeout_s
     state.sub_groups.follow()

@@ -58,9 +58,9 @@ class Latest[K, V](dict[K, V]):
 
     def recent(self, key: K) -> V | None:
         """The value of a key, which becomes the newest; None if missing."""
-        value = self.pop(key, None)
-        if value is not None:
-            super().__setitem__(key, value)
+        value = self.get(key)
+        if value is not None and value is not next(reversed(self.values())):
+            super().__setitem__(key, self.pop(key))
         return value
 
 
