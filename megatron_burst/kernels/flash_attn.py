@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.backends import QuerySide, deliver
-from megatron_burst.kernels.torch_gpu import Flash
-from megatron_burst.kernels.varlen import (
+from megatron_burst.kernels.torch_gpu import (
+    Flash,
     flat,
     flat_statistic,
     is_varlen,
@@ -27,8 +27,6 @@ from megatron_burst.kernels.varlen import (
 )
 from megatron_burst.kernels.visible import Visible
 
-UNKNOWN = "its release is unknown"
-
 
 def load(module: str) -> Any:
     """A module, or a text saying why it cannot be imported."""
@@ -37,15 +35,6 @@ def load(module: str) -> Any:
     except Exception as error:  # packages built for another torch fail in many ways
         reason = str(error).partition("\n")[0]
         return f"it cannot be imported ({reason or type(error).__name__})"
-
-
-def understand_all(
-    owner: Any, given: Mapping[str, Collection[str]], off: Mapping[str, Any]
-) -> tuple[Callable[..., Any], ...] | str:
-    """The functions named in `given`, from `understand`, or why one is not understood."""
-    found = tuple(understand(owner, name, names, off) for name, names in given.items())
-    refused = [x for x in found if isinstance(x, str)]
-    return f"{UNKNOWN}: {refused[0]}" if refused else found
 
 
 def understand(
@@ -120,8 +109,9 @@ class FlashAttention2:
         given = dict(zip(_DENSE, (_QKV, taken), strict=True))
         for name, names in zip(self._varlen, (_QKV, taken), strict=True):
             given[name] = (*names, *_SEGMENTS)
-        found = understand_all(module, given, self._off)
-        return found if isinstance(found, str) else dict(zip(given, found, strict=True))
+        found = {x: understand(module, x, names, self._off) for x, names in given.items()}
+        why = next((x for x in found.values() if isinstance(x, str)), None)
+        return found if why is None else f"its release is unknown: {why}"
 
     def _module(self) -> Any:
         return load("flash_attn.flash_attn_interface")
