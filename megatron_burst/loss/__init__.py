@@ -2,6 +2,6 @@
 
 `linear` has the public functions, `autograd` their autograd functions; `rows` selects tokens and
 communicates between tensor-parallel ranks, `tiles` sizes the tiles, `passes` computes, with two
-kernels in torch (`statistics`) and in Triton (`fused`), `main_grad` accumulates the weight's
-gradient, `checks` refuses bad calls. `next_tokens` makes labels from sharded tokens.
+kernels in torch (`statistics`) and in Triton (`fused`), `checks` refuses bad calls. `next_tokens`
+makes labels from sharded tokens.
 """

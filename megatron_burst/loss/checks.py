@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_burst.comm.group import announce
 from megatron_burst.comm.watch import TP
 from megatron_burst.errors import BurstError, DisagreementError, Need, unmet
-from megatron_burst.loss.main_grad import held_bytes
+from megatron_burst.loss.autograd import held_bytes
 from megatron_burst.loss.rows import (
     Rows,
     SupervisedCount,

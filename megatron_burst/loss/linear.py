@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.loss.autograd import GradientsInForward, Recomputed
+from megatron_burst.loss.autograd import GradientsInForward, Recomputed, held_bytes
 from megatron_burst.loss.checks import Given, checked_rows
-from megatron_burst.loss.main_grad import held_bytes
 from megatron_burst.loss.passes import Head
 from megatron_burst.loss.rows import Rows, SupervisedCount, TensorParallel, valid_tokens
 from megatron_burst.loss.statistics import Grads, LossOptions, Reduction, sum_dtype

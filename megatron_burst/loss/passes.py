@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megatron_burst.loss import statistics
 from megatron_burst.loss.attempt import Attempt
-from megatron_burst.loss.main_grad import add_product
 from megatron_burst.loss.rows import HiddenGrad, Rows, TensorParallel
 from megatron_burst.loss.statistics import Factor, LossOptions, Stat, sum_dtype
 from megatron_burst.loss.tiles import Tiles, choose_tiles
@@ -221,6 +220,20 @@ def _tiles(
             torch.mm(x, weight[classes].t(), out=raw)
         computed = False
         yield classes, raw, labels - start
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
+    """total += a @ b, where total is in float32 or wider and the GEMM accumulates in it.
+
+    `first`: total's previous content is ignored and overwritten.
+    """
+    beta = 0 if first else 1
+    if total.dtype == a.dtype:
+        total.addmm_(a, b, beta=beta)
+    elif total.is_cuda:  # one cuBLAS call: 16-bit inputs, float32 sums read and written
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, beta=beta, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
 def _tile_buffer(head: Head, hidden: Tensor) -> Tensor:

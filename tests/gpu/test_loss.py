@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.loss import passes, statistics, tiles
-from megatron_burst.loss.main_grad import add_product
+from megatron_burst.loss.passes import add_product
 from megatron_burst.loss.rows import count_supervised
 from megatron_burst.loss.statistics import LossOptions
 from tests.gpu import needs_gpus
