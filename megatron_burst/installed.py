@@ -16,17 +16,11 @@ _INSTALL = "pip install megatron-core==0.19.2, or put a checkout of that release
 
 @dataclass(frozen=True, slots=True)
 class Megatron:
-    """The Megatron that this process imports, or would.
+    """The Megatron that this process imports, or would."""
 
-    Attributes:
-        version: of megatron.core, "unknown" if it has none; a checkout has no metadata.
-        folder: contains megatron.core.
-        training: contains megatron.training; None if there is none.
-    """
-
-    version: str
-    folder: Path
-    training: Path | None
+    version: str  # of megatron.core, "unknown" if it has none; a checkout has no metadata
+    folder: Path  # contains megatron.core
+    training: Path | None  # contains megatron.training; None if there is none
 
     def __str__(self) -> str:
         return f"Megatron-Core {self.version} in {self.folder}"

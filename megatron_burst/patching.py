@@ -27,32 +27,20 @@ _UNDO: list[Callable[[], None]] = []
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One function of Megatron or torch that burst replaces, or only relies on.
+    """One function of Megatron or torch that burst replaces, or only relies on."""
 
-    Attributes:
-        group: patches that are applied together.
-        place: "module:function" or "module:Class.method".
-        becomes: "module:function": called in its place, under every name that refers to it, with
-            the original (and more, see `apply`) before its arguments; "=module:name": replaces it
-            as is, in this place only; "": burst only relies on it.
-        parameters: the original's parameter names, in order, in the release that the patch was
-            written for.
-        others: the same for other supported releases.
-        releases: with this place, as (major, minor).
-        why: its purpose, and why no public hook serves it.
-        package: the distribution that contains the place.
-        te: whether Megatron must have found TransformerEngine, or must not; None: either.
-    """
-
-    group: str
-    place: str
+    group: str  # patches that are applied together
+    place: str  # "module:function" or "module:Class.method"
+    # "module:function": called in its place, under every name that refers to it, with the original
+    # (and more, see `apply`) before its arguments; "=module:name": replaces it as is, in this place
+    # only; "": burst only relies on it
     becomes: str
-    parameters: tuple[str, ...]
-    why: str
-    package: str = "megatron-core"
-    te: bool | None = None
-    others: tuple[tuple[str, ...], ...] = ()
-    releases: Releases = EVERY_RELEASE
+    parameters: tuple[str, ...]  # names, in order, in the release that the patch was written for
+    why: str  # its purpose, and why no public hook serves it
+    package: str = "megatron-core"  # the distribution that contains the place
+    te: bool | None = None  # whether Megatron must have found TransformerEngine; None: either
+    others: tuple[tuple[str, ...], ...] = ()  # parameters in other supported releases
+    releases: Releases = EVERY_RELEASE  # with this place, as (major, minor)
 
     @property
     def target(self) -> str:

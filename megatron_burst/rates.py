@@ -10,17 +10,11 @@ from megatron_burst.errors import BurstError
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one GPU does in a second; the defaults are those of an H200, rounded down.
+    """What one GPU does in a second; the defaults are those of an H200, rounded down."""
 
-    Attributes:
-        matmul_tflops: dense bf16 in a layer's matrix products, sustained.
-        attention_tflops: attention's forward, sustained.
-        host_gbs: GB/s to pinned host memory while all GPUs of the node copy.
-    """
-
-    matmul_tflops: float = 600.0
-    attention_tflops: float = 600.0
-    host_gbs: float = 20.0
+    matmul_tflops: float = 600.0  # dense bf16 in a layer's matrix products, sustained
+    attention_tflops: float = 600.0  # attention's forward, sustained
+    host_gbs: float = 20.0  # GB/s to pinned host memory while all GPUs of the node copy
 
     @classmethod
     def of(cls, found: Mapping[str, Any], where: str) -> "Rates":

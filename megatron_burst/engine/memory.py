@@ -37,17 +37,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ByteLayout:
-    """The byte layout of a buffer; computed once, as it depends on shapes alone.
+    """The byte layout of a buffer; computed once, as it depends on shapes alone."""
 
-    Attributes:
-        num_bytes: of the whole buffer.
-        rows: shape in which it is sent, if interleaved: [rows, b, bytes].
-        places: of its fields.
-    """
-
-    num_bytes: int
-    rows: tuple[int, int, int]
-    places: tuple[Place, ...]
+    num_bytes: int  # of the whole buffer
+    rows: tuple[int, int, int]  # shape in which it is sent, if interleaved: [rows, b, bytes]
+    places: tuple[Place, ...]  # of its fields
 
     @staticmethod
     def of(buffer: Buffer, batch: int, dtypes: Dtypes) -> "ByteLayout":

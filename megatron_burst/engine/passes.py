@@ -44,29 +44,19 @@ class Passes:
 
     Besides out, forward saves q, k, v and lse. An all-to-all saves the tensors it received instead,
     which take as much memory; a gather may also save K and V of other nodes.
-
-    Attributes:
-        spec: how they run; every choice is made.
-        backend: computes the tiles.
-        carrier: moves data between ranks.
-        scale: softmax scale.
-        dtype: of q, k and v.
-        deterministic: whether gradients must be bitwise the same every time.
-        marks: announce the passes to the other ranks.
-        recomputed: the same call without a backward that follows its forward: results are kept, or
-            there is no backward. Its forward saves nothing received.
-        keep: runs the call and keeps its results; None if none are kept.
     """
 
-    spec: Spec
-    backend: Backend
-    carrier: Carrier
-    scale: float
-    dtype: torch.dtype
-    deterministic: bool = False
-    marks: Marks = field(default_factory=Marks)
+    spec: Spec  # how they run; every choice is made
+    backend: Backend  # computes the tiles
+    carrier: Carrier  # moves data between ranks
+    scale: float  # of the scores
+    dtype: torch.dtype  # of q, k and v
+    deterministic: bool = False  # whether gradients must be bitwise the same every time
+    marks: Marks = field(default_factory=Marks)  # announce the passes to the other ranks
+    # the same call without a backward that follows its forward, because results are kept or there
+    # is none; its forward saves nothing received
     recomputed: "Passes | None" = None
-    keep: Callable[..., Any] | None = None
+    keep: Callable[..., Any] | None = None  # runs the call and keeps its results
 
     def _executor(self, direction: Direction) -> Executor:
         spec, unit = self.spec.of(self.carrier.cp_rank, direction).in_units()

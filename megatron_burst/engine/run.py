@@ -23,29 +23,17 @@ _APART = 512  # bytes to whose multiples buffers are aligned, as torch's allocat
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An operation, bound.
+    """An operation, bound."""
 
-    Attributes:
-        run: does it; a transfer returns its handle.
-        queue: where it runs; None: the queue of the call's kernels.
-        moves: whether the previous operation is on another queue.
-        begins: whether it is the first on its queue.
-        waits: operations on other queues that must finish first.
-        opens: slots that it is the first to touch: (use, number).
-        transfers: whether it is a transfer.
-        waited_for: whether another queue waits for it.
-        frees: parts that are no longer needed.
-    """
-
-    run: Callable[["Run"], UnderWay | None]
-    queue: Hashable | None
-    moves: bool
-    begins: bool
-    waits: tuple[int, ...]
-    opens: list[tuple[str, int]]
-    transfers: bool
-    waited_for: bool
-    frees: tuple[str, ...]
+    run: Callable[["Run"], UnderWay | None]  # a transfer returns its handle
+    queue: Hashable | None  # where it runs; None: the queue of the call's kernels
+    moves: bool  # whether the previous operation is on another queue
+    begins: bool  # whether it is the first on its queue
+    waits: tuple[int, ...]  # operations on other queues that must finish first
+    opens: list[tuple[str, int]]  # slots that it is the first to touch: (use, number)
+    transfers: bool  # whether it is a transfer
+    waited_for: bool  # whether another queue waits for it
+    frees: tuple[str, ...]  # parts that are no longer needed
 
 
 class Binder:
@@ -73,25 +61,15 @@ class Binder:
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """A program at one length: its buffers, and what its operations call.
+    """A program at one length: its buffers, and what its operations call."""
 
-    Attributes:
-        program: of this rank.
-        backend: computes the tiles.
-        carrier: moves data between ranks.
-        scale: softmax scale.
-        dtypes: element types.
-        deterministic: whether gradients must be bitwise the same every time.
-        unit: how many rows one row of the program stands for.
-    """
-
-    program: Program
-    backend: Backend
-    carrier: Carrier
-    scale: float
+    program: Program  # of this rank
+    backend: Backend  # computes the tiles
+    carrier: Carrier  # moves data between ranks
+    scale: float  # of the scores
     dtypes: Dtypes
-    deterministic: bool
-    unit: int = 1
+    deterministic: bool  # whether gradients must be bitwise the same every time
+    unit: int = 1  # how many rows one row of the program stands for
 
     @cached_property
     def binder(self) -> Binder:
@@ -153,10 +131,6 @@ class Run:
         slots: of this call, by use.
         views: of buffers that live as long as the run, by the executor's names; those of the
             group's memory are reused from the previous run.
-        executor: of the program.
-        unit: how many rows one row of the program stands for.
-        queues: of the call.
-        documents: of the sample.
         sink: [h], attention sinks of the call's query heads.
     """
 

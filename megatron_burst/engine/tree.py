@@ -20,17 +20,11 @@ from megatron_burst.schedule.mask import Places, Span, cut
 
 
 class Branch(NamedTuple):
-    """A kernel call in addition to that of a tile's documents.
+    """A kernel call in addition to that of a tile's documents."""
 
-    Attributes:
-        rows: query rows of the tile, from the first that sees a key to the last.
-        keys: key rows, from the first that is seen to the last.
-        visible: which of these keys each of these queries sees.
-    """
-
-    rows: Span
-    keys: Span
-    visible: Visible
+    rows: Span  # query rows of the tile, from the first that sees a key to the last
+    keys: Span  # key rows, from the first that is seen to the last
+    visible: Visible  # which of these keys each of these queries sees
 
 
 class Tree:
@@ -106,14 +100,9 @@ def attend_branches(
     run: Backend, tensors: Sequence[Tensor], scale: float, branches: Sequence[Branch],
     into: tuple[Tensor, Tensor],
 ) -> None:  # fmt: skip
-    """Merge the results of branches into those of a tile.
+    """Merge the results of a tile's branches into its own, out [b, n, h, dv] and lse [b, h, n].
 
-    Args:
-        run: computes the tile.
-        tensors: q [b, n, h, dqk], k [b, m, h_kv, dqk] and v [b, m, h_kv, dv] of the tile.
-        scale: of the scores.
-        branches: of the tile.
-        into: out [b, n, h, dv] and lse [b, h, n].
+    `tensors`: q [b, n, h, dqk], k [b, m, h_kv, dqk] and v [b, m, h_kv, dv] of the tile.
     """
     (q, k, v), (out, lse) = tensors, into
     parts = [
@@ -131,15 +120,9 @@ def add_branches(
     run: Backend, tensors: tuple[QuerySide, Tensor, Tensor], scale: float,
     branches: Sequence[Branch], into: Sequence[Tensor], deterministic: bool,
 ) -> None:  # fmt: skip
-    """Add the gradients of branches to those of a tile.
+    """Add the gradients of a tile's branches to its own, dq, dk and dv.
 
-    Args:
-        run: computes the tile.
-        tensors: query side, k [b, m, h_kv, dqk] and v [b, m, h_kv, dv] of the tile.
-        scale: of the scores.
-        branches: of the tile.
-        into: dq, dk and dv of the tile.
-        deterministic: whether gradients must be bitwise the same every time.
+    `tensors`: query side, k [b, m, h_kv, dqk] and v [b, m, h_kv, dv] of the tile.
     """
     side, *keys = tensors
     parts = [

@@ -45,53 +45,32 @@ def multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """What a backend supports, as data.
+    """What a backend supports, as data; an empty set means any."""
 
-    Attributes:
-        name: what the user calls it.
-        devices: torch device types; empty means any.
-        dtypes: input dtypes.
-        max_dim: largest head dimension; 0 means any.
-        min_dim: smallest head dimension.
-        dim_multiple: head dimensions must be a multiple of this.
-        equal_dims: whether queries and values need the same head dimension.
-        equal_dims_if_grouped: the same, for grouped heads only.
-        takes_delta: whether backward takes delta instead of an output; if not, it gets a stand-in
-            for the output.
-        rectangular_causal: whether a causal tile may have more keys than queries (diagonal aligned
-            bottom right); any kernel with segments supports it inside them.
-        masks: besides full and causal: windows, any band of keys (`Visible.left`, `.right`);
-            packed documents, segments with a band each (`Visible.segments`); slices, the keys of
-            each query (`Visible.intervals`), which else are composed of the other two.
-        wide_grads: whether gradients have the accumulation dtype, not the input's.
-        sinks: whether forward takes attention sinks; if not, they join in a pass of their own.
-        deterministic: whether it can compute bitwise reproducible gradients.
-        archs: major compute capabilities; empty means any.
-        max_dim_on: largest head dimension by major compute capability, where it differs from
-            max_dim.
-        wide_pairs: (QK, V) head dimensions beyond the maximum that it also supports.
-        wrong_pairs_on: (QK, V) head dimensions with wrong gradients, by major compute capability.
-        speed: for the printed reason.
-    """
-
-    name: str
-    devices: frozenset[str]
-    dtypes: frozenset[torch.dtype]
-    max_dim: int
-    dim_multiple: int
-    takes_delta: bool
-    speed: str
-    equal_dims: bool = False
-    equal_dims_if_grouped: bool = False
+    name: str  # what the user calls it
+    devices: frozenset[str]  # torch device types
+    dtypes: frozenset[torch.dtype]  # of inputs
+    max_dim: int  # largest head dimension; 0 means any
+    dim_multiple: int  # head dimensions must be a multiple of this
+    takes_delta: bool  # whether backward takes delta instead of an output, or of its stand-in
+    speed: str  # for the printed reason
+    equal_dims: bool = False  # whether queries and values need the same head dimension
+    equal_dims_if_grouped: bool = False  # the same, for grouped heads only
+    # whether a causal tile may have more keys than queries (diagonal aligned bottom right); any
+    # kernel with segments supports it inside them
     rectangular_causal: bool = False
+    # besides full and causal: windows, any band of keys (`Visible.left`, `.right`); packed
+    # documents, segments with a band each (`Visible.segments`); slices, the keys of each query
+    # (`Visible.intervals`), which else are composed of the other two
     masks: frozenset[str] = frozenset()
-    wide_grads: bool = False
-    sinks: bool = False
-    deterministic: bool = True
-    archs: frozenset[int] = frozenset()
-    min_dim: int = 1
-    max_dim_on: Mapping[int, int] = field(default_factory=dict)
-    wide_pairs: frozenset[tuple[int, int]] = frozenset()
+    wide_grads: bool = False  # whether gradients have the accumulation dtype, not the input's
+    sinks: bool = False  # whether forward takes attention sinks; else they join in another pass
+    deterministic: bool = True  # whether it can compute bitwise reproducible gradients
+    archs: frozenset[int] = frozenset()  # major compute capabilities, as keys below
+    min_dim: int = 1  # smallest head dimension
+    max_dim_on: Mapping[int, int] = field(default_factory=dict)  # where max_dim differs
+    wide_pairs: frozenset[tuple[int, int]] = frozenset()  # (QK, V) head dimensions beyond max_dim
+    # (QK, V) head dimensions with wrong gradients
     wrong_pairs_on: Mapping[int, frozenset[tuple[int, int]]] = field(default_factory=dict)
 
     def refusal(self, problem: Problem) -> str | None:
@@ -133,22 +112,13 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class QuerySide:
-    """Everything that belongs to query rows in backward.
+    """Everything that belongs to query rows in backward; either delta or the output."""
 
-    Attributes:
-        q: [b, n, h, dqk].
-        dout: [b, n, h, dv].
-        lse: [b, h, n] over all keys of the sequence, natural logarithm.
-        delta: [b, h, n], rowsum(dO * O); None if `out` is given.
-        out: [b, n, h, dv], the output or a stand-in with the same delta; None if `delta` is given
-            and the backend takes it.
-    """
-
-    q: Tensor
-    dout: Tensor
-    lse: Tensor
-    delta: Tensor | None
-    out: Tensor | None
+    q: Tensor  # [b, n, h, dqk]
+    dout: Tensor  # [b, n, h, dv]
+    lse: Tensor  # [b, h, n] over all keys of the sequence, natural logarithm
+    delta: Tensor | None  # [b, h, n], rowsum(dO * O)
+    out: Tensor | None  # [b, n, h, dv], the output or a stand-in with the same delta
 
     def rows(self, rows: slice, heads: slice = slice(None)) -> "QuerySide":
         """The side restricted to some rows and query heads."""

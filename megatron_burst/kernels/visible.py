@@ -15,19 +15,14 @@ class Segments:
     """Packed rows: queries of segment i see keys of segment i alone. For a batch of one.
 
     Segments may be empty on either side.
-
-    Attributes:
-        cu_q: int32 [n + 1] on the device of the tensors: where the queries of each segment begin,
-            not decreasing, from 0 to the number of query rows.
-        cu_k: the same of keys.
-        max_q: queries of the longest segment; an upper bound suffices.
-        max_k: the same of keys.
     """
 
+    # int32 [n + 1] on the device of the tensors: where the queries of each segment begin, not
+    # decreasing, from 0 to the number of query rows; the same of keys
     cu_q: Tensor
     cu_k: Tensor
-    max_q: int
-    max_k: int
+    max_q: int  # queries of the longest segment; an upper bound suffices
+    max_k: int  # the same of keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
