@@ -49,9 +49,8 @@ def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
     yield (
         sample.longest is None or isinstance(sample.longest, Integral),
         "max_seqlen must be a whole number, because it counts tokens",
-        repr(sample.longest),
-        "pass an int, or leave it out",
-    )
+        repr(sample.longest), "pass an int, or leave it out",
+    )  # fmt: skip
     for name, x in (("cu_seqlens", sample.cu_seqlens), ("cu_seqlens_padded", sample.padded)):
         if x is None:
             continue
@@ -61,19 +60,16 @@ def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
             f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__,
             "pass such a tensor",
         )
-        yield (
-            len(x) >= 2 and len(x) == len(sample.cu_seqlens),
-            f"{name} must say where each document begins and where the last one ends, so its "
-            "length must be the number of documents plus one, with and without padding",
-            f"{len(x)} boundaries of {len(sample.cu_seqlens) - 1} documents",
-            "pass cu_seqlens and cu_seqlens_padded of the same length",
-        )
-        yield (
-            x.device in (device, torch.device("cpu")),
-            f"{name} must be on the CPU or on q's device, because kernels there read it",
-            f"{x.device}",
-            f"move it to {device}",
-        )
+        yield from (
+            (len(x) >= 2 and len(x) == len(sample.cu_seqlens),
+             f"{name} must say where each document begins and where the last one ends, so its "
+             "length must be the number of documents plus one, with and without padding",
+             f"{len(x)} boundaries of {len(sample.cu_seqlens) - 1} documents",
+             "pass cu_seqlens and cu_seqlens_padded of the same length"),
+            (x.device in (device, torch.device("cpu")),
+             f"{name} must be on the CPU or on q's device, because kernels there read it",
+             f"{x.device}", f"move it to {device}"),
+        )  # fmt: skip
 
 
 def of_values(
@@ -88,44 +84,32 @@ def of_values(
         sizes: tokens of the sample, ranks, and the length given for the longest document.
     """
     (tokens, cp_size, longest), lies = sizes, starts if padded is None else padded
-    lengths, room = starts.diff(), lies.diff()
-    yield (
-        starts[0] == 0 == lies[0] and bool((lengths >= 0).all()) and bool((room >= 0).all()),
-        "cu_seqlens must begin with 0 and not decrease, because each document begins where the one "
-        "before it ends",
-        _some(starts if lengths.min() < 0 or starts[0] else lies),
-        "pass the running sum of lengths",
-    )
-    yield (
-        int(lies[-1]) <= tokens,
-        f"documents must end within the sample of {tokens} tokens (of all ranks together), "
-        "because the sample has no more",
-        f"an end at {int(lies[-1])}",
-        "pass boundaries of the whole sample, not of a rank's shard",
-    )
-    yield (
-        bool((lengths <= room).all()),
-        "a document must not be longer than with its padding",
-        f"{_some(lengths - room)} tokens more",
-        "pass cu_seqlens without padding and cu_seqlens_padded with it",
-    )
-    yield (
-        longest is None or int(room.max()) <= longest,
-        "max_seqlen must be at least the longest document's number of tokens, because kernels "
-        "are launched for that many",
-        f"{longest} and a document of {int(room.max())}",
-        "pass the longest document's tokens, including padding",
-    )
-    yield (
-        layout is not Layout.DOCUMENTS
-        or cp_size == 1
-        or (int(lies[-1]) == tokens and not bool((room % (2 * cp_size)).any())),
-        f"in the layout zigzag-documents each document must be padded to a multiple of "
-        f"{2 * cp_size} tokens and the last one must end the sample of {tokens}, because each rank "
-        "has two chunks of each",
-        f"lengths {_some(room)} and an end at {int(lies[-1])}",
-        "pad them (cu_seqlens_padded), or pass another layout",
-    )
+    lengths, room, end = starts.diff(), lies.diff(), int(lies[-1])
+    cut = not bool((room % (2 * cp_size)).any())
+    yield from (
+        (starts[0] == 0 == lies[0] and bool((lengths >= 0).all()) and bool((room >= 0).all()),
+         "cu_seqlens must begin with 0 and not decrease, because each document begins where the "
+         "one before it ends",
+         _some(starts if lengths.min() < 0 or starts[0] else lies),
+         "pass the running sum of lengths"),
+        (end <= tokens,
+         f"documents must end within the sample of {tokens} tokens (of all ranks together), "
+         "because the sample has no more",
+         f"an end at {end}", "pass boundaries of the whole sample, not of a rank's shard"),
+        (bool((lengths <= room).all()), "a document must not be longer than with its padding",
+         f"{_some(lengths - room)} tokens more",
+         "pass cu_seqlens without padding and cu_seqlens_padded with it"),
+        (longest is None or int(room.max()) <= longest,
+         "max_seqlen must be at least the longest document's number of tokens, because kernels "
+         "are launched for that many", f"{longest} and a document of {int(room.max())}",
+         "pass the longest document's tokens, including padding"),
+        (layout is not Layout.DOCUMENTS or cp_size == 1 or (end == tokens and cut),
+         "in the layout zigzag-documents each document must be padded to a multiple of "
+         f"{2 * cp_size} tokens and the last one must end the sample of {tokens}, because each "
+         "rank has two chunks of each",
+         f"lengths {_some(room)} and an end at {end}",
+         "pad them (cu_seqlens_padded), or pass another layout"),
+    )  # fmt: skip
 
 
 def _some(x: Tensor) -> str:
@@ -138,65 +122,45 @@ def of_parents(sample: Sample) -> Iterator[Need]:
     if sample.parents is None:
         return
     parents, segments = sample.parents, len(sample.cu_seqlens) - 1
-    what = "prefix_tree must be a list or tensor of integers on the CPU with one axis"
-    yield (
-        isinstance(parents, Sequence | Tensor),
-        f"{what}, because it names each segment's parent",
-        type(parents).__name__,
-        "pass one",
-    )
+    kind = "prefix_tree must be a list or tensor of integers on the CPU with one axis"
+    named = f"{kind}, because it names each segment's parent"
+    yield isinstance(parents, Sequence | Tensor), named, type(parents).__name__, "pass one"
     if isinstance(parents, Tensor):
-        yield (
-            _counts(parents),
-            f"{what}, because it names each segment's parent",
-            f"{parents.dtype} of shape {tuple(parents.shape)}",
-            "pass one",
-        )
+        got = f"{parents.dtype} of shape {tuple(parents.shape)}"
+        yield _counts(parents), named, got, "pass one"
         yield (
             parents.device.type == "cpu",
-            f"{what}, because its depth decides the number of kernel calls",
-            f"{parents.device}",
-            "pass prefix_tree.cpu(), once per sample",
-        )
+            f"{kind}, because its depth decides the number of kernel calls",
+            f"{parents.device}", "pass prefix_tree.cpu(), once per sample",
+        )  # fmt: skip
     listed = listed_of(parents)
-    yield (
-        all(isinstance(parent, Integral) and not isinstance(parent, bool) for parent in listed),
-        f"{what}, because it names each segment's parent",
-        ", ".join(sorted({type(parent).__name__ for parent in listed})),
-        "pass a list of int",
-    )
-    yield (
-        len(listed) == segments,
-        "prefix_tree must have a parent for each segment, -1 for none, because cu_seqlens says "
-        "where segments begin",
-        f"{len(listed)} parents of {segments} segments",
-        "pass one fewer than cu_seqlens has boundaries",
-    )
-    yield (
-        sample.padded is None,
-        "a prefix tree must have no padding between segments, because a segment's descendants "
-        "must be contiguous rows",
-        "cu_seqlens_padded",
-        "pass cu_seqlens alone, with padding only after the last segment",
-    )
-    yield from _of_order(listed)
-
-
-def _of_order(parents: Sequence[int]) -> Iterator[Need]:
-    wrong = [s for s, parent in enumerate(parents) if not -1 <= parent < s]
+    yield from (
+        (all(isinstance(parent, Integral) and not isinstance(parent, bool) for parent in listed),
+         named, ", ".join(sorted({type(parent).__name__ for parent in listed})),
+         "pass a list of int"),
+        (len(listed) == segments,
+         "prefix_tree must have a parent for each segment, -1 for none, because cu_seqlens says "
+         "where segments begin", f"{len(listed)} parents of {segments} segments",
+         "pass one fewer than cu_seqlens has boundaries"),
+        (sample.padded is None,
+         "a prefix tree must have no padding between segments, because a segment's descendants "
+         "must be contiguous rows", "cu_seqlens_padded",
+         "pass cu_seqlens alone, with padding only after the last segment"),
+    )  # fmt: skip
+    wrong = [s for s, parent in enumerate(listed) if not -1 <= parent < s]
     yield (
         not wrong,
         "a segment's parent in prefix_tree must be -1 or an earlier segment, because a query "
         "attends to earlier keys only",
-        "".join(f"parent {parents[s]} of segment {s}" for s in wrong[:1]),
+        "".join(f"parent {listed[s]} of segment {s}" for s in wrong[:1]),
         "number segments from 0 in the order of cu_seqlens, parents before children",
     )
-    wrong = _misplaced(parents)
+    wrong = _misplaced(listed)
     yield (
         not wrong,
         "segments of a prefix tree must be stored depth first, because a segment's descendants "
         "must directly follow it",
-        "".join(f"segment {s} not directly after segment {parents[s]} and its descendants"
+        "".join(f"segment {s} not directly after segment {listed[s]} and its descendants"
                 for s in wrong[:1]),
         "put each segment directly after its parent, or after the last descendant of its "
         "previous sibling",

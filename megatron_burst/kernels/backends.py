@@ -120,16 +120,11 @@ class QuerySide:
     delta: Tensor | None  # [b, h, n], rowsum(dO * O)
     out: Tensor | None  # [b, n, h, dv], the output or a stand-in with the same delta
 
-    def rows(self, rows: slice, heads: slice = slice(None)) -> "QuerySide":
-        """The side restricted to some rows and query heads."""
-        return replace(
-            self,
-            q=self.q[:, rows, heads],
-            dout=self.dout[:, rows, heads],
-            lse=self.lse[:, heads, rows],
-            delta=None if self.delta is None else self.delta[:, heads, rows],
-            out=None if self.out is None else self.out[:, rows, heads],
-        )
+    def rows(self, rows: slice) -> "QuerySide":
+        """The side restricted to some rows."""
+        delta = None if self.delta is None else self.delta[:, :, rows]
+        out = None if self.out is None else self.out[:, rows]
+        return QuerySide(self.q[:, rows], self.dout[:, rows], self.lse[:, :, rows], delta, out)
 
 
 class Backend(Protocol):
@@ -150,27 +145,16 @@ class Backend(Protocol):
         ...
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        visible: Visible,
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Visible,
         into: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(out [b, n, h, dv], lse [b, h, n]); lse is natural, -inf for rows without a key."""
         ...
 
     def backward(
-        self,
-        side: QuerySide,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        visible: Visible,
-        into: tuple[Tensor, Tensor, Tensor] | None = None,
-        deterministic: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, side: QuerySide, k: Tensor, v: Tensor, scale: float, visible: Visible,
+        into: tuple[Tensor, Tensor, Tensor] | None = None, deterministic: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """(dq, dk, dv) of this tile, given statistics over the whole sequence."""
         ...
 
