@@ -117,24 +117,19 @@ class Call:
         """
         require(_WHO, (_need_of(name, got) for name, got in self.wrong))
         require(_WHO, chain.from_iterable(of(self) for of in _NEEDS))
-        tokens = self.shapes[0][0 if self.qkv_format == "sbhd" else 1]
-        check_tokens(Layout(self.layout), cp_size, tokens)
+        check_tokens(Layout(self.layout), cp_size, self.shape.tokens)
 
     def in_words(self) -> dict[str, str]:
         """By name; devices without what may differ between ranks."""
         words = {name: str(tuple(shape)) for name, shape in zip("qkv", self.shapes, strict=True)}
         words["dtype"] = ", ".join(map(str, self.dtypes))
-        words["device"] = ", ".join(
-            device.type + (" (not the current device)" if self.is_elsewhere(device) else "")
-            for device in self.devices
-        )
+        words["device"] = ", ".join(map(self._place_of, self.devices))
         for name in ("gradients", "causal", "softmax_scale", "layout", "qkv_format", "config"):
             words[name] = str(getattr(self, name))
         words |= dict.fromkeys(self.given, "given")
         if self.sink:
             shape, dtype, device, grad = self.sink
-            elsewhere = " (not the current device)" if self.is_elsewhere(device) else ""
-            words["sink"] = f"{shape}, {dtype}, {device.type}{elsewhere}, gradient {grad}"
+            words["sink"] = f"{shape}, {dtype}, {self._place_of(device)}, gradient {grad}"
         if self.window not in ((None, None), (None, 0)):
             words["window"] = str(self.window)
         return words | dict(self.wrong)
@@ -147,6 +142,9 @@ class Call:
             return self
         rest = (torch.Size((0, 0, *shape[2:])) for shape in self.shapes)
         return replace(self, shapes=tuple(rest))
+
+    def _place_of(self, device: torch.device) -> str:
+        return device.type + " (not the current device)" * self.is_elsewhere(device)
 
     def is_elsewhere(self, device: torch.device) -> bool:
         """Whether a device is a GPU other than the process's current one."""

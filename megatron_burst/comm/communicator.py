@@ -22,8 +22,8 @@ from megatron_burst.comm.carrier import (
 )
 from megatron_burst.comm.group import Group, SubGroups, state_of
 from megatron_burst.comm.nodes import check_devices, find_topology
-from megatron_burst.comm.pass_log import Kind, Marks, PassLog
-from megatron_burst.comm.watch import WHO, Board, backend_of
+from megatron_burst.comm.pass_log import Kind, Marks
+from megatron_burst.comm.watch import WHO, backend_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.say import Choice, say
@@ -66,8 +66,7 @@ class Communicator:
         self, group: dist.ProcessGroup, topology: Topology, state: Group, config: BurstConfig
     ) -> None:
         self.topology, self.board, self._memory = topology, state.board, state.memory
-        self._lost = partial(_lost, state.board, state.log)
-        self.overlaps, self._asked = config.overlap, config.transfer
+        self._log, self.overlaps, self._asked = state.log, config.overlap, config.transfer
         self.cp_rank = group.rank()
         self.has_met = False  # whether all its ranks have sent to each other
         self._ranks = dist.get_process_group_ranks(group)
@@ -133,7 +132,7 @@ class Communicator:
         group, ranks = self._groups.get((link, cargo)), self._ranks
         operations = [dist.P2POp(dist.isend, rows, ranks[peer], group) for peer, rows in sends]
         operations += [dist.P2POp(dist.irecv, rows, ranks[peer], group) for peer, rows in recvs]
-        lost = partial(self._lost_in, link, cargo, recvs)
+        lost = partial(self._lost, link, cargo, recvs)
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
@@ -142,10 +141,12 @@ class Communicator:
         on_gpu = operations and operations[0].tensor.is_cuda
         return Sends(works, None if on_gpu else self.board.timeout_s, lost)
 
-    def _lost_in(self, link: Link, cargo: Cargo, recvs: Parcels, error: Exception) -> BurstError:
-        """The error of a transfer that failed."""
+    def _lost(self, link: Link, cargo: Cargo, recvs: Parcels, error: Exception) -> BurstError:
+        """The error of a transfer that failed, after which no pass of the group can be right."""
         peers = ", ".join(map(str, dict.fromkeys(peer for peer, _ in recvs))) or "none"
-        return self._lost(f"{link} {cargo} transfer from cp rank {peers} to {self.cp_rank}", error)
+        hop = f"{link} {cargo} transfer from cp rank {peers} to {self.cp_rank}"
+        found = self.board.explain(error, WHO, hop)
+        return self._log.end(found) if self._log else found
 
 
 def choose_transfer(
@@ -153,12 +154,7 @@ def choose_transfer(
 ) -> Choice:
     """How gathered keys move inside a node: "send" or "pull".
 
-    Args:
-        topology: of the group.
-        device: torch device type.
-        asked: "auto", "send" or "pull".
-        try_out: returns why ranks cannot pull here, or None; called only if nothing else rules it
-            out.
+    `try_out` returns why ranks cannot pull here, or None; called only if nothing else rules it out.
 
     Raises:
         BurstError: if pulling was asked for and cannot be done.
@@ -185,12 +181,6 @@ def choose_transfer(
     if cannot:
         return Choice("send", cannot)
     return Choice("pull", "asked for" if asked == "pull" else "by copy engine, while kernels run")
-
-
-def _lost(board: Board, log: PassLog | None, hop: str, error: Exception) -> BurstError:
-    """The error of a transfer that failed, after which no pass of the group can be right."""
-    found = board.explain(error, WHO, hop)
-    return log.end(found) if log else found
 
 
 def communicator_of(
