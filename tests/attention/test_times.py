@@ -17,9 +17,10 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.comm.carrier import OneQueue, Where
 from megatron_burst.comm.communicator import Communicator, Sends
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine import watch as times
+from megatron_burst.engine import clock as times
+from megatron_burst.engine.clock import Clock
 from megatron_burst.engine.executor import Executor
-from megatron_burst.engine.watch import METER, Clock
+from megatron_burst.engine.watch import METER
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.attention.test_bytes import count_sends
 from tests.ranks import run_ranks

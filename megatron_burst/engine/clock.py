@@ -1,0 +1,120 @@
+"""Times a pass and its waits, for logs: loaded by the first pass that is timed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from megatron_burst.comm.carrier import OneQueue, Queues, UnderWay
+from megatron_burst.engine.run import Bound, Run, Step
+
+
+class Clock:
+    """Times a run: in total, and waits of the call's stream for others.
+
+    On GPUs these are events on the stream, read once the GPU has passed them, without
+    synchronizing.
+
+    Args:
+        executor: whose runs are timed, one at a time.
+    """
+
+    def __init__(self, executor: Bound) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._used, self._on_gpu = 0, False
+        self._stream: torch.cuda.Stream | None = None
+        self._whole: list[Any] = []
+        self._waits: list[tuple[Any, Any]] = []
+        self.steps = tuple(map(self._timed, executor.binder.steps))
+
+    def begin(self, queues: OneQueue | Queues) -> None:
+        """Start timing a run, on the stream of the call."""
+        self._clear()
+        self._stream = queues.stream
+        self._on_gpu = queues.where.device.type == "cuda"
+        self._whole.append(self._now())
+
+    def end(self) -> None:
+        """All of the run has been queued on the call's stream."""
+        self._whole.append(self._now())
+
+    def over(self, count: int) -> list[Any]:
+        """A list for the run's handles; waits on them are timed."""
+        return _Watched(self, count)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of the run: "" in total, "exposed"; empty if the run, or its work on the GPU, is
+        not finished. Can be read once."""
+        if len(self._whole) < 2 or (self._on_gpu and not self._whole[1].query()):
+            return {}
+        exposed = sum(self._between(*wait) for wait in self._waits)
+        found = {"": self._between(*self._whole), "exposed": exposed}
+        self._clear()
+        return found
+
+    def wait(self, what: UnderWay, stream: torch.cuda.Stream | None) -> None:
+        """Wait for an operation as the run would; timed where its kernels wait."""
+        if stream != self._stream:
+            what.wait(stream)
+            return
+        began = self._now()
+        what.wait(stream)
+        self._waits.append((began, self._now()))
+
+    def _clear(self) -> None:
+        self._used = 0
+        self._whole.clear()
+        self._waits.clear()
+
+    def _timed(self, step: Step) -> Step:
+        if step.opens and step.queue is None:
+            return replace(step, run=self._opening(step), opens=[])
+        return step
+
+    def _opening(self, step: Step) -> Callable[[Run], Any]:
+        """The step with its wait for slots that other ranks may still read."""
+
+        def run(of: Run) -> Any:
+            began = self._now()
+            for use, number in step.opens:
+                of.slots[use].open(number, of.queues.stream)
+            self._waits.append((began, self._now()))
+            return step.run(of)
+
+        return run
+
+    def _now(self) -> Any:
+        """Now, on the current stream if there is one."""
+        if not self._on_gpu:
+            return perf_counter()
+        if self._used == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))
+        event = self._events[self._used]
+        self._used += 1
+        event.record()
+        return event
+
+    def _between(self, began: Any, ended: Any) -> float:
+        return began.elapsed_time(ended) / 1e3 if self._on_gpu else ended - began
+
+
+class _Watched(list):
+    """Handles of a run by operation; the clock times waits on them."""
+
+    def __init__(self, clock: Clock, count: int) -> None:
+        super().__init__([None] * count)
+        self._clock = clock
+
+    def __setitem__(self, index, what) -> None:
+        super().__setitem__(index, _Waited(self._clock, what))
+
+
+@dataclass(frozen=True, slots=True)
+class _Waited:
+    clock: Clock
+    what: UnderWay
+
+    def wait(self, stream: torch.cuda.Stream | None) -> None:
+        self.clock.wait(self.what, stream)
