@@ -31,7 +31,7 @@ from megatron_burst.transforms import refuse_transforms, uncompiled
 
 _WHO = "burst attention"
 _DENSE = torch.contiguous_format
-_AS_IS = nullcontext()
+_AS_IS, _USUAL = nullcontext(), BurstConfig()
 
 
 @uncompiled
@@ -131,7 +131,7 @@ def burst_attention(
     """
     refuse_transforms(_WHO, q, k, v, sink)
     sample = cu_seqlens, cu_seqlens_padded, max_seqlen, prefix_tree, slices
-    config, given = BurstConfig() if config is None else config, given_in(*sample)
+    config, given = _USUAL if config is None else config, given_in(*sample)
     asked = Asked(
         causal, window, softmax_scale, layout, qkv_format, return_lse, config, layer, given
     )
