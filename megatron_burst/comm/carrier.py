@@ -60,12 +60,7 @@ class Views:
 
 
 class Memory(Views):
-    """Flat byte buffers for one use.
-
-    Args:
-        flats: the buffers, equally large.
-        where: the call ran that allocated them.
-    """
+    """Flat byte buffers of one size for one use, and where the call ran that allocated them."""
 
     def __init__(self, flats: list[Tensor], where: Where | None = None) -> None:
         super().__init__()
@@ -129,28 +124,16 @@ class SentSlots:
     def ends(
         self, index: int, view: Tensor, gives: SlotRows, takes: SlotRows
     ) -> tuple[Parcels, Sequence[int]]:
-        """Prepare a round's exchange; the result can be reused for equal views.
-
-        Args:
-            index: of the round.
-            view: its slot as [rows, ...].
-            gives: rows of it that others take.
-            takes: rows of other ranks' slots.
-        """
+        """Prepare a round's exchange of rows of this rank's slot, `view` [rows, ...], and of other
+        ranks' slots; the result can be reused for equal views."""
         return [(peer, view[rows]) for peer, rows in gives], [peer for peer, _ in takes]
 
     def exchange(
         self, index: int, ends: tuple[Parcels, Sequence[int]], targets: Sequence[Tensor],
         queues: "OneQueue | Queues",
     ) -> UnderWay:  # fmt: skip
-        """Once the current stream has filled the slot, start the exchange.
-
-        Args:
-            index: of the round.
-            ends: from `ends`.
-            targets: where each take goes.
-            queues: of the call.
-        """
+        """Once the current stream has filled a round's slot, start the exchange that `ends`
+        prepared; each take goes to its target."""
         sends, peers = ends
         return self._send(sends, list(zip(peers, targets, strict=True)))
 
@@ -255,15 +238,10 @@ class PulledSlots(Views):
 
 @dataclass(slots=True)
 class Pulls:
-    """What an exchange copies, and its last completion.
+    """What an exchange copies, and its last completion."""
 
-    Attributes:
-        sources: rows of other ranks' slots.
-        done: the mark of the last time, to be reused.
-    """
-
-    sources: Sequence[Tensor]
-    done: UnderWay | None = None
+    sources: Sequence[Tensor]  # rows of other ranks' slots
+    done: UnderWay | None = None  # the mark of the last time, to be reused
 
 
 Slots = SentSlots | PulledSlots  # of one call
@@ -280,11 +258,7 @@ OVER = Over()
 
 
 class OneQueue:
-    """The queue of a call on CPU, or without overlap: work runs in the order it is queued.
-
-    Args:
-        where: the call runs.
-    """
+    """The queue of a call on CPU, or without overlap: work runs in the order it is queued."""
 
     stream = None
 
@@ -300,16 +274,8 @@ class OneQueue:
 
 
 class Queues:
-    """The queues of a call on a GPU: the caller's stream, and named ones, reused by every call.
-
-    Args:
-        device: of the call.
-        streams: by name; missing ones are added.
-
-    Attributes:
-        where: the call runs.
-        stream: the current one.
-    """
+    """The queues of a call on a GPU: the caller's stream, and named ones, reused by every call;
+    missing ones are added. `stream` is the current one."""
 
     def __init__(self, device: torch.device, streams: dict[Hashable, torch.cuda.Stream]) -> None:
         self._caller = self.stream = torch.cuda.current_stream(device)

@@ -188,11 +188,7 @@ def communicator_of(
 ) -> Communicator:
     """The communicator of a context-parallel group; made at first use by all its ranks together.
 
-    Args:
-        group: the context-parallel group.
-        config: `nodes` pretends nodes (otherwise ranks exchange their node's name);
-            `transfer`, `nccl_ctas` and `overlap` set how data moves.
-        flat: whether to treat all ranks as one row, whatever their nodes.
+    `flat`: whether to treat all ranks as one row, whatever their nodes.
 
     Raises:
         BurstError: if the nodes do not fit.

@@ -33,18 +33,8 @@ _WHO = "burst attention"
 def documents_of(
     cache: Latest, sample: Sample, sizes: tuple[int, int], layout: str, like: Tensor
 ) -> "Documents":
-    """The documents of a sample, built once for all layers, which pass the same boundaries.
-
-    Args:
-        cache: of the group.
-        sample: from the caller.
-        sizes: tokens on a rank, and ranks.
-        layout: how tokens are sharded.
-        like: a tensor on the device to use, with its current stream.
-
-    Raises:
-        BurstError: if boundaries that are on the CPU are invalid.
-    """
+    """The documents of a sample, built once for all layers, which pass the same boundaries, on the
+    device of a tensor and its current stream; other arguments and errors as of `Documents`."""
     # by stream too: tensors are ready, and their memory safe to use, on the stream that made them
     key = *map(identity, sample), sizes, layout, Where.of(like)
     found = cache.recent(key)

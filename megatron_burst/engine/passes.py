@@ -82,11 +82,8 @@ class Passes:
         """Attention of this rank's queries over the keys of all ranks.
 
         Args:
-            q: [b, n, h, dqk].
-            k: [b, n, h_kv, dqk].
-            v: [b, n, h_kv, dv].
-            documents: of the sample, if the mask has documents.
-            begin, sink: as in `Executor.run`.
+            q, k, v: [b, n, h, dqk], [b, n, h_kv, dqk] and [b, n, h_kv, dv].
+            documents, begin, sink: as in `Executor.run`.
 
         Returns:
             out [b, n, h, dv] in q's dtype or the accumulation dtype, lse [b, h, n] in the
@@ -115,8 +112,7 @@ class Passes:
 
         Args:
             left: what forward saved.
-            out: [b, n, h, dv].
-            dout: [b, n, h, dv].
+            out, dout: [b, n, h, dv].
             documents, begin: as in forward.
         """
         executor, side = self.backward_executor, {"dout": dout, "out": out}

@@ -94,10 +94,7 @@ def resolved(
 
     Args:
         burst: the model's, from `for_calls`.
-        config: the layer's.
-        layer_number: as in Megatron.
-        query: [s_local, b, h, d_qk], input of the layer's attention.
-        value: [s_local, b, h_kv, d_v].
+        query, value: [s_local, b, h, d_qk] and [s_local, b, h_kv, d_v], of the layer's attention.
         half_saves: share of recomputation saved by keeping half; 0 if unsupported.
     """
     if burst.keep != "auto" and burst.keep_layers is None:

@@ -109,12 +109,7 @@ class LaterHalf:
 
 class Moving:
     """Rows that move between ranks: their memory first, so that nothing else can fail in `run`,
-    which is collective.
-
-    Args:
-        moves: of all ranks.
-        carrier: sends rows between any two of them.
-        targets: [b, n, ...]; rows that are sent to this rank are filled.
+    which is collective. Rows of the targets [b, n, ...] that are sent to this rank are filled.
     """
 
     def __init__(self, moves: Sequence[Move], carrier: Carrier, targets: Sequence[Tensor]) -> None:
@@ -152,12 +147,8 @@ def keep_of(
     the choices made.
 
     Args:
-        call: the call.
-        opened: how it runs, without the choices made.
-        spec: how it runs.
-        carrier: of its group.
+        opened, spec: how the call runs, without the choices made and with them.
         passes_of: makes the passes of another spec.
-        marks: of the call.
     """
     config, device, policy, said = call.config, call.devices[0], None, []
     patch_checkpoints()
