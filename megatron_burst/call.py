@@ -101,12 +101,7 @@ class Call:
         return facts
 
     def spec(self, topology: Topology, kernel: Kernel) -> Spec:
-        """How the call runs, as far as its options say; choices that they leave open are None.
-
-        Args:
-            topology: of the group.
-            kernel: that computes the tiles.
-        """
+        """How the call runs, as far as its options say; choices that they leave open are None."""
         return spec_of(self.config, topology, self.shape, Layout(self.layout), self.mask, kernel)
 
     def check(self, cp_size: int) -> None:
@@ -201,12 +196,9 @@ def given_in(
     not all say the longest."""
     if cu_seqlens is slices is padded is longest is parents is None:
         return ()
-    given = {
-        "cu_seqlens": cu_seqlens, "cu_seqlens_padded": padded,
-        "max_seqlen": longest if cu_seqlens is None else None, "prefix_tree": parents,
-        "slices": slices,
-    }  # fmt: skip
-    return tuple(name for name, x in given.items() if x is not None)
+    names = "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "prefix_tree", "slices"
+    given = cu_seqlens, padded, longest if cu_seqlens is None else None, parents, slices
+    return tuple(name for name, x in zip(names, given, strict=True) if x is not None)
 
 
 def key_of(

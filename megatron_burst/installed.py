@@ -66,25 +66,16 @@ def version_of(package: str) -> str:
 
 
 def _needs(found: Megatron | None):
-    yield (
-        found,
-        "megatron.core must be importable, because burst patches it",
-        "none on sys.path",
-        _INSTALL,
-    )
-    yield (
-        minor(found.version) >= FIRST,
-        f"Megatron-Core must be {FIRST[0]}.{FIRST[1]} or newer, because older ones lack "
-        "functions that burst patches",
-        str(found),
-        _INSTALL,
-    )
-    yield (
-        found.training is None or found.training.resolve() == found.folder.resolve(),
-        "megatron.core and megatron.training must come from the same release",
-        f"{found.folder} and {found.training}",
-        "put one of them first on PYTHONPATH",
-    )
+    must = "megatron.core must be importable, because burst patches it"
+    yield found, must, "none on sys.path", _INSTALL
+    yield from (
+        (minor(found.version) >= FIRST,
+         f"Megatron-Core must be {FIRST[0]}.{FIRST[1]} or newer, because older ones lack "
+         "functions that burst patches", str(found), _INSTALL),
+        (found.training is None or found.training.resolve() == found.folder.resolve(),
+         "megatron.core and megatron.training must come from the same release",
+         f"{found.folder} and {found.training}", "put one of them first on PYTHONPATH"),
+    )  # fmt: skip
 
 
 def _place_of(package: str) -> Path | None:

@@ -281,23 +281,27 @@ class BurstForward:
             causal = not sees_later(slices)
         window = window_of_layer(self.layer_config, self.layer_number, causal)
         is_told = slices is not None or packed.is_packed(packed_seq_params)
-        mask = Mask(*window_of(window, causal), is_told)
+        config = self._resolved(query, key, value, window, causal, is_told)
         out = burst_attention(
             query, key, value, group=group, causal=causal, window=window, sink=sink,
-            softmax_scale=self.softmax_scale, config=self._resolved(query, key, value, mask),
-            layer=self.layer_number, **packed.sample_of(packed_seq_params, group.size()),
+            softmax_scale=self.softmax_scale, config=config, layer=self.layer_number,
+            **packed.sample_of(packed_seq_params, group.size()),
         )  # fmt: skip
         return out.flatten(-2)
 
-    def _resolved(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> BurstConfig:
+    def _resolved(self, query: Tensor, key: Tensor, value: Tensor, *mask) -> BurstConfig:
         """Options of this layer's calls, with `keep` resolved."""
         if query.dim() == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        saves = self._half_saves(query, key, value, mask) if self.config.keep == "auto" else 0.0
+        saves = self._half_saves(query, key, value, *mask) if self.config.keep == "auto" else 0.0
         return resolved(self.config, self.layer_config, self.layer_number, query, value, saves)
 
-    def _half_saves(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> float:
-        """Share of recomputation that keeping half saves."""
+    def _half_saves(
+        self, query: Tensor, key: Tensor, value: Tensor, window, causal: bool, is_told: bool
+    ) -> float:
+        """Share of recomputation that keeping half saves; `is_told`: documents or slices come with
+        the call."""
+        mask = Mask(*window_of(window, causal), is_told)
         shapes = [x.transpose(0, 1).shape for x in (query, key, value)]
         shape, kernel = attention_shape(shapes, query.dtype), Kernel(device=query.device.type)
         spec = spec_of(self.config, self.topology, shape, Layout.ZIGZAG, mask, kernel)

@@ -157,11 +157,8 @@ def _longest(max_seqlen: int | Tensor | None) -> int | None:
 
 def keys_are_alike(params: PackedSeqParams) -> bool:
     """Whether keys have the boundaries of the queries."""
-    pairs = (
-        (params.cu_seqlens_q, params.cu_seqlens_kv),
-        (params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded),
-    )
-    return all(_alike(q, kv) for q, kv in pairs)
+    real = _alike(params.cu_seqlens_q, params.cu_seqlens_kv)
+    return real and _alike(params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded)
 
 
 def _alike(q: Tensor | None, kv: Tensor | None) -> bool:
