@@ -18,12 +18,11 @@ from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.group import Group, state_of
 from megatron_burst.comm.pass_log import Kind, Marks, Pass
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.passes import Passes
+from megatron_burst.engine.passes import Passes, recording
 from megatron_burst.engine.watch import range_of_pass
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import choose_backend, kernel_of
 from megatron_burst.kernels.partial import row_delta, sink_grad
-from megatron_burst.recompute.keeping import recording
 from megatron_burst.resolve import resolve
 from megatron_burst.say import Choice, say
 from megatron_burst.schedule.spec import Direction, Spec

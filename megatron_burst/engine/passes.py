@@ -1,6 +1,7 @@
 """The two passes of a call that autograd sees, and their programs."""
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,16 @@ from megatron_burst.schedule.spec import Direction, Dtype, Spec
 
 if TYPE_CHECKING:  # most runs have none
     from megatron_burst.engine.documents import Documents
+
+# Checkpoints' frames that run in this thread, outermost first, like a call stack; None while an
+# attention function is being recorded. `recompute.keeping` sets it.
+FRAMES: ContextVar[tuple[Any, ...] | None] = ContextVar("megatron_burst_frames", default=())
+
+
+def recording() -> bool:
+    """Whether an attention function is being recorded: what its graph saves besides inputs and
+    outputs takes memory until recomputation."""
+    return FRAMES.get() is None
 
 
 def lean(x: Tensor, *others: Tensor) -> Tensor:

@@ -8,13 +8,14 @@ micro-batches are in flight and however a step ends.
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from contextvars import Token
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from megatron_burst.comm.pass_log import Marks
+from megatron_burst.engine.passes import FRAMES
 from megatron_burst.errors import BurstError
 
 WHO = "burst keep"
@@ -37,13 +38,13 @@ class Frame[T]:
     def __enter__(self) -> "Frame[T]":
         run = RunningFrame(self, recomputes=self._has_run)
         self._has_run = True
-        self._tokens.append(_RUNNING.set((*running(), run)))
+        self._tokens.append(FRAMES.set((*running(), run)))
         return self
 
     def __exit__(self, *_) -> None:
         if running()[-1].recomputes:
             self._kept.clear()  # also if it failed or stopped early
-        _RUNNING.reset(self._tokens.pop())
+        FRAMES.reset(self._tokens.pop())
 
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, entering this frame whenever it is called."""
@@ -82,32 +83,19 @@ class RunningFrame[T]:
         return self.frame._kept.pop(self.place, None)
 
 
-# Frames that run in this thread, outermost first, like a call stack. None while an attention
-# function is being recorded.
-_RUNNING: ContextVar[tuple[RunningFrame, ...] | None] = ContextVar(
-    "megatron_burst_frames", default=()
-)
-
-
 def running() -> tuple[RunningFrame, ...]:
     """The frames whose functions run in this thread right now, outermost first."""
-    return _RUNNING.get() or ()
-
-
-def recording() -> bool:
-    """Whether an attention function is being recorded: what its graph saves besides inputs and
-    outputs takes memory until recomputation."""
-    return _RUNNING.get() is None
+    return FRAMES.get() or ()
 
 
 @contextmanager
 def without_frames():
     """Context that hides running frames from the attention function being recorded."""
-    token = _RUNNING.set(None)
+    token = FRAMES.set(None)
     try:
         yield
     finally:
-        _RUNNING.reset(token)
+        FRAMES.reset(token)
 
 
 class Watch:
