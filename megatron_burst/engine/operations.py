@@ -307,14 +307,14 @@ def attend(binder: Binder, op: ops.Attend) -> Bound:
 def attend_backward(binder: Binder, op: ops.AttendBackward) -> Bound:
     sides, kv = first_of(binder, op.sides), part(binder, op.kv)
     dq, dkv = part(binder, op.dq), part(binder, op.dkv)
-    made = [is_made(binder, ref) for ref in (op.dq, op.dkv)]
+    dq_made, dkv_made = is_made(binder, op.dq), is_made(binder, op.dkv)
     sees, more = visible(binder, op), branches(op)
 
     def bound(run: Run) -> None:
         fields, keys, into = sides(run), kv(run), None
         backend, scale = run.executor.backend, run.executor.scale
         deterministic = run.executor.deterministic
-        if any(of(run) for of in made):
+        if dq_made(run) or dkv_made(run):
             of_keys = dkv(run)
             into = dq(run)["dq"], of_keys["dk"], of_keys["dv"]
         side = QuerySide(*map(fields.get, ("q", "dout", "lse", "delta", "out")))

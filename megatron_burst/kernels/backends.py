@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -110,8 +110,7 @@ class Capability:
         return self.max_dim_on.get(arch, self.max_dim)
 
 
-@dataclass(frozen=True, slots=True)
-class QuerySide:
+class QuerySide(NamedTuple):
     """Everything that belongs to query rows in backward; either delta or the output."""
 
     q: Tensor  # [b, n, h, dqk]

@@ -1,7 +1,6 @@
 """Plain torch attention in blocks of query rows: any device, any dtype; the oracle in float64."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -51,7 +50,7 @@ class Reference:
     def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
         dtype, heads_kv = accumulate_dtype(side.q.dtype), k.shape[2]
         if side.delta is None:
-            side = replace(side, delta=row_delta(side.dout, side.out))
+            side = side._replace(delta=row_delta(side.dout, side.out))
         k, v = k.to(dtype), v.to(dtype)
         dq = torch.empty(side.q.shape, dtype=dtype, device=k.device)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
