@@ -147,10 +147,14 @@ def burst_attention(
         prepared = state.resolved[key or call] = _prepare(call, group, state)
     if qkv_format == "thd":
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
-    sizes, documents = (q.shape[1], group.size()), None
-    if asked.given:
-        documents = _documents(state, sample, causal, sizes, layout, q)
+    documents = None
+    try:
+        q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
+        if asked.given:
+            sizes = q.shape[1], group.size()
+            documents = _documents(state, sample, causal, sizes, layout, q)
+    except Exception as error:  # out of memory too: a rank must not skip a pass without a word
+        state.refuse(error)
     run = partial(_attend, prepared=prepared, documents=documents, layer=layer)
     tensors = (q, k, v) if sink is None else (q, k, v, sink)
     out, lse = prepared.keep(run, tensors) if prepared.keep else run(*tensors)
@@ -184,8 +188,8 @@ def _prepare(call: Call, group: dist.ProcessGroup, state: Group) -> Prepared:
     try:
         call.check(group.size())
         prepared, choices = _choose(call, group, state)
-    except BurstError as error:
-        if not is_new:
+    except Exception as error:
+        if not (is_new and isinstance(error, BurstError)):  # which all ranks raise
             state.refuse(error, words)
         raise
     told = replace(configuration, gradients=True), tuple(choice.value for choice in choices)
@@ -247,19 +251,16 @@ def _named(what: str, choice: Choice) -> Choice:
 def _documents(
     state: Group, sample: Sample, causal: bool, sizes: tuple[int, int], layout: str, like: Tensor
 ) -> Any:
-    """The documents of a sample, or its slices; tells the other ranks if they are refused.
+    """The documents of a sample, or its slices.
 
     Raises:
-        BurstError: if they are.
+        BurstError: if they are refused.
     """
-    try:
-        if sample.slices is None:
-            return documents_of(state.samples, sample, sizes, layout, like)
-        from megatron_burst.engine.slices import slices_of  # most runs never load it
+    if sample.slices is None:
+        return documents_of(state.samples, sample, sizes, layout, like)
+    from megatron_burst.engine.slices import slices_of  # most runs never load it
 
-        return slices_of(state, sample, causal, sizes, layout, like)
-    except BurstError as error:
-        state.refuse(error)
+    return slices_of(state, sample, causal, sizes, layout, like)
 
 
 def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
