@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.call import brief, is_dense
 from megatron_burst.comm.group import announce
 from megatron_burst.comm.watch import TP
 from megatron_burst.errors import BurstError, DisagreementError, Need, unmet
@@ -77,8 +78,8 @@ def checked_rows(
 def _kinds(given: Given) -> Iterator[Need]:
     for name, x in given.tensors.items():
         yield (
-            isinstance(x, Tensor), f"{name} must be a tensor, because nothing is converted "
-            "silently", type(x).__name__, "make it one",
+            is_dense(x), f"{name} must be a dense tensor with data, because nothing is converted "
+            "silently", brief(x), "make it one, of a DTensor to_local()",
         )  # fmt: skip
     yield (
         isinstance(given.supervised, SupervisedCount | None), "supervised must be a count on its "
