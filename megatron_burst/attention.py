@@ -341,6 +341,12 @@ def _fit(shape: torch.Size, strides: tuple[int, ...], itemsize: int, boundary: i
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if group is None and is_alone():
         return alone()
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    if group not in (None, outside) and not isinstance(group, dist.ProcessGroup):
+        raise BurstError(
+            f"{_WHO}: group must be a process group, because ranks send each other their shards in "
+            f"it; got a {type(group).__name__}; pass a ProcessGroup, of a DeviceMesh get_group()"
+        )
     if not dist.is_initialized():
         raise BurstError(
             f"{_WHO}: torch.distributed must be initialised, because the sequence is sharded "
@@ -348,11 +354,6 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "processes; call init_process_group"
         )
     group = group or dist.group.WORLD
-    if group is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, dist.ProcessGroup):
-        raise BurstError(
-            f"{_WHO}: group must be a process group, because ranks send each other their shards in "
-            f"it; got a {type(group).__name__}; pass a ProcessGroup, of a DeviceMesh get_group()"
-        )
     if dist.get_rank(group) < 0:
         raise BurstError(
             f"{_WHO}: the calling rank must belong to the group, because each rank passes its "
