@@ -84,7 +84,8 @@ def burst_attention(
         cu_seqlens: int32 or int64 [documents + 1], for one packed sample with batch size 1: 0, then
             the end of each document in the whole sample. Queries attend to keys of their own
             document only; rows after the last document attend to nothing and get zeros. Tensors on
-            the CPU are checked immediately, tensors on a GPU in backward, without synchronizing.
+            the CPU are checked immediately, tensors on a GPU in backward, without synchronizing;
+            on a GPU, writes that torch does not count (`.data`, DLPack) are not noticed.
         cu_seqlens_padded: the same, including each document's padding, which is at its end and gets
             zeros; `cu_seqlens` then has the lengths without padding.
         max_seqlen: number of tokens of the longest document, or more. None computes it, which
