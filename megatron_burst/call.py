@@ -264,13 +264,16 @@ def call_of(tensors: Sequence[Tensor], asked: Asked, sink: Tensor | None = None)
 # ---- kinds of arguments -----------------------------------------------------------------------
 
 
-def is_dense(x: object) -> bool:
-    """Whether it is a tensor whose data are here, in rows: not sparse, nested, meta or a DTensor
-    (which has `to_local`)."""
+def is_strided(x: object) -> bool:
+    """Whether it is a tensor in rows: not sparse, nested or a DTensor (which has `to_local`)."""
     if not isinstance(x, Tensor):
         return False
-    elsewhere = x.is_nested or x.is_meta or hasattr(x, "to_local")
-    return x.layout is torch.strided and not elsewhere
+    return x.layout is torch.strided and not (x.is_nested or hasattr(x, "to_local"))
+
+
+def is_dense(x: object) -> bool:
+    """Whether it is such a tensor with data."""
+    return is_strided(x) and not x.is_meta
 
 
 def _is_sink(x: object) -> bool:

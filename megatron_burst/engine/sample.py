@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_burst.call import brief, is_dense
+from megatron_burst.call import brief, is_strided
 from megatron_burst.errors import Need
 from megatron_burst.schedule.layout import Layout
 
@@ -47,8 +47,8 @@ def identity(x: object) -> Hashable:
 
 
 def holds_whole(x: object) -> bool:
-    """Whether it is a dense tensor of int32 or int64."""
-    return is_dense(x) and x.dtype in _WHOLE
+    """Whether it is a tensor of int32 or int64 in rows."""
+    return is_strided(x) and x.dtype in _WHOLE
 
 
 def _counts(x: object) -> bool:
@@ -60,7 +60,7 @@ def kind_of(x: object) -> str:
     """What it is, where a tensor of whole numbers is needed."""
     if not isinstance(x, Tensor):
         return type(x).__name__
-    return f"{x.dtype} of shape {tuple(x.shape)}" if is_dense(x) else brief(x)
+    return f"{x.dtype} of shape {tuple(x.shape)}" if is_strided(x) else brief(x)
 
 
 def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
