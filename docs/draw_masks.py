@@ -48,7 +48,7 @@ def main() -> None:
         above.set_title(name, fontsize=12)
         above.set_xlabel("key")
         above.set_ylabel("query")
-        work = np.array(work_of_ranks(made, RANKS, Layout.ZIGZAG)) / 1000
+        work = np.array(work_of_ranks(made, RANKS, Layout.ZIGZAG, TOKENS)) / 1000
         below.barh([f"rank {rank}" for rank in range(RANKS)], work, color=COLORS)
         below.axvline(work.mean(), color="black", lw=1, ls="--")
         below.invert_yaxis()

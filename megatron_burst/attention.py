@@ -81,7 +81,8 @@ def burst_attention(
         cu_seqlens: int32 or int64 [documents + 1], for one packed sample with batch size 1: 0, then
             the end of each document in the whole sample. Queries attend to keys of their own
             document only; rows after the last document attend to nothing and get zeros. Tensors on
-            the CPU are checked immediately, tensors on a GPU in backward, without synchronizing.
+            the CPU are checked immediately, tensors on a GPU in backward, without synchronizing;
+            on a GPU, writes that torch does not count (`.data`, DLPack) are not noticed.
         cu_seqlens_padded: the same, including each document's padding, which is at its end and gets
             zeros; `cu_seqlens` then has the lengths without padding.
         max_seqlen: number of tokens of the longest document, or more. None computes it, which
@@ -144,10 +145,14 @@ def burst_attention(
         passes = state.resolved[key or call] = _prepare(call, group, state)
     if qkv_format == "thd":
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
-    sizes, documents = (q.shape[1], group.size()), None
-    if given:
-        documents = _documents(state, sample, causal, sizes, layout, q)
+    documents = None
+    try:
+        q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
+        if given:
+            sizes = q.shape[1], group.size()
+            documents = _documents(state, sample, causal, sizes, layout, q)
+    except Exception as error:  # out of memory too: a rank must not skip a pass without a word
+        state.refuse(error)
     run = partial(_attend, passes=passes, documents=documents, layer=layer)
     tensors = (q, k, v) if sink is None else (q, k, v, sink)
     out, lse = passes.keep(run, tensors) if passes.keep else run(*tensors)
@@ -172,8 +177,8 @@ def _prepare(call: Call, group: dist.ProcessGroup, state: Group) -> Passes:
     try:
         call.check(group.size())
         passes, choices = _choose(call, group, state)
-    except BurstError as error:
-        if not is_new:
+    except Exception as error:
+        if not (is_new and isinstance(error, BurstError)):  # which all ranks raise
             state.refuse(error, words)
         raise
     told = replace(configuration, gradients=True), tuple(choice.value for choice in choices)
@@ -235,24 +240,21 @@ def _named(what: str, choice: Choice) -> Choice:
 def _documents(
     state: Group, given: tuple, causal: bool, sizes: tuple[int, int], layout: str, like: Tensor
 ) -> Any:
-    """The documents of a sample, or its slices; tells the other ranks if they are refused.
+    """The documents of a sample, or its slices.
 
     Raises:
-        BurstError: if they are.
+        BurstError: if they are refused.
     """
     # most runs never load these
     from megatron_burst.engine.documents import documents_of
     from megatron_burst.engine.sample import Sample
 
     sample = Sample(*given)
-    try:
-        if sample.slices is None:
-            return documents_of(state.samples, sample, sizes, layout, like)
-        from megatron_burst.engine.slices import slices_of
+    if sample.slices is None:
+        return documents_of(state.samples, sample, sizes, layout, like)
+    from megatron_burst.engine.slices import slices_of
 
-        return slices_of(state, sample, causal, sizes, layout, like)
-    except BurstError as error:
-        state.refuse(error)
+    return slices_of(state, sample, causal, sizes, layout, like)
 
 
 def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -333,6 +335,12 @@ def _fit(shape: torch.Size, strides: tuple[int, ...], itemsize: int, boundary: i
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if group is None and is_alone():
         return alone()
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    if group not in (None, outside) and not isinstance(group, dist.ProcessGroup):
+        raise BurstError(
+            f"{_WHO}: group must be a process group, because ranks send each other their shards in "
+            f"it; got a {type(group).__name__}; pass a ProcessGroup, of a DeviceMesh get_group()"
+        )
     if not dist.is_initialized():
         raise BurstError(
             f"{_WHO}: torch.distributed must be initialised, because the sequence is sharded "
@@ -340,11 +348,6 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "processes; call init_process_group"
         )
     group = group or dist.group.WORLD
-    if group is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, dist.ProcessGroup):
-        raise BurstError(
-            f"{_WHO}: group must be a process group, because ranks send each other their shards in "
-            f"it; got a {type(group).__name__}; pass a ProcessGroup, of a DeviceMesh get_group()"
-        )
     if dist.get_rank(group) < 0:
         raise BurstError(
             f"{_WHO}: the calling rank must belong to the group, because each rank passes its "

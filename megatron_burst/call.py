@@ -183,7 +183,7 @@ def window_of(
     Raises:
         BurstError: if it is not a pair of numbers of positions.
     """
-    require(_WHO, () if _is_window(window) else [_need_of("window", _text(window))])
+    require(_WHO, () if _is_window(window) else [_need_of("window", brief(window))])
     bounds = (None, None) if window is None else window
     left, right = (None if bound in (None, -1) else int(bound) for bound in bounds)
     return left, 0 if causal else right
@@ -241,9 +241,9 @@ def call_of(tensors: Sequence[Tensor], asked: Asked, sink: Tensor | None = None)
     """
     names = *"qkv", "sink", *Asked._fields
     given = zip(names, (*tensors, sink, *asked), strict=True)
-    wrong = tuple((name, _text(x)) for name, x in given if not _KINDS[name].holds(x))
+    wrong = tuple((name, brief(x)) for name, x in given if not _KINDS[name].holds(x))
     if wrong:
-        tensors = [x if _is_dense(x) else torch.empty(0) for x in tensors]
+        tensors = [x if is_dense(x) else torch.empty(0) for x in tensors]
         usual, sink = Asked._field_defaults, sink if _is_sink(sink) else None
         asked = asked._replace(**{name: usual[name] for name, _ in wrong if name in usual})
     added = (1,) if asked.qkv_format == "thd" else ()
@@ -269,14 +269,20 @@ def call_of(tensors: Sequence[Tensor], asked: Asked, sink: Tensor | None = None)
 # ---- kinds of arguments -----------------------------------------------------------------------
 
 
-def _is_dense(x: object) -> bool:
+def is_strided(x: object) -> bool:
+    """Whether it is a tensor in rows: not sparse, nested or a DTensor (which has `to_local`)."""
     if not isinstance(x, Tensor):
         return False
-    return x.layout is torch.strided and not (x.is_nested or x.is_meta)
+    return x.layout is torch.strided and not (x.is_nested or hasattr(x, "to_local"))
+
+
+def is_dense(x: object) -> bool:
+    """Whether it is such a tensor with data."""
+    return is_strided(x) and not x.is_meta
 
 
 def _is_sink(x: object) -> bool:
-    return x is None or _is_dense(x)
+    return x is None or is_dense(x)
 
 
 def _is_whole(x: object) -> bool:
@@ -298,7 +304,9 @@ class _Kind(NamedTuple):
 
 
 _TENSOR = _Kind(
-    _is_dense, "must be a dense tensor with data, because kernels read its rows", "pass one"
+    is_dense,
+    "must be a dense tensor with data, because kernels read its rows",
+    "pass one, of a DTensor to_local()",
 )
 _SWITCH = _Kind(
     lambda x: isinstance(x, bool),
@@ -340,7 +348,7 @@ def _need_of(name: str, got: str) -> Need:
     return False, f"{name} {_KINDS[name].must}", got, _KINDS[name].change
 
 
-def _text(x: object) -> str:
+def brief(x: object) -> str:
     """What an argument is, in one short line."""
     if isinstance(x, Tensor):
         return f"a {'nested ' * x.is_nested}{type(x).__name__} ({x.layout}, {x.device.type})"

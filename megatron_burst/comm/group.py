@@ -212,14 +212,19 @@ class Group:
             self.refuse(BurstError(problem))
         return False
 
-    def refuse(self, error: BurstError, terms: Mapping[str, str] | None = None) -> NoReturn:
-        """Refuse a call whose terms ranks have agreed on: others may be in it, and are told.
+    def refuse(self, error: Exception, terms: Mapping[str, str] | None = None) -> NoReturn:
+        """Give up a call whose terms ranks have agreed on, before its pass: others may be in it,
+        and are told.
 
         Raises:
-            DisagreementError: if others make the call and stamps are waited for.
-            BurstError: otherwise, this error.
+            DisagreementError: if others make the call that this rank refuses, and stamps are waited
+                for.
+            Exception: otherwise, this error.
         """
-        if not isinstance(error, DisagreementError):  # which all ranks raise
+        if not isinstance(error, BurstError):
+            if self.log:
+                self.log.fail(error)
+        elif not isinstance(error, DisagreementError):  # which all ranks raise
             marks = Marks.of(self.log, terms or {})
             replace(marks, terms={**marks.terms, PROBLEM: str(error)}).begin(Kind.REFUSAL)
         raise error

@@ -123,21 +123,13 @@ class Documents:
             starts, padded = self._host
             sizes = self._tokens, self._cp_size, self._sample.longest
             require(self._who, of_values(starts, padded, self._layout, sizes))
-            self._doubt(int((starts if padded is None else padded)[-1]))
+            end = int((starts if padded is None else padded)[-1])
+            doubt_end("cu_seqlens", end, self._tokens, self._cp_size, self._who)
             text = f"{starts.tolist()} {padded.tolist() if padded is not None else ''}"
             self._told = {"cu_seqlens": told_briefly(text, len(starts) - 1)}
             if self._parents is not None:
                 self._told["prefix_tree"] = told_briefly(f"{self._parents}", len(starts) - 1)
         return self._told
-
-    def _doubt(self, end: int) -> None:
-        """Warn of boundaries that seem to be those of a shard."""
-        if self._cp_size > 1 and end * self._cp_size == self._tokens and is_first():
-            say_once(
-                f"{self._who}: warning: cu_seqlens ends at {end}, the number of tokens of one "
-                f"rank, so the sample's other {self._tokens - end} tokens attend to nothing; if "
-                "they are not padding, pass boundaries of the whole sample"
-            )
 
     def branches(self, q: Places, keys: Places, unit: int = 1) -> tuple[Branch, ...]:
         """What queries at positions `q` see of ancestors at `keys`; nothing without a tree."""
@@ -306,6 +298,16 @@ def told_briefly(text: str, count: int, what: str = "documents") -> str:
     """A list of numbers, shortened, with a digest that tells it from others."""
     digest = blake2b(text.encode(), digest_size=8).hexdigest()
     return f"{text if count < 10 else f'{text[:40]} ... of {count} {what}'} ({digest})"
+
+
+def doubt_end(what: str, end: int, tokens: int, cp_size: int, who: str = _WHO) -> None:
+    """Warn of boundaries or slices (`what`) that end where a shard does, not the sample."""
+    if cp_size > 1 and end * cp_size == tokens and is_first():
+        say_once(
+            f"{who}: warning: {what} ends at {end}, the number of tokens of one rank, so the "
+            f"sample's other {tokens - end} tokens attend to nothing; if they are not padding, "
+            f"pass {what} of the whole sample"
+        )
 
 
 def _to_host(x: Tensor, device: torch.device) -> Tensor:

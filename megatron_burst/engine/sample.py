@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_burst.call import brief, is_strided
 from megatron_burst.errors import Need
 from megatron_burst.schedule.layout import Layout
 
@@ -32,16 +33,27 @@ def identity(x: object) -> Hashable:
     it would synchronize; if it has none, as in inference mode, it is new in each call.
     """
     if not isinstance(x, Tensor):
-        return repr(x)
-    if x.device.type == "cpu" and x.layout == torch.strided and x.dtype in _WHOLE:
+        return repr(list(x) if isinstance(x, Sequence) else x)
+    if x.device.type == "cpu" and holds_whole(x):
         return x.dtype, x.shape, x.numpy().tobytes()
     return object() if x.is_inference() else (id(x), x._version)
 
 
+def holds_whole(x: object) -> bool:
+    """Whether it is a tensor of int32 or int64 in rows."""
+    return is_strided(x) and x.dtype in _WHOLE
+
+
 def _counts(x: object) -> bool:
-    """Whether it is a tensor of whole numbers with one axis."""
-    is_list = isinstance(x, Tensor) and x.layout == torch.strided and x.dim() == 1
-    return is_list and x.dtype in _WHOLE
+    """Whether it is such a tensor with one axis."""
+    return holds_whole(x) and x.dim() == 1
+
+
+def kind_of(x: object) -> str:
+    """What it is, where a tensor of whole numbers is needed."""
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return f"{x.dtype} of shape {tuple(x.shape)}" if is_strided(x) else brief(x)
 
 
 def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
@@ -57,7 +69,7 @@ def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
         yield (
             _counts(x),
             f"{name} must be a tensor of int32 or int64 with one axis, because it counts tokens",
-            f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__,
+            kind_of(x),
             "pass such a tensor",
         )
         yield from (
@@ -126,8 +138,7 @@ def of_parents(sample: Sample) -> Iterator[Need]:
     named = f"{kind}, because it names each segment's parent"
     yield isinstance(parents, Sequence | Tensor), named, type(parents).__name__, "pass one"
     if isinstance(parents, Tensor):
-        got = f"{parents.dtype} of shape {tuple(parents.shape)}"
-        yield _counts(parents), named, got, "pass one"
+        yield _counts(parents), named, kind_of(parents), "pass one"
         yield (
             parents.device.type == "cpu",
             f"{kind}, because its depth decides the number of kernel calls",

@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron_burst.comm.alone import is_first
 from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.group import Group
-from megatron_burst.engine.documents import Documents, documents_of, told_briefly
-from megatron_burst.engine.sample import Sample, identity
+from megatron_burst.engine.documents import Documents, documents_of, doubt_end, told_briefly
+from megatron_burst.engine.sample import Sample, holds_whole, identity, kind_of
 from megatron_burst.engine.slice_calls import CAUSAL, INVERSE, Calls, calls_of
 from megatron_burst.errors import Need, require
 from megatron_burst.kernels.backends import Backend
@@ -84,6 +84,7 @@ class Slices:
         self.known = {"slices": text} | (dict(documents.known or {}) if documents else {})
         self._slices, self._device, self._documents = slices, device, documents
         self._found: dict[tuple, Visible | Calls] = {}
+        doubt_end("slices", int(slices[:, 1].max()), self._tokens, sizes[1])
         if documents is not None:
             self.arranged, self.restored = documents.arranged, documents.restored
 
@@ -93,7 +94,7 @@ class Slices:
         cp_size, layout = self._shards
         if layout not in (Layout.ZIGZAG, Layout.CONTIGUOUS) or cp_size == 1:
             return "each rank computes its own rows"
-        work = work_of_ranks(torch.from_numpy(self._slices), cp_size, layout)
+        work = work_of_ranks(torch.from_numpy(self._slices), cp_size, layout, self._tokens)
         ratio = max(work) * len(work) / sum(work)
         return (
             f"the slowest rank computes {ratio:.2f} times the mean of (query, key) pairs; all the "
@@ -207,16 +208,14 @@ def _lanes(slices: np.ndarray) -> np.ndarray:
 
 def _of_kind(slices: object) -> Iterator[Need]:
     """Checks before anything is read."""
-    shaped = isinstance(slices, Tensor) and slices.dim() == 2 and slices.shape[1] == 5
-    whole = shaped and slices.dtype in (torch.int32, torch.int64) and len(slices) > 0
+    shaped = holds_whole(slices) and slices.dim() == 2 and slices.shape[1] == 5
     yield (
-        whole,
+        shaped and len(slices) > 0,
         "slices must be a tensor of int32 or int64 [slices, 5], at least one: where queries begin "
         "and end, where keys begin and end, and the kind",
-        f"{slices.dtype} {tuple(slices.shape)}" if isinstance(slices, Tensor) else
-        type(slices).__name__,
+        kind_of(slices),
         "pass such a tensor",
-    )  # fmt: skip
+    )
     yield (
         slices.device.type == "cpu",
         "slices must be on the CPU, because they decide what kernels are given",
@@ -268,7 +267,7 @@ def _of_values(slices: np.ndarray, tokens: int, causal: bool) -> Iterator[Need]:
     )
 
 
-def work_of_ranks(slices: Tensor, cp_size: int, layout: Layout) -> list[int]:
+def work_of_ranks(slices: Tensor, cp_size: int, layout: Layout, tokens: int) -> list[int]:
     """(query, key) pairs that each rank computes where its own rows are computed, as in rings and
     gathers; an all-to-all gives all ranks the same.
 
@@ -276,9 +275,9 @@ def work_of_ranks(slices: Tensor, cp_size: int, layout: Layout) -> list[int]:
         slices: valid ones, on the CPU.
         cp_size: ranks.
         layout: zigzag or contiguous.
+        tokens: of the sample.
     """
     q_start, q_stop, k_start, k_stop, kind = slices.numpy().astype(np.int64).T
-    tokens = 2 * cp_size * -(-int(q_stop.max()) // (2 * cp_size))
     # the pairs of a row are the sum of a constant and of a slope, from where a slice begins
     begin, end = _rows_where_before(slices.numpy(), slices.numpy(), q_start, q_stop)
     slope = (kind & CAUSAL > 0).astype(np.int64) - (kind & INVERSE > 0)
@@ -295,10 +294,13 @@ def work_of_ranks(slices: Tensor, cp_size: int, layout: Layout) -> list[int]:
 
 
 def sees_later(slices: Tensor) -> bool:
-    """Whether a query of some slice sees a later key; False for what `Slices` refuses."""
-    if not isinstance(slices, Tensor) or slices.dim() != 2 or slices.device.type != "cpu":
-        return False
-    return slices.shape[1] == 5 and bool(_ahead(slices.numpy()).any())
+    """Whether a query of some slice sees a later key.
+
+    Raises:
+        BurstError: if they are not slices.
+    """
+    require(_WHO, _of_kind(slices))
+    return bool(_ahead(slices.numpy()).any())
 
 
 def _ahead(slices: np.ndarray) -> np.ndarray:

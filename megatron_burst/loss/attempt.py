@@ -57,12 +57,7 @@ class Attempt:
         finally:
             self._failure = None  # its frames hold this, and tensors of the pass
         if failed:
-            raise DisagreementError(
-                f"{WHO}: a pass must succeed on every rank of a tensor-parallel group, because "
-                "each computes its part of every token's logits; got an exception on tp ranks "
-                f"{failed}; look at their output first, and to go on after such an error, catch "
-                "it on all ranks and repeat the step on all of them"
-            )
+            raise failed_elsewhere(failed)
 
     def _failed(self) -> list[int]:
         """The ranks that failed."""
@@ -70,3 +65,13 @@ class Attempt:
         flags[self._group.rank()] = self._failure is not None
         dist.all_reduce(flags, group=self._group)
         return flags.nonzero().flatten().tolist()
+
+
+def failed_elsewhere(ranks: list[int]) -> DisagreementError:
+    """The error of a rank when others failed."""
+    return DisagreementError(
+        f"{WHO}: a pass must succeed on every rank of a tensor-parallel group, because each "
+        f"computes its part of every token's logits; got an exception on tp ranks {ranks}; look at "
+        "their output first, and to go on after such an error, catch it on all ranks and repeat "
+        "the step on all of them"
+    )

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.comm.group import announce
+from megatron_burst.call import brief, is_dense
+from megatron_burst.comm.group import announce, telling
 from megatron_burst.comm.watch import TP
 from megatron_burst.errors import BurstError, DisagreementError, Need, unmet
+from megatron_burst.loss.attempt import failed_elsewhere
 from megatron_burst.loss.autograd import held_bytes
 from megatron_burst.loss.rows import (
     Rows,
@@ -67,8 +69,7 @@ def checked_rows(
         announce(tp.group, terms, WHO, problem, TP)
     if problem:
         raise BurstError(problem)
-    valid = valid_tokens(given.labels, given.loss_mask, options.ignore_index)
-    most, sound = _compared(given, valid, tp, options)
+    valid, most, sound = _compared(given, tp, options)
     shape = (tp.blocks, -1) if given.labels.numel() else (tp.blocks, 0)
     labels, mine = given.labels.reshape(shape).long(), tp.rank if tp.blocks > 1 else 0
     return Rows.of(labels, valid.view(shape), mine, most, sound)
@@ -77,8 +78,8 @@ def checked_rows(
 def _kinds(given: Given) -> Iterator[Need]:
     for name, x in given.tensors.items():
         yield (
-            isinstance(x, Tensor), f"{name} must be a tensor, because nothing is converted "
-            "silently", type(x).__name__, "make it one",
+            is_dense(x), f"{name} must be a dense tensor with data, because nothing is converted "
+            "silently", brief(x), "make it one, of a DTensor to_local()",
         )  # fmt: skip
     yield (
         isinstance(given.supervised, SupervisedCount | None), "supervised must be a count on its "
@@ -154,37 +155,64 @@ def _terms(given: Given, options: LossOptions, settings: Mapping) -> dict[str, s
 
 
 def _compared(
-    given: Given, valid: Tensor, tp: TensorParallel, options: LossOptions
-) -> tuple[int | None, Tensor | None]:
-    """Compare what must be equal: labels, masks and the number of tokens; one collective.
+    given: Given, tp: TensorParallel, options: LossOptions
+) -> tuple[Tensor, int | None, Tensor | None]:
+    """Compare what must be equal: labels, masks and the number of tokens; one collective, on CPUs
+    also of a rank that fails before it.
 
     Returns:
-        the most tokens that are computed per block, None for all; and on a GPU, where nothing is
-        read, 1 or NaN, if something differs.
+        which tokens count; the most that are computed per block, None for all; and on a GPU, where
+        nothing is read, 1 or NaN, if something differs.
     """
-    labels, loss_mask, counted = given.labels, given.loss_mask, given.supervised
-    known = None if counted is None else counted.wait()
-    if _stays_on_gpu(labels) and known is None and tp.group is None:
-        return None, None
-    vocab = given.weight.shape[0] * tp.size
-    wrong = valid & ((labels < 0) | (labels >= vocab))
+    labels, counted, failure = given.labels, given.supervised, None
+    try:
+        known = None if counted is None else counted.wait()
+        valid = valid_tokens(labels, given.loss_mask, options.ignore_index)
+        if _stays_on_gpu(labels) and known is None and tp.group is None:
+            return valid, None, None
+        found, wrong = _counted(given, valid, known, tp)
+    except Exception as error:
+        if tp.group is None:
+            raise
+        if _stays_on_gpu(labels):  # nothing can be raised on the others, who go on with the pass
+            with telling(tp.group):
+                raise
+        failure = error
+        found = torch.tensor([0, 0, 0, 0, 0, tp.rank + 1], device=labels.device)
+    if tp.group is not None:
+        dist.all_reduce(found, dist.ReduceOp.MAX, tp.group)
+    if failure is not None:
+        try:
+            raise failure
+        finally:
+            failure = None  # its frames hold this one, and so tensors
+    if _stays_on_gpu(labels):
+        fail = (found[2] > 0) | (found[3] != ~found[4])
+        return valid, known, torch.where(fail, torch.nan, 1.0)
+    got = labels[wrong][:3].tolist() or "some on another rank"
+    _refuse_differences(found.tolist(), got, given.weight.shape[0] * tp.size, options)
+    return valid, int(found[0]), None
+
+
+def _counted(
+    given: Given, valid: Tensor, known: int | None, tp: TensorParallel
+) -> tuple[Tensor, Tensor]:
+    """What is compared: the most tokens of a block, how many labels are wrong, whether there are
+    more than were counted, a hash and its complement, and a rank that failed; which are wrong."""
+    labels, loss_mask = given.labels, given.loss_mask
+    wrong = valid & ((labels < 0) | (labels >= given.weight.shape[0] * tp.size))
     weights = (valid if loss_mask is None else loss_mask.where(valid, 0)).double()
     hashed = digest(torch.cat((labels.where(valid, 0).long(), weights.view(torch.int64))))
     most = most_valid(valid, tp.blocks)
     more = most > (labels.numel() if known is None else known)
-    found = torch.stack((most, wrong.sum(), more.long(), hashed, ~hashed))
-    if tp.group is not None:
-        dist.all_reduce(found, dist.ReduceOp.MAX, tp.group)
-    if _stays_on_gpu(labels):
-        fail = (found[2] > 0) | (found[3] != ~found[4])
-        return known, torch.where(fail, torch.nan, 1.0)
-    got = labels[wrong][:3].tolist() or "some on another rank"
-    _refuse_differences(found.tolist(), got, vocab, options)
-    return int(found[0]), None
+    nobody = torch.zeros_like(hashed)
+    return torch.stack((most, wrong.sum(), more.long(), hashed, ~hashed, nobody)), wrong
 
 
 def _refuse_differences(found: list[int], got: object, vocab: int, options: LossOptions) -> None:
-    _, wrong, more, largest, smallest = found
+    _, wrong, more, largest, smallest, failed = found
+    if failed:
+        raise failed_elsewhere([failed - 1])
     if wrong:
         raise BurstError(
             f"{WHO}: labels must be in [0, {vocab}) or {options.ignore_index}, because they name "

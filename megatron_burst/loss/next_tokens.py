@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
+from numbers import Integral
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.call import brief, is_dense
 from megatron_burst.comm.group import announce
 from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.sample import Sample
@@ -61,7 +63,12 @@ def next_tokens(
         "no cu_seqlens",
         "pass it, or leave out cu_seqlens_padded",
     )
-    problem = unmet(WHO, chain([alone], shards.needs(tokens, sample)))
+    whole = (
+        isinstance(ignore_index, Integral),
+        "ignore_index must be a whole number, because it is a label",
+        repr(ignore_index), "pass an int",
+    )  # fmt: skip
+    problem = unmet(WHO, chain([alone, whole], shards.needs(tokens, sample)))
     documents = None
     if sample is not None and not problem:
         try:
@@ -100,8 +107,8 @@ class _Shards:
     def needs(self, tokens: Tensor, sample: Sample | None) -> Iterator[Need]:
         """Checks beyond those that `Documents` makes on boundaries."""
         yield (
-            isinstance(tokens, Tensor), "tokens must be a tensor, because nothing is converted "
-            "silently", type(tokens).__name__, "make it one",
+            is_dense(tokens), "tokens must be a dense tensor with data, because nothing is "
+            "converted silently", brief(tokens), "make it one, of a DTensor to_local()",
         )  # fmt: skip
         shape = f"tokens {tuple(tokens.shape)} and {self.size} ranks"
         yield (

@@ -276,16 +276,17 @@ class BurstForward:
             check_packed(packed_seq_params, self.config.keep, self.cp_group, mtp_num_layers)
             packed.check_rotated(packed_seq_params, self.cp_group, self.follows_groups)
             check_decoding(query, key)
-        causal, slices = CAUSAL[attn_mask_type], packed.slices_in(packed_seq_params)
-        if slices is not None:  # they say alone what is seen
-            causal = not sees_later(slices)
-        window = window_of_layer(self.layer_config, self.layer_number, causal)
-        is_told = slices is not None or packed.is_packed(packed_seq_params)
-        config = self._resolved(query, key, value, window, causal, is_told)
+            slices = packed.slices_in(packed_seq_params)
+            causal = CAUSAL[attn_mask_type]
+            if slices is not None:  # they say alone what is seen
+                causal = not sees_later(slices)
+            window = window_of_layer(self.layer_config, self.layer_number, causal)
+            is_told = slices is not None or packed.is_packed(packed_seq_params)
+            config = self._resolved(query, key, value, window, causal, is_told)
+            sample = packed.sample_of(packed_seq_params, group.size())
         out = burst_attention(
             query, key, value, group=group, causal=causal, window=window, sink=sink,
-            softmax_scale=self.softmax_scale, config=config, layer=self.layer_number,
-            **packed.sample_of(packed_seq_params, group.size()),
+            softmax_scale=self.softmax_scale, config=config, layer=self.layer_number, **sample,
         )  # fmt: skip
         return out.flatten(-2)
 

@@ -1,7 +1,10 @@
-"""Boundaries and trees whose memory the caller writes again, in ways that torch does not count.
+"""Boundaries, trees and slices written again by the caller in ways that torch does not count.
 
 Guards against attention that keeps the documents of an earlier sample, in either pass.
 """
+
+from array import array
+from functools import partial
 
 import numpy as np
 import torch
@@ -103,15 +106,56 @@ def test_so_are_the_parents_of_a_tree():
     assert run_ranks(another_tree, 2) == [(True, False)] * 2
 
 
+def of_memory(values):
+    memory = memoryview(array("q", values))
+    return memory, lambda new: memory.__setitem__(slice(None), array("q", new))
+
+
+def another_list(rank):
+    """By argument: whether a call after its memory was written again has the new values, the
+    backward of the one before it the old ones, and these differ."""
+    qkv, parents, found = shards(rank), ([-1, 0, 0], [-1, 0, -1]), []
+    slices = [0, 16, 0, 16, 1], [0, 16, 2, 3, 0]
+    tree = partial(attend, qkv, torch.tensor(FIRST))
+    sliced = partial(burst_attention, *qkv, causal=False)
+    cases = (
+        (lambda x: tree(prefix_tree=x), of_memory, parents),
+        (lambda x: sliced(slices=x.view(1, 5)), of_numpy, slices),
+        (lambda x: sliced(slices=x.view(1, 5)), of_inference, slices),
+        (lambda x: sliced(slices=x.view(1, 5)), of_buffer, slices),
+    )
+    for call, made, (first, second) in cases:
+        expected = [
+            (out, torch.autograd.grad(out.sum(), qkv[1])[0])
+            for out in (call(torch.tensor(each)) for each in (first, second))
+        ]
+        given, write = made(first)
+        before = call(given)
+        write(second)
+        after = call(given)
+        for out, (truth, truth_grad) in zip((before, after), expected, strict=True):
+            (grad,) = torch.autograd.grad(out.sum(), qkv[1])
+            found.append(torch.equal(out, truth) and torch.equal(grad, truth_grad))
+        found.append(not torch.equal(before, after))
+    return found
+
+
+def test_so_are_parents_in_a_buffer_and_slices():
+    assert run_ranks(another_list, 2) == [[True] * 12] * 2
+
+
 def doubted(rank):
-    """What is said of boundaries that end with a rank's shard, and of others."""
+    """What is said of boundaries and slices that end with a rank's shard, and of others."""
     with hearing() as lines:
         for ends in ([0, 5, 8], [0, 5, 7], [0, 5, 16]):
             attend(shards(), torch.tensor(ends))
+        for end in (8, 7, 16):
+            burst_attention(*shards(), slices=torch.tensor([[0, end, 0, end, 1]]))
     return [line for line in lines if "warning" in line]
 
 
-def test_boundaries_of_a_shard_are_doubted_once():
+def test_boundaries_and_slices_of_a_shard_are_doubted_once():
     first, other = run_ranks(doubted, 2)
-    assert other == [] and len(first) == 1
-    assert "cu_seqlens ends at 8, the number of tokens of one rank" in first[0]
+    assert other == [] and len(first) == 2
+    for line, what in zip(first, ("cu_seqlens", "slices"), strict=True):
+        assert f"{what} ends at 8, the number of tokens of one rank" in line

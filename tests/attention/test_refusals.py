@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
@@ -201,6 +202,24 @@ def test_of_several_processes_without_a_group_it_says_so(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(BurstError, match="torch.distributed must be initialised.*one of 2 proc"):
         burst_attention(*default_call().values())
+
+
+def not_of_one_rank(rank):
+    mesh = init_device_mesh("cpu", (1,))
+    for wrong in (
+        {"q": DTensor.from_local(shard(), mesh)},
+        {"sink": DTensor.from_local(torch.zeros(2), mesh)},
+    ):
+        call = default_call() | wrong
+        with pytest.raises(BurstError, match="must be a dense tensor.*got a DTensor"):
+            burst_attention(call.pop("q"), call.pop("k"), call.pop("v"), **call)
+    ends = DTensor.from_local(torch.tensor([0, 4]), mesh)
+    with pytest.raises(BurstError, match="cu_seqlens must be a tensor of int32.*got a DTensor"):
+        burst_attention(*default_call().values(), cu_seqlens=ends)
+
+
+def test_a_tensor_of_a_mesh_is_refused():
+    run_ranks(not_of_one_rank, 1)
 
 
 def not_a_group(rank):

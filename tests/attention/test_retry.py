@@ -114,6 +114,43 @@ def test_if_one_rank_fails_alone_the_others_say_so_and_get_no_wrong_number(direc
     assert time.monotonic() - began < 60  # their time-out
 
 
+SLICES = torch.tensor([[0, 16, 0, 16, 0]])
+BEFORE = {  # what runs before a pass is announced, and arguments of a call that runs it
+    "megatron_burst.engine.slices.Slices": {"slices": SLICES, "causal": False},
+    "megatron_burst.engine.documents.Documents": {"cu_seqlens": torch.tensor([0, 9, 16])},
+    "megatron_burst.attention._readable": {},
+    "megatron_burst.attention._choose": {"window": (3, 0)},
+}
+
+
+def before_a_pass(rank):
+    """By place: what each rank is told when rank 1 fails there alone, in the first of three calls
+    that look the same, and whether the other two are the same."""
+    tensors, _, rows = problem(rank)
+    q, k, v = (x[:1, rows] for x in tensors[:3])
+    config, found = config_of({}), {}
+    burst_attention(q, k, v, config=config)
+    for place, options in BEFORE.items():
+        attend = partial(burst_attention, q, k, v, config=config, **options)
+        with patch(place, fail) if rank == 1 else nullcontext():
+            try:
+                attend()
+                told = ""
+            except (NoMemoryError, BurstError) as error:
+                told = str(error)
+        out = attend()
+        found[place] = told, torch.equal(out, attend())
+    return found
+
+
+def test_a_rank_that_fails_before_its_pass_skips_none_without_a_word():
+    began = time.monotonic()
+    for rank, found in enumerate(run_ranks(before_a_pass, WORLD)):
+        for place, (told, same) in found.items():
+            assert same and ("on cp rank 1, while" in told or rank == 1), (rank, place, told)
+    assert time.monotonic() - began < 60  # their time-out
+
+
 HALVES = Layout.ZIGZAG, Layout.CONTIGUOUS  # ranks recompute, and also keep, rows of others
 
 

@@ -140,6 +140,8 @@ WRONG = {  # slices of a sample of 8 tokens, more arguments, words
     "a list": ([[0, 8, 0, 8, 1]], {}, "slices must be a tensor.*got list"),
     "four columns": (torch.tensor(GOOD)[:, :4], {}, r"slices must be a tensor.*\(1, 4\)"),
     "floats": (torch.tensor(GOOD).float(), {}, "slices must be a tensor of int32.*float32"),
+    "sparse": (torch.tensor(GOOD).to_sparse(), {}, "slices must be a tensor.*sparse_coo"),
+    "on a GPU": (torch.tensor(GOOD).to("meta"), {}, "slices must be .*meta"),
     "none": (torch.empty(0, 5, dtype=torch.int32), {}, r"at least one.*\(0, 5\)"),
     "outside": ([[0, 9, 0, 8, 0]], {}, r"within the sample of 8 tokens.*got \[0, 9, 0, 8, 0\]"),
     "empty": ([[0, 8, 3, 3, 0]], {}, "none empty"),
@@ -230,8 +232,10 @@ def test_the_work_of_ranks_is_counted_pair_by_pair(layout):
         size, tokens = random.randint(1, 4), 2 * random.randint(1, 5)
         slices = drawn_slices(random, size * tokens, causal=random.random() < 0.5)
         pairs = seen_by_slices(slices, size * tokens).sum(1)
+        padding = 2 * random.randint(0, 2)  # rows of each rank
+        pairs, tokens = torch.cat((pairs, pairs.new_zeros(size * padding))), tokens + padding
         wanted = [int(pairs[rows_of(layout, rank, size, tokens)].sum()) for rank in range(size)]
-        assert work_of_ranks(torch.tensor(slices), size, layout) == wanted
+        assert work_of_ranks(torch.tensor(slices), size, layout, size * tokens) == wanted
 
 
 def calls(made, tokens, together=True):

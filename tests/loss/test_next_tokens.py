@@ -122,7 +122,8 @@ CU = torch.tensor([0, 3, 8])
 REFUSED = {
     "layout": ((IDS,), {"layout": "zigzg"}, "layout must be one of zigzag.*got 'zigzg'"),
     "no integers": ((IDS.float(),), {}, "must be integers.*got torch.float32 of shape"),
-    "a list": ((IDS.tolist(),), {}, "tokens must be a tensor.*got list; make it one"),
+    "a list": ((IDS.tolist(),), {}, r"tokens must be a dense tensor.*got \[0, 1.*; make it one"),
+    "ignored": ((IDS,), {"ignore_index": 1.5}, "ignore_index must be a whole number.*got 1.5"),
     "too many axes": ((TWO.view(2, 4, 2),), {}, r"\[t\] or \[s, b\].*got torch.int64 of shape"),
     "a batch": ((TWO,), {"cu_seqlens": CU}, r"batch size 1.*got tokens \(8, 2\) and 1 ranks"),
     "no boundaries": ((IDS,), {"layout": "zigzag-documents"}, "cu_seqlens must be given"),
@@ -151,6 +152,7 @@ def refusals(rank: int) -> list[str]:
         dict(tokens=IDS[:5]),
         dict(tokens=IDS[:4], layout="zigzag-documents", cu_seqlens=CU),
         dict(tokens=None if rank else IDS[:4]),
+        dict(tokens=IDS[:4].to_sparse() if rank else IDS[:4]),
     )
     for call in calls:
         with pytest.raises(BurstError) as raised:
@@ -165,14 +167,15 @@ def refusals(rank: int) -> list[str]:
 
 def test_what_is_wrong_or_differs_on_one_rank_is_refused_on_all():
     for said in run_ranks(refusals, 2):
-        boundaries, rows, wrong, layout, odd, lengths, nothing = said
+        boundaries, rows, wrong, layout, odd, lengths, nothing, sparse = said
         assert "cu_seqlens=[0, 4, 8]" in boundaries and "cu_seqlens=[0, 3, 8]" in boundaries
         assert "(4,)" in rows and "(6,)" in rows and "pass the same on all ranks" in rows
         assert "must begin with 0 and not decrease" in wrong and "cp ranks [1]" in wrong
         assert "layout=zigzag" in layout and "layout=contiguous" in layout
         assert "a multiple of 4 tokens" in odd and "tokens (5,) and 2 ranks" in odd
         assert "each document must be padded to a multiple of 4" in lengths
-        assert "tokens must be a tensor" in nothing and "got NoneType" in nothing
+        assert "tokens must be a dense tensor" in nothing and "got None" in nothing
+        assert "tokens must be a dense tensor" in sparse and "torch.sparse_coo" in sparse
 
 
 def differing(rank: int, device: str = "cpu") -> tuple:

@@ -231,6 +231,7 @@ def refused_alone(rank):
     first = [
         {"label_smoothing": 1.0}, {"z_loss": float("inf")}, {"supervised": counts[1]},
         {"labels": [1, 2]}, {"weight": None}, {"ignore_index": 1.5},
+        {"labels": ours.labels.to_sparse()}, {"hidden": ours.hidden.to("meta")},
     ]  # fmt: skip
     for change in first:
         usual = {"hidden": ours.hidden, "weight": ours.weight, "labels": ours.labels,
@@ -256,7 +257,8 @@ def refused_alone(rank):
 
 def test_what_one_rank_refuses_reaches_the_others_at_once():
     words = ["label_smoothing must be", "z_loss must not", "supervised tokens must be counted",
-             "labels must be a tensor", "weight must be a tensor", "ignore_index must"]  # fmt: skip
+             "labels must be a dense", "weight must be a dense", "ignore_index must",
+             "labels must be a dense", "hidden must be a dense"]  # fmt: skip
     expected = [word for word in words for _ in range(2)]
     expected += ["without label smoothing and z-loss", "z_loss must not"]
     for said, took in run_ranks(refused_alone, 2):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.errors import DisagreementError
-from megatron_burst.loss import passes, statistics
+from megatron_burst.loss import checks, passes, statistics
 from tests.attention.failing import NoMemoryError
 from tests.loss.oracle import Problem, chunks_of, oracle, random_problem, relative_error
 from tests.loss.test_processes import shard
@@ -25,8 +25,9 @@ from tests.ranks import preload, run_ranks
 
 preload("megatron_burst.loss.linear", "tests.loss.oracle")
 WORLD, TIMEOUT_S = 2, 60
-PLACES = [  # of a pass: its memory, a tile of statistics, a tile of gradients
-    (passes, "_tile_buffer"), (statistics, "merge_statistics"), (statistics, "gradient_"),
+PLACES = [  # before a pass, and of it: its memory, a tile of statistics, a tile of gradients
+    (checks, "valid_tokens"), (passes, "_tile_buffer"),
+    (statistics, "merge_statistics"), (statistics, "gradient_"),
 ]  # fmt: skip
 
 
@@ -69,9 +70,11 @@ def retried(rank, alone, device="cpu", modes=("forward", "recompute")):
     """By case: what a rank got when the pass failed on all of them in different tiles, or on rank 1
     alone; the error of the next call."""
     group, found = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)), []
-    for place, sequence_parallel, grads in product(PLACES, (False, True), modes):
+    # on GPUs others go on with a pass that was not begun, and wait for this rank's collectives
+    places = PLACES[alone and device != "cpu" :]
+    for place, sequence_parallel, grads in product(places, (False, True), modes):
         call, got = (rank, group, device, sequence_parallel, grads), None
-        after = 0 if place[1] == "_tile_buffer" else 2 * rank
+        after = 0 if place in PLACES[:2] else 2 * rank
         try:
             with failing(*place, after) if rank or not alone else nullcontext():
                 got = step(*call)

@@ -115,7 +115,8 @@ def test_the_example_has_the_losses_of_one_rank(mask, tmp_path):
 
 
 def refused(rank):
-    """What is said of a window in a layer, of other slices, and of multi-token prediction."""
+    """What is said of a window in a layer, of other slices, and of multi-token prediction; and
+    where rank 1 alone passes no whole numbers."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from megatron_burst import burst_spec
@@ -128,11 +129,14 @@ def refused(rank):
         config_of(Parallel(cp=2), window_size=(8, 0)),
         burst_spec(get_gpt_layer_local_spec(normalization="RMSNorm")),
     )
-    short = partial(sliced, slices.prefix_lm(3, SEQ + 1))
+    plain = build(
+        config_of(Parallel(cp=2)), burst_spec(get_gpt_layer_local_spec(normalization="RMSNorm"))
+    )
+    mine = MASKS["prefix"].float() if rank == 1 else MASKS["prefix"]
     for do in (
         partial(loss_and_grads, gpt, partial(sliced, MASKS["prefix"])),
-        partial(loss_and_grads, build(config_of(Parallel(cp=2)), burst_spec(
-            get_gpt_layer_local_spec(normalization="RMSNorm"))), short),
+        partial(loss_and_grads, plain, partial(sliced, slices.prefix_lm(3, SEQ + 1))),
+        partial(loss_and_grads, plain, partial(sliced, mine)),
         partial(check_packed, params, "none", None, 1),
         partial(check_slices, params),
     ):  # fmt: skip
@@ -140,12 +144,16 @@ def refused(rank):
             do()
         said.append(str(error.value))
     check_slices(None)
+    loss_and_grads(plain, partial(sliced, MASKS["prefix"]))  # the group still works
     return said
 
 
 def test_what_no_layer_could_do_is_refused():
-    for window, outside, mtp, other in run_ranks(refused, 2):
+    for rank, said in enumerate(run_ranks(refused, 2)):
+        window, outside, floats, mtp, other = said
         assert "slices must come without a window" in window
         assert f"slices must be within the sample of {SEQ} tokens" in outside
+        assert "slices must be a tensor of int32 or int64" in floats
+        assert rank == 1 or "on cp rank 1, while" in floats
         assert "must come without multi-token prediction" in mtp
         assert "a mask of slices must go to layers that run burst" in other
