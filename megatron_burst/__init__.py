@@ -9,8 +9,10 @@ from megatron_burst.version import __version__
 _HOME_OF = {
     "BurstConfig": "megatron_burst.config",
     "BurstError": "megatron_burst.errors",
+    "CPGroups": "megatron_burst.comm.cp_groups",
     "SlicedSeqParams": "megatron_burst.mcore.packed",
     "burst_attention": "megatron_burst.attention",
+    "cp_groups": "megatron_burst.comm.cp_groups",
     "count_supervised": "megatron_burst.loss.rows",
     "fuse_loss": "megatron_burst.mcore.fused_loss",
     "linear_cross_entropy": "megatron_burst.loss.linear",

@@ -1,4 +1,6 @@
 from megatron_burst.attention import burst_attention as burst_attention
+from megatron_burst.comm.cp_groups import CPGroups as CPGroups
+from megatron_burst.comm.cp_groups import cp_groups as cp_groups
 from megatron_burst.config import BurstConfig as BurstConfig
 from megatron_burst.errors import BurstError as BurstError
 from megatron_burst.loss.linear import linear_cross_entropy as linear_cross_entropy

@@ -1,6 +1,5 @@
 """burst_attention: exact attention over a process group, with autograd."""
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_burst.call import Asked, Call, call_of, given_in, key_of
-from megatron_burst.comm.alone import alone, is_alone, is_first
+from megatron_burst.comm.alone import given_or_default, is_first
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.group import Group, state_of
 from megatron_burst.comm.pass_log import Kind, Marks, Pass
@@ -135,7 +134,7 @@ def burst_attention(
     asked = Asked(
         causal, window, softmax_scale, layout, qkv_format, return_lse, config, layer, given
     )
-    group, key = _group(group), key_of(q, k, v, asked, sink)
+    group, key = given_or_default(group, _WHO), key_of(q, k, v, asked, sink)
     call = None if key else call_of((q, k, v), asked, sink)
     known = call.config if call else config
     state = state_of(group, known.timeout_s)
@@ -330,29 +329,3 @@ def _fit(shape: torch.Size, strides: tuple[int, ...], itemsize: int, boundary: i
     apart = all(size == 1 or stride for size, stride in zip(shape, strides, strict=True))
     aligned = all(stride * itemsize % boundary == 0 for stride in strides[:-1])
     return strides[-1] == 1 and apart and aligned
-
-
-def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if group is None and is_alone():
-        return alone()
-    outside = dist.GroupMember.NON_GROUP_MEMBER
-    if group not in (None, outside) and not isinstance(group, dist.ProcessGroup):
-        raise BurstError(
-            f"{_WHO}: group must be a process group, because ranks send each other their shards in "
-            f"it; got a {type(group).__name__}; pass a ProcessGroup, of a DeviceMesh get_group()"
-        )
-    if not dist.is_initialized():
-        raise BurstError(
-            f"{_WHO}: torch.distributed must be initialised, because the sequence is sharded "
-            f"over a process group; got no default group in one of {os.environ.get('WORLD_SIZE')} "
-            "processes; call init_process_group"
-        )
-    group = group or dist.group.WORLD
-    if dist.get_rank(group) < 0:
-        raise BurstError(
-            f"{_WHO}: the calling rank must belong to the group, because each rank passes its "
-            f"own rows; got global rank {dist.get_rank()} outside of it; call it only on the "
-            "group's ranks"
-        )
-    assert group is not None
-    return group

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_burst.errors import BurstError
+
 _LIMIT = timedelta(minutes=10)  # nothing waits in a group of one
 
 
@@ -37,4 +39,31 @@ def _made() -> dist.ProcessGroup:
     group._register_backend(torch.device("cpu"), gloo, backend)
     group._set_default_backend(gloo)
     group._set_group_name("megatron_burst/alone")
+    return group
+
+
+def given_or_default(group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
+    """The group, else the default group, or this process alone; `who` refuses another one."""
+    if group is None and is_alone():
+        return alone()
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    if group not in (None, outside) and not isinstance(group, dist.ProcessGroup):
+        raise BurstError(
+            f"{who}: group must be a process group, because ranks send each other their shards in "
+            f"it; got a {type(group).__name__}; pass a ProcessGroup, of a DeviceMesh get_group()"
+        )
+    if not dist.is_initialized():
+        raise BurstError(
+            f"{who}: torch.distributed must be initialised, because the sequence is sharded "
+            f"over a process group; got no default group in one of {os.environ.get('WORLD_SIZE')} "
+            "processes; call init_process_group"
+        )
+    group = group or dist.group.WORLD
+    if dist.get_rank(group) < 0:
+        raise BurstError(
+            f"{who}: the calling rank must belong to the group, because each rank passes its "
+            f"own rows; got global rank {dist.get_rank()} outside of it; call it only on the "
+            "group's ranks"
+        )
+    assert group is not None
     return group

@@ -69,15 +69,15 @@ class Communicator:
         self._log, self.overlaps, self._asked = state.log, config.overlap, config.transfer
         self.cp_rank = group.rank()
         self.has_met = False  # whether all its ranks have sent to each other
-        self._ranks = dist.get_process_group_ranks(group)
+        self.ranks = dist.get_process_group_ranks(group)
         self._streams: dict[torch.device, dict[Hashable, torch.cuda.Stream]] = {}
         row, column = topology.coord(self.cp_rank)
         intra, inter = topology.grid[row], tuple(ranks[column] for ranks in topology.grid)
         members = {Link.INTRA: intra, Link.INTER: inter}
         several = {link: ranks for link, ranks in members.items() if len(ranks) > 1}
         wanted = {(link, cargo): ranks for link, ranks in several.items() for cargo in Cargo}
-        self._groups = state.sub_groups.of(wanted, config.nccl_ctas)
-        self._pool = self._pool_of(self._groups.get((Link.INTRA, Cargo.READ)), state.sub_groups)
+        self.groups = state.sub_groups.of(wanted, config.nccl_ctas)
+        self._pool = self._pool_of(self.groups.get((Link.INTRA, Cargo.READ)), state.sub_groups)
         device = "cuda" if backend_of(group) == "nccl" else "cpu"
         refusal = partial(self._pool.refusal, state.board) if self._pool else lambda: None
         self.transfer = choose_transfer(topology, device, self._asked, refusal)  # inside a node
@@ -93,7 +93,7 @@ class Communicator:
         pools, name = sub_groups.pools, together.group_name
         if name not in pools:
             # by rank in the group; torch sorts them, whatever the topology's order
-            ranks = [self._ranks.index(rank) for rank in dist.get_process_group_ranks(together)]
+            ranks = [self.ranks.index(rank) for rank in dist.get_process_group_ranks(together)]
             board = state_of(together).board
             pools[name] = SymmetricPool(together, ranks, self.cp_rank, board)
         return pools[name]
@@ -129,7 +129,7 @@ class Communicator:
 
     def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Sends:
         """As `Carrier.send`; returns at once."""
-        group, ranks = self._groups.get((link, cargo)), self._ranks
+        group, ranks = self.groups.get((link, cargo)), self.ranks
         operations = [dist.P2POp(dist.isend, rows, ranks[peer], group) for peer, rows in sends]
         operations += [dist.P2POp(dist.irecv, rows, ranks[peer], group) for peer, rows in recvs]
         lost = partial(self._lost, link, cargo, recvs)

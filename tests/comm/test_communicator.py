@@ -23,9 +23,9 @@ def sub_groups(rank):
     nested = communicator_of(dist.group.WORLD, BurstConfig(nodes=2))
     flat = communicator_of(dist.group.WORLD, BurstConfig())
     again = communicator_of(dist.group.WORLD, BurstConfig(nodes=2))
-    groups = {key: dist.get_process_group_ranks(group) for key, group in nested._groups.items()}
-    distinct = len({group.group_name for group in nested._groups.values()})
-    return groups, distinct, sorted(flat._groups), flat.topology.grid, nested is again
+    groups = {key: dist.get_process_group_ranks(group) for key, group in nested.groups.items()}
+    distinct = len({group.group_name for group in nested.groups.values()})
+    return groups, distinct, sorted(flat.groups), flat.topology.grid, nested is again
 
 
 def test_read_and_gradients_intra_and_inter_have_a_communicator_each():
@@ -98,13 +98,13 @@ def shared_groups(rank):
     first = communicator_of(world, alike[0])
     count = len(distributed_c10d._world.pg_map)
     others = [communicator_of(world, config) for config in alike[1:]]
-    same = all(made._groups == first._groups and made is not first for made in others)
+    same = all(made.groups == first.groups and made is not first for made in others)
     more = len(distributed_c10d._world.pg_map) - count
-    flat = communicator_of(world, BurstConfig(nodes=2), flat=True)._groups
-    whole = communicator_of(world, BurstConfig(nodes=1))._groups
-    apart = communicator_of(world, BurstConfig(nodes=4))._groups  # a column of all ranks
-    bounded = communicator_of(world, BurstConfig(nodes=2, nccl_ctas=4))._groups
-    own = all(bounded[key] is not group for key, group in first._groups.items())
+    flat = communicator_of(world, BurstConfig(nodes=2), flat=True).groups
+    whole = communicator_of(world, BurstConfig(nodes=1)).groups
+    apart = communicator_of(world, BurstConfig(nodes=4)).groups  # a column of all ranks
+    bounded = communicator_of(world, BurstConfig(nodes=2, nccl_ctas=4)).groups
+    own = all(bounded[key] is not group for key, group in first.groups.items())
     column = {(Link.INTRA, cargo): apart[Link.INTER, cargo] for cargo in Cargo}
     calls = [run_all(config) for config in (*alike, BurstConfig(nodes=4))]
     return same, more, flat == whole == column, own, max(calls)
@@ -131,7 +131,7 @@ def lacking_on_one_rank(rank):
         state.sub_groups._made.clear()
     made = communicator_of(dist.group.WORLD, BurstConfig(overlap=False))
     x = torch.ones(1)
-    dist.all_reduce(x, group=made._groups[Link.INTRA, Cargo.GRAD])
+    dist.all_reduce(x, group=made.groups[Link.INTRA, Cargo.GRAD])
     return x.item()
 
 
@@ -148,7 +148,7 @@ def patience(rank):
         if later:
             distributed_c10d._set_pg_timeout(timedelta(seconds=later), world)
         made = communicator_of(world, BurstConfig(timeout_s=given))
-        found.append((made.board.timeout_s, *map(seconds_of, made._groups.values())))
+        found.append((made.board.timeout_s, *map(seconds_of, made.groups.values())))
     return found
 
 
