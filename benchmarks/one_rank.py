@@ -105,14 +105,20 @@ def tensors_of(rows: int, heads: tuple[int, int], dim: int, device, dtype) -> li
     return [torch.randn(1, rows, n, dim, device=device, dtype=dtype) for n in counts]
 
 
+def passes_of_last(ranks: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Passes:
+    """The passes of the last rank over its rows, [1, s_local, heads, d]; nothing is sent."""
+    backend, _ = choose_backend(problem_of(q, k, v, mask=Mask.CAUSAL), "auto")
+    (_, rows, heads, dim), heads_kv = q.shape, k.shape[2]
+    shape = AttentionShape(1, rows, heads, heads_kv, dim, dim, q.dtype.itemsize, 4, 4)
+    opened = Spec(pretend_nodes(ranks, 1), shape, kernel=kernel_of(backend, q.device))
+    return Passes(resolve(opened)[0], backend, Silent(ranks - 1), dim**-0.5, q.dtype)
+
+
 def rank_runs(ranks: int, seq: int, heads: tuple[int, int], dim: int, device, dtype):
     """(the passes of the last rank, those of the kernel alone, mode, backend)."""
     q, k, v, dout = tensors_of(seq // ranks, heads, dim, device, dtype)
-    backend, _ = choose_backend(problem_of(q, k, v, mask=Mask.CAUSAL), "auto")
-    shape = AttentionShape(1, seq // ranks, *heads, dim, dim, dtype.itemsize, 4, 4)
-    opened = Spec(pretend_nodes(ranks, 1), shape, kernel=kernel_of(backend, device))
-    spec, _ = resolve(opened)
-    passes = Passes(spec, backend, Silent(ranks - 1), dim**-0.5, dtype)
+    passes = passes_of_last(ranks, q, k, v)
+    spec, backend = passes.spec, passes.backend
 
     def rank() -> None:
         out, _, left = passes.forward(q, k, v)
