@@ -102,11 +102,57 @@ def test_flags_of_the_launchers_exist():
         if path == MODEL:
             continue
         known = options(get_args_parser()) | doctor | (srun if path.suffix == ".sbatch" else set())
-        if path.name == "packed.sh":  # trains without llama3_8b.sh, with scripts of this folder
+        if path.name in ("packed.sh", "burstengine.sh"):  # they train without llama3_8b.sh
             known |= options(megatrons_parser())
             for script in ("pretrain_gpt.py", "data.py"):
                 known |= flags_in((EXAMPLES / script).read_text())
         assert flags_in(code_of(path)) and flags_in(code_of(path)) <= known, path
+
+
+BURST_ENGINE = EXAMPLES / "torchrun" / "burstengine.sh"
+
+
+def burst_engine(**variables):
+    """What the script of BurstEngine's tables does, with these variables set."""
+    environment = {name: x for name, x in os.environ.items() if name != "MEGATRON"}
+    return subprocess.run(
+        ["bash", str(BURST_ENGINE)], env=environment | variables, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("sharding", ["fsdp2", "optimizer"])
+@pytest.mark.parametrize("model", ["7b", "14b"])
+def test_burst_engines_models_have_the_sizes_of_the_planners(model, sharding):
+    """Those of their sweep: two of the four rows; nothing that burst refuses."""
+    rows = {"7b": ("4M", 64), "14b": ("1M", 32)}
+    length, ranks = rows[model]
+    variables = {"MODEL": model, "SHARDING": sharding, "SEQ_LENGTH": length, "KEEP": "half"}
+    variables |= {"PYTHON": "echo", "MEGATRON": "there", "NODES": f"{ranks // 8}"}
+    words = burst_engine(**variables).stdout.split()
+    args = megatrons_parser().parse_args(words[words.index("there/pretrain_gpt.py") + 1 :])
+    preset = PRESETS[f"burstengine-{model}"]
+    sizes = args.num_layers, args.hidden_size, args.ffn_hidden_size, args.num_attention_heads
+    assert sizes == (preset.layers, preset.hidden, preset.ffn, preset.heads_q)
+    assert preset.heads_q == preset.heads_kv and not args.group_query_attention
+    assert args.vocab_size + 1 == preset.vocab  # the tokenizer adds a token
+    assert args.seq_length == int(length[0]) << 20 and args.context_parallel_size == ranks
+    assert (args.use_torch_fsdp2, args.use_distributed_optimizer) == (
+        sharding == "fsdp2", sharding == "optimizer",
+    )  # fmt: skip
+    assert args.context_parallel_impl == "burst" and args.burst_keep == "half"
+    if sharding == "fsdp2":  # with this flag its gradient norms are wrong, also without burst
+        assert not args.calculate_per_token_loss
+    assert "got 3b" in burst_engine(MODEL="3b", MEGATRON="there").stderr
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("sharding", ["fsdp2", "optimizer"])
+def test_burst_engines_script_trains_on_processes(sharding):
+    tiny = {"TINY": "1", "PYTHON": sys.executable, "STEPS": "2", "MASTER_PORT": "29617"}
+    done = burst_engine(**tiny, SHARDING=sharding)
+    losses = re.findall(r"lm loss: (\S+)", done.stdout)
+    assert done.returncode == 0 and len(losses) == 2, done.stderr
+    assert all(abs(float(loss) - 5.55) < 0.1 for loss in losses)  # log 256: labels are random
 
 
 def test_the_image_has_the_versions_of_the_project():
