@@ -9,6 +9,9 @@
 # one node      one_node, one_node_long, packed, layers, layers_long, layers_half, layers_megatron
 # several       two_nodes, two_nodes_long, packed_nodes, four_nodes       (emulated on this machine)
 # steps         slices, slices_14b, slices_2m, slices_own_loss
+# seeds         seeds_64k, seeds_long, seeds_million, ablation, ablation_keep, tensor, weak, strong, prefill: what
+#               BurstAttention's and BurstEngine's papers measured; the name seeds stands for all of them; on one GPU
+#               its column of each
 # other         before, before_long, before_nodes (after `python -m benchmarks.before COMMIT`), accuracy, million, loss
 #
 # TOTAL_S=seconds: nothing is started later; what runs then may take `grace` more.
@@ -28,6 +31,7 @@ te=(--impl te:p2p --impl te:a2a --impl te:a2a+p2p --impl te:all_gather)
 burst=(--impl burst:auto --impl ceiling)
 same_kernel=(--impl burst:backend=cudnn --impl ceiling:cudnn)
 all_heads=32/8,32/32,8/2,8/1
+seeds="seeds_64k seeds_long seeds_million ablation ablation_keep tensor weak strong prefill"
 
 sized() { # arguments of a full run, of a tiny one
     if [[ -z $tiny ]]; then echo "$1"; else echo "$2"; fi
@@ -78,6 +82,51 @@ on_nodes() { # number, then a function with its arguments
     unset "${between_nodes[@]%%=*}"
 }
 
+steps() { # seconds, file, GPUs, implementations, more options: of BurstEngine's 14B with 32K tokens a GPU
+    local runs=() what="burstengine-14b-$((32 * $3))K"
+    if [[ -n $tiny ]]; then what=tiny-256 && runs=(--tiny); fi
+    for impl in $4; do runs+=(--only "$what:$impl"); done
+    within "$1" python3 benchmarks/slices.py measure "$out/$2.csv" --gpus "$3" "${runs[@]}" "${@:5}"
+}
+
+scaling() { # weak or strong, on 1, 2, 4, ... GPUs; then the picture, with what the planner says
+    local count
+    for ((count = 1; count <= $(sized "$gpus" 2); count *= 2)); do
+        if [[ $1 == weak || -n $tiny ]]; then
+            steps 110 scaling "$count" burst
+        else
+            within 110 python3 benchmarks/slices.py measure "$out/scaling.csv" --gpus "$count" \
+                --only burstengine-14b-256K:burst
+        fi
+    done
+    [[ -f "$out/planned.csv" ]] || python3 benchmarks/scaling.py plan "$out/planned.csv"
+    python3 benchmarks/scaling.py draw "$out/scaling.png" --measured "$out/scaling.csv" --planned "$out/planned.csv"
+}
+
+ablation() { # implementations; of one GPU those that it tells apart
+    if ((gpus == 1)); then
+        steps 480 ablation 1 "$(tr ' ' '\n' <<<"$1" | grep -vx -e backward -e nested -e half)"
+    elif ((gpus < 4)); then # no two nodes of two ranks
+        steps 480 ablation "$gpus" "$1"
+    else
+        on_nodes 2 steps 480 ablation "$(sized "$gpus" 2)" "$1"
+    fi
+}
+
+prefill() { # the time to the first token; one GPU also computes what one of 8 would
+    local sizes
+    sizes=$(sized "--seq 32K,64K,128K,256K" "--model tiny --seq 256")
+    # shellcheck disable=SC2086
+    bench "$((gpus > 1 ? 480 : 240))" prefill --out "$out/prefill.csv" $sizes
+    # shellcheck disable=SC2086
+    ((gpus > 1)) || bench 240 prefill --out "$out/prefill.csv" $sizes --rank-of 8
+}
+
+seeds() { # seconds, lengths, batches
+    attention "$1" "$2" 32/32 seeds "${burst[@]}" "${te[@]}" --impl one-gpu --reps 5 --mask causal,full \
+        --batch "$(sized "$3" 1,2)"
+}
+
 slices() { # seconds, runs
     local runs=()
     for name in "${@:2}"; do runs+=(--only "$name"); done
@@ -110,6 +159,14 @@ part() {
         slices_14b) [[ -n $tiny ]] || slices 480 14b-1M:burst 14b-1M:megatron ;;
         slices_2m) [[ -n $tiny ]] || slices 480 8b-2M:burst 8b-2M:megatron ;;
         slices_own_loss) [[ -n $tiny ]] || slices 240 8b-1M:megatron-own-loss ;;
+        seeds_64k) seeds 480 64K 1,2,4,8 ;;
+        seeds_long) seeds 480 128K,256K,512K 1 ;;
+        seeds_million) seeds 480 1M 1 ;;
+        ablation) ablation "base backward nested fused-loss" ;;
+        ablation_keep) ablation "fused-loss half whole burst" ;;
+        tensor) steps 480 tensor "$(sized "$gpus" 2)" "tp tp-v1 burst megatron" ;;
+        weak | strong) scaling "$1" ;;
+        prefill) prefill ;;
         accuracy) timeout 60 torchrun --nproc-per-node "$gpus" benchmarks/accuracy.py "$out/accuracy.csv" ;;
         million) attention 190 1M 32/8,32/32 one_node "${burst[@]}" --impl te:p2p --impl te:a2a --reps 1 ;;
         loss) # shellcheck disable=SC2046
@@ -125,8 +182,9 @@ part() {
 
 every="tests one_node packed two_nodes layers packed_nodes before before_nodes conformance one_node_long two_nodes_long
     layers_long layers_half layers_megatron before_long slices four_nodes accuracy million slices_14b slices_2m
-    slices_own_loss loss"
+    slices_own_loss loss $seeds"
 for name in "${@:-$every}"; do
+    [[ $name != seeds ]] || name=$seeds
     # shellcheck disable=SC2086
     for one in $name; do
         echo "== $one"

@@ -77,7 +77,18 @@ _PACKED = replace(_8B, name="8b-packed", seq=128 << 10, documents="drawn")
 _ONE = replace(_8B, seq=64 << 10)  # what one GPU computes in a second: for smoke.sh
 _ONE_PACKED = replace(_PACKED, seq=64 << 10)
 _BURST, _LOSS = "--context-parallel-impl burst", "--burst-fused-loss"
-_CUDNN = "--attention-backend fused --cp-comm-type"  # Megatron with TransformerEngine's cuDNN
+_FUSED = "--attention-backend fused"  # TransformerEngine's cuDNN
+_CUDNN = f"{_FUSED} --cp-comm-type"  # Megatron with it
+_TENSOR = "--context-parallel-size 1 --tensor-model-parallel-size {gpus}"
+_RINGS = f"{_BURST} --burst-intra ring"
+ABLATION = {  # BurstEngine's, each with one thing more; the last two are alternatives
+    "base": f"{_RINGS} --burst-tune flat=true,circulate=kv",  # one ring of K and V
+    "backward": f"{_RINGS} --burst-tune flat=true",  # what is fewer bytes circulates
+    "nested": _RINGS,  # a ring inside each node, and between them
+    "fused-loss": f"{_RINGS} {_LOSS}",
+    "half": f"{_RINGS} {_LOSS} --burst-keep half",
+    "whole": f"{_RINGS} {_LOSS} --burst-keep all",
+}
 IMPLS = {
     "burst": f"{_BURST} {_LOSS} --burst-keep all",
     "burst-recompute": f"{_BURST} {_LOSS}",
@@ -85,6 +96,9 @@ IMPLS = {
     "megatron-a2a": f"{_CUDNN} a2a {_LOSS}",
     "megatron-keep": f"{_CUDNN} p2p {_LOSS} --burst-keep all",
     "megatron-own-loss": f"{_CUDNN} p2p --cross-entropy-loss-fusion",
+    "tp": f"{_TENSOR} --sequence-parallel {_FUSED} {_LOSS}",
+    "tp-v1": f"{_TENSOR} {_FUSED} {_LOSS}",  # sums over ranks, each with all rows
+    **ABLATION,
 }
 RUNS = (
     (_8B, "burst"), (_8B, "megatron"), (_14B, "burst"), (_14B, "megatron"),
@@ -96,7 +110,27 @@ RUNS = (
     (_WHOLE, "megatron-keep"), (_ONE, "burst"), (_ONE, "megatron-keep"),
     (_ONE_PACKED, "burst-recompute"), (_ONE_PACKED, "megatron"),
 )  # fmt: skip
-TINY_RUNS = tuple((what, impl) for what in (_TINY, _TINY_PACKED) for impl in IMPLS)
+# BurstEngine's models at its tokens a GPU, for up to 8: only run if they are named
+PER_GPU, STRONG = 32 << 10, 256 << 10
+SEEDS = (
+    Slice("burstengine-14b", PER_GPU, 2, 5120, 13824, 40, 40, 120000),
+    Slice("burstengine-7b", PER_GPU, 2, 4096, 11008, 32, 32, 32000),
+)
+SEED_RUNS = tuple(
+    (replace(what, seq=gpus * PER_GPU), impl)
+    for gpus in (1, 2, 4, 8)
+    for what in SEEDS
+    for impl in ("burst", "megatron", "tp", "tp-v1", *ABLATION)
+)
+_NO_SEEDS = [impl for impl in IMPLS if impl not in ABLATION and not impl.startswith("tp")]
+TINY_RUNS = (
+    *((_TINY, impl) for impl in IMPLS), *((_TINY_PACKED, impl) for impl in _NO_SEEDS),
+)  # fmt: skip
+
+
+def flags_of(impl: str, gpus: int) -> list[str]:
+    """Megatron's and burst's flags of an implementation on so many GPUs."""
+    return IMPLS[impl].format(gpus=gpus).split()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

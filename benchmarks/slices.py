@@ -29,22 +29,24 @@ from benchmarks.facts import commit, gpu_state, versions
 from benchmarks.impls import pick
 from benchmarks.rows import append, check_appendable
 from benchmarks.slice_cases import (
-    IMPLS,
     RUNS,
+    SEED_RUNS,
     SLICES_CSV,
     TINY_RUNS,
     WARM_UP,
     Slice,
     SliceRow,
     beside_megatron,
+    flags_of,
     row_of,
 )
 from benchmarks.sweep import Budget
+from megatron_burst.errors import BurstError
 from megatron_burst.tools.hardware import GIB, Hardware
 from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.job.search import candidate
 from megatron_burst.tools.job.strategy import Job, Strategy
-from megatron_burst.tools.terminal import in_one_sentence
+from megatron_burst.tools.terminal import Nodes, in_one_sentence
 from megatron_burst.tools.units import in_units
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,12 +62,24 @@ def device_flags() -> list[str]:
     return ["--bf16", "--transformer-impl", "transformer_engine", *plain.split()]
 
 
-def training(gpus: int, flags: Sequence[str], log: Path) -> list[str]:
-    """The training command with these flags; steps go to `log`."""
+def training(gpus: int, flags: Sequence[str], log: Path, nodes: int = 1) -> list[str]:
+    """The training command with these flags, which may set other sizes; steps go to `log`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(gpus), "-m", "megatron_burst"]
-    command += [str(ROOT / "examples" / "pretrain_gpt.py"), *flags, *device_flags()]
-    return [*command, "--context-parallel-size", str(gpus), "--step-log", str(log)]
+    command += ["--nproc-per-node", str(gpus)]
+    program = ["-m", "megatron_burst", str(ROOT / "examples" / "pretrain_gpt.py")]
+    if nodes > 1:  # each part of the ranks is a node to NCCL, and so to burst
+        named = f"export NCCL_HOSTID=pretended-$((LOCAL_RANK * {nodes} / {gpus}))"
+        program = [
+            "--no-python",
+            "bash",
+            "-c",
+            f'{named}; exec "$@"',
+            "-",
+            sys.executable,
+            *program,
+        ]
+    command += [*program, "--context-parallel-size", str(gpus), *flags, *device_flags()]
+    return [*command, "--step-log", str(log)]
 
 
 def start(command: Sequence[str], output: Path) -> subprocess.Popen:
@@ -82,9 +96,9 @@ def steps_in(log: Path) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def command_of(what: Slice, impl: str, gpus: int, log: Path) -> list[str]:
+def command_of(what: Slice, impl: str, gpus: int, log: Path, nodes: int) -> list[str]:
     """The training command; document lengths go to a file next to `log`."""
-    command = training(gpus, [*what.flags, *IMPLS[impl].split()], log)
+    command = training(gpus, [*what.flags, *flags_of(impl, gpus)], log, nodes)
     if what.documents:
         lengths = log.with_suffix(".txt")
         lengths.write_text(" ".join(map(str, what.lengths(gpus))))
@@ -92,10 +106,10 @@ def command_of(what: Slice, impl: str, gpus: int, log: Path) -> list[str]:
     return command
 
 
-def run(what: Slice, impl: str, gpus: int, folder: Path) -> SliceRow:
+def run(what: Slice, impl: str, gpus: int, folder: Path, nodes: int = 1) -> SliceRow:
     """Train; the row, also of a run that failed."""
     log, output = folder / f"{what.name}-{what.seq}-{impl}.jsonl", folder / "output.txt"
-    process = start(command_of(what, impl, gpus, log), output)
+    process = start(command_of(what, impl, gpus, log, nodes), output)
     try:
         code = process.wait(LONGEST_S)
     except subprocess.TimeoutExpired:
@@ -111,7 +125,7 @@ def run(what: Slice, impl: str, gpus: int, folder: Path) -> SliceRow:
     return row_of(
         what, impl, gpus, [1e3 * step["seconds"] for step in steps],
         peak_gib=steps[-1].get("peak GiB"), loss=steps[-1]["lm loss"],
-        note=f"{len(steps)} steps", **facts,
+        note=f"{len(steps)} steps{f', {nodes} emulated nodes' * (nodes > 1)}", **facts,
     )  # fmt: skip
 
 
@@ -128,7 +142,8 @@ Only = Annotated[list[str] | None, Option(help="repeatable, e.g. 8b-1M:burst; de
 
 
 def _wanted(names: list[str] | None, tiny: bool) -> tuple[tuple[Slice, str], ...]:
-    runs = TINY_RUNS if tiny else RUNS
+    """The named runs; none named: all but those of seeds."""
+    runs = TINY_RUNS if tiny else (*RUNS, *SEED_RUNS) if names else RUNS
     every = {f"{what.name}-{in_units(what.seq)}:{impl}": (what, impl) for what, impl in runs}
     must = "slices: --only must name a run that there is, because each has sizes of its own"
     return pick(names or (), every, must)
@@ -141,17 +156,23 @@ def measure(
     only: Only = None,
     tiny: Annotated[bool, Option("--tiny", help="small sizes, to try this out")] = False,
     budget_s: Budget = None,
+    nodes: Nodes = 1,
 ) -> None:
     """Train each, and append its row."""
     with in_one_sentence(), TemporaryDirectory() as folder:
         check_appendable(out, SLICES_CSV, "OUT")
+        if gpus % nodes:
+            raise BurstError(
+                "slices: --nodes must divide --gpus, because each emulated node has equally many; "
+                f"got {nodes} and {gpus}; choose another"
+            )
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # under CP Megatron refuses others
         started, rows = monotonic(), []
         for what, impl in _wanted(only, tiny):
             if budget_s is not None and monotonic() - started > budget_s:
                 typer.echo(f"time is up: {what.name}, {in_units(what.seq)}, {impl} was not started")
                 continue
-            row = beside_megatron(run(what, impl, gpus, Path(folder)), rows)
+            row = beside_megatron(run(what, impl, gpus, Path(folder), nodes), rows)
             rows.append(row)
             append(out, [row], SLICES_CSV)
             result = f"{row.ms:.0f} ms, {row.tflops_per_gpu:.3g} TFLOP/s" if row.ms else row.note
@@ -169,17 +190,19 @@ def predict(
         check_appendable(out, SLICES_CSV, "OUT")
         machine = hardware_of(hardware)
         for what in (what for what, impl in RUNS if impl == "burst"):
-            row = _predicted(what, gpus, machine)
+            row = predicted(what, "burst", gpus, machine)
             append(out, [row], SLICES_CSV)
             time = f"{row.ms:.0f} ms" if row.ms else row.note
             typer.echo(f"{what.name}, {in_units(what.seq)}: {time}, {row.peak_gib:.1f} GiB")
 
 
-def _predicted(what: Slice, gpus: int, machine: Hardware) -> SliceRow:
-    job = Job(what.model, what.seq, gpus, gpus, 1, machine)
-    found = candidate(job, Strategy(cp=gpus, keep="all"))
+def predicted(what: Slice, impl: str, gpus: int, machine: Hardware) -> SliceRow:
+    """What the planner says of a slice, with whole nodes: of `burst`, or of `tp`."""
+    job = Job(what.model, what.seq, gpus, min(gpus, machine.node.gpus), 1, machine)
+    strategy = Strategy(tp=gpus) if impl == "tp" else Strategy(cp=gpus, keep="all")
+    found = candidate(job, strategy)
     return row_of(
-        what, "burst", gpus, [1e3 * found.time.seconds] if found.time else [],
+        what, impl, gpus, [1e3 * found.time.seconds] if found.time else [],
         peak_gib=found.memory.peak / GIB, gpu=f"predicted for {machine.name}",
         versions=f"planner at commit {commit()}", status="ok" if found.fits else "failed",
         note="" if found.fits else "it does not fit",

@@ -207,11 +207,14 @@ def test_plans_of_other_jobs_are_refused(change, match, tmp_path):
 
 def test_megatron_and_burst_take_the_flags_of_slices():
     """Guards against a training step benchmark that would fail on its target machine."""
-    from benchmarks.slices import IMPLS, RUNS
+    from benchmarks.slice_cases import RUNS, SEED_RUNS, flags_of
 
-    for what, impl in RUNS:
-        args = megatrons_parser().parse_args([*what.flags, *IMPLS[impl].split()])
-        assert args.seq_length == what.seq and args.burst_fused_loss == (impl[-4:] != "loss")
+    parser = megatrons_parser()
+    for what, impl in (*RUNS, *SEED_RUNS):
+        args = parser.parse_args([*what.flags, *flags_of(impl, 4)])
+        own_loss = impl in ("megatron-own-loss", "base", "backward", "nested")
+        assert args.seq_length == what.seq and args.burst_fused_loss != own_loss
+        assert args.tensor_model_parallel_size == (4 if impl.startswith("tp") else 1)
 
 
 def test_megatron_and_burst_take_the_flags_of_loss_curves():
@@ -225,13 +228,14 @@ def test_megatron_and_burst_take_the_flags_of_loss_curves():
 
 
 def test_the_script_of_all_benchmarks_has_options_that_exist():
-    from benchmarks import attention, loss, packed, recompute
+    from benchmarks import attention, loss, packed, prefill, recompute, scaling
     from benchmarks.slices import app as slices
 
     script = ROOT / "benchmarks" / "everything.sh"
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
-    commands = [get_command(one.app) for one in (attention, loss, packed, recompute)]
-    commands += get_command(slices).commands.values()
+    commands = [get_command(one.app) for one in (attention, loss, packed, prefill, recompute)]
+    for one in (slices, scaling.app):
+        commands += get_command(one).commands.values()
     known = {option for one in commands for param in one.params for option in param.opts}
     known |= flags_in((ROOT / "conformance" / "run.py").read_text()) | {"--dist", "--junit-xml"}
     found = flags_in(code_of(script))
@@ -241,8 +245,10 @@ def test_the_script_of_all_benchmarks_has_options_that_exist():
 def test_the_script_of_all_benchmarks_lists_its_parts_twice():
     """In its first lines, which users read, and in the order in which it runs them."""
     text = (ROOT / "benchmarks" / "everything.sh").read_text()
-    parts = set(re.findall(r"^ {8}(\w+)\)", text, re.MULTILINE))
-    (every,) = re.findall(r'^every="([^"]+)"', text, re.MULTILINE)
+    found = re.findall(r"^ {8}([\w |]+)\)", text.partition("\npart() {")[2], re.MULTILINE)
+    parts = {name for names in found for name in names.split(" | ")}
+    lists = dict(re.findall(r'^(every|seeds)="([^"]+)"', text, re.MULTILINE))
+    every = lists["every"].replace("$seeds", lists["seeds"])
     assert len(parts) > 15 and parts == set(every.split())
     assert parts <= set(re.findall(r"\w+", text.partition("set -uo")[0]))
 
@@ -264,7 +270,7 @@ for script in sys.argv[1:]:
 
 def test_benchmarks_start_as_scripts_from_anywhere(tmp_path):
     """Guards against a script that finds its siblings only if PYTHONPATH has the checkout."""
-    names = "accuracy", "slices", "loss_curves", "kernels", "kernels_table"
+    names = "accuracy", "slices", "scaling", "loss_curves", "kernels", "kernels_table"
     scripts = [str(ROOT / "benchmarks" / f"{name}.py") for name in names]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(

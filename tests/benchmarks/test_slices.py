@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.rows import read
-from benchmarks.slice_cases import IMPLS, SLICES_CSV, TINY_RUNS, beside_megatron, row_of
+from benchmarks.slice_cases import SLICES_CSV, TINY_RUNS, beside_megatron, flags_of, row_of
 from benchmarks.slices import app
 from tests.mcore.pretraining import pretrain
 
@@ -37,7 +37,7 @@ def losses(folder, ranks, lengths):
     """Loss of each step; weights are large enough for attention to matter."""
     folder.mkdir()
     (folder / "lengths.txt").write_text(",".join(map(str, lengths)))
-    flags = [*PACKED.flags, *IMPLS["burst"].split(), "--context-parallel-size", str(ranks)]
+    flags = [*PACKED.flags, *flags_of("burst", ranks), "--context-parallel-size", str(ranks)]
     flags += "--distributed-backend gloo --num-workers 0 --min-lr 0 --init-method-std 0.3".split()
     run = pretrain(folder, ranks, " ".join([*flags, "--document-lengths lengths.txt"]))
     return [step["lm loss"] for step in run.steps]

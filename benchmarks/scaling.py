@@ -1,0 +1,131 @@
+"""Weak and strong scaling of training steps: the planner's rows, a picture with measured ones.
+
+python benchmarks/scaling.py plan PLANNED.csv --gpus 1,2,4,8,16,32,64
+python benchmarks/scaling.py draw scaling.png --measured slices.csv --planned PLANNED.csv
+
+The runs are those of benchmarks/slices.py: two layers of BurstEngine's models with 32K tokens a GPU
+(weak), or 256K in all (strong); burst keeps all of attention's results, tensor parallelism (tp)
+recomputes them. Measured and planned rows are in panels of their own.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
+
+from benchmarks.rows import append, check_appendable, read
+from benchmarks.slice_cases import PER_GPU, SEEDS, SLICES_CSV, STRONG, Slice, SliceRow
+from benchmarks.slices import predicted
+from megatron_burst.errors import BurstError
+from megatron_burst.tools.hardware import Hardware
+from megatron_burst.tools.hardware_file import hardware as hardware_of
+from megatron_burst.tools.terminal import check_writable, in_one_sentence
+from megatron_burst.tools.units import in_units, whole_numbers
+
+_WHO = "benchmarks/scaling.py"
+KINDS = {"weak": "TFLOP/s per GPU", "strong": "s per step"}
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def of_kind(rows: Sequence[SliceRow], kind: str) -> list[SliceRow]:
+    """The rows with a time of one kind of scaling."""
+    timed = [row for row in rows if row.ms and row.model in {what.name for what in SEEDS}]
+    if kind == "weak":
+        return [row for row in timed if row.seq == PER_GPU * row.gpus]
+    return [row for row in timed if row.seq == STRONG]
+
+
+def lines_of(rows: Sequence[SliceRow], kind: str) -> dict[str, list[tuple[int, float]]]:
+    """Points (GPUs, value) by model and implementation; of equal ones the newest."""
+    found: dict[str, dict[int, float]] = {}
+    for row in of_kind(rows, kind):
+        value = row.tflops_per_gpu if kind == "weak" else row.ms / 1e3
+        found.setdefault(f"{row.model} {row.impl}", {})[row.gpus] = value
+    return {name: sorted(points.items()) for name, points in found.items()}
+
+
+def runs_of(gpus: Sequence[int], machine: Hardware) -> Iterator[tuple[Slice, str, int]]:
+    """The runs of both kinds that so many GPUs can share evenly, each once."""
+    for count in gpus:
+        for what in SEEDS:
+            for seq in sorted({PER_GPU * count, STRONG}):
+                for impl in ("burst", "tp"):
+                    inside = count <= machine.node.gpus and what.heads_q % count == 0
+                    if impl == "burst" or inside:
+                        yield replace(what, seq=seq), impl, count
+
+
+@app.command()
+def plan(
+    out: Annotated[Path, Argument(help="CSV to append to")],
+    gpus: Annotated[str, Option(help="counts, with commas")] = "1,2,4,8,16,32,64",
+    hardware: Annotated[str, Option(help="preset or TOML of calibrate's")] = "h200",
+) -> None:
+    """Append what the planner says of weak and strong scaling."""
+    with in_one_sentence():
+        check_appendable(out, SLICES_CSV, "OUT")
+        machine = hardware_of(hardware)
+        counts = whole_numbers(gpus, "--gpus", _WHO)
+        rows = [predicted(*run, machine) for run in runs_of(counts, machine)]
+        append(out, rows, SLICES_CSV)
+        for row in rows:
+            result = f"{row.ms:.0f} ms, {row.tflops_per_gpu:.3g} TFLOP/s" if row.ms else row.note
+            typer.echo(f"{row.model}, {in_units(row.seq)}, {row.impl}, {row.gpus} GPUs: {result}")
+
+
+@app.command()
+def draw(
+    picture: Annotated[Path, Argument(help="what is written, such as scaling.png")],
+    measured: Annotated[list[Path] | None, Option(help="of benchmarks/slices.py")] = None,
+    planned: Annotated[list[Path] | None, Option(help="of the command plan")] = None,
+) -> None:
+    """Draw weak and strong scaling, measured and planned apart."""
+    with in_one_sentence():
+        check_writable(_WHO, "PICTURE", picture)
+        files = {"measured": measured, "planned": planned}
+        panels = {name: read(some, SLICES_CSV) for name, some in files.items() if some}
+        if not any(lines_of(rows, kind) for rows in panels.values() for kind in KINDS):
+            raise BurstError(
+                f"{_WHO}: files must have rows of {' or '.join(what.name for what in SEEDS)} with "
+                "times, because these are the runs of scaling; got none; measure with "
+                "benchmarks/everything.sh OUT GPUS scaling"
+            )
+        draw_scaling(panels, picture)
+        typer.echo(picture)
+
+
+def draw_scaling(panels: dict[str, list[SliceRow]], picture: Path) -> None:
+    """Write the picture: a row of panels for each of `panels`, a column for each kind."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.9 * len(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), len(KINDS), squeeze=False)
+    for (name, rows), line in zip(panels.items(), axes, strict=True):
+        for (kind, unit), axis in zip(KINDS.items(), line, strict=True):
+            lines = lines_of(rows, kind)
+            for label, points in lines.items():
+                axis.plot(*zip(*points, strict=True), marker="o", label=label)
+            size = f"{in_units(PER_GPU)} tokens per GPU"
+            if kind == "strong":
+                size = f"{in_units(STRONG)} tokens"
+                axis.set_yscale("log", base=2)
+                axis.yaxis.set_major_formatter("{x:g}")
+            axis.set(title=f"{name}, {kind} scaling: {size}", xlabel="GPUs", ylabel=unit)
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.grid(alpha=0.3)
+            if kind == "weak":
+                axis.set_ylim(0, None)
+            if lines:
+                axis.legend(fontsize=8)
+    figure.savefig(picture, dpi=120)
+
+
+if __name__ == "__main__":
+    app()
