@@ -160,8 +160,8 @@ part() {
         slices_2m) [[ -n $tiny ]] || slices 480 8b-2M:burst 8b-2M:megatron ;;
         slices_own_loss) [[ -n $tiny ]] || slices 240 8b-1M:megatron-own-loss ;;
         seeds_64k) seeds 480 64K 1,2,4,8 ;;
-        seeds_long) seeds 480 128K,256K,512K 1 ;;
-        seeds_million) seeds 480 1M 1 ;;
+        seeds_long) [[ -n $tiny ]] || seeds 480 128K,256K,512K 1 ;;
+        seeds_million) [[ -n $tiny ]] || seeds 480 1M 1 ;;
         ablation) ablation "base backward nested fused-loss" ;;
         ablation_keep) ablation "fused-loss half whole burst" ;;
         tensor) steps 480 tensor "$(sized "$gpus" 2)" "tp tp-v1 burst megatron" ;;
