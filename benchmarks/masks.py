@@ -45,6 +45,7 @@ class MaskRow:
         ms: median over repetitions, with minimum and maximum.
         tflops: on the pairs: two products in forward, five in backward.
         ratio: of tflops to those of `beside`, median over turns.
+        each: ms of every repetition, in their order; `each_beside` those of the other mask.
     """
 
     date: str
@@ -66,6 +67,8 @@ class MaskRow:
     tflops: float
     ratio: float
     reps: int
+    each: str
+    each_beside: str
 
 
 MASKS_CSV = Sheet(_WHO, MaskRow)
@@ -148,6 +151,11 @@ def runs_of(case: Case, tensors: list[torch.Tensor], config: BurstConfig) -> dic
     }
 
 
+def in_ms(times: list[float]) -> str:
+    """Times in one cell."""
+    return " ".join(f"{ms:.4f}" for ms in times)
+
+
 def main(
     out: Annotated[Path, typer.Argument(help="the CSV; rows are appended")],
     seq: Annotated[str, typer.Option(help="tokens, a multiple of 2048")] = "64K",
@@ -186,6 +194,7 @@ def main(
                 beside=case.beside, pass_=pass_, pairs=case.pairs, ms=median(kept[0]),
                 ms_min=min(kept[0]), ms_max=max(kept[0]),
                 tflops=flops[0] / median(kept[0]) / 1e9, ratio=ratio, reps=len(kept[0]),
+                each=in_ms(kept[0]), each_beside=in_ms(kept[1]),
             )  # fmt: skip
             append(out, [row], MASKS_CSV)
             print(f"{name}, {pass_}: {row.ms:.2f} ms, {ratio:.3f} of {case.beside}", flush=True)

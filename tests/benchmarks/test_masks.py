@@ -48,3 +48,4 @@ def test_a_run_measures_both_passes(tmp_path):
         for pass_ in ("fwd", "bwd")
     ]
     assert all(float(row["ratio"]) > 0 and int(row["reps"]) == 7 for row in rows)
+    assert all(len(row[name].split()) == 7 for row in rows for name in ("each", "each_beside"))
