@@ -108,15 +108,17 @@ def cases(seq: int, heads: int, device: torch.device, dtype: torch.dtype) -> dic
         "window 128": Case(window, seen, ""),
         "window 128 with sinks": Case(window | {"sink": sink}, seen, "window 128"),
     }
-    lengths = [seq // 2 - seq // 16, *[seq // 32] * 16, seq // 16]
+    unit = seq // 64  # at 64K: prompts of 8K, answers of 1K
+    lengths = [8 * unit, *[unit] * 16] * 2 + [8 * unit, *[unit] * 8]
+    parents = [-1, *[0] * 16, -1, *[17] * 16, -1, *[34] * 8]
     drawn = {
         "16 frames": slices.block_causal([seq // 16] * 16),
         "prefix": slices.prefix_lm(seq // 2, seq),
         "a quarter of blocks of 128": slices.blocks(alive, 128, seq, causal=True),
-        "tree of 16 as slices": slices.tree(lengths, [-1, *[0] * 16, 0]),
+        "16 answers as slices": slices.tree(lengths, parents),
     }
     found |= {name: Case({"causal": False, "slices": x}, x) for name, x in drawn.items()}
-    trees = {"tree of 16": (lengths, [-1, *[0] * 16, 0]), "random tree": random_tree(seq, depth=6)}
+    trees = {"16 answers": (lengths, parents), "random tree": random_tree(seq, depth=6)}
     for name, of in trees.items():
         starts = torch.tensor([0, *accumulate(of[0])], dtype=torch.int32)
         found[name] = Case({"cu_seqlens": starts, "prefix_tree": of[1]}, slices.tree(*of))
