@@ -45,6 +45,7 @@ class MaskRow:
         ms: median over repetitions, with minimum and maximum.
         tflops: on the pairs: two products in forward, five in backward.
         ratio: of tflops to those of `beside`, median over turns.
+        each: ms of every repetition, in their order; `each_beside` those of the other mask.
     """
 
     date: str
@@ -66,6 +67,8 @@ class MaskRow:
     tflops: float
     ratio: float
     reps: int
+    each: str
+    each_beside: str
 
 
 MASKS_CSV = Sheet(_WHO, MaskRow)
@@ -105,15 +108,17 @@ def cases(seq: int, heads: int, device: torch.device, dtype: torch.dtype) -> dic
         "window 128": Case(window, seen, ""),
         "window 128 with sinks": Case(window | {"sink": sink}, seen, "window 128"),
     }
-    lengths = [seq // 2 - seq // 16, *[seq // 32] * 16, seq // 16]
+    unit = seq // 64  # at 64K: prompts of 8K, answers of 1K
+    lengths = [8 * unit, *[unit] * 16] * 2 + [8 * unit, *[unit] * 8]
+    parents = [-1, *[0] * 16, -1, *[17] * 16, -1, *[34] * 8]
     drawn = {
         "16 frames": slices.block_causal([seq // 16] * 16),
         "prefix": slices.prefix_lm(seq // 2, seq),
         "a quarter of blocks of 128": slices.blocks(alive, 128, seq, causal=True),
-        "tree of 16 as slices": slices.tree(lengths, [-1, *[0] * 16, 0]),
+        "16 answers as slices": slices.tree(lengths, parents),
     }
     found |= {name: Case({"causal": False, "slices": x}, x) for name, x in drawn.items()}
-    trees = {"tree of 16": (lengths, [-1, *[0] * 16, 0]), "random tree": random_tree(seq, depth=6)}
+    trees = {"16 answers": (lengths, parents), "random tree": random_tree(seq, depth=6)}
     for name, of in trees.items():
         starts = torch.tensor([0, *accumulate(of[0])], dtype=torch.int32)
         found[name] = Case({"cu_seqlens": starts, "prefix_tree": of[1]}, slices.tree(*of))
@@ -146,6 +151,11 @@ def runs_of(case: Case, tensors: list[torch.Tensor], config: BurstConfig) -> dic
         "fwd": forward,
         "bwd": lambda: torch.autograd.grad(out, wanted, dout, retain_graph=True),
     }
+
+
+def in_ms(times: list[float]) -> str:
+    """Times in one cell."""
+    return " ".join(f"{ms:.4f}" for ms in times)
 
 
 def main(
@@ -186,6 +196,7 @@ def main(
                 beside=case.beside, pass_=pass_, pairs=case.pairs, ms=median(kept[0]),
                 ms_min=min(kept[0]), ms_max=max(kept[0]),
                 tflops=flops[0] / median(kept[0]) / 1e9, ratio=ratio, reps=len(kept[0]),
+                each=in_ms(kept[0]), each_beside=in_ms(kept[1]),
             )  # fmt: skip
             append(out, [row], MASKS_CSV)
             print(f"{name}, {pass_}: {row.ms:.2f} ms, {ratio:.3f} of {case.beside}", flush=True)

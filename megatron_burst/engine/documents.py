@@ -240,13 +240,8 @@ class Documents:
             self._restored[lies, numbers] = torch.cat(found, 1).clamp_(-1, most_rows - 1)
         return self._restored[lies, numbers]
 
-    def positions_of(self, numbers: Numbers) -> Tensor:
-        """The position in the sample of each row of some chunks, ascending: int64 [rows]."""
-        begin, entry, chunk, row = self._rows_of(len(numbers))
-        return begin * (2 * self._cp_size) + self._table(numbers)[entry] * chunk + row
-
     def places_of(self, numbers: Numbers) -> Places:
-        """The same as ranges; waits for boundaries that are on a GPU."""
+        """The positions of the rows of some chunks; waits for boundaries that are on a GPU."""
         self.checked()
         starts = next(x for x in reversed(self._host) if x is not None)
         return places_of_chunks(starts.tolist(), numbers, self._cp_size)

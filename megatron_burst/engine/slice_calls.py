@@ -1,32 +1,76 @@
-"""Slices for kernels that take no intervals: a kernel call for each part of a slice in a tile.
+"""Slices for kernels that take no parts of a score matrix: a call for each part of a tile.
 
 Parts of the same kind that follow each other in queries and in keys (chunks, packed samples, a
-depth of trees) are segments of one call.
+depth of trees) are segments of one call. If a tile needs many calls, another kernel takes all of
+its parts in one, if there is such a kernel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import islice, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_burst.engine.tree import Branch, overlaps
-from megatron_burst.kernels.backends import Backend, QuerySide
+from megatron_burst.kernels.backends import Backend, Problem, QuerySide, arch_of, in_one_call
 from megatron_burst.kernels.partial import accumulate_dtype, merge_parts
+from megatron_burst.kernels.parts import Parts, on_device
 from megatron_burst.kernels.visible import Segments, Visible
-from megatron_burst.schedule.mask import Mask, Places, Span, meet
+from megatron_burst.schedule.mask import Span
 
-CAUSAL, INVERSE = 1, 2  # bits of a slice's kind
 _RECENT = 16  # groups that a part may continue: bounds the search
+_MANY = 64  # calls of a tile; more are one call of a kernel that takes parts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Calls:
-    """The kernel calls of a tile, instead of one."""
+    """The kernel calls of a tile, instead of one.
 
-    calls: tuple[Branch, ...]
+    Attributes:
+        parts: of the tile.
+        device: where kernels run.
+        together: whether parts may share a call as its segments: in a batch of one.
+    """
+
+    parts: Parts
+    device: torch.device
+    together: bool
+
+    @cached_property
+    def _first_groups(self) -> list[np.ndarray]:
+        """The parts of each call, up to one more than are worth it."""
+        return list(islice(_groups(self.parts.table, self.together), _MANY + 1))
+
+    @property
+    def are_many(self) -> bool:
+        """Whether there are more calls than are worth it."""
+        return len(self._first_groups) > _MANY
+
+    @cached_property
+    def calls(self) -> tuple[Branch, ...]:
+        """Each call: its rows and keys in the tile, and what is seen of these."""
+        groups = self._first_groups
+        if self.are_many:
+            groups = _groups(self.parts.table, self.together)
+        return tuple(_call(group, self.device) for group in groups)
+
+    @cached_property
+    def merges(self) -> tuple[tuple[bool, ...], tuple[tuple[slice, list], ...]]:
+        """Which calls have no row in common with others; rows that some call has, and for each the
+        calls that have them with the rows within these."""
+        spans = [call.rows for call in self.calls]
+        return tuple(_alone(spans)), tuple(overlaps(spans)) if spans else ()
+
+    def _instead(self, q: Tensor, k: Tensor, v: Tensor) -> Backend | None:
+        """The kernel that takes many parts in one call."""
+        if not self.are_many:
+            return None
+        dims, kind = (k.shape[3], v.shape[3]), (q.device.type, q.dtype)
+        grouped, arch = q.shape[2] != k.shape[2], arch_of(q.device)
+        return in_one_call(Problem(*kind, *dims, grouped=grouped, arch=arch))
 
     def forward(
         self, run: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float,
@@ -37,16 +81,16 @@ class Calls:
             out = q.new_empty(*q.shape[:3], v.shape[3])
             sums = accumulate_dtype(q.dtype)
             into = out, q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=sums)
-        out, lse = into
-        spans = [call.rows for call in self.calls]
-        alone, parts = _alone(spans), {}
+        if other := self._instead(q, k, v):
+            return other.forward(q, k, v, scale, Visible(parts=self.parts), into=into)
+        (out, lse), (alone, shared), parts = into, self.merges, {}
         for index, (call, single) in enumerate(zip(self.calls, alone, strict=True)):
             rows, keys = call.rows.slice, call.keys.slice
             target = (out[:, rows], lse[:, :, rows]) if single else None
             tensors = q[:, rows], k[:, keys], v[:, keys]
             parts[index] = run.forward(*tensors, scale, call.visible, into=target)
         end = 0
-        for rows, found in overlaps(spans) if spans else ():
+        for rows, found in shared:
             if end < rows.start:
                 out[:, end : rows.start], lse[:, :, end : rows.start] = 0, -torch.inf
             end = rows.stop
@@ -61,8 +105,25 @@ class Calls:
         into: tuple[Tensor, Tensor, Tensor] | None = None, deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """As `Backend.backward`; gradients are summed in the accumulation dtype, call by call."""
-        tensors, sums = (side.q, k, v), accumulate_dtype(k.dtype)
-        totals = [torch.zeros_like(x, dtype=sums) for x in tensors]
+        if other := self._instead(side.q, k, v):
+            totals = other.backward(side, k, v, scale, Visible(parts=self.parts), into=into)
+        else:
+            totals = self._sums(run, side, k, v, scale, deterministic)
+        if into is None:
+            wide = run.capability.wide_grads
+            return tuple(total if wide else total.to(k.dtype) for total in totals)
+        for target, total in zip(into, totals, strict=True):
+            if target is not total:
+                target.copy_(total)
+        return into
+
+    def _sums(
+        self, run: Backend, side: QuerySide, k: Tensor, v: Tensor, scale: float,
+        deterministic: bool,
+    ) -> list[Tensor]:  # fmt: skip
+        """Gradients of all calls."""
+        sums = accumulate_dtype(k.dtype)
+        totals = [torch.zeros_like(x, dtype=sums) for x in (side.q, k, v)]
         for call in self.calls:
             rows, keys = call.rows.slice, call.keys.slice
             grads = run.backward(
@@ -71,12 +132,7 @@ class Calls:
             )  # fmt: skip
             for total, place, grad in zip(totals, (rows, keys, keys), grads, strict=True):
                 total[:, place] += grad
-        if into is None:
-            wide = run.capability.wide_grads
-            return tuple(total if wide else total.to(k.dtype) for total in totals)
-        for target, total in zip(into, totals, strict=True):
-            target.copy_(total)
-        return into
+        return totals
 
 
 def _alone(spans: Sequence[Span]) -> list[bool]:
@@ -95,101 +151,69 @@ def _alone(spans: Sequence[Span]) -> list[bool]:
     return found
 
 
-def calls_of(
-    slices: np.ndarray, q: Places, keys: Places, device: torch.device, together: bool
-) -> Calls:
-    """The calls of a tile.
+def _groups(parts: np.ndarray, together: bool) -> Iterator[np.ndarray]:
+    """Parts that share a call: of one band, each behind the one before it, in queries and in keys.
 
     Args:
-        slices: int64 [slices, 5].
-        q: positions of its queries, ascending.
-        keys: the same of its keys.
-        device: where kernels run.
-        together: whether segments may share a call: in a batch of one.
+        parts: by first row and first key.
+        together: whether any may share a call.
     """
-    parts = [
-        (tile.q.moved(row + start - queries.start), tile.kv.moved(column + first - seen.start),
-         tile.mask.left, tile.mask.right)
-        for row, queries in _in_rows(q) for column, seen in _in_rows(keys)
-        for start, first, tile in _parts(slices, queries, seen)
-    ]  # fmt: skip
-    parts.sort(key=lambda part: (part[0].start, part[1].start))
-    groups: list[list] = []
-    for part in _joined(parts):
-        fits = (group for group in groups[-_RECENT:] if together and _continues(group[-1], part))
-        group = next(fits, None)
-        if group is None:
-            groups.append([part])
+    if not together:
+        yield from parts[:, None]
+        return
+    left, right = _bounds(parts)
+    _, kinds = np.unique(left * (1 << 31) + right, return_inverse=True)
+    order = np.argsort(kinds, kind="stable")
+    for some in np.split(order, np.flatnonzero(np.diff(kinds[order])) + 1) if len(order) else ():
+        one = parts[some]
+        if (one[1:, [0, 2]] >= one[:-1, [1, 3]]).all():
+            yield one
         else:
-            group.append(part)
-    return Calls(tuple(_call(group, device) for group in groups))
+            yield from (one[group] for group in _behind(one.tolist()))
 
 
-def _in_rows(places: Places) -> list[tuple[int, range]]:
-    """Ranges with their first row, adjacent ones joined."""
-    found: list[tuple[int, range]] = []
-    row = 0
-    for place in places:
-        if found and found[-1][1].stop == place.start:
-            found[-1] = found[-1][0], range(found[-1][1].start, place.stop)
-        elif len(place):
-            found.append((row, place))
-        row += len(place)
-    return found
-
-
-def _parts(slices: np.ndarray, q: range, keys: range):
-    """Of each slice that has a pair there: where its queries and its keys begin, and the tile."""
-    low = np.maximum(slices[:, [0, 2]], [q.start, keys.start])
-    high = np.minimum(slices[:, [1, 3]], [q.stop, keys.stop])
-    for index in np.flatnonzero((low < high).all(1)):
-        q_start, q_stop, k_start, k_stop, kind = slices[index].tolist()
-        (start, first), (stop, last) = low[index].tolist(), high[index].tolist()
-        band = Mask(
-            q_start - k_start if kind & INVERSE else None,
-            k_stop - q_stop if kind & CAUSAL else None,
-        )
-        if tile := meet(range(start, stop), range(first, last), band):
-            yield start, first, tile
-
-
-def _joined(parts: Sequence[tuple]) -> list[tuple]:
-    """The same parts, those with all of the same keys and adjacent queries joined (the children of
-    a segment of a tree)."""
-    found: list[tuple] = []
-    last: dict[tuple, int] = {}  # by keys and band, the index of the last part
-    for q, keys, *band in parts:
-        which = keys.start, keys.stop, *band
-        before = last.get(which)
-        if before is not None and band == [None, None] and found[before][0].stop == q.start:
-            found[before] = (Span(found[before][0].start, q.stop), keys, *band)
+def _behind(parts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """The same for parts of one band that do not all follow each other: as many as fit to each of
+    the latest groups."""
+    groups: list[list[int]] = []
+    ends: list[tuple[int, int]] = []  # of the last part of each group
+    for index, (row, end, key, last, *_) in enumerate(parts):
+        for group, (before, seen) in enumerate(ends):
+            if before <= row and seen <= key:
+                groups[group].append(index)
+                ends[group] = end, last
+                break
         else:
-            last[which] = len(found)
-            found.append((q, keys, *band))
-    return found
+            if len(groups) == _RECENT:
+                yield groups.pop(0)
+                ends.pop(0)
+            groups.append([index])
+            ends.append((end, last))
+    yield from groups
 
 
-def _continues(before: tuple, part: tuple) -> bool:
-    """Whether a part is behind another one of its kind, in queries and in keys."""
-    behind = before[0].stop <= part[0].start and before[1].stop <= part[1].start
-    return behind and before[2:] == part[2:]
+def _bounds(parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(left, right) of each part, as of `Visible`; -1: no bound. One row sees all of its keys as a
+    causal one does."""
+    begin, end, first, last, low, high = parts.T
+    level = (last - first) - (end - begin) + first - begin
+    left, right = level - low, high - level
+    left = np.where(left >= last - first - 1, -1, left)
+    return left, np.where(right >= np.maximum(end - begin - 1, 1), -1, right)
 
 
-def _call(group: list[tuple], device: torch.device) -> Branch:
+def _call(group: np.ndarray, device: torch.device) -> Branch:
     """One call; between its segments are queries without keys, and keys that no query sees."""
-    (first, *_), (*_, last) = group, group
-    rows, keys = Span(first[0].start, last[0].stop), Span(first[1].start, last[1].stop)
+    begin, end, first, last = group[:, :4].T
+    rows, keys = Span(int(begin[0]), int(end[-1])), Span(int(first[0]), int(last[-1]))
+    left, right = (None if x[0] < 0 else int(x[0]) for x in _bounds(group[:1]))
     if len(group) == 1:
-        return Branch(rows, keys, Visible(*first[2:]))
-    edges = [[0], [0]]
-    for one, other in pairwise(group):
-        edges[0] += [one[0].stop - rows.start, other[0].start - rows.start]
-        edges[1] += [one[1].stop - keys.start, one[1].stop - keys.start]
-        # a segment of queries alone, then one of keys alone
-        edges[0].append(other[0].start - rows.start)
-        edges[1].append(other[1].start - keys.start)
-    edges[0].append(len(rows))
-    edges[1].append(len(keys))
-    of_q, of_keys = (torch.tensor(each, dtype=torch.int32).to(device) for each in edges)
-    longest = (max(np.diff(each).max(), 1) for each in edges)
-    return Branch(rows, keys, Visible(*first[2:], Segments(of_q, of_keys, *map(int, longest))))
+        return Branch(rows, keys, Visible(left, right))
+    # behind each segment one of queries alone, then one of keys alone
+    of_q = np.stack((end[:-1], begin[1:], begin[1:]), 1).ravel() - rows.start
+    of_keys = np.stack((last[:-1], last[:-1], first[1:]), 1).ravel() - keys.start
+    edges = [np.concatenate(([0], x, [len(of)])).astype(np.int32)
+             for x, of in ((of_q, rows), (of_keys, keys))]  # fmt: skip
+    longest = (max(int(np.diff(each).max()), 1) for each in edges)
+    segments = Segments(*(on_device(each, device) for each in edges), *longest)
+    return Branch(rows, keys, Visible(left, right, segments))

@@ -60,8 +60,8 @@ class Capability:
     # kernel with segments supports it inside them
     rectangular_causal: bool = False
     # besides full and causal: windows, any band of keys (`Visible.left`, `.right`); packed
-    # documents, segments with a band each (`Visible.segments`); slices, the keys of each query
-    # (`Visible.intervals`), which else are composed of the other two
+    # documents, segments with a band each (`Visible.segments`); slices, parts of the score
+    # matrix (`Visible.parts`), which else are composed of the other two
     masks: frozenset[str] = frozenset()
     wide_grads: bool = False  # whether gradients have the accumulation dtype, not the input's
     sinks: bool = False  # whether forward takes attention sinks; else they join in another pass
@@ -214,6 +214,19 @@ def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Choice]:
     if chosen is None:
         raise _nothing_can(problem, asked, names)
     return backends()[chosen.value], chosen
+
+
+@lru_cache
+def in_one_call(problem: Problem) -> Backend | None:
+    """The fastest kernel that takes any parts of a score matrix, and delta; None if there is none:
+    plain torch on a GPU is slower than many calls."""
+    able = [
+        name for name, backend in backends().items()
+        if SLICES in (can := backend.capability).masks and can.takes_delta
+        and (can.devices or problem.device != "cuda")
+    ]  # fmt: skip
+    chosen = _first(problem, able)
+    return chosen and backends()[chosen.value]
 
 
 def _automatic(problem: Problem) -> list[str]:

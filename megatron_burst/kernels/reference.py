@@ -69,7 +69,7 @@ class Reference:
 
 class _Block(NamedTuple):
     """Some query rows and all keys that any of them sees; the first row is level with key `level`
-    of these keys, which may lie outside. With intervals: all keys."""
+    of these keys, which may lie outside. With parts: all keys."""
 
     rows: slice
     keys: slice
@@ -108,8 +108,8 @@ def _group_stat(stat: Tensor, heads_kv: int) -> Tensor:
 def _scores(q: Tensor, k: Tensor, scale: float, block: _Block) -> Tensor:
     """Scaled, masked scores [b, h_kv, g, n_q, n_kv] of a block's rows and keys."""
     scores = torch.einsum("bqkgd,bskd->bkgqs", _group(q, k.shape[2]), k) * scale
-    if (intervals := block.visible.intervals) is not None:
-        return scores.masked_fill(~intervals.seen(block.rows, k.shape[1]), -torch.inf)
+    if (parts := block.visible.parts) is not None:
+        return scores.masked_fill(~parts.seen(block.rows, k.shape[1], q.device), -torch.inf)
     if block.visible.full:
         return scores
     return scores.masked_fill(hidden(block.visible, q, k, block.level), -torch.inf)

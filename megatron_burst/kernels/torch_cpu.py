@@ -74,8 +74,8 @@ def _forward(
     unseen = rows - k.shape[2]
     if visible.causal and unseen > 0:
         lse[:, :, :unseen] = -torch.inf  # the kernel returns 0
-    if visible.intervals is not None:
-        blank = ~visible.intervals.seen(slice(None), k.shape[2]).any(-1)
+    if visible.parts is not None:
+        blank = (band["attn_mask"] == -torch.inf).all(-1)
         lse[:, :, blank], out[:, :, blank] = -torch.inf, 0
     return out[..., :dim_v].transpose(1, 2), lse
 
@@ -100,9 +100,9 @@ def _backward(
 def _band(visible: Visible, q: Tensor, k: Tensor) -> dict[str, Any]:
     """The kernel's mask arguments; its own causal mask is aligned top left."""
     rows, keys, dtype = q.shape[1], k.shape[1], accumulate_dtype(q.dtype)
-    if visible.intervals is not None:
+    if visible.parts is not None:
         mask = torch.zeros(rows, keys, dtype=dtype)
-        mask.masked_fill_(~visible.intervals.seen(slice(None), keys), -torch.inf)
+        mask.masked_fill_(~visible.parts.seen(slice(0, rows), keys, q.device), -torch.inf)
         return {"is_causal": False, "attn_mask": mask}
     causal = plain_causal(visible, "torch-cpu", packed=True)
     if not causal or rows == keys:

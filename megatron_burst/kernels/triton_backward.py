@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 
+from megatron_burst.kernels.block_lists import lists_of
 from megatron_burst.kernels.triton_grads import key_grads_kernel, query_grads_kernel
 from megatron_burst.kernels.triton_tiles import (
     LOG2_E,
@@ -20,7 +21,6 @@ from megatron_burst.kernels.triton_tiles import (
     bounds_of,
     box,
     heads_together,
-    lanes_of,
     num_blocks,
     operand,
     padded,
@@ -89,9 +89,10 @@ def launch_backward(
         of_keys = which is KernelPass.KEY_GRADS
         own, size = (n_k, blocks.keys) if of_keys else (n_q, blocks.rows)
         count, table = num_blocks(own, size, segments), None
-        intervals = visible.intervals
-        if intervals is not None:
-            intervals = intervals.of_keys if of_keys else intervals.of_rows
+        lists = visible.parts
+        if lists is not None:
+            block = (size, blocks.rows if of_keys else blocks.keys)
+            lists = lists_of(lists, of_keys, block, own, q.device)
         if segments is not None:
             starts = segments.cu_q, segments.cu_k
             table = table_of(*(reversed(starts) if of_keys else starts), size, count)
@@ -102,7 +103,7 @@ def launch_backward(
             *map(operand, outputs), *map(operand, read), *ready,
             *(box(x, n, blocks.tma) for x, n in zip(read, sizes, strict=True)),
             *(statistics_box(x, blocks.rows, blocks.tma and table is None) for x in ready), table,
-            intervals, lanes_of(intervals), ready.shape[-1], scale, n_q, n_k, *values.values(),
+            lists, ready.shape[-1], scale, n_q, n_k, *values.values(),
             count, heads_kv, group, all_heads, together, **bounded, **constants, **blocks.options(),
         )  # fmt: skip
 

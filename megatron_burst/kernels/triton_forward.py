@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_burst.kernels.block_lists import lists_of
 from megatron_burst.kernels.triton_tiles import (
     LN_2,
     LOG2_E,
@@ -15,17 +16,17 @@ from megatron_burst.kernels.triton_tiles import (
     bounds_of,
     box,
     heads_together,
-    lanes_of,
-    load_intervals,
     load_rows,
+    next_step,
     num_blocks,
     operand,
-    others_in,
     padded,
+    part_of,
     place_of,
     rows_between,
     seen_of,
     statistics,
+    steps_of,
     store_rows,
     table_of,
     tile_of_program,
@@ -52,7 +53,9 @@ def launch_forward(
     if segments is not None:
         table = table_of(segments.cu_q, segments.cu_k, blocks.rows, count)
     values, bounded = bounds_of(visible, n_q, n_k)
-    intervals = None if visible.intervals is None else visible.intervals.of_rows
+    lists = visible.parts
+    if lists is not None:
+        lists = lists_of(lists, False, (blocks.rows, blocks.keys), n_q, q.device)
     width, rest = widths(dim_qk)
     longest = n_k if segments is None else segments.max_k
     together = group * heads_together(k, longest * (dim_qk + dim_v) * k.itemsize)
@@ -61,7 +64,7 @@ def launch_forward(
     with torch.cuda.device_of(q):  # Triton launches on the current device, wherever the tensors are
         _forward_kernel[(count * heads * batch,)](
             *map(operand, (q, k, v, out, lse)), sink, *boxes, table,
-            intervals, lanes_of(intervals), scale, n_q, n_k, *values.values(), count, heads, group,
+            lists, scale, n_q, n_k, *values.values(), count, heads, group,
             batch * heads, together,
             **bounded, DIM_QK=dim_qk, DIM_V=dim_v,
             WIDTH=width, REST=rest, WIDTH_V=padded(dim_v), **blocks.options(),
@@ -70,13 +73,15 @@ def launch_forward(
 
 @triton.jit(do_not_specialize=VARYING)
 def _forward_kernel(
-    q, k, v, out, lse, sink, q_box, k_box, v_box, table, intervals, lanes, scale, n_q, n_k, left,
-    right, count, heads, group, all_heads, together, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    q, k, v, out, lse, sink, q_box, k_box, v_box, table, lists, scale, n_q, n_k, left, right,
+    count, heads, group, all_heads, together, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, WIDTH_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     block, head = tile_of_program(count, all_heads, together, RIGHT)
+    if lists is not None:
+        block, clear_steps, masked_steps, record, first_key = steps_of(lists, block)
     batch, head = head // heads, head % heads
     head_kv = head // group
     first_row, row_end, key_begin, key_end = place_of(table, block, n_q, n_k, ROWS)
@@ -92,33 +97,42 @@ def _forward_kernel(
     largest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH_V], tl.float32)
-    for lane in range(lanes):
-        ends = None
-        if intervals is not None:
-            begin, end = load_intervals(intervals, lanes, lane, first_row, row_end, ROWS)
-            start, clear, edge, stop = others_in(begin, end, KEYS)
-            ends = begin[:, None], end[:, None]
-        else:
-            start, clear, edge, stop = rows_between(
-                first_row, key_begin, key_end, band[2], band[3], LEFT, RIGHT, False, ROWS, KEYS
-            )
+    if lists is not None:
+        for _ in range(clear_steps):
+            largest, total, sums = _add_keys(
+                largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch,
+                head_kv, first_row, first_key, band, None, LEFT, RIGHT, True,
+                DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+            )  # fmt: skip
+            record, first_key = next_step(record, first_key, KEYS)
+        for _ in range(masked_steps):
+            largest, total, sums = _add_keys(
+                largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch,
+                head_kv, first_row, first_key, band, part_of(record), LEFT, RIGHT, False,
+                DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+            )  # fmt: skip
+            record, first_key = next_step(record, first_key, KEYS)
+    else:
+        start, clear, edge, stop = rows_between(
+            first_row, key_begin, key_end, band[2], band[3], LEFT, RIGHT, False, ROWS, KEYS
+        )
         if LEFT:
             for first_key in range(start, clear, KEYS):
                 largest, total, sums = _add_keys(
                     largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch,
-                    head_kv, first_row, first_key, band, ends, LEFT, RIGHT, False,
+                    head_kv, first_row, first_key, band, None, LEFT, RIGHT, False,
                     DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
                 )  # fmt: skip
         for first_key in range(clear, edge, KEYS):
             largest, total, sums = _add_keys(
                 largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch,
-                head_kv, first_row, first_key, band, ends, LEFT, RIGHT, True,
+                head_kv, first_row, first_key, band, None, LEFT, RIGHT, True,
                 DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
             )  # fmt: skip
         for first_key in range(edge, stop, KEYS):
             largest, total, sums = _add_keys(
                 largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch,
-                head_kv, first_row, first_key, band, ends, LEFT, RIGHT, False,
+                head_kv, first_row, first_key, band, None, LEFT, RIGHT, False,
                 DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
             )  # fmt: skip
     if sink is not None:
@@ -138,7 +152,7 @@ def _forward_kernel(
 @triton.jit
 def _add_keys(
     largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch, head_kv,
-    first_row, first_key, band, ends, LEFT: tl.constexpr, RIGHT: tl.constexpr, CLEAR: tl.constexpr,
+    first_row, first_key, band, part, LEFT: tl.constexpr, RIGHT: tl.constexpr, CLEAR: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
     WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +166,7 @@ def _add_keys(
         scores = tl.dot(queries_rest, tl.trans(rest), scores, input_precision="tf32x3")
     values = load_rows(v, v_box, batch, head_kv, first_key, band[1], 0, DIM_V, KEYS, WIDTH_V, CLEAR)
     if not CLEAR:
-        seen = seen_of(first_row, first_key, band, ends, LEFT, RIGHT, ROWS, KEYS)
+        seen = seen_of(first_row, first_key, band, part, LEFT, RIGHT, ROWS, KEYS)
         scores = tl.where(seen, scores, -float("inf"))
     new_largest = tl.maximum(largest, tl.max(scores, axis=1) * scale)
     shift = new_largest

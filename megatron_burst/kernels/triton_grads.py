@@ -6,12 +6,13 @@ import triton.language as tl
 from megatron_burst.kernels.triton_tiles import (
     LOG2_E,
     VARYING,
-    load_intervals,
     load_rows,
-    others_in,
+    next_step,
+    part_of,
     place_of,
     rows_between,
     seen_of,
+    steps_of,
     store_rows,
     tile_of_program,
 )
@@ -20,13 +21,15 @@ from megatron_burst.kernels.triton_tiles import (
 @triton.jit(do_not_specialize=VARYING)
 def key_grads_kernel(
     dk, dv, q, k, v, dout, lse, delta, q_box, k_box, v_box, dout_box, lse_box, delta_box,
-    table, intervals, lanes, stride, scale, n_q, n_k, left, right, count, heads_kv, group,
+    table, lists, stride, scale, n_q, n_k, left, right, count, heads_kv, group,
     all_heads, together, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, WIDTH_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     block, head = tile_of_program(count, all_heads, together, False)
+    if lists is not None:
+        block, clear_steps, masked_steps, record, _ = steps_of(lists, block)
     batch, head_kv = head // heads_kv, head % heads_kv
     first_key, key_end, row_begin, row_end = place_of(table, block, n_k, n_q, KEYS)
     ahead = key_end - row_end
@@ -42,17 +45,31 @@ def key_grads_kernel(
             k, k_box, batch, head_kv, first_key, key_end, WIDTH, DIM_QK, KEYS, REST, False
         )
         key_grads_rest = tl.zeros([KEYS, REST], tl.float32)
-    for lane in range(lanes):
-        ends = None
-        if intervals is not None:
-            begin, end = load_intervals(intervals, lanes, lane, first_key, key_end, KEYS)
-            start, clear, edge, stop = others_in(begin, end, ROWS)
-            ends = begin[None, :], end[None, :]
-        else:  # rows that are not there weigh 0, if next to no others
-            start, clear, edge, stop = rows_between(
-                first_key, row_begin, row_end, -band[3], -band[2], RIGHT, LEFT, table is None,
-                KEYS, ROWS,
-            )  # fmt: skip
+    if lists is not None:
+        for member in range(group):
+            head = head_kv * group + member
+            at, first_row = record, tl.load(record)
+            for _ in range(clear_steps):
+                key_grads, key_grads_rest, value_grads = _add_rows(
+                    key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse,
+                    delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
+                    heads_kv * group, first_row, first_key, band, None, LEFT, RIGHT, True,
+                    DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+                )  # fmt: skip
+                at, first_row = next_step(at, first_row, ROWS)
+            for _ in range(masked_steps):
+                key_grads, key_grads_rest, value_grads = _add_rows(
+                    key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse,
+                    delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
+                    heads_kv * group, first_row, first_key, band, part_of(at), LEFT, RIGHT, False,
+                    DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+                )  # fmt: skip
+                at, first_row = next_step(at, first_row, ROWS)
+    else:  # rows that are not there weigh 0, if next to no others
+        start, clear, edge, stop = rows_between(
+            first_key, row_begin, row_end, -band[3], -band[2], RIGHT, LEFT, table is None,
+            KEYS, ROWS,
+        )  # fmt: skip
         for member in range(group):
             head = head_kv * group + member
             if RIGHT:
@@ -60,14 +77,14 @@ def key_grads_kernel(
                     key_grads, key_grads_rest, value_grads = _add_rows(
                         key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout,
                         lse, delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
-                        heads_kv * group, first_row, first_key, band, ends, LEFT, RIGHT, False,
+                        heads_kv * group, first_row, first_key, band, None, LEFT, RIGHT, False,
                         DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
                     )  # fmt: skip
             for first_row in range(clear, edge, ROWS):
                 key_grads, key_grads_rest, value_grads = _add_rows(
                     key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse,
                     delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
-                    heads_kv * group, first_row, first_key, band, ends, LEFT, RIGHT, True,
+                    heads_kv * group, first_row, first_key, band, None, LEFT, RIGHT, True,
                     DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
                 )  # fmt: skip
             if LEFT or table is not None:
@@ -75,7 +92,7 @@ def key_grads_kernel(
                     key_grads, key_grads_rest, value_grads = _add_rows(
                         key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout,
                         lse, delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
-                        heads_kv * group, first_row, first_key, band, ends, LEFT, RIGHT, False,
+                        heads_kv * group, first_row, first_key, band, None, LEFT, RIGHT, False,
                         DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
                     )  # fmt: skip
     store_rows(dv, value_grads, batch, head_kv, first_key, key_end, 0, DIM_V, KEYS, WIDTH_V)
@@ -100,7 +117,7 @@ def _load_statistics(x, box, head, stride, first_row, ROWS: tl.constexpr):
 def _add_rows(
     key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse, delta,
     q_box, dout_box, lse_box, delta_box, stride, scale, batch, head, heads, first_row, first_key,
-    band, ends, LEFT: tl.constexpr, RIGHT: tl.constexpr, CLEAR: tl.constexpr,
+    band, part, LEFT: tl.constexpr, RIGHT: tl.constexpr, CLEAR: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
     WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -121,7 +138,7 @@ def _add_rows(
     row_delta = _load_statistics(delta, delta_box, batch * heads + head, stride, first_row, ROWS)
     weights = tl.exp2(scores * (scale * LOG2_E) - row_lse)
     if not CLEAR:
-        seen = seen_of(first_row, first_key, band, ends, LEFT, RIGHT, ROWS, KEYS)
+        seen = seen_of(first_row, first_key, band, part, LEFT, RIGHT, ROWS, KEYS)
         weights = tl.where(tl.trans(seen), weights, 0.0)
     out_grads = load_rows(
         dout, dout_box, batch, head, first_row, band[0], 0, DIM_V, ROWS, WIDTH_V, False
@@ -140,13 +157,15 @@ def _add_rows(
 @triton.jit(do_not_specialize=VARYING)
 def query_grads_kernel(
     dq, q, k, v, dout, lse, delta, q_box, k_box, v_box, dout_box, lse_box, delta_box,
-    table, intervals, lanes, stride, scale, n_q, n_k, left, right, count, heads_kv, group,
+    table, lists, stride, scale, n_q, n_k, left, right, count, heads_kv, group,
     all_heads, together, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, WIDTH_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     block, head = tile_of_program(count, all_heads, together, RIGHT)
+    if lists is not None:
+        block, clear_steps, masked_steps, record, first_key = steps_of(lists, block)
     batch, head = head // (heads_kv * group), head % (heads_kv * group)
     head_kv = head // group
     first_row, row_end, key_begin, key_end = place_of(table, block, n_q, n_k, ROWS)
@@ -167,33 +186,42 @@ def query_grads_kernel(
             q, q_box, batch, head, first_row, row_end, WIDTH, DIM_QK, ROWS, REST, False
         )
         grads_rest = tl.zeros([ROWS, REST], tl.float32)
-    for lane in range(lanes):
-        ends = None
-        if intervals is not None:
-            begin, end = load_intervals(intervals, lanes, lane, first_row, row_end, ROWS)
-            start, clear, edge, stop = others_in(begin, end, KEYS)
-            ends = begin[:, None], end[:, None]
-        else:
-            start, clear, edge, stop = rows_between(
-                first_row, key_begin, key_end, band[2], band[3], LEFT, RIGHT, False, ROWS, KEYS
-            )
+    if lists is not None:
+        for _ in range(clear_steps):
+            grads, grads_rest = _add_keys(
+                grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v,
+                k_box, v_box, scale, batch, head_kv, first_row, first_key, band, None, LEFT,
+                RIGHT, True, DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+            )  # fmt: skip
+            record, first_key = next_step(record, first_key, KEYS)
+        for _ in range(masked_steps):
+            grads, grads_rest = _add_keys(
+                grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v,
+                k_box, v_box, scale, batch, head_kv, first_row, first_key, band, part_of(record),
+                LEFT, RIGHT, False, DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+            )  # fmt: skip
+            record, first_key = next_step(record, first_key, KEYS)
+    else:
+        start, clear, edge, stop = rows_between(
+            first_row, key_begin, key_end, band[2], band[3], LEFT, RIGHT, False, ROWS, KEYS
+        )
         if LEFT:
             for first_key in range(start, clear, KEYS):
                 grads, grads_rest = _add_keys(
                     grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v,
-                    k_box, v_box, scale, batch, head_kv, first_row, first_key, band, ends, LEFT,
+                    k_box, v_box, scale, batch, head_kv, first_row, first_key, band, None, LEFT,
                     RIGHT, False, DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
                 )  # fmt: skip
         for first_key in range(clear, edge, KEYS):
             grads, grads_rest = _add_keys(
                 grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v,
-                k_box, v_box, scale, batch, head_kv, first_row, first_key, band, ends, LEFT,
+                k_box, v_box, scale, batch, head_kv, first_row, first_key, band, None, LEFT,
                 RIGHT, True, DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
             )  # fmt: skip
         for first_key in range(edge, stop, KEYS):
             grads, grads_rest = _add_keys(
                 grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v,
-                k_box, v_box, scale, batch, head_kv, first_row, first_key, band, ends, LEFT,
+                k_box, v_box, scale, batch, head_kv, first_row, first_key, band, None, LEFT,
                 RIGHT, False, DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
             )  # fmt: skip
     grads *= scale
@@ -206,7 +234,7 @@ def query_grads_kernel(
 @triton.jit
 def _add_keys(
     grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v, k_box, v_box,
-    scale, batch, head_kv, first_row, first_key, band, ends,
+    scale, batch, head_kv, first_row, first_key, band, part,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CLEAR: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
     WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -223,7 +251,7 @@ def _add_keys(
     values = load_rows(v, v_box, batch, head_kv, first_key, band[1], 0, DIM_V, KEYS, WIDTH_V, CLEAR)
     weights = tl.exp2(scores * (scale * LOG2_E) - row_lse[:, None])
     if not CLEAR:
-        seen = seen_of(first_row, first_key, band, ends, LEFT, RIGHT, ROWS, KEYS)
+        seen = seen_of(first_row, first_key, band, part, LEFT, RIGHT, ROWS, KEYS)
         weights = tl.where(seen, weights, 0.0)
     weight_grads = tl.dot(out_grads, tl.trans(values), input_precision="tf32x3")
     score_grads = (weights * (weight_grads - row_delta[:, None])).to(keys.dtype)

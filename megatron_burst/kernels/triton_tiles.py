@@ -8,8 +8,8 @@ Head dimensions that are not a power of two are split into two parts of `WIDTH` 
 128 + 64 for 192, or padded with zeros.
 
 A block has "own" rows i (of queries or keys); "others" are the rows j of the other side. i and j
-see each other if i + low <= j <= i + high, inside their segment; or, with intervals, if j is in one
-of those of i. All count from the first row of the tensors.
+see each other if i + low <= j <= i + high, inside their segment or part. All count from the first
+row of the tensors.
 
 Timing candidates at the first call, as `triton.autotune` does, may choose differently on each
 rank, and then gradients differ in their last bits. `benchmarks/kernels.py --sweep` finds entries.
@@ -160,8 +160,6 @@ def statistics(x, batch, head, first, ROWS: tl.constexpr):
 
 def bounds_of(visible: Visible, rows: int, keys: int) -> tuple[dict[str, int], dict[str, bool]]:
     """Bounds of a call, as kernels take them: their values, and which exist."""
-    if visible.intervals is not None:  # blocks have edges on both sides
-        return {"left": 0, "right": 0}, {"LEFT": True, "RIGHT": True}
     band = visible.within(rows, keys)
     values = {"left": band.left or 0, "right": band.right or 0}
     return values, {"LEFT": band.left is not None, "RIGHT": band.right is not None}
@@ -229,48 +227,47 @@ def rows_between(
     return start, clear, tl.maximum(edge, clear), stop
 
 
-def lanes_of(intervals: Tensor | None) -> int:
-    """How many intervals each row has at most."""
-    return 1 if intervals is None else intervals.shape[1]
+@triton.jit
+def steps_of(lists, block):
+    """(number of a block, steps without a mask, steps with one, its first record, the others of its
+    first step), from `lists_of`."""
+    at = lists + block * 4
+    record = lists + tl.load(at + 1)
+    return tl.load(at), tl.load(at + 2), tl.load(at + 3), record, tl.load(record)
 
 
 @triton.jit
-def load_intervals(intervals, lanes, lane, first, length, ROWS: tl.constexpr):
-    """(begin, end) of one interval of each of a block's own rows, [ROWS] each; none beyond the last
-    row."""
-    row = first + tl.arange(0, ROWS)
-    at = intervals + (tl.cast(row, tl.int64) * lanes + lane) * 2
-    begin = tl.load(at, mask=row < length, other=0)
-    return begin, tl.load(at + 1, mask=row < length, other=0)
+def next_step(record, first, STEP: tl.constexpr):
+    """(record, the others of its first step) of the next step."""
+    first += STEP
+    is_new = first >= tl.load(record + 1)
+    record += tl.where(is_new, 8, 0)
+    return record, tl.where(is_new, tl.load(record), first)
 
 
 @triton.jit
-def others_in(begin, end, STEP: tl.constexpr):
-    """`rows_between` for intervals: the others that are in one of a block's."""
-    some = begin < end
-    start = tl.min(tl.where(some, begin, 0x7FFFFFFF), axis=0)
-    stop = tl.max(tl.where(some, end, 0), axis=0)
-    clear = tl.minimum(tl.cdiv(tl.max(begin, axis=0), STEP) * STEP, stop)
-    edge = tl.min(end, axis=0) // STEP * STEP
-    return tl.minimum(start, stop) // STEP * STEP, clear, tl.maximum(edge, clear), stop
+def part_of(record):
+    """(begin, end of rows, begin, end of keys, low, high) of a record."""
+    rows, keys = tl.load(record + 2), tl.load(record + 4)
+    ends = tl.load(record + 3), tl.load(record + 5)
+    return rows, ends[0], keys, ends[1], tl.load(record + 6), tl.load(record + 7)
 
 
 @triton.jit
 def seen_of(
-    first_row, first_key, band, intervals, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    first_row, first_key, band, part, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """[ROWS, KEYS] of a tile: which rows and keys exist and see each other.
 
-    `band` is (end of rows, end of keys, low, high); `intervals` (begin, end), of keys [ROWS, 1] or
-    of rows [1, KEYS]; None: the band.
+    `band` is (end of rows, end of keys, low, high), `part` that of a record; None: the band.
     """
     key = (first_key + tl.arange(0, KEYS))[None, :]
     row = (first_row + tl.arange(0, ROWS))[:, None]
+    if part is not None:
+        seen = (row >= part[0]) & (row < part[1]) & (key >= part[2]) & (key < part[3])
+        return seen & (key >= row + part[4]) & (key <= row + part[5])
     seen = (key < band[1]) & (row < band[0])
-    if intervals is not None:
-        other = key if intervals[0].shape[1] == 1 else row
-        return seen & (other >= intervals[0]) & (other < intervals[1])
     if LEFT:
         seen = seen & (key >= row + band[2])
     if RIGHT:

@@ -1,13 +1,17 @@
-"""What a kernel call sees: a band in segments, or intervals; also in plain torch."""
+"""What a kernel call sees: a band in segments, or parts of all pairs; also in plain torch."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.mask import Band
+
+if TYPE_CHECKING:  # most runs never load it
+    from megatron_burst.kernels.parts import Parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # tensors cannot be compared by ==
@@ -25,40 +29,20 @@ class Segments:
     max_k: int  # the same of keys
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Intervals:
-    """Which keys each query sees, row by row: some intervals [first, last + 1) of keys. They do not
-    overlap, in no order; some may be empty.
-
-    Attributes:
-        of_rows: int32 [queries, most, 2] on the device of the tensors: intervals of keys.
-        of_keys: int32 [keys, most, 2]: the same pairs, as intervals of the queries that see a key.
-    """
-
-    of_rows: Tensor
-    of_keys: Tensor
-
-    def seen(self, rows: slice, keys: int) -> Tensor:
-        """[rows, keys]: whether some queries see each key."""
-        key = torch.arange(keys, device=self.of_rows.device).view(1, 1, -1)
-        first, last = self.of_rows[rows].unsqueeze(-1).unbind(2)
-        return ((key >= first) & (key < last)).any(1)
-
-
 @dataclass(frozen=True, slots=True)
 class Visible(Band):
-    """Which keys a query of a kernel call sees: a band, inside its segment; or intervals.
+    """Which keys a query of a kernel call sees: a band, inside its segment; or parts.
 
     The band is key - (query + keys - queries) in [-left, right]: None is no bound, and the last
     query is level with the last key (bottom right), also in each segment.
 
     Attributes:
         segments: None: all rows are one segment.
-        intervals: None, or the keys of each query, in a call without a band and segments.
+        parts: None, or all that is seen, in a call without a band and segments.
     """
 
     segments: Segments | None = None
-    intervals: Intervals | None = None
+    parts: "Parts | None" = None
 
     def within(self, queries: int, keys: int) -> "Visible":
         """A copy without the bounds that hide nothing among `queries` queries and `keys` keys.

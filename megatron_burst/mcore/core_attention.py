@@ -20,7 +20,7 @@ from megatron_burst.call import attention_shape, spec_of, window_of
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.group import telling
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.slices import sees_later
+from megatron_burst.engine.slice_checks import sees_later
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.checks import (

@@ -7,7 +7,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from benchmarks.masks import cases, main
-from megatron_burst.engine.slices import _counted_twice, _sees_nothing
+from megatron_burst.engine.slice_checks import counted_twice, sees_nothing
 from tests.oracle import seen_by_slices
 
 
@@ -17,7 +17,7 @@ def test_pairs_are_those_of_the_masks():
     for name, case in found.items():
         seen = seen_by_slices(case.slices.tolist(), 2048)
         assert int(seen.sum()) == case.pairs, name
-        assert _counted_twice(case.slices.numpy()) is _sees_nothing(case.slices.numpy()) is None
+        assert counted_twice(case.slices.numpy()) is sees_nothing(case.slices.numpy()) is None
     window = seen_by_slices(found["window 128"].slices.tolist(), 2048)
     assert torch.equal(window, torch.ones(2048, 2048).tril().triu(-127).bool())
     share = found["a quarter of blocks of 128"].pairs / found["causal"].pairs
@@ -48,3 +48,4 @@ def test_a_run_measures_both_passes(tmp_path):
         for pass_ in ("fwd", "bwd")
     ]
     assert all(float(row["ratio"]) > 0 and int(row["reps"]) == 7 for row in rows)
+    assert all(len(row[name].split()) == 7 for row in rows for name in ("each", "each_beside"))

@@ -8,12 +8,15 @@ on the CPU, in Triton's interpreter and, in tests/gpu, on a GPU.
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_burst.engine.slice_parts import parts_of
 from megatron_burst.kernels.backends import Backend, QuerySide
 from megatron_burst.kernels.partial import delta_stand_in
-from megatron_burst.kernels.visible import Intervals, Segments, Visible
+from megatron_burst.kernels.parts import Parts
+from megatron_burst.kernels.visible import Segments, Visible
 from tests.kernels.attention import relative
 from tests.oracle import seen_by_slices
 
@@ -50,10 +53,8 @@ class Band:
 
     def visible(self, device: str = "cpu") -> Visible:
         if self.slices:
-            seen = self.seen()
-            return Visible(
-                intervals=Intervals(intervals_of(seen).to(device), intervals_of(seen.T).to(device))
-            )
+            every = ((range(sum(x)),) for x in (self.queries, self.keys))
+            return Visible(parts=Parts(parts_of(np.array(self.slices), *every)))
         if not self.packed:
             return Visible(self.left, self.right)
         cu_q, cu_k = (
@@ -88,19 +89,6 @@ class Band:
             (b, keys, self.heads_kv, self.dim_v), (b, rows, self.heads, self.dim_v),
         )  # fmt: skip
         return [beside(torch.randn(x).to(device, self.dtype), self.strided) for x in sizes]
-
-
-def intervals_of(seen: Tensor) -> Tensor:
-    """[rows, most, 2]: the others that each row sees, in any order, with empty ones between."""
-    edges = torch.nn.functional.pad(seen.int(), (1, 1)).diff(dim=1)
-    found = [
-        torch.stack(((row == 1).nonzero()[:, 0], (row == -1).nonzero()[:, 0]), 1) for row in edges
-    ]
-    most = max(len(some) for some in found) + 1
-    table = torch.randint(0, seen.shape[1] + 1, (len(seen), most, 1)).expand(-1, -1, 2).clone()
-    for row, some in enumerate(found):
-        table[row, torch.randperm(most)[: len(some)]] = some
-    return table.int()
 
 
 def beside(x: Tensor, strided: bool) -> Tensor:

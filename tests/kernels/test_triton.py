@@ -31,6 +31,7 @@ SHAPES = {
     "two parts": Tile(35, 50, heads_kv=2, dim_qk=48, dim_v=32),
     "latent": Tile(20, 20, heads=1, dim_qk=192, dim_v=128),
 }
+SLICES = ((0, 100, 0, 256, 0), (100, 256, 0, 256, 1))  # a prefix-LM
 HOW = {  # dtype, strided, rows and keys per block, TMA
     "fp16": (torch.float16, True, (16, 32), False),
     "fp32": (torch.float32, False, (32, 16), True),
@@ -108,8 +109,9 @@ def shared_memory(arch, dims, visible):
     "arch, limit, dims, visible",
     [((8, 0), 163, (128, 128), CAUSAL), ((9, 0), 227, (128, 128), CAUSAL),
      ((9, 0), 227, (128, 128), Band((100, 156), (100, 156), 50, 9).visible()),
+     ((9, 0), 227, (128, 128), Band((256,), (256,), packed=False, slices=SLICES).visible()),
      *whole(((8, 9), 99, (256, 256), CAUSAL), ((9, 0), 227, (192, 128), CAUSAL))],
-    ids=["8.0", "9.0", "9.0 documents with a window", "8.9 256", "9.0 192"],
+    ids=["8.0", "9.0", "9.0 documents with a window", "9.0 slices", "8.9 256", "9.0 192"],
 )  # fmt: skip
 def test_kernels_compile_without_a_gpu_and_fit_shared_memory(arch, limit, dims, visible):
     """Guards against what only the compiler refuses, and blocks in the table that are too large."""

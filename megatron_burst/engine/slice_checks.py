@@ -1,0 +1,173 @@
+"""What slices must be, and how much work they are, without a loop over pairs of slices."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from torch import Tensor
+
+from megatron_burst.engine.sample import holds_whole, kind_of
+from megatron_burst.engine.slice_parts import CAUSAL, INVERSE
+from megatron_burst.errors import Need, require
+from megatron_burst.schedule.layout import Layout, positions
+
+
+def need_of_tensor(slices: object) -> Iterator[Need]:
+    """Checks before anything is read."""
+    shaped = holds_whole(slices) and slices.dim() == 2 and slices.shape[1] == 5
+    yield (
+        shaped and len(slices) > 0,
+        "slices must be a tensor of int32 or int64 [slices, 5], at least one: where queries begin "
+        "and end, where keys begin and end, and the kind",
+        kind_of(slices),
+        "pass such a tensor",
+    )
+    yield (
+        slices.device.type == "cpu",
+        "slices must be on the CPU, because they decide what kernels are given",
+        slices.device,
+        "pass slices.cpu(), once per sample",
+    )
+
+
+def need_of_pairs(slices: np.ndarray, tokens: int, causal: bool) -> Iterator[Need]:
+    """Checks of slices."""
+    q_start, q_stop, k_start, k_stop, kind = slices.T
+    inside = (q_start >= 0) & (q_start < q_stop) & (q_stop <= tokens)
+    inside &= (k_start >= 0) & (k_start < k_stop) & (k_stop <= tokens)
+    yield (
+        inside.all(),
+        f"slices must be within the sample of {tokens} tokens (of all ranks together), none empty, "
+        "because there is nothing else",
+        _first(slices, ~inside),
+        "pass positions in the whole sample",
+    )
+    known = (kind >= 0) & (kind <= 3)
+    yield (
+        known.all(),
+        "the kind of a slice must be 0 (full), 1 (causal), 2 (inverse causal) or 3 (both)",
+        _first(slices, ~known),
+        "pass one of them",
+    )
+    ahead = _ahead(slices)
+    yield (
+        not (causal and ahead.any()),
+        "with causal=True no slice may have a key behind a query, because such hops are left out",
+        _first(slices, ahead),
+        "pass causal=False",
+    )
+    twice = counted_twice(slices)
+    yield (
+        twice is None,
+        "slices must not overlap, because a pair of a query and a key counts once",
+        "" if twice is None else " and ".join(map(str, twice)),
+        "cut one of them",
+    )
+    blind = sees_nothing(slices)
+    yield (
+        blind is None,
+        "every query before the last one of all slices must see a key, because attention to "
+        "nothing is none",
+        f"query {blind}",
+        "add a slice for it",
+    )
+
+
+def work_of_ranks(slices: Tensor, cp_size: int, layout: Layout, tokens: int) -> list[int]:
+    """(query, key) pairs that each rank computes where its own rows are computed, as in rings and
+    gathers; an all-to-all gives all ranks the same.
+
+    Args:
+        slices: valid ones, on the CPU.
+        cp_size: ranks.
+        layout: zigzag or contiguous.
+        tokens: of the sample.
+    """
+    q_start, q_stop, k_start, k_stop, kind = slices.numpy().astype(np.int64).T
+    # the pairs of a row are the sum of a constant and of a slope, from where a slice begins
+    begin, end = _rows_where_before(slices.numpy(), slices.numpy(), q_start, q_stop)
+    slope = (kind & CAUSAL > 0).astype(np.int64) - (kind & INVERSE > 0)
+    first = k_stop - k_start - np.where(kind & CAUSAL, q_stop - 1, 0)
+    first += np.where(kind & INVERSE, q_start, 0)
+    steps, there = np.zeros((2, tokens + 1), dtype=np.int64), begin < end
+    for row, sign in ((begin, 1), (end, -1)):
+        np.add.at(steps[0], row[there], sign * first[there])
+        np.add.at(steps[1], row[there], sign * slope[there])
+    constants, slopes = steps.cumsum(1)[:, :-1]
+    pairs = np.concatenate(([0], (constants + slopes * np.arange(tokens)).cumsum()))
+    every = (positions(layout, rank, cp_size, tokens // cp_size) for rank in range(cp_size))
+    return [sum(int(pairs[span.stop] - pairs[span.start]) for span in spans) for spans in every]
+
+
+def sees_later(slices: Tensor) -> bool:
+    """Whether a query of some slice sees a later key.
+
+    Raises:
+        BurstError: if they are not slices.
+    """
+    require("burst attention", need_of_tensor(slices))
+    return bool(_ahead(slices.numpy()).any())
+
+
+def _ahead(slices: np.ndarray) -> np.ndarray:
+    """Whether a query of each slice sees a later key."""
+    q_start, q_stop, _, k_stop, kind = slices.T
+    return np.where(kind & CAUSAL, k_stop > q_stop, k_stop - 1 > q_start)
+
+
+def _first(slices: np.ndarray, wrong: np.ndarray) -> str:
+    return f"{slices[wrong][0].tolist()}" if wrong.any() else ""
+
+
+def counted_twice(slices: np.ndarray) -> tuple[list[int], list[int]] | None:
+    """Two slices that share a pair, if any."""
+    one, other = _overlapping(slices)
+    a, b = slices[one], slices[other]
+    begin, end = np.maximum(a[:, 0], b[:, 0]), np.minimum(a[:, 1], b[:, 1])
+    for x, y in ((a, b), (b, a), (a, a), (b, b)):  # rows where x begins before y ends
+        begin, end = _rows_where_before(x, y, begin, end)
+    found = np.flatnonzero(begin < end)
+    return (a[found[0]].tolist(), b[found[0]].tolist()) if len(found) else None
+
+
+def _overlapping(slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of slices that have queries in common and keys in common: indices of both. Searched
+    along the axis on which fewer overlap."""
+    found = []
+    for start, stop in slices[:, :2].T, slices[:, 2:4].T:
+        order = np.argsort(start, kind="stable")
+        # those that begin before a slice ends; slices are compared with later ones only
+        until = np.searchsorted(start[order], stop[order], side="left")
+        found.append((order, np.maximum(until - np.arange(len(order)) - 1, 0)))
+    order, counts = min(found, key=lambda each: each[1].sum())
+    one = np.repeat(np.arange(len(order)), counts)
+    other = order[one + 1 + np.arange(len(one)) - np.repeat(np.cumsum(counts) - counts, counts)]
+    one = order[one]
+    both = np.ones(len(one), dtype=bool)
+    for start, stop in slices[:, :2].T, slices[:, 2:4].T:
+        both &= (start[one] < stop[other]) & (start[other] < stop[one])
+    return one[both], other[both]
+
+
+def _rows_where_before(
+    x: np.ndarray, y: np.ndarray, begin: np.ndarray, end: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [begin, end) cut to those where x's first key is before y's last one."""
+    slope = (x[:, 4] & INVERSE > 0).astype(np.int64) - (y[:, 4] & CAUSAL > 0)
+    first = x[:, 2] - np.where(x[:, 4] & INVERSE, x[:, 0], 0)
+    last = y[:, 3] - np.where(y[:, 4] & CAUSAL, y[:, 1] - 1, 0)
+    room = last - first  # first + slope * row < last
+    begin = np.where(slope < 0, np.maximum(begin, 1 - room), begin)
+    end = np.where(slope > 0, np.minimum(end, room), end)
+    return begin, np.where((slope == 0) & (room <= 0), begin, end)
+
+
+def sees_nothing(slices: np.ndarray) -> int | None:
+    """The first query that sees no key, before the last that sees one; None if all do."""
+    begin, end = slices[:, 0].copy(), slices[:, 1].copy()
+    begin, end = _rows_where_before(slices, slices, begin, end)
+    order = np.argsort(begin, kind="stable")
+    begin, end = begin[order], end[order]
+    begin, end = begin[begin < end], end[begin < end]
+    reached = np.concatenate(([0], np.maximum.accumulate(end)[:-1])) if len(end) else end
+    gaps = np.flatnonzero(begin > reached)
+    return int(reached[gaps[0]]) if len(gaps) else None if len(end) else 0

@@ -1,0 +1,105 @@
+"""Slices in the rows of a tile: parts of its score matrix, for any kernel."""
+
+import numpy as np
+
+from megatron_burst.kernels.parts import FAR, is_full, trimmed
+from megatron_burst.schedule.mask import Places
+
+CAUSAL, INVERSE = 1, 2  # bits of a slice's kind
+
+
+def parts_of(slices: np.ndarray, q: Places, keys: Places) -> np.ndarray:
+    """The parts of a tile that slices make, as of `Parts`, by first row and first key.
+
+    Args:
+        slices: int64 [slices, 5].
+        q: positions of its queries, ascending.
+        keys: the same of its keys.
+    """
+    parts = _in_rows(_bands(slices), _Rows(q), _Rows(keys))
+    for axis in (0, 1):  # adjacent rows of the same keys, then adjacent keys of the same rows
+        parts = _joined(parts, axis)
+    return parts[np.lexsort((parts[:, 2], parts[:, 0]))]
+
+
+class _Rows:
+    """Ranges of positions, adjacent ones joined, and the row where each begins."""
+
+    def __init__(self, places: Places) -> None:
+        some = [(place.start, place.stop) for place in places if len(place)]
+        edges = np.array(some or [(0, 0)], dtype=np.int64)
+        apart = np.flatnonzero(edges[1:, 0] != edges[:-1, 1])
+        self.starts = edges[np.concatenate(([0], apart + 1)), 0]
+        self.stops = edges[np.concatenate((apart, [len(edges) - 1])), 1]
+        lengths = self.stops - self.starts
+        self.rows = np.cumsum(lengths) - lengths
+
+    def before(self, position: np.ndarray) -> np.ndarray:
+        """How many rows are before each position."""
+        place = np.maximum(np.searchsorted(self.starts, position, side="right") - 1, 0)
+        within = np.maximum(position, self.starts[place])
+        return self.rows[place] + np.minimum(within, self.stops[place]) - self.starts[place]
+
+    def each(self, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(index of a span, index of a range) for each range that has any of a span's positions."""
+        first = np.searchsorted(self.stops, begin, side="right")
+        counts = np.maximum(np.searchsorted(self.starts, end, side="left") - first, 0)
+        index = np.repeat(np.arange(len(counts)), counts)
+        return index, np.arange(len(index)) + (first - np.cumsum(counts) + counts)[index]
+
+
+def _bands(slices: np.ndarray) -> np.ndarray:
+    """Slices as parts of the whole sample's score matrix; without a bound, low or high is far."""
+    q_start, q_stop, k_start, k_stop, kind = slices.T
+    low = np.where(kind & INVERSE, k_start - q_start, -FAR)
+    high = np.where(kind & CAUSAL, k_stop - q_stop, FAR)
+    return np.stack((q_start, q_stop, k_start, k_stop, low, high), 1)
+
+
+def _in_rows(bands: np.ndarray, q: _Rows, keys: _Rows) -> np.ndarray:
+    """Parts of the sample as parts of a tile.
+
+    Rows that follow each other may be far from each other in the sample. That moves only a band's
+    bounds, so only a part that has some is cut where ranges end.
+    """
+    plain = (bands[:, 4] == -FAR) & (bands[:, 5] == FAR)
+    whole, rest = bands[plain].copy(), bands[~plain]
+    whole[:, :2], whole[:, 2:4] = q.before(whole[:, :2]), keys.before(whole[:, 2:4])
+    if len(rest):
+        index, at_q = q.each(rest[:, 0], rest[:, 1])
+        rest = rest[index]
+        _cut(rest, 0, q, at_q)
+        rest = trimmed(rest)
+        at_q = np.searchsorted(q.stops, rest[:, 0], side="right")
+        index, at_keys = keys.each(rest[:, 2], rest[:, 3])
+        rest, at_q = rest[index], at_q[index]
+        _cut(rest, 2, keys, at_keys)
+        by_q, by_keys = (side.rows[at] - side.starts[at]
+                         for side, at in ((q, at_q), (keys, at_keys)))  # fmt: skip
+        rest[:, :2] += by_q[:, None]
+        rest[:, 2:4] += by_keys[:, None]
+        rest[:, 4:] += (by_keys - by_q)[:, None]
+    return trimmed(np.concatenate((whole, rest)))
+
+
+def _cut(parts: np.ndarray, column: int, rows: _Rows, at: np.ndarray) -> None:
+    """Cut parts to one range each."""
+    parts[:, column] = np.maximum(parts[:, column], rows.starts[at])
+    parts[:, column + 1] = np.minimum(parts[:, column + 1], rows.stops[at])
+
+
+def _joined(parts: np.ndarray, axis: int) -> np.ndarray:
+    """The same pairs: full parts that continue each other along an axis (rows, keys) are one."""
+    full = is_full(parts)
+    some = parts[full]
+    own, other = 2 * axis, 2 - 2 * axis
+    some = some[np.lexsort((some[:, own], some[:, other + 1], some[:, other]))]
+    alike = (some[1:, other : other + 2] == some[:-1, other : other + 2]).all(1)
+    alike &= some[1:, own] == some[:-1, own + 1]
+    if not alike.any():
+        return parts
+    starts = np.flatnonzero(np.concatenate(([True], ~alike)))
+    found = some[starts]
+    found[:, own + 1] = some[np.concatenate((starts[1:] - 1, [len(some) - 1])), own + 1]
+    found[:, 4], found[:, 5] = -FAR, FAR
+    return np.concatenate((trimmed(found), parts[~full]))
