@@ -35,8 +35,9 @@ from megatron_burst.tools.simulate.sample import Packing, Sample
 
 _AGAIN_BEFORE = "2026-11-21T16:45"  # until then backward exchanged Q, K and V again, always
 _RESENT_BEFORE = "2026-11-21T19:27"  # until then keys of other nodes came again in backward
-_SLOTS_BEFORE = "2026-11-21T13:28"  # until then pulling had two slots or more in any case
-_HEADS_BEFORE = "2026-11-21T13:52"  # until then rounds had as many heads as the buffer held
+_SLOTS_BEFORE = "2026-11-24T10:30"  # until then pulling a round or two took more slots
+_HEADS_BEFORE = "2026-11-24T10:30"  # until then long shards had larger rounds on one node
+_NODES_HEADS_BEFORE = "2026-11-21T13:52"  # until then rounds had as many heads as the buffer held
 _LAYERS = re.compile(r"(\d+) layers?, hidden (\d+), ffn (\d+)\b")  # in the note of a row
 _LINK = re.compile(
     r"ring ([\d.e+-]+), all-to-all ([\d.e+-]+) GB/s between \d+ (?:nodes|hosts)"  # hosts before
@@ -123,7 +124,8 @@ def _is_outdated(row: Row, opened: AttentionCall, call: AttentionCall) -> bool:
     """Whether the row's run had other buffers than the engine makes now."""
     if call.intra == "ring" or not row.date:
         return False
-    if call.intra == "gather" and not opened.heads_per_round and row.date < _HEADS_BEFORE:
+    changed = _HEADS_BEFORE if row.nodes == 1 else _NODES_HEADS_BEFORE
+    if call.intra == "gather" and not opened.heads_per_round and row.date < changed:
         return True
     few = -(-most_heads(call.shape, call.arranged, call.intra) // call.heads_per_round) <= 2
     return few and call.pulled and row.date < _SLOTS_BEFORE

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
-from megatron_burst.schedule.spec import AttentionShape, Cargo, Circulate, Direction
+from megatron_burst.schedule.spec import LONG_SHARD, AttentionShape, Cargo, Circulate, Direction
 from megatron_burst.schedule.topology import Topology
 
 BLOCK = 128  # query rows (backward: key rows) of a thread block in current attention kernels
 _ROUND_BYTES = 128 << 20  # gathered keys and values of one round: larger rounds are no faster
-_ONLY_ROUND_BYTES = 256 << 20  # but a single round needs no second slot
+_ONLY_ROUND_BYTES = 256 << 20  # but of short shards: a single round needs no second slot
 _ROUNDS = 4  # on one node, if nothing hides the first round's keys and the last gradients
 _PIECES = 8  # rounds on several nodes: at most an eighth of a transfer is exposed
 _WAVES = 1.9  # of thread blocks, at least, per tile: shorter tiles are inefficient
@@ -117,6 +117,10 @@ def choose_heads_gather(
     wave nearly full: blocks of one head are 1.9 waves of an H200's 132, but 2.4 of an A800's 108,
     which therefore takes two heads.
 
+    On one node, long shards with grouped heads take rounds of 64 MiB, which have half the memory:
+    kernels grow with the square of the length, so the more rounds cost about a percent. Other
+    shards take a single round, if it has up to 256 MiB.
+
     On several nodes there are eight rounds, if heads and kernels allow: only one step hides the
     first piece from another node and the last returned gradient, and more rounds make them smaller.
 
@@ -126,7 +130,7 @@ def choose_heads_gather(
         multiprocessors: of a GPU.
         asked: by the user, at most all of them; 0: all; None lets the rule decide.
         exposed: whether nothing hides the first round's keys and the last gradients: then one node
-            has four rounds, instead of one if all fits.
+            has four rounds.
     """
     if asked is not None:
         return asked or shape.heads_kv
@@ -137,6 +141,8 @@ def choose_heads_gather(
         in_bytes = min(in_bytes, -(-shape.heads_kv // _PIECES))
     elif exposed:
         in_bytes = min(in_bytes, -(-shape.heads_kv // _ROUNDS))
+    elif shape.tokens >= LONG_SHARD and shape.heads_q > shape.heads_kv:
+        in_bytes //= 2
     elif head_bytes * shape.heads_kv <= _ONLY_ROUND_BYTES:
         return shape.heads_kv
     chunk = -(-shape.tokens // 2)  # zigzag's: the queries of a tile

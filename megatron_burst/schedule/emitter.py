@@ -94,8 +94,9 @@ class Emitter:
         width = sum(field.elements * widths[field.dtype] for field in fields)
         # for the largest power of two of tokens, so that lengths up to the next one have equal
         # programs
-        rounded = rows * power_below(shape.tokens) / shape.tokens * self.spec.times
-        return pulled_count(cargo, exchanges, rounded * shape.batch * width)
+        tokens = power_below(shape.tokens) * self.spec.times
+        num_bytes = rows * tokens / shape.tokens * shape.batch * width
+        return pulled_count(cargo, exchanges, num_bytes, tokens)
 
     def exchange(
         self, cargo: Cargo, slot: Ref, gives: Sequence[Give], takes: Sequence[Take]

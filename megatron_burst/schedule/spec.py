@@ -82,16 +82,17 @@ class AttentionShape:
         return replace(self, heads_kv=self.heads_kv * (ranks // gcd(self.heads_kv, ranks)))
 
 
-_LARGE = 64 << 20  # bytes of a slot; below, a second one costs less than a second barrier
-_LONG_ROUND = 256 << 20  # a KV head of 512K tokens
+LONG_SHARD = 32 << 10  # tokens of a rank: kernels take a hundred times as long as moving their keys
+_LARGE = 16 << 20  # bytes of a slot; below, a second one costs less than a second barrier
+_LONG_ROUND = 256 << 20  # bytes of a slot; a KV head of 512K tokens
 
 
-def pulled_count(cargo: Cargo, rounds: int, num_bytes: float) -> int:
+def pulled_count(cargo: Cargo, rounds: int, num_bytes: float, tokens: int) -> int:
     """Slots that pulling needs: inputs arrive before the next round begins; shares must not make a
-    rank wait for the slowest one in every round. One slot is enough if waiting costs at most a
-    percent: in a call of one round, and between rounds whose kernels take a tenth of a second while
-    their slots move in a millisecond."""
-    if num_bytes >= (_LONG_ROUND if rounds > 1 else _LARGE) and rounds <= 2:
+    rank wait for the slowest one in every round. One slot is enough if waiting costs about a
+    percent at most: in a call of one round, and between the two rounds of long shards."""
+    long = tokens >= LONG_SHARD or num_bytes >= _LONG_ROUND
+    if (rounds == 1 and num_bytes >= _LARGE) or (rounds == 2 and long):
         return 1
     return 2 if cargo is Cargo.READ else min(3, rounds + 1)
 

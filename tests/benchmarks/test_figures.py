@@ -1,10 +1,12 @@
 """Headline figures of README.md and docs/ are those of the rows in benchmarks/results."""
 
 import re
+from dataclasses import replace
 from statistics import geometric_mean
 
 import pytest
 
+from benchmarks.planned import predict
 from benchmarks.rows import ATTENTION_CSV, PACKED_CSV, RECOMPUTE_CSV, read
 from benchmarks.show import ROOT
 from benchmarks.slice_cases import SLICES_CSV
@@ -128,3 +130,32 @@ def test_predictions_of_the_papers_set_ups_are_the_planners():
     shown += [told["burstengine-7b", "4M"]]
     speeds = [f"{float(speed):.1f}" for speed, _ in shown]
     assert_told(PAPERS, *shares, *speeds, *(gb for _, gb in shown))
+
+
+def test_peaks_of_every_mode_are_counted_and_measured():
+    """The table of docs/concepts/memory.md: the programs' bytes of today, and the rows' peaks."""
+    page = (ROOT / "docs" / "concepts" / "memory.md").read_text()
+    lines = re.findall(r"^\| (\d(?: \+ \d)? \| .*) \|$", page, re.MULTILINE)
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
+    shown = {tuple(of[:3]): of[3:] for of in cells}
+    names = NODE, "attention_2xh200_one_node", NODES
+    compared = [one for name in names for one in compare(rows_of(name))]
+    every = [one for one in compared if one.problem.pass_ == "fwd_bwd"]
+    assert len(every) == len(shown) == 34
+    more = []
+    for one in every:
+        of, today = one.problem, replace(one.burst, date="")
+        modes = ("auto", "intra=ring", "intra=a2a")
+        counted = [predict(replace(today, mode=mode)).gib for mode in modes]
+        peaks = (one.rows.get(f"te:{mode}") for mode in ("p2p", "a2a", "a2a+p2p", "all_gather"))
+        measured = [
+            "" if row is None or not row.peak_gib
+            else f"**{row.peak_gib:.2f}**" if row is one.best_te else f"{row.peak_gib:.2f}"
+            for row in peaks
+        ]  # fmt: skip
+        gpus = " + ".join([f"{of.ranks // of.nodes}"] * of.nodes)
+        told = shown[gpus, f"{of.heads_q}/{of.heads_kv}", f"{of.seq >> 10}K"]
+        assert told == [*(f"{gib:.2f}" for gib in counted), *measured]
+        if counted[0] > one.best_te.peak_gib:
+            more.append(of.nodes)
+    assert (more.count(1), more.count(2)) == (2, 4)

@@ -53,11 +53,11 @@ def run_two_ranks(num_slots, calls, rounds):
         return list(pool.map(run, (0, 1)))
 
 
-@pytest.mark.parametrize("num_bytes", [1 << 10, 1 << 30])
+@pytest.mark.parametrize(("num_bytes", "tokens"), [(1 << 10, 256), (1 << 30, 1 << 16)])
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 @pytest.mark.parametrize("cargo", list(Cargo))
-def test_what_is_taken_is_of_the_same_round_of_the_same_call(cargo, rounds, num_bytes):
-    taken = run_two_ranks(pulled_count(cargo, rounds, num_bytes), 4, rounds)
+def test_what_is_taken_is_of_the_same_round_of_the_same_call(cargo, rounds, num_bytes, tokens):
+    taken = run_two_ranks(pulled_count(cargo, rounds, num_bytes, tokens), 4, rounds)
     for rank in (0, 1):
         expected = [100 * c + 10 * i + 1 - rank for c in range(4) for i in range(rounds)]
         assert taken[rank] == expected

@@ -51,7 +51,8 @@ def test_a_round_has_as_many_heads_as_the_buffer_holds():
 
     assert heads(16384, 32, 32) == 4  # 32 MiB each
     assert heads(16384, 32, 8) == 8  # 256 MiB in all: one round
-    assert heads(32768, 32, 8) == 2  # 64 MiB each
+    assert heads(32768, 32, 8) == heads(32768, 8, 2) == 1  # long shards: 64 MiB each
+    assert heads(32768, 32, 32) == 2  # without groups kernels are short: 128 MiB
     assert heads(131072, 32, 32) == heads(131072, 8, 1) == 1
     assert heads(1 << 20, 32, 32) == 1  # however large a single head is
     wide = AttentionShape(1, 4096, 32, 32, 1024, 1024, 2, 4, 4)
