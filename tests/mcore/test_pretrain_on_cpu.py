@@ -28,8 +28,11 @@ RUNS = {  # ranks and flags of the truth, ranks and flags of a run that must giv
         (1, f"{ODD} {BURST} --burst-keep half --burst-fused-loss --attention-backend flash"),
     ),
     "experts": ((2, EXPERTS), (2, f"{EXPERTS} {CP2}")),
-    "FSDP2": ((1, ""), (2, f"{FSDP2} {CP2}")),
-    "Megatron-FSDP": ((1, ""), (2, f"{MEGATRON_FSDP} {CP2}")),
+    "FSDP2": ((1, ""), (2, f"{FSDP2} {CP2} --burst-fused-loss")),
+    "Megatron-FSDP": (
+        (1, ""),
+        (2, f"{MEGATRON_FSDP} {CP2} --burst-fused-loss --calculate-per-token-loss"),
+    ),
     "interleaved pipeline": ((2, PIPELINE), (4, f"{PIPELINE} {CP2}")),  # stages draw weights apart
     "distributed optimizer, two CP groups": ((1, ""), (4, f"{SHARDED_STATES} {CP2}")),
     "evaluation alone": ((1, "--skip-train"), (2, f"--skip-train {CP2} --burst-fused-loss")),
