@@ -62,3 +62,13 @@ def test_a_run_with_burst_gives_what_megatrons_own_gives(run, name):
     else:
         assert len(losses) == 2 and losses[1] < losses[0] - 0.1
     assert_same(got, truth)
+
+
+@needs("torch FSDP2")
+def test_fsdp2_does_not_divide_gradients_by_tokens_which_is_said(run):
+    """Megatron's own, without burst: if it does divide, the warning must go."""
+    truth, got = run(1, ""), run(1, f"{FSDP2} --calculate-per-token-loss")
+    for step, true in zip(got.steps, truth.steps, strict=True):
+        assert step["grad norm"] == pytest.approx(4 * 32 * true["grad norm"], rel=2e-5)
+    said = "--calculate-per-token-loss must be left out"
+    assert [any(said in line for line in each.said) for each in (truth, got)] == [False, True]
