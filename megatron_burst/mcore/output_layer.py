@@ -23,7 +23,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
     """Megatron's class, whose calls return `LazyLogits` while its model computes a loss.
 
     It has Megatron's name because Megatron-FSDP looks up by name how a weight is sharded
-    (core/distributed/fsdp/mcore_fsdp_adapter.py:316).
+    (core/distributed/fsdp/mcore_fsdp_adapter.py:271).
     """
 
     fused_head: Any  # of the model
