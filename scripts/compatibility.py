@@ -81,6 +81,13 @@ ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "Fused loss": {
         "losses and gradients": [("loss", ".*"), ("packed_uses", ".*fused_loss.*")],
         "gradients in forward": [("loss", ".*forward.*")],
+        "under torch FSDP2": [
+            ("loss_fsdp", "FSDP2.*|.*one_gather.*|.*detached_weight.*|.*under_fsdp2"),
+            ("pretrain_on_cpu", "FSDP2"),
+        ],
+        "under Megatron-FSDP": [
+            ("loss_fsdp", "Megatron-FSDP.*"), ("pretrain_on_cpu", "Megatron-FSDP"),
+        ],
         "other uses, refusals": [("loss_uses", ".*")],
     },
     "Entry points": {

@@ -1,15 +1,15 @@
 """Attaches the fused LM head and loss to a Megatron model, which then never materializes logits.
 
 With labels, the output layer returns `LazyLogits` instead of logits, and
-`compute_language_model_loss` computes the loss from them. Both are replaced on the instance, so
-they serve the main head and those of multi-token prediction
+`compute_language_model_loss` computes the loss from them, inside a call of the layer. Both are
+replaced on the instance, so they serve the main head and those of multi-token prediction
 (core/transformer/multi_token_prediction.py:760), in GPTModel and HybridModel. Without labels
 nothing changes.
 """
 
 import inspect
 from argparse import Namespace
-from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,50 +21,16 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
 from megatron_burst.config import FusedLossConfig
-from megatron_burst.errors import BurstError
 from megatron_burst.loss.linear import TokenLogProbs, linear_cross_entropy, token_log_probs
 from megatron_burst.loss.next_tokens import next_tokens
-from megatron_burst.loss.passes import largest_class
 from megatron_burst.loss.rows import SupervisedCount, TensorParallel, count_supervised
 from megatron_burst.loss.statistics import LossOptions
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import global_args, wants_fused_loss
+from megatron_burst.mcore.output_layer import ColumnParallelLinear as LazyLinear
+from megatron_burst.mcore.output_layer import LazyLogits, inside, no_logits, refuse_sharded
 from megatron_burst.mcore.refusals import LOSS_FLAG as WHO
 from megatron_burst.mcore.refusals import names_burst, refuse
-
-
-@dataclass(slots=True)
-class LazyLogits:
-    """Logits [s, b, vocab / tp] that would be `hidden @ weight.T * scale`.
-
-    Supports what Megatron does with logits before the loss: scaling (MuP), and for the acceptance
-    counts of multi-token prediction size and largest entry.
-    """
-
-    hidden: Tensor  # [s, b, h], or a tensor-parallel rank's part of s
-    weight: Tensor  # [vocab / tp, h]
-    tp: TensorParallel
-    scale: float = 1.0
-
-    def __mul__(self, factor: float) -> "LazyLogits":
-        return replace(self, scale=self.scale * factor)
-
-    def size(self, dim: int) -> int:
-        if dim not in (-1, 2):
-            raise _refusal("logits only have a size in their last axis", f"size({dim})")
-        return self.weight.shape[0]
-
-    def max(self, dim: int) -> tuple[Tensor, Tensor]:
-        """Largest logit and its class in this rank's part of the vocabulary, [s, b] each."""
-        if dim not in (-1, 2):
-            raise _refusal("logits are compared along the vocabulary only", f"max({dim})")
-        return largest_class(self.hidden, self.weight, self.tp, self.scale)
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is torch.argmax:
-            return args[0].max(**(kwargs or {}))[1]
-        raise _refusal("logits are never stored while the loss is computed", func.__name__)
 
 
 class FusedHead:
@@ -77,7 +43,7 @@ class FusedHead:
         self.tp = TensorParallel.of(self.layer.tp_group, self.layer.sequence_parallel)
         self.options = LossOptions(config.label_smoothing, config.z_loss, config.softcap)
         self.parameters = inspect.signature(model.forward).parameters
-        self.logits_of, self.loss_of = self.layer.forward, model.compute_language_model_loss
+        self.loss_of = model.compute_language_model_loss
         self.active = False
         self.mask: Tensor | None = None
         self.supervised: SupervisedCount | None = None
@@ -97,7 +63,9 @@ class FusedHead:
             return
         if given.get("runtime_gather_output"):
             got = "runtime_gather_output=True"
-            raise _refusal("logits cannot be gathered, because there are none", got)
+            raise no_logits("logits cannot be gathered, because there are none", got)
+        if model.share_embeddings_and_output_weights:
+            refuse_sharded(model.shared_embedding_or_output_weight())
         mask = given.get("loss_mask")
         self.main = labels
         if mask is not None and mask.shape == labels.shape:
@@ -111,13 +79,6 @@ class FusedHead:
         """After the model's forward, even if it failed."""
         self.active, self.mask, self.supervised, self.main = False, None, None, None
 
-    def output_layer(self, input_, weight=None, runtime_gather_output=None):
-        """Replaces the output layer's forward."""
-        if not self.active:
-            return self.logits_of(input_, weight, runtime_gather_output)
-        weight = self.layer.weight if weight is None else weight
-        return LazyLogits(input_, weight, self.tp), None
-
     def loss(self, labels: Tensor, logits: Tensor | LazyLogits) -> Tensor:
         """Replaces `compute_language_model_loss`: [b, s] losses of [b, s] labels."""
         if not isinstance(logits, LazyLogits):
@@ -125,11 +86,11 @@ class FusedHead:
         is_main = labels is self.main
         if not is_main:  # a head of multi-token prediction: its mask comes after the loss
             # labels out of range are ignored: if they count, the main loss reports them
-            known = (labels >= 0) & (labels < logits.weight.shape[0] * self.tp.size)
+            known = (labels >= 0) & (labels < self.layer.output_size_per_partition * self.tp.size)
             labels = torch.where(known, labels, self.options.ignore_index)
-        loss = linear_cross_entropy(
-            logits.hidden, logits.weight, labels.t(), reduction="none",
-            tp_group=logits.tp.group, sequence_parallel=logits.tp.sequence_parallel,
+        losses_of = partial(
+            linear_cross_entropy, labels=labels.t(), reduction="none",
+            tp_group=self.tp.group, sequence_parallel=self.tp.sequence_parallel,
             loss_mask=self.mask if is_main else None,
             supervised=self.supervised if is_main else None,
             label_smoothing=self.options.label_smoothing, z_loss=self.options.z_loss,
@@ -137,6 +98,7 @@ class FusedHead:
             grads=self.config.grads if is_main else "recompute",
             keep_logits=is_main,  # the others are in memory at the same time
         )  # fmt: skip
+        loss = logits.compute(losses_of)
         assert isinstance(loss, Tensor)  # a pair only with return_lse
         return loss.t().contiguous()
 
@@ -156,7 +118,7 @@ def fuse_loss(model: Any, config: FusedLossConfig | None = None) -> Any:
         return model
     head = FusedHead(model, config or FusedLossConfig())
     model.fused_head = head
-    head.layer.forward = head.output_layer
+    head.layer.__class__, head.layer.fused_head = LazyLinear, head
     model.compute_language_model_loss = head.loss
     model.register_forward_pre_hook(head.begin, with_kwargs=True)
     model.register_forward_hook(head.end, always_call=True)
@@ -180,7 +142,7 @@ def log_probs_and_entropy(
     """
     if labels is None and input_ids is None:
         got = "labels=None and input_ids=None"
-        raise _refusal(
+        raise no_logits(
             "log-probabilities need labels or tokens, because they say of which tokens", got
         )
     if labels is None:
@@ -192,12 +154,13 @@ def log_probs_and_entropy(
     scale = 1.0 / (1.0 if context is None else context)
     if config.use_mup:
         scale *= config.mup_output_mult
-    found = token_log_probs(
-        hidden_states, output_layer.weight if output_weight is None else output_weight, targets,
-        tp_group=tp, sequence_parallel=output_layer.sequence_parallel and tp.size() > 1,
+    of_targets = partial(
+        token_log_probs, labels=targets, tp_group=tp,
+        sequence_parallel=output_layer.sequence_parallel and tp.size() > 1,
         loss_mask=None if loss_mask is None else loss_mask.t(),
         options=LossOptions(logit_scale=scale), keep_logits=False,  # many may wait for backward
     )  # fmt: skip
+    found = inside(output_layer, of_targets, hidden_states, output_weight)
     assert found.entropy is not None  # computed by default
     return TokenLogProbs(found.log_probs.t(), found.entropy.t(), found.mask.t())
 
@@ -230,10 +193,6 @@ def check_model(model: Any, config: FusedLossConfig) -> None:
         burst_loss_grads=config.grads,
     )
     refuse("head", SimpleNamespace(**vars(model.config) | vars(head)), WHO)
-
-
-def _refusal(must: str, got: object) -> BurstError:
-    return BurstError(f"{WHO}: {must}; got {got}; leave that out, or the flag")
 
 
 # ---- what replaces functions of Megatron, called with the original: see patches.py -----------

@@ -202,6 +202,7 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
         say_attention_backend(args)
     else:
         _hint_at_burst(args)
+    _warn_of_sums(args)
     patches.switch_on_keep(burst)
     if getattr(args, "burst_log", None):
         patches.apply("log")
@@ -238,6 +239,20 @@ def _hint_at_burst(args: Namespace) -> None:
             "Megatron's local attention: the context parallel size must be 1, because it only "
             f"attends within a rank; got --context-parallel-size {args.context_parallel_size}; "
             f"pass {FLAG}, or install transformer-engine"
+        )
+
+
+def _warn_of_sums(args: Namespace) -> None:
+    """Warn about gradients that Megatron does not divide by the number of tokens under FSDP2, whose
+    `scale_gradients` does nothing (core/distributed/data_parallel_base.py:45)."""
+    summed = getattr(args, "calculate_per_token_loss", False)
+    if summed and getattr(args, "use_torch_fsdp2", False) and args.rank == 0:
+        say(
+            "Megatron's FSDP2: --calculate-per-token-loss must be left out, because gradients are "
+            "then not divided by the number of tokens, with burst or without it; got both, so "
+            "gradients and their norm are too large by a step's tokens / (data-parallel x "
+            "context-parallel ranks); leave it out, or pass --use-megatron-fsdp",
+            logging.WARNING,
         )
 
 

@@ -357,8 +357,6 @@ TABLE: tuple[Refusal, ...] = (
         "its schedule computes the loss outside the model's forward"),
     Refusal("loss", "logits_load_dir", OFF, "distillation needs the logits"),
     Refusal("loss", "modelopt_enabled", OFF, "it replaces the output layer"),
-    *(Refusal("loss", name, OFF, "the output layer's weight is sharded when the loss reads it")
-      for name in ("use_megatron_fsdp", "use_torch_fsdp2")),
     Refusal(
         "head", "output_layer", (), "only Megatron's ColumnParallelLinear computes these logits",
         f"leave {LOSS_FLAG} out", asked="this output layer", got="{value}"),

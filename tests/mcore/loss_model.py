@@ -88,10 +88,10 @@ def model_of(case: Case):
 
 
 def batch_of(case: Case) -> dict:
-    """This rank's part of one batch."""
+    """This rank's part of its data-parallel group's batch."""
     from megatron.core import parallel_state
 
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(7 + parallel_state.get_data_parallel_rank())
     tokens, labels = torch.randint(0, VOCAB, (2, 2, SEQ), generator=generator)
     mask = torch.ones(2, SEQ)
     if case.masked:

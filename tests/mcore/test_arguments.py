@@ -288,8 +288,6 @@ LOSS_REFUSED = {
     "--overlap-moe-expert-parallel-comm": "got overlap_moe_expert_parallel_comm=True; ",
     "--cuda-graph-impl local --cuda-graph-scope full_iteration": "got cuda_graph_impl=local; ",
     "--logits-load-dir logits": "got logits_load_dir=logits; ",
-    "--use-megatron-fsdp": "got use_megatron_fsdp=True; ",
-    "--use-torch-fsdp2": "got use_torch_fsdp2=True; ",
     "--burst-loss-label-smoothing 1.5": "label_smoothing.*1.5",
 }
 

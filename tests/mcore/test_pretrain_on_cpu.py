@@ -28,8 +28,11 @@ RUNS = {  # ranks and flags of the truth, ranks and flags of a run that must giv
         (1, f"{ODD} {BURST} --burst-keep half --burst-fused-loss --attention-backend flash"),
     ),
     "experts": ((2, EXPERTS), (2, f"{EXPERTS} {CP2}")),
-    "FSDP2": ((1, ""), (2, f"{FSDP2} {CP2}")),
-    "Megatron-FSDP": ((1, ""), (2, f"{MEGATRON_FSDP} {CP2}")),
+    "FSDP2": ((1, ""), (2, f"{FSDP2} {CP2} --burst-fused-loss")),
+    "Megatron-FSDP": (
+        (1, ""),
+        (2, f"{MEGATRON_FSDP} {CP2} --burst-fused-loss --calculate-per-token-loss"),
+    ),
     "interleaved pipeline": ((2, PIPELINE), (4, f"{PIPELINE} {CP2}")),  # stages draw weights apart
     "distributed optimizer, two CP groups": ((1, ""), (4, f"{SHARDED_STATES} {CP2}")),
     "evaluation alone": ((1, "--skip-train"), (2, f"--skip-train {CP2} --burst-fused-loss")),
@@ -59,3 +62,13 @@ def test_a_run_with_burst_gives_what_megatrons_own_gives(run, name):
     else:
         assert len(losses) == 2 and losses[1] < losses[0] - 0.1
     assert_same(got, truth)
+
+
+@needs("torch FSDP2")
+def test_fsdp2_does_not_divide_gradients_by_tokens_which_is_said(run):
+    """Megatron's own, without burst: if it does divide, the warning must go."""
+    truth, got = run(1, ""), run(1, f"{FSDP2} --calculate-per-token-loss")
+    for step, true in zip(got.steps, truth.steps, strict=True):
+        assert step["grad norm"] == pytest.approx(4 * 32 * true["grad norm"], rel=2e-5)
+    said = "--calculate-per-token-loss must be left out"
+    assert [any(said in line for line in each.said) for each in (truth, got)] == [False, True]

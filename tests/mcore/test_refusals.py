@@ -177,8 +177,6 @@ CASES = {
         "overlap_moe_expert_parallel_comm": FLAG,
         "logits_load_dir": (["logits"], []),
         "modelopt_enabled": FLAG,
-        "use_megatron_fsdp": FLAG,
-        "use_torch_fsdp2": FLAG,
     },
     "head": GRAPHS_OF_LOSS | {
         "burst_loss_grads": (

@@ -124,8 +124,8 @@ def specs_of(rank, options):
     q, k, v = (torch.zeros(1, 64, heads, 32) for heads in (16, 8, 8))
     config = BurstConfig(backend="reference", **options)
     burst_attention(q, k, v, config=config)
-    (prepared,) = state_of(dist.group.WORLD).resolved.values()
-    return [prepared.followed.spec.of(rank, direction) for direction in Direction]
+    (passes,) = state_of(dist.group.WORLD).resolved.values()
+    return [passes.spec.of(rank, direction) for direction in Direction]
 
 
 def test_predictions_of_lengths_that_were_not_fitted_are_near():

@@ -1,0 +1,130 @@
+"""Megatron's output layer without logits: what is computed from its weight runs inside its call.
+
+FSDP gathers a weight before the call of the module that has it, and shards it again afterwards; in
+backward it gathers it for the call's output and reduces the gradient that autograd then adds to it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_burst.errors import BurstError
+from megatron_burst.loss.passes import largest_class
+from megatron_burst.loss.rows import TensorParallel
+from megatron_burst.mcore.refusals import LOSS_FLAG as WHO
+
+
+class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
+    """Megatron's class, whose calls return `LazyLogits` while its model computes a loss.
+
+    It has Megatron's name because Megatron-FSDP looks up by name how a weight is sharded
+    (core/distributed/fsdp/mcore_fsdp_adapter.py:271).
+    """
+
+    fused_head: Any  # of the model
+
+    def __call__(self, input_, weight=None, runtime_gather_output=None):
+        """As Megatron's, or lazy logits, for which FSDP gathers nothing, and no bias."""
+        if self.fused_head.active:
+            return LazyLogits(self, input_, weight), None
+        return super().__call__(input_, weight=weight, runtime_gather_output=runtime_gather_output)
+
+
+@dataclass(slots=True)
+class LazyLogits:
+    """Logits [s, b, vocab / tp] that would be `hidden @ weight.T * scale`.
+
+    Supports what Megatron does with logits before the loss: scaling (MuP), and for the acceptance
+    counts of multi-token prediction size and largest entry.
+    """
+
+    layer: tensor_parallel.ColumnParallelLinear
+    hidden: Tensor  # [s, b, h], or a tensor-parallel rank's part of s
+    weight: Tensor | None = None  # [vocab / tp, h]; None: the layer's own
+    scale: float = 1.0
+
+    @property
+    def tp(self) -> TensorParallel:
+        """Ranks that the vocabulary is sharded over."""
+        return TensorParallel.of(self.layer.tp_group, self.layer.sequence_parallel)
+
+    def compute[T](self, work: Callable[[Tensor, Tensor], T]) -> T:
+        """`work(hidden, weight)`, inside the layer's call."""
+        return inside(self.layer, work, self.hidden, self.weight)
+
+    def __mul__(self, factor: float) -> "LazyLogits":
+        return replace(self, scale=self.scale * factor)
+
+    def size(self, dim: int) -> int:
+        if dim not in (-1, 2):
+            raise no_logits("logits only have a size in their last axis", f"size({dim})")
+        return self.layer.output_size_per_partition
+
+    def max(self, dim: int) -> tuple[Tensor, Tensor]:
+        """Largest logit and its class in this rank's part of the vocabulary, [s, b] each."""
+        if dim not in (-1, 2):
+            raise no_logits("logits are compared along the vocabulary only", f"max({dim})")
+        with torch.no_grad():
+            return self.compute(lambda x, weight: largest_class(x, weight, self.tp, self.scale))
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.argmax:
+            return args[0].max(**(kwargs or {}))[1]
+        raise no_logits("logits are never stored while the loss is computed", func.__name__)
+
+
+def inside[T](
+    layer: tensor_parallel.ColumnParallelLinear, work: Callable[[Tensor, Tensor], T],
+    hidden: Tensor, weight: Tensor | None,
+) -> T:  # fmt: skip
+    """`work(hidden, weight)` as the forward of an output layer, with all hooks of its call.
+
+    `weight`: as in a call of the layer; None: its own.
+
+    Raises:
+        BurstError: if the weight is sharded nevertheless, as it belongs to another module.
+    """
+    before = vars(layer).get("forward")
+
+    def forward(hidden: Tensor, weight: Tensor | None = None) -> T:
+        return work(hidden, _gathered(layer, weight))
+
+    layer.forward = forward
+    try:
+        return nn.Module.__call__(layer, hidden, weight=weight)
+    finally:
+        if before is None:
+            del layer.forward
+        else:
+            layer.forward = before
+
+
+def _gathered(layer: tensor_parallel.ColumnParallelLinear, weight: Tensor | None) -> Tensor:
+    """The weight that a call computes with."""
+    if isinstance(weight, DTensor) and layer.weight is not None:
+        # MTP detaches the layer's own before the call (mtp_detach_heads)
+        weight = layer.weight if weight.requires_grad else layer.weight.detach()
+    weight = layer.weight if weight is None else weight
+    refuse_sharded(weight)
+    return weight
+
+
+def refuse_sharded(weight: Tensor | None) -> None:
+    """Refuse a weight that FSDP2 has sharded where it is read."""
+    if isinstance(weight, DTensor):
+        raise BurstError(
+            f"{WHO}: cannot run with tied embeddings under FSDP2, because FSDP2 gathers their "
+            "weight for the embedding alone; got a sharded weight; pass "
+            "--untie-embeddings-and-output-weights, or --use-megatron-fsdp"
+        )
+
+
+def no_logits(must: str, got: object) -> BurstError:
+    """An error: someone needs logits while the fused loss makes none."""
+    return BurstError(f"{WHO}: {must}; got {got}; leave that out, or the flag")
