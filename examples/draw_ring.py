@@ -57,9 +57,12 @@ def _draw_panel(ax: Any, spec: Spec, programs: Sequence[Program], columns: int) 
     for program in programs:
         for step in steps:
             _draw_step(ax, program, step, spec.shape.tokens, height[program.cp_rank])
+        latest = 0
         for op in program.ops:
             if isinstance(op, Transfer):
-                _draw_hop(ax, op, program, height)
+                _draw_hop(ax, op, program, height, latest)
+            else:
+                latest = max(latest, _latest(op))
     for row in topology.grid[:-1]:
         ax.axhline(height[row[-1]] - 0.5, color="0.6", lw=1, ls=":")
     ax.set_title(
@@ -139,15 +142,26 @@ def _kernel(op: Op) -> tuple[int, int, int, Mask] | None:
     return _number(made.buffer), len(side.rows), len(op.kv.rows), op.mask
 
 
-def _draw_hop(ax: Any, hop: Transfer, program: Program, height: dict[int, float]) -> None:
-    """Draw from the end of the step whose buffer is sent to the start of the one that needs it."""
+def _latest(op: Op) -> int:
+    """The latest step whose buffers an operation uses."""
+    names = (ref.buffer for ref in (*op.reads, *op.writes))
+    return max((_number(name) for name in names if name[-1].isdigit()), default=0)
+
+
+def _draw_hop(
+    ax: Any, hop: Transfer, program: Program, height: dict[int, float], latest: int
+) -> None:  # fmt: skip
+    """Draw from the end of the step whose buffer is sent to the start of the one that needs it; a
+    gradient from the `latest` step, in which its sum was complete."""
     ((give,), (take,)) = hop.gives, hop.takes
+    sent = _number(give.rows.buffer)
+    start = sent if hop.cargo is Cargo.READ else max(sent, latest)
     link = program.topology.link(program.cp_rank, give.peer)
     lift = 0.1 if hop.cargo is Cargo.READ else -0.1
     ax.annotate(
         "",
         xy=(_number(take.rows.buffer) - 0.33, height[give.peer] + lift),
-        xytext=(_number(give.rows.buffer) + 0.33, height[program.cp_rank] + lift),
+        xytext=(start + 0.33, height[program.cp_rank] + lift),
         arrowprops={
             "arrowstyle": "-|>",
             "connectionstyle": "arc3,rad=0.06",

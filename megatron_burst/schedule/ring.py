@@ -225,9 +225,9 @@ class GradientsHome:
             self.waiting = total if step else None
             return
         self.arrive()
-        leaves, self.arriving = (
-            self.buffer(name, step, Dtype.WIRE) for name in ("leaves", "arrives")
-        )
+        due = min(step + ring.places, ring.spec.topology.cp_size)
+        leaves = self.buffer("leaves", step, Dtype.WIRE)
+        self.arriving = self.buffer("arrives", due, Dtype.WIRE)
         ring.emit(Add((total,), leaves))
         ring.hop(Link.INTER, Cargo.GRAD, leaves, self.arriving, -round_)
 
@@ -242,7 +242,8 @@ class GradientsHome:
         ring = self.ring
         self.arrive()
         if self.waiting:
-            came = self.buffer("sum", ring.spec.topology.cp_size, ring.spec.summed_dtype)
+            last = ring.spec.topology.cp_size + (ring.nodes > 1)
+            came = self.buffer("sum", last, ring.spec.summed_dtype)
             ring.hop(Link.INTRA, Cargo.GRAD, self.waiting, came)
             ring.emit(Add((self.own, came), self.own))
 
