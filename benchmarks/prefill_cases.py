@@ -20,7 +20,8 @@ from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import choose_backend
 from megatron_burst.kernels.visible import CAUSAL
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.tools.job.model import PRESETS, Model
+from megatron_burst.tools.job.hugging_face import PRESETS
+from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.speeds import problem_of
 from megatron_burst.tools.world import World
 
