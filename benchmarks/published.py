@@ -50,12 +50,12 @@ class Published:
 
 def _burst_engine(model: str, seq: int, gpus: int, **rows: tuple[float, float | None]):
     for keep, (tokens, gb) in rows.items():
-        strategy = Strategy(cp=gpus, keep=keep, shard_weights=True, intra="ring")
+        strategy = Strategy(cp=gpus, keep=keep, fsdp="torch", intra="ring")
         yield Published(f"BurstEngine, {keep}", model, seq, gpus, "a800", strategy, tokens, gb)
 
 
-_ULYSSES = Strategy(cp=8, offload_inputs=True, shard_weights=True)
-_ON_HOST = Strategy(cp=8, keep="all", offload=True, offload_inputs=True, shard_weights=True)
+_ULYSSES = Strategy(cp=8, offload_inputs=True, fsdp="torch")
+_ON_HOST = Strategy(cp=8, keep="all", offload=True, offload_inputs=True, fsdp="torch")
 _MEGATRON = Strategy(tp=2, cp=4, keep="all", offload=True, offload_inputs=True)
 PUBLISHED = (
     *_burst_engine("burstengine-7b", 2 * _M, 32, all=(100.1, 55.4), half=(92.41, 49.6)),

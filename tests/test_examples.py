@@ -89,6 +89,17 @@ def test_megatron_takes_the_flags_of_every_model():
         assert (args.softmax_type == "learnable") == model.sinks
 
 
+def test_megatron_takes_the_flags_of_each_sharding():
+    from megatron_burst.tools.job.flags import SHARDING
+
+    parser = megatrons_parser()
+    for kind, flags in SHARDING.items():
+        args = parser.parse_args(shlex.split(" ".join(as_words(flags))))
+        assert (args.use_torch_fsdp2, args.use_megatron_fsdp, args.use_distributed_optimizer) == (
+            kind == "torch", kind == "megatron", kind == "none",
+        )  # fmt: skip
+
+
 def test_the_check_above_can_fail(capsys):
     with pytest.raises(SystemExit):
         megatrons_parser().parse_args([*expanded(), "--burst-plann", "x"])

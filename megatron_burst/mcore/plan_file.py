@@ -16,7 +16,8 @@ from megatron_burst.say import say, say_once
 
 FLAG, DUMP_FLAG = "--burst-plan", "--burst-dump-args"
 _OWN = "--burst-"  # burst's options on the command line win
-_NO_FIGURE = ("--max-position-embeddings",)  # and so do options that no figure depends on
+# and so do options that no figure depends on
+_NO_FIGURE = ("--max-position-embeddings", "--ckpt-format")
 _SIZES = {  # Megatron's names of a planned model's sizes
     "num_layers": "layers",
     "hidden_size": "hidden",

@@ -19,7 +19,7 @@ from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.model_file import model_of
 from megatron_burst.tools.job.script import Script, arguments_in, given, read_script
 from megatron_burst.tools.job.search import Candidate, search
-from megatron_burst.tools.job.strategy import Job, Strategy, even_share
+from megatron_burst.tools.job.strategy import Fsdp, Job, Strategy, even_share
 from megatron_burst.tools.packed import plan_sample
 from megatron_burst.tools.pictures import save_picture, save_sample_picture
 from megatron_burst.tools.plan_notes import no_room, warnings_of, with_keep
@@ -76,6 +76,10 @@ def plan(
     offload_inputs: Annotated[
         bool | None, Option(help="offload the inputs of recomputed layers to host memory")
     ] = None,
+    fsdp: Annotated[
+        Fsdp | None,
+        Option(help="ZeRO-3: shard weights and gradients too, by torch's FSDP2 or Megatron-FSDP"),
+    ] = None,
     do_search: Annotated[bool, Option("--search", help="show other strategies too")] = False,
     json: Annotated[
         Path | None,
@@ -106,7 +110,7 @@ def plan(
     with in_one_sentence():
         _check_outputs(json, picture)
         asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "recompute": recompute}
-        asked |= {"keep": keep, "offload": offload, "offload_inputs": offload_inputs}
+        asked |= {"keep": keep, "offload": offload, "offload_inputs": offload_inputs, "fsdp": fsdp}
         sizes = {"seq_length": seq_length, "global_batch_size": global_batch_size}
         in_file = arguments_in(model, [name for name, value in (asked | sizes).items() if value])
         described = model_of(model)

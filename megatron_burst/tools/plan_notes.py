@@ -41,6 +41,9 @@ def _of_script(job: Job, best: Candidate, arguments: Arguments) -> Iterator[str]
             "Megatron's backward never ends where --recompute-modules has mlp and linear layers "
             "have biases: pass --disable-bias-linear, or plan with another --recompute"
         )
+    if best.strategy.fsdp != "none":
+        without = "" if best.strategy.fused_loss else "; burst's fused loss does not run under it"
+        yield f"Megatron refuses FSDP where CUDA_DEVICE_MAX_CONNECTIONS is 1: unset it{without}"
 
 
 def _of_length(job: Job, fixed: Fixed) -> Iterator[str]:

@@ -18,7 +18,7 @@ SWITCHES = {  # flags without a value that plans depend on
     "sft", "swiglu", "group_query_attention", "multi_latent_attention", "recompute_activations",
     "untie_embeddings_and_output_weights", "reset_attention_mask", "disable_bias_linear",
     "bf16", "fp16",
-    "dataloader_inter_document_masking",
+    "dataloader_inter_document_masking", "use_torch_fsdp2", "use_megatron_fsdp",
 }  # fmt: skip
 _TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _ABSENT = ("", "null", "~")

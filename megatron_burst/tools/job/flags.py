@@ -20,6 +20,20 @@ SIZES = {  # fields of a strategy: Megatron's flags
 }
 # by (`offload`, `offload_inputs`) of a strategy, values of --burst-keep-offload
 OFFLOADED = {(True, False): "results", (False, True): "inputs", (True, True): "both"}
+SHARDING: Mapping[str, Values] = {  # of weights and their states, by `fsdp` of a strategy
+    "none": {
+        "--use-distributed-optimizer": True, "--overlap-grad-reduce": True,
+        "--overlap-param-gather": True,
+    },
+    "torch": {
+        "--use-torch-fsdp2": True, "--use-distributed-optimizer": False,
+        "--no-gradient-accumulation-fusion": True, "--ckpt-format": "torch_dist",
+    },
+    "megatron": {
+        "--use-megatron-fsdp": True, "--data-parallel-sharding-strategy": "optim_grads_params",
+        "--ckpt-format": "fsdp_dtensor",
+    },
+}  # fmt: skip
 VERSION = 1  # of the JSON
 
 
@@ -97,8 +111,7 @@ def flag_values(
     if job.model.experts:
         flags |= {SIZES["ep"]: strategy.ep, "--expert-tensor-parallel-size": 1}
         flags["--moe-token-dispatcher-type"] = "alltoall"
-    flags |= {"--bf16": True, "--attention-dropout": 0, "--use-distributed-optimizer": True}
-    flags |= {"--overlap-grad-reduce": True, "--overlap-param-gather": True}
+    flags |= {"--bf16": True, "--attention-dropout": 0, **SHARDING[strategy.fsdp]}
     if strategy.cp > 1:
         flags["--context-parallel-impl"] = "burst"
         if strategy.intra != "auto":

@@ -78,20 +78,32 @@ def _static(job: Job, strategy: Strategy) -> tuple[float, float, float]:
     Source: 6 + 12 / ranks bytes per weight of Megatron's distributed optimizer
     (megatron/training/theoretical_memory_usage.py); its ranks are those of DP x CP.
     """
+    dense, experts = params_of_rank(job, strategy)
+    expert_ranks = max(1, job.gpus // (strategy.pp * strategy.ep))
+    sharded = dense / (strategy.dp * strategy.cp) + experts / expert_ranks
+    optimizer = 12 * sharded
+    if strategy.fsdp != "none":  # bf16 gradients; two layers gathered, one's gradient whole
+        one = layer_params(job, strategy)
+        return 2 * sharded + 4 * one, 2 * sharded + 2 * one, optimizer
+    return 2 * (dense + experts), 4 * (dense + experts), optimizer
+
+
+def params_of_rank(job: Job, strategy: Strategy) -> tuple[float, float]:
+    """Weights of the largest stage on a rank if only TP and EP shard them: dense ones, experts."""
     model, layers = job.model, stage_layers(job.model, strategy)
     moe = min(layers, model.moe_layers)
     dense: float = layers * model.attention_params + (layers - moe) * model.dense_params
     dense += moe * model.shared_params
     dense += model.embedding_params * (2 if strategy.pp == 1 and not model.tied else 1)
-    dense /= strategy.tp
-    experts = moe * model.expert_params / strategy.ep
-    ranks = strategy.dp * strategy.cp
-    expert_ranks = max(1, job.gpus // (strategy.pp * strategy.ep))
-    optimizer = 12 * (dense / ranks + experts / expert_ranks)
-    if strategy.shard_weights:  # bf16 gradients; two layers' weights gathered, one's gradient whole
-        one = (model.attention_params + model.dense_params) / strategy.tp
-        return 2 * dense / ranks + 4 * one, 2 * dense / ranks + 2 * one, optimizer
-    return 2 * (dense + experts), 4 * (dense + experts), optimizer
+    return dense / strategy.tp, moe * model.expert_params / strategy.ep
+
+
+def layer_params(job: Job, strategy: Strategy) -> float:
+    """Weights of the largest layer on a rank, as FSDP gathers it."""
+    model = job.model
+    dense = model.dense_params / strategy.tp if model.moe_layers < model.layers else 0.0
+    experts = model.shared_params / strategy.tp + model.expert_params / strategy.ep
+    return model.attention_params / strategy.tp + max(dense, experts)
 
 
 @dataclass(frozen=True, slots=True)

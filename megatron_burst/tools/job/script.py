@@ -14,12 +14,13 @@ from megatron_burst.tools.job.flags import OFFLOADED, SIZES
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.megatron import MODEL_ARGUMENTS, Arguments
 from megatron_burst.tools.job.model_file import text_of
-from megatron_burst.tools.job.strategy import Strategy, policy_words
+from megatron_burst.tools.job.strategy import FSDP_ARGUMENTS, Strategy, policy_words
 from megatron_burst.tools.units import whole_number
 
 _OPTIONS = {flag.lstrip("-").replace("-", "_"): option for option, flag in SIZES.items()} | {
     "seq_length": "seq_length", "global_batch_size": "global_batch_size",
     "recompute_granularity": "recompute", "burst_keep": "keep", "burst_keep_offload": "offload",
+    "use_torch_fsdp2": "fsdp", "use_megatron_fsdp": "fsdp",
 }  # fmt: skip
 _OFFLOADS = {value: pair for pair, value in OFFLOADED.items()}
 _COUNTED = {"core_attn", "mlp", "moe"}  # modules of selective recomputation
@@ -99,6 +100,9 @@ def read_script(arguments: Arguments, options: Arguments | None = None) -> Scrip
         if name in SIZES and argument in arguments and name not in asked
     }
     policy = {name: value for name, value in _policy(arguments, asked).items() if name not in asked}
+    kinds = [kind for kind, name in FSDP_ARGUMENTS.items() if arguments.get(name)]
+    if kinds and "fsdp" not in asked:
+        policy["fsdp"] = kinds[0]
     flags = _flags(arguments, asked)
     overruled: tuple[str, ...] = ("burst_keep",) if "keep" in asked else ()
     overruled += ("recompute_",) if "recompute" in asked and not flags else ()

@@ -5,14 +5,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import lcm
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_burst.errors import BurstError, nearest_multiples
+from megatron_burst.mcore.refusals import refuses
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.job.memory import Memory, memory_of
 from megatron_burst.tools.job.step import StepTime, step_time
 from megatron_burst.tools.job.strategy import (
+    FSDP_ARGUMENTS,
     SIZES,
+    Fsdp,
     Job,
     Keep,
     Strategy,
@@ -197,13 +201,22 @@ def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:
     sizes = {name: getattr(layout, name) for name in SIZES}
     asked = {name: value for name, value in fixed if name not in SIZES}
     again = asked.pop("core_attn", False)  # set by a job, never chosen by the search
+    fsdp = asked.pop("fsdp", "none")  # likewise
     # Megatron's checkpoints of MLPs with biases never end their backward
     never = {"selective"} if job.model.biases and "recompute" not in asked else set()
     for policy in _POLICIES:
-        strategy = replace(policy, **sizes, core_attn=again)
+        strategy = replace(
+            policy, **sizes, core_attn=again, fsdp=fsdp, fused_loss=has_fused_loss(fsdp)
+        )
         wanted = all(getattr(policy, name) == value for name, value in asked.items())
         if wanted and policy.recompute not in never and not misfit(job, strategy):
             yield strategy
+
+
+def has_fused_loss(fsdp: Fsdp) -> bool:
+    """Whether burst's fused loss runs under an FSDP."""
+    name = FSDP_ARGUMENTS.get(fsdp)
+    return name is None or not refuses("loss", name, SimpleNamespace(**{name: True}))
 
 
 def _rank(one: Candidate) -> tuple:

@@ -8,7 +8,7 @@ from megatron_burst.recompute.later_plan import recomputed_share
 from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import Hardware
-from megatron_burst.tools.job.memory import Memory
+from megatron_burst.tools.job.memory import Memory, layer_params, params_of_rank
 from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, stage_layers
 from megatron_burst.tools.simulate.call import AttentionCall, pass_time
 from megatron_burst.tools.simulate.kernels import Timer
@@ -56,7 +56,11 @@ def step_time(
     stage = sum(one.values())
     parts = defaultdict(float, {part: each * micro_batches for part, each in one.items()})
     parts[BUBBLE] += stage * (strategy.pp - 1)
-    parts[UPDATE] = _update_seconds(job, strategy, memory, layer_backward * layers)
+    if strategy.fsdp == "none":
+        parts[UPDATE] = _update_seconds(job, strategy, memory, layer_backward * layers)
+    else:
+        parts[UPDATE] = _sharded_seconds(job, strategy, stage) * micro_batches
+    parts[UPDATE] += Timer(job.hardware).memory(2.5 * memory.optimizer)
     seconds = sum(parts.values())
     tokens = job.batch * job.seq / seconds / job.gpus
     peak = job.hardware.gpu.peak_tflops * 1e12
@@ -211,14 +215,26 @@ def _boundary_seconds(job: Job, strategy: Strategy) -> float:
 
 
 def _update_seconds(job: Job, strategy: Strategy, memory: Memory, backward: float) -> float:
-    """Gradients scattered, weights gathered (half hidden behind backward), the optimizer's pass."""
+    """Gradients scattered and weights gathered, half hidden behind backward."""
+    moving = _among_shards(job, strategy, memory.weights + memory.gradients)
+    return moving - min(moving, backward / 2)
+
+
+def _sharded_seconds(job: Job, strategy: Strategy, stage: float) -> float:
+    """FSDP, in a micro-batch: bf16 weights gathered for forward and again for backward, gradients
+    scattered; hidden behind the stage's other work, but for the first layer's weights."""
+    weights = 2 * sum(params_of_rank(job, strategy))
+    first = _among_shards(job, strategy, 2 * layer_params(job, strategy))
+    return first + max(0.0, _among_shards(job, strategy, 3 * weights) - first - stage)
+
+
+def _among_shards(job: Job, strategy: Strategy, num_bytes: float) -> float:
+    """Seconds to gather or scatter so many bytes over the data- and context-parallel ranks."""
     ranks = strategy.dp * strategy.cp
     local = max(1, job.on_node // strategy.tp)
-    num_bytes = memory.weights + memory.gradients
     links = job.hardware.links
     moving = links.intra.seconds(num_bytes * (1 - 1 / min(ranks, local)))
     if ranks > local:
         share = _network_share(job.hardware)
         moving = max(moving, links.inter.seconds(num_bytes / local, share))
-    hidden = min(moving, backward / 2)
-    return moving - hidden + Timer(job.hardware).memory(2.5 * memory.optimizer)
+    return moving

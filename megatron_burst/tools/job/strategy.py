@@ -20,6 +20,8 @@ _KEPT = {"none": 0.0, "half": 0.5, "all": 1.0}
 Recompute = Literal["none", "selective", "full"]
 Keep = Literal["none", "half", "all"]
 Intra = Literal["auto", "ring", "gather", "a2a"]
+Fsdp = Literal["none", "torch", "megatron"]
+FSDP_ARGUMENTS = {"torch": "use_torch_fsdp2", "megatron": "use_megatron_fsdp"}  # Megatron's
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +93,9 @@ class Strategy:
     offload: bool = False  # whether they are offloaded
     offload_inputs: bool = False  # whether layers' inputs are too
     fused_loss: bool = True  # whether the loss is computed without all logits
-    # whether weights and gradients are sharded over data-parallel ranks too (ZeRO-3), as
-    # BurstEngine has it; not offered by the search
-    shard_weights: bool = False
+    # whose FSDP shards weights and gradients over data- and context-parallel ranks too (ZeRO-3);
+    # given, never chosen by the search
+    fsdp: Fsdp = "none"
     # mode inside a node; the search leaves it to burst
     intra: Intra = "auto"
 
@@ -110,7 +112,8 @@ class Strategy:
     def layout(self) -> str:
         """The sizes as text."""
         experts = f" EP {self.ep}" if self.ep > 1 else ""
-        return f"TP {self.tp} CP {self.cp} PP {self.pp} DP {self.dp}{experts}"
+        sharded = "" if self.fsdp == "none" else " FSDP"
+        return f"TP {self.tp} CP {self.cp} PP {self.pp} DP {self.dp}{experts}{sharded}"
 
     @property
     def policy(self) -> str:
@@ -131,7 +134,9 @@ def policy_words(policy: Mapping[str, Any]) -> list[str]:
         words.append(f"keep {policy['keep']}{where}")
     elif where:
         words.append("results on host")
-    return [*words, "inputs on host"] if policy.get("offload_inputs") else words
+    if policy.get("offload_inputs"):
+        words.append("inputs on host")
+    return [*words, f"{policy['fsdp']}'s FSDP"] if "fsdp" in policy else words
 
 
 def size_misfit(job: Job, sizes: Mapping[str, int]) -> str:
@@ -170,6 +175,8 @@ def misfit(job: Job, strategy: Strategy) -> str:
         return f"a sequence of {job.seq} tokens is no {near} (2 x CP x TP)"
     if strategy.keep == "half" and strategy.cp == 1:
         return "keeping half is burst's own, which needs CP above 1"
+    if strategy.fsdp == "torch" and (strategy.pp > 1 or strategy.ep > 1 or job.model.tied):
+        return "--use-torch-fsdp2 has no pipeline or expert parallelism and no tied embeddings"
     if stage % strategy.ep:
         return f"EP {strategy.ep} does not divide the {stage} ranks of a stage"
     return ""
