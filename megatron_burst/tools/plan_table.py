@@ -10,6 +10,7 @@ from rich.table import Table
 
 from megatron_burst.recompute.later_plan import choose_later
 from megatron_burst.resolve import how_it_runs, resolve
+from megatron_burst.schedule.grid import grid
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import GIB
@@ -215,6 +216,8 @@ def _attention_lines(job: Job, strategy: Strategy) -> list[str]:
     lines = [f"attention of {which}: {how_it_runs(call)}"]
     if call.intra == "ring" or call.arranged.inter_size > 1:
         lines[0] += f"; backward circulates {resolve(open_call(job, strategy)).why['circulate']}"
+    lines.append("its first context-parallel group, by global rank:")
+    lines.append(grid(call.topology, range(0, strategy.cp * strategy.tp, strategy.tp)))
     sample = job.packing and job.packing.sharded(call.topology.cp_size)
     for direction in Direction:
         timeline = pass_time(call, job.hardware, direction, sample)

@@ -117,6 +117,8 @@ def test_gathering_inside_nodes_is_shown_with_both_links():
     )
     assert "gather inside nodes, ring between them, on 2 nodes x 8 ranks" in text
     assert "backward circulates kv" in text
+    (second,) = (line for line in text.splitlines() if line.startswith("node 1 "))
+    assert second.split() == ["node", "1", *map(str, range(8, 16))]
     lines = [line for line in text.splitlines() if "GiB sent" in line]
     assert len(lines) == 2 and all("NVLink" in line and "network" in line for line in lines)
 
