@@ -175,9 +175,7 @@ class SumsAtHome:
         """Add a contribution; the last one completes the rank's gradients of the round."""
         emitter, total = self._emitter, Ref(f"sum {round_}")
         left = self._missing[round_] = self._missing.get(round_, self._nodes) - 1
-        if self._nodes == 1:
-            add_up(emitter, self._target(round_), sums, True, stream)
-        elif left:
+        if left:
             if total.buffer not in emitter.buffers:
                 fields = self._fields(round_, Dtype.SUM)
                 emitter.buffer(total.buffer, Home.HOP, self._halos[0].of, fields, "sums")
@@ -234,7 +232,8 @@ def sums(
     """Sums of key or query gradients; those of what circulates come from all nodes. `rows`: how
     many, or those that circulate."""
     halos = whole_halo(emitter, rows) if isinstance(rows, int) else rows
-    if of_keys == (emitter.spec.circulate is Circulate.KV):
+    circulates = of_keys == (emitter.spec.circulate is Circulate.KV)
+    if circulates and emitter.spec.topology.inter_size > 1:
         return SumsAtHome(emitter, order, target, fields, halos)
     return LocalSums(emitter, order, target, lambda r: fields(r, Dtype.SUM), halos[0].of)
 
