@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 Variables = tuple[tuple[str, str], ...]
-_PRELOAD = ["torch", "torch.distributed", "megatron_burst.attention", "tests.oracle"]
+_ALWAYS = ["torch", "torch.distributed", "megatron_burst.attention", "tests.oracle"]
 # What modules of tests import: a process without it starts 0.12 s of a core later; and what torch
 # imports with the first checkpoint, optimizer or profile: 1.4 s.
-_PRELOAD += ["pytest", "hypothesis", "torch._dynamo"]
+_ALWAYS += ["pytest", "hypothesis", "torch._dynamo"]
+_PRELOAD: list[str] = []  # what modules of tests ask for
 # The process's only cache: GPU crews, by their settings, the latest last. A CUDA context, NCCL
 # and compiled kernels take 10 s per process, so tests share them; and up to 2 GiB of a GPU, so only
 # a few processes stay.
@@ -24,8 +25,15 @@ _MOST = 6  # processes: crews of two ranks and of four
 
 
 def preload(*modules: str) -> None:
-    """Let every process start with modules imported; call it at the top of a test module."""
+    """Let every process without a GPU start with modules imported; call it at the top of a test
+    module. With TransformerEngine some of Megatron's modules initialise CUDA when imported, and no
+    process forked after that could use it."""
     _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
+
+
+def preloaded(backend: str = "gloo") -> list[str]:
+    """The modules that processes with this backend start with."""
+    return _ALWAYS + (_PRELOAD if backend == "gloo" else [])
 
 
 def run_ranks(
@@ -84,7 +92,7 @@ class Crew:
 
     def __init__(self, backend: str, variables: tuple[Variables, ...]) -> None:
         context = multiprocessing.get_context("forkserver")  # forks from a process without threads
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload(preloaded(backend))
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes, self._runs = [], [], 0
         for rank, environment in enumerate(variables):

@@ -5,6 +5,8 @@ correctness, never for times. Each of them then counts as a node of its own unle
 `nodes`.
 """
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -17,3 +19,10 @@ def needs_gpus(count: int = 1):
     """The mark of a test that needs this many GPUs, not only ranks."""
     reason = f"needs {count} CUDA GPU{'s' * (count > 1)}, found {GPUS}"
     return pytest.mark.skipif(count > GPUS, reason=reason)
+
+
+def needs_transformer_engine():
+    """The mark of a test whose ranks import TransformerEngine. It is not imported here: after a
+    call of cuDNN it may find other libraries of cuDNN than torch did."""
+    missing = find_spec("transformer_engine") is None
+    return pytest.mark.skipif(missing, reason="TransformerEngine is not installed")

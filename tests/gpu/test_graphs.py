@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, BurstError, burst_attention, linear_cross_entropy
-from tests.gpu import GPUS, needs_gpus
+from tests.gpu import GPUS, needs_gpus, needs_transformer_engine
 from tests.ranks import run_ranks
 
 HEADS, DIM, TOKENS = 4, 64, 512
@@ -122,9 +122,9 @@ EXPERTS = """
 CAPTURED = {"local": ("moe_router", EXPERTS), "transformer_engine": ("mlp", [])}
 
 
+@needs_transformer_engine()
 @pytest.mark.parametrize("impl", CAPTURED)
 def test_megatrons_graphs_beside_attention_change_nothing(impl, tmp_path):
-    pytest.importorskip("transformer_engine", reason="TransformerEngine is not installed")
     modules, flags = CAPTURED[impl]
     plain = losses_of(tmp_path, *flags)
     flags = *flags, "--cuda-graph-impl", impl, "--cuda-graph-modules", modules

@@ -7,7 +7,7 @@ another layer.
 import pytest
 
 from megatron_burst.config import BurstConfig
-from tests.gpu import SEVERAL, needs_gpus
+from tests.gpu import SEVERAL, needs_gpus, needs_transformer_engine
 from tests.ranks import run_ranks
 
 LAYERS = 2
@@ -46,9 +46,9 @@ def steps(rank, world, comm_type):
     return found
 
 
+@needs_transformer_engine()
 @pytest.mark.parametrize("comm_type", ["p2p", "a2a", "all_gather"])
 def test_recomputation_takes_what_transformer_engine_computed(comm_type):
-    pytest.importorskip("transformer_engine", reason="TransformerEngine is not installed")
     settings = {"backend": "nccl", "timeout_s": 300, "fresh": True}
     for found in run_ranks(steps, SEVERAL, SEVERAL, comm_type, **settings):
         print(comm_type, found)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from megatron_burst.config import FusedLossConfig
-from tests.gpu import needs_gpus
+from tests.gpu import needs_gpus, needs_transformer_engine
 from tests.mcore.fsdp import gradients, gradients_without_fsdp, losses_of, wrapped
 from tests.ranks import run_ranks
 
-pytestmark = [pytest.mark.gpu, needs_gpus()]
+pytestmark = [pytest.mark.gpu, needs_gpus(), needs_transformer_engine()]
 TOKENS, HIDDEN, VOCAB = 1024, 512, 4096
 MEGATRONS = "optim_grads_params"
 PER_TOKEN = {"calculate_per_token_loss": True}
@@ -122,7 +122,6 @@ def compare_all(rank: int, world: int) -> dict[str, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def comparisons():
-    pytest.importorskip("transformer_engine", reason="TransformerEngine is not installed")
     queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}  # FSDP wants more than one
     return run_ranks(
         compare_all, 2, 2, backend="nccl", environment=queues, timeout_s=400, fresh=True

@@ -10,13 +10,10 @@ where none is returned. Latent attention (MLA) of Megatron's own spec is selecte
 import pytest
 import torch
 
-from tests.gpu import needs_gpus
+from tests.gpu import needs_gpus, needs_transformer_engine
 from tests.ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    needs_gpus(),
-]
+pytestmark = [pytest.mark.gpu, needs_gpus(), needs_transformer_engine()]
 TOKENS, HIDDEN = 2048, 512
 FP8 = dict(fp8="hybrid", fp8_recipe="tensorwise")
 CASES = {
@@ -139,7 +136,6 @@ def relative(got: torch.Tensor, truth: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def comparisons():
-    pytest.importorskip("transformer_engine", reason="TransformerEngine is not installed")
     return run_ranks(compare_all, 2, 2, backend="nccl", timeout_s=300, fresh=True)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_burst.engine.slice_calls import Calls
 from megatron_burst.engine.slice_parts import parts_of
 from megatron_burst.kernels.backends import Backend, QuerySide
 from megatron_burst.kernels.partial import delta_stand_in
@@ -89,6 +90,26 @@ class Band:
             (b, keys, self.heads_kv, self.dim_v), (b, rows, self.heads, self.dim_v),
         )  # fmt: skip
         return [beside(torch.randn(x).to(device, self.dtype), self.strided) for x in sizes]
+
+
+class Composed:
+    """A backend that takes no slices, given them as the engine does: in several calls."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.capability = backend, backend.capability
+
+    def forward(self, q, k, v, scale, visible, into=None):
+        """As `Backend.forward`."""
+        return self._calls(q, visible).forward(self.backend, q, k, v, scale, into)
+
+    def backward(self, side, k, v, scale, visible, into=None, deterministic=False):
+        """As `Backend.backward`."""
+        how = {"into": into, "deterministic": deterministic}
+        return self._calls(side.q, visible).backward(self.backend, side, k, v, scale, **how)
+
+    def _calls(self, q: Tensor, visible: Visible) -> Calls:
+        assert visible.parts is not None
+        return Calls(visible.parts, q.device, together=q.shape[0] == 1)
 
 
 def beside(x: Tensor, strided: bool) -> Tensor:

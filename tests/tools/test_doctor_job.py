@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_burst.tools.doctor.meeting import Launch, Meeting
-from tests.ranks import _PRELOAD, preload
+from tests.ranks import preload, preloaded
 
 LATE_S = 0.2  # many times what a transfer takes
 preload(
@@ -117,7 +117,7 @@ def enter(folder, environment, tamper, arguments):
 def doctor(folder, environments, *arguments, tamper=None, within_s=180):
     """Exit codes and outputs of the processes; `tamper` by rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(preloaded())
     processes = []
     for rank, environment in environments.items():
         work = (str(folder), environment, (tamper or {}).get(rank, healthy), arguments)
