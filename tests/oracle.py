@@ -1,6 +1,7 @@
 """Full attention by definition, and the rows of it that a rank has."""
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -33,6 +34,25 @@ def full_attention(
         weights = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0).softmax(-1)
         return ((weights * seen) @ v).transpose(1, 2)
     return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def causal_truth(tensors: Sequence[Tensor], scale: float) -> list[Tensor]:
+    """(out, dq, dk, dv) of causal attention in float64, from (q, k, v, dout), on their device.
+
+    One KV head of one sequence at a time: scores of all would take memory that ranks share.
+    """
+    q, k, v, dout = (x.double() for x in tensors)
+    group, found = q.shape[2] // k.shape[2], [torch.empty_like(x) for x in (dout, q, k, v)]
+    with torch.device(q.device):
+        for batch, head in product(range(q.shape[0]), range(k.shape[2])):
+            one, many = slice(head, head + 1), slice(head * group, (head + 1) * group)
+            places = [(slice(batch, batch + 1), slice(None), x) for x in (many, many, one, one)]
+            leaves = [x[at].requires_grad_() for x, at in zip((q, k, v), places[1:], strict=True)]
+            out = full_attention(*leaves, True, scale)
+            grads = torch.autograd.grad(out, leaves, dout[places[0]])
+            for whole, at, part in zip(found, places, (out.detach(), *grads), strict=True):
+                whole[at] = part
+    return found
 
 
 def seen_by(mask: Mask, edges: Sequence[int], tokens: int, parents: Sequence[int] = ()) -> Tensor:

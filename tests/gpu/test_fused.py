@@ -30,7 +30,7 @@ LARGE = [(2, 1000, 5, 128), (1, 4097, 8, 64), (1, 2048, 4, 256), (1, 999, 3, 72)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *LARGE], ids=str)
-@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
+@pytest.mark.parametrize("in_place", [True, *whole(False)], ids=["in place", "apart"])
 @pytest.mark.parametrize("dtypes", MIXES.values(), ids=MIXES)
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_merging(shape, dtypes, in_place, sinks):

@@ -31,7 +31,7 @@ MODES = {
         deterministic=True, keep="all", keep_offload="results", keep_host_gib=HOST_GIB
     ),
     "half": BurstConfig(deterministic=True, keep="half"),
-    "share": BurstConfig(deterministic=True, keep=0.75),
+    "share": BurstConfig(deterministic=True, keep=0.75, nodes=1),  # if ranks share a GPU too
     "none, nodes": BurstConfig(deterministic=True, nodes=2),
     "half, nodes": BurstConfig(deterministic=True, keep="half", nodes=2),
 }

@@ -9,6 +9,7 @@ import pytest
 from megatron_burst.config import BurstConfig
 from tests.gpu import SEVERAL, needs_gpus, needs_transformer_engine
 from tests.ranks import run_ranks
+from tests.sampling import whole
 
 LAYERS = 2
 pytestmark = [
@@ -47,7 +48,7 @@ def steps(rank, world, comm_type):
 
 
 @needs_transformer_engine()
-@pytest.mark.parametrize("comm_type", ["p2p", "a2a", "all_gather"])
+@pytest.mark.parametrize("comm_type", ["p2p", *whole("a2a", "all_gather")])
 def test_recomputation_takes_what_transformer_engine_computed(comm_type):
     settings = {"backend": "nccl", "timeout_s": 300, "fresh": True}
     for found in run_ranks(steps, SEVERAL, SEVERAL, comm_type, **settings):

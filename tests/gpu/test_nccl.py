@@ -13,7 +13,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
 from tests.gpu import SEVERAL, needs_gpus
-from tests.oracle import full_attention, rows_of
+from tests.oracle import causal_truth, rows_of
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -29,10 +29,7 @@ def errors(rank, world, dtype, heads, tokens):
     tensors = [
         torch.randn(2, tokens, *x, generator=generator, device="cuda").to(dtype) for x in sizes
     ]
-    leaves = [x.double().requires_grad_() for x in tensors[:3]]
-    with torch.device("cuda"):
-        out = full_attention(*leaves, True, 0.125)
-    truth = [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())]
+    truth = causal_truth(tensors, 0.125)
     rows = rows_of(Layout.ZIGZAG, rank, world, tokens // world).cuda()
 
     def run(rows, config, group=None):
