@@ -64,6 +64,7 @@ class BurstConfig:
             multiprocessors; None leaves it to NCCL.
         overlap: hide transfers between ranks behind kernels; False waits for each immediately, to
             measure the gain of hiding them.
+        keep_modules: modules of a layer, joined by +, whose outputs are kept too (Megatron only).
         keep_host_gib: maximum host memory per rank for offloading; None: half of the available
             memory, shared by the ranks of the node.
         keep_debug: compare the inputs of recomputation with those of the first pass, bit by bit.
@@ -89,6 +90,7 @@ class BurstConfig:
     transfer: Literal["auto", "send", "pull"] = "auto"
     nccl_ctas: int | None = None
     overlap: bool = True
+    keep_modules: tuple[str, ...] = ()
     keep_host_gib: float | None = None
     keep_debug: bool = False
     timeout_s: float | None = None
@@ -133,8 +135,8 @@ class BurstConfig:
         auto, layers, room = self.keep == "auto", self.keep_layers, self.keep_budget_gib
         host, results = self.keep_host_gib, self.offloads_results
         beside = dict(
-            keep_layers=layers, keep_offload=results and self.keep_offload,
-            keep_debug=self.keep_debug,
+            keep_modules=self.keep_modules or None, keep_layers=layers,
+            keep_offload=results and self.keep_offload, keep_debug=self.keep_debug,
         )  # fmt: skip
         share = isinstance(self.keep, float) and 0 < self.keep < 1
         return [
@@ -155,10 +157,10 @@ class BurstConfig:
                f"{name} must come with keep, because nothing is kept without it",
                f"keep=none, {name}={value}", "pass --burst-keep all, or leave it out")
               for name, value in beside.items()),
-            (not auto or (layers is None and not results),
-             "keep=auto must not be combined with keep_layers or keep_offload=results, because "
-             "it chooses them", f"keep_layers={layers}, keep_offload={self.keep_offload}",
-             "leave them out"),
+            (not auto or (layers is None and not results and not self.keep_modules),
+             "keep=auto must not be combined with keep_layers, keep_modules or "
+             "keep_offload=results, because it chooses them", f"keep_modules={self.keep_modules}, "
+             f"keep_layers={layers}, keep_offload={self.keep_offload}", "leave them out"),
             (host is None or self.keep_offload != "none" or auto,
              "keep_host_gib must come with keep_offload or keep=auto, because it limits the "
              "memory for offloading", f"keep_host_gib={host} alone",
@@ -242,6 +244,8 @@ def _value(kind: Any, word: str) -> Any:
         return word if word in get_args(kind) else None
     if kind is bool:
         return {"true": True, "false": False}.get(word)
+    if get_origin(kind) is tuple:
+        return tuple(word.split("+"))
     number = int if int in get_args(kind) else float
     return number(word) if _NUMBERS[number].fullmatch(word) else None
 
@@ -250,7 +254,8 @@ def _legal(kind: Any) -> str:
     """The words that `_value` accepts."""
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
-    return "true|false" if kind is bool else "N" if int in get_args(kind) else "X"
+    kinds = {bool: "true|false", tuple[str, ...]: "MODULE+..."}
+    return kinds.get(kind, "N" if int in get_args(kind) else "X")
 
 
 def _check_words(options: Any, who: str = "burst attention") -> None:

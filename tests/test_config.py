@@ -57,6 +57,7 @@ GIVEN = {
         "pieces": False, "grad_wire": "input", "resend": "never", "transfer": "pull",
     },
     "keep_host_gib=0.5,timeout_s=1e2": {"keep_host_gib": 0.5, "timeout_s": 100.0},
+    "keep_modules=linear_qkv+linear_fc1": {"keep_modules": ("linear_qkv", "linear_fc1")},
 }  # fmt: skip
 
 

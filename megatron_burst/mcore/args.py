@@ -159,6 +159,9 @@ def check_keep_args(args: Namespace) -> None:
         refuse("keep", args, KEEP_FLAG)
     if args.burst_keep not in (None, "none", "all", "auto"):
         refuse("share", args, f"{KEEP_FLAG} {args.burst_keep}")
+    if modules := given_tunings(args).get("keep_modules"):
+        who = "--burst-tune keep_modules"
+        refuse("modules", Namespace(**vars(args), burst_keep_modules=modules), who)
 
 
 def check_loss_args(args: Namespace) -> None:

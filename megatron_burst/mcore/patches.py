@@ -28,6 +28,7 @@ _LAUNCH = "megatron_burst.mcore.launch"
 _SPECS = "megatron_burst.mcore.specs"
 _RECOMPUTE = "megatron_burst.mcore.recompute"
 _PACKED = "megatron_burst.mcore.packed"
+_MODULES = "megatron_burst.mcore.kept_modules"
 _KEEP = "megatron_burst.recompute.keep"
 _LOSS = "megatron_burst.mcore.fused_loss"
 _LOG = "megatron_burst.mcore.transfer_log"
@@ -42,6 +43,7 @@ GPT = f"{_CORE}.models.gpt.gpt_model:GPTModel.__init__"
 HYBRID = f"{_CORE}.models.hybrid.hybrid_model:HybridModel.__init__"
 MAMBA = f"{_CORE}.models.mamba.mamba_model:MambaModel.__init__"
 TE_RECOMPUTE = f"{_CORE}.recompute:te_checkpoint"
+TRANSFORMER_LAYER = f"{_CORE}.transformer.transformer_layer:TransformerLayer.forward"
 LAYER_SPEC = "megatron.training.models.gpt:default_layer_spec"
 TRAIN_STEP = "megatron.training.training:train_step"
 TRAINING_LOG = "megatron.training.training:training_log"
@@ -71,6 +73,11 @@ LOGGED = (
 )
 _FORWARD = "self query key value attention_mask attn_mask_type attention_bias packed_seq_params"
 _LAYER = f"{LAYER} pg_collection pp_layer_offset name"
+_IN_LAYER = (
+    "self hidden_states attention_mask context context_mask rotary_pos_emb rotary_pos_cos "
+    "rotary_pos_sin rotary_pos_cos_sin attention_bias inference_context packed_seq_params "
+    "sequence_len_offset"
+)
 _HYBRID = (
     "vocab_size max_sequence_length hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio "
     "hybrid_override_pattern pre_process post_process fp16_lm_cross_entropy "
@@ -119,6 +126,7 @@ OTHER_FORMS = {  # a place's parameters in releases where they differ from 0.19.
         "hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern post_process "
         f"fp16_lm_cross_entropy {HYBRID_TAIL}"
     },
+    TRANSFORMER_LAYER: {"0.16": "self args kwargs"},
     TRAIN_STEP: {"0.16 to 0.18": STEP},
     TRAINING_LOG: {"0.16, 0.17": LOGGED},
 }
@@ -291,6 +299,9 @@ TABLE: tuple[Patch, ...] = (
          "ctx run_function distribute_saved_activations args",
          "pairs a layer's first pass with recomputation; there is no hook around them"),
         (f"{_DOT_PRODUCT}.forward", f"{_RECOMPUTE}:own_kept", _FORWARD, _OWN),
+        (TRANSFORMER_LAYER, f"{_MODULES}:in_layer",
+         f"{_IN_LAYER} padding_mask inference_params",
+         "modules of a layer have no hook that could replace their call"),
     ),
     *patches_of(
         "keep",

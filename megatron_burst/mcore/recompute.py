@@ -69,11 +69,12 @@ def own_kept(forward, /, self, query, key, value, *args, **options):
 
 
 def for_calls(burst: BurstConfig) -> BurstConfig:
-    """Burst's options without those of the checkpoints around calls, which are already applied."""
+    """Burst's options without those of the checkpoints around calls, which are already applied,
+    and of modules beside attention."""
     offloads = burst.offloads_results
     room = burst.keep_host_gib if offloads or burst.keep == "auto" else None
     offload = "results" if offloads else "none"
-    return replace(burst, keep_host_gib=room, keep_offload=offload)
+    return replace(burst, keep_host_gib=room, keep_offload=offload, keep_modules=())
 
 
 def own_config(config: TransformerConfig, layer_number: int, query, value) -> BurstConfig:
@@ -107,12 +108,19 @@ def resolved(
         burst = _chosen(burst, problem, with_them)
     if burst.keep == "none" or burst.keep_layers is None:
         return burst
-    if layer_number in stage[: burst.keep_layers]:
+    if keeps_layer(burst, config, layer_number):
         return replace(burst, keep_layers=None)
     return replace(
-        burst, keep="none", keep_layers=None, keep_offload="none", keep_debug=False,
-        keep_host_gib=None,
+        burst, keep="none", keep_modules=(), keep_layers=None, keep_offload="none",
+        keep_debug=False, keep_host_gib=None,
     )  # fmt: skip
+
+
+def keeps_layer(burst: BurstConfig, config: TransformerConfig, layer_number: int) -> bool:
+    """Whether a layer is among the first ones of its pipeline stage that keep."""
+    if burst.keep_layers is None:
+        return True
+    return layer_number in stage_layers(config)[: burst.keep_layers]
 
 
 def _problem(

@@ -14,6 +14,11 @@ from megatron_burst.errors import BurstError, nearest_multiples
 FLAG, KEEP_FLAG = "--context-parallel-impl burst", "--burst-keep"
 LOSS_FLAG = "--burst-fused-loss"
 OFF = (False, "none", [], ())
+# of a transformer layer, Megatron's names: dense layers, latent attention, experts
+KEEP_MODULES = frozenset(
+    "linear_qkv linear_q_proj linear_q_down_proj linear_q_up_proj linear_kv_down_proj "
+    "linear_kv_up_proj linear_proj linear_fc1".split()
+)
 
 type Options = Any  # anything with Megatron's field names: arguments, a configuration, a view
 
@@ -61,8 +66,9 @@ def refuse(feature: str, options: Options, who: str, skip: Container[str] = ()) 
         feature: "command" (burst attention, of a command line), "run" (also where models are built,
             when a script may have changed arguments), "attention" (also of a configuration or
             a layer), "built" (once arguments are set), "model", "spec", "call", "cache";
-            "recompute" (anything kept or offloaded), "keep", "share" (of the rows is kept), "own"
-            (Megatron's attention); "loss" (the fused one), "head"; "cpu" (CPU mode).
+            "recompute" (anything kept or offloaded), "keep", "share" (of the rows is kept),
+            "modules" (whose outputs are kept), "own" (Megatron's attention); "loss" (the fused
+            one), "head"; "cpu" (CPU mode).
         options: Megatron's arguments, or anything with fields of the same names; missing fields are
             not checked.
         who: for the message.
@@ -342,6 +348,17 @@ TABLE: tuple[Refusal, ...] = (
         or o.burst_keep_layers is not None,
         "only burst's attention can reshard rows", f"pass {KEEP_FLAG} all, or {FLAG}",
         got="--cp-comm-type {words}"),
+    Refusal("modules", "recompute_granularity", ("full",),
+        "modules are kept in checkpoints of whole layers",
+        "pass --recompute-granularity full, or leave keep_modules out"),
+    *(Refusal("modules", f"fp{bits}", OFF,
+        "quantized modules pair a first pass with its recomputation themselves",
+        "leave keep_modules out", asked=f"--fp{bits}-format") for bits in (8, 4)),
+    *(Refusal("modules", name, OFF, "a module in a CUDA graph is not called in a checkpoint",
+        "leave one of them out") for name in CUDA_GRAPHS),
+    Refusal("modules", "burst_keep_modules", lambda names, o: KEEP_MODULES.issuperset(names or ()),
+        "no other module is kept", f"name {', '.join(sorted(KEEP_MODULES))}",
+        asked="keep_modules", got="{value}"),
     Refusal("own", "keep", ("none", "all"), "only burst's attention can reshard rows",
         f"pass {KEEP_FLAG} all, or {FLAG}", asked="a share of the rows",
         got="Megatron's own attention in layer {o.layer_number}"),

@@ -81,7 +81,7 @@ def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) ->
         if not run.recomputes:
             run.put(recording)
         elif found:
-            run.rounds |= keeping.policy is not None
+            run.rounds |= keeping.policy is not None and keeping.policy.rounds
     return recording.play(inputs, last=all(run.recomputes for run in runs))
 
 
@@ -95,7 +95,7 @@ def with_contexts(generator, /, fn, preserve_rng_state, context_fn, *args, **opt
     """The generator of other checkpoints: each call runs in a new frame."""
 
     def contexts():
-        frame: Frame[Any] = Frame()
+        frame: Frame[Any] = Frame(stops_early=True)
         return tuple(_Both(context, frame) for context in context_fn())
 
     return generator(fn, preserve_rng_state, contexts, *args, **options)

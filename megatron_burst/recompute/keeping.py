@@ -30,7 +30,9 @@ class Frame[T]:
     (backward with retain_graph) computes attention.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stops_early: bool = False) -> None:
+        # whether torch ends a recomputation once it has all tensors that backward needs
+        self.stops_early = stops_early
         self._kept: dict[int, T] = {}
         self._has_run = False
         self._tokens: list[Token] = []
@@ -52,7 +54,9 @@ class Frame[T]:
         @functools.wraps(function, updated=())
         def run(*args, **options):
             with self:
-                return function(*args, **options)
+                outs = function(*args, **options)
+                running()[-1].end(outs)
+                return outs
 
         run.frame = self
         return run
@@ -67,16 +71,28 @@ def framed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(slots=True)
 class RunningFrame[T]:
-    """A frame while its function runs; counts attention calls."""
+    """A frame while its function runs; counts calls that may be kept."""
 
     frame: Frame[T]
     recomputes: bool  # whether this is not the first pass
     place: int = -1
     rounds: bool = False  # whether an attention call so far was recomputed, so rounded otherwise
+    # called with the results of a recomputation, once it is complete
+    at_end: list[Callable[[Any], None]] = field(default_factory=list)
 
     def put(self, kept: T) -> None:
         """Keep something of this call for recomputation."""
         self.frame._kept[self.place] = kept
+
+    def end(self, outs: Any) -> None:
+        """Tell calls of a recomputation what its results are."""
+        for told in self.at_end:
+            told(outs)
+
+    @property
+    def keeps_next(self) -> bool:
+        """Whether the first pass kept something of the next call."""
+        return self.place + 1 in self.frame._kept
 
     def take(self) -> T | None:
         """What the first pass kept of this call, once; None if nothing."""
@@ -161,7 +177,9 @@ class Resident:
 class Keeping:
     """How calls are kept."""
 
-    policy: Any = None  # `later.LaterRows`; None: all of the outputs are kept
+    # what of the outputs is kept: `later.LaterRows`, `ending.Nothing`; None: all of them
+    policy: Any = None
     pack: Callable[[Tensors], Parcel] = Resident  # stores kept tensors until recomputation
     debug: bool = False  # whether its inputs are compared with the first pass's, bit by bit
     marks: Marks = field(default_factory=Marks)  # of the call: tell other ranks of errors
+    parameters: Tensors = ()  # that the function reads: they live on, so they are not kept

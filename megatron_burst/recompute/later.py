@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class LaterRows:
     passes: Passes  # over the early rows as a separate sequence
     carrier: Carrier  # sends rows between any two ranks of the group, which share a node
     marks: Marks = field(default_factory=Marks)  # of the whole call
+    rounds: ClassVar[bool] = True  # whether results are other bits in recomputation
 
     @property
     def _early(self) -> slice:

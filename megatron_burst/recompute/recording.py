@@ -1,17 +1,20 @@
-"""One call of an attention function, kept so that recomputation needs its inputs only.
+"""One call of a function or module, kept so that recomputation needs its inputs only.
 
 The first pass runs the function with its autograd graph. Of the tensors that the graph saves,
 references replace the inputs, which are recomputed, and the outputs, which are kept once; only the
-rest is kept besides. With burst attention, or any flash attention, that leaves (out, lse).
+rest is kept besides. With burst attention, or any flash attention, that leaves (out, lse); with a
+linear layer its output, as parameters live anyway.
 """
 
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from megatron_burst.engine.passes import lean
@@ -29,7 +32,7 @@ class Saved:
         self.tensor: Tensor | None = tensor.detach()  # the data, until `refer`
 
     def refer(self, role: str, index: int, base: Tensor) -> None:
-        """Refer to a view of `base`, one of the "inputs", "outs" or "extras".
+        """Refer to a view of `base`, one of the "inputs", "outs", "parameters" or "extras".
 
         `needs` tells how much of base's geometry it relies on: 1 shape, 2 also strides, 3 also its
         place in memory, because the view extends beyond it (q, k and v in one buffer).
@@ -45,7 +48,10 @@ class Saved:
 
     def find(self, bound: dict[str, Tensors]) -> Tensor:
         """The tensor, from those that the backward pass has."""
-        base = bound[self.role][self.index].detach()
+        base = bound[self.role][self.index]
+        if self._view is None and self.role == "parameters":
+            return base  # with its attributes, such as Megatron's main_grad
+        base = base.detach()
         if self._view is None:
             return base
         shape, stride, offset = self._view
@@ -97,8 +103,8 @@ class Recording:
     """A kept call, made by the first pass; `play` returns its outputs in recomputation.
 
     Args:
-        function: of tensors; returns a tensor or a tuple of tensors. If it draws random numbers,
-            `play` leaves torch's default generators as it did.
+        function: of tensors; returns tensors, and None, in any nesting. If it draws random
+            numbers, `play` leaves torch's default generators as it did.
         inputs: what it is called with.
         keeping: how much, where.
     """
@@ -108,7 +114,9 @@ class Recording:
         self._floats = [x.is_floating_point() for x in inputs]
         self._needs = [0] * len(inputs)
         self._debug = [checksum(x) for x in inputs] if keeping.debug else None
-        self._policy, self._marks, self._bound = keeping.policy, keeping.marks, {}
+        self._policy, self._marks = keeping.policy, keeping.marks
+        self._parameters = keeping.parameters
+        self._bound: dict[str, Tensors] = {}
         self._ends: list[Tensor | None] = []  # gradients of the inputs
         self._saved: list[Saved] = []
         outs = self._run(function, inputs)
@@ -144,18 +152,21 @@ class Recording:
             outs = function(*(next(entered) if x.is_floating_point() else x for x in inputs))
         after = torch.get_rng_state(), *get_device_states(*one_each)[1]
         self._random = None if all(map(torch.equal, (cpu, *states), after)) else (devices, after)
-        self._is_tuple = isinstance(outs, tuple)
-        outs = outs if self._is_tuple else (outs,)
-        if not all(isinstance(x, Tensor) for x in outs):
+        leaves, self._tree = tree_flatten(outs)
+        self._holes = [index for index, x in enumerate(leaves) if x is None]
+        found = tuple(x for x in leaves if x is not None)
+        if not found or not all(isinstance(x, Tensor) for x in found):
             raise BurstError(
-                f"{WHO}: attention must return a tensor or a tuple of tensors, because these are "
-                f"kept; got {[type(x).__name__ for x in outs]}; wrap it in a function that does"
+                f"{WHO}: what is kept must return tensors and None alone, because other results "
+                f"cannot be kept; got {[type(x).__name__ for x in leaves]}; wrap it in a function "
+                "that does"
             )
-        return outs
+        return found
 
     def _refer(self, inputs: Tensors, outs: Tensors) -> Tensors:
         """Replace inputs and outputs by references; returns what else the graph saves."""
-        homes = {home(x): ("outs", i, x) for i, x in enumerate(outs)}
+        homes = {home(x): ("parameters", i, x) for i, x in enumerate(self._parameters)}
+        homes |= {home(x): ("outs", i, x) for i, x in enumerate(outs)}
         homes |= {home(x): ("inputs", i, x) for i, x in enumerate(inputs)}
         homes |= {(*home(x), x.storage_offset()): ("inputs", i, x) for i, x in enumerate(inputs)}
         extras: list[Tensor] = []
@@ -178,7 +189,7 @@ class Recording:
         which a part was recomputed, as a call of its own."""
         self._debug = None
 
-    def play(self, inputs: Tensors, last: bool = False) -> Tensor | Tensors:
+    def play(self, inputs: Tensors, last: bool = False) -> Any:
         """What the function returned; with gradients enabled, with a graph over these inputs.
 
         `last`: whether this is the last call; then what is kept is freed.
@@ -204,7 +215,10 @@ class Recording:
             again = [x if reads else None for x, reads in zip(outs, self._reads_outs, strict=True)]
             self._handed = Watch([x for x in again if x is not None])
             outs = _Played.apply(self, (*self._read(inputs), *again, *extras), outs, *inputs)
-        return outs if self._is_tuple else outs[0]
+        leaves = list(outs)
+        for hole in self._holes:
+            leaves.insert(hole, None)
+        return tree_unflatten(leaves, self._tree)
 
     def _read(self, inputs: Tensors) -> list[Tensor | None]:
         """What backward reads of the inputs, with as little memory as possible."""
@@ -226,6 +240,7 @@ class Recording:
             self._handed.check()
         self._parcel = None  # its tensors now belong to the caller
         self._bound |= {"inputs": inputs, "outs": outs, "extras": extras}
+        self._bound["parameters"] = self._parameters
         pairs = zip(self._edges, grads, strict=True)
         roots = [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
         try:
@@ -258,7 +273,7 @@ class Recording:
         )
         if not matches:
             raise BurstError(
-                f"{WHO}: recomputation must make the same attention calls as the first pass, "
+                f"{WHO}: recomputation must make the same calls as the first pass, "
                 "because kept results are matched by call order; got inputs (shape, strides, "
                 f"offset) {found} after {self._inputs}; recompute a function that does the same "
                 "every time"

@@ -35,6 +35,7 @@ PAIRS, BOTH_BLOCK = (
     options | dict(recompute_num_layers=2) for options in (FULL_RECOMPUTE, BLOCK_RECOMPUTE)
 )
 ALL, HALF = BurstConfig(keep="all"), BurstConfig(keep="half")
+MODULES = BurstConfig(keep="all", keep_modules=("linear_qkv", "linear_proj", "linear_fc1"))
 AUTO = dict(keep="auto", keep_budget_gib=1.0, keep_host_gib=1.0)
 
 
@@ -76,6 +77,12 @@ CASES = {
     "all, offload, debug": Case(replace(OFFLOAD, keep_debug=True)),
     "all, offload, two": Case(OFFLOAD, recompute(PAIRS)),
     "all, no room on the host": Case(replace(OFFLOAD, keep_host_gib=1e-5)),
+    "all, modules": Case(MODULES),
+    "all, modules, block": Case(MODULES, recompute(BLOCK_RECOMPUTE)),
+    "all, modules, offload, debug": Case(replace(MODULES, keep_offload="results", keep_debug=True)),
+    "all, modules, two layers a checkpoint": Case(MODULES, recompute(PAIRS)),
+    "all, modules of one layer": Case(replace(MODULES, keep_layers=1), **ONE),
+    "half, modules": Case(replace(MODULES, keep="half"), **BOTH),
     "all of one layer": Case(FIRST, **ONE),
     "auto": Case(BurstConfig(**AUTO)),
     "half": Case(HALF, **BOTH),

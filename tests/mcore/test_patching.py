@@ -316,6 +316,7 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
         "megatron.core.tensor_parallel.random.CheckpointFunction.forward",
         "megatron.core.transformer.dot_product_attention.DotProductAttention.forward",
+        "megatron.core.transformer.transformer_layer.TransformerLayer.forward",
         "megatron.core.tensor_parallel.checkpoint",
         "megatron.core.models.gpt.gpt_model.GPTModel.__init__",
         "megatron.core.models.hybrid.hybrid_model.HybridModel.__init__",

@@ -170,6 +170,17 @@ CASES = {
             [["burst"], dict(burst_keep_layers=1, cp_comm_type=["burst", "p2p"])],
         ),
     },
+    "modules": {
+        "recompute_granularity": (["selective"], ["full"]),
+        "fp8": (["hybrid"], []),
+        "fp4": (["e2m1"], []),
+        "cuda_graph_impl": (["local", "transformer_engine"], ["none"]),
+        "enable_cuda_graph": FLAG,
+        "external_cuda_graph": FLAG,
+        "burst_keep_modules": (
+            [("linear_qkv", "linear_fc2")], [("linear_qkv", "linear_kv_up_proj"), ()],
+        ),
+    },
     "own": {"keep": (["half", 0.75], ["none", "all"])},
     "loss": GRAPHS_OF_LOSS | ENDLESS | {
         "fp16_lm_cross_entropy": FLAG,
@@ -286,6 +297,8 @@ def arguments(**changes) -> Namespace:
          "--burst-keep half"),
         (check_keep_args, dict(burst_keep=0.75, cp_comm_type=["p2p", "burst"]),
          "--burst-keep 0.75"),
+        (check_keep_args, dict(burst_tune=["keep_modules=linear_fc1"], fp8="hybrid"),
+         "--burst-tune keep_modules"),
         (check_keep_args, dict(burst_keep=None, cuda_graph_impl="local"),
          "--burst-keep-offload inputs"),
         (check_loss_args, dict(modelopt_enabled=True), "--burst-fused-loss"),

@@ -211,11 +211,11 @@ REFUSED = [
     (dict(keep_debug=True), "keep_debug must come with keep.*keep_debug=True; pass --burst-keep"),
     (
         dict(keep="auto", keep_budget_gib=1.0, keep_layers=2),
-        "must not be combined with keep_layers.*got keep_layers=2, keep_offload=none; leave",
+        "must not be combined with keep_layers.*got .*keep_layers=2, keep_offload=none; leave",
     ),
     (
         dict(keep="auto", keep_budget_gib=1.0, keep_offload="results"),
-        "combined.*got keep_layers=None, keep_offload=results;",
+        "combined.*got .*keep_layers=None, keep_offload=results;",
     ),
     (dict(keep="all", keep_host_gib=1.0), "must come with keep_offload.*keep_host_gib=1.0"),
 ]

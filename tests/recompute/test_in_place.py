@@ -31,6 +31,8 @@ def frames():
 class Split:
     """A policy whose outputs are rebuilt in recomputation, like those of a kept half."""
 
+    rounds = False
+
     def trim(self, outs):
         return tuple(x.clone() for x in outs)
 

@@ -1,0 +1,137 @@
+"""Recomputation ends early: the last call of a checkpoint is not made again if backward reads
+nothing of what it returns, which is so for the last linear layer of a transformer layer.
+
+Whether it is so is found in the call's first recomputation, which makes it: in the graph between it
+and a reentrant checkpoint's results; for other checkpoints, by torch, which ends recomputation
+there.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _StopRecomputationError
+
+from megatron_burst.errors import BurstError
+from megatron_burst.recompute.keep import call_kept
+from megatron_burst.recompute.keeping import WHO, Keeping, RunningFrame, Tensors, running
+
+
+class Nothing:
+    """The policy that keeps no results: recomputation gets memory without values instead."""
+
+    rounds = False
+
+    def trim(self, outs: Tensors) -> Tensors:
+        """What is kept of the results."""
+        self._likes = [(torch.empty_like(x, device="meta"), x.device) for x in outs]
+        return ()
+
+    def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
+        """As many results, of which only the gradients mean something."""
+        return tuple(torch.empty_like(like, device=device) for like, device in self._likes)
+
+
+class Ending:
+    """A call, as of one module, that is not made again if backward reads nothing that it returns.
+
+    Args:
+        function: returns tensors, and None, in any nesting.
+        parameters: what it reads besides its arguments, as it is called.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], parameters: Callable[[], Iterable[Tensor]]
+    ) -> None:
+        self._function, self._parameters = function, parameters
+        self.unread: bool | None = None  # None: not known before its first recomputation
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """The function's results, in a recomputation perhaps without values.
+
+        Raises:
+            BurstError: if backward reads them, where it did not in the call's first recomputation.
+            _StopRecomputationError: torch's own, which ends a recomputation.
+        """
+        runs = running()
+        run = runs[0] if len(runs) == 1 else None
+        if run and (run.keeps_next if run.recomputes else self.unread):
+            keeping = Keeping(policy=Nothing(), parameters=tuple(self._parameters()))
+            outs = call_kept(self._function, args, options, keeping)
+            return self._watch(run, outs, True) if run.recomputes else outs
+        for each in runs:
+            each.place += 1  # as for a call that is kept
+        if not run or not run.recomputes or self.unread is False:
+            return self._function(*args, **options)
+        try:
+            outs = self._function(*args, **options)
+        except _StopRecomputationError:
+            self._note(True)
+            raise
+        return self._watch(run, outs)
+
+    def _watch(self, run: RunningFrame, outs: Any, empty: bool = False) -> Any:
+        """The results of a recomputation; looks for readers in the graph once the checkpoint's own
+        exist.
+
+        `empty`: they are without values.
+        """
+        if run.frame.stops_early:  # torch would have ended it at its last call
+            self._note(False, empty)
+            return outs
+        nodes = [x.grad_fn for x in tree_leaves(outs) if isinstance(x, Tensor) and x.grad_fn]
+        if nodes:
+            run.at_end.append(lambda results: self._note(not any(readers(results, nodes)), empty))
+        return outs
+
+    def _note(self, unread: bool, empty: bool = False) -> None:
+        if empty and not unread:
+            raise BurstError(
+                f"{WHO}: what reads a layer's last results in backward must not change between "
+                "steps, because they are not recomputed where nothing reads them; got a reader "
+                "where there was none; recompute a function that does the same every time"
+            )
+        self.unread = unread and self.unread is not False
+
+
+def readers(results: Any, nodes: list[Node]) -> Iterable[Node]:
+    """The graph's nodes between results and some nodes that save a floating-point tensor.
+
+    Args:
+        results: tensors in any nesting.
+        nodes: that made what may be read.
+    """
+    users, seen = defaultdict(list), set()
+    stack = [x.grad_fn for x in tree_leaves(results) if isinstance(x, Tensor) and x.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for before, _ in node.next_functions:
+            if before is not None:
+                users[before].append(node)
+                stack.append(before)
+    found, stack = set(), list(nodes)
+    while stack:
+        for user in users[stack.pop()]:
+            if user not in found:
+                found.add(user)
+                stack.append(user)
+    return (node for node in found if any(map(_is_float, _saved_by(node))))
+
+
+def _saved_by(node: Node) -> list[Any]:
+    """What a node of the graph saves: of a Function's also its own attributes."""
+    if hasattr(node, "saved_tensors"):
+        return tree_leaves([node.saved_tensors, vars(node)])
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    return tree_leaves([getattr(node, name) for name in names])
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()

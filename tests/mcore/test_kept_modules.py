@@ -1,0 +1,191 @@
+"""Modules whose outputs are kept, and the last linear layer of a checkpoint, in Megatron's layers.
+
+Every gradient of two steps is bitwise that of full recomputation. Guards against modules that are
+called again, and against those that are not although backward reads what follows them.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
+from tests.mcore import gpt
+from tests.mcore.gpt import FULL_RECOMPUTE, Model, Parallel, config_of
+from tests.ranks import run_ranks
+
+DENSE = ("linear_qkv", "linear_proj", "linear_fc1")
+LATENT = ("linear_q_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1")
+EXPERTS = dict(
+    num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=64, moe_router_load_balancing_type=
+    "aux_loss", moe_aux_loss_coeff=1e-2, moe_token_dispatcher_type="allgather",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is recomputed, and which of its modules are called again.
+
+    Attributes:
+        modules: whose outputs are kept.
+        again: calls of `linear_fc2` in the recomputations of a second step, as a share of all.
+        options: of the configuration.
+    """
+
+    modules: tuple[str, ...] = DENSE
+    model: Model = Model()
+    again: float = 0.0
+    options: dict = field(default_factory=dict)
+
+
+PAIRS = FULL_RECOMPUTE | dict(recompute_num_layers=2)
+CASES = {
+    "dense": Case(),
+    "nothing but attention": Case(()),
+    "biases": Case(options=dict(add_bias_linear=True)),
+    # on a CPU torch's dropout saves a mask of floats, which may be read
+    "dropout": Case(again=1.0, options=dict(hidden_dropout=0.1)),
+    "two layers a checkpoint": Case(again=0.5, options=PAIRS),
+    "latent": Case(LATENT, Model(latent=True)),
+    "experts": Case(options=EXPERTS),
+    "shared experts": Case(options=EXPERTS | dict(moe_shared_expert_intermediate_size=32)),
+    "selective": Case((), options=dict(
+        recompute_granularity="selective", recompute_method=None, recompute_num_layers=None,
+        recompute_modules=["core_attn", "mlp"],
+    )),
+}  # fmt: skip
+TP = Parallel(tp=2)
+
+
+def spec_of(case: Case):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    experts = case.options.get("num_moe_experts")
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm",
+        multi_latent_attention=case.model.latent,
+    )  # fmt: skip
+    if case.model.latent:
+        spec.submodules.self_attention.submodules.core_attention = gpt.core_for_latent()
+    return spec
+
+
+def two_steps(case: Case, parallel: Parallel, burst: BurstConfig) -> tuple[dict, list[Counter]]:
+    """Gradients of both steps by parameter, and calls of linear layers by name in each step."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, random
+
+    config = config_of(parallel, case.model, **(FULL_RECOMPUTE | case.options))
+    config.burst = burst
+    model = gpt.build(config, spec_of(case))
+    random.model_parallel_cuda_manual_seed(5)
+    names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
+    grads, calls = {}, []
+
+    def counting(forward):
+        def call(self, *args, **options):
+            calls[-1][names[self]] += 1
+            return forward(self, *args, **options)
+
+        return call
+
+    kinds = ColumnParallelLinear, RowParallelLinear
+    patches = [mock.patch.object(x, "forward", counting(x.forward)) for x in kinds]
+    for patch in patches:
+        patch.start()
+    batch = gpt.whole_batch()
+    for step in range(2):
+        calls.append(Counter())
+        logits = model(batch["tokens"], batch["position_ids"], attention_mask=None)
+        F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                grads[step, name] = parameter.grad.clone()
+                parameter.grad = None
+    for patch in patches:
+        patch.stop()
+    return grads, calls
+
+
+def compare(rank: int, parallel: Parallel, names: list[str]) -> dict:
+    """By case: parameters whose gradients differ, and calls without and with keeping."""
+    from megatron_burst.mcore import patches
+
+    gpt.start(parallel)
+    found = {}
+    for name in names:
+        case = CASES[name]
+        truth, plain = two_steps(case, parallel, BurstConfig())
+        burst = BurstConfig(keep="all", keep_modules=case.modules)
+        patches.switch_on_keep(burst)
+        got, kept = two_steps(case, parallel, burst)
+        assert got.keys() == truth.keys() and got
+        wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
+        found[name] = wrong, plain, kept
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    return run_ranks(compare, 1, Parallel(), list(CASES))
+
+
+@pytest.fixture(scope="module")
+def tensor_parallel():
+    return run_ranks(compare, 2, TP, ["dense", "two layers a checkpoint", "experts"])
+
+
+def check(results, name):
+    case = CASES[name]
+    for wrong, plain, kept in (found[name] for found in results):
+        assert not wrong
+        last = {key: number for key, number in plain[1].items() if key != "output_layer"}
+        assert set(case.modules) <= set(last)
+        for module, number in last.items():
+            forward = number // 2 if case.options.get("recompute_granularity") != "selective" else (
+                number // (2 if module in ("linear_fc1", "linear_fc2") else 1))  # fmt: skip
+            if module in case.modules:
+                assert kept[1][module] == forward, module
+            elif module == "linear_fc2":
+                assert kept[1][module] == forward * (1 + case.again), module
+            else:
+                assert kept[1][module] == number, module
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_bitwise_those_of_full_recomputation(one_rank, name):
+    check(one_rank, name)
+
+
+@pytest.mark.parametrize("name", ["dense", "two layers a checkpoint", "experts"])
+def test_so_they_are_with_tensor_parallelism(tensor_parallel, name):
+    check(tensor_parallel, name)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (dict(keep="none", keep_modules=DENSE), "keep_modules must come with keep"),
+        (dict(keep="auto", keep_budget_gib=1.0, keep_modules=DENSE), "must not be combined with"),
+    ],
+)
+def test_options_that_say_nothing_are_refused(options, wanted):
+    with pytest.raises(BurstError, match=wanted):
+        BurstConfig(**options)
+
+
+def named_wrong(rank):
+    from megatron_burst.mcore import patches
+
+    gpt.start(Parallel())
+    burst = BurstConfig(keep="all", keep_modules=("linear_qkv", "linear_fc2"))
+    patches.switch_on_keep(burst)
+    with pytest.raises(BurstError, match=r"keep_modules, because no other module is kept; got"):
+        two_steps(CASES["dense"], Parallel(), burst)
+
+
+def test_a_name_that_is_no_module_is_refused_before_anything_is_computed():
+    run_ranks(named_wrong, 1)
