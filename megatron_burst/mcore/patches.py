@@ -1,7 +1,8 @@
 """Every function of Megatron and torch that burst replaces: one table, which loads neither.
 
-A row says what is replaced, by what, its signature in 0.19.2, and why. `py` has what
-differs in other  Line numbers in `why` are of the 0.19.2 wheel, below megatron/.
+A row says what is replaced, by what, its signature in 0.19.2, and why. `RELEASES` and
+`OTHER_FORMS` have what differs in other releases. Line numbers in `why` are of the 0.19.2 wheel,
+below megatron/.
 `patching.undo_all` restores all of it.
 """
 

@@ -52,12 +52,13 @@ def take_plans(parser: ArgumentParser, then: Callable[[Namespace], None]) -> Non
 
 
 def _dump(parser: ArgumentParser, parse: _Parse, found: Namespace, words: Sequence[str]) -> None:
-    """Write the arguments that are given, by their names, as JSON for `megatron-burst plan`; ends
-    the process."""
+    """Write the arguments that the command line or the script's own defaults give, by their names,
+    as JSON for `megatron-burst plan`; ends the process."""
     absent = object()
     defaults = {action.dest: absent for action in parser._actions}
     given = vars(parse(words, Namespace(**defaults))[0])
-    names = [name for name, value in given.items() if value is not absent]
+    own = parser._defaults  # of set_defaults, which Megatron leaves to scripts
+    names = [name for name, value in given.items() if value is not absent or name in own]
     if os.environ.get("RANK", "0") == "0":
         path = Path(found.burst_dump_args)
         values = {name: getattr(found, name) for name in names if name != "burst_dump_args"}

@@ -1,6 +1,7 @@
 """What the planner found, as tables on the terminal."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -176,6 +177,9 @@ def _no_model_flags(unknown: Sequence[str]) -> str:
 def _is_there(arguments: Mapping[str, Any], flag: str, value: object) -> bool:
     """Whether arguments have a flag with this value."""
     got = arguments.get(flag.lstrip("-").replace("-", "_"))
+    if type(value) in (int, float):
+        with suppress(TypeError, ValueError):  # dropout of 0.0 is 0
+            return float(got) == value
     return got == value or str(got) == (" ".join(value) if isinstance(value, list) else str(value))
 
 

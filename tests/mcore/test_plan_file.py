@@ -91,6 +91,18 @@ def test_what_a_plan_adds_is_said_once(plan, caplog):
     assert caplog.text.count(f"{path} adds") == 1
 
 
+def test_written_arguments_are_the_command_lines_and_the_scripts_own(tmp_path):
+    """Also what a script sets with set_defaults, but not the parser's other defaults."""
+    parser = with_flags(megatron_arguments, ArgumentParser(), lambda args: None)
+    parser.set_defaults(seq_length=1024, dropout=0.0)
+    path = tmp_path / "args.json"
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(["--seq-length", "2048", "--swiglu", "--burst-dump-args", str(path)])
+    assert end.value.code == 0
+    found = json.loads(path.read_text())["megatron_arguments"]
+    assert found == {"seq_length": 2048, "dropout": 0.0, "swiglu": True}
+
+
 def test_speeds_are_the_plans_or_the_usual_ones(tmp_path):
     path = tmp_path / "plan.json"
 

@@ -155,11 +155,12 @@ def test_sizes_that_make_up_no_job_are_named_as_the_script_has_them(plan_of):
 
 
 def test_what_is_new_stands_before_what_a_script_has(plan_of):
-    text = plan_of(FULL, "--cp 2 --tp 4")
+    text = plan_of(f"{FULL} --attention-dropout 0.0", "--cp 2 --tp 4")
     head = "Megatron flags to add or change, started with -m megatron_burst:"
     new, there = text.split(head)[1].split("Megatron flags that are there already:")
     assert "--context-parallel-size 2" in new and "--context-parallel-impl burst" in new
     assert "--seq-length" not in new and "--recompute-method uniform" in there
+    assert "--attention-dropout" not in new and "--attention-dropout 0" in there
 
 
 def test_keeping_is_proposed_where_a_script_does_not_speak_of_it(plan_of):
