@@ -13,7 +13,6 @@ round.
 """
 
 from megatron_burst.schedule.emitter import Gradients, Sum, sums_of
-from megatron_burst.schedule.gather_documents import DocumentGather
 from megatron_burst.schedule.gather_rounds import GatherEmitter, Keys, StepSides
 from megatron_burst.schedule.gather_steps import Leaf, gather_steps
 from megatron_burst.schedule.inter_node import sums
@@ -31,7 +30,13 @@ def gather(spec: Spec) -> Program:
         BurstError: if the layout cannot be gathered or cannot hold that many rows.
     """
     check_mask(spec.mask, spec.layout, "gather", spec.topology.inter_size == 1)
-    emitter = DocumentGather(spec) if spec.layout is Layout.DOCUMENTS else _Gather(spec)
+    emitter: GatherEmitter
+    if spec.layout is Layout.DOCUMENTS:  # most runs never load it
+        from megatron_burst.schedule.gather_documents import DocumentGather
+
+        emitter = DocumentGather(spec)
+    else:
+        emitter = _Gather(spec)
     (emitter.backward if spec.backward else emitter.forward)()
     return emitter.program()
 
