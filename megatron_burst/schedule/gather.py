@@ -54,7 +54,7 @@ class _Gather(GatherEmitter):
         spec, topology = self.spec, self.spec.topology
         row, column = topology.coord(spec.cp_rank)
         owners = (topology.rank_at(row - away, column) for away in range(topology.inter_size))
-        terms = topology, spec.layout, spec.mask, spec.shape.tokens
+        terms = topology, spec.layout, spec.mask, spec.shape.keys
         return tuple(halo(*terms, owner) for owner in owners)
 
     def backward(self) -> None:
@@ -202,7 +202,7 @@ class Shares:
             parts += [(p.rows, share.at(p.whole.moved(-tile.kv.start))) for p in held if p]
         parts += [(leaf.piece.rows, rows) for _, leaf, rows in self._arrivals(index)]
         edges = (piece.rows for piece in step.keys if piece.holder == mine)
-        spans = cut((*edges, *(rows for rows, _ in parts)), self._emitter.spec.shape.tokens)
+        spans = cut((*edges, *(rows for rows, _ in parts)), self._emitter.spec.shape.keys)
         return sums_of(parts, spans)
 
 
