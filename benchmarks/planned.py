@@ -9,7 +9,7 @@ from benchmarks.impls import impls_of
 from benchmarks.layers import ATTENTION, MODES, Mode, writes
 from benchmarks.rows import PackedRow, Row
 from megatron_burst.call import spec_of
-from megatron_burst.rules import a2a_widths, most_heads
+from megatron_burst.rules import a2a_whole, most_heads
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.spec import AttentionShape, Direction, Kernel
@@ -136,8 +136,8 @@ def _left_bytes(call: AttentionCall) -> int:
     if call.intra != "a2a" or call.again:
         return left_bytes(call)
     shape = call.shape.replicated(call.arranged.intra_size)
-    there, _ = a2a_widths(shape)[Direction.FORWARD]
-    return call.shape.batch * call.shape.tokens * there
+    there, _ = a2a_whole(shape)[Direction.FORWARD]
+    return there
 
 
 def _call(row: Row, hardware: Hardware) -> AttentionCall:

@@ -70,8 +70,10 @@ def burst_attention(
     Args:
         q: [b, s_local, h, d_qk], or [s_local, b, h, d_qk] for "sbhd"; float64, float32, bfloat16
             or float16.
-        k: [b, s_local, h_kv, d_qk]; h_kv divides h, and heads are not expanded.
-        v: [b, s_local, h_kv, d_v].
+        k: [b, k_local, h_kv, d_qk]; h_kv divides h, and heads are not expanded. In cross-attention
+            k_local differs from s_local: keys are another sequence, sharded over the same ranks.
+            It must not be causal, and may have slices, but no window and documents.
+        v: [b, k_local, h_kv, d_v].
         group: the context-parallel group; None is the default group, or this process alone if there
             is none.
         causal: whether to mask keys at later positions of the whole sequence.
@@ -105,7 +107,8 @@ def burst_attention(
             of parameters.
         softmax_scale: scale of the scores; None is d_qk ** -0.5.
         layout: which positions a rank holds; "zigzag" (Megatron's): chunks r and 2P-1-r of 2P;
-            "zigzag-documents" (TransformerEngine's THD): the same for each document.
+            "zigzag-documents" (TransformerEngine's THD): the same for each document. Of no account
+            in cross-attention without slices; with them, of queries and of keys.
         qkv_format: order of the first two axes; "thd": no batch, [s_local, h, d].
         return_lse: whether to also return the log-sum-exp of the scores, sinks included.
         config: options.
@@ -148,7 +151,7 @@ def burst_attention(
     try:
         q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
         if given:
-            sizes = q.shape[1], group.size()
+            sizes = q.shape[1], group.size(), k.shape[1]
             documents = _documents(state, sample, causal, sizes, layout, q)
     except Exception as error:  # out of memory too: a rank must not skip a pass without a word
         state.refuse(error)
@@ -237,7 +240,7 @@ def _named(what: str, choice: Choice) -> Choice:
 
 
 def _documents(
-    state: Group, given: tuple, causal: bool, sizes: tuple[int, int], layout: str, like: Tensor
+    state: Group, given: tuple, causal: bool, sizes: tuple[int, int, int], layout: str, like: Tensor
 ) -> Any:
     """The documents of a sample, or its slices.
 
@@ -250,7 +253,7 @@ def _documents(
 
     sample = Sample(*given)
     if sample.slices is None:
-        return documents_of(state.samples, sample, sizes, layout, like)
+        return documents_of(state.samples, sample, sizes[:2], layout, like)
     from megatron_burst.engine.slices import slices_of
 
     return slices_of(state, sample, causal, sizes, layout, like)

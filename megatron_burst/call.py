@@ -100,9 +100,15 @@ class Call:
             facts["multiprocessors (without heads_per_round)"] = f"{multiprocessors(device)}"
         return facts
 
+    @property
+    def sharding(self) -> Layout:
+        """Where tokens are; in cross-attention without slices it makes no difference."""
+        free = self.shape.tokens_kv and not self.given
+        return Layout.CONTIGUOUS if free else Layout(self.layout)
+
     def spec(self, topology: Topology, kernel: Kernel) -> Spec:
         """How the call runs, as far as its options say; choices that they leave open are None."""
-        return spec_of(self.config, topology, self.shape, Layout(self.layout), self.mask, kernel)
+        return spec_of(self.config, topology, self.shape, self.sharding, self.mask, kernel)
 
     def check(self, cp_size: int) -> None:
         """Refuse an invalid call; by now it is the same on all ranks.
@@ -112,7 +118,8 @@ class Call:
         """
         require(_WHO, (_need_of(name, got) for name, got in self.wrong))
         require(_WHO, chain.from_iterable(of(self) for of in _NEEDS))
-        check_tokens(Layout(self.layout), cp_size, self.shape.tokens)
+        for tokens in (self.shape.tokens, self.shape.keys):
+            check_tokens(self.sharding, cp_size, tokens)
 
     def in_words(self) -> dict[str, str]:
         """By name; devices without what may differ between ranks."""
@@ -133,7 +140,8 @@ class Call:
         """The call with batch and tokens set to 0, since these vary from call to call; ranks
         compare them once. Unchanged if the shapes do not match each other."""
         q, k, v = self.shapes
-        if not (len(q) == len(k) == len(v) == 4 and q[:2] == k[:2] == v[:2]):
+        batch = self.qkv_format == "sbhd"
+        if not (len(q) == len(k) == len(v) == 4 and q[batch] == k[batch] and k[:2] == v[:2]):
             return self
         rest = (torch.Size((0, 0, *shape[2:])) for shape in self.shapes)
         return replace(self, shapes=tuple(rest))
@@ -149,9 +157,11 @@ class Call:
 def attention_shape(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> AttentionShape:
     """Sizes of a call whose q, k and v have these "bshd" shapes, with gradients between ranks as
     wide as sums."""
-    (batch, tokens, heads_q, dim_qk), (*_, heads_kv, dim_v) = shapes[0], shapes[2]
+    (batch, tokens, heads_q, dim_qk), (_, keys, heads_kv, dim_v) = shapes[0], shapes[2]
     item, sums = dtype.itemsize, accumulate_dtype(dtype).itemsize
-    return AttentionShape(batch, tokens, heads_q, heads_kv, dim_qk, dim_v, item, sums, sums)
+    heads = heads_q, heads_kv, dim_qk, dim_v
+    other = None if keys == tokens else keys
+    return AttentionShape(batch, tokens, *heads, item, sums, sums, other)
 
 
 def spec_of(
@@ -410,13 +420,19 @@ def _of_shapes(call: Call) -> Iterator[Need]:
         f"q, k and v must have {'three' if packed else 'four'} axes ({call.qkv_format}), "
         "because heads have an axis of their own", got, "reshape them",
     )  # fmt: skip
+    batch = call.qkv_format == "sbhd"  # the number of its axis
     yield from (
-        (not call.packed or q[1 if call.qkv_format == "sbhd" else 0] == 1,
+        (not call.packed or q[batch] == 1,
          "packed documents must have batch size 1, because cu_seqlens describes a single sample",
          got, "pass a batch of one"),
-        (q[:2] == k[:2] and k[:3] == v[:3] and q[3] == k[3],
-         "q, k and v must agree in batch and tokens, k and v in heads, q and k in head dimension, "
-         "because this is self-attention", got, "pass matching shards"),
+        (q[batch] == k[batch] and k[:3] == v[:3] and q[3] == k[3],
+         "q, k and v must agree in batch, k and v in heads and tokens, q and k in head dimension, "
+         "because each key is compared with queries and has a value", got, "pass matching shards"),
+        (q[1 - batch] == k[1 - batch] or (call.mask.full and not call.packed),
+         "q and k must have equally many tokens if the mask is causal, a window or documents, "
+         "because these compare positions in one sequence", got,
+         "for cross-attention pass causal=False, without a window and cu_seqlens; slices may say "
+         "what a query sees"),
         (0 not in (*q, *k, *v) and q[2] % k[2] == 0,
          "the number of KV heads must divide that of query heads and no axis may be empty, because "
          "each KV head serves equally many query heads", got,

@@ -47,7 +47,7 @@ def burst_attn_func(
     Args:
         q: [b, s_local, h, d]; [b, h, s_local, d] if `flash` is None. Float64, float32, bfloat16 or
             float16.
-        k: the same, with a number of heads that divides h.
+        k: the same, with a number of heads that divides h; if nothing is masked, of any length.
         v: as k; its head dimension may differ.
         softmax_scale: scale of the scores; None is d ** -0.5.
         flash: "cuda" or None: the fastest kernel that supports the call; "triton": this package's
@@ -207,8 +207,8 @@ def _attend(
     require(who, _needs(flash, grad_ckpt, group, nested))
     if "slices" in options:
         size = dist.get_world_size(group) if dist.is_initialized() else 1
-        rows = tensors[0].shape[1]
-        options["slices"] = _slices_of(who, options["slices"], options["causal"], rows, size)
+        sizes = tensors[0].shape[1], tensors[1].shape[1], size
+        options["slices"] = _slices_of(who, options["slices"], options["causal"], *sizes)
     backend, heads_first = _KERNELS[flash]
     turned = heads_first and all(x.dim() == 4 for x in tensors)  # otherwise refused as given
     q, k, v = (x.transpose(1, 2) if turned else x for x in tensors)
@@ -228,8 +228,8 @@ def _attend(
     return (out, lse[0]) if lse else out
 
 
-def _slices_of(who: str, mask: Any, causal: bool, rows: int, size: int) -> Tensor:
-    """The slices that a mask means for ranks of so many rows.
+def _slices_of(who: str, mask: Any, causal: bool, rows: int, keys: int, size: int) -> Tensor:
+    """The slices that a mask means for ranks of so many rows, and keys.
 
     Raises:
         BurstError: if it is neither slices nor a BlockMask of these or of all rows.
@@ -242,6 +242,9 @@ def _slices_of(who: str, mask: Any, causal: bool, rows: int, size: int) -> Tenso
         (length in (None, rows, rows * size),
          "a BlockMask must be of the whole sequence or of a rank's rows, because it says which of "
          "them see each other", f"{length} rows", f"make one of {rows * size} or {rows}"),
+        (length is None or keys == rows,
+         "a BlockMask must come with as many keys as queries, because both are the rows of one "
+         "sequence", f"{keys} keys of {rows} queries", "pass slices"),
     ])  # fmt: skip
     return _stretched(mask, causal, rows * size // length) if length else mask
 

@@ -52,10 +52,10 @@ def hop_bytes(
 def a2a_bytes(shape: AttentionShape, topology: Topology, again: bool = False) -> int:
     """Bytes that a rank sends to other nodes in both passes of an all-to-all over all ranks.
 
-    Of all that is sent (`a2a_widths`), copies of KV heads among it, 1 - 1/N goes to other nodes.
+    Of all that is sent (`a2a_whole`), copies of KV heads among it, 1 - 1/N goes to other nodes.
     """
-    widths = a2a_widths(shape.replicated(topology.cp_size), again).values()
-    every = shape.batch * shape.tokens * sum(there + back for there, back in widths)
+    sent = a2a_whole(shape.replicated(topology.cp_size), again).values()
+    every = sum(there + back for there, back in sent)
     return every - every // topology.inter_size
 
 
@@ -69,18 +69,18 @@ def nested_bytes(
     return (topology.inter_size - 1) * sum((*forward.values(), *backward.values()))
 
 
-def a2a_widths(shape: AttentionShape, again: bool = False) -> dict[Direction, tuple[int, int]]:
-    """Bytes of a token's heads in an all-to-all, there and back, by direction; for a shape that is
+def a2a_whole(shape: AttentionShape, again: bool = False) -> dict[Direction, tuple[int, int]]:
+    """Bytes of a rank's rows in an all-to-all, there and back, by direction; for a shape that is
     `replicated` for its ranks.
 
     Forward: Q, K, V there; the output and lse back. Backward: dO and delta there; dQ, dK, dV back.
     With `again` backward sends Q, K, V and lse too: kept results replace the forward that would
     have saved them.
     """
-    q = shape.heads_q * shape.dim_qk * shape.itemsize
-    out = shape.heads_q * shape.dim_v * shape.itemsize
-    kv = shape.heads_kv * (shape.dim_qk + shape.dim_v) * shape.itemsize
-    stats = shape.heads_q * shape.stat_bytes
+    q = shape.rows_q * shape.dim_qk * shape.itemsize
+    out = shape.rows_q * shape.dim_v * shape.itemsize
+    kv = shape.rows_kv * (shape.dim_qk + shape.dim_v) * shape.itemsize
+    stats = shape.rows_q * shape.stat_bytes
     return {
         Direction.FORWARD: (q + kv, out + stats),
         Direction.BACKWARD: (out + stats + (q + kv + stats if again else 0), q + kv),
@@ -134,7 +134,7 @@ def choose_heads_gather(
     """
     if asked is not None:
         return asked or shape.heads_kv
-    row = shape.batch * shape.tokens * topology.intra_size
+    row = shape.batch * shape.keys * topology.intra_size
     head_bytes = row * (shape.dim_qk + shape.dim_v) * shape.itemsize
     in_bytes = _ROUND_BYTES // head_bytes
     if topology.inter_size > 1:
@@ -170,7 +170,8 @@ def choose_heads_a2a(
     ranks = topology.intra_size
     # 0 if heads cannot be sharded evenly, which is refused when the program is made
     group = max(1, shape.heads_q // shape.replicated(ranks).heads_kv)
-    a_head = shape.batch * shape.tokens * ranks * (group + 1) * (shape.dim_qk + shape.dim_v)
+    rows = shape.batch * ranks * (group * shape.tokens + shape.keys)
+    a_head = rows * (shape.dim_qk + shape.dim_v)
     most = most_heads(shape, topology, "a2a")
     if asked == 0:
         return most

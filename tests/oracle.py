@@ -55,7 +55,10 @@ def causal_truth(tensors: Sequence[Tensor], scale: float) -> list[Tensor]:
     return found
 
 
-def seen_by(mask: Mask, edges: Sequence[int], tokens: int, parents: Sequence[int] = ()) -> Tensor:
+def seen_by(
+    mask: Mask, edges: Sequence[int], tokens: int, parents: Sequence[int] = (),
+    keys: int | None = None,
+) -> Tensor:  # fmt: skip
     """Which keys each query sees, [queries, keys].
 
     Args:
@@ -63,10 +66,11 @@ def seen_by(mask: Mask, edges: Sequence[int], tokens: int, parents: Sequence[int
         edges: where documents begin, and where the last one ends; tokens behind it are none.
         tokens: of the sample.
         parents: of documents that are segments of a tree; -1 for none.
+        keys: of the sample, if not as many as queries.
     """
     place = torch.arange(tokens)
-    away = place - place.unsqueeze(1)
-    seen = torch.ones(tokens, tokens, dtype=torch.bool)
+    away = torch.arange(keys or tokens) - place.unsqueeze(1)
+    seen = torch.ones(tokens, keys or tokens, dtype=torch.bool)
     if mask.left is not None:
         seen &= away >= -mask.left
     if mask.right is not None:
@@ -81,9 +85,9 @@ def seen_by(mask: Mask, edges: Sequence[int], tokens: int, parents: Sequence[int
     return seen
 
 
-def seen_by_slices(slices: Sequence[Sequence[int]], tokens: int) -> Tensor:
-    """Which keys each query sees, [queries, keys], pair by pair."""
-    seen = torch.zeros(tokens, tokens, dtype=torch.int64)
+def seen_by_slices(slices: Sequence[Sequence[int]], tokens: int, keys: int | None = None) -> Tensor:
+    """Which keys each query sees, [queries, keys], pair by pair; None: as many keys."""
+    seen = torch.zeros(tokens, keys or tokens, dtype=torch.int64)
     for q_start, q_stop, k_start, k_stop, kind in slices:
         row = torch.arange(q_start, q_stop).unsqueeze(1)
         key = torch.arange(k_start, k_stop)

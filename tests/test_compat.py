@@ -399,6 +399,9 @@ def test_what_burst_cannot_take_is_refused_in_one_sentence(function, case, calle
 def test_masks_that_are_none_of_the_call_are_refused(mask, words, called):
     with pytest.raises(BurstError, match=f"^burst_attn_func_sparse: .*{words}"):
         burst_attn_func_sparse(Q, Q, Q, mask)
+    longer = torch.cat((Q, Q), 1)
+    with pytest.raises(BurstError, match="got 8 keys of 4 queries; pass slices"):
+        burst_attn_func_sparse(Q, longer, longer, block_mask(lambda b, h, q, k: q >= k, 4, 2))
     with pytest.raises(BurstError, match="got a NCCLCommunicator"):
         burst_attn_func_sparse(Q, Q, Q, mask, process_group=NCCLCommunicator())
     assert not called
@@ -414,7 +417,7 @@ def refusals(rank):
         "odd rows": {"causal": True, "shorter": 1},
         "shape": {"flash": None, "axes": 3},
         "scale": {"softmax_scale": -1.0},
-        "other keys": {"longer": 2},
+        "other keys": {"longer": 2, "causal": True},
     }
     said = {}
     for name, options in calls.items():

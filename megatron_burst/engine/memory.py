@@ -102,9 +102,9 @@ def shape_of(field: Field, batch: int, rows: int) -> tuple[int, ...]:
     return (batch, rows, field.heads, field.dim) if field.dim else (batch, field.heads, rows)
 
 
-def empty_like_rows(x: Tensor, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """[b, n, heads, dim] with the rows of x [b, n, ...], outermost in memory if they are in x."""
-    batch, rows = x.shape[:2]
+def empty_like_rows(x: Tensor, rows: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """[b, rows, heads, dim], with rows outermost in memory if they are in x [b, n, ...]."""
+    batch = x.shape[0]
     if batch > 1 and x.stride(0) < x.stride(1):
         return x.new_empty(rows, batch, heads, dim, dtype=dtype).transpose(0, 1)
     return x.new_empty(batch, rows, heads, dim, dtype=dtype)

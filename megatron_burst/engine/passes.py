@@ -93,7 +93,7 @@ class Passes:
         """Attention of this rank's queries over the keys of all ranks.
 
         Args:
-            q, k, v: [b, n, h, dqk], [b, n, h_kv, dqk] and [b, n, h_kv, dv].
+            q, k, v: [b, n, h, dqk], [b, n_kv, h_kv, dqk] and [b, n_kv, h_kv, dv].
             documents, begin, sink: as in `Executor.run`.
 
         Returns:
@@ -145,7 +145,7 @@ def _results(executor: Executor, like: dict[str, tuple[Tensor, int]]) -> dict[st
 
     Args:
         executor: of the pass.
-        like: by field, the tensor whose rows it has, and its head dimension.
+        like: by field, the tensor that it mirrors, and its head dimension.
     """
     found: dict[str, Fields] = {}
     x, _ = next(iter(like.values()))
@@ -157,9 +157,8 @@ def _results(executor: Executor, like: dict[str, tuple[Tensor, int]]) -> dict[st
         for of in buffer.fields:
             dtype = executor.dtypes[of.dtype]
             if of.name in like:
-                fields[of.name] = empty_like_rows(
-                    like[of.name][0], of.heads, like[of.name][1], dtype
-                )
+                mirrored, dim = like[of.name]
+                fields[of.name] = empty_like_rows(mirrored, buffer.rows, of.heads, dim, dtype)
             else:
                 sizes = executor.program.batch, of.heads, buffer.rows
                 fields[of.name] = x.new_empty(sizes, dtype=dtype)

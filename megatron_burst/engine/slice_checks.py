@@ -29,15 +29,16 @@ def need_of_tensor(slices: object) -> Iterator[Need]:
     )
 
 
-def need_of_pairs(slices: np.ndarray, tokens: int, causal: bool) -> Iterator[Need]:
-    """Checks of slices."""
+def need_of_pairs(slices: np.ndarray, sizes: tuple[int, int], causal: bool) -> Iterator[Need]:
+    """Checks of slices; `sizes`: queries and keys of the sample."""
     q_start, q_stop, k_start, k_stop, kind = slices.T
-    inside = (q_start >= 0) & (q_start < q_stop) & (q_stop <= tokens)
-    inside &= (k_start >= 0) & (k_start < k_stop) & (k_stop <= tokens)
+    queries, keys = sizes
+    inside = (q_start >= 0) & (q_start < q_stop) & (q_stop <= queries)
+    inside &= (k_start >= 0) & (k_start < k_stop) & (k_stop <= keys)
     yield (
         inside.all(),
-        f"slices must be within the sample of {tokens} tokens (of all ranks together), none empty, "
-        "because there is nothing else",
+        f"slices must be within the {queries} queries and {keys} keys of the sample (of all ranks "
+        "together), none empty, because there is nothing else",
         _first(slices, ~inside),
         "pass positions in the whole sample",
     )

@@ -33,20 +33,26 @@ _FEW = 10  # slices that are named in errors
 
 
 def slices_of(
-    group: Group, sample: Sample, causal: bool, sizes: tuple[int, int], layout: str, like: Tensor
-) -> "Slices":
+    group: Group, sample: Sample, causal: bool, sizes: tuple[int, int, int], layout: str,
+    like: Tensor,
+) -> "Slices":  # fmt: skip
     """The slices of a sample, built once for all layers, which pass the same ones; arguments and
     errors as of `Slices`, and of `documents_of`. Tells the user how even the first sample is."""
     cache = group.samples
     key = identity(sample.slices), causal, sizes, like.shape[0], layout, Where.of(like)
     documents = None
     if layout == Layout.DOCUMENTS:
-        documents = documents_of(cache, sample._replace(slices=None), sizes, layout, like)
+        documents = documents_of(cache, sample._replace(slices=None), sizes[:2], layout, like)
         key = *key, id(documents)
     found = cache.recent(key)
     if found is None:
         found = cache[key] = Slices(
-            sample, causal, (*sizes, like.shape[0]), Layout(layout), like.device, documents
+            sample,
+            causal,
+            (*sizes[:2], like.shape[0], sizes[2]),
+            Layout(layout),
+            like.device,
+            documents,
         )
         if "slices" not in group.said and is_first():
             say(f"{_WHO}: slices of the first sample: {found.balance}")
@@ -61,7 +67,7 @@ class Slices:
     Args:
         sample: from the caller.
         causal: whether the caller says that no query sees a later key.
-        sizes: tokens on a rank, ranks, and sequences of the batch.
+        sizes: tokens on a rank, ranks, sequences of the batch, and keys on a rank.
         layout: how tokens are sharded.
         device: where kernels run.
         documents: says where rows are, in the layout of documents.
@@ -74,13 +80,13 @@ class Slices:
     """
 
     def __init__(
-        self, sample: Sample, causal: bool, sizes: tuple[int, int, int], layout: Layout,
+        self, sample: Sample, causal: bool, sizes: tuple[int, int, int, int], layout: Layout,
         device: torch.device, documents: Documents | None = None,
     ) -> None:  # fmt: skip
         require(_WHO, need_of_tensor(sample.slices))
         slices = sample.slices.numpy().astype(np.int64)
-        require(_WHO, need_of_pairs(slices, sizes[0] * sizes[1], causal))
         self._tokens, self._shards = sizes[0] * sizes[1], (sizes[1], layout)
+        require(_WHO, need_of_pairs(slices, (self._tokens, sizes[3] * sizes[1]), causal))
         self._batch = sizes[2]
         doubt_end("slices", int(slices[:, 1].max()), self._tokens, sizes[1])
         self.known = {"slices": _told(slices)}

@@ -274,7 +274,7 @@ TABLE: tuple[Refusal, ...] = (
               "switch it off", asked="fp8 attention")
       for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")),
     Refusal(
-        "attention", "attention_type", ("self",), "burst shards queries and keys in the same way",
+        "attention", "attention_type", ("self",), "Megatron does not shard a second sequence",
         _WITHOUT, asked="attention other than self-attention"),
     Refusal("attention", "attn_mask_type", _MASKS, _OTHER_MASKS, _WITHOUT, asked="this mask"),
     Refusal("backend", "attention_backend", ("flash", "fused", "unfused"),

@@ -56,17 +56,17 @@ class _AllToAll(AllToAllEmitter):
         for index, step in enumerate(self.order):
             if step.first:
                 there.arrive(step.round)
-                whole_halo = there.of(step.round)
+                q, own = there.of(step.round), there.keys(step.round)
                 there.post(step.round + 1)
                 lse = self.lse(step.round)
                 tiles = self.tiles_of_round(step.round)
                 results = back.of(step.round)
                 name, sinks = f"round {step.round}", Sinks(tiles, self.own_heads(step.round))
-                outputs = Outputs(self, name, tiles, sinks, whole_halo, lse, results)
+                outputs = Outputs(self, name, tiles, sinks, q, lse, results)
             if keys:
                 keys.set_out(index)
                 keys.pass_on(index)
-            kv = keys.piece(step.round, step.distance) if keys and step.distance else whole_halo
+            kv = keys.piece(step.round, step.distance) if keys and step.distance else own
             if self.reorders:
                 kv = seen(self, f"{index}", kv, self.met[index], self.heads_of(step.round)[1])
             for tile in self.tiles[index]:
@@ -84,7 +84,7 @@ class _AllToAll(AllToAllEmitter):
         return Circulating(
             self, self.order, lambda round_: (there.keys(round_),),
             lambda round_: kv_fields(self.heads_of(round_)[1], self.spec.shape),
-            whole_halo(self, self.rows),
+            whole_halo(self, self.rows_kv),
         )  # fmt: skip
 
     def circulating_queries(self, sides: RoundSides) -> Circulating | None:
@@ -137,17 +137,17 @@ class _AllToAll(AllToAllEmitter):
         return (
             sums(self, self.order, False, back.of,
                  lambda r, dtype: dq_fields(self.heads_of(r)[0], shape, dtype), self.rows),
-            sums(self, self.order, True, back.of,
-                 lambda r, dtype: dkv_fields(self.heads_of(r)[1], shape, dtype), self.rows),
+            sums(self, self.order, True, back.of_keys,
+                 lambda r, dtype: dkv_fields(self.heads_of(r)[1], shape, dtype), self.rows_kv),
         )  # fmt: skip
 
     def compute_alone(self, index: int, there: Wholes, back: Results, sides: RoundSides) -> None:
         """A round on one node: one tile, whose results are sent back at once."""
         round_ = self.order[index].round
-        into = back.of(round_)
+        into = back.of(round_), back.of_keys(round_)
         side, kv = sides.of(round_), there.keys(round_)
         (tile,) = self.tiles[index]
-        self.emit(AttendBackward(side, kv, tile.mask, into, into, tile.places))
+        self.emit(AttendBackward(side, kv, tile.mask, *into, tile.places))
         back.collect()
         back.post(round_)
 
@@ -162,7 +162,7 @@ class _AllToAll(AllToAllEmitter):
                 (Span(0, self.rows), (restored(self, name, made, met, heads[1]),))
             ]
         parts = [(tile.kv, grads.compute(tile, kv)) for tile in tiles]
-        of_keys = sums_of(parts, cut((seen for seen, _ in parts), self.rows))
+        of_keys = sums_of(parts, cut((seen for seen, _ in parts), self.rows_kv))
         return grads.sums(), of_keys
 
     def send_home(self, rounds: Sequence[int], back: Results) -> None:

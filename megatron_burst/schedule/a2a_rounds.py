@@ -1,6 +1,7 @@
 """The rounds of an all-to-all: whose heads a rank computes in each, and over which tiles."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.chunks import Meeting, by_rank, in_order, meeting
@@ -13,6 +14,36 @@ from megatron_burst.schedule.program import Field, Home, Ref, kv_fields, q_field
 from megatron_burst.schedule.spec import Circulate, Dtype, Spec
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Tensors of which a rank has equally many rows, so that their rows are sent side by side.
+
+    Attributes:
+        name: in names of buffers.
+        of: whose tensors: of queries, of keys, or of both.
+        tokens: rows on a rank.
+        pieces: of the node's shards, in the order in which they are received.
+    """
+
+    name: str
+    of: tuple[str, ...]
+    tokens: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def rows(self) -> int:
+        """Of the node's shards."""
+        return self.pieces[-1].whole.stop
+
+    def has(self, name: str) -> bool:
+        """Whether a field or a buffer of the call belongs to it."""
+        return ("keys" if name in ("k", "v", "dk", "dv", "kv", "dkv") else "queries") in self.of
+
+    def some(self, fields: Iterable[Field]) -> tuple[Field, ...]:
+        """Those of these fields that belong to it."""
+        return tuple(field for field in fields if self.has(field.name))
+
+
 class AllToAllEmitter(Emitter):
     """Emits a pass that computes all rows of a node for some heads at a time.
 
@@ -22,8 +53,8 @@ class AllToAllEmitter(Emitter):
         copies: how many ranks have the same KV heads.
         rounds: KV heads of each, copies included.
         order: steps of all rounds.
-        pieces: of the node's shards, in the order in which they are received.
-        rows: of the node's shards.
+        loads: one; two in cross-attention, of queries and of keys.
+        rows, rows_kv: of the node's shards: of queries, and of keys.
         reorders: whether what was received must be put in order: documents of which each rank has
             two chunks.
         met: how these chunks meet, by step.
@@ -43,8 +74,11 @@ class AllToAllEmitter(Emitter):
         self.order = steps(topology.inter_size, len(self.rounds), spec.backward, here=False)
         self.reorders = spec.layout is Layout.DOCUMENTS
         lies = Layout.CONTIGUOUS if self.reorders else spec.layout
-        visits = node_visits(topology, row, lies, spec.shape.tokens, spec.mask.placed)
-        self.pieces, self.rows = visits[0].pieces, len(self.ranks) * spec.shape.tokens
+        shape = spec.shape
+        terms = topology, row, lies, shape.tokens, spec.mask.placed, shape.tokens_kv
+        visits = node_visits(*terms)
+        self.loads = _loads(spec, visits[0])
+        self.rows, self.rows_kv = self.loads[0].rows, self.loads[-1].rows
         if self.reorders:
             self.met = [_meeting(spec, row, step.distance) for step in self.order]
             self.tiles: list[tuple[Tile, ...]] = [(met.tile,) for met in self.met]
@@ -76,7 +110,7 @@ class AllToAllEmitter(Emitter):
         starts = (kv * self.spec.group + share * each for kv in range(first, first + part))
         return [head for start in starts for head in range(start, start + each)]
 
-    def refs(self, round_: int, names: Sequence[str]) -> tuple[Ref, ...]:
+    def refs(self, round_: int, names: Iterable[str]) -> tuple[Ref, ...]:
         """A round's heads in buffers of the call."""
         every = self.rounds[round_]
         keys = Span(every.start // self.copies, every.stop // self.copies)
@@ -90,24 +124,35 @@ class AllToAllEmitter(Emitter):
         fields = (Field("lse", self.heads_of(round_)[0], 0, Dtype.SUM),)
         return self.buffer(f"lse {round_}", home, self.rows, fields)
 
-    def left(self, round_: int) -> Ref:
+    def left(self, round_: int, load: Load) -> Ref:
         """q, k and v of a round's heads that forward saves."""
-        fields = self.qkv_fields(round_)
-        return self.buffer(f"left {round_}", Home.LEFT, self.rows, fields, interleaved=True)
+        name, fields = f"left{load.name} {round_}", load.some(self.qkv_fields(round_))
+        return self.buffer(name, Home.LEFT, load.rows, fields, interleaved=True)
 
     def qkv_fields(self, round_: int) -> tuple[Field, ...]:
         shape, (heads_q, heads_kv) = self.spec.shape, self.heads_of(round_)
         return *q_fields(heads_q, shape), *kv_fields(heads_kv, shape)
 
-    def by_rank(self, ref: Ref) -> tuple[list[tuple[int, Piece, Ref]], list[tuple[Piece, Ref]]]:
+    def by_rank(
+        self, ref: Ref, load: Load
+    ) -> tuple[list[tuple[int, Piece, Ref]], list[tuple[Piece, Ref]]]:
         """In a buffer that has this rank's rows once for each rank of the node: those for others,
         as (rank, piece, rows), and those for itself, as (piece, rows)."""
-        mine, tokens = self.spec.cp_rank, self.spec.shape.tokens
-        own = [piece for piece in self.pieces if piece.holder == mine]
-        every = [(rank, piece, ref.at(piece.rows.moved(column * tokens)))
+        mine = self.spec.cp_rank
+        own = [piece for piece in load.pieces if piece.holder == mine]
+        every = [(rank, piece, ref.at(piece.rows.moved(column * load.tokens)))
                  for column, rank in enumerate(self.ranks) for piece in own]  # fmt: skip
         others = [found for found in every if found[0] != mine]
         return others, [(piece, rows) for rank, piece, rows in every if rank == mine]
+
+
+def _loads(spec: Spec, here: Visit) -> tuple[Load, ...]:
+    """What is sent side by side."""
+    shape = spec.shape
+    if shape.keys == shape.tokens:
+        return (Load("", ("queries", "keys"), shape.tokens, here.queries),)
+    of_keys = Load(" of keys", ("keys",), shape.keys, here.keys)
+    return Load("", ("queries",), shape.tokens, here.queries), of_keys
 
 
 def _check_heads(heads_q: int, ranks: int) -> None:
@@ -123,10 +168,10 @@ def _check_heads(heads_q: int, ranks: int) -> None:
 def _tiles(here: Visit, visit: Visit, spec: Spec) -> tuple[Tile, ...]:
     """Tiles between a node's rows and those of another node, or its own."""
     queries, keys = sides(here, visit, spec.circulate)
-    places = tuple(at for at, _ in runs(keys))
-    if visit is here and (len(places) == 1 or not spec.mask.windowed):
-        every = Span(0, keys[-1].whole.stop)
-        return (Tile(every, every, spec.mask, (places, places) if spec.mask.documents else None),)
+    of_q, of_k = (tuple(at for at, _ in runs(of)) for of in (here.queries, here.keys))
+    if visit is here and (len(of_k) == 1 or not spec.mask.windowed):
+        q, kv = (Span(0, of[-1].whole.stop) for of in (here.queries, here.keys))
+        return (Tile(q, kv, spec.mask, (of_q, of_k) if spec.mask.documents else None),)
     rows = [(piece.whole, piece, before) for piece, before in queries]
     return tiles_between(rows, keys, spec.mask)
 

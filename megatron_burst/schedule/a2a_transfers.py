@@ -1,6 +1,8 @@
 """The transfers of an all-to-all: Q, K and V to the ranks that compute them, results back."""
 
-from megatron_burst.schedule.a2a_rounds import AllToAllEmitter
+from collections.abc import Sequence
+
+from megatron_burst.schedule.a2a_rounds import AllToAllEmitter, Load
 from megatron_burst.schedule.program import (
     Arrange,
     Copy,
@@ -24,7 +26,7 @@ class Wholes:
     """Tensors of this rank's heads over all rows of the node, a round at a time.
 
     A slot holds this rank's rows once for each rank, with that rank's heads. In backward, what
-    forward saved is not sent again.
+    forward saved is not sent again. The loads of a round are sent one after the other.
     """
 
     def __init__(self, emitter: AllToAllEmitter) -> None:
@@ -36,9 +38,8 @@ class Wholes:
         if spec.backward:
             delta = emitter.delta().buffer
             self._sources = ("side", delta) if self._recalls else ("side", "kv", delta)
-        self._slots = emitter.slot_count(
-            Cargo.READ, len(emitter.rounds), emitter.rows, self._fields(0)
-        )
+        self._loads = [load for load in emitter.loads if load.some(self._fields(0))]
+        self._slots = slots_of(emitter, Cargo.READ, self._loads, self._fields(0))
         self.post(0)
 
     def _fields(self, round_: int) -> tuple[Field, ...]:
@@ -53,24 +54,27 @@ class Wholes:
 
     def post(self, round_: int) -> None:
         """Start the all-to-all of a round's heads, if there is such a round."""
-        emitter = self._emitter
-        if round_ >= len(emitter.rounds):
-            return
-        fields, ranks, (_, part) = self._fields(round_), emitter.ranks, emitter.heads_of(round_)
+        for turn, load in enumerate(self._loads if round_ < len(self._emitter.rounds) else ()):
+            self._post(round_, load, round_ * len(self._loads) + turn)
+
+    def _post(self, round_: int, load: Load, number: int) -> None:
+        emitter, fields = self._emitter, load.some(self._fields(round_))
+        ranks, (_, part) = emitter.ranks, emitter.heads_of(round_)
         slot = emitter.buffer(
-            f"heads {round_}", Home.SLOT, emitter.rows, fields, Cargo.READ, round_, self._slots
-        )
-        sources = emitter.refs(round_, self._sources)
+            f"heads{load.name} {round_}", Home.SLOT, load.rows, fields, Cargo.READ, number,
+            self._slots,
+        )  # fmt: skip
+        sources = emitter.refs(round_, filter(load.has, self._sources))
         emitter.emit(ToRanks(sources, slot, len(ranks), part, emitter.copies))
-        into = self._came(round_) if emitter.reorders else self._whole(round_)
-        others, own = emitter.by_rank(slot)
+        into = self._came(round_) if emitter.reorders else self._whole(round_, load)
+        others, own = emitter.by_rank(slot, load)
         for piece, rows in own:
             emitter.emit(Copy((rows,), into.at(piece.whole)))
         gives = [Give(rank, rows) for rank, _, rows in others]
-        at = ranks.index(emitter.spec.cp_rank) * emitter.spec.shape.tokens
+        at = ranks.index(emitter.spec.cp_rank) * load.tokens
         takes = [
             Take(piece.holder, slot.at(piece.rows.moved(at)), into.at(piece.whole))
-            for piece in emitter.pieces
+            for piece in load.pieces
             if piece.holder != emitter.spec.cp_rank
         ]
         emitter.exchange(Cargo.READ, slot, gives, takes)
@@ -80,33 +84,40 @@ class Wholes:
         emitter = self._emitter
         if emitter.reorders and round_ not in self._arrived:
             self._arrived.add(round_)
-            came, whole = self._came(round_), self._whole(round_)
+            came, whole = self._came(round_), self._whole(round_, emitter.loads[0])
             stream = Stream.COMPUTE if emitter.alone else Stream.SIDE
             emitter.emit(Arrange(came, whole, *emitter.orders, stream))
 
     def _came(self, round_: int) -> Ref:
         """Where a round is received, rank by rank."""
-        return self._pair("came", round_, "came")
+        return self._pair("came", round_, "came", self._emitter.loads[0])
 
-    def _whole(self, round_: int) -> Ref:
+    def _whole(self, round_: int, load: Load) -> Ref:
         """Where a round's rows are in order."""
-        return self._emitter.left(round_) if self._saves else self._pair("whole", round_, "heads")
+        if self._saves:
+            return self._emitter.left(round_, load)
+        return self._pair("whole", round_, "heads", load)
 
-    def _pair(self, name: str, round_: int, use: str) -> Ref:
+    def _pair(self, name: str, round_: int, use: str, load: Load) -> Ref:
         """A round's buffer on this rank; two take turns."""
-        emitter, fields, count = self._emitter, self._fields(round_), len(self._emitter.rounds)
+        emitter, fields = self._emitter, load.some(self._fields(round_))
         return emitter.buffer(
-            f"{name} {round_}", Home.STAGING, emitter.rows, fields, use, round_, min(2, count)
-        )
+            f"{name}{load.name} {round_}", Home.STAGING, load.rows, fields, f"{use}{load.name}",
+            round_, min(2, len(emitter.rounds)),
+        )  # fmt: skip
 
     def of(self, round_: int) -> Ref:
-        """What was received; includes q, k and v unless backward has them from forward."""
+        """What was received of queries; of both, unless there are two loads."""
         self.arrive(round_)
-        return self._whole(round_)
+        return self._whole(round_, self._emitter.loads[0])
 
     def keys(self, round_: int) -> Ref:
-        """The buffer with k and v."""
-        return self._emitter.left(round_) if self._recalls else self.of(round_)
+        """The buffer with k and v: received, or those that forward saved."""
+        load = self._emitter.loads[-1]
+        if self._recalls:
+            return self._emitter.left(round_, load)
+        self.arrive(round_)
+        return self._whole(round_, load)
 
 
 class RoundSides:
@@ -132,7 +143,7 @@ class RoundSides:
             fields = (delta,) if left else (lse, delta)
             made = emitter.buffer(name, home, emitter.rows, fields, "statistics")
             emitter.emit(Copy((self._there.of(round_),), made, stream))
-        rest = (emitter.left(round_), *left) if left else ()
+        rest = (emitter.left(round_, emitter.loads[0]), *left) if left else ()
         return Ref(name), *rest, self._there.of(round_)
 
     def of(self, round_: int) -> tuple[Ref, ...]:
@@ -151,9 +162,8 @@ class Results:
     def __init__(self, emitter: AllToAllEmitter) -> None:
         self._emitter = emitter
         self._targets = ("dq", "dkv") if emitter.spec.backward else ("out",)
-        self._slots = emitter.slot_count(
-            Cargo.GRAD, len(emitter.rounds), emitter.rows, self._fields(0)
-        )
+        self._loads = [load for load in emitter.loads if load.some(self._fields(0))]
+        self._slots = slots_of(emitter, Cargo.GRAD, self._loads, self._fields(0))
         self._under_way: int | None = None
 
     def _fields(self, round_: int) -> tuple[Field, ...]:
@@ -164,45 +174,70 @@ class Results:
         return (*dq_fields(heads_q, spec.shape, dtype), *dkv_fields(heads_kv, spec.shape, dtype))
 
     def of(self, round_: int) -> Ref:
-        """Where a round's results are written."""
-        if not self._emitter.reorders:
-            return self._slot(round_)
-        fields = self._fields(round_)
-        return self._emitter.buffer(
-            f"made {round_}", Home.STAGING, self._emitter.rows, fields, "made"
-        )
+        """Where a round's results of queries are written."""
+        return self._made(round_, self._loads[0])
 
-    def _slot(self, round_: int) -> Ref:
+    def of_keys(self, round_: int) -> Ref:
+        """Where a round's gradients of keys are written: there too, unless there are two loads."""
+        return self._made(round_, self._loads[-1])
+
+    def _made(self, round_: int, load: Load) -> Ref:
+        """In the slot that is sent next; what goes into the one after that is made elsewhere."""
+        if self._emitter.reorders or load is not self._loads[0]:
+            return self._staged("made", "made", round_, load)
+        return self._slot(round_, load)
+
+    def _staged(self, name: str, use: str, round_: int, load: Load) -> Ref:
+        fields, name = load.some(self._fields(round_)), f"{name}{load.name} {round_}"
+        use = f"{use}{load.name}"
+        return self._emitter.buffer(name, Home.STAGING, load.rows, fields, use)
+
+    def _slot(self, round_: int, load: Load) -> Ref:
+        number = round_ * len(self._loads) + self._loads.index(load)
         return self._emitter.buffer(
-            f"results {round_}", Home.SLOT, self._emitter.rows, self._fields(round_), Cargo.GRAD,
-            round_, self._slots,
+            f"results{load.name} {round_}", Home.SLOT, load.rows, load.some(self._fields(round_)),
+            Cargo.GRAD, number, self._slots,
         )  # fmt: skip
 
     def post(self, round_: int) -> None:
         """Start a round's return transfer; the previous round's must be collected."""
-        emitter, slot = self._emitter, self._slot(round_)
+        for load in self._loads:
+            self._post(round_, load)
+        self._under_way = round_
+
+    def _post(self, round_: int, load: Load) -> None:
+        emitter, slot, made = self._emitter, self._slot(round_, load), self._made(round_, load)
         if emitter.reorders:
-            emitter.emit(Restore(Ref(f"made {round_}"), slot, *emitter.orders))
-        fields = self._fields(round_)
-        home = emitter.buffer(f"home {round_}", Home.STAGING, emitter.rows, fields, "results")
-        others, own = emitter.by_rank(home)
+            emitter.emit(Restore(made, slot, *emitter.orders))
+        elif made != slot:
+            emitter.emit(Copy((made,), slot))
+        home = self._staged("home", "results", round_, load)
+        others, own = emitter.by_rank(home, load)
         for piece, rows in own:
             emitter.emit(Copy((slot.at(piece.whole),), rows))
         gives = [
             Give(piece.holder, slot.at(piece.whole))
-            for piece in emitter.pieces
+            for piece in load.pieces
             if piece.holder != emitter.spec.cp_rank
         ]
         takes = [Take(rank, slot.at(piece.whole), rows) for rank, piece, rows in others]
         emitter.exchange(Cargo.GRAD, slot, gives, takes)
-        self._under_way = round_
 
     def collect(self) -> None:
         """Put the results of the return transfer in flight, if any, where they belong."""
         if self._under_way is None:
             return
         round_, self._under_way = self._under_way, None
-        emitter = self._emitter
-        targets, (_, part) = emitter.refs(round_, self._targets), emitter.heads_of(round_)
-        home, ranks = Ref(f"home {round_}"), len(emitter.ranks)
-        emitter.emit(FromRanks(home, targets, ranks, part, emitter.copies))
+        emitter, (_, part) = self._emitter, self._emitter.heads_of(round_)
+        for load in self._loads:
+            targets = emitter.refs(round_, filter(load.has, self._targets))
+            home, ranks = Ref(f"home{load.name} {round_}"), len(emitter.ranks)
+            emitter.emit(FromRanks(home, targets, ranks, part, emitter.copies))
+
+
+def slots_of(
+    emitter: AllToAllEmitter, cargo: Cargo, loads: Sequence[Load], fields: Sequence[Field]
+) -> int:
+    """How many slots the exchanges of all rounds cycle through; loads take turns in them."""
+    count = len(loads) * len(emitter.rounds)
+    return max(emitter.slot_count(cargo, count, load.rows, load.some(fields)) for load in loads)

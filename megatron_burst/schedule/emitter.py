@@ -50,11 +50,11 @@ class Emitter:
         if self.spec.backward:
             self.buffer("side", Home.CALL, shape.tokens, side_fields(shape.heads_q, shape))
             self.buffer("dq", Home.CALL, shape.tokens, dq_fields(shape.heads_q, shape, result))
-            self.buffer("dkv", Home.CALL, shape.tokens, dkv_fields(shape.heads_kv, shape, result))
+            self.buffer("dkv", Home.CALL, shape.keys, dkv_fields(shape.heads_kv, shape, result))
         else:
             self.buffer("q", Home.CALL, shape.tokens, q_fields(shape.heads_q, shape))
             self.buffer("out", Home.CALL, shape.tokens, out_fields(shape.heads_q, shape, result))
-        self.buffer("kv", Home.CALL, shape.tokens, kv_fields(shape.heads_kv, shape))
+        self.buffer("kv", Home.CALL, shape.keys, kv_fields(shape.heads_kv, shape))
 
     @property
     def result_dtype(self) -> Dtype:

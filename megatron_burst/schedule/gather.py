@@ -13,7 +13,6 @@ round.
 """
 
 from megatron_burst.schedule.emitter import Gradients, Sum, sums_of
-from megatron_burst.schedule.gather_documents import DocumentGather
 from megatron_burst.schedule.gather_rounds import GatherEmitter, Keys, StepSides
 from megatron_burst.schedule.gather_steps import Leaf, gather_steps
 from megatron_burst.schedule.inter_node import sums
@@ -31,7 +30,13 @@ def gather(spec: Spec) -> Program:
         BurstError: if the layout cannot be gathered or cannot hold that many rows.
     """
     check_mask(spec.mask, spec.layout, "gather", spec.topology.inter_size == 1)
-    emitter = DocumentGather(spec) if spec.layout is Layout.DOCUMENTS else _Gather(spec)
+    emitter: GatherEmitter
+    if spec.layout is Layout.DOCUMENTS:  # most runs never load it
+        from megatron_burst.schedule.gather_documents import DocumentGather
+
+        emitter = DocumentGather(spec)
+    else:
+        emitter = _Gather(spec)
     (emitter.backward if spec.backward else emitter.forward)()
     return emitter.program()
 
@@ -49,7 +54,7 @@ class _Gather(GatherEmitter):
         spec, topology = self.spec, self.spec.topology
         row, column = topology.coord(spec.cp_rank)
         owners = (topology.rank_at(row - away, column) for away in range(topology.inter_size))
-        terms = topology, spec.layout, spec.mask, spec.shape.tokens
+        terms = topology, spec.layout, spec.mask, spec.shape.keys
         return tuple(halo(*terms, owner) for owner in owners)
 
     def backward(self) -> None:
@@ -197,7 +202,7 @@ class Shares:
             parts += [(p.rows, share.at(p.whole.moved(-tile.kv.start))) for p in held if p]
         parts += [(leaf.piece.rows, rows) for _, leaf, rows in self._arrivals(index)]
         edges = (piece.rows for piece in step.keys if piece.holder == mine)
-        spans = cut((*edges, *(rows for rows, _ in parts)), self._emitter.spec.shape.tokens)
+        spans = cut((*edges, *(rows for rows, _ in parts)), self._emitter.spec.shape.keys)
         return sums_of(parts, spans)
 
 

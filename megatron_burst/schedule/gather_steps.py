@@ -76,7 +76,8 @@ def gather_steps(spec: Spec, order: Sequence[Turn]) -> GatherSteps:
         BurstError: if the layout is striped, whose keys interleave, or cannot hold that many rows.
     """
     topology, (row, _) = spec.topology, spec.topology.coord(spec.cp_rank)
-    visits = node_visits(topology, row, spec.layout, spec.shape.tokens, spec.mask.placed)
+    shape, terms = spec.shape, (topology, row, spec.layout)
+    visits = node_visits(*terms, shape.tokens, spec.mask.placed, shape.tokens_kv)
     ranks, tiling = topology.grid[row], Tiling(spec, visits[0], topology.inter_size == 1)
     kinds = [(visits[step.distance], index == 0, index == len(order) - 1)
              for index, step in enumerate(order)]  # fmt: skip
@@ -87,7 +88,7 @@ def gather_steps(spec: Spec, order: Sequence[Turn]) -> GatherSteps:
     gathers = tuple(count - 1 for count in accumulate(begins))
     return GatherSteps(
         found, gathers, _reads(ranks, gathers, found),
-        num_rows=visits[0].pieces[-1].whole.stop,
+        num_rows=visits[0].keys[-1].whole.stop,
         share_rows=max(step.share_rows for step in found),
     )  # fmt: skip
 

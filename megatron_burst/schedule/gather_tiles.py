@@ -67,7 +67,7 @@ class Tiling:
     ) -> tuple[tuple[Tile, ...], tuple[Tile, ...], tuple[Tile, ...]]:
         """Tiles of a rank with its own node's keys: before they arrive, over them, and after
         them."""
-        keys = self.here.pieces
+        keys = self.here.keys
         if self.mask.full or (self.mask.causal and len(keys) == len(queries)):
             every = Span(0, queries[-1].rows.stop), Span(0, keys[-1].whole.stop)
             places = (_places(queries), _places(keys)) if self.mask.documents else None
@@ -100,7 +100,7 @@ class Tiling:
 
     def _others(self, queries: Sequence[Piece]) -> tuple[Tile, ...]:
         """Tiles over the gathered keys before and after each piece."""
-        every = self.here.pieces
+        every = self.here.keys
         before = self._over(queries, lambda p: [k for k in every if k.whole.stop <= p.whole.start])
         if self.mask.right == 0:
             return before

@@ -239,8 +239,9 @@ def meet(q: range, kv: range, mask: Mask) -> Tile | None:
 
 
 def tiles(
-    layout: Layout, mask: Mask, q_owner: int, kv_owner: int, cp_size: int, tokens: int
-) -> tuple[Tile, ...]:
+    layout: Layout, mask: Mask, q_owner: int, kv_owner: int, cp_size: int, tokens: int,
+    keys: int | None = None,
+) -> tuple[Tile, ...]:  # fmt: skip
     """The non-empty tiles of one rank's queries against one rank's keys.
 
     Args:
@@ -250,15 +251,18 @@ def tiles(
         kv_owner: cp rank of the keys.
         cp_size: size of the context-parallel group.
         tokens: rows on each rank.
+        keys: rows of keys on each rank, if not as many: under a full mask.
 
     Raises:
         BurstError: if the layout cannot hold that many rows.
     """
-    q, kv = (positions(layout, owner, cp_size, tokens) for owner in (q_owner, kv_owner))
+    keys = keys or tokens
+    q = positions(layout, q_owner, cp_size, tokens)
+    kv = positions(layout, kv_owner, cp_size, keys)
     if mask.full or (mask.causal and q_owner == kv_owner):
         # in all layouts the rows of a shard are in sequence order
-        every = Span(0, tokens)
-        return (Tile(every, every, mask, (q, kv) if mask.documents else None),)
+        places = (q, kv) if mask.documents else None
+        return (Tile(Span(0, tokens), Span(0, keys), mask, places),)
     return joined(tile for row, some in _in_shard(q) for tile in _over(row, some, kv, mask))
 
 

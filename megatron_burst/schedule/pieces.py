@@ -42,12 +42,14 @@ class Visit:
     """The shards of a node, held by the ranks of another or of its own.
 
     Attributes:
-        pieces: in sequence order.
+        queries: pieces in sequence order.
+        keys: the same of keys; in cross-attention of other lengths.
         before: for each of the working node's own pieces, how many of these come before it.
         after: for each of these, how many of the working node's own come before it.
     """
 
-    pieces: tuple[Piece, ...]
+    queries: tuple[Piece, ...]
+    keys: tuple[Piece, ...]
     before: tuple[int, ...]
     after: tuple[int, ...]
 
@@ -125,8 +127,9 @@ def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=1024)
 def node_visits(
-    topology: Topology, row: int, layout: Layout, tokens: int, placed: bool = False
-) -> tuple[Visit, ...]:
+    topology: Topology, row: int, layout: Layout, tokens: int, placed: bool = False,
+    keys: int | None = None,
+) -> tuple[Visit, ...]:  # fmt: skip
     """What the ranks of a node work with, by how many nodes away it is from; first their own
     shards.
 
@@ -139,6 +142,7 @@ def node_visits(
         layout: how tokens are sharded.
         tokens: rows on each rank.
         placed: whether positions matter, not only their order: then no two visits are equal.
+        keys: rows of keys on each rank, if not as many.
 
     Raises:
         BurstError: if the layout is striped or cannot hold that many rows.
@@ -152,33 +156,35 @@ def node_visits(
     alike: dict[tuple, Visit] = {}
     visits, own = [], None
     for away in range(topology.inter_size):
-        owners = topology.grid[(row - away) % topology.inter_size]
-        laid = [
-            (span.start, holder, number)
-            for owner, holder in zip(owners, topology.grid[row], strict=True)
-            for number, span in enumerate(positions(layout, owner, topology.cp_size, tokens))
-        ]
-        starts, holders, numbers = zip(*sorted(laid), strict=True)
+        terms = topology.grid[(row - away) % topology.inter_size], topology.grid[row]
+        pieces = _pieces(layout, topology.cp_size, tokens, *terms)
+        starts = tuple(piece.place for piece in pieces)
         own = own or starts
         before = tuple(bisect_left(starts, start) for start in own)
         after = tuple(bisect_left(own, start) for start in starts)
-        kind = holders, numbers, before, after, starts if placed else ()
+        lie = tuple((piece.holder, piece.rows.start) for piece in pieces)
+        kind = lie, before, after, starts if placed else ()
         if kind not in alike:
-            size = tokens * topology.intra_size // len(holders)
-            alike[kind] = Visit(_pieces(holders, numbers, starts, size), before, after)
+            of_keys = _pieces(layout, topology.cp_size, keys, *terms) if keys else pieces
+            alike[kind] = Visit(pieces, of_keys, before, after)
         visits.append(alike[kind])
     return tuple(visits)
 
 
 def _pieces(
-    holders: Sequence[int], numbers: Sequence[int], starts: Sequence[int], size: int
+    layout: Layout, cp_size: int, tokens: int, owners: Sequence[int], holders: Sequence[int]
 ) -> tuple[Piece, ...]:
-    """Consecutive pieces; `numbers`: the index of each among its holder's pieces."""
-    every = enumerate(zip(holders, numbers, starts, strict=True))
-    return tuple(
-        Piece(holder, Span(n * size, (n + 1) * size), Span(i * size, (i + 1) * size), place)
-        for i, (holder, n, place) in every
+    """The shards of some ranks in sequence order, held by others."""
+    found: list[Piece] = []
+    laid = (
+        (span.start, holder, number, len(span))
+        for owner, holder in zip(owners, holders, strict=True)
+        for number, span in enumerate(positions(layout, owner, cp_size, tokens))
     )
+    for i, (place, holder, number, size) in enumerate(sorted(laid)):
+        rows, whole = (Span(n * size, (n + 1) * size) for n in (number, i))
+        found.append(Piece(holder, rows, whole, place))
+    return tuple(found)
 
 
 def sides(
@@ -192,8 +198,8 @@ def sides(
         circulate: what circulates.
     """
     if circulate is Circulate.Q:
-        return tuple(zip(visit.pieces, visit.after, strict=True)), here.pieces
-    return tuple(zip(here.pieces, visit.before, strict=True)), visit.pieces
+        return tuple(zip(visit.queries, visit.after, strict=True)), here.keys
+    return tuple(zip(here.queries, visit.before, strict=True)), visit.keys
 
 
 def tiles_between(

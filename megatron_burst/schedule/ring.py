@@ -136,8 +136,8 @@ class _Ring(Emitter):
         spec = self.spec
         if spec.layout is Layout.DOCUMENTS:
             return (self.meeting(step).tile,)
-        size, tokens = spec.topology.cp_size, spec.shape.tokens
-        return tiles(spec.layout, spec.mask, *self.pair(step), size, tokens)
+        sizes = spec.topology.cp_size, spec.shape.tokens, spec.shape.keys
+        return tiles(spec.layout, spec.mask, *self.pair(step), *sizes)
 
     def pair(self, step: int) -> tuple[int, int]:
         """The ranks whose queries, and whose keys, meet in a step."""
@@ -162,7 +162,8 @@ class _Ring(Emitter):
         shape = self.spec.shape
         fields = (kv_fields(shape.heads_kv, shape) if self.keys_travel
                   else travelling_side_fields(shape.heads_q, shape))  # fmt: skip
-        return self.buffer(f"circulating {step}", Home.HOP, shape.tokens, fields, Cargo.READ)
+        rows = shape.keys if self.keys_travel else shape.tokens
+        return self.buffer(f"circulating {step}", Home.HOP, rows, fields, Cargo.READ)
 
     def circulating(self, step: int) -> Ref:
         """What circulates in a step; the rank's own shard is read where it is."""
@@ -200,7 +201,8 @@ class GradientsHome:
         shape, keys = self.ring.spec.shape, self.ring.keys_travel
         fields = (dkv_fields(shape.heads_kv, shape, dtype) if keys
                   else dq_fields(shape.heads_q, shape, dtype))  # fmt: skip
-        return self.ring.buffer(f"{what} {step}", Home.HOP, shape.tokens, fields, Cargo.GRAD)
+        rows = shape.keys if keys else shape.tokens
+        return self.ring.buffer(f"{what} {step}", Home.HOP, rows, fields, Cargo.GRAD)
 
     def hops(self, step: int) -> None:
         """Before a step's tiles: send on the previous step's sum."""
@@ -255,7 +257,7 @@ def _alone(spec: Spec) -> Program:
     for name in names:
         made = emitter.buffers[name]
         emitter.buffer(name, Home.PART, made.rows, made.fields)
-    (tile,) = tiles(spec.layout, spec.mask, 0, 0, 1, spec.shape.tokens)
+    (tile,) = tiles(spec.layout, spec.mask, 0, 0, 1, spec.shape.tokens, spec.shape.keys)
     kv = Ref("kv")
     if spec.backward:
         side, dq, dkv = (Ref("side"),), Ref("dq"), Ref("dkv")

@@ -46,7 +46,7 @@ class AttentionShape:
 
     Attributes:
         batch: sequences.
-        tokens: rows on a rank.
+        tokens: rows on a rank; of queries, if `tokens_kv` says how many it has of keys.
         heads_q: query heads on a rank.
         heads_kv: key and value heads on a rank; divides heads_q.
         dim_qk: head dimension of queries and keys.
@@ -54,6 +54,7 @@ class AttentionShape:
         itemsize: bytes of an input element.
         stat_bytes: bytes of an lse or delta element.
         grad_bytes: bytes of a gradient element on the wire.
+        tokens_kv: rows of keys on a rank, in cross-attention; None: as many as of queries.
     """
 
     batch: int
@@ -65,6 +66,12 @@ class AttentionShape:
     itemsize: int
     stat_bytes: int
     grad_bytes: int
+    tokens_kv: int | None = None
+
+    @property
+    def keys(self) -> int:
+        """Rows of keys on a rank."""
+        return self.tokens_kv or self.tokens
 
     @property
     def rows_q(self) -> int:
@@ -74,7 +81,7 @@ class AttentionShape:
     @property
     def rows_kv(self) -> int:
         """(token, KV head) pairs on a rank."""
-        return self.batch * self.tokens * self.heads_kv
+        return self.batch * self.keys * self.heads_kv
 
     def replicated(self, ranks: int) -> "AttentionShape":
         """The shape in an all-to-all over this many ranks: KV heads are copied so that all ranks
@@ -183,12 +190,13 @@ class Spec:
 
     def in_units(self) -> tuple["Spec", int]:
         """The same with rows counted in halves of a shard, so that programs serve all lengths, and
-        the rows per half. Windows and stripes cannot be counted in halves: there the spec is
-        unchanged, with 1."""
-        tokens = self.shape.tokens
+        the rows per half; in cross-attention all lengths of one ratio. Windows and stripes cannot
+        be counted in halves: there the spec is unchanged, with 1."""
+        tokens, keys = self.shape.tokens, self.shape.tokens_kv
         in_chunks = not self.mask.windowed and self.layout is not Layout.STRIPED
-        unit = tokens // 2 if in_chunks and tokens % 2 == 0 else 1
-        shape = replace(self.shape, tokens=tokens // unit)
+        both = gcd(tokens, keys or 0)
+        unit = both // 2 if in_chunks and both % 2 == 0 else 1
+        shape = replace(self.shape, tokens=tokens // unit, tokens_kv=keys and keys // unit)
         return replace(self, shape=shape, times=power_below(unit)), unit
 
     @property

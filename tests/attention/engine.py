@@ -28,18 +28,25 @@ from tests.oracle import full_attention, rows_of, seen_by, seen_by_slices
 _ONE_AT_A_TIME = Lock()  # ranks are threads: one's patch would outlive another's
 
 
-def problem(cp_size, tokens, heads, dims, seed, batch=2):
-    """Whole-sequence q, k, v and the gradient of the output, float64."""
+def problem(cp_size, tokens, heads, dims, seed, batch=2, keys=None):
+    """Whole-sequence q, k, v and the gradient of the output, float64; `keys`: rows of k and v on a
+    rank, if not as many."""
     generator = torch.Generator().manual_seed(seed)
-    s = cp_size * tokens
-    shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]), (heads[0], dims[1])]
-    return [torch.randn(batch, s, *x, generator=generator, dtype=torch.float64) for x in shapes]
+    queries, keys = (cp_size * rows for rows in (tokens, keys or tokens))
+    shapes = [
+        (queries, heads[0], dims[0]), (keys, heads[1], dims[0]), (keys, heads[1], dims[1]),
+        (queries, heads[0], dims[1]),
+    ]  # fmt: skip
+    return [torch.randn(batch, *x, generator=generator, dtype=torch.float64) for x in shapes]
 
 
 def truth(q, k, v, dout, mask, scale, edges=(), parents=(), sink=None, slices=()):
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    tokens = q.shape[1]
-    seen = seen_by_slices(slices, tokens) if slices else seen_by(mask, edges, tokens, parents)
+    tokens, keys = q.shape[1], k.shape[1]
+    if slices:
+        seen = seen_by_slices(slices, tokens, keys)
+    else:
+        seen = seen_by(mask, edges, tokens, parents, keys)
     out = full_attention(*leaves, False, scale, seen, sink)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
@@ -110,7 +117,7 @@ class Passes:
             sample = Sample(None, None, None, None, torch.tensor(way.slices))
             causal = way.mask.right == 0
             self.documents = Slices(
-                sample, causal, (*sizes, batch), way.layout, q.device, self.documents
+                sample, causal, (*sizes, batch, k.shape[1]), way.layout, q.device, self.documents
             )
         self.executors = [
             Executor(program, backend, carrier, way.scale, dtypes, False, unit)
@@ -129,7 +136,9 @@ class Passes:
         sums = dtypes[Dtype.SUM]
         return {
             buffer.name: {
-                field.name: empty_like_rows(like, field.heads, field.dim, dtypes[field.dtype])
+                field.name: empty_like_rows(
+                    like, buffer.rows, field.heads, field.dim, dtypes[field.dtype]
+                )
                 if field.dim
                 else like.new_empty(like.shape[0], field.heads, buffer.rows, dtype=sums)
                 for field in buffer.fields
@@ -153,11 +162,9 @@ class Passes:
 def run_engine(topology, tensors, way, seed=0):
     """(out, dq, dk, dv) of each rank."""
     size = topology.cp_size
-    tokens = tensors[0].shape[1] // size
 
     def one(rank, carrier):
-        rows = rows_of(way.layout, rank, size, tokens, way.edges)
-        shard = [x[:, rows] for x in tensors]
+        shard = [x[:, rows_in(x, way, rank, size)] for x in tensors]
         passes = Passes(way, topology, shard, carrier, accumulate_dtype(tensors[0].dtype))
         q, k, v, dout = shard
         passes.forward(q, -k, -v)  # neither call may see or corrupt the other's keys
@@ -174,6 +181,11 @@ def run_engine(topology, tensors, way, seed=0):
         padded = accumulate_dtype(tensors[0].dtype) is not tensors[0].dtype
         assert counted == carrier.sent_bytes or (padded and counted < carrier.sent_bytes)
     return [tensors for tensors, _ in results]
+
+
+def rows_in(x, way, rank, size):
+    """The rows of a whole tensor that a rank has."""
+    return rows_of(way.layout, rank, size, x.shape[1] // size, way.edges)
 
 
 def assert_exact(topology, tensors, way, seed=0, dtype=torch.float64):
@@ -203,9 +215,9 @@ def assert_exact(topology, tensors, way, seed=0, dtype=torch.float64):
 def _errors(topology, tensors, way, seed, expected):
     """Errors of (out, dq, dk, dv) as a caller gets them, with the rows of all ranks
     concatenated."""
-    size, tokens = topology.cp_size, tensors[0].shape[1] // topology.cp_size
+    size = topology.cp_size
     errors = [
-        [result.to(tensors[0].dtype) - whole[:, rows_of(way.layout, rank, size, tokens, way.edges)]
+        [result.to(tensors[0].dtype) - whole[:, rows_in(whole, way, rank, size)]
          for result, whole in zip(results, expected, strict=True)]
         for rank, results in enumerate(run_engine(topology, tensors, way, seed))
     ]  # fmt: skip

@@ -137,8 +137,10 @@ def test_a_configuration_is_all_terms_but_batch_and_tokens_and_the_digest_all_of
 
 def test_shapes_that_do_not_fit_together_are_a_configuration_of_their_own():
     q, k = torch.ones(1, 4, 2, 4), torch.ones(1, 6, 2, 4)
-    odd, flat = call_of((q, k, k), Asked()), call_of((q[0], q[0], q[0]), Asked())
+    odd, flat = call_of((q, k, q), Asked()), call_of((q[0], q[0], q[0]), Asked())
     assert odd.configuration() == odd and flat.configuration() == flat
+    cross, one = call_of((q, k, k), Asked()), call_of((q, q, q), Asked())
+    assert cross.configuration() == one.configuration() and digest(cross) != digest(one)
 
 
 @pytest.mark.parametrize("given, seconds", [(None, 180.0), (5.0, 5.0)])

@@ -30,7 +30,33 @@ CASES = {  # what differs from a good call, and words of the message
     "empty shard": ({n: shard(0) for n in "qkv"}, "no axis may be empty"),
     "heads": ({"q": shard(heads=3)}, "KV heads must divide.*--num-query-groups"),
     "more KV heads": ({"k": shard(heads=4), "v": shard(heads=4)}, "KV heads must divide"),
-    "tokens of q and k": ({"q": shard(6)}, "must agree in batch and tokens"),
+    "tokens of k and v": ({"v": shard(6)}, "must agree.*k and v in heads and tokens"),
+    "batches": ({"q": torch.ones(2, 4, 2, 8)}, "must agree in batch.*got q .2, 4, 2, 8., k"),
+    "causal of two sequences": (
+        {"q": shard(6)},
+        r"q and k must have equally many tokens.*got q \(1, 6.*pass causal=False",
+    ),
+    "a window of two sequences": (
+        {"q": shard(6), "causal": False, "window": (2, 2)},
+        "equally many tokens if the mask is",
+    ),
+    "documents of two sequences": (
+        {"q": shard(6), "causal": False, "cu_seqlens": torch.tensor([0, 8])},
+        "equally many tokens.*without a window and cu_seqlens",
+    ),
+    "causal slices of two sequences": (
+        {"q": shard(6), "slices": torch.tensor([[0, 12, 0, 8, 0]])},
+        "equally many tokens",
+    ),
+    "no query on a rank": ({"q": shard(0), "causal": False}, "no axis may be empty.*got q .1, 0,"),
+    "an odd number of keys in chunks": (
+        {"k": shard(3), "v": shard(3), "causal": False, "slices": torch.tensor([[0, 8, 0, 6, 0]])},
+        "multiple of 2.*got 3 tokens on a rank",
+    ),
+    "slices outside of the keys": (
+        {"q": shard(6), "causal": False, "slices": torch.tensor([[0, 12, 0, 9, 0]])},
+        r"within the 12 queries and 8 keys.*got \[0, 12, 0, 9, 0\]",
+    ),
     "heads of k and v": ({"v": shard(heads=1)}, "must agree.*k and v in heads"),
     "dims of q and k": ({"k": shard(dim=4)}, "must agree.*head dimension"),
     "three axes": ({n: shard()[0] for n in "qkv"}, r"four axes \(bshd\)"),

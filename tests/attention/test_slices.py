@@ -143,7 +143,7 @@ WRONG = {  # slices of a sample of 8 tokens, more arguments, words
     "sparse": (torch.tensor(GOOD).to_sparse(), {}, "slices must be a tensor.*sparse_coo"),
     "on a GPU": (torch.tensor(GOOD).to("meta"), {}, "slices must be .*meta"),
     "none": (torch.empty(0, 5, dtype=torch.int32), {}, r"at least one.*\(0, 5\)"),
-    "outside": ([[0, 9, 0, 8, 0]], {}, r"within the sample of 8 tokens.*got \[0, 9, 0, 8, 0\]"),
+    "outside": ([[0, 9, 0, 8, 0]], {}, r"within the 8 queries and 8 keys.*got \[0, 9, 0, 8, 0\]"),
     "empty": ([[0, 8, 3, 3, 0]], {}, "none empty"),
     "a kind": ([[0, 8, 0, 8, 4]], {}, r"kind of a slice must be 0 \(full\)"),
     "later keys": ([[0, 8, 0, 8, 0]], {"causal": True}, "no slice may have a key behind a query"),
@@ -221,7 +221,7 @@ def test_many_slices_are_checked_quickly():
     slices = torch.stack((edges[:-1], edges[1:], 0 * edges[:-1], edges[1:], 0 * edges[:-1]), 1)
     begun = process_time()
     sample = Sample(None, None, None, None, slices)
-    Slices(sample, False, (20_000, 16, 1), Layout.ZIGZAG, CPU)
+    Slices(sample, False, (20_000, 16, 1, 20_000), Layout.ZIGZAG, CPU)
     assert process_time() - begun < 3
 
 
@@ -238,7 +238,7 @@ def test_a_thousand_slices_of_a_new_sample_take_little_time():
     for _ in range(5):
         begun = process_time()
         sample = Sample(None, None, None, None, made)
-        slices = Slices(sample, False, (tokens // 8, 8, 1), Layout.ZIGZAG, CPU)
+        slices = Slices(sample, False, (tokens // 8, 8, 1, tokens // 8), Layout.ZIGZAG, CPU)
         assert slices.visible(Visible(), (q, keys), 1, ByCalls()).calls
         spent.append(process_time() - begun)
     assert min(spent) < 0.009

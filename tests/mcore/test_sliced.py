@@ -152,7 +152,7 @@ def test_what_no_layer_could_do_is_refused():
     for rank, said in enumerate(run_ranks(refused, 2)):
         window, outside, floats, mtp, other = said
         assert "slices must come without a window" in window
-        assert f"slices must be within the sample of {SEQ} tokens" in outside
+        assert f"slices must be within the {SEQ} queries and {SEQ} keys" in outside
         assert "slices must be a tensor of int32 or int64" in floats
         assert rank == 1 or "on cp rank 1, while" in floats
         assert "must come without multi-token prediction" in mtp

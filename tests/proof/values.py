@@ -50,12 +50,20 @@ class Values:
         side, kv = first.buffers[own], first.buffers.get("kv") or first.buffers["dkv"]
         self.heads, self.heads_kv = side.fields[0].heads, kv.fields[0].heads
         size = first.topology.cp_size
-        held = [self.held(rank, size, side.rows) for rank in range(size)]
-        self.positions = [[place for span in spans for place in span] for spans in held]
-        self.group, self.size = self.heads // self.heads_kv, size * side.rows
+        self.positions = [
+            {of: [place for span in self.held(rank, size, buffer.rows) for place in span]
+             for of, buffer in (("queries", side), ("keys", kv))}
+            for rank in range(size)
+        ]  # fmt: skip
+        self.group, self.queries = self.heads // self.heads_kv, size * side.rows
+        self.size = size * kv.rows
         for program in programs:
             for name in {own, "kv"} & program.buffers.keys():
                 self._lay_in(program, name)
+
+    def positions_of(self, program: Program, name: str) -> list[int]:
+        """Positions of the rows of a buffer of the call."""
+        return self.positions[program.cp_rank]["keys" if name in ("kv", "dkv") else "queries"]
 
     def held(self, rank: int, size: int, rows: int) -> tuple[range, ...]:
         """Positions of a rank's rows."""
@@ -79,7 +87,7 @@ class Values:
             field.name: [
                 [None if field.name in recalled else self.whole(field.name, place, head)
                  for head in range(field.heads)]
-                for place in self.positions[program.cp_rank]
+                for place in self.positions_of(program, name)
             ]
             for field in program.buffers[name].fields
         }  # fmt: skip
@@ -91,7 +99,7 @@ class Values:
         if field == "dq":
             return Cell(field, position, head, self.visible(position))
         if field in ("dk", "dv"):
-            queries = (q for q in range(self.size) if self.visible(q) >> position & 1)
+            queries = (q for q in range(self.queries) if self.visible(q) >> position & 1)
             return Cell(field, position, head, sum(self.of_query(q) for q in queries))
         return Cell(field, position, head)
 
@@ -125,10 +133,10 @@ class Values:
                     self.faults.append(f"rank {program.cp_rank}: nothing writes {name}")
 
     def _compare(self, program: Program, name: str, field: str) -> None:
-        rank = program.cp_rank
+        rank, places = program.cp_rank, self.positions_of(program, name)
         for row, cells in enumerate(self.read(program, Ref(name))[field]):
             for head, cell in enumerate(cells):
-                wanted = self.whole(field, self.positions[rank][row], head)
+                wanted = self.whole(field, places[row], head)
                 if cell != wanted:
                     self.faults.append(f"rank {rank} {program.direction}: {field} row {row} head "
                                        f"{head} is {_told(cell)}, not {_told(wanted)}")  # fmt: skip

@@ -29,9 +29,10 @@ BANDS = (Mask(1, 0), Mask(3, 0), Mask(2, 1), Mask(None, 2), Mask(4, None))
 DOCUMENTS = (Mask(right=0, documents=True), Mask(documents=True), Mask(2, 0, documents=True))
 
 
-def shape_of(tokens: int, heads: tuple[int, int]) -> AttentionShape:
+def shape_of(tokens: int, heads: tuple[int, int], tokens_kv: int | None = None) -> AttentionShape:
     """Sizes on a rank; chosen so that no two byte counts coincide."""
-    return AttentionShape(1, tokens, *heads, 3, 5, itemsize=2, stat_bytes=7, grad_bytes=4)
+    widths = {"itemsize": 2, "stat_bytes": 7, "grad_bytes": 4}
+    return AttentionShape(1, tokens, *heads, 3, 5, **widths, tokens_kv=tokens_kv)
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Case:
     group: int = 1  # query heads per KV head on one rank
     copies: int = 1  # ranks of an all-to-all with the same KV heads
     tokens: int = 2
+    tokens_kv: int | None = None
     boundaries: tuple[int, ...] = ()  # where documents begin, except the first
 
     def __str__(self) -> str:
@@ -60,14 +62,15 @@ class Case:
         flags += [name for name in kernel if getattr(self.kernel, name)]
         words = (self.mode, size, self.layout, f"{self.mask}", self.circulate,
                  f"{self.rounds} rounds", f"group {self.group}", f"copies {self.copies}",
-                 *flags)  # fmt: skip
+                 f"{self.tokens} and {self.tokens_kv or self.tokens} rows", *flags)  # fmt: skip
         return " ".join(words)
 
     @cached_property
     def shape(self) -> AttentionShape:
         per_round = self.topology.intra_size if self.mode == "a2a" else 1
         heads = self.rounds * per_round
-        return shape_of(self.tokens, (heads * self.group, heads // self.copies))
+        heads = heads * self.group, heads // self.copies
+        return shape_of(self.tokens, heads, self.tokens_kv)
 
     def spec(self, direction: Direction, rank: int = 0) -> Spec:
         circulate = self.circulate if direction is Direction.BACKWARD else Circulate.KV

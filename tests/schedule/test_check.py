@@ -1,7 +1,7 @@
 """The proof of programs: all of them pass, and any fault introduced into one is found."""
 
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
 from random import Random
 
@@ -81,6 +81,21 @@ def test_windows_and_documents_are_proven(size, mode, draw):
             places = range(1, case.tokens * case.topology.cp_size)
             starts = sorted(random.sample(places, min(len(places), random.randint(0, 4))))
             case = replace(case, boundaries=tuple(starts) if mask.documents else ())
+            assert faults_of(case) == [], case
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [*SMALL, (2, 3), (3, 2)], ids=str)
+def test_keys_of_another_sequence_are_proven(size, mode, draw):
+    """Cross-attention: more keys than queries and fewer, in one chunk and in two; slices are told
+    where rows are."""
+    for mask, rows in product((Mask.FULL, Mask(documents=True)), [(2, 6), (6, 4), (1, 3), (3, 1)]):
+        layouts = {Layout.CONTIGUOUS, Layout.STRIPED, Layout.ZIGZAG}
+        layouts -= {Layout.STRIPED} if mask.documents else set()
+        layouts -= {Layout.ZIGZAG} if rows[0] % 2 else set()
+        cases = [case for case in cases_on(grid(*size), [mask]) if case.mode == mode]
+        for case in draw([case for case in cases if case.layout in layouts], 1, 6):
+            case = replace(case, tokens=rows[0], tokens_kv=rows[1])
             assert faults_of(case) == [], case
 
 
