@@ -1,4 +1,4 @@
-"""Calls attention so that checkpoints around it do not recompute it."""
+"""Calls functions so that checkpoints around them do not recompute them."""
 
 import functools
 from collections.abc import Callable
@@ -14,22 +14,22 @@ from megatron_burst.recompute.recording import Recording
 from megatron_burst.transforms import uncompiled
 
 
-def keep(attention: Callable[..., Any], debug: bool = False) -> Callable[..., Any]:
-    """Wrap an attention function so that `torch.utils.checkpoint` does not recompute its results.
+def keep(function: Callable[..., Any], debug: bool = False) -> Callable[..., Any]:
+    """Wrap a function or module so that `torch.utils.checkpoint` does not recompute its results.
 
     In the first pass of a checkpoint, reentrant or not, everything that the function saves for its
-    backward is kept, except its inputs; with any flash attention that is (out, lse). Recomputation
-    reuses it: it runs no kernel and sends nothing. Outside checkpoints nothing changes. Kept
-    results serve one backward: with `retain_graph`, a reentrant checkpoint recomputes them in the
-    second one, and torch refuses a second one through a non-reentrant checkpoint. For
-    torch.compile it is one graph break.
+    backward is kept, except its inputs and a module's parameters; with any flash attention that is
+    (out, lse), of a linear layer its output. Recomputation reuses it: it runs no kernel and sends
+    nothing. Outside checkpoints nothing changes. Kept results serve one backward: with
+    `retain_graph`, a reentrant checkpoint recomputes them in the second one, and torch refuses a
+    second one through a non-reentrant checkpoint. For torch.compile it is one graph break.
 
         attend = keep(partial(F.scaled_dot_product_attention, is_causal=True))
         checkpoint(lambda x: layer(x, attend), x, use_reentrant=False)
 
     Args:
-        attention: takes tensors (by position, by name, or inside lists, tuples and dicts) and any
-            other arguments; returns a tensor or a tuple of tensors. Tensors that need a gradient
+        function: takes tensors (by position, by name, or inside lists, tuples and dicts) and any
+            other arguments; returns tensors, and None, in any nesting. Tensors that need a gradient
             and are created inside the checkpoint must be arguments, not part of its closure.
         debug: compare the inputs of recomputation with those of the first pass, bit by bit.
 
@@ -39,13 +39,14 @@ def keep(attention: Callable[..., Any], debug: bool = False) -> Callable[..., An
             result was modified in place (`out += x`), because the kept result is that tensor.
     """
     patch_checkpoints()
-    keeping = Keeping(debug=debug)
+    parameters = function.parameters if isinstance(function, torch.nn.Module) else tuple
 
-    @functools.wraps(attention, updated=())
-    def attend(*args, **options):
-        return call_kept(attention, args, options, keeping)
+    @functools.wraps(function, updated=())
+    def call(*args, **options):
+        keeping = Keeping(debug=debug, parameters=tuple(parameters()))
+        return call_kept(function, args, options, keeping)
 
-    return attend
+    return call
 
 
 @uncompiled

@@ -3,6 +3,7 @@
 Guards against results that are matched wrongly.
 """
 
+import gc
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import keep
 from megatron_burst.errors import BurstError
+from megatron_burst.recompute.recording import Recording
 from tests.recompute.layers import (
     LAYERS,
     REENTRANT,
@@ -177,3 +179,39 @@ def test_debug_mode_finds_recomputation_with_other_inputs():
 def test_refuses_recomputation_of_another_shape_always():
     with pytest.raises(BurstError, match="recomputation must make the same calls"):
         recompute_with_other(False, lambda x: x[:, :3])
+
+
+class Layer(torch.nn.Module):
+    """Two linear layers; counts calls of the first."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.up = torch.nn.Linear(6, 24, dtype=torch.float64)
+        self.down = torch.nn.Linear(24, 6, dtype=torch.float64)
+        self.calls = 0
+        self.up.register_forward_hook(self.count)
+
+    def count(self, *_):
+        self.calls += 1
+
+    def run(self, x, up):
+        return self.down(F.gelu(up(x)))
+
+
+@REENTRANT
+def test_a_module_is_called_once_and_its_parameters_are_no_part_of_what_is_kept(reentrant):
+    found = []
+    for kept in (False, True):
+        layer, x = Layer(), torch.linspace(-1, 1, 30, dtype=torch.float64).view(5, 6)
+        x.requires_grad_()
+        up = keep(layer.up) if kept else layer.up
+        out = checkpoint(layer.run, x, up, use_reentrant=reentrant)
+        if kept:
+            recordings = [each for each in gc.get_objects() if type(each) is Recording]
+            assert [each.num_bytes for each in recordings] == [5 * 24 * 8]
+            del recordings
+        out.square().sum().backward()
+        assert layer.calls == 2 - kept
+        found.append([x.grad, *(weight.grad for weight in layer.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
