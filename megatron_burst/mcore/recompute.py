@@ -22,7 +22,14 @@ from megatron_burst.mcore.args import global_args
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.plan_file import rates_of
 from megatron_burst.mcore.refusals import refuse
-from megatron_burst.recompute.budget import KeepChoice, KeepProblem, choose_keep, in_flight
+from megatron_burst.recompute.budget import (
+    KeepChoice,
+    KeepProblem,
+    ModuleCost,
+    choose_keep,
+    choose_modules,
+    in_flight,
+)
 from megatron_burst.recompute.keep import call_kept
 from megatron_burst.recompute.keeping import WHO, Frame, Keeping, Parcel, Resident, framed, running
 from megatron_burst.recompute.later import packer
@@ -100,15 +107,13 @@ def resolved(
     """
     if burst.keep != "auto" and burst.keep_layers is None:
         return burst
-    stage = stage_layers(config)
     if burst.keep == "auto":
-        heads = sum(get_mtp_num_layers_to_build(config, chunk) for chunk in _chunks(config))
-        problem = _problem(config, len(stage) + heads, query, value, half_saves)
-        with_them = sum(number in stage for number in range(1, heads + 1))
-        burst = _chosen(burst, problem, with_them)
+        layer_bytes = query.shape[:-1].numel() * _row_bytes(value.shape[-1], query.itemsize)
+        problem = _problem(config, layer_bytes, query.shape[0], half_saves)
+        burst = _chosen(burst, problem, _sharing(config))
     if burst.keep == "none" or burst.keep_layers is None:
         return burst
-    if keeps_layer(burst, config, layer_number):
+    if is_among(burst.keep_layers, config, layer_number):
         return replace(burst, keep_layers=None)
     return replace(
         burst, keep="none", keep_modules=(), keep_layers=None, keep_offload="none",
@@ -116,24 +121,78 @@ def resolved(
     )  # fmt: skip
 
 
-def keeps_layer(burst: BurstConfig, config: TransformerConfig, layer_number: int) -> bool:
-    """Whether a layer is among the first ones of its pipeline stage that keep."""
-    if burst.keep_layers is None:
-        return True
-    return layer_number in stage_layers(config)[: burst.keep_layers]
+def is_among(layers: int | None, config: TransformerConfig, layer_number: int) -> bool:
+    """Whether a layer is among so many first ones of its pipeline stage; None: all of them."""
+    return layers is None or layer_number in stage_layers(config)[:layers]
 
 
 def _problem(
-    config: TransformerConfig, layers: int, query: Tensor, value: Tensor, half_saves: float
+    config: TransformerConfig, layer_bytes: int, rows: int, half_saves: float
 ) -> KeepProblem:
-    """The inputs of the choice for a pipeline stage."""
-    rows = query.shape[:-1].numel()
-    layer_bytes = rows * (value.shape[-1] * query.itemsize + max(4, query.itemsize))
-    tokens = query.shape[0] * config.context_parallel_size
+    """The inputs of the choice for a pipeline stage.
+
+    Args:
+        config: the model's.
+        layer_bytes: out and lse of one layer and micro-batch.
+        rows: of one sequence on this rank.
+        half_saves: as of `resolved`.
+    """
     rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = config.virtual_pipeline_model_parallel_size or 1
     flying = in_flight(config.pipeline_model_parallel_size, rank, chunks)
+    layers = len(stage_layers(config)) + _mtp_layers(config)
+    tokens = rows * config.context_parallel_size
     return KeepProblem(layers, flying, layer_bytes, tokens, half_saves)
+
+
+def _row_bytes(dim: int, itemsize: int) -> int:
+    """Of attention's output and lse, in one row and head."""
+    return dim * itemsize + max(4, itemsize)
+
+
+def _mtp_layers(config: TransformerConfig) -> int:
+    return sum(get_mtp_num_layers_to_build(config, chunk) for chunk in _chunks(config))
+
+
+def _sharing(config: TransformerConfig) -> int:
+    """Number of multi-token prediction layers that keep like decoder layers of their number."""
+    stage = stage_layers(config)
+    return sum(number in stage for number in range(1, _mtp_layers(config) + 1))
+
+
+def modules_within(
+    burst: BurstConfig, config: TransformerConfig, shape: tuple[int, int], itemsize: int,
+    costs: tuple[ModuleCost, ...],
+) -> dict[str, int]:  # fmt: skip
+    """In how many of the stage's first layers "auto" keeps the output of each module.
+
+    Args:
+        burst: the model's.
+        config: the model's.
+        shape: rows and sequences of a micro-batch on this rank.
+        itemsize: of activations, in bytes.
+        costs: of each module that may be kept.
+    """
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    dim = config.v_head_dim if config.multi_latent_attention else config.kv_channels
+    layer_bytes = shape[0] * shape[1] * heads * _row_bytes(dim, itemsize)
+    problem = _problem(config, layer_bytes, shape[0], 0.0)
+    return _modules(problem, burst.keep_budget_gib, costs, _sharing(config))
+
+
+@lru_cache(maxsize=32)
+def _modules(
+    problem: KeepProblem, budget_gib: float, costs: tuple[ModuleCost, ...], with_them: int
+) -> dict[str, int]:
+    """The choice for a stage; made and logged once."""
+    chosen = choose_modules(problem, costs, budget_gib * 2**30)
+    if chosen:
+        words = ", ".join(f"{name} of {layers} layers" for name, layers in chosen.items())
+        _say_of_stage(f"{WHO}: with the rest of the budget: outputs of {words}")
+    return {
+        name: layers if layers == problem.layers else max(0, layers - with_them)
+        for name, layers in chosen.items()
+    }
 
 
 def _chosen(burst: BurstConfig, problem: KeepProblem, with_them: int) -> BurstConfig:
@@ -159,9 +218,15 @@ def _choose(problem: KeepProblem, burst: BurstConfig, host_bytes: int) -> KeepCh
     rates = rates_of(global_args() or Namespace())
     choice = choose_keep(problem, burst.keep_budget_gib * 2**30, host_bytes, rates)
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
-        say(f"{WHO}: pipeline stage {stage}: {choice}")
+    _say_of_stage(f"{WHO}: pipeline stage {stage}: {choice}")
     return choice
+
+
+def _say_of_stage(sentence: str) -> None:
+    """Log it on the first rank of a pipeline stage."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
+        say(sentence)
 
 
 def _host_bytes(burst: BurstConfig) -> int:

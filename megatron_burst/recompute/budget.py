@@ -1,5 +1,6 @@
-"""What of attention's results to keep within a budget."""
+"""What to keep within a budget: attention's results, then outputs of other modules."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_burst.rates import Rates
@@ -19,6 +20,15 @@ class KeepProblem:
     tokens: int  # of the whole sequence
     # share of its recomputation that a layer saves by keeping half of the rows; 0: none can
     half_saves: float = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCost:
+    """What keeping a module's output takes and saves, in one layer and micro-batch."""
+
+    name: str
+    num_bytes: int
+    flops: int  # of its recomputation
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,22 @@ def choose_keep(
     if problem.half_saves * half > whole:
         return KeepChoice("half", half, False, figures)
     return KeepChoice("all" if whole else "none", whole, False, figures)
+
+
+def choose_modules(
+    problem: KeepProblem, modules: Iterable[ModuleCost], budget_bytes: float
+) -> dict[str, int]:
+    """In how many layers to keep each module's output, with what attention's results leave of a
+    budget: those first that save most time per byte."""
+    spare = budget_bytes - problem.layer_bytes * problem.in_flight * problem.layers
+    chosen = {}
+    for each in sorted(modules, key=lambda module: -module.flops / module.num_bytes):
+        per_layer = each.num_bytes * problem.in_flight
+        layers = min(problem.layers, int(max(spare, 0) // per_layer))
+        if layers:
+            chosen[each.name] = layers
+            spare -= layers * per_layer
+    return chosen
 
 
 def hides_copy(tokens: int, rates: Rates = _USUAL) -> bool:

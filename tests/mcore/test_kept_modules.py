@@ -4,6 +4,7 @@ Every gradient of two steps is bitwise that of full recomputation. Guards agains
 called again, and against those that are not although backward reads what follows them.
 """
 
+import gc
 from collections import Counter
 from dataclasses import dataclass, field
 from unittest import mock
@@ -138,6 +139,48 @@ def tensor_parallel():
     return run_ranks(compare, 2, TP, ["dense", "two layers a checkpoint", "experts"])
 
 
+def within_budgets(rank: int, parallel: Parallel, names: list[str]) -> dict:
+    """By case and share of what all modules take: the first layers that keep each module; bytes
+    that recordings of modules have, and those that were counted; parameters whose gradients
+    differ."""
+    from megatron_burst.mcore import patches, recompute
+    from megatron_burst.recompute.recording import Recording
+
+    gpt.start(parallel)
+    counted, chosen, found = [], [], {}
+
+    def modules_within(*args):
+        counted.append(args)
+        chosen.append(recompute.modules_within(*args))
+        return chosen[-1]
+
+    for name in names:
+        case, budget = CASES[name], 1.0
+        truth, _ = two_steps(case, parallel, BurstConfig())
+        for share in (1.0, 0.5, 0.0):
+            burst = BurstConfig(keep="auto", keep_budget_gib=budget, keep_host_gib=1e-6)
+            patches.switch_on_keep(burst)
+            with mock.patch("megatron_burst.mcore.kept_modules.modules_within", modules_within):
+                got, _ = two_steps(case, parallel, burst)
+                config = config_of(parallel, case.model, **(FULL_RECOMPUTE | case.options))
+                config.burst = burst
+                model, batch = gpt.build(config, spec_of(case)), gpt.whole_batch()
+                logits = model(batch["tokens"], batch["position_ids"], attention_mask=None)
+            gc.collect()
+            kept = [each for each in gc.get_objects() if type(each) is Recording]
+            num_bytes = sum(each.num_bytes for each in kept)
+            del logits, model, kept
+            (_, _, (rows, batch), itemsize, costs), layers = counted[-1], chosen[-1]
+            heads = config.num_attention_heads // parallel.tp
+            told = 2 * rows * batch * heads * (16 + 1) * itemsize
+            wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
+            of_modules = sum(each.num_bytes * layers.get(each.name, 0) for each in costs)
+            found[name, share] = layers, num_bytes, of_modules, wrong
+            rest = sum(2 * each.num_bytes for each in costs)
+            budget = (told + (0.5 * rest if share == 1.0 else 1)) / 2**30
+    return found
+
+
 def check(results, name):
     case = CASES[name]
     for wrong, plain, kept in (found[name] for found in results):
@@ -163,6 +206,21 @@ def test_gradients_are_bitwise_those_of_full_recomputation(one_rank, name):
 @pytest.mark.parametrize("name", ["dense", "two layers a checkpoint", "experts"])
 def test_so_they_are_with_tensor_parallelism(tensor_parallel, name):
     check(tensor_parallel, name)
+
+
+AUTO = {"one rank": (1, Parallel(), ["dense", "latent", "experts"]), "TP": (2, TP, ["dense"])}
+
+
+@pytest.mark.parametrize("where", AUTO)
+def test_auto_keeps_modules_within_its_budget_and_counts_their_bytes(where):
+    world, parallel, names = AUTO[where]
+    for found in run_ranks(within_budgets, world, parallel, names):
+        for (name, share), (layers, kept, counted, wrong) in found.items():
+            assert not wrong
+            alone = found[name, 0.0][1]  # with attention's results alone
+            assert kept - alone == counted, (name, share, layers)
+            some, most = sum(layers.values()), 2 * len(CASES[name].modules)
+            assert some == most if share == 1.0 else 0 < some < most if share else some == 0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.rates import Rates
-from megatron_burst.recompute.budget import KeepProblem, choose_keep, hides_copy, in_flight
+from megatron_burst.recompute.budget import (
+    KeepProblem,
+    ModuleCost,
+    choose_keep,
+    choose_modules,
+    hides_copy,
+    in_flight,
+)
 
 GIB = 1 << 30
 problems = st.builds(
@@ -86,3 +93,29 @@ def test_micro_batches_in_flight_are_those_of_megatrons_schedules():
     assert in_flight(1, 0) == 1
     # interleaved, v=2: warm-up of 2(P-p-1) + P chunks of half a stage, and the running one
     assert [in_flight(4, rank, 2) for rank in range(4)] == [5.5, 4.5, 3.5, 2.5]
+
+
+QKV, PROJ, FC1 = (
+    ModuleCost(name, gib * GIB, flops)
+    for name, gib, flops in (("qkv", 2, 50), ("proj", 1, 40), ("fc1", 4, 140))
+)
+COSTS = QKV, PROJ, FC1
+
+
+@pytest.mark.parametrize(
+    ("budget", "chosen"),
+    [
+        (0, {}), (4, {}), (5, {"proj": 1}), (6, {"proj": 2}), (8, {"proj": 4}),
+        (15, {"proj": 4, "fc1": 1, "qkv": 1}), (26, {"proj": 4, "fc1": 4, "qkv": 1}),
+        (32, {"proj": 4, "fc1": 4, "qkv": 4}), (100, {"proj": 4, "fc1": 4, "qkv": 4}),
+    ],
+)  # fmt: skip
+def test_modules_share_what_attention_leaves_by_seconds_per_byte(budget, chosen):
+    """Four layers of 1 GiB of attention's results; the product of most FLOPs per byte first."""
+    problem = KeepProblem(layers=4, in_flight=1, layer_bytes=GIB, tokens=4096)
+    assert choose_modules(problem, COSTS, budget * GIB) == chosen
+
+
+def test_modules_are_counted_for_all_micro_batches_in_flight():
+    problem = KeepProblem(layers=4, in_flight=2.5, layer_bytes=GIB, tokens=4096)
+    assert choose_modules(problem, [PROJ], 14 * GIB) == {"proj": 1}
