@@ -22,6 +22,31 @@ def parts_of(slices: np.ndarray, q: Places, keys: Places) -> np.ndarray:
     return parts[np.lexsort((parts[:, 2], parts[:, 0]))]
 
 
+def meeting_chunks(slices: np.ndarray, edges: np.ndarray, count: int) -> np.ndarray:
+    """Whether any query of each chunk sees any key of each: bool [count, count].
+
+    Args:
+        slices: int64 [slices, 5].
+        edges: positions where chunks begin, in turns of `count`, and where the last one ends.
+        count: of chunks.
+    """
+    edges, bands = np.unique(edges), trimmed(_bands(slices))  # documents may be empty
+    first = np.searchsorted(edges, bands[:, 0], side="right") - 1
+    counts = np.searchsorted(edges, bands[:, 1]) - first
+    rows = np.repeat(bands, counts, axis=0)
+    at = np.arange(len(rows)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+    rows[:, 0] = np.maximum(rows[:, 0], edges[at])
+    rows[:, 1] = np.minimum(rows[:, 1], edges[at + 1])
+    rows = trimmed(rows)  # each within one chunk of queries
+    of_q, begin = (np.searchsorted(edges, rows[:, n], side="right") - 1 for n in (0, 2))
+    turns = np.minimum(np.searchsorted(edges, rows[:, 3]) - begin, count)
+    steps = np.zeros((count, 2 * count + 1), dtype=np.int64)
+    np.add.at(steps, (of_q % count, begin % count), 1)
+    np.add.at(steps, (of_q % count, begin % count + turns), -1)
+    seen = steps.cumsum(1)[:, :-1] > 0
+    return seen[:, :count] | seen[:, count:]
+
+
 class _Rows:
     """Ranges of positions, adjacent ones joined, and the row where each begins."""
 
