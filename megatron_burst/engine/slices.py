@@ -20,7 +20,7 @@ from megatron_burst.engine.documents import Documents, documents_of, doubt_end
 from megatron_burst.engine.sample import Sample, identity
 from megatron_burst.engine.slice_calls import Calls
 from megatron_burst.engine.slice_checks import need_of_pairs, need_of_tensor, work_of_ranks
-from megatron_burst.engine.slice_parts import meeting_chunks, parts_of
+from megatron_burst.engine.slice_parts import Bands
 from megatron_burst.errors import require
 from megatron_burst.kernels.backends import Backend
 from megatron_burst.kernels.parts import Parts
@@ -88,6 +88,7 @@ class Slices:
         self.known = {"slices": _told(slices)}
         self.known |= dict(documents.known or {}) if documents else {}
         self._slices, self._device, self._documents = slices, device, documents
+        self._bands = Bands(slices)
         self._found: dict[tuple, Visible | Calls] = {}
         self._met: dict[Between, bool] = {}
         if documents is not None:
@@ -135,7 +136,7 @@ class Slices:
         count = len(chunks_held(layout, 0, cp_size)) * cp_size
         edges = np.array(starts, dtype=np.int64)
         within = edges[:-1, None] + np.diff(edges)[:, None] // count * np.arange(count)
-        return meeting_chunks(self._slices, np.append(within, edges[-1]), count)
+        return self._bands.chunks(np.append(within, edges[-1]), count)
 
     def visible(
         self, band: Band, places: tuple[Places, Places] | Runs, unit: int, run: Backend
@@ -146,7 +147,7 @@ class Slices:
         key = (places if isinstance(places, Runs) else (*places, unit)), native
         if key not in self._found:
             q, keys = (self._places(side, unit) for side in _sides(places))
-            parts = Parts(parts_of(self._slices, q, keys))
+            parts = Parts(self._bands.parts(q, keys))
             calls = Calls(parts, self._device, together=self._batch == 1)
             self._found[key] = Visible(parts=parts) if native else calls
         return self._found[key]
