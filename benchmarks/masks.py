@@ -1,6 +1,7 @@
 """Masks on one GPU: sinks beside the same call without, slices and trees beside a causal sequence.
 
 python benchmarks/masks.py OUT.csv --seq 64K --heads 32/8
+TINY=1 python benchmarks/masks.py OUT.csv     small sizes, to see that it runs; on a CPU too
 
 Each mask and what it stands beside are one call of `burst_attention` on one rank, in turns. The
 ratio is of speeds on the (query, key) pairs that the mask leaves: at 1 a mask costs what its pairs
@@ -32,6 +33,7 @@ from megatron_burst.tools.terminal import in_one_sentence
 from megatron_burst.tools.units import whole_number
 
 _WHO, _TURNS = "benchmarks/masks.py", 7
+_TINY = 512, (2, 1), 8, 2  # tokens, heads, their dimension, turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,12 +167,17 @@ def main(
     dim: Annotated[int, typer.Option(help="of a head")] = 128,
     only: Annotated[str, typer.Option(help="words that a mask's name must have one of")] = "",
     backend: Annotated[str, typer.Option(help="the kernel")] = "auto",
+    tiny: Annotated[
+        bool, typer.Option("--tiny", envvar="TINY", help="small sizes, to try this out")
+    ] = False,
 ) -> None:
     """Measure forward and backward of each mask, in turns with what it stands beside."""
     with in_one_sentence():
         check_appendable(out, MASKS_CSV, "OUT")
         tokens = whole_number(seq, "--seq", _WHO)
-    heads_q, heads_kv = map(int, heads.split("/"))
+    (heads_q, heads_kv), turns = map(int, heads.split("/")), _TURNS
+    if tiny:
+        tokens, (heads_q, heads_kv), dim, turns = _TINY
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     tensors, config = tensors_of(tokens, (heads_q, heads_kv), dim, device, dtype), BurstConfig(
@@ -183,7 +190,7 @@ def main(
         both = [runs_of(one, tensors, config) for one in (case, other)]
         for pass_, products in (("fwd", 4), ("bwd", 10)):
             times: list[list[float]] = [[], []]
-            for turn in range(_TURNS + 2):
+            for turn in range(turns + 2):
                 for which in (0, 1)[:: -1 if turn % 2 else 1]:
                     times[which].append(timed_ms(both[which][pass_], device))
             kept = [some[2:] for some in times]  # the first two compile, warm up

@@ -13,7 +13,8 @@ from megatron_burst.config import legal_tunings, parse_tunings
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.refusals import refuse
 from megatron_burst.tools.main import app
-from tests.schedule.support import kernel_table, table
+from tests import refused
+from tests.masks import table
 
 ROOT = Path(__file__).parents[1]
 FLAGS = (ROOT / "docs" / "reference" / "flags.md").read_text()
@@ -102,9 +103,17 @@ def test_every_tuning_is_in_its_document():
     assert [row.replace("\\", "") for row in rows] == legal_tunings().split(", ")
 
 
-def test_the_tables_of_masks_are_what_modes_check_and_kernels_say():
+def test_the_table_of_masks_is_what_modes_check_and_kernels_say():
     text = (ROOT / "docs" / "masks.md").read_text()
-    assert table() in text and kernel_table() in text
+    assert table() in text
+
+
+@pytest.mark.parametrize("name", refused.REFUSED)
+def test_attention_that_is_refused_is_so_in_the_words_of_its_table(name):
+    text = (ROOT / "docs" / "models.md").read_text()
+    said = refused.sentence(refused.REFUSED[name])
+    assert f"| {name} | {said} |" in text and "; got " in said and ", because " in said
+    assert text.count(refused.table()) == 1  # and no row of something else
 
 
 PAPERS = ROOT / "docs" / "concepts" / "papers.md"

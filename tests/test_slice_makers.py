@@ -134,8 +134,9 @@ def in_paths(paths, tokens):
 
 
 def test_trees_of_others():
-    """Megatron-LM #7387's: an inner branch, its child, a sibling. AReaL's: a third sequence
-    continues the first one behind the second. verl's rectangles."""
+    """Megatron-LM #7387's, with the segments of that draft's own test: an inner branch, its child,
+    a sibling. AReaL's: a third sequence continues the first one behind the second. verl's
+    rectangles."""
     made = slices.tree((48, 32, 16, 32), (-1, 0, 1, 0), (0, 48, 80, 96))
     paths = [[*range(96)], [*range(48), *range(96, 128)]]
     assert torch.equal(seen_by_slices(made.tolist(), 128), in_paths(paths, 128))
@@ -153,6 +154,45 @@ def test_trees_of_others():
     paths = [[*range(6)], [*range(4), *range(6, 9)]]
     assert torch.equal(seen_by_slices(made.tolist(), 9), in_paths(paths, 9))
     assert slices.of_ranges([(0, 2)], [(1, 3)], [3]).tolist() == [[0, 2, 1, 3, 3]]
+
+
+SAMPLES = ([7, 1, 2, 0], [7, 1, 2, 5, 5, 1], [7, 1], [7, 3, 3], [7, 1, 2, 5, 4])
+# what verl's draft #6689 (7aeb42a: build_tree_dynamic, build_layout_from_tree_node) packs of them:
+# nodes breadth first, each seen by itself and all below; tokens and positions
+VERLS_NODES = ((0, 1), (1, 2), (2, 4), (4, 5), (5, 6), (6, 7), (7, 8), (8, 10))
+VERLS_BELOW = ((1, 2, 3, 4, 5, 6, 7), (3, 4, 5, 6, 7), (), (4, 5, 6, 7), (), (6, 7), (), ())
+VERLS = (7, 1, 3, 3, 2, 0, 5, 4, 5, 1), (0, 1, 1, 2, 2, 3, 3, 4, 4, 5)
+# and AReaL (4aef98d, areal/models/tree_attn/tree.py: _compress_trie, trie_to_parent_array): first
+# and last token and ancestors of each node, in the order of its list; each token's parent
+AREALS_NODES = ((0, 0, ()), (1, 1, (0,)), (2, 2, (0, 1)), (3, 3, (0, 1, 2)), (4, 4, (0, 1, 2)),
+                (9, 9, (0, 1, 2, 4)), (5, 6, (0, 1, 2, 4)), (7, 8, (0,)))  # fmt: skip
+AREALS_PARENTS = (-1, 0, 1, 2, 2, 4, 5, 0, 7, 4)
+
+
+def test_trees_that_others_packed():
+    """Facts of what their code made; tests/integrations runs the code itself."""
+    ranges = []
+    for node, below in zip(VERLS_NODES, VERLS_BELOW, strict=True):
+        ranges.append((node, node, "causal"))
+        ranges += [(VERLS_NODES[n], node, "full") for n in below]
+    made = slices.of_ranges(*zip(*ranges, strict=True))
+    tokens, places = map(torch.tensor, VERLS)
+    seen = seen_by_slices(made.tolist(), len(tokens))
+    keys = [row.nonzero().flatten() for row in seen]
+    spelt = [tuple(tokens[some[places[some].argsort()]].tolist()) for some in keys]
+    assert sorted(spelt) == sorted({tuple(s[:n]) for s in SAMPLES for n in range(1, len(s) + 1)})
+    assert places.tolist() == [len(some) - 1 for some in spelt]
+
+    nodes: list[SimpleNamespace] = []
+    for start, end, _ in AREALS_NODES:
+        nodes.append(SimpleNamespace(start_idx=start, end_idx=end))
+    for node, (*_, above) in zip(nodes, AREALS_NODES, strict=True):
+        node.ancestors = [nodes[n] for n in above]
+    made = slices.of_trie(SimpleNamespace(nodes=nodes))
+    wanted = torch.eye(len(AREALS_PARENTS), dtype=torch.bool)
+    for token, parent in enumerate(AREALS_PARENTS):  # parents come first
+        wanted[token] |= wanted[parent] & (parent >= 0)
+    assert torch.equal(seen_by_slices(made.tolist(), len(wanted)), wanted)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from megatron_burst.errors import require
 from megatron_burst.kernels.backends import Backend
 from megatron_burst.kernels.visible import Segments, Visible
 from megatron_burst.say import say_once
+from megatron_burst.schedule.chunks import Between
 from megatron_burst.schedule.layout import Layout, Numbers, Runs, chunks_of, places_of_chunks
 from megatron_burst.schedule.mask import Band, Places, in_rows
 
@@ -141,6 +142,11 @@ class Documents:
             self._branches[call] = self._tree.branches(*places, self._starts.device)
         return self._branches[call]
 
+    def meet(self, between: Between) -> bool:
+        """Whether some queries see some keys: not decided, because that is not known of boundaries
+        on a GPU."""
+        return True
+
     def visible(
         self, band: Band, places: tuple[Places, Places] | Runs, unit: int, run: Backend
     ) -> Visible:
@@ -242,9 +248,13 @@ class Documents:
 
     def places_of(self, numbers: Numbers) -> Places:
         """The positions of the rows of some chunks; waits for boundaries that are on a GPU."""
+        return places_of_chunks(self.starts, numbers, self._cp_size)
+
+    @property
+    def starts(self) -> list[int]:
+        """Where documents begin and the last one ends, padding included; waits like `places_of`."""
         self.checked()
-        starts = next(x for x in reversed(self._host) if x is not None)
-        return places_of_chunks(starts.tolist(), numbers, self._cp_size)
+        return next(x for x in reversed(self._host) if x is not None).tolist()
 
     def _rows_of(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """For each row of `count` chunks of every document: the rows that one chunk of each earlier

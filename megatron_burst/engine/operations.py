@@ -382,20 +382,49 @@ def stand_in(binder: Binder, op: ops.StandIn) -> Bound:
 
 
 def transfer(binder: Binder, op: ops.Transfer) -> Bound:
-    recvs = [(take.peer, raw(binder, take.rows)) for take in op.takes]
+    """What no rank needs is not sent. There the receiver has zeros: gradients that are zero, or
+    rows that nobody reads, but a kernel may multiply by a weight of 0."""
+    targets = [raw(binder, take.rows) for take in op.takes]
     if op.slot is not None:
-        return _exchange(binder, op, [of for _, of in recvs])
-    sends = [(give.peer, raw(binder, give.rows)) for give in op.gives]
+        return _exchange(binder, op, targets)
+    sources = [raw(binder, give.rows) for give in op.gives]
 
     def bound(run: Run) -> UnderWay:
-        given = [(peer, of(run)) for peer, of in sends]
-        taken = [(peer, of(run)) for peer, of in recvs]
+        gives, takes = _needed(run, op.gives, sources), _needed(run, op.takes, targets)
+        given = [(give.peer, of(run)) for give, of in gives]
+        taken = [(take.peer, of(run)) for take, of in takes]
         if run.failure:
             for _, rows in given:
                 rows.fill_(_NAN)
+        if len(taken) < len(targets):
+            _clear_rest(run, targets, takes)
+        if not (given or taken):
+            return run.queues.mark()
         return run.executor.carrier.send(op.link, op.cargo, given, taken)
 
     return bound
+
+
+def _needed[T: (ops.Give, ops.Take)](
+    run: Run, ends: Sequence[T], rows: Sequence[Source]
+) -> list[tuple[T, Source]]:
+    """Those of the ends of a transfer that some rank needs, each with its rows. All ranks find the
+    same from their slices."""
+    both = list(zip(ends, rows, strict=True))
+    if run.documents is None:
+        return both
+    meet = run.documents.meet
+    return [(end, of) for end, of in both if end.between is None or meet(end.between)]
+
+
+def _clear_rest(
+    run: Run, targets: Sequence[Source], taken: Sequence[tuple[ops.Take, Source]]
+) -> None:
+    """Zero what is not received, on the transfer's own queue."""
+    received = {id(of) for _, of in taken}
+    for of in targets:
+        if id(of) not in received:
+            of(run).zero_()
 
 
 def _exchange(binder: Binder, op: ops.Transfer, targets: Sequence[Source]) -> Bound:
@@ -403,18 +432,27 @@ def _exchange(binder: Binder, op: ops.Transfer, targets: Sequence[Source]) -> Bo
     buffer, slot = binder.program.buffers[op.slot.buffer], raw(binder, op.slot)
     use, number = buffer.use, buffer.number
 
-    def made(run: Run):
-        gives = [(give.peer, give.rows.rows.times(run.unit).slice) for give in op.gives]
-        takes = [(take.peer, take.theirs.rows.times(run.unit).slice) for take in op.takes]
-        return run.slots[use].ends(number, slot(run), gives, takes)
+    def made(run: Run, gives: Sequence[ops.Give], takes: Sequence[ops.Take]):
+        given = [(give.peer, give.rows.rows.times(run.unit).slice) for give in gives]
+        taken = [(take.peer, take.theirs.rows.times(run.unit).slice) for take in takes]
+        return run.slots[use].ends(number, slot(run), given, taken)
 
-    ends = kept(binder, object(), buffer, made)
+    every = kept(binder, object(), buffer, lambda run: made(run, op.gives, op.takes))
 
     def bound(run: Run) -> UnderWay:
-        into = [of(run) for of in targets]
+        takes = _needed(run, op.takes, targets)
+        gives = [give for give, _ in _needed(run, op.gives, [slot] * len(op.gives))]
+        all_are = len(gives) == len(op.gives) and len(takes) == len(op.takes)
+        ends = every(run) if all_are else made(run, gives, [take for take, _ in takes])
         if run.failure:
             slot(run).fill_(_NAN)
-        return run.slots[use].exchange(number, ends(run), into, run.queues)
+        if len(takes) < len(targets):
+            _clear_rest(run, targets, takes)
+        some, done = gives or takes, None
+        if some or op.pulled:  # whose barrier others await
+            into = [of(run) for _, of in takes]
+            done = run.slots[use].exchange(number, ends, into, run.queues)
+        return done if some else run.queues.mark()
 
     return bound
 

@@ -169,7 +169,8 @@ def _groups(parts: np.ndarray, together: bool) -> Iterator[np.ndarray]:
         if (one[1:, [0, 2]] >= one[:-1, [1, 3]]).all():
             yield one
         else:
-            yield from (one[group] for group in _behind(one.tolist()))
+            for first, *others in _behind(one.tolist()):  # views are cheaper than copies
+                yield one[[first, *others]] if others else one[first : first + 1]
 
 
 def _behind(parts: Sequence[Sequence[int]]) -> Iterator[list[int]]:

@@ -8,18 +8,62 @@ from megatron_burst.schedule.mask import Places
 CAUSAL, INVERSE = 1, 2  # bits of a slice's kind
 
 
-def parts_of(slices: np.ndarray, q: Places, keys: Places) -> np.ndarray:
-    """The parts of a tile that slices make, as of `Parts`, by first row and first key.
+class Bands:
+    """The slices of a sample as parts of its score matrix, and what tiles and chunks see of them.
+
+    The tiles of a rank have the same queries, or few of them, so what follows from these is kept.
 
     Args:
         slices: int64 [slices, 5].
-        q: positions of its queries, ascending.
-        keys: the same of its keys.
     """
-    parts = _in_rows(_bands(slices), _Rows(q), _Rows(keys))
-    for axis in (0, 1):  # adjacent rows of the same keys, then adjacent keys of the same rows
-        parts = _joined(parts, axis)
-    return parts[np.lexsort((parts[:, 2], parts[:, 0]))]
+
+    def __init__(self, slices: np.ndarray) -> None:
+        q_start, q_stop, k_start, k_stop, kind = slices.T
+        low = np.where(kind & INVERSE, k_start - q_start, -FAR)  # without a bound it is far
+        high = np.where(kind & CAUSAL, k_stop - q_stop, FAR)
+        self._table = np.stack((q_start, q_stop, k_start, k_stop, low, high), 1)
+        self._of_q: dict[Places, tuple[np.ndarray, np.ndarray]] = {}
+
+    def parts(self, q: Places, keys: Places) -> np.ndarray:
+        """The parts of a tile, as of `Parts`, by first row and first key.
+
+        Args:
+            q: positions of its queries, ascending.
+            keys: the same of its keys.
+        """
+        if q not in self._of_q:
+            self._of_q[q] = _in_queries(self._table, _Rows(q))
+        parts = _in_keys(*self._of_q[q], _Rows(keys))
+        for axis in (0, 1):  # adjacent rows of the same keys, then adjacent keys of the same rows
+            parts = _joined(parts, axis)
+        return parts[np.lexsort((parts[:, 2], parts[:, 0]))]
+
+    def chunks(self, q: np.ndarray, keys: np.ndarray, count: int) -> np.ndarray:
+        """Whether any query of each chunk sees any key of each: bool [count, count].
+
+        Args:
+            q: positions where chunks of queries begin, in turns of `count`, and where the last one
+                ends.
+            keys: the same of keys.
+            count: of chunks.
+        """
+        edges, keys = np.unique(q), np.unique(keys)  # documents may be empty
+        bands = trimmed(self._table)
+        first = np.searchsorted(edges, bands[:, 0], side="right") - 1
+        counts = np.searchsorted(edges, bands[:, 1]) - first
+        rows = np.repeat(bands, counts, axis=0)
+        at = np.arange(len(rows)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        rows[:, 0] = np.maximum(rows[:, 0], edges[at])
+        rows[:, 1] = np.minimum(rows[:, 1], edges[at + 1])
+        rows = trimmed(rows)  # each within one chunk of queries
+        of_q = np.searchsorted(edges, rows[:, 0], side="right") - 1
+        begin = np.searchsorted(keys, rows[:, 2], side="right") - 1
+        turns = np.minimum(np.searchsorted(keys, rows[:, 3]) - begin, count)
+        steps = np.zeros((count, 2 * count + 1), dtype=np.int64)
+        np.add.at(steps, (of_q % count, begin % count), 1)
+        np.add.at(steps, (of_q % count, begin % count + turns), -1)
+        seen = steps.cumsum(1)[:, :-1] > 0
+        return seen[:, :count] | seen[:, count:]
 
 
 class _Rows:
@@ -40,6 +84,10 @@ class _Rows:
         within = np.maximum(position, self.starts[place])
         return self.rows[place] + np.minimum(within, self.stops[place]) - self.starts[place]
 
+    def moved(self, at: np.ndarray) -> np.ndarray:
+        """From the positions of these ranges to their rows: [ranges, 1]."""
+        return (self.rows[at] - self.starts[at])[:, None]
+
     def each(self, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(index of a span, index of a range) for each range that has any of a span's positions."""
         first = np.searchsorted(self.stops, begin, side="right")
@@ -48,37 +96,33 @@ class _Rows:
         return index, np.arange(len(index)) + (first - np.cumsum(counts) + counts)[index]
 
 
-def _bands(slices: np.ndarray) -> np.ndarray:
-    """Slices as parts of the whole sample's score matrix; without a bound, low or high is far."""
-    q_start, q_stop, k_start, k_stop, kind = slices.T
-    low = np.where(kind & INVERSE, k_start - q_start, -FAR)
-    high = np.where(kind & CAUSAL, k_stop - q_stop, FAR)
-    return np.stack((q_start, q_stop, k_start, k_stop, low, high), 1)
-
-
-def _in_rows(bands: np.ndarray, q: _Rows, keys: _Rows) -> np.ndarray:
-    """Parts of the sample as parts of a tile.
+def _in_queries(bands: np.ndarray, q: _Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Parts of the sample in the query rows of a tile: without bounds, and with some.
 
     Rows that follow each other may be far from each other in the sample. That moves only a band's
     bounds, so only a part that has some is cut where ranges end.
     """
     plain = (bands[:, 4] == -FAR) & (bands[:, 5] == FAR)
-    whole, rest = bands[plain].copy(), bands[~plain]
-    whole[:, :2], whole[:, 2:4] = q.before(whole[:, :2]), keys.before(whole[:, 2:4])
-    if len(rest):
-        index, at_q = q.each(rest[:, 0], rest[:, 1])
-        rest = rest[index]
-        _cut(rest, 0, q, at_q)
-        rest = trimmed(rest)
-        at_q = np.searchsorted(q.stops, rest[:, 0], side="right")
-        index, at_keys = keys.each(rest[:, 2], rest[:, 3])
-        rest, at_q = rest[index], at_q[index]
-        _cut(rest, 2, keys, at_keys)
-        by_q, by_keys = (side.rows[at] - side.starts[at]
-                         for side, at in ((q, at_q), (keys, at_keys)))  # fmt: skip
-        rest[:, :2] += by_q[:, None]
-        rest[:, 2:4] += by_keys[:, None]
-        rest[:, 4:] += (by_keys - by_q)[:, None]
+    whole, rest = bands[plain], bands[~plain]
+    whole[:, :2] = q.before(whole[:, :2])
+    index, at = q.each(rest[:, 0], rest[:, 1])
+    rest = rest[index]
+    _cut(rest, 0, q, at)
+    rest = trimmed(rest)
+    by = q.moved(np.searchsorted(q.stops, rest[:, 0], side="right"))
+    rest[:, :2] += by
+    rest[:, 4:] -= by
+    return whole[whole[:, 0] < whole[:, 1]], rest
+
+
+def _in_keys(whole: np.ndarray, rest: np.ndarray, keys: _Rows) -> np.ndarray:
+    """The same in the key rows of the tile."""
+    whole = whole.copy()
+    whole[:, 2:4] = keys.before(whole[:, 2:4])
+    index, at = keys.each(rest[:, 2], rest[:, 3])
+    rest = rest[index]
+    _cut(rest, 2, keys, at)
+    rest[:, 2:] += keys.moved(at)
     return trimmed(np.concatenate((whole, rest)))
 
 

@@ -6,6 +6,7 @@ causal, in which the first query is level with the first key and sees all keys f
 both. So each query sees an interval of a slice's keys.
 """
 
+from functools import cached_property
 from hashlib import blake2b
 
 import numpy as np
@@ -19,13 +20,14 @@ from megatron_burst.engine.documents import Documents, documents_of, doubt_end
 from megatron_burst.engine.sample import Sample, identity
 from megatron_burst.engine.slice_calls import Calls
 from megatron_burst.engine.slice_checks import need_of_pairs, need_of_tensor, work_of_ranks
-from megatron_burst.engine.slice_parts import parts_of
+from megatron_burst.engine.slice_parts import Bands
 from megatron_burst.errors import require
 from megatron_burst.kernels.backends import Backend
 from megatron_burst.kernels.parts import Parts
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.say import say
-from megatron_burst.schedule.layout import Layout, Numbers, Runs
+from megatron_burst.schedule.chunks import Between
+from megatron_burst.schedule.layout import Layout, Numbers, Runs, chunks_held
 from megatron_burst.schedule.mask import SLICES, Band, Places, in_rows
 
 _WHO = "burst attention"
@@ -86,27 +88,34 @@ class Slices:
         require(_WHO, need_of_tensor(sample.slices))
         slices = sample.slices.numpy().astype(np.int64)
         self._tokens, self._shards = sizes[0] * sizes[1], (sizes[1], layout)
-        require(_WHO, need_of_pairs(slices, (self._tokens, sizes[3] * sizes[1]), causal))
+        self._keys = sizes[3] * sizes[1]
+        require(_WHO, need_of_pairs(slices, (self._tokens, self._keys), causal))
         self._batch = sizes[2]
         doubt_end("slices", int(slices[:, 1].max()), self._tokens, sizes[1])
         self.known = {"slices": _told(slices)}
         self.known |= dict(documents.known or {}) if documents else {}
         self._slices, self._device, self._documents = slices, device, documents
+        self._bands = Bands(slices)
         self._found: dict[tuple, Visible | Calls] = {}
+        self._met: dict[Between, bool] = {}
         if documents is not None:
             self.arranged, self.restored = documents.arranged, documents.restored
 
     @property
     def balance(self) -> str:
-        """How evenly ranks share the work of a sample sharded as a whole, in words."""
+        """How evenly ranks share the work of a sample sharded as a whole, and how many of the other
+        ranks' keys a rank needs, in words."""
         cp_size, layout = self._shards
         if layout not in (Layout.ZIGZAG, Layout.CONTIGUOUS) or cp_size == 1:
             return "each rank computes its own rows"
         work = work_of_ranks(torch.from_numpy(self._slices), cp_size, layout, self._tokens)
         ratio = max(work) * len(work) / sum(work)
+        held = [list(chunks_held(layout, rank, cp_size)) for rank in range(cp_size)]
+        needed = [np.delete(self._chunks[own].any(0), own) for own in held]
         return (
             f"the slowest rank computes {ratio:.2f} times the mean of (query, key) pairs; all the "
-            "same with an all-to-all (--burst-intra a2a)"
+            "same with an all-to-all (--burst-intra a2a); of the other ranks' keys a rank needs "
+            f"{np.mean(needed):.0%}, and a gather sends no others"
         )
 
     def checked(self) -> dict[str, str]:
@@ -117,6 +126,29 @@ class Slices:
         """What is seen in other kernel calls: nothing."""
         return ()
 
+    def meet(self, between: Between) -> bool:
+        """Whether any query of some chunks sees any key of some."""
+        found = self._met.get(between)
+        if found is None:
+            some = self._chunks[list(between.queries)][:, list(between.keys)]
+            found = self._met[between] = bool(some.any())
+        return found
+
+    @cached_property
+    def _chunks(self) -> np.ndarray:
+        """Which chunks of the sample, or of every document, meet: bool [of queries, of keys]."""
+        cp_size, layout = self._shards
+        count = len(chunks_held(layout, 0, cp_size)) * cp_size
+        whole: list = [[0, self._tokens], [0, self._keys]]
+        if self._documents is not None:
+            whole = [self._documents.starts] * 2
+        sides = []
+        for starts in whole:
+            edges = np.array(starts, dtype=np.int64)
+            within = edges[:-1, None] + np.diff(edges)[:, None] // count * np.arange(count)
+            sides.append(np.append(within, edges[-1]))
+        return self._bands.chunks(*sides, count)
+
     def visible(
         self, band: Band, places: tuple[Places, Places] | Runs, unit: int, run: Backend
     ) -> Visible | Calls:
@@ -126,7 +158,7 @@ class Slices:
         key = (places if isinstance(places, Runs) else (*places, unit)), native
         if key not in self._found:
             q, keys = (self._places(side, unit) for side in _sides(places))
-            parts = Parts(parts_of(self._slices, q, keys))
+            parts = Parts(self._bands.parts(q, keys))
             calls = Calls(parts, self._device, together=self._batch == 1)
             self._found[key] = Visible(parts=parts) if native else calls
         return self._found[key]

@@ -265,7 +265,12 @@ TABLE: tuple[Refusal, ...] = (
         "attention", "flash_attention_version", (), "it names a kernel of Megatron's own attention",
         "leave it out, or pass --burst-backend"),
     Refusal("attention", "experimental_attention_variant", ("gated_delta_net",),
-        "it selects keys instead of attending to all of them"),
+        "burst computes softmax attention over all keys that a mask shows, not over keys that "
+        "learned scores select (DSA), nor linear attention (KDA)",
+        _WITHOUT),
+    Refusal("attention", "attn_logit_softcapping", (0.0,),
+        "most of burst's kernels have no soft cap of the scores", _WITHOUT,
+        asked="softcapped scores"),
     Refusal("attention", "batch_invariant_mode", OFF, "it only works with Megatron's own kernels"),
     Refusal("attention", "transformer_impl", ("local", "transformer_engine"),
         "only local and transformer_engine have layers to train with",

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from megatron_burst.schedule.layout import Numbers, Runs, chunks_of
+from megatron_burst.schedule.layout import Numbers, Runs, chunks_held, chunks_of
 from megatron_burst.schedule.mask import Mask, Span, Tile
+from megatron_burst.schedule.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -80,3 +81,56 @@ def in_order(ranks: Iterable[int], cp_size: int) -> Numbers:
 def by_rank(ranks: Sequence[int], cp_size: int) -> tuple[Numbers, ...]:
     """The same, rank by rank."""
     return tuple(chunks_of(rank, cp_size) for rank in ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Queries and keys that some rows are sent for, in programs of documents, which slices run too.
+
+    They are the same for all samples. If none of these queries sees any of these keys, nobody reads
+    the rows, or they are gradients of zero. So a run whose ranks all know that leaves them out, and
+    the receiver has zeros.
+
+    Attributes:
+        queries: their chunks, as of `chunks_held`.
+        keys: their chunks.
+    """
+
+    queries: Numbers
+    keys: Numbers
+
+    @classmethod
+    def ranks(cls, spec: Spec, queries: Iterable[int], keys: Iterable[int]) -> "Between | None":
+        """Those of some ranks; None if the program knows which keys are seen."""
+        if not spec.mask.documents:
+            return None
+        size = spec.topology.cp_size
+        sides = (
+            tuple(sorted(n for rank in set(ranks) for n in chunks_held(spec.layout, rank, size)))
+            for ranks in (queries, keys)
+        )
+        return cls(*sides)
+
+    @classmethod
+    def visits(cls, spec: Spec, owners: Iterable[int], ranks: Iterable[int]) -> "Between | None":
+        """Of what circulates and belongs to some ranks, and of the ranks that it visits."""
+        return cls.ranks(spec, *((ranks, owners) if spec.keys_travel else (owners, ranks)))
+
+    @classmethod
+    def nodes(
+        cls, spec: Spec, away: int, distances: Iterable[int], whole: bool
+    ) -> "Between | None":
+        """Of what comes from another node, and of the nodes that it visits.
+
+        Args:
+            spec: of the program.
+            away: how many nodes away that node is.
+            distances: how many nodes away from it are those that it visits.
+            whole: whether it is of all ranks of the node, or of one.
+        """
+        topology = spec.topology
+        row, column = topology.coord(spec.cp_rank)
+        nodes = (topology.grid[(row - away + n) % topology.inter_size] for n in distances)
+        owners = topology.grid[(row - away) % topology.inter_size]
+        ranks = (rank for node in nodes for rank in node)
+        return cls.visits(spec, owners if whole else owners[column : column + 1], ranks)

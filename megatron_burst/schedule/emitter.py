@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_burst.schedule.chunks import Meeting
+from megatron_burst.schedule.chunks import Between, Meeting
 from megatron_burst.schedule.mask import Span, Tile, covers_its_rows, cut
 from megatron_burst.schedule.order import placed
 from megatron_burst.schedule.program import (
@@ -109,14 +109,20 @@ class Emitter:
                 )
             )
 
-    def hop(self, link: Link, cargo: Cargo, sends: Ref, brings: Ref, by: int = 1) -> None:
+    def hop(
+        self, link: Link, cargo: Cargo, sends: Ref, brings: Ref,
+        between: Sequence[Between | None], by: int = 1,
+    ) -> None:  # fmt: skip
         """Send to the rank that is `by` places on in the row, or column; the one as far behind
-        sends its buffer of the same name. Buffers without rows are not sent."""
+        sends its buffer of the same name. Buffers without rows are not sent.
+
+        `between`: for which queries and keys, here and there.
+        """
         down, right = (by, 0) if link is Link.INTER else (0, by)
         topology = self.spec.topology
         row, column = topology.coord(self.spec.cp_rank)
-        give = Give(topology.rank_at(row + down, column + right), sends)
-        take = Take(topology.rank_at(row - down, column - right), sends, brings)
+        give = Give(topology.rank_at(row + down, column + right), sends, between[0])
+        take = Take(topology.rank_at(row - down, column - right), sends, brings, between[1])
         gives = (give,) if self.buffers[sends.buffer].rows else ()
         takes = (take,) if self.buffers[brings.buffer].rows else ()
         if gives or takes:

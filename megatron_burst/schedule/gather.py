@@ -123,13 +123,18 @@ class KeysInSequence(Keys):
             for rows, packed in self._halos[away].parts(piece.rows):
                 there = rows.moved(piece.whole.start - piece.rows.start)
                 emitter.emit(Copy((source.at(packed),), slot.at(there), stream))
-        reads = plan.reads[number]
-        gives = [Give(peer, slot.at(p.whole)) for peer in emitter.others for p in reads[peer]]
+        reads, steps = plan.reads[number], emitter.steps_of_keys(index)
+        gives = [
+            Give(peer, slot.at(piece.whole), emitter.sent_for(steps, peer, piece))
+            for peer in emitter.others
+            for piece in reads[peer]
+        ]
         takes = [
-            Take(peer, slot.at(piece.whole), slot.at(piece.whole))
+            Take(peer, rows, rows, emitter.sent_for(steps, mine, piece))
             for peer in emitter.others
             for piece in reads[mine]
             if piece.holder == peer
+            for rows in (slot.at(piece.whole),)
         ]
         emitter.exchange(Cargo.READ, slot, gives, takes)
 
@@ -173,11 +178,17 @@ class Shares:
     def leave(self, index: int) -> None:
         """Start sending a step's shares to the ranks that hold the keys."""
         slot, leaves = Ref(f"shares {index}"), self._plan.steps[index].leaves
-        own = leaves[self._emitter.spec.cp_rank]
-        gives = [Give(leaf.piece.holder, slot.at(leaf.rows)) for leaf in own]
-        arrivals = self._arrivals(index)
-        takes = [Take(rank, slot.at(leaf.rows), rows) for rank, leaf, rows in arrivals]
-        self._emitter.exchange(Cargo.GRAD, slot, gives, takes)
+        emitter, mine = self._emitter, self._emitter.spec.cp_rank
+        steps = emitter.order[index : index + 1]
+        gives = [
+            Give(leaf.piece.holder, slot.at(leaf.rows), emitter.sent_for(steps, mine, leaf.piece))
+            for leaf in leaves[mine]
+        ]
+        takes = [
+            Take(rank, slot.at(leaf.rows), rows, emitter.sent_for(steps, rank, leaf.piece))
+            for rank, leaf, rows in self._arrivals(index)
+        ]
+        emitter.exchange(Cargo.GRAD, slot, gives, takes)
 
     def _arrivals(self, index: int) -> list[tuple[int, Leaf, Ref]]:
         """(rank, what it sends, where that is received)."""

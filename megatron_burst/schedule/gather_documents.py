@@ -114,8 +114,13 @@ class KeysByRank(Keys):
             emitter.kv_fields_of(step.round), Cargo.READ, number, self._slots,
         )  # fmt: skip
         emitter.emit(Copy((source,), emitter.block(slot, mine), _beside(index)))
-        gives = [Give(peer, emitter.block(slot, mine)) for peer in emitter.others]
-        takes = [Take(p, emitter.block(slot, p), emitter.block(slot, p)) for p in emitter.others]
+        steps, own = emitter.steps_of_keys(index), emitter.block(slot, mine)
+        gives = [Give(p, own, emitter.sent_for(steps, p, mine)) for p in emitter.others]
+        takes = [
+            Take(p, theirs, theirs, emitter.sent_for(steps, mine, p))
+            for p in emitter.others
+            for theirs in (emitter.block(slot, p),)
+        ]
         emitter.exchange(Cargo.READ, slot, gives, takes)
 
     def _arrange(self, index: int) -> None:
@@ -172,8 +177,15 @@ class StepShares:
             return
         own = emitter.block(by_rank, mine)
         came = emitter.buffer(f"came {index}", Home.STAGING, self._rows, fields, "shares")
-        gives = [Give(peer, emitter.block(by_rank, peer)) for peer in emitter.others]
-        takes = [Take(peer, own, emitter.block(came, peer)) for peer in emitter.others]
+        steps = emitter.order[index : index + 1]
+        gives = [
+            Give(peer, emitter.block(by_rank, peer), emitter.sent_for(steps, mine, peer))
+            for peer in emitter.others
+        ]
+        takes = [
+            Take(peer, own, emitter.block(came, peer), emitter.sent_for(steps, peer, mine))
+            for peer in emitter.others
+        ]
         emitter.exchange(Cargo.GRAD, by_rank, gives, takes)
         self._parts[index] = (own, *(emitter.block(came, peer) for peer in emitter.others))
 

@@ -5,11 +5,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
+from megatron_burst.schedule.chunks import Between
 from megatron_burst.schedule.emitter import Emitter, Outputs, Sinks
 from megatron_burst.schedule.gather_tiles import StepTiles
-from megatron_burst.schedule.inter_node import Circulating, heads_in_rounds, steps, whole_halo
-from megatron_burst.schedule.pieces import Halo
+from megatron_burst.schedule.inter_node import Circulating, Turn, heads_in_rounds, steps, whole_halo
+from megatron_burst.schedule.layout import chunks_held
+from megatron_burst.schedule.pieces import Halo, Piece
 from megatron_burst.schedule.program import (
     Copy,
     Field,
@@ -47,8 +50,8 @@ class GatherEmitter(Emitter):
         )
         nodes = spec.topology.inter_size
         self.order = steps(nodes, len(self.rounds), spec.backward, bool(spec.left))
+        self.keys_travel = spec.keys_travel
         self.others, self.alone = spec.topology.others(spec.cp_rank), nodes == 1
-        self.keys_travel = not spec.backward or spec.circulate is Circulate.KV
 
     def forward(self) -> None:
         self.keys.prepare(0)
@@ -68,6 +71,28 @@ class GatherEmitter(Emitter):
             self.keys.prepare_late(index + 1)
             if step.last:
                 outputs.merge()
+
+    def steps_of_keys(self, index: int) -> list[Turn]:
+        """The steps that use the keys gathered for one."""
+        step = self.order[index]
+        return [step] if self.keys_travel else [at for at in self.order if at.round == step.round]
+
+    def sent_for(
+        self, steps: Sequence[Turn], computing: int, held: int | Piece
+    ) -> Between | None:  # fmt: skip
+        """What is sent in some steps between a rank of the node that computes, and one that holds
+        keys then, or a piece of them."""
+        topology, travel = self.spec.topology, self.keys_travel
+        holder = held.holder if isinstance(held, Piece) else held
+        (row, column), (_, place) = map(topology.coord, (computing, holder))
+        away = [step.distance for step in steps]
+        queries = (topology.rank_at(row - (0 if travel else n), column) for n in away)
+        keys = (topology.rank_at(row - (n if travel else 0), place) for n in away)
+        found = Between.ranks(self.spec, queries, keys)
+        if found is None or not isinstance(held, Piece):
+            return found
+        chunks = len(chunks_held(self.spec.layout, holder, topology.cp_size))
+        return replace(found, keys=(held.place * chunks // self.spec.shape.keys,))
 
     def of_keys(self, name: str, round_: int) -> Ref:
         """A round's KV heads of a buffer of the call."""

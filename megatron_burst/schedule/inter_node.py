@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatron_burst.schedule.chunks import Between
 from megatron_burst.schedule.emitter import Emitter, Sum, add_up
 from megatron_burst.schedule.mask import Span, cut
 from megatron_burst.schedule.pieces import Halo
@@ -110,7 +111,9 @@ class Circulating:
 
     def _send(self, step: Turn) -> None:
         sends, brings = (self.piece(step.round, step.distance + n) for n in (0, 1))
-        self._emitter.hop(Link.INTER, Cargo.READ, sends, brings)
+        readers = range(step.distance + 1, self._nodes)
+        both = [_between(self._emitter, step.distance + n, readers) for n in (0, 1)]
+        self._emitter.hop(Link.INTER, Cargo.READ, sends, brings, both)
 
 
 class SumsAtHome:
@@ -156,7 +159,8 @@ class SumsAtHome:
             for name, owner in (("leaves", step.distance), ("arrives", 0))
         )  # fmt: skip
         add_up(emitter, leaves, away, True, stream)
-        emitter.hop(Link.INTER, Cargo.GRAD, leaves, arrives, -step.distance)
+        both = [_between(emitter, away, (step.distance,)) for away in (step.distance, 0)]
+        emitter.hop(Link.INTER, Cargo.GRAD, leaves, arrives, both, -step.distance)
 
     def come_home(self, turn: int, stream: Stream = Stream.COMPUTE) -> list[int]:
         """Add what other nodes sent for this rank's rows; returns the rounds that are complete."""
@@ -183,6 +187,11 @@ class SumsAtHome:
         else:
             for span, parts in sums:
                 emitter.emit(Add((total.at(span), *parts), self._target(round_).at(span), stream))
+
+
+def _between(emitter: Emitter, away: int, distances: Sequence[int]) -> Between | None:
+    """As of `Between.nodes`; in an all-to-all a piece has rows of all ranks of its node."""
+    return Between.nodes(emitter.spec, away, distances, emitter.spec.intra == "a2a")
 
 
 class LocalSums:

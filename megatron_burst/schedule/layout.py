@@ -65,6 +65,12 @@ def chunks_of(cp_rank: int, cp_size: int) -> Numbers:
     return cp_rank, 2 * cp_size - 1 - cp_rank
 
 
+def chunks_held(layout: Layout, cp_rank: int, cp_size: int) -> Numbers:
+    """Which chunks of the sample a rank holds, or of every document for DOCUMENTS, numbered in
+    sequence order; not for STRIPED."""
+    return (cp_rank,) if layout is Layout.CONTIGUOUS else chunks_of(cp_rank, cp_size)
+
+
 def places_of_chunks(
     boundaries: Sequence[int], numbers: Numbers, cp_size: int
 ) -> tuple[range, ...]:

@@ -14,6 +14,7 @@ from enum import StrEnum
 from functools import cached_property
 from math import prod
 
+from megatron_burst.schedule.chunks import Between
 from megatron_burst.schedule.layout import Numbers, Runs
 from megatron_burst.schedule.mask import Mask, Places, Span
 from megatron_burst.schedule.spec import AttentionShape, Cargo, Direction, Dtype
@@ -229,19 +230,22 @@ class StandIn:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """What another rank receives."""
+    """What another rank receives; `between`: for which queries and keys."""
 
     peer: int
     rows: Ref
+    between: Between | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """What is received from another rank: its rows there, and where they go here."""
+    """What is received from another rank: its rows there, and where they go here; `between` as of
+    the other's `Give`."""
 
     peer: int
     theirs: Ref
     rows: Ref
+    between: Between | None = None
 
 
 @dataclass(frozen=True, slots=True)

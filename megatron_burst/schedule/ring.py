@@ -13,7 +13,7 @@ contribution never leaves it. So N(L-1) intra and N-1 inter hops, as for the inp
 Source: BurstEngine (arXiv 2509.19836) for the double ring; the return transfer is our own.
 """
 
-from megatron_burst.schedule.chunks import Meeting, meeting
+from megatron_burst.schedule.chunks import Between, Meeting, meeting
 from megatron_burst.schedule.emitter import Emitter, Sinks, restored, seen
 from megatron_burst.schedule.layout import Layout, chunks_of
 from megatron_burst.schedule.mask import Span, Tile, check_mask, tiles
@@ -33,7 +33,7 @@ from megatron_burst.schedule.program import (
     out_fields,
     travelling_side_fields,
 )
-from megatron_burst.schedule.spec import Cargo, Circulate, Dtype, Spec
+from megatron_burst.schedule.spec import Cargo, Dtype, Spec
 from megatron_burst.schedule.topology import Link
 
 
@@ -58,7 +58,7 @@ class _Ring(Emitter):
         super().__init__(spec)
         self.row, self.column = spec.topology.coord(spec.cp_rank)
         self.nodes, self.places = spec.topology.inter_size, spec.topology.intra_size
-        self.keys_travel = not spec.backward or spec.circulate is Circulate.KV
+        self.keys_travel = spec.keys_travel
 
     @property
     def result_dtype(self) -> Dtype:
@@ -141,10 +141,22 @@ class _Ring(Emitter):
 
     def pair(self, step: int) -> tuple[int, int]:
         """The ranks whose queries, and whose keys, meet in a step."""
-        round_, place = divmod(step, self.places)
-        owner = self.spec.topology.rank_at(self.row - round_, self.column - place)
-        mine = self.spec.cp_rank
+        mine, owner = self.spec.cp_rank, self.owner(step)
         return (mine, owner) if self.keys_travel else (owner, mine)
+
+    def owner(self, step: int) -> int:
+        """The rank whose shard is here in a step."""
+        round_, place = divmod(step, self.places)
+        return self.spec.topology.rank_at(self.row - round_, self.column - place)
+
+    def visits(self, step: int, begin: int, end: int) -> Between | None:
+        """What the owner of a step's shard has to do with the ranks where that shard is in the
+        steps from `begin` to before `end`."""
+        topology, owner = self.spec.topology, self.owner(step)
+        row, column = topology.coord(owner)
+        turns = (divmod(step, self.places) for step in range(begin, end))
+        met = [topology.rank_at(row + round_, column + place) for round_, place in turns]
+        return Between.visits(self.spec, (owner,), met)
 
     def meeting(self, step: int) -> Meeting:
         """How their chunks of documents meet."""
@@ -174,15 +186,19 @@ class _Ring(Emitter):
     def read_hops(self, step: int, circulating: Ref) -> Ref:
         """Start the hops of a step; returns what circulates in the next one."""
         round_, place = divmod(step, self.places)
+        ends = (round_ + 1) * self.places
         if place == 0:
             self.next_round = None
             if round_ < self.nodes - 1:
-                self.next_round = self.hop_buffer((round_ + 1) * self.places)
-                self.hop(Link.INTER, Cargo.READ, circulating, self.next_round)
+                self.next_round = self.hop_buffer(ends)
+                readers = ends, self.spec.topology.cp_size
+                both = self.visits(step, *readers), self.visits(ends, *readers)
+                self.hop(Link.INTER, Cargo.READ, circulating, self.next_round, both)
         if place == self.places - 1:
             return self.next_round or circulating
         arriving = self.hop_buffer(step + 1)
-        self.hop(Link.INTRA, Cargo.READ, circulating, arriving)
+        both = [self.visits(at, step + 1, ends) for at in (step, step + 1)]
+        self.hop(Link.INTRA, Cargo.READ, circulating, arriving, both)
         return arriving
 
 
@@ -211,7 +227,9 @@ class GradientsHome:
         self.fresh = step % self.ring.places == 0 or step == 1
         before, self.total = self.total, self.buffer("sum", step, self.ring.spec.summed_dtype)
         if not self.fresh:
-            self.ring.hop(Link.INTRA, Cargo.GRAD, before, self.total)
+            begin = max(1, step - step % self.ring.places)  # the owner's own stays with it
+            both = [self.ring.visits(at, begin, step) for at in (step - 1, step)]
+            self.ring.hop(Link.INTRA, Cargo.GRAD, before, self.total, both)
 
     def add(self, step: int, shares: list[tuple[Span, Ref]]) -> None:
         """Add a step's shares to what has arrived; send a row's sum home at the end of a round."""
@@ -231,7 +249,10 @@ class GradientsHome:
         leaves = self.buffer("leaves", step, Dtype.WIRE)
         self.arriving = self.buffer("arrives", due, Dtype.WIRE)
         ring.emit(Add((total,), leaves))
-        ring.hop(Link.INTER, Cargo.GRAD, leaves, self.arriving, -round_)
+        # what arrives is for the rank for which `waiting` is
+        row = step - ring.places + 1, step + 1
+        both = ring.visits(step, *row), ring.visits(ring.places - 1, *row)
+        ring.hop(Link.INTER, Cargo.GRAD, leaves, self.arriving, both, -round_)
 
     def arrive(self) -> None:
         """Add the sum that another row sent a round ago."""
@@ -246,7 +267,9 @@ class GradientsHome:
         if self.waiting:
             last = ring.spec.topology.cp_size + (ring.nodes > 1)
             came = self.buffer("sum", last, ring.spec.summed_dtype)
-            ring.hop(Link.INTRA, Cargo.GRAD, self.waiting, came)
+            every = 1, ring.spec.topology.cp_size
+            both = [ring.visits(at, *every) for at in (ring.places - 1, 0)]
+            ring.hop(Link.INTRA, Cargo.GRAD, self.waiting, came, both)
             ring.emit(Add((self.own, came), self.own))
 
 

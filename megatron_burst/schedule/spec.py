@@ -204,6 +204,11 @@ class Spec:
         return self.direction is Direction.BACKWARD
 
     @property
+    def keys_travel(self) -> bool:
+        """Whether keys circulate, not queries."""
+        return not self.backward or self.circulate is Circulate.KV
+
+    @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.shape.heads_q // self.shape.heads_kv

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from threading import Lock
 from unittest.mock import patch
 
@@ -19,7 +20,7 @@ from megatron_burst.kernels.reference import Reference
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS, Mask
 from megatron_burst.schedule.modes import MODES
-from megatron_burst.schedule.program import Home
+from megatron_burst.schedule.program import Home, Transfer
 from megatron_burst.schedule.spec import Circulate, Direction, Dtype, Kernel, Spec
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.simulated import run_simulated
@@ -159,9 +160,29 @@ class Passes:
         return [out, found["dq"]["dq"], found["dkv"]["dk"], found["dkv"]["dv"]]
 
 
+class SeenPairs(dict):
+    """Whether any query of some chunks sees any key of some, pair by pair."""
+
+    def __init__(self, way, size, lengths):
+        self.way, self.size, self.lengths = way, size, lengths  # of queries and keys
+
+    def __missing__(self, between):
+        pairs = seen_by_slices(self.way.slices, *self.lengths)
+        queries, keys = map(self._rows, (between.queries, between.keys), self.lengths)
+        self[between] = bool(pairs[queries][:, keys].any())
+        return self[between]
+
+    def _rows(self, numbers, length):
+        edges = self.way.edges if self.way.layout is Layout.DOCUMENTS else (0, length)
+        chunks = self.size * (1 if self.way.layout is Layout.CONTIGUOUS else 2)
+        each = [(a, (b - a) // chunks) for a, b in pairwise(edges)]
+        return [a + n * rows + i for a, rows in each for n in numbers for i in range(rows)]
+
+
 def run_engine(topology, tensors, way, seed=0):
     """(out, dq, dk, dv) of each rank."""
     size = topology.cp_size
+    seen = SeenPairs(way, size, [x.shape[1] for x in tensors[:2]])
 
     def one(rank, carrier):
         shard = [x[:, rows_in(x, way, rank, size)] for x in tensors]
@@ -170,8 +191,11 @@ def run_engine(topology, tensors, way, seed=0):
         passes.forward(q, -k, -v)  # neither call may see or corrupt the other's keys
         carrier.sent_bytes = 0
         counted = sum(
-            sum(executor.program.sent_bytes().values()) * executor.unit
+            executor.program.num_bytes(give.rows) * executor.unit
             for executor in passes.executors
+            for op in executor.program.ops
+            for give in (op.gives if isinstance(op, Transfer) else ())
+            if not way.slices or give.between is None or seen[give.between]
         )
         return passes.both(q, k, v, dout), counted
 

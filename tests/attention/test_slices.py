@@ -19,7 +19,7 @@ from megatron_burst.engine import slice_calls
 from megatron_burst.engine.sample import Sample
 from megatron_burst.engine.slice_calls import Calls
 from megatron_burst.engine.slice_checks import counted_twice, sees_nothing, work_of_ranks
-from megatron_burst.engine.slice_parts import parts_of
+from megatron_burst.engine.slice_parts import Bands
 from megatron_burst.engine.slices import Slices
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.parts import Parts
@@ -260,7 +260,7 @@ def test_the_work_of_ranks_is_counted_pair_by_pair(layout):
 def calls(made, tokens, together=True):
     """The kernel calls of a sample as one tile, and whether they are right."""
     every = (range(tokens),)
-    found = Calls(Parts(parts_of(made.numpy(), every, every)), CPU, together).calls
+    found = Calls(Parts(Bands(made.numpy()).parts(every, every)), CPU, together).calls
     seen = torch.zeros(tokens, tokens, dtype=torch.int64)
     for call in found:
         shape = torch.empty(1, len(call.rows), 1, 1), torch.empty(1, len(call.keys), 1, 1)
@@ -288,7 +288,7 @@ class Counting(ByCalls):
 def test_many_parts_are_one_call_of_another_kernel(frames, count):
     """Frames share no calls; beyond 64 the kernel that takes bands is not called."""
     made, every = makers.block_causal([2] * frames), (range(2 * frames),)
-    calls = Calls(Parts(parts_of(made.numpy(), every, every)), CPU, True)
+    calls = Calls(Parts(Bands(made.numpy()).parts(every, every)), CPU, True)
     run = Counting()
     q, k, v = torch.randn(3, 1, 2 * frames, 2, 8, dtype=torch.float64).unbind()
     out, _ = calls.forward(run, q, k, v, 0.5)

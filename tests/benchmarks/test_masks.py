@@ -24,24 +24,17 @@ def test_pairs_are_those_of_the_masks():
     assert 0.2 < share < 0.4  # the diagonal is alive
 
 
-def test_a_run_measures_both_passes(tmp_path):
+def rows_of(out, *options):
     app = Typer()
     app.command()(main)
-    out = tmp_path / "masks.csv"
-    options = [
-        str(out),
-        "--seq",
-        "2K",
-        "--heads",
-        "2/1",
-        "--dim",
-        "8",
-        "--only",
-        "causal with,prefix",
-    ]
-    done = CliRunner().invoke(app, options)
+    done = CliRunner().invoke(app, [str(out), *options])
     assert done.exit_code == 0, done.output
-    rows = list(csv.DictReader(out.open()))
+    return list(csv.DictReader(out.open()))
+
+
+def test_a_run_measures_both_passes(tmp_path):
+    sizes = ["--seq", "2K", "--heads", "2/1", "--dim", "8", "--only", "causal with,prefix"]
+    rows = rows_of(tmp_path / "masks.csv", *sizes)
     assert [(row["mask"], row["pass"], row["beside"]) for row in rows] == [
         (mask, pass_, "causal")
         for mask in ("causal with sinks", "prefix")
@@ -49,3 +42,13 @@ def test_a_run_measures_both_passes(tmp_path):
     ]
     assert all(float(row["ratio"]) > 0 and int(row["reps"]) == 7 for row in rows)
     assert all(len(row[name].split()) == 7 for row in rows for name in ("each", "each_beside"))
+
+
+def test_a_tiny_run_measures_every_mask(tmp_path, monkeypatch):
+    monkeypatch.setenv("TINY", "1")
+    rows = rows_of(tmp_path / "masks.csv")
+    every = cases(512, 2, torch.device("cpu"), torch.float32)
+    asked = [(name, pass_) for name, case in every.items() if case.beside
+             for pass_ in ("fwd", "bwd")]  # fmt: skip
+    assert [(row["mask"], row["pass"]) for row in rows] == asked and len(asked) == 16
+    assert {(row["seq"], row["heads_q"], row["dim"]) for row in rows} == {("512", "2", "8")}

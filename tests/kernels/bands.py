@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.engine.slice_calls import Calls
-from megatron_burst.engine.slice_parts import parts_of
+from megatron_burst.engine.slice_parts import Bands
 from megatron_burst.kernels.backends import Backend, QuerySide
 from megatron_burst.kernels.partial import delta_stand_in
 from megatron_burst.kernels.parts import Parts
@@ -55,7 +55,7 @@ class Band:
     def visible(self, device: str = "cpu") -> Visible:
         if self.slices:
             every = ((range(sum(x)),) for x in (self.queries, self.keys))
-            return Visible(parts=Parts(parts_of(np.array(self.slices), *every)))
+            return Visible(parts=Parts(Bands(np.array(self.slices)).parts(*every)))
         if not self.packed:
             return Visible(self.left, self.right)
         cu_q, cu_k = (

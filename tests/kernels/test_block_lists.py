@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_burst import slices as makers
-from megatron_burst.engine.slice_parts import parts_of
+from megatron_burst.engine.slice_parts import Bands
 from megatron_burst.kernels.block_lists import HEADER, RECORD, lists_of, regrouped
 from megatron_burst.kernels.parts import Parts
 from tests.oracle import seen_by_slices
@@ -65,7 +65,7 @@ def test_every_pair_is_met_once(seed):
     tokens, sizes = random.randint(1, 90), random.choice([(16, 16), (16, 32), (32, 16), (8, 4)])
     slices = grid(random, tokens)
     every, seen = (range(tokens),), seen_by_slices(slices, tokens).numpy()
-    parts = Parts(parts_of(np.array(slices), every, every))
+    parts = Parts(Bands(np.array(slices)).parts(every, every))
     for of_keys, wanted in ((False, seen), (True, seen.T)):
         lists = lists_of(parts, of_keys, sizes, tokens, CPU)
         assert lists.dtype == torch.int32
@@ -82,9 +82,9 @@ def test_whole_blocks_need_no_mask():
     every = (range(4096),)
     frames = np.array([(n, n + 64, 0, n + 64, 0) for n in range(0, 4096, 64)])
     for of_keys in (False, True):
-        lists = lists_of(Parts(parts_of(frames, every, every)), of_keys, (64, 32), 4096, CPU)
+        lists = lists_of(Parts(Bands(frames).parts(every, every)), of_keys, (64, 32), 4096, CPU)
         assert lists[: 64 * HEADER].view(-1, HEADER)[:, 3].eq(0).all()
-    causal = Parts(parts_of(np.array([(0, 4096, 0, 4096, 1)]), every, every))
+    causal = Parts(Bands(np.array([(0, 4096, 0, 4096, 1)])).parts(every, every))
     headers = lists_of(causal, False, (64, 32), 4096, CPU)[: 64 * HEADER].view(-1, HEADER)
     assert headers[:, 3].eq(2).all() and headers[:, 2].sum() == sum(2 * n for n in range(64))
 
@@ -100,7 +100,7 @@ def test_parts_of_a_tile_are_its_pairs(seed):
         cuts = sorted(random.sample(range(tokens + 1), 2 * random.randint(1, min(3, tokens // 2))))
         sides.append(tuple(range(*pair) for pair in zip(cuts[::2], cuts[1::2], strict=True)))
     rows, keys = ([at for place in side for at in place] for side in sides)
-    table = parts_of(np.array(slices), *sides)
+    table = Bands(np.array(slices)).parts(*sides)
     counts = torch.zeros(len(rows), len(keys), dtype=torch.int64)
     for one in table:
         part = Parts(one[None]).seen(slice(0, len(rows)), len(keys), CPU)
@@ -120,7 +120,7 @@ def test_regrouped_parts_are_the_same_pairs(seed):
     slices = grid(random, tokens)
     every = (range(tokens),)
     counts = torch.zeros(tokens, tokens, dtype=torch.int64)
-    for one in regrouped(parts_of(np.array(slices), every, every)):
+    for one in regrouped(Bands(np.array(slices)).parts(every, every)):
         counts += Parts(one[None]).seen(slice(0, tokens), tokens, CPU)
     assert torch.equal(counts, seen_by_slices(slices, tokens).long())
 
@@ -130,7 +130,7 @@ def test_lists_stay_short_where_many_parts_share_keys():
     tokens, every = 64_000, (range(64_000),)
     spans = [(n, n + 64) for n in range(0, tokens, 128)]
     slices = makers.causal_with_spans(spans, tokens).numpy()
-    parts = Parts(parts_of(slices, every, every))
+    parts = Parts(Bands(slices).parts(every, every))
     for of_keys in (False, True):
         lists = lists_of(parts, of_keys, (64, 64), tokens, CPU)
         assert len(lists) < 1000 * (HEADER + 8 * RECORD)

@@ -112,6 +112,7 @@ CASES = {
         "log_max_attention_logit": FLAG,
         "flash_attention_version": ([3], []),
         "experimental_attention_variant": (["dsa"], ["gated_delta_net"]),
+        "attn_logit_softcapping": ([50.0], [0.0, None]),
         "batch_invariant_mode": FLAG,
         "transformer_impl": (["inference_optimized"], ["local", "transformer_engine"]),
         "fp8_dot_product_attention": FLAG,

@@ -118,6 +118,8 @@ def _difference(source: Program, give: Give, target: Program, take: Take) -> str
         return f"gives {mine} where {theirs} is expected"
     if source.num_bytes(give.rows) != target.num_bytes(take.rows):
         return f"{source.num_bytes(give.rows)} bytes for {target.num_bytes(take.rows)}"
+    if give.between != take.between:
+        return f"is for {give.between} there and {take.between} here"
     one, other = source.buffers[give.rows.buffer], target.buffers[take.rows.buffer]
     if (one.fields, one.interleaved) != (other.fields, other.interleaved):
         return f"{one.name} and {other.name} have other fields"
