@@ -216,6 +216,8 @@ def environment_of(suite: Suite, place: Place) -> dict[str, str]:
     }
     if suite.checkout == MEGATRON:
         own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    else:  # -m would find the checkout's transformer_engine, not built, before the installed one
+        own["PYTHONSAFEPATH"] = "1"
     if not place.gpus:
         own["CONFORMANCE_ON_CPU"] = "1"
     if place.nodes > 1:  # sockets between them, on one machine

@@ -226,8 +226,11 @@ install_packages() {
     "$uv" pip install ${quiet:+"$quiet"} --python "$venv/bin/python" --constraints "$constraints" \
         --build-constraints "$constraints" -e '.[dev]' "${packages[@]}" >&2 || fail_to_install
     if [ "${#alone[@]}" -gt 0 ]; then
-        "$uv" pip install ${quiet:+"$quiet"} --python "$venv/bin/python" --no-deps "${alone[@]}" >&2 ||
-            fail_to_install
+        # built, if they have no wheel, with the torch that runs them and the headers that it brings
+        local headers=("$root/$venv"/lib/python*/site-packages/nvidia/*/include)
+        CPATH=$(IFS=:; echo "${headers[*]}${CPATH:+:$CPATH}") "$uv" pip install \
+            ${quiet:+"$quiet"} --python "$venv/bin/python" --build-constraints "$constraints" \
+            --no-deps "${alone[@]}" >&2 || fail_to_install
     fi
     fingerprint >"$stamp"
     say "done in $SECONDS s"

@@ -4,8 +4,8 @@
 #     [FRAMEWORKS="bridge nemo-rl"] [WHEELS=folder] [NEMO_RL=clone] [SLIME=clone] [ROLL=clone] scripts/test_integrations.sh [pytest's arguments]
 #
 # Each gets an environment below .venvs/. Megatron-Bridge and mcore-bridge import TransformerEngine, whose
-# PyTorch part is built from source where a CUDA toolkit is, or taken from WHEELS. What is in no registry
-# is a clone, which NEMO_RL (with 7ea279a), SLIME (at 624b824) and ROLL (at v0.3.0) name; without one
+# PyTorch part is built from source, with the headers in wheels and without a CUDA toolkit (25 minutes of
+# a core), or taken from WHEELS. What is in no registry is a clone, which NEMO_RL (with 7ea279a), SLIME (at 624b824) and ROLL (at v0.3.0) name; without one
 # its tests are skipped.
 # Prints a table at the end; fails if any row of it does.
 set -uo pipefail
@@ -13,10 +13,10 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 # name | packages, with what they ask for | packages alone: what they ask for needs GPUs
 environments='
-bridge  | transformers>=5.8,<=5.12.1 omegaconf hydra-core pyyaml tqdm six regex datasets tensorboard nvidia-modelopt megatron-energon onnxscript pydantic importlib-metadata nvdlfw-inspect | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2 megatron-bridge==0.6.2
-nemo-rl | ray transformers>=5.8,<=5.12.1 omegaconf hydra-core pyyaml tqdm six regex datasets tensorboard nvidia-modelopt megatron-energon onnxscript pydantic importlib-metadata nvdlfw-inspect | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2 megatron-bridge==0.6.2
+bridge  | transformers>=5.8,<=5.12.1 omegaconf hydra-core pyyaml tqdm six regex datasets tensorboard nvidia-modelopt megatron-energon onnxscript pydantic importlib-metadata nvdlfw-inspect nvidia-cuda-crt<13.1 nvidia-cuda-cccl<13.1 | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2 megatron-bridge==0.6.2
+nemo-rl | ray transformers>=5.8,<=5.12.1 omegaconf hydra-core pyyaml tqdm six regex datasets tensorboard nvidia-modelopt megatron-energon onnxscript pydantic importlib-metadata nvdlfw-inspect nvidia-cuda-crt<13.1 nvidia-cuda-cccl<13.1 | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2 megatron-bridge==0.6.2
 verl    | verl==0.9.1 mbridge==0.15.1 |
-ms-swift | ms-swift[megatron]==4.6.0 mcore-bridge==1.6.5 onnxscript pydantic importlib-metadata nvdlfw-inspect | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2
+ms-swift | ms-swift[megatron]==4.6.0 mcore-bridge==1.6.5 onnxscript pydantic importlib-metadata nvdlfw-inspect nvidia-cuda-crt<13.1 nvidia-cuda-cccl<13.1 | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2
 slime   | numpy<2 transformers ray pybase64 six pyyaml httpx omegaconf wandb tensorboard |
 roll    | megatron-core==0.18.2 transformers accelerate peft |
 '

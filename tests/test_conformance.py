@@ -306,6 +306,19 @@ def test_nodes_are_emulated_where_ranks_share_gpus_or_if_asked(monkeypatch, gpus
     assert command[command.index("--nproc-per-node") + 1] == "4"
 
 
+def test_transformer_engines_checkout_does_not_hide_the_installed_one(tmp_path):
+    (tmp_path / "beside.py").touch()
+    given = {"te": str(tmp_path), "megatron_lm": None, "out": None, "limit_s": 1}
+    place = run._place(Namespace(**given, ranks=2, nodes=1))
+    suite = next(named(("test_cp_utils",)))
+    code = "from importlib.util import find_spec; print(find_spec('beside'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=run.environment_of(suite, place),
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["None"]
+
+
 def test_ranks_that_share_gpus_find_a_device_each_and_are_on_nodes_of_their_own(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

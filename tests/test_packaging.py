@@ -226,31 +226,51 @@ def test_nobody_is_told_to_install_what_no_index_has():
 
 UV = """#!/usr/bin/env bash
 [ "$1" = --version ] || echo "$*" >> "$(dirname "$0")/calls"
+echo "${CPATH:-}" > "$(dirname "$0")/headers"
 """
 
 
-def test_make_installs_the_tested_set_again_when_it_changes(tmp_path):
-    """With a uv that only records how it was called."""
+@pytest.fixture
+def bootstrap(tmp_path):
+    """A function that runs bootstrap.sh with a uv that only records how it was called: its calls
+    so far. The environments .venv and .venvs/other are there, empty."""
     for name in ("pyproject.toml", "setup.py", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    for folder in ("scripts", "tools", ".venv/bin"):
+    for folder in ("scripts", "tools", ".venv/bin", ".venvs/other/bin"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "bootstrap.sh", tmp_path / "scripts")
-    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
+    for venv in (".venv", ".venvs/other"):
+        (tmp_path / venv / "bin" / "python").symlink_to(sys.executable)
     (tmp_path / "tools" / "uv").write_text(UV)
     (tmp_path / "tools" / "uv").chmod(0o755)
     environment = {"PATH": f"{tmp_path}/tools:{os.environ['PATH']}", "HOME": str(tmp_path)}
 
-    def calls():
+    def calls(**variables):
         command = [str(tmp_path / "scripts" / "bootstrap.sh")]
-        subprocess.run(command, env=environment, check=True, capture_output=True)
+        subprocess.run(command, env=environment | variables, check=True, capture_output=True)
         return (tmp_path / "tools" / "calls").read_text().splitlines()
 
-    (first,) = calls()
+    return calls
+
+
+def test_make_installs_the_tested_set_again_when_it_changes(bootstrap, tmp_path):
+    (first,) = bootstrap()
     assert "--constraints .venv/constraints.txt" in first and first.endswith("-e .[dev]")
     tested = (tmp_path / ".venv" / "constraints.txt").read_text()
     assert tested == (tmp_path / "constraints.txt").read_text()
-    assert calls() == [first]
+    assert bootstrap() == [first]
     with (tmp_path / "constraints.txt").open("a") as file:
         file.write("packaging==26.3\n")
-    assert calls() == [first, first] == calls()
+    assert bootstrap() == [first, first] == bootstrap()
+
+
+def test_what_an_environment_builds_gets_the_torch_and_the_headers_that_are_in_it(
+    bootstrap, tmp_path
+):
+    """A build against another torch would not load."""
+    headers = tmp_path / ".venvs/other/lib/python3.12/site-packages/nvidia/nccl/include"
+    headers.mkdir(parents=True)
+    _, alone = bootstrap(BURST_ENVIRONMENT="other", BURST_ALONE="built==1", CPATH="/given")
+    assert alone.endswith("--no-deps built==1")
+    assert "--build-constraints .venvs/other/constraints.txt" in alone
+    assert (tmp_path / "tools" / "headers").read_text() == f"{headers}:/given\n"
