@@ -12,6 +12,7 @@
 # seeds         seeds_64k, seeds_long, seeds_million, ablation, ablation_keep, tensor, weak, strong, prefill: what
 #               BurstAttention's and BurstEngine's papers measured; the name seeds stands for all of them; on one GPU
 #               its column of each
+# recomputation frontier, frontier_one, frontier_whole, frontier_experts: a step's time against its peak, on one GPU
 # other         before, before_long, before_nodes (after `python -m benchmarks.before COMMIT`), accuracy, million, loss
 #
 # TOTAL_S=seconds: nothing is started later; what runs then may take `grace` more.
@@ -134,6 +135,11 @@ slices() { # seconds, runs
     within "$1" python3 benchmarks/slices.py measure "$out/slices.csv" --gpus "$gpus" $(sized "${runs[*]}" --tiny)
 }
 
+frontier() { # seconds, arguments of a full run, of a tiny one
+    # shellcheck disable=SC2046
+    within "$1" python3 -m benchmarks.frontier measure "$out/frontier.csv" $(sized "$2" "$3 --seq 256 --turns 1 --steps 1")
+}
+
 part() {
     case $1 in
         tests) timeout 530 python3 -m pytest tests/gpu -m gpu -n "$(sized 5 1)" --dist worksteal -q -rf \
@@ -167,6 +173,10 @@ part() {
         tensor) steps 480 tensor "$(sized "$gpus" 2)" "tp tp-v1 burst megatron" ;;
         weak | strong) scaling "$1" ;;
         prefill) prefill ;;
+        frontier) frontier 480 "--model qwen3-8b --seq 64K" "--model tiny" ;;
+        frontier_one) frontier 540 "--model qwen3-8b --seq 64K --documents none" "--model tiny --documents none" ;;
+        frontier_whole) [[ -n $tiny ]] || frontier 540 "--model qwen3-1.7b --seq 64K" ;;
+        frontier_experts) frontier 480 "--model qwen3-30b-a3b --seq 32K" "--model tiny-moe" ;;
         accuracy) timeout 60 torchrun --nproc-per-node "$gpus" benchmarks/accuracy.py "$out/accuracy.csv" ;;
         million) attention 190 1M 32/8,32/32 one_node "${burst[@]}" --impl te:p2p --impl te:a2a --reps 1 ;;
         loss) # shellcheck disable=SC2046
@@ -182,7 +192,7 @@ part() {
 
 every="tests one_node packed two_nodes layers packed_nodes before before_nodes conformance one_node_long two_nodes_long
     layers_long layers_half layers_megatron before_long slices four_nodes accuracy million slices_14b slices_2m
-    slices_own_loss loss $seeds"
+    slices_own_loss loss frontier frontier_one frontier_whole frontier_experts $seeds"
 for name in "${@:-$every}"; do
     [[ $name != seeds ]] || name=$seeds
     # shellcheck disable=SC2086

@@ -114,17 +114,29 @@ class Stack:
 
 
 def _config(widths: Widths, cp_size: int, comm_type: str) -> TransformerConfig:
-    dtype = getattr(torch, widths.dtype)
-    cpu_mode = not torch.cuda.is_available()
-    return TransformerConfig(
+    return config_of(
+        getattr(torch, widths.dtype),
         num_layers=widths.layers, hidden_size=widths.hidden, ffn_hidden_size=widths.ffn,
         num_attention_heads=widths.heads_q, num_query_groups=widths.heads_kv,
-        kv_channels=widths.head_dim, gated_linear_unit=True, activation_func=F.silu,
-        add_bias_linear=False, normalization="RMSNorm", hidden_dropout=0.0, attention_dropout=0.0,
+        kv_channels=widths.head_dim, context_parallel_size=cp_size,
+        cp_comm_type=comm_type if cp_size > 1 else None,
+    )  # fmt: skip
+
+
+def config_of(dtype: torch.dtype, **options: object) -> TransformerConfig:
+    """Megatron's configuration of a gated model with RMSNorm, without biases or dropout.
+
+    Args:
+        dtype: of weights and activations.
+        options: Megatron's, of sizes and all else.
+    """
+    cpu_mode = not torch.cuda.is_available()
+    return TransformerConfig(
+        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
+        normalization="RMSNorm", hidden_dropout=0.0, attention_dropout=0.0,
         bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16, params_dtype=dtype,
         pipeline_dtype=dtype, use_cpu_initialization=cpu_mode, masked_softmax_fusion=not cpu_mode,
         bias_activation_fusion=not cpu_mode, bias_dropout_fusion=not cpu_mode,
         apply_rope_fusion=HAVE_TE and not cpu_mode, persist_layer_norm=False,
-        gradient_accumulation_fusion=False, context_parallel_size=cp_size,
-        cp_comm_type=comm_type if cp_size > 1 else None,
+        gradient_accumulation_fusion=False, **options,
     )  # fmt: skip

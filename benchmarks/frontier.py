@@ -1,0 +1,245 @@
+"""A training step's time against its peak memory on one GPU, by setting of recomputation.
+
+python -m benchmarks.frontier measure OUT.csv --model qwen3-8b --seq 64K
+python -m benchmarks.frontier table OUT.csv
+python -m benchmarks.frontier plot docs/frontier.png OUT.csv
+
+A step is that of Megatron's DDP and distributed optimizer, with burst's fused loss in all settings:
+burst's attention with what it keeps, and Megatron's own with its recomputation and offloading. All
+settings take turns in one process, every other turn in reverse order, and train the same weights on
+the same sample; the learning rate is 0, so that losses and gradient norms can be compared. A row is
+written after each setting of each turn. One that fails says why, and is left out of later turns.
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from typer import Argument, Option
+
+from benchmarks.facts import gpu_state, versions
+from benchmarks.frontier_cases import (
+    FRONTIER_CSV,
+    MODELS,
+    WHO,
+    FrontierRow,
+    Sample,
+    Setting,
+    chosen,
+    columns_of,
+    flops_of,
+)
+from benchmarks.frontier_table import frontier_table
+from benchmarks.impls import pick
+from benchmarks.rows import append, check_appendable, read
+from benchmarks.sweep import Budget, clock, new_app, usual_dtype
+from megatron_burst.errors import BurstError
+from megatron_burst.tools.job.model import Model
+from megatron_burst.tools.terminal import Device, in_one_sentence
+from megatron_burst.tools.units import whole_number
+from megatron_burst.tools.world import World, attempt, clean_up, started, timed_ms
+
+if TYPE_CHECKING:
+    from benchmarks.frontier_step import Trainer
+
+_GIB = 1 << 30
+_LEFT_GIB = 0.1  # memory that a setting leaves allocated, from which on its row says so
+app = new_app()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run measures.
+
+    Attributes:
+        model: the sizes.
+        sample: what a step trains on.
+        settings: in the order of the first turn.
+        turns: how often each has its turn.
+        steps: timed in each turn.
+        budget_s: seconds after which nothing new is started; None: no end.
+    """
+
+    model: Model
+    sample: Sample
+    settings: Sequence[Setting]
+    turns: int = 3
+    steps: int = 2
+    budget_s: float | None = None
+
+
+def measure(plan: Plan, world: World) -> Iterator[FrontierRow]:
+    """The rows of a run, each as soon as it is measured."""
+    os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")  # for Megatron's offloading; TE reads it once
+    out_of_time = clock(plan.budget_s)
+    if world.device.type == "cpu":
+        from megatron_burst.tools import cpu_mode
+
+        cpu_mode.install()
+    from benchmarks.stack import start  # Megatron warns: after what is refused
+
+    start(world.device.type == "cpu", cp_size=1)
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it tells of every model built
+    from benchmarks.frontier_step import Trainer
+
+    dtype = getattr(torch, usual_dtype(world))
+    run = _Run(Trainer(plan.model, plan.sample, dtype), plan, world)
+    failed: set[str] = set()
+    for turn in range(plan.turns):
+        for setting in plan.settings[:: -1 if turn % 2 else 1]:
+            if str(setting) in failed:
+                continue
+            if out_of_time():
+                world.progress.say(f"time is up in turn {turn + 1}, before {setting}")
+                return
+            world.progress.now(f"turn {turn + 1} of {plan.turns}: {setting}")
+            row = run.row(setting, turn + 1)
+            failed |= {str(setting)} if row.status == "failed" else set()
+            yield row
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass
+class _Run:
+    """One run: its trainer, and what is the same in all of its rows."""
+
+    trainer: "Trainer"
+    plan: Plan
+    world: World
+    began: str = field(default_factory=_now)
+
+    def row(self, setting: Setting, turn: int) -> FrontierRow:
+        """A setting's turn."""
+        before, measured = self._allocated_gib(), {}
+        failure = attempt(lambda: measured.update(self._columns(setting)), self.world)
+        self.trainer.release()
+        clean_up(self.world)
+        more = self._allocated_gib() - before
+        stays = turn > 1 and more > _LEFT_GIB  # in the first one the optimizer's states do
+        notes = failure, f"{more:.2f} GiB more are allocated after it" if stays else None
+        return FrontierRow(
+            run=self.began, date=_now(), versions=versions(), gpu=gpu_state(self.world.device),
+            **columns_of(self.plan.model, self.plan.sample), impl=setting.impl,
+            setting=setting.name, turn=turn, status="failed" if failure else "ok",
+            note="; ".join(filter(None, notes)), **measured,
+        )  # fmt: skip
+
+    def _columns(self, setting: Setting) -> dict[str, Any]:
+        """Warm up, then time each step; what a row says of them."""
+        self.trainer.add(setting)
+        self.trainer.use(setting)
+        for _ in range(setting.warm_up):
+            self.trainer.step()
+        results: list[tuple[float, float]] = []
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_host_memory_stats()
+        times = [
+            timed_ms(lambda: results.append(self.trainer.step()), self.world)
+            for _ in range(self.plan.steps)
+        ]
+        loss, norm = results[-1]
+        middle, flops = median(times), flops_of(self.plan.model, self.plan.sample)
+        columns = {
+            "ms": middle, "ms_min": min(times), "ms_max": max(times),
+            "tflops": flops / middle / 1e9, "each": " ".join(f"{ms:.2f}" for ms in times),
+            "loss": loss, "grad_norm": norm,
+        }  # fmt: skip
+        if self._on_gpu:
+            host = torch.cuda.host_memory_stats().get("active_bytes.peak", 0)
+            columns |= {
+                "peak_gib": torch.cuda.max_memory_allocated() / _GIB,
+                "host_gib": host / _GIB,
+            }
+        return columns
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.world.device.type == "cuda"
+
+    def _allocated_gib(self) -> float:
+        return torch.cuda.memory_allocated() / _GIB if self._on_gpu else 0.0
+
+
+Csvs = Annotated[list[Path], Argument(help="CSV files that `measure` wrote")]
+
+
+@app.command("measure")
+def measure_command(
+    out: Annotated[Path, Argument(help="CSV to append to")],
+    model: Annotated[str, Option(help=f"one of {', '.join(MODELS)}")] = "qwen3-8b",
+    layers: Annotated[int | None, Option(min=1, help="default: the model's in MODELS")] = None,
+    seq: Annotated[str, Option(help="tokens of the sample")] = "64K",
+    documents: Annotated[str, Option(
+        help="kind of a packed sample, as in benchmarks.packed; none: one document")] = "drawn",
+    only: Annotated[str, Option(help="settings, or words in their names; default: all")] = "",
+    turns: Annotated[int, Option(min=1, help="of each setting")] = 3,
+    steps: Annotated[int, Option(min=1, help="timed in each turn")] = 2,
+    budget_s: Budget = None,
+    device: Device = None,
+) -> None:  # fmt: skip
+    """Measure settings in turns, then show the table."""
+    with in_one_sentence():
+        check_appendable(out, FRONTIER_CSV, "OUT")
+        must = f"{WHO}: --model must name one that there is, because each has sizes of its own"
+        (sizes,) = pick([model], MODELS, must)
+        sizes = replace(sizes, layers=layers or sizes.layers)
+        sample = Sample(whole_number(seq, "--seq", WHO), "" if documents == "none" else documents)
+        assert sample.lengths  # refuses a kind that there is not
+        plan = Plan(sizes, sample, chosen(sizes, only), turns, steps, budget_s)
+        rows = []
+        with started(WHO, device) as world:
+            _check_alone(world)
+            for row in measure(plan, world):
+                append(out, [row], FRONTIER_CSV)
+                rows.append(row)
+                world.progress.say(_line(row))
+        typer.echo(frontier_table(rows))
+
+
+def _check_alone(world: World) -> None:
+    if world.size > 1:
+        raise BurstError(
+            f"{WHO}: it must run as one process, because it measures what one GPU holds; got "
+            f"{world.size}; leave torchrun out"
+        )
+
+
+def _line(row: FrontierRow) -> str:
+    result = f"{row.ms:.1f} ms" if row.ms else row.note
+    peak = f", {row.peak_gib:.2f} GiB" if row.peak_gib else ""
+    return f"turn {row.turn}, {row.impl}:{row.setting}: {row.status}, {result}{peak}"
+
+
+@app.command()
+def table(csvs: Csvs) -> None:
+    """Time, peak memory and what they come to beside nothing recomputed, as Markdown."""
+    with in_one_sentence():
+        typer.echo(frontier_table(read(csvs, FRONTIER_CSV)))
+
+
+@app.command()
+def plot(
+    picture: Annotated[Path, Argument(help="what is written, such as docs/frontier.png")],
+    csvs: Csvs,
+) -> None:
+    """Peak memory across and time upwards, one panel for each run and problem."""
+    with in_one_sentence():
+        from benchmarks.frontier_plot import draw_frontier
+
+        draw_frontier(read(csvs, FRONTIER_CSV), picture)
+        typer.echo(picture)
+
+
+if __name__ == "__main__":
+    app()

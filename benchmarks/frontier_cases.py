@@ -1,0 +1,208 @@
+"""What `benchmarks/frontier.py` measures: models, settings of recomputation, rows; without
+Megatron."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.documents import SEED, lengths_of, multiple_for
+from benchmarks.rows import Sheet
+from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
+from megatron_burst.tools.job.model import Experts, Model
+
+WHO = "benchmarks.frontier"
+MODELS = {
+    one.name: one
+    for one in (
+        Model("qwen3-8b", 4, 4096, 32, 8, 128, 128, 12288, 151936),
+        Model("qwen3-1.7b", 28, 2048, 16, 8, 128, 128, 6144, 151936, tied=True),
+        Model("qwen3-30b-a3b", 4, 2048, 32, 4, 128, 128, 6144, 151936,
+              experts=Experts(128, 8, 768)),
+        Model("tiny", 2, 64, 4, 2, 16, 16, 128, 128),
+        Model("tiny-moe", 2, 64, 4, 2, 16, 16, 128, 128, tied=True, experts=Experts(4, 2, 64)),
+    )
+}  # fmt: skip
+_FULL = {
+    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+}  # fmt: skip
+_KEPT = {  # modules kept besides attention's results
+    "keep": (),
+    "keep+proj": ("linear_proj",),
+    "keep+qkv+proj": ("linear_qkv", "linear_proj"),
+    "keep+fc1": ("linear_fc1",),
+    "keep+qkv+proj+fc1": ("linear_qkv", "linear_proj", "linear_fc1"),
+}
+_OFFLOADED = "attn_norm", "core_attn", "attn_proj", "mlp_norm", "qkv_linear"
+_OF_EXPERTS = "expert_fc1", "moe_act"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way to save memory in layers.
+
+    Attributes:
+        impl: "burst" or "megatron": whose attention, and whose way it is.
+        name: of the setting.
+        config: fields of Megatron's TransformerConfig.
+        burst: burst's options; Megatron's own settings have none.
+    """
+
+    impl: str
+    name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    burst: BurstConfig | None = None
+
+    def __str__(self) -> str:
+        return f"{self.impl}:{self.name}"
+
+    @property
+    def warm_up(self) -> int:
+        """Steps that do not count; Megatron's offloading chooses after its first one."""
+        return 2 if "offload_modules" in self.config else 1
+
+
+NOTHING, FULL = "burst:off", "megatron:full"  # a = 1 and a = 0; ratios are to the first
+
+
+def settings_of(model: Model) -> dict[str, Setting]:
+    """All settings that a model can have, by name."""
+    found = [
+        Setting("burst", "off", burst=BurstConfig()),
+        Setting("burst", "full", _FULL, BurstConfig()),
+    ]
+    for suffix, place in (("", "none"), ("@host", "results")):
+        for name, modules in _KEPT.items():
+            burst = BurstConfig(keep="all", keep_modules=modules, keep_offload=place)
+            found.append(Setting("burst", f"{name}{suffix}", _FULL, burst))
+    found += [Setting("megatron", "off"), Setting("megatron", "full", _FULL)]
+    some = {round(model.layers * part) for part in (0.25, 0.5, 0.75)} - {0, model.layers}
+    for count in sorted(some):
+        block = _FULL | {"recompute_method": "block", "recompute_num_layers": count}
+        found.append(Setting("megatron", f"block-{count}", block))
+    offloads, part = _offloading(_OFFLOADED), "moe" if model.experts else "mlp"
+    again = {
+        name: {"recompute_granularity": "selective", "recompute_modules": [name]}
+        for name in (part, *["moe_act"] * bool(model.experts))
+    }
+    found += [Setting("megatron", name, config) for name, config in again.items()]
+    found.append(Setting("megatron", "offload", offloads))
+    found.append(Setting("megatron", f"offload+{part}", offloads | again[part]))
+    if model.experts:
+        found.append(Setting("megatron", "offload+experts", _offloading(_OFFLOADED + _OF_EXPERTS)))
+    return {str(one): one for one in found}
+
+
+def _offloading(modules: Sequence[str]) -> dict[str, Any]:
+    return {"fine_grained_activation_offloading": True, "offload_modules": list(modules)}
+
+
+def chosen(model: Model, only: str) -> list[Setting]:
+    """The settings with one of these names, or with one of these words in theirs; "": all.
+
+    Raises:
+        BurstError: if a word is in no name.
+    """
+    every = settings_of(model)
+    words = [word.strip() for word in only.split(",") if word.strip()]
+    found = {}
+    for word in words:
+        matching = [word] if word in every else [name for name in every if word in name]
+        if not matching:
+            raise BurstError(
+                f"{WHO}: --only must list words of settings, because it chooses among them; got "
+                f"{word!r}; choose among {', '.join(every)}"
+            )
+        found |= dict.fromkeys(matching)
+    return [every[name] for name in every if name in found or not words]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a step trains on.
+
+    Attributes:
+        seq: tokens.
+        documents: kind of a packed sample (`benchmarks.documents`); "": one document.
+    """
+
+    seq: int
+    documents: str = ""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document."""
+        if not self.documents:
+            return (self.seq,)
+        return lengths_of(self.documents, self.seq, SEED, multiple_for(1))
+
+    def __str__(self) -> str:
+        return f"{self.documents}-{SEED}: {len(self.lengths)}" if self.documents else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierRow:
+    """One setting in one turn of a run; fields are columns.
+
+    Attributes:
+        run: when the run began; only rows of one run are compared.
+        experts: of each layer; 0: dense ones.
+        documents: kind and number of a packed sample's documents; "" for one document.
+        impl, setting: see `Setting`.
+        turn: from 1.
+        ms: median over the turn's steps, with minimum and maximum.
+        tflops: model FLOPs, counting attention per document, recomputation not counted.
+        each: ms of every step, in their order.
+        peak_gib: PyTorch's peak in these steps: weights, gradients and optimizer included.
+        host_gib: peak of pinned host memory in use, in blocks of powers of two.
+        loss: of the last step. All steps see the same weights: the learning rate is 0.
+        grad_norm: of all gradients.
+    """
+
+    run: str
+    date: str
+    versions: str
+    gpu: str
+    model: str
+    layers: int
+    hidden: int
+    ffn: int
+    experts: int
+    heads_q: int
+    heads_kv: int
+    vocab: int
+    seq: int
+    documents: str
+    impl: str
+    setting: str
+    turn: int
+    ms: float | None = None
+    ms_min: float | None = None
+    ms_max: float | None = None
+    tflops: float | None = None
+    each: str = ""
+    peak_gib: float | None = None
+    host_gib: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    status: str = "ok"
+    note: str = ""
+
+
+FRONTIER_CSV = Sheet(WHO, FrontierRow)
+
+
+def columns_of(model: Model, sample: Sample) -> dict[str, Any]:
+    """The columns of a row that say what was trained."""
+    return {
+        "model": model.name, "layers": model.layers, "hidden": model.hidden,
+        "ffn": model.experts.ffn if model.experts else model.ffn,
+        "experts": model.experts.count if model.experts else 0,
+        "heads_q": model.heads_q, "heads_kv": model.heads_kv, "vocab": model.vocab,
+        "seq": sample.seq, "documents": str(sample),
+    }  # fmt: skip
+
+
+def flops_of(model: Model, sample: Sample) -> float:
+    """Model FLOPs of a step."""
+    return sum(length * model.flops_per_token(length) for length in sample.lengths)

@@ -1,0 +1,67 @@
+"""The picture of `benchmarks/frontier.py`: peak memory across, a step's time upwards."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.frontier_cases import FrontierRow
+from benchmarks.frontier_table import Point, hull_of, points_of, runs_in
+
+_DPI, _COLUMNS = 130, 2
+_SIDES = {  # whose settings: label, colour, marker, and on which side of it names are
+    True: ("burst", "#2a78b8", "o", {"xytext": (-6, -9), "ha": "right"}),
+    False: ("Megatron", "#c2410c", "s", {"xytext": (6, 5), "ha": "left"}),
+}
+
+
+def draw_frontier(rows: Sequence[FrontierRow], path: Path) -> None:
+    """Draw a panel for each run and problem that has both figures of some setting.
+
+    Bars are the fastest and the slowest step. A line joins the settings that mixing others over
+    layers could not beat. Those that failed are left out.
+
+    Args:
+        rows: of any number of runs.
+        path: of the picture.
+    """
+    panels = [(title, _drawable(points_of(own))) for title, own in runs_in(rows)]
+    panels = [(title, points) for title, points in panels if points]
+    columns = min(_COLUMNS, len(panels)) or 1
+    lines = -(-len(panels) // columns) or 1
+    figure = Figure(figsize=(6.5 * columns, 5 * lines), layout="constrained")
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axis, (title, points) in zip(axes, panels, strict=False):
+        _panel(axis, points)
+        model, _, gpu_and_run = title.partition("; ")
+        axis.set_title(f"{model}\n{gpu_and_run}", fontsize=9)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    figure.savefig(path, dpi=_DPI)
+
+
+def _drawable(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if point.ms and point.peak_gib is not None]
+
+
+def _panel(axis: Axes, points: Sequence[Point]) -> None:
+    for is_burst, (label, colour, marker, beside) in _SIDES.items():
+        own = [point for point in points if point.is_burst is is_burst]
+        for point in own:
+            bars = [[point.ms - point.ms_min], [point.ms_max - point.ms]]
+            axis.errorbar(
+                point.peak_gib, point.ms, bars, marker=marker, color=colour, capsize=2, lw=0.8,
+                linestyle="none",
+            )  # fmt: skip
+            axis.annotate(
+                point.name.partition(":")[2], (point.peak_gib, point.ms),
+                textcoords="offset points", fontsize=7, color=colour, **beside,
+            )  # fmt: skip
+        hull = [(point.peak_gib, point.ms) for point in hull_of(own)]
+        if hull:
+            axis.plot(*zip(*hull, strict=True), color=colour, marker=marker, label=label)
+    axis.set(xlabel="peak GiB", ylabel="ms of a training step")
+    axis.margins(0.15)
+    axis.grid(alpha=0.3)
+    axis.legend()

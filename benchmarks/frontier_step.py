@@ -1,0 +1,182 @@
+"""A whole training step of one GPT on one GPU under many settings of recomputation.
+
+Megatron reads some settings when it builds a layer. So each setting has a model of its own, and all
+of them have the parameters of a first one, which is in Megatron's DDP and optimizer.
+"""
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt import gpt_layer_specs as specs
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    FineGrainedActivationOffloadingInterface as Offloading,
+)
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from benchmarks.documents import SEED
+from benchmarks.frontier_cases import Sample, Setting
+from benchmarks.stack import config_of
+from megatron_burst.config import BurstConfig
+from megatron_burst.mcore.fused_loss import fuse_loss
+from megatron_burst.mcore.specs import burst_spec
+from megatron_burst.tools.job.model import Model
+
+_SAME = Setting("megatron", "off")  # what the parameters are made with
+
+
+class Trainer:
+    """Steps of one model on one sample: forward, backward, and Megatron's distributed optimizer
+    with Adam, master weights in fp32 and clipping. The loss is burst's fused one in all settings.
+
+    The learning rate is 0, so that every step of every setting has the same loss and gradients.
+
+    Args:
+        model: the sizes.
+        sample: its tokens are random.
+        dtype: of weights and activations.
+    """
+
+    def __init__(self, model: Model, sample: Sample, dtype: torch.dtype) -> None:
+        self._sizes, self._seq, self._dtype = model, sample.seq, dtype
+        self._source = self._built(_SAME)
+        self._ddp = _wrapped(self._source)
+        options = OptimizerConfig(
+            optimizer="adam", lr=0.0, min_lr=0.0, bf16=dtype is torch.bfloat16, params_dtype=dtype,
+            use_distributed_optimizer=True, clip_grad=1.0,
+        )  # fmt: skip
+        self._optimizer = get_megatron_optimizer(options, [self._ddp])
+        self._models = {}
+        self._batch = _batch_of(model, sample, next(self._source.parameters()).device)
+
+    def add(self, setting: Setting) -> None:
+        """Build the model of a setting, unless there is one."""
+        if str(setting) not in self._models:
+            model = self._built(setting, perform_initialization=False)
+            _share(model, self._source)
+            self._models[str(setting)] = fuse_loss(model)
+
+    def use(self, setting: Setting) -> None:
+        """Take the steps that follow with a setting that was added."""
+        model = self._models[str(setting)]
+        self._ddp.module, self._ddp.config = model, model.config
+
+    def release(self) -> None:
+        """Free what the setting keeps between steps, or has left where it failed."""
+        self._optimizer.zero_grad()
+        if self._ddp.config.fine_grained_activation_offloading and torch.cuda.is_available():
+            Offloading.reset_instance()  # else it offloads what it chose for this model
+
+    def step(self) -> tuple[float, float]:
+        """One training step; the loss, and the norm of all gradients."""
+        self._ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        (report,) = get_forward_backward_func()(
+            forward_step_func=self._forward, data_iterator=None, model=self._ddp,
+            num_microbatches=1, seq_length=self._seq, micro_batch_size=1,
+        )  # fmt: skip
+        _, norm, _ = self._optimizer.step()
+        return float(report["loss"]) / self._seq, float(norm)
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Those of the latest step, after clipping: views of DDP's buffers."""
+        return (x.main_grad for x in self._source.parameters())
+
+    def _forward(self, data_iterator: None, model: torch.nn.Module) -> tuple:
+        """Megatron's forward step: as its pretrain_gpt.py."""
+        losses = model(**self._batch, attention_mask=None)
+        return losses, self._loss
+
+    def _loss(self, losses: Tensor) -> tuple:
+        loss = losses.float().sum()
+        tokens = torch.tensor(self._seq, dtype=torch.int, device=losses.device)
+        return loss, tokens, {"loss": loss.detach()}
+
+    def _built(self, setting: Setting, **options: object) -> GPTModel:
+        sizes = self._sizes
+        config = self._config(setting, **options)
+        return GPTModel(
+            config, _spec_of(sizes, setting), sizes.vocab, self._seq,
+            share_embeddings_and_output_weights=sizes.tied, position_embedding_type="rope",
+        ).to(device=torch.cuda.current_device(), dtype=self._dtype)  # fmt: skip
+
+    def _config(self, setting: Setting, **options: object) -> TransformerConfig:
+        sizes, experts = self._sizes, {}
+        if sizes.experts:
+            experts = {
+                "num_moe_experts": sizes.experts.count, "moe_router_topk": sizes.experts.active,
+                "moe_ffn_hidden_size": sizes.experts.ffn, "moe_aux_loss_coeff": 1e-3,
+                "moe_router_dtype": "fp32",
+                "moe_grouped_gemm": HAVE_TE, "moe_permute_fusion": HAVE_TE,
+                "moe_token_dispatcher_type": "alltoall",
+            }  # fmt: skip
+        config = config_of(
+            self._dtype, num_layers=sizes.layers, hidden_size=sizes.hidden,
+            ffn_hidden_size=sizes.ffn, num_attention_heads=sizes.heads_q,
+            num_query_groups=sizes.heads_kv, kv_channels=sizes.dim_qk, qk_layernorm=True,
+            calculate_per_token_loss=True, finalize_model_grads_func=finalize_model_grads,
+            cp_comm_type=None if setting.burst is None else "burst",
+            **experts, **setting.config, **options,
+        )  # fmt: skip
+        config.burst = setting.burst or BurstConfig()  # whatever MEGATRON_BURST says
+        return config
+
+
+def _wrapped(model: GPTModel) -> DistributedDataParallel:
+    """With gradients in fp32, in one buffer each for dense weights and experts."""
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+    )
+    return DistributedDataParallel(model.config, options, model)
+
+
+def _spec_of(sizes: Model, setting: Setting):
+    make = specs.get_gpt_layer_local_spec
+    options = {"normalization": "RMSNorm"}
+    if HAVE_TE:
+        make, options = specs.get_gpt_layer_with_transformer_engine_spec, {}
+    if sizes.experts:
+        options |= {"num_experts": sizes.experts.count, "moe_grouped_gemm": HAVE_TE}
+    spec = make(qk_layernorm=True, **options)
+    return spec if setting.burst is None else burst_spec(spec)
+
+
+def _share(model: GPTModel, source: GPTModel) -> None:
+    """Give a model another's parameters, buffers and table of rotary embeddings; its own are
+    freed."""
+    model.rotary_pos_emb = source.rotary_pos_emb  # which keeps what it computed
+    others = dict(source.named_modules())
+    for name, module in model.named_modules():
+        for own, theirs in ((module._parameters, others[name]._parameters),
+                            (module._buffers, others[name]._buffers)):  # fmt: skip
+            own.update({key: theirs[key] for key, x in own.items() if x is not None})
+
+
+def _batch_of(model: Model, sample: Sample, device: torch.device) -> dict:
+    """Arguments of the model's forward: random tokens and labels, all of which count."""
+    generator = torch.Generator().manual_seed(SEED)
+    tokens, labels = torch.randint(model.vocab, (2, 1, sample.seq), generator=generator).to(device)
+    positions = torch.cat([torch.arange(length) for length in sample.lengths])
+    batch = {
+        "input_ids": tokens, "labels": labels, "position_ids": positions[None].to(device),
+        "loss_mask": torch.ones(1, sample.seq, device=device),
+    }  # fmt: skip
+    if sample.documents:
+        ends = torch.tensor([0, *accumulate(sample.lengths)], dtype=torch.int32, device=device)
+        longest = max(sample.lengths)
+        batch["packed_seq_params"] = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=ends,
+            cu_seqlens_kv_padded=ends, max_seqlen_q=longest, max_seqlen_kv=longest,
+        )  # fmt: skip
+    return batch

@@ -1,0 +1,169 @@
+"""What the rows of `benchmarks/frontier.py` come to: as a table, and as a picture."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import geometric_mean, median
+
+from benchmarks.frontier_cases import FULL, NOTHING, FrontierRow
+from megatron_burst.tools.units import in_units
+
+_EQUAL_GIB = 0.1  # by which peaks may differ and count as equal: an allocator's rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What the turns of one setting come to.
+
+    Attributes:
+        name: of the setting, with whose it is.
+        steps: how many were timed.
+        ms: median over all of them, with minimum and maximum; None if it failed.
+        peak_gib: median over turns, as `host_gib`.
+        ratio: ms / ms of nothing recomputed.
+        share: a = (peak - peak of full) / (peak of nothing recomputed - peak of full).
+        note: why it failed.
+    """
+
+    name: str
+    steps: int = 0
+    ms: float | None = None
+    ms_min: float | None = None
+    ms_max: float | None = None
+    peak_gib: float | None = None
+    host_gib: float | None = None
+    ratio: float | None = None
+    share: float | None = None
+    note: str = ""
+
+    @property
+    def is_burst(self) -> bool:
+        """Whether it is one of burst's settings."""
+        return self.name.startswith("burst:")
+
+
+def runs_in(rows: Sequence[FrontierRow]) -> Iterator[tuple[str, list[FrontierRow]]]:
+    """The rows of each run and problem, with words for them."""
+    found: dict[tuple, list[FrontierRow]] = {}
+    for row in rows:
+        key = row.run, row.model, row.layers, row.seq, row.documents
+        found.setdefault(key, []).append(row)
+    for (run, model, layers, seq, documents), own in found.items():
+        kind = f"documents {documents}" if documents else "one document"
+        gpu = own[0].gpu.partition(";")[0]
+        yield f"{model}, {layers} layers, {in_units(seq)} tokens, {kind}; {gpu}; {run}", own
+
+
+def points_of(rows: Sequence[FrontierRow]) -> list[Point]:
+    """One for each setting of a run, in the order of the first turn."""
+    by_name: dict[str, list[FrontierRow]] = {}
+    for row in rows:
+        by_name.setdefault(f"{row.impl}:{row.setting}", []).append(row)
+    made = {name: _point(name, own) for name, own in by_name.items()}
+    nothing, full = made.get(NOTHING), made.get(FULL)
+    return [_beside(point, nothing, full) for point in made.values()]
+
+
+def _point(name: str, rows: Sequence[FrontierRow]) -> Point:
+    each = [float(ms) for row in rows for ms in row.each.split()]
+    if not each:
+        return Point(name, note=rows[0].note)
+    gib = [median(found) if (found := _known(rows, column)) else None for column in
+           ("peak_gib", "host_gib")]  # fmt: skip
+    return Point(name, len(each), median(each), min(each), max(each), *gib)
+
+
+def _known(rows: Sequence[FrontierRow], column: str) -> list[float]:
+    return [value for row in rows if (value := getattr(row, column)) is not None]
+
+
+def _beside(point: Point, nothing: Point | None, full: Point | None) -> Point:
+    """The point with its ratio and share, where what they stand beside was measured."""
+    if point.ms is None or nothing is None or not nothing.ms:
+        return point
+    share = None
+    peaks = [one.peak_gib if one else None for one in (point, nothing, full)]
+    if None not in peaks and peaks[1] != peaks[2]:
+        share = (peaks[0] - peaks[2]) / (peaks[1] - peaks[2])
+    return replace(point, ratio=point.ms / nothing.ms, share=share)
+
+
+def spread_of(rows: Sequence[FrontierRow]) -> dict[str, float]:
+    """Largest relative difference of a loss, and of a gradients' norm, from the median."""
+    found = {}
+    for column in ("loss", "grad_norm"):
+        if known := _known(rows, column):
+            middle = median(known)
+            found[column] = max(abs(value / middle - 1) for value in known)
+    return found
+
+
+def in_equal_memory(points: Sequence[Point]) -> dict[str, tuple[float, str]]:
+    """For each of Megatron's settings: its ms / those of burst's fastest setting that needs no more
+    memory, and which that is; without those for which there is none."""
+    known = [point for point in points if point.ms and point.peak_gib is not None]
+    found = {}
+    for peer in (point for point in known if not point.is_burst):
+        room = peer.peak_gib + _EQUAL_GIB
+        able = [point for point in known if point.is_burst and point.peak_gib <= room]
+        if able:
+            best = min(able, key=lambda point: point.ms)
+            found[peer.name] = peer.ms / best.ms, best.name
+    return found
+
+
+def frontier_table(rows: Sequence[FrontierRow]) -> str:
+    """Markdown: a table for each run and problem, one line a setting."""
+    return "\n\n".join("\n".join(_section(title, own)) for title, own in runs_in(rows))
+
+
+def _section(title: str, rows: Sequence[FrontierRow]) -> Iterator[str]:
+    points = points_of(rows)
+    gains = in_equal_memory(points)
+    head = (
+        "setting", "ms (min-max)", "steps", "of nothing recomputed", "GiB", "a", "host GiB",
+        "burst in its memory",
+    )  # fmt: skip
+    yield f"{title}\n"
+    for line in (head, ["---"] * len(head), *(_line(point, gains) for point in points)):
+        yield f"| {' | '.join(line)} |"
+    if gains:
+        speedups = [speedup for speedup, _ in gains.values()]
+        means = f"geometric mean {geometric_mean(speedups):.3f}, least {min(speedups):.3f}"
+        yield f"\nburst in the memory of Megatron's settings: {means} times as fast"
+    differences = (f"{name} {value:.2g}" for name, value in spread_of(rows).items())
+    yield f"\nlargest relative difference from the median: {', '.join(differences)}"
+
+
+def _line(point: Point, gains: dict[str, tuple[float, str]]) -> list[str]:
+    if point.ms is None:
+        return [point.name, f"failed: {point.note}", *["-"] * 6]
+
+    def shown(value: float | None, digits: int) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    speedup, best = gains.get(point.name, (None, ""))
+    return [
+        point.name, f"{point.ms:.1f} ({point.ms_min:.1f}-{point.ms_max:.1f})", str(point.steps),
+        shown(point.ratio, 3), shown(point.peak_gib, 2), shown(point.share, 2),
+        shown(point.host_gib, 1), f"{speedup:.3f} ({best})" if speedup else "-",
+    ]  # fmt: skip
+
+
+def hull_of(points: Sequence[Point]) -> list[Point]:
+    """The lower left of the convex hull in (GiB, ms), from the least memory to the least time: what
+    mixing settings over layers could reach at best."""
+    known = [point for point in points if point.ms and point.peak_gib is not None]
+    found: list[Point] = []
+    for point in sorted(known, key=lambda one: (one.peak_gib, one.ms)):
+        if found and point.ms >= found[-1].ms:
+            continue  # slower, and no less memory
+        while len(found) > 1 and _is_above(found[-2], found[-1], point):
+            found.pop()
+        found.append(point)
+    return found
+
+
+def _is_above(left: Point, middle: Point, right: Point) -> bool:
+    """Whether the middle one is on the line from left to right, or above it."""
+    slope = (right.ms - left.ms) / (right.peak_gib - left.peak_gib)
+    return middle.ms >= left.ms + slope * (middle.peak_gib - left.peak_gib)
