@@ -42,6 +42,7 @@ def keep(function: Callable[..., Any], debug: bool = False) -> Callable[..., Any
     parameters = function.parameters if isinstance(function, torch.nn.Module) else tuple
 
     @functools.wraps(function, updated=())
+    @uncompiled
     def call(*args, **options):
         keeping = Keeping(debug=debug, parameters=tuple(parameters()))
         return call_kept(function, args, options, keeping)
