@@ -51,7 +51,7 @@ def from_megatron(arguments: Arguments, name: str) -> Model:
         )  # fmt: skip
     return Model(
         name, layers, hidden, heads, heads_kv, *dims, ffn,
-        size(vocab), gated=size.truth("swiglu"),
+        size(vocab), gated=size.truth("swiglu") or size.truth("quick_geglu"),
         tied=not size.truth("untie_embeddings_and_output_weights"), experts=experts, latent=latent,
         windows=_windows(arguments, layers, name),
         sinks=arguments.get("softmax_type", "vanilla") not in ("vanilla", None),
@@ -158,10 +158,12 @@ _FLAGS: tuple[tuple[str, Callable[[Model], Any]], ...] = (  # a flag is there if
     ("--window-attn-skip-freq", _skip_freq),
     ("--softmax-type", lambda m: m.sinks and "learnable"),
     ("--swiglu", lambda m: m.gated),
+    ("--disable-bias-linear", lambda m: not m.biases),
     ("--vocab-size", lambda m: m.vocab),
     ("--untie-embeddings-and-output-weights", lambda m: not m.tied),
 )
 _ALWAYS: Values = {
-    "--normalization": "RMSNorm", "--disable-bias-linear": True,
-    "--position-embedding-type": "rope", "--hidden-dropout": 0,
-}  # fmt: skip
+    "--normalization": "RMSNorm",
+    "--position-embedding-type": "rope",
+    "--hidden-dropout": 0,
+}
