@@ -32,7 +32,10 @@ class Gain:
 
     @property
     def ratio(self) -> float:
-        """Burst's speedup if both recompute attention in the same way."""
+        """Burst's speedup if both recompute attention in the same way; 1 if every layer has a
+        window."""
+        if not self.seconds[0]:
+            return 1.0
         return self.seconds[1] / self.seconds[0]
 
 
