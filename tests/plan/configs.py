@@ -267,6 +267,26 @@ PRINTED = {
         ),
         "--norm-epsilon 1e-06 --rotary-base 5000000 --no-rope-freq 4",
     ),
+    "DeepSeek-V3": (
+        DEEPSEEK_V3,
+        "--norm-epsilon 1e-06 --rotary-base 10000 --rotary-scaling-factor 40 --mscale 1.0 "
+        "--mscale-all-dim 1.0 --qk-layernorm --moe-router-score-function sigmoid "
+        "--moe-router-pre-softmax --moe-router-enable-expert-bias --moe-router-dtype fp32 "
+        "--moe-router-num-groups 8 --moe-router-group-topk 4 "
+        "--moe-router-topk-scaling-factor 2.5",
+    ),
+    "GLM-4.5": (
+        _config("glm4_moe", (92, 5120, 12288, 96, 8, 151552), 1000000, 1e-05,
+                architectures=["Glm4MoeForCausalLM"], attention_bias=True, first_k_dense_replace=3,
+                head_dim=128, moe_intermediate_size=1536, n_group=1, n_routed_experts=160,
+                n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=8,
+                num_nextn_predict_layers=1, partial_rotary_factor=0.5, rope_scaling=None,
+                routed_scaling_factor=2.5, topk_group=1, use_qk_norm=True),
+        "--norm-epsilon 1e-05 --rotary-base 1000000 --rotary-percent 0.5 "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-dtype fp32 --add-qkv-bias --qk-layernorm --moe-router-num-groups 1 "
+        "--moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5",
+    ),
     "Moonlight-16B-A3B": (
         _config("deepseek_v3", (27, 2048, 11264, 16, 16, 163840), 50000.0, 1e-05,
                 **_DEEPSEEK | {
@@ -287,10 +307,6 @@ _NO_EPSILON = "no rms_norm_eps"
 
 # published configs, with the entries that are named; the size is that of the model's card
 WITHHELD = {
-    "DeepSeek-V3": (
-        DEEPSEEK_V3, 671.0,
-        {"num_nextn_predict_layers 1"},
-    ),
     "Kimi-K2": (
         DEEPSEEK_V3
         | _config("kimi_k2", (61, 7168, 18432, 64, 64, 163840), 50000.0, 1e-06)
@@ -301,16 +317,6 @@ WITHHELD = {
         },
         1026.4,
         {"yarn scaling of rotary embeddings"},
-    ),
-    "GLM-4.5": (
-        _config("glm4_moe", (92, 5120, 12288, 96, 8, 151552), 1000000, 1e-05,
-                architectures=["Glm4MoeForCausalLM"], attention_bias=True, first_k_dense_replace=3,
-                head_dim=128, moe_intermediate_size=1536, n_group=1, n_routed_experts=160,
-                n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=8,
-                num_nextn_predict_layers=1, partial_rotary_factor=0.5, rope_scaling=None,
-                routed_scaling_factor=2.5, topk_group=1, use_qk_norm=True),
-        352.8,
-        {"num_nextn_predict_layers 1"},
     ),
     "GLM-4-9B-0414": (
         _config("glm4", (40, 4096, 13696, 32, 2, 151552), 10000.0, 1e-05, head_dim=128,

@@ -36,7 +36,8 @@ def test_entries_that_no_flag_says_are_named(name):
 @pytest.mark.parametrize(
     ("name", "billions"),  # of its card
     [("Nemotron-4-Mini-4B", 4.19), ("StarCoder2-7B", 7.17), ("SmolLM3-3B", 3.075),
-     ("gpt-oss-20b", 20.9), ("Moonlight-16B-A3B", 16.0)],
+     ("gpt-oss-20b", 20.9), ("Moonlight-16B-A3B", 16.0),
+     ("DeepSeek-V3", 671.0 + 11.6), ("GLM-4.5", 352.8 + 3.8)],  # with a prediction layer
 )  # fmt: skip
 def test_weights_of_models_unlike_a_llama(name, billions):
     assert model(PRINTED[name][0]).params / 1e9 == pytest.approx(billions, rel=0.006)

@@ -6,7 +6,8 @@ from types import MappingProxyType
 
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.job.config_flags import KEYS, TYPES, Config, Type, flags_of, table
-from megatron_burst.tools.job.model import Experts, Latent, Model, Sizes, Windows, positive, unread
+from megatron_burst.tools.job.entries import Sizes, positive, unread
+from megatron_burst.tools.job.model import Experts, Latent, Model, Windows
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -43,6 +44,7 @@ def from_hugging_face(config: Config, name: str) -> Model:
         *dims, size("intermediate_size"), size("vocab_size"), gated=kind.gated,
         tied=size.truth("tie_word_embeddings"), experts=experts, latent=latent,
         windows=_windows(config, kind, layers, name),
+        predicted=size("num_nextn_predict_layers", 0),
         sinks=kind.sinks or any(config[key] is True for key in config if "attention_sink" in key),
         biases=kind.biases, beside=tuple(flags.items()), unknown=unknown,
     )  # fmt: skip

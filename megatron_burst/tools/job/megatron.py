@@ -8,7 +8,8 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_burst.tools.job.model import Experts, Latent, Model, Sizes, Windows, positive, unread
+from megatron_burst.tools.job.entries import Sizes, positive, unread
+from megatron_burst.tools.job.model import Experts, Latent, Model, Windows
 
 Arguments = Mapping[str, Any]
 Values = dict[str, int | float | str | bool | list[str]]
@@ -17,7 +18,7 @@ MODEL_ARGUMENTS = {  # Megatron's, of which a model's figures depend
     "kv_channels", "vocab_size", "padded_vocab_size", "num_experts", "moe_router_topk",
     "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_layer_freq",
     "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
-    "window_size", "window_attn_skip_freq", "softmax_type",
+    "window_size", "window_attn_skip_freq", "softmax_type", "mtp_num_layers",
 }  # fmt: skip
 _OPERATORS: dict[type, Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
@@ -53,7 +54,7 @@ def from_megatron(arguments: Arguments, name: str) -> Model:
         name, layers, hidden, heads, heads_kv, *dims, ffn,
         size(vocab), gated=size.truth("swiglu") or size.truth("quick_geglu"),
         tied=not size.truth("untie_embeddings_and_output_weights"), experts=experts, latent=latent,
-        windows=_windows(arguments, layers, name),
+        windows=_windows(arguments, layers, name), predicted=size("mtp_num_layers", 0),
         sinks=arguments.get("softmax_type", "vanilla") not in ("vanilla", None),
         biases=size.truth("add_bias_linear", True) and not size.truth("disable_bias_linear"),
     )  # fmt: skip
@@ -115,7 +116,8 @@ def model_flags(model: Model) -> Values:
     They are those of another model if it has `unknown` entries.
     """
     found = {flag: value for flag, of in _FLAGS if (value := of(model))}
-    return {**found, **_ALWAYS, **dict(model.beside)}
+    every: Values = {**found, **_ALWAYS, **dict(model.beside)}
+    return {flag: value for flag, value in every.items() if value is not False}
 
 
 def _skip_freq(model: Model) -> str | int | None:
@@ -156,6 +158,7 @@ _FLAGS: tuple[tuple[str, Callable[[Model], Any]], ...] = (  # a flag is there if
     # Megatron's window size leaves out the query's own key
     ("--window-size", lambda m: m.windows and f"{m.windows.size - 1},0"),
     ("--window-attn-skip-freq", _skip_freq),
+    ("--mtp-num-layers", lambda m: m.predicted),
     ("--softmax-type", lambda m: m.sinks and "learnable"),
     ("--swiglu", lambda m: m.gated),
     ("--disable-bias-linear", lambda m: not m.biases),

@@ -6,7 +6,13 @@ from functools import lru_cache
 from megatron_burst.recompute.budget import in_flight
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.job.model import Model
-from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, stage_layers
+from megatron_burst.tools.job.strategy import (
+    Job,
+    Strategy,
+    attention_call,
+    busiest_layers,
+    stage_layers,
+)
 from megatron_burst.tools.simulate.call import buffer_bytes, left_bytes
 
 _LOSS_BYTES = 1 << 30  # of the fused loss, independent of tokens (docs/loss.md)
@@ -49,7 +55,8 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
     weights, gradients, optimizer = _static(job, strategy)
     model, layers = job.model, stage_layers(job.model, strategy)
     flights = min(in_flight(strategy.pp, 0), job.batch // strategy.dp)
-    waiting = layers * flights
+    last = busiest_layers(model, strategy)
+    waiting = layers * flights if strategy.pp > 1 else last
     # other sizes and offloading do not change what a layer needs
     alike = replace(strategy, pp=1, dp=1, ep=1, offload=False, offload_inputs=False)
     a_layer = _layer_bytes(job, alike)
@@ -63,7 +70,9 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
     if strategy.offload_inputs:
         on_node, saved = on_node + saved, min(saved, 2 * 2 * model.hidden * tokens)
     head = _head(job, strategy) + kept  # all layers wait then
+    head += _joined(job, strategy)
     if strategy.pp > 1:  # the head is on the last stage, where fewer micro-batches wait
+        head += (last - layers) * (a_layer.saved + kept)
         head = max(0.0, head - (saved + all_kept) * (1 - 1 / flights))
     return Memory(
         weights, gradients, optimizer, saved, all_kept,
@@ -91,11 +100,24 @@ def _static(job: Job, strategy: Strategy) -> tuple[float, float, float]:
 def params_of_rank(job: Job, strategy: Strategy) -> tuple[float, float]:
     """Weights of the largest stage on a rank if only TP and EP shard them: dense ones, experts."""
     model, layers = job.model, stage_layers(job.model, strategy)
+    both = 1 if model.tied else 2  # embedding and head; prediction layers need both
+    if strategy.pp == 1:
+        stages = [(layers, model.predicted, both)]
+    else:
+        end = model.layers - layers * (strategy.pp - 1)
+        stages = [(layers, 0, 1), (end, model.predicted, both if model.predicted else 1)]
+    of_stages = (_stage_params(model, *stage) for stage in stages)
+    sharded = [(dense / strategy.tp, experts / strategy.ep) for dense, experts in of_stages]
+    return max(sharded, key=sum)
+
+
+def _stage_params(model: Model, layers: int, predicted: int, ends: int) -> tuple[int, int]:
+    """Weights of a stage: dense ones, with so many matrices of the vocabulary, and experts."""
     moe = min(layers, model.moe_layers)
-    dense: float = layers * model.attention_params + (layers - moe) * model.dense_params
-    dense += moe * model.shared_params
-    dense += model.embedding_params * (2 if strategy.pp == 1 and not model.tied else 1)
-    return dense / strategy.tp, moe * model.expert_params / strategy.ep
+    dense = layers * model.attention_params + (layers - moe) * model.dense_params
+    dense += moe * model.shared_params + ends * model.embedding_params
+    more, experts = model.predicted_params
+    return dense + predicted * more, moe * model.expert_params + predicted * experts
 
 
 def layer_params(job: Job, strategy: Strategy) -> float:
@@ -208,8 +230,18 @@ def _beside_values(model: Model, strategy: Strategy, tokens: float) -> float:
 def _head(job: Job, strategy: Strategy) -> float:
     """The head and its loss on the last stage (which holds fewer micro-batches if PP > 1)."""
     tokens = job.seq // strategy.cp
-    hidden = 2 * 2 * job.model.hidden * tokens / strategy.tp  # input of the head and its gradient
+    passes = 1 + job.model.predicted  # all wait for one backward
+    # input of the head and its gradient
+    hidden = passes * 2 * 2 * job.model.hidden * tokens / strategy.tp
     if strategy.fused_loss:
         return hidden + _LOSS_BYTES
     # bf16 logits, their float32 softmax, the bf16 gradient
-    return hidden + tokens * job.model.vocab / strategy.tp * (2 + 4 + 2)
+    return hidden + passes * tokens * job.model.vocab / strategy.tp * (2 + 4 + 2)
+
+
+def _joined(job: Job, strategy: Strategy) -> float:
+    """What layers of multi-token prediction save beside a layer's: the embedding; unless it is
+    recomputed, its norm, the state's, and both joined."""
+    tensors = 1 if strategy.recompute == "full" else 5
+    tokens = job.seq // strategy.cp / strategy.tp
+    return job.model.predicted * tensors * 2 * job.model.hidden * tokens

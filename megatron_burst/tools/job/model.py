@@ -1,12 +1,12 @@
 """The properties of a transformer that its training time and memory depend on."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.errors import BurstError, nearest
+from megatron_burst.errors import BurstError
+from megatron_burst.tools.job.entries import positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,8 @@ class Model:
     windows: Windows | None = None  # of models with layers of sliding-window attention
     sinks: bool = False  # whether the softmax has a learned sink for each head
     biases: bool = False  # whether linear layers have biases
+    # layers of multi-token prediction, each like the last layer, and a pass of the head more
+    predicted: int = 0
     # Megatron's flags that affect neither time nor memory, with their values
     beside: tuple[tuple[str, int | float | str | bool], ...] = ()
     # entries of its config that no flag here says: its flags would be those of another model
@@ -152,6 +154,15 @@ class Model:
         return self.layers - self.experts.dense_layers if self.experts else 0
 
     @property
+    def predicted_params(self) -> tuple[int, int]:
+        """Weights of a layer of multi-token prediction, which first joins the state with the next
+        token's embedding: dense ones, routed experts."""
+        dense = self.attention_params + 2 * self.hidden * self.hidden
+        if not self.moe_layers:
+            return dense + self.dense_params, 0
+        return dense + self.shared_params, self.expert_params
+
+    @property
     def embedding_params(self) -> int:
         """Weights of the embedding; of the head too."""
         return self.vocab * self.hidden
@@ -162,14 +173,19 @@ class Model:
         dense = (self.layers - self.moe_layers) * self.dense_params
         moe = self.moe_layers * (self.expert_params + self.shared_params)
         ends = self.embedding_params * (1 if self.tied else 2)
-        return self.layers * self.attention_params + dense + moe + ends
+        predicted = self.predicted * sum(self.predicted_params)
+        return self.layers * self.attention_params + dense + moe + ends + predicted
 
     @property
     def matmul_params(self) -> int:
-        """Weights that multiply a token: its experts and the head, not the embedding."""
+        """Weights that multiply a token: its experts and the head, not the embedding; those of
+        prediction layers too, with their passes of the head."""
         dense = (self.layers - self.moe_layers) * self.dense_params
         moe = self.moe_layers * self.active_params
-        return self.layers * self.attention_params + dense + moe + self.embedding_params
+        idle = self.expert_params + self.shared_params - self.active_params
+        each = sum(self.predicted_params) - idle + self.embedding_params
+        ends = self.embedding_params + self.predicted * each
+        return self.layers * self.attention_params + dense + moe + ends
 
     @property
     def full_layers(self) -> int:
@@ -189,59 +205,7 @@ class Model:
         that packed documents have.
         """
         width = 3 * self.heads_q * (self.dim_qk + self.dim_v)
-        attention: float = width * self.full_layers * seq * share
+        attention: float = width * (self.full_layers + self.predicted) * seq * share
         if self.windows:
             attention += width * self.windows.count * 2 * self.windows.keys(seq, share)
         return 6 * self.matmul_params + attention
-
-
-class Sizes:
-    """Looks sizes up in a table, and complains about missing ones."""
-
-    def __init__(self, table: Mapping[str, Any], name: str) -> None:
-        self._table, self._name = table, name
-
-    def __call__(self, key: str, default: int | None = None) -> int:
-        """The number of a key.
-
-        Raises:
-            BurstError: if it is there but no number, or is not there and has no default.
-        """
-        value = self._table.get(key)
-        if value is None and default is not None:
-            return default
-        if value is None or not re.fullmatch(r"\d+(\.0*)?", str(value)):
-            close = "" if value is not None else nearest(key, self._table)
-            raise BurstError(
-                f"plan: {self._name} must hold a number {key!r}, because a model's time and "
-                f"memory depend on it; got {value!r}{close}; add it"
-            )
-        return int(float(value))
-
-    def truth(self, key: str, default: bool = False) -> bool:
-        """Whether a key is on."""
-        value = self._table.get(key, default)
-        return str(value).lower() not in ("false", "0", "none", "no")
-
-
-def positive(value: Any, option: str, name: str) -> int:
-    """The number of an option of a file.
-
-    Raises:
-        BurstError: if it is no positive whole number.
-    """
-    try:
-        number = int(value)
-    except (TypeError, ValueError):
-        number = -1
-    if number < 1 or isinstance(value, bool):
-        raise unread(name, option, repr(value))
-    return number
-
-
-def unread(name: str, option: str, got: str) -> BurstError:
-    """The refusal of an option of a file."""
-    return BurstError(
-        f"plan: {name} must hold a {option} that can be read, because the time of attention "
-        f"depends on it; got {got}; correct it"
-    )

@@ -8,7 +8,13 @@ from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.step import recomputed, step_time
-from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, open_call, stage_layers
+from megatron_burst.tools.job.strategy import (
+    Job,
+    Strategy,
+    attention_call,
+    busiest_layers,
+    open_call,
+)
 from megatron_burst.tools.simulate.call import (
     AttentionCall,
     buffer_bytes,
@@ -98,6 +104,6 @@ def _attention_seconds(job: Job, strategy: Strategy, call: AttentionCall) -> flo
     forward, backward = (
         pass_time(call, job.hardware, direction, sample).seconds for direction in Direction
     )
-    times = stage_layers(job.model, strategy) * job.model.full_layers / job.model.layers
+    times = busiest_layers(job.model, strategy) * job.model.full_layers / job.model.layers
     times *= job.batch // strategy.dp
     return times * ((1 + recomputed(job, strategy)) * forward + backward)

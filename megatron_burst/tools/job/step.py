@@ -9,7 +9,7 @@ from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.job.memory import Memory, layer_params, params_of_rank
-from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, stage_layers
+from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, busiest_layers
 from megatron_burst.tools.simulate.call import AttentionCall, pass_time
 from megatron_burst.tools.simulate.kernels import Timer
 
@@ -46,11 +46,12 @@ def step_time(
     # a layer is the same in every stage and for every micro-batch
     layer_parts, layer_backward = _layer(job, replace(strategy, pp=1, dp=1), call)
     micro_batches = job.batch // strategy.dp
-    layers = stage_layers(job.model, strategy)
+    layers = busiest_layers(job.model, strategy)
     one: dict[str, float] = defaultdict(float)
     for part, seconds in layer_parts:
         one[part] = seconds * layers
-    one[HEAD] = _head_seconds(job, strategy)
+    one[HEAD] = _head_seconds(job, strategy) * (1 + job.model.predicted)
+    one[MATMUL] += _joined_seconds(job, strategy)
     if strategy.pp > 1:
         one[BUBBLE] = 2 * _boundary_seconds(job, strategy)
     stage = sum(one.values())
@@ -204,6 +205,13 @@ def _head_seconds(job: Job, strategy: Strategy) -> float:
     own, passes over all logits take about as long (docs/benchmarks/loss-rows.md)."""
     flops = 2 * 4 * job.model.embedding_params * (job.seq // strategy.cp) / strategy.tp
     return Timer(job.hardware).matmul(flops)
+
+
+def _joined_seconds(job: Job, strategy: Strategy) -> float:
+    """Products that join states with embeddings before layers of multi-token prediction."""
+    passes = 3 + (strategy.recompute == "full")
+    flops = 2 * passes * job.model.predicted * 2 * job.model.hidden**2
+    return Timer(job.hardware).matmul(flops * (job.seq // strategy.cp) / strategy.tp)
 
 
 def _boundary_seconds(job: Job, strategy: Strategy) -> float:

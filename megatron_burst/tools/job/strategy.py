@@ -192,6 +192,12 @@ def stage_layers(model: Model, strategy: Strategy) -> int:
     return ceil(model.layers / strategy.pp)
 
 
+def busiest_layers(model: Model, strategy: Strategy) -> int:
+    """Layers of the stage that computes most: those of multi-token prediction are on the last."""
+    most = stage_layers(model, strategy)
+    return max(most, model.layers - most * (strategy.pp - 1) + model.predicted)
+
+
 def ranks_per_node(job: Job, strategy: Strategy) -> int:
     """Ranks of a context-parallel group that one node can hold."""
     return max(1, job.on_node // strategy.tp)
