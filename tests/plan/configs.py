@@ -304,6 +304,7 @@ PRINTED = {
 
 _GEMMA = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
 _NO_EPSILON = "no rms_norm_eps"
+_TOWER = "vision_config (a part that time and memory leave out)"
 
 # published configs, with the entries that are named; the size is that of the model's card
 WITHHELD = {
@@ -339,7 +340,7 @@ WITHHELD = {
     ),
     "Gemma-3-27B": (
         GEMMA_3_27B | {"image_token_index": 262144, "vision_config": {"hidden_size": 1152}}, 27.0,
-        {"model_type gemma3_text", "text_config", "image_token_index 262144", "vision_config",
+        {"model_type gemma3_text", "image_token_index 262144", _TOWER,
          "query_pre_attn_scalar 168", "no rope_theta that is a whole number", _NO_EPSILON},
     ),
     "Gemma-4 31B, text": (
@@ -359,7 +360,7 @@ WITHHELD = {
             "vision_config": {"model_type": "gemma4_vision"},
         },
         None,
-        {"model_type gemma4_text", "text_config", "vision_config", "attention_k_eq_v True",
+        {"model_type gemma4_text", _TOWER, "attention_k_eq_v True",
          "final_logit_softcapping 30.0", "global_head_dim 512", "num_global_key_value_heads 4",
          "hidden_activation gelu_pytorch_tanh", "no rope_theta that is a whole number"},
     ),
@@ -371,7 +372,7 @@ WITHHELD = {
             "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
         },
         7.6,
-        {"model_type qwen2_5_vl", "image_token_id 151655", "vision_config",
+        {"model_type qwen2_5_vl", "image_token_id 151655", _TOWER,
          "mrope scaling of rotary embeddings"},
     ),
     "Qwen3-VL-2B": (
@@ -388,8 +389,8 @@ WITHHELD = {
             ),
         },
         1.72,  # tied by its outer entry
-        {"model_type qwen3_vl_text", "text_config", "image_token_id 151655", "vision_config",
-         "default scaling of rotary embeddings"},
+        {"model_type qwen3_vl_text", "image_token_id 151655", _TOWER,
+         "mrope scaling of rotary embeddings"},
     ),
     "Mistral-Small-3.1-24B": (
         {
@@ -401,7 +402,7 @@ WITHHELD = {
             ),
         },
         23.6,
-        {"text_config", "image_token_index 10", "spatial_merge_size 2", "vision_config",
+        {"image_token_index 10", "spatial_merge_size 2", _TOWER,
          "architectures ['Mistral3ForConditionalGeneration']"},
     ),
     "MiniMax-M2": (

@@ -81,7 +81,8 @@ def _unread(config: Config, kind: Type) -> Iterator[str]:
         if key in known or off or (key in harmless and value == harmless[key]):
             continue
         plain = isinstance(value, str | int | float) and len(str(value)) < 30
-        yield f"{key} {value}" if plain else key
+        tower = " (a part that time and memory leave out)" if key in KEYS["towers"] else ""
+        yield f"{key} {value}" if plain else f"{key}{tower}"
 
 
 def _of_groups(config: Config, kind: Type) -> Iterator[str]:
@@ -127,6 +128,7 @@ def _rotary(config: Config, kind: Type) -> tuple[Flags, list[str]]:
     part = said.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1))
     base, scaling = said.pop("rope_theta"), said.pop("type", None)
     scaling = said.pop("rope_type", scaling) or "default"
+    scaling = "mrope" if "mrope_section" in said else scaling  # positions of images
     if not isinstance(base, int | float) or base != int(base):
         return {}, ["no rope_theta that is a whole number"]
     latent = "kv_lora_rank" in config
