@@ -131,6 +131,33 @@ _DEEPSEEK = {
 }  # fmt: skip
 DEEPSEEK_V3 = _config("deepseek_v3", (61, 7168, 18432, 128, 128, 129280), 10000, 1e-06, **_DEEPSEEK)
 
+_DELTA_NET = {
+    "full_attention_interval": 4, "head_dim": 256, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "moe_intermediate_size": 512, "partial_rotary_factor": 0.25,
+    "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+# of Qwen/Qwen3-Next-80B-A3B-Instruct
+QWEN_3_NEXT_80B = _config(
+    "qwen3_next", (48, 2048, 5120, 16, 2, 151936), 10000000, 1e-06, num_experts=512,
+    num_experts_per_tok=10, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+    architectures=["Qwen3NextForCausalLM"], rope_scaling=None, **_DELTA_NET,
+)  # fmt: skip
+# of Qwen/Qwen3.5-35B-A3B, whose layers all have experts
+QWEN_3_5_35B = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+    "image_token_id": 248056, "vision_config": {"depth": 27},
+    "text_config": _without(
+        _config("qwen3_5_moe_text", (40, 2048, None, 16, 2, 248320), None, 1e-06,
+                num_experts=256, num_experts_per_tok=8, **_DELTA_NET,
+                rope_parameters={
+                    "mrope_interleaved": True, "mrope_section": [11, 11, 10],
+                    "rope_theta": 10000000, "rope_type": "default",
+                }),
+        "intermediate_size",
+    ),
+}  # fmt: skip
+
 # published configs, with the flags that say what no size does
 PRINTED = {
     "Llama-2-7B": (

@@ -11,10 +11,11 @@ import pytest
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.megatron import model_flags
-from megatron_burst.tools.job.memory import memory_of, params_of_rank
+from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.step import HEAD, MATMUL, step_time
 from megatron_burst.tools.job.strategy import Job, Strategy
+from megatron_burst.tools.job.weights import params_of_rank
 
 DEEPSEEK = PRESETS["deepseek-v3"]
 LLAMA = Model("x", 4, 4096, 32, 8, 128, 128, 14336, 128256, predicted=1)

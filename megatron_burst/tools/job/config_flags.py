@@ -29,6 +29,7 @@ class Type:
     gated: bool = True
     biases: bool = False
     sinks: bool = False
+    linear: bool = False
 
 
 def table(name: str) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from types import MappingProxyType
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.job.config_flags import KEYS, TYPES, Config, Type, flags_of, table
 from megatron_burst.tools.job.entries import Sizes, positive, unread
+from megatron_burst.tools.job.linear import Linear
 from megatron_burst.tools.job.model import Experts, Latent, Model, Windows
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def from_hugging_face(config: Config, name: str) -> Model:
@@ -21,8 +22,8 @@ def from_hugging_face(config: Config, name: str) -> Model:
     inner = config.get("text_config")  # the language model of one that has other parts too
     config = {**config, **inner} if isinstance(inner, Mapping) else config
     kind = TYPES.get(str(config.get("model_type")), Type())
-    config = {**kind.usual, **config}
-    _check_layers(config, name)
+    config = _with_layer_types({**kind.usual, **config}, kind)
+    _check_layers(config, kind, name)
     size = Sizes(config, name)
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     dim = size("head_dim", hidden // max(heads, 1))
@@ -33,28 +34,54 @@ def from_hugging_face(config: Config, name: str) -> Model:
         latent, heads_kv = Latent(size("q_lora_rank", 0), size("kv_lora_rank"), rope), heads
     layers, experts = size("num_hidden_layers"), None
     if count := size("n_routed_experts", size("num_local_experts", size("num_experts", 0))):
-        width = size("moe_intermediate_size", size("intermediate_size"))
+        width = size("moe_intermediate_size", 0) or size("intermediate_size")
         shared = size("n_shared_experts", 0) * width
         shared = size("shared_expert_intermediate_size", shared)
         dense = _dense_layers(config, layers, name)
         experts = Experts(count, size("num_experts_per_tok"), width, shared, dense)
+    # a model with experts in all layers need not say how wide others would be
+    unused = experts.ffn if experts and not experts.dense_layers else None
     flags, unknown = flags_of(config, kind)
     return Model(
         config.get("_name_or_path") or name, layers, hidden, heads, heads_kv,
-        *dims, size("intermediate_size"), size("vocab_size"), gated=kind.gated,
+        *dims, size("intermediate_size", unused), size("vocab_size"), gated=kind.gated,
         tied=size.truth("tie_word_embeddings"), experts=experts, latent=latent,
-        windows=_windows(config, kind, layers, name),
+        windows=_windows(config, kind, layers, name), linear=_linear(config, size),
+        gated_attention=kind.linear,
         predicted=size("num_nextn_predict_layers", 0),
         sinks=kind.sinks or any(config[key] is True for key in config if "attention_sink" in key),
         biases=kind.biases, beside=tuple(flags.items()), unknown=unknown,
     )  # fmt: skip
 
 
-def _check_layers(config: Config, name: str) -> None:
+def _with_layer_types(config: Config, kind: Type) -> Config:
+    """A config of layers of which every n-th has softmax attention, with their kinds."""
+    every = config.get("full_attention_interval")
+    if not kind.linear or not every or not config.get("num_hidden_layers"):
+        return config
+    numbers = range(1, int(config["num_hidden_layers"]) + 1)
+    kinds = [_LINEAR if number % every else _FULL for number in numbers]
+    beside = {key: value for key, value in config.items() if key != "full_attention_interval"}
+    return {**beside, "layer_types": config.get("layer_types") or kinds}
+
+
+def _linear(config: Config, size: Sizes) -> Linear | None:
+    """Its layers of gated delta nets."""
+    layers = tuple(kind == _LINEAR for kind in config.get("layer_types") or ())
+    if not any(layers):
+        return None
+    return Linear(
+        layers, size("linear_num_key_heads"), size("linear_num_value_heads"),
+        size("linear_key_head_dim"), size("linear_value_head_dim"), size("linear_conv_kernel_dim"),
+    )  # fmt: skip
+
+
+def _check_layers(config: Config, kind: Type, name: str) -> None:
     """Refuse layers that the planner has no times for."""
     found = [f"{key} {config[key]}" for key in KEYS["not_counted"] if config.get(key)]
     kinds = {str(kind) for kind in config.get("layer_types") or ()}
-    if unknown := sorted(kinds - {_FULL, _SLIDING}):
+    known = {_FULL, _SLIDING, _LINEAR} if kind.linear else {_FULL, _SLIDING}
+    if unknown := sorted(kinds - known):
         found.append(f"layer_types with {', '.join(unknown)}")
     if any(kind != 1 for kind in config.get("attn_type_list") or ()):  # MiniMax: 1 is softmax
         found.append("attn_type_list with others than 1")

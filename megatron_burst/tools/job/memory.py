@@ -13,6 +13,7 @@ from megatron_burst.tools.job.strategy import (
     busiest_layers,
     stage_layers,
 )
+from megatron_burst.tools.job.weights import static_bytes
 from megatron_burst.tools.simulate.call import buffer_bytes, left_bytes
 
 _LOSS_BYTES = 1 << 30  # of the fused loss, independent of tokens (docs/loss.md)
@@ -52,7 +53,7 @@ class Memory:
 
 def memory_of(job: Job, strategy: Strategy) -> Memory:
     """Memory of a step; `misfit` must have found nothing."""
-    weights, gradients, optimizer = _static(job, strategy)
+    weights, gradients, optimizer = static_bytes(job, strategy)
     model, layers = job.model, stage_layers(job.model, strategy)
     flights = min(in_flight(strategy.pp, 0), job.batch // strategy.dp)
     last = busiest_layers(model, strategy)
@@ -62,7 +63,7 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
     a_layer = _layer_bytes(job, alike)
     tokens = job.seq // strategy.cp / strategy.tp
     saved = a_layer.saved * waiting
-    kept = strategy.kept * model.result_bytes * tokens
+    kept = strategy.kept * model.result_bytes * tokens * model.softmax_share
     all_kept = kept * (waiting - 1)  # the layer being recomputed counts them among its own
     on_node = 0.0
     if strategy.offload:  # the next layer's are being copied back
@@ -81,53 +82,6 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
     )  # fmt: skip
 
 
-def _static(job: Job, strategy: Strategy) -> tuple[float, float, float]:
-    """Weights, gradients, optimizer.
-
-    Source: 6 + 12 / ranks bytes per weight of Megatron's distributed optimizer
-    (megatron/training/theoretical_memory_usage.py); its ranks are those of DP x CP.
-    """
-    dense, experts = params_of_rank(job, strategy)
-    expert_ranks = max(1, job.gpus // (strategy.pp * strategy.ep))
-    sharded = dense / (strategy.dp * strategy.cp) + experts / expert_ranks
-    optimizer = 12 * sharded
-    if strategy.fsdp != "none":  # bf16 gradients; two layers gathered, one's gradient whole
-        one = layer_params(job, strategy)
-        return 2 * sharded + 4 * one, 2 * sharded + 2 * one, optimizer
-    return 2 * (dense + experts), 4 * (dense + experts), optimizer
-
-
-def params_of_rank(job: Job, strategy: Strategy) -> tuple[float, float]:
-    """Weights of the largest stage on a rank if only TP and EP shard them: dense ones, experts."""
-    model, layers = job.model, stage_layers(job.model, strategy)
-    both = 1 if model.tied else 2  # embedding and head; prediction layers need both
-    if strategy.pp == 1:
-        stages = [(layers, model.predicted, both)]
-    else:
-        end = model.layers - layers * (strategy.pp - 1)
-        stages = [(layers, 0, 1), (end, model.predicted, both if model.predicted else 1)]
-    of_stages = (_stage_params(model, *stage) for stage in stages)
-    sharded = [(dense / strategy.tp, experts / strategy.ep) for dense, experts in of_stages]
-    return max(sharded, key=sum)
-
-
-def _stage_params(model: Model, layers: int, predicted: int, ends: int) -> tuple[int, int]:
-    """Weights of a stage: dense ones, with so many matrices of the vocabulary, and experts."""
-    moe = min(layers, model.moe_layers)
-    dense = layers * model.attention_params + (layers - moe) * model.dense_params
-    dense += moe * model.shared_params + ends * model.embedding_params
-    more, experts = model.predicted_params
-    return dense + predicted * more, moe * model.expert_params + predicted * experts
-
-
-def layer_params(job: Job, strategy: Strategy) -> float:
-    """Weights of the largest layer on a rank, as FSDP gathers it."""
-    model = job.model
-    dense = model.dense_params / strategy.tp if model.moe_layers < model.layers else 0.0
-    experts = model.shared_params / strategy.tp + model.expert_params / strategy.ep
-    return model.attention_params / strategy.tp + max(dense, experts)
-
-
 @dataclass(frozen=True, slots=True)
 class _LayerBytes:
     """Activations of one layer for one sequence.
@@ -144,28 +98,48 @@ class _LayerBytes:
 
 @lru_cache(maxsize=1024)
 def _layer_bytes(job: Job, strategy: Strategy) -> _LayerBytes:
-    model, how = job.model, strategy.recompute
+    model = job.model
     tokens = job.seq // strategy.cp / strategy.tp  # sequence-parallel, or of 1/TP of the heads
     hidden = 2 * model.hidden * tokens
     call = attention_call(job, strategy)
     out = 2 * model.heads_q * model.dim_v * tokens
     qkv = _qkv_bytes(model, strategy, tokens)
-    feed = _feed_forward(model, strategy.tp, tokens)
+    qkv += out if model.gated_attention else 0.0
     # input, its norm, q, k, v, out, lse
     attention = 2 * hidden + qkv + out + 4 * model.heads_q * tokens
     attention += _beside_values(model, strategy, tokens) + left_bytes(call)
     if strategy.core_attn:
         attention -= 4 * model.heads_q * tokens + left_bytes(call)
+    softmax = _with_feed_forward(job, strategy, attention, out + qkv + buffer_bytes(call))
+    buffers = buffer_bytes(call)
+    if not model.linear:
+        return _LayerBytes(*softmax, buffers)
+    mixer = model.linear.saved_bytes * tokens
+    # gradients of all that is saved, and states with theirs
+    grads = mixer + 2 * model.linear.state_bytes * tokens
+    linear = _with_feed_forward(job, strategy, 2 * hidden + mixer, grads)
+    share = model.softmax_share
+    saved = share * softmax[0] + (1 - share) * linear[0]
+    return _LayerBytes(saved, max(softmax[1], linear[1]), buffers)
+
+
+def _with_feed_forward(
+    job: Job, strategy: Strategy, attention: float, grads: float
+) -> tuple[float, float]:
+    """What a layer saves, and what its backward needs in addition, if its attention saves so much
+    and has such gradients."""
+    model, how = job.model, strategy.recompute
+    tokens = job.seq // strategy.cp / strategy.tp
+    hidden = 2 * model.hidden * tokens
+    feed = _feed_forward(model, strategy.tp, tokens)
     after = hidden + feed.saved  # the sum with the residual, then the feed-forward's
     norm = hidden if model.experts else 0.0  # else it is computed in the first product
     saved = {"none": attention + after, "selective": attention + hidden + norm, "full": hidden}
     # recomputation restores the rest, and its output is held during backward
     again = 0.0 if how == "none" else saved["none"] - saved[how] + hidden
     gone = after + (hidden if how == "selective" else 0.0)  # when backward reaches attention
-    buffers = buffer_bytes(call)
-    attending = hidden + out + qkv + buffers  # gradients: of the layer, out, q, k, v
-    working = again + max(feed.working, attending - gone)
-    return _LayerBytes(saved[how], working, buffers)
+    working = again + max(feed.working, hidden + grads - gone)  # the layer's own gradient too
+    return saved[how], working
 
 
 @dataclass(frozen=True, slots=True)

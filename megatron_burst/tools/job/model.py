@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.job.entries import positive
+from megatron_burst.tools.job.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A decoder with causal attention in every layer."""
+    """A decoder; every layer has causal attention, softmax or linear."""
 
     name: str  # of the preset or the file
     layers: int  # number of them
@@ -78,6 +79,8 @@ class Model:
     # of models with latent attention, whose heads are expanded for training
     latent: Latent | None = None
     windows: Windows | None = None  # of models with layers of sliding-window attention
+    linear: Linear | None = None  # of models with layers of linear attention
+    gated_attention: bool = False  # whether a gate as wide as the queries multiplies the output
     sinks: bool = False  # whether the softmax has a learned sink for each head
     biases: bool = False  # whether linear layers have biases
     # layers of multi-token prediction, each like the last layer, and a pass of the head more
@@ -109,18 +112,28 @@ class Model:
 
     @property
     def attention_params(self) -> int:
-        """Weights of a layer's attention."""
+        """Weights of a layer's softmax attention."""
         heads, hidden = self.heads_q, self.hidden
         out = heads * self.dim_v * hidden
         if not self.latent:
             keys = self.heads_kv * (self.dim_qk + self.dim_v)
-            return hidden * (heads * self.dim_qk + keys) + out
+            queries = heads * self.dim_qk * (2 if self.gated_attention else 1)
+            return hidden * (queries + keys) + out
         low, rope = self.latent, self.latent.rope_dim
         queries = hidden * heads * self.dim_qk
         if low.q_rank:
             queries = low.q_rank * (hidden + heads * self.dim_qk)
         keys = hidden * (low.kv_rank + rope)
         return queries + keys + low.kv_rank * heads * (self.dim_qk - rope + self.dim_v) + out
+
+    @property
+    def mixer_params(self) -> float:
+        """Weights of an average layer's attention, softmax or linear."""
+        if not self.linear:
+            return self.attention_params
+        of_linear = self.linear.count * self.linear.params(self.hidden)
+        softmax = (self.layers - self.linear.count) * self.attention_params
+        return (of_linear + softmax) / self.layers
 
     def _mlp(self, ffn: int) -> int:
         return (3 if self.gated else 2) * self.hidden * ffn
@@ -174,7 +187,7 @@ class Model:
         moe = self.moe_layers * (self.expert_params + self.shared_params)
         ends = self.embedding_params * (1 if self.tied else 2)
         predicted = self.predicted * sum(self.predicted_params)
-        return self.layers * self.attention_params + dense + moe + ends + predicted
+        return round(self.layers * self.mixer_params) + dense + moe + ends + predicted
 
     @property
     def matmul_params(self) -> int:
@@ -185,12 +198,22 @@ class Model:
         idle = self.expert_params + self.shared_params - self.active_params
         each = sum(self.predicted_params) - idle + self.embedding_params
         ends = self.embedding_params + self.predicted * each
-        return self.layers * self.attention_params + dense + moe + ends
+        return round(self.layers * self.mixer_params) + dense + moe + ends
 
     @property
     def full_layers(self) -> int:
         """Layers whose queries see all earlier keys."""
-        return self.layers - (self.windows.count if self.windows else 0)
+        others = (self.windows.count if self.windows else 0) + self.linear_layers
+        return self.layers - others
+
+    @property
+    def linear_layers(self) -> int:
+        return self.linear.count if self.linear else 0
+
+    @property
+    def softmax_share(self) -> float:
+        """Share of layers with softmax attention, windowed ones included."""
+        return 1 - self.linear_layers / self.layers
 
     @property
     def result_bytes(self) -> int:
@@ -208,4 +231,5 @@ class Model:
         attention: float = width * (self.full_layers + self.predicted) * seq * share
         if self.windows:
             attention += width * self.windows.count * 2 * self.windows.keys(seq, share)
-        return 6 * self.matmul_params + attention
+        linear = 3 * self.linear.count * self.linear.flops if self.linear else 0
+        return 6 * self.matmul_params + attention + linear

@@ -170,6 +170,8 @@ def misfit(job: Job, strategy: Strategy) -> str:
         return why
     if strategy.cp > ranks and strategy.cp % ranks:
         return f"CP {strategy.cp} does not fill nodes of {ranks} ranks"
+    if (linear := job.model.linear) and linear.heads_k % (strategy.tp * strategy.cp):
+        return f"TP x CP does not divide the {linear.heads_k} heads of K in linear attention"
     if job.seq % least_multiple(strategy):
         near = nearest_multiples(job.seq, least_multiple(strategy))
         return f"a sequence of {job.seq} tokens is no {near} (2 x CP x TP)"
