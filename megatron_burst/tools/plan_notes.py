@@ -26,7 +26,13 @@ def warnings_of(
 ) -> list[str]:
     """What speaks against taking the best of a search as it is, which was given `fixed` and a
     script's arguments."""
-    of_job = *_of_nodes(job), *_of_length(job, fixed), *_of_memory(job, found), *_of_packing(job)
+    of_job = (
+        *_of_nodes(job),
+        *_of_linear(job),
+        *_of_length(job, fixed),
+        *_of_memory(job, found),
+        *_of_packing(job),
+    )
     return [*of_job, *_of_script(job, found[0], arguments)]
 
 
@@ -44,6 +50,15 @@ def _of_script(job: Job, best: Candidate, arguments: Arguments) -> Iterator[str]
     if best.strategy.fsdp != "none":
         without = "" if best.strategy.fused_loss else "; burst's fused loss does not run under it"
         yield f"Megatron refuses FSDP where CUDA_DEVICE_MAX_CONNECTIONS is 1: unset it{without}"
+
+
+def _of_linear(job: Job) -> Iterator[str]:
+    """That nothing of linear attention is measured."""
+    if job.model.linear:
+        yield (
+            "time and memory of linear attention are computed from its FLOPs and bytes, and have "
+            "not been compared with measurements"
+        )
 
 
 def _of_length(job: Job, fixed: Fixed) -> Iterator[str]:

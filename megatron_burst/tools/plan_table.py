@@ -214,8 +214,15 @@ def _memory_rows(job: Job, memory: Memory) -> list[tuple[str, str]]:
     return rows
 
 
+def _which(job: Job) -> str:
+    """Which layers the lines about attention are about, if not all."""
+    if job.model.windows:
+        return " without a window"
+    return " with softmax attention" if job.model.linear else ""
+
+
 def _attention_lines(job: Job, strategy: Strategy) -> list[str]:
-    which = "a layer without a window" if job.model.windows else "a layer"
+    which = f"a layer{_which(job)}"
     call = attention_call(job, strategy)
     lines = [f"attention of {which}: {how_it_runs(call)}"]
     if call.intra == "ring" or call.arranged.inter_size > 1:
@@ -240,7 +247,7 @@ def _gain_line(job: Job, best: Candidate, step: float) -> str:
     """What burst, and what is kept, gains over Megatron's own context parallelism."""
     found, keep = gain(job, best.strategy), best.strategy.keep
     (ours, theirs), (least, most) = found.seconds, [x / GIB for x in found.num_bytes]
-    layers = " of layers without a window" if job.model.windows else ""
+    layers = f" of layers{_which(job)}" if _which(job) else ""
     kept = beside = ""
     if keep != "none":
         too = " (Megatron's own attention can have that too)" if keep == "all" else ""

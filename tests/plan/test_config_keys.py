@@ -9,7 +9,7 @@ import pytest
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.job.flags import as_words
 from megatron_burst.tools.job.hugging_face import from_hugging_face
-from tests.plan.configs import LLAMA_3_1_8B, LLAMA_3_8B, PRINTED, QWEN_3_8B, WITHHELD
+from tests.plan.configs import DEEPSEEK_V3, LLAMA_3_1_8B, LLAMA_3_8B, PRINTED, QWEN_3_8B, WITHHELD
 
 EXPERTS = PRINTED["Qwen3-30B-A3B"][0]
 
@@ -34,8 +34,29 @@ def test_entries_that_no_flag_says_are_named(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "billions"),  # of its card
+    [("Nemotron-4-Mini-4B", 4.19), ("StarCoder2-7B", 7.17), ("SmolLM3-3B", 3.075),
+     ("gpt-oss-20b", 20.9), ("Moonlight-16B-A3B", 16.0),
+     ("DeepSeek-V3", 671.0 + 11.6), ("GLM-4.5", 352.8 + 3.8)],  # with a prediction layer
+)  # fmt: skip
+def test_weights_of_models_unlike_a_llama(name, billions):
+    assert model(PRINTED[name][0]).params / 1e9 == pytest.approx(billions, rel=0.006)
+
+
+@pytest.mark.parametrize(
     ("changes", "named"),
     [
+        (
+            {
+                "kv_lora_rank": 8,
+                "rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"beta_fast": 1},
+                "qk_rope_head_dim": 64,
+                "qk_nope_head_dim": 128,
+                "v_head_dim": 128,
+            },
+            "yarn scaling",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"brand_new_attention": "yes"}, "brand_new_attention yes"),
         ({"brand_new_attention": {"rank": 4}}, "brand_new_attention"),
         ({"model_type": "llama9"}, "model_type llama9"),
@@ -87,6 +108,33 @@ def test_what_classes_do_where_a_key_is_left_out():
     assert dict(model(PRINTED["Phi-4"][0] | {"partial_rotary_factor": 0.75}).beside)[
         "--rotary-percent"
     ] == 0.75  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("Moonlight-16B-A3B", {"scoring_func": "softmax"}, "scoring_func softmax"),
+        ("Moonlight-16B-A3B", {"norm_topk_prob": False}, "norm_topk_prob False"),
+        # Megatron would choose groups by their best three
+        ("Moonlight-16B-A3B", {"n_group": 8, "topk_group": 2}, "topk_group 2"),
+        ("gpt-oss-20b", {"attention_bias": False}, "attention_bias False"),
+        ("gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act gelu"),
+        ("StarCoder2-7B", {"use_bias": False}, "use_bias False"),
+        ("Nemotron-4-Mini-4B", {"hidden_act": "silu"}, "hidden_act silu"),
+        ("Nemotron-4-Mini-4B", {"norm_eps": None}, "no norm_eps"),
+    ],
+)
+def test_values_that_a_class_never_has_withhold_the_flags(name, changes, named):
+    found = model(PRINTED[name][0] | changes)
+    assert found.unknown == (named,) and found.beside == ()
+
+
+def test_layers_without_rotary_embedding_may_be_any():
+    config = PRINTED["SmolLM3-3B"][0]
+    found = dict(model(config | {"no_rope_layers": [0] * 4 + [1] * 32}).beside)
+    assert found["--no-rope-freq"] == f"[{','.join(['1'] * 4 + ['0'] * 32)}]"
+    left_out = {key: value for key, value in config.items() if "no_rope" not in key}
+    assert dict(model(left_out).beside)["--no-rope-freq"] == 4
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.memory import memory_of
+from megatron_burst.tools.job.model import Windows
 from megatron_burst.tools.job.peer import gain
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy
@@ -63,3 +64,9 @@ def test_layers_and_sequences_of_a_stage_are_counted():
     assert staged.seconds[0] == pytest.approx(one.seconds[0], rel=0.05)
     twice = gain(Job(LLAMA, 1 << 18, 8, 8, 16, H200), Strategy(cp=8))
     assert twice.seconds == pytest.approx([2 * seconds for seconds in one.seconds])
+
+
+def test_a_model_whose_every_layer_has_a_window_gains_nothing():
+    windowed = replace(LLAMA, windows=Windows(4096, (True,) * LLAMA.layers))
+    found = gain(Job(windowed, 1 << 18, 4, 4, 1, H200), Strategy(cp=4))
+    assert found.seconds == (0, 0) and found.ratio == 1 and found.step > 0

@@ -16,7 +16,7 @@ from megatron_burst.tools.job.search import layouts, search
 from megatron_burst.tools.job.strategy import Job
 from megatron_burst.tools.main import app
 from megatron_burst.tools.plan_notes import warnings_of
-from tests.plan.configs import GEMMA_3_27B, LLAMA_3_8B, MISTRAL_7B, MIXTRAL_8X7B
+from tests.plan.configs import GEMMA_3_27B, LLAMA_3_8B, MISTRAL_7B, MIXTRAL_8X7B, QWEN_3_NEXT_80B
 
 LLAMA = "llama3-8b --seq-length 256k --gpus 16"
 JOB = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 16, preset("h200"))
@@ -165,17 +165,19 @@ def test_a_model_with_windows_in_all_layers_is_planned(config):
     assert "Megatron's own ring" not in text and "attention of a layer" not in text
 
 
+def test_a_model_with_linear_attention_is_planned(config):
+    text = run(f"{config(QWEN_3_NEXT_80B)} --seq-length 128k --gpus 32 --tp 1 --pp 1 --ep 16")
+    assert "linear attention" in text and "a layer with softmax attention" in text
+    assert "model_type qwen3_next" in text and "--num-layers" not in text
+
+
 def test_flags_of_a_model_that_is_not_understood_are_not_printed(config, tmp_path):
     plan = tmp_path / "plan.json"
     options = f"--seq-length 128k --gpus 8 --json {plan}"
-    for path, named in (
-        (config(LLAMA_3_8B | {"brand_new_attention": "yes"}), "brand_new_attention yes"),
-        ("deepseek-v3 --gpus 512 --tp 2", "num_nextn_predict_layers 1"),
-    ):
-        text = run(f"{path} {options}" if "config" in path else f"{path} --seq-length 128k")
-        (line,) = (line for line in text.splitlines() if line.startswith("no model flags: "))
-        assert named in line and "Megatron Bridge" in line
-        assert "--num-layers" not in text and "--seq-length 131072" in text
+    text = run(f"{config(LLAMA_3_8B | {'brand_new_attention': 'yes'})} {options}")
+    (line,) = (line for line in text.splitlines() if line.startswith("no model flags: "))
+    assert "brand_new_attention yes" in line and "Megatron Bridge" in line
+    assert "--num-layers" not in text and "--seq-length 131072" in text
     written = json.loads(plan.read_text())
     assert written["model_flags"] is None
     assert written["job"]["model"]["unknown"] == ["brand_new_attention yes"]

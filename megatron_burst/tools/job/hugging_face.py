@@ -1,46 +1,16 @@
-"""Models from Hugging Face's config.json: their sizes, and Megatron's flags of what no size says.
+"""Models from Hugging Face's config.json: sizes and kinds of layers."""
 
-What is known of keys and of model types is data: `../models/families.toml`.
-"""
-
-import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from importlib.resources import files
+from collections.abc import Mapping
 from itertools import cycle, islice
 from types import MappingProxyType
-from typing import Any
 
 from megatron_burst.errors import BurstError
-from megatron_burst.tools.job.model import Experts, Latent, Model, Sizes, Windows, positive, unread
+from megatron_burst.tools.job.config_flags import KEYS, TYPES, Config, Type, flags_of, table
+from megatron_burst.tools.job.entries import Sizes, positive, unread
+from megatron_burst.tools.job.linear import Linear
+from megatron_burst.tools.job.model import Experts, Latent, Model, Windows
 
-Config = Mapping[str, Any]
-Flags = dict[str, int | float | str | bool]
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_NOTHING = (None, False, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Type:
-    """A model type of transformers; `../models/families.toml` says what the fields mean."""
-
-    name: str = ""  # of its class, if its flags are printed
-    reads: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
-    usual: Config = field(default_factory=dict)
-    period: int = 0
-    gated: bool = True
-    sinks: bool = False
-
-
-def _table(name: str) -> dict[str, Any]:
-    path = files("megatron_burst.tools") / "models" / f"{name}.toml"
-    return tomllib.loads(path.read_text(encoding="utf-8"))
-
-
-_FAMILIES = _table("families")
-_KEYS: dict[str, Any] = _FAMILIES["keys"]
-_TYPES = {kind: _Type(has.pop("class", ""), **has) for kind, has in _FAMILIES["types"].items()}
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def from_hugging_face(config: Config, name: str) -> Model:
@@ -51,9 +21,9 @@ def from_hugging_face(config: Config, name: str) -> Model:
     """
     inner = config.get("text_config")  # the language model of one that has other parts too
     config = {**config, **inner} if isinstance(inner, Mapping) else config
-    kind = _TYPES.get(str(config.get("model_type")), _Type())
-    config = {**kind.usual, **config}
-    _check_layers(config, name)
+    kind = TYPES.get(str(config.get("model_type")), Type())
+    config = _with_layer_types({**kind.usual, **config}, kind)
+    _check_layers(config, kind, name)
     size = Sizes(config, name)
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     dim = size("head_dim", hidden // max(heads, 1))
@@ -64,27 +34,54 @@ def from_hugging_face(config: Config, name: str) -> Model:
         latent, heads_kv = Latent(size("q_lora_rank", 0), size("kv_lora_rank"), rope), heads
     layers, experts = size("num_hidden_layers"), None
     if count := size("n_routed_experts", size("num_local_experts", size("num_experts", 0))):
-        width = size("moe_intermediate_size", size("intermediate_size"))
+        width = size("moe_intermediate_size", 0) or size("intermediate_size")
         shared = size("n_shared_experts", 0) * width
         shared = size("shared_expert_intermediate_size", shared)
         dense = _dense_layers(config, layers, name)
         experts = Experts(count, size("num_experts_per_tok"), width, shared, dense)
-    flags, unknown = _flags(config, kind)
+    # a model with experts in all layers need not say how wide others would be
+    unused = experts.ffn if experts and not experts.dense_layers else None
+    flags, unknown = flags_of(config, kind)
     return Model(
         config.get("_name_or_path") or name, layers, hidden, heads, heads_kv,
-        *dims, size("intermediate_size"), size("vocab_size"), gated=kind.gated,
+        *dims, size("intermediate_size", unused), size("vocab_size"), gated=kind.gated,
         tied=size.truth("tie_word_embeddings"), experts=experts, latent=latent,
-        windows=_windows(config, kind, layers, name),
+        windows=_windows(config, kind, layers, name), linear=_linear(config, size),
+        gated_attention=kind.linear,
+        predicted=size("num_nextn_predict_layers", 0),
         sinks=kind.sinks or any(config[key] is True for key in config if "attention_sink" in key),
-        beside=tuple(flags.items()), unknown=unknown,
+        biases=kind.biases, beside=tuple(flags.items()), unknown=unknown,
     )  # fmt: skip
 
 
-def _check_layers(config: Config, name: str) -> None:
+def _with_layer_types(config: Config, kind: Type) -> Config:
+    """A config of layers of which every n-th has softmax attention, with their kinds."""
+    every = config.get("full_attention_interval")
+    if not kind.linear or not every or not config.get("num_hidden_layers"):
+        return config
+    numbers = range(1, int(config["num_hidden_layers"]) + 1)
+    kinds = [_LINEAR if number % every else _FULL for number in numbers]
+    beside = {key: value for key, value in config.items() if key != "full_attention_interval"}
+    return {**beside, "layer_types": config.get("layer_types") or kinds}
+
+
+def _linear(config: Config, size: Sizes) -> Linear | None:
+    """Its layers of gated delta nets."""
+    layers = tuple(kind == _LINEAR for kind in config.get("layer_types") or ())
+    if not any(layers):
+        return None
+    return Linear(
+        layers, size("linear_num_key_heads"), size("linear_num_value_heads"),
+        size("linear_key_head_dim"), size("linear_value_head_dim"), size("linear_conv_kernel_dim"),
+    )  # fmt: skip
+
+
+def _check_layers(config: Config, kind: Type, name: str) -> None:
     """Refuse layers that the planner has no times for."""
-    found = [f"{key} {config[key]}" for key in _KEYS["not_counted"] if config.get(key)]
+    found = [f"{key} {config[key]}" for key in KEYS["not_counted"] if config.get(key)]
     kinds = {str(kind) for kind in config.get("layer_types") or ()}
-    if unknown := sorted(kinds - {_FULL, _SLIDING}):
+    known = {_FULL, _SLIDING, _LINEAR} if kind.linear else {_FULL, _SLIDING}
+    if unknown := sorted(kinds - known):
         found.append(f"layer_types with {', '.join(unknown)}")
     if any(kind != 1 for kind in config.get("attn_type_list") or ()):  # MiniMax: 1 is softmax
         found.append("attn_type_list with others than 1")
@@ -96,7 +93,7 @@ def _check_layers(config: Config, name: str) -> None:
         )
 
 
-def _windows(config: Config, kind: _Type, layers: int, name: str) -> Windows | None:
+def _windows(config: Config, kind: Type, layers: int, name: str) -> Windows | None:
     kinds = config.get("layer_types") or _layer_types(config, kind, layers)
     if len(kinds) != layers:
         raise unread(name, "kind for each layer", f"{len(kinds)} layer_types and {layers} layers")
@@ -105,7 +102,7 @@ def _windows(config: Config, kind: _Type, layers: int, name: str) -> Windows | N
     return Windows.of(config.get("sliding_window"), [k == _SLIDING for k in kinds], name)
 
 
-def _layer_types(config: Config, kind: _Type, layers: int) -> list[str]:
+def _layer_types(config: Config, kind: Type, layers: int) -> list[str]:
     """Those of a config without layer_types."""
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return [_FULL] * layers
@@ -134,89 +131,6 @@ def _dense_layers(config: Config, layers: int, name: str) -> int:
     )
 
 
-def _flags(config: Config, kind: _Type) -> tuple[Flags, tuple[str, ...]]:
-    """Megatron's flags of what no size says; and, instead of them, the entries that no flag here
-    says."""
-    rotary, unknown = _rotary(config)
-    if not isinstance(config.get("rms_norm_eps"), int | float):
-        unknown.append("no rms_norm_eps")
-    every = (*_of_class(config, kind), *_unread(config, kind), *unknown)
-    if every:
-        return {}, every
-    return {"--norm-epsilon": config["rms_norm_eps"]} | rotary | _own(config, kind), ()
-
-
-def _of_class(config: Config, kind: _Type) -> Iterator[str]:
-    if not kind.name:
-        yield f"model_type {config['model_type']}" if "model_type" in config else "no model_type"
-    elif (classes := config.get("architectures")) not in (None, [f"{kind.name}ForCausalLM"]):
-        yield f"architectures {classes}"
-
-
-def _unread(config: Config, kind: _Type) -> Iterator[str]:
-    known = {*_KEYS["read"], *_KEYS["harmless"], *(kind.reads if kind.name else _KEYS["sizes"])}
-    for key, value in config.items():
-        off = key in _KEYS["off"] and value in _NOTHING
-        if key in known or off or (key in _KEYS["at"] and value == _KEYS["at"][key]):
-            continue
-        plain = isinstance(value, str | int | float) and len(str(value)) < 30
-        yield f"{key} {value}" if plain else key
-
-
-def _own(config: Config, kind: _Type) -> Flags:
-    """Flags of what a type has beside a Llama's."""
-    flags: Flags = dict.fromkeys(kind.flags, True)
-    if any(key in kind.reads and config.get(key) for key in ("attention_bias", "qkv_bias")):
-        flags["--add-qkv-bias"] = True
-    if "norm_topk_prob" in kind.reads and not config.get("norm_topk_prob"):
-        flags["--moe-router-pre-softmax"] = True  # weights of all experts, not of the chosen ones
-    if (part := config.get("partial_rotary_factor", 1)) != 1:
-        flags["--rotary-percent"] = part
-    return flags
-
-
-def _rotary(config: Config) -> tuple[Flags, list[str]]:
-    """Flags of rotary embeddings, and what none says; transformers 5 has `rope_parameters`."""
-    said = {"rope_theta": config.get("rope_theta")}
-    for key in ("rope_scaling", "rope_parameters"):
-        more = config.get(key) or {}
-        if not isinstance(more, Mapping):
-            return {}, [key]
-        said |= more
-    base, kind = said.pop("rope_theta"), said.pop("type", None)
-    kind = said.pop("rope_type", kind) or "default"
-    if not isinstance(base, int | float) or base != int(base):
-        return {}, ["no rope_theta that is a whole number"]
-    scaled = _scaled(kind, said)
-    unknown = [f"{kind} scaling of rotary embeddings"] if scaled is None else []
-    return {"--rotary-base": int(base)} | (scaled or {}), unknown
-
-
-def _scaled(kind: str, said: dict[str, Any]) -> Flags | None:
-    """Flags of a scaling of positions; None where Megatron's would compute another."""
-    factor = said.pop("factor", 1)
-    if not isinstance(factor, int | float):
-        return None
-    if kind == "default" and not said:
-        return {}
-    if kind == "linear" and not said and factor == int(factor):
-        return {"--rotary-seq-len-interpolation-factor": int(factor)}
-    fixed = {  # in Megatron's code
-        "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192,
-    }  # fmt: skip
-    if kind == "llama3" and said == fixed:
-        return {"--use-rope-scaling": True, "--rope-scaling-factor": factor}
-    betas = {"beta_fast": 32, "beta_slow": 1} | said
-    length = betas.pop("original_max_position_embeddings", None)
-    if kind != "yarn" or length is None or betas.keys() != {"beta_fast", "beta_slow"}:
-        return None
-    return {
-        "--position-embedding-type": "yarn", "--rotary-scaling-factor": factor,
-        "--yarn-original-max-position-embeddings": length,
-        "--yarn-beta-fast": betas["beta_fast"], "--yarn-beta-slow": betas["beta_slow"],
-    }  # fmt: skip
-
-
 PRESETS: Mapping[str, Model] = MappingProxyType(
-    {name: from_hugging_face(config, name) for name, config in _table("presets").items()}
+    {name: from_hugging_face(config, name) for name, config in table("presets").items()}
 )

@@ -8,7 +8,9 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_burst.tools.job.model import Experts, Latent, Model, Sizes, Windows, positive, unread
+from megatron_burst.tools.job.entries import Sizes, positive, unread
+from megatron_burst.tools.job.linear import Linear
+from megatron_burst.tools.job.model import Experts, Latent, Model, Windows
 
 Arguments = Mapping[str, Any]
 Values = dict[str, int | float | str | bool | list[str]]
@@ -17,7 +19,10 @@ MODEL_ARGUMENTS = {  # Megatron's, of which a model's figures depend
     "kv_channels", "vocab_size", "padded_vocab_size", "num_experts", "moe_router_topk",
     "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_layer_freq",
     "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
-    "window_size", "window_attn_skip_freq", "softmax_type",
+    "window_size", "window_attn_skip_freq", "softmax_type", "mtp_num_layers",
+    "experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim",
+    "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+    "linear_num_value_heads", "attention_output_gate",
 }  # fmt: skip
 _OPERATORS: dict[type, Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
@@ -51,9 +56,11 @@ def from_megatron(arguments: Arguments, name: str) -> Model:
         )  # fmt: skip
     return Model(
         name, layers, hidden, heads, heads_kv, *dims, ffn,
-        size(vocab), gated=size.truth("swiglu"),
+        size(vocab), gated=size.truth("swiglu") or size.truth("quick_geglu"),
         tied=not size.truth("untie_embeddings_and_output_weights"), experts=experts, latent=latent,
-        windows=_windows(arguments, layers, name),
+        windows=_windows(arguments, layers, name), predicted=size("mtp_num_layers", 0),
+        linear=_linear(arguments, layers, name),
+        gated_attention=size.truth("attention_output_gate"),
         sinks=arguments.get("softmax_type", "vanilla") not in ("vanilla", None),
         biases=size.truth("add_bias_linear", True) and not size.truth("disable_bias_linear"),
     )  # fmt: skip
@@ -73,6 +80,25 @@ def _windows(arguments: Arguments, layers: int, name: str) -> Windows | None:
     if len(freq) != layers:
         raise unread(name, "--window-attn-skip-freq", f"{len(freq)} of {layers} layers")
     return Windows.of(keys, freq, name)
+
+
+def _linear(arguments: Arguments, layers: int, name: str) -> Linear | None:
+    """The layers of gated delta nets; unset sizes are those of Megatron."""
+    if arguments.get("experimental_attention_variant") != "gated_delta_net":
+        return None
+    freq = _freq(arguments.get("linear_attention_freq"), "--linear-attention-freq", name)
+    if isinstance(freq, int):
+        freq = [number % freq for number in range(1, layers + 1)]
+    if freq is None or len(freq) != layers:
+        got = "none" if freq is None else f"{len(freq)} of {layers} layers"
+        raise unread(name, "--linear-attention-freq", got)
+    size = Sizes(arguments, name)
+    return Linear(
+        tuple(map(bool, freq)),
+        size("linear_num_key_heads", 16), size("linear_num_value_heads", 32),
+        size("linear_key_head_dim", 128), size("linear_value_head_dim", 128),
+        size("linear_conv_kernel_dim", 4),
+    )  # fmt: skip
 
 
 def _dense_layers(arguments: Arguments, layers: int, name: str) -> int:
@@ -115,7 +141,8 @@ def model_flags(model: Model) -> Values:
     They are those of another model if it has `unknown` entries.
     """
     found = {flag: value for flag, of in _FLAGS if (value := of(model))}
-    return {**found, **_ALWAYS, **dict(model.beside)}
+    every: Values = {**found, **_ALWAYS, **dict(model.beside)}
+    return {flag: value for flag, value in every.items() if value is not False}
 
 
 def _skip_freq(model: Model) -> str | int | None:
@@ -156,12 +183,15 @@ _FLAGS: tuple[tuple[str, Callable[[Model], Any]], ...] = (  # a flag is there if
     # Megatron's window size leaves out the query's own key
     ("--window-size", lambda m: m.windows and f"{m.windows.size - 1},0"),
     ("--window-attn-skip-freq", _skip_freq),
+    ("--mtp-num-layers", lambda m: m.predicted),
     ("--softmax-type", lambda m: m.sinks and "learnable"),
     ("--swiglu", lambda m: m.gated),
+    ("--disable-bias-linear", lambda m: not m.biases),
     ("--vocab-size", lambda m: m.vocab),
     ("--untie-embeddings-and-output-weights", lambda m: not m.tied),
 )
 _ALWAYS: Values = {
-    "--normalization": "RMSNorm", "--disable-bias-linear": True,
-    "--position-embedding-type": "rope", "--hidden-dropout": 0,
-}  # fmt: skip
+    "--normalization": "RMSNorm",
+    "--position-embedding-type": "rope",
+    "--hidden-dropout": 0,
+}

@@ -6,7 +6,14 @@ from functools import lru_cache
 from megatron_burst.recompute.budget import in_flight
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.job.model import Model
-from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, stage_layers
+from megatron_burst.tools.job.strategy import (
+    Job,
+    Strategy,
+    attention_call,
+    busiest_layers,
+    stage_layers,
+)
+from megatron_burst.tools.job.weights import static_bytes
 from megatron_burst.tools.simulate.call import buffer_bytes, left_bytes
 
 _LOSS_BYTES = 1 << 30  # of the fused loss, independent of tokens (docs/loss.md)
@@ -46,16 +53,17 @@ class Memory:
 
 def memory_of(job: Job, strategy: Strategy) -> Memory:
     """Memory of a step; `misfit` must have found nothing."""
-    weights, gradients, optimizer = _static(job, strategy)
+    weights, gradients, optimizer = static_bytes(job, strategy)
     model, layers = job.model, stage_layers(job.model, strategy)
     flights = min(in_flight(strategy.pp, 0), job.batch // strategy.dp)
-    waiting = layers * flights
+    last = busiest_layers(model, strategy)
+    waiting = layers * flights if strategy.pp > 1 else last
     # other sizes and offloading do not change what a layer needs
     alike = replace(strategy, pp=1, dp=1, ep=1, offload=False, offload_inputs=False)
     a_layer = _layer_bytes(job, alike)
     tokens = job.seq // strategy.cp / strategy.tp
     saved = a_layer.saved * waiting
-    kept = strategy.kept * model.result_bytes * tokens
+    kept = strategy.kept * model.result_bytes * tokens * model.softmax_share
     all_kept = kept * (waiting - 1)  # the layer being recomputed counts them among its own
     on_node = 0.0
     if strategy.offload:  # the next layer's are being copied back
@@ -63,47 +71,15 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
     if strategy.offload_inputs:
         on_node, saved = on_node + saved, min(saved, 2 * 2 * model.hidden * tokens)
     head = _head(job, strategy) + kept  # all layers wait then
+    head += _joined(job, strategy)
     if strategy.pp > 1:  # the head is on the last stage, where fewer micro-batches wait
+        head += (last - layers) * (a_layer.saved + kept)
         head = max(0.0, head - (saved + all_kept) * (1 - 1 / flights))
     return Memory(
         weights, gradients, optimizer, saved, all_kept,
         layer=a_layer.working, head=head, attention=a_layer.buffers,
         node=on_node * job.on_node,
     )  # fmt: skip
-
-
-def _static(job: Job, strategy: Strategy) -> tuple[float, float, float]:
-    """Weights, gradients, optimizer.
-
-    Source: 6 + 12 / ranks bytes per weight of Megatron's distributed optimizer
-    (megatron/training/theoretical_memory_usage.py); its ranks are those of DP x CP.
-    """
-    dense, experts = params_of_rank(job, strategy)
-    expert_ranks = max(1, job.gpus // (strategy.pp * strategy.ep))
-    sharded = dense / (strategy.dp * strategy.cp) + experts / expert_ranks
-    optimizer = 12 * sharded
-    if strategy.fsdp != "none":  # bf16 gradients; two layers gathered, one's gradient whole
-        one = layer_params(job, strategy)
-        return 2 * sharded + 4 * one, 2 * sharded + 2 * one, optimizer
-    return 2 * (dense + experts), 4 * (dense + experts), optimizer
-
-
-def params_of_rank(job: Job, strategy: Strategy) -> tuple[float, float]:
-    """Weights of the largest stage on a rank if only TP and EP shard them: dense ones, experts."""
-    model, layers = job.model, stage_layers(job.model, strategy)
-    moe = min(layers, model.moe_layers)
-    dense: float = layers * model.attention_params + (layers - moe) * model.dense_params
-    dense += moe * model.shared_params
-    dense += model.embedding_params * (2 if strategy.pp == 1 and not model.tied else 1)
-    return dense / strategy.tp, moe * model.expert_params / strategy.ep
-
-
-def layer_params(job: Job, strategy: Strategy) -> float:
-    """Weights of the largest layer on a rank, as FSDP gathers it."""
-    model = job.model
-    dense = model.dense_params / strategy.tp if model.moe_layers < model.layers else 0.0
-    experts = model.shared_params / strategy.tp + model.expert_params / strategy.ep
-    return model.attention_params / strategy.tp + max(dense, experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,28 +98,48 @@ class _LayerBytes:
 
 @lru_cache(maxsize=1024)
 def _layer_bytes(job: Job, strategy: Strategy) -> _LayerBytes:
-    model, how = job.model, strategy.recompute
+    model = job.model
     tokens = job.seq // strategy.cp / strategy.tp  # sequence-parallel, or of 1/TP of the heads
     hidden = 2 * model.hidden * tokens
     call = attention_call(job, strategy)
     out = 2 * model.heads_q * model.dim_v * tokens
     qkv = _qkv_bytes(model, strategy, tokens)
-    feed = _feed_forward(model, strategy.tp, tokens)
+    qkv += out if model.gated_attention else 0.0
     # input, its norm, q, k, v, out, lse
     attention = 2 * hidden + qkv + out + 4 * model.heads_q * tokens
     attention += _beside_values(model, strategy, tokens) + left_bytes(call)
     if strategy.core_attn:
         attention -= 4 * model.heads_q * tokens + left_bytes(call)
+    softmax = _with_feed_forward(job, strategy, attention, out + qkv + buffer_bytes(call))
+    buffers = buffer_bytes(call)
+    if not model.linear:
+        return _LayerBytes(*softmax, buffers)
+    mixer = model.linear.saved_bytes * tokens
+    # gradients of all that is saved, and states with theirs
+    grads = mixer + 2 * model.linear.state_bytes * tokens
+    linear = _with_feed_forward(job, strategy, 2 * hidden + mixer, grads)
+    share = model.softmax_share
+    saved = share * softmax[0] + (1 - share) * linear[0]
+    return _LayerBytes(saved, max(softmax[1], linear[1]), buffers)
+
+
+def _with_feed_forward(
+    job: Job, strategy: Strategy, attention: float, grads: float
+) -> tuple[float, float]:
+    """What a layer saves, and what its backward needs in addition, if its attention saves so much
+    and has such gradients."""
+    model, how = job.model, strategy.recompute
+    tokens = job.seq // strategy.cp / strategy.tp
+    hidden = 2 * model.hidden * tokens
+    feed = _feed_forward(model, strategy.tp, tokens)
     after = hidden + feed.saved  # the sum with the residual, then the feed-forward's
     norm = hidden if model.experts else 0.0  # else it is computed in the first product
     saved = {"none": attention + after, "selective": attention + hidden + norm, "full": hidden}
     # recomputation restores the rest, and its output is held during backward
     again = 0.0 if how == "none" else saved["none"] - saved[how] + hidden
     gone = after + (hidden if how == "selective" else 0.0)  # when backward reaches attention
-    buffers = buffer_bytes(call)
-    attending = hidden + out + qkv + buffers  # gradients: of the layer, out, q, k, v
-    working = again + max(feed.working, attending - gone)
-    return _LayerBytes(saved[how], working, buffers)
+    working = again + max(feed.working, hidden + grads - gone)  # the layer's own gradient too
+    return saved[how], working
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +204,18 @@ def _beside_values(model: Model, strategy: Strategy, tokens: float) -> float:
 def _head(job: Job, strategy: Strategy) -> float:
     """The head and its loss on the last stage (which holds fewer micro-batches if PP > 1)."""
     tokens = job.seq // strategy.cp
-    hidden = 2 * 2 * job.model.hidden * tokens / strategy.tp  # input of the head and its gradient
+    passes = 1 + job.model.predicted  # all wait for one backward
+    # input of the head and its gradient
+    hidden = passes * 2 * 2 * job.model.hidden * tokens / strategy.tp
     if strategy.fused_loss:
         return hidden + _LOSS_BYTES
     # bf16 logits, their float32 softmax, the bf16 gradient
-    return hidden + tokens * job.model.vocab / strategy.tp * (2 + 4 + 2)
+    return hidden + passes * tokens * job.model.vocab / strategy.tp * (2 + 4 + 2)
+
+
+def _joined(job: Job, strategy: Strategy) -> float:
+    """What layers of multi-token prediction save beside a layer's: the embedding; unless it is
+    recomputed, its norm, the state's, and both joined."""
+    tensors = 1 if strategy.recompute == "full" else 5
+    tokens = job.seq // strategy.cp / strategy.tp
+    return job.model.predicted * tensors * 2 * job.model.hidden * tokens

@@ -1,12 +1,13 @@
 """The properties of a transformer that its training time and memory depend on."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.errors import BurstError, nearest
+from megatron_burst.errors import BurstError
+from megatron_burst.tools.job.entries import positive
+from megatron_burst.tools.job.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A decoder with causal attention in every layer."""
+    """A decoder; every layer has causal attention, softmax or linear."""
 
     name: str  # of the preset or the file
     layers: int  # number of them
@@ -78,8 +79,12 @@ class Model:
     # of models with latent attention, whose heads are expanded for training
     latent: Latent | None = None
     windows: Windows | None = None  # of models with layers of sliding-window attention
+    linear: Linear | None = None  # of models with layers of linear attention
+    gated_attention: bool = False  # whether a gate as wide as the queries multiplies the output
     sinks: bool = False  # whether the softmax has a learned sink for each head
     biases: bool = False  # whether linear layers have biases
+    # layers of multi-token prediction, each like the last layer, and a pass of the head more
+    predicted: int = 0
     # Megatron's flags that affect neither time nor memory, with their values
     beside: tuple[tuple[str, int | float | str | bool], ...] = ()
     # entries of its config that no flag here says: its flags would be those of another model
@@ -107,18 +112,28 @@ class Model:
 
     @property
     def attention_params(self) -> int:
-        """Weights of a layer's attention."""
+        """Weights of a layer's softmax attention."""
         heads, hidden = self.heads_q, self.hidden
         out = heads * self.dim_v * hidden
         if not self.latent:
             keys = self.heads_kv * (self.dim_qk + self.dim_v)
-            return hidden * (heads * self.dim_qk + keys) + out
+            queries = heads * self.dim_qk * (2 if self.gated_attention else 1)
+            return hidden * (queries + keys) + out
         low, rope = self.latent, self.latent.rope_dim
         queries = hidden * heads * self.dim_qk
         if low.q_rank:
             queries = low.q_rank * (hidden + heads * self.dim_qk)
         keys = hidden * (low.kv_rank + rope)
         return queries + keys + low.kv_rank * heads * (self.dim_qk - rope + self.dim_v) + out
+
+    @property
+    def mixer_params(self) -> float:
+        """Weights of an average layer's attention, softmax or linear."""
+        if not self.linear:
+            return self.attention_params
+        of_linear = self.linear.count * self.linear.params(self.hidden)
+        softmax = (self.layers - self.linear.count) * self.attention_params
+        return (of_linear + softmax) / self.layers
 
     def _mlp(self, ffn: int) -> int:
         return (3 if self.gated else 2) * self.hidden * ffn
@@ -152,6 +167,15 @@ class Model:
         return self.layers - self.experts.dense_layers if self.experts else 0
 
     @property
+    def predicted_params(self) -> tuple[int, int]:
+        """Weights of a layer of multi-token prediction, which first joins the state with the next
+        token's embedding: dense ones, routed experts."""
+        dense = self.attention_params + 2 * self.hidden * self.hidden
+        if not self.moe_layers:
+            return dense + self.dense_params, 0
+        return dense + self.shared_params, self.expert_params
+
+    @property
     def embedding_params(self) -> int:
         """Weights of the embedding; of the head too."""
         return self.vocab * self.hidden
@@ -162,19 +186,34 @@ class Model:
         dense = (self.layers - self.moe_layers) * self.dense_params
         moe = self.moe_layers * (self.expert_params + self.shared_params)
         ends = self.embedding_params * (1 if self.tied else 2)
-        return self.layers * self.attention_params + dense + moe + ends
+        predicted = self.predicted * sum(self.predicted_params)
+        return round(self.layers * self.mixer_params) + dense + moe + ends + predicted
 
     @property
     def matmul_params(self) -> int:
-        """Weights that multiply a token: its experts and the head, not the embedding."""
+        """Weights that multiply a token: its experts and the head, not the embedding; those of
+        prediction layers too, with their passes of the head."""
         dense = (self.layers - self.moe_layers) * self.dense_params
         moe = self.moe_layers * self.active_params
-        return self.layers * self.attention_params + dense + moe + self.embedding_params
+        idle = self.expert_params + self.shared_params - self.active_params
+        each = sum(self.predicted_params) - idle + self.embedding_params
+        ends = self.embedding_params + self.predicted * each
+        return round(self.layers * self.mixer_params) + dense + moe + ends
 
     @property
     def full_layers(self) -> int:
         """Layers whose queries see all earlier keys."""
-        return self.layers - (self.windows.count if self.windows else 0)
+        others = (self.windows.count if self.windows else 0) + self.linear_layers
+        return self.layers - others
+
+    @property
+    def linear_layers(self) -> int:
+        return self.linear.count if self.linear else 0
+
+    @property
+    def softmax_share(self) -> float:
+        """Share of layers with softmax attention, windowed ones included."""
+        return 1 - self.linear_layers / self.layers
 
     @property
     def result_bytes(self) -> int:
@@ -189,59 +228,8 @@ class Model:
         that packed documents have.
         """
         width = 3 * self.heads_q * (self.dim_qk + self.dim_v)
-        attention: float = width * self.full_layers * seq * share
+        attention: float = width * (self.full_layers + self.predicted) * seq * share
         if self.windows:
             attention += width * self.windows.count * 2 * self.windows.keys(seq, share)
-        return 6 * self.matmul_params + attention
-
-
-class Sizes:
-    """Looks sizes up in a table, and complains about missing ones."""
-
-    def __init__(self, table: Mapping[str, Any], name: str) -> None:
-        self._table, self._name = table, name
-
-    def __call__(self, key: str, default: int | None = None) -> int:
-        """The number of a key.
-
-        Raises:
-            BurstError: if it is there but no number, or is not there and has no default.
-        """
-        value = self._table.get(key)
-        if value is None and default is not None:
-            return default
-        if value is None or not re.fullmatch(r"\d+(\.0*)?", str(value)):
-            close = "" if value is not None else nearest(key, self._table)
-            raise BurstError(
-                f"plan: {self._name} must hold a number {key!r}, because a model's time and "
-                f"memory depend on it; got {value!r}{close}; add it"
-            )
-        return int(float(value))
-
-    def truth(self, key: str, default: bool = False) -> bool:
-        """Whether a key is on."""
-        value = self._table.get(key, default)
-        return str(value).lower() not in ("false", "0", "none", "no")
-
-
-def positive(value: Any, option: str, name: str) -> int:
-    """The number of an option of a file.
-
-    Raises:
-        BurstError: if it is no positive whole number.
-    """
-    try:
-        number = int(value)
-    except (TypeError, ValueError):
-        number = -1
-    if number < 1 or isinstance(value, bool):
-        raise unread(name, option, repr(value))
-    return number
-
-
-def unread(name: str, option: str, got: str) -> BurstError:
-    """The refusal of an option of a file."""
-    return BurstError(
-        f"plan: {name} must hold a {option} that can be read, because the time of attention "
-        f"depends on it; got {got}; correct it"
-    )
+        linear = 3 * self.linear.count * self.linear.flops if self.linear else 0
+        return 6 * self.matmul_params + attention + linear

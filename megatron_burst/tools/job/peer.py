@@ -8,7 +8,13 @@ from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.step import recomputed, step_time
-from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, open_call, stage_layers
+from megatron_burst.tools.job.strategy import (
+    Job,
+    Strategy,
+    attention_call,
+    busiest_layers,
+    open_call,
+)
 from megatron_burst.tools.simulate.call import (
     AttentionCall,
     buffer_bytes,
@@ -32,7 +38,10 @@ class Gain:
 
     @property
     def ratio(self) -> float:
-        """Burst's speedup if both recompute attention in the same way."""
+        """Burst's speedup if both recompute attention in the same way; 1 if every layer has a
+        window."""
+        if not self.seconds[0]:
+            return 1.0
         return self.seconds[1] / self.seconds[0]
 
 
@@ -95,6 +104,6 @@ def _attention_seconds(job: Job, strategy: Strategy, call: AttentionCall) -> flo
     forward, backward = (
         pass_time(call, job.hardware, direction, sample).seconds for direction in Direction
     )
-    times = stage_layers(job.model, strategy) * job.model.full_layers / job.model.layers
+    times = busiest_layers(job.model, strategy) * job.model.full_layers / job.model.layers
     times *= job.batch // strategy.dp
     return times * ((1 + recomputed(job, strategy)) * forward + backward)

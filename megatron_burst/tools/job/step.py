@@ -7,9 +7,20 @@ from functools import lru_cache
 from megatron_burst.recompute.later_plan import recomputed_share
 from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.schedule.topology import Link
-from megatron_burst.tools.hardware import Hardware
-from megatron_burst.tools.job.memory import Memory, layer_params, params_of_rank
-from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, stage_layers
+from megatron_burst.tools.job.memory import Memory
+from megatron_burst.tools.job.strategy import (
+    Job,
+    Strategy,
+    attention_call,
+    busiest_layers,
+    ranks_per_node,
+)
+from megatron_burst.tools.job.transfers import (
+    all_to_all_seconds,
+    boundary_seconds,
+    sharded_seconds,
+    update_seconds,
+)
 from megatron_burst.tools.simulate.call import AttentionCall, pass_time
 from megatron_burst.tools.simulate.kernels import Timer
 
@@ -18,6 +29,7 @@ ATTENTION, MATMUL, ELEMENTWISE = "attention kernels", "matrix products", "elemen
 INTRA, INTER = "waiting for NVLink", "waiting for the network"
 TENSOR, EXPERT = "tensor-parallel transfers", "expert-parallel transfers"
 HOST, HEAD, BUBBLE = "waiting for host copies", "LM head and loss", "pipeline bubble"
+LINEAR = "linear attention"
 AGAIN, UPDATE = "computing again, the rest", "gradients and optimizer"
 ATTENTION_AGAIN = "computing again, attention kernels"
 
@@ -46,20 +58,21 @@ def step_time(
     # a layer is the same in every stage and for every micro-batch
     layer_parts, layer_backward = _layer(job, replace(strategy, pp=1, dp=1), call)
     micro_batches = job.batch // strategy.dp
-    layers = stage_layers(job.model, strategy)
+    layers = busiest_layers(job.model, strategy)
     one: dict[str, float] = defaultdict(float)
     for part, seconds in layer_parts:
         one[part] = seconds * layers
-    one[HEAD] = _head_seconds(job, strategy)
+    one[HEAD] = _head_seconds(job, strategy) * (1 + job.model.predicted)
+    one[MATMUL] += _joined_seconds(job, strategy)
     if strategy.pp > 1:
-        one[BUBBLE] = 2 * _boundary_seconds(job, strategy)
+        one[BUBBLE] = 2 * boundary_seconds(job, strategy)
     stage = sum(one.values())
     parts = defaultdict(float, {part: each * micro_batches for part, each in one.items()})
     parts[BUBBLE] += stage * (strategy.pp - 1)
     if strategy.fsdp == "none":
-        parts[UPDATE] = _update_seconds(job, strategy, memory, layer_backward * layers)
+        parts[UPDATE] = update_seconds(job, strategy, memory, layer_backward * layers)
     else:
-        parts[UPDATE] = _sharded_seconds(job, strategy, stage) * micro_batches
+        parts[UPDATE] = sharded_seconds(job, strategy, stage) * micro_batches
     parts[UPDATE] += Timer(job.hardware).memory(2.5 * memory.optimizer)
     seconds = sum(parts.values())
     tokens = job.batch * job.seq / seconds / job.gpus
@@ -98,7 +111,7 @@ class _Layer:
         self._windows = {d: self._window_seconds(call.shape, d) for d in Direction}
         moe = model.moe_layers / model.layers
         self._mlp = (1 - moe) * model.dense_params + moe * model.active_params
-        self.backward = 2 * self._matmul(model.attention_params + self._mlp)
+        self.backward = 2 * self._matmul(model.mixer_params + self._mlp) + 2 * self._linear()
         backward = Direction.BACKWARD
         self.backward += self._full * self._passes[backward].seconds + self._windows[backward]
 
@@ -129,13 +142,15 @@ class _Layer:
             parts[ATTENTION] += kernels
             if direction is Direction.FORWARD:
                 parts[ATTENTION_AGAIN] += again * kernels
-        params = self._job.model.attention_params + self._mlp
+        params = self._job.model.mixer_params + self._mlp
+        parts[LINEAR] += 3 * self._linear()
         parts[MATMUL] += 3 * self._matmul(params)
         parts[ELEMENTWISE] += 3 * self._elementwise()
         parts[TENSOR] += 2 * self._tensor_seconds()
         parts[EXPERT] += 2 * self._expert_seconds()
         weights = {"none": 0.0, "selective": self._mlp, "full": params}[self._strategy.recompute]
         parts[AGAIN] += self._matmul(weights)
+        parts[AGAIN] += self._linear() if self._strategy.recompute == "full" else 0.0
         share = weights / params
         parts[AGAIN] += share * self._elementwise()
         parts[TENSOR] += share * self._tensor_seconds()
@@ -152,8 +167,21 @@ class _Layer:
             ffn = model.experts.shared_ffn + model.experts.active * (
                 model.experts.ffn + model.hidden
             )
-        num_bytes = 20 * model.hidden + 8 * width + 6 * ffn
+        num_bytes = 20 * model.hidden + 8 * width * model.softmax_share + 6 * ffn
         return self._timer.memory(num_bytes * self._tokens / self._strategy.tp)
+
+    def _linear(self) -> float:
+        """Forward of linear attention between its products, and its all-to-alls, all exposed."""
+        linear, strategy = self._job.model.linear, self._strategy
+        if not linear:
+            return 0.0
+        tokens = self._tokens / strategy.tp
+        seconds = self._timer.matmul(linear.flops * tokens)
+        seconds += self._timer.memory(linear.traffic * tokens)
+        sent = linear.sent_bytes * tokens * (1 - 1 / strategy.cp)
+        nodes = strategy.cp / ranks_per_node(self._job, strategy)
+        seconds += all_to_all_seconds(self._job, sent, nodes)
+        return seconds * linear.count / self._job.model.layers
 
     def _tensor_seconds(self) -> float:
         """One pass: two gathers and two scatters of the hidden states (sequence parallelism)."""
@@ -168,17 +196,14 @@ class _Layer:
             return 0.0
         moved = model.experts.active * 2 * model.hidden * self._tokens / strategy.tp
         moved *= 1 - 1 / strategy.ep
-        nodes = max(1.0, strategy.ep / self._job.on_node)
-        links, share = self._job.hardware.links, _network_share(self._job.hardware)
-        seconds = links.intra.seconds(moved / nodes)
-        if nodes > 1:
-            seconds = max(seconds, links.inter.seconds(moved * (1 - 1 / nodes), share))
+        seconds = all_to_all_seconds(self._job, moved, strategy.ep / self._job.on_node)
         return 2 * seconds * model.moe_layers / model.layers
 
     def _host_seconds(self, layer_seconds: float) -> float:
         """Exposed time of offloading in forward and copying back in backward."""
         job, strategy = self._job, self._strategy
         moved = strategy.kept * strategy.offload * job.model.result_bytes
+        moved *= job.model.softmax_share
         moved += 2 * job.model.hidden * strategy.offload_inputs
         moved *= self._tokens / strategy.tp
         seconds = moved / (job.hardware.gpu.host_gbs * 1e9)
@@ -195,10 +220,6 @@ def recomputed(job: Job, strategy: Strategy) -> float:
     return float(strategy.keep == "none")
 
 
-def _network_share(hardware: Hardware) -> float:
-    return hardware.inter_share(hardware.node.gpus)
-
-
 def _head_seconds(job: Job, strategy: Strategy) -> float:
     """Head and its backward: four products. The fused loss computes logits again; for Megatron's
     own, passes over all logits take about as long (docs/benchmarks/loss-rows.md)."""
@@ -206,35 +227,8 @@ def _head_seconds(job: Job, strategy: Strategy) -> float:
     return Timer(job.hardware).matmul(flops)
 
 
-def _boundary_seconds(job: Job, strategy: Strategy) -> float:
-    """One activation to the next pipeline stage."""
-    moved = 2 * job.model.hidden * (job.seq // strategy.cp) / strategy.tp
-    if job.gpus <= job.gpus_per_node:
-        return job.hardware.links.intra.seconds(moved)
-    return job.hardware.links.inter.seconds(moved, _network_share(job.hardware))
-
-
-def _update_seconds(job: Job, strategy: Strategy, memory: Memory, backward: float) -> float:
-    """Gradients scattered and weights gathered, half hidden behind backward."""
-    moving = _among_shards(job, strategy, memory.weights + memory.gradients)
-    return moving - min(moving, backward / 2)
-
-
-def _sharded_seconds(job: Job, strategy: Strategy, stage: float) -> float:
-    """FSDP, in a micro-batch: bf16 weights gathered for forward and again for backward, gradients
-    scattered; hidden behind the stage's other work, but for the first layer's weights."""
-    weights = 2 * sum(params_of_rank(job, strategy))
-    first = _among_shards(job, strategy, 2 * layer_params(job, strategy))
-    return first + max(0.0, _among_shards(job, strategy, 3 * weights) - first - stage)
-
-
-def _among_shards(job: Job, strategy: Strategy, num_bytes: float) -> float:
-    """Seconds to gather or scatter so many bytes over the data- and context-parallel ranks."""
-    ranks = strategy.dp * strategy.cp
-    local = max(1, job.on_node // strategy.tp)
-    links = job.hardware.links
-    moving = links.intra.seconds(num_bytes * (1 - 1 / min(ranks, local)))
-    if ranks > local:
-        share = _network_share(job.hardware)
-        moving = max(moving, links.inter.seconds(num_bytes / local, share))
-    return moving
+def _joined_seconds(job: Job, strategy: Strategy) -> float:
+    """Products that join states with embeddings before layers of multi-token prediction."""
+    passes = 3 + (strategy.recompute == "full")
+    flops = 2 * passes * job.model.predicted * 2 * job.model.hidden**2
+    return Timer(job.hardware).matmul(flops * (job.seq // strategy.cp) / strategy.tp)

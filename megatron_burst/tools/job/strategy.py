@@ -170,6 +170,8 @@ def misfit(job: Job, strategy: Strategy) -> str:
         return why
     if strategy.cp > ranks and strategy.cp % ranks:
         return f"CP {strategy.cp} does not fill nodes of {ranks} ranks"
+    if (linear := job.model.linear) and linear.heads_k % (strategy.tp * strategy.cp):
+        return f"TP x CP does not divide the {linear.heads_k} heads of K in linear attention"
     if job.seq % least_multiple(strategy):
         near = nearest_multiples(job.seq, least_multiple(strategy))
         return f"a sequence of {job.seq} tokens is no {near} (2 x CP x TP)"
@@ -190,6 +192,12 @@ def least_multiple(strategy: Strategy) -> int:
 def stage_layers(model: Model, strategy: Strategy) -> int:
     """Layers of the largest pipeline stage; the last stage may have fewer."""
     return ceil(model.layers / strategy.pp)
+
+
+def busiest_layers(model: Model, strategy: Strategy) -> int:
+    """Layers of the stage that computes most: those of multi-token prediction are on the last."""
+    most = stage_layers(model, strategy)
+    return max(most, model.layers - most * (strategy.pp - 1) + model.predicted)
 
 
 def ranks_per_node(job: Job, strategy: Strategy) -> int:
