@@ -50,7 +50,7 @@ def step_time(
     one: dict[str, float] = defaultdict(float)
     for part, seconds in layer_parts:
         one[part] = seconds * layers
-    one[HEAD] = _head_seconds(job, strategy)
+    one[HEAD] = head_seconds(job, strategy)
     if strategy.pp > 1:
         one[BUBBLE] = 2 * _boundary_seconds(job, strategy)
     stage = sum(one.values())
@@ -199,7 +199,7 @@ def _network_share(hardware: Hardware) -> float:
     return hardware.inter_share(hardware.node.gpus)
 
 
-def _head_seconds(job: Job, strategy: Strategy) -> float:
+def head_seconds(job: Job, strategy: Strategy) -> float:
     """Head and its backward: four products. The fused loss computes logits again; for Megatron's
     own, passes over all logits take about as long (docs/benchmarks/loss-rows.md)."""
     flops = 2 * 4 * job.model.embedding_params * (job.seq // strategy.cp) / strategy.tp
