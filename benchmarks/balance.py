@@ -186,6 +186,7 @@ def simulate(
                 cp=_CP, dp=ranks, pp=stages, ep=8 if model.experts else 1, recompute="selective"
             )
             costs = costs_of(Job(model, packed, gpus, 8, ranks, machine), strategy)
+            assert costs  # sequences are long
             limit_of_rank = int(packed * more) // _CP
             grid = BatchGrid(ranks, _CP, _MICRO_BATCHES, limit_of_rank, stages, strategy.ep)
             columns = {

@@ -90,6 +90,14 @@ def test_a_plan_has_the_costs_of_its_strategy(tmp_path):
             Costs.from_plan(path)
 
 
+@pytest.mark.parametrize("pieces", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(("cp", "tp"), [(1, 1), (2, 4), (8, 1)])
+def test_sequences_too_short_for_costs_have_none(pieces, cp, tp):
+    job = Job(PRESETS["llama3-8b"], pieces * 2 * cp * tp, cp * tp, 8, 1, preset("h200"))
+    found = costs_of(job, Strategy(cp=cp, tp=tp))
+    assert (found is None) == (pieces < 4)
+
+
 @pytest.mark.parametrize("pp", [1, 4])
 def test_costs_are_those_of_the_planners_simulation(pp):
     """Of drawn documents, not those that were fitted: within 2 %, half of what the fit may miss."""

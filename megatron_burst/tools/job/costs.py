@@ -10,6 +10,7 @@ from megatron_burst.tools.simulate.sample import Packing, Sample
 
 _DOCUMENTS = 1, 4, 16, 64  # of a micro-batch, all of one length
 _PARTS = 1, 4  # of the job's tokens: whole micro-batches and small ones
+_LEAST = 4  # times the shortest document that every rank has a part of
 
 
 def micro_batch_seconds(job: Job, strategy: Strategy, lengths: tuple[int, ...]) -> float:
@@ -22,11 +23,14 @@ def micro_batch_seconds(job: Job, strategy: Strategy, lengths: tuple[int, ...]) 
     return layers * layer_seconds(packed, one) + head_seconds(packed, one)
 
 
-def costs_of(job: Job, strategy: Strategy) -> Costs:
-    """Coefficients for a strategy and for sub-groups of its context-parallel ranks.
+def costs_of(job: Job, strategy: Strategy) -> Costs | None:
+    """Coefficients for a strategy and for sub-groups of its context-parallel ranks; None if
+    sequences are too short to tell them apart.
 
     A rank has as many tokens at every size, up to the job's sequence over the strategy's CP.
     """
+    if job.seq < _LEAST * least_multiple(strategy):
+        return None
     measured = []
     sizes = [1 << n for n in range(strategy.cp.bit_length()) if strategy.cp % (1 << n) == 0]
     for size in sorted({*sizes, strategy.cp}):

@@ -55,6 +55,7 @@ def as_json(
     flags, the job, speeds of its GPUs, seconds of a micro-batch (`megatron_burst.balance`), that
     strategy, and others, `most` in all, with what speaks against them; `own`: of `flag_values`."""
     best, gpu = found[0], job.hardware.gpu
+    costs = costs_of(job, best.strategy)
     forward = job.hardware.kernel(job.model.dim_qk).forward.points[-1][1]
     described = {
         "version": VERSION,
@@ -66,7 +67,7 @@ def as_json(
             "packing": asdict(job.packing) if job.packing else None,
         },
         "rates": asdict(Rates(gpu.matmul_tflops, forward, gpu.host_gbs)),
-        IN_PLAN: costs_of(job, best.strategy).as_json(),
+        IN_PLAN: costs.as_json() if costs else None,
         "best": _describe(best, best),
         "others": [_describe(one, best) for one in found[1:most]],
     }  # fmt: skip
