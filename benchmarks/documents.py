@@ -73,7 +73,7 @@ def _drawn(seq: int, seed: int, multiple: int) -> tuple[int, ...]:
     one whose area is nearest to their mean. Then document ends are rounded down to multiples.
     """
     longest = seq // 4
-    middles, counts = _histogram()
+    middles, counts = histogram()
     counts = counts // (1000 if seq < _SHORT else 1)
     tails = middles % longest
     whole = np.full(int((middles // longest * counts).sum()), longest, dtype=np.int32)
@@ -117,7 +117,7 @@ def _rounded(edges: np.ndarray, multiple: int) -> tuple[int, ...]:
 
 
 @lru_cache
-def _histogram() -> tuple[np.ndarray, np.ndarray]:
+def histogram() -> tuple[np.ndarray, np.ndarray]:
     """Midpoints of the bins, and the number of documents in each."""
     with _HISTOGRAM.open(newline="") as file:
         bins = [tuple(map(int, row.values())) for row in csv.DictReader(file)]

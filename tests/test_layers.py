@@ -17,7 +17,7 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"schedule"},
     {"rules", "rates"},
     {"resolve"},
-    {"config", "environment", "transforms", "slices"},
+    {"config", "environment", "transforms", "slices", "balance"},
     {"recompute.checkpoints"},
     {"mcore.patches"},  # a table of names, which loads neither Megatron nor torch
     {"kernels"},
@@ -171,6 +171,7 @@ def loaded_by(statement: str) -> set[str]:
         "import megatron_burst.schedule.modes, megatron_burst.tools.pictures",
         "import megatron_burst.tools.job.flags, megatron_burst.tools.simulate.call",
         "import megatron_burst.tools.plan",
+        "import megatron_burst.balance",
     ],
 )
 def test_importing_the_package_and_its_plans_loads_neither_torch_nor_megatron(statement):

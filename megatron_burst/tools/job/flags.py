@@ -7,7 +7,9 @@ from dataclasses import asdict
 from math import ceil
 from typing import Any
 
+from megatron_burst.balance.costs import IN_PLAN
 from megatron_burst.rates import Rates
+from megatron_burst.tools.job.costs import costs_of
 from megatron_burst.tools.job.megatron import Values, model_flags
 from megatron_burst.tools.job.search import Candidate, loses
 from megatron_burst.tools.job.strategy import Job, Strategy, stage_layers
@@ -50,9 +52,10 @@ def as_json(
     job: Job, found: Sequence[Candidate], own: Mapping[str, Any] | None = None, most: int = 50
 ) -> str:
     """What a search found, for a run (`--burst-plan`) and for other programs: the best strategy's
-    flags, the job, speeds of its GPUs, that strategy, and others, `most` in all, with what speaks
-    against them; `own`: of `flag_values`."""
+    flags, the job, speeds of its GPUs, seconds of a micro-batch (`megatron_burst.balance`), that
+    strategy, and others, `most` in all, with what speaks against them; `own`: of `flag_values`."""
     best, gpu = found[0], job.hardware.gpu
+    costs = costs_of(job, best.strategy)
     forward = job.hardware.kernel(job.model.dim_qk).forward.points[-1][1]
     described = {
         "version": VERSION,
@@ -64,6 +67,7 @@ def as_json(
             "packing": asdict(job.packing) if job.packing else None,
         },
         "rates": asdict(Rates(gpu.matmul_tflops, forward, gpu.host_gbs)),
+        IN_PLAN: costs.as_json() if costs else None,
         "best": _describe(best, best),
         "others": [_describe(one, best) for one in found[1:most]],
     }  # fmt: skip

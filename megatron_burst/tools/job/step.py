@@ -62,8 +62,8 @@ def step_time(
     one: dict[str, float] = defaultdict(float)
     for part, seconds in layer_parts:
         one[part] = seconds * layers
-    one[HEAD] = _head_seconds(job, strategy) * (1 + job.model.predicted)
-    one[MATMUL] += _joined_seconds(job, strategy)
+    one[HEAD] = head_seconds(job, strategy) * (1 + job.model.predicted)
+    one[MATMUL] += joined_seconds(job, strategy)
     if strategy.pp > 1:
         one[BUBBLE] = 2 * boundary_seconds(job, strategy)
     stage = sum(one.values())
@@ -220,14 +220,14 @@ def recomputed(job: Job, strategy: Strategy) -> float:
     return float(strategy.keep == "none")
 
 
-def _head_seconds(job: Job, strategy: Strategy) -> float:
+def head_seconds(job: Job, strategy: Strategy) -> float:
     """Head and its backward: four products. The fused loss computes logits again; for Megatron's
     own, passes over all logits take about as long (docs/benchmarks/loss-rows.md)."""
     flops = 2 * 4 * job.model.embedding_params * (job.seq // strategy.cp) / strategy.tp
     return Timer(job.hardware).matmul(flops)
 
 
-def _joined_seconds(job: Job, strategy: Strategy) -> float:
+def joined_seconds(job: Job, strategy: Strategy) -> float:
     """Products that join states with embeddings before layers of multi-token prediction."""
     passes = 3 + (strategy.recompute == "full")
     flops = 2 * passes * job.model.predicted * 2 * job.model.hidden**2

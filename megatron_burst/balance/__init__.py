@@ -1,0 +1,12 @@
+"""Which document of a global batch goes where, so that micro-batches and ranks end together.
+
+Pure Python and numpy: no torch, no communication, the same result on every rank.
+"""
+
+from megatron_burst.balance.assign import Assignment, MicroBatch, assign
+from megatron_burst.balance.costs import Costs, Measured, fit, pairs_of
+from megatron_burst.balance.grid import BatchGrid
+
+__all__ = [
+    "Assignment", "BatchGrid", "Costs", "Measured", "MicroBatch", "assign", "fit", "pairs_of",
+]  # fmt: skip

@@ -1,0 +1,150 @@
+"""Seconds of a micro-batch, as a few coefficients: from a plan, or fitted to measured ones."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_burst.errors import BurstError, Need, require
+
+WHO = "megatron_burst.balance"
+IN_PLAN = "micro_batch_s"  # where a plan has them
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds that a pipeline stage takes for a micro-batch, forward and backward, recomputation
+    and exposed communication included.
+
+    With T tokens and A (query, key) pairs on `cp` ranks:
+    `fixed + (token + transfer[cp]) * T / cp + pair * A / cp`.
+    """
+
+    token: float  # seconds per token: matrix products, element-wise kernels, LM head
+    pair: float  # seconds per (query, key) pair of attention
+    fixed: float = 0.0  # seconds of a micro-batch besides
+    # what a token takes more at a context-parallel size: exposed transfers, smaller kernels.
+    # Sizes that are not named take nothing more.
+    transfer: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        values = (self.token, self.pair, self.fixed, *self.transfer.values())
+        require(WHO, _of_costs(values, self))
+
+    def per_token(self, cp: int) -> float:
+        """Seconds of a token of a micro-batch at a context-parallel size."""
+        return (self.token + self.transfer.get(cp, 0.0)) / cp
+
+    def seconds(self, tokens: float, area: float, cp: int) -> float:
+        """Seconds of a micro-batch of so many tokens and (query, key) pairs on `cp` ranks."""
+        return self.fixed + self.per_token(cp) * tokens + self.pair / cp * area
+
+    def as_json(self) -> dict[str, Any]:
+        """What a plan has of them."""
+        return asdict(self)
+
+    @classmethod
+    def from_plan(cls, path: Path | str) -> "Costs":
+        """Those of the best strategy of a plan that `megatron-burst plan --json FILE` wrote.
+
+        Raises:
+            BurstError: if the file is not such a plan.
+        """
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))[IN_PLAN]
+            transfer = {int(size): value for size, value in found.pop("transfer").items()}
+            return cls(transfer=transfer, **found)
+        except BurstError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BurstError(
+                f'{WHO}: {path} must be a plan with "{IN_PLAN}", because seconds come from there; '
+                f"got {type(error).__name__}: {error}; make it with megatron-burst plan --json"
+            ) from None
+
+
+def pairs_of(lengths: np.ndarray) -> np.ndarray:
+    """(query, key) pairs of causal documents of these lengths."""
+    return lengths * (lengths + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A micro-batch of which the time is known."""
+
+    tokens: int
+    area: int  # (query, key) pairs: the sum of `pairs_of` its documents
+    cp: int  # ranks that shared it
+    seconds: float  # of forward and backward, on the slowest rank
+
+
+def fit(measured: Sequence[Measured]) -> Costs:
+    """The coefficients with the least squares of relative errors; none is negative.
+
+    What a token takes more at a context-parallel size is relative to the smallest size measured.
+    A coefficient that would be negative is 0, and the others are fitted again.
+
+    Raises:
+        BurstError: if there are too few micro-batches for as many coefficients, or they are alike.
+    """
+    require(WHO, _of_measured(measured))
+    cp = np.array([one.cp for one in measured])
+    rest = np.unique(cp)[1:]
+    tokens, area, seconds = (
+        np.array([getattr(one, name) for one in measured], dtype=float)
+        for name in ("tokens", "area", "seconds")
+    )
+    columns = [tokens / cp, area / cp, np.ones(len(cp)), *(tokens / cp * (cp == c) for c in rest)]
+    matrix = np.stack(columns, axis=1) / seconds[:, None]
+    scale = matrix.max(axis=0)
+    rank = np.linalg.matrix_rank(matrix / scale)
+    require(WHO, _of_rank(rank, matrix.shape[1]))
+    token, pair, fixed, *more = (_least_squares(matrix / scale) / scale).tolist()
+    return Costs(token, pair, fixed, dict(zip(rest.tolist(), more, strict=True)))
+
+
+def _least_squares(matrix: np.ndarray) -> np.ndarray:
+    """x >= 0 with matrix @ x nearest to 1."""
+    used = np.ones(matrix.shape[1], dtype=bool)
+    while True:
+        found = np.zeros(matrix.shape[1])
+        found[used] = np.linalg.lstsq(matrix[:, used], np.ones(len(matrix)), rcond=None)[0]
+        if found.min() >= 0:
+            return found
+        used &= found > 0
+
+
+def _of_costs(values: Iterable[Any], costs: Costs) -> Iterable[Need]:
+    sane = all(isinstance(v, int | float) and isfinite(v) and v >= 0 for v in values)
+    yield (
+        sane and costs.token + costs.pair > 0,
+        "costs must be seconds, of which a token or a pair takes some, because work is compared",
+        costs,
+        "measure micro-batches and call fit, or read a plan",
+    )
+
+
+def _of_measured(measured: Sequence[Measured]) -> Iterable[Need]:
+    wrong = [one for one in measured if min(one.tokens, one.area, one.cp, one.seconds) <= 0]
+    yield (
+        measured and not wrong,
+        "measured micro-batches must have tokens, area, a context-parallel size and seconds above "
+        "0, because coefficients are fitted to them",
+        wrong[0] if wrong else "none",
+        "leave out those that did not run",
+    )
+
+
+def _of_rank(rank: int, wanted: int) -> Iterable[Need]:
+    yield (
+        rank >= wanted,
+        f"measured micro-batches must differ enough for {wanted} coefficients, because tokens, "
+        "area and context-parallel size are told apart by them",
+        f"{rank} that are independent",
+        "measure some of few long and some of many short documents, and some half as large, at "
+        "each size",
+    )
