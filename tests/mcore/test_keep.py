@@ -99,7 +99,8 @@ CASES = {
 }
 # same for a layer in any chunk
 ONE_SCHEDULE = (
-    "all, selective", "all, q circulates", "all, no room on the host", "half, offload"
+    "all, selective", "all, q circulates", "all, no room on the host", "half, offload",
+    "all, modules, block", "all, modules, offload, debug", "half, modules",
 )  # fmt: skip
 RUNS = [
     (setting, name)
