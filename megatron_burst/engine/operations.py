@@ -384,20 +384,20 @@ def stand_in(binder: Binder, op: ops.StandIn) -> Bound:
 def transfer(binder: Binder, op: ops.Transfer) -> Bound:
     """What no rank needs is not sent. There the receiver has zeros: gradients that are zero, or
     rows that nobody reads, but a kernel may multiply by a weight of 0."""
-    targets = [raw(binder, take.rows) for take in op.takes]
+    every_take = [(take, raw(binder, take.rows)) for take in op.takes]
     if op.slot is not None:
-        return _exchange(binder, op, targets)
-    sources = [raw(binder, give.rows) for give in op.gives]
+        return _exchange(binder, op, every_take)
+    every_give = [(give, raw(binder, give.rows)) for give in op.gives]
 
     def bound(run: Run) -> UnderWay:
-        gives, takes = _needed(run, op.gives, sources), _needed(run, op.takes, targets)
+        gives, takes = _needed(run, every_give), _needed(run, every_take)
         given = [(give.peer, of(run)) for give, of in gives]
         taken = [(take.peer, of(run)) for take, of in takes]
         if run.failure:
             for _, rows in given:
                 rows.fill_(_NAN)
-        if len(taken) < len(targets):
-            _clear_rest(run, targets, takes)
+        if len(takes) < len(every_take):
+            _clear_rest(run, every_take, takes)
         if not (given or taken):
             return run.queues.mark()
         return run.executor.carrier.send(op.link, op.cargo, given, taken)
@@ -406,48 +406,48 @@ def transfer(binder: Binder, op: ops.Transfer) -> Bound:
 
 
 def _needed[T: (ops.Give, ops.Take)](
-    run: Run, ends: Sequence[T], rows: Sequence[Source]
+    run: Run, ends: list[tuple[T, Source]]
 ) -> list[tuple[T, Source]]:
-    """Those of the ends of a transfer that some rank needs, each with its rows. All ranks find the
+    """Those of the ends of a transfer, each with its rows, that some rank needs. All ranks find the
     same from their slices."""
-    both = list(zip(ends, rows, strict=True))
     if run.documents is None:
-        return both
+        return ends
     meet = run.documents.meet
-    return [(end, of) for end, of in both if end.between is None or meet(end.between)]
+    return [(end, of) for end, of in ends if end.between is None or meet(end.between)]
 
 
 def _clear_rest(
-    run: Run, targets: Sequence[Source], taken: Sequence[tuple[ops.Take, Source]]
+    run: Run, every: list[tuple[ops.Take, Source]], taken: list[tuple[ops.Take, Source]]
 ) -> None:
     """Zero what is not received, on the transfer's own queue."""
     received = {id(of) for _, of in taken}
-    for of in targets:
+    for _, of in every:
         if id(of) not in received:
             of(run).zero_()
 
 
-def _exchange(binder: Binder, op: ops.Transfer, targets: Sequence[Source]) -> Bound:
+def _exchange(binder: Binder, op: ops.Transfer, every_take: list[tuple[ops.Take, Source]]) -> Bound:
     """Ranks of a node read, or are sent, parts of each other's slots."""
     buffer, slot = binder.program.buffers[op.slot.buffer], raw(binder, op.slot)
     use, number = buffer.use, buffer.number
 
-    def made(run: Run, gives: Sequence[ops.Give], takes: Sequence[ops.Take]):
-        given = [(give.peer, give.rows.rows.times(run.unit).slice) for give in gives]
-        taken = [(take.peer, take.theirs.rows.times(run.unit).slice) for take in takes]
+    every_give = [(give, slot) for give in op.gives]
+
+    def made(run: Run, gives: list[tuple[ops.Give, Source]], takes: list[tuple[ops.Take, Source]]):
+        given = [(give.peer, give.rows.rows.times(run.unit).slice) for give, _ in gives]
+        taken = [(take.peer, take.theirs.rows.times(run.unit).slice) for take, _ in takes]
         return run.slots[use].ends(number, slot(run), given, taken)
 
-    every = kept(binder, object(), buffer, lambda run: made(run, op.gives, op.takes))
+    every = kept(binder, object(), buffer, lambda run: made(run, every_give, every_take))
 
     def bound(run: Run) -> UnderWay:
-        takes = _needed(run, op.takes, targets)
-        gives = [give for give, _ in _needed(run, op.gives, [slot] * len(op.gives))]
-        all_are = len(gives) == len(op.gives) and len(takes) == len(op.takes)
-        ends = every(run) if all_are else made(run, gives, [take for take, _ in takes])
+        gives, takes = _needed(run, every_give), _needed(run, every_take)
+        all_are = len(gives) == len(every_give) and len(takes) == len(every_take)
+        ends = every(run) if all_are else made(run, gives, takes)
         if run.failure:
             slot(run).fill_(_NAN)
-        if len(takes) < len(targets):
-            _clear_rest(run, targets, takes)
+        if len(takes) < len(every_take):
+            _clear_rest(run, every_take, takes)
         some, done = gives or takes, None
         if some or op.pulled:  # whose barrier others await
             into = [of(run) for _, of in takes]
