@@ -188,7 +188,7 @@ def _modules(
     chosen = choose_modules(problem, costs, budget_gib * 2**30)
     if chosen:
         words = ", ".join(f"{name} of {layers} layers" for name, layers in chosen.items())
-        _say_of_stage(f"{WHO}: with the rest of the budget: outputs of {words}")
+        _say_of_stage(f"with the rest of the budget: outputs of {words}")
     return {
         name: layers if layers == problem.layers else max(0, layers - with_them)
         for name, layers in chosen.items()
@@ -217,16 +217,15 @@ def _choose(problem: KeepProblem, burst: BurstConfig, host_bytes: int) -> KeepCh
     """The choice for a stage; made and logged once."""
     rates = rates_of(global_args() or Namespace())
     choice = choose_keep(problem, burst.keep_budget_gib * 2**30, host_bytes, rates)
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    _say_of_stage(f"{WHO}: pipeline stage {stage}: {choice}")
+    _say_of_stage(str(choice))
     return choice
 
 
-def _say_of_stage(sentence: str) -> None:
-    """Log it on the first rank of a pipeline stage."""
+def _say_of_stage(choice: str) -> None:
+    """Log a choice on the first rank of a pipeline stage."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
-        say(sentence)
+        say(f"{WHO}: pipeline stage {stage}: {choice}")
 
 
 def _host_bytes(burst: BurstConfig) -> int:
