@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from megatron_burst.balance.costs import Costs, Measured, fit
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.tools.job.step import head_seconds, joined_seconds, layer_seconds
-from megatron_burst.tools.job.strategy import Job, Strategy, busiest_layers, least_multiple
+from megatron_burst.tools.job.step import stage_parts
+from megatron_burst.tools.job.strategy import Job, Strategy, least_multiple
 from megatron_burst.tools.simulate.sample import Packing, Sample
 
 _DOCUMENTS = 1, 4, 16, 64  # of a micro-batch, all of one length
@@ -18,10 +18,8 @@ def micro_batch_seconds(job: Job, strategy: Strategy, lengths: tuple[int, ...]) 
     pipeline stage."""
     sample = Sample.of(lengths).padded(least_multiple(strategy))
     packed = replace(job, seq=sample.tokens, packing=Packing(Layout.DOCUMENTS, sample))
-    one = replace(strategy, dp=1, pp=1)
-    layers, heads = busiest_layers(job.model, strategy), 1 + job.model.predicted
-    beside = heads * head_seconds(packed, one) + joined_seconds(packed, one)
-    return layers * layer_seconds(packed, one) + beside
+    parts, _ = stage_parts(packed, strategy)
+    return sum(parts.values())
 
 
 def costs_of(job: Job, strategy: Strategy) -> Costs | None:

@@ -55,22 +55,15 @@ def step_time(
 ) -> StepTime:
     """Time of a step that needs this memory; `misfit` must have found nothing. `call`: the
     attention call, if not burst's."""
-    # a layer is the same in every stage and for every micro-batch
-    layer_parts, layer_backward = _layer(job, replace(strategy, pp=1, dp=1), call)
     micro_batches = job.batch // strategy.dp
-    layers = busiest_layers(job.model, strategy)
-    one: dict[str, float] = defaultdict(float)
-    for part, seconds in layer_parts:
-        one[part] = seconds * layers
-    one[HEAD] = head_seconds(job, strategy) * (1 + job.model.predicted)
-    one[MATMUL] += joined_seconds(job, strategy)
+    one, backward = stage_parts(job, strategy, call)
     if strategy.pp > 1:
         one[BUBBLE] = 2 * boundary_seconds(job, strategy)
     stage = sum(one.values())
     parts = defaultdict(float, {part: each * micro_batches for part, each in one.items()})
     parts[BUBBLE] += stage * (strategy.pp - 1)
     if strategy.fsdp == "none":
-        parts[UPDATE] = update_seconds(job, strategy, memory, layer_backward * layers)
+        parts[UPDATE] = update_seconds(job, strategy, memory, backward)
     else:
         parts[UPDATE] = sharded_seconds(job, strategy, stage) * micro_batches
     parts[UPDATE] += Timer(job.hardware).memory(2.5 * memory.optimizer)
@@ -88,6 +81,22 @@ def _layer(
     """Seconds of an average layer by part, and of its backward."""
     layer = _Layer(job, strategy, call)
     return tuple(layer.parts().items()), layer.backward
+
+
+def stage_parts(
+    job: Job, strategy: Strategy, call: AttentionCall | None = None
+) -> tuple[dict[str, float], float]:
+    """Seconds of a micro-batch by part on the pipeline stage that computes most, without transfers
+    between stages; and of its layers' backward. `call`: the attention call, if not burst's."""
+    # a layer is the same in every stage and for every micro-batch
+    layer_parts, layer_backward = _layer(job, replace(strategy, pp=1, dp=1), call)
+    layers = busiest_layers(job.model, strategy)
+    one: dict[str, float] = defaultdict(float)
+    for part, seconds in layer_parts:
+        one[part] = seconds * layers
+    one[HEAD] = _head_seconds(job, strategy) * (1 + job.model.predicted)
+    one[MATMUL] += _joined_seconds(job, strategy)
+    return one, layer_backward * layers
 
 
 def layer_seconds(job: Job, strategy: Strategy, call: AttentionCall | None = None) -> float:
@@ -220,14 +229,14 @@ def recomputed(job: Job, strategy: Strategy) -> float:
     return float(strategy.keep == "none")
 
 
-def head_seconds(job: Job, strategy: Strategy) -> float:
+def _head_seconds(job: Job, strategy: Strategy) -> float:
     """Head and its backward: four products. The fused loss computes logits again; for Megatron's
     own, passes over all logits take about as long (docs/benchmarks/loss-rows.md)."""
     flops = 2 * 4 * job.model.embedding_params * (job.seq // strategy.cp) / strategy.tp
     return Timer(job.hardware).matmul(flops)
 
 
-def joined_seconds(job: Job, strategy: Strategy) -> float:
+def _joined_seconds(job: Job, strategy: Strategy) -> float:
     """Products that join states with embeddings before layers of multi-token prediction."""
     passes = 3 + (strategy.recompute == "full")
     flops = 2 * passes * job.model.predicted * 2 * job.model.hidden**2
