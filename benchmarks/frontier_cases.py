@@ -33,6 +33,7 @@ _KEPT = {  # modules kept besides attention's results
     "keep+fc1": ("linear_fc1",),
     "keep+qkv+proj+fc1": ("linear_qkv", "linear_proj", "linear_fc1"),
 }
+_BUDGETS = 2, 4, 7, 12, 18  # GiB that "auto" is given
 _OFFLOADED = "attn_norm", "core_attn", "attn_proj", "mlp_norm", "qkv_linear"
 _OF_EXPERTS = "expert_fc1", "moe_act"
 
@@ -58,8 +59,10 @@ class Setting:
 
     @property
     def warm_up(self) -> int:
-        """Steps that do not count; Megatron's offloading chooses after its first one."""
-        return 2 if "offload_modules" in self.config else 1
+        """Steps that do not count; Megatron's offloading and "auto" choose after their first
+        one."""
+        chooses = self.burst is not None and self.burst.keep == "auto"
+        return 2 if chooses or "offload_modules" in self.config else 1
 
 
 NOTHING, FULL = "burst:off", "megatron:full"  # a = 1 and a = 0; ratios are to the first
@@ -75,6 +78,10 @@ def settings_of(model: Model) -> dict[str, Setting]:
         for name, modules in _KEPT.items():
             burst = BurstConfig(keep="all", keep_modules=modules, keep_offload=place)
             found.append(Setting("burst", f"{name}{suffix}", _FULL, burst))
+    found.append(Setting("burst", "auto", _FULL, BurstConfig(keep="auto")))
+    for gib in _BUDGETS:
+        burst = BurstConfig(keep="auto", keep_budget_gib=gib)
+        found.append(Setting("burst", f"auto-{gib}", _FULL, burst))
     found += [Setting("megatron", "off"), Setting("megatron", "full", _FULL)]
     some = {round(model.layers * part) for part in (0.25, 0.5, 0.75)} - {0, model.layers}
     for count in sorted(some):

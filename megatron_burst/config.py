@@ -30,13 +30,14 @@ class BurstConfig:
         deterministic: compute bitwise reproducible gradients.
         keep: which of attention's results (out, lse) to keep for a layer's recomputation: "none",
             "all", or those of a share of the sequence's rows: the later ones, whose recomputation
-            costs most ("half" is 0.5). "auto" chooses within `keep_budget_gib`, under Megatron
-            only.
+            costs most ("half" is 0.5). "auto" chooses what saves most time, outputs of other
+            modules too, on the device and in host memory; under Megatron only.
         keep_layers: keep only in the first N layers of a pipeline stage; None: in all of them.
             Under Megatron only.
         keep_offload: what to offload to pinned host memory: kept "results", "inputs" of recomputed
             layers (under Megatron only), "both" or "none".
-        keep_budget_gib: device memory per rank that "auto" may use.
+        keep_budget_gib: device memory per rank that "auto" may add to full recomputation's peak;
+            None: what the first training step, which keeps nothing, leaves of the GPU.
         nodes: pretend that the group spans this many nodes of contiguous ranks; None: detect them.
         flat: run one ring over all ranks as if there were one node, to measure the gain of nested
             rings.
@@ -149,10 +150,10 @@ class BurstConfig:
             (room is None or room > 0,
              "keep_budget_gib must be positive, because it limits what is kept", room,
              "pass GiB, or leave it out"),
-            (auto == (room is not None),
-             "keep=auto and keep_budget_gib must be set together, because auto keeps as much as "
-             "the budget allows", f"keep={self.keep}, keep_budget_gib={room}",
-             "pass --burst-keep auto --burst-keep-budget-gib GIB, or neither"),
+            (auto or room is None,
+             "keep_budget_gib must come with keep=auto, because only auto keeps as much as a "
+             "budget allows", f"keep={self.keep}, keep_budget_gib={room}",
+             "pass --burst-keep auto, or leave the budget out"),
             *((self.keep != "none" or value in (None, False),
                f"{name} must come with keep, because nothing is kept without it",
                f"keep=none, {name}={value}", "pass --burst-keep all, or leave it out")

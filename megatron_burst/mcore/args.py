@@ -40,7 +40,8 @@ _ATTENTION = {
     "attention",
     "keep_offload": "offload to pinned host memory: kept results, the inputs of recomputed "
     "layers, or both",
-    "keep_budget_gib": "device memory per rank that --burst-keep auto may use",
+    "keep_budget_gib": "device memory per rank that --burst-keep auto may add to full "
+    "recomputation's peak; default: what the first step leaves",
 }
 _LOSS = {
     "label_smoothing": "probability that is spread over the other classes",

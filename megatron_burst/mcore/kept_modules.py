@@ -3,6 +3,7 @@ the last one, which is not called again if backward reads nothing of its output.
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property, update_wrapper
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +15,17 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.options import burst_config_of
-from megatron_burst.mcore.recompute import is_among, modules_within
+from megatron_burst.mcore.recompute import modules_within
 from megatron_burst.mcore.refusals import CUDA_GRAPHS, KEEP_MODULES, refuse, refuses
-from megatron_burst.recompute.budget import ModuleCost
+from megatron_burst.mcore.stage import is_among, is_last, is_on_host, timing
+from megatron_burst.recompute.budget import ModuleCost, Placed
 from megatron_burst.recompute.ending import Ending
 from megatron_burst.recompute.keep import call_kept
-from megatron_burst.recompute.keeping import WHO, Keeping, running
-from megatron_burst.recompute.later import packer
+from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Resident, Tensors, running
+from megatron_burst.recompute.offload import host_memory
 
 _LAST = "linear_fc2"  # of an MLP, or of experts
+_INPUTS = 64  # sizes whose choices are held
 _PREPARED = "burst_modules"  # attribute of a layer
 _ASKED = "recompute_granularity", "fp8", "fp4", *CUDA_GRAPHS  # what modules are not kept with
 
@@ -33,8 +36,11 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
     if layer is None:
         layer = LayerModules(self)
         setattr(self, _PREPARED, layer)
+    if not running():
+        return forward(self, *args, **options)
     layer.see(args[0] if args else options["hidden_states"])
-    return forward(self, *args, **options)
+    with timing(layer.burst) if not running()[-1].recomputes else nullcontext():
+        return forward(self, *args, **options)
 
 
 class LayerModules:
@@ -42,8 +48,9 @@ class LayerModules:
 
     def __init__(self, layer: Module) -> None:
         self._layer, self._found = layer, defaultdict(list)
-        self._input: tuple[torch.Size, int] | None = None  # shape and itemsize
-        self._within: dict[str, int] = {}  # by module, in how many layers "auto" keeps it
+        # where "auto" keeps each module in the running call, and by its input's shape and itemsize
+        self._within: dict[str, Placed] = {}
+        self._by_input: dict[tuple[torch.Size, int], dict[str, Placed]] = {}
         for path, module in list(layer.named_modules()):
             name = path.rpartition(".")[2]
             if name in KEEP_MODULES:
@@ -66,22 +73,39 @@ class LayerModules:
         config = self._layer.config
         return self.burst.keep != "none" and not (config.fp8 or config.fp4)
 
-    def keeps(self, name: str) -> bool:
-        """Whether a module's output is kept."""
-        burst = self.burst
-        layers = burst.keep_layers if name in burst.keep_modules else self._within.get(name, 0)
-        return layers != 0 and is_among(layers, self._layer.config, self._layer.layer_number)
+    def packer(self, name: str, device: torch.device) -> Callable[[Tensors], Parcel] | None:
+        """The function that stores what a module keeps in this layer; None: it keeps nothing."""
+        burst, config, number = self.burst, self._layer.config, self._layer.layer_number
+        if name in burst.keep_modules:
+            kept, offloads = is_among(burst.keep_layers, config, number), burst.offloads_results
+            on_host = offloads and not is_last(config, number) if kept else None
+        else:
+            placed = self._within.get(name, Placed())
+            on_host, offloads = is_on_host(placed, config, number), placed.host > 0
+        if on_host is None:
+            return None
+        if not offloads:
+            return Resident
+        memory = host_memory(device, burst.keep_host_gib)
+        return memory.pack if on_host else memory.stay
 
     def see(self, x: Tensor) -> None:
-        """Take the layer's input, [rows, sequences, hidden], whose size says what "auto" keeps."""
-        if not running() or self.burst.keep != "auto" or self._input == (x.shape, x.itemsize):
+        """Take the layer's input, [rows, sequences, hidden], whose size says what "auto" keeps, in
+        the first pass as in recomputation, whatever came in between."""
+        if self.burst.keep != "auto":
             return
-        self._input, config = (x.shape, x.itemsize), self._layer.config
-        if not any(refuses("modules", name, config) for name in _ASKED):
-            ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-            shape = x.shape[0] * ranks, x.shape[1]
-            costs = self._costs(x, shape[0] * shape[1])
-            self._within = modules_within(self.burst, config, shape, x.itemsize, costs)
+        key, config = (x.shape, x.itemsize), self._layer.config
+        self._within = self._by_input.get(key, {})
+        if key in self._by_input or any(refuses("modules", name, config) for name in _ASKED):
+            return
+        ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        shape = x.shape[0] * ranks, x.shape[1]
+        costs = self._costs(x, shape[0] * shape[1])
+        within = modules_within(self.burst, config, x, shape, costs)
+        if within is not None:
+            if len(self._by_input) >= _INPUTS:
+                self._by_input.clear()
+            self._within = self._by_input[key] = within
 
     def _costs(self, x: Tensor, tokens: int) -> tuple[ModuleCost, ...]:
         """What keeping each module takes and saves.
@@ -128,10 +152,10 @@ class LayerModule:
         if self._ending is not None:
             call = self._ending if self._layer.may_end else self._forward
             return call(*args, **options)
-        if not self._layer.keeps(self._name):
-            return self._forward(*args, **options)
-        burst = self._layer.burst
         device = next(x.device for x in tree_leaves((args, options)) if isinstance(x, Tensor))
-        pack, parameters = packer(device, burst), tuple(self._module.parameters())
-        keeping = Keeping(pack=pack, debug=burst.keep_debug, parameters=parameters)
+        pack = self._layer.packer(self._name, device)
+        if pack is None:
+            return self._forward(*args, **options)
+        debug, parameters = self._layer.burst.keep_debug, tuple(self._module.parameters())
+        keeping = Keeping(pack=pack, debug=debug, parameters=parameters)
         return call_kept(self._forward, args, options, keeping)

@@ -1,45 +1,41 @@
 """Keeping with Megatron's recomputation: its checkpoints and attention, and which layers keep."""
 
-from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
-from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_burst.comm.group import state_of
 from megatron_burst.config import BurstConfig
-from megatron_burst.mcore.args import global_args
 from megatron_burst.mcore.options import burst_config_of
-from megatron_burst.mcore.plan_file import rates_of
 from megatron_burst.mcore.refusals import refuse
+from megatron_burst.mcore.stage import (
+    Stage,
+    is_among,
+    of_decoder,
+    problem_of,
+    say_of_stage,
+    sharing,
+    stage_of,
+    with_budget,
+)
+from megatron_burst.rates import Rates
 from megatron_burst.recompute.budget import (
     KeepChoice,
     KeepProblem,
     ModuleCost,
+    Placed,
     choose_keep,
     choose_modules,
-    in_flight,
 )
 from megatron_burst.recompute.keep import call_kept
 from megatron_burst.recompute.keeping import WHO, Frame, Keeping, Parcel, Resident, framed, running
 from megatron_burst.recompute.later import packer
 from megatron_burst.recompute.offload import host_limit_bytes, host_memory
-from megatron_burst.say import say
 
 _LEAST = 1 << 10  # elements of an input worth offloading
-
-# The only cache here: free host memory that the ranks of a group found, for the group's life.
-_FREE: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 # ---- what replaces functions of Megatron, called with the original: see patches.py -----------
@@ -108,9 +104,13 @@ def resolved(
     if burst.keep != "auto" and burst.keep_layers is None:
         return burst
     if burst.keep == "auto":
+        budgeted = with_budget(burst, query.device)
+        if budgeted is None:
+            return replace(burst, keep="none", keep_host_gib=None, keep_debug=False)
         layer_bytes = query.shape[:-1].numel() * _row_bytes(value.shape[-1], query.itemsize)
-        problem = _problem(config, layer_bytes, query.shape[0], half_saves)
-        burst = _chosen(burst, problem, _sharing(config))
+        stage, shape = stage_of(burst, query.device), (query.shape[0], query.shape[1])
+        problem = problem_of(config, stage, shape, layer_bytes, half_saves)
+        burst = _chosen(budgeted, problem, stage, sharing(config))
     if burst.keep == "none" or burst.keep_layers is None:
         return burst
     if is_among(burst.keep_layers, config, layer_number):
@@ -121,87 +121,63 @@ def resolved(
     )  # fmt: skip
 
 
-def is_among(layers: int | None, config: TransformerConfig, layer_number: int) -> bool:
-    """Whether a layer is among so many first ones of its pipeline stage; None: all of them."""
-    return layers is None or layer_number in stage_layers(config)[:layers]
-
-
-def _problem(
-    config: TransformerConfig, layer_bytes: int, rows: int, half_saves: float
-) -> KeepProblem:
-    """The inputs of the choice for a pipeline stage.
-
-    Args:
-        config: the model's.
-        layer_bytes: out and lse of one layer and micro-batch.
-        rows: of one sequence on this rank.
-        half_saves: as of `resolved`.
-    """
-    rank = parallel_state.get_pipeline_model_parallel_rank()
-    chunks = config.virtual_pipeline_model_parallel_size or 1
-    flying = in_flight(config.pipeline_model_parallel_size, rank, chunks)
-    layers = len(stage_layers(config)) + _mtp_layers(config)
-    tokens = rows * config.context_parallel_size
-    return KeepProblem(layers, flying, layer_bytes, tokens, half_saves)
-
-
-def _row_bytes(dim: int, itemsize: int) -> int:
-    """Of attention's output and lse, in one row and head."""
-    return dim * itemsize + max(4, itemsize)
-
-
-def _mtp_layers(config: TransformerConfig) -> int:
-    return sum(get_mtp_num_layers_to_build(config, chunk) for chunk in _chunks(config))
-
-
-def _sharing(config: TransformerConfig) -> int:
-    """Number of multi-token prediction layers that keep like decoder layers of their number."""
-    stage = stage_layers(config)
-    return sum(number in stage for number in range(1, _mtp_layers(config) + 1))
-
-
 def modules_within(
-    burst: BurstConfig, config: TransformerConfig, shape: tuple[int, int], itemsize: int,
+    burst: BurstConfig, config: TransformerConfig, x: Tensor, shape: tuple[int, int],
     costs: tuple[ModuleCost, ...],
-) -> dict[str, int]:  # fmt: skip
-    """In how many of the stage's first layers "auto" keeps the output of each module.
+) -> dict[str, Placed] | None:  # fmt: skip
+    """Where "auto" keeps the output of each module; None: it is not known before the first step is
+    over.
 
     Args:
         burst: the model's.
         config: the model's.
-        shape: rows and sequences of a micro-batch on this rank.
-        itemsize: of activations, in bytes.
+        x: the layer's input.
+        shape: rows and sequences of a micro-batch on the ranks that share it by tensor parallelism.
         costs: of each module that may be kept.
     """
+    budgeted = with_budget(burst, x.device)
+    if budgeted is None:
+        return None
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     dim = config.v_head_dim if config.multi_latent_attention else config.kv_channels
-    layer_bytes = shape[0] * shape[1] * heads * _row_bytes(dim, itemsize)
-    problem = _problem(config, layer_bytes, shape[0], 0.0)
-    return _modules(problem, burst.keep_budget_gib, costs, _sharing(config))
+    layer_bytes = shape[0] * shape[1] * heads * _row_bytes(dim, x.itemsize)
+    stage = stage_of(burst, x.device)
+    problem = problem_of(config, stage, shape, layer_bytes)
+    budget_bytes = budgeted.keep_budget_gib * 2**30
+    host_bytes = _host_bytes(burst, stage)
+    chosen = _modules(problem, budget_bytes, host_bytes, stage.rates, costs)
+    return {name: of_decoder(placed, config) for name, placed in chosen.items()}
 
 
 @lru_cache(maxsize=32)
 def _modules(
-    problem: KeepProblem, budget_gib: float, costs: tuple[ModuleCost, ...], with_them: int
-) -> dict[str, int]:
+    problem: KeepProblem, budget_bytes: float, host_bytes: int, rates: Rates,
+    costs: tuple[ModuleCost, ...],
+) -> dict[str, Placed]:  # fmt: skip
     """The choice for a stage; made and logged once."""
-    chosen = choose_modules(problem, costs, budget_gib * 2**30)
-    if chosen:
-        words = ", ".join(f"{name} of {layers} layers" for name, layers in chosen.items())
-        _say_of_stage(f"with the rest of the budget: outputs of {words}")
-    return {
-        name: layers if layers == problem.layers else max(0, layers - with_them)
-        for name, layers in chosen.items()
-    }
+    chosen = choose_modules(problem, costs, budget_bytes, host_bytes, rates)
+    for module in costs:
+        if module.name in chosen:
+            say_of_stage(_words(module, chosen[module.name], problem, rates))
+    return chosen
 
 
-def _chosen(burst: BurstConfig, problem: KeepProblem, with_them: int) -> BurstConfig:
+def _words(module: ModuleCost, placed: Placed, problem: KeepProblem, rates: Rates) -> str:
+    here, there = placed.device * problem.in_flight, placed.host * problem.in_flight
+    saved = rates.matmul_s(module.flops) * (placed.device + placed.host) * 1e3
+    return (
+        f"keep output of {module.name} in {placed}: {here * module.num_bytes / 2**30:.2f} GiB, on "
+        f"the host {there * module.num_bytes / 2**30:.2f} GiB, saves {saved:.1f} ms a micro-batch"
+    )
+
+
+def _chosen(burst: BurstConfig, problem: KeepProblem, stage: Stage, with_them: int) -> BurstConfig:
     """Options with "auto" replaced by the choice.
 
     `with_them`: number of multi-token prediction layers that keep like the decoder layers of the
     same number.
     """
-    choice = _choose(problem, burst, _host_bytes(burst))
+    choice = _choose(problem, burst.keep_budget_gib, _host_bytes(burst, stage), stage.rates)
     some = 0 < choice.layers < problem.layers
     layers = max(0, choice.layers - with_them) if some else None
     return replace(
@@ -213,55 +189,19 @@ def _chosen(burst: BurstConfig, problem: KeepProblem, with_them: int) -> BurstCo
 
 
 @lru_cache(maxsize=32)
-def _choose(problem: KeepProblem, burst: BurstConfig, host_bytes: int) -> KeepChoice:
+def _choose(problem: KeepProblem, budget_gib: float, host_bytes: int, rates: Rates) -> KeepChoice:
     """The choice for a stage; made and logged once."""
-    rates = rates_of(global_args() or Namespace())
-    choice = choose_keep(problem, burst.keep_budget_gib * 2**30, host_bytes, rates)
-    _say_of_stage(str(choice))
+    choice = choose_keep(problem, budget_gib * 2**30, host_bytes, rates)
+    say_of_stage(str(choice))
     return choice
 
 
-def _say_of_stage(choice: str) -> None:
-    """Log a choice on the first rank of a pipeline stage."""
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
-        say(f"{WHO}: pipeline stage {stage}: {choice}")
+def _host_bytes(burst: BurstConfig, stage: Stage) -> int:
+    """Limit of host memory per rank: the given one, or the least that any rank has free."""
+    given = burst.keep_host_gib
+    return stage.host_bytes if given is None else host_limit_bytes(given)
 
 
-def _host_bytes(burst: BurstConfig) -> int:
-    """Limit of host memory per rank: the given one, or the least that any rank has free.
-
-    Ranks that share a sequence must make the same choice, or only some would communicate in
-    recomputation. Ranks that share a layer's weights would wait for the slowest. So both agree,
-    once: they reach their first layer together, unlike pipeline stages.
-    """
-    if burst.keep_host_gib is not None:
-        return host_limit_bytes(burst.keep_host_gib)
-    group = parallel_state.get_tensor_and_context_parallel_group()
-    if group not in _FREE:
-        mine = f"{host_limit_bytes(None)} bytes of host memory"
-        everyones = state_of(group, burst.timeout_s).board.share(mine, WHO)
-        _FREE[group] = min(int(free.split()[0]) for free in everyones)
-    return _FREE[group]
-
-
-def stage_layers(config: TransformerConfig) -> list[int]:
-    """Numbers of this process's decoder layers that may be recomputed, over all its chunks.
-
-    A multi-token prediction layer counts as the decoder layer of the same number, if there is one.
-    "block" recomputes only the first layers of each chunk; with quantized layers it may be others.
-    """
-    if config.recompute_method == "block" and not (config.fp8 or config.fp4):
-        most = config.recompute_num_layers
-    else:
-        most = config.num_layers
-    numbers = []
-    for chunk in _chunks(config):
-        first = get_transformer_layer_offset(config, chunk) + 1
-        numbers += range(first, first + min(get_num_layers_to_build(config, chunk), most))
-    return numbers
-
-
-def _chunks(config: TransformerConfig) -> Sequence[int | None]:
-    chunks = config.virtual_pipeline_model_parallel_size
-    return range(chunks) if chunks else (None,)
+def _row_bytes(dim: int, itemsize: int) -> int:
+    """Of attention's output and lse, in one row and head."""
+    return dim * itemsize + max(4, itemsize)

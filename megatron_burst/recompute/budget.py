@@ -1,12 +1,14 @@
 """What to keep within a budget: attention's results, then outputs of other modules."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from megatron_burst.rates import Rates
 
 _USUAL = Rates()
 _GIB = 1 << 30
+_HIDDEN = 0.9  # share of the layers' time that copies may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,7 @@ class KeepProblem:
     tokens: int  # of the whole sequence
     # share of its recomputation that a layer saves by keeping half of the rows; 0: none can
     half_saves: float = 0.75
+    forward_s: float = 0.0  # seconds of a layer's forward, behind which copies to the host hide
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,22 @@ class ModuleCost:
     name: str
     num_bytes: int
     flops: int  # of its recomputation
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """In how many layers of a stage a module's output is kept: in host memory in the first ones,
+    whose copies have most time, on the device in the last ones."""
+
+    device: int = 0
+    host: int = 0
+
+    def __str__(self) -> str:
+        words = (
+            f"{self.device} layers" * bool(self.device),
+            f"{self.host} on the host" * bool(self.host),
+        )
+        return " and ".join(filter(None, words))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +82,22 @@ def choose_keep(
 ) -> KeepChoice:
     """The cheapest recomputation whose kept results fit into budgets of device and host memory.
 
-    Everything if it fits; else everything offloaded if attention hides the copy, which for any
-    model depends on the sequence length alone; else half of it, or all for some layers, whichever
-    saves more recomputation.
+    Everything if it fits; offloaded if that hides the copy, and it takes more than half of the
+    budget, which is worth as much for other modules. Else half of it, or all for some layers,
+    whichever saves more recomputation. A copy hides behind the layers' forward, or if attention
+    alone takes longer, which for any model depends on the sequence length alone.
     """
     per_layer = problem.layer_bytes * problem.in_flight
     total, layers = per_layer * problem.layers, problem.layers
     figures = f"{total / _GIB:.2f} GiB in all, {budget_bytes / _GIB:.2f} GiB given"
-    if total <= budget_bytes:
+    behind_layers = layers * problem.layer_bytes <= _hidden_bytes(problem, rates)
+    hides = behind_layers or hides_copy(problem.tokens, rates)
+    has_room = total <= host_bytes and 2 * problem.layer_bytes <= budget_bytes
+    leaves_room = 2 * total <= budget_bytes or not (behind_layers and has_room)
+    if total <= budget_bytes and leaves_room:
         return KeepChoice("all", layers, False, figures)
-    hides = hides_copy(problem.tokens, rates)
-    if hides and total <= host_bytes and 2 * problem.layer_bytes <= budget_bytes:
-        return KeepChoice(
-            "all", layers, True, f"{figures}; attention hides the copy to host memory"
-        )
+    if hides and has_room:
+        return KeepChoice("all", layers, True, f"{figures}; the copy to host memory is hidden")
     whole = min(layers, int(budget_bytes // per_layer))
     half = min(layers, int(budget_bytes // (per_layer / 2)))
     if problem.half_saves * half > whole:
@@ -85,19 +106,69 @@ def choose_keep(
 
 
 def choose_modules(
-    problem: KeepProblem, modules: Iterable[ModuleCost], budget_bytes: float
-) -> dict[str, int]:
-    """In how many layers to keep each module's output, with what attention's results leave of a
-    budget: those first that save most time per byte."""
-    spare = budget_bytes - problem.layer_bytes * problem.in_flight * problem.layers
-    chosen = {}
-    for each in sorted(modules, key=lambda module: -module.flops / module.num_bytes):
-        per_layer = each.num_bytes * problem.in_flight
-        layers = min(problem.layers, int(max(spare, 0) // per_layer))
-        if layers:
-            chosen[each.name] = layers
-            spare -= layers * per_layer
-    return chosen
+    problem: KeepProblem, modules: Iterable[ModuleCost], budget_bytes: float,
+    host_bytes: float = 0, rates: Rates = _USUAL,
+) -> dict[str, Placed]:  # fmt: skip
+    """Where to keep each module's output, with what attention's results leave of budgets of device
+    and host memory, so that most FLOPs are saved.
+
+    A layer's own output is there in its backward whether it was kept or not, so one layer of each
+    module costs nothing. What goes to the host hides behind the forward of the stage's layers; it
+    is fetched a layer ahead, which takes room on the device. The last layer's stays on the device:
+    its backward follows at once.
+    """
+    kept = choose_keep(problem, budget_bytes, host_bytes, rates)
+    if kept.keep != "all" or kept.layers < problem.layers:
+        return {}
+    layers, flying = problem.layers, problem.in_flight
+    spare = budget_bytes - problem.layer_bytes * (2 if kept.offload else layers * flying)
+    copied = layers * problem.layer_bytes if kept.offload else 0  # of one micro-batch
+    host = min(host_bytes / flying, _hidden_bytes(problem, rates)) - copied
+    best_first = sorted(modules, key=lambda module: -module.flops / module.num_bytes)
+    ways = product((False, True), repeat=len(best_first))
+    found = (_placed(problem, best_first, offloads, spare, host) for offloads in ways)
+    best = max(found, key=lambda one: sum(x.flops * (p.device + p.host) for x, p in one))
+    return {module.name: placed for module, placed in best if placed.device}
+
+
+def _placed(
+    problem: KeepProblem, modules: Sequence[ModuleCost], offloads: Sequence[bool], spare: float,
+    host: float,
+) -> list[tuple[ModuleCost, Placed]]:  # fmt: skip
+    """In turn as much of each module as fits; of those that offload one layer on the device first,
+    and more with what is left in the end."""
+    placed = {}
+    for module, offload in zip(modules, offloads, strict=True):
+        size = module.num_bytes
+        most = min(problem.layers, _layers_in(spare / size, problem.in_flight))
+        here = min(most, 1) if offload else most
+        fits = _device_bytes(problem, size, Placed(here, 1)) <= spare
+        there = min(problem.layers - here, int(host // size)) if offload and here and fits else 0
+        placed[module] = Placed(here, max(there, 0))
+        spare -= _device_bytes(problem, size, placed[module])
+        host -= placed[module].host * size
+    for module, got in placed.items():
+        more = int(max(spare, 0) // (module.num_bytes * problem.in_flight)) if got.host else 0
+        more = min(more, problem.layers - got.device - got.host)
+        placed[module] = Placed(got.device + more, got.host)
+        spare -= more * module.num_bytes * problem.in_flight
+    return list(placed.items())
+
+
+def _hidden_bytes(problem: KeepProblem, rates: Rates) -> float:
+    """Bytes of a micro-batch whose copy takes as long as the forward of the stage's layers."""
+    return _HIDDEN * problem.layers * problem.forward_s / rates.copy_s(1)
+
+
+def _layers_in(room: float, in_flight: float) -> int:
+    """How many layers fit on the device; `room`: in outputs of one layer and micro-batch."""
+    return int((room + 1) // in_flight) if room >= 0 else 0
+
+
+def _device_bytes(problem: KeepProblem, num_bytes: int, placed: Placed) -> float:
+    """What a module's outputs add to the peak."""
+    here = max(0.0, placed.device * problem.in_flight - 1)
+    return num_bytes * (here + bool(placed.host))
 
 
 def hides_copy(tokens: int, rates: Rates = _USUAL) -> bool:

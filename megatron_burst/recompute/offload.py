@@ -1,4 +1,4 @@
-"""Offloads kept tensors to host memory: copied during compute, fetched one layer ahead."""
+"""Offloads kept tensors to host memory: copied during compute, fetched a layer ahead."""
 
 import weakref
 from contextlib import nullcontext
@@ -59,6 +59,13 @@ class HostMemory:
         self._line_up(parcel, input_of)
         return parcel
 
+    def stay(self, tensors: Tensors) -> "DeviceParcel":
+        """Keep tensors of the running frame on the device; taking them starts fetching what
+        backward needs next, as a parcel on the host does."""
+        parcel = DeviceParcel(self, tensors)
+        self._line_up(parcel, None)
+        return parcel
+
     def _take(self, num_bytes: int) -> Tensor | None:
         free = self._free.get(num_bytes)
         if free:
@@ -82,22 +89,22 @@ class HostMemory:
             while buffers:
                 self.taken_bytes -= buffers.pop().numel()
 
-    def _line_up(self, parcel: "HostParcel", input_of: Frame | None) -> None:
+    def _line_up(self, parcel: "HostParcel | DeviceParcel", input_of: Frame | None) -> None:
         frame = running()[0].frame if input_of is None else input_of
         line = self._lines.get(frame)
         if line is None:
             line = self._lines[frame] = _Line(self._last)
             self._last = weakref.ref(line)
-        place = len(line.parcels) if input_of is None else 0
-        line.parcels.insert(place, weakref.ref(parcel))
-        line.has_input |= input_of is not None
+        line.parcels.insert(len(line.parcels) if input_of is None else 0, weakref.ref(parcel))
         parcel.line = weakref.ref(line)
 
-    def look_ahead(self, parcel: "HostParcel") -> None:
-        """Start fetching what backward needs after a parcel; drop what was fetched in vain."""
+    def look_ahead(self, parcel: "HostParcel | DeviceParcel") -> None:
+        """Start fetching what backward needs after a parcel, a whole layer ahead, because one
+        layer's backward takes about as long as the next one's copy; drop what was fetched in
+        vain."""
         line = parcel.line()
         coming = [each() for each in line.after(parcel)] if line else []
-        coming = [each for each in coming if each is not None]
+        coming = [each for each in coming if isinstance(each, HostParcel)]
         for other in (each() for each in self._ahead):
             if other is not None and other is not parcel and other not in coming:
                 other.fetched = None
@@ -110,17 +117,30 @@ class _Line:
     """Parcels of one frame in the order in which its recomputation needs them."""
 
     def __init__(self, before: "weakref.ref[_Line] | None") -> None:
-        self.parcels: list[weakref.ref[HostParcel]] = []
-        self.has_input = False  # whether the first is the frame's own input
+        self.parcels: list[weakref.ref[HostParcel | DeviceParcel]] = []
         self.before = before  # the line made before this one: backward needs it next
 
-    def after(self, parcel: "HostParcel") -> list["weakref.ref[HostParcel]"]:
-        """What is needed next: the line's next parcel, or the first ones of the line before."""
+    def after(
+        self, parcel: "HostParcel | DeviceParcel"
+    ) -> list["weakref.ref[HostParcel | DeviceParcel]"]:
+        """What is needed next: the rest of the line, then all of the line before."""
         place = next(i for i, each in enumerate(self.parcels) if each() is parcel)
-        if place + 1 < len(self.parcels):
-            return self.parcels[place + 1 : place + 2]
         before = self.before() if self.before else None
-        return before.parcels[: 1 + before.has_input] if before else []
+        return self.parcels[place + 1 :] + (before.parcels if before else [])
+
+
+class DeviceParcel:
+    """Kept tensors of a frame that stay on the device, beside others on the host."""
+
+    line: "weakref.ref[_Line]"  # that contains it
+
+    def __init__(self, memory: HostMemory, tensors: Tensors) -> None:
+        self._memory, self._resident = memory, Resident(tensors)
+
+    def get(self) -> Tensors:
+        """The tensors; starts fetching those of the next layer."""
+        self._memory.look_ahead(self)
+        return self._resident.get()
 
 
 class HostParcel:

@@ -30,7 +30,8 @@ def layers_and_recomputations(rank: int) -> tuple:
     """By kind of recomputation, a stage's layers and which keep if two may; attention calls of
     recomputed calls within budgets."""
     from megatron_burst.mcore import patches
-    from megatron_burst.mcore.recompute import resolved, stage_layers
+    from megatron_burst.mcore.recompute import resolved
+    from megatron_burst.mcore.stage import stage_layers
 
     numbers, keeping = [], []
     for setting in (TWO, VPP):

@@ -113,8 +113,8 @@ def test_inputs_and_results_wait_on_the_host_and_come_one_layer_ahead():
     ((log, taken),) = run_ranks(fetches, 1)
     own = SEQ * (HEADS * 16 + HEADS * SEQ) * 8  # Megatron's unfused attention saves probabilities
     assert taken >= LAYERS * (own + SEQ * HEADS * 16 * 8)
-    ahead = ("get out {}", "fetch in {}", "fetch out {}", "get in {}")
-    expected = [
-        line.format(layer + (index == 0)) for layer in (2, 1, 0) for index, line in enumerate(ahead)
-    ]
-    assert log[log.index("get out 3") :] == [*expected, "get out 0"]
+    ahead = "get in {1}", "fetch in {0}", "fetch out {0}", "get out {1}"
+    expected = [line.format(layer, layer + 1) for layer in (2, 1, 0) for line in ahead]
+    first, *rest = log[log.index("get in 3") :]  # nothing was fetched before it
+    assert rest[:2] == ["fetch in 3", "fetch out 3"]
+    assert [first, *rest[2:]] == [*expected, "get in 0", "get out 0"]

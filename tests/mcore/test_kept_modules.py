@@ -153,7 +153,7 @@ def tensor_parallel():
 
 
 def within_budgets(rank: int, parallel: Parallel, names: list[str]) -> dict:
-    """By case and share of what all modules take: the first layers that keep each module; bytes
+    """By case and share of what all modules take: in how many layers each module is kept; bytes
     that recordings of modules have, and those that were counted; parameters whose gradients
     differ."""
     from megatron_burst.mcore import patches, recompute
@@ -162,9 +162,9 @@ def within_budgets(rank: int, parallel: Parallel, names: list[str]) -> dict:
     gpt.start(parallel)
     counted, chosen, found = [], [], {}
 
-    def modules_within(*args):
-        counted.append(args)
-        chosen.append(recompute.modules_within(*args))
+    def modules_within(burst, config, x, shape, costs):
+        counted.append((shape, x.itemsize, costs))
+        chosen.append(recompute.modules_within(burst, config, x, shape, costs))
         return chosen[-1]
 
     for name in names:
@@ -172,6 +172,7 @@ def within_budgets(rank: int, parallel: Parallel, names: list[str]) -> dict:
         truth, _ = two_steps(case, parallel, BurstConfig())
         for share in (1.0, 0.5, 0.0):
             burst = BurstConfig(keep="auto", keep_budget_gib=budget, keep_host_gib=1e-6)
+            burst = burst if share else BurstConfig(keep="all")
             patches.switch_on_keep(burst)
             with mock.patch("megatron_burst.mcore.kept_modules.modules_within", modules_within):
                 got, _ = two_steps(case, parallel, burst)
@@ -183,14 +184,16 @@ def within_budgets(rank: int, parallel: Parallel, names: list[str]) -> dict:
             kept = [each for each in gc.get_objects() if type(each) is Recording]
             num_bytes = sum(each.num_bytes for each in kept)
             del logits, model, kept
-            (_, _, (rows, batch), itemsize, costs), layers = counted[-1], chosen[-1]
+            (rows, batch), itemsize, costs = counted[-1]
+            layers = {key: placed.device for key, placed in chosen[-1].items()} if share else {}
+            assert not any(placed.host for placed in chosen[-1].values())
             heads = config.num_attention_heads // parallel.tp
             told = 2 * rows * batch * heads * (16 + 1) * itemsize
             wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
             of_modules = sum(each.num_bytes * layers.get(each.name, 0) for each in costs)
             found[name, share] = layers, num_bytes, of_modules, wrong
-            rest = sum(2 * each.num_bytes for each in costs)
-            budget = (told + (0.5 * rest if share == 1.0 else 1)) / 2**30
+            rest = sum(each.num_bytes for each in costs)  # of the second of two layers
+            budget = (told + 0.5 * rest) / 2**30
     return found
 
 
@@ -234,8 +237,59 @@ def test_auto_keeps_modules_within_its_budget_and_counts_their_bytes(where):
             assert not wrong
             alone = found[name, 0.0][1]  # with attention's results alone
             assert kept - alone == counted, (name, share, layers)
-            some, most = sum(layers.values()), 2 * len(CASES[name].modules)
-            assert some == most if share == 1.0 else 0 < some < most if share else some == 0
+            some, each = sum(layers.values()), len(CASES[name].modules)
+            assert some == 2 * each if share == 1.0 else each <= some < 2 * each or not share
+
+
+def after_a_first_step(rank: int, parallel: Parallel) -> tuple:
+    """Without a budget: what was called again in a step before the optimizer's and in one after
+    it; what says so in the log. With room on the host: where modules went. Parameters whose
+    gradients differ, of both."""
+    from megatron_burst.mcore import patches, recompute, stage
+    from megatron_burst.say import say
+
+    gpt.start(parallel)
+    case, said, placed, wrong = Case(options=dict(num_layers=6)), [], {}, []
+    truth, plain = two_steps(case, parallel, BurstConfig())
+    burst = BurstConfig(keep="auto", keep_host_gib=1e-6)
+    patches.switch_on_keep(burst)
+    with mock.patch.object(stage, "say", lambda text: said.append(text) or say(text)):
+        got, early = two_steps(case, parallel, burst)
+        wrong += [key for key, x in truth.items() if not torch.equal(x, got[key])]
+        weight = torch.nn.Parameter(torch.ones(1))
+        weight.grad = torch.ones(1)
+        torch.optim.SGD([weight], lr=0.0).step()
+        got, late = two_steps(case, parallel, burst)
+    wrong += [key for key, x in truth.items() if not torch.equal(x, got[key])]
+
+    stage._STAGES.clear()
+    made = recompute.choose_modules
+    with (
+        mock.patch.object(stage, "host_gbs", return_value=1e6),
+        mock.patch.object(
+            recompute, "choose_modules", lambda *args: placed.update(made(*args)) or placed
+        ),
+    ):
+        budget = BurstConfig(keep="auto", keep_budget_gib=3e-4, keep_host_gib=0.01)
+        got, _ = two_steps(case, parallel, budget)
+    wrong += [key for key, x in truth.items() if not torch.equal(x, got[key])]
+    from megatron_burst.recompute.offload import host_memory
+
+    taken = host_memory(torch.device("cpu"), 0.01).taken_bytes
+    return wrong, [calls[1] for calls in (plain, early, late)], said, placed, taken
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_auto_without_a_budget_keeps_from_the_second_step_on_and_offloads_where_copies_hide(world):
+    for wrong, calls, said, placed, taken in run_ranks(
+        after_a_first_step, world, Parallel(tp=world)
+    ):
+        assert not wrong
+        plain, early, late = ({name: each[name] for name in DENSE} for each in calls)
+        assert early == plain  # twice in each layer
+        assert late == {name: number // 2 for name, number in plain.items()}
+        assert len(said) == (len(DENSE) + 1 if said else 0)
+        assert max(each.host for each in placed.values()) > 1 and taken > 0, placed
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from megatron_burst.rates import Rates
 from megatron_burst.recompute.budget import (
     KeepProblem,
     ModuleCost,
+    Placed,
     choose_keep,
     choose_modules,
     hides_copy,
@@ -105,17 +106,66 @@ COSTS = QKV, PROJ, FC1
 @pytest.mark.parametrize(
     ("budget", "chosen"),
     [
-        (0, {}), (4, {}), (5, {"proj": 1}), (6, {"proj": 2}), (8, {"proj": 4}),
-        (15, {"proj": 4, "fc1": 1, "qkv": 1}), (26, {"proj": 4, "fc1": 4, "qkv": 1}),
-        (32, {"proj": 4, "fc1": 4, "qkv": 4}), (100, {"proj": 4, "fc1": 4, "qkv": 4}),
+        (0, {}), (3.9, {}), (4, "1 1 1"), (5, "2 1 1"), (7, "4 1 1"), (15, "4 3 1"),
+        (19, "4 4 1"), (25, "4 4 4"), (100, "4 4 4"),
     ],
 )  # fmt: skip
 def test_modules_share_what_attention_leaves_by_seconds_per_byte(budget, chosen):
-    """Four layers of 1 GiB of attention's results; the product of most FLOPs per byte first."""
+    """Four layers of 1 GiB of attention's results; the product of most FLOPs per byte first. The
+    first layer of each costs nothing at the peak, where the running layer's are there anyway."""
     problem = KeepProblem(layers=4, in_flight=1, layer_bytes=GIB, tokens=4096)
-    assert choose_modules(problem, COSTS, budget * GIB) == chosen
+    expected = (
+        dict(zip(("proj", "fc1", "qkv"), map(int, chosen.split()), strict=True)) if chosen else {}
+    )
+    got = choose_modules(problem, COSTS, budget * GIB)
+    assert got == {name: Placed(layers) for name, layers in expected.items()}
 
 
 def test_modules_are_counted_for_all_micro_batches_in_flight():
     problem = KeepProblem(layers=4, in_flight=2.5, layer_bytes=GIB, tokens=4096)
-    assert choose_modules(problem, [PROJ], 14 * GIB) == {"proj": 1}
+    assert choose_modules(problem, [PROJ], 14.5 * GIB) == {"proj": Placed(2)}  # 10 and 2 * 2.5 - 1
+    assert choose_modules(problem, [PROJ], 13.5 * GIB) == {"proj": Placed(1)}
+
+
+LONG = KeepProblem(layers=12, in_flight=1, layer_bytes=GIB, tokens=4096, forward_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("gbs", "node", "chosen"),
+    [
+        (0.001, 100, Placed(2)),  # no copy is hidden
+        (100, 0, Placed(2)),  # nor is there memory
+        (100, 100, Placed(1, 11)),
+        (100, 20, Placed(3, 2)),
+        (4 * GIB / 1e9, 100, Placed(3, 7)),  # 0.9 * 12 s
+    ],
+)
+def test_outputs_go_to_the_host_as_far_as_copies_hide_and_one_layer_can_be_fetched(
+    gbs, node, chosen
+):
+    """12 GiB of attention's results, which go to the host too if they can. Then the device has 4 or
+    14 GiB for further layers of fc1, 4 GiB each, and for what is fetched."""
+    got = choose_modules(LONG, [FC1], 16 * GIB, node * GIB, Rates(host_gbs=gbs))
+    assert got == {"fc1": chosen}
+
+
+@given(
+    layers=st.integers(1, 40), flying=st.sampled_from([1.0, 2.5, 4.0]), budget=st.floats(0, 300),
+    node=st.floats(0, 300), gbs=st.floats(0.1, 100),
+)  # fmt: skip
+def test_no_choice_exceeds_its_budgets(layers, flying, budget, node, gbs):
+    problem = KeepProblem(layers, flying, GIB, 4096, forward_s=0.1)
+    rates = Rates(host_gbs=gbs)
+    kept = choose_keep(problem, budget * GIB, node * GIB, rates)
+    device = (2 if kept.offload else layers * flying) * GIB
+    host = layers * flying * GIB if kept.offload else 0
+    got = choose_modules(problem, COSTS, budget * GIB, node * GIB, rates)
+    for module in COSTS:
+        placed = got.get(module.name, Placed())
+        assert placed.device + placed.host <= layers and (placed.device or not placed.host)
+        device += max(0, placed.device * flying - 1) * module.num_bytes
+        device += bool(placed.host) * module.num_bytes
+        host += placed.host * flying * module.num_bytes
+    if got:
+        assert device <= budget * GIB * (1 + 1e-9) and host <= node * GIB * (1 + 1e-9)
+        assert host / flying <= max(layers * GIB * kept.offload, layers * 0.1 * gbs * 1e9)

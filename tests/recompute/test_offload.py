@@ -74,9 +74,20 @@ def test_what_backward_needs_next_is_fetched_ahead(three_layers):
         parcels[name].get()
         ahead.append(fetched(parcels))
     assert ahead == [
-        ["out 2.0"], ["out 2.1"], ["out 1.0", "in 1"], ["out 1.0"], ["out 0.0", "in 0"],
-        ["out 0.0"], [],
+        ["out 1.0", "in 1", "out 2.0", "out 2.1"], ["out 1.0", "in 1", "out 2.1"],
+        ["out 1.0", "in 1"], ["out 0.0", "in 0", "out 1.0"], ["out 0.0", "in 0"], ["out 0.0"], [],
     ]  # fmt: skip
+
+
+def test_what_stays_on_the_device_starts_the_next_layers_fetch_too():
+    memory, frames = HostMemory(CPU, 1 << 20), [Frame(), Frame()]
+    with frames[0]:
+        on_host = memory.pack((torch.ones(2),))
+    with frames[1]:
+        stays = memory.stay((torch.full((2,), 3.0),))
+    assert on_host.fetched is None and memory.taken_bytes == 256
+    assert torch.equal(stays.get()[0], torch.full((2,), 3.0))
+    assert torch.equal(on_host.fetched[0], torch.ones(2))
 
 
 def test_what_was_fetched_in_vain_is_dropped(three_layers):

@@ -1,0 +1,221 @@
+"""A pipeline stage under `--burst-keep`: its layers, and what its ranks measure and agree on."""
+
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_burst.comm.group import state_of
+from megatron_burst.config import BurstConfig
+from megatron_burst.mcore.args import global_args
+from megatron_burst.mcore.plan_file import rates_of
+from megatron_burst.rates import Rates
+from megatron_burst.recompute.budget import KeepProblem, Placed, in_flight
+from megatron_burst.recompute.first_step import FirstStep, host_gbs
+from megatron_burst.recompute.keeping import WHO
+from megatron_burst.recompute.offload import host_limit_bytes
+from megatron_burst.say import say
+
+_GIB = 1 << 30
+
+
+@dataclass(slots=True)
+class Stage:
+    """What "auto" chooses from, the same on all ranks of a stage.
+
+    Attributes:
+        host_bytes: limit of host memory per rank, if `keep_host_gib` gives none.
+        rates: the GPU's, with the measured bandwidth to host memory.
+        first: its first step, unless a budget is given.
+        budget_bytes: device memory that the first step leaves; None: it is not over.
+        forward_s: seconds of a layer's forward in the first step; None: not measured.
+    """
+
+    host_bytes: int
+    rates: Rates
+    first: FirstStep | None = None
+    budget_bytes: int | None = None
+    forward_s: float | None = None
+
+
+# The only cache here: a stage by the group of the ranks that share its sequences, for its life.
+_STAGES: WeakKeyDictionary[dist.ProcessGroup, Stage] = WeakKeyDictionary()
+
+
+def stage_of(burst: BurstConfig, device: torch.device) -> Stage:
+    """This rank's stage, for "auto".
+
+    Ranks that share a sequence must make the same choice, or only some would communicate in
+    recomputation. Ranks that share a layer's weights would wait for the slowest. So all agree,
+    once before the first step and once after it: they reach their first layer together, unlike
+    pipeline stages.
+    """
+    group = parallel_state.get_tensor_and_context_parallel_group()
+    stage = _STAGES.get(group)
+    if stage is None:
+        rates, limit = rates_of(global_args() or Namespace()), host_limit_bytes(burst.keep_host_gib)
+        bandwidth = host_gbs(device) or rates.host_gbs
+        limit, bandwidth = _least((group,), burst, "host memory", limit, bandwidth)
+        stage = _STAGES[group] = Stage(int(limit), replace(rates, host_gbs=bandwidth))
+    if burst.keep_budget_gib is None:
+        stage.first = stage.first or FirstStep(device)
+        if stage.first.is_over and stage.budget_bytes is None:
+            replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            mine = stage.first.left_bytes(), -(stage.first.forward_s() or 0.0)
+            left, slowest = _least((group, replicas), burst, "memory left", *mine)
+            stage.budget_bytes, stage.forward_s = int(left), -slowest or None
+    return stage
+
+
+def _least(
+    groups: Sequence[dist.ProcessGroup], burst: BurstConfig, what: str, *numbers: float
+) -> list[float]:
+    """The least of each number over the ranks of all groups."""
+    for group in groups:
+        mine = f"{' '.join(map(repr, numbers))} ({what})"
+        texts = state_of(group, burst.timeout_s).board.share(mine, WHO)
+        everyones = [[float(word) for word in text.split(" (")[0].split()] for text in texts]
+        numbers = tuple(min(each) for each in zip(*everyones, strict=True))
+    return list(numbers)
+
+
+def with_budget(burst: BurstConfig, device: torch.device) -> BurstConfig | None:
+    """Options whose "auto" has a budget; None: not before the first step is over."""
+    if burst.keep_budget_gib is not None:
+        return burst
+    left = stage_of(burst, device).budget_bytes
+    return None if left is None else replace(burst, keep_budget_gib=max(left, 1) / _GIB)
+
+
+@contextmanager
+def timing(burst: BurstConfig) -> Iterator[None]:
+    """Context of a layer's forward, which "auto" may measure."""
+    measures = burst.keep == "auto" and burst.keep_budget_gib is None
+    group = parallel_state.get_tensor_and_context_parallel_group() if measures else None
+    stage = _STAGES.get(group) if group is not None else None
+    if stage is None or stage.first is None:
+        yield
+        return
+    with stage.first.timing():
+        yield
+
+
+def problem_of(
+    config: TransformerConfig, stage: Stage, shape: tuple[int, int], layer_bytes: int,
+    half_saves: float = 0.0,
+) -> KeepProblem:  # fmt: skip
+    """The inputs of the choice for a pipeline stage.
+
+    Args:
+        config: the model's.
+        stage: what its ranks agreed on.
+        shape: rows and sequences of a micro-batch on this rank.
+        layer_bytes: attention's out and lse of one layer and micro-batch.
+        half_saves: share of recomputation saved by keeping half of the rows; 0 if unsupported.
+    """
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    flying = in_flight(config.pipeline_model_parallel_size, rank, chunks)
+    layers = len(stage_layers(config)) + _mtp_layers(config)
+    tokens = shape[0] * config.context_parallel_size
+    estimate = stage.rates.matmul_s(shape[0] * shape[1] * _flops_per_token(config))
+    forward_s = stage.forward_s or estimate
+    return KeepProblem(layers, flying, layer_bytes, tokens, half_saves, forward_s)
+
+
+def _flops_per_token(config: TransformerConfig) -> float:
+    """FLOPs of a layer's linear layers on one rank, without attention's."""
+    heads = 2 * (config.num_attention_heads + (config.num_query_groups or 0))
+    products = 3 if config.gated_linear_unit else 2
+    ffn = config.ffn_hidden_size
+    if config.num_moe_experts:
+        ffn = config.moe_router_topk * (config.moe_ffn_hidden_size or ffn)
+    width = heads * config.kv_channels + products * ffn
+    return 2 * config.hidden_size * width / config.tensor_model_parallel_size
+
+
+def say_of_stage(choice: str) -> None:
+    """Log a choice on the first rank of a pipeline stage."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
+        say(f"{WHO}: pipeline stage {stage}: {choice}")
+
+
+# ---- layers ---------------------------------------------------------------------------------
+
+
+def stage_layers(config: TransformerConfig) -> list[int]:
+    """Numbers of this process's decoder layers that may be recomputed, over all its chunks.
+
+    A multi-token prediction layer counts as the decoder layer of the same number, if there is one.
+    "block" recomputes only the first layers of each chunk; with quantized layers it may be others.
+    """
+    if config.recompute_method == "block" and not (config.fp8 or config.fp4):
+        most = config.recompute_num_layers
+    else:
+        most = config.num_layers
+    numbers = []
+    for chunk in _chunks(config):
+        first = get_transformer_layer_offset(config, chunk) + 1
+        numbers += range(first, first + min(get_num_layers_to_build(config, chunk), most))
+    return numbers
+
+
+def is_among(layers: int | None, config: TransformerConfig, layer_number: int) -> bool:
+    """Whether a layer is among so many first ones of its pipeline stage; None: all of them."""
+    return layers is None or layer_number in stage_layers(config)[:layers]
+
+
+def is_last(config: TransformerConfig, layer_number: int) -> bool:
+    """Whether a layer's backward follows its forward at once, so that nothing can be fetched in
+    between."""
+    last = config.pipeline_model_parallel_size - 1
+    if parallel_state.get_pipeline_model_parallel_rank() != last or _mtp_layers(config):
+        return False
+    return layer_number == stage_layers(config)[-1]
+
+
+def is_on_host(placed: Placed, config: TransformerConfig, layer_number: int) -> bool | None:
+    """Whether a layer keeps a module's output in host memory, or on the device; None: it does not
+    keep it."""
+    numbers = stage_layers(config)
+    if layer_number not in numbers:
+        return None
+    index = numbers.index(layer_number)
+    if index < placed.host:
+        return True
+    return False if index >= len(numbers) - placed.device else None
+
+
+def of_decoder(placed: Placed, config: TransformerConfig) -> Placed:
+    """What is left for the stage's decoder layers when multi-token prediction layers keep like
+    those of their number; all of these if it is enough for all."""
+    numbers, others = stage_layers(config), _mtp_layers(config)
+    if placed.device >= len(numbers) + others:
+        return Placed(len(numbers))
+    device = max(0, min(placed.device, len(numbers)) - sharing(config))
+    return Placed(device, max(0, min(placed.host, len(numbers) - device) - others))
+
+
+def sharing(config: TransformerConfig) -> int:
+    """Number of multi-token prediction layers that keep like decoder layers of their number."""
+    numbers = stage_layers(config)
+    return sum(number in numbers for number in range(1, _mtp_layers(config) + 1))
+
+
+def _mtp_layers(config: TransformerConfig) -> int:
+    return sum(get_mtp_num_layers_to_build(config, chunk) for chunk in _chunks(config))
+
+
+def _chunks(config: TransformerConfig) -> Sequence[int | None]:
+    chunks = config.virtual_pipeline_model_parallel_size
+    return range(chunks) if chunks else (None,)
