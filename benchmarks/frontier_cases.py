@@ -82,6 +82,10 @@ def settings_of(model: Model) -> dict[str, Setting]:
     for gib in _BUDGETS:
         burst = BurstConfig(keep="auto", keep_budget_gib=gib)
         found.append(Setting("burst", f"auto-{gib}", _FULL, burst))
+    block = _FULL | {"recompute_method": "block", "recompute_num_layers": model.layers - 1}
+    for name, burst in (("keep", BurstConfig(keep="all")),
+                        ("auto-12", BurstConfig(keep="auto", keep_budget_gib=12))):  # fmt: skip
+        found.append(Setting("burst", f"{name}+block-{model.layers - 1}", block, burst))
     found += [Setting("megatron", "off"), Setting("megatron", "full", _FULL)]
     some = {round(model.layers * part) for part in (0.25, 0.5, 0.75)} - {0, model.layers}
     for count in sorted(some):

@@ -17,25 +17,28 @@ _SIDES = {  # whose settings: label, colour, marker, and on which side of it nam
 
 
 def draw_frontier(rows: Sequence[FrontierRow], path: Path) -> None:
-    """Draw a panel for each run and problem that has both figures of some setting.
+    """Draw a panel for each problem, of its latest run that has both figures of some setting.
 
     Bars are the fastest and the slowest step. A line joins the settings that mixing others over
-    layers could not beat. Those that failed are left out.
+    layers could not beat; of burst's, these alone are named. Those that failed are left out.
 
     Args:
         rows: of any number of runs.
         path: of the picture.
     """
-    panels = [(title, _drawable(points_of(own))) for title, own in runs_in(rows)]
-    panels = [(title, points) for title, points in panels if points]
+    panels: dict[str, tuple[str, list[Point]]] = {}
+    for title, own in sorted(runs_in(rows), key=lambda run: run[1][0].run):
+        problem, _, run = title.rpartition("; ")
+        if points := _drawable(points_of(own)):
+            panels.pop(problem, None)
+            panels[problem] = run, points
     columns = min(_COLUMNS, len(panels)) or 1
     lines = -(-len(panels) // columns) or 1
     figure = Figure(figsize=(6.5 * columns, 5 * lines), layout="constrained")
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for axis, (title, points) in zip(axes, panels, strict=False):
+    for axis, (problem, (run, points)) in zip(axes, panels.items(), strict=False):
         _panel(axis, points)
-        model, _, gpu_and_run = title.partition("; ")
-        axis.set_title(f"{model}\n{gpu_and_run}", fontsize=9)
+        axis.set_title(f"{problem}\nrun of {run}", fontsize=9)
     for axis in axes[len(panels) :]:
         axis.remove()
     figure.savefig(path, dpi=_DPI)
@@ -48,20 +51,22 @@ def _drawable(points: Sequence[Point]) -> list[Point]:
 def _panel(axis: Axes, points: Sequence[Point]) -> None:
     for is_burst, (label, colour, marker, beside) in _SIDES.items():
         own = [point for point in points if point.is_burst is is_burst]
+        best = hull_of(own)
         for point in own:
             bars = [[point.ms - point.ms_min], [point.ms_max - point.ms]]
             axis.errorbar(
                 point.peak_gib, point.ms, bars, marker=marker, color=colour, capsize=2, lw=0.8,
                 linestyle="none",
             )  # fmt: skip
-            axis.annotate(
-                point.name.partition(":")[2], (point.peak_gib, point.ms),
-                textcoords="offset points", fontsize=7, color=colour, **beside,
-            )  # fmt: skip
-        hull = [(point.peak_gib, point.ms) for point in hull_of(own)]
+            if point in best or not is_burst:
+                axis.annotate(
+                    point.name.partition(":")[2], (point.peak_gib, point.ms),
+                    textcoords="offset points", fontsize=7, color=colour, **beside,
+                )  # fmt: skip
+        hull = [(point.peak_gib, point.ms) for point in best]
         if hull:
             axis.plot(*zip(*hull, strict=True), color=colour, marker=marker, label=label)
     axis.set(xlabel="peak GiB", ylabel="ms of a training step")
-    axis.margins(0.15)
+    axis.margins(0.25, 0.15)
     axis.grid(alpha=0.3)
     axis.legend()

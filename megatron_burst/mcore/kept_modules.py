@@ -17,7 +17,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.recompute import modules_within
 from megatron_burst.mcore.refusals import CUDA_GRAPHS, KEEP_MODULES, refuse, refuses
-from megatron_burst.mcore.stage import is_among, is_last, is_on_host, timing
+from megatron_burst.mcore.stage import is_among, is_last, is_on_host, stage_of, timing
 from megatron_burst.recompute.budget import ModuleCost, Placed
 from megatron_burst.recompute.ending import Ending
 from megatron_burst.recompute.keep import call_kept
@@ -48,9 +48,9 @@ class LayerModules:
 
     def __init__(self, layer: Module) -> None:
         self._layer, self._found = layer, defaultdict(list)
-        # where "auto" keeps each module in the running call, and by its input's shape and itemsize
+        # where "auto" keeps each module in the running call; by its input and what was measured
         self._within: dict[str, Placed] = {}
-        self._by_input: dict[tuple[torch.Size, int], dict[str, Placed]] = {}
+        self._by_input: dict[tuple[torch.Size, int, float | None], dict[str, Placed]] = {}
         for path, module in list(layer.named_modules()):
             name = path.rpartition(".")[2]
             if name in KEEP_MODULES:
@@ -94,7 +94,8 @@ class LayerModules:
         the first pass as in recomputation, whatever came in between."""
         if self.burst.keep != "auto":
             return
-        key, config = (x.shape, x.itemsize), self._layer.config
+        measured, config = stage_of(self.burst, x.device).forward_s, self._layer.config
+        key = x.shape, x.itemsize, measured
         self._within = self._by_input.get(key, {})
         if key in self._by_input or any(refuses("modules", name, config) for name in _ASKED):
             return

@@ -1,8 +1,8 @@
 """A pipeline stage under `--burst-keep`: its layers, and what its ranks measure and agree on."""
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -35,15 +35,15 @@ class Stage:
     Attributes:
         host_bytes: limit of host memory per rank, if `keep_host_gib` gives none.
         rates: the GPU's, with the measured bandwidth to host memory.
-        first: its first step, unless a budget is given.
-        budget_bytes: device memory that the first step leaves; None: it is not over.
+        first: its first step.
+        left_bytes: device memory that the first step leaves; None: it is not over.
         forward_s: seconds of a layer's forward in the first step; None: not measured.
     """
 
     host_bytes: int
     rates: Rates
-    first: FirstStep | None = None
-    budget_bytes: int | None = None
+    first: FirstStep
+    left_bytes: int | None = None
     forward_s: float | None = None
 
 
@@ -57,7 +57,8 @@ def stage_of(burst: BurstConfig, device: torch.device) -> Stage:
     Ranks that share a sequence must make the same choice, or only some would communicate in
     recomputation. Ranks that share a layer's weights would wait for the slowest. So all agree,
     once before the first step and once after it: they reach their first layer together, unlike
-    pipeline stages.
+    pipeline stages. No call of a step is recomputed after its optimizer's step, so a choice may
+    change there.
     """
     group = parallel_state.get_tensor_and_context_parallel_group()
     stage = _STAGES.get(group)
@@ -65,14 +66,13 @@ def stage_of(burst: BurstConfig, device: torch.device) -> Stage:
         rates, limit = rates_of(global_args() or Namespace()), host_limit_bytes(burst.keep_host_gib)
         bandwidth = host_gbs(device) or rates.host_gbs
         limit, bandwidth = _least((group,), burst, "host memory", limit, bandwidth)
-        stage = _STAGES[group] = Stage(int(limit), replace(rates, host_gbs=bandwidth))
-    if burst.keep_budget_gib is None:
-        stage.first = stage.first or FirstStep(device)
-        if stage.first.is_over and stage.budget_bytes is None:
-            replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            mine = stage.first.left_bytes(), -(stage.first.forward_s() or 0.0)
-            left, slowest = _least((group, replicas), burst, "memory left", *mine)
-            stage.budget_bytes, stage.forward_s = int(left), -slowest or None
+        rates = replace(rates, host_gbs=bandwidth)
+        stage = _STAGES[group] = Stage(int(limit), rates, FirstStep(device))
+    if stage.first.is_over and stage.left_bytes is None:
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        mine = stage.first.left_bytes(), -(stage.first.forward_s() or 0.0)
+        left, slowest = _least((group, replicas), burst, "memory left", *mine)
+        stage.left_bytes, stage.forward_s = int(left), -slowest or None
     return stage
 
 
@@ -92,21 +92,15 @@ def with_budget(burst: BurstConfig, device: torch.device) -> BurstConfig | None:
     """Options whose "auto" has a budget; None: not before the first step is over."""
     if burst.keep_budget_gib is not None:
         return burst
-    left = stage_of(burst, device).budget_bytes
+    left = stage_of(burst, device).left_bytes
     return None if left is None else replace(burst, keep_budget_gib=max(left, 1) / _GIB)
 
 
-@contextmanager
-def timing(burst: BurstConfig) -> Iterator[None]:
-    """Context of a layer's forward, which "auto" may measure."""
-    measures = burst.keep == "auto" and burst.keep_budget_gib is None
-    group = parallel_state.get_tensor_and_context_parallel_group() if measures else None
-    stage = _STAGES.get(group) if group is not None else None
-    if stage is None or stage.first is None:
-        yield
-        return
-    with stage.first.timing():
-        yield
+def timing(burst: BurstConfig) -> AbstractContextManager[None]:
+    """Context of a layer's forward, which "auto" measures in the first step."""
+    group = parallel_state.get_tensor_and_context_parallel_group()
+    stage = _STAGES.get(group) if burst.keep == "auto" else None
+    return nullcontext() if stage is None else stage.first.timing()
 
 
 def problem_of(

@@ -33,9 +33,9 @@ MODES = {
     "half": BurstConfig(deterministic=True, keep="half"),
     "none, two nodes": BurstConfig(deterministic=True, nodes=2),
     "half, two nodes": BurstConfig(deterministic=True, keep="half", nodes=2),
-    # if ranks share a GPU too
-    "none, one node": BurstConfig(deterministic=True, nodes=1),
-    "share, one node": BurstConfig(deterministic=True, keep=0.75, nodes=1),
+    # if ranks share a GPU too; with buffers of one kind, whatever a quarter's size asks for
+    "none, one node": BurstConfig(deterministic=True, nodes=1, transfer="send"),
+    "share, one node": BurstConfig(deterministic=True, keep=0.75, nodes=1, transfer="send"),
 }
 
 

@@ -30,9 +30,7 @@ def test_the_first_step_is_over_once_any_optimizer_has_made_it():
 
 
 def test_without_a_gpu_half_of_the_available_memory_is_left(monkeypatch):
-    monkeypatch.setattr(
-        "megatron_burst.recompute.first_step.available_host_bytes", lambda: 1 << 20
-    )
+    monkeypatch.setattr("megatron_burst.recompute.first_step.available_host_bytes", lambda: 1 << 20)
     assert FirstStep(CPU).left_bytes() == 1 << 19 and host_gbs(CPU) is None
 
 
