@@ -35,7 +35,7 @@ _STRIPES = 4  # turns of ranks' stripes in the longest document, where heads are
 Corners = list[tuple[float, float]]
 
 
-def _new_figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     """An empty figure, in inches.
 
     Raises:
@@ -45,8 +45,8 @@ def _new_figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise BurstError(
-            "plan: --picture needs matplotlib, because it draws; got none installed; pip install "
-            "matplotlib, or leave --picture out"
+            "plan: a picture needs matplotlib, because it draws; got none installed; pip install "
+            "matplotlib, or leave the option out"
         ) from None
     return Figure(figsize=(width, height), layout="constrained")
 
@@ -63,7 +63,7 @@ def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
     many = len(ranks) > 12
     shape = (1, 2) if many else (2, 1)
     height = max(3.0, (0.3 if many else 0.5) * len(ranks)) * shape[0] + 1.2
-    figure = _new_figure(12 * shape[1], height)
+    figure = new_figure(12 * shape[1], height)
     axes = figure.subplots(*shape, squeeze=False).ravel()
     packed = "packed documents, " if job.packing else ""
     some = "" if len(ranks) == call.topology.cp_size else f", the first {len(ranks)} ranks"
@@ -128,7 +128,7 @@ def save_sample_picture(ways: Mapping[str, Way], title: str, path: Path) -> None
     Raises:
         BurstError: if matplotlib (the extra `plots`) is not installed.
     """
-    figure = _new_figure(4.1 * len(ways) + 0.4, 6.3)
+    figure = new_figure(4.1 * len(ways) + 0.4, 6.3)
     axes = figure.subplots(2, len(ways), squeeze=False, height_ratios=(2.6, 1), sharey="row")
     most = max(1.25, *(1.2 * way.imbalance for way in ways.values()))
     for column, (name, way) in enumerate(ways.items()):

@@ -22,6 +22,7 @@ from megatron_burst.tools.job.search import Candidate, search
 from megatron_burst.tools.job.strategy import Fsdp, Job, Strategy, even_share
 from megatron_burst.tools.packed import plan_sample
 from megatron_burst.tools.pictures import save_picture, save_sample_picture
+from megatron_burst.tools.plan_kept import save_frontier
 from megatron_burst.tools.plan_notes import no_room, warnings_of, with_keep
 from megatron_burst.tools.plan_table import Shown, show
 from megatron_burst.tools.simulate.sample import Packing, Sample, numbers_in
@@ -69,8 +70,15 @@ def plan(
         Option(help="what backward recomputes; selective: the feed-forward"),
     ] = None,
     keep: Annotated[
-        Literal["none", "half", "all"] | None,
-        Option(help="attention results kept under full recomputation (--burst-keep)"),
+        Literal["none", "half", "all", "auto"] | None,
+        Option(
+            help="what full recomputation keeps (--burst-keep): of attention's results; auto: "
+            "modules' outputs too, as a run will choose"
+        ),
+    ] = None,
+    keep_budget_gib: Annotated[
+        float | None,
+        Option(min=0, metavar="GIB", help="GPU memory for --keep auto; default: what is left"),
     ] = None,
     offload: Annotated[bool | None, Option(help="offload these results to host memory")] = None,
     offload_inputs: Annotated[
@@ -100,6 +108,14 @@ def plan(
             help="draw one layer's attention over time, or the sample (.png, .svg, .pdf)",
         ),
     ] = None,
+    frontier: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="draw peak memory against step time, from full recomputation over budgets of "
+            "--keep auto to nothing recomputed (.png, .svg, .pdf)",
+        ),
+    ] = None,
 ) -> None:
     """Predict time and memory of a job, and print its flags.
 
@@ -108,9 +124,10 @@ def plan(
     strategy is shown).
     """
     with in_one_sentence():
-        _check_outputs(json, picture)
+        _check_outputs(json, picture, frontier)
         asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "recompute": recompute}
         asked |= {"keep": keep, "offload": offload, "offload_inputs": offload_inputs, "fsdp": fsdp}
+        asked["budget_gib"] = keep_budget_gib
         sizes = {"seq_length": seq_length, "global_batch_size": global_batch_size}
         in_file = arguments_in(model, [name for name, value in (asked | sizes).items() if value])
         described = model_of(model)
@@ -121,6 +138,7 @@ def plan(
         length = seq_length or in_file.get("seq_length", "")
         if cu_seqlens and not length:
             of_jobs = {"global_batch_size": global_batch_size, "search": do_search, "json": json}
+            of_jobs["frontier"] = frontier
             _check_sample(asked | of_jobs)
             whose = Job(described, 1, count, on_node, 1, machine)
             drawn = plan_sample(whose, cu_seqlens, dict(fixed))
@@ -137,7 +155,8 @@ def plan(
         warnings = [*script.notes, *warnings_of(job, found, fixed, in_file)]
         keeps_none = script.policy.get("keep") == "none" and "burst_keep" not in in_file
         more = with_keep(job, found[0]) if keeps_none and found[0].fits else ""
-        _write(job, found, script, json, picture)  # before a reader such as head ends the output
+        # before a reader such as head ends the output
+        _write(job, found, script, json, picture, frontier)
         shown = Shown(
             job, found, script, in_file, warnings, missing, do_search, repeated, more,
             usual_batch=not (global_batch_size or "global_batch_size" in in_file),
@@ -154,6 +173,7 @@ def _write(
     script: Script,
     json: Path | None,
     picture: Path | None,
+    frontier: Path | None,
 ) -> None:
     if json == _STDOUT:
         echo(as_json(job, found, script.flags))
@@ -163,6 +183,9 @@ def _write(
     if picture:
         with writing("plan", "--picture", picture):
             save_picture(job, found[0].strategy, picture)
+    if frontier:
+        with writing("plan", "--frontier", frontier):
+            save_frontier(job, found[0].strategy, frontier)
 
 
 def _packing(script: Script, cu_seqlens: Path | None, tokens: int) -> tuple[Packing | None, str]:
@@ -224,13 +247,16 @@ def _check_sample(given: dict[str, object]) -> None:
         )
 
 
-def _check_outputs(json: Path | None, picture: Path | None) -> None:
+def _check_outputs(json: Path | None, picture: Path | None, frontier: Path | None) -> None:
     """Refuse files that could not be written, before anything is computed."""
-    for option, path in (("--json", json), ("--picture", picture)):
-        if path not in (None, _STDOUT):
-            check_writable("plan", option, path)
-    if picture and (picture.suffix not in (".png", ".svg", ".pdf") or picture == json):
-        raise BurstError(
-            "plan: --picture must end in .png, .svg or .pdf and be another file than --json, "
-            f"because the suffix selects the format; got {picture}; rename it"
-        )
+    taken = [json]
+    for option, path in (("--json", json), ("--picture", picture), ("--frontier", frontier)):
+        if path is None or path == _STDOUT:
+            continue
+        check_writable("plan", option, path)
+        if option != "--json" and (path.suffix not in (".png", ".svg", ".pdf") or path in taken):
+            raise BurstError(
+                f"plan: {option} must end in .png, .svg or .pdf and be a file of its own, because "
+                f"the suffix selects the format; got {path}; rename it"
+            )
+        taken.append(path)
