@@ -71,7 +71,7 @@ def strategy_of(setting: Setting, model: Model) -> Strategy | None:
     placed = Placed(1, layers - 1) if burst.offloads_results else Placed(layers)
     return Strategy(
         recompute="full", keep=burst.keep, offload=burst.offloads_results,
-        budget_gib=burst.keep_budget_gib, again_layers=again,
+        keep_budget_gib=burst.keep_budget_gib, again_layers=again,
         placed=tuple((name, placed) for name in burst.keep_modules),
     )  # fmt: skip
 

@@ -78,7 +78,7 @@ def plan(
     ] = None,
     keep_budget_gib: Annotated[
         float | None,
-        Option(min=0, metavar="GIB", help="GPU memory for --keep auto; default: what is left"),
+        Option(min=0.01, metavar="GIB", help="GPU memory for --keep auto; default: what is left"),
     ] = None,
     offload: Annotated[bool | None, Option(help="offload these results to host memory")] = None,
     offload_inputs: Annotated[
@@ -127,7 +127,7 @@ def plan(
         _check_outputs(json, picture, frontier)
         asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "recompute": recompute}
         asked |= {"keep": keep, "offload": offload, "offload_inputs": offload_inputs, "fsdp": fsdp}
-        asked["budget_gib"] = keep_budget_gib
+        asked["keep_budget_gib"] = keep_budget_gib
         sizes = {"seq_length": seq_length, "global_batch_size": global_batch_size}
         in_file = arguments_in(model, [name for name, value in (asked | sizes).items() if value])
         described = model_of(model)

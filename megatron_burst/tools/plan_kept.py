@@ -18,7 +18,7 @@ _COLUMNS = "layers on GPU", "layers on host", "GiB on GPU", "GiB on host", "ms s
 def show_kept(console: Console, job: Job, strategy: Strategy) -> None:
     """Print what the first pipeline stage keeps, item by item."""
     gib = budget_bytes(job, strategy) / GIB
-    given = strategy.budget_gib is not None
+    given = strategy.keep_budget_gib is not None
     source = "given" if given else "that a step without keeping leaves"
     say(console, f"--burst-keep auto chooses within {gib:.2f} GiB ({source}):")
     rows = rows_of(job, strategy)

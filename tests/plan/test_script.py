@@ -63,12 +63,13 @@ def test_packing_is_read(text, layout):
     ("text", "words"),
     [
         (f"{FULL} --burst-keep all", []),
-        ("--recompute-granularity full --recompute-method block --recompute-num-layers 4",
-         ["--recompute-method block --recompute-num-layers 4 is counted as uniform 1"]),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 4", []),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
+         ["--recompute-method uniform --recompute-num-layers 4 is counted as uniform 1"]),
         ("--recompute-granularity selective --recompute-modules mlp layernorm moe_act",
          ["recomputation of layernorm, moe_act is not counted"]),
         (f"{FULL} --burst-keep all --burst-keep-layers 3", ["--burst-keep-layers 3 is not"]),
-        (f"{FULL} --burst-keep auto --burst-keep-budget-gib 4", ["--burst-keep auto is counted"]),
+        (f"{FULL} --burst-keep auto --burst-keep-budget-gib 4", []),
         ("--reset-attention-mask", ["burst attention refuses --reset-attention-mask"]),
     ],
 )  # fmt: skip
@@ -78,10 +79,18 @@ def test_what_is_counted_otherwise_is_said(text, words):
     assert all(note.startswith(start) for note, start in zip(notes, words, strict=True))
 
 
-def test_keep_auto_is_left_to_the_search():
-    policy = read(f"{FULL} --burst-keep auto --burst-keep-budget-gib 4").policy
-    assert policy == {"recompute": "full", "offload_inputs": False}
+def test_keep_auto_has_its_budget_and_block_its_layers():
+    text = f"{FULL} --burst-keep auto --burst-keep-budget-gib 4.5"
+    full = {"recompute": "full", "offload_inputs": False}
+    assert read(text).policy == full | {"keep": "auto", "keep_budget_gib": 4.5}
+    assert read(text).in_words == "recompute full, keep auto within 4.5 GiB"
+    assert "keep_budget_gib" not in read(text, keep="all").policy
+    block = "--recompute-granularity full --recompute-method block --recompute-num-layers 4"
+    assert read(block).policy["again_layers"] == 4
+    assert read(block).in_words == "recompute full in 4 layers of a stage, keep none"
     assert read("--swiglu").policy == {}
+    with pytest.raises(BurstError, match="must be a number"):
+        read(f"{FULL} --burst-keep auto --burst-keep-budget-gib much")
 
 
 @pytest.mark.parametrize(
@@ -188,5 +197,5 @@ def test_modules_end_where_a_shell_goes_on():
 
 def test_nothing_is_said_of_what_an_option_overrules():
     text = "--recompute-granularity full --recompute-method block --burst-keep-layers 3"
-    assert len(read(text).notes) == len(read(text, recompute="full").notes) == 2
+    assert len(read(text).notes) == len(read(text, recompute="full").notes) == 1
     assert read(text, recompute="none", keep="none").notes == ()

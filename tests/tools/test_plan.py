@@ -31,7 +31,7 @@ def run(*options: str, code: int = 0) -> str:
 
 
 def test_a_search_prints_the_best_the_others_and_flags():
-    text = run("llama3-8b", "--seq-length", "256k", "--gpus", "16", "--search")
+    text = run("llama3-8b", "--seq-length", "256k", "--gpus", "16", "--cp", "8", "--search")
     assert "8.03 B weights, 256K tokens" in text
     assert "slower, most by" in text and "other layouts" in text
     assert "--context-parallel-impl burst" in text and "--seq-length 262144" in text
@@ -101,6 +101,29 @@ def test_a_written_plan_has_what_was_asked(tmp_path):
     assert flags["--seq-length"] == plan["job"]["seq"] == 1 << 18
     assert flags["--burst-keep-offload"] == "results" and flags["--burst-keep"] == "all"
     assert plan["job"]["gpus"] == 16
+
+
+def test_keep_auto_is_shown_as_a_run_will_choose(tmp_path):
+    path, picture = tmp_path / "plan.json", tmp_path / "frontier.png"
+    text = run(
+        *"qwen3-8b --seq-length 64k --gpus 8 --dp 8 --keep auto --keep-budget-gib 12".split(),
+        "--json", str(path), "--frontier", str(picture),
+    )  # fmt: skip
+    assert "--burst-keep auto chooses within 12.00 GiB (given)" in text
+    plan = json.loads(path.read_text())
+    placed = dict(plan["best"]["strategy"]["placed"])
+    assert len(placed) == 4 == len(plan["kept"])
+    for row in plan["kept"]:
+        assert placed[row["name"]] == {"device": row["device"], "host": row["host"]}
+        line = next(line for line in text.splitlines() if f" {row['name']} " in line)
+        assert line.replace("│", " ").split()[-5:] == [
+            str(row["device"]), str(row["host"]), f"{row['device_gib']:.2f}",
+            f"{row['host_gib']:.2f}", f"{row['saved_ms']:.1f}",
+        ]  # fmt: skip
+    flags = plan["flags"]
+    assert flags["--burst-keep"] == "auto" and flags["--burst-keep-budget-gib"] == 12
+    assert "--burst-tune" not in flags  # a limit of host memory would be another choice
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_gathering_inside_nodes_is_shown_with_both_links():
@@ -209,6 +232,9 @@ def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
             "(TP 2 CP 4 PP 1 DP 1 needs 8 GPUs, not 16); leave",
         ),
         (["--recompute", "none", "--keep", "all"], "--keep must come with --recompute full"),
+        (["--keep", "all", "--keep-budget-gib", "4"], "--keep-budget-gib must come with --keep"),
+        (["--keep", "auto", "--offload"], "--offload must not come with --keep auto"),
+        (["--frontier", "x.txt"], "--frontier must end in"),
         (["--offload-inputs", "--recompute", "none"], "--offload-inputs must come with"),
         (["--search", "--offload", "--keep", "none"], "--offload must come with --keep"),
         (["--search", "--recompute", "none", "--keep", "all"], "--keep must come with"),
@@ -218,7 +244,7 @@ def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
         ),
         (["--seq-length", "9" * 400], "--seq-length must be a positive whole number"),
         (["--seq-length", "1025G"], "positive whole number up to 1024G"),
-        (["--json", "x.svg", "--picture", "x.svg"], "another file than --json"),
+        (["--json", "x.svg", "--picture", "x.svg"], "a file of its own"),
         (["--picture", "x.txt"], "--picture must end in"),
         (
             ["--json", "/nowhere/at/all.json"],

@@ -70,7 +70,7 @@ def test_rows_of_memory_add_up_to_the_peak(options, code, earlier):
 def test_json_is_written_whatever_becomes_of_the_tables(tmp_path):
     """A pipe's reader may end before the last table: `megatron-burst plan ... | head`."""
     plain = json.loads(run(f"{LLAMA} --json -"))
-    assert plain["flags"]["--context-parallel-impl"] == "burst"
+    assert plain["flags"]["--burst-fused-loss"] is True
     file = tmp_path / "plan.json"
     command = f"-m megatron_burst.tools plan {LLAMA} --json {file}"
     done = subprocess.run(

@@ -90,7 +90,7 @@ def plan_of(tmp_path):
         (f"{FULL}--burst-keep all --burst-keep-offload both", "",
          "recompute full, keep all on host, inputs on host"),
         (FULL.replace("uniform", "block").replace("layers 1", "layers 4"), "--recompute full",
-         "recompute full, keep none"),
+         "recompute full in 4 layers of a stage, keep none"),
         (FULL.replace("layers 1", "layers 2"), "--keep all", "recompute full, keep all"),
     ],
 )  # fmt: skip

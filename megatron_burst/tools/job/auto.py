@@ -56,8 +56,8 @@ def placed_by_auto(job: Job, strategy: Strategy) -> Strategy:
 
 def budget_bytes(job: Job, strategy: Strategy) -> float:
     """GPU memory for what is kept: as given, or what a step that keeps nothing leaves."""
-    if strategy.budget_gib is not None:
-        return strategy.budget_gib * GIB
+    if strategy.keep_budget_gib is not None:
+        return strategy.keep_budget_gib * GIB
     gpu = job.hardware.gpu
     left = (MOST_USED * gpu.memory_gib - gpu.reserved_gib) * GIB
     return max(0.0, left - memory_of(job, replace(strategy, placed=())).peak)
@@ -118,7 +118,7 @@ class Point:
     """A plan's place on the frontier."""
 
     name: str
-    budget_gib: float | None  # that "auto" was given
+    keep_budget_gib: float | None  # that "auto" was given
     peak_gib: float
     seconds: float
 
@@ -128,12 +128,12 @@ def frontier(job: Job, strategy: Strategy) -> tuple[Point, ...]:
     everything kept, then nothing recomputed; without budgets that make no step faster."""
     full = replace(
         strategy, recompute="full", keep="none", offload=False, placed=(), again_layers=None,
-        budget_gib=None,
+        keep_budget_gib=None,
     )  # fmt: skip
     none = replace(full, recompute="none", offload_inputs=False)
     found = [_point(job, full, "full recomputation")]
     for budget in _budgets(job, full):
-        one = placed_by_auto(job, replace(full, keep="auto", budget_gib=budget))
+        one = placed_by_auto(job, replace(full, keep="auto", keep_budget_gib=budget))
         point = _point(job, one, "--burst-keep auto")
         if point.seconds < _FASTER * found[-1].seconds:
             found.append(point)
@@ -151,4 +151,4 @@ def _budgets(job: Job, strategy: Strategy) -> Iterator[float]:
 def _point(job: Job, strategy: Strategy, name: str) -> Point:
     memory = memory_of(job, strategy)
     seconds = step_time(job, strategy, memory).seconds
-    return Point(name, strategy.budget_gib, memory.peak / GIB, seconds)
+    return Point(name, strategy.keep_budget_gib, memory.peak / GIB, seconds)

@@ -156,8 +156,8 @@ def _keep_flags(strategy: Strategy) -> Values:
     flags: Values = {}
     if strategy.keep != "none":
         flags["--burst-keep"] = strategy.keep
-    if strategy.keep == "auto" and strategy.budget_gib is not None:
-        flags["--burst-keep-budget-gib"] = strategy.budget_gib
+    if strategy.keep == "auto" and strategy.keep_budget_gib is not None:
+        flags["--burst-keep-budget-gib"] = strategy.keep_budget_gib
     offloaded = (strategy.offload, strategy.offload_inputs)
     if any(offloaded):
         flags["--burst-keep-offload"] = OFFLOADED[offloaded]

@@ -103,7 +103,7 @@ def _layers(job: Job, strategy: Strategy, every: int) -> tuple[float, float]:
 def _alike(strategy: Strategy) -> Strategy:
     """A strategy whose layers need as much: other sizes and what is kept change nothing."""
     return replace(
-        strategy, pp=1, dp=1, ep=1, offload=False, offload_inputs=False, budget_gib=None,
+        strategy, pp=1, dp=1, ep=1, offload=False, offload_inputs=False, keep_budget_gib=None,
         again_layers=None, placed=(),
     )  # fmt: skip
 

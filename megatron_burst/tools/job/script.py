@@ -20,6 +20,7 @@ from megatron_burst.tools.units import whole_number
 _OPTIONS = {flag.lstrip("-").replace("-", "_"): option for option, flag in SIZES.items()} | {
     "seq_length": "seq_length", "global_batch_size": "global_batch_size",
     "recompute_granularity": "recompute", "burst_keep": "keep", "burst_keep_offload": "offload",
+    "burst_keep_budget_gib": "keep_budget_gib",
     "use_torch_fsdp2": "fsdp", "use_megatron_fsdp": "fsdp",
 }  # fmt: skip
 _OFFLOADS = {value: pair for pair, value in OFFLOADED.items()}
@@ -155,7 +156,7 @@ def _full(arguments: Arguments, asked: Arguments) -> dict[str, Any]:
         policy["keep"] = "auto"
         budget = arguments.get("burst_keep_budget_gib")
         if budget is not None and asked.get("keep", "auto") == "auto":
-            policy["budget_gib"] = _gib(str(budget))
+            policy["keep_budget_gib"] = _gib(str(budget))
         return policy
     offload = results and asked.get("keep", keep) != "none"
     return policy | {"keep": keep, "offload": offload}
@@ -253,7 +254,7 @@ def _check_policy(given: Arguments, asked: Arguments) -> None:
             f"plan: {option} must come with --recompute full, because it concerns the inputs of "
             f"recomputed layers; got {got}; {change}"
         )
-    if keep != "auto" and given.get("budget_gib") is not None:
+    if keep != "auto" and given.get("keep_budget_gib") is not None:
         raise BurstError(
             "plan: --keep-budget-gib must come with --keep auto, because only that has a budget; "
             f"got --keep {keep}; pass --keep auto, or leave it out"

@@ -30,6 +30,7 @@ from megatron_burst.tools.job.strategy import (
 Fixed = tuple[tuple[str, Any], ...]
 Named = tuple[tuple[str, str], ...]
 Watch = Callable[[Sequence[Strategy]], Iterable[Strategy]]
+_OF_SCRIPTS = "core_attn", "again_layers"  # given by scripts alone
 _MOST_GPUS = 1 << 16  # most that are tried if fewer do not fit
 _KEEPS: tuple[Keep, ...] = ("none", "half", "all")
 _POLICIES = (
@@ -130,7 +131,7 @@ def _given_sizes(fixed: Fixed) -> dict[str, int]:
 
 def options_of(fixed: Fixed) -> list[str]:
     """The command-line options of the given fields."""
-    return [f"--{name}".replace("_", "-") for name, _ in fixed if name != "core_attn"]
+    return [f"--{name}".replace("_", "-") for name, _ in fixed if name not in _OF_SCRIPTS]
 
 
 def layouts(job: Job, fixed: dict[str, int]) -> Iterator[Strategy]:
@@ -204,7 +205,7 @@ def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:
     asked = {name: value for name, value in fixed if name not in SIZES}
     again = asked.pop("core_attn", False)  # set by a job, never chosen by the search
     fsdp = asked.pop("fsdp", "none")  # likewise
-    budget, layers = asked.pop("budget_gib", None), asked.pop("again_layers", None)
+    budget, layers = asked.pop("keep_budget_gib", None), asked.pop("again_layers", None)
     asks_auto = asked.get("keep") == "auto"
     if asks_auto:  # its copies take the bandwidth
         asked.setdefault("offload_inputs", False)
@@ -215,7 +216,7 @@ def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:
             policy, **sizes, core_attn=again, fsdp=fsdp, fused_loss=has_fused_loss(fsdp)
         )
         if policy.recompute == "full":
-            strategy = replace(strategy, again_layers=layers, budget_gib=budget)
+            strategy = replace(strategy, again_layers=layers, keep_budget_gib=budget)
         wanted = all(getattr(policy, name) == value for name, value in asked.items())
         wanted = wanted and (policy.keep == "auto") == asks_auto
         if wanted and policy.recompute not in never and not misfit(job, strategy):

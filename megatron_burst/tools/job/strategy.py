@@ -94,7 +94,7 @@ class Strategy:
     offload: bool = False  # whether they are offloaded
     offload_inputs: bool = False  # whether layers' inputs are too
     # GPU memory that "auto" may take; None: what a step without keeping leaves
-    budget_gib: float | None = None
+    keep_budget_gib: float | None = None
     # first layers of a stage that full recomputation recomputes ("block"); None: all
     again_layers: int | None = None
     # in how many of these layers a module's output is kept, by its name in a layer; with "auto"
@@ -124,7 +124,7 @@ class Strategy:
         kept = ("keep", "offload", "offload_inputs")
         names = ("recompute", *(kept if self.recompute == "full" else ("core_attn",)))
         given = {name: getattr(self, name) for name in names}
-        given |= {"again_layers": self.again_layers, "budget_gib": self.budget_gib}
+        given |= {"again_layers": self.again_layers, "keep_budget_gib": self.keep_budget_gib}
         return ", ".join(policy_words(given))
 
 
@@ -138,7 +138,7 @@ def policy_words(policy: Mapping[str, Any]) -> list[str]:
         words = [f"{' '.join(words)} in {policy['again_layers']} layers of a stage".lstrip()]
     where = " on host" if policy.get("offload") else ""
     if "keep" in policy:
-        within = policy.get("budget_gib")
+        within = policy.get("keep_budget_gib")
         budget = "" if within is None else f" within {within:g} GiB"
         words.append(f"keep {policy['keep']}{where}{budget}")
     elif where:
