@@ -12,7 +12,7 @@ from torch.optim import optimizer
 from megatron_burst.environment import available_host_bytes
 
 _USED = 0.92  # share of a GPU's memory that may be used: the rest is fragments and what varies
-_COPIED = 1 << 28  # bytes, to measure the bandwidth
+_COPIED = 1 << 26  # bytes, to measure the bandwidth
 
 
 class FirstStep:
