@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def whole(*cases: Any) -> Iterator[Any]:
@@ -11,3 +12,9 @@ def whole(*cases: Any) -> Iterator[Any]:
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
         yield pytest.param(*values, marks=pytest.mark.whole)
+
+
+def examples(few: int, most: int) -> settings:
+    """How many examples Hypothesis tries: `most` with --all."""
+    every = settings.get_current_profile_name() == "every"
+    return settings(max_examples=most if every else few)

@@ -29,11 +29,11 @@ def errors(nodes, ranks, way, grad_dtype):
     results, _ = run_simulated(one, size)
     expected = truth(*(x.double() for x in tensors), way.mask, way.scale)[1:]
     found = []
-    for index, whole in enumerate(expected):
-        got = torch.empty_like(whole)
+    for index, true in enumerate(expected):
+        got = torch.empty_like(true)
         for rows, shards in results:
             got[:, rows] = shards[index].bfloat16().double()
-        found.append(float((got - whole).norm() / whole.norm()))
+        found.append(float((got - true).norm() / true.norm()))
     return found
 
 
