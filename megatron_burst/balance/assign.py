@@ -8,6 +8,7 @@ import numpy as np
 from megatron_burst.balance.costs import WHO, Costs, pairs_of
 from megatron_burst.balance.grid import BatchGrid, check_sizes, checked_lengths
 from megatron_burst.balance.lanes import Lanes, filled, refine
+from megatron_burst.balance.packing import starts_in_order
 from megatron_burst.balance.slots import SizeClass, Units, lay_out
 from megatron_burst.errors import require
 
@@ -167,13 +168,7 @@ def _fill(one: SizeClass, units: Units, grid: BatchGrid, behind: np.ndarray) -> 
 def _in_order(given: np.ndarray, order: np.ndarray, units: Units, grid: BatchGrid) -> _Draft | None:
     """Documents packed as they come, each micro-batch until the next does not fit, for rank after
     rank; None if that takes more or fewer micro-batches than there are."""
-    ends, limit = np.cumsum(given), grid.token_limit * grid.cp
-    starts: list[int] = []
-    start = before = 0
-    while start < len(given) and len(starts) <= grid.slots:
-        starts.append(start)
-        start = int(np.searchsorted(ends, before + limit, "right"))
-        before = int(ends[start - 1])
+    starts = starts_in_order(given, grid.token_limit * grid.cp, grid.slots)
     if len(starts) != grid.slots:
         return None
     bin_of = np.searchsorted(starts, np.arange(len(given)), "right") - 1
