@@ -183,6 +183,21 @@ def test_in_a_pipeline_micro_batches_of_a_rank_are_alike():
                    for length in [lengths[d] for d in one.documents]) == 4  # fmt: skip
 
 
+def test_in_a_pipeline_short_documents_fill_up_wide_micro_batches():
+    """Long documents are wide and few to a micro-batch, so without short ones beside them their
+    micro-batches could not be made alike, and changing sizes would gain nothing."""
+    grid = BatchGrid(dp=8, cp=8, micro_batches=8, token_limit=24 * K, pp=4)
+    rng = np.random.default_rng(0)
+    short, long = (rng.lognormal(np.log(n), s, 2400) for n, s in ((K, 1.0), (24 * K, 0.7)))
+    lengths = np.where(rng.random(2400) < 0.05, long, short).astype(int).clip(16, 96 * K)
+    fixed = assign(lengths, grid, COSTS)
+    plan = assign(lengths, grid, COSTS, grid.cp_sizes)
+    check(plan, lengths.tolist(), grid, grid.cp_sizes)
+    assert plan.seconds < 0.98 * fixed.seconds
+    wide = [one for slots in plan.micro_batches for slot in slots for one in slot if one.cp == 8]
+    assert wide and min(lengths[d] for one in wide for d in one.documents) < K
+
+
 def test_ranks_that_share_experts_wait_in_every_micro_batch():
     """With EP over two context-parallel groups, both have equal times, micro-batch by
     micro-batch."""
