@@ -111,7 +111,8 @@ def _outcomes(
     """The token limit that fits a strategy, the documents of each draw, and steps by each rule."""
     strategy, packed = best.strategy, job.seq // best.strategy.cp
     micro_batches = job.batch // strategy.dp
-    grid = BatchGrid(strategy.dp, strategy.cp, micro_batches, packed, strategy.pp, strategy.ep)
+    shared = _sharing_experts(strategy)
+    grid = BatchGrid(strategy.dp, strategy.cp, micro_batches, packed, strategy.pp, shared)
     costs, sizes = _costs(job, strategy), _sizes_that_fit(job, strategy, grid)
     limit, each = _token_limit(job, strategy, sizes), least_multiple(strategy)
     draws = [lengths.of_step(job.seq, grid.slots, each, seed) for seed in range(_DRAWS)]
@@ -132,6 +133,13 @@ def _outcomes(
     if wider := [replace(grid, token_limit=tokens) for tokens in more]:
         found += [_simplest([outcome(rule, one) for one in wider]) for rule in ours]
     return limit, draws, tuple(found)
+
+
+def _sharing_experts(strategy: Strategy) -> int:
+    """Data- and context-parallel ranks that share experts; tensor-parallel ones do so too."""
+    ranks, shared = strategy.dp * strategy.cp, max(1, strategy.ep // strategy.tp)
+    whole = shared <= strategy.cp or shared % strategy.cp == 0  # context-parallel groups
+    return shared if ranks % shared == 0 and whole else ranks
 
 
 def _micro_batches(

@@ -209,6 +209,17 @@ def test_a_layout_that_is_faster_with_these_documents_is_named(histogram):
     assert found.elsewhere is None
 
 
+@pytest.mark.parametrize(
+    ("sizes", "shared"),
+    [({"tp": 8, "cp": 4, "dp": 32, "ep": 256}, 32), ({"tp": 8, "cp": 8, "dp": 16, "ep": 4}, 1)],
+)
+def test_experts_are_shared_by_tensor_parallel_ranks_first(sizes, shared, histogram):
+    model, lengths = PRESETS["deepseek-v3"], one_length(8 * K)
+    job = Job(model, 32 * K, 1024, 8, 64, preset("h200"), typical_packing(lengths, 32 * K))
+    best = candidate(job, Strategy(**sizes, recompute="full"))
+    assert compare(job, [best], lengths).outcomes[0].grid.ep == shared
+
+
 @pytest.mark.parametrize(("pp", "dp"), [(1, 4), (2, 2)])
 def test_a_picture_has_every_micro_batch(pp, dp, tmp_path, histogram):
     pytest.importorskip("matplotlib")
