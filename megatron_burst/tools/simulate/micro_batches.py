@@ -56,7 +56,7 @@ def step_of(micro_batches: MicroBatches, grid: BatchGrid) -> Step:
     every = [one for rank in micro_batches for slot in rank for one in slot]
     busy = sum(one.seconds * one.cp for one in every)
     end = max(one.stop for one in found)
-    return Step(tuple(found), 1 - busy / (grid.dp * grid.cp * end))
+    return Step(tuple(found), max(0.0, 1 - busy / (grid.dp * grid.cp * end)))
 
 
 def in_turn(
