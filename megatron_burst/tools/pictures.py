@@ -28,14 +28,14 @@ _KINDS = {  # what it is, and its colours in even and odd rounds
     "read": ("receiving inputs", "#ef8f00", "#ffc233"),
     "grad": ("receiving gradients", "#7b1fa2", "#b76fd0"),
 }
-_COLOURS = ("#1f5fa8", "#ef8f00", "#2e7d32", "#b71c1c", "#7b1fa2", "#00838f", "#8d6e63", "#c0a000")
-_PALER = ("#8fb4de", "#ffcf86", "#8fc793", "#e59a9a", "#c79bd6", "#7fc4ca", "#c9b7ae", "#e6d67a")
+COLOURS = ("#1f5fa8", "#ef8f00", "#2e7d32", "#b71c1c", "#7b1fa2", "#00838f", "#8d6e63", "#c0a000")
+PALER = ("#8fb4de", "#ffcf86", "#8fc793", "#e59a9a", "#c79bd6", "#7fc4ca", "#c9b7ae", "#e6d67a")
 _STRIPES = 4  # turns of ranks' stripes in the longest document, where heads are sharded
 
 Corners = list[tuple[float, float]]
 
 
-def _new_figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     """An empty figure, in inches.
 
     Raises:
@@ -63,7 +63,7 @@ def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
     many = len(ranks) > 12
     shape = (1, 2) if many else (2, 1)
     height = max(3.0, (0.3 if many else 0.5) * len(ranks)) * shape[0] + 1.2
-    figure = _new_figure(12 * shape[1], height)
+    figure = new_figure(12 * shape[1], height)
     axes = figure.subplots(*shape, squeeze=False).ravel()
     packed = "packed documents, " if job.packing else ""
     some = "" if len(ranks) == call.topology.cp_size else f", the first {len(ranks)} ranks"
@@ -128,7 +128,7 @@ def save_sample_picture(ways: Mapping[str, Way], title: str, path: Path) -> None
     Raises:
         BurstError: if matplotlib (the extra `plots`) is not installed.
     """
-    figure = _new_figure(4.1 * len(ways) + 0.4, 6.3)
+    figure = new_figure(4.1 * len(ways) + 0.4, 6.3)
     axes = figure.subplots(2, len(ways), squeeze=False, height_ratios=(2.6, 1), sharey="row")
     most = max(1.25, *(1.2 * way.imbalance for way in ways.values()))
     for column, (name, way) in enumerate(ways.items()):
@@ -141,7 +141,7 @@ def save_sample_picture(ways: Mapping[str, Way], title: str, path: Path) -> None
 
 
 def _colour(rank: int) -> str:
-    colours = _COLOURS if rank // len(_COLOURS) % 2 == 0 else _PALER
+    colours = COLOURS if rank // len(COLOURS) % 2 == 0 else PALER
     return colours[rank % len(colours)]
 
 

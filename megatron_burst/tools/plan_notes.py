@@ -7,6 +7,7 @@ from megatron_burst.errors import nearest_multiples
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.job.script import Arguments
 from megatron_burst.tools.job.search import (
+    TIGHT,
     Candidate,
     Fixed,
     candidate,
@@ -17,8 +18,6 @@ from megatron_burst.tools.job.search import (
     search,
 )
 from megatron_burst.tools.job.strategy import SIZES, Job
-
-_TIGHT = 0.95  # of the usable memory
 
 
 def warnings_of(
@@ -99,14 +98,14 @@ def _of_memory(job: Job, found: Sequence[Candidate]) -> Iterator[str]:
     """That the best nearly fills the memory, and the fastest that does not."""
     best, usable = found[0], job.hardware.gpu.usable_bytes
     share = best.memory.peak / usable
-    if not _TIGHT < share <= 1:
+    if not TIGHT < share <= 1:
         return
     free = (usable - best.memory.peak) / GIB
     note = (
         f"the peak is {share:.1%} of the usable memory, {free:.1f} GiB below it: what the "
         "planner does not model (fragmentation, uneven experts) may not fit"
     )
-    roomy = (one for one in found if one.fits == best.fits and one.memory.peak <= _TIGHT * usable)
+    roomy = (one for one in found if one.fits == best.fits and one.memory.peak <= TIGHT * usable)
     if (other := next(roomy, None)) and other.time and best.time:
         slower = other.time.seconds / best.time.seconds - 1
         note += (

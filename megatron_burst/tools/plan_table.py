@@ -117,9 +117,10 @@ def _candidates(some: Sequence[Candidate], best: Candidate, title: str) -> Table
 def _show_best(console: Console, job: Job, best: Candidate) -> None:
     if time := best.time:
         every = time.tokens_per_gpu * job.gpus
+        alike = ", if micro-batches are full and alike" if job.packing else ""
         say(
             console,
-            f"a step takes {_digits(time.seconds, 4)} s: {time.tokens} tokens/s per GPU, "
+            f"a step takes {_digits(time.seconds, 4)} s{alike}: {time.tokens} tokens/s per GPU, "
             f"{every:,.0f} in all, MFU {time.mfu:.1%}",
         )
     say(console, f"{best.strategy.layout}, {best.strategy.policy}")

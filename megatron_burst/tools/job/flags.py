@@ -49,11 +49,16 @@ def as_words(flags: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def as_json(
-    job: Job, found: Sequence[Candidate], own: Mapping[str, Any] | None = None, most: int = 50
+    job: Job,
+    found: Sequence[Candidate],
+    own: Mapping[str, Any] | None = None,
+    documents: Mapping[str, Any] | None = None,
+    most: int = 50,
 ) -> str:
     """What a search found, for a run (`--burst-plan`) and for other programs: the best strategy's
     flags, the job, speeds of its GPUs, seconds of a micro-batch (`megatron_burst.balance`), that
-    strategy, and others, `most` in all, with what speaks against them; `own`: of `flag_values`."""
+    strategy, steps of drawn `documents`, and other strategies, `most` in all, with what speaks
+    against them; `own`: of `flag_values`."""
     best, gpu = found[0], job.hardware.gpu
     costs = costs_of(job, best.strategy)
     forward = job.hardware.kernel(job.model.dim_qk).forward.points[-1][1]
@@ -68,6 +73,7 @@ def as_json(
         },
         "rates": asdict(Rates(gpu.matmul_tflops, forward, gpu.host_gbs)),
         IN_PLAN: costs.as_json() if costs else None,
+        "documents": documents,
         "best": _describe(best, best),
         "others": [_describe(one, best) for one in found[1:most]],
     }  # fmt: skip

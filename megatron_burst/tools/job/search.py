@@ -29,6 +29,7 @@ from megatron_burst.tools.job.strategy import (
 Fixed = tuple[tuple[str, Any], ...]
 Named = tuple[tuple[str, str], ...]
 Watch = Callable[[Sequence[Strategy]], Iterable[Strategy]]
+TIGHT = 0.95  # of the usable memory: above, what the planner does not model may not fit
 _MOST_GPUS = 1 << 16  # most that are tried if fewer do not fit
 _KEEPS: tuple[Keep, ...] = ("none", "half", "all")
 _POLICIES = (
@@ -73,14 +74,14 @@ def candidate(job: Job, strategy: Strategy) -> Candidate:
 
 def _look_at(job: Job, strategy: Strategy) -> Candidate:
     memory = memory_of(job, strategy)
-    over, node_over = _missing_gib(job, memory)
+    over, node_over = missing_gib(job, memory)
     time = step_time(job, strategy, memory) if over <= 0 and node_over <= 0 else None
     return Candidate(strategy, memory, time, max(0.0, over), max(0.0, node_over))
 
 
-def _missing_gib(job: Job, memory: Memory) -> tuple[float, float]:
-    """Memory that a GPU and a node lack; negative where it fits."""
-    over = (memory.peak - job.hardware.gpu.usable_bytes) / GIB
+def missing_gib(job: Job, memory: Memory, share: float = 1.0) -> tuple[float, float]:
+    """Memory that a GPU, of which a share is usable, and a node lack; negative where it fits."""
+    over = (memory.peak - share * job.hardware.gpu.usable_bytes) / GIB
     host_gib = job.hardware.node.memory_gib * job.on_node
     host_gib *= 0.8 / job.hardware.node.gpus  # the rest is for processes and the page cache
     return over, memory.node / GIB - host_gib
@@ -116,7 +117,7 @@ def enough_gpus(job: Job, fixed: Fixed, batch: Callable[[int], int]) -> int | No
         more = replace(job, gpus=gpus, gpus_per_node=even_share(gpus, node), batch=batch(gpus))
         for layout in layouts(more, _given_sizes(fixed)):
             for strategy in _policies(more, layout, fixed):
-                if max(_missing_gib(more, memory_of(more, strategy))) <= 0:
+                if max(missing_gib(more, memory_of(more, strategy))) <= 0:
                     return gpus
         gpus *= 2
     return None
