@@ -39,7 +39,8 @@ from megatron_burst.balance import Assignment, BatchGrid, Costs, assign
 from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.job.costs import costs_of
 from megatron_burst.tools.job.hugging_face import PRESETS
-from megatron_burst.tools.job.model import Experts, Model
+from megatron_burst.tools.job.layers import Experts
+from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.strategy import Job, Strategy
 from megatron_burst.tools.terminal import in_one_sentence
 

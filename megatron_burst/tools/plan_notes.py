@@ -53,12 +53,14 @@ def _of_script(job: Job, best: Candidate, arguments: Arguments) -> Iterator[str]
 
 
 def _of_linear(job: Job) -> Iterator[str]:
-    """That nothing of linear attention is measured."""
+    """That nothing of linear attention is measured, and which script has hybrids."""
     if job.model.linear:
         yield (
             "time and memory of linear attention are computed from its FLOPs and bytes, and have "
             "not been compared with measurements"
         )
+    if job.model.pattern:
+        yield "its flags are those of Megatron-Core 0.19, started with its pretrain_hybrid.py"
 
 
 def _of_length(job: Job, fixed: Fixed) -> Iterator[str]:

@@ -16,8 +16,8 @@ from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.job.flags import as_words, flag_values
-from megatron_burst.tools.job.megatron import model_flags
 from megatron_burst.tools.job.memory import Memory
+from megatron_burst.tools.job.model_flags import model_flags
 from megatron_burst.tools.job.peer import gain
 from megatron_burst.tools.job.script import Script
 from megatron_burst.tools.job.search import Candidate, loses

@@ -16,7 +16,15 @@ from megatron_burst.tools.job.search import layouts, search
 from megatron_burst.tools.job.strategy import Job
 from megatron_burst.tools.main import app
 from megatron_burst.tools.plan_notes import warnings_of
-from tests.plan.configs import GEMMA_3_27B, LLAMA_3_8B, MISTRAL_7B, MIXTRAL_8X7B, QWEN_3_NEXT_80B
+from tests.plan.configs import (
+    GEMMA_3_27B,
+    GRANITE_4_H_SMALL,
+    LLAMA_3_8B,
+    MISTRAL_7B,
+    MIXTRAL_8X7B,
+    NEMOTRON_3_NANO,
+    QWEN_3_NEXT_80B,
+)
 
 LLAMA = "llama3-8b --seq-length 256k --gpus 16"
 JOB = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 16, preset("h200"))
@@ -165,10 +173,20 @@ def test_a_model_with_windows_in_all_layers_is_planned(config):
     assert "Megatron's own ring" not in text and "attention of a layer" not in text
 
 
-def test_a_model_with_linear_attention_is_planned(config):
-    text = run(f"{config(QWEN_3_NEXT_80B)} --seq-length 128k --gpus 32 --tp 1 --pp 1 --ep 16")
+@pytest.mark.parametrize(
+    ("published", "flag"),
+    [
+        (QWEN_3_NEXT_80B, "--linear-attention-freq 4"),
+        (NEMOTRON_3_NANO, "--hybrid-layer-pattern 'MEMEM*E"),
+        (GRANITE_4_H_SMALL, ""),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
+)
+def test_a_model_with_linear_attention_is_planned(published, flag, config):
+    text = run(f"{config(published)} --seq-length 128k --gpus 32 --tp 1 --cp 8 --pp 1")
     assert "linear attention" in text and "a layer with softmax attention" in text
-    assert "model_type qwen3_next" in text and "--num-layers" not in text
+    assert ("--num-layers" in text) == bool(flag) and flag in text
+    assert "refuses" not in text and "--context-parallel-impl burst" in text
 
 
 def test_flags_of_a_model_that_is_not_understood_are_not_printed(config, tmp_path):
