@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_burst.balance.costs import IN_PLAN
 from megatron_burst.rates import Rates
+from megatron_burst.tools.job.candidate import Candidate, loses
 from megatron_burst.tools.job.costs import costs_of
 from megatron_burst.tools.job.model_flags import Values, model_flags
-from megatron_burst.tools.job.search import Candidate, loses
 from megatron_burst.tools.job.strategy import Job, Strategy, stage_layers
 
 SIZES = {  # fields of a strategy: Megatron's flags

@@ -35,6 +35,7 @@ class Job:
     batch: int  # global batch in sequences; micro-batches have one
     hardware: Hardware  # the cluster's
     packing: Packing | None = None  # of the sequences; None: each is one causal document
+    logits: bool = False  # whether a framework takes them from the model: no fused loss runs
 
     @property
     def share(self) -> float:
