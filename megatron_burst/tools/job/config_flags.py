@@ -34,6 +34,7 @@ class Type:
     rotary: bool = True
     delta: bool = False
     mamba: Config = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
     halves: bool = False
 
 
@@ -81,6 +82,7 @@ def _of_class(config: Config, kind: Type) -> Iterator[str]:
 def _unread(config: Config, kind: Type) -> Iterator[str]:
     known = {*KEYS["read"], *KEYS["harmless"], *kind.ignores, kind.epsilon}
     known |= {*kind.reads, *(() if kind.name else KEYS["sizes"])}
+    known |= {name.partition(".")[0] for name in kind.names.values()}
     harmless = {**KEYS["at"], **kind.at}
     for key, value in config.items():
         off = key in KEYS["off"] and key not in kind.at and value in _NOTHING

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from itertools import cycle, islice
 from types import MappingProxyType
+from typing import Any
 
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.job.config_flags import KEYS, TYPES, Config, Type, flags_of, table
@@ -27,7 +28,7 @@ def from_hugging_face(config: Config, name: str) -> Model:
     inner = config.get("text_config")  # the language model of one that has other parts too
     config = {**config, **inner} if isinstance(inner, Mapping) else config
     kind = TYPES.get(str(config.get("model_type")), Type())
-    config = _with_layer_types({**kind.usual, **config}, kind)
+    config = _with_layer_types({**kind.usual, **config, **_renamed(config, kind)}, kind)
     _check_layers(config, kind, name)
     size = Sizes(config, name)
     heads, hidden = size("num_attention_heads"), size("hidden_size")
@@ -38,7 +39,7 @@ def from_hugging_face(config: Config, name: str) -> Model:
         dims = size("qk_nope_head_dim") + rope, size("v_head_dim")
         latent, heads_kv = Latent(size("q_lora_rank", 0), size("kv_lora_rank"), rope), heads
     layers = size("num_hidden_layers")
-    experts = _experts(config, size, layers, name)
+    experts = _experts(config, kind, size, layers, name)
     # a model with experts in all layers need not say how wide others would be
     unused = experts.ffn if experts and not experts.dense_layers else None
     ffn = 0 if experts else size("shared_intermediate_size", 0)  # Granite's, without experts
@@ -80,9 +81,26 @@ def _pattern(config: Config, kind: Type) -> str:
     return config.get("hybrid_override_pattern") or "".join(listed)
 
 
-def _experts(config: Config, size: Sizes, layers: int, name: str) -> Experts | None:
+def _renamed(config: Config, kind: Type) -> Config:
+    """Sizes that a type names otherwise, also in tables inside of its config."""
+    found: dict[str, Any] = {}
+    for ours, theirs in kind.names.items():
+        value: Any = config
+        for part in theirs.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            found[ours] = value
+    return found
+
+
+def _experts(config: Config, kind: Type, size: Sizes, layers: int, name: str) -> Experts | None:
     count = size("n_routed_experts", size("num_local_experts", size("num_experts", 0)))
     if not count:
+        others = [
+            key for key, value in config.items() if "expert" in key and value not in (0, None)
+        ]
+        if others and not kind.name and not kind.mamba:
+            raise unread(name, "number of experts", f"{others[0]} {config[others[0]]}")
         return None
     width = size("moe_intermediate_size", 0) or size("intermediate_size")
     shared = size("n_shared_experts", 0) * width
