@@ -11,9 +11,9 @@ from megatron_burst.balance import BatchGrid, Costs, assign
 from megatron_burst.balance.packing import best_fit, sequential
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
+from megatron_burst.tools.job.candidate import ROOMY, Candidate, missing_gib
 from megatron_burst.tools.job.costs import costs_of
 from megatron_burst.tools.job.memory import memory_of
-from megatron_burst.tools.job.search import TIGHT, Candidate, missing_gib
 from megatron_burst.tools.job.step import UPDATE
 from megatron_burst.tools.job.strategy import Job, Strategy, least_multiple, misfit
 from megatron_burst.tools.job.transfers import boundary_seconds
@@ -200,4 +200,4 @@ def _fits(job: Job, strategy: Strategy, cp: int, tokens: int) -> bool:
     some = replace(job, seq=tokens * cp, batch=batch, packing=packing)
     if misfit(some, narrow):
         return False
-    return max(missing_gib(some, memory_of(some, narrow), TIGHT)) <= 0
+    return max(missing_gib(some, memory_of(some, narrow), ROOMY)) <= 0

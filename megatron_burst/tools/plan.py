@@ -13,15 +13,18 @@ from megatron_burst.tools.documents import Documents, compare
 from megatron_burst.tools.documents_table import as_described, show_documents
 from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.hardware_file import preset_names
+from megatron_burst.tools.job.candidate import Candidate
 from megatron_burst.tools.job.flags import as_json
+from megatron_burst.tools.job.frameworks import takes_logits
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.model_file import model_of
 from megatron_burst.tools.job.script import Script, arguments_in, given, read_script
-from megatron_burst.tools.job.search import Candidate, search
+from megatron_burst.tools.job.search import search
 from megatron_burst.tools.job.strategy import Fsdp, Job, Strategy, even_share
 from megatron_burst.tools.lengths import lengths_in
 from megatron_burst.tools.packed import plan_sample
 from megatron_burst.tools.pictures import save_picture, save_sample_picture
+from megatron_burst.tools.plan_flags import Shown
 from megatron_burst.tools.plan_notes import no_room, warnings_of, with_keep
 from megatron_burst.tools.plan_options import (
     STDOUT,
@@ -33,12 +36,13 @@ from megatron_burst.tools.plan_options import (
     packing_of,
     tokens_of,
 )
-from megatron_burst.tools.plan_table import Shown, show
+from megatron_burst.tools.plan_table import show
 from megatron_burst.tools.step_picture import save_step_picture
 from megatron_burst.tools.terminal import in_one_sentence, writing
 from megatron_burst.tools.units import whole_number
 
 _NOT_RUN = 3  # exit code; 2 is refused input
+Framework = Literal["megatron", "bridge", "verl", "ms-swift", "slime", "nemo-rl", "roll"]
 Size = partial(Option, min=1, metavar="N")
 _MODEL = f"{', '.join(PRESETS)}, hf:ORG/NAME (cached), a config.json, or Megatron's arguments"
 
@@ -92,6 +96,10 @@ def plan(
         Path | None,
         Option(metavar="FILE", help="write the plan as JSON, for --burst-plan; -: print only that"),
     ] = None,
+    framework: Annotated[
+        Framework | None,
+        Option("--for", help="print the plan's decisions in this framework's own words"),
+    ] = None,
     cu_seqlens: Annotated[
         Path | None,
         Option(
@@ -139,6 +147,7 @@ def plan(
         length = seq_length or in_file.get("seq_length", "")
         if cu_seqlens and not length:
             of_jobs = {"global_batch_size": global_batch_size, "search": do_search, "json": json}
+            of_jobs["for"] = framework
             check_sample(asked | of_jobs)
             whose = Job(described, 1, count, on_node, 1, machine)
             sample = plan_sample(whose, cu_seqlens, dict(fixed))
@@ -150,11 +159,14 @@ def plan(
         batch = batch_of(global_batch_size or in_file.get("global_batch_size", ""), tokens)
         drawn_from = lengths_in(lengths) if lengths else None
         packing, repeated = packing_of(script, cu_seqlens, drawn_from, tokens)
-        job = Job(described, tokens, count, on_node, batch(count), machine, packing)
+        logits = takes_logits(framework, fsdp)
+        job = Job(described, tokens, count, on_node, batch(count), machine, packing, logits)
         found = search(job, fixed, _watched, script.named)
         missing = "" if found[0].fits else no_room(job, found, fixed, batch)
         notes = [*script.notes, *layout_note(script, drawn_from)]
         warnings = [*notes, *warnings_of(job, found, fixed, in_file)]
+        if logits:
+            warnings.append(f"{framework} takes all logits: they are counted, and no fused loss is")
         keeps_none = script.policy.get("keep") == "none" and "burst_keep" not in in_file
         more = with_keep(job, found[0]) if keeps_none and found[0].fits else ""
         documents = compare(job, found, drawn_from) if drawn_from and found[0].fits else None
@@ -164,6 +176,7 @@ def plan(
         shown = Shown(
             job, found, script, in_file, warnings, missing, do_search, repeated, more,
             usual_batch=not (global_batch_size or "global_batch_size" in in_file),
+            framework=framework,
         )  # fmt: skip
         if json != STDOUT:
             show(shown)

@@ -152,6 +152,8 @@ def test_wrong_files_are_refused_in_a_sentence(name, text, match, tmp_path):
 def test_an_unknown_model_is_answered_with_the_nearest():
     with pytest.raises(BurstError, match=r"got 'llama-8b', did you mean 'llama3-8b'\?"):
         model_of("llama-8b")
+    with pytest.raises(BurstError, match="did you mean 'qwen3-8b'.*, hf:ORG/NAME"):
+        model_of("Qwen/Qwen3-8")
 
 
 @pytest.mark.parametrize(

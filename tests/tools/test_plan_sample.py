@@ -80,7 +80,7 @@ def test_files_without_documents_are_refused(content, tmp_path):
 
 
 def test_a_job_of_these_samples(lengths):
-    options = "--gpus", 8, "--seq-length", "128k", "--keep", "all"
+    options = "--gpus", 8, "--seq-length", "128k", "--keep", "all", "--cp", 2
     text = run(*options, "--cu-seqlens", lengths)
     assert "packed documents have 6.3% of a causal sequence's pairs" in text
     assert "a step takes" in text and "warning" not in text

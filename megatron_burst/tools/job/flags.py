@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_burst.balance.costs import IN_PLAN
 from megatron_burst.rates import Rates
+from megatron_burst.tools.job.candidate import Candidate, loses
 from megatron_burst.tools.job.costs import costs_of
-from megatron_burst.tools.job.megatron import Values, model_flags
-from megatron_burst.tools.job.search import Candidate, loses
+from megatron_burst.tools.job.model_flags import Values, model_flags
 from megatron_burst.tools.job.strategy import Job, Strategy, stage_layers
 
 SIZES = {  # fields of a strategy: Megatron's flags
@@ -43,7 +43,7 @@ def as_words(flags: Mapping[str, object]) -> tuple[str, ...]:
     """Flags as shell words, one entry per flag with its value; without flags that are off."""
     words = []
     for flag, value in flags.items():
-        values = [] if value is True else value if isinstance(value, list) else [value]
+        values = [] if value is True else value if isinstance(value, list | tuple) else [value]
         words += [] if value is False else [shlex.join([flag, *map(str, values)])]
     return tuple(words)
 

@@ -31,10 +31,11 @@ def model_of(name_or_path: str) -> Model:
     on_hub = name_or_path.startswith(_HUB)
     path = _cached_config(name_or_path) if on_hub else Path(name_or_path)
     if not path.is_file():
+        close = nearest(name_or_path.lower().rpartition("/")[2], PRESETS)
         raise BurstError(
             "plan: MODEL must be a preset or a file, because sizes come from there; got "
-            f"{name_or_path!r}{nearest(name_or_path.lower(), PRESETS)}; choose one of "
-            f"{', '.join(PRESETS)}, hf:ORG/NAME, a config.json, or a file of Megatron's arguments"
+            f"{name_or_path!r}{close}; choose one of {', '.join(PRESETS)}, hf:ORG/NAME, "
+            "a config.json, or a file of Megatron's arguments"
         )
     text = text_of(path)
     if path.suffix == ".json" and DUMPED not in _json(text, path):
