@@ -296,3 +296,43 @@ def test_jobs_that_would_be_wrong_are_refused():
                    dict(global_batch_size=12, dataloader_type="single"),
                    dict(global_batch_size=12, rampup_batch_size=[4, 4, 4])):  # fmt: skip
         assert "steps of 12 documents in 3 micro-batches a rank" in refusal(three, flags | change)
+
+
+# ---- why Megatron's own --hybrid-context-parallel is refused --------------------------------
+
+
+def hybrid(rank: int) -> list[tuple[int, int, int]]:
+    """Of each sample that Megatron's loader gives this rank: its tokens, the ranks that it chose
+    for it, and the rows that Megatron's function leaves on this rank."""
+    from megatron.core import parallel_state
+    from megatron.core.datasets.data_schedule import HybridCPDataLoaderWrapper
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from megatron_burst.tools import cpu_mode
+
+    cpu_mode.install(training=False)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(context_parallel_size=4, hybrid_context_parallel=True)
+    places = torch.arange(64)
+    sample = dict(tokens=places, labels=places, loss_mask=torch.ones(64), position_ids=places)
+    sample |= dict(cu_seqlens=torch.tensor([0, 16, 32, 64]).int(), max_seqlen=torch.tensor(32))
+    settings = Namespace(max_seqlen_per_dp_cp_rank=16)
+    samples, chosen = next(HybridCPDataLoaderWrapper(iter([[sample]]), settings))
+    groups = [parallel_state.get_context_parallel_group()]
+    groups.append(parallel_state.get_hybrid_data_context_parallel_groups)
+    found = []
+    for index, given in samples.items():
+        ranks = sum(index in some[each] for some in chosen for each in range(4))
+        batch = {name: x[None] for name, x in given.items()}
+        batch = dict.fromkeys(("cu_seqlens", "attention_mask")) | batch
+        batch["local_cp_size"] = torch.tensor([ranks])
+        mine = get_batch_on_this_cp_rank(batch, True, *groups)
+        found.append((given["tokens"].numel(), ranks, mine["tokens"].shape[1]))
+    return found
+
+
+def test_megatrons_hybrid_samples_are_sharded_over_the_layers_group():
+    """Once this fails, the refusal of --hybrid-context-parallel can go."""
+    found = [each for ranks in run_ranks(hybrid, 4) for each in ranks]
+    assert {ranks for _, ranks, _ in found} != {4}
+    assert all(rows == tokens // 4 for tokens, _, rows in found), found
