@@ -4,10 +4,10 @@ A slot is one micro-batch of a data-parallel rank: its context-parallel ranks, i
 size. Documents are numbered from the longest on, so those of a size are a range.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, product
-from math import ceil
+from math import ceil, inf
 
 import numpy as np
 
@@ -78,30 +78,42 @@ def patterned(units: Units, grid: BatchGrid) -> SlotLayout | None:
 
     Tries sets of sizes, and lengths at which documents change to the next size.
     """
+    sums = {cp: np.concatenate(([0.0], np.cumsum(one))) for cp, one in units.seconds.items()}
+
+    def mean(cp: int, part: range) -> float:
+        return float(sums[cp][part.stop] - sums[cp][part.start]) * cp / grid.cp / grid.dp
+
+    best, found = inf, None
+    for each in _patterns(units, grid):
+        step = sum(max(mean(cp, p), float(units.seconds[cp][p.start])) for cp, p, _ in each)
+        if step < best:
+            best, found = step, each
+    if not found:
+        return None
+    classes = []
+    for cp, part, count in reversed(found):
+        ranks = np.tile(np.arange(grid.dp), count)
+        classes.append(SizeClass(cp, part, ranks, np.full(len(ranks), mean(cp, part) / count)))
+    return SlotLayout(classes, best)
+
+
+def _patterns(units: Units, grid: BatchGrid) -> Iterator[list[tuple[int, range, int]]]:
+    """Size, documents, and micro-batches of a rank, the narrowest size first."""
     narrower = sorted(units.seconds)[:-1]
     sets = [some for n in range(len(narrower) + 1) for some in combinations(narrower, n)]
-    sums = {cp: np.concatenate(([0.0], np.cumsum(one))) for cp, one in units.seconds.items()}
-    tokens = np.concatenate(([0], np.cumsum(units.lengths)))
-    found: list[SlotLayout] = []
-    for some, share in product(sets, _SHARES):
-        limits = [-share * grid.token_limit * cp for cp in some]
-        edges = [len(units.lengths), *np.searchsorted(-units.lengths, limits).tolist(), 0]
+    tokens, shorter = np.concatenate(([0], np.cumsum(units.lengths))).tolist(), -units.lengths
+    edge_of = {
+        (cp, share): int(np.searchsorted(shorter, -share * grid.token_limit * cp))
+        for cp, share in product(narrower, _SHARES)
+    }
+    for some, share in product(sets, _SHARES if narrower else _SHARES[:1]):
+        edges = [len(units.lengths), *(edge_of[cp, share] for cp in some), 0]
         parts = [range(start, stop) for stop, start in pairwise(edges)]
-        held = [int(tokens[part.stop] - tokens[part.start]) for part in parts]
-        slots = _slots_by_tokens(held, grid)
-        sizes = (*some, grid.cp)
-        lanes = [grid.dp * grid.cp // cp for cp in sizes]
-        enough = (len(p) >= n * b for p, n, b in zip(parts, slots, lanes, strict=True))
-        if sum(slots) != grid.micro_batches or not all(enough):
-            continue
-        step, classes = 0.0, []
-        for cp, part, count, every in zip(sizes, parts, slots, lanes, strict=True):
-            mean = float(sums[cp][part.stop] - sums[cp][part.start]) / every
-            step += max(mean, float(units.seconds[cp][part.start]))
-            ranks = np.tile(np.arange(grid.dp), count)
-            classes.append(SizeClass(cp, part, ranks, np.full(len(ranks), mean / count)))
-        found.append(SlotLayout(classes[::-1], step))
-    return min(found, key=lambda one: one.expected) if found else None
+        slots = _slots_by_tokens([tokens[p.stop] - tokens[p.start] for p in parts], grid)
+        found = list(zip((*some, grid.cp), parts, slots, strict=True))
+        enough = (len(part) >= count * grid.dp * grid.cp // cp for cp, part, count in found)
+        if sum(slots) == grid.micro_batches and all(enough):
+            yield found
 
 
 def _slots_by_tokens(tokens: Sequence[int], grid: BatchGrid) -> list[int]:
@@ -112,5 +124,6 @@ def _slots_by_tokens(tokens: Sequence[int], grid: BatchGrid) -> list[int]:
         return [grid.micro_batches]
     slots = [max(1, ceil(some / each)) for some in tokens]
     while sum(slots) < grid.micro_batches:
-        slots[int(np.argmax(np.divide(tokens, slots)))] += 1
+        most = max(range(len(slots)), key=lambda size: tokens[size] / slots[size])
+        slots[most] += 1
     return slots
