@@ -1,6 +1,6 @@
 """What tests need that some releases of Megatron-Core lack: one table, and pytest marks from it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -61,14 +61,21 @@ def no_option(options: Iterable[str]) -> str:
     return f"TransformerConfig has no {', '.join(unknown)}" if unknown else ""
 
 
-def parameters(cases: Mapping[str, Any], why: Callable[[Any], str]) -> list:
-    """Case names for `parametrize`; `why`: why this Megatron cannot run one, or ""."""
-    return [
-        pytest.param(name, marks=pytest.mark.skip(reason=why(case)) if why(case) else ())
-        for name, case in cases.items()
-    ]
+def parameters(
+    cases: Mapping[str, Any], why: Callable[[Any], str], seldom: Collection[str] = ()
+) -> list:
+    """Case names for `parametrize`; `why`: why this Megatron cannot run one, or ""; `seldom`: what
+    runs with --all only."""
+    marked = []
+    for name, case in cases.items():
+        marks = [pytest.mark.skip(reason=why(case))] if why(case) else []
+        marks += [pytest.mark.whole] if name in seldom else []
+        marked.append(pytest.param(name, marks=marks))
+    return marked
 
 
-def present(cases: Mapping[str, Any], why: Callable[[Any], str]) -> dict[str, Any]:
-    """The cases that this Megatron can run."""
-    return {name: case for name, case in cases.items() if not why(case)}
+def present(
+    cases: Mapping[str, Any], why: Callable[[Any], str], left: Collection[str] = ()
+) -> dict[str, Any]:
+    """The cases that this Megatron can run, without those that are left out."""
+    return {name: case for name, case in cases.items() if not why(case) and name not in left}
