@@ -19,7 +19,7 @@ sys.path.insert(0, str(DOCS.parent))
 from megatron_burst.errors import BurstError  # noqa: E402
 from megatron_burst.tools.hardware_file import preset  # noqa: E402
 from megatron_burst.tools.job.flags import as_words  # noqa: E402
-from megatron_burst.tools.job.hugging_face import from_hugging_face  # noqa: E402
+from megatron_burst.tools.job.hugging_face import from_hugging_face, preset_name  # noqa: E402
 from megatron_burst.tools.job.linear import DeltaNet  # noqa: E402
 from megatron_burst.tools.job.model import Model  # noqa: E402
 from megatron_burst.tools.job.model_flags import model_flags  # noqa: E402
@@ -174,6 +174,13 @@ def page(key: str) -> str:
         else:
             words = _weights(model), attention_of(model), burst_of(model)
             lines.append(f"| {name} | {' | '.join(words)} |")
+    known = [preset for name in found if (preset := preset_name(name))]
+    if known:
+        lines += [
+            "",
+            f"Known by name: `megatron-burst plan {known[0]} --gpus 64 --seq-length 128k`",
+        ]
+        lines[-1] += "".join(f", `{name}`" for name in known[1:]) + "."
     lines += ["", *_planned(family), *_flags(found)]
     if family["bridge"]:
         lines += ["## Checkpoints", "", f"Converted by Megatron-Bridge: {family['bridge']}.", ""]

@@ -186,6 +186,16 @@ def _dense_layers(config: Config, layers: int, name: str) -> int:
     )
 
 
+def preset_name(name: str) -> str | None:
+    """The preset that a name means, whatever its capitals, dots and dashes; None if it is none."""
+    wanted = _letters(name)
+    return next((known for known in PRESETS if _letters(known) == wanted), None)
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
+
+
 PRESETS: Mapping[str, Model] = MappingProxyType(
     {name: from_hugging_face(config, name) for name, config in table("presets").items()}
 )
