@@ -28,6 +28,11 @@ LACKING = {  # need: releases without it, and why, as the tables in docs show it
         "its own Megatron-FSDP trains otherwise than DDP on a CPU, also on one rank without burst",
     ),
     "documents anywhere": ("0.16 0.17 0.18", "--dataloader-inter-document-masking is of 0.19"),
+    "model configurations": ("0.16 0.17 0.18", "gpt_config_from_args() is of 0.19"),
+    "hybrid groups in one function": (
+        "0.16 0.17",
+        "its --hybrid-context-parallel shards by a function of its own up to 0.17",
+    ),
     "documents without TransformerEngine": (
         "0.16 0.17",
         "packed samples ask for TransformerEngine's version up to 0.17",

@@ -19,6 +19,7 @@ from megatron_burst.balance import BatchGrid, Costs, Sampler
 from megatron_burst.errors import BurstError
 from tests.mcore import pipeline
 from tests.mcore.gpt import VOCAB
+from tests.mcore.lacking import needs
 from tests.mcore.packed_sample import with_sequence_parallel
 from tests.ranks import preload, run_ranks
 
@@ -331,6 +332,7 @@ def hybrid(rank: int) -> list[tuple[int, int, int]]:
     return found
 
 
+@needs("hybrid groups in one function")
 def test_megatrons_hybrid_samples_are_sharded_over_the_layers_group():
     """Once this fails, the refusal of --hybrid-context-parallel can go."""
     found = [each for ranks in run_ranks(hybrid, 4) for each in ranks]
