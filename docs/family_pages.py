@@ -217,7 +217,7 @@ def _flags(found: Mapping[str, Model | str]) -> Iterator[str]:
     yield ""
     for name, model in found.items():
         if isinstance(model, Model) and model.unknown:
-            yield f"**{name}**: none, because no flag says {_named(model)}."
+            yield f"**{name}**: none. No flag says what these entries mean: {_named(model)}."
             yield ""
         elif isinstance(model, Model):
             yield f"**{name}**:"

@@ -159,7 +159,7 @@ def plan(
         batch = batch_of(global_batch_size or in_file.get("global_batch_size", ""), tokens)
         drawn_from = lengths_in(lengths) if lengths else None
         packing, repeated = packing_of(script, cu_seqlens, drawn_from, tokens)
-        logits = takes_logits(framework, fsdp)
+        logits = takes_logits(framework, dict(fixed).get("fsdp", "none"))
         job = Job(described, tokens, count, on_node, batch(count), machine, packing, logits)
         found = search(job, fixed, _watched, script.named)
         missing = "" if found[0].fits else no_room(job, found, fixed, batch)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.flags import flag_values
-from megatron_burst.tools.job.frameworks import FRAMEWORKS, words_of
+from megatron_burst.tools.job.frameworks import FRAMEWORKS, takes_logits, words_of
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.strategy import Job, Strategy
 from megatron_burst.tools.main import app
@@ -139,3 +139,5 @@ def test_sharded_weights_in_other_words_are_refused():
     options = "qwen3-8b --seq-length 128k --gpus 8 --fsdp torch --for bridge"
     done = CliRunner().invoke(app, ["plan", *options.split()], env={"COLUMNS": "200"})
     assert done.exit_code == 2 and "--for bridge must come without --fsdp" in done.output
+    assert not takes_logits("bridge") and takes_logits("verl") and not takes_logits(None)
+    assert not takes_logits("megatron", "torch")

@@ -27,7 +27,7 @@ _OURS = "--burst-"  # flags that MEGATRON_BURST has, without this
 FRAMEWORKS: Mapping[str, Mapping[str, Any]] = table("frameworks")
 
 
-def takes_logits(framework: str | None, fsdp: str | None) -> bool:
+def takes_logits(framework: str | None, fsdp: str = "none") -> bool:
     """Whether a framework takes all logits from the model, so that no fused loss runs.
 
     Raises:
@@ -35,7 +35,7 @@ def takes_logits(framework: str | None, fsdp: str | None) -> bool:
     """
     if framework in (None, MEGATRON):
         return False
-    if fsdp:
+    if fsdp != "none":
         raise BurstError(
             f"plan: --for {framework} must come without --fsdp, because the planner only knows "
             f"Megatron's own settings of it; got --fsdp {fsdp}; leave one out"
