@@ -13,15 +13,18 @@ from megatron_burst.tools.job.layers import Experts
 from megatron_burst.tools.job.model import Model
 
 WHO = "benchmarks.frontier"
+_NORMS = (("--qk-layernorm", True),)  # Qwen3's, of each head of q and k
 MODELS = {
     one.name: one
     for one in (
-        Model("qwen3-8b", 4, 4096, 32, 8, 128, 128, 12288, 151936),
-        Model("qwen3-1.7b", 28, 2048, 16, 8, 128, 128, 6144, 151936, tied=True),
+        Model("qwen3-8b", 4, 4096, 32, 8, 128, 128, 12288, 151936, beside=_NORMS),
+        Model("qwen3-1.7b", 28, 2048, 16, 8, 128, 128, 6144, 151936, tied=True,
+              beside=_NORMS),
         Model("qwen3-30b-a3b", 4, 2048, 32, 4, 128, 128, 6144, 151936,
-              experts=Experts(128, 8, 768)),
-        Model("tiny", 2, 64, 4, 2, 16, 16, 128, 128),
-        Model("tiny-moe", 2, 64, 4, 2, 16, 16, 128, 128, tied=True, experts=Experts(4, 2, 64)),
+              experts=Experts(128, 8, 768), beside=_NORMS),
+        Model("tiny", 2, 64, 4, 2, 16, 16, 128, 128, beside=_NORMS),
+        Model("tiny-moe", 2, 64, 4, 2, 16, 16, 128, 128, tied=True, experts=Experts(4, 2, 64),
+              beside=_NORMS),
     )
 }  # fmt: skip
 _FULL = {

@@ -16,10 +16,10 @@ from megatron_burst.schedule.spec import AttentionShape, Direction, Kernel
 from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.hardware import GIB, Curve, Hardware, LinkSpeed
 from megatron_burst.tools.hardware_file import preset_of
+from megatron_burst.tools.job.layer import layer_seconds
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.peer import as_megatron, megatron_bytes
-from megatron_burst.tools.job.step import layer_seconds
 from megatron_burst.tools.job.strategy import Job, Strategy, open_call
 from megatron_burst.tools.simulate.call import (
     AttentionCall,
@@ -34,6 +34,7 @@ from megatron_burst.tools.simulate.kernels import Timer
 from megatron_burst.tools.simulate.sample import Packing, Sample
 
 _AGAIN_BEFORE = "2026-11-21T16:45"  # until then backward exchanged Q, K and V again, always
+_ENDS_BEFORE = "2026-11-24T13:09"  # until then recomputation with keep made the last product
 _RESENT_BEFORE = "2026-11-21T19:27"  # until then keys of other nodes came again in backward
 _SLOTS_BEFORE = "2026-11-24T10:30"  # until then pulling a round or two took more slots
 _HEADS_BEFORE = "2026-11-24T10:30"  # until then long shards had larger rounds on one node
@@ -236,9 +237,17 @@ def _of_layers(row: Row, hardware: Hardware) -> Prediction:
             return Prediction(1e3 * layers * again, None)
         on_links = replace(job, hardware=links)
         seconds += share * layers * layer_seconds(on_links, strategy, call)
+        if strategy.keep != "none" and "" < row.date < _ENDS_BEFORE:
+            seconds += share * layers * _last_product(job, strategy)
         if mode.recompute == "selective":  # attention alone is computed again
             seconds += share * layers * again
     return Prediction(1e3 * seconds, _layer_bytes(job, strategies, mode) / GIB)
+
+
+def _last_product(job: Job, strategy: Strategy) -> float:
+    """Seconds of the last product of a layer, which is not recomputed any more."""
+    flops = 2 * job.model.hidden * job.model.ffn * (job.seq // strategy.cp)
+    return Timer(job.hardware).matmul(flops)
 
 
 def _layer_bytes(job: Job, strategies: list[tuple[float, Strategy]], mode: Mode) -> float:

@@ -8,6 +8,7 @@ from megatron_burst.rates import Rates
 
 _USUAL = Rates()
 _GIB = 1 << 30
+MOST_USED = 0.92  # share of a GPU's memory: the rest is fragments and what varies
 _HIDDEN = 0.9  # share of the layers' time that copies may take
 
 

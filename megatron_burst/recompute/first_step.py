@@ -10,8 +10,8 @@ import torch
 from torch.optim import optimizer
 
 from megatron_burst.environment import available_host_bytes
+from megatron_burst.recompute.budget import MOST_USED
 
-_USED = 0.92  # share of a GPU's memory that may be used: the rest is fragments and what varies
 _COPIED = 1 << 26  # bytes, to measure the bandwidth
 
 
@@ -75,7 +75,7 @@ class FirstStep:
         most = max(taken, torch.cuda.max_memory_allocated(self._device))
         free, total = torch.cuda.mem_get_info(self._device)
         others = total - free - torch.cuda.memory_reserved(self._device)
-        return max(0, int(_USED * total) - others - most)
+        return max(0, int(MOST_USED * total) - others - most)
 
 
 def host_gbs(device: torch.device) -> float | None:

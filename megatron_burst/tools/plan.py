@@ -25,6 +25,7 @@ from megatron_burst.tools.lengths import lengths_in
 from megatron_burst.tools.packed import plan_sample
 from megatron_burst.tools.pictures import save_picture, save_sample_picture
 from megatron_burst.tools.plan_flags import Shown
+from megatron_burst.tools.plan_kept import save_frontier
 from megatron_burst.tools.plan_notes import no_room, warnings_of, with_keep
 from megatron_burst.tools.plan_options import (
     STDOUT,
@@ -80,8 +81,15 @@ def plan(
         Option(help="what backward recomputes; selective: the feed-forward"),
     ] = None,
     keep: Annotated[
-        Literal["none", "half", "all"] | None,
-        Option(help="attention results kept under full recomputation (--burst-keep)"),
+        Literal["none", "half", "all", "auto"] | None,
+        Option(
+            help="what full recomputation keeps (--burst-keep): of attention's results; auto: "
+            "modules' outputs too, as a run will choose"
+        ),
+    ] = None,
+    keep_budget_gib: Annotated[
+        float | None,
+        Option(min=0, metavar="GIB", help="GPU memory for --keep auto; default: what is left"),
     ] = None,
     offload: Annotated[bool | None, Option(help="offload these results to host memory")] = None,
     offload_inputs: Annotated[
@@ -125,6 +133,14 @@ def plan(
             "of --lengths (.png, .svg, .pdf)",
         ),
     ] = None,
+    frontier: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="draw peak memory against step time, from full recomputation over budgets of "
+            "--keep auto to nothing recomputed (.png, .svg, .pdf)",
+        ),
+    ] = None,
 ) -> None:
     """Predict time and memory of a job, and print its flags.
 
@@ -133,10 +149,11 @@ def plan(
     strategy is shown).
     """
     with in_one_sentence():
-        check_outputs(json, picture)
+        check_outputs(json, picture, frontier)
         check_files(cu_seqlens, lengths)
         asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "recompute": recompute}
         asked |= {"keep": keep, "offload": offload, "offload_inputs": offload_inputs, "fsdp": fsdp}
+        asked["budget_gib"] = keep_budget_gib
         sizes = {"seq_length": seq_length, "global_batch_size": global_batch_size}
         in_file = arguments_in(model, [name for name, value in (asked | sizes).items() if value])
         described = model_of(model)
@@ -148,6 +165,7 @@ def plan(
         if cu_seqlens and not length:
             of_jobs = {"global_batch_size": global_batch_size, "search": do_search, "json": json}
             of_jobs["for"] = framework
+            of_jobs["frontier"] = frontier
             check_sample(asked | of_jobs)
             whose = Job(described, 1, count, on_node, 1, machine)
             sample = plan_sample(whose, cu_seqlens, dict(fixed))
@@ -172,7 +190,7 @@ def plan(
         documents = compare(job, found, drawn_from) if drawn_from and found[0].fits else None
         drawn = picture if documents or not lengths else None
         # before a reader such as head ends the output
-        _write(job, found, script, documents, json, drawn)
+        _write(job, found, script, documents, json, drawn, frontier)
         shown = Shown(
             job, found, script, in_file, warnings, missing, do_search, repeated, more,
             usual_batch=not (global_batch_size or "global_batch_size" in in_file),
@@ -193,6 +211,7 @@ def _write(
     documents: Documents | None,
     json: Path | None,
     picture: Path | None,
+    frontier: Path | None,
 ) -> None:
     text = as_json(job, found, script.flags, as_described(documents)) if json else ""
     if json == STDOUT:
@@ -206,6 +225,9 @@ def _write(
                 save_step_picture(job, documents, picture)
             else:
                 save_picture(job, found[0].strategy, picture)
+    if frontier:
+        with writing("plan", "--frontier", frontier):
+            save_frontier(job, found[0].strategy, frontier)
 
 
 def _watched(layouts: Sequence[Strategy]) -> Iterable[Strategy]:

@@ -94,13 +94,16 @@ def check_sample(given: dict[str, object]) -> None:
         )
 
 
-def check_outputs(json: Path | None, picture: Path | None) -> None:
+def check_outputs(json: Path | None, picture: Path | None, frontier: Path | None) -> None:
     """Refuse files that could not be written, before anything is computed."""
-    for option, path in (("--json", json), ("--picture", picture)):
-        if path not in (None, STDOUT):
-            check_writable("plan", option, path)
-    if picture and (picture.suffix not in (".png", ".svg", ".pdf") or picture == json):
-        raise BurstError(
-            "plan: --picture must end in .png, .svg or .pdf and be another file than --json, "
-            f"because the suffix selects the format; got {picture}; rename it"
-        )
+    taken = [json]
+    for option, path in (("--json", json), ("--picture", picture), ("--frontier", frontier)):
+        if path is None or path == STDOUT:
+            continue
+        check_writable("plan", option, path)
+        if option != "--json" and (path.suffix not in (".png", ".svg", ".pdf") or path in taken):
+            raise BurstError(
+                f"plan: {option} must end in .png, .svg or .pdf and be a file of its own, because "
+                f"the suffix selects the format; got {path}; rename it"
+            )
+        taken.append(path)

@@ -17,6 +17,7 @@ from megatron_burst.tools.job.memory import Memory
 from megatron_burst.tools.job.peer import gain
 from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, open_call
 from megatron_burst.tools.plan_flags import Shown, show_flags
+from megatron_burst.tools.plan_kept import show_kept
 from megatron_burst.tools.simulate.call import pass_time, sent_bytes
 from megatron_burst.tools.terminal import new_console, say
 from megatron_burst.tools.units import in_units
@@ -118,6 +119,8 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
     for pairs in zip_longest(*parts.values(), fillvalue=("", "")):
         table.add_row(*(cell for pair in pairs for cell in pair))
     console.print(table)
+    if best.strategy.keep == "auto":
+        show_kept(console, job, best.strategy)
     if best.strategy.cp > 1 and job.model.full_layers:
         for line in _attention_lines(job, best.strategy):
             say(console, line)
@@ -132,7 +135,7 @@ _MEMORY = {  # parts of `Memory` in the order of the table
     "gradients": "gradients",
     "optimizer": "optimizer",
     "saved": "saved activations",
-    "kept": "kept attention results",
+    "kept": "kept for recomputation",
     "layer": "a layer in backward",
     "head": "LM head and loss",
 }
@@ -189,7 +192,7 @@ def _gain_line(job: Job, best: Candidate, step: float) -> str:
     layers = f" of layers{_which(job)}" if _which(job) else ""
     kept = beside = ""
     if keep != "none":
-        too = " (Megatron's own attention can have that too)" if keep == "all" else ""
+        too = " (Megatron's own attention can have that too)" if keep in ("all", "auto") else ""
         kept = (
             f"; with --burst-keep {keep}{too} {_digits(found.kept, 3)} s "
             f"({theirs / found.kept:.2f} times as fast as theirs without)"

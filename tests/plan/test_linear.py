@@ -13,12 +13,13 @@ from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.arguments import megatron_arguments
 from megatron_burst.tools.job.flags import as_words
 from megatron_burst.tools.job.hugging_face import from_hugging_face
+from megatron_burst.tools.job.layer import AGAIN, ATTENTION, LINEAR, MATMUL
 from megatron_burst.tools.job.linear import DeltaNet, Mamba
 from megatron_burst.tools.job.megatron import from_megatron
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.model_flags import model_flags
-from megatron_burst.tools.job.step import AGAIN, ATTENTION, LINEAR, MATMUL, step_time
+from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy, misfit
 from megatron_burst.tools.simulate.kernels import Timer
 from tests.plan.configs import (

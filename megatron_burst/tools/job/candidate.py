@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.hardware import GIB
+from megatron_burst.tools.job.auto import placed_by_auto
 from megatron_burst.tools.job.memory import Memory, memory_of
 from megatron_burst.tools.job.step import StepTime, step_time
 from megatron_burst.tools.job.strategy import Job, Strategy, misfit
@@ -44,7 +45,7 @@ def candidate(job: Job, strategy: Strategy) -> Candidate:
             "plan: the parallel sizes must fit the GPUs, the model and the batch, because Megatron "
             f"shards all of them evenly; got: {reason}; change it, or leave it to the search"
         )
-    return look_at(job, strategy)
+    return look_at(job, placed_by_auto(job, strategy))
 
 
 def look_at(job: Job, strategy: Strategy) -> Candidate:

@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 from megatron_burst.balance.costs import IN_PLAN
-from megatron_burst.rates import Rates
+from megatron_burst.tools.job.auto import rates_of, rows_of
 from megatron_burst.tools.job.candidate import Candidate, loses
 from megatron_burst.tools.job.costs import costs_of
 from megatron_burst.tools.job.model_flags import Values, model_flags
@@ -58,10 +58,9 @@ def as_json(
     """What a search found, for a run (`--burst-plan`) and for other programs: the best strategy's
     flags, the job, speeds of its GPUs, seconds of a micro-batch (`megatron_burst.balance`), that
     strategy, steps of drawn `documents`, and other strategies, `most` in all, with what speaks
-    against them; `own`: of `flag_values`."""
-    best, gpu = found[0], job.hardware.gpu
+    against them; what the best keeps; `own`: of `flag_values`."""
+    best = found[0]
     costs = costs_of(job, best.strategy)
-    forward = job.hardware.kernel(job.model.dim_qk).forward.points[-1][1]
     described = {
         "version": VERSION,
         "flags": flag_values(job, best.strategy, best.memory.node, own),
@@ -71,10 +70,11 @@ def as_json(
             "gpus_per_node": job.gpus_per_node, "batch": job.batch, "hardware": job.hardware.name,
             "packing": asdict(job.packing) if job.packing else None,
         },
-        "rates": asdict(Rates(gpu.matmul_tflops, forward, gpu.host_gbs)),
+        "rates": asdict(rates_of(job)),
         IN_PLAN: costs.as_json() if costs else None,
         "documents": documents,
         "best": _describe(best, best),
+        "kept": [asdict(row) for row in rows_of(job, best.strategy)],
         "others": [_describe(one, best) for one in found[1:most]],
     }  # fmt: skip
     return json.dumps(described, indent=1) + "\n"
@@ -129,7 +129,7 @@ def flag_values(
     if strategy.fused_loss:
         flags["--burst-fused-loss"] = True
     flags |= _recompute_flags(job, strategy, own or {})
-    if host_bytes:
+    if host_bytes and strategy.keep != "auto":  # whose choice follows from the limit
         gib = host_bytes / job.on_node / (1 << 30)
         flags["--burst-tune"] = f"keep_host_gib={ceil(1.1 * gib)}"
     return flags
@@ -144,8 +144,10 @@ def _recompute_flags(job: Job, strategy: Strategy, own: Mapping[str, Any]) -> Va
 
 def _again_flags(job: Job, strategy: Strategy) -> Values:
     if strategy.recompute == "full":
-        flags: Values = {"--recompute-granularity": "full", "--recompute-method": "uniform"}
-        return flags | {"--recompute-num-layers": 1}
+        layers = strategy.again_layers
+        method, count = ("uniform", 1) if layers is None else ("block", layers)
+        flags: Values = {"--recompute-granularity": "full", "--recompute-method": method}
+        return flags | {"--recompute-num-layers": count}
     modules = ["core_attn"] if strategy.core_attn else []
     if strategy.recompute == "selective":
         modules.append("mlp")
@@ -159,6 +161,8 @@ def _keep_flags(strategy: Strategy) -> Values:
     flags: Values = {}
     if strategy.keep != "none":
         flags["--burst-keep"] = strategy.keep
+    if strategy.keep == "auto" and strategy.budget_gib is not None:
+        flags["--burst-keep-budget-gib"] = strategy.budget_gib
     offloaded = (strategy.offload, strategy.offload_inputs)
     if any(offloaded):
         flags["--burst-keep-offload"] = OFFLOADED[offloaded]

@@ -5,10 +5,13 @@ from functools import lru_cache
 
 from megatron_burst.recompute.budget import in_flight
 from megatron_burst.tools.hardware import GIB
+from megatron_burst.tools.job.kept import items_of
+from megatron_burst.tools.job.layer import late_bytes
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.strategy import (
     Job,
     Strategy,
+    again_layers,
     attention_call,
     busiest_layers,
     stage_layers,
@@ -29,7 +32,7 @@ class Memory:
     # float32 weights and two moments, sharded over data- and context-parallel ranks
     optimizer: float
     saved: float  # activations that wait for backward, all layers and micro-batches
-    kept: float  # attention's results, kept for layers whose backward is to come
+    kept: float  # results and modules' outputs, kept for layers whose backward is to come
     # of the layer in backward, at its peak: recomputed activations, gradients, attention's buffers
     # if the peak is in attention
     layer: float
@@ -57,28 +60,51 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
     model, layers = job.model, stage_layers(job.model, strategy)
     flights = min(in_flight(strategy.pp, 0), job.batch // strategy.dp)
     last = busiest_layers(model, strategy)
-    waiting = layers * flights if strategy.pp > 1 else last
-    # other sizes and offloading do not change what a layer needs
-    alike = replace(strategy, pp=1, dp=1, ep=1, offload=False, offload_inputs=False)
-    a_layer = _layer_bytes(job, alike)
+    every = last if strategy.pp == 1 else layers
+    a_layer = _layer_bytes(job, _alike(strategy))
     tokens = job.seq // strategy.cp / strategy.tp
-    saved = a_layer.saved * waiting
-    kept = strategy.kept * model.result_bytes * tokens * model.softmax_share
-    all_kept = kept * (waiting - 1)  # the layer being recomputed counts them among its own
-    on_node = 0.0
-    if strategy.offload:  # the next layer's are being copied back
-        on_node, all_kept = on_node + kept * waiting, min(all_kept, kept)
+    saved, working = _layers(job, strategy, every)
+    saved *= flights
+    items = items_of(job, strategy)
+    kept = sum(item.device_bytes(flights) for item in items)
+    resident = sum(item.num_bytes * item.placed.device for item in items)  # of a micro-batch
+    on_node = sum(item.num_bytes * item.placed.host for item in items) * flights
     if strategy.offload_inputs:
         on_node, saved = on_node + saved, min(saved, 2 * 2 * model.hidden * tokens)
-    head = _head(job, strategy) + kept  # all layers wait then
-    head += _joined(job, strategy)
+    # all layers wait when the head's backward begins, and nothing is fetched yet
+    head = _head(job, strategy) + resident * flights - kept + _joined(job, strategy)
+    late = late_bytes(job, strategy, every)
+    head, working = head + late[0], working + late[1]
     if strategy.pp > 1:  # the head is on the last stage, where fewer micro-batches wait
-        head += (last - layers) * (a_layer.saved + kept)
-        head = max(0.0, head - (saved + all_kept) * (1 - 1 / flights))
+        head += (last - layers) * (a_layer.saved + resident / layers)
+        head = max(0.0, head - (saved + kept) * (1 - 1 / flights))
     return Memory(
-        weights, gradients, optimizer, saved, all_kept,
-        layer=a_layer.working, head=head, attention=a_layer.buffers,
-        node=on_node * job.on_node,
+        weights, gradients, optimizer, saved, kept,
+        layer=working, head=head, attention=a_layer.buffers, node=on_node * job.on_node,
+    )  # fmt: skip
+
+
+def _layers(job: Job, strategy: Strategy, every: int) -> tuple[float, float]:
+    """What a stage of so many layers saves of a micro-batch, and what backward needs in addition.
+
+    Layers after the recomputed ones ("block") have their backward first, and free what they saved.
+    """
+    alike = _alike(strategy)
+    a_layer = _layer_bytes(job, alike)
+    rest = every - again_layers(job.model, strategy) if strategy.recompute == "full" else 0
+    if rest <= 0:
+        return a_layer.saved * every, a_layer.working
+    whole = _layer_bytes(job, replace(alike, recompute="none", keep="none"))
+    working = a_layer.working - rest * whole.saved if rest < every else 0.0
+    saved = a_layer.saved * (every - rest) + whole.saved * rest
+    return saved, max(whole.working, working)
+
+
+def _alike(strategy: Strategy) -> Strategy:
+    """A strategy whose layers need as much: other sizes and what is kept change nothing."""
+    return replace(
+        strategy, pp=1, dp=1, ep=1, offload=False, offload_inputs=False, budget_gib=None,
+        again_layers=None, placed=(),
     )  # fmt: skip
 
 
@@ -105,8 +131,9 @@ def _layer_bytes(job: Job, strategy: Strategy) -> _LayerBytes:
     out = 2 * model.heads_q * model.dim_v * tokens
     qkv = _qkv_bytes(model, strategy, tokens)
     qkv += out if model.gated_attention else 0.0
+    norms = 2 * (model.heads_q + model.heads_kv) * model.dim_qk * tokens * model.norms_heads
     # input, its norm, q, k, v, out, lse
-    attention = 2 * hidden + qkv + out + 4 * model.heads_q * tokens
+    attention = 2 * hidden + qkv + out + 4 * model.heads_q * tokens + norms
     attention += _beside_values(model, strategy, tokens) + left_bytes(call)
     if strategy.core_attn:
         attention -= 4 * model.heads_q * tokens + left_bytes(call)

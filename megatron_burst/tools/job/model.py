@@ -38,7 +38,7 @@ class Model:
     biases: bool = False  # whether linear layers have biases
     # layers of multi-token prediction, each like the last layer, and a pass of the head more
     predicted: int = 0
-    # Megatron's flags that affect neither time nor memory, with their values
+    # Megatron's flags without a field here, with their values; norms of q and k take memory
     beside: tuple[tuple[str, int | float | str | bool | tuple[int, ...]], ...] = ()
     # entries of its config that no flag here says: its flags would be those of another model
     unknown: tuple[str, ...] = ()
@@ -62,6 +62,11 @@ class Model:
         if not path.suffix:
             return self.name
         return f"{path.parent.name}/{path.name}".lstrip("/") if path.stem == "config" else path.name
+
+    @property
+    def norms_heads(self) -> bool:
+        """Whether each head of q and k has a norm; of latent attention low ranks have."""
+        return dict(self.beside).get("--qk-layernorm") is True and not self.latent
 
     @property
     def attention_params(self) -> int:

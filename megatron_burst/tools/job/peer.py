@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction
 from megatron_burst.tools.hardware import Hardware
+from megatron_burst.tools.job.layer import recomputed
 from megatron_burst.tools.job.memory import memory_of
-from megatron_burst.tools.job.step import recomputed, step_time
+from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import (
     Job,
     Strategy,
@@ -78,7 +79,7 @@ def megatron_bytes(shape: AttentionShape, packed: bool = False) -> int:
 
 def gain(job: Job, strategy: Strategy) -> Gain:
     """What a step gains from burst attention, and from what a strategy keeps."""
-    plain = replace(strategy, keep="none", offload=False, offload_inputs=False)
+    plain = replace(strategy, keep="none", offload=False, offload_inputs=False, placed=())
     packing = job.packing and Packing(Layout.DOCUMENTS, job.packing.sample)
     own = replace(job, packing=packing)
     theirs = as_megatron(open_call(own, plain), job.hardware)

@@ -48,8 +48,7 @@ class Script:
     def in_words(self) -> str:
         """What was taken, or ""."""
         said = [f"{name.upper()} {size}" for name, size in self.sizes.items()]
-        auto = self.flags.get("--burst-keep") == "auto" and not self.policy.get("offload")
-        said += policy_words({**({"keep": "auto"} if auto else {}), **self.policy})
+        said += policy_words(self.policy)
         if self.layout:
             zigzag = self.layout is Layout.ZIGZAG
             said.append(f"packed samples, {'boundaries anywhere' if zigzag else 'THD'}")
@@ -148,11 +147,28 @@ def _policy(arguments: Arguments, asked: Arguments) -> dict[str, Any]:
 def _full(arguments: Arguments, asked: Arguments) -> dict[str, Any]:
     keep = arguments.get("burst_keep", "none")
     results, inputs = _OFFLOADS.get(str(arguments.get("burst_keep_offload")), (False, False))
-    policy = {"recompute": "full", "offload_inputs": inputs}
+    policy: dict[str, Any] = {"recompute": "full", "offload_inputs": inputs}
+    if arguments.get("recompute_method") == "block":
+        count = str(arguments.get("recompute_num_layers", "1"))
+        policy["again_layers"] = whole_number(count, "--recompute-num-layers")
     if keep == "auto":
+        policy["keep"] = "auto"
+        budget = arguments.get("burst_keep_budget_gib")
+        if budget is not None and asked.get("keep", "auto") == "auto":
+            policy["budget_gib"] = _gib(str(budget))
         return policy
     offload = results and asked.get("keep", keep) != "none"
     return policy | {"keep": keep, "offload": offload}
+
+
+def _gib(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise BurstError(
+            "plan: --burst-keep-budget-gib of the script must be a number, because what is kept "
+            f"depends on it; got {text!r}; write it there, or pass --keep-budget-gib"
+        ) from None
 
 
 def _flags(arguments: Arguments, asked: Arguments) -> dict[str, Any]:
@@ -187,7 +203,7 @@ def _layout(arguments: Arguments) -> Layout | None:
 def _notes(arguments: Arguments) -> Iterator[str]:
     granularity, count = _granularity(arguments), arguments.get("recompute_num_layers", "1")
     method = arguments.get("recompute_method", "uniform")
-    if granularity == "full" and (method, str(count)) != ("uniform", "1"):
+    if granularity == "full" and method != "block" and str(count) != "1":
         yield (
             f"--recompute-method {method} --recompute-num-layers {count} is counted as uniform 1: "
             "every layer is recomputed from its own input"
@@ -195,8 +211,6 @@ def _notes(arguments: Arguments) -> Iterator[str]:
     others = set(_modules(arguments)) - _COUNTED if granularity == "selective" else ()
     if others:
         yield f"recomputation of {', '.join(sorted(others))} is not counted: it takes little time"
-    if granularity and arguments.get("burst_keep") == "auto":
-        yield "--burst-keep auto is counted as what is fastest of what fits"
     if layers := arguments.get("burst_keep_layers"):
         yield f"--burst-keep-layers {layers} is not counted: all layers keep"
     if arguments.get("reset_attention_mask"):
@@ -238,6 +252,16 @@ def _check_policy(given: Arguments, asked: Arguments) -> None:
         raise BurstError(
             f"plan: {option} must come with --recompute full, because it concerns the inputs of "
             f"recomputed layers; got {got}; {change}"
+        )
+    if keep != "auto" and given.get("budget_gib") is not None:
+        raise BurstError(
+            "plan: --keep-budget-gib must come with --keep auto, because only that has a budget; "
+            f"got --keep {keep}; pass --keep auto, or leave it out"
+        )
+    if given.get("offload") and keep == "auto":
+        raise BurstError(
+            "plan: --offload must not come with --keep auto, because that chooses what goes to "
+            "host memory; got both; leave one out"
         )
     if given.get("offload") and given.get("keep") == "none":
         got = "--keep none" if "keep" in asked else "keep none from the script"

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_burst.errors import BurstError, nearest_multiples
 from megatron_burst.mcore.refusals import refuses
+from megatron_burst.tools.job.auto import placed_by_auto
 from megatron_burst.tools.job.candidate import Candidate, look_at, missing_gib, rank
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.strategy import (
@@ -38,6 +39,7 @@ _POLICIES = (
         for keep, offload, inputs in product(_KEEPS, (False, True), (False, True))
         if offload <= (keep != "none")
     ),
+    *(Strategy(keep="auto", offload_inputs=inputs) for inputs in (False, True)),  # if asked for
 )
 
 
@@ -157,6 +159,10 @@ def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:
     asked = {name: value for name, value in fixed if name not in SIZES}
     again = asked.pop("core_attn", False)  # set by a job, never chosen by the search
     fsdp = asked.pop("fsdp", "none")  # likewise
+    budget, layers = asked.pop("budget_gib", None), asked.pop("again_layers", None)
+    asks_auto = asked.get("keep") == "auto"
+    if asks_auto:  # its copies take the bandwidth
+        asked.setdefault("offload_inputs", False)
     # Megatron's checkpoints of MLPs with biases never end their backward
     never = {"selective"} if job.model.biases and "recompute" not in asked else set()
     for policy in _POLICIES:
@@ -164,9 +170,12 @@ def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:
             policy, **sizes, core_attn=again, fsdp=fsdp,
             fused_loss=has_fused_loss(fsdp) and not job.logits,
         )  # fmt: skip
+        if policy.recompute == "full":
+            strategy = replace(strategy, again_layers=layers, budget_gib=budget)
         wanted = all(getattr(policy, name) == value for name, value in asked.items())
+        wanted = wanted and (policy.keep == "auto") == asks_auto
         if wanted and policy.recompute not in never and not misfit(job, strategy):
-            yield strategy
+            yield placed_by_auto(job, strategy)
 
 
 def has_fused_loss(fsdp: Fsdp) -> bool:

@@ -6,6 +6,7 @@ from math import ceil, prod
 from typing import Any, Literal
 
 from megatron_burst.errors import BurstError, nearest_multiples
+from megatron_burst.recompute.budget import Placed
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.spec import AttentionShape, Kernel
@@ -16,9 +17,8 @@ from megatron_burst.tools.simulate.call import AttentionCall, resolved
 from megatron_burst.tools.simulate.sample import Packing
 
 SIZES = ("tp", "cp", "pp", "dp", "ep")
-_KEPT = {"none": 0.0, "half": 0.5, "all": 1.0}
 Recompute = Literal["none", "selective", "full"]
-Keep = Literal["none", "half", "all"]
+Keep = Literal["none", "half", "all", "auto"]
 Intra = Literal["auto", "ring", "gather", "a2a"]
 Fsdp = Literal["none", "torch", "megatron"]
 FSDP_ARGUMENTS = {"torch": "use_torch_fsdp2", "megatron": "use_megatron_fsdp"}  # Megatron's
@@ -90,9 +90,17 @@ class Strategy:
     # layers' inputs
     recompute: Recompute = "full"
     core_attn: bool = False  # whether "none" and "selective" recompute core attention too
-    keep: Keep = "none"  # which of attention's results full recomputation keeps
+    # which of attention's results full recomputation keeps; "auto": `placed`, within a budget
+    keep: Keep = "none"
     offload: bool = False  # whether they are offloaded
     offload_inputs: bool = False  # whether layers' inputs are too
+    # GPU memory that "auto" may take; None: what a step without keeping leaves
+    budget_gib: float | None = None
+    # first layers of a stage that full recomputation recomputes ("block"); None: all
+    again_layers: int | None = None
+    # in how many of these layers a module's output is kept, by its name in a layer; with "auto"
+    # attention's results too (`kept.RESULTS` or `kept.HALF`)
+    placed: tuple[tuple[str, Placed], ...] = ()
     fused_loss: bool = True  # whether the loss is computed without all logits
     # whose FSDP shards weights and gradients over data- and context-parallel ranks too (ZeRO-3);
     # given, never chosen by the search
@@ -103,11 +111,6 @@ class Strategy:
     @property
     def gpus(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
-
-    @property
-    def kept(self) -> float:
-        """Share of attention's results that full recomputation keeps."""
-        return _KEPT[self.keep] if self.recompute == "full" else 0.0
 
     @property
     def layout(self) -> str:
@@ -121,7 +124,9 @@ class Strategy:
         """What is recomputed, as text."""
         kept = ("keep", "offload", "offload_inputs")
         names = ("recompute", *(kept if self.recompute == "full" else ("core_attn",)))
-        return ", ".join(policy_words({name: getattr(self, name) for name in names}))
+        given = {name: getattr(self, name) for name in names}
+        given |= {"again_layers": self.again_layers, "budget_gib": self.budget_gib}
+        return ", ".join(policy_words(given))
 
 
 def policy_words(policy: Mapping[str, Any]) -> list[str]:
@@ -130,9 +135,13 @@ def policy_words(policy: Mapping[str, Any]) -> list[str]:
     if policy.get("core_attn"):
         again = [*(what for what in again if what != "none"), "core_attn"]
     words = [f"recompute {' and '.join(again)}"] if again else []
+    if policy.get("again_layers") is not None:
+        words = [f"{' '.join(words)} in {policy['again_layers']} layers of a stage".lstrip()]
     where = " on host" if policy.get("offload") else ""
     if "keep" in policy:
-        words.append(f"keep {policy['keep']}{where}")
+        within = policy.get("budget_gib")
+        budget = "" if within is None else f" within {within:g} GiB"
+        words.append(f"keep {policy['keep']}{where}{budget}")
     elif where:
         words.append("results on host")
     if policy.get("offload_inputs"):
@@ -195,6 +204,13 @@ def least_multiple(strategy: Strategy) -> int:
 def stage_layers(model: Model, strategy: Strategy) -> int:
     """Layers of the largest pipeline stage; the last stage may have fewer."""
     return ceil(model.layers / strategy.pp)
+
+
+def again_layers(model: Model, strategy: Strategy) -> int:
+    """Layers of the first pipeline stage that full recomputation recomputes, those of multi-token
+    prediction among them if it is the last stage too."""
+    every = stage_layers(model, strategy) + (model.predicted if strategy.pp == 1 else 0)
+    return every if strategy.again_layers is None else min(every, strategy.again_layers)
 
 
 def busiest_layers(model: Model, strategy: Strategy) -> int:

@@ -1,7 +1,6 @@
 """Seconds of transfers that are not attention's: between stages, of weights and of gradients."""
 
 from megatron_burst.tools.hardware import Hardware
-from megatron_burst.tools.job.memory import Memory
 from megatron_burst.tools.job.strategy import Job, Strategy
 from megatron_burst.tools.job.weights import layer_params, params_of_rank
 
@@ -30,9 +29,9 @@ def boundary_seconds(job: Job, strategy: Strategy) -> float:
     return job.hardware.links.inter.seconds(moved, _network_share(job.hardware))
 
 
-def update_seconds(job: Job, strategy: Strategy, memory: Memory, backward: float) -> float:
+def update_seconds(job: Job, strategy: Strategy, num_bytes: float, backward: float) -> float:
     """Gradients scattered and weights gathered, half hidden behind backward."""
-    moving = _among_shards(job, strategy, memory.weights + memory.gradients)
+    moving = _among_shards(job, strategy, num_bytes)
     return moving - min(moving, backward / 2)
 
 

@@ -1,0 +1,236 @@
+"""The planner's predictions of `benchmarks.frontier`, and their errors.
+
+python -m benchmarks.frontier_planned predict OUT.csv --model qwen3-8b --layers 12 --seq 32K
+python -m benchmarks.frontier_planned compare MEASURED.csv --predictions OUT.csv
+
+Settings of Megatron's own offloading, and `moe_act`, are left out: the planner does not count them.
+Rows of Megatron's own attention are predicted with cuDNN's speed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from benchmarks.documents import SEED
+from benchmarks.facts import commit
+from benchmarks.frontier_cases import (
+    FRONTIER_CSV,
+    MODELS,
+    WHO,
+    FrontierRow,
+    Sample,
+    Setting,
+    chosen,
+    columns_of,
+    settings_of,
+)
+from benchmarks.impls import pick
+from benchmarks.rows import append, check_appendable, read
+from benchmarks.sweep import new_app
+from megatron_burst.config import BurstConfig
+from megatron_burst.recompute.budget import Placed
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.tools.hardware import GIB, Hardware
+from megatron_burst.tools.hardware_file import hardware as hardware_of
+from megatron_burst.tools.job.auto import placed_by_auto
+from megatron_burst.tools.job.memory import memory_of
+from megatron_burst.tools.job.model import Model
+from megatron_burst.tools.job.peer import as_megatron
+from megatron_burst.tools.job.step import step_time
+from megatron_burst.tools.job.strategy import Job, Strategy, open_call
+from megatron_burst.tools.simulate.sample import Packing
+from megatron_burst.tools.simulate.sample import Sample as Documents
+from megatron_burst.tools.terminal import in_one_sentence
+from megatron_burst.tools.units import whole_number
+
+_COUNTED = {"mlp"}, {"moe"}  # modules of selective recomputation
+_PROBLEM = "model", "layers", "seq", "documents", "impl", "setting"
+app = new_app()
+Machine = Annotated[str, Option(help="preset or TOML of calibrate's")]
+
+
+def strategy_of(setting: Setting, model: Model) -> Strategy | None:
+    """A setting as the planner has it; None: it does not count it."""
+    config, burst = setting.config, setting.burst or BurstConfig()
+    if "offload_modules" in config:
+        return None
+    if config.get("recompute_granularity") == "selective":
+        modules = set(config["recompute_modules"])
+        return Strategy(recompute="selective") if modules in _COUNTED else None
+    if "recompute_granularity" not in config:
+        return Strategy(recompute="none")
+    again = config["recompute_num_layers"] if config["recompute_method"] == "block" else None
+    layers = again or model.layers
+    # the last layer's outputs stay on the GPU
+    placed = Placed(1, layers - 1) if burst.offloads_results else Placed(layers)
+    return Strategy(
+        recompute="full", keep=burst.keep, offload=burst.offloads_results,
+        budget_gib=burst.keep_budget_gib, again_layers=again,
+        placed=tuple((name, placed) for name in burst.keep_modules),
+    )  # fmt: skip
+
+
+def job_of(model: Model, sample: Sample, hardware: Hardware) -> Job:
+    """A step of the benchmark on one GPU."""
+    documents = Documents.of(sample.lengths)
+    packing = Packing(Layout.DOCUMENTS, documents) if sample.documents else None
+    return Job(model, sample.seq, 1, 1, 1, hardware, packing)
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A setting's step."""
+
+    ms: float
+    peak_gib: float
+    host_gib: float
+
+
+def predict(job: Job, setting: Setting) -> Predicted | None:
+    """What a setting takes; None: the planner does not count it."""
+    strategy = strategy_of(setting, job.model)
+    if strategy is None:
+        return None
+    strategy = placed_by_auto(job, strategy)
+    own = setting.burst is None
+    call = as_megatron(open_call(job, strategy), job.hardware) if own else None
+    memory = memory_of(job, strategy)
+    seconds = step_time(job, strategy, memory, call).seconds
+    return Predicted(1e3 * seconds, memory.peak / GIB, memory.node / GIB)
+
+
+def predicted_rows(
+    model: Model, sample: Sample, hardware: Hardware, settings: Sequence[Setting]
+) -> Iterator[FrontierRow]:
+    """A row for each setting that the planner counts."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    said, job = f"planner at commit {commit()}", job_of(model, sample, hardware)
+    for setting in settings:
+        if found := predict(job, setting):
+            fits = found.peak_gib <= hardware.gpu.memory_gib
+            yield FrontierRow(
+                run=now, date=now, versions=said, gpu=f"predicted for {hardware.name}",
+                **columns_of(model, sample), impl=setting.impl, setting=setting.name, turn=1,
+                ms=found.ms, peak_gib=found.peak_gib, host_gib=found.host_gib,
+                note="" if fits else "more than the GPU has",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What was measured of a setting, the median over turns, and what was predicted."""
+
+    row: FrontierRow
+    predicted: FrontierRow
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """Relative errors of time and of the peak."""
+        return (
+            self.predicted.ms / self.row.ms - 1,
+            self.predicted.peak_gib / self.row.peak_gib - 1,
+        )
+
+
+def compare(rows: Sequence[FrontierRow], made: Sequence[FrontierRow]) -> list[Compared]:
+    """Each problem's latest run, beside the last prediction; where predictions were written, one
+    from before the run."""
+    latest: dict[tuple, str] = {}
+    turns: dict[tuple, list[FrontierRow]] = {}
+    for row in rows:
+        if row.status == "ok" and row.peak_gib:
+            problem = _problem(row)[:-2]
+            latest[problem] = max(row.run, latest.get(problem, ""))
+            turns.setdefault((row.run, *_problem(row)), []).append(row)
+    found = []
+    for (run, *problem), some in turns.items():
+        before = [one for one in made if _problem(one) == tuple(problem) and one.date < run]
+        if run == latest[tuple(problem[:-2])] and before:
+            middle = replace(
+                some[0], ms=median(row.ms for row in some),
+                peak_gib=median(row.peak_gib for row in some),
+            )  # fmt: skip
+            found.append(Compared(middle, before[-1]))
+    return found
+
+
+def _problem(row: FrontierRow) -> tuple:
+    return tuple(getattr(row, name) for name in _PROBLEM)
+
+
+def predicted_now(rows: Sequence[FrontierRow], hardware: Hardware) -> list[FrontierRow]:
+    """Predictions of all problems that there are rows of, as if written before."""
+    made = []
+    for name, layers, seq, documents in dict.fromkeys(_problem(row)[:-2] for row in rows):
+        model = replace(MODELS[name], layers=layers)
+        sample = Sample(seq, documents.rpartition(f"-{SEED}")[0])
+        every = settings_of(model).values()
+        made += predicted_rows(model, sample, hardware, list(every))
+    return [replace(row, date="") for row in made]
+
+
+def report(compared: Sequence[Compared]) -> str:
+    """A line for each setting, then the errors' medians and worst, as Markdown."""
+    lines = ["| what | ms | predicted | | GiB | predicted | |", "|---|--:|--:|--:|--:|--:|--:|"]
+    for one in compared:
+        row, time, peak = one.row, *one.errors
+        what = f"{row.model} x {row.layers}, {row.seq >> 10}K {row.documents or 'one document'}"
+        lines.append(
+            f"| {what}: {row.impl}:{row.setting} | {row.ms:.1f} | {one.predicted.ms:.1f} | "
+            f"{time:+.1%} | {row.peak_gib:.2f} | {one.predicted.peak_gib:.2f} | {peak:+.1%} |"
+        )
+    for place, name in enumerate(("time", "peak")) if compared else ():
+        sizes = [abs(one.errors[place]) for one in compared]
+        near = sum(size <= 0.05 for size in sizes)
+        lines.append(
+            f"\n{name}: {median(sizes):.1%} off (median), {max(sizes):.1%} (worst), within 5 % in "
+            f"{near} of {len(sizes)} settings"
+        )
+    return "\n".join(lines)
+
+
+@app.command("predict")
+def predict_command(
+    out: Annotated[Path, Argument(help="CSV to append to")],
+    model: Annotated[str, Option(help=f"one of {', '.join(MODELS)}")] = "qwen3-8b",
+    layers: Annotated[int | None, Option(min=1, help="default: the model's in MODELS")] = None,
+    seq: Annotated[str, Option(help="tokens of the sample")] = "64K",
+    documents: Annotated[str, Option(help="as in `frontier measure`")] = "drawn",
+    hardware: Machine = "h200",
+) -> None:
+    """Predict all settings of a problem, options as in `benchmarks.frontier measure`."""
+    with in_one_sentence():
+        check_appendable(out, FRONTIER_CSV, "OUT")
+        must = f"{WHO}: --model must name one that there is, because each has sizes of its own"
+        (sizes,) = pick([model], MODELS, must)
+        sizes = replace(sizes, layers=layers or sizes.layers)
+        sample = Sample(whole_number(seq, "--seq", WHO), "" if documents == "none" else documents)
+        rows = list(predicted_rows(sizes, sample, hardware_of(hardware), chosen(sizes, "")))
+        append(out, rows, FRONTIER_CSV)
+    typer.echo(f"{len(rows)} predictions were appended to {out}")
+
+
+@app.command("compare")
+def compare_command(
+    csvs: Annotated[list[Path], Argument(help="CSV files of `frontier measure`")],
+    predictions: Annotated[
+        list[Path] | None, Option(help="of `predict`; default: predicted now")
+    ] = None,
+    hardware: Machine = "h200",
+) -> None:
+    """Errors of time and peak memory, for each setting of each problem's latest run."""
+    with in_one_sentence():
+        rows = read(csvs, FRONTIER_CSV)
+        written = read(predictions, FRONTIER_CSV) if predictions else None
+        made = predicted_now(rows, hardware_of(hardware)) if written is None else written
+    typer.echo(report(compare(rows, made)))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,154 @@
+"""What a run's `--burst-keep auto` will choose, before the run; and all its choices, by budget."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megatron_burst.rates import Rates
+from megatron_burst.recompute.budget import (
+    MOST_USED,
+    KeepProblem,
+    Placed,
+    choose_keep,
+    choose_modules,
+    in_flight,
+)
+from megatron_burst.recompute.later_plan import recomputed_share
+from megatron_burst.tools.hardware import GIB
+from megatron_burst.tools.job.kept import HALF, RESULTS, items_of, module_costs, results_bytes
+from megatron_burst.tools.job.layer import attention_seconds, forward_seconds
+from megatron_burst.tools.job.memory import memory_of
+from megatron_burst.tools.job.step import step_time
+from megatron_burst.tools.job.strategy import Job, Strategy, again_layers, attention_call
+
+_STEPS = 48  # budgets of a frontier, more of small ones
+_FASTER = 0.9995  # time of a point beside the one before
+
+
+def rates_of(job: Job) -> Rates:
+    """Speeds of the job's GPUs, as a plan has them for its run."""
+    gpu = job.hardware.gpu
+    forward = job.hardware.kernel(job.model.dim_qk).forward.points[-1][1]
+    return Rates(gpu.matmul_tflops, forward, gpu.host_gbs)
+
+
+@lru_cache(maxsize=1024)
+def placed_by_auto(job: Job, strategy: Strategy) -> Strategy:
+    """A strategy that keeps "auto" with the choice of its first pipeline stage; others as they are.
+
+    The choice is the run's own. Its figures are predicted where a run measures them in its first
+    step: the memory that is left, if the strategy has no budget, and a layer's forward.
+    """
+    if strategy.keep != "auto":
+        return strategy
+    budget, host = budget_bytes(job, strategy), _host_bytes(job)
+    problem, rates = _problem(job, strategy), rates_of(job)
+    if not problem.layers:
+        return replace(strategy, placed=())
+    choice = choose_keep(problem, budget, host, rates)
+    placed = []
+    if choice.keep != "none":
+        where = Placed(0, choice.layers) if choice.offload else Placed(choice.layers)
+        placed.append((HALF if choice.keep == "half" else RESULTS, where))
+    modules = choose_modules(problem, module_costs(job, strategy), budget, host, rates)
+    return replace(strategy, placed=(*placed, *modules.items()))
+
+
+def budget_bytes(job: Job, strategy: Strategy) -> float:
+    """GPU memory for what is kept: as given, or what a step that keeps nothing leaves."""
+    if strategy.budget_gib is not None:
+        return strategy.budget_gib * GIB
+    gpu = job.hardware.gpu
+    left = (MOST_USED * gpu.memory_gib - gpu.reserved_gib) * GIB
+    return max(0.0, left - memory_of(job, replace(strategy, placed=())).peak)
+
+
+def _host_bytes(job: Job) -> float:
+    """A rank's limit of host memory: half of its share, as in a run that gives none."""
+    return job.hardware.node.memory_gib * GIB / job.hardware.node.gpus / 2
+
+
+def _problem(job: Job, strategy: Strategy) -> KeepProblem:
+    nothing = replace(strategy, placed=())
+    return KeepProblem(
+        again_layers(job.model, strategy), in_flight(strategy.pp, 0),
+        round(results_bytes(job, strategy)), job.seq, _half_saves(job, nothing),
+        forward_seconds(job, nothing),
+    )  # fmt: skip
+
+
+def _half_saves(job: Job, strategy: Strategy) -> float:
+    """Share of attention's recomputation that keeping half of the rows saves; 0 without CP."""
+    return 1 - recomputed_share(attention_call(job, strategy)) if strategy.cp > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An item that is kept, in one line of the table."""
+
+    name: str
+    device: int  # layers that keep it on the GPU
+    host: int  # layers that offload it
+    device_gib: float  # of all micro-batches that wait
+    host_gib: float
+    saved_ms: float  # of recomputation, in a micro-batch
+
+
+def rows_of(job: Job, strategy: Strategy) -> tuple[Row, ...]:
+    """What a strategy keeps on its first pipeline stage, item by item."""
+    flights = in_flight(strategy.pp, 0)
+    saves = {m.name: rates_of(job).matmul_s(m.flops) for m in module_costs(job, strategy)}
+    saves[RESULTS] = attention_seconds(job, strategy)
+    saves[HALF] = saves[RESULTS] * _half_saves(job, strategy)
+    found = []
+    for item in items_of(job, strategy):
+        layers = item.placed.device + item.placed.host
+        gib = item.num_bytes * flights / GIB
+        found.append(
+            Row(
+                item.name, item.placed.device, item.placed.host, gib * item.placed.device,
+                gib * item.placed.host, 1e3 * saves[item.name] * layers,
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A plan's place on the frontier."""
+
+    name: str
+    budget_gib: float | None  # that "auto" was given
+    peak_gib: float
+    seconds: float
+
+
+def frontier(job: Job, strategy: Strategy) -> tuple[Point, ...]:
+    """Peak memory and step time of a layout, from full recomputation over ever larger budgets to
+    everything kept, then nothing recomputed; without budgets that make no step faster."""
+    full = replace(
+        strategy, recompute="full", keep="none", offload=False, placed=(), again_layers=None,
+        budget_gib=None,
+    )  # fmt: skip
+    none = replace(full, recompute="none", offload_inputs=False)
+    found = [_point(job, full, "full recomputation")]
+    for budget in _budgets(job, full):
+        one = placed_by_auto(job, replace(full, keep="auto", budget_gib=budget))
+        point = _point(job, one, "--burst-keep auto")
+        if point.seconds < _FASTER * found[-1].seconds:
+            found.append(point)
+    return (*found, _point(job, none, "nothing recomputed"))
+
+
+def _budgets(job: Job, strategy: Strategy) -> Iterator[float]:
+    """From nothing to all items in all layers, in GiB."""
+    layers = again_layers(job.model, strategy) * in_flight(strategy.pp, 0)
+    each = results_bytes(job, strategy)
+    each += sum(module.num_bytes for module in module_costs(job, strategy))
+    return (layers * each / GIB * (step / _STEPS) ** 2 for step in range(_STEPS + 1))
+
+
+def _point(job: Job, strategy: Strategy, name: str) -> Point:
+    memory = memory_of(job, strategy)
+    seconds = step_time(job, strategy, memory).seconds
+    return Point(name, strategy.budget_gib, memory.peak / GIB, seconds)

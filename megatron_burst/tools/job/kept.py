@@ -1,0 +1,160 @@
+"""What recomputed layers keep: the bytes of each item, and the recomputation that it saves."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_burst.recompute.budget import ModuleCost, Placed
+from megatron_burst.tools.job.model import Model
+from megatron_burst.tools.job.strategy import Job, Strategy, again_layers
+
+RESULTS, HALF = "attention's results", "attention's results of half of the rows"
+_SHARES = {RESULTS: 1.0, HALF: 0.5}
+_WITH_NORM = "linear_qkv", "linear_q_up_proj", "linear_kv_up_proj"  # TransformerEngine's
+_TRANSFERRED = "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"  # to or from all TP ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Something kept."""
+
+    name: str
+    num_bytes: float  # of an average layer and micro-batch
+    placed: Placed  # in layers of the first pipeline stage
+
+    def device_bytes(self, flights: float) -> float:
+        """What it adds to the peak of a layer's backward, if so many micro-batches wait.
+
+        The layer in backward has its own anyway. From the host it is fetched a layer ahead.
+        """
+        here = max(0.0, self.placed.device * flights - 1)
+        ahead = self.placed.host > 0 and (self.placed.device + self.placed.host) * flights > 1
+        return self.num_bytes * (here + ahead)
+
+
+def results_bytes(job: Job, strategy: Strategy) -> float:
+    """Bytes of attention's output and log-sum-exp in an average layer, on a rank."""
+    tokens = job.seq // strategy.cp / strategy.tp
+    return job.model.result_bytes * tokens * job.model.softmax_share
+
+
+def items_of(job: Job, strategy: Strategy) -> tuple[Item, ...]:
+    """All that a strategy keeps."""
+    if strategy.recompute != "full":
+        return ()
+    costs = {module.name: module for module in module_costs(job, strategy)}
+    results = results_bytes(job, strategy)
+    found = [
+        Item(name, _SHARES[name] * results if name in _SHARES else costs[name].num_bytes, placed)
+        for name, placed in strategy.placed
+    ]
+    if strategy.keep in ("half", "all"):
+        layers, name = again_layers(job.model, strategy), RESULTS
+        if strategy.keep == "half":
+            name = HALF
+        placed = Placed(0, layers) if strategy.offload else Placed(layers)
+        found.insert(0, Item(name, _SHARES[name] * results, placed))
+    return tuple(found)
+
+
+def module_costs(job: Job, strategy: Strategy) -> tuple[ModuleCost, ...]:
+    """What keeping each module's output takes and saves in a layer, as a run counts it: with the
+    norm's output that TransformerEngine's modules keep; experts as if all had equally many tokens.
+    """
+    model, tokens = job.model, job.seq // strategy.cp
+    shard = tokens / strategy.tp
+    norm = 2 * model.hidden * shard
+    found = [_fc1(model, tokens, strategy.tp)]
+    for name, inner, width, is_whole in _of_attention(model):
+        made = shard if name == "linear_proj" or not is_whole else tokens / strategy.tp
+        num_bytes = 2 * made * width * model.softmax_share
+        num_bytes += norm * model.softmax_share if name in _WITH_NORM else 0.0
+        flops = 2 * shard * inner * width * model.softmax_share
+        found.append(ModuleCost(name, round(num_bytes), round(flops)))
+    return tuple(found)
+
+
+def _of_attention(model: Model) -> Iterator[tuple[str, int, int, bool]]:
+    """Names, inputs, outputs of attention's products; whether TP shards the outputs."""
+    heads = model.heads_q
+    yield "linear_proj", heads * model.dim_v, model.hidden, False
+    if not model.latent:
+        keys = model.heads_kv * (model.dim_qk + model.dim_v)
+        queries = heads * model.dim_qk * (2 if model.gated_attention else 1)
+        yield "linear_qkv", model.hidden, queries + keys, True
+        return
+    low, rope = model.latent, model.latent.rope_dim
+    if low.q_rank:
+        yield "linear_q_down_proj", model.hidden, low.q_rank, False
+        yield "linear_q_up_proj", low.q_rank, heads * model.dim_qk, True
+    else:
+        yield "linear_q_proj", model.hidden, heads * model.dim_qk, True
+    yield "linear_kv_down_proj", model.hidden, low.kv_rank + rope, False
+    keys = heads * (model.dim_qk - rope + model.dim_v)
+    yield "linear_kv_up_proj", low.kv_rank, keys, True
+
+
+def _fc1(model: Model, tokens: float, tp: int) -> ModuleCost:
+    """The first product of a feed-forward: of an average layer."""
+    width, norms = feed_width(model), 1 - model.moe_layers / model.layers
+    made = (2 if model.gated else 1) * width * tokens / tp
+    norm = 2 * model.hidden * norms * tokens / tp
+    return ModuleCost("linear_fc1", round(2 * made + norm), round(2 * model.hidden * made))
+
+
+def feed_width(model: Model) -> float:
+    """Width of a token's feed-forward in an average layer: of all its experts together."""
+    if not model.experts:
+        return model.ffn
+    share = model.moe_layers / model.layers
+    active = model.experts.active * model.experts.ffn + model.experts.shared_ffn
+    return (1 - share) * model.ffn + share * active
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What an average layer of a strategy's stage does not recompute beside the others."""
+
+    again: float  # share of the layers that are recomputed
+    attention: float  # share of all layers whose attention's results are kept
+    half: float  # the same, of half of them
+    flops: float  # of products on a rank
+    norms: float  # norms of the hidden states, per layer
+    transfers: float  # of the four transfers of hidden states under tensor parallelism
+
+
+def saved_by(job: Job, strategy: Strategy) -> Saved:
+    """What keeping saves, and what it copies, in an average layer of the first stage."""
+    if strategy.recompute != "full":
+        return Saved(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    model, layers = job.model, again_layers(job.model, strategy)
+    every = again_layers(model, replace(strategy, again_layers=None))
+    kept = {item.name: item for item in items_of(job, strategy)}
+    shares = {name: (item.placed.device + item.placed.host) / every for name, item in kept.items()}
+    flops = {module.name: module.flops for module in module_costs(job, strategy)}
+    flops["linear_fc2"] = round(
+        2 * model.hidden * feed_width(model) * (job.seq // strategy.cp) / strategy.tp
+    )
+    again = layers / every
+    outputs = {name: share for name, share in shares.items() if name in flops}
+    if strategy.keep != "none":  # recomputation ends before the last product
+        outputs["linear_fc2"] = again
+    in_norm = {"linear_fc1": 1 - model.moe_layers / model.layers} | dict.fromkeys(_WITH_NORM, 1.0)
+    return Saved(
+        again, shares.get(RESULTS, 0.0), shares.get(HALF, 0.0),
+        flops=sum(flops[name] * share for name, share in outputs.items()),
+        norms=sum(in_norm.get(name, 0.0) * share for name, share in outputs.items()),
+        transfers=sum(
+            share for name, share in outputs.items() if name in _TRANSFERRED
+        ),
+    )  # fmt: skip
+
+
+def host_bytes(job: Job, strategy: Strategy) -> tuple[float, int]:
+    """Bytes that a micro-batch copies to the host on the first stage, and from how many layers."""
+    items, layers = items_of(job, strategy), again_layers(job.model, strategy)
+    moved = sum(item.num_bytes * item.placed.host for item in items)
+    count = max((item.placed.host for item in items), default=0)
+    if strategy.offload_inputs:
+        moved += layers * 2 * job.model.hidden * (job.seq // strategy.cp) / strategy.tp
+        count = layers
+    return moved, count
