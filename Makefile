@@ -52,6 +52,7 @@ conformance: ## run tests of TransformerEngine and Megatron-LM with burst in pla
 
 docs: ## build the documentation as a site in site/, open each page in a browser
 	@$(RUN) docs/reference_pages.py
+	@$(RUN) docs/family_pages.py
 	@SITE=site SCREENSHOTS=.cache/screenshots $(RUN) -m pytest -q tests/test_site.py $(ARGS)
 	@echo "site/index.html"
 

@@ -24,23 +24,18 @@ from typer import Argument, Option
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
 from benchmarks.balance_documents import KINDS, draw
-from benchmarks.balance_peers import (
-    best_fit,
-    dynamic_cp,
-    fills,
-    packs_seconds,
-    sequential,
-    step_seconds,
-    wlb,
-)
+from benchmarks.balance_peers import dynamic_cp, fills, wlb
 from benchmarks.facts import commit
 from benchmarks.rows import Sheet, append, check_appendable, read
-from megatron_burst.balance import Assignment, BatchGrid, Costs, assign
+from megatron_burst.balance import BatchGrid, Costs, assign
+from megatron_burst.balance.packing import best_fit, sequential
 from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.job.costs import costs_of
 from megatron_burst.tools.job.hugging_face import PRESETS
-from megatron_burst.tools.job.model import Experts, Model
+from megatron_burst.tools.job.layers import Experts
+from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.strategy import Job, Strategy
+from megatron_burst.tools.simulate.micro_batches import in_turn, step_of
 from megatron_burst.tools.terminal import in_one_sentence
 
 _CP, _MICRO_BATCHES = 8, 8
@@ -112,21 +107,13 @@ class Batch:
             return dynamic_cp(lengths, grid, costs)
         if rule.startswith("balanced"):
             sizes = grid.cp_sizes if rule.endswith("CP") else None
-            return step_of(assign(lengths, grid, costs, sizes), grid)
+            return step_of(assign(lengths, grid, costs, sizes).micro_batches, grid).seconds
         packs = {
             "sequential": lambda: sequential(lengths, self.packed),
             "best-fit": lambda: best_fit(lengths, self.packed, self.seed),
             "WLB": lambda: wlb(lengths, grid, costs),
         }[rule]()
-        return step_seconds(packs_seconds(packs, lengths, grid, costs), grid) if packs else None
-
-
-def step_of(plan: Assignment, grid: BatchGrid) -> float:
-    """Simulated seconds of our assignment: in a pipeline 1F1B, else as it was predicted."""
-    if grid.pp == 1:
-        return plan.seconds
-    slots = [[max(one.seconds for one in slot) for slot in rank] for rank in plan.micro_batches]
-    return step_seconds(slots, grid)
+        return step_of(in_turn(packs, lengths, grid, costs), grid).seconds if packs else None
 
 
 def batches(kind: str, grid: BatchGrid, costs: Costs, packed: int, draws: int) -> Iterator[Batch]:

@@ -173,8 +173,8 @@ part() {
         tensor) steps 480 tensor "$(sized "$gpus" 2)" "tp tp-v1 burst megatron" ;;
         weak | strong) scaling "$1" ;;
         prefill) prefill ;;
-        frontier) frontier 480 "--model qwen3-8b --seq 64K" "--model tiny" ;;
-        frontier_one) frontier 540 "--model qwen3-8b --seq 64K --documents none" "--model tiny --documents none" ;;
+        frontier) frontier 480 "--model qwen3-8b --seq 64K --turns 2 --steps 3" "--model tiny" ;;
+        frontier_one) frontier 540 "--model qwen3-8b --seq 64K --documents none --turns 2 --steps 3" "--model tiny --documents none" ;;
         frontier_whole) [[ -n $tiny ]] || frontier 540 "--model qwen3-1.7b --seq 64K" ;;
         frontier_experts) frontier 480 "--model qwen3-30b-a3b --seq 32K" "--model tiny-moe" ;;
         accuracy) timeout 60 torchrun --nproc-per-node "$gpus" benchmarks/accuracy.py "$out/accuracy.csv" ;;

@@ -9,7 +9,8 @@ from benchmarks.documents import SEED, lengths_of, multiple_for
 from benchmarks.rows import Sheet
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.tools.job.model import Experts, Model
+from megatron_burst.tools.job.layers import Experts
+from megatron_burst.tools.job.model import Model
 
 WHO = "benchmarks.frontier"
 _NORMS = (("--qk-layernorm", True),)  # Qwen3's, of each head of q and k

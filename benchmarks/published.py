@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 
 from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.job.candidate import Candidate, candidate
 from megatron_burst.tools.job.hugging_face import PRESETS
-from megatron_burst.tools.job.search import Candidate, candidate
 from megatron_burst.tools.job.strategy import Job, Strategy
 from megatron_burst.tools.units import in_units
 

@@ -44,7 +44,7 @@ from benchmarks.sweep import Budget
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.hardware import GIB, Hardware
 from megatron_burst.tools.hardware_file import hardware as hardware_of
-from megatron_burst.tools.job.search import candidate
+from megatron_burst.tools.job.candidate import candidate
 from megatron_burst.tools.job.strategy import Job, Strategy
 from megatron_burst.tools.terminal import Nodes, in_one_sentence
 from megatron_burst.tools.units import in_units

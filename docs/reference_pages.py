@@ -61,6 +61,7 @@ API = (
     "recompute.keep.keep", "loss.linear.linear_cross_entropy",
     "loss.linear.token_log_probs", "loss.next_tokens.next_tokens", "loss.rows.count_supervised",
     "mcore.fused_loss.fuse_loss", "mcore.specs.burst_spec", "mcore.packed.SlicedSeqParams",
+    "mcore.balanced.BalancedBatches",
     "errors.BurstError",
 )  # fmt: skip
 MODULES = {

@@ -7,6 +7,7 @@ Importing the package loads neither torch nor megatron; the names below load wha
 from megatron_burst.version import __version__
 
 _HOME_OF = {
+    "BalancedBatches": "megatron_burst.mcore.balanced",
     "BurstConfig": "megatron_burst.config",
     "BurstError": "megatron_burst.errors",
     "CPGroups": "megatron_burst.comm.cp_groups",

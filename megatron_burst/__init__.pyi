@@ -7,6 +7,7 @@ from megatron_burst.loss.linear import linear_cross_entropy as linear_cross_entr
 from megatron_burst.loss.linear import token_log_probs as token_log_probs
 from megatron_burst.loss.next_tokens import next_tokens as next_tokens
 from megatron_burst.loss.rows import count_supervised as count_supervised
+from megatron_burst.mcore.balanced import BalancedBatches as BalancedBatches
 from megatron_burst.mcore.fused_loss import fuse_loss as fuse_loss
 from megatron_burst.mcore.packed import SlicedSeqParams as SlicedSeqParams
 from megatron_burst.mcore.specs import burst_spec as burst_spec

@@ -15,14 +15,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # up to eight processes share two
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 # durations of examples say nothing on a busy machine
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("unhurried")
+for profile in ("few", "every"):
+    settings.register_profile(profile, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("few")
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--all", action="store_true", help="run all of what tests otherwise sample (make test-all)"
     )
+
+
+def pytest_configure(config):
+    """Tell `sampling.examples`, which is called while tests are collected."""
+    settings.load_profile("every" if config.getoption("--all") else "few")
 
 
 def pytest_collection_modifyitems(config, items):

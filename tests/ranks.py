@@ -3,12 +3,10 @@
 import gc
 import multiprocessing
 import os
-import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 Variables = tuple[tuple[str, str], ...]
@@ -93,8 +91,7 @@ class Crew:
     def __init__(self, backend: str, variables: tuple[Variables, ...]) -> None:
         context = multiprocessing.get_context("forkserver")  # forks from a process without threads
         context.set_forkserver_preload(preloaded(backend))
-        self._folder = tempfile.TemporaryDirectory()
-        self._pipes, self._processes, self._runs = [], [], 0
+        self._pipes, self._processes = [], []
         for rank, environment in enumerate(variables):
             pipe, theirs = context.Pipe()
             work = (theirs, rank, len(variables), backend, dict(environment))
@@ -105,10 +102,9 @@ class Crew:
 
     def run(self, function: Callable[..., Any], args: tuple, timeout_s: int) -> list[Any]:
         """The function's results in rank order."""
-        self._runs += 1
-        store = Path(self._folder.name) / f"store-{self._runs}"
+        self._store = _new_store()
         for pipe in self._pipes:
-            pipe.send((function, str(store), args))
+            pipe.send((function, self._store.port, args))
         return _collect(self._pipes, timeout_s)
 
     def wait(self, timeout_s: int) -> None:
@@ -121,7 +117,15 @@ class Crew:
         for process in self._processes:
             process.kill()
             process.join()
-        self._folder.cleanup()
+
+
+def _new_store(port: int = 0) -> Any:
+    """The server of a store, or a client of the one at a port. Ranks that wait for a key are told
+    at once; in a file they would look every 10 ms."""
+    import torch.distributed as dist
+
+    where = "127.0.0.1", port
+    return dist.TCPStore(*where, None, is_master=not port, wait_for_workers=False)
 
 
 def _make_room(world: int) -> None:
@@ -184,13 +188,13 @@ def _serve(pipe, rank, world, backend, environment) -> None:
         share_one_device()
     while True:
         try:
-            function, store, args = pipe.recv()
+            function, port, args = pipe.recv()
         except EOFError:
             return
-        _run_one(pipe, function, rank, world, backend, store, args)
+        _run_one(pipe, function, rank, world, backend, port, args)
 
 
-def _run_one(pipe, function, rank, world, backend, store, args) -> None:
+def _run_one(pipe, function, rank, world, backend, port, args) -> None:
     import torch.distributed as dist
 
     try:
@@ -201,7 +205,7 @@ def _run_one(pipe, function, rank, world, backend, store, args) -> None:
         dist.set_debug_level_from_env()  # torch read it at import
         dist.init_process_group(
             backend,
-            init_method=f"file://{store}",
+            store=_new_store(port),
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=180),

@@ -1,9 +1,11 @@
 """What `make test` leaves to `make test-all`; see also the fixture `draw`."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def whole(*cases: Any) -> Iterator[Any]:
@@ -11,3 +13,17 @@ def whole(*cases: Any) -> Iterator[Any]:
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
         yield pytest.param(*values, marks=pytest.mark.whole)
+
+
+def seeds(cases: int, few: int, most: int) -> list[Any]:
+    """Seeds of tests that draw so many cases each: `most` with --all, or as many as the environment
+    variable MASKS asks for, a number of cases (e.g. 3000)."""
+    if "MASKS" in os.environ:
+        return list(range(int(os.environ["MASKS"]) // cases))
+    return [*range(few), *whole(*range(few, most))]
+
+
+def examples(few: int, most: int) -> settings:
+    """How many examples Hypothesis tries: `most` with --all."""
+    every = settings.get_current_profile_name() == "every"
+    return settings(max_examples=most if every else few)

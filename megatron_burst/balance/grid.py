@@ -77,38 +77,65 @@ def check_sizes(grid: BatchGrid, cp_sizes: Sequence[int]) -> None:
 
 
 def checked_lengths(lengths: Sequence[int] | np.ndarray, grid: BatchGrid) -> np.ndarray:
-    """The lengths as int64.
+    """The lengths of a batch as int64.
 
     Raises:
         BurstError: if they are no positive whole numbers, are fewer than the step has
             micro-batches, or if one is longer, or all are more, than the ranks can hold.
     """
     found = np.asarray(lengths)
-    require(WHO, _of_lengths(found, grid))
+    check_documents(found, grid)
+    tokens = int(found.sum(dtype=np.int64))
+    require(WHO, (enough_documents(found.size, grid), room_for(tokens, grid)))
     return found.astype(np.int64)
 
 
-def _of_lengths(found: np.ndarray, grid: BatchGrid) -> Iterable[Need]:
+def check_documents(lengths: np.ndarray, grid: BatchGrid) -> None:
+    """Refuse lengths of documents that no batch could have.
+
+    Raises:
+        BurstError: if they are no positive whole numbers, or one is longer than the widest group
+            can hold.
+    """
+    require(WHO, _of_documents(lengths, grid))
+
+
+def enough_documents(count: int, grid: BatchGrid) -> Need:
+    """That a step has a document for each of its micro-batches."""
+    return (
+        count >= grid.slots,
+        f"a batch must have a document for each of its {grid.dp} x {grid.micro_batches} "
+        "micro-batches, because every data-parallel rank runs all of them",
+        f"{count} documents",
+        "have fewer micro-batches in a step, or a larger global batch",
+    )
+
+
+def room_for(tokens: int, grid: BatchGrid) -> Need:
+    """That a step can hold so many tokens."""
+    widest = grid.token_limit * grid.cp
+    return (
+        tokens <= widest * grid.slots,
+        f"a batch must fit into {grid.slots} micro-batches of {widest} tokens, because all "
+        "documents are in the same step",
+        f"{tokens} tokens",
+        "have more micro-batches in a step, or raise the token limit",
+    )
+
+
+def _of_documents(found: np.ndarray, grid: BatchGrid) -> Iterable[Need]:
     yield (
         found.ndim == 1 and found.size and np.issubdtype(found.dtype, np.integer),
-        "lengths must be whole numbers, one for each document of the batch, because tokens are "
-        "counted",
+        "lengths must be whole numbers, one for each document, because tokens are counted",
         f"shape {found.shape} of {found.dtype}",
         "pass a list of lengths",
     )
-    shortest, longest, tokens = int(found.min()), int(found.max()), int(found.sum(dtype=np.int64))
+    shortest, longest = int(found.min()), int(found.max())
     yield (
         shortest > 0,
         "documents must have tokens, because each is trained on",
         f"a length of {shortest} at index {int(found.argmin())}",
         "leave empty documents out",
-    )
-    yield (
-        found.size >= grid.slots,
-        f"a batch must have a document for each of its {grid.dp} x {grid.micro_batches} "
-        "micro-batches, because every data-parallel rank runs all of them",
-        f"{found.size} documents",
-        "have fewer micro-batches in a step, or a larger global batch",
     )
     widest = grid.token_limit * grid.cp
     yield (
@@ -117,11 +144,4 @@ def _of_lengths(found: np.ndarray, grid: BatchGrid) -> Iterable[Need]:
         f"split (token limit {grid.token_limit} a rank)",
         f"{longest} tokens at index {int(found.argmax())}",
         f"raise the limit or the context-parallel size, or cut documents to {widest} tokens",
-    )
-    yield (
-        tokens <= widest * grid.slots,
-        f"a batch must fit into {grid.slots} micro-batches of {widest} tokens, because all "
-        "documents are in the same step",
-        f"{tokens} tokens",
-        "have more micro-batches in a step, or raise the token limit",
     )

@@ -30,9 +30,7 @@ class Lanes:
     room: int
 
 
-def filled(
-    lengths: np.ndarray, seconds: np.ndarray, lanes: Lanes, placed: Sequence[int]
-) -> np.ndarray | None:
+def filled(lengths: np.ndarray, seconds: np.ndarray, lanes: Lanes) -> np.ndarray | None:
     """The bin of each document; None if one does not fit.
 
     Each goes to the lane that lacks most of its target, there to the bin with the most room. No bin
@@ -42,14 +40,42 @@ def filled(
         lengths: of the documents, the longest first.
         seconds: that each takes.
         lanes: where they go; no more bins than documents.
-        placed: bins of the first documents, no two alike.
     """
-    state = _State(lanes)
-    for bin_, length, cost in zip(placed, lengths.tolist(), seconds.tolist(), strict=False):
+    return filled_together(lengths, [seconds], [lanes], [len(lengths)], [])
+
+
+def filled_together(
+    lengths: np.ndarray,
+    seconds: Sequence[np.ndarray],
+    sizes: Sequence[Lanes],
+    stops: Sequence[int],
+    placed: Sequence[int],
+) -> np.ndarray | None:
+    """The same with lanes of several context-parallel sizes, whose bins are numbered one after the
+    other: short documents also go to wide lanes that lack more.
+
+    Args:
+        lengths: of the documents, the longest first.
+        seconds: that each takes at each size.
+        sizes: lanes of each, the widest first.
+        stops: the first document that is short enough for the next size.
+        placed: bins of the first documents, of the widest size and no two alike.
+    """
+    state = _State(sizes)
+    for bin_, length, cost in zip(placed, lengths.tolist(), seconds[0].tolist(), strict=False):
         state.place(bin_, length, cost)
-    found = [*placed, *state.by_need(lengths.tolist(), seconds.tolist(), len(placed))]
-    unused = sorted(set(range(len(lanes.lane_of))).difference(found), key=state.load_of)
-    if len(unused) != len(lengths) - len(found):  # a document did not fit
+    found, tokens = list(placed), lengths.tolist()
+    costs = [each.tolist() for each in seconds]
+    for number, stop in enumerate(stops):
+        state.open(number)
+        found += state.by_need(tokens, costs, range(len(found), stop))
+        if len(found) < stop:
+            break
+    unused = state.empty()
+    rest = lengths[len(found) :]
+    if len(unused) != len(rest) or any(
+        length > state.room_of(bin_) for bin_, length in zip(unused, rest.tolist(), strict=True)
+    ):
         return None
     return np.array(found + unused)
 
@@ -57,18 +83,42 @@ def filled(
 class _State:
     """Loads of lanes relative to their targets, and rooms of their bins."""
 
-    def __init__(self, lanes: Lanes) -> None:
-        self._lane_of, self._whole = lanes.lane_of.tolist(), lanes.room
-        self._bins: list[list[int]] = [[] for _ in lanes.targets]
-        for bin_, lane in enumerate(self._lane_of):
-            self._bins[lane].append(bin_)
-        self._rooms = [[lanes.room] * len(some) for some in self._bins]
-        self._loads = (-lanes.targets).tolist()
+    def __init__(self, sizes: Sequence[Lanes]) -> None:
+        self._lanes: list[range] = []  # of each size
+        self._bins: list[list[int]] = []  # of each lane
+        self._lane_of: list[int] = []  # of each bin
+        self._size_of: list[int] = []  # of each lane
+        for number, one in enumerate(sizes):
+            first = len(self._bins)
+            self._lanes.append(range(first, first + len(one.targets)))
+            self._size_of += [number] * len(one.targets)
+            self._bins += [[] for _ in one.targets]
+            for lane in (one.lane_of + first).tolist():
+                self._bins[lane].append(len(self._lane_of))
+                self._lane_of.append(lane)
+        self._whole = [sizes[number].room for number in self._size_of]  # room of a lane's bins
+        each = zip(self._whole, self._bins, strict=True)
+        self._rooms = [[room] * len(bins) for room, bins in each]
+        self._loads = np.concatenate([-one.targets for one in sizes]).tolist()
         self._empty = len(self._lane_of)
+        self._open: list[tuple[float, int]] = []  # the lanes in use, by load
+        self._full: list[tuple[int, int]] = []  # those that wait until a document is short enough
 
-    def load_of(self, bin_: int) -> tuple[float, int]:
-        """What bins are sorted by."""
-        return self._loads[self._lane_of[bin_]], bin_
+    def room_of(self, bin_: int) -> int:
+        """Tokens that a bin still holds."""
+        lane = self._lane_of[bin_]
+        return self._rooms[lane][self._bins[lane].index(bin_)]
+
+    def empty(self) -> list[int]:
+        """Bins without documents, those that hold most first, then by load."""
+        if not self._empty:
+            return []
+        some = [
+            (-self._whole[lane], self._loads[lane], bin_)
+            for bin_, lane in enumerate(self._lane_of)
+            if self.room_of(bin_) == self._whole[lane]
+        ]
+        return [bin_ for *_, bin_ in sorted(some)]
 
     def place(self, bin_: int, length: int, cost: float) -> None:
         """Put a document into an empty bin."""
@@ -77,15 +127,18 @@ class _State:
         self._loads[lane] += cost
         self._empty -= 1
 
-    def by_need(self, lengths: list[int], seconds: list[float], start: int) -> list[int]:
-        """Bins of the documents from `start` on, until as many are left as bins are empty, or one
-        does not fit. A lane without room waits in `full` until a document is short enough."""
+    def open(self, size: int) -> None:
+        """Use the lanes of one more size."""
+        self._open += [(self._loads[lane], lane) for lane in self._lanes[size]]
+        heapify(self._open)
+
+    def by_need(self, lengths: list[int], costs: list[list[float]], some: range) -> list[int]:
+        """Bins of some documents, until as many of all are left as bins are empty, or one does not
+        fit."""
         bins, rooms, loads, whole = self._bins, self._rooms, self._loads, self._whole
-        heap = [(load, lane) for lane, load in enumerate(loads)]
-        heapify(heap)
-        full: list[tuple[int, int]] = []
+        heap, full, size_of = self._open, self._full, self._size_of
         found: list[int] = []
-        for at in range(start, len(lengths)):
+        for at in some:
             length = lengths[at]
             while full and -full[0][0] >= length:
                 lane = heappop(full)[1]
@@ -98,8 +151,8 @@ class _State:
             place = rooms[lane].index(most)
             found.append(bins[lane][place])
             rooms[lane][place] = most - length
-            self._empty -= most == whole
-            loads[lane] += seconds[at]
+            self._empty -= most == whole[lane]
+            loads[lane] += costs[size_of[lane]][at]
             heapreplace(heap, (loads[lane], lane))
         return found
 

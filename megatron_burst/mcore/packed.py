@@ -28,6 +28,8 @@ from megatron_burst.schedule.layout import Layout, positions
 _FOUND: Latest[Hashable, tuple[Any, Any]] = Latest(32)
 # a group of this rank alone, for the life of the default group
 _ALONE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+# by size, this rank's sub-group of a context-parallel group, for the life of that
+_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 # ---- a layer's call -------------------------------------------------------------------------
@@ -252,6 +254,21 @@ def _take_own_group(layer, args, options) -> None:
 
 def _give_back_group(layer, args, output) -> None:
     layer.pg_collection = layer.groups_of_all
+
+
+def consecutive_part(cp_group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """This rank's part of a context-parallel group that is cut into parts of `size` consecutive
+    ranks. Made once; all ranks of the part ask for their parts in the same order."""
+    if size == cp_group.size():
+        return cp_group
+    if size == 1:
+        return group_of_one()
+    made = _PARTS.setdefault(cp_group, {})
+    if size not in made:
+        ranks, first = dist.get_process_group_ranks(cp_group), cp_group.rank() // size * size
+        some = ranks[first : first + size]
+        made[size] = dist.new_group(some, use_local_synchronization=True)
+    return made[size]
 
 
 # ---- TransformerEngine's rows of a rank -----------------------------------------------------

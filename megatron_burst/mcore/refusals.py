@@ -245,8 +245,12 @@ TABLE: tuple[Refusal, ...] = (
         "leave these out (for yarn --no-rope-fusion is enough), or run with one "
         "context-parallel rank"),
     Refusal("attention", "hybrid_context_parallel", OFF,
-        "Megatron 0.19 shards its samples over a fixed group",
-        "leave it out (a script that shards them itself needs only packed_seq_params.cp_group)"),
+        # HybridCPDataLoaderWrapper.unpack_batch (core/datasets/data_schedule.py:261), and then
+        # get_batch_on_this_cp_rank (core/utils.py:2652); 0.16 and 0.17 shard another way
+        "from 0.18 on Megatron's loader drops the boundaries of its samples, and without them each "
+        "is sharded over the layer's group instead of its own (before, it is untested)",
+        "leave it out (BalancedBatches with cp_sizes gives micro-batches groups of their own, or "
+        "shard samples in your script and pass packed_seq_params.cp_group)"),
     Refusal("attention", "attention_cp_layout",
         lambda layout, o: layout in (None, "zigzag") or o.context_parallel_size == 1,
         "Megatron applies RoPE with the positions of zigzag chunks",

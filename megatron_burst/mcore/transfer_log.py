@@ -1,4 +1,5 @@
-"""Attention's time, exposed communication and bytes in Megatron's log, with `--burst-log`.
+"""Attention's time, exposed communication and bytes in Megatron's log, and what ranks wait for each
+other, with `--burst-log`.
 
 What each number means is in docs/how-to/profiling.md. Nothing synchronizes here: when Megatron
 logs, it has already waited for the step.
@@ -6,8 +7,11 @@ logs, it has already waited for the step.
 
 import inspect
 from collections.abc import Callable
+from math import isnan
 from typing import Any
 
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.training.global_vars import (
     get_args,
     get_tensorboard_writer,
@@ -17,6 +21,8 @@ from megatron.training.global_vars import (
 from megatron.training.utils import print_rank_last
 
 from megatron_burst.engine.watch import METER
+from megatron_burst.mcore import imbalance
+from megatron_burst.mcore.imbalance import PART
 from megatron_burst.schedule.topology import Link
 
 TIMERS = {"": "burst-attention", "exposed": "burst-attention-exposed"}  # by `Clock.seconds`'s name
@@ -28,7 +34,8 @@ def count_in_step(train_step, /, *args, **options) -> Any:
     before = _argument(train_step, args, options, "iteration")
     METER.begin_step(timed=before is not None and _is_logged(before + 1))
     try:
-        return train_step(*args, **options)
+        with PART.of_step(_argument(train_step, args, options, "config")):
+            return train_step(*args, **options)
     finally:
         METER.end_step()
 
@@ -40,6 +47,7 @@ def log_transfers(training_log, /, *args, **options) -> Any:
     if _is_logged(iteration):
         _log_times(iteration)
         _log_bytes(iteration)
+        _log_imbalance(iteration)
     return result
 
 
@@ -72,10 +80,24 @@ def _log_bytes(iteration: int) -> None:
     words = ", ".join(f"{name} {sent[link] / 2**20:.3f}" for link, name in _LINKS.items())
     print_rank_last(f"burst attention, sent by the last rank in this step (MiB): {words}")
     for link, name in BYTES.items():
-        if writer := get_tensorboard_writer():
-            writer.add_scalar(name, sent[link], iteration)
-        if wandb_writer := get_wandb_writer():
-            wandb_writer.log({name: sent[link]}, iteration)
+        _write(name, sent[link], iteration)
+
+
+def _log_imbalance(iteration: int) -> None:
+    """Log what the ranks of the last pipeline stage waited for the slowest of them."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    seconds = imbalance.of_all(PART.seconds(), group)
+    if len(seconds) > 1 and not isnan(found := imbalance.lost(seconds)):
+        print_rank_last(imbalance.line_of(seconds, dist.get_process_group_ranks(group)))
+        _write(imbalance.TIMER, found, iteration)
+
+
+def _write(name: str, value: float, iteration: int) -> None:
+    """A scalar of this rank, if it has writers."""
+    if writer := get_tensorboard_writer():
+        writer.add_scalar(name, value, iteration)
+    if wandb_writer := get_wandb_writer():
+        wandb_writer.log({name: value}, iteration)
 
 
 _NO_TIMES = (

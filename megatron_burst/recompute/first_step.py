@@ -12,7 +12,7 @@ from torch.optim import optimizer
 from megatron_burst.environment import available_host_bytes
 from megatron_burst.recompute.budget import MOST_USED
 
-_COPIED = 1 << 28  # bytes, to measure the bandwidth
+_COPIED = 1 << 26  # bytes, to measure the bandwidth
 
 
 class FirstStep:

@@ -28,8 +28,8 @@ _KINDS = {  # what it is, and its colours in even and odd rounds
     "read": ("receiving inputs", "#ef8f00", "#ffc233"),
     "grad": ("receiving gradients", "#7b1fa2", "#b76fd0"),
 }
-_COLOURS = ("#1f5fa8", "#ef8f00", "#2e7d32", "#b71c1c", "#7b1fa2", "#00838f", "#8d6e63", "#c0a000")
-_PALER = ("#8fb4de", "#ffcf86", "#8fc793", "#e59a9a", "#c79bd6", "#7fc4ca", "#c9b7ae", "#e6d67a")
+COLOURS = ("#1f5fa8", "#ef8f00", "#2e7d32", "#b71c1c", "#7b1fa2", "#00838f", "#8d6e63", "#c0a000")
+PALER = ("#8fb4de", "#ffcf86", "#8fc793", "#e59a9a", "#c79bd6", "#7fc4ca", "#c9b7ae", "#e6d67a")
 _STRIPES = 4  # turns of ranks' stripes in the longest document, where heads are sharded
 
 Corners = list[tuple[float, float]]
@@ -141,7 +141,7 @@ def save_sample_picture(ways: Mapping[str, Way], title: str, path: Path) -> None
 
 
 def _colour(rank: int) -> str:
-    colours = _COLOURS if rank // len(_COLOURS) % 2 == 0 else _PALER
+    colours = COLOURS if rank // len(COLOURS) % 2 == 0 else PALER
     return colours[rank % len(colours)]
 
 

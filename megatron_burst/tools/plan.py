@@ -1,8 +1,7 @@
 """`megatron-burst plan`: options become a job and a strategy; results become tables and files."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,29 +9,41 @@ from rich.console import Console
 from rich.progress import track
 from typer import Argument, Exit, Option, echo
 
-from megatron_burst.errors import BurstError
-from megatron_burst.schedule.layout import Layout
+from megatron_burst.tools.documents import Documents, compare
+from megatron_burst.tools.documents_table import as_described, show_documents
 from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.hardware_file import preset_names
+from megatron_burst.tools.job.candidate import Candidate
 from megatron_burst.tools.job.flags import as_json
+from megatron_burst.tools.job.frameworks import takes_logits
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.model_file import model_of
 from megatron_burst.tools.job.script import Script, arguments_in, given, read_script
-from megatron_burst.tools.job.search import Candidate, search
+from megatron_burst.tools.job.search import search
 from megatron_burst.tools.job.strategy import Fsdp, Job, Strategy, even_share
+from megatron_burst.tools.lengths import lengths_in
 from megatron_burst.tools.packed import plan_sample
 from megatron_burst.tools.pictures import save_picture, save_sample_picture
+from megatron_burst.tools.plan_flags import Shown
 from megatron_burst.tools.plan_kept import save_frontier
 from megatron_burst.tools.plan_notes import no_room, warnings_of, with_keep
-from megatron_burst.tools.plan_table import Shown, show
-from megatron_burst.tools.simulate.sample import Packing, Sample, numbers_in
-from megatron_burst.tools.terminal import check_writable, in_one_sentence, writing
+from megatron_burst.tools.plan_options import (
+    STDOUT,
+    batch_of,
+    check_files,
+    check_outputs,
+    check_sample,
+    layout_note,
+    packing_of,
+    tokens_of,
+)
+from megatron_burst.tools.plan_table import show
+from megatron_burst.tools.step_picture import save_step_picture
+from megatron_burst.tools.terminal import in_one_sentence, writing
 from megatron_burst.tools.units import whole_number
 
-_STEP_TOKENS = 4 << 20  # of a small job
-_STDOUT = Path("-")
 _NOT_RUN = 3  # exit code; 2 is refused input
-_GPU_TOKENS = 1 << 10  # a GPU and step in a large one: 16M at 16K GPUs, as Llama 3 had
+Framework = Literal["megatron", "bridge", "verl", "ms-swift", "slime", "nemo-rl", "roll"]
 Size = partial(Option, min=1, metavar="N")
 _MODEL = f"{', '.join(PRESETS)}, hf:ORG/NAME (cached), a config.json, or Megatron's arguments"
 
@@ -93,6 +104,10 @@ def plan(
         Path | None,
         Option(metavar="FILE", help="write the plan as JSON, for --burst-plan; -: print only that"),
     ] = None,
+    framework: Annotated[
+        Framework | None,
+        Option("--for", help="print the plan's decisions in this framework's own words"),
+    ] = None,
     cu_seqlens: Annotated[
         Path | None,
         Option(
@@ -101,11 +116,21 @@ def plan(
             "without --seq-length, plan the attention of this sample instead of a job",
         ),
     ] = None,
+    lengths: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="lengths of a data set's documents: a histogram (.csv), a list (.jsonl), or "
+            "Megatron's index (.idx); with --seq-length, compare rules for which document goes "
+            "where",
+        ),
+    ] = None,
     picture: Annotated[
         Path | None,
         Option(
             metavar="FILE",
-            help="draw one layer's attention over time, or the sample (.png, .svg, .pdf)",
+            help="draw one layer's attention over time, or the sample of --cu-seqlens, or steps "
+            "of --lengths (.png, .svg, .pdf)",
         ),
     ] = None,
     frontier: Annotated[
@@ -124,7 +149,8 @@ def plan(
     strategy is shown).
     """
     with in_one_sentence():
-        _check_outputs(json, picture, frontier)
+        check_outputs(json, picture, frontier)
+        check_files(cu_seqlens, lengths)
         asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "recompute": recompute}
         asked |= {"keep": keep, "offload": offload, "offload_inputs": offload_inputs, "fsdp": fsdp}
         asked["keep_budget_gib"] = keep_budget_gib
@@ -138,31 +164,42 @@ def plan(
         length = seq_length or in_file.get("seq_length", "")
         if cu_seqlens and not length:
             of_jobs = {"global_batch_size": global_batch_size, "search": do_search, "json": json}
+            of_jobs["for"] = framework
             of_jobs["frontier"] = frontier
-            _check_sample(asked | of_jobs)
+            check_sample(asked | of_jobs)
             whose = Job(described, 1, count, on_node, 1, machine)
-            drawn = plan_sample(whose, cu_seqlens, dict(fixed))
+            sample = plan_sample(whose, cu_seqlens, dict(fixed))
             if picture:
                 with writing("plan", "--picture", picture):
-                    save_sample_picture(*drawn, picture)
+                    save_sample_picture(*sample, picture)
             return
-        tokens = _tokens(length)
-        batch = _batch(global_batch_size or in_file.get("global_batch_size", ""), tokens)
-        packing, repeated = _packing(script, cu_seqlens, tokens)
-        job = Job(described, tokens, count, on_node, batch(count), machine, packing)
+        tokens = tokens_of(length)
+        batch = batch_of(global_batch_size or in_file.get("global_batch_size", ""), tokens)
+        drawn_from = lengths_in(lengths) if lengths else None
+        packing, repeated = packing_of(script, cu_seqlens, drawn_from, tokens)
+        logits = takes_logits(framework, dict(fixed).get("fsdp", "none"))
+        job = Job(described, tokens, count, on_node, batch(count), machine, packing, logits)
         found = search(job, fixed, _watched, script.named)
         missing = "" if found[0].fits else no_room(job, found, fixed, batch)
-        warnings = [*script.notes, *warnings_of(job, found, fixed, in_file)]
+        notes = [*script.notes, *layout_note(script, drawn_from)]
+        warnings = [*notes, *warnings_of(job, found, fixed, in_file)]
+        if logits:
+            warnings.append(f"{framework} takes all logits: they are counted, and no fused loss is")
         keeps_none = script.policy.get("keep") == "none" and "burst_keep" not in in_file
         more = with_keep(job, found[0]) if keeps_none and found[0].fits else ""
+        documents = compare(job, found, drawn_from) if drawn_from and found[0].fits else None
+        drawn = picture if documents or not lengths else None
         # before a reader such as head ends the output
-        _write(job, found, script, json, picture, frontier)
+        _write(job, found, script, documents, json, drawn, frontier)
         shown = Shown(
             job, found, script, in_file, warnings, missing, do_search, repeated, more,
             usual_batch=not (global_batch_size or "global_batch_size" in in_file),
+            framework=framework,
         )  # fmt: skip
-        if json != _STDOUT:
+        if json != STDOUT:
             show(shown)
+            if documents:
+                show_documents(documents)
     if not found[0].fits:
         raise Exit(_NOT_RUN)
 
@@ -171,60 +208,26 @@ def _write(
     job: Job,
     found: Sequence[Candidate],
     script: Script,
+    documents: Documents | None,
     json: Path | None,
     picture: Path | None,
     frontier: Path | None,
 ) -> None:
-    if json == _STDOUT:
-        echo(as_json(job, found, script.flags))
+    text = as_json(job, found, script.flags, as_described(documents)) if json else ""
+    if json == STDOUT:
+        echo(text)
     elif json:
         with writing("plan", "--json", json):
-            json.write_text(as_json(job, found, script.flags))
+            json.write_text(text)
     if picture:
         with writing("plan", "--picture", picture):
-            save_picture(job, found[0].strategy, picture)
+            if documents:
+                save_step_picture(job, documents, picture)
+            else:
+                save_picture(job, found[0].strategy, picture)
     if frontier:
         with writing("plan", "--frontier", frontier):
             save_frontier(job, found[0].strategy, frontier)
-
-
-def _packing(script: Script, cu_seqlens: Path | None, tokens: int) -> tuple[Packing | None, str]:
-    """How samples of so many tokens are packed: as a script says, else as THD; and how often a
-    file's documents are repeated, in words."""
-    if not cu_seqlens:
-        return (Packing(script.layout) if script.layout else None), ""
-    given = Sample.of(numbers_in(cu_seqlens))
-    times, count = -(-tokens // given.tokens), len(given.lengths)
-    words = f"{given.tokens:,} tokens in {count} documents, repeated {times:,} times"
-    packing = Packing(script.layout or Layout.DOCUMENTS, given.filling(tokens))
-    return packing, words if times > 1 else ""
-
-
-def _tokens(seq: str) -> int:
-    if not seq:
-        raise BurstError(
-            "plan: --seq-length must be given, because everything depends on it; got none, neither "
-            "as an option nor in the model's file; write for example --seq-length 1M"
-        )
-    return whole_number(seq, "--seq-length")
-
-
-def _batch(asked: str, tokens: int) -> Callable[[int], int]:
-    """Sequences of a step of a job with so many GPUs.
-
-    Only DP and PP can have odd factors of the GPUs, such as the 9 of a rack of 72, because CP and
-    TP divide the sequence: the batch gets them, unless it grew fourfold.
-    """
-
-    def usual(gpus: int) -> int:
-        sequences = max(1, max(_STEP_TOKENS, _GPU_TOKENS * gpus) // tokens)
-        odd = gpus // (gpus & -gpus)
-        return ceil(sequences / odd) * odd if odd <= 4 * sequences else sequences
-
-    if not asked:
-        return usual
-    sequences = whole_number(asked, "--global-batch-size")
-    return lambda gpus: sequences
 
 
 def _watched(layouts: Sequence[Strategy]) -> Iterable[Strategy]:
@@ -232,31 +235,3 @@ def _watched(layouts: Sequence[Strategy]) -> Iterable[Strategy]:
     console = Console(stderr=True)
     quiet = not console.is_terminal
     return track(layouts, "layouts", console=console, transient=True, disable=quiet)
-
-
-def _check_sample(given: dict[str, object]) -> None:
-    """Refuse options that a sample does not have."""
-    options = [name for name, value in given.items() if value and name not in ("tp", "cp")]
-    if options:
-        option = "--" + options[0].replace("_", "-")
-        raise BurstError(
-            "plan: without --seq-length, --cu-seqlens must only be combined with --gpus, "
-            "--gpus-per-node, --hardware, --tp, --cp and --picture, because it plans one layer's "
-            "attention, not a job; got "
-            f"{option}; leave one out"
-        )
-
-
-def _check_outputs(json: Path | None, picture: Path | None, frontier: Path | None) -> None:
-    """Refuse files that could not be written, before anything is computed."""
-    taken = [json]
-    for option, path in (("--json", json), ("--picture", picture), ("--frontier", frontier)):
-        if path is None or path == _STDOUT:
-            continue
-        check_writable("plan", option, path)
-        if option != "--json" and (path.suffix not in (".png", ".svg", ".pdf") or path in taken):
-            raise BurstError(
-                f"plan: {option} must end in .png, .svg or .pdf and be a file of its own, because "
-                f"the suffix selects the format; got {path}; rename it"
-            )
-        taken.append(path)

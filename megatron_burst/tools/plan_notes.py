@@ -5,20 +5,10 @@ from dataclasses import replace
 
 from megatron_burst.errors import nearest_multiples
 from megatron_burst.tools.hardware import GIB
+from megatron_burst.tools.job.candidate import ROOMY, Candidate, candidate, loses
 from megatron_burst.tools.job.script import Arguments
-from megatron_burst.tools.job.search import (
-    Candidate,
-    Fixed,
-    candidate,
-    enough_gpus,
-    length_step,
-    loses,
-    options_of,
-    search,
-)
+from megatron_burst.tools.job.search import Fixed, enough_gpus, length_step, options_of, search
 from megatron_burst.tools.job.strategy import SIZES, Job
-
-_TIGHT = 0.95  # of the usable memory
 
 
 def warnings_of(
@@ -28,6 +18,7 @@ def warnings_of(
     script's arguments."""
     of_job = (
         *_of_nodes(job),
+        *_of_one_rank(found[0]),
         *_of_linear(job),
         *_of_length(job, fixed),
         *_of_memory(job, found),
@@ -53,12 +44,14 @@ def _of_script(job: Job, best: Candidate, arguments: Arguments) -> Iterator[str]
 
 
 def _of_linear(job: Job) -> Iterator[str]:
-    """That nothing of linear attention is measured."""
+    """That nothing of linear attention is measured, and which script has hybrids."""
     if job.model.linear:
         yield (
             "time and memory of linear attention are computed from its FLOPs and bytes, and have "
             "not been compared with measurements"
         )
+    if job.model.pattern:
+        yield "its flags are those of Megatron-Core 0.19, started with its pretrain_hybrid.py"
 
 
 def _of_length(job: Job, fixed: Fixed) -> Iterator[str]:
@@ -81,6 +74,15 @@ def _of_packing(job: Job) -> Iterator[str]:
         )
 
 
+def _of_one_rank(best: Candidate) -> Iterator[str]:
+    """That no sequence is sharded."""
+    if best.strategy.cp == 1:
+        yield (
+            "with CP 1 no two ranks share a sequence, so burst attention is not used: this job can "
+            "train without it, or be planned with --cp 2 or more"
+        )
+
+
 def _of_nodes(job: Job) -> Iterator[str]:
     """What it costs that the GPUs are no multiple of a node's."""
     most = job.hardware.node.gpus
@@ -96,24 +98,23 @@ def _of_nodes(job: Job) -> Iterator[str]:
 
 
 def _of_memory(job: Job, found: Sequence[Candidate]) -> Iterator[str]:
-    """That the best nearly fills the memory, and the fastest that does not."""
+    """That the best nearly fills a GPU's memory, or exceeds the node's."""
     best, usable = found[0], job.hardware.gpu.usable_bytes
-    share = best.memory.peak / usable
-    if not _TIGHT < share <= 1:
-        return
-    free = (usable - best.memory.peak) / GIB
-    note = (
-        f"the peak is {share:.1%} of the usable memory, {free:.1f} GiB below it: what the "
-        "planner does not model (fragmentation, uneven experts) may not fit"
-    )
-    roomy = (one for one in found if one.fits == best.fits and one.memory.peak <= _TIGHT * usable)
-    if (other := next(roomy, None)) and other.time and best.time:
-        slower = other.time.seconds / best.time.seconds - 1
-        note += (
-            f"; {other.strategy.layout}, {other.strategy.policy}, which needs "
-            f"{other.memory.peak / GIB:.1f} GiB, is {slower:.1%} slower"
+    if best.fits and best.is_tight:
+        free = (usable - best.memory.peak) / GIB
+        yield (
+            f"the peak is {best.share:.1%} of the usable memory, {free:.1f} GiB below it: what the "
+            "planner does not model (fragmentation, uneven experts) may not fit; nothing with "
+            f"these options needs less than {ROOMY:.0%}"
         )
-    yield note
+    if best.host_over_gib:
+        node = job.hardware.node
+        yield (
+            f"pinned host memory of {best.memory.node / GIB:.0f} GiB a node exceeds what a plan "
+            f"takes, 80 % of the {node.memory_gib * job.on_node / node.gpus:.0f} GiB that "
+            f"{job.on_node} GPUs of an {job.hardware.name} node have; if yours has more, give it "
+            "as memory_gib in a --hardware file"
+        )
 
 
 def with_keep(job: Job, best: Candidate) -> str:

@@ -1,10 +1,7 @@
 """What the planner found, as tables on the terminal."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,35 +12,17 @@ from megatron_burst.schedule.grid import grid
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import GIB
-from megatron_burst.tools.job.flags import as_words, flag_values
-from megatron_burst.tools.job.megatron import model_flags
+from megatron_burst.tools.job.candidate import ROOMY, Candidate, loses
 from megatron_burst.tools.job.memory import Memory
 from megatron_burst.tools.job.peer import gain
-from megatron_burst.tools.job.script import Script
-from megatron_burst.tools.job.search import Candidate, loses
 from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, open_call
+from megatron_burst.tools.plan_flags import Shown, show_flags
 from megatron_burst.tools.plan_kept import show_kept
 from megatron_burst.tools.simulate.call import pass_time, sent_bytes
 from megatron_burst.tools.terminal import new_console, say
 from megatron_burst.tools.units import in_units
 
 _TOP, _LAYOUTS = 8, 10  # strategies that are shown: the best, and of those that lose
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """What is shown of a search."""
-
-    job: Job
-    found: Sequence[Candidate]  # the best first
-    script: Script  # what a file of Megatron's arguments says of the job
-    arguments: Mapping[str, Any]  # that it has; {} if the model is not from such a file
-    warnings: Sequence[str]  # sentences
-    no_room: str  # by how much the best does not fit, and what would do; "" if it does
-    others: bool  # whether to show them; else a line on how the best was chosen
-    repeated: str  # how a file's documents fill a sample
-    with_keep: str  # what more kept results come to, in a line
-    usual_batch: bool  # whether the batch is the default
 
 
 def show(shown: Shown) -> None:
@@ -73,7 +52,7 @@ def show(shown: Shown) -> None:
     _show_best(console, job, best)
     if shown.with_keep:
         say(console, shown.with_keep)
-    _show_flags(console, shown)
+    show_flags(console, shown)
 
 
 def _show_candidates(console: Console, found: Sequence[Candidate]) -> None:
@@ -94,7 +73,10 @@ def _why_best(found: Sequence[Candidate]) -> str:
         return "the only strategy with the given options"
     if not fitting:
         return f"none of {len(found)} strategies fits; the closest: {best.strategy.layout}"
-    why = f"chosen: the fastest of {len(found)} strategies, of which {len(fitting)} fit in memory"
+    roomy = [one for one in fitting if not one.is_tight]
+    room = f"need at most {ROOMY:.0%} of the memory" if roomy else "fit in memory"
+    count = len(roomy or fitting)
+    why = f"chosen: the fastest of {len(found)} strategies, of which {count} {room}"
     others = [one for one in fitting if one.strategy.layout != best.strategy.layout]
     if others:
         why += f"; {others[0].strategy.layout} would be {loses(others[0], best)}"
@@ -118,9 +100,10 @@ def _candidates(some: Sequence[Candidate], best: Candidate, title: str) -> Table
 def _show_best(console: Console, job: Job, best: Candidate) -> None:
     if time := best.time:
         every = time.tokens_per_gpu * job.gpus
+        alike = ", if micro-batches are full and alike" if job.packing else ""
         say(
             console,
-            f"a step takes {_digits(time.seconds, 4)} s: {time.tokens} tokens/s per GPU, "
+            f"a step takes {_digits(time.seconds, 4)} s{alike}: {time.tokens} tokens/s per GPU, "
             f"{every:,.0f} in all, MFU {time.mfu:.1%}",
         )
     say(console, f"{best.strategy.layout}, {best.strategy.policy}")
@@ -145,50 +128,6 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
             say(console, _gain_line(job, best, best.time.seconds))
         if best.strategy.keep == "half":
             say(console, f"keep half: {choose_later(attention_call(job, best.strategy))}")
-
-
-def _show_flags(console: Console, shown: Shown) -> None:
-    """Flags to copy: the model's, if no file has them, and the strategy's."""
-    job, best = shown.job, shown.found[0]
-    if not shown.arguments and job.model.unknown:
-        say(console, _no_model_flags(job.model.unknown), "\nno model flags: ", "yellow")
-    elif not shown.arguments:
-        _show_words(console, "Model flags:", as_words(model_flags(job.model)))
-    note = "in addition to the model's own" if best.fits else "of what does not fit"
-    flags = flag_values(job, best.strategy, best.memory.node, shown.script.flags)
-    if not shown.arguments:
-        _show_words(console, f"Megatron flags ({note}):", as_words(flags))
-        return
-    there = {flag for flag, value in flags.items() if _is_there(shown.arguments, flag, value)}
-    new = {flag: value for flag, value in flags.items() if flag not in there}
-    head = "Megatron flags to add or change, started with -m megatron_burst"
-    head += "" if best.fits else f" ({note})"
-    _show_words(console, f"{head}:", as_words(new) or ["none"])
-    old = {flag: flags[flag] for flag in flags if flag in there}
-    _show_words(console, "Megatron flags that are there already:", as_words(old) or ["none"])
-
-
-def _no_model_flags(unknown: Sequence[str]) -> str:
-    return (
-        "the planner knows no Megatron-LM flags for these entries of the model's config: "
-        f"{', '.join(unknown)}. Flags for the others alone would train another model: build it "
-        "with Megatron Bridge, or write its flags yourself. Time and memory are those of "
-        "layers like Llama's with its sizes"
-    )
-
-
-def _is_there(arguments: Mapping[str, Any], flag: str, value: object) -> bool:
-    """Whether arguments have a flag with this value."""
-    got = arguments.get(flag.lstrip("-").replace("-", "_"))
-    if type(value) in (int, float):
-        with suppress(TypeError, ValueError):  # dropout of 0.0 is 0
-            return float(got) == value
-    return got == value or str(got) == (" ".join(value) if isinstance(value, list) else str(value))
-
-
-def _show_words(console: Console, head: str, words: Sequence[str]) -> None:
-    console.print(f"\n[bold]{head}[/bold]", highlight=False)
-    say(console, " \\\n    ".join(words))
 
 
 _MEMORY = {  # parts of `Memory` in the order of the table

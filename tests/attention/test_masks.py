@@ -5,7 +5,6 @@ returned to the wrong place. Unsupported combinations must be refused. The envir
 MASKS sets the number of cases (e.g. 3000).
 """
 
-import os
 from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd, lcm
@@ -25,11 +24,11 @@ from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.spec import Circulate
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import Way, assert_exact, problem
+from tests.sampling import seeds
 from tests.schedule.cases import LAYOUTS
 
 GROUPS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3)]
 CASES = 30  # in each test
-SEEDS = int(os.environ.get("MASKS", 300)) // CASES
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -87,7 +86,7 @@ def drawn(random: Random) -> Drawn:
     return Drawn(nodes, ranks, tokens, (heads_q, heads_kv), way)
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", seeds(CASES, 4, 10))
 def test_any_mask_is_exact_or_refused(seed):
     random, refused = Random(seed), 0
     for number in range(CASES):

@@ -11,7 +11,7 @@ from math import gcd, lcm
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.schedule.layout import Layout
@@ -21,6 +21,7 @@ from megatron_burst.schedule.topology import pretend_nodes, topology_of
 from tests.attention.engine import Passes, Way, assert_exact, problem, run_engine, truth
 from tests.attention.simulated import run_simulated
 from tests.oracle import rows_of
+from tests.sampling import examples, whole
 from tests.schedule.cases import LAYOUTS, MASKS
 
 DIMS = st.sampled_from([(4, 4), (6, 3), (2, 5)])
@@ -46,7 +47,7 @@ def cases(draw):
     return pretend_nodes(nodes * ranks, nodes), tensors, way, seed
 
 
-@settings(deadline=None, max_examples=60)
+@examples(25, 100)
 @given(cases())
 def test_any_case_is_exact(case):
     assert_exact(*case)
@@ -90,7 +91,7 @@ def gather_cases(draw):
     return draw(scattered(nodes, ranks)), tensors, way, seed
 
 
-@settings(deadline=None, max_examples=80)
+@examples(30, 150)
 @given(gather_cases())
 def test_any_gathering_case_is_exact(case):
     """Guards against keys read before they arrive, and shares sent to the wrong owner or summed too
@@ -116,7 +117,7 @@ def a2a_cases(draw):
     return draw(scattered(nodes, ranks)), tensors, way, seed
 
 
-@settings(deadline=None, max_examples=80)
+@examples(30, 150)
 @given(a2a_cases())
 def test_any_all_to_all_is_exact(case):
     """Guards against heads or rows sent to the wrong rank, and results returned too early or too
@@ -136,7 +137,7 @@ def test_few_kv_heads_are_exact_in_an_all_to_all(ranks, heads_kv):
 
 
 @pytest.mark.parametrize("circulate", list(Circulate))
-@pytest.mark.parametrize("nodes, ranks", [(4, 4), (2, 8), (16, 1)])
+@pytest.mark.parametrize("nodes, ranks", [(4, 4), *whole((2, 8), (16, 1))])
 def test_sixteen_ranks(nodes, ranks, circulate):
     tensors = problem(16, 4, (4, 2), (4, 4), 1)
     assert_exact(pretend_nodes(16, nodes), tensors, Way("ring", circulate, backend="torch-cpu"))
@@ -149,9 +150,9 @@ def test_scores_so_far_apart_that_exp_overflows():
     way = Way("ring", layout=Layout.CONTIGUOUS, mask=Mask.FULL, scale=1.0)
     expected = truth(*tensors, Mask.FULL, 1.0)
     for rank, results in enumerate(run_engine(pretend_nodes(4, 2), tensors, way)):
-        for result, whole in zip(results, expected, strict=True):
-            part = whole[:, rank * 4 : rank * 4 + 4]
-            assert (result - part).abs().max() <= 1e-9 * whole.abs().max()
+        for result, true in zip(results, expected, strict=True):
+            part = true[:, rank * 4 : rank * 4 + 4]
+            assert (result - part).abs().max() <= 1e-9 * true.abs().max()
 
 
 @pytest.mark.parametrize("circulate", list(Circulate))

@@ -4,7 +4,6 @@ against pair-by-pair masks in float64; and what is refused.
 The environment variable MASKS sets the number of cases (e.g. 3000).
 """
 
-import os
 from itertools import accumulate, pairwise
 from math import gcd, lcm
 from random import Random
@@ -32,10 +31,10 @@ from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import ByCalls, Way, assert_exact, problem
 from tests.oracle import full_attention, rows_of, seen_by_slices
 from tests.ranks import run_ranks
+from tests.sampling import seeds
 
 GROUPS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3)]
 CASES = 30  # in each test
-SEEDS = int(os.environ.get("MASKS", 300)) // CASES
 CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float64, torch.float32, torch.bfloat16]
 
@@ -96,7 +95,7 @@ def drawn_way(random: Random) -> tuple[tuple[int, int], int, tuple[int, int], Wa
     return (nodes, ranks), tokens, (heads_q, heads_kv), way
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", seeds(CASES, 4, 10))
 def test_any_slices_are_exact(seed, monkeypatch):
     random = Random(seed)
     for number in range(CASES):

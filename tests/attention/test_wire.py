@@ -11,6 +11,7 @@ from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import Passes, Way, problem, truth
 from tests.attention.simulated import run_simulated
 from tests.oracle import rows_of
+from tests.sampling import whole
 
 
 def errors(nodes, ranks, way, grad_dtype):
@@ -28,22 +29,22 @@ def errors(nodes, ranks, way, grad_dtype):
     results, _ = run_simulated(one, size)
     expected = truth(*(x.double() for x in tensors), way.mask, way.scale)[1:]
     found = []
-    for index, whole in enumerate(expected):
-        got = torch.empty_like(whole)
+    for index, true in enumerate(expected):
+        got = torch.empty_like(true)
         for rows, shards in results:
             got[:, rows] = shards[index].bfloat16().double()
-        found.append(float((got - whole).norm() / whole.norm()))
+        found.append(float((got - true).norm() / true.norm()))
     return found
 
 
+@pytest.mark.parametrize("nodes, ranks", [(2, 1), (8, 1), (4, 2), *whole((16, 1), (8, 2))])
 @pytest.mark.parametrize("mode", ["gather", "a2a", "ring"])
 @pytest.mark.parametrize("circulate", list(Circulate))
-def test_contributions_are_rounded_once_however_many_nodes_there_are(circulate, mode):
+def test_contributions_are_rounded_once_however_many_nodes_there_are(circulate, mode, nodes, ranks):
     """Those of different nodes add up like noise. So to round each of them costs as much as to
     round their sum, which float32 between nodes does alone; a gather also rounds the shares of each
     rank. A tenth for the sample's chance."""
     way, roundings = Way(mode, circulate), 2 + (mode == "gather")
-    for nodes, ranks in ((2, 1), (16, 1), (8, 2)):
-        narrow, wide = (errors(nodes, ranks, way, d) for d in (torch.bfloat16, torch.float32))
-        for rounded, exact in zip(narrow, wide, strict=True):
-            assert rounded <= 1.1 * roundings**0.5 * exact, (nodes, ranks)
+    narrow, wide = (errors(nodes, ranks, way, d) for d in (torch.bfloat16, torch.float32))
+    for rounded, exact in zip(narrow, wide, strict=True):
+        assert rounded <= 1.1 * roundings**0.5 * exact

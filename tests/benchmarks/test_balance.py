@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from benchmarks.balance import BALANCE_CSV, RULES, app
 from benchmarks.balance_documents import KINDS, draw
-from benchmarks.balance_peers import best_fit, dynamic_cp, fills, one_f_one_b, sequential, wlb
+from benchmarks.balance_peers import dynamic_cp, fills, wlb
 from benchmarks.rows import read
 from megatron_burst.balance import BatchGrid, Costs
+from megatron_burst.balance.packing import best_fit, sequential
 
 COSTS = Costs(1e-4, 3e-9, 0.01, {2: 4e-6, 4: 6e-6, 8: 1e-5})
 PREDICTED = Path(__file__).parents[2] / "benchmarks" / "predictions" / "balance_h200.csv"
@@ -40,18 +41,10 @@ def test_peers_pack_each_document_once_within_the_limit(kind):
     assert len(sequential(lengths[: count + 1], LIMIT)) == 6
 
 
-def test_rules_do_what_they_are_known_for():
-    assert sequential([5, 4, 3, 6], 10) == [[0, 1], [2, 3]]
-    assert sorted(map(sorted, best_fit([5, 4, 6, 5], 10, 0))) == [[0, 3], [1, 2]]
+def test_wlb_does_what_it_is_known_for():
     # the longest two apart; then the least work, and where that is full the fewest tokens
     assert wlb([5, 4, 3, 3], BatchGrid(2, 1, 1, 9), Costs(1.0, 0.0)) == [[0, 3], [1, 2]]
     assert wlb([5, 4, 3, 3], BatchGrid(2, 1, 1, 7), Costs(1.0, 0.0)) == []
-
-
-def test_1f1b_of_two_stages_by_hand():
-    """Forwards take 1 and 2, backwards 2 and 4. Stage 1: F0 1-2, B0 2-4, F1 4-6, B1 6-10; stage 0:
-    F0 0-1, F1 1-3, B0 4-6, B1 10-14."""
-    assert one_f_one_b([3.0, 6.0], 2) == pytest.approx(14.0)
 
 
 def test_megatrons_scheduler_runs_each_document_once():

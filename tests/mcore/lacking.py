@@ -1,6 +1,6 @@
 """What tests need that some releases of Megatron-Core lack: one table, and pytest marks from it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -28,6 +28,11 @@ LACKING = {  # need: releases without it, and why, as the tables in docs show it
         "its own Megatron-FSDP trains otherwise than DDP on a CPU, also on one rank without burst",
     ),
     "documents anywhere": ("0.16 0.17 0.18", "--dataloader-inter-document-masking is of 0.19"),
+    "model configurations": ("0.16 0.17 0.18", "gpt_config_from_args() is of 0.19"),
+    "hybrid groups in one function": (
+        "0.16 0.17",
+        "its --hybrid-context-parallel shards by a function of its own up to 0.17",
+    ),
     "documents without TransformerEngine": (
         "0.16 0.17",
         "packed samples ask for TransformerEngine's version up to 0.17",
@@ -61,14 +66,21 @@ def no_option(options: Iterable[str]) -> str:
     return f"TransformerConfig has no {', '.join(unknown)}" if unknown else ""
 
 
-def parameters(cases: Mapping[str, Any], why: Callable[[Any], str]) -> list:
-    """Case names for `parametrize`; `why`: why this Megatron cannot run one, or ""."""
-    return [
-        pytest.param(name, marks=pytest.mark.skip(reason=why(case)) if why(case) else ())
-        for name, case in cases.items()
-    ]
+def parameters(
+    cases: Mapping[str, Any], why: Callable[[Any], str], seldom: Collection[str] = ()
+) -> list:
+    """Case names for `parametrize`; `why`: why this Megatron cannot run one, or ""; `seldom`: what
+    runs with --all only."""
+    marked = []
+    for name, case in cases.items():
+        marks = [pytest.mark.skip(reason=why(case))] if why(case) else []
+        marks += [pytest.mark.whole] if name in seldom else []
+        marked.append(pytest.param(name, marks=marks))
+    return marked
 
 
-def present(cases: Mapping[str, Any], why: Callable[[Any], str]) -> dict[str, Any]:
-    """The cases that this Megatron can run."""
-    return {name: case for name, case in cases.items() if not why(case)}
+def present(
+    cases: Mapping[str, Any], why: Callable[[Any], str], left: Collection[str] = ()
+) -> dict[str, Any]:
+    """The cases that this Megatron can run, without those that are left out."""
+    return {name: case for name, case in cases.items() if not why(case) and name not in left}

@@ -23,6 +23,7 @@ class Setting:
         pp: pipeline stages.
         vp: model chunks on each; 1 is 1F1B, more is interleaved.
         cp: context-parallel ranks.
+        tp: tensor-parallel ranks.
         mtp: whether there is a layer of multi-token prediction.
         micro_batches: of a step.
     """
@@ -30,6 +31,7 @@ class Setting:
     pp: int = 1
     vp: int = 1
     cp: int = 1
+    tp: int = 1
     mtp: bool = False
     micro_batches: int = 4
 
@@ -61,6 +63,7 @@ def start(setting: Setting) -> None:
         pipeline_model_parallel_size=setting.pp,
         virtual_pipeline_model_parallel_size=setting.vp if setting.vp > 1 else None,
         context_parallel_size=setting.cp,
+        tensor_model_parallel_size=setting.tp,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
@@ -76,7 +79,7 @@ def config_for(setting: Setting, burst=None, **overrides):
         mtp_num_layers=1 if setting.mtp else None,
         calculate_per_token_loss=True,
     )
-    config = config_of(Parallel(cp=setting.cp), **options | overrides)
+    config = config_of(Parallel(cp=setting.cp, tp=setting.tp), **options | overrides)
     config.burst = burst
     return config
 

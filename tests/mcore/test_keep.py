@@ -23,6 +23,7 @@ from tests.mcore.pipeline import (
     run_step,
 )
 from tests.ranks import run_ranks
+from tests.sampling import whole
 
 # three micro-batches: the first stage of 1F1B has warm-up, steady state and cool-down
 HAS_MTP = not (why_not("MTP") or why_not("recomputed MTP"))
@@ -97,27 +98,37 @@ CASES = {
         BurstConfig(keep="half", keep_layers=1), recompute(PAIRS), (2, 2)
     ),
 }
-# same for a layer in any chunk
-ONE_SCHEDULE = (
-    "all, selective", "all, q circulates", "all, no room on the host", "half, offload",
-    "all, modules, block", "all, modules, offload, debug", "half, modules",
+# what depends on the chunk, or on the order in which chunks take turns
+INTERLEAVED = (
+    "none, block", "all, block", "all, modules", "all, offload, debug", "all of one layer", "half",
+)  # fmt: skip
+# parts that other cases have too, in another combination; with --all only
+SELDOM = (
+    "all, modules, block", "all, modules, offload, debug", "all, offload, two", "half, modules",
+    "half, offload", "half of one layer", "all, two layers, inputs on the host",
+    "all, inputs on the host too",
 )  # fmt: skip
 RUNS = [
     (setting, name)
     for setting in (MTP, VPP, TWO)
     for name, case in CASES.items()
     if (setting is TWO) == (("recompute_num_layers", 2) in case.recompute)
-    if setting != VPP or name not in ONE_SCHEDULE
 ]
+USUAL = [
+    (setting, name)
+    for setting, name in RUNS
+    if (name in INTERLEAVED if setting == VPP else name not in SELDOM)
+]
+PARAMETERS = [*USUAL, *whole(*(run for run in RUNS if run not in USUAL))]
 EXACT = [name for name in CASES if not name.startswith("half")]
 
 
-def compare_all(rank: int) -> dict:
+def compare_all(rank: int, runs: list) -> dict:
     """By setting and case: error, kernel calls and hops beyond those without recomputation."""
     found = {}
     for setting in dict.fromkeys((MTP, VPP, TWO)):
         pipeline.start(setting)
-        names = [name for each, name in RUNS if each == setting]
+        names = [name for each, name in runs if each == setting]
         ways = sorted({CASES[name].burst.circulate for name in names})  # sum orders differ
         truths = {
             way: run_step(setting, build(setting, config_for(setting, BurstConfig(circulate=way))))
@@ -150,15 +161,14 @@ def evaluate(setting: Setting, chunks: list) -> None:
 
 
 @pytest.fixture(scope="module")
-def comparisons(once):
+def comparisons(once, request):
+    def compared():
+        return run_ranks(compare_all, 4, RUNS if request.config.getoption("--all") else USUAL)
+
     return once(compared)
 
 
-def compared():
-    return run_ranks(compare_all, 4)
-
-
-@pytest.mark.parametrize("setting, name", RUNS, ids=str)
+@pytest.mark.parametrize("setting, name", PARAMETERS, ids=str)
 def test_gradients_are_those_without_recomputation(comparisons, setting, name):
     """Bitwise, except for the early half, whose kernel calls have other shapes."""
     for results in comparisons:
@@ -167,7 +177,7 @@ def test_gradients_are_those_without_recomputation(comparisons, setting, name):
         assert left == 0
 
 
-@pytest.mark.parametrize("setting, name", RUNS, ids=str)
+@pytest.mark.parametrize("setting, name", PARAMETERS, ids=str)
 def test_recomputation_runs_no_attention_and_sends_nothing_where_all_is_kept(
     comparisons, setting, name
 ):

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_burst.tools.job.flags import as_words
 from megatron_burst.tools.job.hugging_face import from_hugging_face
-from megatron_burst.tools.job.megatron import model_flags
+from megatron_burst.tools.job.model_flags import model_flags
 from tests.plan.configs import PRINTED
 
 # a CPU has no fused rotary embedding
@@ -69,6 +69,10 @@ def like_llama(layers, hidden, ffn, heads, groups, vocab, **more):
     return {name: value for name, value in fields.items() if value is not None}
 
 
+_NEMOTRON_H = {
+    "gated_linear_unit": None, "activation_func": "squared_relu", "is_hybrid_model": True,
+    "position_embedding_type": "none", "bias_activation_fusion": False,
+}  # fmt: skip
 # by hand from the published files, where Megatron's default is another
 EXPECTED = {
     "Llama-3.2-1B": like_llama(
@@ -94,6 +98,26 @@ EXPECTED = {
     "Qwen3-30B-A3B": like_llama(
         48, 2048, 6144, 32, 4, 151936, layernorm_epsilon=1e-6, rotary_base=1000000,
         num_moe_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768, qk_layernorm=True,
+    ),
+    "Qwen2.5-VL-7B, its language model": like_llama(
+        28, 3584, 18944, 28, 4, 152064, add_qkv_bias=None, layernorm_epsilon=1e-6,
+        rotary_base=1000000, position_embedding_type="mrope", mrope_section=[16, 24, 24],
+    ),
+    "Qwen3-Next-80B-A3B": like_llama(  # sizes of its delta nets are Megatron's defaults
+        48, 2048, 5120, 16, 2, 151936, kv_channels=256, layernorm_epsilon=1e-6,
+        layernorm_zero_centered_gamma=True, rotary_base=10000000, rotary_percent=0.25,
+        qk_layernorm=True, attention_output_gate=True, linear_attention_freq=4,
+        experimental_attention_variant="gated_delta_net", num_moe_experts=512, moe_router_topk=10,
+        moe_ffn_hidden_size=512, moe_shared_expert_intermediate_size=512,
+        moe_shared_expert_gate=True,
+    ),
+    "Nemotron-H-8B": like_llama(52, 4096, 21504, 32, 8, 131072, **_NEMOTRON_H, mamba_num_heads=128),
+    "Nemotron-3-Nano-30B-A3B": like_llama(
+        52, 2688, 1856, 32, 2, 131072, **_NEMOTRON_H, mamba_num_heads=64, num_moe_experts=128,
+        moe_router_topk=6, moe_ffn_hidden_size=1856, moe_shared_expert_intermediate_size=3712,
+        moe_router_num_groups=1, moe_router_group_topk=1, moe_router_topk_scaling_factor=2.5,
+        moe_router_score_function="sigmoid", moe_router_dtype="fp32",
+        moe_router_enable_expert_bias=True,
     ),
     "gpt-oss-20b": like_llama(  # every linear layer has biases, and Megatron's router with them
         24, 2880, 2880, 64, 8, 201088, kv_channels=64, add_bias_linear=None, add_qkv_bias=None,

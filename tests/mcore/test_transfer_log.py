@@ -89,6 +89,9 @@ def test_steps_that_megatron_logs_have_times_and_the_bytes_that_were_sent(run):
     whole = by_name["burst-attention-time"]
     assert set(whole) >= {2, 6}  # nothing is timed under a profiler
     assert printed.count("no times in this step: ") == 3 - len(whole)
+    lost = by_name["burst-imbalance-time"]
+    assert set(lost) == {2, 4, 6} and printed.count("imbalance: ") == 3
+    assert all(0 <= seconds < 60 for seconds in lost.values())
     exposed = by_name["burst-attention-exposed-time"]
     assert exposed.keys() == whole.keys() and min(exposed.values()) > 0
     assert exposed[6] < whole[6]

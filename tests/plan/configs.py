@@ -158,6 +158,48 @@ QWEN_3_5_35B = {
     ),
 }  # fmt: skip
 
+# of nvidia/Nemotron-H-8B-Base-8K
+NEMOTRON_H_8B = _without(
+    _config(
+        "nemotron_h", (52, 4096, 21504, 32, 8, 131072), None, 1e-05, attention_bias=False,
+        architectures=["NemotronHForCausalLM"], attention_head_dim=128, chunk_size=128,
+        auto_map={"AutoConfig": "configuration_nemotron_h.NemotronHConfig"}, conv_kernel=4,
+        expand=2, hidden_dropout=0.0, layer_norm_epsilon=1e-05, mamba_head_dim=64,
+        hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        mamba_hidden_act="silu", mamba_num_heads=128, mamba_proj_bias=False, mlp_bias=False,
+        mlp_hidden_act="relu2", n_groups=8, num_logits_to_keep=1, rescale_prenorm_residual=True,
+        residual_in_fp32=False, sliding_window=None, ssm_state_size=128, time_step_floor=0.0001,
+        time_step_limit=[0.0, float("inf")], time_step_max=0.1, time_step_min=0.001,
+        use_bias=False, use_conv_bias=True, use_mamba_kernels=True,
+    ),
+    "hidden_act", "rope_theta",
+)  # fmt: skip
+# of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16
+NEMOTRON_3_NANO = NEMOTRON_H_8B | {
+    "hidden_size": 2688, "intermediate_size": 1856, "num_key_value_heads": 2, "head_dim": 128,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "mamba_num_heads": 64, "moe_intermediate_size": 1856, "n_group": 1, "n_routed_experts": 128,
+    "moe_shared_expert_intermediate_size": 3712, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_experts_per_tok": 6, "routed_scaling_factor": 2.5, "topk_group": 1,
+}  # fmt: skip
+# of ibm-granite/granite-4.0-h-small
+GRANITE_4_H_SMALL = _config(
+    "granitemoehybrid", (40, 4096, 768, 32, 8, 100352), 10000, 1e-05, attention_bias=False,
+    architectures=["GraniteMoeHybridForCausalLM"], attention_multiplier=0.0078125,
+    embedding_multiplier=12, logits_scaling=16, residual_multiplier=0.22,
+    layer_types=[["mamba", "attention"][number % 10 == 5] for number in range(40)],
+    mamba_chunk_size=256, mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=64,
+    mamba_d_state=128, mamba_expand=2, mamba_n_groups=1, mamba_n_heads=128,
+    mamba_proj_bias=False, normalization_function="rmsnorm", num_experts_per_tok=10,
+    num_local_experts=72, position_embedding_type="nope", rope_scaling=None,
+    shared_intermediate_size=1536,
+) | {"tie_word_embeddings": True}  # fmt: skip
+# of ibm-granite/granite-4.0-h-micro
+GRANITE_4_H_MICRO = GRANITE_4_H_SMALL | {
+    "hidden_size": 2048, "intermediate_size": 8192, "shared_intermediate_size": 8192,
+    "mamba_n_heads": 64, "num_local_experts": 0, "num_experts_per_tok": 0,
+}  # fmt: skip
+
 # published configs, with the flags that say what no size does
 PRINTED = {
     "Llama-2-7B": (
@@ -294,6 +336,30 @@ PRINTED = {
         ),
         "--norm-epsilon 1e-06 --rotary-base 5000000 --no-rope-freq 4",
     ),
+    "Qwen3-Next-80B-A3B": (
+        QWEN_3_NEXT_80B,
+        "--norm-epsilon 1e-06 --rotary-base 10000000 --rotary-percent 0.25 --qk-layernorm "
+        "--apply-layernorm-1p --moe-shared-expert-gate",
+    ),
+    "Nemotron-H-8B": (
+        NEMOTRON_H_8B, "--norm-epsilon 1e-05 --squared-relu --position-embedding-type none",
+    ),
+    "Nemotron-3-Nano-30B-A3B": (
+        NEMOTRON_3_NANO,
+        "--norm-epsilon 1e-05 --squared-relu --position-embedding-type none "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-dtype fp32 --moe-router-num-groups 1 --moe-router-group-topk 1 "
+        "--moe-router-topk-scaling-factor 2.5",
+    ),
+    "Qwen2.5-VL-7B, its language model": (
+        _without(QWEN_2_5_7B, "architectures")
+        | {
+            "model_type": "qwen2_5_vl_text",
+            "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default"},
+        },
+        "--norm-epsilon 1e-06 --rotary-base 1000000 --position-embedding-type mrope "
+        "--mrope-section 16 24 24 --add-qkv-bias",
+    ),
     "DeepSeek-V3": (
         DEEPSEEK_V3,
         "--norm-epsilon 1e-06 --rotary-base 10000 --rotary-scaling-factor 40 --mscale 1.0 "
@@ -399,8 +465,7 @@ WITHHELD = {
             "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
         },
         7.6,
-        {"model_type qwen2_5_vl", "image_token_id 151655", _TOWER,
-         "mrope scaling of rotary embeddings"},
+        {"architectures ['Qwen2_5_VLForConditionalGeneration']", "image_token_id 151655", _TOWER},
     ),
     "Qwen3-VL-2B": (
         {
@@ -493,12 +558,18 @@ WITHHELD = {
         {"model_type granite", "attention_multiplier 0.0078125", "embedding_multiplier 12.0",
          "logits_scaling 16.0", "residual_multiplier 0.22"},
     ),
+    "Granite-4.0-H-Small": (
+        GRANITE_4_H_SMALL, 32.2,
+        {"model_type granitemoehybrid", "attention_multiplier 0.0078125",
+         "embedding_multiplier 12", "logits_scaling 16", "residual_multiplier 0.22",
+         "position_embedding_type nope"},
+    ),
     "ERNIE-4.5-0.3B": (
         _without(
             _config("ernie4_5", (18, 1024, 3072, 16, 2, 103424), 500000.0, 1e-05, head_dim=128,
                     architectures=["Ernie4_5ForCausalLM"], use_bias=False),
             "tie_word_embeddings",
         ),
-        0.36, {"model_type ernie4_5", "use_bias False"},
+        0.36, {"model_type ernie4_5"},
     ),
 }  # fmt: skip

@@ -13,8 +13,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.job.layers import Experts
 from megatron_burst.tools.job.memory import memory_of
-from megatron_burst.tools.job.model import Experts, Model
+from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.strategy import Job, Strategy, attention_call
 from megatron_burst.tools.simulate.call import buffer_bytes
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError, nearest_multiples
 from megatron_burst.tools.job.arguments import megatron_arguments
-from megatron_burst.tools.job.hugging_face import PRESETS
+from megatron_burst.tools.job.hugging_face import PRESETS, from_hugging_face, preset_name
 from megatron_burst.tools.job.megatron import from_megatron
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.model_file import model_of
@@ -23,6 +24,7 @@ from tests.plan.configs import (
     QWEN_2_5_72B,
     QWEN_3_8B,
     QWEN_3_32B,
+    WITHHELD,
 )
 from tests.plan.configs import LLAMA_3_8B as LLAMA
 
@@ -49,6 +51,16 @@ MODEL_ARGS:
 """
 
 
+FAMILIES = json.loads((Path(__file__).parent / "families.json").read_text())
+PUBLISHED = {
+    name: config
+    for name, config in {
+        **{name: one for name, (one, *_) in (PRINTED | WITHHELD).items()}, **FAMILIES
+    }.items()
+    if preset_name(name)
+}  # fmt: skip
+
+
 def same(model: Model, name: str) -> bool:
     return replace(model, name=name) == PRESETS[name]
 
@@ -73,6 +85,20 @@ def test_published_configs_are_the_presets(config, name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert same(model_of(str(tmp_path / "config.json")), name)
     assert PRESETS[name].unknown == ()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_of_other_families_are_the_presets(name):
+    preset = preset_name(name)
+    assert replace(from_hugging_face(PUBLISHED[name], name), name=preset) == PRESETS[preset]
+
+
+@pytest.mark.parametrize(("name", "billions"), [("0.6b", 0.596), ("1.7b", 1.72), ("14B", 14.77)])
+def test_presets_are_found_whatever_their_capitals_and_dashes(name, billions):
+    found = model_of(f"Qwen3_{name}")
+    assert found.params / 1e9 == pytest.approx(billions, rel=0.002) and not found.unknown
+    assert model_of("Llama-3.1-8B") == PRESETS["llama3.1-8b"]
+    assert len({preset_name(one) for one in PRESETS}) == len(PRESETS)
 
 
 @pytest.mark.parametrize("where", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"])
@@ -152,6 +178,8 @@ def test_wrong_files_are_refused_in_a_sentence(name, text, match, tmp_path):
 def test_an_unknown_model_is_answered_with_the_nearest():
     with pytest.raises(BurstError, match=r"got 'llama-8b', did you mean 'llama3-8b'\?"):
         model_of("llama-8b")
+    with pytest.raises(BurstError, match="did you mean 'qwen3-8b'.*, hf:ORG/NAME"):
+        model_of("Qwen/Qwen3-8")
 
 
 @pytest.mark.parametrize(

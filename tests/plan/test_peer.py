@@ -9,8 +9,8 @@ from benchmarks.rows import read
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.hugging_face import PRESETS
+from megatron_burst.tools.job.layers import Windows
 from megatron_burst.tools.job.memory import memory_of
-from megatron_burst.tools.job.model import Windows
 from megatron_burst.tools.job.peer import gain
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy

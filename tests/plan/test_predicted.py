@@ -11,9 +11,9 @@ import pytest
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.layer import HEAD, MATMUL
-from megatron_burst.tools.job.megatron import model_flags
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.model import Model
+from megatron_burst.tools.job.model_flags import model_flags
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy
 from megatron_burst.tools.job.weights import params_of_rank

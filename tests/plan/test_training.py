@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.job.candidate import candidate, loses
 from megatron_burst.tools.job.flags import as_words, flag_values
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.memory import memory_of
-from megatron_burst.tools.job.search import candidate, loses, search
+from megatron_burst.tools.job.search import search
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy, misfit
 
@@ -155,13 +156,25 @@ def test_the_search_finds_what_fits_fastest_first():
     fitting = [one for one in found if one.fits]
     assert fitting and found[: len(fitting)] == tuple(fitting)
     assert len({one.strategy for one in found}) == len(found)
-    seconds = [one.time.seconds for one in fitting]
+    tight = [one.memory.peak > 0.92 * EIGHT.hardware.gpu.usable_bytes for one in fitting]
+    assert tight == sorted(tight) and set(tight) == {False, True}
+    seconds = [one.time.seconds for one in fitting if not one.is_tight]
     assert seconds[0] <= min(seconds) * 1.003
     for one in found:
         assert one.strategy.gpus == 16 and not misfit(EIGHT, one.strategy)
         assert one.fits == (one.memory.peak <= EIGHT.hardware.gpu.usable_bytes)
     assert loses(found[0], found[0]) == "the best"
     assert "slower, most by" in loses(fitting[-1], found[0])
+
+
+def test_what_nearly_fills_the_memory_is_chosen_only_where_nothing_else_fits():
+    found = search(EIGHT)
+    best, tight = found[0], next(one for one in found if one.fits and one.is_tight)
+    faster = replace(tight, time=replace(tight.time, seconds=best.time.seconds / 2))
+    assert loses(faster, best) == f"50.0% faster, but needs {tight.share:.0%} of the memory"
+    names = ("tp", "cp", "pp", "dp", "recompute", "keep", "offload", "offload_inputs")
+    alone = search(EIGHT, tuple((name, getattr(tight.strategy, name)) for name in names))
+    assert [one.strategy for one in alone] == [tight.strategy] and alone[0].fits
 
 
 def test_sizes_and_policies_that_are_given_stay():

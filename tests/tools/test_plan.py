@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.flags import as_json, as_words, flag_values
 from megatron_burst.tools.job.hugging_face import PRESETS
-from megatron_burst.tools.job.megatron import model_flags
+from megatron_burst.tools.job.model_flags import model_flags
 from megatron_burst.tools.job.search import search
 from megatron_burst.tools.job.strategy import Job, Strategy
 from megatron_burst.tools.main import app

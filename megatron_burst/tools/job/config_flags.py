@@ -10,8 +10,9 @@ from importlib.resources import files
 from typing import Any
 
 Config = Mapping[str, Any]
-Flags = dict[str, int | float | str | bool]
+Flags = dict[str, int | float | str | bool | tuple[int, ...]]
 _NOTHING = (None, False, 0)
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +24,18 @@ class Type:
     at: Config = field(default_factory=dict)
     ignores: tuple[str, ...] = ()
     flags: Flags = field(default_factory=dict)
+    expert_flags: Flags = field(default_factory=dict)
     usual: Config = field(default_factory=dict)
     epsilon: str = "rms_norm_eps"
     period: int = 0
     gated: bool = True
     biases: bool = False
     sinks: bool = False
-    linear: bool = False
+    rotary: bool = True
+    delta: bool = False
+    mamba: Config = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    halves: bool = False
 
 
 def table(name: str) -> dict[str, Any]:
@@ -56,7 +62,7 @@ TYPES: Mapping[str, Type] = _types(_FAMILIES["types"])
 def flags_of(config: Config, kind: Type) -> tuple[Flags, tuple[str, ...]]:
     """Megatron's flags of what no size says; and, instead of them, the entries that no flag here
     says. `config` has its type's usual values."""
-    rotary, unknown = _rotary(config, kind)
+    rotary, unknown = _rotary(config, kind) if kind.rotary else ({}, [])
     epsilon = config.get(kind.epsilon)
     if not isinstance(epsilon, int | float):
         unknown.append(f"no {kind.epsilon}")
@@ -75,11 +81,13 @@ def _of_class(config: Config, kind: Type) -> Iterator[str]:
 
 def _unread(config: Config, kind: Type) -> Iterator[str]:
     known = {*KEYS["read"], *KEYS["harmless"], *kind.ignores, kind.epsilon}
-    known |= set(kind.reads if kind.name else KEYS["sizes"])
+    known |= {*kind.reads, *(() if kind.name else KEYS["sizes"])}
+    known |= {name.partition(".")[0] for name in kind.names.values()}
     harmless = {**KEYS["at"], **kind.at}
     for key, value in config.items():
         off = key in KEYS["off"] and key not in kind.at and value in _NOTHING
-        if key in known or off or (key in harmless and value == harmless[key]):
+        read = key in known and key not in kind.at
+        if read or off or (key in harmless and value == harmless[key]):
             continue
         plain = isinstance(value, str | int | float) and len(str(value)) < 30
         tower = " (a part that time and memory leave out)" if key in KEYS["towers"] else ""
@@ -89,13 +97,15 @@ def _unread(config: Config, kind: Type) -> Iterator[str]:
 def _of_groups(config: Config, kind: Type) -> Iterator[str]:
     """Groups of experts are chosen by their best two, in Megatron by as many as are chosen."""
     groups, active = config.get("topk_group"), config.get("num_experts_per_tok")
-    if "n_group" in kind.reads and config.get("n_group") != 1 and active != 2 * (groups or 0):
+    grouped = "n_group" in kind.reads and config.get("n_group") not in (None, 1)
+    if grouped and active != 2 * (groups or 0):
         yield f"topk_group {groups}"
 
 
 def _own(config: Config, kind: Type) -> Flags:
     """Flags of what a type has beside a Llama's."""
     flags: Flags = dict(kind.flags)
+    flags |= kind.expert_flags if any(map(config.get, _EXPERTS)) else {}
     flags |= {
         flag: config[key]
         for key, flag in KEYS["flags"].items()
@@ -129,11 +139,15 @@ def _rotary(config: Config, kind: Type) -> tuple[Flags, list[str]]:
     part = said.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1))
     base, scaling = said.pop("rope_theta"), said.pop("type", None)
     scaling = said.pop("rope_type", scaling) or "default"
-    scaling = "mrope" if "mrope_section" in said else scaling  # positions of images
+    if "mrope_section" in said and scaling == "default":
+        scaling = "mrope"  # positions of images
     if not isinstance(base, int | float) or base != int(base):
         return {}, ["no rope_theta that is a whole number"]
-    latent = "kv_lora_rank" in config
-    scaled = _scaled_latent(scaling, said) if latent else _scaled(scaling, said)
+    if scaling == "mrope":
+        scaled = _sections(said) if "mrope_section" in kind.reads else None
+    else:
+        latent = "kv_lora_rank" in config
+        scaled = _scaled_latent(scaling, said) if latent else _scaled(scaling, said)
     unknown = [f"{scaling} scaling of rotary embeddings"] if scaled is None else []
     flags: Flags = {"--rotary-base": int(base)} | (scaled or {})
     if part != 1 and "partial_rotary_factor" in kind.reads:
@@ -141,6 +155,14 @@ def _rotary(config: Config, kind: Type) -> tuple[Flags, list[str]]:
     elif part != config.get("partial_rotary_factor", 1):  # else that key is named
         unknown.append(f"partial_rotary_factor {part}")
     return flags, unknown
+
+
+def _sections(said: dict[str, Any]) -> Flags | None:
+    """Flags of positions of images, whose three parts Megatron keeps apart: not interleaved."""
+    sections = said.pop("mrope_section", None)
+    if not isinstance(sections, list) or any(said.values()):
+        return None
+    return {"--position-embedding-type": "mrope", "--mrope-section": tuple(map(int, sections))}
 
 
 def _scaled(kind: str, said: dict[str, Any]) -> Flags | None:

@@ -20,6 +20,8 @@ class Sizes:
             BurstError: if it is there but no number, or is not there and has no default.
         """
         value = self._table.get(key)
+        if isinstance(value, list) and len(set(map(str, value))) == 1:  # of each layer, all alike
+            value = value[0]
         if value is None and default is not None:
             return default
         if value is None or not re.fullmatch(r"\d+(\.0*)?", str(value)):

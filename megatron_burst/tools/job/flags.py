@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_burst.balance.costs import IN_PLAN
 from megatron_burst.tools.job.auto import rates_of, rows_of
+from megatron_burst.tools.job.candidate import Candidate, loses
 from megatron_burst.tools.job.costs import costs_of
-from megatron_burst.tools.job.megatron import Values, model_flags
-from megatron_burst.tools.job.search import Candidate, loses
+from megatron_burst.tools.job.model_flags import Values, model_flags
 from megatron_burst.tools.job.strategy import Job, Strategy, stage_layers
 
 SIZES = {  # fields of a strategy: Megatron's flags
@@ -43,18 +43,22 @@ def as_words(flags: Mapping[str, object]) -> tuple[str, ...]:
     """Flags as shell words, one entry per flag with its value; without flags that are off."""
     words = []
     for flag, value in flags.items():
-        values = [] if value is True else value if isinstance(value, list) else [value]
+        values = [] if value is True else value if isinstance(value, list | tuple) else [value]
         words += [] if value is False else [shlex.join([flag, *map(str, values)])]
     return tuple(words)
 
 
 def as_json(
-    job: Job, found: Sequence[Candidate], own: Mapping[str, Any] | None = None, most: int = 50
+    job: Job,
+    found: Sequence[Candidate],
+    own: Mapping[str, Any] | None = None,
+    documents: Mapping[str, Any] | None = None,
+    most: int = 50,
 ) -> str:
     """What a search found, for a run (`--burst-plan`) and for other programs: the best strategy's
     flags, the job, speeds of its GPUs, seconds of a micro-batch (`megatron_burst.balance`), that
-    strategy, and others, `most` in all, with what speaks against them; what the best
-    keeps; `own`: of `flag_values`."""
+    strategy, steps of drawn `documents`, and other strategies, `most` in all, with what speaks
+    against them; what the best keeps; `own`: of `flag_values`."""
     best = found[0]
     costs = costs_of(job, best.strategy)
     described = {
@@ -68,6 +72,7 @@ def as_json(
         },
         "rates": asdict(rates_of(job)),
         IN_PLAN: costs.as_json() if costs else None,
+        "documents": documents,
         "best": _describe(best, best),
         "kept": [asdict(row) for row in rows_of(job, best.strategy)],
         "others": [_describe(one, best) for one in found[1:most]],

@@ -3,14 +3,20 @@
 from collections.abc import Mapping
 from itertools import cycle, islice
 from types import MappingProxyType
+from typing import Any
 
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.job.config_flags import KEYS, TYPES, Config, Type, flags_of, table
 from megatron_burst.tools.job.entries import Sizes, positive, unread
-from megatron_burst.tools.job.linear import Linear
-from megatron_burst.tools.job.model import Experts, Latent, Model, Windows
+from megatron_burst.tools.job.layers import Experts, Latent, Windows
+from megatron_burst.tools.job.linear import DeltaNet, Linear, Mamba
+from megatron_burst.tools.job.model import Model
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_NAMES = {"attention": _FULL, "mamba": _LINEAR}  # of kinds of layers, of hybrids
+_LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
+# of experts, which a hybrid's config has without any of them too
+_OF_EXPERTS = ("n_routed_experts", "n_group", "topk_group", "routed_scaling_factor")
 
 
 def from_hugging_face(config: Config, name: str) -> Model:
@@ -22,7 +28,7 @@ def from_hugging_face(config: Config, name: str) -> Model:
     inner = config.get("text_config")  # the language model of one that has other parts too
     config = {**config, **inner} if isinstance(inner, Mapping) else config
     kind = TYPES.get(str(config.get("model_type")), Type())
-    config = _with_layer_types({**kind.usual, **config}, kind)
+    config = _with_layer_types({**kind.usual, **config, **_renamed(config, kind)}, kind)
     _check_layers(config, kind, name)
     size = Sizes(config, name)
     heads, hidden = size("num_attention_heads"), size("hidden_size")
@@ -32,22 +38,19 @@ def from_hugging_face(config: Config, name: str) -> Model:
         rope = size("qk_rope_head_dim")
         dims = size("qk_nope_head_dim") + rope, size("v_head_dim")
         latent, heads_kv = Latent(size("q_lora_rank", 0), size("kv_lora_rank"), rope), heads
-    layers, experts = size("num_hidden_layers"), None
-    if count := size("n_routed_experts", size("num_local_experts", size("num_experts", 0))):
-        width = size("moe_intermediate_size", 0) or size("intermediate_size")
-        shared = size("n_shared_experts", 0) * width
-        shared = size("shared_expert_intermediate_size", shared)
-        dense = _dense_layers(config, layers, name)
-        experts = Experts(count, size("num_experts_per_tok"), width, shared, dense)
+    layers = size("num_hidden_layers")
+    experts = _experts(config, kind, size, layers, name)
     # a model with experts in all layers need not say how wide others would be
     unused = experts.ffn if experts and not experts.dense_layers else None
+    ffn = 0 if experts else size("shared_intermediate_size", 0)  # Granite's, without experts
     flags, unknown = flags_of(config, kind)
     return Model(
         config.get("_name_or_path") or name, layers, hidden, heads, heads_kv,
-        *dims, size("intermediate_size", unused), size("vocab_size"), gated=kind.gated,
+        *dims, ffn or size("intermediate_size", unused), size("vocab_size"), gated=kind.gated,
         tied=size.truth("tie_word_embeddings"), experts=experts, latent=latent,
-        windows=_windows(config, kind, layers, name), linear=_linear(config, size),
-        gated_attention=kind.linear,
+        windows=_windows(config, kind, layers, name),
+        linear=_linear(config, kind, size), pattern=_pattern(config, kind),
+        gated_attention=kind.delta,
         predicted=size("num_nextn_predict_layers", 0),
         sinks=kind.sinks or any(config[key] is True for key in config if "attention_sink" in key),
         biases=kind.biases, beside=tuple(flags.items()), unknown=unknown,
@@ -55,22 +58,70 @@ def from_hugging_face(config: Config, name: str) -> Model:
 
 
 def _with_layer_types(config: Config, kind: Type) -> Config:
-    """A config of layers of which every n-th has softmax attention, with their kinds."""
+    """A config with the kinds of a hybrid's layers, whatever tells them."""
+    if pattern := _pattern(config, kind):
+        kinds = [_LINEAR if letter == "M" else _FULL for letter in pattern]
+        none = {} if "E" in pattern else dict.fromkeys(_OF_EXPERTS)
+        return {**config, **none, "num_hidden_layers": len(pattern), "layer_types": kinds}
+    if kind.mamba and (said := config.get("layer_types") or config.get("layers_block_type")):
+        return {**config, "layer_types": [_NAMES.get(one, one) for one in said]}
     every = config.get("full_attention_interval")
-    if not kind.linear or not every or not config.get("num_hidden_layers"):
+    if not kind.delta or not every or not config.get("num_hidden_layers"):
         return config
     numbers = range(1, int(config["num_hidden_layers"]) + 1)
     kinds = [_LINEAR if number % every else _FULL for number in numbers]
-    beside = {key: value for key, value in config.items() if key != "full_attention_interval"}
-    return {**beside, "layer_types": config.get("layer_types") or kinds}
+    return {**config, "layer_types": config.get("layer_types") or kinds}
 
 
-def _linear(config: Config, size: Sizes) -> Linear | None:
-    """Its layers of gated delta nets."""
+def _pattern(config: Config, kind: Type) -> str:
+    """A letter a layer, of a hybrid whose layers are either a mixer or a feed-forward."""
+    if not kind.halves:
+        return ""
+    listed = (_LETTERS.get(one, one) for one in config.get("layers_block_type") or ())
+    return config.get("hybrid_override_pattern") or "".join(listed)
+
+
+def _renamed(config: Config, kind: Type) -> Config:
+    """Sizes that a type names otherwise, also in tables inside of its config."""
+    found: dict[str, Any] = {}
+    for ours, theirs in kind.names.items():
+        value: Any = config
+        for part in theirs.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            found[ours] = value
+    return found
+
+
+def _experts(config: Config, kind: Type, size: Sizes, layers: int, name: str) -> Experts | None:
+    count = size("n_routed_experts", size("num_local_experts", size("num_experts", 0)))
+    if not count:
+        others = [
+            key for key, value in config.items() if "expert" in key and value not in (0, None)
+        ]
+        if others and not kind.name and not kind.mamba:
+            raise unread(name, "number of experts", f"{others[0]} {config[others[0]]}")
+        return None
+    width = size("moe_intermediate_size", 0) or size("intermediate_size")
+    shared = size("n_shared_experts", 0) * width
+    for key in ("shared_intermediate_size", "moe_shared_expert_intermediate_size"):
+        shared = size(key, shared)
+    shared = size("shared_expert_intermediate_size", shared)
+    dense = _dense_layers(config, layers, name)
+    return Experts(count, size("num_experts_per_tok"), width, shared, dense)
+
+
+def _linear(config: Config, kind: Type, size: Sizes) -> Linear | None:
+    """Its layers of gated delta nets, or Mamba-2."""
     layers = tuple(kind == _LINEAR for kind in config.get("layer_types") or ())
     if not any(layers):
         return None
-    return Linear(
+    if kind.mamba:
+        keys, heads = kind.mamba, size(kind.mamba["heads"])
+        usual = 2 * size("hidden_size") // max(heads, 1)
+        dim = usual if config.get(keys["dim"]) == "auto" else size(keys["dim"], usual)
+        return Mamba(layers, heads, dim, *(size(keys[one]) for one in ("groups", "state", "conv")))
+    return DeltaNet(
         layers, size("linear_num_key_heads"), size("linear_num_value_heads"),
         size("linear_key_head_dim"), size("linear_value_head_dim"), size("linear_conv_kernel_dim"),
     )  # fmt: skip
@@ -78,17 +129,21 @@ def _linear(config: Config, size: Sizes) -> Linear | None:
 
 def _check_layers(config: Config, kind: Type, name: str) -> None:
     """Refuse layers that the planner has no times for."""
-    found = [f"{key} {config[key]}" for key in KEYS["not_counted"] if config.get(key)]
+    others = [key for key in KEYS["not_counted"] if config.get(key) and key not in kind.reads]
+    found = [f"{key} {config[key]}" for key in others]
     kinds = {str(kind) for kind in config.get("layer_types") or ()}
-    known = {_FULL, _SLIDING, _LINEAR} if kind.linear else {_FULL, _SLIDING}
+    known = {_FULL, _SLIDING, _LINEAR} if kind.delta or kind.mamba else {_FULL, _SLIDING}
     if unknown := sorted(kinds - known):
         found.append(f"layer_types with {', '.join(unknown)}")
     if any(kind != 1 for kind in config.get("attn_type_list") or ()):  # MiniMax: 1 is softmax
         found.append("attn_type_list with others than 1")
+    if unknown := sorted({*_pattern(config, kind)} - {*_LETTERS.values()}):
+        found.append(f"layers {', '.join(unknown)} of its pattern")
     if found:
         raise BurstError(
             f"plan: {name} must be a model whose layers are softmax attention over all earlier "
-            "keys or a window of them, because the planner has no times for others; got "
+            "keys or a window of them, gated delta nets or Mamba-2, because the planner has no "
+            "times for others; got "
             f"{', '.join(found)}; plan another model"
         )
 
@@ -129,6 +184,16 @@ def _dense_layers(config: Config, layers: int, name: str) -> int:
         number < first or number in only or number % each > 0 or (number + 1) % step > 0
         for number in range(layers)
     )
+
+
+def preset_name(name: str) -> str | None:
+    """The preset that a name means, whatever its capitals, dots and dashes; None if it is none."""
+    wanted = _letters(name)
+    return next((known for known in PRESETS if _letters(known) == wanted), None)
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 PRESETS: Mapping[str, Model] = MappingProxyType(

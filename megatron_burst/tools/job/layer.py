@@ -34,8 +34,7 @@ class Layer:
         model = job.model
         self._full = model.full_layers / model.layers
         self._windows = {d: self._window_seconds(call.shape, d) for d in Direction}
-        moe = model.moe_layers / model.layers
-        self._mlp = (1 - moe) * model.dense_params + moe * model.active_params
+        self._mlp = model.active_feed_params
         self.backward = 2 * self._matmul(model.mixer_params + self._mlp) + 2 * self._linear()
         backward = Direction.BACKWARD
         self.backward += self._full * self._passes[backward].seconds + self._windows[backward]
@@ -109,7 +108,9 @@ class Layer:
             ffn = model.experts.shared_ffn + model.experts.active * (
                 model.experts.ffn + model.hidden
             )
-        num_bytes = 20 * model.hidden + 8 * width * model.softmax_share + 6 * ffn
+        feeds = (model.dense_layers + model.moe_layers) / model.layers
+        num_bytes = 10 * model.halves * model.hidden + 8 * width * model.softmax_share
+        num_bytes += 6 * ffn * feeds
         return self._timer.memory(num_bytes * self._tokens / self._strategy.tp)
 
     def _linear(self) -> float:
@@ -120,16 +121,17 @@ class Layer:
         tokens = self._tokens / strategy.tp
         seconds = self._timer.matmul(linear.flops * tokens)
         seconds += self._timer.memory(linear.traffic * tokens)
-        sent = linear.sent_bytes * tokens * (1 - 1 / strategy.cp)
+        sent = linear.sent_bytes(strategy.cp) * tokens * (1 - 1 / strategy.cp)
         nodes = strategy.cp / ranks_per_node(self._job, strategy)
         seconds += all_to_all_seconds(self._job, sent, nodes)
         return seconds * linear.count / self._job.model.layers
 
     def _tensor_seconds(self) -> float:
-        """One pass: two gathers and two scatters of the hidden states (sequence parallelism)."""
+        """One pass: a gather and a scatter of the hidden states (sequence parallelism) for the
+        mixer, and for the feed-forward."""
         tp = self._strategy.tp
         moved = 2 * self._job.model.hidden * self._tokens * (tp - 1) / tp
-        return 4 * self._job.hardware.links.intra.seconds(moved)
+        return 2 * self._job.model.halves * self._job.hardware.links.intra.seconds(moved)
 
     def _expert_seconds(self) -> float:
         """One pass: tokens to their experts and back, all exposed."""

@@ -1,24 +1,18 @@
-"""Layers of linear attention (gated delta net), beside layers of softmax attention.
+"""Layers whose mixer is no softmax attention: gated delta nets and Mamba-2, beside layers that have
+it.
 
-Sources: gdn_layer_flops in megatron/training/training.py, Megatron-Core 0.19; the chunked kernels
-of flash-linear-attention. None of these figures is measured.
+Sources: gdn_layer_flops and mamba_layer_flops in megatron/training/training.py, Megatron-Core 0.19;
+the kernels of flash-linear-attention and mamba_ssm. None of these figures is measured.
 """
 
 from dataclasses import dataclass
 
-_CHUNK = 64  # tokens between two states that the kernels write
-
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Gated delta net layers: of each head a state, which all tokens before have written."""
+    """Such layers: of each head a state, which all tokens before have written."""
 
     layers: tuple[bool, ...]  # of each layer of the model, whether it is one
-    heads_k: int  # heads of queries and of keys
-    heads_v: int  # heads of values, and states
-    dim_k: int  # head dimension of queries and keys
-    dim_v: int  # head dimension of values
-    conv: int  # tokens that the convolution sees
 
     @property
     def count(self) -> int:
@@ -27,43 +21,154 @@ class Linear:
 
     @property
     def projected(self) -> int:
-        """Width of the first product: queries, keys, values, their gate, and two rates a head."""
-        return self.convolved + self.heads_v * (self.dim_v + 2)
+        """Width of the first product."""
+        raise NotImplementedError
 
     @property
     def convolved(self) -> int:
-        """Width of queries, keys and values."""
-        return 2 * self.heads_k * self.dim_k + self.heads_v * self.dim_v
+        """Width of what the convolution sees."""
+        raise NotImplementedError
+
+    @property
+    def width(self) -> int:
+        """Width of the mixer's output, which the last product takes."""
+        raise NotImplementedError
 
     def params(self, hidden: int) -> int:
         """Matrix weights of a layer, without its feed-forward."""
-        return hidden * (self.projected + self.heads_v * self.dim_v)
+        return hidden * (self.projected + self.width)
 
     @property
     def flops(self) -> int:
         """FLOPs of a token in forward, besides those of matrix weights."""
-        return 2 * (self.conv * self.convolved + 4 * self.heads_v * self.dim_v**2)
+        raise NotImplementedError
 
     @property
     def saved_bytes(self) -> int:
-        """What a token saves for backward, besides the layer's input and its norm: the products,
-        the convolved, queries and keys normalized for each state, the chunk's triangular matrix,
-        the output before and after its norm, all bf16; and two float32 rates a head."""
-        of_heads = 2 * self.dim_k + _CHUNK + 2 * self.dim_v
-        return 2 * (self.projected + self.convolved + self.heads_v * of_heads) + 8 * self.heads_v
+        """What a token saves for backward, besides the layer's input and its norm."""
+        raise NotImplementedError
 
     @property
     def state_bytes(self) -> float:
-        """States in bf16, of a token: one a chunk."""
-        return 2 * self.heads_v * self.dim_k * self.dim_v / _CHUNK
+        """States of a token, while a layer is in backward: one a chunk."""
+        raise NotImplementedError
 
     @property
     def traffic(self) -> float:
         """Bytes that a token's forward writes and reads again."""
         return 2 * (self.saved_bytes + self.state_bytes)
 
+    def sent_bytes(self, ranks: int) -> int:
+        """What a token sends in a pass with so many context-parallel ranks: all-to-alls trade rows
+        for heads before the convolution, and back after the output."""
+        return 2 * (self.projected + self.width)
+
+    def misfit(self, tp: int, cp: int) -> str:
+        """Why Megatron refuses such sizes, or ""."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet(Linear):
+    """Gated delta nets (Qwen3-Next, Qwen3.5)."""
+
+    heads_k: int  # heads of queries and of keys
+    heads_v: int  # heads of values, and states
+    dim_k: int  # head dimension of queries and keys
+    dim_v: int  # head dimension of values
+    conv: int  # tokens that the convolution sees
+
     @property
-    def sent_bytes(self) -> int:
-        """What a token sends in a pass with context parallelism: all-to-alls trade rows for heads
-        before the convolution, and back after the output."""
-        return 2 * (self.projected + self.heads_v * self.dim_v)
+    def projected(self) -> int:
+        """Queries, keys, values, their gate, and two rates a head."""
+        return self.convolved + self.heads_v * (self.dim_v + 2)
+
+    @property
+    def convolved(self) -> int:
+        """Queries, keys and values."""
+        return 2 * self.heads_k * self.dim_k + self.width
+
+    @property
+    def width(self) -> int:
+        return self.heads_v * self.dim_v
+
+    @property
+    def flops(self) -> int:
+        return 2 * (self.conv * self.convolved + 4 * self.heads_v * self.dim_v**2)
+
+    @property
+    def saved_bytes(self) -> int:
+        """The products, the convolved, queries and keys normalized for each state, the chunk's
+        triangular matrix, the output before and after its norm, all bf16; and two float32 rates a
+        head."""
+        of_heads = 2 * self.dim_k + _DELTA_CHUNK + 2 * self.dim_v
+        return 2 * (self.projected + self.convolved + self.heads_v * of_heads) + 8 * self.heads_v
+
+    @property
+    def state_bytes(self) -> float:
+        return 2 * self.heads_v * self.dim_k * self.dim_v / _DELTA_CHUNK  # bf16
+
+    def misfit(self, tp: int, cp: int) -> str:
+        """TransformerConfig asserts it."""
+        if self.heads_k % (tp * cp):
+            return f"TP x CP does not divide the {self.heads_k} heads of K in linear attention"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba(Linear):
+    """Mamba-2 (Nemotron-H, Granite-4)."""
+
+    heads: int  # heads, each with a state
+    dim: int  # head dimension
+    groups: int  # of heads that share B and C
+    state: int  # size of the state, which is that of B and C
+    conv: int  # tokens that the convolution sees
+
+    @property
+    def projected(self) -> int:
+        """x, its gate z, B, C, and a step size a head."""
+        return self.convolved + self.width + self.heads
+
+    @property
+    def convolved(self) -> int:
+        """x, B and C."""
+        return self.width + 2 * self.groups * self.state
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.dim
+
+    @property
+    def flops(self) -> int:
+        """The scan as Megatron counts it, and the convolution."""
+        return 7 * self.width * self.state + 2 * self.conv * self.convolved
+
+    @property
+    def saved_bytes(self) -> int:
+        """mamba_split_conv1d_scan_combined: the products, the scan's output, and the norm's with
+        a float32 number a group; backward convolves again."""
+        return 2 * (self.projected + 2 * self.width) + 4 * self.groups
+
+    @property
+    def state_bytes(self) -> float:
+        return 4 * self.width * self.state / _MAMBA_CHUNK  # float32
+
+    def sent_bytes(self, ranks: int) -> int:
+        """B and C of a group go to every rank that has heads of it."""
+        more = max(0, ranks - self.groups) * 2 * self.state
+        return 2 * (self.projected + self.width + more)
+
+    def misfit(self, tp: int, cp: int) -> str:
+        """MambaMixer and MambaContextParallel assert it."""
+        if self.heads % (tp * cp):
+            return f"TP x CP does not divide the {self.heads} Mamba heads"
+        if self.groups % tp:
+            return f"TP {tp} does not divide the {self.groups} groups of Mamba heads"
+        groups = self.groups // tp
+        if max(groups, cp) % min(groups, cp):
+            return f"CP {cp} and the {groups} groups of Mamba heads of a TP rank do not divide"
+        return ""
+
+
+_DELTA_CHUNK, _MAMBA_CHUNK = 64, 128  # tokens between two states that the kernels write

@@ -1,19 +1,19 @@
-"""Models from Megatron's arguments, and as Megatron's flags.
+"""Models from Megatron's arguments.
 
 Sources: is_layer_window_attention and the argument parser of Megatron-Core 0.19.
 """
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_burst.tools.job.entries import Sizes, positive, unread
-from megatron_burst.tools.job.linear import Linear
-from megatron_burst.tools.job.model import Experts, Latent, Model, Windows
+from megatron_burst.tools.job.layers import Experts, Latent, Windows
+from megatron_burst.tools.job.linear import DeltaNet, Linear, Mamba
+from megatron_burst.tools.job.model import Model
 
 Arguments = Mapping[str, Any]
-Values = dict[str, int | float | str | bool | list[str]]
 MODEL_ARGUMENTS = {  # Megatron's, of which a model's figures depend
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "kv_channels", "vocab_size", "padded_vocab_size", "num_experts", "moe_router_topk",
@@ -22,7 +22,9 @@ MODEL_ARGUMENTS = {  # Megatron's, of which a model's figures depend
     "window_size", "window_attn_skip_freq", "softmax_type", "mtp_num_layers",
     "experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim",
     "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
-    "linear_num_value_heads", "attention_output_gate",
+    "linear_num_value_heads", "attention_output_gate", "hybrid_layer_pattern",
+    "hybrid_override_pattern", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups",
+    "mamba_num_heads",
 }  # fmt: skip
 _OPERATORS: dict[type, Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
@@ -46,7 +48,8 @@ def from_megatron(arguments: Arguments, name: str) -> Model:
     # megatron/training/arguments.py: about as many weights with a gate as without
     width = int(4 * hidden * 2 / 3 / 64) * 64 if size.truth("swiglu") else 4 * hidden
     experts, ffn = None, size("ffn_hidden_size", width)
-    layers = size("num_layers")
+    pattern, predicted = _pattern(arguments, name)
+    layers = len(pattern) or size("num_layers")
     vocab = "padded_vocab_size" if "padded_vocab_size" in arguments else "vocab_size"
     if size("num_experts", 0):
         experts = Experts(
@@ -58,8 +61,8 @@ def from_megatron(arguments: Arguments, name: str) -> Model:
         name, layers, hidden, heads, heads_kv, *dims, ffn,
         size(vocab), gated=size.truth("swiglu") or size.truth("quick_geglu"),
         tied=not size.truth("untie_embeddings_and_output_weights"), experts=experts, latent=latent,
-        windows=_windows(arguments, layers, name), predicted=size("mtp_num_layers", 0),
-        linear=_linear(arguments, layers, name),
+        windows=_windows(arguments, layers, name), predicted=predicted or size("mtp_num_layers", 0),
+        linear=_linear(arguments, pattern, layers, name), pattern=pattern,
         gated_attention=size.truth("attention_output_gate"),
         sinks=arguments.get("softmax_type", "vanilla") not in ("vanilla", None),
         biases=size.truth("add_bias_linear", True) and not size.truth("disable_bias_linear"),
@@ -82,8 +85,25 @@ def _windows(arguments: Arguments, layers: int, name: str) -> Windows | None:
     return Windows.of(keys, freq, name)
 
 
-def _linear(arguments: Arguments, layers: int, name: str) -> Linear | None:
-    """The layers of gated delta nets; unset sizes are those of Megatron."""
+def _pattern(arguments: Arguments, name: str) -> tuple[str, int]:
+    """Letters of a hybrid's layers, and its layers of multi-token prediction; "" of other models.
+
+    Raises:
+        BurstError: if the planner has no times for one of them.
+    """
+    given = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern")
+    main, *predicted = str(given or "").replace("|", "").split("/")
+    if {*main} - {*"M*+-E"} and {*main} - {*"G*+-E"}:
+        raise unread(name, "--hybrid-layer-pattern of M or G, *, +, - and E", str(given))
+    return main, len(predicted)
+
+
+def _linear(arguments: Arguments, pattern: str, layers: int, name: str) -> Linear | None:
+    """The layers of gated delta nets or Mamba-2; unset sizes are those of Megatron."""
+    if pattern:
+        kinds = tuple(letter in "MG" for letter in pattern)
+        of = _mamba if "M" in pattern else _delta
+        return of(arguments, kinds, name) if any(kinds) else None
     if arguments.get("experimental_attention_variant") != "gated_delta_net":
         return None
     freq = _freq(arguments.get("linear_attention_freq"), "--linear-attention-freq", name)
@@ -92,9 +112,22 @@ def _linear(arguments: Arguments, layers: int, name: str) -> Linear | None:
     if freq is None or len(freq) != layers:
         got = "none" if freq is None else f"{len(freq)} of {layers} layers"
         raise unread(name, "--linear-attention-freq", got)
+    return _delta(arguments, tuple(map(bool, freq)), name)
+
+
+def _mamba(arguments: Arguments, layers: tuple[bool, ...], name: str) -> Mamba:
     size = Sizes(arguments, name)
-    return Linear(
-        tuple(map(bool, freq)),
+    dim = size("mamba_head_dim", 64)
+    heads = size("mamba_num_heads", 2 * size("hidden_size") // max(dim, 1))
+    return Mamba(
+        layers, heads, dim, size("mamba_num_groups", 8), size("mamba_state_dim", 128), conv=4
+    )
+
+
+def _delta(arguments: Arguments, layers: tuple[bool, ...], name: str) -> DeltaNet:
+    size = Sizes(arguments, name)
+    return DeltaNet(
+        layers,
         size("linear_num_key_heads", 16), size("linear_num_value_heads", 32),
         size("linear_key_head_dim", 128), size("linear_value_head_dim", 128),
         size("linear_conv_kernel_dim", 4),
@@ -133,65 +166,3 @@ def _value(node: ast.AST) -> Any:
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
             return _OPERATORS[type(sign)](_value(left), _value(right))
     raise ValueError(ast.unparse(node))
-
-
-def model_flags(model: Model) -> Values:
-    """A model as Megatron's flags: its sizes, and what it has beside a Llama's layers.
-
-    They are those of another model if it has `unknown` entries.
-    """
-    found = {flag: value for flag, of in _FLAGS if (value := of(model))}
-    every: Values = {**found, **_ALWAYS, **dict(model.beside)}
-    return {flag: value for flag, value in every.items() if value is not False}
-
-
-def _skip_freq(model: Model) -> str | int | None:
-    """Which layers have no window: every n-th, or a list; None if all have one."""
-    if not model.windows or all(model.windows.layers):
-        return None
-    have, numbers = model.windows.layers, range(1, model.layers + 1)
-    every = (n for n in numbers if have == tuple(number % n > 0 for number in numbers))
-    return next(every, f"[{','.join(str(int(window)) for window in have)}]")
-
-
-def _moe_freq(model: Model) -> str | None:
-    """Which layers have experts, if the first ones have none."""
-    if not model.experts or not model.experts.dense_layers:
-        return None
-    return f"[0]*{model.experts.dense_layers}+[1]*{model.moe_layers}"
-
-
-_FLAGS: tuple[tuple[str, Callable[[Model], Any]], ...] = (  # a flag is there if its value is true
-    ("--num-layers", lambda m: m.layers),
-    ("--hidden-size", lambda m: m.hidden),
-    ("--ffn-hidden-size", lambda m: m.ffn),
-    ("--num-attention-heads", lambda m: m.heads_q),
-    ("--multi-latent-attention", lambda m: bool(m.latent)),
-    ("--q-lora-rank", lambda m: m.latent and m.latent.q_rank),
-    ("--kv-lora-rank", lambda m: m.latent and m.latent.kv_rank),
-    ("--qk-head-dim", lambda m: m.latent and m.dim_qk - m.latent.rope_dim),
-    ("--qk-pos-emb-head-dim", lambda m: m.latent and m.latent.rope_dim),
-    ("--v-head-dim", lambda m: m.latent and m.dim_v),
-    ("--group-query-attention", lambda m: m.heads_kv != m.heads_q),
-    ("--num-query-groups", lambda m: m.heads_kv != m.heads_q and m.heads_kv),
-    ("--kv-channels", lambda m: not m.latent and m.dim_qk),
-    ("--num-experts", lambda m: m.experts and m.experts.count),
-    ("--moe-router-topk", lambda m: m.experts and m.experts.active),
-    ("--moe-ffn-hidden-size", lambda m: m.experts and m.experts.ffn),
-    ("--moe-shared-expert-intermediate-size", lambda m: m.experts and m.experts.shared_ffn),
-    ("--moe-layer-freq", _moe_freq),
-    # Megatron's window size leaves out the query's own key
-    ("--window-size", lambda m: m.windows and f"{m.windows.size - 1},0"),
-    ("--window-attn-skip-freq", _skip_freq),
-    ("--mtp-num-layers", lambda m: m.predicted),
-    ("--softmax-type", lambda m: m.sinks and "learnable"),
-    ("--swiglu", lambda m: m.gated),
-    ("--disable-bias-linear", lambda m: not m.biases),
-    ("--vocab-size", lambda m: m.vocab),
-    ("--untie-embeddings-and-output-weights", lambda m: not m.tied),
-)
-_ALWAYS: Values = {
-    "--normalization": "RMSNorm",
-    "--position-embedding-type": "rope",
-    "--hidden-dropout": 0,
-}

@@ -137,36 +137,58 @@ def _layer_bytes(job: Job, strategy: Strategy) -> _LayerBytes:
     attention += _beside_values(model, strategy, tokens) + left_bytes(call)
     if strategy.core_attn:
         attention -= 4 * model.heads_q * tokens + left_bytes(call)
-    softmax = _with_feed_forward(job, strategy, attention, out + qkv + buffer_bytes(call))
     buffers = buffer_bytes(call)
-    if not model.linear:
-        return _LayerBytes(*softmax, buffers)
-    mixer = model.linear.saved_bytes * tokens
-    # gradients of all that is saved, and states with theirs
-    grads = mixer + 2 * model.linear.state_bytes * tokens
-    linear = _with_feed_forward(job, strategy, 2 * hidden + mixer, grads)
-    share = model.softmax_share
-    saved = share * softmax[0] + (1 - share) * linear[0]
-    return _LayerBytes(saved, max(softmax[1], linear[1]), buffers)
+    mixers = [(model.softmax_layers, _Mixer(attention, out + qkv + buffers))]
+    if model.linear:
+        own = model.linear.saved_bytes * tokens
+        # gradients of all that is saved, and states with theirs
+        grads = own + 2 * model.linear.state_bytes * tokens
+        mixers.append((model.linear.count, _Mixer(2 * hidden + own, grads)))
+    kinds = _kinds(model, mixers, _feed_forwards(model, strategy.tp, tokens))
+    found = [(count, *_saved(job, strategy, mixer, feed)) for count, mixer, feed in kinds if count]
+    saved = sum(count * saved for count, saved, _ in found) / model.layers
+    return _LayerBytes(saved, max(working for _, _, working in found), buffers)
 
 
-def _with_feed_forward(
-    job: Job, strategy: Strategy, attention: float, grads: float
+_Kind = tuple[int, "_Mixer", "_FeedForward"]
+
+
+def _kinds(
+    model: Model, mixers: list[tuple[int, "_Mixer"]], feeds: list[tuple[int, "_FeedForward"]]
+) -> list[_Kind]:
+    """Kinds of layers, with how many there are: a mixer and the feed-forward that needs most; or,
+    of models whose layers are one of both, one."""
+    if model.pattern:
+        alone = [(count, mixer, _FeedForward(0.0, 0.0)) for count, mixer in mixers]
+        return alone + [(count, _Mixer(0.0, 0.0), feed) for count, feed in feeds]
+    most = max((feed for count, feed in feeds if count), key=lambda one: one.saved + one.working)
+    return [(count, mixer, most) for count, mixer in mixers]
+
+
+def _saved(
+    job: Job, strategy: Strategy, mixer: "_Mixer", feed: "_FeedForward"
 ) -> tuple[float, float]:
-    """What a layer saves, and what its backward needs in addition, if its attention saves so much
-    and has such gradients."""
+    """What a layer saves, and what its backward needs in addition."""
     model, how = job.model, strategy.recompute
-    tokens = job.seq // strategy.cp / strategy.tp
-    hidden = 2 * model.hidden * tokens
-    feed = _feed_forward(model, strategy.tp, tokens)
-    after = hidden + feed.saved  # the sum with the residual, then the feed-forward's
-    norm = hidden if model.experts else 0.0  # else it is computed in the first product
-    saved = {"none": attention + after, "selective": attention + hidden + norm, "full": hidden}
+    hidden = 2 * model.hidden * (job.seq // strategy.cp / strategy.tp)
+    fed = hidden if feed.saved else 0.0
+    after = fed + feed.saved  # the sum with the residual, then the feed-forward's
+    norm = fed if model.experts else 0.0  # else it is computed in the first product
+    saved = {"none": mixer.saved + after, "selective": mixer.saved + fed + norm, "full": hidden}
     # recomputation restores the rest, and its output is held during backward
-    again = 0.0 if how == "none" else saved["none"] - saved[how] + hidden
-    gone = after + (hidden if how == "selective" else 0.0)  # when backward reaches attention
-    working = again + max(feed.working, hidden + grads - gone)  # the layer's own gradient too
+    missing = saved["none"] - saved[how]
+    again = missing + hidden if missing else 0.0
+    gone = after + (fed if how == "selective" else 0.0)  # when backward reaches the mixer
+    working = again + max(feed.working, hidden + mixer.grads - gone)  # the layer's gradient too
     return saved[how], working
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixer:
+    """Bytes of a layer's attention, softmax or linear, for one sequence."""
+
+    saved: float  # the layer's input, its norm, and what the mixer saves
+    grads: float  # of all of that, and what else its backward has at its peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +201,11 @@ class _FeedForward:
     working: float
 
 
-def _feed_forward(model: Model, tp: int, tokens: float) -> _FeedForward:
-    """A layer's feed-forward; with experts, the kind of layer that needs most."""
-    dense = _dense(model, model.ffn, tp, tokens)
+def _feed_forwards(model: Model, tp: int, tokens: float) -> list[tuple[int, _FeedForward]]:
+    """Feed-forwards, with how many layers have one: with experts, dense."""
+    dense = (model.dense_layers, _dense(model, model.ffn, tp, tokens))
     if not model.experts:
-        return dense
+        return [dense]
     experts, hidden = model.experts, 2 * model.hidden * tokens
     shared = _dense(model, experts.shared_ffn, tp, tokens)
     came, width = experts.active * hidden, 2 * experts.active * experts.ffn * tokens
@@ -193,8 +215,7 @@ def _feed_forward(model: Model, tp: int, tokens: float) -> _FeedForward:
     if experts.shared_ffn:
         working = max(working, shared.working)
     routed = _FeedForward(shared.saved + came + first + width, working)
-    kinds = [routed, dense] if experts.dense_layers else [routed]
-    return max(kinds, key=lambda one: one.saved + one.working)
+    return [(model.moe_layers, routed), dense]
 
 
 def _dense(model: Model, ffn: int, tp: int, tokens: float) -> _FeedForward:

@@ -1,62 +1,11 @@
 """The properties of a transformer that its training time and memory depend on."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_burst.errors import BurstError
-from megatron_burst.tools.job.entries import positive
+from megatron_burst.tools.job.layers import Experts, Latent, Windows
 from megatron_burst.tools.job.linear import Linear
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """Mixture-of-experts layers."""
-
-    count: int  # routed experts
-    active: int  # experts per token
-    ffn: int  # width of one
-    shared_ffn: int = 0  # width of the shared expert
-    dense_layers: int = 0  # layers without experts, at the front
-
-
-@dataclass(frozen=True, slots=True)
-class Latent:
-    """Multi-head latent attention: low ranks of queries and of keys and values."""
-
-    q_rank: int  # of queries
-    kv_rank: int  # of keys and values
-    rope_dim: int  # part of `dim_qk` with rotary embedding
-
-
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """Layers whose queries see only the nearest keys (sliding-window attention)."""
-
-    size: int  # keys that a query sees, its own included
-    layers: tuple[bool, ...]  # of each layer of the model, whether it has a window
-
-    @classmethod
-    def of(cls, size: Any, layers: Sequence[object], name: str) -> "Windows | None":
-        """Of a size and which layers have it, as the file `name` says; None if none has.
-
-        Raises:
-            BurstError: if the size is no positive whole number.
-        """
-        keys = positive(size, "sliding_window", name)
-        return cls(keys, tuple(map(bool, layers))) if any(layers) else None
-
-    @property
-    def count(self) -> int:
-        """Layers with a window."""
-        return sum(self.layers)
-
-    def keys(self, seq: int, share: float = 1.0) -> float:
-        """Keys that a query sees on average, including queries at the start; `share`: of a causal
-        sequence's pairs that packed documents have."""
-        size = min(self.size, seq)
-        return min(size - size * size / (2 * seq), share * seq / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +29,17 @@ class Model:
     latent: Latent | None = None
     windows: Windows | None = None  # of models with layers of sliding-window attention
     linear: Linear | None = None  # of models with layers of linear attention
+    # of models whose layers are either a mixer or a feed-forward: a letter a layer, those of
+    # Megatron's --hybrid-layer-pattern (M Mamba, G gated delta net, * and + attention,
+    # - feed-forward, E experts)
+    pattern: str = ""
     gated_attention: bool = False  # whether a gate as wide as the queries multiplies the output
     sinks: bool = False  # whether the softmax has a learned sink for each head
     biases: bool = False  # whether linear layers have biases
     # layers of multi-token prediction, each like the last layer, and a pass of the head more
     predicted: int = 0
     # Megatron's flags without a field here, with their values; norms of q and k take memory
-    beside: tuple[tuple[str, int | float | str | bool], ...] = ()
+    beside: tuple[tuple[str, int | float | str | bool | tuple[int, ...]], ...] = ()
     # entries of its config that no flag here says: its flags would be those of another model
     unknown: tuple[str, ...] = ()
 
@@ -133,12 +86,9 @@ class Model:
 
     @property
     def mixer_params(self) -> float:
-        """Weights of an average layer's attention, softmax or linear."""
-        if not self.linear:
-            return self.attention_params
-        of_linear = self.linear.count * self.linear.params(self.hidden)
-        softmax = (self.layers - self.linear.count) * self.attention_params
-        return (of_linear + softmax) / self.layers
+        """Weights of an average layer's mixer: attention, softmax or linear."""
+        linear = self.linear.count * self.linear.params(self.hidden) if self.linear else 0
+        return (linear + self.softmax_layers * self.attention_params) / self.layers
 
     def _mlp(self, ffn: int) -> int:
         return (3 if self.gated else 2) * self.hidden * ffn
@@ -168,8 +118,36 @@ class Model:
         return self.shared_params + self.experts.active * self._mlp(self.experts.ffn)
 
     @property
+    def active_feed_params(self) -> float:
+        """Weights of an average layer's feed-forward that are active for one token."""
+        dense = self.dense_layers * self.dense_params
+        return (dense + self.moe_layers * self.active_params) / self.layers
+
+    @property
     def moe_layers(self) -> int:
+        """Layers with experts."""
+        if self.pattern:
+            return self.pattern.count("E")
         return self.layers - self.experts.dense_layers if self.experts else 0
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers with a dense feed-forward."""
+        return self.pattern.count("-") if self.pattern else self.layers - self.moe_layers
+
+    @property
+    def halves(self) -> int:
+        """Mixers and feed-forwards of a layer, each with its norm and residual."""
+        return 1 if self.pattern else 2
+
+    def stage_feeds(self, layers: int) -> tuple[float, float]:
+        """Dense feed-forwards and those with experts of a stage with so many layers, of the stage
+        that has most."""
+        if self.pattern:
+            share = layers / self.layers
+            return self.dense_layers * share, self.moe_layers * share
+        moe = min(layers, self.moe_layers)
+        return layers - moe, moe
 
     @property
     def predicted_params(self) -> tuple[int, int]:
@@ -188,7 +166,7 @@ class Model:
     @property
     def params(self) -> int:
         """All matrix weights."""
-        dense = (self.layers - self.moe_layers) * self.dense_params
+        dense = self.dense_layers * self.dense_params
         moe = self.moe_layers * (self.expert_params + self.shared_params)
         ends = self.embedding_params * (1 if self.tied else 2)
         predicted = self.predicted * sum(self.predicted_params)
@@ -198,18 +176,22 @@ class Model:
     def matmul_params(self) -> int:
         """Weights that multiply a token: its experts and the head, not the embedding; those of
         prediction layers too, with their passes of the head."""
-        dense = (self.layers - self.moe_layers) * self.dense_params
-        moe = self.moe_layers * self.active_params
         idle = self.expert_params + self.shared_params - self.active_params
         each = sum(self.predicted_params) - idle + self.embedding_params
         ends = self.embedding_params + self.predicted * each
-        return round(self.layers * self.mixer_params) + dense + moe + ends
+        return round(self.layers * (self.mixer_params + self.active_feed_params)) + ends
 
     @property
     def full_layers(self) -> int:
         """Layers whose queries see all earlier keys."""
-        others = (self.windows.count if self.windows else 0) + self.linear_layers
-        return self.layers - others
+        return self.softmax_layers - (self.windows.count if self.windows else 0)
+
+    @property
+    def softmax_layers(self) -> int:
+        """Layers with softmax attention, windowed ones included."""
+        if self.pattern:
+            return sum(map(self.pattern.count, "*+"))
+        return self.layers - self.linear_layers
 
     @property
     def linear_layers(self) -> int:
@@ -217,8 +199,7 @@ class Model:
 
     @property
     def softmax_share(self) -> float:
-        """Share of layers with softmax attention, windowed ones included."""
-        return 1 - self.linear_layers / self.layers
+        return self.softmax_layers / self.layers
 
     @property
     def result_bytes(self) -> int:

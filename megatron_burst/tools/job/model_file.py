@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_burst.errors import BurstError, nearest
 from megatron_burst.tools.job.arguments import DUMPED, megatron_arguments
-from megatron_burst.tools.job.hugging_face import PRESETS, from_hugging_face
+from megatron_burst.tools.job.hugging_face import PRESETS, from_hugging_face, preset_name
 from megatron_burst.tools.job.megatron import from_megatron
 from megatron_burst.tools.job.model import Model
 
@@ -26,15 +26,16 @@ def model_of(name_or_path: str) -> Model:
     Raises:
         BurstError: if it is none of them, or the file lacks something.
     """
-    if name_or_path.lower() in PRESETS:
-        return PRESETS[name_or_path.lower()]
+    if preset := preset_name(name_or_path):
+        return PRESETS[preset]
     on_hub = name_or_path.startswith(_HUB)
     path = _cached_config(name_or_path) if on_hub else Path(name_or_path)
     if not path.is_file():
+        close = nearest(name_or_path.lower().rpartition("/")[2], PRESETS)
         raise BurstError(
             "plan: MODEL must be a preset or a file, because sizes come from there; got "
-            f"{name_or_path!r}{nearest(name_or_path.lower(), PRESETS)}; choose one of "
-            f"{', '.join(PRESETS)}, hf:ORG/NAME, a config.json, or a file of Megatron's arguments"
+            f"{name_or_path!r}{close}; choose one of those that plan --help lists, hf:ORG/NAME, "
+            "a config.json, or a file of Megatron's arguments"
         )
     text = text_of(path)
     if path.suffix == ".json" and DUMPED not in _json(text, path):

@@ -11,7 +11,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.tools.job.arguments import DUMP, DUMPED, SWITCHES, megatron_arguments
 from megatron_burst.tools.job.flags import OFFLOADED, SIZES
-from megatron_burst.tools.job.hugging_face import PRESETS
+from megatron_burst.tools.job.hugging_face import preset_name
 from megatron_burst.tools.job.megatron import MODEL_ARGUMENTS, Arguments
 from megatron_burst.tools.job.model_file import text_of
 from megatron_burst.tools.job.strategy import FSDP_ARGUMENTS, Strategy, policy_words
@@ -67,7 +67,7 @@ def arguments_in(model: str, options: Collection[str] = ()) -> Arguments:
         BurstError: if a plan depends on a value that only a shell would know.
     """
     path = Path(model)
-    if model.lower() in PRESETS or not path.is_file():
+    if preset_name(model) or not path.is_file():
         return {}
     text = text_of(path)
     if path.suffix == ".json" and f'"{DUMPED}"' not in text:

@@ -1,7 +1,7 @@
 """Every way to shard a job: whether it fits in memory, how fast it is, why it loses."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import lcm
@@ -10,10 +10,9 @@ from typing import Any
 
 from megatron_burst.errors import BurstError, nearest_multiples
 from megatron_burst.mcore.refusals import refuses
-from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.job.auto import placed_by_auto
-from megatron_burst.tools.job.memory import Memory, memory_of
-from megatron_burst.tools.job.step import StepTime, step_time
+from megatron_burst.tools.job.candidate import Candidate, look_at, missing_gib, rank
+from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.strategy import (
     FSDP_ARGUMENTS,
     SIZES,
@@ -45,50 +44,6 @@ _POLICIES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A strategy with its memory and, if it fits, its time."""
-
-    strategy: Strategy  # how the job is sharded
-    memory: Memory  # that it needs
-    time: StepTime | None  # of a step; None if it does not fit
-    over_gib: float  # GPU memory that is missing; 0 if none is
-    host_over_gib: float  # host memory that is missing
-
-    @property
-    def fits(self) -> bool:
-        return self.over_gib <= 0 and self.host_over_gib <= 0
-
-
-def candidate(job: Job, strategy: Strategy) -> Candidate:
-    """A strategy with its memory and time.
-
-    Raises:
-        BurstError: if it does not fit the job.
-    """
-    if reason := misfit(job, strategy):
-        raise BurstError(
-            "plan: the parallel sizes must fit the GPUs, the model and the batch, because Megatron "
-            f"shards all of them evenly; got: {reason}; change it, or leave it to the search"
-        )
-    return _look_at(job, placed_by_auto(job, strategy))
-
-
-def _look_at(job: Job, strategy: Strategy) -> Candidate:
-    memory = memory_of(job, strategy)
-    over, node_over = _missing_gib(job, memory)
-    time = step_time(job, strategy, memory) if over <= 0 and node_over <= 0 else None
-    return Candidate(strategy, memory, time, max(0.0, over), max(0.0, node_over))
-
-
-def _missing_gib(job: Job, memory: Memory) -> tuple[float, float]:
-    """Memory that a GPU and a node lack; negative where it fits."""
-    over = (memory.peak - job.hardware.gpu.usable_bytes) / GIB
-    host_gib = job.hardware.node.memory_gib * job.on_node
-    host_gib *= 0.8 / job.hardware.node.gpus  # the rest is for processes and the page cache
-    return over, memory.node / GIB - host_gib
-
-
 @lru_cache(maxsize=8)
 def search(
     job: Job, fixed: Fixed = (), watch: Watch = iter, of_script: Named = ()
@@ -104,10 +59,10 @@ def search(
     """
     found = []
     for layout in watch(list(layouts(job, _given_sizes(fixed)))):
-        found += [_look_at(job, strategy) for strategy in _policies(job, layout, fixed)]
+        found += [look_at(job, strategy) for strategy in _policies(job, layout, fixed)]
     if not found:
         raise BurstError(_why_nothing(job, fixed, of_script))
-    return tuple(sorted(found, key=_rank))
+    return tuple(sorted(found, key=rank))
 
 
 def enough_gpus(job: Job, fixed: Fixed, batch: Callable[[int], int]) -> int | None:
@@ -119,7 +74,7 @@ def enough_gpus(job: Job, fixed: Fixed, batch: Callable[[int], int]) -> int | No
         more = replace(job, gpus=gpus, gpus_per_node=even_share(gpus, node), batch=batch(gpus))
         for layout in layouts(more, _given_sizes(fixed)):
             for strategy in _policies(more, layout, fixed):
-                if max(_missing_gib(more, memory_of(more, strategy))) <= 0:
+                if max(missing_gib(more, memory_of(more, strategy))) <= 0:
                     return gpus
         gpus *= 2
     return None
@@ -213,8 +168,9 @@ def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:
     never = {"selective"} if job.model.biases and "recompute" not in asked else set()
     for policy in _POLICIES:
         strategy = replace(
-            policy, **sizes, core_attn=again, fsdp=fsdp, fused_loss=has_fused_loss(fsdp)
-        )
+            policy, **sizes, core_attn=again, fsdp=fsdp,
+            fused_loss=has_fused_loss(fsdp) and not job.logits,
+        )  # fmt: skip
         if policy.recompute == "full":
             strategy = replace(strategy, again_layers=layers, keep_budget_gib=budget)
         wanted = all(getattr(policy, name) == value for name, value in asked.items())
@@ -227,31 +183,3 @@ def has_fused_loss(fsdp: Fsdp) -> bool:
     """Whether burst's fused loss runs under an FSDP."""
     name = FSDP_ARGUMENTS.get(fsdp)
     return name is None or not refuses("loss", name, SimpleNamespace(**{name: True}))
-
-
-def _rank(one: Candidate) -> tuple:
-    if one.time:  # among equals, the one without host copies, which are free on paper only
-        copies = one.strategy.offload + one.strategy.offload_inputs
-        return not one.fits, one.time.seconds * (1 + 0.001 * copies), one.memory.peak
-    return 2, one.over_gib + one.host_over_gib, 0
-
-
-def loses(one: Candidate, best: Candidate) -> str:
-    """Why a candidate is not the best, as text."""
-    if one.over_gib:
-        parts = one.memory.in_gib()
-        names = [n for n in parts if n not in ("attention", "node", "peak")]
-        most = max(names, key=parts.__getitem__)
-        return f"out of memory by {one.over_gib:.1f} GiB; most is {most}: {parts[most]:.1f} GiB"
-    if one.host_over_gib:
-        return f"out of host memory by {one.host_over_gib:.0f} GiB a node"
-    if one is best or not one.time or not best.time:
-        return "the best"
-    theirs, ours = dict(one.time.parts), dict(best.time.parts)
-    extra = {part: theirs[part] - ours.get(part, 0.0) for part in theirs}
-    part = max(extra, key=extra.__getitem__)
-    slower = one.time.seconds / best.time.seconds - 1
-    if slower < 0.0005:
-        same = one.strategy.layout == best.strategy.layout
-        return "as fast, with other copies to host memory" if same else "as fast"
-    return f"{slower:.1%} slower, most by {part} (+{extra[part]:.2f} s a step)"

@@ -35,6 +35,7 @@ class Job:
     batch: int  # global batch in sequences; micro-batches have one
     hardware: Hardware  # the cluster's
     packing: Packing | None = None  # of the sequences; None: each is one causal document
+    logits: bool = False  # whether a framework takes them from the model: no fused loss runs
 
     @property
     def share(self) -> float:
@@ -161,6 +162,8 @@ def size_misfit(job: Job, sizes: Mapping[str, int]) -> str:
          f"TP {tp} does not divide {model.heads_q}/{heads_kv} heads"),
         (pp == 1 or ceil(model.layers / pp) * (pp - 1) < model.layers,
          f"PP {pp} leaves a stage without layers"),
+        (not model.pattern or model.layers % pp == 0,
+         f"PP {pp} does not divide the {model.layers} layers of a hybrid"),
         (job.batch % dp == 0, f"DP {dp} does not divide the batch of {job.batch}"),
         (ep == 1 or model.experts, f"EP {ep} needs experts, and {model.name} has none"),
         (count % ep == 0, f"EP {ep} does not divide {count} experts"),
@@ -179,8 +182,8 @@ def misfit(job: Job, strategy: Strategy) -> str:
         return why
     if strategy.cp > ranks and strategy.cp % ranks:
         return f"CP {strategy.cp} does not fill nodes of {ranks} ranks"
-    if (linear := job.model.linear) and linear.heads_k % (strategy.tp * strategy.cp):
-        return f"TP x CP does not divide the {linear.heads_k} heads of K in linear attention"
+    if (linear := job.model.linear) and (why := linear.misfit(strategy.tp, strategy.cp)):
+        return why
     if job.seq % least_multiple(strategy):
         near = nearest_multiples(job.seq, least_multiple(strategy))
         return f"a sequence of {job.seq} tokens is no {near} (2 x CP x TP)"

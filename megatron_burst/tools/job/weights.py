@@ -34,10 +34,10 @@ def params_of_rank(job: Job, strategy: Strategy) -> tuple[float, float]:
     return max(sharded, key=sum)
 
 
-def _stage_params(model: Model, layers: int, predicted: int, ends: int) -> tuple[float, int]:
+def _stage_params(model: Model, layers: int, predicted: int, ends: int) -> tuple[float, float]:
     """Weights of a stage: dense ones, with so many matrices of the vocabulary, and experts."""
-    moe = min(layers, model.moe_layers)
-    dense = layers * model.mixer_params + (layers - moe) * model.dense_params
+    plain, moe = model.stage_feeds(layers)
+    dense = layers * model.mixer_params + plain * model.dense_params
     dense += moe * model.shared_params + ends * model.embedding_params
     more, experts = model.predicted_params
     return dense + predicted * more, moe * model.expert_params + predicted * experts
@@ -46,7 +46,8 @@ def _stage_params(model: Model, layers: int, predicted: int, ends: int) -> tuple
 def layer_params(job: Job, strategy: Strategy) -> float:
     """Weights of the largest layer on a rank, as FSDP gathers it."""
     model = job.model
-    dense = model.dense_params / strategy.tp if model.moe_layers < model.layers else 0.0
+    dense = model.dense_params / strategy.tp if model.dense_layers else 0.0
     experts = model.shared_params / strategy.tp + model.expert_params / strategy.ep
     linear = model.linear.params(model.hidden) if model.linear else 0
-    return max(model.attention_params, linear) / strategy.tp + max(dense, experts)
+    halves = max(model.attention_params, linear) / strategy.tp, max(dense, experts)
+    return max(halves) if model.pattern else sum(halves)

@@ -1,0 +1,179 @@
+"""Drafts of an assignment: documents in bins, with the step that they are predicted to take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_burst.balance.grid import BatchGrid
+from megatron_burst.balance.lanes import Lanes, filled, filled_together, refine
+from megatron_burst.balance.packing import starts_in_order
+from megatron_burst.balance.slots import SizeClass, Units
+
+
+@dataclass(frozen=True)
+class Bins:
+    """What documents go into: a sub-group's part of a slot.
+
+    Attributes:
+        ranks: data-parallel rank of each.
+        cps: its context-parallel size.
+        at: its place among the sub-groups.
+    """
+
+    ranks: np.ndarray
+    cps: np.ndarray
+    at: np.ndarray
+
+    @classmethod
+    def of(cls, classes: Sequence[SizeClass], grid: BatchGrid) -> "Bins":
+        """Those of a layout, slot after slot."""
+        groups = [grid.cp // one.cp for one in classes]
+        each = list(zip(classes, groups, strict=True))
+        return cls(
+            np.concatenate([np.repeat(one.ranks, count) for one, count in each]),
+            np.concatenate([np.full(len(one.ranks) * count, one.cp) for one, count in each]),
+            np.concatenate([np.tile(np.arange(count), len(one.ranks)) for one, count in each]),
+        )
+
+    def slots(self, grid: BatchGrid) -> np.ndarray:
+        """Slot of each bin: rank after rank, in each the narrow sizes first."""
+        within = np.lexsort((np.arange(len(self.ranks)), self.cps, self.ranks))
+        cps = self.cps[within]
+        share = np.cumsum(cps) - cps  # ranks of the slots before, all of one rank's
+        slots = np.zeros(len(cps), dtype=int)
+        slots[within] = share // grid.cp
+        return slots
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An assignment as arrays.
+
+    Attributes:
+        bin_of: the bin of each document, the longest first.
+        bins: which there are.
+        seconds: of each bin.
+        step: predicted.
+    """
+
+    bin_of: np.ndarray
+    bins: Bins
+    seconds: np.ndarray
+    step: float
+
+
+def draft_in_order(
+    given: np.ndarray, order: np.ndarray, units: Units, grid: BatchGrid
+) -> Draft | None:
+    """Documents packed as they come, each micro-batch until the next does not fit, for rank after
+    rank; None if that takes more or fewer micro-batches than there are."""
+    starts = starts_in_order(given, grid.token_limit * grid.cp, grid.slots)
+    if len(starts) != grid.slots:
+        return None
+    bin_of = np.searchsorted(starts, np.arange(len(given)), "right") - 1
+    ranks, zeros = np.arange(grid.slots) % grid.dp, np.zeros(grid.slots, dtype=int)
+    return _timed(bin_of[order], Bins(ranks, zeros + grid.cp, zeros), units, grid)
+
+
+def draft_of(classes: Sequence[SizeClass], units: Units, grid: BatchGrid) -> Draft | None:
+    """Documents in the micro-batches of a layout; None if they do not fit."""
+    fill = _alike if grid.pp > 1 else _by_size
+    bin_of = fill(classes, units, grid)
+    return None if bin_of is None else _timed(bin_of, Bins.of(classes, grid), units, grid)
+
+
+def _by_size(classes: Sequence[SizeClass], units: Units, grid: BatchGrid) -> np.ndarray | None:
+    """The bin of each document; ranks that have less of the wider sizes get more of the next."""
+    parts, first, behind = [], 0, np.zeros(grid.dp)
+    for one in classes:
+        found = _fill(one, units, grid, behind)
+        if found is None:
+            return None
+        groups = grid.cp // one.cp
+        lanes = np.zeros((grid.dp, groups))
+        seconds = units.seconds[one.cp][one.documents.start : one.documents.stop]
+        np.add.at(lanes, (one.ranks[found // groups], found % groups), seconds)
+        taken = lanes.max(axis=1)
+        behind += taken.mean() - taken
+        parts.append(found + first)
+        first += len(one.ranks) * groups
+    return np.concatenate(parts)
+
+
+def _fill(one: SizeClass, units: Units, grid: BatchGrid, behind: np.ndarray) -> np.ndarray | None:
+    """The bins of a size's documents, numbered slot by slot; `behind`: seconds that each rank has
+    less of wider sizes than the mean."""
+    groups = grid.cp // one.cp
+    some = slice(one.documents.start, one.documents.stop)
+    lengths, seconds = units.lengths[some], units.seconds[one.cp][some]
+    at, ranks = np.tile(np.arange(groups), len(one.ranks)), np.repeat(one.ranks, groups)
+    more = behind[one.ranks] / np.bincount(one.ranks, minlength=grid.dp)[one.ranks]
+    lane_of, targets = np.arange(len(at)), np.repeat(one.targets + more, groups)
+    if (grid.ep == 1 or groups == 1) and grid.ep <= grid.cp:
+        _, lane_of = np.unique(ranks * groups + at, return_inverse=True)
+        targets = np.bincount(lane_of, targets)
+    lanes = Lanes(lane_of, targets, grid.token_limit * one.cp)
+    found = filled(lengths, seconds, lanes)
+    if found is None:  # by tokens alone more fit
+        found = filled(lengths, lengths.astype(float), replace(lanes, targets=0 * targets))
+    if found is not None:
+        refine(lengths, seconds, lanes, found)
+    return found
+
+
+def _alike(classes: Sequence[SizeClass], units: Units, grid: BatchGrid) -> np.ndarray | None:
+    """The bin of each document; every bin is to take as long as its slot's target."""
+    lanes, stops = [], [one.documents.stop for one in classes]
+    for one in classes:
+        targets = np.repeat(one.targets, grid.cp // one.cp)
+        lanes.append(Lanes(np.arange(len(targets)), targets, grid.token_limit * one.cp))
+    seconds = [units.seconds[one.cp] for one in classes]
+    placed = [n * (grid.cp // classes[0].cp) for n in range(classes[0].alone)]
+    found = filled_together(units.lengths, seconds, lanes, stops, placed)
+    if found is None:  # by tokens alone more fit
+        tokens = [units.lengths / one.cp for one in classes]
+        alike = [replace(each, targets=0 * each.targets) for each in lanes]
+        found = filled_together(units.lengths, tokens, alike, stops, [])
+    if found is None:
+        return None
+    first = 0
+    for each, some in zip(lanes, seconds, strict=True):
+        here = np.flatnonzero((found >= first) & (found < first + len(each.targets)))
+        bins = found[here] - first
+        refine(units.lengths[here], some[here], each, bins)
+        found[here] = bins + first
+        first += len(each.targets)
+    return found
+
+
+def _timed(bin_of: np.ndarray, bins: Bins, units: Units, grid: BatchGrid) -> Draft:
+    """A draft with its predicted step."""
+    each = np.zeros(len(bin_of))
+    for cp, seconds in units.seconds.items():
+        here = bins.cps[bin_of] == cp
+        each[here] = seconds[here]
+    found = np.bincount(bin_of, each, len(bins.ranks)) + units.fixed
+    step = _step_in_step(found, bins, grid) if grid.in_step else _step(found, bins)
+    return Draft(bin_of, bins, found, step)
+
+
+def _step(seconds: np.ndarray, bins: Bins) -> float:
+    """Sub-groups of one size run through their micro-batches, and wait before the next size."""
+    total = np.zeros(bins.ranks.max() + 1)
+    for cp in np.unique(bins.cps):
+        lanes = np.zeros((len(total), bins.at.max() + 1))
+        here = bins.cps == cp
+        np.add.at(lanes, (bins.ranks[here], bins.at[here]), seconds[here])
+        total += lanes.max(axis=1)
+    return float(total.max())
+
+
+def _step_in_step(seconds: np.ndarray, bins: Bins, grid: BatchGrid) -> float:
+    """Ranks wait for each other in every micro-batch; the pipeline fills and empties at the pace
+    of the slowest: sum + (PP - 1) x largest, as in a flow shop whose stages are alike."""
+    times = np.zeros(grid.slots)
+    np.maximum.at(times, bins.slots(grid), seconds)
+    together = max(1, grid.ep // grid.cp)  # data-parallel ranks that share experts
+    by_rank = times.reshape(-1, together, grid.micro_batches).max(axis=1)
+    return float((by_rank.sum(axis=1) + (grid.pp - 1) * by_rank.max(axis=1)).max())

@@ -1,0 +1,196 @@
+"""A layout in a pipeline: micro-batches that take as long as each other.
+
+A document is at the narrowest size that holds it and ends in time. Those that do not end in time
+on the whole group are alone in their micro-batches, on few ranks.
+"""
+
+from collections.abc import Sequence
+from heapq import heappop, heappush, heapreplace
+from math import ceil
+
+import numpy as np
+
+from megatron_burst.balance.grid import BatchGrid
+from megatron_burst.balance.slots import PACKED, SizeClass, SlotLayout, Units
+
+_ROUNDS = 3  # for the target and the sizes, which depend on each other
+_HALVINGS = 24  # of the range of the step
+_WAYS = 6  # numbers of ranks tried for the longest documents
+_OVER = 0.02  # of its target, that a wide micro-batch may take longer
+
+
+def alike(units: Units, grid: BatchGrid) -> SlotLayout | None:
+    """A layout; None if the documents do not suffice."""
+    sizes = sorted(units.seconds)
+    target = units.fixed + float(units.least(grid).sum()) / grid.slots
+    for _ in range(_ROUNDS):
+        starts = [_longer(units, grid, cp, target) for cp in sizes]
+        late = int(np.count_nonzero(units.seconds[grid.cp] + units.fixed > target))
+        late = min(late, grid.slots - 1)
+        work = _work(units, grid, (sizes, starts), late)
+        most = grid.token_limit * grid.cp * PACKED / max(int(units.lengths[late:].sum()), 1)
+        alone = units.seconds[grid.cp][:late] + units.fixed
+        ranks, left = _place(alone, work, units.fixed + most * work, units, grid)
+        target = float(left.max(initial=units.fixed))
+    classes = _classes(units, grid, list(zip(sizes, starts, strict=True)), ranks, left)
+    return SlotLayout(classes, _expected(classes, units, grid)) if classes else None
+
+
+def _longer(units: Units, grid: BatchGrid, cp: int, target: float) -> int:
+    """How many documents, the longest, need a larger size."""
+    if cp == grid.cp:
+        return 0
+    late = units.seconds[cp] + units.fixed > target
+    return int(np.count_nonzero(late | (units.lengths > grid.token_limit * cp)))
+
+
+def _work(
+    units: Units, grid: BatchGrid, sizes: tuple[Sequence[int], Sequence[int]], late: int
+) -> float:
+    """Slot seconds of the documents that are not alone."""
+    ends = [len(units.lengths), *sizes[1][:-1]]
+    parts = (
+        units.seconds[cp][max(start, late) : end].sum() * cp / grid.cp
+        for cp, start, end in zip(*sizes, ends, strict=True)
+    )
+    return float(sum(parts))
+
+
+def _place(
+    alone: np.ndarray, work: float, most: float, units: Units, grid: BatchGrid
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ranks of micro-batches of one document, and by rank the seconds of its others.
+
+    A rank waits PP - 1 times for its longest micro-batch, so such documents are better together on
+    few ranks, unless the others, of `most` seconds at most, then cannot hold the rest.
+    """
+    if not len(alone):
+        return np.zeros(0, dtype=int), np.full(grid.dp, work / grid.slots + units.fixed)
+    least, many = ceil(len(alone) / grid.micro_batches), min(len(alone), grid.dp)
+    ways = sorted({round(n) for n in np.geomspace(least, many, _WAYS)})
+    spread = np.stack([_spread(alone, way, grid) for way in ways])
+    steps, left = _even(alone, spread, (work, most), units.fixed, grid)
+    best = int(steps.argmin())
+    return spread[best], left[best]
+
+
+def _spread(alone: np.ndarray, count: int, grid: BatchGrid) -> np.ndarray:
+    """Ranks of documents that go to `count` ranks, each to the one with the least so far."""
+    loads = [(0.0, rank) for rank in range(count)]
+    slots, ranks = [grid.micro_batches] * count, []
+    for seconds in alone.tolist():
+        load, rank = loads[0]
+        ranks.append(rank)
+        slots[rank] -= 1
+        if slots[rank]:
+            heapreplace(loads, (load + seconds, rank))
+        else:
+            heappop(loads)
+    return np.array(ranks)
+
+
+def _even(
+    alone: np.ndarray, ranks: np.ndarray, rest: tuple[float, float], fixed: float, grid: BatchGrid
+) -> tuple[np.ndarray, np.ndarray]:
+    """By way to place documents: the step in which the rest of the work can be done, and by rank
+    the seconds of its other slots; the least such steps, found by halving.
+
+    Args:
+        alone: seconds of the documents that are placed.
+        ranks: of each, by way.
+        rest: seconds of slots that the others take, and the most that one slot can.
+        fixed: seconds of a micro-batch besides.
+        grid: ranks and slots.
+    """
+    work, most = rest
+    ways = np.arange(len(ranks))[:, None]
+    longest, taken = np.zeros((2, len(ranks), grid.dp))
+    free = np.full((len(ranks), grid.dp), grid.micro_batches)
+    np.maximum.at(longest, (ways, ranks), alone)
+    np.add.at(taken, (ways, ranks), alone)
+    np.subtract.at(free, (ways, ranks), 1)
+    taken += (grid.pp - 1) * longest
+    slots = grid.slots - len(alone)
+    goal = work + fixed * slots
+    if most * slots < goal:
+        most = np.inf
+    # a rank without such a document waits PP - 1 times for its other slots, which are all alike
+    waits = np.maximum(free + np.where(longest > 0, 0, grid.pp - 1), 1)
+
+    def each(steps: np.ndarray) -> np.ndarray:
+        return np.clip((steps[:, None] - taken) / waits, fixed, most) * (free > 0)
+
+    low, high = np.zeros(len(ranks)), taken.max(axis=1) + goal * (1 + grid.pp)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        enough = (each(middle) * free).sum(axis=1) >= goal
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    return np.maximum(high, (taken + fixed * free).max(axis=1)), each(high)
+
+
+def _classes(
+    units: Units,
+    grid: BatchGrid,
+    starts: Sequence[tuple[int, int]],
+    ranks: np.ndarray,
+    left: np.ndarray,
+) -> list[SizeClass] | None:
+    """Slots for each size, the widest first; the narrowest size has those that are left."""
+    others = _other_slots(ranks, left, grid)
+    targets = np.maximum(left[others] - units.fixed, 0.0)
+    tokens = np.cumsum(units.lengths[::-1])[::-1]  # from each document on
+    every, slot, first, found = len(units.lengths), 0, 0, []
+    for at in reversed(range(len(starts))):
+        cp, alone = starts[at][0], len(ranks) if starts[at][0] == grid.cp else 0
+        stop, count = max(alone, starts[at - 1][1]) if at else every, len(others) - slot
+        if stop <= first:
+            continue
+        if at:
+            rest = ceil(tokens[stop] / (PACKED * grid.token_limit * grid.cp)) if stop < every else 0
+            some = units.seconds[cp][first + alone : stop]
+            enough = _slots_for(some, targets[slot : slot + max(0, count - rest)], grid.cp // cp)
+            if enough is None:
+                return None
+            count = enough
+        if not 0 < (alone + count) * (grid.cp // cp) <= every - first:
+            return None
+        found.append(SizeClass(
+            cp, range(first, stop), np.concatenate((ranks[:alone], others[slot : slot + count])),
+            np.concatenate((units.seconds[cp][:alone], targets[slot : slot + count])), alone,
+        ))  # fmt: skip
+        first, slot = stop, slot + count
+    return found if first == every and slot == len(others) else None
+
+
+def _other_slots(ranks: np.ndarray, left: np.ndarray, grid: BatchGrid) -> np.ndarray:
+    """Rank of each slot without a document that is alone, the longest slots first."""
+    free = grid.micro_batches - np.bincount(ranks, minlength=grid.dp)
+    order = [r for m in range(grid.micro_batches) for r in np.flatnonzero(free > m).tolist()]
+    others = np.array(order, dtype=int)
+    return others[np.argsort(-left[others], kind="stable")]
+
+
+def _slots_for(seconds: np.ndarray, targets: np.ndarray, groups: int) -> int | None:
+    """How many slots of so many sub-groups documents need, which end by the slots' targets; short
+    documents fill them up later. None if there are too few."""
+    lacks: list[float] = []  # of sub-groups, negative: what is lacking
+    count = 0
+    for one in seconds.tolist():
+        if not lacks or -lacks[0] < one:
+            if count == len(targets):
+                return None
+            for _ in range(groups):
+                heappush(lacks, -float(targets[count]) * (1 + _OVER))
+            count += 1
+        heapreplace(lacks, lacks[0] + one)
+    return count
+
+
+def _expected(classes: Sequence[SizeClass], units: Units, grid: BatchGrid) -> float:
+    """Seconds of a step whose micro-batches take as long as they are to."""
+    total, longest = np.zeros((2, grid.dp))
+    for one in classes:
+        seconds = one.targets + units.fixed
+        np.add.at(total, one.ranks, seconds)
+        np.maximum.at(longest, one.ranks, seconds)
+    return float((total + (grid.pp - 1) * longest).max())

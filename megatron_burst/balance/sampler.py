@@ -1,0 +1,121 @@
+"""The documents of each step, in an order that a run can resume, and where they go."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_burst.balance.assign import Assignment, MicroBatch, assign
+from megatron_burst.balance.costs import WHO, Costs
+from megatron_burst.balance.grid import (
+    BatchGrid,
+    check_documents,
+    check_sizes,
+    enough_documents,
+    room_for,
+)
+from megatron_burst.errors import Need, require
+
+
+@dataclass(frozen=True, slots=True)
+class AssignedStep:
+    """The documents of a step, and where they go."""
+
+    documents: np.ndarray  # indices into the data set
+    assignment: Assignment  # of indices into `documents`
+
+    def of_rank(self, dp_rank: int, cp_rank: int) -> tuple[MicroBatch, ...]:
+        """The micro-batches of one rank, in order, with documents as indices into the data set."""
+        return tuple(
+            replace(one, documents=tuple(self.documents[list(one.documents)].tolist()))
+            for one in self.assignment.of_rank(dp_rank, cp_rank)
+        )
+
+
+class Sampler(Iterator[AssignedStep]):
+    """Steps of a data set's documents, each assigned so that ranks end together; without end.
+
+    Each epoch has every document once, in an order of its own. A step may begin in one epoch and
+    end in the next. Equal arguments give equal steps on all ranks, and with `consumed` those that
+    a run which ended there would have had.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        grid: BatchGrid,
+        costs: Costs,
+        documents: int,
+        *,
+        cp_sizes: Sequence[int] | None = None,
+        seed: int | None = 0,
+        consumed: int = 0,
+    ) -> None:
+        """Check the data set.
+
+        Args:
+            lengths: tokens of each document of the data set, without padding.
+            grid: ranks, micro-batches and the token limit.
+            costs: seconds of a micro-batch.
+            documents: of a step, on all ranks together; Megatron's global batch size.
+            cp_sizes: as for `assign`.
+            seed: of the order; None leaves documents in the data set's.
+            consumed: documents of the steps before the first one.
+
+        Raises:
+            BurstError: if a document is longer than the widest group can hold, or a step of the
+                first epoch has too few documents or too many tokens.
+        """
+        check_sizes(grid, cp_sizes or (grid.cp,))
+        self.lengths = np.asarray(lengths)
+        check_documents(self.lengths, grid)
+        # as sharding at the widest size needs; narrower sizes need less
+        self._padded = -(-self.lengths.astype(np.int64) // (2 * grid.cp)) * (2 * grid.cp)
+        check_documents(self._padded, grid)
+        self.grid, self.costs, self.documents = grid, costs, documents
+        self.cp_sizes, self.seed, self.consumed = tuple(cp_sizes or (grid.cp,)), seed, consumed
+        self._epoch, self._order = -1, np.arange(0)
+        require(WHO, self._needs())
+
+    def __next__(self) -> AssignedStep:
+        """The next step.
+
+        Raises:
+            BurstError: if its documents were not found to fit into the micro-batches.
+        """
+        documents = self._following(self.documents)
+        found = assign(self._padded[documents], self.grid, self.costs, self.cp_sizes)
+        self.consumed += self.documents
+        return AssignedStep(documents, found)
+
+    def _following(self, count: int) -> np.ndarray:
+        """The next documents, of one epoch or several."""
+        parts, at = [], self.consumed
+        while count:
+            epoch, begin = divmod(at, len(self.lengths))
+            parts.append(self._order_of(epoch)[begin : begin + count])
+            at += len(parts[-1])
+            count -= len(parts[-1])
+        return np.concatenate(parts)
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        """An epoch's documents."""
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.arange(len(self.lengths))
+            if self.seed is not None:
+                np.random.default_rng((self.seed, epoch)).shuffle(self._order)
+        return self._order
+
+    def _needs(self) -> Iterable[Need]:
+        counted = [self.documents, self.consumed]
+        yield (
+            all(isinstance(one, int) and one >= 0 for one in counted),
+            "documents of a step, and those consumed, must be whole numbers, because they are "
+            "counted",
+            counted,
+            "pass Megatron's global batch size and its consumed_train_samples",
+        )
+        yield enough_documents(self.documents, self.grid)
+        steps = max(len(self.lengths) // self.documents, 1)
+        tokens = self._padded[self._following(steps * self.documents)].reshape(steps, -1)
+        yield room_for(int(tokens.sum(axis=1).max()), self.grid)

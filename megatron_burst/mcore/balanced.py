@@ -1,0 +1,220 @@
+"""Micro-batches of equal work for Megatron's schedules: packs and shards the documents that
+`megatron_burst.balance` assigns to this rank."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_burst.balance import BatchGrid, MicroBatch, Sampler
+from megatron_burst.comm.group import state_of
+from megatron_burst.comm.watch import Parallel
+from megatron_burst.errors import Need, require, unmet
+from megatron_burst.mcore.args import global_args
+from megatron_burst.mcore.packed import consecutive_part, partitioned_indices
+
+WHO = "balanced batches"
+_JOB = Parallel("job's", "rank", "each runs its part of the same steps")
+type Batch = dict[str, Any]
+
+
+class BalancedBatches(Iterator[Batch]):
+    """This rank's micro-batches, step after step: a data loader for Megatron's
+    `--dataloader-type external`.
+
+    Each is what `forward_step` needs, sharded for this context-parallel rank, on its device:
+    `tokens`, `labels`, `loss_mask` and `position_ids` [1, rows], and `packed_seq_params` with the
+    documents' boundaries and, if the micro-batch has one of its own, the group. A document's last
+    token has no next one, so its loss is masked; so is padding.
+
+    Every rank makes one, with the same sampler, in each of its model chunks.
+    """
+
+    def __init__(
+        self, documents: Sequence[Any], sampler: Sampler, config: TransformerConfig
+    ) -> None:
+        """Check that ranks go through the same documents, and make groups for micro-batches.
+
+        Args:
+            documents: by index, token ids [n], as an array or a tensor; or a mapping of "tokens",
+                "labels" and "loss_mask", each [n], such as for supervised fine-tuning.
+            sampler: of their lengths.
+            config: the model's.
+
+        Raises:
+            BurstError: if the job or the model cannot run such batches, or ranks have different
+                ones.
+        """
+        self._documents, self._sampler, self._config = documents, sampler, config
+        self._agree(unmet(WHO, self._needs()))
+        self._cp_group = parallel_state.get_context_parallel_group()
+        self._groups = {
+            size: consecutive_part(self._cp_group, size) for size in sorted(sampler.cp_sizes)
+        }
+        self._left: deque[MicroBatch] = deque()
+
+    @staticmethod
+    def grid(config: TransformerConfig, micro_batches: int, token_limit: int) -> BatchGrid:
+        """The grid of this job, for a sampler, once Megatron has made its groups.
+
+        Args:
+            config: the model's.
+            micro_batches: of a data-parallel rank in a step; Megatron's `get_num_microbatches()`.
+            token_limit: tokens of a micro-batch that a rank has memory for: its shard's, not all.
+        """
+        return BatchGrid(
+            parallel_state.get_data_parallel_world_size(),
+            config.context_parallel_size, micro_batches, token_limit,
+            config.pipeline_model_parallel_size, config.expert_model_parallel_size,
+        )  # fmt: skip
+
+    def __next__(self) -> Batch:
+        """The next micro-batch.
+
+        Raises:
+            BurstError: if a document has another length than the sampler was given, or a step does
+                not fit.
+        """
+        if not self._left:
+            ranks = parallel_state.get_data_parallel_rank(), self._cp_group.rank()
+            self._left.extend(next(self._sampler).of_rank(*ranks))
+        one = self._left.popleft()
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        return self._packed([self._read(each) for each in one.documents], one.cp, device)
+
+    def _read(self, index: int) -> Mapping[str, Tensor]:
+        """A document with labels and mask."""
+        given = self._documents[index]
+        whole = isinstance(given, Mapping)
+        tokens = torch.as_tensor(given["tokens"] if whole else given).long()
+        found = {"tokens": tokens}
+        if whole:
+            found["labels"] = torch.as_tensor(given["labels"]).long()
+            found["loss_mask"] = torch.as_tensor(given["loss_mask"]).float()
+        else:
+            found["labels"] = torch.cat((tokens[1:], tokens.new_zeros(1)))
+            found["loss_mask"] = torch.ones(len(tokens))
+            found["loss_mask"][-1] = 0
+        found["position_ids"] = torch.arange(len(tokens))
+        shapes, length = {tuple(x.shape) for x in found.values()}, self._sampler.lengths[index]
+        require(WHO, [(
+            shapes == {(length,)},
+            "a document must have the length that the sampler was given, because ranks share out "
+            "documents by it",
+            f"document {index} with shapes {sorted(shapes)}, and a length of {length}",
+            "pass the data set's lengths",
+        )])  # fmt: skip
+        return found
+
+    def _packed(
+        self, documents: Sequence[Mapping[str, Tensor]], cp: int, device: torch.device
+    ) -> Batch:
+        """This rank's rows of documents that are one after the other, each padded."""
+        lengths = torch.tensor([len(one["tokens"]) for one in documents])
+        padded = self._padded(lengths, cp)
+        starts, ends = (
+            torch.cat((torch.zeros(1, dtype=torch.long), each.cumsum(0))).int()
+            for each in (lengths, padded)
+        )
+        group, whole = self._groups[cp], int(ends[-1])
+        rows = partitioned_indices(ends, whole, cp, group.rank()) if cp > 1 else slice(None)
+        batch: Batch = {}
+        for name in documents[0]:
+            flat = torch.zeros(whole, dtype=documents[0][name].dtype)
+            for one, start in zip(documents, ends.tolist(), strict=False):
+                flat[start : start + len(one[name])] = one[name]
+            batch[name] = flat[rows][None].to(device, non_blocking=True)
+        starts, ends = starts.to(device), ends.to(device)
+        longest = int(padded.max())
+        batch["packed_seq_params"] = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=ends,
+            cu_seqlens_kv_padded=ends, max_seqlen_q=longest, max_seqlen_kv=longest,
+            **({} if group is self._cp_group else dict(cp_group=group, local_cp_size=cp)),
+        )  # fmt: skip
+        return batch
+
+    def _padded(self, lengths: Tensor, cp: int) -> Tensor:
+        """Lengths of which each rank has two equal chunks; with sequence parallelism the sum is
+        such that tensor-parallel ranks have equally many rows."""
+        chunks = 2 * cp if cp > 1 else 1
+        padded = -(-lengths // chunks) * chunks
+        if self._config.sequence_parallel:
+            padded[-1] += -int(padded.sum()) % (chunks * self._config.tensor_model_parallel_size)
+        return padded
+
+    def _agree(self, problem: str) -> None:
+        """Make sure that all ranks of the job go through the same steps, and that none refuses."""
+        given = self._sampler
+        digest = sha256(given.lengths.astype("<i8").tobytes()).hexdigest()[:16]
+        terms = {
+            "documents": f"{len(given.lengths)} with lengths {digest}", "grid": f"{given.grid}",
+            "costs": f"{given.costs}", "documents of a step": f"{given.documents}",
+            "cp_sizes": f"{given.cp_sizes}", "seed": f"{given.seed}",
+            "consumed": f"{given.consumed}",
+        }  # fmt: skip
+        world = dist.group.WORLD
+        assert world is not None  # Megatron's groups are parts of it
+        state_of(world).board.agree(terms, WHO, problem=problem, of=_JOB)
+
+    def _needs(self) -> Iterable[Need]:
+        config, grid, args = self._config, self._sampler.grid, global_args()
+        own = self.grid(config, grid.micro_batches, grid.token_limit)
+        yield (
+            grid == own, "the sampler's grid must be the job's, because ranks follow it",
+            f"{grid} in a job of {own}", "make it with BalancedBatches.grid",
+        )  # fmt: skip
+        yield (
+            config.calculate_per_token_loss,
+            "the loss must be a mean over all tokens of the step, because micro-batches differ in "
+            "tokens",
+            "calculate_per_token_loss=False", "pass --calculate-per-token-loss",
+        )  # fmt: skip
+        yield (
+            config.variable_seq_lengths or grid.pp == 1,
+            "pipeline stages must tell each other the shapes that they send, because micro-batches "
+            "differ in tokens",
+            "variable_seq_lengths=False", "set it in the model's configuration",
+        )  # fmt: skip
+        chunks = config.virtual_pipeline_model_parallel_size or 1
+        yield (
+            chunks == 1 or grid.pp > 2,
+            "a pipeline of several model chunks must have more than two stages, because Megatron "
+            "exchanges the shapes of what two stages send both ways in an order that mixes them up",
+            f"{grid.pp} stages of {chunks} model chunks", "have one chunk, or more stages",
+        )  # fmt: skip
+        yield (
+            not config.mtp_num_layers or set(self._sampler.cp_sizes) == {grid.cp},
+            "micro-batches must run on the whole context-parallel group with multi-token "
+            "prediction, because Megatron shifts its tokens over that",
+            f"context-parallel sizes {list(self._sampler.cp_sizes)}", "leave cp_sizes out",
+        )  # fmt: skip
+        if args is not None:
+            yield from _of_command(args, self._sampler)
+
+
+def _of_command(args: Any, sampler: Sampler) -> Iterable[Need]:
+    """Megatron's loop takes the number of micro-batches, and of documents, from its flags."""
+    grid = sampler.grid
+    mine = sampler.documents, grid.micro_batches
+    theirs = args.global_batch_size, args.global_batch_size // (args.micro_batch_size * grid.dp)
+    ramps = getattr(args, "rampup_batch_size", None)
+    yield (
+        mine == theirs and not ramps and args.dataloader_type == "external",
+        "Megatron must count the documents and micro-batches of the sampler's steps, because it "
+        "asks for so many and resumes there",
+        f"steps of {mine[0]} documents in {mine[1]} micro-batches a rank, with "
+        f"--global-batch-size {args.global_batch_size}, --micro-batch-size "
+        f"{args.micro_batch_size}, --dataloader-type {args.dataloader_type}"
+        + (f" and --rampup-batch-size {ramps}" if ramps else ""),
+        "pass the documents of a step as the global batch size, their mean in a micro-batch as the "
+        "micro-batch size, --dataloader-type external, and no ramp-up",
+    )

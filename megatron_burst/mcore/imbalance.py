@@ -1,0 +1,102 @@
+"""Seconds of a step that ranks lose to slower ones, in Megatron's log, with `--burst-log`.
+
+A rank's part of a step ends with its last backward pass. Then gradients are summed over all ranks
+of its pipeline stage, so all wait there for the slowest.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import isnan, nan
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMER = "burst-imbalance-time"
+
+
+class Part:
+    """This rank's part of a step: from the step's beginning to the end of its last backward pass.
+
+    On GPUs these are events on the current stream, read once the step is over.
+    """
+
+    def __init__(self) -> None:
+        self._begun: Any = None
+        self._ended: Any = None
+
+    @contextmanager
+    def of_step(self, config: Any) -> Iterator[None]:
+        """Time the step that runs in this context.
+
+        `config`: the model's, which has the function that Megatron's schedules call after the last
+        backward pass, before gradients are waited for.
+        """
+        finalize = config.finalize_model_grads_func
+
+        def at_end(*args: Any, **options: Any) -> Any:
+            self._ended = _now()
+            return finalize(*args, **options)
+
+        self._begun, self._ended = _now(), None
+        config.finalize_model_grads_func = finalize and at_end
+        try:
+            yield
+        finally:
+            config.finalize_model_grads_func = finalize
+
+    def seconds(self) -> float:
+        """Seconds of the last timed step's part; NaN if it had no end. Can be read once, when the
+        GPU has finished the step."""
+        begun, ended = self._begun, self._ended
+        self._begun = self._ended = None
+        if begun is None or ended is None:
+            return nan
+        return (
+            begun.elapsed_time(ended) / 1e3
+            if isinstance(begun, torch.cuda.Event)
+            else ended - begun
+        )
+
+
+PART = Part()  # of this process
+
+
+def _now() -> Any:
+    if not torch.cuda.is_available():
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def of_all(seconds: float, group: dist.ProcessGroup) -> list[float]:
+    """The seconds of all ranks of a group, which call this together."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mine = torch.tensor([seconds], dtype=torch.float64, device=device)
+    every = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(every, mine, group=group)
+    return torch.cat(every).tolist()
+
+
+def lost(seconds: Sequence[float]) -> float:
+    """Seconds that a rank waits for the slowest, on average; NaN if a rank has not measured."""
+    return max(seconds) - sum(seconds) / len(seconds) if not any(map(isnan, seconds)) else nan
+
+
+def line_of(seconds: Sequence[float], ranks: Sequence[int]) -> str:
+    """What a step lost, and on which ranks.
+
+    Args:
+        seconds: of each rank's part of the step.
+        ranks: their global numbers.
+    """
+    by_time = sorted(range(len(ranks)), key=seconds.__getitem__)
+    first, last = by_time[0], by_time[-1]
+    mean, longest = lost(seconds), seconds[last]
+    return (
+        f"imbalance: {mean:.3f} s of this step lost on average ({mean / longest:.1%} of "
+        f"{longest:.3f} s) in waiting for rank {ranks[last]}; {longest - seconds[first]:.3f} s on "
+        f"rank {ranks[first]}"
+    )

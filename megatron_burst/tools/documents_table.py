@@ -1,0 +1,82 @@
+"""What `plan --lengths` found, on the terminal and as JSON."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from megatron_burst.tools.documents import CHANGING, SEQUENTIAL, Documents, Outcome
+from megatron_burst.tools.terminal import new_console, say
+
+
+def show_documents(found: Documents) -> None:
+    """Print a step by each rule, and what to choose."""
+    console, each = new_console(), found.drawn
+    grid = found.outcomes[0].grid
+    packed = grid.token_limit * grid.cp
+    cut = f", {found.cut:.1%} of them cut to {packed:,} tokens" if found.cut else ""
+    console.print("\n[bold]Documents:[/bold]", highlight=False)
+    say(
+        console,
+        f"a step has {len(each):,}, drawn from the file{cut}; with padding {each.mean():,.0f} "
+        f"tokens on average, {each.max():,} the longest. A rank has memory for micro-batches with "
+        f"{found.token_limit:,} tokens of it",
+    )
+    console.print(_table(found.outcomes))
+    say(console, f"recommended: {in_words(found)}")
+    if found.other and found.elsewhere:
+        one, sizes = found.other, found.elsewhere
+        say(
+            console,
+            f"{sizes.layout}, {sizes.policy}, is faster with these documents, predicted "
+            f"{one.seconds:.4g} s a step ({_how(one)}): plan with --tp {sizes.tp} --cp {sizes.cp} "
+            f"--pp {sizes.pp} --dp {sizes.dp}",
+        )
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    table = Table()
+    table.add_column("documents")
+    for name in ("token limit of a rank", "predicted step, s", "ranks wait", "times as fast"):
+        table.add_column(name, justify="right")
+    for one in outcomes:
+        gain = outcomes[0].seconds / one.seconds
+        words = f"{one.grid.token_limit:,}", f"{one.seconds:.4g}", f"{one.waiting:.0%}"
+        table.add_row(one.rule, *words, f"{gain:.2f}")
+    return table
+
+
+def in_words(found: Documents) -> str:
+    """What to choose, in a sentence."""
+    best, first = found.recommended, found.outcomes[0]
+    if best is first:
+        return f"{_how(best)}, because no rule is predicted to be 1 % faster"
+    gain = first.seconds / best.seconds
+    return (
+        f"{_how(best)}: predicted {best.seconds:.4g} s a step, {gain:.2f} times as fast as "
+        f"{SEQUENTIAL}"
+    )
+
+
+def _how(one: Outcome) -> str:
+    """A rule and its setting."""
+    if one.rule == SEQUENTIAL or one.rule.startswith("packed"):
+        return f"documents {one.rule}"
+    sizes = ", ".join(map(str, one.cp_sizes))
+    how = f"at context-parallel sizes {sizes}" if one.rule == CHANGING else f"at CP {one.grid.cp}"
+    return f"documents balanced {how}, token_limit {one.grid.token_limit}"
+
+
+def as_described(found: Documents | None) -> dict[str, Any] | None:
+    """What a plan's JSON has of it."""
+    if not found:
+        return None
+    return {
+        "token_limit": found.token_limit,
+        "recommended": in_words(found),
+        "predicted": [
+            {"rule": one.rule, "token_limit": one.grid.token_limit, "cp_sizes": one.cp_sizes,
+             "step_s": one.seconds, "waiting": one.waiting}
+            for one in found.outcomes
+        ],
+    }  # fmt: skip

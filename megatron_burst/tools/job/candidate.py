@@ -1,0 +1,96 @@
+"""A strategy with its memory and time, and why it is not the best."""
+
+from dataclasses import dataclass
+
+from megatron_burst.errors import BurstError
+from megatron_burst.tools.hardware import GIB
+from megatron_burst.tools.job.auto import placed_by_auto
+from megatron_burst.tools.job.memory import Memory, memory_of
+from megatron_burst.tools.job.step import StepTime, step_time
+from megatron_burst.tools.job.strategy import Job, Strategy, misfit
+
+# share of the usable memory that a plan needs at most, if anything fits in that; the rest is for
+# what is not counted: fragmentation, uneven experts
+ROOMY = 0.92
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A strategy with its memory and, if it fits, its time."""
+
+    strategy: Strategy  # how the job is sharded
+    memory: Memory  # that it needs
+    time: StepTime | None  # of a step; None if it does not fit
+    share: float  # of a GPU's usable memory that it needs
+    over_gib: float  # GPU memory that is missing; 0 if none is
+    host_over_gib: float  # host memory that is missing
+
+    @property
+    def fits(self) -> bool:
+        return self.over_gib <= 0 and self.host_over_gib <= 0
+
+    @property
+    def is_tight(self) -> bool:
+        return self.share > ROOMY
+
+
+def candidate(job: Job, strategy: Strategy) -> Candidate:
+    """A strategy with its memory and time.
+
+    Raises:
+        BurstError: if it does not fit the job.
+    """
+    if reason := misfit(job, strategy):
+        raise BurstError(
+            "plan: the parallel sizes must fit the GPUs, the model and the batch, because Megatron "
+            f"shards all of them evenly; got: {reason}; change it, or leave it to the search"
+        )
+    return look_at(job, placed_by_auto(job, strategy))
+
+
+def look_at(job: Job, strategy: Strategy) -> Candidate:
+    """The same of a strategy that fits the job."""
+    memory = memory_of(job, strategy)
+    over, node_over = missing_gib(job, memory)
+    time = step_time(job, strategy, memory) if over <= 0 and node_over <= 0 else None
+    share = memory.peak / job.hardware.gpu.usable_bytes
+    return Candidate(strategy, memory, time, share, max(0.0, over), max(0.0, node_over))
+
+
+def missing_gib(job: Job, memory: Memory, share: float = 1.0) -> tuple[float, float]:
+    """Memory that a GPU, of which a share is usable, and a node lack; negative where it fits."""
+    over = (memory.peak - share * job.hardware.gpu.usable_bytes) / GIB
+    host_gib = job.hardware.node.memory_gib * job.on_node
+    host_gib *= 0.8 / job.hardware.node.gpus  # the rest is for processes and the page cache
+    return over, memory.node / GIB - host_gib
+
+
+def rank(one: Candidate) -> tuple:
+    """What candidates are sorted by, the best first."""
+    if one.time:  # among equals, the one without host copies, which are free on paper only
+        copies = one.strategy.offload + one.strategy.offload_inputs
+        return one.is_tight, one.time.seconds * (1 + 0.001 * copies), one.memory.peak
+    return 2, one.over_gib + one.host_over_gib, 0
+
+
+def loses(one: Candidate, best: Candidate) -> str:
+    """Why a candidate is not the best, as text."""
+    if one.over_gib:
+        parts = one.memory.in_gib()
+        names = [n for n in parts if n not in ("attention", "node", "peak")]
+        most = max(names, key=parts.__getitem__)
+        return f"out of memory by {one.over_gib:.1f} GiB; most is {most}: {parts[most]:.1f} GiB"
+    if one.host_over_gib:
+        return f"out of host memory by {one.host_over_gib:.0f} GiB a node"
+    if one is best or not one.time or not best.time:
+        return "the best"
+    theirs, ours = dict(one.time.parts), dict(best.time.parts)
+    extra = {part: theirs[part] - ours.get(part, 0.0) for part in theirs}
+    part = max(extra, key=extra.__getitem__)
+    slower = one.time.seconds / best.time.seconds - 1
+    if one.is_tight > best.is_tight and slower < 0:
+        return f"{-slower:.1%} faster, but needs {one.share:.0%} of the memory"
+    if slower < 0.0005:
+        same = one.strategy.layout == best.strategy.layout
+        return "as fast, with other copies to host memory" if same else "as fast"
+    return f"{slower:.1%} slower, most by {part} (+{extra[part]:.2f} s a step)"

@@ -1,0 +1,106 @@
+"""A model as Megatron's flags, those of the argument parser of Megatron-Core 0.19."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_burst.tools.job.linear import DeltaNet, Mamba
+from megatron_burst.tools.job.model import Model
+
+Values = dict[str, int | float | str | bool | list[str] | tuple[Any, ...]]
+_SPEC = ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec")  # of hybrids
+
+
+def model_flags(model: Model) -> Values:
+    """A model as Megatron's flags: its sizes, and what it has beside a Llama's layers.
+
+    They are those of another model if it has `unknown` entries.
+    """
+    found = {flag: value for flag, of in _FLAGS if (value := of(model))}
+    every: Values = {**found, **_ALWAYS, **dict(model.beside)}
+    return {flag: value for flag, value in every.items() if value is not False}
+
+
+def _skip_freq(model: Model) -> str | int | None:
+    """Which layers have no window: every n-th, or a list; None if all have one."""
+    if not model.windows or all(model.windows.layers):
+        return None
+    return _all_but_each(model.windows.layers)
+
+
+def _linear_freq(model: Model) -> str | int | None:
+    """Which layers have gated delta nets: all but every n-th, or a list."""
+    if not isinstance(model.linear, DeltaNet) or model.pattern:
+        return None
+    return _all_but_each(model.linear.layers)
+
+
+def _all_but_each(layers: tuple[bool, ...]) -> str | int:
+    """n if it is all layers but every n-th, else a list."""
+    numbers = range(1, len(layers) + 1)
+    every = (n for n in numbers if layers == tuple(number % n > 0 for number in numbers))
+    return next(every, f"[{','.join(str(int(one)) for one in layers)}]")
+
+
+def _moe_freq(model: Model) -> str | None:
+    """Which layers have experts, if the first ones have none."""
+    if not model.experts or not model.experts.dense_layers or model.pattern:
+        return None
+    return f"[0]*{model.experts.dense_layers}+[1]*{model.moe_layers}"
+
+
+def _of_mamba(name: str) -> Callable[[Model], Any]:
+    return lambda model: isinstance(model.linear, Mamba) and getattr(model.linear, name)
+
+
+def _of_delta(name: str) -> Callable[[Model], Any]:
+    return lambda model: isinstance(model.linear, DeltaNet) and getattr(model.linear, name)
+
+
+_FLAGS: tuple[tuple[str, Callable[[Model], Any]], ...] = (  # a flag is there if its value is true
+    ("--num-layers", lambda m: m.layers),
+    ("--hidden-size", lambda m: m.hidden),
+    ("--ffn-hidden-size", lambda m: m.ffn),
+    ("--num-attention-heads", lambda m: m.heads_q),
+    ("--multi-latent-attention", lambda m: bool(m.latent)),
+    ("--q-lora-rank", lambda m: m.latent and m.latent.q_rank),
+    ("--kv-lora-rank", lambda m: m.latent and m.latent.kv_rank),
+    ("--qk-head-dim", lambda m: m.latent and m.dim_qk - m.latent.rope_dim),
+    ("--qk-pos-emb-head-dim", lambda m: m.latent and m.latent.rope_dim),
+    ("--v-head-dim", lambda m: m.latent and m.dim_v),
+    ("--group-query-attention", lambda m: m.heads_kv != m.heads_q),
+    ("--num-query-groups", lambda m: m.heads_kv != m.heads_q and m.heads_kv),
+    ("--kv-channels", lambda m: not m.latent and m.dim_qk),
+    ("--num-experts", lambda m: m.experts and m.experts.count),
+    ("--moe-router-topk", lambda m: m.experts and m.experts.active),
+    ("--moe-ffn-hidden-size", lambda m: m.experts and m.experts.ffn),
+    ("--moe-shared-expert-intermediate-size", lambda m: m.experts and m.experts.shared_ffn),
+    ("--moe-layer-freq", _moe_freq),
+    # Megatron's window size leaves out the query's own key
+    ("--window-size", lambda m: m.windows and f"{m.windows.size - 1},0"),
+    ("--window-attn-skip-freq", _skip_freq),
+    ("--hybrid-layer-pattern", lambda m: m.pattern),
+    ("--spec", lambda m: m.pattern and _SPEC),
+    ("--mamba-num-heads", _of_mamba("heads")),
+    ("--mamba-head-dim", _of_mamba("dim")),
+    ("--mamba-num-groups", _of_mamba("groups")),
+    ("--mamba-state-dim", _of_mamba("state")),
+    ("--experimental-attention-variant", lambda m: _linear_freq(m) and "gated_delta_net"),
+    ("--linear-attention-freq", _linear_freq),
+    ("--linear-num-key-heads", _of_delta("heads_k")),
+    ("--linear-num-value-heads", _of_delta("heads_v")),
+    ("--linear-key-head-dim", _of_delta("dim_k")),
+    ("--linear-value-head-dim", _of_delta("dim_v")),
+    ("--linear-conv-kernel-dim", _of_delta("conv")),
+    ("--attention-output-gate", lambda m: m.gated_attention),
+    ("--mtp-num-layers", lambda m: m.predicted),
+    ("--softmax-type", lambda m: m.sinks and "learnable"),
+    ("--swiglu", lambda m: m.gated),
+    ("--disable-bias-linear", lambda m: not m.biases),
+    ("--vocab-size", lambda m: m.vocab),
+    ("--untie-embeddings-and-output-weights", lambda m: not m.tied),
+)
+_ALWAYS: Values = {
+    "--normalization": "RMSNorm",
+    "--position-embedding-type": "rope",
+    "--hidden-dropout": 0,
+}

@@ -1,0 +1,85 @@
+"""What is shown of a plan, and the flags to copy."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from megatron_burst.tools.job.candidate import Candidate
+from megatron_burst.tools.job.flags import as_words, flag_values
+from megatron_burst.tools.job.frameworks import MEGATRON, words_of
+from megatron_burst.tools.job.model_flags import model_flags
+from megatron_burst.tools.job.script import Script
+from megatron_burst.tools.job.strategy import Job
+from megatron_burst.tools.terminal import say
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What is shown of a search."""
+
+    job: Job
+    found: Sequence[Candidate]  # the best first
+    script: Script  # what a file of Megatron's arguments says of the job
+    arguments: Mapping[str, Any]  # that it has; {} if the model is not from such a file
+    warnings: Sequence[str]  # sentences
+    no_room: str  # by how much the best does not fit, and what would do; "" if it does
+    others: bool  # whether to show them; else a line on how the best was chosen
+    repeated: str  # how a file's documents fill a sample
+    with_keep: str  # what more kept results come to, in a line
+    usual_batch: bool  # whether the batch is the default
+    framework: str | None  # in whose words decisions are shown; None: a Megatron command, whole
+
+
+def show_flags(console: Console, shown: Shown) -> None:
+    """Flags to copy: the model's, if no file has them, and the strategy's."""
+    job, best = shown.job, shown.found[0]
+    note = "in addition to the model's own" if best.fits else "of what does not fit"
+    flags = flag_values(job, best.strategy, best.memory.node, shown.script.flags)
+    if shown.framework not in (None, MEGATRON):
+        words = words_of(shown.framework, job, best.strategy, flags)
+        console.print(f"\n[bold]For {shown.framework} ({note}):[/bold]", highlight=False)
+        say(console, words)
+        return
+    if shown.framework == MEGATRON:
+        _show_words(console, f"Megatron flags ({note}):", as_words(flags))
+        return
+    if not shown.arguments and job.model.unknown:
+        say(console, _no_model_flags(job.model.unknown), "\nno model flags: ", "yellow")
+    elif not shown.arguments:
+        _show_words(console, "Model flags:", as_words(model_flags(job.model)))
+    if not shown.arguments:
+        _show_words(console, f"Megatron flags ({note}):", as_words(flags))
+        return
+    there = {flag for flag, value in flags.items() if _is_there(shown.arguments, flag, value)}
+    new = {flag: value for flag, value in flags.items() if flag not in there}
+    head = "Megatron flags to add or change, started with -m megatron_burst"
+    head += "" if best.fits else f" ({note})"
+    _show_words(console, f"{head}:", as_words(new) or ["none"])
+    old = {flag: flags[flag] for flag in flags if flag in there}
+    _show_words(console, "Megatron flags that are there already:", as_words(old) or ["none"])
+
+
+def _no_model_flags(unknown: Sequence[str]) -> str:
+    return (
+        "the planner knows no Megatron-LM flags for these entries of the model's config: "
+        f"{', '.join(unknown)}. Flags for the others alone would train another model: build it "
+        "with Megatron Bridge, or write its flags yourself. Time and memory are those of "
+        "layers like Llama's with its sizes"
+    )
+
+
+def _is_there(arguments: Mapping[str, Any], flag: str, value: object) -> bool:
+    """Whether arguments have a flag with this value."""
+    got = arguments.get(flag.lstrip("-").replace("-", "_"))
+    if type(value) in (int, float):
+        with suppress(TypeError, ValueError):  # dropout of 0.0 is 0
+            return float(got) == value
+    return got == value or str(got) == (" ".join(value) if isinstance(value, list) else str(value))
+
+
+def _show_words(console: Console, head: str, words: Sequence[str]) -> None:
+    console.print(f"\n[bold]{head}[/bold]", highlight=False)
+    say(console, " \\\n    ".join(words))
