@@ -198,10 +198,9 @@ REFUSED = [
     (dict(keep="most"), "option keep must be one of none, half, all, auto.*'most'; choose one"),
     (dict(keep="all", keep_layers=-1), "keep_layers must not be negative.*got -1; leave it out"),
     (dict(keep="all", keep_host_gib=0.0), "keep_host_gib must be positive.*got 0.0; leave it"),
-    (dict(keep="auto"), "keep=auto and keep_budget_gib must be set.*keep_budget_gib=None; pass"),
     (
         dict(keep="all", keep_budget_gib=1.0),
-        "must be set together.*got keep=all, keep_budget_gib=1",
+        "keep_budget_gib must come with keep=auto.*got keep=all, keep_budget_gib=1",
     ),
     (dict(keep_layers=2), "keep_layers must come with keep.*got keep=none, keep_layers=2; pass"),
     (
