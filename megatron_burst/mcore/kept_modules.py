@@ -17,7 +17,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.recompute import modules_within
 from megatron_burst.mcore.refusals import CUDA_GRAPHS, KEEP_MODULES, refuse, refuses
-from megatron_burst.mcore.stage import is_among, is_last, is_on_host, stage_of, timing
+from megatron_burst.mcore.stage import is_among, is_last, is_on_host, stage_of
 from megatron_burst.recompute.budget import ModuleCost, Placed
 from megatron_burst.recompute.ending import Ending
 from megatron_burst.recompute.keep import call_kept
@@ -38,8 +38,10 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
         setattr(self, _PREPARED, layer)
     if not running():
         return forward(self, *args, **options)
-    layer.see(args[0] if args else options["hidden_states"])
-    with timing(layer.burst) if not running()[-1].recomputes else nullcontext():
+    x = args[0] if args else options["hidden_states"]
+    layer.see(x)
+    is_timed = layer.burst.keep == "auto" and not running()[-1].recomputes
+    with stage_of(layer.burst, x.device).first.timing() if is_timed else nullcontext():
         return forward(self, *args, **options)
 
 
@@ -94,19 +96,20 @@ class LayerModules:
         the first pass as in recomputation, whatever came in between."""
         if self.burst.keep != "auto":
             return
-        measured, config = stage_of(self.burst, x.device).forward_s, self._layer.config
-        key = x.shape, x.itemsize, measured
-        self._within = self._by_input.get(key, {})
-        if key in self._by_input or any(refuses("modules", name, config) for name in _ASKED):
+        stage, config, self._within = stage_of(self.burst, x.device), self._layer.config, {}
+        if stage.budget_bytes(self.burst) is None:
             return
-        ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        shape = x.shape[0] * ranks, x.shape[1]
-        costs = self._costs(x, shape[0] * shape[1])
-        within = modules_within(self.burst, config, x, shape, costs)
-        if within is not None:
+        key = x.shape, x.itemsize, stage.forward_s
+        if key not in self._by_input:
+            if any(refuses("modules", name, config) for name in _ASKED):
+                return
             if len(self._by_input) >= _INPUTS:
                 self._by_input.clear()
-            self._within = self._by_input[key] = within
+            ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+            shape = x.shape[0] * ranks, x.shape[1]
+            costs = self._costs(x, shape[0] * shape[1])
+            self._by_input[key] = modules_within(self.burst, config, x, shape, costs)
+        self._within = self._by_input[key]
 
     def _costs(self, x: Tensor, tokens: int) -> tuple[ModuleCost, ...]:
         """What keeping each module takes and saves.

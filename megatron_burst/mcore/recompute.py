@@ -19,7 +19,6 @@ from megatron_burst.mcore.stage import (
     say_of_stage,
     sharing,
     stage_of,
-    with_budget,
 )
 from megatron_burst.rates import Rates
 from megatron_burst.recompute.budget import (
@@ -104,13 +103,15 @@ def resolved(
     if burst.keep != "auto" and burst.keep_layers is None:
         return burst
     if burst.keep == "auto":
-        budgeted = with_budget(burst, query.device)
-        if budgeted is None:
+        stage = stage_of(burst, query.device)
+        budget_bytes = stage.budget_bytes(burst)
+        if budget_bytes is None:
             return replace(burst, keep="none", keep_host_gib=None, keep_debug=False)
         layer_bytes = query.shape[:-1].numel() * _row_bytes(value.shape[-1], query.itemsize)
-        stage, shape = stage_of(burst, query.device), (query.shape[0], query.shape[1])
+        shape = query.shape[0], query.shape[1]
         problem = problem_of(config, stage, shape, layer_bytes, half_saves)
-        burst = _chosen(budgeted, problem, stage, sharing(config))
+        choice = _choose(problem, budget_bytes, _host_bytes(burst, stage), stage.rates)
+        burst = _chosen(burst, choice, problem.layers, sharing(config))
     if burst.keep == "none" or burst.keep_layers is None:
         return burst
     if is_among(burst.keep_layers, config, layer_number):
@@ -124,28 +125,23 @@ def resolved(
 def modules_within(
     burst: BurstConfig, config: TransformerConfig, x: Tensor, shape: tuple[int, int],
     costs: tuple[ModuleCost, ...],
-) -> dict[str, Placed] | None:  # fmt: skip
-    """Where "auto" keeps the output of each module; None: it is not known before the first step is
-    over.
+) -> dict[str, Placed]:  # fmt: skip
+    """Where "auto" keeps the output of each module.
 
     Args:
-        burst: the model's.
+        burst: the model's, of a stage whose budget is known.
         config: the model's.
         x: the layer's input.
         shape: rows and sequences of a micro-batch on the ranks that share it by tensor parallelism.
         costs: of each module that may be kept.
     """
-    budgeted = with_budget(burst, x.device)
-    if budgeted is None:
-        return None
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     dim = config.v_head_dim if config.multi_latent_attention else config.kv_channels
     layer_bytes = shape[0] * shape[1] * heads * _row_bytes(dim, x.itemsize)
     stage = stage_of(burst, x.device)
     problem = problem_of(config, stage, shape, layer_bytes)
-    budget_bytes = budgeted.keep_budget_gib * 2**30
-    host_bytes = _host_bytes(burst, stage)
-    chosen = _modules(problem, budget_bytes, host_bytes, stage.rates, costs)
+    budgets = stage.budget_bytes(burst), _host_bytes(burst, stage)
+    chosen = _modules(problem, *budgets, stage.rates, costs)
     return {name: of_decoder(placed, config) for name, placed in chosen.items()}
 
 
@@ -171,17 +167,20 @@ def _words(module: ModuleCost, placed: Placed, problem: KeepProblem, rates: Rate
     )
 
 
-def _chosen(burst: BurstConfig, problem: KeepProblem, stage: Stage, with_them: int) -> BurstConfig:
+def _chosen(burst: BurstConfig, choice: KeepChoice, layers: int, with_them: int) -> BurstConfig:
     """Options with "auto" replaced by the choice.
 
-    `with_them`: number of multi-token prediction layers that keep like the decoder layers of the
-    same number.
+    Args:
+        burst: with "auto".
+        choice: for its stage.
+        layers: of the stage.
+        with_them: number of multi-token prediction layers that keep like the decoder layers of the
+            same number.
     """
-    choice = _choose(problem, burst.keep_budget_gib, _host_bytes(burst, stage), stage.rates)
-    some = 0 < choice.layers < problem.layers
-    layers = max(0, choice.layers - with_them) if some else None
+    some = 0 < choice.layers < layers
     return replace(
-        burst, keep=choice.keep, keep_budget_gib=None, keep_layers=layers,
+        burst, keep=choice.keep, keep_budget_gib=None,
+        keep_layers=max(0, choice.layers - with_them) if some else None,
         keep_offload="results" if choice.offload else "none",
         keep_host_gib=burst.keep_host_gib if choice.offload else None,
         keep_debug=burst.keep_debug and choice.keep != "none",
@@ -189,9 +188,9 @@ def _chosen(burst: BurstConfig, problem: KeepProblem, stage: Stage, with_them: i
 
 
 @lru_cache(maxsize=32)
-def _choose(problem: KeepProblem, budget_gib: float, host_bytes: int, rates: Rates) -> KeepChoice:
+def _choose(problem: KeepProblem, budget_bytes: float, host_bytes: int, rates: Rates) -> KeepChoice:
     """The choice for a stage; made and logged once."""
-    choice = choose_keep(problem, budget_gib * 2**30, host_bytes, rates)
+    choice = choose_keep(problem, budget_bytes, host_bytes, rates)
     say_of_stage(str(choice))
     return choice
 

@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -46,6 +45,12 @@ class Stage:
     left_bytes: int | None = None
     forward_s: float | None = None
 
+    def budget_bytes(self, burst: BurstConfig) -> float | None:
+        """Device memory that "auto" may add: what is given, or what the first step leaves; None:
+        that is not over."""
+        given = burst.keep_budget_gib
+        return self.left_bytes if given is None else given * _GIB
+
 
 # The only cache here: a stage by the group of the ranks that share its sequences, for its life.
 _STAGES: WeakKeyDictionary[dist.ProcessGroup, Stage] = WeakKeyDictionary()
@@ -86,21 +91,6 @@ def _least(
         everyones = [[float(word) for word in text.split(" (")[0].split()] for text in texts]
         numbers = tuple(min(each) for each in zip(*everyones, strict=True))
     return list(numbers)
-
-
-def with_budget(burst: BurstConfig, device: torch.device) -> BurstConfig | None:
-    """Options whose "auto" has a budget; None: not before the first step is over."""
-    if burst.keep_budget_gib is not None:
-        return burst
-    left = stage_of(burst, device).left_bytes
-    return None if left is None else replace(burst, keep_budget_gib=max(left, 1) / _GIB)
-
-
-def timing(burst: BurstConfig) -> AbstractContextManager[None]:
-    """Context of a layer's forward, which "auto" measures in the first step."""
-    group = parallel_state.get_tensor_and_context_parallel_group()
-    stage = _STAGES.get(group) if burst.keep == "auto" else None
-    return nullcontext() if stage is None else stage.first.timing()
 
 
 def problem_of(
