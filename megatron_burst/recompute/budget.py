@@ -43,6 +43,14 @@ class Placed:
     device: int = 0
     host: int = 0
 
+    def at_peak(self, in_flight: float) -> float:
+        """Outputs of a layer and micro-batch that it adds to the peak of a layer's backward, if so
+        many micro-batches wait: the running layer's own are there anyway, and those of another are
+        being fetched."""
+        here = max(0.0, self.device * in_flight - 1)
+        fetches = self.host > 0 and (self.device + self.host) * in_flight > 1
+        return here + fetches
+
     def __str__(self) -> str:
         words = (
             f"{self.device} layers" * bool(self.device),
@@ -143,10 +151,10 @@ def _placed(
         size = module.num_bytes
         most = min(problem.layers, _layers_in(spare / size, problem.in_flight))
         here = min(most, 1) if offload else most
-        fits = _device_bytes(problem, size, Placed(here, 1)) <= spare
+        fits = size * Placed(here, 1).at_peak(problem.in_flight) <= spare
         there = min(problem.layers - here, int(host // size)) if offload and here and fits else 0
         placed[module] = Placed(here, max(there, 0))
-        spare -= _device_bytes(problem, size, placed[module])
+        spare -= size * placed[module].at_peak(problem.in_flight)
         host -= placed[module].host * size
     for module, got in placed.items():
         more = int(max(spare, 0) // (module.num_bytes * problem.in_flight)) if got.host else 0
@@ -164,12 +172,6 @@ def _hidden_bytes(problem: KeepProblem, rates: Rates) -> float:
 def _layers_in(room: float, in_flight: float) -> int:
     """How many layers fit on the device; `room`: in outputs of one layer and micro-batch."""
     return int((room + 1) // in_flight) if room >= 0 else 0
-
-
-def _device_bytes(problem: KeepProblem, num_bytes: int, placed: Placed) -> float:
-    """What a module's outputs add to the peak."""
-    here = max(0.0, placed.device * problem.in_flight - 1)
-    return num_bytes * (here + bool(placed.host))
 
 
 def hides_copy(tokens: int, rates: Rates = _USUAL) -> bool:

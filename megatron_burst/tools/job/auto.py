@@ -8,14 +8,20 @@ from megatron_burst.rates import Rates
 from megatron_burst.recompute.budget import (
     MOST_USED,
     KeepProblem,
-    Placed,
     choose_keep,
     choose_modules,
     in_flight,
 )
 from megatron_burst.recompute.later_plan import recomputed_share
 from megatron_burst.tools.hardware import GIB
-from megatron_burst.tools.job.kept import HALF, RESULTS, items_of, module_costs, results_bytes
+from megatron_burst.tools.job.kept import (
+    HALF,
+    RESULTS,
+    items_of,
+    module_costs,
+    placed_results,
+    results_bytes,
+)
 from megatron_burst.tools.job.layer import attention_seconds, forward_seconds
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.step import step_time
@@ -48,8 +54,7 @@ def placed_by_auto(job: Job, strategy: Strategy) -> Strategy:
     choice = choose_keep(problem, budget, host, rates)
     placed = []
     if choice.keep != "none":
-        where = Placed(0, choice.layers) if choice.offload else Placed(choice.layers)
-        placed.append((HALF if choice.keep == "half" else RESULTS, where))
+        placed.append(placed_results(choice.keep, choice.layers, choice.offload))
     modules = choose_modules(problem, module_costs(job, strategy), budget, host, rates)
     return replace(strategy, placed=(*placed, *modules.items()))
 

@@ -21,15 +21,6 @@ class Item:
     num_bytes: float  # of an average layer and micro-batch
     placed: Placed  # in layers of the first pipeline stage
 
-    def device_bytes(self, flights: float) -> float:
-        """What it adds to the peak of a layer's backward, if so many micro-batches wait.
-
-        The layer in backward has its own anyway. From the host it is fetched a layer ahead.
-        """
-        here = max(0.0, self.placed.device * flights - 1)
-        ahead = self.placed.host > 0 and (self.placed.device + self.placed.host) * flights > 1
-        return self.num_bytes * (here + ahead)
-
 
 def results_bytes(job: Job, strategy: Strategy) -> float:
     """Bytes of attention's output and log-sum-exp in an average layer, on a rank."""
@@ -48,12 +39,16 @@ def items_of(job: Job, strategy: Strategy) -> tuple[Item, ...]:
         for name, placed in strategy.placed
     ]
     if strategy.keep in ("half", "all"):
-        layers, name = again_layers(job.model, strategy), RESULTS
-        if strategy.keep == "half":
-            name = HALF
-        placed = Placed(0, layers) if strategy.offload else Placed(layers)
+        layers = again_layers(job.model, strategy)
+        name, placed = placed_results(strategy.keep, layers, strategy.offload)
         found.insert(0, Item(name, _SHARES[name] * results, placed))
     return tuple(found)
+
+
+def placed_results(keep: str, layers: int, offload: bool) -> tuple[str, Placed]:
+    """What "half" or "all" keeps of attention's results in so many layers, and where."""
+    placed = Placed(0, layers) if offload else Placed(layers)
+    return (HALF if keep == "half" else RESULTS), placed
 
 
 def module_costs(job: Job, strategy: Strategy) -> tuple[ModuleCost, ...]:

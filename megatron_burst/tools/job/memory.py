@@ -66,7 +66,7 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
     saved, working = _layers(job, strategy, every)
     saved *= flights
     items = items_of(job, strategy)
-    kept = sum(item.device_bytes(flights) for item in items)
+    kept = sum(item.num_bytes * item.placed.at_peak(flights) for item in items)
     resident = sum(item.num_bytes * item.placed.device for item in items)  # of a micro-batch
     on_node = sum(item.num_bytes * item.placed.host for item in items) * flights
     if strategy.offload_inputs:
