@@ -15,6 +15,7 @@ from megatron_burst.say import say
 
 _ALIGNMENT = 256  # bytes; every dtype's width divides it
 _GIB = 1 << 30
+type _Lined = HostParcel | DeviceParcel  # kept tensors of a frame, in the order of their use
 
 
 def host_limit_bytes(limit_gib: float | None) -> int:
@@ -89,7 +90,7 @@ class HostMemory:
             while buffers:
                 self.taken_bytes -= buffers.pop().numel()
 
-    def _line_up(self, parcel: "HostParcel | DeviceParcel", input_of: Frame | None) -> None:
+    def _line_up(self, parcel: _Lined, input_of: Frame | None) -> None:
         frame = running()[0].frame if input_of is None else input_of
         line = self._lines.get(frame)
         if line is None:
@@ -98,7 +99,7 @@ class HostMemory:
         line.parcels.insert(len(line.parcels) if input_of is None else 0, weakref.ref(parcel))
         parcel.line = weakref.ref(line)
 
-    def look_ahead(self, parcel: "HostParcel | DeviceParcel") -> None:
+    def look_ahead(self, parcel: _Lined) -> None:
         """Start fetching what backward needs after a parcel, a whole layer ahead, because one
         layer's backward takes about as long as the next one's copy; drop what was fetched in
         vain."""
@@ -117,12 +118,10 @@ class _Line:
     """Parcels of one frame in the order in which its recomputation needs them."""
 
     def __init__(self, before: "weakref.ref[_Line] | None") -> None:
-        self.parcels: list[weakref.ref[HostParcel | DeviceParcel]] = []
+        self.parcels: list[weakref.ref[_Lined]] = []
         self.before = before  # the line made before this one: backward needs it next
 
-    def after(
-        self, parcel: "HostParcel | DeviceParcel"
-    ) -> list["weakref.ref[HostParcel | DeviceParcel]"]:
+    def after(self, parcel: _Lined) -> list[weakref.ref[_Lined]]:
         """What is needed next: the rest of the line, then all of the line before."""
         place = next(i for i, each in enumerate(self.parcels) if each() is parcel)
         before = self.before() if self.before else None

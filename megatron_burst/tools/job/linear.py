@@ -5,11 +5,14 @@ Sources: gdn_layer_flops and mamba_layer_flops in megatron/training/training.py,
 the kernels of flash-linear-attention and mamba_ssm. None of these figures is measured.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+
+_DELTA_CHUNK, _MAMBA_CHUNK = 64, 128  # tokens between two states that the kernels write
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(ABC):
     """Such layers: of each head a state, which all tokens before have written."""
 
     layers: tuple[bool, ...]  # of each layer of the model, whether it is one
@@ -20,38 +23,38 @@ class Linear:
         return sum(self.layers)
 
     @property
+    @abstractmethod
     def projected(self) -> int:
         """Width of the first product."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def convolved(self) -> int:
         """Width of what the convolution sees."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def width(self) -> int:
         """Width of the mixer's output, which the last product takes."""
-        raise NotImplementedError
 
     def params(self, hidden: int) -> int:
         """Matrix weights of a layer, without its feed-forward."""
         return hidden * (self.projected + self.width)
 
     @property
+    @abstractmethod
     def flops(self) -> int:
         """FLOPs of a token in forward, besides those of matrix weights."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def saved_bytes(self) -> int:
         """What a token saves for backward, besides the layer's input and its norm."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def state_bytes(self) -> float:
         """States of a token, while a layer is in backward: one a chunk."""
-        raise NotImplementedError
 
     @property
     def traffic(self) -> float:
@@ -63,9 +66,9 @@ class Linear:
         for heads before the convolution, and back after the output."""
         return 2 * (self.projected + self.width)
 
+    @abstractmethod
     def misfit(self, tp: int, cp: int) -> str:
         """Why Megatron refuses such sizes, or ""."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +172,3 @@ class Mamba(Linear):
         if max(groups, cp) % min(groups, cp):
             return f"CP {cp} and the {groups} groups of Mamba heads of a TP rank do not divide"
         return ""
-
-
-_DELTA_CHUNK, _MAMBA_CHUNK = 64, 128  # tokens between two states that the kernels write
