@@ -16,7 +16,7 @@ from megatron_burst.schedule.spec import AttentionShape, Direction, Kernel
 from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.hardware import GIB, Curve, Hardware, LinkSpeed
 from megatron_burst.tools.hardware_file import preset_of
-from megatron_burst.tools.job.layer import layer_seconds
+from megatron_burst.tools.job.layer_time import layer_seconds
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.peer import as_megatron, megatron_bytes

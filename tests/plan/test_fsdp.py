@@ -17,7 +17,7 @@ from megatron_burst.tools.job.arguments import megatron_arguments
 from megatron_burst.tools.job.candidate import candidate
 from megatron_burst.tools.job.flags import flag_values
 from megatron_burst.tools.job.hugging_face import PRESETS
-from megatron_burst.tools.job.layer import UPDATE
+from megatron_burst.tools.job.layer_time import UPDATE
 from megatron_burst.tools.job.layers import Experts
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.model import Model

@@ -13,7 +13,7 @@ from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.arguments import megatron_arguments
 from megatron_burst.tools.job.flags import as_words
 from megatron_burst.tools.job.hugging_face import from_hugging_face
-from megatron_burst.tools.job.layer import AGAIN, ATTENTION, LINEAR, MATMUL
+from megatron_burst.tools.job.layer_time import AGAIN, ATTENTION, LINEAR, MATMUL
 from megatron_burst.tools.job.linear import DeltaNet, Mamba
 from megatron_burst.tools.job.megatron import from_megatron
 from megatron_burst.tools.job.memory import memory_of

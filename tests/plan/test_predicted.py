@@ -10,7 +10,7 @@ import pytest
 
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.hugging_face import PRESETS
-from megatron_burst.tools.job.layer import HEAD, MATMUL
+from megatron_burst.tools.job.layer_time import HEAD, MATMUL
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.model_flags import model_flags

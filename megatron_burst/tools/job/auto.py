@@ -22,7 +22,7 @@ from megatron_burst.tools.job.kept import (
     placed_results,
     results_bytes,
 )
-from megatron_burst.tools.job.layer import attention_seconds, forward_seconds
+from megatron_burst.tools.job.layer_time import attention_seconds, forward_seconds
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy, again_layers, attention_call

@@ -6,7 +6,7 @@ from functools import lru_cache
 from megatron_burst.recompute.budget import in_flight
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.job.kept import items_of
-from megatron_burst.tools.job.layer import late_bytes
+from megatron_burst.tools.job.layer_time import late_bytes
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.strategy import (
     Job,

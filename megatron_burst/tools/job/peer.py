@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction
 from megatron_burst.tools.hardware import Hardware
-from megatron_burst.tools.job.layer import recomputed
+from megatron_burst.tools.job.layer_time import recomputed
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import (

@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_burst.tools.job.layer import (
+from megatron_burst.tools.job.layer_time import (
     BUBBLE,
     HEAD,
     HOST,
