@@ -14,7 +14,7 @@ written after each setting of each turn. One that fails says why, and is left ou
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -27,23 +27,25 @@ from typer import Argument, Option
 from benchmarks.facts import gpu_state, versions
 from benchmarks.frontier_cases import (
     FRONTIER_CSV,
-    MODELS,
     WHO,
+    Documents,
     FrontierRow,
+    Layers,
+    ModelName,
     Sample,
     Setting,
+    Tokens,
     chosen,
     columns_of,
     flops_of,
+    problem_of,
 )
 from benchmarks.frontier_table import frontier_table
-from benchmarks.impls import pick
 from benchmarks.rows import append, check_appendable, read
 from benchmarks.sweep import Budget, clock, new_app, usual_dtype
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.terminal import Device, in_one_sentence
-from megatron_burst.tools.units import whole_number
 from megatron_burst.tools.world import World, attempt, clean_up, started, timed_ms
 
 if TYPE_CHECKING:
@@ -177,11 +179,10 @@ Csvs = Annotated[list[Path], Argument(help="CSV files that `measure` wrote")]
 @app.command("measure")
 def measure_command(
     out: Annotated[Path, Argument(help="CSV to append to")],
-    model: Annotated[str, Option(help=f"one of {', '.join(MODELS)}")] = "qwen3-8b",
-    layers: Annotated[int | None, Option(min=1, help="default: the model's in MODELS")] = None,
-    seq: Annotated[str, Option(help="tokens of the sample")] = "64K",
-    documents: Annotated[str, Option(
-        help="kind of a packed sample, as in benchmarks.packed; none: one document")] = "drawn",
+    model: ModelName = "qwen3-8b",
+    layers: Layers = None,
+    seq: Tokens = "64K",
+    documents: Documents = "drawn",
     only: Annotated[str, Option(help="settings, or words in their names; default: all")] = "",
     turns: Annotated[int, Option(min=1, help="of each setting")] = 3,
     steps: Annotated[int, Option(min=1, help="timed in each turn")] = 2,
@@ -191,11 +192,7 @@ def measure_command(
     """Measure settings in turns, then show the table."""
     with in_one_sentence():
         check_appendable(out, FRONTIER_CSV, "OUT")
-        must = f"{WHO}: --model must name one that there is, because each has sizes of its own"
-        (sizes,) = pick([model], MODELS, must)
-        sizes = replace(sizes, layers=layers or sizes.layers)
-        sample = Sample(whole_number(seq, "--seq", WHO), "" if documents == "none" else documents)
-        assert sample.lengths  # refuses a kind that there is not
+        sizes, sample = problem_of(model, layers, seq, documents)
         plan = Plan(sizes, sample, chosen(sizes, only), turns, steps, budget_s)
         rows = []
         with started(WHO, device) as world:

@@ -2,15 +2,19 @@
 Megatron."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from typer import Option
 
 from benchmarks.documents import SEED, lengths_of, multiple_for
+from benchmarks.impls import pick
 from benchmarks.rows import Sheet
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.job.layers import Experts
 from megatron_burst.tools.job.model import Model
+from megatron_burst.tools.units import whole_number
 
 WHO = "benchmarks.frontier"
 _NORMS = (("--qk-layernorm", True),)  # Qwen3's, of each head of q and k
@@ -153,6 +157,30 @@ class Sample:
 
     def __str__(self) -> str:
         return f"{self.documents}-{SEED}: {len(self.lengths)}" if self.documents else ""
+
+
+# options of a command that say what is trained: see `problem_of`
+ModelName = Annotated[str, Option(help=f"one of {', '.join(MODELS)}")]
+Layers = Annotated[int | None, Option(min=1, help="default: the model's in MODELS")]
+Tokens = Annotated[str, Option(help="tokens of the sample")]
+Documents = Annotated[
+    str, Option(help="kind of a packed sample, as in benchmarks.packed; none: one document")
+]
+
+
+def problem_of(
+    model: ModelName, layers: Layers, seq: Tokens, documents: Documents
+) -> tuple[Model, Sample]:
+    """The model and the sample that options name.
+
+    Raises:
+        BurstError: if there is no such model or kind of documents, or the length is no number.
+    """
+    must = f"{WHO}: --model must name one that there is, because each has sizes of its own"
+    (sizes,) = pick([model], MODELS, must)
+    sample = Sample(whole_number(seq, "--seq", WHO), "" if documents == "none" else documents)
+    assert sample.lengths  # refuses a kind that there is not
+    return replace(sizes, layers=layers or sizes.layers), sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

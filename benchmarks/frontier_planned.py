@@ -22,15 +22,18 @@ from benchmarks.facts import commit
 from benchmarks.frontier_cases import (
     FRONTIER_CSV,
     MODELS,
-    WHO,
+    Documents,
     FrontierRow,
+    Layers,
+    ModelName,
     Sample,
     Setting,
+    Tokens,
     chosen,
     columns_of,
+    problem_of,
     settings_of,
 )
-from benchmarks.impls import pick
 from benchmarks.rows import append, check_appendable, read
 from benchmarks.sweep import new_app
 from megatron_burst.config import BurstConfig
@@ -45,9 +48,8 @@ from megatron_burst.tools.job.peer import as_megatron
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy, open_call
 from megatron_burst.tools.simulate.sample import Packing
-from megatron_burst.tools.simulate.sample import Sample as Documents
+from megatron_burst.tools.simulate.sample import Sample as Lengths
 from megatron_burst.tools.terminal import in_one_sentence
-from megatron_burst.tools.units import whole_number
 
 _COUNTED = {"mlp"}, {"moe"}  # modules of selective recomputation
 _PROBLEM = "model", "layers", "seq", "documents", "impl", "setting"
@@ -78,8 +80,8 @@ def strategy_of(setting: Setting, model: Model) -> Strategy | None:
 
 def job_of(model: Model, sample: Sample, hardware: Hardware) -> Job:
     """A step of the benchmark on one GPU."""
-    documents = Documents.of(sample.lengths)
-    packing = Packing(Layout.DOCUMENTS, documents) if sample.documents else None
+    lengths = Lengths.of(sample.lengths)
+    packing = Packing(Layout.DOCUMENTS, lengths) if sample.documents else None
     return Job(model, sample.seq, 1, 1, 1, hardware, packing)
 
 
@@ -198,19 +200,16 @@ def report(compared: Sequence[Compared]) -> str:
 @app.command("predict")
 def predict_command(
     out: Annotated[Path, Argument(help="CSV to append to")],
-    model: Annotated[str, Option(help=f"one of {', '.join(MODELS)}")] = "qwen3-8b",
-    layers: Annotated[int | None, Option(min=1, help="default: the model's in MODELS")] = None,
-    seq: Annotated[str, Option(help="tokens of the sample")] = "64K",
-    documents: Annotated[str, Option(help="as in `frontier measure`")] = "drawn",
+    model: ModelName = "qwen3-8b",
+    layers: Layers = None,
+    seq: Tokens = "64K",
+    documents: Documents = "drawn",
     hardware: Machine = "h200",
 ) -> None:
     """Predict all settings of a problem, options as in `benchmarks.frontier measure`."""
     with in_one_sentence():
         check_appendable(out, FRONTIER_CSV, "OUT")
-        must = f"{WHO}: --model must name one that there is, because each has sizes of its own"
-        (sizes,) = pick([model], MODELS, must)
-        sizes = replace(sizes, layers=layers or sizes.layers)
-        sample = Sample(whole_number(seq, "--seq", WHO), "" if documents == "none" else documents)
+        sizes, sample = problem_of(model, layers, seq, documents)
         rows = list(predicted_rows(sizes, sample, hardware_of(hardware), chosen(sizes, "")))
         append(out, rows, FRONTIER_CSV)
     typer.echo(f"{len(rows)} predictions were appended to {out}")
