@@ -17,8 +17,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from pretrain_gpt import Batch, add_arguments, loss_func
-from step_log import StepLog
+from pretrain_gpt import Batch, add_arguments, losses_of, train
 
 from megatron_burst import BalancedBatches, balance
 from megatron_burst.mcore import patches
@@ -92,38 +91,19 @@ def batches(num_samples: list[int], vp_stage: int | None = None, *, config) -> t
 
 def forward_step(data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple:
     """Run the model on the next micro-batch, which is this rank's already."""
-    batch = next(data_iterator)
-    losses = model(
-        batch["tokens"],
-        batch["position_ids"],
-        attention_mask=None,
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-        packed_seq_params=batch["packed_seq_params"],
-    )
-    return losses, partial(loss_func, batch["loss_mask"])
+    return losses_of(next(data_iterator), model)
 
 
 def main() -> None:
     """Parse Megatron's flags and train."""
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
-    from megatron.training.argument_utils import (
-        gpt_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
+    from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.arguments import parse_and_validate_args
 
     patches.apply("helpers")
     args = parse_and_validate_args(add_balance)
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1  # stages send what comes
-    if args.step_log:
-        StepLog(args.step_log)
     model = gpt_config_from_args(args)
-    provider = partial(batches, config=model.transformer)
-    provider.is_distributed = True  # else only tensor-parallel rank 0 builds them
-    config = pretrain_cfg_container_from_args(args, model)
-    pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)
+    train(args, model, partial(batches, config=model.transformer), forward_step)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def next_batch(data_iterator: Iterator[Batch]) -> Batch:
     """Return this context-parallel rank's chunks of the next micro-batch.
 
     Each is [micro_batch_size, s_local], in Megatron's zigzag layout: of the sample, or of each of
-    its documents. "packed" is what tells Megatron's attention about the documents.
+    its documents. "packed_seq_params" is what tells Megatron's attention about the documents.
     """
     samples = next(data_iterator)
     names = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
@@ -128,7 +128,8 @@ def next_batch(data_iterator: Iterator[Batch]) -> Batch:
     if "cu_seqlens" in batch:
         batch["cu_seqlens_padded"] = None
         shard = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
-        return shard | {"packed": params_of(batch["cu_seqlens"][0], samples["max_seqlen"])}
+        packed = params_of(batch["cu_seqlens"][0], samples["max_seqlen"])
+        return shard | {"packed_seq_params": packed}
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
 
 
@@ -142,14 +143,18 @@ def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple:
 
 def forward_step(data_iterator: Iterator[Batch], model: GPTModel) -> tuple:
     """Run the model on the next micro-batch; Megatron calls the loss function returned here."""
-    batch = next_batch(data_iterator)
+    return losses_of(next_batch(data_iterator), model)
+
+
+def losses_of(batch: Batch, model: GPTModel) -> tuple:
+    """Run the model on this rank's part of a micro-batch; the losses, and their loss function."""
     losses = model(
         batch["tokens"],
         batch["position_ids"],
         attention_mask=None,
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
-        packed_seq_params=batch.get("packed"),
+        packed_seq_params=batch.get("packed_seq_params"),
     )
     return losses, partial(loss_func, batch["loss_mask"])
 
@@ -159,11 +164,18 @@ def main(add_arguments: Callable = add_arguments, forward_step: Callable = forwa
     patches.apply("helpers")  # Megatron need not run make if its wheel has them built
     args = parse_and_validate_args(add_arguments)
     check_packing(args)
+    train(args, gpt_config_from_args(args), datasets_provider, forward_step)
+
+
+def train(
+    args: argparse.Namespace, model: object, provider: Callable, forward_step: Callable
+) -> None:
+    """Train the model of a configuration on what a provider of data sets or loaders builds."""
     if args.step_log:
         StepLog(args.step_log)
-    datasets_provider.is_distributed = True  # else only tensor-parallel rank 0 builds them
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+    provider.is_distributed = True  # else only tensor-parallel rank 0 builds them
+    config = pretrain_cfg_container_from_args(args, model)
+    pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ pretrain_gpt.py. Tokens that their predecessor sees are not predicted.
 
 import argparse
 from collections.abc import Iterator
-from functools import partial
 
 import torch
-from pretrain_gpt import Batch, add_arguments, loss_func, main, next_batch
+from pretrain_gpt import Batch, add_arguments, losses_of, main, next_batch
 from torch import Tensor
 
 from megatron_burst import SlicedSeqParams, slices
@@ -55,16 +54,9 @@ def forward_step(data_iterator: Iterator[Batch], model: torch.nn.Module) -> tupl
     args, batch = get_args(), next_batch(data_iterator)
     mask = MASKS[args.mask](args.seq_length)
     told = predicted(mask, args.seq_length).to(batch["loss_mask"].device)
-    loss_mask = batch["loss_mask"] * told[batch["position_ids"]]
-    losses = model(
-        batch["tokens"],
-        batch["position_ids"],
-        attention_mask=None,
-        labels=batch["labels"],
-        loss_mask=loss_mask,
-        packed_seq_params=SlicedSeqParams.of(mask, args.seq_length),
-    )
-    return losses, partial(loss_func, loss_mask)
+    batch["loss_mask"] = batch["loss_mask"] * told[batch["position_ids"]]
+    batch["packed_seq_params"] = SlicedSeqParams.of(mask, args.seq_length)
+    return losses_of(batch, model)
 
 
 if __name__ == "__main__":
