@@ -13,15 +13,14 @@ from typing import get_args
 from unittest import mock
 
 import pytest
-from typer.testing import CliRunner
 
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.flags import flag_values
 from megatron_burst.tools.job.frameworks import FRAMEWORKS, takes_logits, words_of
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.strategy import Job, Strategy
-from megatron_burst.tools.main import app
 from megatron_burst.tools.plan import Framework
+from tests.tools.planning import run
 
 OTHERS = sorted(FRAMEWORKS.keys() - {"megatron"})
 MODEL = PRESETS["qwen3-30b-a3b"]
@@ -126,7 +125,7 @@ def test_an_uneven_last_stage_is_said():
 @pytest.mark.parametrize("framework", ["verl", "megatron"])
 def test_plans_are_shown_in_these_words_and_the_model_is_left_to_the_framework(framework):
     options = f"qwen3-8b --seq-length 128k --gpus 8 --cp 4 --for {framework}"
-    text = CliRunner().invoke(app, ["plan", *options.split()], env={"COLUMNS": "200"}).output
+    text = run(*options.split())
     assert "--num-layers" not in text and "Model flags" not in text
     if framework == "megatron":
         assert "--context-parallel-size 4" in text and "--burst-fused-loss" in text
@@ -137,7 +136,6 @@ def test_plans_are_shown_in_these_words_and_the_model_is_left_to_the_framework(f
 
 def test_sharded_weights_in_other_words_are_refused():
     options = "qwen3-8b --seq-length 128k --gpus 8 --fsdp torch --for bridge"
-    done = CliRunner().invoke(app, ["plan", *options.split()], env={"COLUMNS": "200"})
-    assert done.exit_code == 2 and "--for bridge must come without --fsdp" in done.output
+    assert "--for bridge must come without --fsdp" in run(*options.split(), code=2)
     assert not takes_logits("bridge") and takes_logits("verl") and not takes_logits(None)
     assert not takes_logits("megatron", "torch")

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.flags import as_json, as_words, flag_values
@@ -13,7 +12,7 @@ from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.model_flags import model_flags
 from megatron_burst.tools.job.search import search
 from megatron_burst.tools.job.strategy import Job, Strategy
-from megatron_burst.tools.main import app
+from tests.tools.planning import run
 
 PICTURE = str(Path(__file__).parents[2] / "docs" / "accuracy.png")
 JOB_OF_16 = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 16, preset("h200"))
@@ -22,12 +21,6 @@ JOB = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 8, preset("h200"))
 
 def megatron_flags(*of):
     return as_words(flag_values(*of))
-
-
-def run(*options: str, code: int = 0) -> str:
-    done = CliRunner().invoke(app, ["plan", *options], env={"COLUMNS": "200"})
-    assert done.exit_code == code, done.output
-    return done.output
 
 
 def test_a_search_prints_the_best_the_others_and_flags():

@@ -6,10 +6,10 @@ assignment that is recommended, and token limits that do not fit.
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from megatron_burst.balance import BatchGrid, Costs, assign
 from megatron_burst.balance.packing import sequential
@@ -20,7 +20,7 @@ from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.strategy import Job, Strategy
 from megatron_burst.tools.lengths import Lengths, lengths_in
-from megatron_burst.tools.main import app
+from tests.tools import planning
 
 K = 1 << 10
 HISTOGRAM = "shortest,longest,documents\n0,99,5\n100,999,60\n1000,9999,30\n10000,80000,5\n"
@@ -28,11 +28,7 @@ LENGTHS = [700, 30, 30, 5000, 12]
 JOB = ["--gpus", 16, "--seq-length", "64k", "--tp", 1, "--recompute", "selective"]
 
 
-def run(*options, code=0):
-    command = ["plan", "llama3-8b", *map(str, options)]
-    done = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
-    assert done.exit_code == code, done.output
-    return done.output
+run = partial(planning.run, "llama3-8b")
 
 
 @pytest.fixture
@@ -248,10 +244,8 @@ def test_a_script_whose_documents_start_at_any_token_is_warned(tmp_path, histogr
         "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --ffn-hidden-size 4096 "
         "--vocab-size 32000 --seq-length 65536 --bf16 --dataloader-inter-document-masking"
     )
-    command = ["plan", str(script), "--gpus", "4", "--lengths", str(histogram)]
-    done = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
-    assert done.exit_code == 0, done.output
-    warned = [line for line in done.output.splitlines() if line.startswith("warning")]
+    text = planning.run(script, "--gpus", 4, "--lengths", histogram)
+    warned = [line for line in text.splitlines() if line.startswith("warning")]
     assert sum("sharded one by one" in line for line in warned) == 1
 
 

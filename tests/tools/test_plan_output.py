@@ -25,6 +25,7 @@ from tests.plan.configs import (
     NEMOTRON_3_NANO,
     QWEN_3_NEXT_80B,
 )
+from tests.tools import planning
 
 LLAMA = "llama3-8b --seq-length 256k --gpus 16"
 JOB = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 16, preset("h200"))
@@ -32,9 +33,7 @@ USABLE = JOB.hardware.gpu.usable_bytes
 
 
 def run(options: str, code: int = 0, **environment: str) -> str:
-    done = CliRunner().invoke(app, ["plan", *options.split()], env={"COLUMNS": "200"} | environment)
-    assert done.exit_code == code, done.output
-    return done.output
+    return planning.run(*options.split(), code=code, **environment)
 
 
 @pytest.fixture

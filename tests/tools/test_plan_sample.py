@@ -1,22 +1,19 @@
 """`megatron-burst plan --cu-seqlens`: input files, output, pictures, refusals."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from megatron_burst.tools.main import app
 from megatron_burst.tools.simulate.sample import numbers_in
+from tests.tools import planning
 
 LENGTHS = [5000, 300, 1, 12000, 4096, 2500, 64, 9000]
 EDGES = [0, 5000, 5300, 5301, 17301, 21397, 23897, 23961, 32961]
 
 
-def run(*options, code=0):
-    command = ["plan", "llama3-8b", *map(str, options)]
-    done = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
-    assert done.exit_code == code, done.output
-    return done.output
+run = partial(planning.run, "llama3-8b")
 
 
 @pytest.fixture
