@@ -1,12 +1,13 @@
-"""A training step's time against its peak memory on one GPU, by setting of recomputation.
+"""A training step's time against its peak memory, by setting of recomputation.
 
 python -m benchmarks.frontier measure OUT.csv --model qwen3-8b --seq 64K
+torchrun --nproc-per-node 2 -m benchmarks.frontier measure OUT.csv --seq 128K    context parallel
 python -m benchmarks.frontier table OUT.csv
 python -m benchmarks.frontier plot docs/frontier.png OUT.csv
 
 A step is that of Megatron's DDP and distributed optimizer, with burst's fused loss in all settings:
 burst's attention with what it keeps, and Megatron's own with its recomputation and offloading. All
-settings take turns in one process, every other turn in reverse order, and train the same weights on
+settings take turns in one run, every other turn in reverse order, and train the same weights on
 the same sample; the learning rate is 0, so that losses and gradient norms can be compared. A row is
 written after each setting of each turn. One that fails says why, and is left out of later turns.
 """
@@ -14,7 +15,7 @@ written after each setting of each turn. One that fails says why, and is left ou
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -41,9 +42,8 @@ from benchmarks.frontier_cases import (
     problem_of,
 )
 from benchmarks.frontier_table import frontier_table
-from benchmarks.rows import append, check_appendable, read
-from benchmarks.sweep import Budget, clock, new_app, usual_dtype
-from megatron_burst.errors import BurstError
+from benchmarks.rows import check_appendable, read
+from benchmarks.sweep import Budget, clock, new_app, save, usual_dtype
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.terminal import Device, in_one_sentence
 from megatron_burst.tools.world import World, attempt, clean_up, started, timed_ms
@@ -87,7 +87,7 @@ def measure(plan: Plan, world: World) -> Iterator[FrontierRow]:
         cpu_mode.install()
     from benchmarks.stack import start  # Megatron warns: after what is refused
 
-    start(world.device.type == "cpu", cp_size=1)
+    start(world.device.type == "cpu", cp_size=world.size)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it tells of every model built
     from benchmarks.frontier_step import Trainer
 
@@ -98,7 +98,7 @@ def measure(plan: Plan, world: World) -> Iterator[FrontierRow]:
         for setting in plan.settings[:: -1 if turn % 2 else 1]:
             if str(setting) in failed:
                 continue
-            if out_of_time():
+            if world.decide(out_of_time()):
                 world.progress.say(f"time is up in turn {turn + 1}, before {setting}")
                 return
             world.progress.now(f"turn {turn + 1} of {plan.turns}: {setting}")
@@ -146,10 +146,11 @@ class _Run:
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.reset_peak_host_memory_stats()
-        times = [
+        own = [
             timed_ms(lambda: results.append(self.trainer.step()), self.world)
             for _ in range(self.plan.steps)
         ]
+        times = [max(each) for each in zip(*self.world.gather(own), strict=True)]
         loss, norm = results[-1]
         middle, flops = median(times), flops_of(self.plan.model, self.plan.sample)
         columns = {
@@ -159,10 +160,9 @@ class _Run:
         }  # fmt: skip
         if self._on_gpu:
             host = torch.cuda.host_memory_stats().get("active_bytes.peak", 0)
-            columns |= {
-                "peak_gib": torch.cuda.max_memory_allocated() / _GIB,
-                "host_gib": host / _GIB,
-            }
+            own = torch.cuda.max_memory_allocated(), host
+            peak, host = (max(each) / _GIB for each in zip(*self.world.gather(own), strict=True))
+            columns |= {"peak_gib": peak, "host_gib": host}
         return columns
 
     @property
@@ -193,23 +193,15 @@ def measure_command(
     with in_one_sentence():
         check_appendable(out, FRONTIER_CSV, "OUT")
         sizes, sample = problem_of(model, layers, seq, documents)
-        plan = Plan(sizes, sample, chosen(sizes, only), turns, steps, budget_s)
-        rows = []
+        settings, rows = chosen(sizes, only), []
         with started(WHO, device) as world:
-            _check_alone(world)
-            for row in measure(plan, world):
-                append(out, [row], FRONTIER_CSV)
+            sample = replace(sample, ranks=world.size)
+            for row in measure(Plan(sizes, sample, settings, turns, steps, budget_s), world):
+                save(out, world, [row], FRONTIER_CSV)
                 rows.append(row)
                 world.progress.say(_line(row))
-        typer.echo(frontier_table(rows))
-
-
-def _check_alone(world: World) -> None:
-    if world.size > 1:
-        raise BurstError(
-            f"{WHO}: it must run as one process, because it measures what one GPU holds; got "
-            f"{world.size}; leave torchrun out"
-        )
+            if world.rank == 0:
+                typer.echo(frontier_table(rows))
 
 
 def _line(row: FrontierRow) -> str:

@@ -141,19 +141,21 @@ class Sample:
     """What a step trains on.
 
     Attributes:
-        seq: tokens.
+        seq: tokens, over all ranks.
         documents: kind of a packed sample (`benchmarks.documents`); "": one document.
+        ranks: of the one context-parallel group, which hold each document in zigzag order.
     """
 
     seq: int
     documents: str = ""
+    ranks: int = 1
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each document."""
         if not self.documents:
             return (self.seq,)
-        return lengths_of(self.documents, self.seq, SEED, multiple_for(1))
+        return lengths_of(self.documents, self.seq, SEED, multiple_for(self.ranks))
 
     def __str__(self) -> str:
         return f"{self.documents}-{SEED}: {len(self.lengths)}" if self.documents else ""
@@ -191,13 +193,15 @@ class FrontierRow:
         run: when the run began; only rows of one run are compared.
         experts: of each layer; 0: dense ones.
         documents: kind and number of a packed sample's documents; "" for one document.
+        ranks: GPUs of the run, one context-parallel group on one node.
         impl, setting: see `Setting`.
         turn: from 1.
-        ms: median over the turn's steps, with minimum and maximum.
-        tflops: model FLOPs, counting attention per document, recomputation not counted.
+        ms: of the slowest rank; median over the turn's steps, with minimum and maximum.
+        tflops: model FLOPs per GPU, counting attention per document, recomputation not counted.
         each: ms of every step, in their order.
-        peak_gib: PyTorch's peak in these steps: weights, gradients and optimizer included.
-        host_gib: peak of pinned host memory in use, in blocks of powers of two.
+        peak_gib: PyTorch's peak in these steps, of the worst rank: weights, gradients and
+            optimizer included.
+        host_gib: peak of pinned host memory in use, of the worst rank, in blocks of powers of two.
         loss: of the last step. All steps see the same weights: the learning rate is 0.
         grad_norm: of all gradients.
     """
@@ -216,6 +220,7 @@ class FrontierRow:
     vocab: int
     seq: int
     documents: str
+    ranks: int
     impl: str
     setting: str
     turn: int
@@ -242,10 +247,10 @@ def columns_of(model: Model, sample: Sample) -> dict[str, Any]:
         "ffn": model.experts.ffn if model.experts else model.ffn,
         "experts": model.experts.count if model.experts else 0,
         "heads_q": model.heads_q, "heads_kv": model.heads_kv, "vocab": model.vocab,
-        "seq": sample.seq, "documents": str(sample),
+        "seq": sample.seq, "documents": str(sample), "ranks": sample.ranks,
     }  # fmt: skip
 
 
 def flops_of(model: Model, sample: Sample) -> float:
-    """Model FLOPs of a step."""
-    return sum(length * model.flops_per_token(length) for length in sample.lengths)
+    """Model FLOPs of a step on each rank."""
+    return sum(n * model.flops_per_token(n) for n in sample.lengths) / sample.ranks

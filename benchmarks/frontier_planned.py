@@ -52,7 +52,7 @@ from megatron_burst.tools.simulate.sample import Sample as Lengths
 from megatron_burst.tools.terminal import in_one_sentence
 
 _COUNTED = {"mlp"}, {"moe"}  # modules of selective recomputation
-_PROBLEM = "model", "layers", "seq", "documents", "impl", "setting"
+_PROBLEM = "model", "layers", "seq", "documents", "ranks", "impl", "setting"
 app = new_app()
 Machine = Annotated[str, Option(help="preset or TOML of calibrate's")]
 
@@ -79,10 +79,10 @@ def strategy_of(setting: Setting, model: Model) -> Strategy | None:
 
 
 def job_of(model: Model, sample: Sample, hardware: Hardware) -> Job:
-    """A step of the benchmark on one GPU."""
+    """A step of the benchmark, on ranks of one node."""
     lengths = Lengths.of(sample.lengths)
     packing = Packing(Layout.DOCUMENTS, lengths) if sample.documents else None
-    return Job(model, sample.seq, 1, 1, 1, hardware, packing)
+    return Job(model, sample.seq, sample.ranks, sample.ranks, 1, hardware, packing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def predict(job: Job, setting: Setting) -> Predicted | None:
     strategy = strategy_of(setting, job.model)
     if strategy is None:
         return None
-    strategy = placed_by_auto(job, strategy)
+    strategy = placed_by_auto(job, replace(strategy, cp=job.gpus))
     own = setting.burst is None
     call = as_megatron(open_call(job, strategy), job.hardware) if own else None
     memory = memory_of(job, strategy)
@@ -169,9 +169,9 @@ def _problem(row: FrontierRow) -> tuple:
 def predicted_now(rows: Sequence[FrontierRow], hardware: Hardware) -> list[FrontierRow]:
     """Predictions of all problems that there are rows of, as if written before."""
     made = []
-    for name, layers, seq, documents in dict.fromkeys(_problem(row)[:-2] for row in rows):
+    for name, layers, seq, documents, ranks in dict.fromkeys(_problem(row)[:-2] for row in rows):
         model = replace(MODELS[name], layers=layers)
-        sample = Sample(seq, documents.rpartition(f"-{SEED}")[0])
+        sample = Sample(seq, documents.rpartition(f"-{SEED}")[0], ranks)
         every = settings_of(model).values()
         made += predicted_rows(model, sample, hardware, list(every))
     return [replace(row, date="") for row in made]
@@ -204,12 +204,14 @@ def predict_command(
     layers: Layers = None,
     seq: Tokens = "64K",
     documents: Documents = "drawn",
+    ranks: Annotated[int, Option(min=1, help="GPUs of one node, all context-parallel")] = 1,
     hardware: Machine = "h200",
 ) -> None:
     """Predict all settings of a problem, options as in `benchmarks.frontier measure`."""
     with in_one_sentence():
         check_appendable(out, FRONTIER_CSV, "OUT")
         sizes, sample = problem_of(model, layers, seq, documents)
+        sample = replace(sample, ranks=ranks)
         rows = list(predicted_rows(sizes, sample, hardware_of(hardware), chosen(sizes, "")))
         append(out, rows, FRONTIER_CSV)
     typer.echo(f"{len(rows)} predictions were appended to {out}")

@@ -1,4 +1,4 @@
-"""A whole training step of one GPT on one GPU under many settings of recomputation.
+"""A whole training step of one GPT under many settings of recomputation.
 
 Megatron reads some settings when it builds a layer. So each setting has a model of its own, and all
 of them have the parameters of a first one, which is in Megatron's DDP and optimizer.
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -30,10 +31,11 @@ from benchmarks.frontier_cases import Sample, Setting
 from benchmarks.stack import config_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.fused_loss import fuse_loss
+from megatron_burst.mcore.packed import partitioned_indices
 from megatron_burst.mcore.specs import burst_spec
 from megatron_burst.tools.job.model import Model
 
-_SAME = Setting("megatron", "off")  # what the parameters are made with
+_SAME = Setting("burst", "off", burst=BurstConfig())  # what the parameters are made with
 
 
 class Trainer:
@@ -44,12 +46,12 @@ class Trainer:
 
     Args:
         model: the sizes.
-        sample: its tokens are random.
+        sample: its tokens are random; its ranks are all of this run's.
         dtype: of weights and activations.
     """
 
     def __init__(self, model: Model, sample: Sample, dtype: torch.dtype) -> None:
-        self._sizes, self._seq, self._dtype = model, sample.seq, dtype
+        self._sizes, self._sample, self._dtype = model, sample, dtype
         self._source = self._built(_SAME)
         self._ddp = _wrapped(self._source)
         options = OptimizerConfig(
@@ -59,6 +61,7 @@ class Trainer:
         self._optimizer = get_megatron_optimizer(options, [self._ddp])
         self._models = {}
         self._batch = _batch_of(model, sample, next(self._source.parameters()).device)
+        self._tokens = self._batch["input_ids"].numel()  # of this rank
 
     def add(self, setting: Setting) -> None:
         """Build the model of a setting, unless there is one."""
@@ -84,10 +87,11 @@ class Trainer:
         self._optimizer.zero_grad()
         (report,) = get_forward_backward_func()(
             forward_step_func=self._forward, data_iterator=None, model=self._ddp,
-            num_microbatches=1, seq_length=self._seq, micro_batch_size=1,
+            num_microbatches=1, seq_length=self._sample.seq, micro_batch_size=1,
         )  # fmt: skip
         _, norm, _ = self._optimizer.step()
-        return float(report["loss"]) / self._seq, float(norm)
+        dist.all_reduce(report["loss"])
+        return float(report["loss"]) / self._sample.seq, float(norm)
 
     def gradients(self) -> Iterator[Tensor]:
         """Those of the latest step, after clipping: views of DDP's buffers."""
@@ -100,14 +104,14 @@ class Trainer:
 
     def _loss(self, losses: Tensor) -> tuple:
         loss = losses.float().sum()
-        tokens = torch.tensor(self._seq, dtype=torch.int, device=losses.device)
-        return loss, tokens, {"loss": loss.detach()}
+        tokens = torch.tensor(self._tokens, dtype=torch.int, device=losses.device)
+        return loss, tokens, {"loss": loss.detach().clone()}
 
     def _built(self, setting: Setting, **options: object) -> GPTModel:
         sizes = self._sizes
         config = self._config(setting, **options)
         return GPTModel(
-            config, _spec_of(sizes, setting), sizes.vocab, self._seq,
+            config, _spec_of(sizes, setting), sizes.vocab, self._sample.seq,
             share_embeddings_and_output_weights=sizes.tied, position_embedding_type="rope",
         ).to(device=torch.cuda.current_device(), dtype=self._dtype)  # fmt: skip
 
@@ -126,7 +130,8 @@ class Trainer:
             ffn_hidden_size=sizes.ffn, num_attention_heads=sizes.heads_q,
             num_query_groups=sizes.heads_kv, kv_channels=sizes.dim_qk, qk_layernorm=True,
             calculate_per_token_loss=True, finalize_model_grads_func=finalize_model_grads,
-            cp_comm_type=None if setting.burst is None else "burst",
+            context_parallel_size=self._sample.ranks,
+            cp_comm_type="p2p" if setting.burst is None else "burst",
             **experts, **setting.config, **options,
         )  # fmt: skip
         config.burst = setting.burst or BurstConfig()  # whatever MEGATRON_BURST says
@@ -158,23 +163,27 @@ def _share(model: GPTModel, source: GPTModel) -> None:
     model.rotary_pos_emb = source.rotary_pos_emb  # which keeps what it computed
     others = dict(source.named_modules())
     for name, module in model.named_modules():
-        for own, theirs in ((module._parameters, others[name]._parameters),
-                            (module._buffers, others[name]._buffers)):  # fmt: skip
-            own.update({key: theirs[key] for key, x in own.items() if x is not None})
+        for kind in ("_parameters", "_buffers"):
+            own = getattr(module, kind)
+            for key in [key for key, x in own.items() if x is not None]:
+                own[key] = getattr(others[name], kind)[key]
 
 
 def _batch_of(model: Model, sample: Sample, device: torch.device) -> dict:
-    """Arguments of the model's forward: random tokens and labels, all of which count."""
+    """Arguments of the model's forward, of this rank: random tokens and labels, all of which
+    count."""
     generator = torch.Generator().manual_seed(SEED)
-    tokens, labels = torch.randint(model.vocab, (2, 1, sample.seq), generator=generator).to(device)
+    tokens, labels = torch.randint(model.vocab, (2, 1, sample.seq), generator=generator)
     positions = torch.cat([torch.arange(length) for length in sample.lengths])
-    batch = {
-        "input_ids": tokens, "labels": labels, "position_ids": positions[None].to(device),
-        "loss_mask": torch.ones(1, sample.seq, device=device),
-    }  # fmt: skip
+    whole = {"input_ids": tokens, "labels": labels, "position_ids": positions[None]}
+    ends = torch.tensor([0, *accumulate(sample.lengths)], dtype=torch.int32)
+    rows = slice(None)
+    if sample.ranks > 1:
+        rows = partitioned_indices(ends, sample.seq, sample.ranks, dist.get_rank()).long()
+    batch = {name: x[:, rows].to(device) for name, x in whole.items()}
+    batch["loss_mask"] = torch.ones(batch["labels"].shape, device=device)
     if sample.documents:
-        ends = torch.tensor([0, *accumulate(sample.lengths)], dtype=torch.int32, device=device)
-        longest = max(sample.lengths)
+        ends, longest = ends.to(device), max(sample.lengths)
         batch["packed_seq_params"] = PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=ends,
             cu_seqlens_kv_padded=ends, max_seqlen_q=longest, max_seqlen_kv=longest,

@@ -45,11 +45,11 @@ def runs_in(rows: Sequence[FrontierRow]) -> Iterator[tuple[str, list[FrontierRow
     """The rows of each run and problem, with words for them."""
     found: dict[tuple, list[FrontierRow]] = {}
     for row in rows:
-        key = row.run, row.model, row.layers, row.seq, row.documents
+        key = row.run, row.model, row.layers, row.seq, row.documents, row.ranks
         found.setdefault(key, []).append(row)
-    for (run, model, layers, seq, documents), own in found.items():
+    for (run, model, layers, seq, documents, ranks), own in found.items():
         kind = f"documents {documents}" if documents else "one document"
-        gpu = own[0].gpu.partition(";")[0]
+        gpu = f"{f'{ranks} x ' * (ranks > 1)}{own[0].gpu.partition(';')[0]}"
         yield f"{model}, {layers} layers, {in_units(seq)} tokens, {kind}; {gpu}; {run}", own
 
 

@@ -1,15 +1,18 @@
 """Slots in torch's symmetric memory: GPUs of one node read each other's, by copy engine."""
 
 import re
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from megatron_burst.comm.carrier import Held, PulledSlots, SymmetricError, Where
@@ -60,6 +63,15 @@ class Numbered(dist.Store):
         self._store.wait([self._own(key) for key in keys], *limit)
 
 
+def _register(store: dist.Store, rank: int, size: int) -> tuple[str, dist.ProcessGroup]:
+    """A name under which torch's rendezvous finds this rank, and the store to meet in; valid while
+    the returned group, which has no backend, is alive. Ranks may have different names."""
+    group = dist.ProcessGroup(store, rank, size)
+    name = f"{PREFIX}-{uuid4().hex}"
+    c10d._register_process_group(name, group)
+    return name, group
+
+
 class SymmetricPool:
     """The symmetric buffers of a group, allocated by all its ranks together when `Held` changes, so
     in the same pass on all of them, whatever its stream.
@@ -75,9 +87,9 @@ class SymmetricPool:
     def __init__(
         self, group: dist.ProcessGroup, cp_ranks: Sequence[int], cp_rank: int, board: Board
     ) -> None:
-        self._group_name = group.group_name  # must not keep the group alive
         self._numbered = Numbered(group.get_group_store())
-        self._place, self._is_known = (group.rank(), group.size()), False
+        self._name, self._registered = _register(self._numbered, group.rank(), group.size())
+        weakref.finalize(self, c10d._unregister_process_group, self._name).atexit = False
         self._cp_ranks, self._cp_rank = cp_ranks, cp_rank
         self._board = board
         self._slots: dict[Cargo, PulledSlots] = {}
@@ -128,11 +140,6 @@ class SymmetricPool:
     @torch.inference_mode(False)
     def _meet(self, own: Sequence[Tensor]) -> PulledSlots:
         """Slots from the buffers of all ranks; each must have allocated its own."""
-        if not self._is_known:
-            symmetric_memory._SymmetricMemory.set_group_info(
-                self._group_name, *self._place, self._numbered
-            )
-            self._is_known = True
         handles = [self._rendezvous(buffer) for buffer in own]
         of_all = [
             {
@@ -148,7 +155,7 @@ class SymmetricPool:
 
     def _rendezvous(self, buffer: Tensor) -> Any:
         self._numbered.begin()
-        return symmetric_memory.rendezvous(buffer, self._group_name)
+        return symmetric_memory.rendezvous(buffer, self._name)
 
     def _wait_for_all(self, device: torch.device) -> None:
         """Wait until no rank reads memory that is about to be freed."""

@@ -34,12 +34,13 @@ TOLERANCE = 1e-5
 
 
 def trainer_of(name: str, sample: Sample):
+    """A trainer of all ranks."""
     from benchmarks.frontier_step import Trainer
     from benchmarks.stack import start
     from megatron_burst.tools import cpu_mode
 
     cpu_mode.install()
-    start(cpu=True, cp_size=1)
+    start(cpu=True, cp_size=sample.ranks)
     return Trainer(MODELS[name], sample, torch.float32)
 
 
@@ -167,6 +168,26 @@ def alone(rank: int, sample: Sample) -> tuple:
 def test_a_step_has_the_loss_and_gradients_of_the_model_alone(sample):
     ((got, truth),) = run_ranks(alone, 1, sample)
     assert got == pytest.approx(truth, rel=TOLERANCE)
+
+
+def of_ranks(rank: int, sample: Sample) -> list[tuple[float, float]]:
+    """(loss, norm) of a step of three settings."""
+    trainer, every, found = trainer_of("tiny", sample), settings_of(TINY), []
+    for name in ("burst:off", "burst:keep+fc1@host", "burst:auto"):
+        trainer.add(every[name])
+        trainer.use(every[name])
+        found.append(trainer.step())
+    return found
+
+
+@pytest.mark.parametrize("documents", ["", "each-16"], ids=["one document", "packed"])
+def test_two_ranks_have_the_loss_and_gradients_of_one(documents):
+    one, two = Sample(64, documents), Sample(64, documents, ranks=2)
+    (truth,) = run_ranks(of_ranks, 1, one)
+    for found in run_ranks(of_ranks, 2, two):
+        for got, true in zip(found, truth, strict=True):
+            assert got == pytest.approx(true, rel=TOLERANCE)
+    assert flops_of(TINY, two) == flops_of(TINY, one) / 2
 
 
 def measured(rank: int) -> tuple:

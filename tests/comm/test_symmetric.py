@@ -1,11 +1,13 @@
 """When symmetric buffers grow; their memory is simulated."""
 
+import gc
 import time
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch._C import _distributed_c10d as c10d
 
 from megatron_burst.comm import symmetric
 from megatron_burst.comm.carrier import Where
@@ -35,7 +37,10 @@ def pretend(empty):
     """Simulate symmetric memory on the CPU; a rendezvous waits for the other ranks."""
 
     def rendezvous(buffer, group_name):
-        dist.barrier(distributed_c10d._resolve_process_group(group_name))
+        group = c10d._resolve_process_group(group_name)
+        rank, store = group.rank(), group.get_group_store()
+        store.set(f"met/0/{rank}", b"")
+        store.wait([f"met/0/{each}" for each in range(group.size())])
         return Handle(buffer)
 
     torch.cuda.current_device = lambda: 0
@@ -145,11 +150,17 @@ def test_trying_out_fails_on_all_ranks_together():
 
 
 def torchs(counter):
-    """A rendezvous as torch's, whose keys count from the process's own number."""
-    known = {}
+    """A rendezvous as torch's: ranks meet in the store of the process group that is registered
+    under the name, by keys that count from the process's own number."""
 
     def gather(name):
-        rank, size, store = known[name]
+        group = c10d._resolve_process_group(name)
+        # as from C++, whose calls reach Python's methods
+        rank, size, store = (
+            group.rank(),
+            group.size(),
+            dist.PrefixStore("torch", group.get_group_store()),
+        )
         keys = [f"CUDASymmetricMemory/{counter[0]}/{each}" for each in range(size)]
         counter[0] += 1
         store.set(keys[rank], f"{rank}".encode())
@@ -163,11 +174,6 @@ def torchs(counter):
         gather(group_name)  # torch's barrier behind it
         return Handle(buffer)
 
-    def set_group_info(name, *info):
-        # as from C++, whose calls reach Python's methods
-        known[name] = (*info[:2], dist.PrefixStore("torch", info[2]))
-
-    symmetric.symmetric_memory._SymmetricMemory = SimpleNamespace(set_group_info=set_group_info)
     symmetric.symmetric_memory.rendezvous = rendezvous
 
 
@@ -190,3 +196,14 @@ def test_ranks_that_met_in_other_groups_find_each_other():
     """torch numbers meetings in each process; unequal numbers wait until the time-out."""
     found = run_ranks(met_before, 4, timeout_s=60)
     assert found == [[1024, 4096, 1024, *[4096] * 3]] * 2 + [[1024, 1024, 4096, 1024]] * 2
+
+
+def test_a_pool_that_is_gone_leaves_no_name_behind():
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2, get_group_store=dist.HashStore)
+    pool = symmetric.SymmetricPool(group, [0, 1], 0, board=None)
+    name = pool._name
+    assert c10d._resolve_process_group(name).size() == 2
+    del pool
+    gc.collect()
+    with pytest.raises(RuntimeError, match="Could not resolve"):
+        c10d._resolve_process_group(name)

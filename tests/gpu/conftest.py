@@ -1,11 +1,14 @@
 """Tests that share a GPU leave it as they find it, and what one compiles the others find."""
 
 import os
+from functools import lru_cache
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
 
+_WORKERS = {"test_masks.py": 4, "test_nodes.py": 2, "test_trees.py": 2}  # that share a module
 _COMPILED = Path(__file__).parents[2] / ".cache" / "flash-attn-4"
 # FlashAttention-4 compiles each variant for seconds, in each process without this
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
@@ -15,15 +18,29 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(_COMPILED))
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """With `--dist loadscope`, one worker runs all tests of a module that starts ranks, which share
-    processes; other tests run wherever there is time."""
+    processes, or a part of a long one; other tests run wherever there is time."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByRanks(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            path = nodeid.partition("::")[0]
-            return path if "run_ranks" in (config.rootpath / path).read_text() else nodeid
+            path = config.rootpath / nodeid.partition("::")[0]
+            if not _starts_ranks(path):
+                return nodeid
+            return f"{path} {crc32(nodeid.encode()) % _WORKERS.get(path.name, 1)}"
 
     return ByRanks(config, log) if config.getvalue("dist") == "loadscope" else None
+
+
+@lru_cache
+def _starts_ranks(path):
+    return "run_ranks" in path.read_text()
+
+
+def pytest_collection_modifyitems(config, items):
+    """With `--dist loadscope`, long modules first, then others that start ranks, then what fits in
+    where there is time."""
+    if config.getvalue("dist", None) == "loadscope":
+        items.sort(key=lambda item: (item.path.name not in _WORKERS, not _starts_ranks(item.path)))
 
 
 @pytest.fixture(autouse=True)
