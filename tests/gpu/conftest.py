@@ -15,6 +15,19 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(_COMPILED))
 
 
+def _begin_with_another_gpu() -> None:
+    """Let workers of xdist begin with different GPUs: a test of one GPU takes the first, and ranks
+    that are fewer than GPUs do."""
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
+    if worker and count > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        first = int(worker.removeprefix("gw")) % count
+        order = [(first + place) % count for place in range(count)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order))
+
+
+_begin_with_another_gpu()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """With `--dist loadscope`, one worker runs all tests of a module that starts ranks, which share

@@ -31,7 +31,7 @@ MODES = {
         deterministic=True, keep="all", keep_offload="results", keep_host_gib=HOST_GIB
     ),
     "half": BurstConfig(deterministic=True, keep="half"),
-    # Recomputing fewer rows can need more buffers, which the group has from then on: "none" follows.
+    # recomputing fewer rows can need more buffers, which the group then has: "none" follows
     "half, two nodes": BurstConfig(deterministic=True, keep="half", nodes=2),
     "none, two nodes": BurstConfig(deterministic=True, nodes=2),
     "share, one node": BurstConfig(deterministic=True, keep=0.75, nodes=1),
