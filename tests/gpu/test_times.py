@@ -85,8 +85,7 @@ def test_times_are_positive_and_less_than_the_step(name):
         assert same and issued < 1  # the CPU did not wait for the GPU
         assert sent[link] > 0 and sent[other] == 0
         assert 0 < seconds["exposed"] < seconds[""]
-        # one pass, which is part of the step, stands for those of all layers
-        assert seconds[""] <= LAYERS * step
+        assert seconds[""] < 1.5 * step  # one pass stands for those of all layers
 
 
 def profiled(rank, options):
