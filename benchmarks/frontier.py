@@ -160,8 +160,8 @@ class _Run:
         }  # fmt: skip
         if self._on_gpu:
             host = torch.cuda.host_memory_stats().get("active_bytes.peak", 0)
-            own = torch.cuda.max_memory_allocated(), host
-            peak, host = (max(each) / _GIB for each in zip(*self.world.gather(own), strict=True))
+            of_ranks = self.world.gather((torch.cuda.max_memory_allocated(), host))
+            peak, host = (max(each) / _GIB for each in zip(*of_ranks, strict=True))
             columns |= {"peak_gib": peak, "host_gib": host}
         return columns
 

@@ -61,7 +61,6 @@ class Trainer:
         self._optimizer = get_megatron_optimizer(options, [self._ddp])
         self._models = {}
         self._batch = _batch_of(model, sample, next(self._source.parameters()).device)
-        self._tokens = self._batch["input_ids"].numel()  # of this rank
 
     def add(self, setting: Setting) -> None:
         """Build the model of a setting, unless there is one."""
@@ -104,7 +103,7 @@ class Trainer:
 
     def _loss(self, losses: Tensor) -> tuple:
         loss = losses.float().sum()
-        tokens = torch.tensor(self._tokens, dtype=torch.int, device=losses.device)
+        tokens = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
         return loss, tokens, {"loss": loss.detach().clone()}
 
     def _built(self, setting: Setting, **options: object) -> GPTModel:

@@ -156,11 +156,8 @@ def torchs(counter):
     def gather(name):
         group = c10d._resolve_process_group(name)
         # as from C++, whose calls reach Python's methods
-        rank, size, store = (
-            group.rank(),
-            group.size(),
-            dist.PrefixStore("torch", group.get_group_store()),
-        )
+        store = dist.PrefixStore("torch", group.get_group_store())
+        rank, size = group.rank(), group.size()
         keys = [f"CUDASymmetricMemory/{counter[0]}/{each}" for each in range(size)]
         counter[0] += 1
         store.set(keys[rank], f"{rank}".encode())
