@@ -12,7 +12,6 @@ from typing import Annotated, Any
 from rich.console import Console
 from typer import Option
 
-from benchmarks.before import Before
 from benchmarks.bench import Bench
 from benchmarks.cases import PRESETS, Case, Grid, grid_of, head_dims, problems
 from benchmarks.impls import Impl, impls_of
@@ -55,7 +54,7 @@ class Kind:
 ATTENTION = Kind(
     {
         "burst": Burst,
-        "before": Before,
+        "before": Burst,
         "te": TransformerEngine,
         "ceiling": Ceiling,
         "one_gpu": OneGpu,

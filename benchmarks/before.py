@@ -9,19 +9,21 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from typer import Argument
 
-from benchmarks.impls import Impl
-from benchmarks.peers import Autograd
 from benchmarks.sweep import new_app
+from megatron_burst.attention import burst_attention
+from megatron_burst.comm.group import release_buffers, symmetric_bytes
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.terminal import in_one_sentence
-from megatron_burst.tools.world import World
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".cache" / "before"
@@ -30,37 +32,48 @@ _WHO = "benchmarks.before"
 app = new_app()
 
 
-class Before(Autograd):
-    """burst_attention of the commit in `FOLDER`, as it chooses itself."""
+@dataclass(frozen=True, slots=True)
+class Package:
+    """One commit's burst, as peers call it.
 
-    def __init__(self, impl: Impl, world: World, folder: Path = FOLDER) -> None:
-        super().__init__(impl, world)
-        self.folder = folder
+    Attributes:
+        burst_attention: its call.
+        release_buffers: frees a group's buffers.
+        symmetric_bytes: of a group, outside torch's caching allocator.
+        note: what rows say of it.
+    """
 
-    def prepare(self, shard) -> None:
-        super().prepare(shard)
-        if not (self.folder / _THEN).is_dir():
-            raise BurstError(
-                f"{_WHO}: --impl before must find a commit's package, because it is measured "
-                f"beside today's; got no {self.folder / _THEN}; write it with "
-                "`python -m benchmarks.before COMMIT`"
-            )
-        if str(self.folder) not in sys.path:
-            sys.path.append(str(self.folder))
-        self._call = import_module(f"{_THEN}.attention").burst_attention
-        self._state = import_module(f"{_THEN}.comm.group")
-        self.note = f"commit {(self.folder / 'commit').read_text()}"
+    burst_attention: Callable[..., Tensor]
+    release_buffers: Callable[[ProcessGroup], None]
+    symmetric_bytes: Callable[[ProcessGroup], int]
+    note: str = ""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        causal = self.shard.case.mask == "causal"
-        return self._call(q, k, v, group=self.world.group, causal=causal, qkv_format="sbhd")
 
-    def release(self) -> None:
-        super().release()
-        self._state.release_buffers(self.world.group)
+TODAY = Package(burst_attention, release_buffers, symmetric_bytes)
 
-    def uncounted_bytes(self) -> int:
-        return self._state.symmetric_bytes(self.world.group)
+
+def earlier() -> Package:
+    """The package in `FOLDER`, which `write` wrote.
+
+    Raises:
+        BurstError: if there is none.
+    """
+    folder = FOLDER
+    if not (folder / _THEN).is_dir():
+        raise BurstError(
+            f"{_WHO}: --impl before must find a commit's package, because it is measured "
+            f"beside today's; got no {folder / _THEN}; write it with "
+            "`python -m benchmarks.before COMMIT`"
+        )
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    newer = (folder / _THEN / "comm" / "group.py").exists()  # comm/state.py until 24 November 2026
+    memory = import_module(f"{_THEN}.comm.{'group' if newer else 'state'}")
+    return Package(
+        import_module(f"{_THEN}.attention").burst_attention,
+        memory.release_buffers, memory.symmetric_bytes,
+        f"commit {(folder / 'commit').read_text()}",
+    )  # fmt: skip
 
 
 def write(commit: str, folder: Path = FOLDER, root: Path = ROOT) -> str:
@@ -99,7 +112,7 @@ def _git(root: Path, *words: str) -> bytes:
 
 @app.command()
 def main(commit: Annotated[str, Argument(help="to compare with, as git names it")]) -> None:
-    """Write an earlier commit's package where `--impl before` of benchmarks.attention finds it."""
+    """Write an earlier commit's package where `--impl before` finds it."""
     with in_one_sentence():
         print(f"{write(commit)} is in {FOLDER}")
 

@@ -8,10 +8,8 @@ from torch import Tensor
 
 from benchmarks.impls import Impl
 from benchmarks.packed_cases import PackedCase
-from benchmarks.peers import Autograd, Ceiling, Peer, Shard
+from benchmarks.peers import Autograd, Burst, Ceiling, Peer, Shard
 from benchmarks.te_peer import TransformerEngine
-from megatron_burst.attention import burst_attention
-from megatron_burst.comm.group import release_buffers, symmetric_bytes
 from megatron_burst.engine.tree import Branch, Tree, add_branches, attend_branches
 from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.visible import Segments, Visible
@@ -116,7 +114,7 @@ class Packed(Autograd):
         )
 
 
-class PackedBurst(Packed):
+class PackedBurst(Packed, Burst):
     """burst_attention with one configuration in one layout, which `impl.mode` has behind an @."""
 
     def __init__(self, impl: Impl, world: World) -> None:
@@ -129,22 +127,13 @@ class PackedBurst(Packed):
         if case.documents:
             documents = {"cu_seqlens": shard.cu_seqlens, "max_seqlen": shard.longest}
             documents["prefix_tree"] = case.parents
-        return burst_attention(
+        return self.call(
             *(x.squeeze(1) for x in (q, k, v)),
-            group=self.world.group,
             window=None if case.window is None else (case.window, 0),
             layout=self.layout or case.layout.value,
             qkv_format="thd",
-            config=self.impl.config,
             **documents,
-        )  # fmt: skip
-
-    def release(self) -> None:
-        super().release()
-        release_buffers(self.world.group)
-
-    def uncounted_bytes(self) -> int:
-        return symmetric_bytes(self.world.group)
+        )
 
 
 class PackedTransformerEngine(Packed, TransformerEngine):
@@ -224,6 +213,7 @@ class PackedCeiling(Ceiling):
 
 PEERS: dict[str, type[Peer]] = {
     "burst": PackedBurst,
+    "before": PackedBurst,
     "te": PackedTransformerEngine,
     "ceiling": PackedCeiling,
 }

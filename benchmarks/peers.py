@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.before import TODAY, earlier
 from benchmarks.cases import Case
 from benchmarks.impls import Impl
 from benchmarks.results import sample_of
-from megatron_burst.attention import burst_attention
-from megatron_burst.comm.group import release_buffers, symmetric_bytes
 from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend
 from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
 from megatron_burst.schedule.mask import Mask
@@ -138,23 +137,30 @@ class Autograd(Peer):
 
 
 class Burst(Autograd):
-    """burst_attention with one configuration."""
+    """burst_attention with one configuration; of an earlier commit if `impl.name` is "before"."""
+
+    def __init__(self, impl: Impl, world: World) -> None:
+        super().__init__(impl, world)
+        self.package = earlier() if impl.name == "before" else TODAY
+        self.note = self.package.note
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return burst_attention(
-            q, k, v,
-            group=self.world.group,
-            causal=self.shard.case.mask == "causal",
-            qkv_format="sbhd",
-            config=self.impl.config,
-        )  # fmt: skip
+        causal = self.shard.case.mask == "causal"
+        return self.call(q, k, v, causal=causal, qkv_format="sbhd")
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+        """The package's burst_attention; an earlier commit chooses everything itself, as it may not
+        know today's options."""
+        if self.impl.config is not None:
+            options["config"] = self.impl.config
+        return self.package.burst_attention(q, k, v, group=self.world.group, **options)
 
     def release(self) -> None:
         super().release()
-        release_buffers(self.world.group)
+        self.package.release_buffers(self.world.group)
 
     def uncounted_bytes(self) -> int:
-        return symmetric_bytes(self.world.group)
+        return self.package.symmetric_bytes(self.world.group)
 
 
 class Kernel(Peer):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks import before, facts, te
 from benchmarks.cases import Case
 from benchmarks.impls import Impl
-from benchmarks.peers import Ceiling, OneGpu, draw_shard
+from benchmarks.peers import Burst, Ceiling, OneGpu, draw_shard
 from benchmarks.te_peer import TransformerEngine
 from megatron_burst.errors import BurstError
 from tests.oracle import full_attention
@@ -88,7 +88,8 @@ def test_an_earlier_commit_runs_beside_todays_package(tmp_path, monkeypatch):
     (package / "attention.py").write_text("broken since")
     commit = before.write("HEAD", tmp_path / "before", package.parent)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    peer = before.Before(Impl("before", "auto"), world(1), tmp_path / "before")
+    monkeypatch.setattr(before, "FOLDER", tmp_path / "before")
+    peer = Burst(Impl("before", "auto"), world(1))
     shard = draw_shard(CASE, world(1))
     peer.prepare(shard)
     assert peer.note == f"commit {commit}" and peer.uncounted_bytes() == len("the group")
@@ -99,10 +100,10 @@ def test_an_earlier_commit_runs_beside_todays_package(tmp_path, monkeypatch):
     assert sys.modules["burst_before.comm.group"].released == ["the group"]
 
 
-def test_no_earlier_commit_is_measured_unless_it_was_written(tmp_path):
-    peer = before.Before(Impl("before", "auto"), world(1), tmp_path)
+def test_no_earlier_commit_is_measured_unless_it_was_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(before, "FOLDER", tmp_path)
     with pytest.raises(BurstError, match="write it with `python -m benchmarks.before COMMIT`"):
-        peer.prepare(draw_shard(CASE, world(1)))
+        Burst(Impl("before", "auto"), world(1))
     with pytest.raises(BurstError, match="COMMIT must be one of this repository.*'no such'"):
         before.write("no such", tmp_path)
 
