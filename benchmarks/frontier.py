@@ -138,7 +138,6 @@ class _Run:
 
     def _columns(self, setting: Setting) -> dict[str, Any]:
         """Warm up, then time each step; what a row says of them."""
-        self.trainer.add(setting)
         self.trainer.use(setting)
         for _ in range(setting.warm_up):
             self.trainer.step()

@@ -1,7 +1,7 @@
 """A whole training step of one GPT under many settings of recomputation.
 
-Megatron reads some settings when it builds a layer. So each setting has a model of its own, and all
-of them have the parameters of a first one, which is in Megatron's DDP and optimizer.
+Megatron reads some settings when it builds a layer. So each turn of a setting has a model of its
+own, with the parameters of a first one, which is in Megatron's DDP and optimizer.
 """
 
 from collections.abc import Iterator
@@ -59,26 +59,21 @@ class Trainer:
             use_distributed_optimizer=True, clip_grad=1.0,
         )  # fmt: skip
         self._optimizer = get_megatron_optimizer(options, [self._ddp])
-        self._models = {}
         self._batch = _batch_of(model, sample, next(self._source.parameters()).device)
 
-    def add(self, setting: Setting) -> None:
-        """Build the model of a setting, unless there is one."""
-        if str(setting) not in self._models:
-            model = self._built(setting, perform_initialization=False)
-            _share(model, self._source)
-            self._models[str(setting)] = fuse_loss(model)
-
     def use(self, setting: Setting) -> None:
-        """Take the steps that follow with a setting that was added."""
-        model = self._models[str(setting)]
-        self._ddp.module, self._ddp.config = model, model.config
+        """Take the steps that follow with a setting."""
+        model = self._built(setting, perform_initialization=False)
+        _share(model, self._source)
+        self._ddp.module, self._ddp.config = fuse_loss(model), model.config
 
     def release(self) -> None:
-        """Free what the setting keeps between steps, or has left where it failed."""
+        """Free what the setting keeps between steps, or has left where it failed: its model too,
+        as Megatron's modules for experts keep tensors of the last step."""
         self._optimizer.zero_grad()
         if self._ddp.config.fine_grained_activation_offloading and torch.cuda.is_available():
             Offloading.reset_instance()  # else it offloads what it chose for this model
+        self._ddp.module, self._ddp.config = self._source, self._source.config
 
     def step(self) -> tuple[float, float]:
         """One training step; the loss, and the norm of all gradients."""

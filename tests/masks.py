@@ -106,20 +106,24 @@ def cells(kernels: Sequence[str], nodes: Sequence[int]) -> list[Cell]:
     return [Cell(*cell) for cell in every]
 
 
-def called(example: Example, layout: str, config: BurstConfig = BurstConfig()) -> Call:
+def called(
+    example: Example, layout: str, config: BurstConfig = BurstConfig(), unit: int = 1
+) -> Call:
     """The call as its ranks compare it."""
-    given = example.arguments(layout, 1)
+    given = example.arguments(layout, unit)
     names = "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "prefix_tree", "slices"
-    named = given_in(*map(given.get, names))
-    asked = Asked(example.causal, example.window, layout=layout, config=config, given=named)
+    named, window = given_in(*map(given.get, names)), given.get("window")
+    asked = Asked(example.causal, window, layout=layout, config=config, given=named)
     return call_of([torch.ones(1, 8, heads, 8) for heads in (4, 2, 2)], asked)
 
 
 @lru_cache(maxsize=4096)
-def refusal(mask: str, layout: str, mode: str, nodes: int, ranks: int = 4) -> str | None:
+def refusal(
+    mask: str, layout: str, mode: str, nodes: int, ranks: int = 4, unit: int = 1
+) -> str | None:
     """Why a mode refuses a mask in a layout, whatever the kernel; None if it does not."""
     cell = Cell(mask, layout, mode, nodes, "auto", False)
-    call = called(MASKS[mask], layout, cell.config)
+    call = called(MASKS[mask], layout, cell.config, unit)
     try:
         call.check(ranks)
         spec, _ = resolve(call.spec(pretend_nodes(ranks, nodes), Kernel()))
@@ -228,9 +232,9 @@ def outcomes(rank: int, some: Sequence[Cell], unit: int, dim: int, like: torch.T
     return [outcome(cell, unit, dim, like) for cell in some]
 
 
-def assert_as_declared(cell: Cell, found: str | float, ranks: int, most: float) -> None:
-    """The call was refused in the words that the package declares, or exact."""
-    why = refusal(cell.mask, cell.layout, cell.mode, cell.nodes, ranks)
+def assert_as_declared(cell: Cell, found: str | float, ranks: int, most: float, unit: int) -> None:
+    """The call, in these units, was refused in the words that the package declares, or exact."""
+    why = refusal(cell.mask, cell.layout, cell.mode, cell.nodes, ranks, unit)
     lack = lacks(backends()[cell.kernel].capability, cell.mask)
     if why or lack:
         assert isinstance(found, str) and (found == why or (lack and lack in found)), (cell, found)

@@ -13,13 +13,13 @@ ON_CPU = "torch-cpu", "reference"
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.whole)])
 def test_each_mask_is_exact_or_refused_in_each_layout_mode_and_kernel(ranks, draw):
-    some = draw(cells(ON_CPU, (1, 2)), 60)
-    found = run_ranks(outcomes, ranks, some, 1, 8, torch.empty(0, dtype=torch.float64))
+    some, unit = draw(cells(ON_CPU, (1, 2)), 60), 2  # so that rows are not units in sentences
+    found = run_ranks(outcomes, ranks, some, unit, 8, torch.empty(0, dtype=torch.float64))
     kinds = {type(each) for each in found[0]}
     assert kinds == {str, float} and all(len(each) == len(some) for each in found)
     for of_rank in found:
         for cell, got in zip(some, of_rank, strict=True):
-            assert_as_declared(cell, got, ranks, 1e-12)
+            assert_as_declared(cell, got, ranks, 1e-12, unit)
 
 
 @pytest.mark.parametrize("name", backends())

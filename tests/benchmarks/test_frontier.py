@@ -1,9 +1,11 @@
 """`benchmarks.frontier`: one training step under every setting of recomputation, on the CPU.
 
 Guards against settings that train another model than the others or are measured as another one,
-and a step that leaves gradients for the next.
+a step that leaves gradients for the next, and a setting that leaves its model.
 """
 
+import gc
+import weakref
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from unittest import mock
@@ -67,13 +69,14 @@ def counted():
 
 @dataclass
 class Stepped:
-    """A setting's (loss, norm) in two steps, calls of linear layers in the second, and whether its
-    gradients are bitwise those of nothing recomputed."""
+    """A setting's (loss, norm) in two steps, calls of linear layers in the second, whether its
+    gradients are bitwise those of nothing recomputed, and whether its model is gone afterwards."""
 
     first: tuple[float, float]
     second: tuple[float, float]
     calls: int
     same: bool
+    is_freed: bool
 
 
 def every_step(rank: int, name: str, sample: Sample) -> dict[str, Stepped]:
@@ -84,7 +87,6 @@ def every_step(rank: int, name: str, sample: Sample) -> dict[str, Stepped]:
             continue
         if setting.impl == "megatron" and sample.documents:
             continue  # without TransformerEngine it has no packed samples
-        trainer.add(setting)
         trainer.use(setting)
         with counted() as calls:
             first = trainer.step()
@@ -93,7 +95,10 @@ def every_step(rank: int, name: str, sample: Sample) -> dict[str, Stepped]:
         grads = [x.clone() for x in trainer.gradients()]
         truth = truth or grads
         same = all(torch.equal(a, b) for a, b in zip(grads, truth, strict=True))
-        found[key] = Stepped(first, second, len(calls) - before, same)
+        model = weakref.ref(trainer._ddp.module)
+        trainer.release()
+        gc.collect()
+        found[key] = Stepped(first, second, len(calls) - before, same, model() is None)
     return found
 
 
@@ -114,7 +119,7 @@ def test_all_settings_train_the_same_weights(trained):
     assert len(found) == 20 + (0 if case == "packed" else 4)
     truth = found["burst:off"].first
     for key, one in found.items():
-        assert one.first == one.second, key
+        assert one.first == one.second and one.is_freed, key
         if key.startswith("burst:"):
             assert one.first == truth and one.same, key
         assert one.first == pytest.approx(truth, rel=TOLERANCE), key
@@ -143,7 +148,6 @@ def alone(rank: int, sample: Sample) -> tuple:
     """(loss, norm) of a step; and those of Megatron's model without burst, DDP and optimizer, which
     is called with each document by itself."""
     trainer, every = trainer_of("tiny", sample), settings_of(TINY)
-    trainer.add(every["burst:off"])
     trainer.use(every["burst:off"])
     got = trainer.step()
     model = trainer._built(every["megatron:off"])
@@ -174,7 +178,6 @@ def of_ranks(rank: int, sample: Sample) -> list[tuple[float, float]]:
     """(loss, norm) of a step of three settings."""
     trainer, every, found = trainer_of("tiny", sample), settings_of(TINY), []
     for name in ("burst:off", "burst:keep+fc1@host", "burst:auto"):
-        trainer.add(every[name])
         trainer.use(every[name])
         found.append(trainer.step())
     return found

@@ -8,7 +8,7 @@ from zlib import crc32
 import pytest
 import torch
 
-_WORKERS = {"test_masks.py": 4, "test_nodes.py": 2, "test_trees.py": 2}  # that share a module
+_WORKERS = {"test_masks.py": 6, "test_nodes.py": 2, "test_trees.py": 2}  # that share a module
 _COMPILED = Path(__file__).parents[2] / ".cache" / "flash-attn-4"
 # FlashAttention-4 compiles each variant for seconds, in each process without this
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")

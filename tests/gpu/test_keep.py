@@ -61,6 +61,7 @@ class Live(TorchDispatchMode):
 def allocated_bytes() -> int:
     """What tensors on the GPU ask for; the allocator may give a tensor up to 1 MiB more, by what it
     has free."""
+    torch.cuda.empty_cache()  # it counts what another stream has read until it looks again
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 

@@ -119,6 +119,27 @@ def errors(rank, world, nodes, name, heads):
     return found
 
 
+@pytest.mark.parametrize("kernel", [name for name, backend in backends().items()
+                                    if "cuda" in backend.capability.devices])  # fmt: skip
+def test_each_mask_is_exact_or_refused_in_each_layout_mode_and_kernel(kernel, draw):
+    """The cells of the table of docs/masks.md. Errors of one GPU are below 1e-2 in bf16, see
+    above, and those of several at most twice as large."""
+    if missing := backends()[kernel].missing():
+        pytest.skip(missing)
+    archs = backends()[kernel].capability.archs
+    if archs and arch_of(torch.device("cuda", 0)) not in archs:
+        pytest.skip(f"{kernel} does not run on this GPU")
+    some, like = draw(cells((kernel,), (1, 2)), 40), torch.empty(0, dtype=torch.bfloat16)
+    unit, settings = 16, {"backend": "nccl", "timeout_s": 600}
+    for of_rank in run_ranks(outcomes_on_gpu, 2, some, unit, 64, like, **settings):
+        for cell, got in zip(some, of_rank, strict=True):
+            assert_as_declared(cell, got, 2, 2e-2, unit)
+
+
+def outcomes_on_gpu(rank, some, unit, dim, like):
+    return outcomes(rank, some, unit, dim, like.cuda())
+
+
 PLACES = [(2, 1, (8, 4)), (2, 2, (8, 4)), (2, 2, (16, 2)), (4, 1, (8, 4)), (4, 2, (8, 4)),
           *whole((2, 1, (16, 2)))]  # fmt: skip
 
@@ -169,24 +190,3 @@ def other_boundaries(rank):
 def test_other_boundaries_on_a_rank_are_named_with_the_backward():
     for said in run_ranks(other_boundaries, 2, backend="nccl", timeout_s=120, fresh=True):
         assert "[0, 100, 256]" in said[0] and "[0, 101, 256]" in said[0], said
-
-
-@pytest.mark.parametrize("kernel", [name for name, backend in backends().items()
-                                    if "cuda" in backend.capability.devices])  # fmt: skip
-def test_each_mask_is_exact_or_refused_in_each_layout_mode_and_kernel(kernel, draw):
-    """The cells of the table of docs/masks.md. Errors of one GPU are below 1e-2 in bf16, see
-    above, and those of several at most twice as large."""
-    if missing := backends()[kernel].missing():
-        pytest.skip(missing)
-    archs = backends()[kernel].capability.archs
-    if archs and arch_of(torch.device("cuda", 0)) not in archs:
-        pytest.skip(f"{kernel} does not run on this GPU")
-    some, like = draw(cells((kernel,), (1, 2)), 40), torch.empty(0, dtype=torch.bfloat16)
-    settings = {"backend": "nccl", "timeout_s": 600}
-    for of_rank in run_ranks(outcomes_on_gpu, 2, some, 16, 64, like, **settings):
-        for cell, got in zip(some, of_rank, strict=True):
-            assert_as_declared(cell, got, 2, 2e-2)
-
-
-def outcomes_on_gpu(rank, some, unit, dim, like):
-    return outcomes(rank, some, unit, dim, like.cuda())
