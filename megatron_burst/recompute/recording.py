@@ -133,11 +133,18 @@ class Recording:
 
     def _run(self, function: Callable, inputs: Tensors) -> Tensors:
         """Run the function with its graph; what the graph saves goes to `_saved`."""
-        saved, bound = self._saved, self._bound
+        saved, bound, own = self._saved, self._bound, set(map(id, self._parameters))
 
-        def pack(tensor: Tensor) -> Saved:
+        def pack(tensor: Tensor) -> Saved | Tensor:
+            if id(tensor) in own:  # a grouped GEMM saves hundreds: placeholders take milliseconds
+                return tensor
+            if not tensor.numel():
+                return tensor.detach()
             saved.append(Saved(tensor))
             return saved[-1]
+
+        def unpack(packed: Saved | Tensor) -> Tensor:
+            return packed.find(bound) if isinstance(packed, Saved) else packed
 
         floating = [x.detach() for x in inputs if x.is_floating_point()]
         one_each = {x.device: x for x in inputs}.values()
@@ -145,7 +152,7 @@ class Recording:
         with (
             without_frames(),
             torch.enable_grad(),
-            saved_tensors_hooks(pack, lambda x: x.find(bound)),
+            saved_tensors_hooks(pack, unpack),
         ):
             token = torch.empty(0, requires_grad=True)
             entered = iter(_Enter.apply(self._ends, token, *floating))
@@ -165,14 +172,19 @@ class Recording:
 
     def _refer(self, inputs: Tensors, outs: Tensors) -> Tensors:
         """Replace inputs and outputs by references; returns what else the graph saves."""
-        homes = {home(x): ("parameters", i, x) for i, x in enumerate(self._parameters)}
-        homes |= {home(x): ("outs", i, x) for i, x in enumerate(outs)}
+        homes = {home(x): ("outs", i, x) for i, x in enumerate(outs)}
         homes |= {home(x): ("inputs", i, x) for i, x in enumerate(inputs)}
         homes |= {(*home(x), x.storage_offset()): ("inputs", i, x) for i, x in enumerate(inputs)}
+        of_parameters: dict[tuple, tuple] = {}  # looked for last, as there may be hundreds
         extras: list[Tensor] = []
         for saved in self._saved:
-            tensor = saved.tensor
-            known = homes.get((*home(tensor), tensor.storage_offset())) or homes.get(home(tensor))
+            tensor, place = saved.tensor, home(saved.tensor)
+            known = homes.get((*place, tensor.storage_offset())) or homes.get(place)
+            if known is None:
+                of_parameters = of_parameters or {
+                    home(x): ("parameters", i, x) for i, x in enumerate(self._parameters)
+                }
+                known = of_parameters.get(place)
             if known is None:
                 known = ("extras", len(extras), tensor)
                 extras.append(tensor)
