@@ -19,15 +19,17 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
+from benchmarks.frontier_cases import FRONTIER_CSV
 from benchmarks.kernels import KERNELS_CSV
 from benchmarks.loss_table import LOSS_CSV
 from benchmarks.one_rank import RANK_CSV
 from benchmarks.rows import Sheet, append, read
-from benchmarks.slice_cases import SLICES_CSV
 from megatron_burst.tools.terminal import in_one_sentence
 
 EXPECTED = Path(__file__).parent / "smoke_expected.csv"
-_STEPS = {"burst": ("megatron-keep", "megatron"), "burst-recompute": ("megatron",)}
+_STEPS = {  # settings of burst's, and Megatron's that they are compared with
+    "burst:off": "megatron:off", "burst:keep": "megatron:full", "burst:auto-12": "megatron:off",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ def ratios(folder: Path) -> dict[str, tuple[float, str, str]]:
 
 def _kernels(path: Path) -> Iterator[tuple]:
     for row in read([path], KERNELS_CSV):
-        if row.ratio:
+        if row.ratio and row.what != "fa4":  # to which the others' ratios are
             mask = "causal" if row.causal else "full"
             case = f"{row.seq} tokens, {row.heads_q}/{row.heads_kv}, dim {row.dim}, {mask}"
             yield f"{row.what} / fa4, {row.direction}, {case}", row.ratio, row.gpu, row.torch
@@ -79,12 +81,14 @@ def _heads(path: Path) -> Iterator[tuple]:
 
 
 def _steps(path: Path) -> Iterator[tuple]:
-    rows = {(row.model, row.seq, row.impl): row for row in read([path], SLICES_CSV) if row.ms}
-    for (model, seq, impl), row in rows.items():
-        for peer in _STEPS.get(impl, ()):
-            if other := rows.get((model, seq, peer)):
-                what = f"step of {model}, {seq} tokens, {impl} / {peer}"
-                yield what, other.ms / row.ms, row.gpu, row.versions
+    rows = [row for row in read([path], FRONTIER_CSV) if row.ms]
+    times = {(row.documents, f"{row.impl}:{row.setting}"): row.ms for row in rows}
+    for row in rows:
+        own, peer = f"{row.impl}:{row.setting}", _STEPS.get(f"{row.impl}:{row.setting}")
+        if other := times.get((row.documents, peer)):
+            sample = "packed documents" if row.documents else "one document"
+            what = f"step of {row.model}, {row.seq} tokens, {sample}, {own} / {peer}"
+            yield what, other / row.ms, row.gpu, row.versions
 
 
 def main(

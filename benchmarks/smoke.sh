@@ -31,9 +31,14 @@ for part in "${parts[@]}"; do
             timeout 90 "$python" -m benchmarks.loss --out "$out/loss.csv" --budget-s 40 --impl burst:recompute \
                 --impl burst:forward --impl megatron:fused \
                 $(sized "--tokens 32K --hidden 4096 --vocab 128K" "--tokens 1K --hidden 32 --vocab 1K") ;;
-        steps)
-            timeout 200 "$python" benchmarks/slices.py measure "$out/steps.csv" --gpus 1 --budget-s 180 \
-                $(sized "--only 8b-64K:burst --only 8b-64K:megatron-keep --only 8b-packed-64K:burst-recompute --only 8b-packed-64K:megatron" --tiny) ;;
+        steps) # of a packed sample, then of one document
+            for documents in drawn none; do
+                settings=burst:off,burst:keep,burst:auto-12,megatron:off,megatron:full
+                [[ -z $tiny || $documents == none ]] || settings=burst:off,burst:full # all that a CPU can
+                timeout 120 "$python" -m benchmarks.frontier measure "$out/steps.csv" --documents $documents \
+                    --only $settings --turns 1 --steps 3 --budget-s 90 \
+                    $(sized "--model qwen3-8b --seq 64K" "--model tiny --seq 64")
+            done ;;
         *) echo "no such part: $part"; exit 2 ;;
     esac
 done

@@ -2,12 +2,12 @@
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,12 +55,32 @@ def test_a_ratio_far_from_the_expected_one_is_marked(tmp_path, monkeypatch, caps
     assert "not measured: a kernel" in said
 
 
-def test_runs_that_are_measured_exist():
-    """The names of runs in smoke.sh."""
-    from benchmarks.slices import app
+def test_a_step_is_compared_with_megatrons_of_the_same_sample(tmp_path):
+    from benchmarks import smoke
+    from benchmarks.frontier_cases import FRONTIER_CSV, MODELS, FrontierRow, Sample, columns_of
+    from benchmarks.rows import append
 
-    words = (ROOT / "benchmarks" / "smoke.sh").read_text().split()
-    names = [words[at + 1].strip('")') for at, word in enumerate(words) if "--only" in word]
-    assert len(names) == 4
-    refused = CliRunner().invoke(app, ["measure", "x.csv", "--only", "none"])
-    assert all(name in refused.output.replace("\n", "") for name in names)
+    times = {("", "burst", "off"): 4.0, ("", "megatron", "off"): 5.0,
+             ("drawn", "burst", "keep"): 2.0, ("drawn", "megatron", "full"): 3.0,
+             ("drawn", "burst", "off"): None, ("drawn", "megatron", "off"): 1.0}  # fmt: skip
+    for (documents, impl, setting), ms in times.items():
+        same = columns_of(MODELS["tiny"], Sample(64, documents))
+        facts = {"run": "now", "date": "now", "versions": "v", "gpu": "H100", "turn": 1}
+        row = FrontierRow(**facts, **same, impl=impl, setting=setting, ms=ms)
+        append(tmp_path / "steps.csv", [row], FRONTIER_CSV)
+    found = smoke.ratios(tmp_path)
+    assert {what.partition("tokens, ")[2]: ratio for what, (ratio, *_) in found.items()} == {
+        "one document, burst:off / megatron:off": 1.25,
+        "packed documents, burst:keep / megatron:full": 1.5,
+    }
+
+
+def test_settings_that_are_measured_exist():
+    """The names of settings in smoke.sh."""
+    from benchmarks.frontier_cases import MODELS, chosen
+
+    found = re.findall(r"settings=(\S+)", (ROOT / "benchmarks" / "smoke.sh").read_text())
+    assert len(found) == 2
+    for names in found:
+        settings = chosen(MODELS["qwen3-8b"], names)
+        assert {str(one) for one in settings} == set(names.split(","))
