@@ -8,6 +8,7 @@ there.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def readers(results: Any, nodes: list[Node]) -> Iterable[Node]:
         results: tensors in any nesting.
         nodes: that made what may be read.
     """
-    users, seen = defaultdict(list), set()
+    users, seen = defaultdict(list), set(nodes)  # what lies behind them reads nothing of theirs
     stack = [x.grad_fn for x in tree_leaves(results) if isinstance(x, Tensor) and x.grad_fn]
     while stack:
         node = stack.pop()
@@ -129,8 +130,12 @@ def _saved_by(node: Node) -> list[Any]:
     """What a node of the graph saves: of a Function's also its own attributes."""
     if hasattr(node, "saved_tensors"):
         return tree_leaves([node.saved_tensors, vars(node)])
-    names = [name for name in dir(node) if name.startswith("_saved_")]
-    return tree_leaves([getattr(node, name) for name in names])
+    return tree_leaves([getattr(node, name) for name in _names_of_saved(type(node))])
+
+
+@cache
+def _names_of_saved(kind: type[Node]) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_saved_"))
 
 
 def _is_float(x: Any) -> bool:
