@@ -12,8 +12,9 @@
 # seeds         seeds_64k, seeds_long, seeds_million, ablation, ablation_keep, tensor, weak, strong, prefill: what
 #               BurstAttention's and BurstEngine's papers measured; the name seeds stands for all of them; on one GPU
 #               its column of each
-# recomputation frontier, frontier_one, frontier_whole, frontier_experts: a step's time against its peak, on one GPU
-# other         before, before_long, before_nodes (after `python -m benchmarks.before COMMIT`), accuracy, million, loss
+# recomputation frontier, frontier_one, frontier_whole, frontier_experts: a step's time against its peak,
+#               with as many tokens on each GPU, however many there are
+# other         before, before_packed, before_long, before_nodes (after `python -m benchmarks.before COMMIT`), accuracy, million, loss
 #
 # TOTAL_S=seconds: nothing is started later; what runs then may take `grace` more.
 set -uo pipefail
@@ -135,9 +136,10 @@ slices() { # seconds, runs
     within "$1" python3 benchmarks/slices.py measure "$out/slices.csv" --gpus "$gpus" $(sized "${runs[*]}" --tiny)
 }
 
-frontier() { # seconds, arguments of a full run, of a tiny one
+frontier() { # seconds, thousands of tokens a GPU, arguments of a full run, of a tiny one
     # shellcheck disable=SC2046
-    within "$1" python3 -m benchmarks.frontier measure "$out/frontier.csv" $(sized "$2" "$3 --seq 256 --turns 1 --steps 1")
+    bench "$1" frontier measure "$out/frontier.csv" \
+        $(sized "--seq $(($2 * gpus))K $3" "$4 --seq 256 --turns 1 --steps 1")
 }
 
 part() {
@@ -161,6 +163,9 @@ part() {
         before_long) attention 300 512K "$all_heads" before --impl burst:auto --impl before --reps 5 ;;
         before_nodes) on_nodes 2 attention 420 64K,128K,256K,512K "$all_heads" before --impl burst:auto --impl before \
             --reps 5 ;;
+        before_packed) # shellcheck disable=SC2046
+            bench 240 packed --documents drawn --impl burst:auto --impl before --reps 10 --out "$out/before_packed.csv" \
+                $(sized "--seq 32K,64K,128K,256K --heads 64/8,32/8" "--seq 1K --heads 8/4 --head-dim 8") ;;
         slices) slices 480 8b-1M:burst 8b-1M:megatron ;; # a run ends after 200 s, with the steps that it has
         slices_14b) [[ -n $tiny ]] || slices 480 14b-1M:burst 14b-1M:megatron ;;
         slices_2m) [[ -n $tiny ]] || slices 480 8b-2M:burst 8b-2M:megatron ;;
@@ -173,10 +178,10 @@ part() {
         tensor) steps 480 tensor "$(sized "$gpus" 2)" "tp tp-v1 burst megatron" ;;
         weak | strong) scaling "$1" ;;
         prefill) prefill ;;
-        frontier) frontier 480 "--model qwen3-8b --seq 64K --turns 2 --steps 3" "--model tiny" ;;
-        frontier_one) frontier 540 "--model qwen3-8b --seq 64K --documents none --turns 2 --steps 3" "--model tiny --documents none" ;;
-        frontier_whole) [[ -n $tiny ]] || frontier 540 "--model qwen3-1.7b --seq 64K" ;;
-        frontier_experts) frontier 480 "--model qwen3-30b-a3b --seq 32K" "--model tiny-moe" ;;
+        frontier) frontier 480 64 "--model qwen3-8b --turns 2 --steps 3" "--model tiny" ;;
+        frontier_one) frontier 540 64 "--model qwen3-8b --documents none --turns 2 --steps 3" "--model tiny --documents none" ;;
+        frontier_whole) [[ -n $tiny ]] || frontier 540 64 "--model qwen3-1.7b" ;;
+        frontier_experts) frontier 480 32 "--model qwen3-30b-a3b" "--model tiny-moe" ;;
         accuracy) timeout 60 torchrun --nproc-per-node "$gpus" benchmarks/accuracy.py "$out/accuracy.csv" ;;
         million) attention 190 1M 32/8,32/32 one_node "${burst[@]}" --impl te:p2p --impl te:a2a --reps 1 ;;
         loss) # shellcheck disable=SC2046
@@ -190,7 +195,7 @@ part() {
     esac
 }
 
-every="tests one_node packed two_nodes layers packed_nodes before before_nodes conformance one_node_long two_nodes_long
+every="tests one_node packed two_nodes layers packed_nodes before before_packed before_nodes conformance one_node_long two_nodes_long
     layers_long layers_half layers_megatron before_long slices four_nodes accuracy million slices_14b slices_2m
     slices_own_loss loss frontier frontier_one frontier_whole frontier_experts $seeds"
 for name in "${@:-$every}"; do

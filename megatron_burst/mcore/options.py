@@ -5,16 +5,19 @@ Nothing here loads Megatron.
 
 import os
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_burst.config import TUNINGS, BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.args import add_flags, global_args, with_attention_backend
+from megatron_burst.mcore.plan_file import OWN, own_flags, words_of
 
 VARIABLE = "MEGATRON_BURST"
 # which the variable names differently, or lacks
-_OF_COMMAND_LINES = "burst_plan", "burst_dump_args", "burst_tune", "burst_log"
+_OF_COMMAND_LINES = "burst_dump_args", "burst_tune", "burst_log"
 _SWITCH = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -38,12 +41,23 @@ def with_environment(args: Namespace) -> Namespace:
         BurstError: as `environment_args`.
     """
     options, own = environment_args(), getattr(args, "burst_tune", None) or []
-    named = {pair.partition("=")[0].strip() for text in own for pair in text.split(",")}
-    more = [pair for pair in options.burst_tune or () if pair.partition("=")[0] not in named]
+    plans = options.burst_plan, getattr(args, "burst_plan", None)
+    if None not in plans and plans[0] != plans[1]:
+        raise BurstError(
+            f"{VARIABLE}: plan= must be the file of --burst-plan where both are given, because a "
+            f"run follows one plan; got {plans[0]} and {plans[1]}; leave one of them out"
+        )
+    more = _unnamed(options.burst_tune or (), own)
     taken = {name: value for name, value in vars(options).items() if name.startswith("burst_")}
     given = {name: value for name, value in vars(args).items() if _is_given(value)}
     tunings = {"burst_tune": [*more, *own] or None}
     return Namespace(**vars(args) | taken | given | tunings)
+
+
+def _unnamed(tunings: Iterable[str], named: Iterable[str]) -> list[str]:
+    """Of tunings, "name=value", those whose names no others have; those may be joined by commas."""
+    names = {pair.partition("=")[0].strip() for text in named for pair in text.split(",")}
+    return [pair for pair in tunings if pair.partition("=")[0].strip() not in names]
 
 
 def _is_given(value: object) -> bool:
@@ -54,10 +68,11 @@ def environment_args() -> Namespace:
     """The options in MEGATRON_BURST, as if given as flags.
 
     "keep=all,fused_loss=1,overlap=false": names are those of the flags without --burst-, and those
-    of --burst-tune.
+    of --burst-tune. Of "plan=FILE" burst's own flags that no other name sets are taken.
 
     Raises:
-        BurstError: listing the valid ones, if a name is unknown or repeated, or its value invalid.
+        BurstError: listing the valid ones, if a name is unknown or repeated, or its value invalid;
+            if the file is not a plan.
     """
     return _parsed(os.environ.get(VARIABLE, ""))
 
@@ -86,7 +101,23 @@ def _parsed(text: str) -> Namespace:
             parser.error(f"got {pair!r}; it must be one of {', '.join(_SWITCH)}")
         elif _SWITCH[value]:
             words.append(flags[name].option_strings[0])
-    return parser.parse_args(words)
+    given = parser.parse_args(words)
+    return given if given.burst_plan is None else _with_plan(parser, given, words, names)
+
+
+def _with_plan(
+    parser: ArgumentParser, given: Namespace, words: list[str], names: list[str]
+) -> Namespace:
+    """The variable's options, and what its plan adds to them."""
+    flags = own_flags(Path(given.burst_plan))
+    tunings = [pair for text in flags.pop("--burst-tune", []) for pair in text.split(",")]
+    more = {
+        flag: value for flag, value in flags.items()
+        if flag.removeprefix(OWN).replace("-", "_") not in names
+    }  # fmt: skip
+    for pair in _unnamed(tunings, given.burst_tune or ()):
+        words = ["--burst-tune", pair, *words]
+    return parser.parse_args([*(word for flag in more.items() for word in words_of(*flag)), *words])
 
 
 class _OfVariable(ArgumentParser):

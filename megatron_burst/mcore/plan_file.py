@@ -15,7 +15,7 @@ from megatron_burst.rates import Rates
 from megatron_burst.say import say, say_once
 
 FLAG, DUMP_FLAG = "--burst-plan", "--burst-dump-args"
-_OWN = "--burst-"  # burst's options on the command line win
+OWN = "--burst-"  # burst's options on the command line win
 # and so do options that no figure depends on
 _NO_FIGURE = ("--max-position-embeddings", "--ckpt-format")
 _SIZES = {  # Megatron's names of a planned model's sizes
@@ -85,8 +85,8 @@ def _fill(parser: ArgumentParser, parse: _Parse, found: Namespace, words: Sequen
         same = sorted(name for name in given if name in known and known[name].dest == dest)
         if not same:
             setattr(found, dest, value)
-            taken += _words(flag, flags[flag])
-        elif value != there and not flag.startswith(_OWN) and flag not in _NO_FIGURE:
+            taken += words_of(flag, flags[flag])
+        elif value != there and not flag.startswith(OWN) and flag not in _NO_FIGURE:
             got = same[0] if isinstance(there, bool) else there
             raise _refusal(
                 f"the run must be the one that {path} was made for",
@@ -110,7 +110,7 @@ def _parsed(
     parser: ArgumentParser, parse: _Parse, flags: Mapping[str, Any], path: str
 ) -> Namespace:
     """A plan's flags as the command line would have them, with the same checks of values."""
-    words = [word for flag, value in flags.items() for word in _words(flag, value)]
+    words = [word for flag, value in flags.items() for word in words_of(flag, value)]
     exits, parser.exit_on_error = parser.exit_on_error, False
     try:
         return parse(words)[0]
@@ -136,6 +136,14 @@ def read_plan(path: Path) -> dict[str, Any]:
         if not flag.startswith("--") or not _is_simple(value):
             raise _refusal(f"{path} must map flags to values", f"{flag}: {json.dumps(value)}")
     return plan
+
+
+def own_flags(path: Path) -> dict[str, Any]:
+    """Burst's own flags in a plan: what a framework without Megatron's command line takes of it."""
+    flags = {flag: value for flag, value in read_plan(path)["flags"].items()
+             if flag.startswith(OWN)}  # fmt: skip
+    tunings = flags.get("--burst-tune")
+    return flags | ({"--burst-tune": [tunings]} if isinstance(tunings, str) else {})
 
 
 def rates_of(args: Namespace) -> Rates:
@@ -187,14 +195,15 @@ def _is_simple(value: Any) -> bool:
     return all(isinstance(item, str | int | float | bool) for item in items)
 
 
-def _words(flag: str, value: Any) -> list[str]:
+def words_of(flag: str, value: Any) -> list[str]:
+    """A plan's flag as words of a command line."""
     if isinstance(value, bool):
         return [flag] if value else []
     return [flag, *map(str, value if isinstance(value, list) else [value])]
 
 
 def _in_words(flag: str, value: Any) -> str:
-    return " ".join(_words(flag, value)) or f"no {flag}"
+    return " ".join(words_of(flag, value)) or f"no {flag}"
 
 
 def _refusal(must: str, got: str, change: str = "make it with megatron-burst plan") -> BurstError:

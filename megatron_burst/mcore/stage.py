@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_burst.comm.group import state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.args import global_args
+from megatron_burst.mcore.options import with_environment
 from megatron_burst.mcore.plan_file import rates_of
 from megatron_burst.rates import Rates
 from megatron_burst.recompute.budget import KeepProblem, Placed, in_flight
@@ -68,7 +69,10 @@ def stage_of(burst: BurstConfig, device: torch.device) -> Stage:
     group = parallel_state.get_tensor_and_context_parallel_group()
     stage = _STAGES.get(group)
     if stage is None:
-        rates, limit = rates_of(global_args() or Namespace()), host_limit_bytes(burst.keep_host_gib)
+        rates, limit = (
+            rates_of(with_environment(global_args() or Namespace())),
+            host_limit_bytes(burst.keep_host_gib),
+        )
         bandwidth = host_gbs(device) or rates.host_gbs
         limit, bandwidth = _least((group,), burst, "host memory", limit, bandwidth)
         rates = replace(rates, host_gbs=bandwidth)

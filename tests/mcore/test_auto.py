@@ -57,8 +57,8 @@ def test_words_of_the_environment_are_those_of_the_flags():
 @pytest.mark.parametrize(
     "text, got",
     [
-        ("kep=all", "got 'kep=all'; its names are intra, inter, .*overlap"),
-        ("plan=a.json", "got 'plan=a.json'"),
+        ("kep=all", "got 'kep=all'; its names are plan, intra, inter, .*overlap"),
+        ("plan=a.json", "a.json must be a readable file"),
         ("keep=all,keep=half", "got 'keep=all'"),
         ("keep=al", "'al' is none of none, half"),
         ("overlap=1", "got 'overlap=1'"),

@@ -8,7 +8,9 @@ import pytest
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore.args import wants_fused_loss
 from megatron_burst.mcore.launch import validate_flags, with_flags
+from megatron_burst.mcore.options import environment_args, with_environment
 from megatron_burst.mcore.plan_file import check_plan, rates_of, read_plan
 from megatron_burst.rates import Rates
 
@@ -218,3 +220,35 @@ def test_files_that_are_no_plans_are_refused(tmp_path, text, match):
         read_plan(tmp_path / "plan.json")
     with pytest.raises(BurstError, match="nowhere.json must be a readable file.*No such file"):
         read_plan(tmp_path / "nowhere.json")
+
+
+def test_a_framework_takes_a_plan_from_the_environment(tmp_path, monkeypatch):
+    """Burst's own flags; what the variable names besides wins, tuning by tuning; the speeds too."""
+    path = tmp_path / "a plan.json"  # the variable is read once for each text of it
+    path.write_text(json.dumps({"flags": FLAGS, "rates": {"host_gbs": 31}}))
+    monkeypatch.setenv("MEGATRON_BURST", f"plan={path}")
+    taken = environment_args()
+    assert BurstConfig.from_args(taken) == BurstConfig(
+        intra="gather", keep="all", keep_offload="results", heads_per_round=2
+    )
+    assert wants_fused_loss(taken)
+    assert rates_of(with_environment(Namespace())).host_gbs == 31.0
+    monkeypatch.setenv(
+        "MEGATRON_BURST", f"keep=half,fused_loss=0,plan={path},heads_per_round=4,overlap=false"
+    )
+    taken = environment_args()
+    assert BurstConfig.from_args(taken) == BurstConfig(
+        intra="gather", keep="half", keep_offload="results", heads_per_round=4, overlap=False
+    )
+    assert not wants_fused_loss(taken)
+
+
+def test_a_run_follows_one_plan(plan, tmp_path, monkeypatch):
+    path = plan()
+    monkeypatch.setenv("MEGATRON_BURST", f"plan={path}")
+    assert with_environment(Namespace(burst_plan=str(path))).burst_plan == str(path)
+    with pytest.raises(BurstError, match="a run follows one plan; got .* and other.json"):
+        with_environment(Namespace(burst_plan="other.json"))
+    monkeypatch.setenv("MEGATRON_BURST", f"plan={tmp_path / 'none.json'}")
+    with pytest.raises(BurstError, match="must be a readable file"):
+        environment_args()
