@@ -24,7 +24,7 @@ from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.terminal import in_one_sentence
 
 
-def dealt(drawn: list[Batch]) -> list[Batch]:
+def mixed(drawn: list[Batch]) -> list[Batch]:
     """The same batches, with each other's documents."""
     every = np.sort(np.concatenate([one.lengths for one in drawn]))[::-1]
     turn, at = np.divmod(np.arange(len(every)), len(drawn))
@@ -51,7 +51,7 @@ def main(
             drawn = list(batches(kind, grid, costs, packed, ahead))
             plain, other = (
                 fmean(one.step("balanced, changing CP") or 0.0 for one in some)
-                for some in (drawn, dealt(drawn))
+                for some in (drawn, mixed(drawn))
             )
             cells = (
                 name,
