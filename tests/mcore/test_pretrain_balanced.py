@@ -73,7 +73,7 @@ def test_steps_are_those_of_one_rank(flags, documents, truth, tmp_path):
             f"{EXPERTS} {BURST} --expert-model-parallel-size 4 --cp-sizes 1 2 {KEPT}", 4,
             f"{EXPERTS} --context-parallel-impl burst --expert-model-parallel-size 4 "
             "--micro-batch-size 1",
-            id="EP 4, kept, fused loss",
+            id="EP 4, kept, fused loss", marks=pytest.mark.whole,
         ),
         pytest.param(f"{MTP} {BURST} {KEPT}", 4, f"{MTP} {BURST}", id="MTP, kept, fused loss"),
     ],
