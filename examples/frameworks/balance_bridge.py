@@ -7,7 +7,8 @@
     cfg.dataset = BalancedDocuments(path="documents", costs="plan.json", token_limit=16384)
     pretrain(cfg, forward_step, callbacks=[Resume()])
 
-With a pipeline, also `cfg.model.variable_seq_lengths = True`. There are no validation or test sets.
+With a pipeline, also `cfg.model.variable_seq_lengths = True`, and for any model then
+`cfg.model.moe_token_dispatcher_type = "alltoall"`. There are no validation or test sets.
 """
 
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ class BalancedDocuments(DatasetProvider):
     token_limit: int = 0  # tokens of a micro-batch that a GPU has memory for
     cp_sizes: tuple[int, ...] = ()  # context-parallel sizes of micro-batches; (): the group's
     seed: int = 1234
+    seq_length: int = 0  # for Bridge's logs of throughput: tokens of a step / its documents
     dataloader_type: str = "external"
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any, None, None]:

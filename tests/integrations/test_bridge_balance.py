@@ -6,6 +6,9 @@ second time, and a loss of other documents.
 """
 
 import importlib
+import os
+import re
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -132,3 +135,29 @@ def test_bridges_micro_batches_are_those_of_the_balance(tmp_path):
         assert max(errors.values()) <= 4 * 6e-8, errors
         sizes |= ran
     assert sizes == {1, 2}
+
+
+def pretrained(folder, ranks) -> list[list[float]]:
+    """Loss and gradient norm of each step of Bridge's pretrain(), from its log."""
+    script = balanced.ROOT / "tests" / "integrations" / "bridge_pretrain.py"
+    paths = os.pathsep.join(map(str, (balanced.EXAMPLES, balanced.ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone",
+         f"--nproc-per-node={ranks}", str(script), str(folder)],
+        capture_output=True, text=True, cwd=folder,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = re.findall(r"lm loss: (\S+) .*? grad norm: (\S+)", done.stdout + done.stderr)
+    return [[float(value) for value in step] for step in found]
+
+
+def test_bridges_pretrain_has_the_steps_of_one_rank(tmp_path):
+    """To float32 rounding of losses near 5, and the three digits of gradient norms in its log."""
+    balanced.write(tmp_path / "plan.json", transfer=1e-4)
+    write_documents(tmp_path / "documents")
+    two, one = pretrained(tmp_path, 2), pretrained(tmp_path, 1)
+    assert len(one) == 2 and one[1][0] < one[0][0]
+    for (loss, norm), (true_loss, true_norm) in zip(two, one, strict=True):
+        assert loss == pytest.approx(true_loss, abs=2e-6)
+        assert norm == pytest.approx(true_norm, abs=1.1e-3)
