@@ -10,7 +10,7 @@ are simulated (1F1B), the update of weights is left out. See docs/how-to/balance
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
@@ -29,6 +29,7 @@ from benchmarks.facts import commit
 from benchmarks.rows import Sheet, append, check_appendable, read
 from megatron_burst.balance import BatchGrid, Costs, assign
 from megatron_burst.balance.packing import best_fit, sequential
+from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.job.costs import costs_of
 from megatron_burst.tools.job.hugging_face import PRESETS
@@ -116,6 +117,15 @@ class Batch:
         return step_of(in_turn(packs, lengths, grid, costs), grid).seconds if packs else None
 
 
+def case_of(name: str, dp: int, pp: int, packed: int, machine: Hardware) -> tuple[BatchGrid, Costs]:
+    """The grid and the planner's costs of one of `MODELS`; its token limit is what is packed."""
+    model = MODELS[name]
+    strategy = Strategy(cp=_CP, dp=dp, pp=pp, ep=8 if model.experts else 1, recompute="selective")
+    costs = costs_of(Job(model, packed, dp * _CP * pp, 8, dp, machine), strategy)
+    assert costs  # sequences are long
+    return BatchGrid(dp, _CP, _MICRO_BATCHES, packed // _CP, pp, strategy.ep), costs
+
+
 def batches(kind: str, grid: BatchGrid, costs: Costs, packed: int, draws: int) -> Iterator[Batch]:
     """Draws that fill a grid in sequence."""
     for seed in range(draws):
@@ -168,14 +178,9 @@ def simulate(
         machine, now = hardware_of(hardware), datetime.now(UTC).isoformat(timespec="seconds")
         cases = product(MODELS, KINDS, limit or (1.0, 1.5), dp or (8, 32), pp or (1, 4))
         for name, kind, more, ranks, stages in cases:
-            model, gpus = MODELS[name], ranks * _CP * stages
-            strategy = Strategy(
-                cp=_CP, dp=ranks, pp=stages, ep=8 if model.experts else 1, recompute="selective"
-            )
-            costs = costs_of(Job(model, packed, gpus, 8, ranks, machine), strategy)
-            assert costs  # sequences are long
-            limit_of_rank = int(packed * more) // _CP
-            grid = BatchGrid(ranks, _CP, _MICRO_BATCHES, limit_of_rank, stages, strategy.ep)
+            grid, costs = case_of(name, ranks, stages, packed, machine)
+            gpus = ranks * _CP * stages
+            grid = replace(grid, token_limit=int(packed * more) // _CP)
             columns = {
                 "date": now, "versions": f"planner at commit {commit()}", "model": name,
                 "gpu": f"predicted for {machine.name}", "documents": kind, "gpus": gpus,
@@ -184,7 +189,7 @@ def simulate(
                 measure(list(batches(kind, grid, costs, packed, draws)), rule or RULES, **columns)
             )
             append(out, rows, BALANCE_CSV)
-            typer.echo(f"{name}, {kind}, {gpus} GPUs, PP {stages}, limit {limit_of_rank}: done")
+            typer.echo(f"{name}, {kind}, {gpus} GPUs, PP {stages}, limit {grid.token_limit}: done")
 
 
 @app.command()

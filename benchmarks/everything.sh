@@ -14,6 +14,7 @@
 #               its column of each
 # recomputation frontier, frontier_one, frontier_whole, frontier_experts: a step's time against its peak,
 #               with as many tokens on each GPU, however many there are
+# balance       micro-batches of documents against the cost function; on several GPUs steps too, beside simulated ones
 # other         before, before_packed, before_long, before_nodes (after `python -m benchmarks.before COMMIT`), accuracy, million, loss
 #
 # TOTAL_S=seconds: nothing is started later; what runs then may take `grace` more.
@@ -142,6 +143,16 @@ frontier() { # seconds, thousands of tokens a GPU, arguments of a full run, of a
         $(sized "--seq $(($2 * gpus))K $3" "$4 --seq 256 --turns 1 --steps 1")
 }
 
+balance() { # on one GPU as one rank of 2, 4 and 8 computes; several are one context-parallel group
+    local sizes
+    sizes=$(sized "--model qwen3-8b --tokens 16K" "--model tiny --tokens 512 --reps 1")
+    # shellcheck disable=SC2086
+    bench 330 balance_measured micro-batches "$out/balance_costs.csv" $sizes --count "$(sized 30 2)" || return
+    # shellcheck disable=SC2086
+    ((gpus == 1)) || bench 120 balance_measured steps "$out/balance_steps.csv" --costs "$out/balance_costs.csv" $sizes \
+        --draws "$(sized 2 1)"
+}
+
 part() {
     case $1 in
         tests) timeout 530 python3 -m pytest tests/gpu -m gpu -n "$(sized 5 1)" --dist worksteal -q -rf \
@@ -182,6 +193,7 @@ part() {
         frontier_one) frontier 540 64 "--model qwen3-8b --documents none --turns 2 --steps 3" "--model tiny --documents none" ;;
         frontier_whole) [[ -n $tiny ]] || frontier 540 64 "--model qwen3-1.7b" ;;
         frontier_experts) frontier 480 32 "--model qwen3-30b-a3b" "--model tiny-moe" ;;
+        balance) balance ;;
         accuracy) timeout 60 torchrun --nproc-per-node "$gpus" benchmarks/accuracy.py "$out/accuracy.csv" ;;
         million) attention 190 1M 32/8,32/32 one_node "${burst[@]}" --impl te:p2p --impl te:a2a --reps 1 ;;
         loss) # shellcheck disable=SC2046
@@ -197,7 +209,7 @@ part() {
 
 every="tests one_node packed two_nodes layers packed_nodes before before_packed before_nodes conformance one_node_long two_nodes_long
     layers_long layers_half layers_megatron before_long slices four_nodes accuracy million slices_14b slices_2m
-    slices_own_loss loss frontier frontier_one frontier_whole frontier_experts $seeds"
+    slices_own_loss loss balance frontier frontier_one frontier_whole frontier_experts $seeds"
 for name in "${@:-$every}"; do
     [[ $name != seeds ]] || name=$seeds
     # shellcheck disable=SC2086

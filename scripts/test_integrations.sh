@@ -9,13 +9,14 @@
 # its tests are skipped.
 # Prints a table at the end; fails if any row of it does.
 set -uo pipefail
+shopt -s extglob
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 # name | packages, with what they ask for | packages alone: what they ask for needs GPUs
 environments='
 bridge  | transformers>=5.8,<=5.12.1 omegaconf hydra-core pyyaml tqdm six regex datasets tensorboard nvidia-modelopt megatron-energon onnxscript pydantic importlib-metadata nvdlfw-inspect nvidia-cuda-crt<13.1 nvidia-cuda-cccl<13.1 | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2 megatron-bridge==0.6.2
 nemo-rl | ray transformers>=5.8,<=5.12.1 omegaconf hydra-core pyyaml tqdm six regex datasets tensorboard nvidia-modelopt megatron-energon onnxscript pydantic importlib-metadata nvdlfw-inspect nvidia-cuda-crt<13.1 nvidia-cuda-cccl<13.1 | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2 megatron-bridge==0.6.2
-verl    | verl==0.9.1 mbridge==0.15.1 |
+verl    | verl==0.9.1 mbridge==0.15.1 cachetools uvicorn fastapi |
 ms-swift | ms-swift[megatron]==4.6.0 mcore-bridge==1.6.5 onnxscript pydantic importlib-metadata nvdlfw-inspect nvidia-cuda-crt<13.1 nvidia-cuda-cccl<13.1 | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2
 slime   | numpy<2 transformers ray pybase64 six pyyaml httpx omegaconf wandb tensorboard |
 roll    | megatron-core==0.18.2 transformers accelerate peft |
@@ -31,7 +32,7 @@ while IFS='|' read -r name packages alone; do
     output=.cache/integrations-$name.txt
     BURST_ENVIRONMENT=$name BURST_PACKAGES=$packages BURST_ALONE=$alone scripts/bootstrap.sh \
         ".venvs/$name/bin/python" -m pytest -q -p no:cacheprovider \
-        "tests/integrations/test_${name//-/_}.py" "$@" 2>&1 </dev/null | tee "$output"
+        tests/integrations/test_"${name//-/_}"?(_balance).py "$@" 2>&1 </dev/null | tee "$output"
     [ "${PIPESTATUS[0]}" -eq 0 ] || failed=1
     table+=$(printf '%-10s %s' "$name" "$(tail -1 "$output")")$'\n'
 done <<<"$environments"

@@ -239,13 +239,22 @@ def test_megatron_and_burst_take_the_flags_of_loss_curves():
 
 
 def test_the_script_of_all_benchmarks_has_options_that_exist():
-    from benchmarks import attention, frontier, loss, packed, prefill, recompute, scaling
+    from benchmarks import (
+        attention,
+        balance_measured,
+        frontier,
+        loss,
+        packed,
+        prefill,
+        recompute,
+        scaling,
+    )
     from benchmarks.slices import app as slices
 
     script = ROOT / "benchmarks" / "everything.sh"
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     commands = [get_command(one.app) for one in (attention, loss, packed, prefill, recompute)]
-    for one in (slices, scaling.app, frontier.app):
+    for one in (slices, scaling.app, frontier.app, balance_measured.app):
         commands += get_command(one).commands.values()
     known = {option for one in commands for param in one.params for option in param.opts}
     known |= flags_in((ROOT / "conformance" / "run.py").read_text()) | {"--dist", "--junit-xml"}

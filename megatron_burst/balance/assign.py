@@ -2,13 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from itertools import count
+from math import ceil, inf
 
 import numpy as np
 
 from megatron_burst.balance.costs import WHO, Costs, pairs_of
 from megatron_burst.balance.drafts import Draft, draft_in_order, draft_of
-from megatron_burst.balance.grid import BatchGrid, check_sizes, checked_lengths
+from megatron_burst.balance.grid import (
+    BatchGrid,
+    check_documents,
+    check_sizes,
+    checked_lengths,
+)
 from megatron_burst.balance.pipeline import alike
 from megatron_burst.balance.slots import SlotLayout, Units, patterned
 from megatron_burst.errors import require
@@ -78,6 +84,56 @@ def assign(
     sizes = tuple(cp_sizes or (grid.cp,))
     check_sizes(grid, sizes)
     given = checked_lengths(lengths, grid)
+    found = _found(given, grid, costs, sizes)
+    require(WHO, [(
+        found,
+        f"documents must fit whole into {grid.slots} micro-batches of {grid.token_limit * grid.cp} "
+        "tokens, because all are in the same step",
+        f"{len(given)} documents of {given.sum()} tokens, which were not found to fit",
+        "have more micro-batches in a step, or raise the token limit",
+    )])  # fmt: skip
+    assert found is not None
+    return found
+
+
+def assign_fewest(
+    lengths: Sequence[int] | np.ndarray, grid: BatchGrid, costs: Costs, multiple: int = 1
+) -> Assignment:
+    """Assign documents to as few micro-batches as they were found to fit into, at the group's
+    size: for frameworks that count the micro-batches of a step by its tokens.
+
+    Args:
+        lengths: as for `assign`.
+        grid: as for `assign`; each data-parallel rank has at least its `micro_batches`.
+        costs: seconds of a micro-batch.
+        multiple: divides the number of a rank's micro-batches, as interleaved pipelines need.
+
+    Raises:
+        BurstError: if a length or the multiple is refused, or documents do not fit however many
+            micro-batches there are.
+    """
+    given = np.asarray(lengths)
+    check_documents(given, grid)
+    require(WHO, [(
+        isinstance(multiple, int) and multiple > 0,
+        "micro-batches must come in whole groups, because an interleaved pipeline runs so many",
+        f"multiple={multiple!r}", "pass the size of a group, or 1",
+    )])  # fmt: skip
+    tokens = int(given.sum(dtype=np.int64))
+    least = max(grid.micro_batches, ceil(tokens / (grid.token_limit * grid.cp * grid.dp)))
+    for some in count(ceil(least / multiple) * multiple, multiple):
+        tried = replace(grid, micro_batches=some)
+        if (some + multiple) * grid.dp > len(given):  # more would leave some empty
+            break
+        if found := _found(given.astype(np.int64), tried, costs, (grid.cp,)):
+            return found
+    return assign(given, tried, costs)
+
+
+def _found(
+    given: np.ndarray, grid: BatchGrid, costs: Costs, sizes: Sequence[int]
+) -> Assignment | None:
+    """The fastest assignment, as predicted; None if the documents were not found to fit."""
     order = np.argsort(-given, kind="stable")
     long_first = given[order]
     area = pairs_of(long_first)
@@ -87,15 +143,8 @@ def assign(
     units = Units(long_first, seconds, costs.fixed)
     in_order = draft_in_order(given, order, units, grid)
     fits = [*([in_order] if in_order else []), *_drafts(units, grid)]
-    require(WHO, [(
-        fits,
-        f"documents must fit whole into {grid.slots} micro-batches of {grid.token_limit * grid.cp} "
-        "tokens, because all are in the same step",
-        f"{len(given)} documents of {given.sum()} tokens, which were not found to fit",
-        "have more micro-batches in a step, or raise the token limit",
-    )])  # fmt: skip
-    found = min(fits, key=lambda one: one.step)
-    return _assignment(found, order, units, area, grid)
+    best = min(fits, key=lambda one: one.step, default=None)
+    return None if best is None else _assignment(best, order, units, area, grid)
 
 
 def _drafts(units: Units, grid: BatchGrid) -> Iterator[Draft]:
@@ -129,11 +178,11 @@ def _assignment(
     draft: Draft, order: np.ndarray, units: Units, area: np.ndarray, grid: BatchGrid
 ) -> Assignment:
     by_bin = np.argsort(draft.bin_of, kind="stable")
-    bins, count = draft.bins, len(draft.seconds)
-    edges = np.searchsorted(draft.bin_of[by_bin], np.arange(count + 1)).tolist()
+    bins, many = draft.bins, len(draft.seconds)
+    edges = np.searchsorted(draft.bin_of[by_bin], np.arange(many + 1)).tolist()
     documents = order[by_bin].tolist()
-    tokens = np.bincount(draft.bin_of, units.lengths, count).astype(np.int64).tolist()
-    areas = np.zeros(count, dtype=np.int64)
+    tokens = np.bincount(draft.bin_of, units.lengths, many).astype(np.int64).tolist()
+    areas = np.zeros(many, dtype=np.int64)
     np.add.at(areas, draft.bin_of, area)
     slots: list[list[MicroBatch]] = [[] for _ in range(grid.slots)]
     columns = (bins.slots(grid), bins.cps, bins.at, areas, draft.seconds)

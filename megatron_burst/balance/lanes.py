@@ -160,46 +160,69 @@ class _State:
 def refine(lengths: np.ndarray, seconds: np.ndarray, lanes: Lanes, bin_of: np.ndarray) -> None:
     """Move documents, or swap two, between the fullest lane and one of the emptiest, as long as
     that makes both more equal; `bin_of` is changed."""
-    rooms = lanes.room - np.bincount(bin_of, lengths, len(lanes.lane_of)).astype(np.int64)
-    loads = np.bincount(lanes.lane_of[bin_of], seconds, len(lanes.targets)) - lanes.targets
-    close = _CLOSE * max(float(lanes.targets.mean()), float(seconds.mean()))
+    state = _Exchanges(lengths, seconds, lanes, bin_of)
+    loads, close = state.loads, state.close
     for _ in range(_EXCHANGES):
         worst = int(loads.argmax())
-        for other in np.argsort(loads, kind="stable")[:_PARTNERS].tolist():
-            if loads[worst] - loads[other] > close and _exchange(
-                lengths, seconds, lanes, bin_of, rooms, loads, (worst, other), close
-            ):
+        for other in loads.argsort(kind="stable")[:_PARTNERS].tolist():
+            if loads[worst] - loads[other] > close and state.exchange(worst, other):
                 break
         else:
-            return
+            break
+    bin_of[:] = state.bins[:-1]
 
 
-def _exchange(lengths, seconds, lanes, bin_of, rooms, loads, pair, close) -> bool:
-    """Make the best exchange between a fuller and an emptier lane; whether there is one.
+class _Exchanges:
+    """Documents that change places; the last one is nothing, for which a document may go."""
 
-    Also tried: a document for nothing, which goes to the bin with the most room, if it does not
-    leave its bin empty.
-    """
-    worst, other = pair
-    lane_of = lanes.lane_of[bin_of]
-    mine, theirs = np.flatnonzero(lane_of == worst), np.flatnonzero(lane_of == other)
-    roomiest = max(np.flatnonzero(lanes.lane_of == other).tolist(), key=lambda b: rooms[b])
-    their_bins = np.append(bin_of[theirs], roomiest)
-    less = seconds[mine][:, None] - np.append(seconds[theirs], 0.0)
-    longer = lengths[mine][:, None] - np.append(lengths[theirs], 0)
-    gap = loads[worst] - loads[other]
-    fits = (longer <= rooms[their_bins]) & (-longer <= rooms[bin_of[mine]][:, None])
-    fits[np.bincount(bin_of, minlength=len(rooms))[bin_of[mine]] == 1, -1] = False
-    after = np.where(fits, np.abs(gap - 2 * less), np.inf)  # the two lanes' new difference
-    i, j = divmod(int(after.argmin()), after.shape[1])
-    if not after[i, j] < gap - close / 2:
-        return False
-    mine_bin, their_bin = bin_of[mine[i]], their_bins[j]
-    bin_of[mine[i]] = their_bin
-    if j < len(theirs):
-        bin_of[theirs[j]] = mine_bin
-    rooms[mine_bin] += longer[i, j]
-    rooms[their_bin] -= longer[i, j]
-    loads[worst] -= less[i, j]
-    loads[other] += less[i, j]
-    return True
+    def __init__(
+        self, lengths: np.ndarray, seconds: np.ndarray, lanes: Lanes, bin_of: np.ndarray
+    ) -> None:
+        self.bins, self._nothing = np.append(bin_of, 0), np.array([len(bin_of)])
+        self._lengths, self._seconds = np.append(lengths, 0), np.append(seconds, 0.0)
+        self._lane_of_bin, self._lane_of = lanes.lane_of, np.append(lanes.lane_of[bin_of], -1)
+        self._count = np.bincount(bin_of, minlength=len(lanes.lane_of))
+        filled = np.bincount(bin_of, lengths, len(lanes.lane_of))
+        self._rooms = lanes.room - filled.astype(np.int64)
+        self.loads = np.bincount(self._lane_of[:-1], seconds, len(lanes.targets)) - lanes.targets
+        self.close = _CLOSE * max(float(lanes.targets.mean()), float(seconds.mean()))
+
+    def exchange(self, worst: int, other: int) -> bool:
+        """Make the best exchange between a fuller and an emptier lane; whether there is one.
+
+        What goes for nothing goes to the bin with the most room, if it does not leave its bin
+        empty.
+        """
+        bins, rooms, nothing = self.bins, self._rooms, self._nothing
+        mine = (self._lane_of == worst).nonzero()[0]
+        theirs = np.concatenate(((self._lane_of == other).nonzero()[0], nothing))
+        there = (self._lane_of_bin == other).nonzero()[0]
+        bins[nothing] = there[rooms[there].argmax()]
+        less = self._seconds[mine][:, None] - self._seconds[theirs]
+        longer = self._lengths[mine][:, None] - self._lengths[theirs]
+        gap = self.loads[worst] - self.loads[other]
+        fits = (longer <= rooms[bins[theirs]]) & (-longer <= rooms[bins[mine]][:, None])
+        fits[self._count[bins[mine]] == 1, -1] = False
+        after = np.where(fits, np.abs(gap - 2 * less), np.inf)  # the two lanes' new difference
+        i, j = divmod(int(after.argmin()), after.shape[1])
+        if not after[i, j] < gap - self.close / 2:
+            return False
+        self._swap(mine[i], theirs[j], longer[i, j])
+        self.loads[worst] -= less[i, j]
+        self.loads[other] += less[i, j]
+        return True
+
+    def _swap(self, mine: int, theirs: int, longer: int) -> None:
+        """Two documents change bins; the first is so many tokens longer."""
+        here, there = self.bins[mine], self.bins[theirs]
+        self.bins[mine], self.bins[theirs] = there, here
+        self._lane_of[mine], self._lane_of[theirs] = (
+            self._lane_of_bin[there],
+            self._lane_of_bin[here],
+        )
+        if theirs == self._nothing:
+            self._lane_of[theirs] = -1
+            self._count[here] -= 1
+            self._count[there] += 1
+        self._rooms[here] += longer
+        self._rooms[there] -= longer

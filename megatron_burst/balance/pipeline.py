@@ -14,7 +14,7 @@ from megatron_burst.balance.grid import BatchGrid
 from megatron_burst.balance.slots import PACKED, SizeClass, SlotLayout, Units
 
 _ROUNDS = 3  # for the target and the sizes, which depend on each other
-_HALVINGS = 24  # of the range of the step
+_HALVINGS = 14  # of the range of the step
 _WAYS = 6  # numbers of ranks tried for the longest documents
 _OVER = 0.02  # of its target, that a wide micro-batch may take longer
 
@@ -40,8 +40,8 @@ def _longer(units: Units, grid: BatchGrid, cp: int, target: float) -> int:
     """How many documents, the longest, need a larger size."""
     if cp == grid.cp:
         return 0
-    late = units.seconds[cp] + units.fixed > target
-    return int(np.count_nonzero(late | (units.lengths > grid.token_limit * cp)))
+    late = np.count_nonzero(units.seconds[cp] + units.fixed > target)
+    return max(int(late), int(np.count_nonzero(units.lengths > grid.token_limit * cp)))
 
 
 def _work(
@@ -67,7 +67,8 @@ def _place(
     if not len(alone):
         return np.zeros(0, dtype=int), np.full(grid.dp, work / grid.slots + units.fixed)
     least, many = ceil(len(alone) / grid.micro_batches), min(len(alone), grid.dp)
-    ways = sorted({round(n) for n in np.geomspace(least, many, _WAYS)})
+    shares = [(many / least) ** (n / (_WAYS - 1)) for n in range(_WAYS)]
+    ways = sorted({round(least * one) for one in shares})
     spread = np.stack([_spread(alone, way, grid) for way in ways])
     steps, left = _even(alone, spread, (work, most), units.fixed, grid)
     best = int(steps.argmin())
@@ -117,11 +118,17 @@ def _even(
     # a rank without such a document waits PP - 1 times for its other slots, which are all alike
     waits = np.maximum(free + np.where(longest > 0, 0, grid.pp - 1), 1)
 
-    def each(steps: np.ndarray) -> np.ndarray:
-        return np.clip((steps[:, None] - taken) / waits, fixed, most) * (free > 0)
+    some = free > 0
 
-    low, high = np.zeros(len(ranks)), taken.max(axis=1) + goal * (1 + grid.pp)
-    for _ in range(_HALVINGS):
+    def each(steps: np.ndarray) -> np.ndarray:
+        seconds = (steps[:, None] - taken) / waits
+        return np.minimum(np.maximum(seconds, fixed), most) * some
+
+    # between the steps in which any, and in which every rank's slots take as long as the mean slot
+    mean = taken + waits * (goal / slots)
+    low = np.where(some, mean, np.inf).min(axis=1)
+    high = np.where(some, mean, -np.inf).max(axis=1)
+    for _ in range(_HALVINGS if (low < high).any() else 0):
         middle = (low + high) / 2
         enough = (each(middle) * free).sum(axis=1) >= goal
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)

@@ -18,7 +18,11 @@ from megatron_burst.comm.group import state_of
 from megatron_burst.comm.watch import Parallel
 from megatron_burst.errors import Need, require, unmet
 from megatron_burst.mcore.args import global_args
-from megatron_burst.mcore.packed import consecutive_part, partitioned_indices
+from megatron_burst.mcore.packed import (
+    consecutive_part,
+    documents_lie_anywhere,
+    partitioned_indices,
+)
 
 WHO = "balanced batches"
 _JOB = Parallel("job's", "rank", "each runs its part of the same steps")
@@ -95,6 +99,12 @@ class BalancedBatches(Iterator[Batch]):
         """A document with labels and mask."""
         given = self._documents[index]
         whole = isinstance(given, Mapping)
+        require(WHO, [(
+            not whole or "cu_seqlens" not in given,
+            "a document must be alone, because boundaries inside it would be lost",
+            f"document {index} with cu_seqlens, as samples of Megatron's SFTDataset have",
+            "pass each conversation as a document",
+        )])  # fmt: skip
         tokens = torch.as_tensor(given["tokens"] if whole else given).long()
         found = {"tokens": tokens}
         if whole:
@@ -207,6 +217,11 @@ def _of_command(args: Any, sampler: Sampler) -> Iterable[Need]:
     mine = sampler.documents, grid.micro_batches
     theirs = args.global_batch_size, args.global_batch_size // (args.micro_batch_size * grid.dp)
     ramps = getattr(args, "rampup_batch_size", None)
+    yield (
+        not documents_lie_anywhere(),
+        "documents must be sharded one by one, because micro-batches are padded and sharded so",
+        "--dataloader-inter-document-masking", "leave it out",
+    )  # fmt: skip
     yield (
         mine == theirs and not ramps and args.dataloader_type == "external",
         "Megatron must count the documents and micro-batches of the sampler's steps, because it "

@@ -3,6 +3,7 @@
 Guards against a lost document, an overfull rank, and a step that is slower than it need be.
 """
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_burst.balance import BatchGrid, Costs, assign, pairs_of
+from megatron_burst.balance import BatchGrid, Costs, assign, assign_fewest, pairs_of
 from megatron_burst.balance.packing import sequential
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.simulate.micro_batches import in_turn
@@ -239,6 +240,37 @@ def test_bad_input_is_refused_in_one_sentence(sizes, lengths, said):
     with pytest.raises(BurstError, match=said) as refused:
         run()
     assert str(refused.value).count("; got ") == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "least", "multiple", "count"),
+    [
+        ([100] * 12, 1, 1, 2),  # 1,200 tokens for two ranks of 400
+        ([100] * 12, 1, 3, 3),
+        ([100] * 12, 5, 1, 5),
+        ([100] * 12, 4, 3, 6),
+        ([201] * 6, 1, 1, 3),  # 1,206 tokens, but no two documents fit together
+    ],
+)
+def test_the_fewest_micro_batches_that_hold_documents(lengths, least, multiple, count):
+    grid = BatchGrid(2, 4, least, 100)
+    plan = assign_fewest(lengths, grid, COSTS, multiple)
+    assert [len(slots) for slots in plan.micro_batches] == [count, count]
+    check(plan, lengths, replace(grid, micro_batches=count), (4,))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "multiple", "said"),
+    [
+        ([201] * 7, 1, "were not found to fit"),  # three micro-batches a rank, a document each
+        ([16] * 3, 2, "got 3 documents"),
+        ([16, 401, 16], 1, "got 401 tokens at index 1"),
+        ([16] * 4, 0, "got multiple=0"),
+    ],
+)
+def test_what_no_number_of_micro_batches_could_hold_is_refused(lengths, multiple, said):
+    with pytest.raises(BurstError, match=said):
+        assign_fewest(lengths, BatchGrid(2, 4, 1, 100), COSTS, multiple)
 
 
 def test_pairs_are_those_of_the_causal_triangle():

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.balance import BALANCE_CSV, RULES, app
+from benchmarks.balance import BALANCE_CSV, RULES, Batch, app
+from benchmarks.balance_ahead import mixed
 from benchmarks.balance_documents import KINDS, draw
 from benchmarks.balance_peers import dynamic_cp, fills, wlb
 from benchmarks.rows import read
@@ -82,3 +83,9 @@ def test_the_rows_kept_have_every_rule_and_case():
     assert {row["documents"] for row in rows} == set(KINDS)
     ours = [row for row in rows if row["rule"].startswith("balanced")]
     assert np.isfinite([float(row["step_s"]) for row in ours]).all()
+
+
+def test_batches_that_share_out_their_documents_have_each_once():
+    grid, costs = BatchGrid(1, 1, 1, 100), Costs(1.0, 0.0)
+    two = [Batch([5, 1, 9], grid, costs, 100, 0), Batch([7, 3], grid, costs, 100, 1)]
+    assert [one.lengths for one in mixed(two)] == [[9, 3, 1], [7, 5]]

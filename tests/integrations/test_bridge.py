@@ -39,11 +39,18 @@ EXACT = 1e-9
 
 
 def start(parallel):
-    """Megatron's groups on the CPU, and streams, which TransformerEngine's class creates. Its base
-    class requires a GPU, and is told that there is one while it is constructed."""
-    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule as Base
-
+    """Megatron's groups on the CPU, and streams, which TransformerEngine's class creates."""
     from megatron_burst.tools import cpu_mode
+
+    without_gpu()
+    cpu_mode.install()
+    start_without_training(parallel)
+
+
+def without_gpu():
+    """The base class of TransformerEngine's modules requires a GPU, and is told that there is one
+    while it is constructed."""
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule as Base
 
     init, has_gpu = Base.__init__, mock.patch("torch.cuda.is_available", return_value=True)
 
@@ -52,8 +59,6 @@ def start(parallel):
             init(self, *arguments, **options)
 
     Base.__init__ = constructed
-    cpu_mode.install()
-    start_without_training(parallel)
 
 
 def layers(config):

@@ -230,6 +230,9 @@ def test_labels_and_masks_of_a_data_set_are_taken():
     ours._documents = [[5, 6, 7, 8]]
     with pytest.raises(BurstError, match=r"document 0 with shapes \[\(4,\)\], and a length of 3"):
         ours._read(0)
+    ours._documents = [dict(tokens=[5, 6, 7], labels=[6, 7, 9], loss_mask=[0, 1, 1], cu_seqlens=0)]
+    with pytest.raises(BurstError, match="document 0 with cu_seqlens"):
+        ours._read(0)
 
 
 # ---- what is refused ------------------------------------------------------------------------

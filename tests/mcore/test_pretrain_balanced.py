@@ -16,6 +16,11 @@ pytestmark = [needs("training"), needs("model configurations")]
 FLAGS = """--data-path documents --seq-length 64 --max-position-embeddings 64 --eval-iters 0
     --micro-batch-size 2 --global-batch-size 12 --train-iters 4 --lr-decay-iters 4"""
 BURST = "--context-parallel-impl burst --context-parallel-size 2"
+EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64
+    --moe-router-load-balancing-type none"""  # an auxiliary loss is of a micro-batch's documents
+KEPT = """--recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+    --burst-keep all --burst-fused-loss"""
+MTP = "--mtp-num-layers 1"
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +49,41 @@ def truth(documents, tmp_path_factory) -> Pretrained:
 
 
 @pytest.mark.parametrize(
-    "flags", [pytest.param("--cp-sizes 1 2", id="CP 1 and 2"), pytest.param("", id="CP 2")]
+    "flags",
+    [
+        pytest.param("--cp-sizes 1 2", id="CP 1 and 2"),
+        pytest.param("", id="CP 2"),
+        pytest.param(f"--cp-sizes 1 2 {KEPT}", id="CP 1 and 2, kept, fused loss"),
+    ],
 )
 def test_steps_are_those_of_one_rank(flags, documents, truth, tmp_path):
     got = run(tmp_path, documents, 4, f"{BURST} {flags} --use-distributed-optimizer")
     assert len(truth.steps) == 4 and truth.steps[3]["lm loss"] < truth.steps[0]["lm loss"]
     assert_same(got, truth)
+
+
+@pytest.mark.parametrize(
+    "flags, ranks, reference",
+    [
+        pytest.param(
+            f"{EXPERTS} {BURST} --expert-model-parallel-size 2 --cp-sizes 1 2", 2,
+            f"{EXPERTS} --context-parallel-impl burst --expert-model-parallel-size 2", id="EP 2",
+        ),
+        pytest.param(
+            f"{EXPERTS} {BURST} --expert-model-parallel-size 4 --cp-sizes 1 2 {KEPT}", 4,
+            f"{EXPERTS} --context-parallel-impl burst --expert-model-parallel-size 4 "
+            "--micro-batch-size 1",
+            id="EP 4, kept, fused loss", marks=pytest.mark.whole,
+        ),
+        pytest.param(f"{MTP} {BURST} {KEPT}", 4, f"{MTP} {BURST}", id="MTP, kept, fused loss"),
+    ],
+)  # fmt: skip
+def test_steps_with_experts_and_mtp_are_those_without(flags, ranks, reference, documents, tmp_path):
+    """Expert-parallel ranks draw weights of their own, and Megatron weighs MTP's loss by the tokens
+    of a micro-batch, so references have as many of the one and the same of the other."""
+    got = run(tmp_path / "got", documents, 4, flags)
+    assert len(got.steps) == 4
+    assert_same(got, run(tmp_path / "reference", documents, ranks, reference))
 
 
 def test_steps_of_a_pipeline_are_those_of_one_without_context_parallelism(documents, tmp_path):
@@ -73,6 +107,11 @@ def test_a_resumed_run_goes_on_with_the_next_documents(documents, truth, tmp_pat
 @pytest.mark.parametrize(
     "flags, message",
     [
+        pytest.param(
+            "--dataloader-inter-document-masking",
+            "documents must be sharded one by one",
+            marks=needs("documents anywhere"),
+        ),
         ("--dataloader-type single", "--dataloader-type single; pass the documents of a step"),
         ("--seq-length 24", "got .* tokens; have more micro-batches in a step"),
     ],

@@ -1,0 +1,50 @@
+"""Measured micro-batches and steps beside the cost function: what is printed of them, and that they
+run, tiny, on the CPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.balance_table import COSTS_CSV, CostRow, costs_in, table_of
+from benchmarks.rows import read
+from megatron_burst.balance import Costs
+
+ROOT = Path(__file__).parents[2]
+COSTS = Costs(1e-5, 1e-9, 0.002, {2: 1e-6})
+
+
+def row(kind: str, tokens: int, area: int, cp: int, more: float = 1.0) -> CostRow:
+    ms = 1e3 * COSTS.seconds(tokens, area, cp) * more
+    return CostRow(
+        run="1", date="", versions="", gpu="", gpus=1, how="group", model="m", layers=4, kind=kind,
+        documents=1, tokens=tokens, ms=ms, ms_min=ms, ms_max=ms, reps=1, cp=cp, area=area,
+    )  # fmt: skip
+
+
+def test_errors_are_of_drawn_micro_batches_and_costs_of_the_others():
+    regular = [row("fitted", n, a, cp) for cp in (1, 2)
+               for n, a in ((100, 5000), (100, 500), (50, 400), (25, 100))]  # fmt: skip
+    drawn = [row("sft", 80, 3000, 1, 1.25), row("sft", 90, 2000, 2, 0.98), row("sft", 90, 1, 2)]
+    found = costs_in(regular + drawn)
+    assert (found.token, found.transfer[2]) == pytest.approx((1e-5, 1e-6))
+    cells = [[c.strip() for c in line.split("|")[3:8]] for line in
+             table_of(regular + drawn).splitlines()[2:]]  # fmt: skip
+    assert cells[0] == ["1", "1", "20.0%", "-20.0%", "sft: 1 documents, 80 tokens, CP 1"]
+    assert [line[:4] for line in cells[1:]] == [
+        ["2", "2", "1.0%", "+2.0%"],
+        ["all", "3", "2.0%", "-20.0%"],
+    ]
+
+
+def test_a_rank_s_part_of_each_size_is_measured(tmp_path):
+    command = "micro-batches out.csv --model tiny --tokens 128 --count 1 --reps 1".split()
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.balance_measured", *command], cwd=tmp_path, check=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    rows = read([tmp_path / "out.csv"], COSTS_CSV)
+    assert {each.cp for each in rows} == {1, 2, 4, 8} and len(rows) == 4 * 6
+    assert all(each.ms > 0 and each.tokens <= 128 * each.cp for each in rows)
