@@ -26,6 +26,7 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"engine"},
     {"recompute"},
     {"attention"},
+    {"shards"},
     {"loss"},
     {"mcore"},
     {"__init__", "__main__", "auto", "patch", "spec", "compat"},
