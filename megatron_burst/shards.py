@@ -275,8 +275,12 @@ def position_ids(
     got = f"{tokens} tokens and {shards.size} ranks"
     documents = shards.opened((), lambda: (tokens, 1, got, device))
     places = shards.mine(shards.rows(tokens), documents, device)
-    lies = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
-    if lies is None:
+    return in_documents(places, cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded)
+
+
+def in_documents(places: Tensor, starts: Tensor | None) -> Tensor:
+    """Positions in a sample as positions in its documents, which start there; None: one."""
+    if starts is None:
         return places
-    starts = lies.to(device, torch.int64)
+    starts = starts.to(places)
     return places - starts[torch.searchsorted(starts, places, right=True) - 1]

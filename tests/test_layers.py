@@ -29,7 +29,8 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"shards"},
     {"loss"},
     {"mcore"},
-    {"__init__", "__main__", "auto", "patch", "spec", "compat"},
+    {"hf_refusals"},
+    {"__init__", "__main__", "auto", "patch", "spec", "compat", "hf"},
     {"tools"},
 )
 # what a door imports, lazily, where there is no GPU
