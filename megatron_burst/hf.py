@@ -4,16 +4,17 @@
 pass on to attention as the keyword argument `burst`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import batched
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.data import get_worker_info
+from torch.utils.data import Sampler, get_worker_info
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from megatron_burst.attention import burst_attention
@@ -109,6 +110,32 @@ def shard_batch(
         group if dist.is_initialized() else None, layout, cu_seqlens, config
     )
     return found
+
+
+class RepeatedBatches(Sampler[int]):
+    """A sampler for Trainers: every rank of a context-parallel group gets the same batches.
+
+    accelerate deals batches to the processes in turn, as if each were data parallel; so each batch
+    comes once for every rank of the group, whose ranks must be next to each other in the default
+    group. Indices that fill no batch are left out. Use it in `Trainer._get_train_sampler`.
+
+    Args:
+        sampler: indices, the same on all processes.
+        batch_size: of a process and a step (`per_device_train_batch_size`).
+        group: the context-parallel group.
+    """
+
+    def __init__(self, sampler: Iterable[int], batch_size: int, group: Ranks = None) -> None:
+        self._sampler, self._batch_size = sampler, batch_size
+        self._times = given_or_default(group, "RepeatedBatches").size()
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in batched(self._sampler, self._batch_size):
+            if len(batch) == self._batch_size:
+                yield from batch * self._times
+
+    def __len__(self) -> int:
+        return len(self._sampler) // self._batch_size * self._batch_size * self._times
 
 
 def _rows_of(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor | None]:
