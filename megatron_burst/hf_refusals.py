@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.errors import Need, require
+from megatron_burst.masks_of_models import parts_of
 
 WHO = "burst in transformers"
 _SHARD = "call megatron_burst.hf.shard_batch, and pass all that it returns to the model"
@@ -33,7 +34,7 @@ def no_mask(
     Raises:
         BurstError: if there is padding, or a mask that these do not express.
     """
-    strange = sorted(_parts_of(mask_function) - _MASKS)
+    strange = sorted(parts_of(mask_function) - _MASKS)
     needs: list[Need] = [
         (attention_mask is None or bool(attention_mask.all()),
          "a batch must have no padding, because attention would see it",
@@ -42,18 +43,6 @@ def no_mask(
          "other from a model", ", ".join(strange), "use another attn_implementation"),
     ]  # fmt: skip
     require(WHO, needs)
-
-
-def _parts_of(function: Callable) -> set[str]:
-    """The names of functions that a mask function is made of."""
-    if not hasattr(function, "__closure__"):
-        return {type(function).__name__}
-    found = {function.__qualname__.partition(".")[0]}
-    for cell in function.__closure__ or ():
-        inside = cell.cell_contents
-        for part in inside if isinstance(inside, tuple) else (inside,):
-            found |= _parts_of(part) if callable(part) else set()
-    return found
 
 
 def of_attention(

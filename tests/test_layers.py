@@ -29,8 +29,9 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"shards"},
     {"loss"},
     {"mcore"},
+    {"masks_of_models"},
     {"hf_refusals"},
-    {"__init__", "__main__", "auto", "patch", "spec", "compat", "hf"},
+    {"__init__", "__main__", "auto", "patch", "spec", "compat", "hf", "titan"},
     {"tools"},
 )
 # what a door imports, lazily, where there is no GPU
