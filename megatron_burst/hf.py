@@ -115,7 +115,7 @@ def shard_batch(
 class RepeatedBatches(Sampler[int]):
     """A sampler for Trainers: every rank of a context-parallel group gets the same batches.
 
-    accelerate deals batches to the processes in turn, as if each were data parallel; so each batch
+    accelerate gives batches to the processes in turn, as if each were data parallel. So each batch
     comes once for every rank of the group, whose ranks must be next to each other in the default
     group. Indices that fill no batch are left out. Use it in `Trainer._get_train_sampler`.
 
