@@ -22,7 +22,7 @@ from megatron_burst.call import brief, is_dense
 from megatron_burst.comm.alone import Ranks, given_or_default
 from megatron_burst.comm.group import state_of
 from megatron_burst.config import BurstConfig
-from megatron_burst.errors import Need, require
+from megatron_burst.errors import Need, require, unmet
 from megatron_burst.hf_refusals import WHO, no_mask, of_attention
 from megatron_burst.loss.next_tokens import next_tokens
 from megatron_burst.schedule.layout import Layout
@@ -84,16 +84,20 @@ def shard_batch(
         BurstError: on all ranks of the group, if the batch cannot be sharded, or if ranks pass
             different ones.
     """
-    group = given_or_default(group, _WHO)
-    rows, cu_seqlens = _whole_chunks(*_rows_of(batch), group.size(), layout)
-    ids = rows["input_ids"]
+    require(_WHO, [_not_in_a_worker()])
+    group, problem = given_or_default(group, _WHO), unmet(_WHO, _of_batch(batch))
+    rows, cu_seqlens = {}, None
+    if not problem:
+        rows, cu_seqlens = _whole_chunks(*_rows_of(batch), group.size(), layout)
     shards = shards_of(_WHO, group, layout, (cu_seqlens, None), True)
 
     def sizes() -> Sizes:
+        ids = rows["input_ids"]
         got = f"input_ids {tuple(ids.shape)} and {group.size()} ranks"
         return ids.shape[1], ids.shape[0], got, ids.device
 
-    documents = shards.opened((), sizes, {"rows": ", ".join(rows)}, {"batch": _digest(rows)})
+    documents = shards.opened(problem, sizes, {"rows": ", ".join(rows)}, {"batch": _digest(rows)})
+    ids = rows["input_ids"]
     state_of(group).layout = shards.layout if group.size() > 1 else ""
     if "shift_labels" not in rows:
         labels = rows.get("labels", ids)
@@ -138,32 +142,15 @@ class RepeatedBatches(Sampler[int]):
         return len(self._sampler) // self._batch_size * self._batch_size * self._times
 
 
-def _rows_of(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor | None]:
-    """The tensors to shard, and the boundaries of documents, on the CPU."""
-    require(_WHO, _of_batch(batch))
-    rows = {name: batch[name] for name in _ROWS if name in batch}
-    given = [batch[name] for name in _BOUNDARIES if name in batch]
-    if given:
-        return rows, given[0].cpu()
-    if "position_ids" in rows:
-        at = rows["position_ids"].cpu()
-        begins = (at[:, 1:] != at[:, :-1] + 1).nonzero()
-        one = len(at) == 1 or len(begins) == 0
-        require(_WHO, [(one, "packed documents must have batch size 1, because attention gets the "
-                        "boundaries of a single sample", f"{len(at)} sequences with position_ids "
-                        "that start again", "pack them in one")])  # fmt: skip
-        if len(begins):
-            inner = (begins[:, 1] + 1).tolist()
-            return rows, torch.tensor([0, *inner, at.shape[1]], dtype=torch.int32)
-    return rows, None
-
-
-def _of_batch(batch: Mapping[str, Any]) -> Iterator[Need]:
-    yield (
+def _not_in_a_worker() -> Need:
+    return (
         get_worker_info() is None,
         "a batch must be sharded in the main process, because ranks compare it there",
         "a worker of a DataLoader", "pass num_workers=0, or shard what the loader returns",
     )  # fmt: skip
+
+
+def _of_batch(batch: Mapping[str, Any]) -> Iterator[Need]:
     ids, known = batch.get("input_ids"), {*_ROWS, *_BOUNDARIES, *_FOLLOW, "num_items_in_batch"}
     strange = [name for name, x in batch.items() if name not in known and x is not None]
     yield (
@@ -183,6 +170,28 @@ def _of_batch(batch: Mapping[str, Any]) -> Iterator[Need]:
         "a batch must have no padding, because attention would see it",
         "zeros in attention_mask", "pack it (a padding-free collator, cu_seqlens)",
     )  # fmt: skip
+    yield (
+        len(ids) == 1 or len(_begins(batch)) == 0,
+        "packed documents must have batch size 1, because attention gets the boundaries of a "
+        "single sample", f"{len(ids)} sequences with position_ids that start again",
+        "pack them in one",
+    )  # fmt: skip
+
+
+def _begins(batch: Mapping[str, Any]) -> Tensor:
+    """Where position_ids start again: int64 [places, 2], by sequence and position."""
+    at = batch.get("position_ids", torch.zeros(1, 1)).cpu()
+    return (at[:, 1:] != at[:, :-1] + 1).nonzero()
+
+
+def _rows_of(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The tensors to shard, and the boundaries of documents, on the CPU."""
+    rows = {name: batch[name] for name in _ROWS if name in batch}
+    given = [batch[name] for name in _BOUNDARIES if name in batch]
+    if given:
+        return rows, given[0].cpu()
+    begins = (_begins(batch)[:, 1] + 1).tolist()
+    return rows, torch.tensor([0, *begins, rows["input_ids"].shape[1]]) if begins else None
 
 
 def _whole_chunks(

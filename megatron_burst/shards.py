@@ -1,6 +1,6 @@
 """Shards of a whole sample, and the whole sample again: for programs without Megatron."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -105,21 +105,21 @@ class Shards:
         return order[self.rank * rows : (self.rank + 1) * rows]
 
     def opened(
-        self, first: Iterable[Need], sizes: Callable[[], Sizes],
+        self, problem: str, sizes: Callable[[], Sizes],
         terms: Mapping[str, str] | None = None, data: Mapping[str, str] | None = None,
     ) -> Documents | None:  # fmt: skip
         """The documents, once all ranks make the same call.
 
         Args:
-            first: checks without which there are no sizes.
+            problem: what this rank refuses already; then there are no sizes.
             sizes: tokens and sequences that the call passes, what to say of them, and the device.
             terms, data: what else must be the same on all ranks, as for `announce`.
 
         Raises:
-            BurstError: on all ranks, if a need is unmet or boundaries are invalid on one of them,
-                or if they make different calls.
+            BurstError: on all ranks, if one has a problem or cannot shard the sample, or if they
+                make different calls.
         """
-        problem, documents, told = unmet(self.who, first), None, {}
+        documents, told = None, {}
         if not problem:
             tokens, batch, got, device = sizes()
             problem = unmet(self.who, self.needs(tokens, batch, got))
@@ -166,7 +166,7 @@ def _opened(shards: Shards, x: Tensor, dim: int) -> Documents | None:
         batch = x.shape[0] if dim % x.dim() == 1 else 1
         return x.shape[dim], batch, f"shape {tuple(x.shape)} and {shards.size} ranks", x.device
 
-    return shards.opened(_of_tensor(x, dim), sizes)
+    return shards.opened(unmet(shards.who, _of_tensor(x, dim)), sizes)
 
 
 def shard(
@@ -273,7 +273,7 @@ def position_ids(
     who, boundaries, device = "position ids", (cu_seqlens, cu_seqlens_padded), torch.device(device)
     shards = shards_of(who, given_or_default(group, who), layout, boundaries, True)
     got = f"{tokens} tokens and {shards.size} ranks"
-    documents = shards.opened((), lambda: (tokens, 1, got, device))
+    documents = shards.opened("", lambda: (tokens, 1, got, device))
     places = shards.mine(shards.rows(tokens), documents, device)
     return in_documents(places, cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded)
 

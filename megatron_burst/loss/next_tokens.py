@@ -12,7 +12,7 @@ from megatron_burst.call import brief, is_dense
 from megatron_burst.comm.alone import Ranks, given_or_default
 from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.sample import Sample
-from megatron_burst.errors import Need
+from megatron_burst.errors import Need, unmet
 from megatron_burst.loss.checks import digest
 from megatron_burst.shards import LayoutName, Shards, Sizes, shards_of
 
@@ -70,7 +70,8 @@ def next_tokens(
     terms = {"whole_sample": str(whole_sample), "dim": str(dim)}
     if is_dense(tokens):
         terms["tokens"] = f"{tokens.dim()} axes {tokens.dtype} {tokens.device.type}"
-    documents = shards.opened(chain([whole], _of_ids(tokens, dim)), sizes, terms)
+    problem = unmet(WHO, chain([whole], _of_ids(tokens, dim)))
+    documents = shards.opened(problem, sizes, terms)
     return _labels(shards, tokens.movedim(dim, 0), documents, ignore_index).movedim(0, dim)
 
 

@@ -179,6 +179,7 @@ def refused_on_ranks(rank: int) -> list[str]:
         lambda: burst_attention(q, q, q),
         lambda: dynamic(**mine),
         lambda: shard_batch(batch_of(packed=False)),
+        lambda: shard_batch(batch | ({"attention_mask": ZERO} if rank else {})),
     )
     for call in calls:
         with pytest.raises(BurstError) as raised:
@@ -189,7 +190,8 @@ def refused_on_ranks(rank: int) -> list[str]:
 
 def test_what_differs_between_ranks_is_refused_on_all():
     for said in run_ranks(refused_on_ranks, 2):
-        batches, layouts, layout, rope, length = said
+        batches, layouts, layout, rope, length, padding = said
+        assert "zeros in attention_mask" in padding and "cp ranks [1]" in padding
         assert "batch=" in batches
         assert "layout=zigzag" in layouts and "layout=contiguous" in layouts
         assert 'got layout "zigzag" after shard(..., layout="contiguous")' in layout
