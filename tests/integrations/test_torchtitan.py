@@ -55,12 +55,13 @@ def loss_of(logits, labels):
     )
 
 
-def errors_of(rank: int, balancer: str | None) -> tuple[float, float]:
+def errors_of(rank: int, balancer: str | None, recompute: str) -> tuple[float, float]:
     """Largest errors of the loss and of gradients."""
     from torch.distributed.fsdp import FSDPModule
     from torchtitan import trainer
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims, parallel_dims
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.models.llama3 import parallelize_llama
 
     import megatron_burst.titan  # noqa: F401  # after torchtitan's models and trainer
@@ -77,7 +78,8 @@ def errors_of(rank: int, balancer: str | None) -> tuple[float, float]:
     model = model_of()
     masks = model.get_attention_masks(positions)
     parallelize_llama(
-        model, parallel_dims=dims, ac_config=None, dump_folder="", compile_config=CompileConfig(),
+        model, parallel_dims=dims, dump_folder="", compile_config=CompileConfig(),
+        ac_config={"full": FullAC, "selective": SelectiveAC}[recompute].Config(),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor", context_parallel_degree=2),
         training=TrainingConfig(mixed_precision_param="float32", mixed_precision_reduce="float32"),
     )  # fmt: skip
@@ -99,9 +101,11 @@ def errors_of(rank: int, balancer: str | None) -> tuple[float, float]:
     return float((total / true - 1).abs()), max(errors)
 
 
-@pytest.mark.parametrize("balancer", ["headtail", None])
-def test_a_llama_on_two_ranks_is_that_on_one(balancer):
-    for errors in run_ranks(errors_of, 2, balancer):
+@pytest.mark.parametrize(
+    ("balancer", "recompute"), [("headtail", "selective"), (None, "full")], ids=str
+)
+def test_a_llama_on_two_ranks_is_that_on_one(balancer, recompute):
+    for errors in run_ranks(errors_of, 2, balancer, recompute):
         assert max(errors) < 2e-5, errors
 
 
