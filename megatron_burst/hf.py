@@ -98,7 +98,8 @@ def shard_batch(
 
     documents = shards.opened(problem, sizes, {"rows": ", ".join(rows)}, {"batch": _digest(rows)})
     ids = rows["input_ids"]
-    state_of(group).layout = shards.layout if group.size() > 1 else ""
+    if shards.group is not None:
+        state_of(shards.group).layout = shards.layout
     if "shift_labels" not in rows:
         labels = rows.get("labels", ids)
         rows["shift_labels"] = next_tokens(labels, dim=1, cu_seqlens=cu_seqlens)
