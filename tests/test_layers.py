@@ -88,6 +88,13 @@ def test_only_mcore_imports_megatron():
             assert "import megatron." not in text and "from megatron." not in text, path
 
 
+def test_only_their_doors_import_other_frameworks():
+    others = {"transformers", "accelerate", "trl", "torchtitan", "datasets"}
+    found = {module_of(path): roots_of(path) & others for path in PACKAGE.rglob("*.py")}
+    doors = {"hf": {"transformers"}, "titan": {"torchtitan"}}
+    assert {name: roots for name, roots in found.items() if roots} == doors
+
+
 def test_the_wheel_never_imports_the_benchmarks():
     """They import it, and are not in it."""
     roots = {path: roots_of(path) for path in PACKAGE.rglob("*.py")}
