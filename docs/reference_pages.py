@@ -62,10 +62,13 @@ API = (
     "loss.linear.token_log_probs", "loss.next_tokens.next_tokens", "loss.rows.count_supervised",
     "mcore.fused_loss.fuse_loss", "mcore.specs.burst_spec", "mcore.packed.SlicedSeqParams",
     "mcore.balanced.BalancedBatches",
+    "shards.shard", "shards.unshard", "shards.position_ids",
     "errors.BurstError",
 )  # fmt: skip
 MODULES = {
     "slices": "Masks of slices: `megatron_burst.slices`",
+    "hf": "transformers: `megatron_burst.hf`",
+    "titan": "torchtitan: `megatron_burst.titan`",
     "auto": "Frameworks on Megatron: `megatron_burst.auto`",
     "compat": "The original BurstAttention's interface: `megatron_burst.compat`",
 }

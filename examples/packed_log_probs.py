@@ -10,7 +10,7 @@ depend on the number of ranks.
 import torch
 import torch.distributed as dist
 
-from megatron_burst import burst_attention, next_tokens, token_log_probs
+from megatron_burst import burst_attention, next_tokens, shard, token_log_probs
 
 LENGTHS, WIDTH, HEADS, VOCAB = (21, 40, 7, 0, 90), 64, 4, 500
 
@@ -24,20 +24,20 @@ def main() -> None:
         torch.cuda.set_device(device)
     padded = [-(-length // (2 * size)) * 2 * size for length in LENGTHS]
     starts, lies = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (LENGTHS, padded))
-    # this rank's tokens: chunks r and 2P-1-r of each document, padding (-1) included
-    tokens, document = [], []
-    for number, (length, room) in enumerate(zip(LENGTHS, padded, strict=True)):
-        words = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(number))
-        chunks = torch.cat((words, words.new_full((room - length,), -1))).chunk(2 * size)
-        tokens += [chunks[rank], chunks[2 * size - 1 - rank]]
-        document += [number] * (len(tokens[-2]) + len(tokens[-1]))
-    tokens, document = torch.cat(tokens).to(device), torch.tensor(document, device=device)
+    sample = dict(layout="zigzag-documents", cu_seqlens=starts, cu_seqlens_padded=lies)
+    words = torch.full((int(lies[-1]),), -1)  # padding
+    for number, (length, start) in enumerate(zip(LENGTHS, lies.tolist(), strict=False)):
+        generator = torch.Generator().manual_seed(number)
+        words[start : start + length] = torch.randint(VOCAB, (length,), generator=generator)
+    document = torch.arange(len(LENGTHS)).repeat_interleave(lies.diff())
+    tokens, document = (
+        shard(x.to(device), group=group, dim=0, **sample) for x in (words, document)
+    )
 
     dtype = torch.bfloat16 if on_gpu else torch.float32
     random = torch.Generator().manual_seed(5)
     table, head = (torch.randn(VOCAB, WIDTH, generator=random).to(device, dtype) for _ in range(2))
     x = table[tokens.clamp(min=0)].view(-1, HEADS, WIDTH // HEADS)
-    sample = dict(layout="zigzag-documents", cu_seqlens=starts, cu_seqlens_padded=lies)
     hidden = burst_attention(x, x, x, group=group, qkv_format="thd", **sample).flatten(1)
     found = token_log_probs(hidden, head, next_tokens(tokens, cp_group=group, **sample))
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst import burst_attention
+from megatron_burst import burst_attention, shard, unshard
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
 
@@ -25,15 +25,12 @@ def attend(tensors: list[Tensor], lengths: list[int], parents: list[int] | None)
         lengths: of its segments.
         parents: of each segment, if they are a tree.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    q, k, v = (x.chunk(size)[rank].contiguous() for x in tensors)
+    q, k, v = (shard(x, layout="contiguous", dim=0) for x in tensors)
     boundaries = torch.tensor([0, *accumulate(lengths)])
     out = burst_attention(
         q, k, v, cu_seqlens=boundaries, prefix_tree=parents, layout="contiguous", qkv_format="thd"
     )
-    shards = [torch.empty_like(out) for _ in range(size)]
-    dist.all_gather(shards, out)
-    return torch.cat(shards)
+    return unshard(out, layout="contiguous", dim=0)
 
 
 def compare(prompt: int, answer: int, count: int, device: torch.device) -> None:

@@ -18,9 +18,12 @@ _HOME_OF = {
     "fuse_loss": "megatron_burst.mcore.fused_loss",
     "linear_cross_entropy": "megatron_burst.loss.linear",
     "next_tokens": "megatron_burst.loss.next_tokens",
+    "position_ids": "megatron_burst.shards",
+    "shard": "megatron_burst.shards",
     "token_log_probs": "megatron_burst.loss.linear",
     "burst_spec": "megatron_burst.spec",
     "keep": "megatron_burst.recompute.keep",
+    "unshard": "megatron_burst.shards",
 }
 __all__ = ["__version__", *_HOME_OF]
 

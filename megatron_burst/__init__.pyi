@@ -12,4 +12,7 @@ from megatron_burst.mcore.fused_loss import fuse_loss as fuse_loss
 from megatron_burst.mcore.packed import SlicedSeqParams as SlicedSeqParams
 from megatron_burst.mcore.specs import burst_spec as burst_spec
 from megatron_burst.recompute.keep import keep as keep
+from megatron_burst.shards import position_ids as position_ids
+from megatron_burst.shards import shard as shard
+from megatron_burst.shards import unshard as unshard
 from megatron_burst.version import __version__ as __version__

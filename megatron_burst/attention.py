@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_burst.call import Asked, Call, call_of, given_in, key_of
-from megatron_burst.comm.alone import given_or_default, is_first
+from megatron_burst.comm.alone import Ranks, given_or_default, is_first
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.group import Group, state_of
 from megatron_burst.comm.pass_log import Kind, Marks, Pass
@@ -38,7 +38,7 @@ def burst_attention(
     k: Tensor,
     v: Tensor,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Ranks = None,
     causal: bool = True,
     softmax_scale: float | None = None,
     window: tuple[int | None, int | None] | None = None,
@@ -74,8 +74,8 @@ def burst_attention(
             k_local differs from s_local: keys are another sequence, sharded over the same ranks.
             It must not be causal, and may have slices, but no window and documents.
         v: [b, k_local, h_kv, d_v].
-        group: the context-parallel group; None is the default group, or this process alone if there
-            is none.
+        group: the context-parallel group, or that dimension of a DeviceMesh; None is the default
+            group, or this process alone if there is none.
         causal: whether to mask keys at later positions of the whole sequence.
         window: (left, right): the number of earlier and of later positions that a query attends to;
             None or -1: no bound. With `causal` it attends to no later ones, whatever `right` is.
@@ -108,7 +108,7 @@ def burst_attention(
         softmax_scale: scale of the scores; None is d_qk ** -0.5.
         layout: which positions a rank holds; "zigzag" (Megatron's): chunks r and 2P-1-r of 2P;
             "zigzag-documents" (TransformerEngine's THD): the same for each document. Of no account
-            in cross-attention without slices; with them, of queries and of keys.
+            without a mask, else the last `shard`'s; in cross-attention of queries and of keys.
         qkv_format: order of the first two axes; "thd": no batch, [s_local, h, d].
         return_lse: whether to also return the log-sum-exp of the scores, sinks included.
         config: options.
@@ -149,6 +149,10 @@ def burst_attention(
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     documents = None
     try:
+        if layout != state.layout != "" and (causal or given or window):
+            from megatron_burst.engine.sample import refuse_layout
+
+            refuse_layout(layout, state.layout)
         q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
         if given:
             sizes = q.shape[1], group.size(), k.shape[1]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs tests/integrations with the frameworks that build on Megatron, on the CPU:
+# Runs tests/integrations with the frameworks that build on Megatron, and with those that do without, on the CPU:
 #
 #     [FRAMEWORKS="bridge nemo-rl"] [WHEELS=folder] [NEMO_RL=clone] [SLIME=clone] [ROLL=clone] scripts/test_integrations.sh [pytest's arguments]
 #
@@ -20,6 +20,8 @@ verl    | verl==0.9.1 mbridge==0.15.1 cachetools uvicorn fastapi |
 ms-swift | ms-swift[megatron]==4.6.0 mcore-bridge==1.6.5 onnxscript pydantic importlib-metadata nvdlfw-inspect nvidia-cuda-crt<13.1 nvidia-cuda-cccl<13.1 | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2
 slime   | numpy<2 transformers ray pybase64 six pyyaml httpx omegaconf wandb tensorboard |
 roll    | megatron-core==0.18.2 transformers accelerate peft |
+hf      | transformers==5.24.0 accelerate==1.15.0 trl==1.16.0 datasets peft |
+torchtitan | torch==2.13.0 torchtitan==0.3.0 |
 '
 [ -z "${WHEELS:-}" ] || export UV_FIND_LINKS=$WHEELS
 table=""
@@ -32,7 +34,7 @@ while IFS='|' read -r name packages alone; do
     output=.cache/integrations-$name.txt
     BURST_ENVIRONMENT=$name BURST_PACKAGES=$packages BURST_ALONE=$alone scripts/bootstrap.sh \
         ".venvs/$name/bin/python" -m pytest -q -p no:cacheprovider \
-        tests/integrations/test_"${name//-/_}"?(_balance).py "$@" 2>&1 </dev/null | tee "$output"
+        tests/integrations/test_"${name//-/_}"{,_*}.py "$@" 2>&1 </dev/null | tee "$output"
     [ "${PIPESTATUS[0]}" -eq 0 ] || failed=1
     table+=$(printf '%-10s %s' "$name" "$(tail -1 "$output")")$'\n'
 done <<<"$environments"

@@ -26,9 +26,12 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"engine"},
     {"recompute"},
     {"attention"},
+    {"shards"},
     {"loss"},
     {"mcore"},
-    {"__init__", "__main__", "auto", "patch", "spec", "compat"},
+    {"masks_of_models"},
+    {"hf_refusals"},
+    {"__init__", "__main__", "auto", "patch", "spec", "compat", "hf", "titan"},
     {"tools"},
 )
 # what a door imports, lazily, where there is no GPU
@@ -83,6 +86,13 @@ def test_only_mcore_imports_megatron():
         text = path.read_text()
         if path.parent.name != "mcore" and module_of(path) != "tools.cpu_mode":
             assert "import megatron." not in text and "from megatron." not in text, path
+
+
+def test_only_their_doors_import_other_frameworks():
+    others = {"transformers", "accelerate", "trl", "torchtitan", "datasets"}
+    found = {module_of(path): roots_of(path) & others for path in PACKAGE.rglob("*.py")}
+    doors = {"hf": {"transformers"}, "titan": {"torchtitan"}}
+    assert {name: roots for name, roots in found.items() if roots} == doors
 
 
 def test_the_wheel_never_imports_the_benchmarks():

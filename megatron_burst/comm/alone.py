@@ -10,6 +10,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_burst.errors import BurstError
 
+type Ranks = dist.ProcessGroup | dist.DeviceMesh | None  # as users pass them
 _LIMIT = timedelta(minutes=10)  # nothing waits in a group of one
 
 
@@ -42,15 +43,17 @@ def _made() -> dist.ProcessGroup:
     return group
 
 
-def given_or_default(group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
+def given_or_default(group: Ranks, who: str) -> dist.ProcessGroup:
     """The group, else the default group, or this process alone; `who` refuses another one."""
+    if isinstance(group, dist.DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
     if group is None and is_alone():
         return alone()
     outside = dist.GroupMember.NON_GROUP_MEMBER
     if group not in (None, outside) and not isinstance(group, dist.ProcessGroup):
         raise BurstError(
             f"{who}: group must be a process group, because ranks send each other their shards in "
-            f"it; got a {type(group).__name__}; pass a ProcessGroup, of a DeviceMesh get_group()"
+            f"it; got a {type(group).__name__}; pass one, or a DeviceMesh of one dimension"
         )
     if not dist.is_initialized():
         raise BurstError(

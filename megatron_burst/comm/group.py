@@ -183,16 +183,14 @@ class Group:
     board: Board  # out-of-band agreement of its ranks
     sub_groups: SubGroups  # shared by its communicators
     memory: GroupMemory = field(default_factory=GroupMemory)  # likewise
-    # by how they carry data
-    communicators: dict[Hashable, Any] = field(default_factory=dict)
+    communicators: dict[Hashable, Any] = field(default_factory=dict)  # by how they carry data
     # results for calls that ranks agreed on and accepted, for when they are repeated
     resolved: Latest[Hashable, Any] = field(default_factory=partial(Latest, _CALLS))
-    # choices already reported to the user
-    said: Latest[Hashable, None] = field(default_factory=partial(Latest, _CALLS))
-    # documents of the latest packed samples
-    samples: Latest[Hashable, Any] = field(default_factory=partial(Latest, _SAMPLES))
+    said: Latest[Hashable, None] = field(default_factory=partial(Latest, _CALLS))  # choices
+    samples: Latest[Hashable, Any] = field(default_factory=partial(Latest, _SAMPLES))  # packed
     # its ranks' pass log; None before the first communicator, and for a single rank
     log: PassLog | None = None
+    layout: str = ""  # of the latest `shard`
 
     def agree(
         self, terms: Mapping[str, str], who: str, key: Hashable = None, problem: str = "",

@@ -2,13 +2,13 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from numbers import Integral
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from megatron_burst.call import brief, is_strided
-from megatron_burst.errors import Need
+from megatron_burst.errors import BurstError, Need
 from megatron_burst.schedule.layout import Layout
 
 _WHOLE = torch.int32, torch.int64
@@ -23,6 +23,19 @@ class Sample(NamedTuple):
     longest: int | None
     parents: Tensor | Sequence[int] | None = None
     slices: Tensor | None = None
+
+
+def refuse_layout(got: str, sharded: str) -> NoReturn:
+    """Refuse a call in another layout than that of the group's latest `shard`.
+
+    Raises:
+        BurstError: always.
+    """
+    raise BurstError(
+        "burst attention: layout must be that of the group's last shard, because the same rows are "
+        f'other positions in another layout; got layout "{got}" after shard(..., '
+        f'layout="{sharded}"); pass the same'
+    )
 
 
 def identity(x: object) -> Hashable:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst import linear_cross_entropy, next_tokens, token_log_probs
+from megatron_burst import shards as shards_module
 from megatron_burst.engine.sample import Sample
 from megatron_burst.errors import BurstError
 from megatron_burst.loss import next_tokens as module
@@ -36,7 +37,7 @@ def test_labels_are_the_next_tokens_of_documents(seed, size, layout, whole, dtyp
     truth = packed.labels()
     shards = torch.cat([packed.ids[packed.places(rank)] for rank in range(size)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "announce", lambda *arguments, **options: None)
+        patch.setattr(shards_module, "announce", lambda *arguments, **options: None)
         patch.setattr(module, "_gather", lambda ids, *_: (shards.long(), torch.tensor(True)))
         for rank in range(size):
             group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size)
@@ -46,6 +47,11 @@ def test_labels_are_the_next_tokens_of_documents(seed, size, layout, whole, dtyp
                 **packed.boundaries,
             )  # fmt: skip
             assert torch.equal(got, truth[packed.places(rank)]), (rank, packed)
+            if packed.ids.dim() == 2:
+                same = next_tokens(
+                    mine.t(), cp_group=group, layout=layout, whole_sample=whole, dim=1
+                )
+                assert torch.equal(same, got.t())
 
 
 def log_prob_errors(
@@ -184,7 +190,7 @@ def differing(rank: int, device: str = "cpu") -> tuple:
 
     if device == "cpu":
         checks._stays_on_gpu = lambda x: True
-        module.announce = lambda *arguments, **options: None
+        shards_module.announce = lambda *arguments, **options: None
     cu_seqlens = torch.tensor([0, 3 + rank, 8], device=device)
     tokens = IDS[:4].to(device)
     labels = next_tokens(tokens, cp_group=dist.group.WORLD, cu_seqlens=cu_seqlens)

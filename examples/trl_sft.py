@@ -1,0 +1,88 @@
+"""TRL's SFTTrainer with packing on context-parallel ranks, without Megatron.
+
+torchrun --nproc-per-node 2 examples/trl_sft.py [--cp 2] [--steps 4]
+
+TRL refuses packing with accelerate's cp_size, which replaces attention by torch's own. So
+accelerate sees data-parallel ranks only: `RepeatedBatches` gives the ranks of a group the same
+batches, and the collator shards them. The losses do not depend on the number of ranks in a group.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, set_seed
+from trl import SFTConfig, SFTTrainer
+
+from megatron_burst.hf import RepeatedBatches, shard_batch
+
+TINY = dict(
+    vocab_size=260, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16,
+    num_attention_heads=4, num_key_value_heads=2,
+)  # fmt: skip
+
+
+class BurstSFTTrainer(SFTTrainer):
+    """SFTTrainer whose batches are sharded over a context-parallel group."""
+
+    def __init__(self, *arguments, group, **options):
+        super().__init__(*arguments, **options)
+        self.group, collate = group, self.data_collator
+        self.data_collator = lambda examples: shard_batch(collate(examples), group=group)
+
+    def _get_train_sampler(self, *arguments):
+        sampler = super()._get_train_sampler(*arguments)
+        return RepeatedBatches(sampler, self._train_batch_size, self.group)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cp", type=int, help="ranks that shard a batch; default: all")
+    parser.add_argument("--steps", type=int, default=4)
+    options = parser.parse_args()
+    args = SFTConfig(
+        output_dir="sft", use_cpu=not torch.cuda.is_available(), bf16=torch.cuda.is_available(),
+        packing=True, max_length=510, per_device_train_batch_size=1, max_steps=options.steps,
+        logging_steps=1, report_to="none", save_strategy="no", learning_rate=1e-3,
+        gradient_checkpointing=True, disable_tqdm=True,
+    )  # fmt: skip
+    group = context_parallel(args, options.cp)
+    files = sorted(Path(argparse.__file__).parent.glob("[a-d]*.py"))
+    texts = [path.read_text()[: 200 - 17 * place % 190] for place, path in enumerate(files)]
+    set_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**TINY), attn_implementation="burst")
+    trainer = BurstSFTTrainer(
+        model, args, group=group, train_dataset=Dataset.from_dict({"text": texts}),
+        processing_class=bytes_tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    if args.process_index == 0:
+        for step in trainer.state.log_history[: options.steps]:
+            print(f"step {step['step']} loss {step['loss']} gradient norm {step['grad_norm']}")
+
+
+def context_parallel(args, cp: int | None) -> dist.DeviceMesh | None:
+    """Groups of `cp` ranks next to each other, or of all; None for one process."""
+    if args.world_size == 1:
+        return None
+    sizes = args.world_size // (cp or args.world_size), cp or args.world_size
+    return dist.init_device_mesh(args.device.type, sizes, mesh_dim_names=("dp", "cp"))["cp"]
+
+
+def bytes_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    known = {letter: number for number, letter in enumerate(["<pad>", "<eos>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=known, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Burst attention in transformers: importing this module registers `attn_implementation="burst"`.
+
+`shard_batch` shards a batch and adds what attention needs to know of the whole sample, which models
+pass on to attention as the keyword argument `burst`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import batched
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.data import Sampler, get_worker_info
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from megatron_burst.attention import burst_attention
+from megatron_burst.call import brief, is_dense
+from megatron_burst.comm.alone import Ranks, given_or_default
+from megatron_burst.comm.group import state_of
+from megatron_burst.config import BurstConfig
+from megatron_burst.errors import Need, require, unmet
+from megatron_burst.hf_refusals import WHO, no_mask, of_attention
+from megatron_burst.loss.next_tokens import next_tokens
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.shards import LayoutName, Sizes, in_documents, shards_of
+
+_WHO, _IGNORED = "shard_batch", -100
+_ROWS = "input_ids", "labels", "position_ids", "shift_labels"
+_BOUNDARIES = "cu_seqlens", "cu_seq_lens_q"  # the second is transformers' name
+# what collators add to packed samples, and follows from boundaries
+_FOLLOW = "attention_mask", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedBatch:
+    """What attention needs to know of a sharded batch.
+
+    Attributes:
+        group: ranks that it is sharded over; None: this process alone.
+        layout: how.
+        cu_seqlens: ends of the whole sample's documents, on the CPU; None if it is not packed.
+        config: burst's options.
+    """
+
+    group: dist.ProcessGroup | None
+    layout: LayoutName
+    cu_seqlens: Tensor | None
+    config: BurstConfig | None
+
+
+def shard_batch(
+    batch: Mapping[str, Any], *, group: Ranks = None, layout: LayoutName = "zigzag",
+    config: BurstConfig | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """This rank's shard of a batch, for a model with `attn_implementation="burst"`.
+
+    `model(**shard_batch(batch, group=group)).loss` is this rank's part of the mean loss over the
+    whole batch: its mean over the ranks of the group is that loss. DDP and FSDP average gradients
+    over ranks, so nothing has to be scaled. All ranks of the group pass the same batch, in the main
+    process, not in a worker of a DataLoader. Synchronizes with a GPU once, to compare the batches.
+
+    Args:
+        batch: "input_ids", int64 [b, s]; also "labels" (not shifted; left out: input_ids) or
+            "shift_labels", [b, s], -100 where ignored, and "position_ids", [b, s]. A packed sample
+            has batch size 1 and "cu_seqlens" or "cu_seq_lens_q", int [documents + 1], or
+            position_ids that start again with each document. "attention_mask" must be all ones:
+            padding is refused. Other names are refused too, but for those that follow from these.
+        group: the context-parallel group, or that dimension of a DeviceMesh; None: all processes.
+        layout: which rows a rank gets, as in `burst_attention`. In "zigzag" and "contiguous" rows
+            are added at the end of a single sequence where the layout has equal chunks; they attend
+            to nothing and have no loss.
+        config: options for `burst_attention`.
+
+    Returns:
+        "input_ids", "position_ids", "labels" and "shift_labels" (both shifted over the whole
+        sample), [b, s / ranks]; "num_items_in_batch", float32 [], the number of labels of the whole
+        batch, divided by the ranks; and "burst", for attention.
+
+    Raises:
+        BurstError: on all ranks of the group, if the batch cannot be sharded, or if ranks pass
+            different ones.
+    """
+    require(_WHO, [_not_in_a_worker()])
+    group, problem = given_or_default(group, _WHO), unmet(_WHO, _of_batch(batch))
+    rows, cu_seqlens = {}, None
+    if not problem:
+        rows, cu_seqlens = _whole_chunks(*_rows_of(batch), group.size(), layout)
+    shards = shards_of(_WHO, group, layout, (cu_seqlens, None), True)
+
+    def sizes() -> Sizes:
+        ids = rows["input_ids"]
+        got = f"input_ids {tuple(ids.shape)} and {group.size()} ranks"
+        return ids.shape[1], ids.shape[0], got, ids.device
+
+    documents = shards.opened(problem, sizes, {"rows": ", ".join(rows)}, {"batch": _digest(rows)})
+    ids = rows["input_ids"]
+    if shards.group is not None:
+        state_of(shards.group).layout = shards.layout
+    if "shift_labels" not in rows:
+        labels = rows.get("labels", ids)
+        rows["shift_labels"] = next_tokens(labels, dim=1, cu_seqlens=cu_seqlens)
+    if "position_ids" not in rows:
+        places = in_documents(torch.arange(ids.shape[1], device=ids.device), cu_seqlens)
+        rows["position_ids"] = places.expand(ids.shape)
+    mine = shards.mine(shards.rows(ids.shape[1]), documents, ids.device)
+    found: dict[str, Any] = {name: x.index_select(1, mine) for name, x in rows.items()}
+    found["labels"] = found["shift_labels"]  # without any, transformers computes no loss
+    items = (rows["shift_labels"] != _IGNORED).sum().clamp(min=1)
+    found["num_items_in_batch"] = items / group.size()
+    found["burst"] = ShardedBatch(
+        group if dist.is_initialized() else None, layout, cu_seqlens, config
+    )
+    return found
+
+
+class RepeatedBatches(Sampler[int]):
+    """A sampler for Trainers: every rank of a context-parallel group gets the same batches.
+
+    accelerate gives batches to the processes in turn, as if each were data parallel. So each batch
+    comes once for every rank of the group, whose ranks must be next to each other in the default
+    group. Indices that fill no batch are left out. Use it in `Trainer._get_train_sampler`.
+
+    Args:
+        sampler: indices, the same on all processes.
+        batch_size: of a process and a step (`per_device_train_batch_size`).
+        group: the context-parallel group.
+    """
+
+    def __init__(self, sampler: Iterable[int], batch_size: int, group: Ranks = None) -> None:
+        self._sampler, self._batch_size = sampler, batch_size
+        self._times = given_or_default(group, "RepeatedBatches").size()
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in batched(self._sampler, self._batch_size):
+            if len(batch) == self._batch_size:
+                yield from batch * self._times
+
+    def __len__(self) -> int:
+        return len(self._sampler) // self._batch_size * self._batch_size * self._times
+
+
+def _not_in_a_worker() -> Need:
+    return (
+        get_worker_info() is None,
+        "a batch must be sharded in the main process, because ranks compare it there",
+        "a worker of a DataLoader", "pass num_workers=0, or shard what the loader returns",
+    )  # fmt: skip
+
+
+def _of_batch(batch: Mapping[str, Any]) -> Iterator[Need]:
+    ids, known = batch.get("input_ids"), {*_ROWS, *_BOUNDARIES, *_FOLLOW, "num_items_in_batch"}
+    strange = [name for name, x in batch.items() if name not in known and x is not None]
+    yield (
+        not strange, f"a batch must consist of {', '.join(_ROWS)} and cu_seqlens, because nothing "
+        "else is sharded", ", ".join(strange), "leave it out",
+    )  # fmt: skip
+    for name in _ROWS:
+        x = batch.get(name, ids)
+        yield (
+            is_dense(x) and x.dim() == 2 and is_dense(ids) and x.shape == ids.shape,
+            f"{name} must be a tensor [b, s] as input_ids, because it is sharded like them",
+            f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else brief(x), "pass such a tensor",
+        )  # fmt: skip
+    mask = batch.get("attention_mask")
+    yield (
+        mask is None or bool((mask != 0).all()),
+        "a batch must have no padding, because attention would see it",
+        "zeros in attention_mask", "pack it (a padding-free collator, cu_seqlens)",
+    )  # fmt: skip
+    yield (
+        len(ids) == 1 or len(_begins(batch)) == 0,
+        "packed documents must have batch size 1, because attention gets the boundaries of a "
+        "single sample", f"{len(ids)} sequences with position_ids that start again",
+        "pack them in one",
+    )  # fmt: skip
+
+
+def _begins(batch: Mapping[str, Any]) -> Tensor:
+    """Where position_ids start again: int64 [places, 2], by sequence and position."""
+    at = batch.get("position_ids", torch.zeros(1, 1)).cpu()
+    return (at[:, 1:] != at[:, :-1] + 1).nonzero()
+
+
+def _rows_of(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The tensors to shard, and the boundaries of documents, on the CPU."""
+    rows = {name: batch[name] for name in _ROWS if name in batch}
+    given = [batch[name] for name in _BOUNDARIES if name in batch]
+    if given:
+        return rows, given[0].cpu()
+    begins = (_begins(batch)[:, 1] + 1).tolist()
+    return rows, torch.tensor([0, *begins, rows["input_ids"].shape[1]]) if begins else None
+
+
+def _whole_chunks(
+    rows: dict[str, Tensor], cu_seqlens: Tensor | None, size: int, layout: str
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """A single sequence with rows added at its end, after its last document, for equal chunks."""
+    batch, tokens = rows["input_ids"].shape
+    chunks = size * {Layout.ZIGZAG: 2, Layout.CONTIGUOUS: 1}.get(layout, 0)
+    lacking = -tokens % chunks if chunks and batch == 1 and size > 1 else 0
+    if not lacking:
+        return rows, cu_seqlens
+    value = {"labels": _IGNORED, "shift_labels": _IGNORED}
+    if "labels" not in rows and "shift_labels" not in rows:
+        rows = rows | {"labels": rows["input_ids"]}
+    rows = {name: pad(x, (0, lacking), value=value.get(name, 0)) for name, x in rows.items()}
+    return rows, torch.tensor([0, tokens]) if cu_seqlens is None else cu_seqlens
+
+
+def _digest(rows: Mapping[str, Tensor]) -> str:
+    """Tells batches apart."""
+    found = blake2b(digest_size=8)
+    for x in rows.values():
+        found.update(x.cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _attend(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0,
+    sliding_window: int | None = None, s_aux: Tensor | None = None, is_causal: bool | None = None,
+    burst: ShardedBatch | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """An attention function of transformers; q, k and v [b, heads, s, d], out [b, s, heads, d]."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    asked = {"attention_mask": attention_mask, "dropout": dropout, "burst": burst, **others}
+    lengths, window = (query.shape[2], key.shape[2]), sliding_window
+    require(WHO, of_attention(module, asked, lengths, window, causal))
+    assert burst is not None
+    out = burst_attention(
+        *(x.transpose(1, 2) for x in (query, key, value)), group=burst.group, causal=causal,
+        softmax_scale=scaling, window=None if window is None else (window - 1, 0),
+        cu_seqlens=burst.cu_seqlens, sink=s_aux, layout=burst.layout, config=burst.config,
+        layer=getattr(module, "layer_idx", None) or 0,
+    )  # fmt: skip
+    return out, None
+
+
+AttentionInterface.register("burst", _attend)
+AttentionMaskInterface.register("burst", no_mask)

@@ -1,0 +1,286 @@
+"""Shards of a whole sample, and the whole sample again: for programs without Megatron."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_burst.call import brief, is_dense
+from megatron_burst.comm.alone import Ranks, given_or_default
+from megatron_burst.comm.group import announce, state_of
+from megatron_burst.engine.documents import Documents
+from megatron_burst.engine.sample import Sample
+from megatron_burst.errors import BurstError, Need, unmet
+from megatron_burst.schedule.layout import Layout, positions
+
+type LayoutName = Literal["zigzag", "contiguous", "striped", "zigzag-documents"]
+type Sizes = tuple[int, int, str, torch.device]
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """How a sample is sharded, and which part of it a call passes.
+
+    Attributes:
+        who: subject of error messages.
+        layout: of the rows.
+        group: ranks that hold them; None if one rank holds all.
+        whole: whether calls pass the whole sample, not this rank's rows.
+        sample: its documents, if it is packed.
+    """
+
+    who: str
+    layout: str
+    group: dist.ProcessGroup | None
+    whole: bool
+    sample: Sample | None
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    def rows(self, tokens: int) -> int:
+        """Rows per rank, of the number of tokens that a call passes."""
+        return tokens // (self.size if self.whole else 1)
+
+    def needs(self, tokens: int, batch: int, got: str) -> Iterator[Need]:
+        """Checks beyond those that `Documents` makes on boundaries."""
+        yield (
+            self.layout in tuple(Layout),
+            f"layout must be one of {', '.join(Layout)}, because it says which rows a rank holds",
+            repr(self.layout), "pass the one in which the tokens are sharded",
+        )  # fmt: skip
+        yield (
+            self.sample is None or self.sample.cu_seqlens is not None,
+            "cu_seqlens must come with cu_seqlens_padded, because it says where documents end",
+            "no cu_seqlens", "pass it, or leave out cu_seqlens_padded",
+        )  # fmt: skip
+        yield (
+            self.sample is None or batch == 1,
+            "packed documents must have batch size 1, because cu_seqlens describes a single "
+            "sample", got, "pass a batch of one",
+        )  # fmt: skip
+        yield (
+            self.sample is not None or self.layout != Layout.DOCUMENTS,
+            "cu_seqlens must be given for the layout zigzag-documents, because it shards each "
+            "document on its own", "no cu_seqlens", "pass it, or another layout",
+        )  # fmt: skip
+        pieces = self.size * (2 if self.layout in (Layout.ZIGZAG, Layout.DOCUMENTS) else 1)
+        whole = tokens * (1 if self.whole else self.size)
+        yield (
+            self.size == 1 or (tokens > 0 and whole % pieces == 0),
+            f"the sample's length must be a multiple of {pieces} tokens, because the layout "
+            f"{self.layout} has equal chunks", got, "pad it",
+        )  # fmt: skip
+
+    def documents(self, rows: int, device: torch.device) -> Documents:
+        """The documents of a packed sample with so many rows per rank.
+
+        Raises:
+            BurstError: if boundaries that are on the CPU are invalid.
+        """
+        assert self.sample is not None
+        # any upper bound on length will do: no kernel uses it
+        bounded = self.sample._replace(longest=rows * self.size)
+        return Documents(bounded, (rows, self.size), Layout(self.layout), device, self.who)
+
+    def order(self, rows: int, documents: Documents | None, device: torch.device) -> Tensor:
+        """Positions in the sample of all ranks' rows, rank after rank: int64 [tokens]."""
+        if documents is not None and self.layout == Layout.DOCUMENTS and self.size > 1:
+            return documents.rank_order
+        ranks = (positions(Layout(self.layout), r, self.size, rows) for r in range(self.size))
+        places = (at for of in ranks for at in of)
+        return torch.cat([torch.arange(at.start, at.stop, at.step, device=device) for at in places])
+
+    def mine(self, rows: int, documents: Documents | None, device: torch.device) -> Tensor:
+        """The part of `order` that is this rank's: int64 [rows]."""
+        order = self.order(rows, documents, device)
+        return order[self.rank * rows : (self.rank + 1) * rows]
+
+    def opened(
+        self, problem: str, sizes: Callable[[], Sizes],
+        terms: Mapping[str, str] | None = None, data: Mapping[str, str] | None = None,
+    ) -> Documents | None:  # fmt: skip
+        """The documents, once all ranks make the same call.
+
+        Args:
+            problem: what this rank refuses already; then there are no sizes.
+            sizes: tokens and sequences that the call passes, what to say of them, and the device.
+            terms, data: what else must be the same on all ranks, as for `announce`.
+
+        Raises:
+            BurstError: on all ranks, if one has a problem or cannot shard the sample, or if they
+                make different calls.
+        """
+        documents, told = None, {}
+        if not problem:
+            tokens, batch, got, device = sizes()
+            problem = unmet(self.who, self.needs(tokens, batch, got))
+            told = {"shape": got, **(data or {})}
+        if self.sample is not None and not problem:
+            try:
+                documents = self.documents(self.rows(tokens), device)
+                told |= (documents.known or {}) if device.type == "cpu" else {}
+            except BurstError as error:
+                problem = str(error)
+        if self.group is not None:
+            always = {"layout": self.layout, "documents": f"{documents is not None}"}
+            same, told = ({}, {}) if problem else (always | dict(terms or {}), told)
+            announce(self.group, same, self.who, problem, data=told)
+        if problem:
+            raise BurstError(problem)
+        return documents
+
+
+def shards_of(
+    who: str, group: dist.ProcessGroup | None, layout: str,
+    boundaries: tuple[Tensor | None, Tensor | None], whole: bool,
+) -> Shards:  # fmt: skip
+    """Arguments as users pass them; `boundaries`: cu_seqlens, cu_seqlens_padded."""
+    ranks = None if group is None or group.size() == 1 else group
+    packed = any(x is not None for x in boundaries)
+    return Shards(who, str(layout), ranks, whole, Sample(*boundaries, None) if packed else None)
+
+
+def _of_tensor(x: Tensor, dim: int) -> Iterator[Need]:
+    yield (
+        is_dense(x), "the tensor must be dense and have data, because its rows are copied",
+        brief(x), "make it dense, of a DTensor to_local()",
+    )  # fmt: skip
+    yield (
+        isinstance(dim, int) and -x.dim() <= dim < x.dim(),
+        "dim must be an axis of the tensor, because it is the one that is sharded",
+        f"dim={dim!r} and shape {tuple(x.shape)}", "pass the axis of the sequence",
+    )  # fmt: skip
+
+
+def _opened(shards: Shards, x: Tensor, dim: int) -> Documents | None:
+    def sizes() -> Sizes:
+        batch = x.shape[0] if dim % x.dim() == 1 else 1
+        return x.shape[dim], batch, f"shape {tuple(x.shape)} and {shards.size} ranks", x.device
+
+    return shards.opened(unmet(shards.who, _of_tensor(x, dim)), sizes)
+
+
+def shard(
+    x: Tensor, *, group: Ranks = None, layout: LayoutName = "zigzag",
+    cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None, dim: int = 1,
+) -> Tensor:  # fmt: skip
+    """This rank's rows of a whole sample, in the order that `burst_attention` expects.
+
+    The group remembers the layout: from now on `burst_attention` refuses another one, whose rows
+    look the same. Nothing is sent; gradients reach the rows that were taken.
+
+    Args:
+        x: any dtype, the same sample on all ranks, with `dim` axes before the sequence's.
+        group: the context-parallel group, as for `burst_attention`.
+        layout: which rows a rank gets, as in `burst_attention`.
+        cu_seqlens: int32 or int64 [documents + 1], of a packed sample with batch size 1, as in
+            `burst_attention`; needed in "zigzag-documents" only, and checked in every layout.
+        cu_seqlens_padded: the same, including each document's padding.
+        dim: the axis of the sequence; 1 for [b, s, ...], 0 for [s, ...].
+
+    Returns:
+        [..., s / ranks, ...], copied.
+
+    Raises:
+        BurstError: on all ranks of the group, if the layout cannot shard the sample, or if they
+            pass different layouts, lengths or boundaries.
+    """
+    group, boundaries = given_or_default(group, "shard"), (cu_seqlens, cu_seqlens_padded)
+    shards = shards_of("shard", group, layout, boundaries, True)
+    documents = _opened(shards, x, dim)
+    if shards.group is None:
+        return x.clone()
+    state_of(shards.group).layout = shards.layout
+    return x.index_select(dim, shards.mine(shards.rows(x.shape[dim]), documents, x.device))
+
+
+def unshard(
+    x: Tensor, *, group: Ranks = None, layout: LayoutName = "zigzag",
+    cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None, dim: int = 1,
+) -> Tensor:  # fmt: skip
+    """The whole sample from all ranks' rows, on every rank: the reverse of `shard`.
+
+    One all-gather. The gradient is that of the sum of all ranks' losses, by one reduce-scatter: if
+    each rank computes the same loss of the whole sample and gradients are averaged over ranks, as
+    DDP and FSDP do, they are those of that loss. If one rank runs backward, all must.
+
+    Args:
+        x: this rank's rows, otherwise as for `shard`, with the same other arguments.
+        group, layout, cu_seqlens, cu_seqlens_padded, dim: as for `shard`.
+
+    Returns:
+        [..., s, ...], in the order of the sample.
+
+    Raises:
+        BurstError: as `shard`.
+    """
+    group, boundaries = given_or_default(group, "unshard"), (cu_seqlens, cu_seqlens_padded)
+    shards = shards_of("unshard", group, layout, boundaries, False)
+    documents = _opened(shards, x, dim)
+    if shards.group is None:
+        return x.clone()
+    everyones = _Gathered.apply(x.movedim(dim, 0), shards.group)
+    places = shards.order(x.shape[dim], documents, x.device).argsort()
+    return everyones.index_select(0, places).movedim(0, dim)
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows of all ranks, one rank after the other."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        everyones = x.new_empty(group.size() * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(everyones, x.contiguous(), group)
+        return everyones
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous()
+        mine = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(mine, grad, group=ctx.group)
+        return mine, None
+
+
+def position_ids(
+    tokens: int, *, group: Ranks = None, layout: LayoutName = "zigzag",
+    cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:  # fmt: skip
+    """Positions of this rank's rows in their documents, for rotary embeddings.
+
+    Args:
+        tokens: of the whole sample.
+        group, layout, cu_seqlens, cu_seqlens_padded: as for `shard`.
+        device: of the result.
+
+    Returns:
+        int64 [tokens / ranks]. Without cu_seqlens the sample is one document. Rows after the last
+        document count from 0 too.
+
+    Raises:
+        BurstError: as `shard`.
+    """
+    who, boundaries, device = "position ids", (cu_seqlens, cu_seqlens_padded), torch.device(device)
+    shards = shards_of(who, given_or_default(group, who), layout, boundaries, True)
+    got = f"{tokens} tokens and {shards.size} ranks"
+    documents = shards.opened("", lambda: (tokens, 1, got, device))
+    places = shards.mine(shards.rows(tokens), documents, device)
+    return in_documents(places, cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded)
+
+
+def in_documents(places: Tensor, starts: Tensor | None) -> Tensor:
+    """Positions in a sample as positions in its documents, which start there; None: one."""
+    if starts is None:
+        return places
+    starts = starts.to(places)
+    return places - starts[torch.searchsorted(starts, places, right=True) - 1]

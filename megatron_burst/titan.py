@@ -1,0 +1,151 @@
+"""Burst attention as torchtitan's context parallelism: importing this module puts it in place.
+
+torchrun ... -m megatron_burst.titan --parallelism.spmd_backend partial_dtensor ...
+
+runs torchtitan's own training with it. It replaces the two functions that models and trainers
+import by name; with other backends torchtitan does not replace attention, which is refused.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torchtitan.distributed.context_parallel import api
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+
+from megatron_burst.attention import burst_attention
+from megatron_burst.errors import Need, require
+from megatron_burst.masks_of_models import parts_of
+from megatron_burst.shards import LayoutName, shard
+
+_WHO = "burst in torchtitan"
+_LAYOUTS: dict[str | None, LayoutName] = {"headtail": "zigzag", None: "contiguous"}
+_MASKS = {
+    "get_causal_mask_mod", "get_document_mask_mod", "and_masks",
+    "get_efficient_causal_mask_mod_for_packed_document",
+}  # fmt: skip
+_IN_PLACE: WeakSet[dist.ProcessGroup] = WeakSet()  # per process: groups of replaced attention
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedMask:
+    """What attention is told instead of a mask.
+
+    Attributes:
+        layout: of the rows.
+        cu_seqlens: ends of the documents of each whole sequence of the batch, on the CPU.
+    """
+
+    layout: LayoutName
+    cu_seqlens: tuple[Tensor, ...]
+
+
+def apply_cp_to_forward(attention_modules: Sequence[torch.nn.Module], cp_mesh: Any) -> None:
+    """torchtitan's: replace the forward of inner attention, [b, s / ranks, heads, d].
+
+    Raises:
+        BurstError: if attention is of another class than torchtitan's FlexAttention and
+            ScaledDotProductAttention.
+    """
+    fit = FlexAttention, ScaledDotProductAttention
+    for module in attention_modules:
+        require(_WHO, [(
+            type(module) in fit, "inner attention must be FlexAttention or "
+            "ScaledDotProductAttention, because what others are asked for is not known",
+            type(module).__name__, "set attn_backend flex")])  # fmt: skip
+        module.forward = partial(_attend, cp_mesh.get_group())
+    _IN_PLACE.add(cp_mesh.get_group())
+
+
+def _attend(
+    group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, *,
+    attention_masks: ShardedMask | None = None, scale: float | None = None,
+    enable_gqa: bool = False, is_causal: bool = True, **others: Any,
+) -> Tensor:  # fmt: skip
+    asked = [name for name, x in others.items() if x is not None]
+    require(_WHO, [
+        (not asked, "attention must be asked for nothing but a mask and a scale, because it has "
+         "nothing else", ", ".join(asked), "use another model"),
+        (isinstance(attention_masks, ShardedMask),
+         "attention must be told of the whole sample, because a shard alone does not say where it "
+         "lies", type(attention_masks).__name__, "shard with prepare_context_parallel_input"),
+    ])  # fmt: skip
+    assert attention_masks is not None
+    attend = partial(
+        burst_attention, group=group, softmax_scale=scale, layout=attention_masks.layout,
+        causal=is_causal,
+    )  # fmt: skip
+    if not attention_masks.cu_seqlens:
+        return attend(q, k, v)
+    rows = zip(*(x.split(1) for x in (q, k, v)), attention_masks.cu_seqlens, strict=True)
+    return torch.cat([attend(*one, cu_seqlens=ends) for *one, ends in rows])
+
+
+def prepare_context_parallel_input(
+    inputs: Tensor, labels: Tensor, extra_kwargs: dict[str, Any], cp_mesh: Any,
+    device: torch.device, load_balancer_type: str | None = "headtail",
+    ptrr_mask_key: str | None = None,
+) -> tuple[Tensor, Tensor, dict[str, Any]]:  # fmt: skip
+    """torchtitan's: this rank's rows of a batch, [b, s]; positions say where documents begin.
+
+    Raises:
+        BurstError: on all ranks, if the load balancer or the mask is not supported, or if attention
+            was not replaced.
+    """
+    group, masks = cp_mesh.get_group(), extra_kwargs.get("attention_masks")
+    require(_WHO, _of_input(group, masks, load_balancer_type))
+    layout, positions = _LAYOUTS[load_balancer_type], extra_kwargs["positions"]
+    ends: tuple[Tensor, ...] = ()
+    if masks is not None:
+        tokens = positions.shape[1]
+        ends = tuple(torch.tensor([*(row == 0).nonzero().flatten().tolist(), tokens])
+                     for row in positions.cpu())  # fmt: skip
+    take = partial(shard, group=group, layout=layout)
+    told = {"positions": take(positions), "attention_masks": ShardedMask(layout, ends)}
+    return take(inputs), take(labels), extra_kwargs | told
+
+
+def _of_input(group: dist.ProcessGroup, masks: Any, balancer: str | None) -> Iterator[Need]:
+    yield (
+        group in _IN_PLACE, "parallelism.spmd_backend must be partial_dtensor, because torchtitan "
+        "shards attention itself with the others", "no replaced attention",
+        "pass --parallelism.spmd_backend partial_dtensor",
+    )  # fmt: skip
+    yield (
+        balancer in _LAYOUTS, "context_parallel_load_balancer must be headtail or None, because "
+        "the rows of others have no layout here", balancer, "pass headtail",
+    )  # fmt: skip
+    yield (
+        masks is None or isinstance(masks, BlockMask),
+        "all layers must have one BlockMask, because only that of documents is known",
+        type(masks).__name__, "use another model",
+    )  # fmt: skip
+    strange = sorted(parts_of(masks.mask_mod) - _MASKS) if masks is not None else []
+    yield (
+        not strange, "a mask must be causal or of documents, because attention gets no other",
+        ", ".join(strange), "use another model",
+    )  # fmt: skip
+
+
+def put_in_place() -> None:
+    """Replace torchtitan's functions wherever they were imported by name; again changes nothing."""
+    for ours in (apply_cp_to_forward, prepare_context_parallel_input):
+        theirs = getattr(api, ours.__name__)
+        for module in [*sys.modules.values()]:
+            if module is not None and vars(module).get(ours.__name__) is theirs:
+                setattr(module, ours.__name__, ours)
+
+
+put_in_place()
+
+if __name__ == "__main__":
+    from torchtitan.train import main
+
+    main()
