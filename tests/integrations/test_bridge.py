@@ -117,17 +117,22 @@ def hugging_face_provider(name, parallel):
     """What Bridge makes of it, on a CPU."""
     from megatron.bridge import AutoBridge
 
-    provider = AutoBridge.from_hf_config(hugging_face(name)).to_megatron_provider(
-        load_weights=False
-    )
-    on_a_cpu = vars(config_of(parallel))
+    bridge = AutoBridge.from_hf_config(hugging_face(name))
+    return on_a_cpu(bridge.to_megatron_provider(load_weights=False), parallel)
+
+
+def on_a_cpu(provider, parallel):
+    """A provider whose model runs on a CPU."""
+    given = vars(config_of(parallel))
     for option in (
         "params_dtype", "pipeline_dtype", "use_cpu_initialization", "masked_softmax_fusion",
         "bias_activation_fusion", "bias_dropout_fusion", "persist_layer_norm",
         "gradient_accumulation_fusion", "context_parallel_size", "cp_comm_type",
     ):  # fmt: skip
-        setattr(provider, option, on_a_cpu[option])
+        setattr(provider, option, given[option])
     provider.bf16 = provider.fp16 = provider.apply_rope_fusion = False
+    provider.moe_permute_fusion = provider.moe_grouped_gemm = False
+    provider.moe_router_dtype = provider.moe_router_dtype and "fp64"  # as the model is
     provider.transformer_layer_spec = layers
     return provider
 
