@@ -12,7 +12,7 @@ On several nodes the other nodes' shards circulate (`inter_node`), as in `gather
 from megatron_burst.schedule.chunks import Meeting, by_rank, meeting
 from megatron_burst.schedule.emitter import Gradients
 from megatron_burst.schedule.gather_rounds import GatherEmitter, Keys, StepSides
-from megatron_burst.schedule.gather_tiles import StepTiles
+from megatron_burst.schedule.gather_steps import StepTiles
 from megatron_burst.schedule.inter_node import sums, whole_halo
 from megatron_burst.schedule.layout import chunks_of
 from megatron_burst.schedule.mask import Span

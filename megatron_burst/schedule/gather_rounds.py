@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from megatron_burst.schedule.chunks import Between
 from megatron_burst.schedule.emitter import Emitter, Outputs, Sinks
-from megatron_burst.schedule.gather_tiles import StepTiles
+from megatron_burst.schedule.gather_steps import StepTiles
 from megatron_burst.schedule.inter_node import Circulating, Turn, heads_in_rounds, steps, whole_halo
 from megatron_burst.schedule.layout import chunks_held
 from megatron_burst.schedule.pieces import Halo, Piece
