@@ -1,14 +1,125 @@
 """The steps of a gather: what a rank computes, reads from others, and returns in each."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 
-from megatron_burst.schedule.gather_tiles import StepTiles, Tiling
+from megatron_burst.schedule.chunks import Between, Meeting, by_rank, meeting
 from megatron_burst.schedule.inter_node import Turn
-from megatron_burst.schedule.mask import Span, Tile
-from megatron_burst.schedule.pieces import Piece, Visit, node_visits, sides, union
+from megatron_burst.schedule.layout import Layout, chunks_held, chunks_of
+from megatron_burst.schedule.mask import Mask, Places, Span, Tile, joined, meet
+from megatron_burst.schedule.pieces import (
+    Piece,
+    Visit,
+    node_visits,
+    runs,
+    sides,
+    tiles_between,
+    tiles_over,
+    union,
+)
 from megatron_burst.schedule.spec import Circulate, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiles:
+    """The tiles of a step, in the order of their kernels.
+
+    Attributes:
+        gathered: over the gathered keys.
+        before: over the rank's own shard, computed while the keys are in transit, or while the last
+            gradients of other nodes' keys are, inside the node.
+        after: over the rank's own shard, computed while gradients are in transit.
+    """
+
+    gathered: tuple[Tile, ...]
+    before: tuple[Tile, ...] = ()
+    after: tuple[Tile, ...] = ()
+
+    @property
+    def every(self) -> tuple[Tile, ...]:
+        return (*self.before, *self.gathered, *self.after)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """Makes the tiles of all ranks of a node, whose own shards are `here`."""
+
+    spec: Spec
+    here: Visit
+
+    @property
+    def mask(self) -> Mask:
+        return self.spec.mask
+
+    def tiles(self, rank: int, visit: Visit, first: bool, last: bool) -> StepTiles:
+        """The tiles of a rank in a step with some shards, maybe the first or last of the pass."""
+        queries, keys = sides(self.here, visit, self.spec.circulate)
+        own = [(piece, before) for piece, before in queries if piece.holder == rank]
+        if visit is self.here:
+            return self._own_tiles([piece for piece, _ in own], first, last)
+        rows = [(piece.rows, piece, before) for piece, before in own]
+        return StepTiles(tiles_between(rows, keys, self.mask))
+
+    def _own_tiles(self, queries: Sequence[Piece], first: bool, last: bool) -> StepTiles:
+        """The tiles of a rank with its own node's keys."""
+        keys = self.here.keys
+        if self.mask.full or (self.mask.causal and len(keys) == len(queries)):
+            every = Span(0, queries[-1].rows.stop), Span(0, keys[-1].whole.stop)
+            places = (_places(queries), _places(keys)) if self.mask.documents else None
+            return StepTiles((Tile(*every, self.mask, places),))
+        if self.mask.windowed and self.mask.documents:  # a document ends anywhere in a piece
+            return StepTiles(self._over(queries, lambda piece: keys))
+        diagonal = tuple(self._diagonal(piece) for piece in queries)
+        before = diagonal if first else ()
+        after = diagonal if last and self.spec.backward else ()
+        if after and (before or self.spec.topology.inter_size > 1):
+            # half of the tiles hide each direction; with other nodes, their remaining sums are sent
+            # first
+            half = (len(diagonal) + 1) // 2
+            before, after = diagonal[:half], diagonal[half:]
+        if before or after:
+            return StepTiles(self._others(queries), before, after)
+        if self.spec.kernel.rectangular_causal or self.mask.windowed:
+            return StepTiles(self._over(queries, lambda piece: keys))
+        diagonal = tuple(
+            replace(tile, kv=p.whole) for tile, p in zip(diagonal, queries, strict=True)
+        )
+        return StepTiles((*diagonal, *self._others(queries)))
+
+    def _diagonal(self, piece: Piece) -> Tile:
+        """A piece's queries over its own keys, in the shard."""
+        places = range(piece.place, piece.place + len(piece.rows))
+        tile = meet(places, places, self.mask)
+        assert tile
+        return replace(tile, q=piece.rows, kv=piece.rows)
+
+    def _others(self, queries: Sequence[Piece]) -> tuple[Tile, ...]:
+        """Tiles over the gathered keys before and after each piece."""
+        every = self.here.keys
+        before = self._over(queries, lambda p: [k for k in every if k.whole.stop <= p.whole.start])
+        if self.mask.right == 0:
+            return before
+        behind = self._over(queries, lambda p: [k for k in every if k.whole.start >= p.whole.stop])
+        return (*before, *behind)
+
+    def _over(
+        self, queries: Sequence[Piece], keys_of: Callable[[Piece], Sequence[Piece]]
+    ) -> tuple[Tile, ...]:
+        """Tiles of queries over some of the gathered keys."""
+        if self.mask.placed:
+            return joined(t for p in queries for t in tiles_over(p.rows, p, keys_of(p), self.mask))
+        prefixes = ((p, [key for key in keys_of(p) if key.whole.start <= p.whole.start])
+                    for p in queries)  # fmt: skip
+        return tuple(
+            Tile(p.rows, Span(0, keys[-1].whole.stop),
+                 Mask.CAUSAL if keys[-1] == p else Mask.FULL)
+            for p, keys in prefixes if keys
+        )  # fmt: skip
+
+
+def _places(pieces: Sequence[Piece]) -> Places:
+    return tuple(at for at, _ in runs(pieces))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +140,14 @@ class GatherStep:
     """What a rank does in a step, and what it trades with the others of its node.
 
     Attributes:
-        keys: the pieces of the gathered keys.
+        keys: the pieces of the gathered keys, as these lie.
         tiles: of the rank.
-        needed: pieces that it reads; and, by rank, its own pieces that others read, in sequence
-            order.
+        needed: pieces that it reads; and, by rank, its own pieces that others read.
         leaves: the gradients of other ranks' keys that it computes; and, by rank, the gradients of
             its own keys that others compute.
         share_rows: key rows of the tiles over gathered keys, at most on any rank.
+        met: for documents of which each rank has two chunks: how these meet, in one tile. Then
+            keys and leaves are whole shards, rank by rank.
     """
 
     keys: tuple[Piece, ...]
@@ -43,6 +155,7 @@ class GatherStep:
     needed: Mapping[int, tuple[Piece, ...]]
     leaves: Mapping[int, tuple[Leaf, ...]]
     share_rows: int
+    met: Meeting | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,26 +188,54 @@ def gather_steps(spec: Spec, order: Sequence[Turn]) -> GatherSteps:
     Raises:
         BurstError: if the layout is striped, whose keys interleave, or cannot hold that many rows.
     """
-    topology, (row, _) = spec.topology, spec.topology.coord(spec.cp_rank)
-    shape, terms = spec.shape, (topology, row, spec.layout)
-    visits = node_visits(*terms, shape.tokens, spec.mask.placed, shape.tokens_kv)
-    ranks, tiling = topology.grid[row], Tiling(spec, visits[0], topology.inter_size == 1)
-    kinds = [(visits[step.distance], index == 0, index == len(order) - 1)
-             for index, step in enumerate(order)]  # fmt: skip
-    alike = {kind: _step(tiling, ranks, *kind) for kind in dict.fromkeys(kinds)}
-    found = tuple(alike[kind] for kind in kinds)
+    ranks = spec.topology.grid[spec.topology.coord(spec.cp_rank)[0]]
+    found = (_steps_by_rank if spec.layout is Layout.DOCUMENTS else _steps)(spec, ranks, order)
     # a step has its own gather, or its round's if queries circulate
     begins = (spec.circulate is Circulate.KV or step.first for step in order)
     gathers = tuple(count - 1 for count in accumulate(begins))
     return GatherSteps(
         found, gathers, _reads(ranks, gathers, found),
-        num_rows=visits[0].keys[-1].whole.stop,
+        num_rows=found[0].keys[-1].whole.stop,
         share_rows=max(step.share_rows for step in found),
     )  # fmt: skip
 
 
+def _steps(spec: Spec, ranks: Sequence[int], order: Sequence[Turn]) -> tuple[GatherStep, ...]:
+    """With keys in sequence order."""
+    topology, (row, _) = spec.topology, spec.topology.coord(spec.cp_rank)
+    shape, terms = spec.shape, (topology, row, spec.layout)
+    visits = node_visits(*terms, shape.tokens, spec.mask.placed, shape.tokens_kv)
+    tiling = _Tiling(spec, visits[0])
+    kinds = [(visits[step.distance], index == 0, index == len(order) - 1)
+             for index, step in enumerate(order)]  # fmt: skip
+    alike = {kind: _step(tiling, ranks, *kind) for kind in dict.fromkeys(kinds)}
+    return tuple(alike[kind] for kind in kinds)
+
+
+def _steps_by_rank(
+    spec: Spec, ranks: Sequence[int], order: Sequence[Turn]
+) -> tuple[GatherStep, ...]:
+    """With two chunks of every document on each rank."""
+    topology, mine, rows = spec.topology, spec.cp_rank, spec.shape.tokens
+    (row, column), size = topology.coord(mine), topology.cp_size
+    shards = zip(ranks, end_to_end(rows for _ in ranks), strict=True)
+    keys = tuple(Piece(rank, Span(0, rows), whole) for rank, whole in shards)
+    needed = {mine: (*keys[column + 1 :], *keys[:column])}
+    needed |= dict.fromkeys(topology.others(mine), (keys[column],))
+    leaves = {rank: tuple(Leaf(p.whole, p) for p in some) for rank, some in needed.items()}
+    alike = []
+    for away in range(topology.inter_size):
+        there = topology.grid[(row - away) % topology.inter_size]
+        keys_come = spec.circulate is Circulate.KV
+        queries, owners = (mine, there) if keys_come else (there[column], ranks)
+        met = meeting(chunks_of(queries, size), by_rank(owners, size), spec.mask, rows // 2)
+        tiles = StepTiles((met.tile,))
+        alike.append(GatherStep(keys, tiles, needed, leaves, len(ranks) * rows, met))
+    return tuple(alike[turn.distance] for turn in order)
+
+
 def _step(
-    tiling: Tiling, ranks: Sequence[int], visit: Visit, first: bool, last: bool
+    tiling: _Tiling, ranks: Sequence[int], visit: Visit, first: bool, last: bool
 ) -> GatherStep:
     """What the rank does with the shards of a node."""
     spec, mine = tiling.spec, tiling.spec.cp_rank
@@ -126,34 +267,30 @@ def _needed(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> Itera
 
 def _leaving(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> tuple[Leaf, ...]:
     """Which rows of a rank's shares belong to which rows of other ranks."""
-    leaves, start = [], 0
-    for tile in tiles:
-        parts = (piece.part(tile.kv) for piece in keys if piece.holder != cp_rank)
-        leaves += [Leaf(p.whole.moved(start - tile.kv.start), p) for p in parts if p]
-        start += len(tile.kv)
-    return tuple(leaves)
+    starts = (span.start for span in end_to_end(len(tile.kv) for tile in tiles))
+    return tuple(
+        Leaf(part.whole.moved(start - tile.kv.start), part)
+        for tile, start in zip(tiles, starts, strict=True)
+        for piece in keys
+        if piece.holder != cp_rank and (part := piece.part(tile.kv))
+    )
 
 
 def _reads(
     ranks: Sequence[int], gathers: Sequence[int], steps: Sequence[GatherStep]
 ) -> tuple[Mapping[int, tuple[Piece, ...]], ...]:
     """The pieces needed, by gather and rank, for all steps that use the gather."""
-    users: list[set[GatherStep]] = [set() for _ in range(gathers[-1] + 1)]
-    for gather, step in zip(gathers, steps, strict=True):
-        users[gather].add(step)
-    alike: dict[frozenset[GatherStep], dict[int, tuple[Piece, ...]]] = {
-        frozenset(some): {} for some in users
-    }
-    for some, reads in alike.items():
-        for rank in ranks:
-            reads[rank] = _each_once(piece for step in some for piece in step.needed[rank])
-    return tuple(alike[frozenset(some)] for some in users)
+    runs_of = groupby(zip(gathers, steps, strict=True), lambda pair: pair[0])
+    users = [frozenset(step for _, step in run) for _, run in runs_of]
+    alike = {some: {rank: _all_needed(some, rank) for rank in ranks} for some in {*users}}
+    return tuple(alike[some] for some in users)
 
 
-def _each_once(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """The same rows in order, overlaps removed."""
+def _all_needed(steps: Iterable[GatherStep], rank: int) -> tuple[Piece, ...]:
+    """What a rank reads in some steps, in order, overlaps removed."""
     found: list[Piece] = []
-    for piece in sorted(set(pieces), key=lambda piece: piece.whole.start):
+    pieces = {piece for step in steps for piece in step.needed[rank]}
+    for piece in sorted(pieces, key=lambda piece: piece.whole.start):
         if found and piece.whole.start < found[-1].whole.stop:
             more = max(0, piece.whole.stop - found[-1].whole.stop)
             rows, whole = found[-1].rows, found[-1].whole
@@ -162,3 +299,23 @@ def _each_once(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
         else:
             found.append(piece)
     return tuple(found)
+
+
+def sent_for(spec: Spec, turns: Iterable[Turn], computing: int, piece: Piece) -> Between | None:
+    """What a piece, or its gradients, are sent for between its holder and a rank of the node that
+    computes in some steps."""
+    topology, travel = spec.topology, spec.keys_travel
+    (row, column), (_, place) = map(topology.coord, (computing, piece.holder))
+    away = [turn.distance for turn in turns]
+    queries = (topology.rank_at(row - (0 if travel else n), column) for n in away)
+    keys = (topology.rank_at(row - (n if travel else 0), place) for n in away)
+    found = Between.ranks(spec, queries, keys)
+    if found is None or spec.layout is Layout.DOCUMENTS:
+        return found
+    chunks = len(chunks_held(spec.layout, piece.holder, topology.cp_size))
+    return replace(found, keys=(piece.place * chunks // spec.shape.keys,))
+
+
+def end_to_end(lengths: Iterable[int]) -> list[Span]:
+    """Spans of these lengths, one after the other."""
+    return [Span(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]

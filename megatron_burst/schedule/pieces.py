@@ -85,12 +85,12 @@ def halo(topology: Topology, layout: Layout, mask: Mask, tokens: int, owner: int
 
     Args:
         topology: of the group.
-        layout: how tokens are sharded; not DOCUMENTS.
+        layout: how tokens are sharded.
         mask: by position.
         tokens: rows on each rank.
         owner: cp rank.
     """
-    if not mask.windowed:
+    if not mask.windowed or layout is Layout.DOCUMENTS:  # there, a window needs a single node
         return Halo((Span(0, tokens),), tokens)
     found, (home, _) = [], topology.coord(owner)
     for queries in (places for row, places in enumerate(_node_places(topology, layout, tokens))
