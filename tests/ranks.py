@@ -13,7 +13,7 @@ Variables = tuple[tuple[str, str], ...]
 _ALWAYS = ["torch", "torch.distributed", "megatron_burst.attention", "tests.oracle"]
 # What modules of tests import: a process without it starts 0.12 s of a core later; and what torch
 # imports with the first checkpoint, optimizer or profile: 1.4 s.
-_ALWAYS += ["pytest", "hypothesis", "torch._dynamo"]
+_ALWAYS += ["pytest", "hypothesis", "torch._dynamo", "tests.dynamo_table"]
 _PRELOAD: list[str] = []  # what modules of tests ask for
 # The process's only cache: GPU crews, by their settings, the latest last. A CUDA context, NCCL
 # and compiled kernels take 10 s per process, so tests share them; and up to 2 GiB of a GPU, so only
@@ -113,9 +113,11 @@ class Crew:
         _collect(self._pipes, timeout_s)
 
     def end(self) -> None:
-        """Kill the processes, whatever they do."""
+        """Kill the processes, whatever they do: all at once, as each that outlives another says
+        that its connection broke."""
         for process in self._processes:
             process.kill()
+        for process in self._processes:
             process.join()
 
 
