@@ -102,7 +102,7 @@ class Crew:
 
     def run(self, function: Callable[..., Any], args: tuple, timeout_s: int) -> list[Any]:
         """The function's results in rank order."""
-        self._store = _new_store()
+        self._store = new_store()
         for pipe in self._pipes:
             pipe.send((function, self._store.port, args))
         return _collect(self._pipes, timeout_s)
@@ -121,7 +121,7 @@ class Crew:
             process.join()
 
 
-def _new_store(port: int = 0) -> Any:
+def new_store(port: int = 0) -> Any:
     """The server of a store, or a client of the one at a port. Ranks that wait for a key are told
     at once; in a file they would look every 10 ms."""
     import torch.distributed as dist
@@ -207,7 +207,7 @@ def _run_one(pipe, function, rank, world, backend, port, args) -> None:
         dist.set_debug_level_from_env()  # torch read it at import
         dist.init_process_group(
             backend,
-            store=_new_store(port),
+            store=new_store(port),
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=180),
