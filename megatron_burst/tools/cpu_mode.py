@@ -117,8 +117,10 @@ class CudaMeansCpu(TorchFunctionMode):
             # of CUDA types.
             return func(*args).replace("torch.", "torch.cuda.", 1)
         # this runs at every call of torch: what names no device must cost little
-        if not _NAMES.isdisjoint(map(type, args)):
-            args = tuple(map(_on_cpu, args))
+        for value in args:
+            if type(value) in _NAMES:
+                args = tuple(map(_on_cpu, args))
+                break
         if not kwargs:
             return func(*args)
         kwargs = {name: _on_cpu(value) for name, value in kwargs.items()}
