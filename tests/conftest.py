@@ -4,7 +4,9 @@ import fcntl
 import gc
 import os
 import pickle
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
@@ -76,6 +78,21 @@ def once(tmp_path_factory):
             return pickle.loads(path.read_bytes())
 
     return found
+
+
+@pytest.fixture(scope="session")
+def interpreted():
+    """`interpreted(function, *args)` calls it in a process where Triton interprets its kernels.
+
+    Triton decides at import. Spawned instead of forked: a forked process may have imported Triton
+    already. One for all tests, because its imports take 4 s of a core.
+    """
+    with ProcessPoolExecutor(1, get_context("spawn"), _interpret_triton) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=300)
+
+
+def _interpret_triton():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_finish():
