@@ -18,9 +18,9 @@ pytest.register_assert_rewrite("tests.attention.engine")  # its assertions are r
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # up to eight processes share two cores
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 if not Path("/dev/nvidiactl").exists():
-    # A thread of gloo tries a connection's lock until it gets it. With more threads than cores, the
-    # one that has it is often interrupted by the very thread that it wakes, and milliseconds pass:
-    # with this policy, who wakes another goes on.
+    # A thread that wakes another is then not interrupted by it. Otherwise a small message over gloo
+    # took milliseconds where threads are more than cores, in which gloo's threads were busy:
+    # docs/decisions/benchmarks-packaging-checks.md.
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
