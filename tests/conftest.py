@@ -4,6 +4,10 @@ import fcntl
 import gc
 import os
 import pickle
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -13,6 +17,12 @@ pytest.register_assert_rewrite("tests.attention.engine")  # its assertions are r
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # up to eight processes share two cores
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+if not Path("/dev/nvidiactl").exists():
+    # A thread that wakes another is then not interrupted by it. Otherwise a small message over gloo
+    # took milliseconds where threads are more than cores, in which gloo's threads were busy:
+    # docs/decisions/benchmarks-packaging-checks.md.
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # durations of examples say nothing on a busy machine
 for profile in ("few", "every"):
@@ -68,6 +78,21 @@ def once(tmp_path_factory):
             return pickle.loads(path.read_bytes())
 
     return found
+
+
+@pytest.fixture(scope="session")
+def interpreted():
+    """`interpreted(function, *args)` calls it in a process where Triton interprets its kernels.
+
+    Triton decides at import. Spawned instead of forked: a forked process may have imported Triton
+    already. One for all tests, because its imports take 4 s of a core.
+    """
+    with ProcessPoolExecutor(1, get_context("spawn"), _interpret_triton) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=300)
+
+
+def _interpret_triton():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_finish():

@@ -13,7 +13,7 @@ Variables = tuple[tuple[str, str], ...]
 _ALWAYS = ["torch", "torch.distributed", "megatron_burst.attention", "tests.oracle"]
 # What modules of tests import: a process without it starts 0.12 s of a core later; and what torch
 # imports with the first checkpoint, optimizer or profile: 1.4 s.
-_ALWAYS += ["pytest", "hypothesis", "torch._dynamo"]
+_ALWAYS += ["pytest", "hypothesis", "torch._dynamo", "tests.dynamo_table"]
 _PRELOAD: list[str] = []  # what modules of tests ask for
 # The process's only cache: GPU crews, by their settings, the latest last. A CUDA context, NCCL
 # and compiled kernels take 10 s per process, so tests share them; and up to 2 GiB of a GPU, so only
@@ -102,7 +102,7 @@ class Crew:
 
     def run(self, function: Callable[..., Any], args: tuple, timeout_s: int) -> list[Any]:
         """The function's results in rank order."""
-        self._store = _new_store()
+        self._store = new_store()
         for pipe in self._pipes:
             pipe.send((function, self._store.port, args))
         return _collect(self._pipes, timeout_s)
@@ -113,13 +113,15 @@ class Crew:
         _collect(self._pipes, timeout_s)
 
     def end(self) -> None:
-        """Kill the processes, whatever they do."""
+        """Kill the processes, whatever they do: all at once, as each that outlives another says
+        that its connection broke."""
         for process in self._processes:
             process.kill()
+        for process in self._processes:
             process.join()
 
 
-def _new_store(port: int = 0) -> Any:
+def new_store(port: int = 0) -> Any:
     """The server of a store, or a client of the one at a port. Ranks that wait for a key are told
     at once; in a file they would look every 10 ms."""
     import torch.distributed as dist
@@ -205,7 +207,7 @@ def _run_one(pipe, function, rank, world, backend, port, args) -> None:
         dist.set_debug_level_from_env()  # torch read it at import
         dist.init_process_group(
             backend,
-            store=_new_store(port),
+            store=new_store(port),
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=180),

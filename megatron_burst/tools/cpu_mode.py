@@ -116,10 +116,20 @@ class CudaMeansCpu(TorchFunctionMode):
             # core/optimizer/optimizer.py:1009, :1028 and clip_grads.py:174 compare with the names
             # of CUDA types.
             return func(*args).replace("torch.", "torch.cuda.", 1)
-        kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        # this runs at every call of torch: what names no device must cost little
+        for value in args:
+            if type(value) in _NAMES:
+                args = tuple(map(_on_cpu, args))
+                break
+        if not kwargs:
+            return func(*args)
+        kwargs = {name: _on_cpu(value) for name, value in kwargs.items()}
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
-        return func(*map(_on_cpu, args), **kwargs)
+        return func(*args, **kwargs)
+
+
+_NAMES = frozenset((str, torch.device))
 
 
 def _on_cpu(value: object) -> object:

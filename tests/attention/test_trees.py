@@ -32,6 +32,7 @@ from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import Way, assert_exact, problem, run_engine, truth
 from tests.oracle import rows_of, seen_by
 from tests.ranks import run_ranks
+from tests.sampling import seeds
 
 ROOT = Path(__file__).parents[2]
 MASK = Mask(right=0, documents=True)
@@ -89,7 +90,7 @@ def tree(random, most=9):
     return tuple(parents)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(20, 3, 6))
 def test_any_tree_is_exact(seed):
     random = Random(seed)
     for number in range(20):

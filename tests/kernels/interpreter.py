@@ -1,15 +1,12 @@
 """Our Triton kernels in Triton's interpreter."""
 
-import os
-
 from megatron_burst.kernels.triton import Triton
 from tests.kernels import attention, bands
 from tests.kernels.bands import Band
 
 
 def interpret(tile, sizes, tma):
-    """Errors of a tile for given block sizes, in a process that has not imported Triton."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    """Errors of a tile for given block sizes, in a process of the fixture `interpreted`."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor

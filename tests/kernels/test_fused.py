@@ -4,10 +4,7 @@ The comparisons are functions of (kernels, device, shape, ...) that return numbe
 run them on a GPU. Where GPUs round to bf16, the interpreter truncates.
 """
 
-import os
-from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
-from multiprocessing import get_context
 
 import pytest
 import torch
@@ -169,18 +166,15 @@ def compare_corners(kernels, device):
 
 
 def interpret(compare, *args):
-    """Run a comparison with the kernels in a process that has not imported Triton."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    """Run a comparison with the kernels."""
     from megatron_burst.kernels import fused
 
     return compare(fused, "cpu", *args)
 
 
 @pytest.fixture(scope="module")
-def interpreter():
-    """Spawns instead of forking: a forked process may have imported Triton already."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        yield lambda compare, *args: pool.submit(interpret, compare, *args).result(timeout=300)
+def interpreter(interpreted):
+    return lambda *args: interpreted(interpret, *args)
 
 
 def check_merge(errors):

@@ -4,10 +4,7 @@ The comparison is a function of (kernels, device, ...) that returns numbers, so 
 GPU. Guards against a wrong mask at the end of a row, merging of tiles, a wrong factor.
 """
 
-import os
-from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
-from multiprocessing import get_context
 
 import pytest
 import torch
@@ -67,15 +64,8 @@ def comparisons(device):
     return found
 
 
-def interpreted():
-    os.environ["TRITON_INTERPRET"] = "1"
-    return comparisons("cpu")
-
-
-def test_kernels_compute_what_plain_torch_does():
-    """In its own process: Triton decides at import whether to interpret."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        found = pool.submit(interpreted).result(timeout=300)
+def test_kernels_compute_what_plain_torch_does(interpreted):
+    found = interpreted(comparisons, "cpu")
     assert len(found) == 9
     for case, errors in found.items():
         assert errors["statistics"] < 3e-6, (case, errors)

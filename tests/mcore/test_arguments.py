@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
+from functools import cache
 
 import pytest
 
@@ -195,12 +196,17 @@ REFUSED = {  # with the value shown in the message
 }
 
 
-def has_flag(flags: str) -> bool:
-    """Whether this Megatron has the first of these flags."""
+@cache
+def megatrons_flags() -> frozenset[str]:
     from megatron.training import arguments
 
     parser = arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False))
-    return flags.split()[0] in parser._option_string_actions
+    return frozenset(parser._option_string_actions)
+
+
+def has_flag(flags: str) -> bool:
+    """Whether this Megatron has the first of these flags."""
+    return flags.split()[0] in megatrons_flags()
 
 
 def refuse_all(rank):

@@ -77,14 +77,19 @@ def run(setting, chunks, iterators, found: list) -> pipeline.Step:
 
 
 def one_by_one(setting: pipeline.Setting, some: list[int]) -> tuple[torch.Tensor, pipeline.Step]:
-    """The reference: each document as a micro-batch of its own, in the data set's order, with
-    Megatron alone and no context parallelism."""
-    setting, every = replace(setting, cp=1, micro_batches=len(some)), documents()
-    pipeline.start(setting)
+    """The reference: each document as a micro-batch of its own, with Megatron alone and no context
+    parallelism. Data-parallel ranks, of which there are more than with it, have equally many."""
+    from megatron.core import parallel_state
+
+    pipeline.start(setting := replace(setting, cp=1))
+    ranks = parallel_state.get_data_parallel_world_size()
+    mine = sorted(some)[parallel_state.get_data_parallel_rank() :: ranks]
+    setting, every = replace(setting, micro_batches=len(some) // ranks), documents()
+    assert len(mine) == setting.micro_batches
     chunks = pipeline.build(setting, config_for(setting))
 
     def batches():
-        for index in sorted(some):
+        for index in mine:
             tokens = every[index][None]
             labels, mask = tokens.roll(-1, 1), torch.ones(tokens.shape)
             mask[:, -1] = 0
@@ -95,7 +100,8 @@ def one_by_one(setting: pipeline.Setting, some: list[int]) -> tuple[torch.Tensor
 
     found: list[torch.Tensor] = []
     step = complete(run(setting, chunks, [batches() for _ in chunks], found), chunks)
-    return torch.stack(found).sum() if found else torch.zeros(()), step
+    loss = torch.stack(found).sum() if found else torch.zeros(())
+    return summed(loss.double()), step
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:
@@ -106,21 +112,27 @@ def summed(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def complete(step: pipeline.Step, chunks, shared: bool = False) -> pipeline.Step:
-    """Sum gradients over what Megatron's `finalize_model_grads` sums over.
-
-    `shared`: whether ranks share the step's documents.
-    """
+def complete(step: pipeline.Step, chunks) -> pipeline.Step:
+    """Sum gradients over what Megatron's `finalize_model_grads` sums over. All in one message, as
+    gloo needs milliseconds of a core for each."""
     from megatron.core import parallel_state
 
+    grads, split = list(step.grads.values()), []
     for index, chunk in enumerate(chunks):
-        for name, parameter in chunk.named_parameters():
-            grad = step.grads[f"{index}.{name}"]
-            if shared:
-                summed(grad)
-            if getattr(parameter, "sequence_parallel", False):
-                dist.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
+        split += [step.grads[f"{index}.{name}"] for name, parameter in chunk.named_parameters()
+                  if getattr(parameter, "sequence_parallel", False)]  # fmt: skip
+    replace_all(grads, summed(torch.cat([grad.flatten() for grad in grads])))
+    if split:
+        together = torch.cat([grad.flatten() for grad in split])
+        dist.all_reduce(together, group=parallel_state.get_tensor_model_parallel_group())
+        replace_all(split, together)
     return step
+
+
+def replace_all(tensors: list[torch.Tensor], together: torch.Tensor) -> None:
+    """Give tensors the values that lie one behind the other."""
+    for tensor, values in zip(tensors, together.split([x.numel() for x in tensors]), strict=True):
+        tensor.copy_(values.view_as(tensor))
 
 
 def compared(rank: int, setting: pipeline.Setting, sizes) -> dict:
@@ -144,7 +156,7 @@ def compared(rank: int, setting: pipeline.Setting, sizes) -> dict:
             one.cp for one in next(order).of_rank(parallel_state.get_data_parallel_rank(), 0)
         }
         found: list[torch.Tensor] = []
-        step = complete(run(setting, chunks, iterators, found), chunks, shared=True)
+        step = complete(run(setting, chunks, iterators, found), chunks)
         loss = summed(torch.stack(found).sum() if found else torch.zeros(()).double())
         got.append((loss, step))
         groups.append((tuple(sorted(widths)), len(dist.distributed_c10d._world.pg_map)))

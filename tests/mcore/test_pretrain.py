@@ -2,8 +2,8 @@
 
 Guards against what no part shows alone: flags that do not reach the layers, patches that are
 applied too late, ranks that build different models. The reference is the same script at CP=1
-without burst. Entry points that depend on import order run under torchrun; runs on more ranks start
-with Megatron loaded.
+without burst. Entry points that depend on import order run without Megatron loaded, one of them
+under torchrun; runs on more ranks start with Megatron loaded.
 """
 
 import json
@@ -11,17 +11,20 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from tests.mcore.forked_scripts import Script
 from tests.mcore.lacking import needs, why_not
 from tests.mcore.older_pretrain import SCRIPT
 from tests.mcore.patched import patch_megatron
 from tests.mcore.pretraining import FLAGS, pretrain
+from tests.ranks import new_store
 
 pytestmark = needs("training")
-MEGATRONS_DOCUMENTS = 100_000  # of mock data, under torchrun
+MEGATRONS_DOCUMENTS = 100_000  # of mock data, where it is not replaced
 LONGER = """--seq-length 64 --max-position-embeddings 64 --global-batch-size 8 --train-iters 3
     --calculate-per-token-loss"""
 ROOT = Path(__file__).parents[2]
@@ -44,10 +47,10 @@ PLAN = {
     "--context-parallel-impl": "burst",
     "--burst-tune": "circulate=q",
 }
-TORCHRUN = {  # what two ranks start, their flags
-    "launcher": (["-m", "megatron_burst", str(SCRIPT)], f"{BY_FLAG} 2 --burst-fused-loss"),
-    "import": (["own_script.py"], f"{BY_FLAG} 2 --burst-plan plan.json"),
-    "diff": ([str(SCRIPT)], f"{BY_FLAG} 2 --burst-tune circulate=kv"),
+BY_TORCHRUN = f"{BY_FLAG} 2 --burst-fused-loss"
+FORKED = {  # what two ranks start that have torch loaded, their flags
+    "import": ("own_script.py", f"{BY_FLAG} 2 --burst-plan plan.json"),
+    "diff": (str(SCRIPT), f"{BY_FLAG} 2 --burst-tune circulate=kv"),
 }
 LOADED = {  # ranks and flags of runs that start with Megatron loaded
     "megatron": (1, ""),
@@ -58,44 +61,65 @@ if why_not("--spec"):
     del LOADED["spec"]
 
 
-def started(name: str, folder: Path) -> subprocess.Popen:
-    """Start a run under torchrun, which writes steps.jsonl and output.txt to its folder."""
-    program, flags = TORCHRUN[name]
-    folder.mkdir()
-    (folder / "own_script.py").write_text(OWN_SCRIPT)
-    (folder / "plan.json").write_text(json.dumps({"flags": PLAN}))
-    path = [str(patch_megatron(folder))] if name == "diff" else []
-    path += [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    flags = f"{FLAGS} {LONGER} {flags} --step-log steps.jsonl".split()
-    with (folder / "output.txt").open("w") as output:
+def words(flags: str) -> list[str]:
+    return f"{FLAGS} {LONGER} {flags} --step-log steps.jsonl".split()
+
+
+def start(module: str, *arguments: str, output: Path) -> subprocess.Popen:
+    """Start `python -m module` in the folder of its output."""
+    path = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    with output.open("w") as file:
         return subprocess.Popen(
-            [*torchrun, "--nproc-per-node=2", *program, *flags], cwd=folder, stdout=output,
-            stderr=output, start_new_session=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+            [sys.executable, "-m", module, *arguments], cwd=output.parent, stdout=file, stderr=file,
+            start_new_session=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         )  # fmt: skip
+
+
+def start_torchrun(folder: Path) -> subprocess.Popen:
+    """Start the launcher, which writes steps.jsonl and output.txt to a folder."""
+    folder.mkdir()
+    options = ["--standalone", "--nproc-per-node=2", "-m", "megatron_burst", str(SCRIPT)]
+    output = folder / "output.txt"
+    return start("torch.distributed.run", *options, *words(BY_TORCHRUN), output=output)
+
+
+def start_forked(folder: Path, stores: list) -> subprocess.Popen:
+    """Start the others, which write them to folders below. `stores` must live as long as they."""
+    scripts = []
+    for name, (script, flags) in FORKED.items():
+        where = folder / name
+        where.mkdir()
+        (where / "own_script.py").write_text(OWN_SCRIPT)
+        (where / "plan.json").write_text(json.dumps({"flags": PLAN}))
+        path = [str(patch_megatron(where))] if name == "diff" else []
+        stores.append(new_store())
+        argv = [str(where / script), *words(flags)]  # an absolute path stays what it is
+        scripts.append(asdict(Script(argv, str(where), path, stores[-1].port)))
+    output = folder / "forked.txt"
+    return start("tests.mcore.forked_scripts", json.dumps(scripts), output=output)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Steps and output of each run; those under torchrun run concurrently, as imports dominate."""
-    folder = tmp_path_factory.mktemp("pretrain")
-    processes = {name: started(name, folder / name) for name in TORCHRUN}
-    results = {}
+    """Steps and output of each run; those without Megatron loaded run at the same time."""
+    folder, results, stores = tmp_path_factory.mktemp("pretrain"), {}, []
+    processes = [start_torchrun(folder / "launcher"), start_forked(folder, stores)]
     try:
         for name, (ranks, flags) in LOADED.items():
             run = pretrain(folder / name, ranks, f"{LONGER} {flags}", MEGATRONS_DOCUMENTS)
             results[name] = run.steps, "\n".join(run.said)
-        for name, process in processes.items():
-            status = process.wait(timeout=400)
-            output = (folder / name / "output.txt").read_text()
-            assert status == 0, f"{name}: {output[-4000:]}"
+        status = [process.wait(timeout=400) for process in processes]
+        outputs = {name: (folder / name / "output.txt").read_text()
+                   for name in ("launcher", *FORKED)}  # fmt: skip
+        ends = {name: output[-4000:] for name, output in outputs.items()}
+        assert not any(status), (ends, (folder / "forked.txt").read_text())
+        for name, output in outputs.items():
             steps = (folder / name / "steps.jsonl").read_text().splitlines()
             results[name] = [json.loads(step) for step in steps], output
     finally:
-        for process in processes.values():
+        for process in processes:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # torchrun and its ranks
+                os.killpg(process.pid, signal.SIGKILL)  # and its ranks
                 process.wait()
     return results
 

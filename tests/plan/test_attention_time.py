@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.schedule.layout import Layout
@@ -25,6 +25,7 @@ from megatron_burst.tools.simulate.call import (
 from megatron_burst.tools.simulate.kernels import OpTimer, Timer
 from tests.plan.calls import call_of
 from tests.plan.machines import H200, with_links
+from tests.sampling import examples
 from tests.schedule.cases import MASKS
 
 SLACK = 1e-9  # sums in another order
@@ -79,7 +80,7 @@ def computing(call, machine, direction) -> float:
 
 
 directions = st.sampled_from(list(Direction))
-few = settings(max_examples=40, deadline=None)
+few = examples(15, 40)
 
 
 @few

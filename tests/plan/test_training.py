@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
@@ -17,6 +17,7 @@ from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.search import search
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy, misfit
+from tests.sampling import examples
 
 M = 1 << 20
 EIGHT = Job(PRESETS["llama3-8b"], M // 4, 16, 8, 8, preset("h200"))
@@ -93,7 +94,7 @@ def fits(job: Job, strategy: Strategy) -> bool:
     return not misfit(job, strategy)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30, 60)
 @given(strategies, st.sampled_from([M // 16, M // 4, M]))
 def test_longer_sequences_and_more_batches_take_no_less_memory(strategy, seq):
     gpus = strategy.gpus
@@ -108,7 +109,7 @@ def test_longer_sequences_and_more_batches_take_no_less_memory(strategy, seq):
     assert peak >= 6 * job.model.params / strategy.tp / strategy.pp * 0.9
 
 
-@settings(max_examples=40, deadline=None)
+@examples(20, 40)
 @given(strategies)
 def test_thrift_costs_time_and_saves_memory(strategy):
     gpus = strategy.gpus

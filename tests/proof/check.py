@@ -12,7 +12,7 @@ be read once that rank has reached the barrier.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_burst.schedule.layout import Layout
@@ -32,7 +32,7 @@ def check(
     passes: Passes, layout: Layout, mask: Mask, orders: Sequence[Sequence[Order]] | None = None,
     boundaries: Sequence[int] = (),
 ) -> list[str]:  # fmt: skip
-    """Faults in the programs of a group; none if they are correct.
+    """Faults in the programs of a group, each once; none if they are correct.
 
     Args:
         passes: for each pass, the programs of all ranks, by cp rank. A forward is followed by the
@@ -42,21 +42,29 @@ def check(
         orders: used instead of what `order` derives.
         boundaries: positions where documents begin, except the first.
     """
+    return list(dict.fromkeys(faults(passes, layout, mask, orders, boundaries)))
+
+
+def faults(
+    passes: Passes, layout: Layout, mask: Mask, orders: Sequence[Sequence[Order]] | None = None,
+    boundaries: Sequence[int] = (),
+) -> Iterator[str]:  # fmt: skip
+    """What `check` returns, as it is found: who asks for the first fault only waits less."""
     orders = orders or [[order(program) for program in programs] for programs in passes]
     links = [meet(programs) for programs in passes]
-    faults = [fault for found in links for fault in found.faults]
+    yield from (fault for found in links for fault in found.faults)
     slots, waits = _slots(passes), []
     for number in range(len(passes[0])):
         rank, turns = _Rank(slots), list(zip(passes, orders, strict=True))
         waits.append([rank.go(p[number], o[number]) for _ in range(2) for p, o in turns])
-        faults += rank.faults
+        yield from rank.faults
     values = Values(layout, mask, boundaries)
     for turn, (programs, found) in enumerate(zip(passes, links, strict=True)):
         if not found.faults:
             waits_of = [mine[turn] for mine in waits]
-            faults += run(programs, found, waits_of, How.STREAMS, values)
-            faults += _held_up(programs, found, waits_of)
-    return list(dict.fromkeys(faults + values.faults))
+            yield from run(programs, found, waits_of, How.STREAMS, values)
+            yield from _held_up(programs, found, waits_of)
+    yield from values.faults
 
 
 def _held_up(programs: Sequence[Program], links: Links, waits: Sequence) -> list[str]:
@@ -110,14 +118,14 @@ class _Access:
         return all(not (a and b) or max(a.start, b.start) < min(a.stop, b.stop) for a, b in spans)
 
     def covers(self, other: "_Access") -> bool:
-        """Whether this is a write with which everything conflicts that conflicts with the other."""
+        """Whether this write conflicts with everything that conflicts with the other."""
         one, two = self.ref, other.ref
         whole = one.rows is None and one.heads is None
         inside = one.buffer == two.buffer and (
             (one.rows is None or (two.rows is not None and one.rows.holds(two.rows)))
             and (one.heads is None or (two.heads is not None and one.heads.holds(two.heads)))
         )
-        return self.writes and (whole or inside)
+        return whole or inside
 
 
 @dataclass
@@ -234,16 +242,14 @@ class _Rank:
         return buffer.storage
 
     def _touch(self, access: _Access, past: int) -> None:
-        storage = self._storage(access.ref.buffer)
-        kept = []
-        for earlier in self.history[storage]:
-            ordered = past & earlier.bit
-            if not ordered and access.meets(earlier):
+        history = self.history[self._storage(access.ref.buffer)]
+        for earlier in history:
+            if not past & earlier.bit and access.meets(earlier):
                 self._fault(access.at[1], f"is not ordered after {name_of(*earlier.at)}: "
                             f"{access.ref} and {earlier.ref} are the same memory")  # fmt: skip
-            if not (ordered and access.covers(earlier)):
-                kept.append(earlier)
-        self.history[storage] = [*kept, access]
+        if access.writes:
+            history[:] = [x for x in history if not (past & x.bit and access.covers(x))]
+        history.append(access)
 
     def _parts(self, op: Op, index: int) -> None:
         """Check that parts are allocated and written on the compute stream, and never sent."""

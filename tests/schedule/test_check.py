@@ -25,7 +25,7 @@ from megatron_burst.schedule.program import (
 from megatron_burst.schedule.spec import Cargo, Circulate, Direction, Dtype, Kernel
 from megatron_burst.schedule.topology import Link, pretend_nodes, topology_of
 from tests.proof import check as check_module
-from tests.proof.check import check
+from tests.proof.check import check, faults
 from tests.proof.links import How, meet, run
 from tests.schedule.cases import BANDS, DOCUMENTS, Case, cases_on, grid
 from tests.schedule.mutations import MUTATIONS
@@ -49,7 +49,7 @@ def faults_of(case):
 def test_every_call_of_a_small_group_is_proven(size, mode, draw):
     cases = [case for case in cases_on(grid(*size)) if case.mode == mode]
     assert cases
-    for case in draw(cases, 12):
+    for case in draw(cases, 6, 12):
         assert faults_of(case) == [], case
 
 
@@ -199,7 +199,7 @@ def test_what_is_made_wrong_is_found(proven, mutation):
     for case, passes, orders in proven:
         mutants = list(mutation(passes, orders))
         for what, wrong, claims in random.sample(mutants, min(4, len(mutants))):
-            assert check(wrong, case.layout, case.mask, claims), (str(case), what)
+            assert any(faults(wrong, case.layout, case.mask, claims)), (str(case), what)
             tried += 1
     assert tried > 10
 
@@ -208,8 +208,8 @@ def test_without_flow_control_pulled_slots_are_overwritten(monkeypatch):
     """With several slots: a single one is not written before what was pulled has arrived."""
     case = next(case for case in CASES if case.mode == "gather" and case.pulled)
     monkeypatch.setattr(check_module._Rank, "_views", lambda rank, op: (0, []))
-    faults = faults_of(case)
-    assert any("is not ordered after" in fault and "keys" in fault for fault in faults)
+    found = faults_of(case)
+    assert any("is not ordered after" in fault and "keys" in fault for fault in found)
 
 
 def test_a_slot_is_filled_again_behind_the_barrier_of_its_round_only():

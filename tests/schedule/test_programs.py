@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.schedule.layout import Layout, Runs, positions
@@ -13,6 +13,7 @@ from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.program import Attend, AttendBackward, Buffer, Home, Ref, Transfer
 from megatron_burst.schedule.spec import Cargo, Circulate, Direction, Kernel
 from megatron_burst.schedule.topology import Link, pretend_nodes
+from tests.sampling import examples
 from tests.schedule.cases import DOCUMENTS, MASKS, MODES, Case, copies_of, grid
 
 FORWARD, BACKWARD = Direction
@@ -72,7 +73,7 @@ def in_rows(x, unit):
     return replace(x, **{name: in_rows(getattr(x, name), unit) for name in names}) if names else x
 
 
-@settings(max_examples=150)
+@examples(50, 150)
 @given(st.data())
 def test_one_program_serves_all_lengths(data):
     """In units, it is the program made for that very length, including slots."""
@@ -135,6 +136,7 @@ def share_width(case):
     return case.shape.grad_bytes if case.kernel.wide_grads else case.shape.itemsize
 
 
+@examples(35, 100)
 @given(calls("ring"), st.sampled_from(list(Direction)))
 def test_a_ring_sends_n_times_l_less_one_shards_inside_and_n_less_one_between(case, direction):
     nodes, ranks, shape = case.topology.inter_size, case.topology.intra_size, case.shape
@@ -148,6 +150,7 @@ def test_a_ring_sends_n_times_l_less_one_shards_inside_and_n_less_one_between(ca
         assert program.sent_bytes() == expected
 
 
+@examples(35, 100)
 @given(calls("gather", Mask.FULL), st.sampled_from(list(Direction)))
 def test_gathering_sends_every_shard_to_all_others_of_the_node(case, direction):
     """Once per step; in backward with circulating queries, once per round, and their gradients once
@@ -172,6 +175,7 @@ def test_on_one_node_a_rank_gathers_only_what_a_causal_mask_shows(ranks, rounds)
         assert taken == chunks * keys(case.shape, case.shape.itemsize) / 2
 
 
+@examples(35, 100)
 @given(calls("a2a"), st.sampled_from(list(Direction)))
 def test_an_all_to_all_keeps_one_part_of_everything_and_sends_the_rest(case, direction):
     """Of everything that ranks compute with: a KV head that several ranks need counts for each."""
@@ -202,6 +206,7 @@ def test_a_flat_ring_crosses_between_nodes_in_every_step():
 WINDOWS = st.builds(Mask, st.integers(0, 9), st.sampled_from([0, 1, 3]))
 
 
+@examples(35, 100)
 @given(calls("gather", topologies=grids(3)), WINDOWS, st.sampled_from(list(Direction)))
 def test_between_nodes_only_the_halo_of_a_window_travels(case, mask, direction):
     """Rows of a shard that a query of another node sees, counted one by one, N-1 hops far."""
@@ -242,6 +247,7 @@ def test_a_halo_of_4k_at_128k_is_a_sixteenth_of_a_shard_and_nobody_reads_the_las
 # --- hops and buffers ---
 
 
+@examples(35, 100)
 @given(calls("ring"))
 def test_the_way_home_of_a_rings_gradients_takes_p_less_one_hops(case):
     nodes, ranks = case.topology.inter_size, case.topology.intra_size
@@ -251,6 +257,7 @@ def test_the_way_home_of_a_rings_gradients_takes_p_less_one_hops(case):
         assert made == Counter(hops) and made.total() == case.topology.cp_size - 1
 
 
+@examples(35, 100)
 @given(st.sampled_from(["gather", "a2a"]).flatmap(calls))
 def test_between_nodes_a_piece_and_its_gradient_make_n_less_one_hops_a_round(case):
     hops = case.rounds * (case.topology.inter_size - 1)
@@ -277,6 +284,7 @@ def most_buffers(case):
     return 4, min(2 * nodes, 6)
 
 
+@examples(35, 100)
 @given(st.sampled_from(["ring", "gather", "a2a"]).flatmap(calls))
 def test_hop_buffers_do_not_grow_with_the_group(case):
     """Sending a shard on takes the memory of a few, whatever the group's size."""
@@ -308,6 +316,7 @@ def hidden(program, cargo, link=None):
     return found
 
 
+@examples(35, 100)
 @given(calls("ring", Mask.FULL), st.sampled_from(list(Direction)))
 def test_every_hop_of_a_ring_but_the_last_ones_home_is_behind_a_kernel(case, direction):
     """The last return the total, and on several nodes what it is summed from."""
@@ -326,6 +335,7 @@ def test_a_hop_of_data_between_nodes_has_a_whole_round_to_arrive():
             assert hidden(program, Cargo.READ, Link.INTER) == [4, 4]
 
 
+@examples(35, 100)
 @given(GRIDS)
 def test_a_rings_work_is_balanced_in_zigzag(topology):
     """Every rank computes the same pairs in every step; the first step half a row more."""
@@ -345,6 +355,7 @@ ONE_NODE = st.builds(grid, st.just(1), st.integers(2, 5))
 
 
 @pytest.mark.parametrize("mode", ["gather", "a2a"])
+@examples(35, 100)
 @given(data=st.data())
 def test_on_one_node_every_round_but_the_first_comes_behind_kernels(mode, data):
     """On several, what waits for another node is issued behind the kernels that hide it."""
@@ -356,6 +367,7 @@ def test_on_one_node_every_round_but_the_first_comes_behind_kernels(mode, data):
             assert all(hidden(program, Cargo.READ, Link.INTRA)[len(first) :])
 
 
+@examples(35, 100)
 @given(st.sampled_from(["ring", "gather", "a2a"]).flatmap(calls), st.sampled_from(list(Direction)))
 def test_all_ranks_issue_their_transfers_in_one_order(case, direction):
     """The same links and cargoes in sequence, leaving out empty ones: so no transfer waits in front
