@@ -158,10 +158,11 @@ class _Run:
             "loss": loss, "grad_norm": norm,
         }  # fmt: skip
         if self._on_gpu:
+            active = torch.cuda.memory_stats()["active_bytes.all.peak"]
             host = torch.cuda.host_memory_stats().get("active_bytes.peak", 0)
-            of_ranks = self.world.gather((torch.cuda.max_memory_allocated(), host))
-            peak, host = (max(each) / _GIB for each in zip(*of_ranks, strict=True))
-            columns |= {"peak_gib": peak, "host_gib": host}
+            of_ranks = self.world.gather((torch.cuda.max_memory_allocated(), active, host))
+            peaks = [max(each) / _GIB for each in zip(*of_ranks, strict=True)]
+            columns |= dict(zip(("peak_gib", "active_gib", "host_gib"), peaks, strict=True))
         return columns
 
     @property
@@ -205,7 +206,7 @@ def measure_command(
 
 def _line(row: FrontierRow) -> str:
     result = f"{row.ms:.1f} ms" if row.ms else row.note
-    peak = f", {row.peak_gib:.2f} GiB" if row.peak_gib else ""
+    peak = f", {row.gib:.2f} GiB" if row.gib else ""
     return f"turn {row.turn}, {row.impl}:{row.setting}: {row.status}, {result}{peak}"
 
 

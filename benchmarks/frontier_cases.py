@@ -201,6 +201,8 @@ class FrontierRow:
         each: ms of every step, in their order.
         peak_gib: PyTorch's peak in these steps, of the worst rank: weights, gradients and
             optimizer included.
+        active_gib: the same with memory that was freed but that a copy still read, to the host
+            for instance; None in rows from before it was measured.
         host_gib: peak of pinned host memory in use, of the worst rank, in blocks of powers of two.
         loss: of the last step. All steps see the same weights: the learning rate is 0.
         grad_norm: of all gradients.
@@ -230,11 +232,17 @@ class FrontierRow:
     tflops: float | None = None
     each: str = ""
     peak_gib: float | None = None
+    active_gib: float | None = None
     host_gib: float | None = None
     loss: float | None = None
     grad_norm: float | None = None
     status: str = "ok"
     note: str = ""
+
+    @property
+    def gib(self) -> float | None:
+        """The memory that the step needs, as far as it was measured."""
+        return self.active_gib or self.peak_gib
 
 
 FRONTIER_CSV = Sheet(WHO, FrontierRow)

@@ -136,7 +136,7 @@ class Compared:
         """Relative errors of time and of the peak."""
         return (
             self.predicted.ms / self.row.ms - 1,
-            self.predicted.peak_gib / self.row.peak_gib - 1,
+            self.predicted.gib / self.row.gib - 1,
         )
 
 
@@ -146,7 +146,7 @@ def compare(rows: Sequence[FrontierRow], made: Sequence[FrontierRow]) -> list[Co
     latest: dict[tuple, str] = {}
     turns: dict[tuple, list[FrontierRow]] = {}
     for row in rows:
-        if row.status == "ok" and row.peak_gib:
+        if row.status == "ok" and row.gib:
             problem = _problem(row)[:-2]
             latest[problem] = max(row.run, latest.get(problem, ""))
             turns.setdefault((row.run, *_problem(row)), []).append(row)
@@ -156,7 +156,7 @@ def compare(rows: Sequence[FrontierRow], made: Sequence[FrontierRow]) -> list[Co
         if run == latest[tuple(problem[:-2])] and before:
             middle = replace(
                 some[0], ms=median(row.ms for row in some),
-                peak_gib=median(row.peak_gib for row in some),
+                active_gib=median(row.gib for row in some),
             )  # fmt: skip
             found.append(Compared(middle, before[-1]))
     return found
@@ -185,7 +185,7 @@ def report(compared: Sequence[Compared]) -> str:
         what = f"{row.model} x {row.layers}, {row.seq >> 10}K {row.documents or 'one document'}"
         lines.append(
             f"| {what}: {row.impl}:{row.setting} | {row.ms:.1f} | {one.predicted.ms:.1f} | "
-            f"{time:+.1%} | {row.peak_gib:.2f} | {one.predicted.peak_gib:.2f} | {peak:+.1%} |"
+            f"{time:+.1%} | {row.gib:.2f} | {one.predicted.gib:.2f} | {peak:+.1%} |"
         )
     for place, name in enumerate(("time", "peak")) if compared else ():
         sizes = [abs(one.errors[place]) for one in compared]

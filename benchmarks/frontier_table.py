@@ -18,7 +18,7 @@ class Point:
         name: of the setting, with whose it is.
         steps: how many were timed.
         ms: median over all of them, with minimum and maximum; None if it failed.
-        peak_gib: median over turns, as `host_gib`.
+        peak_gib: median over turns of the rows' `gib`, as `host_gib`.
         ratio: ms / ms of nothing recomputed.
         share: a = (peak - peak of full) / (peak of nothing recomputed - peak of full).
         note: why it failed.
@@ -68,7 +68,7 @@ def _point(name: str, rows: Sequence[FrontierRow]) -> Point:
     if not each:
         return Point(name, note=rows[0].note)
     gib = [median(found) if (found := _known(rows, column)) else None for column in
-           ("peak_gib", "host_gib")]  # fmt: skip
+           ("gib", "host_gib")]  # fmt: skip
     return Point(name, len(each), median(each), min(each), max(each), *gib)
 
 

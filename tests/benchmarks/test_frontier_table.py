@@ -64,6 +64,11 @@ def test_what_the_rows_of_a_run_come_to():
     }  # fmt: skip
 
 
+def test_memory_that_a_copy_still_reads_counts_where_it_was_measured():
+    (point,) = points_of([row("burst:keep@host", "100", 22.0, active_gib=25.0)])
+    assert point.peak_gib == 25.0
+
+
 def test_the_hull_is_what_no_mixture_beats():
     points = points_of(ROWS[:-1])
     sides = [[x for x in points if x.is_burst is side] for side in (True, False)]
