@@ -1,7 +1,7 @@
 """What `make test` leaves to `make test-all`; see also the fixture `draw`."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,18 @@ def whole(*cases: Any) -> Iterator[Any]:
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
         yield pytest.param(*values, marks=pytest.mark.whole)
+
+
+def crossed(cases: Iterable[Any], places: Sequence[tuple], few: int) -> list[Any]:
+    """Each case in each place, for `parametrize`: with --all; else in `few` places by turns, so
+    that every place has some of the cases."""
+    found = []
+    for turn, case in enumerate(cases):
+        mine = {(turn * few + step) % len(places) for step in range(few)}
+        for at, place in enumerate(places):
+            marks = () if at in mine else pytest.mark.whole
+            found.append(pytest.param(case, *place, marks=marks))
+    return found
 
 
 def seeds(cases: int, few: int, most: int) -> list[Any]:

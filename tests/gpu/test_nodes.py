@@ -46,6 +46,14 @@ WAYS = [
     {"flat": True},
 ]
 
+SIZES = (4, 2), (2, 2), (4, 4)  # ranks and nodes
+PLACES = [  # shape, connections to the GPU, sizes
+    *(("GQA", "1", size) for size in SIZES), ("MHA", "1", (4, 2)), ("MQA", "1", (2, 2)),
+    ("GQA", "8", SIZES[0] if GPUS >= 4 else (2, 2)),
+    *whole(("MHA", "1", (2, 2)), ("MHA", "1", (4, 4)), ("MQA", "1", (4, 2)), ("MQA", "1", (4, 4)),
+           ("MHA", "8", (2, 2)), ("MQA", "8", (2, 2))),
+]  # fmt: skip
+
 
 def errors(rank, world, nodes, shape, ways, backend="auto"):
     """Relative errors of (out, dq, dk, dv) by mode, over the whole sequence."""
@@ -66,13 +74,11 @@ def errors(rank, world, nodes, shape, ways, backend="auto"):
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("connections", ["1", "8"])
-def test_errors_are_at_most_twice_one_gpus(shape, connections):
+@pytest.mark.parametrize(("shape", "connections", "size"), PLACES)
+def test_errors_are_at_most_twice_one_gpus(shape, connections, size):
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
     settings = {"backend": "nccl", "timeout_s": 300, "environment": environment}
-    places = ((2, 2), (4, 2), (4, 4)) if connections == "1" or GPUS >= 4 else ((2, 2),)
-    compare(places, SHAPES[shape], WAYS, settings)
+    compare((size,), SHAPES[shape], WAYS, settings)
 
 
 @pytest.mark.parametrize("shape", ["GQA", *whole("MHA", "MQA")])

@@ -15,7 +15,7 @@ from tests.gpu import needs_gpus
 from tests.gpu.test_nccl import alone, relative
 from tests.oracle import full_attention, rows_of, seen_by
 from tests.ranks import run_ranks
-from tests.sampling import whole
+from tests.sampling import crossed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -99,12 +99,11 @@ def errors(rank, world, nodes, name, heads, backend):
     return found
 
 
-PLACES = [(2, 1, "auto"), (2, 2, "auto"), (4, 2, "auto"), (2, 1, "flash"), (4, 2, "triton")]
-REST = [(2, 2, "flash"), (4, 2, "flash"), (2, 1, "triton"), (2, 2, "triton")]
+PLACES = [(2, 1, "auto"), (4, 2, "auto"), (2, 2, "flash"), (2, 2, "auto"), (4, 2, "triton"),
+          (2, 1, "flash"), (4, 2, "flash"), (2, 1, "triton"), (2, 2, "triton")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "nodes", "backend"), [*PLACES, *whole(*REST)])
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize(("name", "world", "nodes", "backend"), crossed(TREES, PLACES, 2))
 def test_errors_are_at_most_twice_those_of_one_gpu_that_repeats_prompts(
     name, world, nodes, backend
 ):
