@@ -119,21 +119,29 @@ class Shards:
             BurstError: on all ranks, if one has a problem or cannot shard the sample, or if they
                 make different calls.
         """
-        documents, told = None, {}
-        if not problem:
-            tokens, batch, got, device = sizes()
-            problem = unmet(self.who, self.needs(tokens, batch, got))
-            told = {"shape": got, **(data or {})}
-        if self.sample is not None and not problem:
-            try:
+        documents, told, failure = None, {}, None
+        try:
+            if not problem:
+                tokens, batch, got, device = sizes()
+                problem = unmet(self.who, self.needs(tokens, batch, got))
+                told = {"shape": got, **(data or {})}
+            if self.sample is not None and not problem:
                 documents = self.documents(self.rows(tokens), device)
                 told |= (documents.known or {}) if device.type == "cpu" else {}
-            except BurstError as error:
-                problem = str(error)
+        except BurstError as error:
+            problem = str(error)
+        except Exception as error:  # out of memory too: other ranks must not wait for this one
+            problem, failure = f"{self.who}: {type(error).__name__}: {error}", error
         if self.group is not None:
             always = {"layout": self.layout, "documents": f"{documents is not None}"}
             same, told = ({}, {}) if problem else (always | dict(terms or {}), told)
-            announce(self.group, same, self.who, problem, data=told)
+            try:
+                announce(self.group, same, self.who, problem, data=told)
+            except BurstError:
+                if failure is None:
+                    raise
+        if failure is not None:
+            raise failure
         if problem:
             raise BurstError(problem)
         return documents
@@ -273,7 +281,9 @@ def position_ids(
     who, boundaries, device = "position ids", (cu_seqlens, cu_seqlens_padded), torch.device(device)
     shards = shards_of(who, given_or_default(group, who), layout, boundaries, True)
     got = f"{tokens} tokens and {shards.size} ranks"
-    documents = shards.opened("", lambda: (tokens, 1, got, device))
+    whole = isinstance(tokens, int), "tokens must be a whole number, because it counts rows"
+    problem = unmet(who, [(*whole, brief(tokens), "pass the sample's length")])
+    documents = shards.opened(problem, lambda: (tokens, 1, got, device))
     places = shards.mine(shards.rows(tokens), documents, device)
     return in_documents(places, cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded)
 

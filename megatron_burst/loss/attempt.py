@@ -19,14 +19,17 @@ class Attempt:
     Args:
         group: the ranks; None: this one alone.
         device: computes.
+        failure: of this rank, before the pass; then it makes its collectives only.
 
     Raises:
         DisagreementError: at the end, if another rank failed.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group, self._device = group, device
-        self._failure: Exception | None = None
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device,
+        failure: Exception | None = None,
+    ) -> None:  # fmt: skip
+        self._group, self._device, self._failure = group, device, failure
 
     def __call__[T](self, work: Callable[..., T], *args: object, **options: object) -> T | None:
         """What `work` returns; None after a failure."""

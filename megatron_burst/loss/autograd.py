@@ -26,17 +26,16 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, rows: Rows, head: Head):
-        with head.tp.attempt(hidden) as attempt:
+        with head.tp.attempt(hidden, rows) as attempt:
             stats, buffer = passes.statistics_pass(head, hidden, weight, rows, attempt)
+            outputs = attempt(_outputs, head, rows, stats)
         ctx.save_for_backward(hidden, weight, stats)
         ctx.kept = buffer if head.keep and any(ctx.needs_input_grad[:2]) else None
         ctx.rows, ctx.head = rows, head
         # after offloading, saved_tensors does not return the parameter itself: keep its buffer
         ctx.weight = weight
-        entropy = stats[Stat.LSE] - stats[Stat.MEAN]
-        outputs = passes.losses(head, stats), stats[Stat.LSE], entropy
         ctx.set_materialize_grads(False)
-        return tuple(map(rows.spread, outputs))
+        return outputs
 
     @staticmethod
     @once_differentiable
@@ -66,7 +65,7 @@ class GradientsInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, row_weight: Tensor, rows: Rows, head: Head):
-        with head.tp.attempt(hidden) as attempt:
+        with head.tp.attempt(hidden, rows) as attempt:
             total = None
             if ctx.needs_input_grad[1]:
                 total = attempt(torch.empty_like, weight, dtype=sum_dtype(weight.dtype))
@@ -76,9 +75,10 @@ class GradientsInForward(torch.autograd.Function):
                 head, hidden, weight, rows, row_weight, sums, attempt
             )
             dhidden = sums.finish(hidden.shape)
+            loss = attempt(lambda: rows.spread(passes.losses(head, stats)))
         ctx.sums = dhidden, total
         ctx.rows, ctx.row_weight, ctx.weight = rows, row_weight, weight
-        return rows.spread(passes.losses(head, stats))
+        return loss
 
     @staticmethod
     @once_differentiable
@@ -103,6 +103,12 @@ class GradientsInForward(torch.autograd.Function):
                 main_grad.addcmul_(total, factor)
                 dweight = announce_main_grad(ctx.weight)
         return dhidden, dweight, None, None, None
+
+
+def _outputs(head: Head, rows: Rows, stats: Tensor) -> tuple[Tensor, ...]:
+    """Loss, log-sum-exp and entropy of each token."""
+    entropy = stats[Stat.LSE] - stats[Stat.MEAN]
+    return tuple(map(rows.spread, (passes.losses(head, stats), stats[Stat.LSE], entropy)))
 
 
 def _factors(head: Head, rows: Rows, stats: Tensor, *grads: Tensor | None) -> Tensor:

@@ -59,20 +59,27 @@ def checked_rows(
         BurstError: on all ranks; DisagreementError if they call differently; inside of torch.func's
             transforms, vmap and forward-mode AD.
     """
-    problem = unmet(
-        WHO, chain(_kinds(given), options.needs(), _needs(given, tp, options, settings))
-    )
-    if not problem:
+    problem = unmet(WHO, chain(_kinds(given), _needs_of(options), _switches(tp, settings),
+                               _needs(given, tp, options, settings)))  # fmt: skip
+    try:
         refuse_transforms(WHO, given.hidden, given.weight)
+    except BurstError as error:
+        problem = problem or str(error)
     if tp.group is not None:
         terms = {} if problem else _terms(given, options, settings)
         announce(tp.group, terms, WHO, problem, TP)
     if problem:
         raise BurstError(problem)
     valid, most, sound = _compared(given, tp, options)
-    shape = (tp.blocks, -1) if given.labels.numel() else (tp.blocks, 0)
-    labels, mine = given.labels.reshape(shape).long(), tp.rank if tp.blocks > 1 else 0
-    return Rows.of(labels, valid.view(shape), mine, most, sound)
+    shape = tp.blocks, given.labels.numel() // tp.blocks
+    mine = tp.rank if tp.blocks > 1 else 0
+    try:
+        labels = given.labels.reshape(shape).long()
+        return Rows.of(labels, valid.view(shape), mine, most, sound)
+    except Exception as error:
+        if tp.group is None:
+            raise
+        return Rows.lacking(*shape, mine, most, error)  # others begin the pass: it does too
 
 
 def _kinds(given: Given) -> Iterator[Need]:
@@ -86,6 +93,26 @@ def _kinds(given: Given) -> Iterator[Need]:
         "way from the GPU, because the CPU waits for it", type(given.supervised).__name__,
         "pass what count_supervised returns",
     )  # fmt: skip
+
+
+def _needs_of(options: object) -> Iterator[Need]:
+    known = isinstance(options, LossOptions)
+    yield (
+        known, "options must be LossOptions, because others would be ignored", brief(options),
+        "pass LossOptions(...)",
+    )  # fmt: skip
+    if isinstance(options, LossOptions):
+        yield from options.needs()
+
+
+def _switches(tp: TensorParallel, settings: Mapping[str, object]) -> Iterator[Need]:
+    given = {"sequence_parallel": tp.sequence_parallel}
+    given |= {name: settings[name] for name in ("return_lse", "entropy") if name in settings}
+    for name, value in given.items():
+        yield (
+            isinstance(value, bool), f"{name} must be True or False, because it is one of two",
+            repr(value), "pass a bool",
+        )  # fmt: skip
 
 
 def _needs(
@@ -114,6 +141,8 @@ def _needs(
          f"{tuple(labels.shape)} instead of {expected}", "transpose or gather them"),
         (not (labels.dtype.is_floating_point or labels.dtype == torch.bool),
          "labels must be integers, because they name classes", str(labels.dtype), "cast them"),
+        (not any(mask.is_complex() for mask in masks), "loss_mask must be real, because it weighs "
+         "losses", f"{[str(m.dtype) for m in masks]}", "pass weights"),
         (all(mask.shape == labels.shape for mask in masks), "loss_mask must have the shape of "
          "labels, because each token has a weight", f"{[tuple(m.shape) for m in masks]}",
          "reshape it"),

@@ -79,13 +79,13 @@ def linear_cross_entropy(
     settings = {"reduction": reduction, "grads": grads, "return_lse": return_lse}
     rows = checked_rows(Given(hidden, weight, labels, loss_mask, supervised), tp, options, settings)
     mode = grads if grads != "auto" else _mode(hidden, reduction, return_lse)
-    weights = _row_weights(rows, labels, loss_mask, reduction, hidden.dtype)
+    rows, weights, collected = _row_weights(rows, loss_mask, reduction, hidden.dtype, tp)
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         mode = "recompute"
     held = held_bytes(weight) if mode == "forward" and weight.requires_grad else 0
     head = _head(hidden, weight, options, tp, rows, mode == "forward", held)
     if mode == "forward":
-        loss = GradientsInForward.apply(hidden, weight, rows.collect(weights), rows, head)
+        loss = GradientsInForward.apply(hidden, weight, collected, rows, head)
     else:
         head = replace(head, keep=keep_logits)
         loss, lse, _ = Recomputed.apply(hidden, weight, rows, head)
@@ -123,7 +123,7 @@ def token_log_probs(
     Raises:
         BurstError: as of `linear_cross_entropy`.
     """
-    options = options or LossOptions()
+    options = LossOptions() if options is None else options
     tp = TensorParallel.of(tp_group, sequence_parallel)
     given = Given(hidden, weight, labels, loss_mask)
     rows = checked_rows(given, tp, options, {"entropy": entropy})
@@ -143,7 +143,23 @@ def _mode(hidden, reduction: Reduction, return_lse: bool) -> Grads:
     return "recompute" if reduction == "none" else "forward"
 
 
-def _row_weights(rows: Rows, labels, loss_mask, reduction: str, dtype: torch.dtype) -> Tensor:
+def _row_weights(
+    rows: Rows, loss_mask: Tensor | None, reduction: str, dtype: torch.dtype, tp: TensorParallel
+) -> tuple[Rows, Tensor | None, Tensor | None]:
+    """Weights of losses in the reduction, of all tokens and of the rows; None of a rank that
+    failed, whose rows say so: it makes the pass's collectives, as others wait for them."""
+    if rows.failure is not None:
+        return rows, None, None
+    try:
+        weights = _weights(rows, loss_mask, reduction, dtype)
+        return rows, weights, rows.collect(weights)
+    except Exception as error:
+        if tp.group is None:
+            raise
+        return replace(rows, failure=error), None, None
+
+
+def _weights(rows: Rows, loss_mask: Tensor | None, reduction: str, dtype: torch.dtype) -> Tensor:
     """Weight of each token's loss in the reduction, [blocks, tokens]."""
     weights = rows.spread(rows.valid.new_ones(rows.valid.shape, dtype=sum_dtype(dtype)))
     if loss_mask is not None:

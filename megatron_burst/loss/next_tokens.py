@@ -102,7 +102,7 @@ def _labels(
         return ids
     order = shards.order(rows, documents, ids.device)
     if shards.group is not None and not shards.whole:
-        everyones, same = _gather(ids, _digest(shards.sample, ids), shards.group)
+        everyones, same = _gather(ids, shards)
         ids = torch.empty_like(everyones).index_copy_(0, order, everyones)
     if documents is None:
         followed = torch.arange(len(ids), device=ids.device) < len(ids) - 1
@@ -114,14 +114,19 @@ def _labels(
     return labels if same is None else torch.where(same, labels, _NO_CLASS)
 
 
-def _gather(
-    ids: Tensor, digest: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(ids of all ranks, concatenated; whether all have this digest)."""
-    mine = torch.cat((digest.view(1), ids.flatten()))
-    everyones = mine.new_empty(group.size(), len(mine))
-    dist.all_gather_into_tensor(everyones.view(-1), mine, group)
-    return everyones[:, 1:].reshape(-1, *ids.shape[1:]), (everyones[:, 0] == digest).all()
+def _gather(ids: Tensor, shards: Shards) -> tuple[Tensor, Tensor]:
+    """(ids of all ranks, concatenated; whether all have the same boundaries)."""
+    failure, size = None, 1 + ids.numel()
+    try:
+        mine = torch.cat((_digest(shards.sample, ids).view(1), ids.flatten()))
+    except Exception as error:  # others wait for this rank; what it sends is no digest of theirs
+        failure, mine = error, torch.full((size,), _NO_CLASS, device=ids.device)
+    assert shards.group is not None
+    everyones = mine.new_empty(shards.size, size)
+    dist.all_gather_into_tensor(everyones.view(-1), mine, shards.group)
+    if failure is not None:
+        raise failure
+    return everyones[:, 1:].reshape(-1, *ids.shape[1:]), (everyones[:, 0] == mine[0]).all()
 
 
 def _digest(sample: Sample | None, like: Tensor) -> Tensor:

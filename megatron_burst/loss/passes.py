@@ -44,21 +44,21 @@ class Sums:
 
 def statistics_pass(
     head: Head, hidden: Tensor, weight: Tensor, rows: Rows, attempt: Attempt
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None]:
     """Statistics [4, blocks, n] of the whole vocabulary; one collective for all rows.
 
     Returns:
-        (statistics, the tile buffer, which still holds the last tile's logits; None after a
-        failure).
+        (statistics, the tile buffer, which still holds the last tile's logits); None after a
+        failure.
     """
     shape, dtype = (len(Stat), *rows.labels.shape), sum_dtype(hidden.dtype)
     stats = attempt(hidden.new_empty, shape, dtype=dtype)
     buffer = attempt(_tile_buffer, head, hidden)
     for piece, x in head.tp.chunks(attempt, hidden, rows, head.tiles.rows):
         mine = attempt(_chunk_statistics, head, x, weight, rows, piece, buffer)
-        if mine is not None:
-            stats[:, :, piece] = mine
-    return _poisoned(head.tp.combine(attempt.or_nan(stats, shape, dtype))), buffer
+        attempt(_put, stats, piece, mine)
+    whole = head.tp.combine(attempt, attempt.or_nan(stats, shape, dtype))
+    return attempt(_poisoned, whole), buffer
 
 
 def gradient_pass(
@@ -120,7 +120,7 @@ def forward_gradient_pass(
     for piece, x in head.tp.chunks(attempt, hidden, rows, head.tiles.rows):
         mine = attempt(_chunk_statistics, head, x, weight, rows, piece, buffer)
         shape = len(Stat), blocks, piece.stop - piece.start
-        whole = head.tp.combine(attempt.or_nan(mine, shape, dtype))
+        whole = head.tp.combine(attempt, attempt.or_nan(mine, shape, dtype))
         grad = attempt(gradient, piece, x, whole)
         if sums.hidden is not None:
             sums.hidden.put(piece, grad)
@@ -194,6 +194,10 @@ def _chunk_statistics(head, x, weight, rows: Rows, piece: slice, buffer) -> Tens
     for _, raw, targets in _tiles(head, x, weight, rows, piece, buffer):
         _kernels(raw).merge_statistics(stats, raw, targets, head.options, head.extras)
     return stats.view(len(Stat), rows.labels.shape[0], -1)
+
+
+def _put(stats: Tensor, piece: slice, some: Tensor) -> None:
+    stats[:, :, piece] = some
 
 
 def _poisoned(stats: Tensor) -> Tensor:

@@ -25,6 +25,17 @@ class Rows:
     order: Tensor | None  # [blocks, n] int64: the token's index in its block; None: identity
     tokens: int  # per block, including those that are not computed
     sound: Tensor | None = None  # 1, or NaN if no loss of these tokens would be right
+    failure: Exception | None = None  # of this rank, which has no data then
+
+    @classmethod
+    def lacking(
+        cls, blocks: int, tokens: int, mine: int, most: int | None, failure: Exception
+    ) -> "Rows":
+        """Rows of a rank that failed to make them: what its collectives need."""
+        count = tokens if most is None else min(most, tokens)
+        empty = torch.empty(blocks, count, dtype=torch.int64, device="meta")
+        order = None if count == tokens else empty
+        return cls(empty, empty, mine, order, tokens, failure=failure)
 
     @classmethod
     def of(
@@ -170,9 +181,9 @@ class TensorParallel:
         return Sizes(rows, classes, width, hidden.element_size(), self.size, self.blocks,
                      processors_of(hidden.device), held)  # fmt: skip
 
-    def attempt(self, like: Tensor) -> Attempt:
+    def attempt(self, like: Tensor, rows: Rows | None = None) -> Attempt:
         """A pass of all ranks, on the device of a tensor."""
-        return Attempt(self.group, like.device)
+        return Attempt(self.group, like.device, None if rows is None else rows.failure)
 
     def chunks(
         self, attempt: Attempt, hidden: Tensor, rows: Rows, size: int, backwards: bool = False
@@ -192,33 +203,40 @@ class TensorParallel:
                 yield piece, mine
                 continue
             shape = piece.stop - piece.start, hidden.shape[-1]
-            started = piece, *self._start_gather(attempt.or_nan(mine, shape, hidden.dtype))
+            sent = attempt.or_nan(mine, shape, hidden.dtype)
+            started = piece, *self._start_gather(attempt, sent)
             if coming is not None:
                 yield _landed(*coming)
             coming = started
         if coming is not None:
             yield _landed(*coming)
 
-    def _start_gather(self, mine: Tensor) -> tuple[Tensor, dist.Work]:
-        everyones = mine.new_empty(self.blocks * mine.shape[0], mine.shape[1])
+    def _start_gather(self, attempt: Attempt, mine: Tensor) -> tuple[Tensor, dist.Work]:
+        shape = self.blocks * mine.shape[0], mine.shape[1]
+        everyones = attempt.or_nan(attempt(mine.new_empty, shape), shape, mine.dtype)
         work = dist.all_gather_into_tensor(everyones, mine, self.group, async_op=True)
         return everyones, work
 
-    def combine(self, stats: Tensor) -> Tensor:
+    def combine(self, attempt: Attempt, stats: Tensor) -> Tensor | None:
         """Statistics [4, ...] over the whole vocabulary from those of its parts: one collective.
+        None after a failure.
 
         Sums relative to different maxima cannot be all-reduced, so ranks gather all parts.
         """
         if self.size == 1 or stats.numel() == 0:
             return stats
-        parts = stats.new_empty(self.size * len(stats), *stats.shape[1:])
+        shape = self.size * len(stats), *stats.shape[1:]
+        parts = attempt.or_nan(attempt(stats.new_empty, shape), shape, stats.dtype)
         dist.all_gather_into_tensor(parts, stats.contiguous(), self.group)
-        parts = parts.view(self.size, *stats.shape)
-        lses = parts[:, Stat.LSE]
-        whole = parts.sum(0)
-        whole[Stat.LSE] = lses.logsumexp(0)
-        whole[Stat.MEAN] = ((lses - whole[Stat.LSE]).exp() * parts[:, Stat.MEAN]).sum(0)
-        return whole
+        return attempt(_combined, parts.view(self.size, *stats.shape))
+
+
+def _combined(parts: Tensor) -> Tensor:
+    """Statistics of the whole vocabulary, from [ranks, 4, ...]."""
+    lses, whole = parts[:, Stat.LSE], parts.sum(0)
+    whole[Stat.LSE] = lses.logsumexp(0)
+    whole[Stat.MEAN] = ((lses - whole[Stat.LSE]).exp() * parts[:, Stat.MEAN]).sum(0)
+    return whole
 
 
 def _landed(piece: slice, x: Tensor, work: dist.Work) -> tuple[slice, Tensor]:
@@ -254,7 +272,8 @@ class HiddenGrad:
             if self._rows.order is None and self._mine is not None:  # straight to its place
                 some = self._mine[piece]
             else:
-                some = grad.new_empty(count, grad.shape[1])
+                made = attempt(grad.new_empty, (count, grad.shape[1]))
+                some = attempt.or_nan(made, (count, grad.shape[1]), grad.dtype)
             work = dist.reduce_scatter_tensor(some, grad, group=tp.group, async_op=True)
         else:
             work = dist.all_reduce(grad, group=tp.group, async_op=True)

@@ -16,8 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_burst.errors import DisagreementError
-from megatron_burst.loss import checks, passes, statistics
+from megatron_burst import shards
+from megatron_burst.errors import BurstError, DisagreementError
+from megatron_burst.loss import checks, linear, passes, statistics
+from megatron_burst.loss import rows as loss_rows
+from megatron_burst.loss.rows import Rows
 from tests.attention.failing import NoMemoryError
 from tests.loss.oracle import Problem, chunks_of, oracle, random_problem, relative_error
 from tests.loss.test_processes import shard
@@ -25,10 +28,13 @@ from tests.ranks import preload, run_ranks
 
 preload("megatron_burst.loss.linear", "tests.loss.oracle")
 WORLD, TIMEOUT_S = 2, 60
-PLACES = [  # before a pass, and of it: its memory, a tile of statistics, a tile of gradients
-    (checks, "valid_tokens"), (passes, "_tile_buffer"),
-    (statistics, "merge_statistics"), (statistics, "gradient_"),
+# before a pass: labels are compared, tokens chosen, weighted; its memory; what ranks gathered; its
+# results
+ONCE = [
+    (checks, "valid_tokens"), (Rows, "of"), (linear, "_weights"), (passes, "_tile_buffer"),
+    (loss_rows, "_combined"), (passes, "_poisoned"), (passes, "losses"),
 ]  # fmt: skip
+PLACES = [*ONCE, (statistics, "merge_statistics"), (statistics, "gradient_")]  # of tiles
 
 
 @contextmanager
@@ -74,7 +80,7 @@ def retried(rank, alone, device="cpu", modes=("forward", "recompute")):
     places = PLACES[alone and device != "cpu" :]
     for place, sequence_parallel, grads in product(places, (False, True), modes):
         call, got = (rank, group, device, sequence_parallel, grads), None
-        after = 0 if place in PLACES[:2] else 2 * rank
+        after = 0 if place in ONCE else 2 * rank
         try:
             with failing(*place, after) if rank or not alone else nullcontext():
                 got = step(*call)
@@ -113,3 +119,71 @@ def test_after_a_failure_the_memory_of_the_pass_is_free(monkeypatch):
         assert [each() for each in made] == [None]
     finally:
         gc.enable()
+
+
+def labels_and_shards(rank):
+    """By what fails on rank 1 alone: what a rank got, and the next call's labels or rows."""
+    from megatron_burst import next_tokens, position_ids, shard
+    from megatron_burst.loss import next_tokens as module
+
+    group, found = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)), []
+    whole, ends = torch.arange(8), torch.tensor([0, 3, 8])
+    ids, mine = whole.view(4, 2)[[rank, 3 - rank]].flatten(), {"group": group, "cu_seqlens": ends}
+    calls = (
+        (module, "_digest", lambda: next_tokens(ids, cp_group=group, cu_seqlens=ends)),
+        (shards, "Documents", lambda: shard(whole[None], **mine)[0]),
+        (shards, "positions", lambda: shard(whole[None], **mine)[0]),
+    )
+    for owner, name, call in calls:
+        call()  # known to all ranks
+        try:
+            with failing(owner, name, 0) if rank else nullcontext():
+                got = call().tolist()
+        except (NoMemoryError, BurstError) as error:
+            got = type(error)
+        found.append((name, got, call().tolist()))
+    with pytest.raises(BurstError, match="tokens must be a whole number.*got None"):
+        position_ids(None if rank else 8, group=group)
+    return found
+
+
+def test_labels_and_shards_that_fail_on_one_rank_keep_no_other_waiting():
+    began = time.monotonic()
+    for rank, found in enumerate(run_ranks(labels_and_shards, WORLD)):
+        (_, digests, labels), *of_shards = found
+        rows = [[0, 1, 6, 7], [2, 3, 4, 5]][rank]
+        assert labels == [[1, 2, 7, -100], [-100, 4, 5, 6]][rank]
+        # ids came, but with other boundaries: labels of no class, which the loss refuses
+        assert digests is NoMemoryError if rank else set(digests) == {torch.iinfo(torch.int64).max}
+        for name, got, after in of_shards:
+            told = name == "Documents" or rank
+            assert got == ((NoMemoryError if rank else DisagreementError) if told else rows), name
+            assert after == rows, name
+    assert time.monotonic() - began < TIMEOUT_S
+
+
+def unlike(rank):
+    """Sentences of calls that are wrong on rank 1 alone."""
+    from megatron_burst import linear_cross_entropy, token_log_probs
+
+    problem, found = random_problem(), []
+    ours = shard(problem, rank, WORLD, False)
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    wrongs = (
+        (token_log_probs, {"options": {}}), (token_log_probs, {"entropy": "no"}),
+        (linear_cross_entropy, {"return_lse": "no"}),
+        (linear_cross_entropy, {"loss_mask": ours.loss_mask.to(torch.complex128)}),
+    )  # fmt: skip
+    for call, wrong in wrongs:
+        with pytest.raises(BurstError) as error:
+            given = ours.hidden, ours.weight, ours.labels
+            call(*given, tp_group=group, **(wrong if rank else {}))
+        found.append(str(error.value))
+    return found
+
+
+def test_options_of_a_wrong_kind_on_one_rank_are_refused_on_all():
+    words = "options must be", "entropy must be", "return_lse must be", "loss_mask must be real"
+    for found in run_ranks(unlike, WORLD):
+        for said, word in zip(found, words, strict=True):
+            assert word in said
