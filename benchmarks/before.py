@@ -58,21 +58,20 @@ def earlier() -> Package:
     Raises:
         BurstError: if there is none.
     """
-    folder = FOLDER
-    if not (folder / _THEN).is_dir():
+    if not (FOLDER / _THEN).is_dir():
         raise BurstError(
             f"{_WHO}: --impl before must find a commit's package, because it is measured "
-            f"beside today's; got no {folder / _THEN}; write it with "
+            f"beside today's; got no {FOLDER / _THEN}; write it with "
             "`python -m benchmarks.before COMMIT`"
         )
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-    newer = (folder / _THEN / "comm" / "group.py").exists()  # comm/state.py until 24 November 2026
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    newer = (FOLDER / _THEN / "comm" / "group.py").exists()  # comm/state.py until 24 November 2026
     memory = import_module(f"{_THEN}.comm.{'group' if newer else 'state'}")
     return Package(
         import_module(f"{_THEN}.attention").burst_attention,
         memory.release_buffers, memory.symmetric_bytes,
-        f"commit {(folder / 'commit').read_text()}",
+        f"commit {(FOLDER / 'commit').read_text()}",
     )  # fmt: skip
 
 

@@ -84,7 +84,8 @@ def _steps(path: Path) -> Iterator[tuple]:
     rows = [row for row in read([path], FRONTIER_CSV) if row.ms]
     times = {(row.documents, f"{row.impl}:{row.setting}"): row.ms for row in rows}
     for row in rows:
-        own, peer = f"{row.impl}:{row.setting}", _STEPS.get(f"{row.impl}:{row.setting}")
+        own = f"{row.impl}:{row.setting}"
+        peer = _STEPS.get(own)
         if other := times.get((row.documents, peer)):
             sample = "packed documents" if row.documents else "one document"
             what = f"step of {row.model}, {row.seq} tokens, {sample}, {own} / {peer}"

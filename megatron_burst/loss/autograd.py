@@ -61,12 +61,15 @@ class Recomputed(torch.autograd.Function):
 
 
 class GradientsInForward(torch.autograd.Function):
-    """Gradients of sum(row_weight * loss) in forward; backward multiplies them by a scalar."""
+    """Gradients of sum(weights * loss) in forward, weights [blocks, tokens]; backward multiplies
+    them by a scalar."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, row_weight: Tensor, rows: Rows, head: Head):
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, weights: Tensor | None, rows: Rows, head: Head
+    ):
         with head.tp.attempt(hidden, rows) as attempt:
-            total = None
+            row_weight, total = attempt(rows.collect, weights), None
             if ctx.needs_input_grad[1]:
                 total = attempt(torch.empty_like, weight, dtype=sum_dtype(weight.dtype))
             hidden_sum = _hidden_sum(ctx, head, rows, hidden, attempt)

@@ -72,14 +72,13 @@ def checked_rows(
         raise BurstError(problem)
     valid, most, sound = _compared(given, tp, options)
     shape = tp.blocks, given.labels.numel() // tp.blocks
-    mine = tp.rank if tp.blocks > 1 else 0
     try:
         labels = given.labels.reshape(shape).long()
-        return Rows.of(labels, valid.view(shape), mine, most, sound)
+        return Rows.of(labels, valid.view(shape), tp.block, most, sound)
     except Exception as error:
         if tp.group is None:
             raise
-        return Rows.lacking(*shape, mine, most, error)  # others begin the pass: it does too
+        return Rows.lacking(*shape, tp.block, most, error)  # others begin the pass: it does too
 
 
 def _kinds(given: Given) -> Iterator[Need]:
@@ -96,13 +95,13 @@ def _kinds(given: Given) -> Iterator[Need]:
 
 
 def _needs_of(options: object) -> Iterator[Need]:
-    known = isinstance(options, LossOptions)
-    yield (
-        known, "options must be LossOptions, because others would be ignored", brief(options),
-        "pass LossOptions(...)",
-    )  # fmt: skip
     if isinstance(options, LossOptions):
         yield from options.needs()
+        return
+    yield (
+        False, "options must be LossOptions, because others would be ignored", brief(options),
+        "pass LossOptions(...)",
+    )  # fmt: skip
 
 
 def _switches(tp: TensorParallel, settings: Mapping[str, object]) -> Iterator[Need]:

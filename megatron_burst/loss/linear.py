@@ -79,13 +79,13 @@ def linear_cross_entropy(
     settings = {"reduction": reduction, "grads": grads, "return_lse": return_lse}
     rows = checked_rows(Given(hidden, weight, labels, loss_mask, supervised), tp, options, settings)
     mode = grads if grads != "auto" else _mode(hidden, reduction, return_lse)
-    rows, weights, collected = _row_weights(rows, loss_mask, reduction, hidden.dtype, tp)
+    rows, weights = _row_weights(rows, loss_mask, reduction, hidden.dtype, tp)
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         mode = "recompute"
     held = held_bytes(weight) if mode == "forward" and weight.requires_grad else 0
     head = _head(hidden, weight, options, tp, rows, mode == "forward", held)
     if mode == "forward":
-        loss = GradientsInForward.apply(hidden, weight, collected, rows, head)
+        loss = GradientsInForward.apply(hidden, weight, weights, rows, head)
     else:
         head = replace(head, keep=keep_logits)
         loss, lse, _ = Recomputed.apply(hidden, weight, rows, head)
@@ -145,18 +145,17 @@ def _mode(hidden, reduction: Reduction, return_lse: bool) -> Grads:
 
 def _row_weights(
     rows: Rows, loss_mask: Tensor | None, reduction: str, dtype: torch.dtype, tp: TensorParallel
-) -> tuple[Rows, Tensor | None, Tensor | None]:
-    """Weights of losses in the reduction, of all tokens and of the rows; None of a rank that
-    failed, whose rows say so: it makes the pass's collectives, as others wait for them."""
+) -> tuple[Rows, Tensor | None]:
+    """The rows, and weights of losses in the reduction; None of a rank that failed, whose rows say
+    so: it makes the pass's collectives, as others wait for them."""
     if rows.failure is not None:
-        return rows, None, None
+        return rows, None
     try:
-        weights = _weights(rows, loss_mask, reduction, dtype)
-        return rows, weights, rows.collect(weights)
+        return rows, _weights(rows, loss_mask, reduction, dtype)
     except Exception as error:
         if tp.group is None:
             raise
-        return replace(rows, failure=error), None, None
+        return replace(rows, failure=error), None
 
 
 def _weights(rows: Rows, loss_mask: Tensor | None, reduction: str, dtype: torch.dtype) -> Tensor:

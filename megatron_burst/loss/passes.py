@@ -148,7 +148,7 @@ def largest_class(
     tokens = hidden.shape[:-1].numel()
     tiles = choose_tiles(tp.sizes(tokens * tp.blocks, hidden, weight), whole=True)
     labels = torch.zeros(tp.blocks, tokens, dtype=torch.long, device=hidden.device)
-    rows = Rows(labels, labels == 0, tp.rank if tp.blocks > 1 else 0, None, tokens)
+    rows = Rows(labels, labels == 0, tp.block, None, tokens)
     values, classes = hidden.new_empty(tp.blocks, tokens), torch.empty_like(labels)
     with tp.attempt(hidden) as attempt:
         for piece, x in tp.chunks(attempt, hidden, rows, tiles.rows):

@@ -172,6 +172,11 @@ class TensorParallel:
         """Number of parts of the sequence."""
         return self.size if self.sequence_parallel else 1
 
+    @property
+    def block(self) -> int:
+        """The part of the sequence whose hidden states this rank holds."""
+        return self.rank if self.sequence_parallel else 0
+
     def sizes(self, rows: int, hidden: Tensor, weight: Tensor, held: int = 0) -> Sizes:
         """The sizes that tiles are chosen for; equal on all ranks, which compute the same chunks.
 
