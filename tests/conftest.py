@@ -13,7 +13,8 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest.register_assert_rewrite("tests.attention.engine")  # its assertions are reported like tests'
+# their assertions are reported like tests'
+pytest.register_assert_rewrite("tests.attention.engine", "tests.integrations.balanced")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # up to eight processes share two cores
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -32,6 +32,16 @@ def spread(micro_batches: Sequence[Sequence[Sequence[int]]], cp: int = 1) -> flo
     return max(ranks) / (sum(ranks) / len(ranks))
 
 
+def spread_of_step(ranks: Sequence[Sequence[Sequence[int]]], number: int) -> float:
+    """The spread of a step on ranks of context parallelism 2, micro-batches as lists of indices;
+    each of its 32 documents is in one of them, and none is over the limit."""
+    documents = sorted(at for each in ranks for one in each for at in one)
+    assert documents == list(range(32 * number, 32 * number + 32))
+    lengths = [[[LENGTHS[at] for at in one] for one in each] for each in ranks]
+    assert all(sum(one) <= 2 * LIMIT for each in lengths for one in each)
+    return spread(lengths, cp=2)
+
+
 def write(plan: Path, transfer: float = 0.0) -> None:
     """Write costs as a plan has them; `transfer`: seconds that a token takes more on two ranks."""
     costs = {"token": TOKEN, "pair": PAIR, "fixed": FIXED, "transfer": {"2": transfer}}
