@@ -73,12 +73,12 @@ class PartOfAttention(nn.Module):
 
 
 def _passes(part: Part, q: Tensor, k: Tensor, v: Tensor) -> Passes:
-    backend, _ = choose_backend(problem_of(q, k, v, mask=Mask.CAUSAL), "auto")
+    mask = Mask(right=0, documents=True)
+    backend, _ = choose_backend(problem_of(q, k, v, mask=mask), "auto")
     (_, rows, heads, dim), heads_kv = q.shape, k.shape[2]
     shape = AttentionShape(1, rows, heads, heads_kv, dim, dim, q.dtype.itemsize, 4, 4)
-    opened = Spec(
-        pretend_nodes(part.ranks, 1), shape, Layout.DOCUMENTS, kernel=kernel_of(backend, q.device)
-    )
+    kernel = kernel_of(backend, q.device)
+    opened = Spec(pretend_nodes(part.ranks, 1), shape, Layout.DOCUMENTS, mask, kernel)
     return Passes(resolve(opened)[0], backend, part.carrier, dim**-0.5, q.dtype)
 
 

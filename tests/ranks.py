@@ -19,7 +19,7 @@ _PRELOAD: list[str] = []  # what modules of tests ask for
 # and compiled kernels take 10 s per process, so tests share them; and up to 2 GiB of a GPU, so only
 # a few processes stay.
 _CREWS: dict[tuple, "Crew"] = {}
-_MOST = 6  # processes: crews of two ranks and of four
+_MOST = 4  # processes of a worker
 
 
 def preload(*modules: str) -> None:

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.balance_table import COSTS_CSV, CostRow, costs_in, table_of
 from benchmarks.rows import read
+from megatron_burst import burst_attention
 from megatron_burst.balance import Costs
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +39,18 @@ def test_errors_are_of_drawn_micro_batches_and_costs_of_the_others():
         ["2", "2", "1.0%", "+2.0%"],
         ["all", "3", "2.0%", "-20.0%"],
     ]
+
+
+def test_a_rank_s_part_has_the_mask_of_its_documents():
+    """With one rank the part is all: guards against documents that see each other, whose area is
+    not that of the row."""
+    from benchmarks.balance_layers import Part, PartOfAttention, Silent
+
+    q, k, v = torch.randn(3, 24, 2, 16).unbind()
+    ends = torch.tensor([0, 10, 24], dtype=torch.int32)
+    PartOfAttention.part = Part(ends, 1, Silent(0))
+    expected = burst_attention(q[None], k[None], v[None], cu_seqlens=ends)[0].flatten(1)
+    torch.testing.assert_close(PartOfAttention()(q, k, v), expected)
 
 
 def test_a_rank_s_part_of_each_size_is_measured(tmp_path):

@@ -1,6 +1,7 @@
 """Tests that share a GPU leave it as they find it, and what one compiles the others find."""
 
 import os
+import re
 from functools import lru_cache
 from pathlib import Path
 from zlib import crc32
@@ -8,7 +9,8 @@ from zlib import crc32
 import pytest
 import torch
 
-_WORKERS = {"test_masks.py": 6, "test_nodes.py": 2, "test_trees.py": 2}  # that share a module
+_WORKERS = {"test_masks.py": 3, "test_nodes.py": 2, "test_trees.py": 2}  # that share a module
+_PLACE = re.compile(r"-(\d-\d)-")  # ranks and nodes, in a test's name
 _COMPILED = Path(__file__).parents[2] / ".cache" / "flash-attn-4"
 # FlashAttention-4 compiles each variant for seconds, in each process without this
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
@@ -31,7 +33,8 @@ _begin_with_another_gpu()
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """With `--dist loadscope`, one worker runs all tests of a module that starts ranks, which share
-    processes, or a part of a long one; other tests run wherever there is time."""
+    processes, or a part of a long one: of equally many ranks and nodes, where names have them. Other
+    tests run wherever there is time."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByRanks(LoadScopeScheduling):
@@ -39,7 +42,9 @@ def pytest_xdist_make_scheduler(config, log):
             path = config.rootpath / nodeid.partition("::")[0]
             if not _starts_ranks(path):
                 return nodeid
-            return f"{path} {crc32(nodeid.encode()) % _WORKERS.get(path.name, 1)}"
+            place = _PLACE.search(nodeid) if path.name in _WORKERS else None
+            share = crc32(nodeid.encode()) % _WORKERS.get(path.name, 1)
+            return f"{path} {place[1] if place else share}"
 
     return ByRanks(config, log) if config.getvalue("dist") == "loadscope" else None
 
