@@ -36,8 +36,11 @@ def full_attention(
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
-def causal_truth(tensors: Sequence[Tensor], scale: float) -> list[Tensor]:
-    """(out, dq, dk, dv) of causal attention in float64, from (q, k, v, dout), on their device.
+def truth_of(
+    tensors: Sequence[Tensor], scale: float, causal: bool = False, seen: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """(out, dq, dk, dv) of `full_attention` in float64, from (q, k, v, dout), on their device.
 
     One KV head of one sequence at a time: scores of all would take memory that ranks share.
     """
@@ -48,7 +51,8 @@ def causal_truth(tensors: Sequence[Tensor], scale: float) -> list[Tensor]:
             one, many = slice(head, head + 1), slice(head * group, (head + 1) * group)
             places = [(slice(batch, batch + 1), slice(None), x) for x in (many, many, one, one)]
             leaves = [x[at].requires_grad_() for x, at in zip((q, k, v), places[1:], strict=True)]
-            out = full_attention(*leaves, True, scale)
+            mine = None if sink is None else sink[many].double()
+            out = full_attention(*leaves, causal, scale, seen, mine)
             grads = torch.autograd.grad(out, leaves, dout[places[0]])
             for whole, at, part in zip(found, places, (out.detach(), *grads), strict=True):
                 whole[at] = part

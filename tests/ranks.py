@@ -67,7 +67,7 @@ def run_ranks(
     shared = backend == "nccl" and not fresh
     crew = _CREWS.pop(given, None) if shared else None
     if backend == "nccl" and not crew:
-        _make_room(world)
+        end_crews(_MOST - world)
     crew = crew or Crew(*given)
     try:
         results = crew.run(function, args, timeout_s)
@@ -130,9 +130,9 @@ def new_store(port: int = 0) -> Any:
     return dist.TCPStore(*where, None, is_master=not port, wait_for_workers=False)
 
 
-def _make_room(world: int) -> None:
-    """End the oldest crews that are too many beside one of so many processes."""
-    while _CREWS and sum(len(ranks) for _, ranks in _CREWS) + world > _MOST:
+def end_crews(most: int = 0) -> None:
+    """End the oldest crews, until at most so many processes stay."""
+    while _CREWS and sum(len(ranks) for _, ranks in _CREWS) > most:
         _CREWS.pop(next(iter(_CREWS))).end()
 
 

@@ -9,6 +9,8 @@ from zlib import crc32
 import pytest
 import torch
 
+from tests.ranks import end_crews
+
 _WORKERS = {"test_masks.py": 3, "test_nodes.py": 2, "test_trees.py": 2}  # that share a module
 _PLACE = re.compile(r"-(\d-\d)-")  # ranks and nodes, in a test's name
 _COMPILED = Path(__file__).parents[2] / ".cache" / "flash-attn-4"
@@ -33,8 +35,8 @@ _begin_with_another_gpu()
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """With `--dist loadscope`, one worker runs all tests of a module that starts ranks, which share
-    processes, or a part of a long one: of equally many ranks and nodes, where names have them. Other
-    tests run wherever there is time."""
+    processes, or a part of a long one: of equally many ranks and nodes, where names have them.
+    Other tests run wherever there is time."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByRanks(LoadScopeScheduling):
@@ -55,10 +57,18 @@ def _starts_ranks(path):
 
 
 def pytest_collection_modifyitems(config, items):
-    """With `--dist loadscope`, long modules first, then others that start ranks, then what fits in
-    where there is time."""
-    if config.getvalue("dist", None) == "loadscope":
+    """On several workers, long modules first, then others that start ranks, then what fits in where
+    there is time."""
+    # workers of xdist do not know how tests are distributed
+    if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: (item.path.name not in _WORKERS, not _starts_ranks(item.path)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_idle_ranks(request):
+    """Ends processes that earlier modules started, if this one starts none: they hold memory."""
+    if not _starts_ranks(request.path):
+        end_crews()
 
 
 @pytest.fixture(autouse=True)

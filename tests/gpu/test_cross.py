@@ -16,7 +16,7 @@ from megatron_burst.schedule.layout import Layout
 from tests.attention.test_cross import drawn_slices
 from tests.gpu import SEVERAL, needs_gpus
 from tests.gpu.test_nccl import alone, squares
-from tests.oracle import full_attention, rows_of, seen_by_slices
+from tests.oracle import rows_of, seen_by_slices, truth_of
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -48,9 +48,7 @@ def errors(rank, world, tokens, keys, sliced):
     if sliced:
         table = drawn_slices(Random(1), world * tokens, world * keys)
         made, seen = torch.tensor(table), seen_by_slices(table, world * tokens, world * keys).cuda()
-    leaves = [x.double().requires_grad_() for x in tensors[:3]]
-    out = full_attention(*leaves, False, DIM**-0.5, seen)
-    truth = [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())]
+    truth = truth_of(tensors, DIM**-0.5, seen=seen)
     layout = Layout.ZIGZAG if sliced else Layout.CONTIGUOUS
 
     def own(x):

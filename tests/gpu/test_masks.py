@@ -20,7 +20,7 @@ from megatron_burst.schedule.mask import Mask
 from tests.gpu import needs_gpus
 from tests.gpu.test_nccl import alone, relative
 from tests.masks import assert_as_declared, cells, outcomes
-from tests.oracle import full_attention, rows_of, seen_by, seen_by_slices
+from tests.oracle import rows_of, seen_by, seen_by_slices, truth_of
 from tests.ranks import run_ranks
 from tests.sampling import crossed, whole
 
@@ -80,15 +80,11 @@ def problem(heads, case):
     tensors = [
         torch.randn(1, TOKENS, h, DIM, generator=generator, device="cuda").bfloat16() for h in sizes
     ]
-    leaves = [x.double().requires_grad_() for x in tensors[:3]]
     seen = seen_by(case.mask, case.edges, TOKENS)
     if case.slices is not None:
         seen = seen_by_slices(case.slices.tolist(), TOKENS)
     sink = torch.arange(heads[0], device="cuda") % 5 - 1.0 if case.sinks else None
-    with torch.device("cuda"):
-        of_sink = None if sink is None else sink.double()
-        out = full_attention(*leaves, False, DIM**-0.5, seen.cuda(), of_sink)
-    return (tensors, sink), [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())]
+    return (tensors, sink), truth_of(tensors, DIM**-0.5, seen=seen.cuda(), sink=sink)
 
 
 def errors(rank, world, nodes, name, heads):
@@ -129,7 +125,7 @@ def test_each_mask_is_exact_or_refused_in_each_layout_mode_and_kernel(kernel, dr
     archs = backends()[kernel].capability.archs
     if archs and arch_of(torch.device("cuda", 0)) not in archs:
         pytest.skip(f"{kernel} does not run on this GPU")
-    some, like = draw(cells((kernel,), (1, 2)), 40), torch.empty(0, dtype=torch.bfloat16)
+    some, like = draw(cells((kernel,), (1, 2)), 30), torch.empty(0, dtype=torch.bfloat16)
     unit, settings = 16, {"backend": "nccl", "timeout_s": 600}
     for of_rank in run_ranks(outcomes_on_gpu, 2, some, unit, 64, like, **settings):
         for cell, got in zip(some, of_rank, strict=True):

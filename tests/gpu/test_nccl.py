@@ -13,7 +13,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
 from tests.gpu import SEVERAL, needs_gpus
-from tests.oracle import causal_truth, rows_of
+from tests.oracle import rows_of, truth_of
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -29,7 +29,7 @@ def errors(rank, world, dtype, heads, tokens):
     tensors = [
         torch.randn(2, tokens, *x, generator=generator, device="cuda").to(dtype) for x in sizes
     ]
-    truth = causal_truth(tensors, 0.125)
+    truth = truth_of(tensors, 0.125, causal=True)
     rows = rows_of(Layout.ZIGZAG, rank, world, tokens // world).cuda()
 
     def run(rows, config, group=None):

@@ -180,9 +180,9 @@ def test_groups_that_are_destroyed_leave_nothing_behind():
 
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_a_loss_that_failed_can_be_computed_again(is_alone):
-    """A rank that did not fail gets NaN: nothing on a GPU waits for another rank's word; or the right
-    loss, where the other fails after the last collective. A backward with collectives would wait
-    for the failed rank."""
+    """A rank that did not fail gets NaN: nothing on a GPU waits for another rank's word. Or it gets
+    the right loss, where the other fails after the last collective. A backward with collectives
+    would wait for the failed rank."""
     modes = ("forward",) if is_alone else ("forward", "recompute")
     results = run_ranks(of_loss.retried, 2, is_alone, "cuda", modes, backend="nccl")
     for rank, found in enumerate(results):

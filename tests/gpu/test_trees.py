@@ -13,7 +13,7 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from tests.gpu import needs_gpus
 from tests.gpu.test_nccl import alone, relative
-from tests.oracle import full_attention, rows_of, seen_by
+from tests.oracle import rows_of, seen_by, truth_of
 from tests.ranks import run_ranks
 from tests.sampling import crossed
 
@@ -68,11 +68,8 @@ def errors(rank, world, nodes, name, heads, backend):
         torch.randn(1, TOKENS, h, DIM, generator=generator, device="cuda").bfloat16()
         for h in (heads[0], heads[1], heads[1], heads[0])
     ]
-    leaves = [x.double().requires_grad_() for x in tensors[:3]]
-    with torch.device("cuda"):
-        seen = seen_by(MASK, edges, TOKENS, parents).cuda()
-        out = full_attention(*leaves, False, DIM**-0.5, seen)
-    truth = [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())]
+    seen = seen_by(MASK, edges, TOKENS, parents).cuda()
+    truth = truth_of(tensors, DIM**-0.5, seen=seen)
 
     def bar(_rows, config, group):
         return repeated(tensors, (parents, edges), config, group)
