@@ -27,9 +27,10 @@ pytestmark = [
     needs_gpus(),
 ]
 LARGE = [(2, 1000, 5, 128), (1, 4097, 8, 64), (1, 2048, 4, 256), (1, 999, 3, 72)]
+EVERY = [*LARGE, SHAPES[1], *whole((SHAPES[0],), *((shape,) for shape in SHAPES[2:]))]
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *LARGE], ids=str)
+@pytest.mark.parametrize("shape", EVERY, ids=str)
 @pytest.mark.parametrize("in_place", [True, *whole(False)], ids=["in place", "apart"])
 @pytest.mark.parametrize("dtypes", MIXES.values(), ids=MIXES)
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
@@ -39,7 +40,7 @@ def test_merging(shape, dtypes, in_place, sinks):
     check_merge(compare_merge(partial, "cuda", shape, dtypes, in_place, sinks))
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *LARGE], ids=str)
+@pytest.mark.parametrize("shape", EVERY, ids=str)
 @pytest.mark.parametrize("in_place", [True, *whole(False)], ids=["in place", "apart"])
 @pytest.mark.parametrize("dtypes", (MIXES | MANY).values(), ids=MIXES | MANY)
 def test_sums(shape, dtypes, in_place):
@@ -47,7 +48,7 @@ def test_sums(shape, dtypes, in_place):
     check_sum(compare_sum(partial, "cuda", shape, dtypes, in_place))
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *LARGE], ids=str)
+@pytest.mark.parametrize("shape", EVERY, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
 @pytest.mark.parametrize("dtypes", DELTAS.values(), ids=DELTAS)
 def test_delta_and_its_stand_in(shape, dtypes, scale):
@@ -115,7 +116,7 @@ def test_other_lengths_do_not_compile_again():
     assert compiled() == before
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *LARGE], ids=str)
+@pytest.mark.parametrize("shape", EVERY, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_views_are_copied_bit_by_bit(shape, dtype):
     batch, tokens, heads, dim = shape
