@@ -1,8 +1,16 @@
-"""Offloads kept tensors to host memory: copied during compute, fetched a layer ahead."""
+"""Offloads kept tensors to host memory: copied during compute, fetched a layer ahead.
+
+What a copy reads or writes lives until the compute stream has waited for the copy, so that device
+memory is bounded by what the GPU has done. Freed earlier, with `record_stream`, it is not used again
+until the CPU sees that the copy has ended; but the CPU runs layers ahead.
+"""
 
 import weakref
+from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
+from itertools import count
 from math import prod
 
 import torch
@@ -43,6 +51,8 @@ class HostMemory:
         self._free: dict[int, list[Tensor]] = {}
         self._lines: weakref.WeakKeyDictionary[Frame, _Line] = weakref.WeakKeyDictionary()
         self._last: weakref.ref[_Line] | None = None
+        self._numbers = count()  # of lines
+        self._leaving: deque[weakref.ref[HostParcel]] = deque()  # also on the device; oldest first
         self._ahead: list[weakref.ref[HostParcel]] = []
         self._has_warned = False
 
@@ -58,6 +68,7 @@ class HostMemory:
         parcel = HostParcel(self, tensors, buffer)
         weakref.finalize(parcel, self._free.setdefault(num_bytes, []).append, buffer)
         self._line_up(parcel, input_of)
+        self._leaving.append(weakref.ref(parcel))
         return parcel
 
     def stay(self, tensors: Tensors) -> "DeviceParcel":
@@ -94,10 +105,24 @@ class HostMemory:
         frame = running()[0].frame if input_of is None else input_of
         line = self._lines.get(frame)
         if line is None:
-            line = self._lines[frame] = _Line(self._last)
+            line = self._lines[frame] = _Line(self._last, next(self._numbers))
             self._last = weakref.ref(line)
+        parcel.made = line.number, len(line.parcels)
         line.parcels.insert(len(line.parcels) if input_of is None else 0, weakref.ref(parcel))
         parcel.line = weakref.ref(line)
+        self._let_leave(parcel)
+
+    def _let_leave(self, parcel: _Lined) -> None:
+        """Free the device's memory of what was packed a whole layer before a parcel: its copy has
+        had as much time."""
+        line, place = parcel.made
+        while self._leaving:
+            oldest = self._leaving[0]()
+            if oldest is not None and oldest.made > (line - 1, place):
+                break
+            self._leaving.popleft()
+            if oldest is not None:
+                oldest.leave()
 
     def look_ahead(self, parcel: _Lined) -> None:
         """Start fetching what backward needs after a parcel, a whole layer ahead, because one
@@ -106,9 +131,10 @@ class HostMemory:
         line = parcel.line()
         coming = [each() for each in line.after(parcel)] if line else []
         coming = [each for each in coming if isinstance(each, HostParcel)]
-        for other in (each() for each in self._ahead):
+        for other in (each() for each in (*self._ahead, *self._leaving)):
             if other is not None and other is not parcel and other not in coming:
-                other.fetched = None
+                other.leave()
+        self._leaving = deque(each for each in self._leaving if each() in coming)
         for each in coming:
             each.prefetch()
         self._ahead = [weakref.ref(each) for each in coming]
@@ -117,8 +143,9 @@ class HostMemory:
 class _Line:
     """Parcels of one frame in the order in which its recomputation needs them."""
 
-    def __init__(self, before: "weakref.ref[_Line] | None") -> None:
+    def __init__(self, before: "weakref.ref[_Line] | None", number: int) -> None:
         self.parcels: list[weakref.ref[_Lined]] = []
+        self.number = number
         self.before = before  # the line made before this one: backward needs it next
 
     def after(self, parcel: _Lined) -> list[weakref.ref[_Lined]]:
@@ -132,6 +159,7 @@ class DeviceParcel:
     """Kept tensors of a frame that stay on the device, beside others on the host."""
 
     line: "weakref.ref[_Line]"  # that contains it
+    made: tuple[int, int]  # that line's number, and how many it had before
 
     def __init__(self, memory: HostMemory, tensors: Tensors) -> None:
         self._memory, self._resident = memory, Resident(tensors)
@@ -146,19 +174,23 @@ class HostParcel:
     """Offloaded tensors. The buffer is reused once the parcel is gone."""
 
     line: "weakref.ref[_Line]"  # that contains it
+    made: tuple[int, int]  # that line's number, and how many it had before
 
     def __init__(self, memory: HostMemory, tensors: Tensors, buffer: Tensor) -> None:
         self._memory, self._buffer = memory, buffer
         self._likes, self._watch = [_dense_like(x) for x in tensors], Watch(tensors)
-        self.fetched: Tensors | None = None
-        self._event: torch.cuda.Event | None = None
-        if memory.stream is not None:
-            memory.stream.wait_stream(torch.cuda.current_stream(memory.stream.device))
-        with _on(memory.stream):
-            for target, tensor in zip(self._views(), tensors, strict=True):
-                target.copy_(tensor, non_blocking=True)
-        for tensor in tensors if memory.stream is not None else ():
-            tensor.record_stream(memory.stream)
+        self.on_device: Tensors | None = tensors  # before the copy to the host and after that back
+        self._copied = self._copy(self._views(), tensors)
+
+    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.cuda.Event | None:
+        """Copy tensors on the memory's stream; returns the end of it."""
+        stream = self._memory.stream
+        if stream is not None:  # the sources' writers, and the targets' last users
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with _on(stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            return None if stream is None else stream.record_event()
 
     def _views(self) -> list[Tensor]:
         """The buffer as tensors of the right shapes, strides and dtypes."""
@@ -169,34 +201,37 @@ class HostParcel:
             for offset, x in zip(_offsets(self._likes), self._likes, strict=False)
         ]  # fmt: skip
 
+    def leave(self) -> None:
+        """Free the device's memory, once the copy has ended."""
+        if self.on_device is not None and self._copied is not None:
+            torch.cuda.current_stream(self._memory.stream.device).wait_event(self._copied)
+        self.on_device = None
+
     def prefetch(self) -> None:
-        """Start copying the tensors back to the device."""
-        if self.fetched is not None:
+        """Start copying the tensors back to the device, unless they are still there."""
+        if self.on_device is not None:
             return
-        stream = self._memory.stream
-        device = "cpu" if stream is None else stream.device
-        self.fetched = tuple(
+        device = "cpu" if self._memory.stream is None else self._memory.stream.device
+        self.on_device = tuple(
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
             for x in self._likes
         )
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(device))  # that memory's last users
-        with _on(stream):
-            for target, source in zip(self.fetched, self._views(), strict=True):
-                target.copy_(source, non_blocking=True)
-            self._event = None if stream is None else stream.record_event()
-        for tensor in self.fetched if stream is not None else ():
-            tensor.record_stream(stream)
+        self._copied = self._copy(self.on_device, self._views())
 
     def get(self) -> Tensors:
         """The tensors on the device; starts fetching those of the next layer."""
         self._watch.check()
         self.prefetch()
-        if self._event is not None:
-            torch.cuda.current_stream(self._memory.stream.device).wait_event(self._event)
-        tensors, self.fetched = self.fetched, None
+        tensors = self.on_device
+        self.leave()
         self._memory.look_ahead(self)
         return tensors
+
+    def __del__(self) -> None:
+        """Let a copy end that nobody waited for, before its memory is used again."""
+        for tensor in self.on_device or ():
+            if tensor.is_cuda:
+                tensor.record_stream(self._memory.stream)
 
 
 def _dense_like(x: Tensor) -> Tensor:

@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.mcore import patches
-from megatron_burst.recompute.offload import host_memory
+from megatron_burst.recompute.keep import call_kept
+from megatron_burst.recompute.keeping import Keeping
+from megatron_burst.recompute.offload import HostMemory, host_memory
 from tests.gpu import SEVERAL, needs_gpus
 from tests.ranks import run_ranks
 
@@ -121,8 +123,10 @@ def run(rank: int, device: str, dtype: torch.dtype, tokens: int) -> dict:
 
 
 def check(results, kept_bytes: int, slack: int) -> None:
-    """Args: bytes kept in mode "all"; bound on the difference in bytes."""
-    added = dict(none=0, all=kept_bytes, offload=0, half=kept_bytes / 2, share=0.75 * kept_bytes)
+    """Args: bytes kept in mode "all"; bound on the difference in bytes. Backward begins with the
+    last layer, so that is still there when it is offloaded."""
+    added = dict(none=0, all=kept_bytes, offload=kept_bytes / LAYERS, half=kept_bytes / 2,
+                 share=0.75 * kept_bytes)  # fmt: skip
     for found in results:
         assert found["all"][0] and found["offload"][0]
         for name in ("half", "half, two nodes", "share, one node"):
@@ -140,6 +144,29 @@ def test_bits_and_bytes_of_what_is_kept():
     args = ("cuda", torch.bfloat16, TOKENS)
     results = run_ranks(run, SEVERAL, *args, backend="nccl", fresh=True)
     check(results, kept, slack=LAYERS * 4096)
+
+
+@pytest.mark.gpu
+@needs_gpus()
+def test_copies_take_no_more_memory_the_further_the_cpu_is_ahead():
+    """Guards against memory that waits for the CPU to see that a copy has ended."""
+    patches.apply("checkpoints")
+    x = torch.randn(1 << 24, device="cuda", requires_grad=True)  # 64 MiB
+    memory = HostMemory(x.device, 1 << 30)
+
+    def layer(x):
+        torch.cuda._sleep(10_000_000)  # 5 ms, in which the CPU makes the next layers' calls
+        return call_kept(torch.sigmoid, (x,), {}, Keeping(pack=memory.pack)).sin()
+
+    torch.cuda.reset_peak_memory_stats()
+    y = x
+    for _ in range(12):
+        y = checkpoint(layer, y, use_reentrant=True)
+    y.sum().backward()
+    torch.cuda.synchronize()
+    found = torch.cuda.memory_stats()
+    active, allocated = (found[f"{name}_bytes.all.peak"] for name in ("active", "allocated"))
+    assert active - allocated < x.nbytes, (active, allocated)
 
 
 def test_the_same_on_cpu():

@@ -26,6 +26,7 @@ def test_tensors_come_back_with_their_strides():
     sliced = torch.randn(2, 6, 3)[:, 1:4]
     tensors = strided, sliced, torch.arange(7, dtype=torch.int16), torch.tensor(2.0).double()
     parcel = packed(memory, *tensors)
+    assert parcel.get()[0] is strided  # its memory is still there
     for _ in range(2):
         for got, tensor in zip(parcel.get(), tensors, strict=True):
             assert torch.equal(got, tensor) and got.dtype == tensor.dtype
@@ -52,7 +53,7 @@ def test_buffers_are_used_again_and_never_exceed_the_limit(caplog):
 
 
 def fetched(parcels):
-    return [name for name, parcel in parcels.items() if parcel.fetched is not None]
+    return [name for name, parcel in parcels.items() if parcel.on_device is not None]
 
 
 @pytest.fixture
@@ -65,6 +66,22 @@ def three_layers():
                 parcels[f"out {layer}.{call}"] = memory.pack((torch.ones(2),))
         parcels[f"in {layer}"] = memory.pack((torch.ones(2),), input_of=frame)
     return parcels, frames
+
+
+def test_what_a_layer_packs_leaves_the_device_a_layer_later():
+    """So that its copy has that long, and no more than a layer's is there twice."""
+    memory, parcels, there = HostMemory(CPU, 1 << 20), {}, []
+    for layer in range(3):
+        with Frame():
+            for call in range(3 if layer else 2):
+                parcels[f"{layer}.{call}"] = memory.pack((torch.ones(2),))
+                there.append(fetched(parcels))
+    assert there == [
+        ["0.0"], ["0.0", "0.1"], ["0.1", "1.0"], ["1.0", "1.1"], ["1.0", "1.1", "1.2"],
+        ["1.1", "1.2", "2.0"], ["1.2", "2.0", "2.1"], ["2.0", "2.1", "2.2"],
+    ]  # fmt: skip
+    parcels["1.2"].get()  # another micro-batch's backward
+    assert fetched(parcels) == []
 
 
 def test_what_backward_needs_next_is_fetched_ahead(three_layers):
@@ -85,9 +102,9 @@ def test_what_stays_on_the_device_starts_the_next_layers_fetch_too():
         on_host = memory.pack((torch.ones(2),))
     with frames[1]:
         stays = memory.stay((torch.full((2,), 3.0),))
-    assert on_host.fetched is None and memory.taken_bytes == 256
+    assert on_host.on_device is None and memory.taken_bytes == 256
     assert torch.equal(stays.get()[0], torch.full((2,), 3.0))
-    assert torch.equal(on_host.fetched[0], torch.ones(2))
+    assert torch.equal(on_host.on_device[0], torch.ones(2))
 
 
 def test_what_was_fetched_in_vain_is_dropped(three_layers):
@@ -124,6 +141,7 @@ class Card:
 
     def __init__(self):
         self.pinned, self.copying, self.wrong = {}, False, []
+        self.copies, self.waited = 0, []
 
     def cudaHostRegister(self, address, num_bytes, flags):
         self.pinned[address] = num_bytes
@@ -142,7 +160,11 @@ class Card:
         self.copying = False
 
     def record_event(self):
-        return None
+        self.copies += 1
+        return self.copies
+
+    def wait_event(self, copy):
+        self.waited.append(copy)
 
 
 @pytest.fixture
@@ -150,7 +172,7 @@ def card(monkeypatch):
     card = Card()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: card)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: card)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: card)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
@@ -190,6 +212,17 @@ def test_pages_of_a_memory_that_is_gone_are_unpinned(card, last):
         del parcels
     gc.collect()
     assert card.pinned == {}
+
+
+def test_memory_on_the_device_is_free_after_the_copy_that_used_it(card):
+    """Of the copy to the host, then of that back."""
+    memory = on_card(4096)
+    first, _, third = (packed(memory, torch.ones(256)) for _ in range(3))
+    assert first.on_device is None and card.waited == [1, 2] and card.copies == 3
+    third.get()
+    assert card.waited == [1, 2, 3] and card.copies == 3
+    first.get()
+    assert card.waited[-1] == card.copies == 4
 
 
 def test_no_memory_is_driven_out_by_others():
