@@ -1,8 +1,8 @@
 """Offloads kept tensors to host memory: copied during compute, fetched a layer ahead.
 
 What a copy reads or writes lives until the compute stream has waited for the copy, so that device
-memory is bounded by what the GPU has done. Freed earlier, with `record_stream`, it is not used again
-until the CPU sees that the copy has ended; but the CPU runs layers ahead.
+memory is bounded by what the GPU has done. Freed earlier, with `record_stream`, it would not be
+used again until the CPU sees that the copy has ended; but the CPU runs layers ahead.
 """
 
 import weakref
@@ -182,7 +182,9 @@ class HostParcel:
         self.on_device: Tensors | None = tensors  # before the copy to the host and after that back
         self._copied = self._copy(self._views(), tensors)
 
-    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.cuda.Event | None:
+    def _copy(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> torch.cuda.Event | None:
         """Copy tensors on the memory's stream; returns the end of it."""
         stream = self._memory.stream
         if stream is not None:  # the sources' writers, and the targets' last users
