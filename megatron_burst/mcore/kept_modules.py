@@ -40,8 +40,11 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
         return forward(self, *args, **options)
     x = args[0] if args else options["hidden_states"]
     layer.see(x)
-    is_timed = layer.burst.keep == "auto" and not running()[-1].recomputes
-    with stage_of(layer.burst, x.device).first.timing() if is_timed else nullcontext():
+    first = stage_of(layer.burst, x.device).first if layer.burst.keep == "auto" else None
+    if first is not None and running()[-1].recomputes:
+        first.turn()
+    is_timed = first is not None and not running()[-1].recomputes
+    with first.timing() if is_timed else nullcontext():
         return forward(self, *args, **options)
 
 

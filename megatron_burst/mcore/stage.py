@@ -38,6 +38,7 @@ class Stage:
         first: its first step.
         left_bytes: device memory that the first step leaves; None: it is not over.
         forward_s: seconds of a layer's forward in the first step; None: not measured.
+        turn_s: seconds between the last layer's forward and its backward in the first step.
     """
 
     host_bytes: int
@@ -45,6 +46,7 @@ class Stage:
     first: FirstStep
     left_bytes: int | None = None
     forward_s: float | None = None
+    turn_s: float = 0.0
 
     def budget_bytes(self, burst: BurstConfig) -> float | None:
         """Device memory that "auto" may add: what is given, or what the first step leaves; None:
@@ -79,8 +81,9 @@ def stage_of(burst: BurstConfig, device: torch.device) -> Stage:
         stage = _STAGES[group] = Stage(int(limit), rates, FirstStep(device))
     if stage.first.is_over and stage.left_bytes is None:
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        mine = stage.first.left_bytes(), -(stage.first.forward_s() or 0.0)
-        left, slowest = _least((group, replicas), burst, "memory left", *mine)
+        first = stage.first
+        mine = first.left_bytes(), -(first.forward_s() or 0.0), first.turn_s()
+        left, slowest, stage.turn_s = _least((group, replicas), burst, "memory left", *mine)
         stage.left_bytes, stage.forward_s = int(left), -slowest or None
     return stage
 
@@ -117,7 +120,8 @@ def problem_of(
     tokens = shape[0] * config.context_parallel_size
     estimate = stage.rates.matmul_s(shape[0] * shape[1] * _flops_per_token(config))
     forward_s = stage.forward_s or estimate
-    return KeepProblem(layers, flying, layer_bytes, tokens, half_saves, forward_s)
+    turn_s = stage.turn_s if flying == 1 else 0.0  # else other micro-batches come in between once
+    return KeepProblem(layers, flying, layer_bytes, tokens, half_saves, forward_s, turn_s)
 
 
 def _flops_per_token(config: TransformerConfig) -> float:
@@ -178,10 +182,10 @@ def is_on_host(placed: Placed, config: TransformerConfig, layer_number: int) -> 
     numbers = stage_layers(config)
     if layer_number not in numbers:
         return None
-    index = numbers.index(layer_number)
-    if index < placed.host:
-        return True
-    return False if index >= len(numbers) - placed.device else None
+    index, others = numbers.index(layer_number), len(numbers) - placed.device
+    if index >= others:
+        return False
+    return True if (index + 1) * placed.host // others > index * placed.host // others else None
 
 
 def of_decoder(placed: Placed, config: TransformerConfig) -> Placed:

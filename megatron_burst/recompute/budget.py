@@ -10,6 +10,7 @@ _USUAL = Rates()
 _GIB = 1 << 30
 MOST_USED = 0.92  # share of a GPU's memory: the rest is fragments and what varies
 _HIDDEN = 0.9  # share of the layers' time that copies may take
+LAYERS_BEHIND = 2  # that copies to the host may be: what these packed is on the device in backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class KeepProblem:
     # share of its recomputation that a layer saves by keeping half of the rows; 0: none can
     half_saves: float = 0.75
     forward_s: float = 0.0  # seconds of a layer's forward, behind which copies to the host hide
+    turn_s: float = 0.0  # and between the last layer's forward and its backward, as in a loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class ModuleCost:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """In how many layers of a stage a module's output is kept: in host memory in the first ones,
-    whose copies have most time, on the device in the last ones."""
+    """In how many layers of a stage a module's output is kept: on the device in the last ones, in
+    host memory in others, evenly spread, so that copies do not fall behind."""
 
     device: int = 0
     host: int = 0
@@ -165,8 +167,10 @@ def _placed(
 
 
 def _hidden_bytes(problem: KeepProblem, rates: Rates) -> float:
-    """Bytes of a micro-batch whose copy takes as long as the forward of the stage's layers."""
-    return _HIDDEN * problem.layers * problem.forward_s / rates.copy_s(1)
+    """Bytes of a micro-batch whose copy takes as long as the forward of the stage's layers, and
+    what comes before their backward; then copies are some layers behind at most."""
+    after = min(problem.turn_s, LAYERS_BEHIND * problem.forward_s)
+    return _HIDDEN * (problem.layers * problem.forward_s + after) / rates.copy_s(1)
 
 
 def _layers_in(room: float, in_flight: float) -> int:

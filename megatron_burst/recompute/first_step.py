@@ -26,6 +26,7 @@ class FirstStep:
         self._device, self.is_over = device, False
         self._began = self._peak = self._allocated()
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._turn: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._hooks = [
             optimizer.register_optimizer_step_pre_hook(self._before_optimizer),
             optimizer.register_optimizer_step_post_hook(self._after_optimizer),
@@ -63,6 +64,19 @@ class FirstStep:
             return None
         torch.cuda.synchronize(self._device)
         return median(begin.elapsed_time(end) for begin, end in self._spans) / 1e3
+
+    def turn(self) -> None:
+        """Say that a layer's recomputation begins: the first one is the last layer's."""
+        if self._spans and self._turn is None and not self.is_over:
+            self._turn = self._spans[-1][1], torch.cuda.Event(enable_timing=True)
+            self._turn[1].record()
+
+    def turn_s(self) -> float:
+        """Seconds between the last layer's forward and its recomputation; 0: not measured."""
+        if self._turn is None:
+            return 0.0
+        torch.cuda.synchronize(self._device)
+        return self._turn[0].elapsed_time(self._turn[1]) / 1e3
 
     def left_bytes(self) -> int:
         """What a further step leaves of the memory: it begins with the optimizer's states, and

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_burst.comm.alone import is_first
 from megatron_burst.environment import available_host_bytes
+from megatron_burst.recompute.budget import LAYERS_BEHIND
 from megatron_burst.recompute.keeping import WHO, Frame, Resident, Tensors, Watch, running
 from megatron_burst.say import say
 
@@ -113,12 +114,12 @@ class HostMemory:
         self._let_leave(parcel)
 
     def _let_leave(self, parcel: _Lined) -> None:
-        """Free the device's memory of what was packed a whole layer before a parcel: its copy has
-        had as much time."""
+        """Free the device's memory of what was packed some layers before a parcel: its copy has
+        had as much time. Backward holds as much, fetched a layer ahead."""
         line, place = parcel.made
         while self._leaving:
             oldest = self._leaving[0]()
-            if oldest is not None and oldest.made > (line - 1, place):
+            if oldest is not None and oldest.made > (line - LAYERS_BEHIND, place):
                 break
             self._leaving.popleft()
             if oldest is not None:

@@ -114,6 +114,6 @@ def test_inputs_and_results_wait_on_the_host_and_come_one_layer_ahead():
     own = SEQ * (HEADS * 16 + HEADS * SEQ) * 8  # Megatron's unfused attention saves probabilities
     assert taken >= LAYERS * (own + SEQ * HEADS * 16 * 8)
     ahead = "get in {1}", "fetch in {0}", "fetch out {0}", "get out {1}"
-    expected = [line.format(layer, layer + 1) for layer in (2, 1, 0) for line in ahead]
-    # backward begins with layer 3, which has not left the device
-    assert log == [*expected, "get in 0", "get out 0"]
+    expected = [line.format(layer, layer + 1) for layer in (1, 0) for line in ahead]
+    # layers 2 and 3 have not left the device when backward begins
+    assert log == ["get in 3", "get out 3", *expected, "get in 0", "get out 0"]

@@ -1,5 +1,7 @@
 """What is kept within a budget. Guards against a choice that does not fit, or costs too much."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -147,6 +149,15 @@ def test_outputs_go_to_the_host_as_far_as_copies_hide_and_one_layer_can_be_fetch
     14 GiB for further layers of fc1, 4 GiB each, and for what is fetched."""
     got = choose_modules(LONG, [FC1], 16 * GIB, node * GIB, Rates(host_gbs=gbs))
     assert got == {"fc1": chosen}
+
+
+@pytest.mark.parametrize(
+    ("turn_s", "layers"), [(0.0, 7), (1.0, 8), (2.0, 9), (60.0, 9)]
+)  # copies are two layers behind at most
+def test_copies_also_hide_behind_the_loss(turn_s, layers):
+    problem, rates = replace(LONG, turn_s=turn_s), Rates(host_gbs=4 * GIB / 1e9)
+    got = choose_modules(problem, [FC1], 10 * GIB, 100 * GIB, rates)
+    assert got == {"fc1": Placed(2, layers)}
 
 
 @given(

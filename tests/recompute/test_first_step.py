@@ -63,3 +63,35 @@ def test_a_further_step_has_the_optimizers_states_and_the_same_activations(monke
     assert first.left_bytes() == int(0.92 * (100 << 30)) - ((3 + 40 + 20) << 30)
     gpu.peak = 70  # the optimizer alone took more
     assert first.left_bytes() == int(0.92 * (100 << 30)) - (73 << 30)
+
+
+class Event:
+    """A CUDA event, without a GPU: the clock goes on by 1 ms with each."""
+
+    clock = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        Event.clock += 1
+        self.at = Event.clock
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+def test_the_first_recomputation_ends_what_is_between_forward_and_backward(monkeypatch):
+    Gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    first = FirstStep(torch.device("cuda"))
+    assert first.turn_s() == 0
+    for _ in range(2):
+        with first.timing():
+            pass
+    Event.clock += 10  # the loss
+    for _ in range(2):
+        first.turn()
+        Event.clock += 100
+    assert (first.forward_s(), first.turn_s()) == (1e-3, 11e-3)

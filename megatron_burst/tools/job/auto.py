@@ -22,7 +22,7 @@ from megatron_burst.tools.job.kept import (
     placed_results,
     results_bytes,
 )
-from megatron_burst.tools.job.layer_time import attention_seconds, forward_seconds
+from megatron_burst.tools.job.layer_time import attention_seconds, forward_seconds, head_seconds
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy, again_layers, attention_call
@@ -75,10 +75,11 @@ def _host_bytes(job: Job) -> float:
 
 def _problem(job: Job, strategy: Strategy) -> KeepProblem:
     nothing = replace(strategy, placed=())
+    turn = head_seconds(job, nothing) if strategy.pp == 1 else 0.0
     return KeepProblem(
         again_layers(job.model, strategy), in_flight(strategy.pp, 0),
         round(results_bytes(job, strategy)), job.seq, _half_saves(job, nothing),
-        forward_seconds(job, nothing),
+        forward_seconds(job, nothing), turn,
     )  # fmt: skip
 
 

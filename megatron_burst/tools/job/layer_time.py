@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 
+from megatron_burst.recompute.budget import LAYERS_BEHIND
 from megatron_burst.recompute.later_plan import recomputed_share
 from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.schedule.topology import Link
@@ -178,9 +179,9 @@ def host_seconds(
 ) -> float:
     """Exposed time of offloading and copying back in a micro-batch.
 
-    All copies are made in order. Those to the host hide behind the layers' forward, then the head
-    and the last layer's backward; a layer's copy back, which starts with the backward of the one
-    behind it, hides behind that.
+    All copies are made in order. Those to the host hide behind the layers' forward, which waits if
+    they are too many layers behind, then the head and the last layer's backward; a layer's copy
+    back, which starts with the backward of the one behind it, hides behind that.
 
     Args:
         job, strategy: what is copied.
@@ -194,8 +195,10 @@ def host_seconds(
     forward, backward = seconds[0], seconds[1] - seconds[0]
     there = moved / (job.hardware.gpu.host_gbs * 1e9)
     back = there / count
-    hides = (layers - 1) * forward + head + backward
-    return max(0.0, there + back - hides) + (count - 1) * max(0.0, back - backward)
+    late = max(0.0, there - (layers - 1) * forward)
+    waits = max(0.0, late - LAYERS_BEHIND * back)
+    late = max(0.0, late - waits - head)
+    return waits + max(0.0, late + back - backward) + (count - 1) * max(0.0, back - backward)
 
 
 def late_bytes(job: Job, strategy: Strategy, layers: int) -> tuple[float, float]:
@@ -205,6 +208,7 @@ def late_bytes(job: Job, strategy: Strategy, layers: int) -> tuple[float, float]
         return 0.0, 0.0
     rate = job.hardware.gpu.host_gbs * 1e9
     left = moved - rate * (layers - 1) * forward_seconds(job, strategy)
+    left = min(left, LAYERS_BEHIND * moved / count)
     head = head_seconds(job, strategy) if strategy.pp == 1 else 0.0
     return max(0.0, left), max(0.0, left - rate * head)
 
