@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.mcore import patches
+from megatron_burst.recompute.budget import LAYERS_BEHIND
 from megatron_burst.recompute.keep import call_kept
 from megatron_burst.recompute.keeping import Keeping
 from megatron_burst.recompute.offload import HostMemory, host_memory
@@ -124,9 +125,9 @@ def run(rank: int, device: str, dtype: torch.dtype, tokens: int) -> dict:
 
 def check(results, kept_bytes: int, slack: int) -> None:
     """Args: bytes kept in mode "all"; bound on the difference in bytes. Backward begins with the
-    last layer, so that is still there when it is offloaded."""
-    added = dict(none=0, all=kept_bytes, offload=kept_bytes / LAYERS, half=kept_bytes / 2,
-                 share=0.75 * kept_bytes)  # fmt: skip
+    last layers, so they are still there when they are offloaded."""
+    added = dict(none=0, all=kept_bytes, offload=kept_bytes * LAYERS_BEHIND / LAYERS,
+                 half=kept_bytes / 2, share=0.75 * kept_bytes)  # fmt: skip
     for found in results:
         assert found["all"][0] and found["offload"][0]
         for name in ("half", "half, two nodes", "share, one node"):
