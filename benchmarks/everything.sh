@@ -17,6 +17,9 @@
 # balance       micro-batches of documents against the cost function; on several GPUs steps too, beside simulated ones
 # other         before, before_packed, before_long, before_nodes (after `python -m benchmarks.before COMMIT`), accuracy, million, loss
 #
+# machines      one_network, packed_network: attention on nodes that a network connects; start it on each of them with
+#               all GPUs as GPUS, and LAUNCH="torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr HOST"
+#
 # TOTAL_S=seconds: nothing is started later; what runs then may take `grace` more.
 set -uo pipefail
 out=$(realpath -m "${1:?folder for the CSVs}")
@@ -50,7 +53,11 @@ within() { # seconds, then a command that takes --budget-s; less if TOTAL_S is n
     timeout $((seconds + grace)) "$@" --budget-s "$seconds"
 }
 
-bench() { within "$1" torchrun --nproc-per-node "$gpus" -m "benchmarks.$2" "${@:3}"; }
+bench() {
+    local launch
+    read -ra launch <<<"${LAUNCH:-torchrun --nproc-per-node $gpus}"
+    within "$1" "${launch[@]}" -m "benchmarks.$2" "${@:3}"
+}
 
 attention() { # seconds, lengths, heads, file, more options
     local sizes
@@ -161,6 +168,8 @@ part() {
             --out "$out/conformance" ;;
         one_node) attention 480 64K,128K,256K "$all_heads" one_node "${burst[@]}" "${te[@]}" "${same_kernel[@]}" --reps 10 ;;
         one_node_long) attention 480 512K "$all_heads" one_node "${burst[@]}" "${te[@]:0:6}" "${same_kernel[@]}" --reps 5 ;;
+        one_network) attention 480 128K,256K,512K "$all_heads" network "${burst[@]}" "${te[@]}" "${same_kernel[@]}" --reps 5 ;;
+        packed_network) packed 400 128K,256K,1M packed_network "${same_kernel[@]}" --reps 5 ;;
         two_nodes) on_nodes 2 attention 480 64K,128K "$all_heads" two_nodes "${burst[@]}" "${te[@]}" --reps 10 ;;
         two_nodes_long) on_nodes 2 attention 480 256K,512K "$all_heads" two_nodes "${burst[@]}" "${te[@]}" --reps 5 ;;
         four_nodes) on_nodes 4 attention 120 64K,128K 32/8,32/32 four_nodes "${burst[@]}" "${te[@]:0:6}" --reps 5 ;;
@@ -209,7 +218,7 @@ part() {
 
 every="tests one_node packed two_nodes layers packed_nodes before before_packed before_nodes conformance one_node_long two_nodes_long
     layers_long layers_half layers_megatron before_long slices four_nodes accuracy million slices_14b slices_2m
-    slices_own_loss loss balance frontier frontier_one frontier_whole frontier_experts $seeds"
+    slices_own_loss loss balance frontier frontier_one frontier_whole frontier_experts one_network packed_network $seeds"
 for name in "${@:-$every}"; do
     [[ $name != seeds ]] || name=$seeds
     # shellcheck disable=SC2086
