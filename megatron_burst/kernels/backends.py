@@ -111,7 +111,8 @@ class Capability:
 
 
 class QuerySide(NamedTuple):
-    """Everything that belongs to query rows in backward; either delta or the output."""
+    """Everything that belongs to query rows in backward: delta or the output; of both, delta counts
+    for kernels that take it."""
 
     q: Tensor  # [b, n, h, dqk]
     dout: Tensor  # [b, n, h, dv]
