@@ -180,7 +180,8 @@ def _intra(spec: Spec) -> Choice:
     cannot, asked = _no_gather(spec), "a2a" if over_all else spec.intra
     if cannot and asked in ("gather", "a2a"):
         raise BurstError(
-            f"{_WHO}: for intra={asked} {cannot}; pass --burst-intra ring (intra='ring') or auto"
+            f"{_WHO}: for intra={asked} {cannot}; pass --burst-intra ring (intra='ring') or auto, "
+            "and no --burst-invariant"
         )
     if asked is not None:
         return Choice(asked, "over all ranks" if over_all else "asked for")

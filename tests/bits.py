@@ -127,12 +127,14 @@ def equal_in(problem: Problem, groups: dict, expand: int = 1) -> dict[int, dict[
 
 
 class ByHeads:
-    """A CPU kernel that computes each query head by itself, as kernels of GPUs do, so that its bits
-    depend on nothing else. MKL's depend on how many heads there are, and on where they lie."""
+    """A CPU kernel that computes each query head by itself, so that its bits depend on nothing
+    else, and rounds results to the inputs' dtype, as kernels of GPUs do. MKL's bits depend on how
+    many heads there are, and on where they lie."""
 
     def __init__(self, name: str) -> None:
         self._kernel = backends()[name]
-        self.capability = replace(self._kernel.capability, name=f"by-heads-{name}")
+        can = self._kernel.capability
+        self.capability = replace(can, name=f"by-heads-{name}", wide_grads=False)
 
     def missing(self) -> None:
         return None
@@ -143,7 +145,7 @@ class ByHeads:
             tensors = _alone(head, q), *(_alone(head // group, x) for x in (k, v))
             found.append(self._kernel.forward(*tensors, scale, visible))
         outs, lses = zip(*found, strict=True)
-        return deliver((torch.cat(outs, 2), torch.cat(lses, 1)), into)
+        return deliver((torch.cat(outs, 2).to(q.dtype), torch.cat(lses, 1)), into)
 
     def backward(self, side, k, v, scale, visible, into=None, deterministic=False):
         group, grads = side.q.shape[2] // k.shape[2], []
@@ -152,8 +154,9 @@ class ByHeads:
             keys = (_alone(head // group, x) for x in (k, v))
             grads.append(self._kernel.backward(own, *keys, scale, visible))
         dq, *of_keys = (torch.cat(x, 2) for x in zip(*grads, strict=True))
-        sums = (x.unflatten(2, (-1, group)).unbind(3) for x in of_keys)
-        return deliver((dq, *(sum(parts[1:], parts[0]) for parts in sums)), into)
+        parts = (x.unflatten(2, (-1, group)).unbind(3) for x in of_keys)
+        sums = dq, *(sum(some[1:], some[0]) for some in parts)
+        return deliver(tuple(x.to(k.dtype) for x in sums), into)
 
 
 def _alone(head: int, x: torch.Tensor) -> torch.Tensor:
