@@ -27,9 +27,8 @@ class BurstConfig:
             an all-to-all over all ranks; "auto" chooses by the bytes sent between nodes.
         backend: name of the attention kernel, or several names joined by commas, of which the first
             one that supports the call is used; "auto" uses the fastest that does.
-        invariant: give results the same bits on any number of ranks, by an all-to-all over all of
-            them: out and lse; gradients too, but for dk and dv where ranks share a KV head. Implies
-            `deterministic`, except of FlashAttention-3.
+        invariant: the same bits on any number of ranks, by an all-to-all over all of them, but for
+            dk and dv of KV heads that ranks share. Implies `deterministic`, save FlashAttention-3.
         keep: which of attention's results (out, lse) to keep for a layer's recomputation: "none",
             "all", or those of a share of the sequence's rows: the later ones, whose recomputation
             costs most ("half" is 0.5). "auto" chooses what saves most time, outputs of other
@@ -125,8 +124,7 @@ class BurstConfig:
 
     @property
     def reproducible(self) -> bool:
-        """Whether gradients must be the same every time. FlashAttention-3 is asked for if rollouts
-        use it: then forward alone counts."""
+        """Whether gradients must not vary; FlashAttention-3's may: rollouts need its forward."""
         return self.deterministic or (self.invariant and "fa3" not in self.backend.split(","))
 
     def _needs_of_modes(self) -> list[Need]:
@@ -232,10 +230,8 @@ def _needs_of_tunings(given: Mapping[str, Any]) -> Iterator[Need]:
     yield (
         heads is None or given.get("pieces", True),
         "pieces=False and heads_per_round must not both be set, because pieces=False is one round "
-        "of all heads",
-        f"heads_per_round={heads}",
-        "leave one of them out",
-    )
+        "of all heads", f"heads_per_round={heads}", "leave one of them out",
+    )  # fmt: skip
 
 
 def legal_tunings() -> str:

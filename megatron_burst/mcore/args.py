@@ -240,7 +240,8 @@ _FAMILIES: dict[object, str] = {  # of --attention-backend, in burst's kernels
 }
 
 
-_VERSIONS: dict[object, str] = {3: "fa3,torch-cpu", 4: "fa4,torch-cpu"}  # of --flash-attention-version
+# of --flash-attention-version
+_VERSIONS: dict[object, str] = {3: "fa3,torch-cpu", 4: "fa4,torch-cpu"}
 
 
 def attention_kernel_of(options: Any) -> tuple[object, int | None]:

@@ -272,7 +272,8 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("attention", "qk_clip", OFF, "burst does not track the largest logit"),
     Refusal("attention", "log_max_attention_logit", OFF, "burst does not track it"),
     Refusal(
-        "attention", "flash_attention_version", lambda version, o: version is None or (version in (3, 4) and _invariant(o)),
+        "attention", "flash_attention_version",
+        lambda version, o: version is None or (version in (3, 4) and _invariant(o)),
         "it names a kernel of Megatron's own attention",
         "leave it out, or pass --burst-backend (with --burst-invariant it names burst's too)"),
     Refusal("attention", "experimental_attention_variant", ("gated_delta_net",),
@@ -289,7 +290,8 @@ TABLE: tuple[Refusal, ...] = (
     # transformer_config.py:2875), and burst of several
     Refusal("invariant", "attention_backend", ("flash",), "rollouts run FlashAttention",
         "pass --attention-backend flash", asked="batch-invariant kernels and other attention"),
-    Refusal("invariant", "flash_attention_version", lambda version, o: version in (3, 4),
+    Refusal("invariant", "flash_attention_version",
+        lambda version, o: version in (3, 4) or not getattr(o, "batch_invariant_mode", False),
         "training and rollouts must run the same kernel, whose splits can be fixed",
         "pass --flash-attention-version 3 or 4, as rollouts do",
         asked="batch-invariant kernels and any FlashAttention"),

@@ -57,6 +57,7 @@ GRAPHS_OF_LOSS = {"cuda_graph_impl": (ALL, ["none", *IN_LAYERS, *BESIDE])} | {
     name: ([{name: True, "cuda_graph_scope": ["full_iteration"]}], [False, True]) for name in OLD
 }
 INVARIANT = dict(burst_invariant=True)
+IN_BATCHES = dict(batch_invariant_mode=True)
 GRAPHS_ON_CPU = {"cuda_graph_impl": (["local", *BESIDE], ["none"])} | {
     name: ([True], [False]) for name in OLD
 }
@@ -80,7 +81,10 @@ CASES = {
     },
     "invariant": {
         "attention_backend": (["auto", "fused"], ["flash"]),
-        "flash_attention_version": ([None, 2], [3, 4]),
+        "flash_attention_version": (
+            [IN_BATCHES, IN_BATCHES | dict(flash_attention_version=2)],
+            [None, IN_BATCHES | dict(flash_attention_version=3)],
+        ),
     },
     "built": {"create_attention_mask_in_dataloader": FLAG},
     "model": {
