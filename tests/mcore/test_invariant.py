@@ -76,3 +76,22 @@ def test_megatrons_assertion_is_lifted_for_burst_alone():
     assert with_burst is True and without == before
     assert auto.startswith("BurstError") and "--attention-backend flash" in auto
     assert unpinned.startswith("BurstError") and "--flash-attention-version 3 or 4" in unpinned
+
+
+def flagged(rank):
+    """Whether the assertion's patch is applied, without the flag and with it."""
+    from megatron_burst.mcore import patches
+    from tests.mcore.test_arguments import BURST, parse
+    from tests.mcore.test_arguments import start as start_command
+
+    start_command()
+    (row,) = patches.rows("invariant")
+    found = []
+    for flags in ("", " --burst-invariant"):
+        parse(f"{BURST}{flags}")
+        found.append(row.live)
+    return found
+
+
+def test_the_flag_applies_it():
+    assert run_ranks(flagged, 1) == [[False, True]]
