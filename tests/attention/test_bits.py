@@ -29,7 +29,7 @@ from tests.sampling import whole
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "accuracy.md"
 CONFIGS = {"`--burst-invariant`": {"invariant": True}, "all-to-all": {"intra": "a2a"},
            "gather": {"intra": "gather"}, "ring": {"intra": "ring"}}  # fmt: skip
-FEW = ("causal", "sinks in documents", "window in documents")
+FEW = ("sinks in documents", "window in documents")
 
 
 def table() -> dict[tuple[str, str], dict[str, bool]]:

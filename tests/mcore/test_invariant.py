@@ -13,6 +13,7 @@ from megatron_burst.errors import BurstError
 from tests.mcore.gpt import Parallel, config_of, start
 from tests.mcore.invariant import SIZES, invariant_products, model_of, spread, token_values
 from tests.ranks import run_ranks
+from tests.sampling import whole
 
 INVARIANT = BurstConfig(invariant=True)
 
@@ -38,7 +39,7 @@ def values_on(rank, dtype):
     return found, spreads
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *whole(torch.float32)])
 def test_log_probabilities_have_the_same_bits_on_any_number_of_ranks(dtype):
     for found, spreads in run_ranks(values_on, 4, dtype):
         print(spreads)
