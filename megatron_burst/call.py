@@ -84,7 +84,7 @@ class Call:
         return Problem(
             device.type, self.dtypes[0], shape.dim_qk, shape.dim_v,
             shape.heads_q != shape.heads_kv, self.config.reproducible, arch_of(device),
-            frozenset({SLICES}) if "slices" in self.given else mask.needs,
+            frozenset({SLICES}) if "slices" in self.given else mask.needs, self.config.invariant,
         )  # fmt: skip
 
     def facts(self) -> dict[str, str]:

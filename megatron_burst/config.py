@@ -128,12 +128,12 @@ class BurstConfig:
         return self.deterministic or (self.invariant and "fa3" not in self.backend.split(","))
 
     def _needs_of_modes(self) -> list[Need]:
-        flat, a2a = self.flat, self.inter == "a2a"
-        over_all = {"flat": flat, "invariant": self.invariant, "inter=a2a": a2a}
-        given, only = [x for x in over_all if over_all[x]], "ring" if flat else "a2a"
-        alone = self.intra in ("auto", only) and self.inter != "ring" and not (flat and given[1:])
+        a2a, only = self.inter == "a2a", "ring" if self.flat else "a2a"
+        over_all = {"flat": self.flat, "invariant": self.invariant, "inter=a2a": a2a}
+        given = [name for name, is_given in over_all.items() if is_given]
+        clash = self.flat and given[1:] or self.inter == "ring"
         return [
-            (not given or alone,
+            (not given or (self.intra in ("auto", only) and not clash),
              f"{' and '.join(given)} must come without another mode, because one mode then runs "
              "over all ranks, ignoring nodes",
              f"intra={self.intra}, inter={self.inter}", "leave one of them out"),

@@ -189,10 +189,8 @@ def _intra(spec: Spec) -> Choice:
 def _no_gather(spec: Spec) -> str:
     """Why neither keys can be gathered nor heads be exchanged for rows; "" if they can."""
     if spec.arranged.spans_nodes and spec.inter != "a2a":
-        return (
-            "a row of ranks must share a node, because keys or heads travel over NVLink; got "
-            f"{spec.arranged}"
-        )
+        why = "a row of ranks must share a node, because keys or heads travel over NVLink"
+        return f"{why}; got {spec.arranged}"
     if spec.layout is Layout.STRIPED:
         return "the layout must not be striped, because whole sequences lie in order; got striped"
     return ""
@@ -237,8 +235,7 @@ def _circulate(spec: Spec, asked: Circulate | None) -> Choice:
     if spec.intra != "ring" and spec.arranged.inter_size == 1:
         return Choice(Circulate.KV, "one node")
     share = travelling_share(spec) if spec.intra == "gather" else 1.0
-    ranks = spec.arranged.intra_size if spec.intra == "a2a" else 1
-    shape = spec.shape.replicated(ranks)
+    shape = spec.shape.replicated(spec.arranged.intra_size if spec.intra == "a2a" else 1)
     if spec.arranged.inter_size == 1 and spec.summed_dtype is Dtype.SUM:  # all hops are the ring's
         shape = replace(shape, grad_bytes=shape.stat_bytes)
     return choose_circulate(shape, asked, share)

@@ -43,6 +43,7 @@ class FusedHead:
         self.layer = model.output_layer
         self.tp = TensorParallel.of(self.layer.tp_group, self.layer.sequence_parallel)
         self.options = LossOptions(config.label_smoothing, config.z_loss, config.softcap)
+        self.invariant = burst_config_of(model.config).invariant
         self.parameters = inspect.signature(model.forward).parameters
         self.loss_of = model.compute_language_model_loss
         self.active = False
@@ -98,7 +99,7 @@ class FusedHead:
             softcap=self.options.softcap, logit_scale=logits.scale,
             grads=self.config.grads if is_main else "recompute",
             keep_logits=is_main,  # the others are in memory at the same time
-            invariant=burst_config_of(self.model_config).invariant,
+            invariant=self.invariant,
         )  # fmt: skip
         loss = logits.compute(losses_of)
         assert isinstance(loss, Tensor)  # a pair only with return_lse

@@ -4,6 +4,7 @@ Guards against a delta, a rounding or an order of sums that depends on the numbe
 """
 
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from megatron_burst.call import attention_shape, spec_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.kernels.backends import Problem as Kernels
+from megatron_burst.kernels.backends import backends
 from megatron_burst.resolve import resolve
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
@@ -143,3 +146,12 @@ def test_flash_attention_3_may_be_asked_for_though_its_gradients_vary():
     """Rollouts may run it, and forward alone has to have their bits."""
     config = BurstConfig(backend="fa3,torch-cpu", invariant=True)
     assert not config.reproducible and BurstConfig(invariant=True).reproducible
+
+
+@pytest.mark.parametrize("name, refused", [("fa4", 0), ("fa3", 0), ("triton", 0), ("cudnn", 1),
+                                           ("flash", 1), ("flash-attn", 1)])  # fmt: skip
+def test_kernels_that_split_the_keys_of_few_heads_are_refused(name, refused):
+    kernel = backends()[name].capability
+    problem = Kernels("cuda", torch.bfloat16, 128, 128, arch=9, invariant=True)
+    assert bool(kernel.refusal(problem)) == refused
+    assert not kernel.refusal(replace(problem, invariant=False))

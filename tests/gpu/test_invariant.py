@@ -41,8 +41,8 @@ def values_on(rank: int, layers: str) -> tuple[dict, dict]:
     patches.apply("invariant")
     found, spreads, one = {}, {}, None
     for name, config in (
-        ("invariant", BurstConfig(invariant=True, nodes=1)),
-        ("gather", BurstConfig(intra="gather", nodes=1)),
+        ("invariant", BurstConfig(invariant=True, nodes=1, transfer="send")),
+        ("gather", BurstConfig(intra="gather", nodes=1, transfer="send")),
     ):
         for size in SIZES:
             parallel_state.destroy_model_parallel()
