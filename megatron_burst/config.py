@@ -131,7 +131,7 @@ class BurstConfig:
         a2a, only = self.inter == "a2a", "ring" if self.flat else "a2a"
         over_all = {"flat": self.flat, "invariant": self.invariant, "inter=a2a": a2a}
         given = [name for name, is_given in over_all.items() if is_given]
-        clash = self.flat and given[1:] or self.inter == "ring"
+        clash = (self.flat and given[1:]) or self.inter == "ring"
         return [
             (not given or (self.intra in ("auto", only) and not clash),
              f"{' and '.join(given)} must come without another mode, because one mode then runs "
