@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 ANYWHERE, EACH = (0, 0.11, 0.47, 1), (0, 0.125, 0.5, 1)
-CASES = {  # but prefix trees, whose parts are merged: on a CPU torch's exp depends on the place
+CASES = {  # but prefix trees, merged by torch's softmax, whose bits on a CPU depend on the shape
     "causal": Case(),
     "full": Case(dict(causal=False)),
     "sinks": Case(sinks=True),
