@@ -1,15 +1,18 @@
 """Errors of attention and its gradients against float64, by the number of ranks.
 
 torchrun --nproc-per-node 4 benchmarks/accuracy.py OUT.csv      measure, on GPUs
+python benchmarks/accuracy.py OUT.csv --seq 2048                simulate, on a CPU
 python benchmarks/accuracy.py OUT.csv --nodes                   measure gradients between nodes
-python benchmarks/accuracy.py OUT.csv --plot docs/accuracy.png  draw what was measured
+python benchmarks/accuracy.py A.csv B.csv --plot docs/accuracy.png
 
-Sequences are sharded over 1, 2, 4 and 8 simulated ranks, which are threads of one process and run
-burst's own engine, and to the real ranks: burst and TransformerEngine's modes. Each error is
-|x - truth| / |truth| over the whole sequence. The same inputs everywhere.
+The last one draws real ranks of all these files, and simulated ones of the last. Sequences are
+sharded over 1, 2, 4 and 8 simulated ranks, which are threads of one process and run burst's own
+engine, and over the real ranks: burst and TransformerEngine's modes. Each error is |x - truth| /
+|truth| over the whole sequence. The same inputs everywhere. A CPU's kernels are made to round their
+results, as those of GPUs do.
 
 With --nodes, over 1 to 16 simulated nodes of 4 ranks, and gradients in the model's dtype or in
-float32 between them; a CPU's kernels are made to round their gradients, as those of GPUs do.
+float32 between them; of a CPU's kernels gradients alone are rounded.
 """
 
 import sys
@@ -41,6 +44,7 @@ from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.speeds import problem_of
 from megatron_burst.tools.world import attempt, started
 from tests.attention.simulated import run_simulated
+from tests.bits import by_heads
 from tests.oracle import full_attention, rows_of
 
 TENSORS = ("out", "dq", "dk", "dv")
@@ -168,16 +172,16 @@ def measure(path, seq):
                         AccuracyRow(impl, mode, ranks, is_simulated, *heads, seq, name, error)
                     )
 
+            kernel = "auto" if world.device.type == "cuda" else by_heads("torch-cpu")
             for ranks in (1, 2, 4, 8):
-                for mode in ("gather", "ring"):
-                    config = BurstConfig(
-                        intra=mode, heads_per_round=1 if mode == "gather" else None
-                    )
+                for mode in ("gather", "ring", "a2a"):
+                    rounds = None if mode == "ring" else 1
+                    config = BurstConfig(intra=mode, heads_per_round=rounds, backend=kernel)
                     got = simulated(tensors, pretend_nodes(ranks, 1), config)
                     add("burst", mode, ranks, True, relative(got, truth))
-            peers = [(Burst, f"burst:{mode}") for mode in ("gather", "ring")]
+            peers = [(Burst, f"burst:{mode}") for mode in ("gather", "ring", "a2a")]
             peers += [(TransformerEngine, f"te:{mode}") for mode in ("p2p", "all_gather", "a2a")]
-            for peer_class, text in peers:
+            for peer_class, text in peers if world.size > 1 else ():
                 impl, errors = real(peer_class, text, tensors, truth, world)
                 if isinstance(errors, str):
                     print(f"{impl}: {errors}") if world.rank == 0 else None
@@ -206,47 +210,64 @@ def measure_nodes(path, seq):
             save(path, world, rows, ACCURACY_CSV)
 
 
-def plot(path, picture):
-    """Errors over ranks, a panel for each tensor and head count; the newest of equal rows."""
-    rows = read([path], ACCURACY_CSV)
-    figure, axes = plt.subplots(len(HEADS), len(TENSORS), figsize=(13, 6), sharex=True)
+def curves(paths):
+    """Errors as shares of one rank's in the same file: by (heads, tensor), label, and number of
+    ranks; simulated ranks of the last file alone, real ones of all. The newest of equal rows."""
+    found = {}
+    for path in paths:
+        rows, where = read([path], ACCURACY_CSV), path.stem.rpartition("_")[2]
+        alone = {
+            (r.heads_q, r.heads_kv, r.tensor): r.error for r in rows if r.ranks == 1 and r.simulated
+        }
+        drawn = (r for r in rows if r.error and (not r.simulated or path == paths[-1]))
+        for r in drawn:
+            what = r.heads_q, r.heads_kv, r.tensor
+            label = f"{r.impl} {r.mode}, {'simulated' if r.simulated else where}"
+            found.setdefault(what, {}).setdefault(label, {})[r.ranks] = r.error / alone[what]
+    return found
+
+
+def plot(paths, picture):
+    """Errors over ranks, a panel for each tensor and head count."""
+    lines = curves(paths)
+    colours = {
+        label: f"C{i}" for i, label in enumerate(sorted({x for y in lines.values() for x in y}))
+    }
+    figure, axes = plt.subplots(len(HEADS), len(TENSORS), figsize=(13, 6), sharex=True, sharey=True)
     for panels, heads in zip(axes, HEADS, strict=True):
         for axis, tensor in zip(panels, TENSORS, strict=True):
-            lines = {}
-            for r in rows:
-                if (r.heads_q, r.heads_kv) == heads and r.tensor == tensor:
-                    lines.setdefault((r.impl, r.mode, r.simulated), {})[r.ranks] = 1e3 * r.error
-            for (impl, mode, is_simulated), errors in lines.items():
-                label = f"{impl} {mode}" + (", simulated" if is_simulated else "")
-                style = "o-" if is_simulated else "x"
-                axis.plot(errors.keys(), errors.values(), style, label=label, markersize=6)
+            for label, errors in sorted(lines[*heads, tensor].items()):
+                style = "o-" if "simulated" in label else "*" if "burst" in label else "x"
+                how = {"label": label, "color": colours[label], "markersize": 7}
+                axis.plot(errors.keys(), errors.values(), style, **how)
             axis.set(title=f"{tensor}, heads {heads[0]}/{heads[1]}", xscale="log")
-            axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
             axis.set_xticks([1, 2, 4, 8], labels=["1", "2", "4", "8"])
             axis.minorticks_off()
     for panels in axes:
-        panels[0].set_ylabel("relative error, 1e-3")
+        panels[0].set_ylabel("error / that of one rank")
     for axis in axes[-1]:
         axis.set_xlabel("ranks")
     figure.legend(
-        *axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=7, frameon=False
+        *axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=4, frameon=False
     )
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
     figure.savefig(picture, dpi=130)
 
 
 def main(
-    path: Annotated[Path, typer.Argument(help="the CSV; rows are appended")],
+    paths: Annotated[list[Path], typer.Argument(help="the CSV; rows are appended")],
     nodes: Annotated[bool, typer.Option(help="measure gradients between nodes")] = False,
-    picture: Annotated[Path | None, typer.Option("--plot", help="PNG to draw of it")] = None,
+    seq: Annotated[int | None, typer.Option(help="tokens")] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="PNG to draw of CSVs")] = None,
 ) -> None:
     """Measure errors, on all ranks together; or draw what was measured."""
+    gpus = torch.cuda.is_available()
     if picture:
-        plot(path, picture)
+        plot(paths, picture)
     elif nodes:
-        measure_nodes(path, seq=8192 if torch.cuda.is_available() else 2048)
+        measure_nodes(paths[0], seq or (8192 if gpus else 2048))
     else:
-        measure(path, seq=8192 if torch.cuda.is_available() else 256)
+        measure(paths[0], seq or (8192 if gpus else 256))
 
 
 if __name__ == "__main__":

@@ -83,8 +83,8 @@ class Call:
         shape, mask, device = self.shape, self.mask, self.devices[0]
         return Problem(
             device.type, self.dtypes[0], shape.dim_qk, shape.dim_v,
-            shape.heads_q != shape.heads_kv, self.config.deterministic, arch_of(device),
-            frozenset({SLICES}) if "slices" in self.given else mask.needs,
+            shape.heads_q != shape.heads_kv, self.config.reproducible, arch_of(device),
+            frozenset({SLICES}) if "slices" in self.given else mask.needs, self.config.invariant,
         )  # fmt: skip
 
     def facts(self) -> dict[str, str]:
@@ -172,7 +172,8 @@ def spec_of(
     circulate = _given(config.circulate)
     return Spec(
         topology, shape, layout, mask, kernel, config.keep != "none",
-        inter="flat" if config.flat else _given(config.inter), intra=_given(config.intra),
+        inter="flat" if config.flat else _given("a2a" if config.invariant else config.inter),
+        intra=_given(config.intra), invariant=config.invariant,
         heads_per_round=config.heads_per_round if config.pieces else 0,
         grad_wire=_given(config.grad_wire), circulate=circulate and Circulate(circulate),
         pulled={"pull": True, "send": False}.get(config.transfer),

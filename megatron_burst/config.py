@@ -27,7 +27,8 @@ class BurstConfig:
             an all-to-all over all ranks; "auto" chooses by the bytes sent between nodes.
         backend: name of the attention kernel, or several names joined by commas, of which the first
             one that supports the call is used; "auto" uses the fastest that does.
-        deterministic: compute bitwise reproducible gradients.
+        invariant: the same bits on any number of ranks, by an all-to-all over all of them, but for
+            dk and dv of KV heads that ranks share. Implies `deterministic`, save FlashAttention-3.
         keep: which of attention's results (out, lse) to keep for a layer's recomputation: "none",
             "all", or those of a share of the sequence's rows: the later ones, whose recomputation
             costs most ("half" is 0.5). "auto" chooses what saves most time, outputs of other
@@ -39,6 +40,7 @@ class BurstConfig:
         keep_budget_gib: device memory per rank that "auto" may add to full recomputation's peak;
             None: what the first training step, which keeps nothing, leaves of the GPU.
         nodes: pretend that the group spans this many nodes of contiguous ranks; None: detect them.
+        deterministic: compute bitwise reproducible gradients.
         flat: run one ring over all ranks as if there were one node, to measure the gain of nested
             rings.
         circulate: what circulates in backward (nothing does in a gather or an all-to-all on one
@@ -76,12 +78,13 @@ class BurstConfig:
     intra: Literal["auto", "ring", "gather", "a2a"] = "auto"
     inter: Literal["auto", "ring", "a2a"] = "auto"
     backend: str = "auto"
-    deterministic: bool = False
+    invariant: bool = False
     keep: str | float = "none"
     keep_layers: int | None = None
     keep_offload: Literal["none", "results", "inputs", "both"] = "none"
     keep_budget_gib: float | None = None
     nodes: int | None = None
+    deterministic: bool = False
     flat: bool = False
     circulate: Literal["auto", "kv", "q"] = "auto"
     heads_per_round: int | None = None
@@ -119,17 +122,21 @@ class BurstConfig:
         """Whether inputs of recomputed layers are offloaded."""
         return self.keep_offload in ("inputs", "both")
 
+    @property
+    def reproducible(self) -> bool:
+        """Whether gradients must not vary; FlashAttention-3's may: rollouts need its forward."""
+        return self.deterministic or (self.invariant and "fa3" not in self.backend.split(","))
+
     def _needs_of_modes(self) -> list[Need]:
-        flat, only = self.flat, "ring" if self.flat else "a2a"
-        alone = flat or self.inter == "a2a"
+        a2a, only = self.inter == "a2a", "ring" if self.flat else "a2a"
+        over_all = {"flat": self.flat, "invariant": self.invariant, "inter=a2a": a2a}
+        given = [name for name, is_given in over_all.items() if is_given]
+        clash = (self.flat and given[1:]) or self.inter == "ring"
         return [
-            (not flat or self.inter == "auto",
-             "flat and inter must not both be set, because one ring over all ranks ignores nodes",
-             f"inter={self.inter}", "leave one of them out"),
-            (not alone or self.intra in ("auto", only),
-             f"with {'flat' if flat else 'inter=a2a'} intra must be {only} or auto, because one "
-             "mode then runs over all ranks, ignoring nodes",
-             f"intra={self.intra}", "leave one of them out"),
+            (not given or (self.intra in ("auto", only) and not clash),
+             f"{' and '.join(given)} must come without another mode, because one mode then runs "
+             "over all ranks, ignoring nodes",
+             f"intra={self.intra}, inter={self.inter}", "leave one of them out"),
         ]  # fmt: skip
 
     def _needs_of_keep(self) -> list[Need]:
@@ -223,10 +230,8 @@ def _needs_of_tunings(given: Mapping[str, Any]) -> Iterator[Need]:
     yield (
         heads is None or given.get("pieces", True),
         "pieces=False and heads_per_round must not both be set, because pieces=False is one round "
-        "of all heads",
-        f"heads_per_round={heads}",
-        "leave one of them out",
-    )
+        "of all heads", f"heads_per_round={heads}", "leave one of them out",
+    )  # fmt: skip
 
 
 def legal_tunings() -> str:

@@ -107,10 +107,8 @@ def _inter(spec: Spec) -> Choice:
     if given := _only_in_rings(spec):
         return Choice("ring", f"{given} was asked for")
     if spec.mask.windowed and _wants_whole(spec):
-        return Choice(
-            "a2a",
-            "with an all-to-all over all ranks each rank has whole documents, which windows need",
-        )
+        why = "with an all-to-all over all ranks each rank has whole documents, which windows need"
+        return Choice("a2a", why)
     if spec.kernel.device == "cpu":
         return Choice("ring", _ON_CPU)
     if spec.layout is Layout.STRIPED or spec.shape.heads_q % spec.topology.cp_size:
@@ -137,11 +135,8 @@ def _fewer_bytes(spec: Spec) -> Choice:
 def _only_in_rings(spec: Spec) -> str:
     """A given choice that an all-to-all over all ranks does not have, or ""."""
     over_all = replace(spec, inter="a2a").arranged
-    given = {
-        "intra": spec.intra,
-        "circulate": spec.circulate,
-        "transfer": "pull" if spec.pulled else None,
-    }
+    given = {"intra": spec.intra, "circulate": spec.circulate}
+    given["transfer"] = "pull" if spec.pulled else None
     if (spec.heads_per_round or 0) > most_heads(spec.shape, over_all, "a2a"):
         given["heads_per_round"] = f"{spec.heads_per_round}"
     return next((f"{name}={value}" for name, value in given.items() if value is not None), "")
@@ -170,9 +165,8 @@ def _intra(spec: Spec) -> Choice:
         if spec.layout is Layout.DOCUMENTS and spec.mask.right == 0:
             return Choice("gather", "chunks of each document are equal work on all ranks")
         if _wants_whole(spec):
-            return Choice(
-                "a2a", "each rank has all rows of some heads, so all ranks have equal work"
-            )
+            why = "each rank has all rows of some heads, so all ranks have equal work"
+            return Choice("a2a", why)
     if row.cp_size == 1:
         return Choice("ring", "one rank")
     if spec.inter == "flat":
@@ -180,7 +174,8 @@ def _intra(spec: Spec) -> Choice:
     cannot, asked = _no_gather(spec), "a2a" if over_all else spec.intra
     if cannot and asked in ("gather", "a2a"):
         raise BurstError(
-            f"{_WHO}: for intra={asked} {cannot}; pass --burst-intra ring (intra='ring') or auto"
+            f"{_WHO}: for intra={asked} {cannot}; pass --burst-intra ring (intra='ring') or auto, "
+            "and no --burst-invariant"
         )
     if asked is not None:
         return Choice(asked, "over all ranks" if over_all else "asked for")
@@ -194,10 +189,8 @@ def _intra(spec: Spec) -> Choice:
 def _no_gather(spec: Spec) -> str:
     """Why neither keys can be gathered nor heads be exchanged for rows; "" if they can."""
     if spec.arranged.spans_nodes and spec.inter != "a2a":
-        return (
-            "a row of ranks must share a node, because keys or heads travel over NVLink; got "
-            f"{spec.arranged}"
-        )
+        why = "a row of ranks must share a node, because keys or heads travel over NVLink"
+        return f"{why}; got {spec.arranged}"
     if spec.layout is Layout.STRIPED:
         return "the layout must not be striped, because whole sequences lie in order; got striped"
     return ""
@@ -237,14 +230,12 @@ def _circulate(spec: Spec, asked: Circulate | None) -> Choice:
     (arXiv 2403.09347) generalised to grouped heads and to the dtype of the gradient on the wire.
     """
     if recalls(spec):
-        return Choice(
-            Circulate.KV, "K and V stay in memory from forward; only gradients are sent back"
-        )
+        why = "K and V stay in memory from forward; only gradients are sent back"
+        return Choice(Circulate.KV, why)
     if spec.intra != "ring" and spec.arranged.inter_size == 1:
         return Choice(Circulate.KV, "one node")
     share = travelling_share(spec) if spec.intra == "gather" else 1.0
-    ranks = spec.arranged.intra_size if spec.intra == "a2a" else 1
-    shape = spec.shape.replicated(ranks)
+    shape = spec.shape.replicated(spec.arranged.intra_size if spec.intra == "a2a" else 1)
     if spec.arranged.inter_size == 1 and spec.summed_dtype is Dtype.SUM:  # all hops are the ring's
         shape = replace(shape, grad_bytes=shape.stat_bytes)
     return choose_circulate(shape, asked, share)
@@ -258,10 +249,8 @@ def choose_circulate(
         circulate: sum(hop_bytes(shape, Direction.BACKWARD, circulate, share).values())
         for circulate in Circulate
     }
-    figures = (
-        f"a hop of backward is {in_unit(cost[Circulate.KV])} for kv "
-        f"and {in_unit(cost[Circulate.Q])} for q"
-    )
+    of_kv, of_q = (in_unit(cost[what]) for what in (Circulate.KV, Circulate.Q))
+    figures = f"a hop of backward is {of_kv} for kv and {of_q} for q"
     if asked is not None:
         return Choice(asked, f"asked for; {figures}")
     return Choice(min(cost, key=cost.__getitem__), figures)
@@ -290,18 +279,16 @@ def _check(spec: Spec) -> None:
 
 def _needs_of_rings(spec: Spec) -> Iterator[Need]:
     heads = spec.heads_per_round
-    yield (
-        not heads,
-        "heads_per_round must come with gather or a2a, because a ring has no rounds of some heads",
-        f"heads_per_round={heads} and {how_it_runs(spec)}",
-        "leave it out, or pass --burst-intra gather (intra='gather') or a2a",
-    )
-    yield (
-        not spec.pulled,
-        "transfer=pull must come with gather or a2a, because shards of a ring are sent by NCCL",
-        how_it_runs(spec),
-        "pass --burst-tune transfer=send or transfer=auto, or --burst-intra gather",
-    )
+    yield from (
+        (not heads,
+         "heads_per_round must come with gather or a2a, because a ring has no rounds of some heads",
+         f"heads_per_round={heads} and {how_it_runs(spec)}",
+         "leave it out, or pass --burst-intra gather (intra='gather') or a2a"),
+        (not spec.pulled,
+         "transfer=pull must come with gather or a2a, because shards of a ring are sent by NCCL",
+         how_it_runs(spec),
+         "pass --burst-tune transfer=send or transfer=auto, or --burst-intra gather"),
+    )  # fmt: skip
 
 
 def _needs_of_heads(spec: Spec) -> Iterator[Need]:
@@ -312,20 +299,17 @@ def _needs_of_heads(spec: Spec) -> Iterator[Need]:
     yield (
         heads <= most or uneven,
         f"heads_per_round must not exceed the KV heads that a rank {does}, because a round has "
-        "some of them",
-        f"{heads} of {most}",
-        "leave it out",
-    )
+        "some of them", f"{heads} of {most}", "leave it out",
+    )  # fmt: skip
 
 
 def _needs_between_nodes(spec: Spec) -> Iterator[Need]:
     yield (
         spec.circulate is None or spec.inter != "a2a",
         "circulate must come with a ring between nodes, because nothing circulates in an "
-        "all-to-all over all ranks",
-        f"circulate={spec.circulate} and inter=a2a",
+        "all-to-all over all ranks", f"circulate={spec.circulate} and inter=a2a",
         "leave one of them out",
-    )
+    )  # fmt: skip
     # An all-to-all over all ranks keeps what it receives anyway. Where results are kept, backward
     # does not directly follow a forward; where it does, keys are kept.
     gathers = spec.intra == "gather" and spec.arranged.inter_size > 1

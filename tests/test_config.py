@@ -16,14 +16,14 @@ from megatron_burst.errors import BurstError
 REFUSALS = {
     "a2a around a ring": (
         {"inter": "a2a", "intra": "ring"},
-        "must be a2a or auto.*intra=ring",
+        "inter=a2a must come without another mode.*intra=ring",
     ),
-    "a2a around gather": ({"inter": "a2a", "intra": "gather"}, "intra must be a2a or auto"),
-    "flat around gather": (
-        {"flat": True, "intra": "gather"},
-        "intra must be ring or auto.*=gather",
-    ),
-    "flat around a ring": ({"flat": True, "inter": "ring"}, "must not both be set.*inter=ring"),
+    "a2a around gather": ({"inter": "a2a", "intra": "gather"}, "inter=a2a must .*intra=gather"),
+    "flat around gather": ({"flat": True, "intra": "gather"}, "flat must come without.*=gather"),
+    "flat around a ring": ({"flat": True, "inter": "ring"}, "flat must come without.*inter=ring"),
+    "invariant in a ring": ({"invariant": True, "intra": "ring"}, "invariant must.*intra=ring"),
+    "invariant around a ring": ({"invariant": True, "inter": "ring"}, "invariant must.*=ring"),
+    "invariant and flat": ({"invariant": True, "flat": True}, "flat and invariant must come"),
     "no pieces, some heads": ({"pieces": False, "heads_per_round": 2}, "must not both be set"),
     "unknown": ({"inter": "exchange"}, "inter must be one of auto, ring, a2a, "),
 }
@@ -50,6 +50,7 @@ GIVEN = {
     "": {},
     "circulate=q": {"circulate": "q"},
     "nodes=2,flat=true,overlap=false": {"nodes": 2, "flat": True, "overlap": False},
+    "deterministic=true": {"deterministic": True},
     "heads_per_round=3,nccl_ctas=8,keep_debug=true": {
         "heads_per_round": 3, "nccl_ctas": 8, "keep_debug": True,
     },

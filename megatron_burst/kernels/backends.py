@@ -27,6 +27,7 @@ class Problem:
     deterministic: bool = False  # gradients must be bitwise reproducible
     arch: int = 0  # major number of the GPU's compute capability
     needs: frozenset[str] = frozenset()  # of the mask: `Mask.needs`
+    invariant: bool = False  # bits must not depend on the number of heads
 
 
 @lru_cache
@@ -66,6 +67,7 @@ class Capability:
     wide_grads: bool = False  # whether gradients have the accumulation dtype, not the input's
     sinks: bool = False  # whether forward takes attention sinks; else they join in another pass
     deterministic: bool = True  # whether it can compute bitwise reproducible gradients
+    splits: bool = False  # whether few heads may make it split the keys of a row
     archs: frozenset[int] = frozenset()  # major compute capabilities, as keys below
     min_dim: int = 1  # smallest head dimension
     max_dim_on: Mapping[int, int] = field(default_factory=dict)  # where max_dim differs
@@ -83,6 +85,8 @@ class Capability:
             return f"it runs on GPUs of compute capability {sorted(self.archs)}, not {problem.arch}"
         if problem.deterministic and not self.deterministic:
             return "its gradients are not deterministic"
+        if problem.invariant and self.splits:
+            return "it may split a row's keys if heads are few, so that bits depend on their number"
         if lacks := sorted(problem.needs - self.masks - self.composed, reverse=True):
             return f"it has no {lacks[0]}"
         equal_dims = self.equal_dims or (self.equal_dims_if_grouped and problem.grouped)
@@ -111,7 +115,8 @@ class Capability:
 
 
 class QuerySide(NamedTuple):
-    """Everything that belongs to query rows in backward; either delta or the output."""
+    """Everything that belongs to query rows in backward: delta or the output; of both, delta counts
+    for kernels that take it."""
 
     q: Tensor  # [b, n, h, dqk]
     dout: Tensor  # [b, n, h, dv]

@@ -97,7 +97,7 @@ class FlashAttention4:
     def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
         packed = visible.segments is not None
         dlse, out = None, side.out
-        if out is None:
+        if side.delta is not None:
             out, dlse = side.dout.new_zeros(1).expand_as(side.dout), -side.delta
         tensors = side.q, k, v, out, side.dout, side.lse, dlse, *(into or (None, None, None))
         if packed:

@@ -169,7 +169,7 @@ class FlashAttention3(FlashAttention2):
 
     capability = replace(
         FlashAttention2.capability, name="fa3", deterministic=False, archs=frozenset({9}),
-        speed="FlashAttention-3, for Hopper",
+        speed="FlashAttention-3, for Hopper", splits=False,
     )  # fmt: skip
     _off = (
         _WINDOWS

@@ -106,7 +106,8 @@ def _needs_of(options: object) -> Iterator[Need]:
 
 def _switches(tp: TensorParallel, settings: Mapping[str, object]) -> Iterator[Need]:
     given = {"sequence_parallel": tp.sequence_parallel}
-    given |= {name: settings[name] for name in ("return_lse", "entropy") if name in settings}
+    names = "return_lse", "entropy", "invariant"
+    given |= {name: settings[name] for name in names if name in settings}
     for name, value in given.items():
         yield (
             isinstance(value, bool), f"{name} must be True or False, because it is one of two",

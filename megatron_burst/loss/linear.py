@@ -12,7 +12,7 @@ from megatron_burst.loss.checks import Given, checked_rows
 from megatron_burst.loss.passes import Head
 from megatron_burst.loss.rows import Rows, SupervisedCount, TensorParallel, valid_tokens
 from megatron_burst.loss.statistics import Grads, LossOptions, Reduction, sum_dtype
-from megatron_burst.loss.tiles import choose_tiles
+from megatron_burst.loss.tiles import choose_tiles, fixed_tiles
 from megatron_burst.transforms import uncompiled
 
 
@@ -23,6 +23,7 @@ def linear_cross_entropy(
     loss_mask: Tensor | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
     softcap: float = 0.0, logit_scale: float = 1.0, return_lse: bool = False,
     grads: Grads = "auto", keep_logits: bool = True, supervised: SupervisedCount | None = None,
+    invariant: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Cross entropy of `hidden @ weight.T`, computed one tile of logits at a time.
 
@@ -60,6 +61,8 @@ def linear_cross_entropy(
             the memory above; pass False if several losses wait for backward at the same time.
         supervised: from `count_supervised`; skips ignored tokens on a GPU. On the CPU they are
             always skipped. A count below this call's is refused; on a GPU all losses become NaN.
+        invariant: whether a token's loss must not depend on how many tokens there are, to the last
+            bit: logits then come from products of a fixed number of rows, with zeros if need be.
 
     Returns:
         the loss, in float32 or wider; with return_lse a pair of it and [...] log-sum-exps (0 for
@@ -77,13 +80,14 @@ def linear_cross_entropy(
     options = LossOptions(label_smoothing, z_loss, softcap, logit_scale, ignore_index)
     tp = TensorParallel.of(tp_group, sequence_parallel)
     settings = {"reduction": reduction, "grads": grads, "return_lse": return_lse}
+    settings["invariant"] = invariant
     rows = checked_rows(Given(hidden, weight, labels, loss_mask, supervised), tp, options, settings)
     mode = grads if grads != "auto" else _mode(hidden, reduction, return_lse)
     rows, weights = _row_weights(rows, loss_mask, reduction, hidden.dtype, tp)
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         mode = "recompute"
     held = held_bytes(weight) if mode == "forward" and weight.requires_grad else 0
-    head = _head(hidden, weight, options, tp, rows, mode == "forward", held)
+    head = _head(hidden, weight, options, tp, rows, mode == "forward", held, invariant)
     if mode == "forward":
         loss = GradientsInForward.apply(hidden, weight, weights, rows, head)
     else:
@@ -106,6 +110,7 @@ def token_log_probs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False, loss_mask: Tensor | None = None,
     options: LossOptions | None = None, entropy: bool = True, keep_logits: bool = True,
+    invariant: bool = False,
 ) -> TokenLogProbs:  # fmt: skip
     """Log-probabilities of labels and entropies, for reinforcement learning; both differentiable.
 
@@ -119,6 +124,8 @@ def token_log_probs(
         entropy: whether to compute entropies.
         keep_logits: whether to save up to 0.9 GiB of logits for backward; pass False if several
             calls wait for backward at the same time.
+        invariant: whether a token's values must not depend on how many tokens there are, to the
+            last bit, as with `BurstConfig.invariant`.
 
     Raises:
         BurstError: as of `linear_cross_entropy`.
@@ -126,8 +133,8 @@ def token_log_probs(
     options = LossOptions() if options is None else options
     tp = TensorParallel.of(tp_group, sequence_parallel)
     given = Given(hidden, weight, labels, loss_mask)
-    rows = checked_rows(given, tp, options, {"entropy": entropy})
-    head = _head(hidden, weight, options, tp, rows, False)
+    rows = checked_rows(given, tp, options, {"entropy": entropy, "invariant": invariant})
+    head = _head(hidden, weight, options, tp, rows, False, invariant=invariant)
     head = replace(head, entropy=entropy, keep=keep_logits)
     loss, _, entropies = Recomputed.apply(hidden, weight, rows, head)
     mask = valid_tokens(labels, loss_mask, options.ignore_index)
@@ -169,6 +176,9 @@ def _weights(rows: Rows, loss_mask: Tensor | None, reduction: str, dtype: torch.
     return torch.where(total == 0, 0, weights / total)
 
 
-def _head(hidden, weight, options, tp, rows: Rows, whole: bool, held: int = 0) -> Head:
-    tiles = choose_tiles(tp.sizes(rows.labels.numel(), hidden, weight, held), whole)
+def _head(
+    hidden, weight, options, tp, rows: Rows, whole: bool, held: int = 0, invariant: bool = False
+) -> Head:
+    choose = fixed_tiles if invariant else choose_tiles
+    tiles = choose(tp.sizes(rows.labels.numel(), hidden, weight, held), whole)
     return Head(options, tp, tiles, weight.shape[0] * tp.size)

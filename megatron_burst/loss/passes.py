@@ -221,9 +221,21 @@ def _tiles(
         classes = slice(start, min(start + head.tiles.classes, weight.shape[0]))
         raw = buffer[: x.shape[0] * (classes.stop - start)].view(x.shape[0], -1)
         if not computed:
-            torch.mm(x, weight[classes].t(), out=raw)
+            _multiply(x, weight[classes].t(), raw, head.tiles.rows if head.tiles.fixed else 0)
         computed = False
         yield classes, raw, labels - start
+
+
+def _multiply(x: Tensor, weight: Tensor, raw: Tensor, rows: int) -> None:
+    """raw = x @ weight, as a product of so many rows, if not 0: their number chooses the kernel.
+
+    Megatron's batch-invariant kernels replace torch.mm without `out` only.
+    """
+    if not rows:
+        torch.mm(x, weight, out=raw)
+        return
+    padded = torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)))
+    raw.copy_(torch.mm(padded, weight)[: len(x)])
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:

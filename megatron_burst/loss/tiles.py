@@ -6,12 +6,13 @@ gradient [rows, h] is the smallest product: if its blocks fill the GPU's multipr
 they take as long as 3 full waves.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 SCRATCH_BYTES = 896 << 20  # of the promised 1 GiB; the rest is for statistics of all rows
 _MOST_ROWS = 8192
 _LEAST_CLASSES = 4096
+_FIXED_ROWS = 1024
 _UNIT = 128  # rows and classes are multiples: whole blocks for the GEMMs
 _BLOCK = 128, 256  # rows, columns of a product that a multiprocessor computes at once (cuBLAS)
 _SUM_ROWS = 750  # a GEMM of this many rows takes as long as adding to sums: 8 bytes at 4.2 TB/s
@@ -24,6 +25,7 @@ class Tiles:
 
     rows: int  # tokens, of all blocks together; a multiple of their number
     classes: int  # of the local vocabulary
+    fixed: bool = False  # whether all products have so many rows, the last one zeros too
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,14 @@ def choose_tiles(sizes: Sizes, whole: bool) -> Tiles:
         return Tiles(chunk, sizes.classes)
     room = (scratch - min(share, chunk * a_row)) // (chunk * sizes.itemsize)
     return Tiles(chunk, _even(sizes.classes, max(room // _UNIT, 2) * _UNIT))
+
+
+def fixed_tiles(sizes: Sizes, whole: bool) -> Tiles:
+    """Tiles that depend on neither the number of rows nor the GPU, so that a row has the same bits
+    in any call. Products are copied, which takes twice the memory."""
+    rows, twice = _FIXED_ROWS * sizes.blocks, 2 * sizes.itemsize
+    alike = replace(sizes, rows=rows, itemsize=twice, processors=1, held=0)
+    return replace(choose_tiles(alike, whole), fixed=True)
 
 
 def _rows_of_a_block(sizes: Sizes, most: int) -> int:

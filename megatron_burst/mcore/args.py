@@ -9,7 +9,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_burst.config import (
     KEEP_WORDS,
@@ -31,7 +31,8 @@ _ATTENTION = {
     "KV heads at a time) or a2a (all-to-all of heads)",
     "inter": "between nodes: ring (around the mode inside nodes) or a2a (all-to-all of heads "
     "over all ranks); auto compares the bytes and what kernels can hide",
-    "deterministic": "bitwise reproducible gradients; --deterministic-mode implies it",
+    "invariant": "the same bits on any number of ranks that divides the heads, by an all-to-all "
+    "over all of them; allows --batch-invariant-mode",
     "backend": "attention kernel",
     "keep": "which attention results to keep for recomputation, so that attention is not "
     "recomputed: all, or those of a share of the rows, the later ones (half is 0.5); auto needs "
@@ -148,7 +149,7 @@ def check_args(args: Namespace, who: str = FLAG) -> None:
     """
     nodes = given_tunings(args).get("nodes")
     refuse("run", Namespace(**vars(args) | {"burst_nodes": nodes}), who)
-    with_attention_backend(BurstConfig.from_args(args), getattr(args, "attention_backend", None))
+    with_attention_backend(BurstConfig.from_args(args), *attention_kernel_of(args))
     refuse("attention", args, who)
 
 
@@ -232,22 +233,37 @@ def force_args(args: Namespace) -> None:
         say(f"burst attention: adds {' '.join(forced)}")
 
 
-_FAMILIES = {  # of --attention-backend, in burst's kernels
+_FAMILIES: dict[object, str] = {  # of --attention-backend, in burst's kernels
     "flash": "fa4,fa3,flash-attn,flash,torch-cpu",
     "fused": "cudnn",
     "unfused": "reference",
 }
 
 
-def with_attention_backend(burst: BurstConfig, asked: object) -> BurstConfig:
+# of --flash-attention-version
+_VERSIONS: dict[object, str] = {3: "fa3,torch-cpu", 4: "fa4,torch-cpu"}
+
+
+def attention_kernel_of(options: Any) -> tuple[object, int | None]:
+    """What Megatron's arguments or configuration name: attention_backend, flash_attention_version;
+    None if not given."""
+    names = "attention_backend", "flash_attention_version"
+    backend, version = (getattr(options, name, None) for name in names)
+    return backend, version
+
+
+def with_attention_backend(
+    burst: BurstConfig, asked: object, version: int | None = None
+) -> BurstConfig:
     """The configuration with the kernels that Megatron's `attention_backend` (the enum's member or
-    its name, None if not given) selects.
-    """
+    its name, None if not given) selects, and in invariant calls `flash_attention_version`, which
+    others refuse."""
     name = getattr(asked, "name", asked)
-    if name in (None, "auto"):
-        return burst
     refuse("backend", Namespace(attention_backend=name), "burst attention")
-    family = _FAMILIES[str(name)]
+    named = version if burst.invariant and name in (None, "auto", "flash") else None
+    family = _VERSIONS.get(named, _FAMILIES.get(name, ""))
+    if not family:
+        return burst
     if burst.backend == "auto":
         return replace(burst, backend=family)
     if not set(burst.backend.split(",")) <= set(family.split(",")):
@@ -260,8 +276,9 @@ def with_attention_backend(burst: BurstConfig, asked: object) -> BurstConfig:
 
 def say_attention_backend(args: Namespace) -> None:
     """Log which kernels --attention-backend selects, if it is given."""
-    asked = getattr(args, "attention_backend", None)
-    backend = with_attention_backend(BurstConfig(), asked).backend
+    asked, version = attention_kernel_of(args)
+    only = BurstConfig(invariant=BurstConfig.from_args(args).invariant)
+    backend = with_attention_backend(only, asked, version).backend
     if backend != "auto" and args.rank == 0:
         say(
             f"burst attention: --attention-backend {getattr(asked, 'name', asked)} selects the "

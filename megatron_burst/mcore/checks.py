@@ -14,7 +14,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.installed import require_megatron
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import check_args, global_args
-from megatron_burst.mcore.options import with_environment
+from megatron_burst.mcore.options import burst_config_of, with_environment
 from megatron_burst.mcore.refusals import refuse, refuses
 from megatron_burst.say import say_once
 
@@ -73,6 +73,7 @@ def check_layer(
     own: dict[str, Any] = dict(attn_mask_type=attn_mask_type, attention_type=attention_type)
     if attention_dropout is not None:
         own["attention_dropout"] = attention_dropout
+    own["burst_invariant"] = burst_config_of(config).invariant
     layer = SimpleNamespace(**vars(config) | own)
     refuse("attention", layer, f"{WHO}: layer {layer_number}")
 

@@ -27,6 +27,7 @@ from megatron_burst.loss.rows import SupervisedCount, TensorParallel, count_supe
 from megatron_burst.loss.statistics import LossOptions
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import global_args, wants_fused_loss
+from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.output_layer import ColumnParallelLinear as LazyLinear
 from megatron_burst.mcore.output_layer import LazyLogits, inside, no_logits, refuse_sharded
 from megatron_burst.mcore.refusals import LOSS_FLAG as WHO
@@ -42,6 +43,7 @@ class FusedHead:
         self.layer = model.output_layer
         self.tp = TensorParallel.of(self.layer.tp_group, self.layer.sequence_parallel)
         self.options = LossOptions(config.label_smoothing, config.z_loss, config.softcap)
+        self.invariant = burst_config_of(model.config).invariant
         self.parameters = inspect.signature(model.forward).parameters
         self.loss_of = model.compute_language_model_loss
         self.active = False
@@ -97,6 +99,7 @@ class FusedHead:
             softcap=self.options.softcap, logit_scale=logits.scale,
             grads=self.config.grads if is_main else "recompute",
             keep_logits=is_main,  # the others are in memory at the same time
+            invariant=self.invariant,
         )  # fmt: skip
         loss = logits.compute(losses_of)
         assert isinstance(loss, Tensor)  # a pair only with return_lse
@@ -159,6 +162,7 @@ def log_probs_and_entropy(
         sequence_parallel=output_layer.sequence_parallel and tp.size() > 1,
         loss_mask=None if loss_mask is None else loss_mask.t(),
         options=LossOptions(logit_scale=scale), keep_logits=False,  # many may wait for backward
+        invariant=burst_config_of(config).invariant,
     )  # fmt: skip
     found = inside(output_layer, of_targets, hidden_states, output_weight)
     assert found.entropy is not None  # computed by default

@@ -34,7 +34,7 @@ from megatron_burst.mcore.args import (
 )
 from megatron_burst.mcore.options import VARIABLE, environment_args, with_environment
 from megatron_burst.mcore.plan_file import DUMP_FLAG, check_plan, take_plans
-from megatron_burst.mcore.refusals import FLAG, names_burst
+from megatron_burst.mcore.refusals import FLAG, names_burst, refuse
 from megatron_burst.patching import Patch, on_undo
 from megatron_burst.say import say
 
@@ -122,13 +122,13 @@ def switch_on_automatically() -> None:
     """
     try:
         options = environment_args()
-        BurstConfig.from_args(options)
+        burst = BurstConfig.from_args(options)
         loss = FusedLossConfig.from_args(options), True
         check_unused(Namespace(**vars(options) | {"cp_comm_type": ["burst"]}))
     except BurstError as error:
         say(str(error), logging.ERROR)
         raise
-    patches.apply_when_imported("attention", "layers")
+    patches.apply_when_imported("attention", "layers", *["invariant"] * burst.invariant)
     if wants_fused_loss(options):
         patches.apply_when_imported("loss", given=loss)
     first, *_ = patches.rows("attention")
@@ -198,7 +198,8 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
     validated = validate_args(args, {} if defaults is None else defaults)
     if wants_burst(args):
         layers = getattr(args, "heterogeneous_layers_config_encoded_json", None)
-        patches.apply("attention", "asked", "packed", *["layers"] * bool(layers))
+        more = ["layers"] * bool(layers) + ["invariant"] * burst.invariant
+        patches.apply("attention", "asked", "packed", *more)
         say_attention_backend(args)
     else:
         _hint_at_burst(args)
@@ -254,6 +255,21 @@ def _warn_of_sums(args: Namespace) -> None:
             "context-parallel ranks); leave it out, or pass --use-megatron-fsdp",
             logging.WARNING,
         )
+
+
+def at_any_cp_size(post_init, /, self) -> None:
+    """`TransformerConfig.__post_init__` that lets layers which run burst be batch-invariant with
+    several context-parallel ranks.
+
+    Raises:
+        BurstError: for what Megatron asserts besides.
+    """
+    lifted = names_burst(self.cp_comm_type) and self.batch_invariant_mode
+    self.batch_invariant_mode = self.batch_invariant_mode and not lifted
+    post_init(self)
+    self.batch_invariant_mode = self.batch_invariant_mode or lifted
+    if lifted:
+        refuse("invariant", self, FLAG)
 
 
 def compile_unless_built(compile_helpers) -> None:

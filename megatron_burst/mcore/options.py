@@ -12,7 +12,12 @@ from typing import Any, NoReturn
 
 from megatron_burst.config import TUNINGS, BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.args import add_flags, global_args, with_attention_backend
+from megatron_burst.mcore.args import (
+    add_flags,
+    attention_kernel_of,
+    global_args,
+    with_attention_backend,
+)
 from megatron_burst.mcore.plan_file import OWN, own_flags, words_of
 
 VARIABLE = "MEGATRON_BURST"
@@ -28,7 +33,7 @@ def burst_config_of(config: Any) -> BurstConfig:
     given = getattr(config, "burst", None)
     if given is None:
         given = BurstConfig.from_args(with_environment(global_args() or Namespace()))
-    return with_attention_backend(given, getattr(config, "attention_backend", None))
+    return with_attention_backend(given, *attention_kernel_of(config))
 
 
 def with_environment(args: Namespace) -> Namespace:

@@ -252,6 +252,14 @@ TABLE: tuple[Patch, ...] = (
          "self layer_number",
          "copies only Megatron's own fields into a layer's configuration, so `burst` is lost"),
     ),
+    # for --batch-invariant-mode with --burst-invariant
+    *patches_of(
+        "invariant",
+        (f"{_CORE}.transformer.transformer_config:TransformerConfig.__post_init__",
+         f"{_LAUNCH}:at_any_cp_size", "self",
+         "asserts that batch-invariant models have one context-parallel rank, as "
+         "TransformerEngine's attention needs (core/transformer/transformer_config.py:2892)"),
+    ),
     # also applied by the flag
     *patches_of(
         "asked",

@@ -65,7 +65,8 @@ def refuse(feature: str, options: Options, who: str, skip: Container[str] = ()) 
     Args:
         feature: "command" (burst attention, of a command line), "run" (also where models are built,
             when a script may have changed arguments), "attention" (also of a configuration or
-            a layer), "built" (once arguments are set), "model", "spec", "call", "cache";
+            a layer), "invariant" (beside batch-invariant kernels), "built" (once arguments are
+            set), "model", "spec", "call", "cache";
             "recompute" (anything kept or offloaded), "keep", "share" (of the rows is kept),
             "modules" (whose outputs are kept), "own" (Megatron's attention); "loss" (the fused
             one), "head"; "cpu" (CPU mode).
@@ -105,6 +106,11 @@ def _must_run_burst(o: Options) -> bool:
     """Whether the flag means this model: towers hold whole samples."""
     causal = getattr(o, "attn_mask_type", None) in _MASKS[::2]
     return o.context_parallel_size > 1 or causal
+
+
+def _invariant(o: Options) -> bool:
+    """Whether burst's bits are the same on any number of ranks."""
+    return bool(getattr(o, "burst_invariant", False))
 
 
 def _selective(o: Options) -> bool:
@@ -266,8 +272,10 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("attention", "qk_clip", OFF, "burst does not track the largest logit"),
     Refusal("attention", "log_max_attention_logit", OFF, "burst does not track it"),
     Refusal(
-        "attention", "flash_attention_version", (), "it names a kernel of Megatron's own attention",
-        "leave it out, or pass --burst-backend"),
+        "attention", "flash_attention_version",
+        lambda version, o: version is None or (version in (3, 4) and _invariant(o)),
+        "it names a kernel of Megatron's own attention",
+        "leave it out, or pass --burst-backend (with --burst-invariant it names burst's too)"),
     Refusal("attention", "experimental_attention_variant", ("gated_delta_net",),
         "burst computes softmax attention over all keys that a mask shows, not over keys that "
         "learned scores select (DSA), nor linear attention (KDA)",
@@ -275,7 +283,18 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("attention", "attn_logit_softcapping", (0.0,),
         "most of burst's kernels have no soft cap of the scores", _WITHOUT,
         asked="softcapped scores"),
-    Refusal("attention", "batch_invariant_mode", OFF, "it only works with Megatron's own kernels"),
+    Refusal("attention", "batch_invariant_mode", lambda on, o: not on or _invariant(o),
+        "burst chooses how it runs by lengths and ranks, and bits depend on it",
+        "leave it out, or pass --burst-invariant too"),
+    # what Megatron itself asserts of one context-parallel rank (core/transformer/
+    # transformer_config.py:2875), and burst of several
+    Refusal("invariant", "attention_backend", ("flash",), "rollouts run FlashAttention",
+        "pass --attention-backend flash", asked="batch-invariant kernels and other attention"),
+    Refusal("invariant", "flash_attention_version",
+        lambda version, o: version in (3, 4) or not getattr(o, "batch_invariant_mode", False),
+        "training and rollouts must run the same kernel, whose splits can be fixed",
+        "pass --flash-attention-version 3 or 4, as rollouts do",
+        asked="batch-invariant kernels and any FlashAttention"),
     Refusal("attention", "transformer_impl", ("local", "transformer_engine"),
         "only local and transformer_engine have layers to train with",
         "pass --transformer-impl transformer_engine"),
@@ -286,7 +305,7 @@ TABLE: tuple[Refusal, ...] = (
         "attention", "attention_type", ("self",), "Megatron does not shard a second sequence",
         _WITHOUT, asked="attention other than self-attention"),
     Refusal("attention", "attn_mask_type", _MASKS, _OTHER_MASKS, _WITHOUT, asked="this mask"),
-    Refusal("backend", "attention_backend", ("flash", "fused", "unfused"),
+    Refusal("backend", "attention_backend", ("auto", "flash", "fused", "unfused"),
         "it is Megatron's own attention, which burst replaces",
         "leave it out, or pass unfused for attention in plain PyTorch"),
     # a call of burst attention
@@ -404,6 +423,7 @@ TABLE: tuple[Refusal, ...] = (
     _on_gpus("moe_token_dispatcher_type", "all-to-alls by DeepEP or HybridEP",
              ("allgather", "alltoall")),
     _on_gpus("optimizer_cpu_offload", "memory of their own"),
+    _on_gpus("batch_invariant_mode", "batch-invariant kernels"),
     *(_on_gpus(name, "CUDA's statistics of memory") for name in
       ("log_memory_to_tensorboard", "log_device_memory_used", "record_memory_history")),
     Refusal("cpu", "profile", lambda on, o: not on or o.use_pytorch_profiler,

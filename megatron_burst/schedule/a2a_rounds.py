@@ -161,7 +161,7 @@ def _check_heads(heads_q: int, ranks: int) -> None:
             "burst attention: for an all-to-all, the number of ranks must divide the number of "
             f"query heads, because each rank computes equally many; got {heads_q} query heads "
             f"on {ranks} ranks; pass --burst-intra gather (intra='gather') or auto, and no "
-            "--burst-inter a2a"
+            "--burst-inter a2a or --burst-invariant"
         )
 
 

@@ -274,16 +274,19 @@ class GradientsHome:
 
 
 def _alone(spec: Spec) -> Program:
-    """The program of a rank that has the whole sequence: one kernel, and its results."""
+    """The program of a rank that has the whole sequence: one kernel, and its results. To have the
+    bits of an all-to-all it needs that one's delta, and rounds where that one does."""
     emitter = Emitter(spec)
     names = ("dq", "dkv") if spec.backward else ("out",)
-    for name in names:
+    for name in () if spec.invariant else names:
         made = emitter.buffers[name]
         emitter.buffer(name, Home.PART, made.rows, made.fields)
     (tile,) = tiles(spec.layout, spec.mask, 0, 0, 1, spec.shape.tokens, spec.shape.keys)
     kv = Ref("kv")
     if spec.backward:
         side, dq, dkv = (Ref("side"),), Ref("dq"), Ref("dkv")
+        if spec.invariant:
+            side = emitter.side_for_kernel(*side, emitter.delta())
         emitter.emit(AttendBackward(side, kv, tile.mask, dq, dkv, tile.places))
     else:
         heads = tuple(range(spec.shape.heads_q))

@@ -150,6 +150,7 @@ class Spec:
         circulate: what circulates in backward, in the ring or between nodes.
         pulled: whether ranks of a node read each other's slots by copy engine.
         left: whether forward saves for backward what it received, and backward reads it.
+        invariant: whether results have the same bits on any number of ranks.
         cp_rank: that runs the program; like direction and times of a program alone.
         direction: of the pass.
         times: how many rows one row stands for at least, a power of two; the slot count depends on
@@ -169,6 +170,7 @@ class Spec:
     circulate: Circulate | None = None
     pulled: bool | None = None
     left: bool | None = None
+    invariant: bool = False
     cp_rank: int = 0
     direction: Direction = Direction.FORWARD
     times: int = 1

@@ -70,6 +70,7 @@ class Way:
     parents: tuple[int, ...] = ()  # of documents that are segments of a tree
     sinks: bool = False
     slices: tuple[tuple[int, ...], ...] = ()  # say alone what is seen; edges then where rows are
+    invariant: bool = False
 
     def sink(self, q):
         """An attention sink for each head, some larger than all scores; one changes nothing."""
@@ -97,7 +98,8 @@ class Passes:
         spec = Spec(
             topology, replace(shape, grad_bytes=grad_dtype.itemsize), way.layout, way.mask, kernel,
             intra=way.mode, heads_per_round=way.heads_per_round, circulate=Circulate.KV,
-            pulled=bool(way.pulls), left=way.left, cp_rank=carrier.cp_rank,
+            pulled=bool(way.pulls), left=way.left, invariant=way.invariant,
+            cp_rank=carrier.cp_rank,
         )  # fmt: skip
         back = replace(spec, direction=Direction.BACKWARD, circulate=way.circulate)
         sums = accumulate_dtype(q.dtype)

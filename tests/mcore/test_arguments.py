@@ -59,7 +59,8 @@ def start(rank: str = "0", patched: bool = True) -> None:
 
 def values_of_flags(rank):
     start()
-    every = "--burst-tune nodes=2,circulate=q --burst-backend reference --burst-deterministic"
+    every = "--burst-tune nodes=2,circulate=q --burst-backend reference"
+    every += " --burst-tune deterministic=true"
     every += " --burst-intra gather --burst-tune heads_per_round=3,nccl_ctas=8"
     every += " --burst-inter ring"
     every += " --burst-tune transfer=send,grad_wire=input,timeout_s=12.5"

@@ -309,6 +309,7 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         "megatron.core.transformer.attention.Attention.__init__",
         "megatron.core.transformer.multi_latent_attention.MultiLatentAttention.__init__",
         f"{heterogeneous}.HeterogeneousTransformerConfig.get_config_for_layer",
+        "megatron.core.transformer.transformer_config.TransformerConfig.__post_init__",
         "megatron.core.transformer.attention.Attention.__init__",
         "megatron.core.utils._get_batch_on_this_cp_rank_per_document_balancing",
         "megatron.core.models.common.embeddings.rope_utils.apply_rotary_pos_emb",

@@ -27,7 +27,7 @@ FLAGS = {
     "--burst-tune": "heads_per_round=2",
     "--burst-keep": "all",
     "--burst-keep-offload": "results",
-    "--burst-deterministic": False,
+    "--burst-invariant": False,
     "--burst-fused-loss": True,
 }
 RUN = """--tensor-model-parallel-size 2 --context-parallel-size 8 --seq-length 1048576 --swiglu

@@ -56,6 +56,8 @@ GRAPHS = {"cuda_graph_impl": ([*IN_LAYERS, *ALL], ["none", *BESIDE])} | OLD
 GRAPHS_OF_LOSS = {"cuda_graph_impl": (ALL, ["none", *IN_LAYERS, *BESIDE])} | {
     name: ([{name: True, "cuda_graph_scope": ["full_iteration"]}], [False, True]) for name in OLD
 }
+INVARIANT = dict(burst_invariant=True)
+IN_BATCHES = dict(batch_invariant_mode=True)
 GRAPHS_ON_CPU = {"cuda_graph_impl": (["local", *BESIDE], ["none"])} | {
     name: ([True], [False]) for name in OLD
 }
@@ -76,6 +78,13 @@ CASES = {
         "cp_comm_type": ([["a2a"], ["p2p", "p2p"]], [["p2p"], ["burst"], ["p2p", "burst"]]),
         "hierarchical_context_parallel_sizes": ([[2, 2]], [None]),
         "hybrid_layer_pattern": (["M-M-"], ["M*M-", "+", ""]),
+    },
+    "invariant": {
+        "attention_backend": (["auto", "fused"], ["flash"]),
+        "flash_attention_version": (
+            [IN_BATCHES, IN_BATCHES | dict(flash_attention_version=2)],
+            [None, IN_BATCHES | dict(flash_attention_version=3)],
+        ),
     },
     "built": {"create_attention_mask_in_dataloader": FLAG},
     "model": {
@@ -110,17 +119,20 @@ CASES = {
         "use_kitchen_attention": FLAG,
         "qk_clip": FLAG,
         "log_max_attention_logit": FLAG,
-        "flash_attention_version": ([3], []),
+        "flash_attention_version": (
+            [3, dict(flash_attention_version=2) | INVARIANT],
+            [None, dict(flash_attention_version=4) | INVARIANT],
+        ),
         "experimental_attention_variant": (["dsa"], ["gated_delta_net"]),
         "attn_logit_softcapping": ([50.0], [0.0, None]),
-        "batch_invariant_mode": FLAG,
+        "batch_invariant_mode": ([True], [False, dict(batch_invariant_mode=True) | INVARIANT]),
         "transformer_impl": (["inference_optimized"], ["local", "transformer_engine"]),
         "fp8_dot_product_attention": FLAG,
         "fp8_multi_head_attention": FLAG,
         "attention_type": (["cross"], ["self"]),
         "attn_mask_type": (["arbitrary"], ["causal", "no_mask", "padding", "padding_causal"]),
     },
-    "backend": {"attention_backend": (["local"], ["flash", "fused", "unfused"])},
+    "backend": {"attention_backend": (["local"], ["auto", "flash", "fused", "unfused"])},
     "call": {
         "attention_mask": ([(1, 1, 4, 4)], []),
         "attention_bias": ([(1, 2, 4, 4)], []),
@@ -211,6 +223,7 @@ CASES = {
         "moe_permute_fusion": FLAG,
         "moe_token_dispatcher_type": (["flex"], ["allgather", "alltoall"]),
         "optimizer_cpu_offload": FLAG,
+        "batch_invariant_mode": FLAG,
         "log_memory_to_tensorboard": FLAG,
         "log_device_memory_used": FLAG,
         "record_memory_history": FLAG,
