@@ -82,7 +82,7 @@ def built(provider):
     provider.finalize()
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     torch.manual_seed(1234)
-    return provider.provide().double()
+    return provider.provide(pre_process=True, post_process=True).double()
 
 
 def cores_of(gpt):

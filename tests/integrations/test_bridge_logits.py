@@ -54,26 +54,40 @@ MODELS = {  # class of transformers, and what its configuration has besides `SIZ
         },
         "max_position_embeddings": 131072,
     }),
+    "Gemma-3, text": ("Gemma3", {
+        "num_hidden_layers": 6, "sliding_window": 5, "query_pre_attn_scalar": 20,
+        "tie_word_embeddings": True, "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+        },
+    }),
 }  # fmt: skip
 # fields that Bridge 0.6.2 leaves out, so that its model is not transformers'
 CORRECTED = {"Qwen3, YaRN": {"yarn_correction_range_round_to_int": True}}
+# whose layers are Bridge's own
+OWN_LAYERS = {"Gemma-3, text"}
 # transformers' norms and rotary embeddings are in float32
 EXACT = 1e-5
 
 
 def tiny(name, folder):
-    """Save a model with random weights, norms and biases too, and its logits of `tokens`."""
+    """Save a model with random weights and its logits of `tokens`."""
     import transformers
 
     kind, more = MODELS[name]
-    config = getattr(transformers, f"{kind}Config")(**SIZES | more)
+    kind = getattr(transformers, f"{kind}ForCausalLM")
+    save(kind, kind.config_class(**SIZES | more), folder, input_ids=tokens())
+
+
+def save(kind, config, folder, **batch):
+    """Save a model of a class with random weights, norms and biases too, and its logits."""
     config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(3)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = kind(config)
     with torch.no_grad():
         for x in model.parameters():
             x.add_(0.1 * torch.randn_like(x))
-        torch.save(model.double()(tokens()).logits, folder / "logits.pt")
+        torch.save(model.double()(**batch).logits, folder / "logits.pt")
     model.float().save_pretrained(folder)
 
 
@@ -84,24 +98,36 @@ def tokens():
 def logits(rank, name, folder):
     """Relative error of this rank's logits, and its core attentions."""
     from megatron.bridge import AutoBridge
+    from megatron.core.transformer.enums import AttnBackend
 
+    from tests.integrations import te_on_cpu
     from tests.integrations.test_bridge import CP2, built, cores_of, on_a_cpu, start
 
     importlib.import_module("megatron_burst.auto")
     start(CP2)
     bridge = AutoBridge.from_hf_pretrained(folder)
-    provider = on_a_cpu(bridge.to_megatron_provider(load_weights=False), CP2)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    own = provider.transformer_layer_spec
+    provider = on_a_cpu(provider, CP2)
     vars(provider).update(CORRECTED.get(name, {}))
+    if name in OWN_LAYERS:
+        te_on_cpu.install()
+        provider.transformer_layer_spec, provider.attention_backend = own, AttnBackend.auto
     gpt = built(provider)
     bridge.load_hf_weights([gpt])
-    truth, given = torch.load(folder / "logits.pt"), tokens()
-    positions = torch.arange(SEQ).expand_as(given)
-    batch = {"tokens": given, "position_ids": positions, "truth": truth}
+    given = tokens()
+    batch = {"tokens": given, "position_ids": torch.arange(SEQ).expand_as(given)}
     batch = sharded(batch, dist.group.WORLD)
     with torch.no_grad():
         got = gpt(batch["tokens"], batch["position_ids"], attention_mask=None)
-    error = (got - batch["truth"]).abs().max() / truth.abs().max()
-    return float(error), cores_of(gpt)
+    return error_of(got, folder), cores_of(gpt)
+
+
+def error_of(got, folder):
+    """Error of a rank's logits, relative to the largest."""
+    truth = torch.load(folder / "logits.pt")
+    own = sharded({"truth": truth}, dist.group.WORLD)["truth"]
+    return float((got - own).abs().max() / truth.abs().max())
 
 
 @pytest.mark.parametrize("name", MODELS)
