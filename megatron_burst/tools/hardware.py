@@ -30,6 +30,11 @@ class Curve:
         return y0 + (y1 - y0) * log(x / x0) / log(x1 / x0)
 
 
+    def times(self, factor: float) -> "Curve":
+        """The same curve, all values multiplied."""
+        return Curve(tuple((x, factor * y) for x, y in self.points))
+
+
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
     """How long messages take over a link."""
@@ -118,6 +123,9 @@ class Hardware:
     def kernel(self, head_dim: float, backend: str = "auto") -> KernelSpeed:
         """The kernel for a head dimension, or for the nearest one that is known.
 
+        Where another backend than the first is not known at a dimension as the first is, it is
+        taken to lose or gain there as much as the first does.
+
         Raises:
             KeyError: if there is no such backend.
         """
@@ -125,7 +133,20 @@ class Hardware:
         names = [k.backend for k in self.kernels if backend == "auto" or k.backend in asked]
         if not names:
             raise KeyError(backend)
-        known = [kernel for kernel in self.kernels if kernel.backend == names[0]]
+        found = self._nearest(names[0], head_dim)
+        first = self.kernels[0].backend
+        here, there = (self._nearest(first, dim) for dim in (head_dim, found.head_dim))
+        if here.head_dim == there.head_dim or there.head_dim != found.head_dim:
+            return found
+        forward = here.forward.points[-1][1] / there.forward.points[-1][1]
+        backward = here.backward.points[-1][1] / there.backward.points[-1][1]
+        return KernelSpeed(
+            found.backend, here.head_dim,
+            found.forward.times(forward), found.backward.times(backward),
+        )  # fmt: skip
+
+    def _nearest(self, backend: str, head_dim: float) -> KernelSpeed:
+        known = [kernel for kernel in self.kernels if kernel.backend == backend]
         return min(known, key=lambda kernel: abs(log(kernel.head_dim / head_dim)))
 
     def inter_share(self, senders: int) -> float:

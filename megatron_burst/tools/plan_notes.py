@@ -19,6 +19,7 @@ def warnings_of(
     of_job = (
         *_of_nodes(job),
         *_of_one_rank(found[0]),
+        *_of_towers(job),
         *_of_linear(job),
         *_of_length(job, fixed),
         *_of_memory(job, found),
@@ -41,6 +42,15 @@ def _of_script(job: Job, best: Candidate, arguments: Arguments) -> Iterator[str]
     if best.strategy.fsdp != "none":
         without = "" if best.strategy.fused_loss else "; burst's fused loss does not run under it"
         yield f"Megatron refuses FSDP where CUDA_DEVICE_MAX_CONNECTIONS is 1: unset it{without}"
+
+
+def _of_towers(job: Job) -> Iterator[str]:
+    """That parts beside the language model are not counted."""
+    if job.model.towers:
+        yield (
+            f"only the language model is planned: time and memory of {' and '.join(job.model.towers)} "
+            "(towers for images or sound, which every rank runs whole) come on top"
+        )
 
 
 def _of_linear(job: Job) -> Iterator[str]:

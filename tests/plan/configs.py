@@ -397,7 +397,7 @@ PRINTED = {
 
 _GEMMA = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
 _NO_EPSILON = "no rms_norm_eps"
-_TOWER = "vision_config (a part that time and memory leave out)"
+_TOWER = "vision_config"
 
 # published configs, with the entries that are named; the size is that of the model's card
 WITHHELD = {
@@ -435,27 +435,6 @@ WITHHELD = {
         GEMMA_3_27B | {"image_token_index": 262144, "vision_config": {"hidden_size": 1152}}, 27.0,
         {"model_type gemma3_text", "image_token_index 262144", _TOWER,
          "query_pre_attn_scalar 168", "no rope_theta that is a whole number", _NO_EPSILON},
-    ),
-    "Gemma-4 31B, text": (
-        {
-            "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4",
-            "text_config": _without(
-                _config("gemma4_text", (60, 5376, 21504, 32, 16, 262144), None, 1e-06,
-                        attention_k_eq_v=True, final_logit_softcapping=30.0, global_head_dim=512,
-                        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 10,
-                        num_global_key_value_heads=4, sliding_window=1024,
-                        rope_parameters={
-                            "full_attention": {"rope_theta": 1e6, "rope_type": "proportional"},
-                            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
-                        }, **_GEMMA),
-                "hidden_act", "tie_word_embeddings", "query_pre_attn_scalar",
-            ),
-            "vision_config": {"model_type": "gemma4_vision"},
-        },
-        None,
-        {"model_type gemma4_text", _TOWER, "attention_k_eq_v True",
-         "final_logit_softcapping 30.0", "global_head_dim 512", "num_global_key_value_heads 4",
-         "hidden_activation gelu_pytorch_tanh", "no rope_theta that is a whole number"},
     ),
     "Qwen2.5-VL-7B": (
         QWEN_2_5_7B

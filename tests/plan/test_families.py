@@ -1,4 +1,4 @@
-"""Twenty more families, as transformers 5.12 writes their configs with a published model's sizes.
+"""Forty more models, as transformers 5.12 writes their configs with a published model's sizes.
 
 Guards against flags of another model than the class's, and against sizes under another name that a
 plan would count as if they were not there.
@@ -56,6 +56,11 @@ NAMED = {
     "Hunyuan-7B": (8.03, "eod_token_id 3"),
     "dots.llm1": (142.8, "routed_scaling_factor 2.5"),
     "Pythia-6.9B": (6.86, "use_parallel_residual True"),
+    "Qwen3-VL-8B": (8.19, "mrope scaling of rotary embeddings"),
+    "Qwen3-VL-30B-A3B": (30.5, "vision_config"),
+    "InternLM2.5-7B": (7.74, "auto_map"),
+    "InternLM3-8B": (8.80, "qkv_bias False"),
+    "InternVL2.5-8B": (7.74, "downsample_ratio 0.5"),
 }
 REFUSED = {
     "Jamba-v0.1": "attn_layer_period 8",
@@ -65,6 +70,10 @@ REFUSED = {
     "LFM2-1.2B": "conv_L_cache 3",
     "MiniMax-Text-01": "layer_types with linear_attention",
     "Llama-4-Scout-17B-16E": "attention_chunk_size 8192",
+    "Gemma-2-9B": "attn_logit_softcapping 50.0",
+    "Gemma-4 31B, text": "heads of 512",
+    "DeepSeek-V3.2": "index_topk 2048",
+    "GPT-2": "a config of model_type gpt2 without",
 }
 
 
@@ -88,7 +97,10 @@ def test_no_flags_are_printed_where_none_says_an_entry(name):
     billions, entry = NAMED[name]
     found = from_hugging_face(CONFIGS[name], name)
     assert found.params / 1e9 == pytest.approx(billions, rel=0.01)
-    assert found.beside == () and found.unknown[0] == f"model_type {CONFIGS[name]['model_type']}"
+    config = CONFIGS[name]
+    inner = config.get("text_config") or config.get("llm_config") or config
+    assert found.beside == () and found.unknown[0] == f"model_type {inner['model_type']}"
+    assert found.towers == (("vision_config",) if inner is not config else ())
     assert not entry or entry in found.unknown
 
 

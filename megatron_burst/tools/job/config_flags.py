@@ -90,8 +90,7 @@ def _unread(config: Config, kind: Type) -> Iterator[str]:
         if read or off or (key in harmless and value == harmless[key]):
             continue
         plain = isinstance(value, str | int | float) and len(str(value)) < 30
-        tower = " (a part that time and memory leave out)" if key in KEYS["towers"] else ""
-        yield f"{key} {value}" if plain else f"{key}{tower}"
+        yield f"{key} {value}" if plain else key
 
 
 def _of_groups(config: Config, kind: Type) -> Iterator[str]:

@@ -12,6 +12,7 @@ from megatron_burst.tools.job.layers import Experts, Latent, Windows
 from megatron_burst.tools.job.linear import DeltaNet, Linear, Mamba
 from megatron_burst.tools.job.model import Model
 
+_SIZES = "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _NAMES = {"attention": _FULL, "mamba": _LINEAR}  # of kinds of layers, of hybrids
 _LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
@@ -25,14 +26,32 @@ def from_hugging_face(config: Config, name: str) -> Model:
     Raises:
         BurstError: if it lacks something, or has layers that the planner does not count.
     """
-    inner = config.get("text_config")  # the language model of one that has other parts too
-    config = {**config, **inner} if isinstance(inner, Mapping) else config
+    try:
+        return _model(config, name)
+    except BurstError:
+        raise
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise BurstError(
+            f"plan: {name} must hold values as transformers writes them, because sizes and flags "
+            f"are read from them; got one of another kind ({error}); correct it"
+        ) from error
+
+
+def _model(config: Config, name: str) -> Model:
+    inner = [config.get(key) for key in KEYS["language"]]  # the model of one with other parts too
+    config = {**config, **next((one for one in inner if isinstance(one, Mapping)), {})}
     kind = TYPES.get(str(config.get("model_type")), Type())
     config = _with_layer_types({**kind.usual, **config, **_renamed(config, kind)}, kind)
     _check_layers(config, kind, name)
+    if missing := [key for key in _SIZES if config.get(key) is None]:
+        raise BurstError(
+            f"plan: {name} must hold {', '.join(missing)}, because time and memory depend on them; "
+            f"got a config of model_type {config.get('model_type')} without; add them"
+        )
     size = Sizes(config, name)
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     dim = size("head_dim", hidden // max(heads, 1))
+    dim = max(dim, size("global_head_dim", 0))  # Gemma-4's layers without windows
     heads_kv, dims, latent = size("num_key_value_heads", heads), (dim, dim), None
     if "kv_lora_rank" in config:
         rope = size("qk_rope_head_dim")
@@ -54,6 +73,7 @@ def from_hugging_face(config: Config, name: str) -> Model:
         predicted=size("num_nextn_predict_layers", 0),
         sinks=kind.sinks or any(config[key] is True for key in config if "attention_sink" in key),
         biases=kind.biases, beside=tuple(flags.items()), unknown=unknown,
+        towers=tuple(key for key in KEYS["towers"] if config.get(key)),
     )  # fmt: skip
 
 

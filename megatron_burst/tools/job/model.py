@@ -7,6 +7,8 @@ from megatron_burst.errors import BurstError
 from megatron_burst.tools.job.layers import Experts, Latent, Windows
 from megatron_burst.tools.job.linear import Linear
 
+_WIDEST = 256  # head dimension of kernels on GPUs
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -42,6 +44,7 @@ class Model:
     beside: tuple[tuple[str, int | float | str | bool | tuple[int, ...]], ...] = ()
     # entries of its config that no flag here says: its flags would be those of another model
     unknown: tuple[str, ...] = ()
+    towers: tuple[str, ...] = ()  # entries of its config that are parts beside it, not counted
 
     def __post_init__(self) -> None:
         names = ("layers", "hidden", "heads_q", "heads_kv", "dim_qk", "dim_v", "ffn", "vocab")
@@ -53,6 +56,12 @@ class Model:
             raise BurstError(
                 "model: all sizes must be positive and KV heads divide query heads, because each "
                 f"KV head serves equally many; got {got}; correct {self.name}"
+            )
+        if max(self.dim_qk, self.dim_v) > _WIDEST:
+            raise BurstError(
+                f"plan: heads must have at most {_WIDEST} dimensions, because on GPUs only plain "
+                "PyTorch, which is too slow to plan, computes wider ones; got heads of "
+                f"{max(self.dim_qk, self.dim_v)}; plan another model than {self.name}"
             )
 
     @property
