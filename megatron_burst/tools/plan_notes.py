@@ -10,6 +10,8 @@ from megatron_burst.tools.job.script import Arguments
 from megatron_burst.tools.job.search import Fixed, enough_gpus, length_step, options_of, search
 from megatron_burst.tools.job.strategy import SIZES, Job
 
+_NARROW = 2048  # width of an expert
+
 
 def warnings_of(
     job: Job, found: Sequence[Candidate], fixed: Fixed, arguments: Arguments
@@ -21,6 +23,7 @@ def warnings_of(
         *_of_one_rank(found[0]),
         *_of_towers(job),
         *_of_linear(job),
+        *_of_experts(job),
         *_of_length(job, fixed),
         *_of_memory(job, found),
         *_of_packing(job),
@@ -62,6 +65,16 @@ def _of_linear(job: Job) -> Iterator[str]:
         )
     if job.model.pattern:
         yield "its flags are those of Megatron-Core 0.19, started with its pretrain_hybrid.py"
+
+
+def _of_experts(job: Job) -> Iterator[str]:
+    """That narrow experts take longer than predicted (benchmarks/results/frontier_1xh100.csv)."""
+    if job.model.experts and job.model.experts.ffn < _NARROW:
+        yield (
+            f"experts are {job.model.experts.ffn} wide, and their products are counted at the "
+            "speed of large ones: measured layers with 128 experts 768 wide took 1.15 to 1.35 "
+            "times as long"
+        )
 
 
 def _of_length(job: Job, fixed: Fixed) -> Iterator[str]:

@@ -129,6 +129,26 @@ def test_values_that_a_class_never_has_withhold_the_flags(name, changes, named):
     assert found.unknown == (named,) and found.beside == ()
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Llama-3-8B", {"rope_theta": float("nan")}),
+        ("DeepSeek-V3", {"first_k_dense_replace": "x"}),
+        ("Qwen3-8B", {"layer_types": -1}),
+        ("SmolLM3-3B", {"no_rope_layer_interval": 0}),
+    ],
+)
+def test_values_of_another_kind_are_refused_in_a_sentence(name, changes):
+    with pytest.raises(BurstError, match="values as transformers writes them, because .*; got one"):
+        model(PRINTED[name][0] | changes)
+
+
+def test_sizes_that_are_missing_are_named_together():
+    match = "'num_hidden_layers', 'hidden_size', 'num_attention_heads', because .*model_type gpt2"
+    with pytest.raises(BurstError, match=match):
+        model({"model_type": "gpt2", "n_embd": 768, "vocab_size": 50257})
+
+
 def test_layers_without_rotary_embedding_may_be_any():
     config = PRINTED["SmolLM3-3B"][0]
     found = dict(model(config | {"no_rope_layers": [0] * 4 + [1] * 32}).beside)

@@ -108,6 +108,17 @@ def test_the_kernel_of_the_nearest_head_dimension_is_taken():
         machine.kernel(128, "nobody")
 
 
+def test_a_kernel_that_is_known_at_one_head_dimension_loses_at_others_as_the_first_does():
+    """Megatron's ring had cuDNN's speed of 128 at 64, and looked faster than burst there."""
+    machine = preset("h200")
+    best, other = machine.kernel(64), machine.kernel(64, "cudnn")
+    assert (other.backend, other.head_dim) == ("cudnn", 64)
+    ratio = best.forward.at(1e9) / machine.kernel(128).forward.at(1e9)
+    assert other.forward.at(1e9) == pytest.approx(ratio * 690) and ratio < 0.9
+    assert other.backward.at(1e9) < machine.kernel(128, "cudnn").backward.at(1e9)
+    assert machine.kernel(120, "cudnn").forward.at(1e9) == 690
+
+
 def test_network_cards_are_shared_by_those_who_send():
     machine = preset("a800")
     assert machine.node.nics == 4

@@ -103,6 +103,13 @@ def test_layers_that_the_planner_does_not_count_are_refused(changes, match):
         model(DENSE | changes)
 
 
+@pytest.mark.parametrize("changes", [{"head_dim": 512}, {"global_head_dim": 320}])
+def test_heads_wider_than_any_kernel_of_a_gpu_are_refused(changes):
+    """Gemma-4's layers without windows were planned with heads of 256."""
+    with pytest.raises(BurstError, match="at most 256 dimensions, because .*got heads of (512|320)"):
+        model(DENSE | changes)
+
+
 @pytest.mark.parametrize(
     "described",
     [
@@ -117,7 +124,8 @@ def test_the_flags_of_a_model_describe_it(described):
     text = " ".join(as_words(model_flags(described)))
     found = from_megatron(megatron_arguments(text), described.name)
     if described.unknown:
-        found = replace(found, linear=described.linear, unknown=described.unknown)
+        found = replace(found, unknown=described.unknown, towers=described.towers)
+        found = replace(found, linear=described.linear)
     assert replace(found, beside=described.beside) == described
 
 

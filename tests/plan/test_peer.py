@@ -35,6 +35,16 @@ def test_gain_on_one_node_is_not_overstated():
         assert 0.9 < found.ratio / (both[1] / both[0]) < 1.02
 
 
+def test_narrow_heads_gain_as_wide_ones_do():
+    """cuDNN is only known at 128."""
+    narrow = replace(LLAMA, heads_q=64, heads_kv=16, dim_qk=64, dim_v=64)
+    one, other = (
+        gain(Job(model, 1 << 18, 4, 4, 1, H200), Strategy(cp=4, recompute="none")).ratio
+        for model in (LLAMA, narrow)
+    )
+    assert other == pytest.approx(one, abs=0.03) and other > 1
+
+
 def test_what_is_kept_is_told_apart_and_charged():
     job = Job(LLAMA, 1 << 18, 4, 4, 1, H200)
     keeping = Strategy(cp=4, keep="all")

@@ -182,6 +182,15 @@ def test_a_model_with_windows_in_all_layers_is_planned(config):
     assert "Megatron's own ring" not in text and "attention of a layer" not in text
 
 
+@pytest.mark.parametrize("words", ["", "--for bridge"])
+def test_towers_are_named_as_not_counted(words, config):
+    """With --for, which prints no model flags, nothing once told of them."""
+    path = config(GEMMA_3_27B | {"vision_config": {"depth": 27}})
+    text = run(f"{path} --seq-length 128k --gpus 64 {words}")
+    (line,) = (line for line in text.splitlines() if line.startswith("warning: only the language"))
+    assert "time and memory of vision_config" in line
+
+
 @pytest.mark.parametrize(
     ("published", "flag"),
     [

@@ -5,7 +5,7 @@ from itertools import cycle, islice
 from types import MappingProxyType
 from typing import Any
 
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import BurstError, nearest
 from megatron_burst.tools.job.config_flags import KEYS, TYPES, Config, Type, flags_of, table
 from megatron_burst.tools.job.entries import Sizes, positive, unread
 from megatron_burst.tools.job.layers import Experts, Latent, Windows
@@ -44,9 +44,11 @@ def _model(config: Config, name: str) -> Model:
     config = _with_layer_types({**kind.usual, **config, **_renamed(config, kind)}, kind)
     _check_layers(config, kind, name)
     if missing := [key for key in _SIZES if config.get(key) is None]:
+        close = next(filter(None, (nearest(key, config) for key in missing)), "")
         raise BurstError(
-            f"plan: {name} must hold {', '.join(missing)}, because time and memory depend on them; "
-            f"got a config of model_type {config.get('model_type')} without; add them"
+            f"plan: {name} must hold {', '.join(map(repr, missing))}, because time and memory "
+            f"depend on them; got a config of model_type {config.get('model_type')} without{close}; "
+            "add them"
         )
     size = Sizes(config, name)
     heads, hidden = size("num_attention_heads"), size("hidden_size")
