@@ -30,9 +30,11 @@ from tests.plan import configs  # noqa: E402
 
 FAMILIES = tomllib.loads((DOCS / "families.toml").read_text())
 PLANS = DOCS / "families" / "plans.csv"
-LENGTHS, GPUS, HARDWARE = (1 << 15, 1 << 17, 1 << 20), 64, "h200"
-_WIDEST = 256  # head dimension of kernels on GPUs
-_COLUMNS = ("model", "tokens", "layout", "policy", "step_s", "tokens_per_gpu", "mfu", "peak_gib")
+LENGTHS, HARDWARE = (1 << 15, 1 << 17, 1 << 20), "h200"
+GPUS = 64, 128, 256, 512, 1024  # the first number that is enough
+_COLUMNS = (
+    "model", "tokens", "gpus", "layout", "policy", "step_s", "tokens_per_gpu", "mfu", "peak_gib",
+)  # fmt: skip
 
 
 @cache
@@ -52,18 +54,20 @@ def described(name: str) -> Model | str:
 
 
 def plans_of(name: str) -> Iterator[dict[str, object]]:
-    """The planned step of a model at each length, of `GPUS` GPUs."""
+    """The planned step of a model at each length, on as many GPUs as it needs."""
     model, machine = described(name), preset(HARDWARE)
     assert isinstance(model, Model)
     for tokens in LENGTHS:
-        job = Job(model, tokens, GPUS, machine.node.gpus, max(64, (4 << 20) // tokens), machine)
-        best = search(job)[0]
-        row: dict[str, object] = {"model": name, "tokens": tokens, "layout": best.strategy.layout}
-        row |= {"policy": best.strategy.policy, "peak_gib": f"{best.memory.in_gib()['peak']:.1f}"}
-        if best.time:
-            row |= {"step_s": f"{best.time.seconds:.4g}", "mfu": f"{best.time.mfu:.1%}"}
-            row["tokens_per_gpu"] = best.time.tokens
-        yield row
+        batch = max(64, (4 << 20) // tokens)
+        jobs = (Job(model, tokens, gpus, machine.node.gpus, batch, machine) for gpus in GPUS)
+        job, best = next((job, best) for job in jobs if (best := search(job)[0]).fits)
+        assert best.time
+        yield {
+            "model": name, "tokens": tokens, "gpus": job.gpus, "layout": best.strategy.layout,
+            "policy": best.strategy.policy, "step_s": f"{best.time.seconds:.4g}",
+            "tokens_per_gpu": f"{best.time.tokens_per_gpu:.0f}", "mfu": f"{best.time.mfu:.1%}",
+            "peak_gib": f"{best.memory.in_gib()['peak']:.1f}",
+        }  # fmt: skip
 
 
 def write_plans() -> None:
@@ -122,20 +126,10 @@ def _named(model: Model) -> str:
     return ", ".join(f"`{one}`" for one in model.unknown)
 
 
-def widest(model: Model) -> int:
-    """The largest head dimension, of global layers too."""
-    config = published()[model.name]
-    inner = config.get("text_config") or {}
-    return max(model.dim_qk, inner.get("global_head_dim", config.get("global_head_dim", 0)))
-
-
 def burst_of(model: Model) -> str:
     """Which layers run burst attention."""
     count = model.softmax_layers
-    where = "every layer" if count == model.layers else f"{count} of {model.layers} layers"
-    if widest(model) > _WIDEST:
-        where += f"; heads of {widest(model)} have no kernel on GPUs but plain PyTorch"
-    return where
+    return "every layer" if count == model.layers else f"{count} of {model.layers} layers"
 
 
 def attention_of(model: Model) -> str:
@@ -153,6 +147,8 @@ def attention_of(model: Model) -> str:
         words.append(f"{kind} in {model.linear.count} layers")
     if model.predicted:
         words.append(f"{model.predicted} layer of multi-token prediction")
+    if model.towers:
+        words.append(f"beside {' and '.join(model.towers)}, which plans leave out")
     return ", ".join(words)
 
 
@@ -174,6 +170,8 @@ def page(key: str) -> str:
         else:
             words = _weights(model), attention_of(model), burst_of(model)
             lines.append(f"| {name} | {' | '.join(words)} |")
+    if "note" in family:
+        lines += ["", family["note"]]
     known = [preset for name in found if (preset := preset_name(name))]
     if known:
         lines += [
@@ -194,20 +192,17 @@ def _planned(family: Mapping[str, Any]) -> Iterator[str]:
     yield "## Planned time and memory"
     yield ""
     yield (
-        f"Predicted, not measured: {GPUS} {HARDWARE.upper()}, 64 sequences a step (128 of 32K), "
-        "the fastest strategy that needs at most 92 % of the memory."
+        f"Predicted, not measured: {HARDWARE.upper()}, 64 sequences a step (128 of 32K), the "
+        f"fastest strategy that needs at most 92 % of the memory of {GPUS[0]} GPUs, or of more "
+        "where those are not enough."
     )
     yield ""
-    yield "| model | tokens | strategy | step, s | tokens/s per GPU | MFU | GiB |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    yield "| model | tokens | GPUs | strategy | step, s | tokens/s per GPU | MFU | GiB |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     for row in rows:
         strategy = f"{row['layout']}, {row['policy']}"
-        times = (
-            row["step_s"] or "does not fit",
-            f"{float(row['tokens_per_gpu'] or 0):,.0f}",
-            row["mfu"],
-        )
-        cells = row["model"], in_units(int(row["tokens"])), strategy, *times, row["peak_gib"]
+        times = row["step_s"], f"{int(row['tokens_per_gpu']):,}", row["mfu"], row["peak_gib"]
+        cells = row["model"], in_units(int(row["tokens"])), row["gpus"], strategy, *times
         yield f"| {' | '.join(cells)} |"
     yield ""
 

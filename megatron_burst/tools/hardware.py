@@ -29,7 +29,6 @@ class Curve:
         (x0, y0), (x1, y1) = self.points[place - 1 : place + 1]
         return y0 + (y1 - y0) * log(x / x0) / log(x1 / x0)
 
-
     def times(self, factor: float) -> "Curve":
         """The same curve, all values multiplied."""
         return Curve(tuple((x, factor * y) for x, y in self.points))

@@ -184,7 +184,10 @@ def plan(
         notes = [*script.notes, *layout_note(script, drawn_from)]
         warnings = [*notes, *warnings_of(job, found, fixed, in_file)]
         if logits:
-            warnings.append(f"{framework} takes all logits: they are counted, and no fused loss is")
+            warnings.append(
+                f"{framework} takes all logits from the model: their memory is counted, and "
+                "burst's fused loss, which makes none, is off"
+            )
         keeps_none = script.policy.get("keep") == "none" and "burst_keep" not in in_file
         more = with_keep(job, found[0]) if keeps_none and found[0].fits else ""
         documents = compare(job, found, drawn_from) if drawn_from and found[0].fits else None

@@ -36,11 +36,12 @@ class Shown:
 def show_flags(console: Console, shown: Shown) -> None:
     """Flags to copy: the model's, if no file has them, and the strategy's."""
     job, best = shown.job, shown.found[0]
-    note = "in addition to the model's own" if best.fits else "of what does not fit"
+    note = "in addition to the model's own" if best.fits else "this plan does not fit"
     flags = flag_values(job, best.strategy, best.memory.node, shown.script.flags)
     if shown.framework not in (None, MEGATRON):
         words = words_of(shown.framework, job, best.strategy, flags)
-        console.print(f"\n[bold]For {shown.framework} ({note}):[/bold]", highlight=False)
+        note = "which builds the model itself" if best.fits else "but this plan does not fit"
+        console.print(f"\n[bold]For {shown.framework}, {note}:[/bold]", highlight=False)
         say(console, words)
         return
     if shown.framework == MEGATRON:
@@ -64,10 +65,10 @@ def show_flags(console: Console, shown: Shown) -> None:
 
 def _no_model_flags(unknown: Sequence[str]) -> str:
     return (
-        "the planner knows no Megatron-LM flags for these entries of the model's config: "
-        f"{', '.join(unknown)}. Flags for the others alone would train another model: build it "
-        "with Megatron Bridge, or write its flags yourself. Time and memory are those of "
-        "layers like Llama's with its sizes"
+        "no flags of Megatron-LM say what these entries of the model's config mean: "
+        f"{', '.join(unknown)}. Flags of the other entries alone would train another model, so "
+        "build this one with Megatron Bridge, or write its flags yourself. Time and memory above "
+        "are those of layers like Llama's with its sizes"
     )
 
 

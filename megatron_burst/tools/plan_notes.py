@@ -49,10 +49,10 @@ def _of_script(job: Job, best: Candidate, arguments: Arguments) -> Iterator[str]
 
 def _of_towers(job: Job) -> Iterator[str]:
     """That parts beside the language model are not counted."""
-    if job.model.towers:
+    if towers := " and ".join(job.model.towers):
         yield (
-            f"only the language model is planned: time and memory of {' and '.join(job.model.towers)} "
-            "(towers for images or sound, which every rank runs whole) come on top"
+            f"only the language model is planned: time and memory of {towers} (towers for images "
+            "or sound, which every context-parallel rank runs whole) come on top"
         )
 
 
@@ -64,7 +64,9 @@ def _of_linear(job: Job) -> Iterator[str]:
             "not been compared with measurements"
         )
     if job.model.pattern:
-        yield "its flags are those of Megatron-Core 0.19, started with its pretrain_hybrid.py"
+        yield (
+            "the model's flags are for pretrain_hybrid.py of Megatron-LM 0.19, not pretrain_gpt.py"
+        )
 
 
 def _of_experts(job: Job) -> Iterator[str]:
@@ -91,9 +93,9 @@ def _of_packing(job: Job) -> Iterator[str]:
     """That the documents of packed samples are not known."""
     if job.packing and not job.packing.sample:
         yield (
-            f"documents are taken to be usual ones, with {job.share:.0%} of a causal sequence's "
-            "pairs (MagiAttention's published distribution of lengths), because yours are not "
-            "known: --cu-seqlens FILE gives them"
+            "the lengths of your documents are not known, so usual ones are planned, which "
+            f"have {job.share:.0%} of the query-key pairs of one causal sequence (MagiAttention's "
+            "published distribution); --cu-seqlens FILE gives yours"
         )
 
 
@@ -147,8 +149,8 @@ def with_keep(job: Job, best: Candidate) -> str:
         if more.fits and more.time:
             where = " --burst-keep-offload results" if offload else ""
             return (
-                f"with --burst-keep all{where}: {more.time.seconds:.4g} s, "
-                f"{more.memory.peak / GIB:.2f} GiB"
+                f"with --burst-keep all{where}, a step takes {more.time.seconds:.4g} s, and the "
+                f"peak is {more.memory.peak / GIB:.2f} GiB"
             )
     return ""
 

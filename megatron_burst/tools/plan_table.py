@@ -7,20 +7,15 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_burst.recompute.later_plan import choose_later
-from megatron_burst.resolve import how_it_runs, resolve
-from megatron_burst.schedule.grid import grid
-from megatron_burst.schedule.spec import Direction
-from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.job.candidate import ROOMY, Candidate, loses
-from megatron_burst.tools.job.memory import Memory
-from megatron_burst.tools.job.peer import gain
-from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, open_call
+from megatron_burst.tools.job.memory import NAMES, Memory
+from megatron_burst.tools.job.strategy import Job, Strategy, attention_call
+from megatron_burst.tools.plan_attention import attention_lines, gain_lines
 from megatron_burst.tools.plan_flags import Shown, show_flags
 from megatron_burst.tools.plan_kept import show_kept
-from megatron_burst.tools.simulate.call import pass_time, sent_bytes
 from megatron_burst.tools.terminal import new_console, say
-from megatron_burst.tools.units import in_units
+from megatron_burst.tools.units import digits, in_units
 
 _TOP, _LAYOUTS = 8, 10  # strategies that are shown: the best, and of those that lose
 
@@ -31,10 +26,10 @@ def show(shown: Shown) -> None:
     job, found, best = shown.job, shown.found, shown.found[0]
     say(
         console,
-        f"{job.model.name}: {job.model.params / 1e9:.2f} B weights, {in_units(job.seq)} tokens, "
-        f"{job.batch} sequence{'s' * (job.batch > 1)} per step"
-        f"{' (default)' * shown.usual_batch}, {job.gpus} GPUs, {job.on_node} "
-        f"per node, {job.hardware.name}",
+        f"{job.model.name}: {job.model.params / 1e9:.2f} B weights; {job.batch} "
+        f"sequence{'s' * (job.batch > 1)} of {in_units(job.seq)} tokens a step"
+        f"{' (the default)' * shown.usual_batch}; {job.gpus} GPUs ({job.hardware.name}), "
+        f"{job.on_node} a node",
     )
     if read := shown.script.in_words:
         say(console, f"read from the script: {read}")
@@ -72,15 +67,17 @@ def _why_best(found: Sequence[Candidate]) -> str:
     if len(found) == 1:
         return "the only strategy with the given options"
     if not fitting:
-        return f"none of {len(found)} strategies fits; the closest: {best.strategy.layout}"
+        return (
+            f"none of {len(found)} strategies fits in memory; shown is the one that lacks least: "
+            f"{best.strategy.layout}"
+        )
     roomy = [one for one in fitting if not one.is_tight]
-    room = f"need at most {ROOMY:.0%} of the memory" if roomy else "fit in memory"
-    count = len(roomy or fitting)
-    why = f"chosen: the fastest of {len(found)} strategies, of which {count} {room}"
+    room = f"need at most {ROOMY:.0%} of a GPU's memory" if roomy else "fit in memory"
+    why = f"chosen: of {len(found)} strategies, {len(roomy or fitting)} {room}; the fastest of them"
     others = [one for one in fitting if one.strategy.layout != best.strategy.layout]
     if others:
-        why += f"; {others[0].strategy.layout} would be {loses(others[0], best)}"
-    return f"{why}; --search shows them"
+        why += f". The next layout, {others[0].strategy.layout}, is {loses(others[0], best)}"
+    return f"{why}. --search shows others"
 
 
 def _candidates(some: Sequence[Candidate], best: Candidate, title: str) -> Table:
@@ -90,7 +87,7 @@ def _candidates(some: Sequence[Candidate], best: Candidate, title: str) -> Table
         table.add_column(name, justify="left" if words else "right", no_wrap=not words)
     for one in some:
         time = one.time
-        speed = (time.tokens, f"{time.mfu:.1%}", _digits(time.seconds, 4)) if time else ("", "", "")
+        speed = (time.tokens, f"{time.mfu:.1%}", digits(time.seconds, 4)) if time else ("", "", "")
         gib = f"{one.memory.peak / GIB:.1f}"
         why = "" if one is best and one.fits else loses(one, best)
         table.add_row(one.strategy.layout, one.strategy.policy, *speed, gib, why)
@@ -103,14 +100,16 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
         alike = ", if micro-batches are full and alike" if job.packing else ""
         say(
             console,
-            f"a step takes {_digits(time.seconds, 4)} s{alike}: {time.tokens} tokens/s per GPU, "
-            f"{every:,.0f} in all, MFU {time.mfu:.1%}",
+            f"a step takes {digits(time.seconds, 4)} s{alike}: {time.tokens} tokens/s per GPU, "
+            f"{every:,.0f} on all; {time.mfu:.1%} of the peak FLOP/s (MFU)",
         )
     say(console, f"{best.strategy.layout}, {best.strategy.policy}")
+    if meant := _meant(best.strategy):
+        say(console, meant)
     parts = {("a GPU's memory", "GiB"): _memory_rows(job, best.memory)}
     if best.time:
-        times = [(name, _digits(seconds, 3)) for name, seconds in best.time.parts if seconds > 0]
-        times.append(("together", _digits(best.time.seconds, 4)))
+        times = [(name, digits(seconds, 3)) for name, seconds in best.time.parts if seconds > 0]
+        times.append(("together", digits(best.time.seconds, 4)))
         parts = {("a step's time", "s"): times} | parts
     table = Table()
     for name, unit in parts:
@@ -122,91 +121,43 @@ def _show_best(console: Console, job: Job, best: Candidate) -> None:
     if best.strategy.keep == "auto":
         show_kept(console, job, best.strategy)
     if best.strategy.cp > 1 and job.model.full_layers:
-        for line in _attention_lines(job, best.strategy):
+        for line in attention_lines(job, best.strategy):
             say(console, line)
         if best.time:
-            say(console, _gain_line(job, best, best.time.seconds))
+            for line in gain_lines(job, best, best.time.seconds):
+                say(console, line)
         if best.strategy.keep == "half":
             say(console, f"keep half: {choose_later(attention_call(job, best.strategy))}")
 
 
-_MEMORY = {  # parts of `Memory` in the order of the table
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "saved": "saved activations",
-    "kept": "kept for recomputation",
-    "layer": "a layer in backward",
-    "head": "LM head and loss",
-}
+def _meant(strategy: Strategy) -> str:
+    """What a policy's short words say, in a sentence; "" of one without recomputation."""
+    if strategy.recompute == "selective":
+        return "backward computes the feed-forward of each layer again"
+    if strategy.recompute != "full":
+        return ""
+    some = strategy.again_layers is not None
+    where = " in host memory" if strategy.offload else ""
+    but = {
+        "none": "", "all": f", but not attention, whose results are kept{where}",
+        "half": f", but not attention of the sequence's later half, whose results are kept{where}",
+        "auto": ", but not what the table of --burst-keep auto below says",
+    }[strategy.keep]  # fmt: skip
+    inputs = "; layers' inputs wait in host memory" if strategy.offload_inputs else ""
+    layers = f"the first {strategy.again_layers} layers of a stage" if some else "every layer"
+    return f"backward computes {layers} again{but}{inputs}"
 
 
 def _memory_rows(job: Job, memory: Memory) -> list[tuple[str, str]]:
     """Parts that add up to the peak, the peak, and what is there at other moments only."""
     gib = memory.in_gib()
     earlier = "layer" if memory.layer < memory.head else "head"
-    there = [name for name in _MEMORY if name != earlier]
-    rows = [(_MEMORY[name], f"{gib[name]:.2f}") for name in there if gib[name]]
+    there = [name for name in NAMES if name != earlier]
+    rows = [(NAMES[name], f"{gib[name]:.2f}") for name in there if gib[name]]
     usable = job.hardware.gpu.usable_bytes / GIB
-    rows.append((f"peak, {gib['peak'] / usable:.0%} of {usable:.1f} usable", f"{gib['peak']:.2f}"))
-    rows.append((f"not then: {_MEMORY[earlier]}", f"{gib[earlier]:.2f}"))
-    rows.append(("not then: receive buffers", f"{gib['attention']:.2f}"))
+    rows.append((f"peak ({gib['peak'] / usable:.0%} of {usable:.1f} usable)", f"{gib['peak']:.2f}"))
+    rows.append((f"not at the peak: {NAMES[earlier]}", f"{gib[earlier]:.2f}"))
+    rows.append(("not at the peak: receive buffers", f"{gib['attention']:.2f}"))
     if gib["node"]:
-        rows.append(("pinned memory of a node", f"{gib['node']:.1f}"))
+        rows.append(("pinned host memory of a node", f"{gib['node']:.1f}"))
     return rows
-
-
-def _which(job: Job) -> str:
-    """Which layers the lines about attention are about, if not all."""
-    if job.model.windows:
-        return " without a window"
-    return " with softmax attention" if job.model.linear else ""
-
-
-def _attention_lines(job: Job, strategy: Strategy) -> list[str]:
-    which = f"a layer{_which(job)}"
-    call = attention_call(job, strategy)
-    lines = [f"attention of {which}: {how_it_runs(call)}"]
-    if call.intra == "ring" or call.arranged.inter_size > 1:
-        lines[0] += f"; backward circulates {resolve(open_call(job, strategy)).why['circulate']}"
-    lines.append("its first context-parallel group, by global rank:")
-    lines.append(grid(call.topology, range(0, strategy.cp * strategy.tp, strategy.tp)))
-    sample = job.packing and job.packing.sharded(call.topology.cp_size)
-    for direction in Direction:
-        timeline = pass_time(call, job.hardware, direction, sample)
-        sent = sent_bytes(call, direction)
-        links = ", ".join(
-            f"{name} {num_bytes / GIB:.3g} GiB sent, "
-            f"{_digits(1e3 * timeline.exposed(link), 3)} ms waited"
-            for link, name in ((Link.INTRA, "NVLink"), (Link.INTER, "network"))
-            if (num_bytes := sent[link])
-        )
-        lines.append(f"  {direction}: {_digits(1e3 * timeline.seconds, 4)} ms; {links}")
-    return lines
-
-
-def _gain_line(job: Job, best: Candidate, step: float) -> str:
-    """What burst, and what is kept, gains over Megatron's own context parallelism."""
-    found, keep = gain(job, best.strategy), best.strategy.keep
-    (ours, theirs), (least, most) = found.seconds, [x / GIB for x in found.num_bytes]
-    layers = f" of layers{_which(job)}" if _which(job) else ""
-    kept = beside = ""
-    if keep != "none":
-        too = " (Megatron's own attention can have that too)" if keep in ("all", "auto") else ""
-        kept = (
-            f"; with --burst-keep {keep}{too} {_digits(found.kept, 3)} s "
-            f"({theirs / found.kept:.2f} times as fast as theirs without)"
-        )
-        beside = ", with what is kept,"
-    return (
-        "predicted gain over Megatron's own ring (--cp-comm-type p2p, nothing kept): "
-        f"attention{layers} with its waits, recomputed alike, takes {_digits(ours, 3)} s of a step "
-        f"in place of {_digits(theirs, 3)} ({found.ratio:.2f} times as fast){kept}; "
-        f"{least:.2f} GiB beside its inputs and outputs{beside} in place of {most:.2f}; the step "
-        f"takes {_digits(step, 4)} s in place of {_digits(found.step, 4)}"
-    )
-
-
-def _digits(number: float, count: int) -> str:
-    """So many digits, never as a power of ten."""
-    return f"{number:.{count}g}" if number < 10**count else f"{number:.0f}"

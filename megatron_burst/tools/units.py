@@ -40,3 +40,8 @@ def in_units(count: int) -> str:
         if count and count % _UNITS[unit] == 0:
             return f"{count // _UNITS[unit]}{unit}"
     return str(count)
+
+
+def digits(number: float, count: int) -> str:
+    """So many digits, never as a power of ten."""
+    return f"{number:.{count}g}" if number < 10**count else f"{number:.0f}"

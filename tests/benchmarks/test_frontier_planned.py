@@ -56,7 +56,6 @@ def test_time_on_h100s_is_within_a_few_per_cent():
     assert median(map(abs, some)) <= 0.03 and max(map(abs, some)) <= 0.065
 
 
-
 def test_what_was_written_before_a_run_is_compared(tmp_path):
     written, measured = tmp_path / "written.csv", tmp_path / "measured.csv"
     options = ["predict", str(written), "--model", "tiny", "--seq", "4K", "--documents", "none"]

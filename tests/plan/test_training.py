@@ -165,7 +165,7 @@ def test_the_search_finds_what_fits_fastest_first():
         assert one.strategy.gpus == 16 and not misfit(EIGHT, one.strategy)
         assert one.fits == (one.memory.peak <= EIGHT.hardware.gpu.usable_bytes)
     assert loses(found[0], found[0]) == "the best"
-    assert "slower, most by" in loses(fitting[-1], found[0])
+    assert "slower, mostly by" in loses(fitting[-1], found[0])
 
 
 def test_what_nearly_fills_the_memory_is_chosen_only_where_nothing_else_fits():
@@ -188,7 +188,7 @@ def test_what_does_not_fit_says_by_how_much():
     found = search(job)
     assert not any(one.fits for one in found)
     over = (found[0].memory.peak - job.hardware.gpu.usable_bytes) / GIB
-    assert loses(found[0], found[0]).startswith(f"out of memory by {over:.1f} GiB; most is ")
+    assert loses(found[0], found[0]).startswith(f"a GPU lacks {over:.1f} GiB; its largest part is ")
 
 
 def test_sixteen_thousand_gpus():

@@ -71,7 +71,7 @@ def test_rows_of_memory_add_up_to_the_peak(options, code, earlier):
     before = list(rows)[: list(rows).index(next(name for name in rows if name[:4] == "peak"))]
     assert sum(rows[name] for name in before) == pytest.approx(peak, abs=0.005 * len(before))
     later = list(rows)[len(before) + 1 :]
-    assert later[:2] == [f"not then: {earlier}", "not then: receive buffers"]
+    assert later[:2] == [f"not at the peak: {earlier}", "not at the peak: receive buffers"]
 
 
 def test_json_is_written_whatever_becomes_of_the_tables(tmp_path):
@@ -90,7 +90,7 @@ def test_speed_and_mfu_are_said_without_a_search():
     time = search(JOB)[0].time
     text = run(LLAMA)
     assert f"a step takes {time.seconds:.4g} s: {time.tokens} tokens/s per GPU" in text
-    assert f"{16 * time.tokens_per_gpu:,.0f} in all, MFU {time.mfu:.1%}" in text
+    assert f"{16 * time.tokens_per_gpu:,.0f} on all; {time.mfu:.1%} of the peak" in text
 
 
 @pytest.mark.parametrize(("share", "warned"), [(0.91, False), (0.93, True), (1.01, False)])
@@ -153,7 +153,7 @@ def test_a_length_that_leaves_out_layouts_is_warned_of():
 )
 def test_as_many_gpus_as_are_said_do_and_half_of_them_do_not(options, gpus):
     text = run(f"{options} --gpus {gpus}", code=3)
-    enough = int(re.search(r"does not fit: out of memory by .* GiB; (\d+) GPUs would be", text)[1])
+    enough = int(re.search(r"does not fit: a GPU lacks .* GiB; (\d+) GPUs would be", text)[1])
     assert enough > gpus
     run(f"{options} --gpus {enough}")
     run(f"{options} --gpus {enough // 2}", code=3)
@@ -241,8 +241,9 @@ def test_the_batch_of_a_file_counts_and_variables_of_a_shell_are_asked_for(tmp_p
     path.write_text(
         f'{sizes} --seq-length "${{SEQ:-65536}}" --global-batch-size 24 --context-parallel-size $CP'
     )
-    assert "64K tokens, 24 sequences per step" in run(f"{path} --gpus 8 --cp 4")
-    assert "8 sequences per step" in run(f"{path} --gpus 8 --cp 4 --global-batch-size 8")
+    job = f"{path} --gpus 8 --cp 4"
+    assert "; 24 sequences of 64K tokens a step;" in run(job)
+    assert "; 8 sequences of 64K tokens a step;" in run(f"{job} --global-batch-size 8")
     assert "pass --cp" in " ".join(run(f"{path} --gpus 8", code=2).split())
 
 

@@ -28,7 +28,7 @@ def test_a_script_is_planned_as_it_says(tmp_path):
     assert f"read from the script: {said}" in text
     assert "TP 2 CP 4 PP 1 DP 1, recompute full, keep all on host" in text
     assert "the only strategy with the given options" in text
-    assert "documents are taken to be usual ones, with 9% of a causal sequence's pairs" in text
+    assert "usual ones are planned, which have 9% of the query-key pairs" in text
     assert "recompute full, keep none" in run(str(path), "--gpus", "8", "--keep", "none",
                                               "--no-offload")  # fmt: skip
     assert "recompute none" in run(str(path), "--gpus", "8", "--recompute", "none")
@@ -38,7 +38,7 @@ def test_a_plan_has_recomputation_in_the_words_of_its_script(tmp_path):
     path = tmp_path / "run.sh"
     path.write_text(SCRIPT + "--recompute-activations")
     text = run(str(path), "--gpus", "8")
-    assert "recompute core_attn" in text and "computing again, attention kernels" in text
+    assert "recompute core_attn" in text and "recomputation of attention" in text
     assert "--recompute-activations" in text and "--recompute-modules" not in text
 
 
@@ -164,18 +164,21 @@ def test_what_is_new_stands_before_what_a_script_has(plan_of):
 
 
 def test_keeping_is_proposed_where_a_script_does_not_speak_of_it(plan_of):
-    found = re.search(r"\nwith --burst-keep all: ([\d.]+) s, ([\d.]+) GiB\n", plan_of(FULL))
+    found = re.search(
+        r"\nwith --burst-keep all, a step takes ([\d.]+) s, and the peak is ([\d.]+) GiB\n",
+        plan_of(FULL),
+    )
     kept = plan_of(FULL, "--keep all")
     assert f"a step takes {found[1]} s" in kept and f" {found[2]} " in kept
-    assert "with --burst-keep all:" not in kept + plan_of(f"{FULL} --burst-keep none")
+    assert "with --burst-keep all," not in kept + plan_of(f"{FULL} --burst-keep none")
 
 
 def test_attention_adds_up(plan_of):
     text = plan_of(FULL)
-    named = ("attention kernels", "computing again, attention kernels", "waiting for NVLink",
+    named = ("attention kernels", "recomputation of attention", "waiting for NVLink",
              "waiting for the network")  # fmt: skip
     rows = [re.search(rf"│ {name} +│ +([\d.]+) │", text) for name in named]
-    (said,) = re.findall(r"recomputed alike, takes ([\d.]+) s of a step", text)
+    (said,) = re.findall(r"predicted gain .* takes ([\d.]+) s of a step", text)
     assert sum(float(row[1]) for row in rows if row) == pytest.approx(float(said), rel=0.01)
 
 
@@ -184,7 +187,7 @@ def test_a_batch_that_nobody_gave_and_documents_that_are_repeated_are_said(tmp_p
     lengths.write_text("100 200 300")
     path.write_text(SCRIPT.replace("--global-batch-size 8", "") + FULL)
     text = run(str(path), "--gpus", "8", "--cu-seqlens", str(lengths))
-    assert "32 sequences per step (default), 8 GPUs" in text
+    assert "32 sequences of 128K tokens a step (the default); 8 GPUs" in text
     assert "600 tokens in 3 documents, repeated 219 times" in text
     path.write_text(SCRIPT + FULL)
     assert "(default)" not in run(str(path), "--gpus", "8")

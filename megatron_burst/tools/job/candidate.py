@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.job.auto import placed_by_auto
-from megatron_burst.tools.job.memory import Memory, memory_of
+from megatron_burst.tools.job.memory import NAMES, Memory, memory_of
 from megatron_burst.tools.job.step import StepTime, step_time
 from megatron_burst.tools.job.strategy import Job, Strategy, misfit
 
@@ -77,11 +77,11 @@ def loses(one: Candidate, best: Candidate) -> str:
     """Why a candidate is not the best, as text."""
     if one.over_gib:
         parts = one.memory.in_gib()
-        names = [n for n in parts if n not in ("attention", "node", "peak")]
-        most = max(names, key=parts.__getitem__)
-        return f"out of memory by {one.over_gib:.1f} GiB; most is {most}: {parts[most]:.1f} GiB"
+        most = max(NAMES, key=parts.__getitem__)
+        largest = f"{NAMES[most]}: {parts[most]:.1f} GiB"
+        return f"a GPU lacks {one.over_gib:.1f} GiB; its largest part is {largest}"
     if one.host_over_gib:
-        return f"out of host memory by {one.host_over_gib:.0f} GiB a node"
+        return f"a node lacks {one.host_over_gib:.0f} GiB of host memory"
     if one is best or not one.time or not best.time:
         return "the best"
     theirs, ours = dict(one.time.parts), dict(best.time.parts)
@@ -93,4 +93,4 @@ def loses(one: Candidate, best: Candidate) -> str:
     if slower < 0.0005:
         same = one.strategy.layout == best.strategy.layout
         return "as fast, with other copies to host memory" if same else "as fast"
-    return f"{slower:.1%} slower, most by {part} (+{extra[part]:.2f} s a step)"
+    return f"{slower:.1%} slower, mostly by {part} ({extra[part]:.2f} s more a step)"

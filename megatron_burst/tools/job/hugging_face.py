@@ -47,8 +47,8 @@ def _model(config: Config, name: str) -> Model:
         close = next(filter(None, (nearest(key, config) for key in missing)), "")
         raise BurstError(
             f"plan: {name} must hold {', '.join(map(repr, missing))}, because time and memory "
-            f"depend on them; got a config of model_type {config.get('model_type')} without{close}; "
-            "add them"
+            f"depend on them; got a config of model_type {config.get('model_type')} "
+            f"without{close}; add them"
         )
     size = Sizes(config, name)
     heads, hidden = size("num_attention_heads"), size("hidden_size")

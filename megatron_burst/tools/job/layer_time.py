@@ -18,8 +18,8 @@ INTRA, INTER = "waiting for NVLink", "waiting for the network"
 TENSOR, EXPERT = "tensor-parallel transfers", "expert-parallel transfers"
 HOST, HEAD, BUBBLE = "waiting for host copies", "LM head and loss", "pipeline bubble"
 LINEAR = "linear attention"
-AGAIN, UPDATE = "computing again, the rest", "gradients and optimizer"
-ATTENTION_AGAIN = "computing again, attention kernels"
+AGAIN, UPDATE = "recomputation beside attention", "gradients and optimizer"
+ATTENTION_AGAIN = "recomputation of attention"
 
 
 class Layer:

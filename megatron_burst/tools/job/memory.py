@@ -22,6 +22,17 @@ from megatron_burst.tools.simulate.call import buffer_bytes, left_bytes
 _LOSS_BYTES = 1 << 30  # of the fused loss, independent of tokens (docs/loss.md)
 
 
+NAMES = {  # parts of `Memory`, in the order of a plan's table
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "saved": "saved activations",
+    "kept": "kept for recomputation",
+    "layer": "a layer in backward",
+    "head": "LM head and loss",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes on a GPU of the first pipeline stage, which holds most micro-batches; `node`: per

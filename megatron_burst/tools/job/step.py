@@ -34,7 +34,8 @@ class StepTime:
     @property
     def tokens(self) -> str:
         """Tokens a second and GPU, as people write them."""
-        return f"{self.tokens_per_gpu:.4g}"
+        number = self.tokens_per_gpu
+        return f"{number:.4g}" if number < 1000 else f"{number:,.0f}"
 
 
 def step_time(
