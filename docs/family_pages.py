@@ -96,7 +96,9 @@ def index() -> str:
         "",
         f"{HEAD} Of {len(found)} models, the planner prints Megatron's flags of {printed}, whose "
         "every entry it understands. A model of each of their classes was compared field by field "
-        "with what Megatron's own parser makes of its flags (`tests/mcore/test_model_flags.py`). "
+        "with what Megatron's own parser makes of its flags (`tests/mcore/test_model_flags.py`), "
+        "and each with Megatron-Bridge's provider, where that has one "
+        "(`tests/integrations/test_bridge_flags.py`). "
         f"Of {len(read) - printed} it plans time and memory, prints no flags, and names the "
         f"entries that no flag says. {len(found) - len(read)} have layers that it has no times "
         "for, and are refused. Values were written from model cards and from the defaults of "

@@ -50,7 +50,8 @@ def show_flags(console: Console, shown: Shown) -> None:
     if not shown.arguments and job.model.unknown:
         say(console, _no_model_flags(job.model.unknown), "\nno model flags: ", "yellow")
     elif not shown.arguments:
-        _show_words(console, "Model flags:", as_words(model_flags(job.model)))
+        script = ", of Megatron-LM 0.19's pretrain_hybrid.py" if job.model.pattern else ""
+        _show_words(console, f"Model flags{script}:", as_words(model_flags(job.model)))
     if not shown.arguments:
         _show_words(console, f"Megatron flags ({note}):", as_words(flags))
         return

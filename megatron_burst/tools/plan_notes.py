@@ -57,15 +57,11 @@ def _of_towers(job: Job) -> Iterator[str]:
 
 
 def _of_linear(job: Job) -> Iterator[str]:
-    """That nothing of linear attention is measured, and which script has hybrids."""
+    """That nothing of linear attention is measured."""
     if job.model.linear:
         yield (
             "time and memory of linear attention are computed from its FLOPs and bytes, and have "
             "not been compared with measurements"
-        )
-    if job.model.pattern:
-        yield (
-            "the model's flags are for pretrain_hybrid.py of Megatron-LM 0.19, not pretrain_gpt.py"
         )
 
 

@@ -157,7 +157,7 @@ def _memory_rows(job: Job, memory: Memory) -> list[tuple[str, str]]:
     usable = job.hardware.gpu.usable_bytes / GIB
     rows.append((f"peak ({gib['peak'] / usable:.0%} of {usable:.1f} usable)", f"{gib['peak']:.2f}"))
     rows.append((f"not at the peak: {NAMES[earlier]}", f"{gib[earlier]:.2f}"))
-    rows.append(("not at the peak: receive buffers", f"{gib['attention']:.2f}"))
+    rows.append(("not at the peak: attention's buffers", f"{gib['attention']:.2f}"))
     if gib["node"]:
         rows.append(("pinned host memory of a node", f"{gib['node']:.1f}"))
     return rows

@@ -10,19 +10,30 @@ import json
 
 import pytest
 
+from megatron_burst.tools.job.config_flags import TYPES, table
 from megatron_burst.tools.job.flags import as_words
-from megatron_burst.tools.job.hugging_face import from_hugging_face
+from megatron_burst.tools.job.hugging_face import PRESETS, from_hugging_face
 from megatron_burst.tools.job.model_flags import model_flags
 from tests.mcore.test_model_flags import built
 from tests.plan.configs import PRINTED
+from tests.plan.test_families import CONFIGS, SAID
 
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed: make test-integrations", allow_module_level=True)
 
-# that Bridge 0.6.2 has no provider for
+# every config whose flags are printed, presets too
+PUBLISHED = {name: config for name, (config, _) in PRINTED.items()}
+PUBLISHED |= {name: CONFIGS[name] for name in SAID}
+PUBLISHED |= {  # TOML has no null
+    f"preset {name}": {
+        key: None if value == 0 and key in ("sliding_window", "q_lora_rank") else value
+        for key, value in table("presets")[name].items()
+    }
+    for name, one in PRESETS.items() if not one.unknown
+}  # fmt: skip
+# model types that Bridge 0.6.2 has no provider for
 LACKING = {
-    "Mixtral-8x7B", "Qwen2-57B-A14B", "Phi-4", "Seed-OSS-36B", "StarCoder2-7B", "SmolLM3-3B",
-    "Qwen2.5-VL-7B, its language model",
+    "mixtral", "qwen2_moe", "phi3", "seed_oss", "starcoder2", "smollm3", "qwen2_5_vl_text",
 }  # fmt: skip
 # of the run and its speed, not of the model
 OF_RUN = set(
@@ -47,21 +58,20 @@ OF_NO_EXPERTS = set(
     moe_router_topk_scaling_factor moe_shared_expert_intermediate_size""".split()
 )
 _USUAL = {"yarn_mscale": None, "yarn_mscale_all_dim": None}  # which Megatron then has as 1 and 0
-SAID_OTHERWISE = {  # what Bridge's provider has where ours is the same model
+_PLAIN = {"rope_type": "yarn", "mscale_all_dim": 1.0}  # YaRN with a factor of 1 is plain RoPE
+SAID_OTHERWISE = {  # by name or model type: what Bridge has where ours is the same model
     "Qwen2.5-7B, YaRN as its card says": _USUAL | {
         # Bridge is wrong: without the first two its model fails, without the last it does not round
         # as transformers does
         "yarn_beta_fast": None, "yarn_beta_slow": None, "yarn_correction_range_round_to_int": None,
     },
     # every linear layer has biases, those of q, k and v too
-    "gpt-oss-20b": _USUAL | {"add_qkv_bias": False},
-    "Qwen3-Next-80B-A3B": {
+    "gpt_oss": _USUAL | {"add_qkv_bias": False},
+    "qwen3_next": {
         "linear_attention_freq": [1, 1, 1, 0] * 12, "moe_router_dtype": "fp32",
     },
-    "Nemotron-H-8B": {"mtp_num_layers": 0},
-    "Nemotron-3-Nano-30B-A3B": {"mtp_num_layers": 0},
-    # YaRN with a factor of 1 is plain RoPE
-    "Moonlight-16B-A3B": {"rope_type": "yarn", "mscale_all_dim": 1.0},
+    "nemotron_h": {"mtp_num_layers": 0},
+    "Moonlight-16B-A3B": _PLAIN, "preset moonlight-16b-a3b": _PLAIN,
 }  # fmt: skip
 
 
@@ -70,6 +80,9 @@ def provided(config, folder):
     from megatron.bridge import AutoBridge
     from transformers import AutoConfig
 
+    kind = TYPES[config["model_type"]].name
+    usual = {"architectures": [f"{kind}ForCausalLM"], "torch_dtype": "bfloat16"}
+    config = usual | config
     (folder / "config.json").write_text(json.dumps(config))
     read = AutoConfig.from_pretrained(folder)
     provider = AutoBridge.from_hf_config(read).to_megatron_provider(load_weights=False)
@@ -86,14 +99,15 @@ def unused(name, ours):
     )
 
 
-@pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_flags_are_the_config_of_bridges_provider(name, tmp_path):
-    if name in LACKING:
+    config, kind = PUBLISHED[name], PUBLISHED[name]["model_type"]
+    if kind in LACKING:
         with pytest.raises(ValueError, match="not (yet )?supported"):
-            provided(PRINTED[name][0], tmp_path)
+            provided(config, tmp_path)
         return
-    theirs = provided(PRINTED[name][0], tmp_path)
-    model = from_hugging_face(PRINTED[name][0], name)
+    theirs = provided(config, tmp_path)
+    model = from_hugging_face(config, name)
     ours = built(" ".join([*as_words(model_flags(model)), "--attention-dropout 0"]))
     theirs["kv_channels"] = (
         theirs["kv_channels"] or ours["hidden_size"] // ours["num_attention_heads"]
@@ -103,7 +117,7 @@ def test_flags_are_the_config_of_bridges_provider(name, tmp_path):
         key: theirs[key] for key in sorted(shared)
         if plain(ours[key]) != plain(theirs[key]) and not unused(key, ours)
     }  # fmt: skip
-    assert differing == SAID_OTHERWISE.get(name, {})
+    assert differing == SAID_OTHERWISE.get(name, SAID_OTHERWISE.get(kind, {}))
     assert {"num_layers", "hidden_size", "rotary_base", "layernorm_epsilon"} <= shared
 
 

@@ -71,7 +71,7 @@ def test_rows_of_memory_add_up_to_the_peak(options, code, earlier):
     before = list(rows)[: list(rows).index(next(name for name in rows if name[:4] == "peak"))]
     assert sum(rows[name] for name in before) == pytest.approx(peak, abs=0.005 * len(before))
     later = list(rows)[len(before) + 1 :]
-    assert later[:2] == [f"not at the peak: {earlier}", "not at the peak: receive buffers"]
+    assert later[:2] == [f"not at the peak: {earlier}", "not at the peak: attention's buffers"]
 
 
 def test_json_is_written_whatever_becomes_of_the_tables(tmp_path):
@@ -204,6 +204,7 @@ def test_a_model_with_linear_attention_is_planned(published, flag, config):
     text = run(f"{config(published)} --seq-length 128k --gpus 32 --tp 1 --cp 8 --pp 1")
     assert "linear attention" in text and "a layer with softmax attention" in text
     assert ("--num-layers" in text) == bool(flag) and flag in text
+    assert ("pretrain_hybrid.py" in text) == ("--hybrid-layer-pattern" in flag)
     assert "refuses" not in text and "--context-parallel-impl burst" in text
 
 
