@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_burst import burst_attention
+from megatron_burst import burst_attention, position_ids, shard, unshard
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -105,15 +105,12 @@ class Layer:
         return burst_attention(q, k, v, group=self.group)
 
     def keep(self, rows: Tensor) -> None:
-        """Keep these rows only, in this order."""
+        """Keep these rows only."""
         self.k, self.v = self.k[:, rows], self.v[:, rows]
 
-    def gather(self) -> None:
-        """Get the rows of all ranks, one rank's after the other's; all have equally many."""
-        for name, mine in (("k", self.k), ("v", self.v)):
-            shards = [torch.empty_like(mine) for _ in range(self.group.size())]
-            dist.all_gather(shards, mine.contiguous(), self.group)
-            setattr(self, name, torch.cat(shards, dim=1))
+    def gather(self, tokens: int) -> None:
+        """Get the rows of all ranks, in the order of the prompt, without its padding."""
+        self.k, self.v = (unshard(x, group=self.group)[:, :tokens] for x in (self.k, self.v))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, owns: bool, merge: bool) -> Tensor:
         """Attention of a new token, the same on all ranks, to what they hold.
@@ -150,20 +147,20 @@ class Generation:
 
     def prefill(self, prompt: Tensor) -> Tensor:
         """Logits [b, vocab] of the last token of a prompt [b, s], the same on all ranks."""
-        rank, size, self.length = self.group.rank(), self.group.size(), prompt.shape[1]
-        padded = F.pad(prompt, (0, -self.length % (2 * size)))  # no query sees later keys
-        chunks = torch.arange(padded.shape[1], device=prompt.device).chunk(2 * size)
-        mine = torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))  # zigzag
+        self.length = prompt.shape[1]
+        # no query sees later keys
+        padded = F.pad(prompt, (0, -self.length % (2 * self.group.size())))
+        mine = position_ids(padded.shape[1], group=self.group, device=prompt.device)
         row = (mine == self.length - 1).nonzero().flatten()
         attends = [layer.prefill for layer in self.layers]
-        logits = self.model(padded[:, mine], mine, attends, int(row[0]) if len(row) else 0)
+        tokens = shard(padded, group=self.group)
+        logits = self.model(tokens, mine, attends, int(row[0]) if len(row) else 0)
         dist.all_reduce(logits.mul_(len(row)), group=self.group)  # one rank has the row
-        rows = torch.cat([torch.cat((chunks[r], chunks[2 * size - 1 - r])) for r in range(size)])
-        held = rows.argsort()[: self.length] if self.gathered else (mine < self.length).nonzero()
         for layer in self.layers:
             if self.gathered:
-                layer.gather()
-            layer.keep(held.flatten())
+                layer.gather(self.length)
+            else:
+                layer.keep((mine < self.length).nonzero().flatten())
         return logits
 
     def decode(self, token: Tensor) -> Tensor:
