@@ -10,12 +10,12 @@ import json
 
 import pytest
 
-from megatron_burst.tools.job.config_flags import TYPES, table
+from megatron_burst.tools.job.config_flags import TYPES, Type, table
 from megatron_burst.tools.job.flags import as_words
 from megatron_burst.tools.job.hugging_face import PRESETS, from_hugging_face
 from megatron_burst.tools.job.model_flags import model_flags
 from tests.mcore.test_model_flags import built
-from tests.plan.configs import PRINTED
+from tests.plan.configs import PRINTED, WITHHELD
 from tests.plan.test_families import CONFIGS, SAID
 
 if importlib.util.find_spec("megatron.bridge") is None:
@@ -80,7 +80,7 @@ def provided(config, folder):
     from megatron.bridge import AutoBridge
     from transformers import AutoConfig
 
-    kind = TYPES[config["model_type"]].name
+    kind = TYPES.get(config["model_type"], Type()).name
     usual = {"architectures": [f"{kind}ForCausalLM"], "torch_dtype": "bfloat16"}
     config = usual | config
     (folder / "config.json").write_text(json.dumps(config))
@@ -119,6 +119,14 @@ def test_flags_are_the_config_of_bridges_provider(name, tmp_path):
     }  # fmt: skip
     assert differing == SAID_OTHERWISE.get(name, SAID_OTHERWISE.get(kind, {}))
     assert {"num_layers", "hidden_size", "rotary_base", "layernorm_epsilon"} <= shared
+
+
+def test_bridge_scales_positions_of_mistral_small_31_which_its_config_does_not(tmp_path):
+    """So Bridge 0.6.2 is no oracle for it: its config.json has no rope_scaling."""
+    config = WITHHELD["Mistral-Small-3.1-24B"][0]
+    assert "rope_scaling" not in config["text_config"]
+    theirs = provided(config, tmp_path)
+    assert (theirs["position_embedding_type"], theirs["yarn_rotary_scaling_factor"]) == ("yarn", 16)
 
 
 def plain(value):

@@ -130,6 +130,28 @@ def error_of(got, folder):
     return float((got - own).abs().max() / truth.abs().max())
 
 
+def without_betas(rank, folder):
+    from megatron.bridge import AutoBridge
+
+    from tests.integrations.test_bridge import CP2, built, on_a_cpu, start
+
+    start(CP2)
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    provider = on_a_cpu(bridge.to_megatron_provider(load_weights=False), CP2)
+    with pytest.raises(TypeError, match="NoneType"):
+        built(provider)
+
+
+def test_bridges_yarn_fails_where_the_config_leaves_the_betas_to_their_usual_values(tmp_path):
+    """Qwen's cards have no betas; transformers takes 32 and 1."""
+    from transformers import Qwen3Config
+
+    scaling = {key: value for key, value in _YARN.items() if "beta" not in key}
+    config = Qwen3Config(**SIZES, rope_scaling=scaling, architectures=["Qwen3ForCausalLM"])
+    config.save_pretrained(tmp_path)
+    run_ranks(without_betas, 2, tmp_path)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_over_two_ranks_are_those_of_transformers(name, tmp_path):
     tiny(name, tmp_path)
