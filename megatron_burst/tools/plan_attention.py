@@ -13,6 +13,11 @@ from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, ope
 from megatron_burst.tools.simulate.call import pass_time, sent_bytes
 from megatron_burst.tools.units import digits
 
+_MEANT = {
+    "gather": "each rank copies the others' keys and values, a few KV heads at a time",
+    "ring": "keys and values travel from rank to rank",
+    "a2a": "ranks exchange rows of all heads for all rows of some heads, and back",
+}
 _LINKS = {Link.INTRA: "NVLink", Link.INTER: "the network"}
 
 
@@ -26,7 +31,8 @@ def _which(job: Job) -> str:
 def attention_lines(job: Job, strategy: Strategy) -> Iterator[str]:
     """How one layer's attention runs, on which ranks, and how long it takes."""
     call = attention_call(job, strategy)
-    runs = f"attention of a layer{_which(job)} runs as: {how_it_runs(call)}"
+    assert call.intra
+    runs = f"attention of a layer{_which(job)} runs as {how_it_runs(call)}: {_MEANT[call.intra]}"
     if call.intra == "ring" or call.arranged.inter_size > 1:
         runs += f"; backward circulates {resolve(open_call(job, strategy)).why['circulate']}"
     yield runs

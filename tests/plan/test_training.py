@@ -188,7 +188,7 @@ def test_what_does_not_fit_says_by_how_much():
     found = search(job)
     assert not any(one.fits for one in found)
     over = (found[0].memory.peak - job.hardware.gpu.usable_bytes) / GIB
-    assert loses(found[0], found[0]).startswith(f"a GPU lacks {over:.1f} GiB; its largest part is ")
+    assert loses(found[0], found[0]).startswith(f"a GPU lacks {over:.1f} GiB; largest part: ")
 
 
 def test_sixteen_thousand_gpus():

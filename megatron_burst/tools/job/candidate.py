@@ -78,8 +78,8 @@ def loses(one: Candidate, best: Candidate) -> str:
     if one.over_gib:
         parts = one.memory.in_gib()
         most = max(NAMES, key=parts.__getitem__)
-        largest = f"{NAMES[most]}: {parts[most]:.1f} GiB"
-        return f"a GPU lacks {one.over_gib:.1f} GiB; its largest part is {largest}"
+        largest = f"{NAMES[most]}, {parts[most]:.1f} GiB"
+        return f"a GPU lacks {one.over_gib:.1f} GiB; largest part: {largest}"
     if one.host_over_gib:
         return f"a node lacks {one.host_over_gib:.0f} GiB of host memory"
     if one is best or not one.time or not best.time:
