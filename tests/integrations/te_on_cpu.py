@@ -3,6 +3,7 @@ TransformerEngine's names and parameters, so that Bridge converts weights into t
 """
 
 import sys
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -71,10 +72,15 @@ class FullAttention(torch.nn.Module):
 
 
 def install():
-    """Replace TransformerEngine's classes in this process, wherever they were imported to."""
+    """Replace TransformerEngine's classes in this process, wherever they were imported to, and its
+    kernel that says which rows of packed samples a rank has."""
     from megatron.bridge.models.common import te_layers
+    from megatron.core import utils
     from megatron.core.extensions import transformer_engine
 
+    from megatron_burst.mcore.packed import partitioned_indices
+
+    utils.tex = SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
     ours = (TENorm, TEColumnParallelLinear, TERowParallelLinear, TELayerNormColumnParallelLinear)
     places = dict.fromkeys(ours, transformer_engine) | {TERowParallelLinearLayerNorm: te_layers}
     theirs = {id(getattr(place, one.__name__)): one for one, place in places.items()}

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_burst import shard
 from tests.mcore.gpt import SEQ
 from tests.ranks import preload, run_ranks
 
@@ -58,7 +59,24 @@ def tiny(folder):
     save(kind, config, folder, **given, mm_token_type_ids=kinds)
 
 
-def logits(rank, folder, corrected):
+def packed(given):
+    """The same sequences as documents of one sample, as Bridge's collator makes it."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    starts = torch.tensor([0, SEQ, 2 * SEQ], dtype=torch.int32)
+    lengths = {"max_seqlen_q": SEQ, "max_seqlen_kv": SEQ, "qkv_format": "thd"}
+    params = PackedSeqParams(cu_seqlens_q=starts, cu_seqlens_kv=starts, **lengths)
+    return {**given, "input_ids": given["input_ids"].view(1, -1), "packed_seq_params": params}
+
+
+def error_of_packed(got, folder):
+    truth = torch.load(folder / "logits.pt").flatten(0, 1)[None]
+    starts = torch.tensor([0, SEQ, 2 * SEQ])
+    own = shard(truth, layout="zigzag-documents", cu_seqlens=starts)
+    return float((got - own).abs().max() / truth.abs().max())
+
+
+def logits(rank, folder, corrected, as_documents=False):
     """Relative error of this rank's logits, and core attentions of language model and tower."""
     from megatron.bridge import AutoBridge
 
@@ -78,12 +96,15 @@ def logits(rank, folder, corrected):
         for merger in (tower.merger, *tower.decoder.deepstack_merger_list):
             merger.activation_func = F.gelu
     with torch.no_grad():
+        if as_documents:
+            return error_of_packed(gpt(**packed(batch())), folder), *cores
         return error_of(gpt(**batch()), folder), *cores
 
 
-def test_logits_of_text_and_images_are_those_of_transformers(tmp_path):
+@pytest.mark.parametrize("as_documents", [False, True], ids=["a batch", "packed"])
+def test_logits_of_text_and_images_are_those_of_transformers(as_documents, tmp_path):
     tiny(tmp_path)
-    for error, cores, tower in run_ranks(logits, 2, tmp_path, True):
+    for error, cores, tower in run_ranks(logits, 2, tmp_path, True, as_documents):
         print(f"Qwen3-VL: {error:.1e}")
         assert cores == ["BurstTECoreAttention"] * 2 and len(tower) == 2
         assert error <= EXACT
