@@ -27,9 +27,9 @@ PUBLISHED |= {name: CONFIGS[name] for name in SAID}
 PUBLISHED |= {  # TOML has no null
     f"preset {name}": {
         key: None if value == 0 and key in ("sliding_window", "q_lora_rank") else value
-        for key, value in table("presets")[name].items()
+        for key, value in table("presets")[name].items() if key != "also"
     }
-    for name, one in PRESETS.items() if not one.unknown
+    for name in table("presets") if not PRESETS[name].unknown
 }  # fmt: skip
 # model types that Bridge 0.6.2 has no provider for
 LACKING = {

@@ -28,11 +28,12 @@ SAID = {
     ),
     "Mistral-Nemo-12B": (12.25, "--norm-epsilon 1e-05 --rotary-base 1000000"),
     "Qwen3-235B-A22B": (235.1, f"{_ROPE} 1000000 --qk-layernorm"),
-    "GLM-4.5-Air": (  # without the prediction layer, which its class does not have
-        103.5,
-        "--norm-epsilon 1e-05 --rotary-base 10000 --rotary-percent 0.5 "
+    "GLM-4.5-Air": (  # with its prediction layer
+        106.8 + 2.4,
+        "--norm-epsilon 1e-05 --rotary-base 1000000 --rotary-percent 0.5 "
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-        "--moe-router-dtype fp32 --moe-router-num-groups 1 --moe-router-group-topk 1 "
+        "--moe-router-dtype fp32 --add-qkv-bias --moe-router-num-groups 1 "
+        "--moe-router-group-topk 1 "
         "--moe-router-topk-scaling-factor 1.0",
     ),
 }

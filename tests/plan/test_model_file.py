@@ -99,6 +99,8 @@ def test_presets_are_found_whatever_their_capitals_and_dashes(name, billions):
     assert found.params / 1e9 == pytest.approx(billions, rel=0.002) and not found.unknown
     assert model_of("Llama-3.1-8B") == PRESETS["llama3.1-8b"]
     assert len({preset_name(one) for one in PRESETS}) == len(PRESETS)
+    assert same(model_of("Llama-3.3-70B"), "llama3.3-70b")
+    assert replace(PRESETS["deepseek-r1"], name="deepseek-v3") == PRESETS["deepseek-v3"]
 
 
 @pytest.mark.parametrize("where", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"])

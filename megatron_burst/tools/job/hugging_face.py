@@ -1,6 +1,6 @@
 """Models from Hugging Face's config.json: sizes and kinds of layers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import cycle, islice
 from types import MappingProxyType
 from typing import Any
@@ -218,6 +218,11 @@ def _letters(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
-PRESETS: Mapping[str, Model] = MappingProxyType(
-    {name: from_hugging_face(config, name) for name, config in table("presets").items()}
-)
+def _presets() -> Iterator[tuple[str, Model]]:
+    for name, entries in table("presets").items():
+        config = {key: value for key, value in entries.items() if key != "also"}
+        for one in (name, *entries.get("also", ())):
+            yield one, from_hugging_face(config, one)
+
+
+PRESETS: Mapping[str, Model] = MappingProxyType(dict(_presets()))
