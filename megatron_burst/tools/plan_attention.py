@@ -59,6 +59,7 @@ def gain_lines(job: Job, best: Candidate, step: float) -> Iterator[str]:
     found, keep = gain(job, best.strategy), best.strategy.keep
     (ours, theirs), (least, most) = found.seconds, [x / GIB for x in found.num_bytes]
     layers = f" in layers{_which(job)}" if _which(job) else ""
+    layers += " (that ring has no windows)" if job.model.windows else ""
     yield (
         "predicted gain over Megatron's own ring (--cp-comm-type p2p), which keeps nothing: "
         f"attention{layers} takes {digits(ours, 3)} s of a step instead of {digits(theirs, 3)} "

@@ -280,6 +280,8 @@ def test_no_gain_is_told_over_a_ring_that_cannot_run_the_model():
     """TransformerEngine's ring has no attention sinks."""
     text = run("gpt-oss-20b", "--seq-length", "64k", "--gpus", "8", "--cp", "8")
     assert "it has no attention sinks" in text and "predicted gain" not in text
+    text = run("gemma-3-27b", "--seq-length", "128k", "--gpus", "64", "--cp", "8")
+    assert "attention in layers without a window (that ring has no windows) takes" in text
 
 
 @pytest.mark.parametrize(
