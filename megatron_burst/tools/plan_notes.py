@@ -66,11 +66,11 @@ def _of_linear(job: Job) -> Iterator[str]:
 
 
 def _of_experts(job: Job) -> Iterator[str]:
-    """That narrow experts take longer than predicted (benchmarks/results/frontier_1xh100.csv)."""
+    """That narrow experts take longer than predicted (benchmarks/results/frontier_1xh[12]00.csv)."""
     if job.model.experts and job.model.experts.ffn < _NARROW:
         yield (
             f"experts are {job.model.experts.ffn} wide, and their products are counted at the "
-            "speed of large ones: measured layers with 128 experts 768 wide took 1.15 to 1.35 "
+            "speed of large ones: measured layers with 128 experts 768 wide took 1.1 to 1.8 "
             "times as long"
         )
 

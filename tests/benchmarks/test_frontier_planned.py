@@ -46,14 +46,17 @@ def test_time_and_peak_of_one_h200_are_within_a_few_per_cent():
 
 
 def test_time_on_h100s_is_within_a_few_per_cent():
-    """No speed of the preset but that of copies to the host was fitted to these rows. Layers of
-    narrow experts are left out: they take up to a quarter more than predicted."""
+    """No speed of the preset was fitted to these rows. Left out are layers of narrow experts, which
+    take longer than predicted, and settings that offload."""
     csvs = [RESULTS.with_name(f"frontier_{ranks}xh100.csv") for ranks in (1, 2)]
     rows = [row for row in read(csvs, FRONTIER_CSV) if not row.experts]
     compared = compare(rows, predicted_now(rows, preset("h100")))
-    some = [one.errors[0] for one in compared if one.row.impl == "burst"]
-    assert len(some) == 20
-    assert median(map(abs, some)) <= 0.03 and max(map(abs, some)) <= 0.065
+    some = [
+        one.errors[0] for one in compared
+        if one.row.impl == "burst" and "host" not in one.row.setting
+    ]  # fmt: skip
+    assert len(some) >= 21
+    assert median(map(abs, some)) <= 0.03 and max(map(abs, some)) <= 0.05
 
 
 def test_what_was_written_before_a_run_is_compared(tmp_path):
