@@ -66,7 +66,7 @@ def _of_linear(job: Job) -> Iterator[str]:
 
 
 def _of_experts(job: Job) -> Iterator[str]:
-    """That narrow experts take longer than predicted (benchmarks/results/frontier_1xh[12]00.csv)."""
+    """That narrow experts take longer than predicted (`frontier_1x*.csv` of the benchmarks)."""
     if job.model.experts and job.model.experts.ffn < _NARROW:
         yield (
             f"experts are {job.model.experts.ffn} wide, and their products are counted at the "
