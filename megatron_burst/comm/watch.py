@@ -105,7 +105,7 @@ class Board:
             return [text]
         if not self.name:
             self.name = self._join(who, text, of)
-        keys = self._keys()
+        keys = self.keys()
         read = f"{self.name}/{self._posts}/read"
         self._posts += 1
         self._store.set(keys[self._rank], text)
@@ -151,29 +151,6 @@ class Board:
     def knows(self, key: Hashable) -> bool:
         """Whether ranks have agreed on terms with this key."""
         return key in self._agreed
-
-    def news(self) -> dict[int, str]:
-        """Other ranks' posts on the next topic, which this rank has not reached, by rank."""
-        keys = dict(enumerate(self._keys())) if self.name else {}
-        keys.pop(self._rank, None)
-        posted = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        return {rank: self._store.get(key).decode() for rank, key in posted.items()}
-
-    def explain(self, error: Exception, who: str, hop: str) -> BurstError:
-        """The error behind a failed hop: another rank's new terms if it posted any, else a lost
-        rank."""
-        for rank, news in self.news().items():
-            return DisagreementError(
-                f"{who}: all ranks of a context-parallel group must make the same calls, "
-                f"because every call sends shards between them; got a call from cp rank {rank} "
-                f"that this rank (cp rank {self._rank}) did not make: {news}; give all ranks "
-                "batches of the same shape and the same options"
-            )
-        return BurstError(
-            f"{who}: every rank must take part in every hop, because rings pass shards from "
-            f"rank to rank; got a failure in the {hop}: {str(error).splitlines()[0]}; check "
-            "that rank's output first"
-        )
 
     def _join(self, who: str, text: str, of: Parallel) -> str:
         """The board's name: rank 0 makes it up and gives it to each rank that asks under a new
@@ -224,7 +201,7 @@ class Board:
             "that they run and that their batches have the same shape"
         )
 
-    def _keys(self) -> list[str]:
+    def keys(self) -> list[str]:
         """Keys of the ranks' posts on the next topic."""
         return [f"{self.name}/{self._posts}/{rank}" for rank in range(self._size)]
 

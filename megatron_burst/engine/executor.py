@@ -64,6 +64,7 @@ class Executor(Bound):
         if clock:
             clock.begin(queues)
             over = clock.over(len(steps))
+        self.carrier.run(self.program, self.unit, over)
         try:
             try:
                 run.prepare(results)
@@ -81,6 +82,8 @@ class Executor(Bound):
         finally:
             queues.go(None)
             run.failure = None  # its frames hold the run, and so all tensors
+            if queues.stream is None:
+                over.clear()  # on a CPU all is over
         if clock:
             clock.end()
         return run

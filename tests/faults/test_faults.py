@@ -1,0 +1,43 @@
+"""Every fault in every mode, direction and place: each rank hears of it in time, and whose it is.
+
+Guards against hangs, ranks that name another than the faulty one, and numbers that are wrong.
+"""
+
+import math
+import re
+
+import pytest
+
+from tests.faults.acts import suffer
+from tests.faults.table import FAULTS, MARGIN_S, ODD, TIMEOUT_S, Case, cases
+
+FRESH = ("checkpoints",)
+SOME = {  # in `make test`
+    Case("raises", "ring", "backward", "middle"), Case("no memory anywhere", "gather"),
+    Case("shape", "a2a"), Case("mask", "nested"), Case("cut off", "nested", "backward", "last"),
+    Case("killed", "gather", "backward", "middle"), Case("stopped", "ring", "forward", "middle"),
+}  # fmt: skip
+EVERY = [
+    pytest.param(case, id=str(case), marks=() if case in SOME else pytest.mark.whole)
+    for case in cases()
+]
+
+
+@pytest.mark.parametrize("case", EVERY)
+def test_every_rank_names_the_faulty_one_in_time(case, patients, tmp_path):
+    fault = FAULTS[case.fault]
+    if case.fault == "full disk":
+        for rank in range(4):
+            (tmp_path / f"rank-{rank}.jsonl").symlink_to("/dev/full")
+    found = patients.run(suffer, case, str(tmp_path), fresh=case.fault in FRESH)
+    for rank, result in enumerate(found):
+        if result is None:
+            assert rank == ODD and fault.own is None
+            continue
+        told, took, numbers, again = result
+        said = fault.own if rank == ODD else fault.said
+        if said is not None:
+            assert re.search(said, told) if said else told == "", (rank, told)
+            assert took <= TIMEOUT_S + MARGIN_S or rank == ODD, (rank, took)
+        assert all(math.isnan(error) or error <= 1e-12 for error in numbers), (rank, numbers)
+        assert again == "", (rank, again)
