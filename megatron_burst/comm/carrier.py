@@ -300,8 +300,10 @@ class Sends:
             raise self.lost()(error) from error
 
     def query(self) -> bool:
-        """Whether all are complete, as far as can be seen without waiting."""
-        return self.awaited is None and all(work.is_completed() for work in self.works)
+        """Whether nothing waits for them: on a CPU this process, on a GPU a stream."""
+        if self.timeout_s is not None:
+            return self.awaited is None
+        return all(work.is_completed() for work in self.works)
 
 
 class OneQueue:

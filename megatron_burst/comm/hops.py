@@ -8,7 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from time import monotonic, sleep
 from typing import Any
 
@@ -32,7 +32,8 @@ class Waits:
         steps: of the program.
         link, cargo: of the transfer.
         num_bytes: that these peers send, or receive.
-        broken: whether the connection is.
+        broken: whether the connections to these are.
+        since: when the wait began, in seconds since 1970.
     """
 
     number: int
@@ -45,6 +46,7 @@ class Waits:
     cargo: str = ""
     num_bytes: int = 0
     broken: bool = False
+    since: float = field(default=0.0, compare=False)
 
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> "Waits":
@@ -80,7 +82,7 @@ def issued_hop(log: Members) -> Waits | None:
     for run in [*log.runs][-1:]:
         for index, (op, handle) in enumerate(zip(run.program.ops, [*run.over], strict=False)):
             if isinstance(op, Transfer) and handle is None:
-                return replace(_waits(run, index, None), broken=True)
+                return _waits(run, index, None)
     return None
 
 
@@ -130,8 +132,10 @@ def culprits(log: Members, mine: Waits, patience_s: float) -> list[int]:
 
 
 def ends_of(peers: Iterable[int], posts: Mapping[int, Waits]) -> list[int]:
-    """Where chains of waiting ranks end that begin with some: ranks that wait for nobody. If they
-    end nowhere, as connections broke: the ranks that most of these join."""
+    """Who stops ranks that wait: whom most broken connections join, else where chains of waiting
+    ranks end that begin with `peers`; if they wait in a circle, who came last."""
+    if any(post.broken for post in posts.values()):
+        return _joined(posts)
     seen: set[int] = set()
     found, left = [], list(peers)
     while left:
@@ -143,15 +147,16 @@ def ends_of(peers: Iterable[int], posts: Mapping[int, Waits]) -> list[int]:
             left += posts[rank].peers
         else:
             found.append(rank)
-    return sorted(found) or _joined({rank: posts[rank] for rank in posts if rank in seen})
+    return sorted(found) or [max(seen, key=lambda rank: posts[rank].since)] if seen else []
 
 
 def _joined(posts: Mapping[int, Waits]) -> list[int]:
+    """The rank that most broken connections join; of two, the one that says nothing."""
     broken = {rank: post.peers for rank, post in posts.items() if post.broken}
     pairs = {frozenset((rank, peer)) for rank, peers in broken.items() for peer in peers}
     counts = Counter(rank for pair in pairs for rank in pair)
-    most = max(counts.values(), default=0)
-    return sorted(rank for rank, count in counts.items() if count == most)
+    most = [rank for rank, count in counts.items() if count == max(counts.values())]
+    return sorted([rank for rank in most if rank not in posts] or most)
 
 
 def named_ranks(log: Members, ranks: Sequence[int]) -> str:

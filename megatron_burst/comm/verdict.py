@@ -33,8 +33,10 @@ def lost_pass(log: Members, entry: Entry, why: str) -> tuple[BurstError, str]:
     """The error of a pass that not all ranks have begun; and for which this one waits, in words."""
     terms = terms_of_all(log, entry, _GRACE_S)
     missing = tuple(rank for rank, theirs in enumerate(terms) if theirs is None)
-    waits = _with_broken(log, Waits(entry.number, entry.stamp.word, entry.stamp.layer, missing))
-    found = culprits(log, waits, _CHAIN_S) if waits.peers else []
+    since = time() - (monotonic() - entry.begun)
+    waits = Waits(entry.number, entry.stamp.word, entry.stamp.layer, missing, since=since)
+    waits = _with_broken(log, waits)
+    found = culprits(log, waits, 0) if waits.peers else []
     error = _missing(log, found, waits, f"pass {entry.number} of the group, {entry.stamp}: {why}")
     report(log, "pass", error, waits, found)
     return error, _whom(log, found, waits)
@@ -45,8 +47,10 @@ def lost_hop(log: Members, error: Exception) -> tuple[BurstError, str]:
     if news := _news(log):
         return _strayed(log, *news), ""
     why = str(error).splitlines()[0]
-    none = Waits(log.number, log.stamp.word, log.stamp.layer, ())
-    return late_hop(log, awaited_hop(log) or issued_hop(log) or none, why)
+    waits = awaited_hop(log) or issued_hop(log)
+    waits = waits or Waits(log.number, log.stamp.word, log.stamp.layer, ())
+    waited_s = log.board.timeout_s if "imed out" in why else 0.0
+    return late_hop(log, replace(waits, since=time() - waited_s), why)
 
 
 def late_hop(log: Members, waits: Waits, why: str) -> tuple[BurstError, str]:
@@ -145,7 +149,7 @@ def report(log: Members, what: str, error: Exception, waits: Waits, found: Seque
     line = {
         "time": time(), "rank": rank, "cp_rank": log.rank, "group": log.name, "ranks": log.ranks,
         "nodes": log.nodes, "what": what, "waits": asdict(waits), "culprits": [*found],
-        "error": str(error) or type(error).__name__, "timeout_s": log.board.timeout_s,
+        "error": f"{type(error).__name__}: {error}",
     }  # fmt: skip
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -174,8 +178,9 @@ class HopWatch:
                 tell(log, None)
             self._hop, self._since, self._told = hop, monotonic(), False
         elif hop is not None and not self._told and monotonic() - self._since > limit / 2:
-            tell(log, hop)
+            tell(log, replace(hop, since=time() - (monotonic() - self._since)))
             self._told = True
         elif hop is not None and not log.waits and monotonic() - self._since > _EARLY * limit:
+            hop = replace(hop, since=time() - _EARLY * limit)
             return late_hop(log, hop, f"it is not over after {_EARLY * limit:g} s")
         return None

@@ -19,12 +19,16 @@ class Patients:
         if fresh or self._crew is None:
             self.end()
             self._crew = Crew("gloo", ((),) * WORLD)
-        found = self._crew.run(function, args, _LIMIT_S, mortal=ODD)
-        if None in found or fresh:
-            self.end()
-        else:
-            self._crew.wait(_LIMIT_S)
-        return found
+        crew, self._crew = self._crew, None
+        try:
+            found = crew.run(function, args, _LIMIT_S, mortal=ODD)
+            if None not in found and not fresh:
+                crew.wait(_LIMIT_S)
+                self._crew = crew
+            return found
+        finally:
+            if self._crew is None:
+                crew.end()
 
     def end(self):
         if self._crew:

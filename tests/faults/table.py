@@ -41,7 +41,7 @@ class Fault:
 
 FAULTS = {
     "killed": Fault("a process ends (SIGKILL)", NO_WORD),
-    "stopped": Fault("a process is stopped (SIGSTOP)", NO_WORD, NO_WORD),
+    "stopped": Fault("a process is stopped (SIGSTOP)", NO_WORD, rf"^$|{NO_WORD}"),
     "stuck": Fault("a rank computes for longer than the time-out", NO_WORD, rf"^$|{NO_WORD}"),
     "slow": Fault("a rank computes for a part of the time-out", "", ""),
     "raises": Fault("an exception on one rank", SAID, "a wrong turn", again=True),
