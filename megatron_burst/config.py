@@ -69,6 +69,8 @@ class BurstConfig:
         keep_host_gib: maximum host memory per rank for offloading; None: half of the available
             memory, shared by the ranks of the node.
         keep_debug: compare the inputs of recomputation with those of the first pass, bit by bit.
+        nan_guard: stop at the first tile whose result has a NaN, and name it; each check waits for
+            the GPU.
         timeout_s: seconds that a rank waits for the others before it names the missing ones; None:
             the timeout of the process group (--distributed-timeout-minutes).
     """
@@ -94,6 +96,7 @@ class BurstConfig:
     keep_modules: tuple[str, ...] = ()
     keep_host_gib: float | None = None
     keep_debug: bool = False
+    nan_guard: bool = False
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:

@@ -128,14 +128,14 @@ def culprits(log: Members, mine: Waits, patience_s: float) -> list[int]:
     end = monotonic() + patience_s
     while monotonic() < end:
         sleep(_LOOK_S)
-    return ends_of(mine.peers, told(log) | {log.rank: mine})
+    return ends_of(mine.peers, told(log) | {log.rank: mine}, log.size)
 
 
-def ends_of(peers: Iterable[int], posts: Mapping[int, Waits]) -> list[int]:
-    """Who stops ranks that wait: whom most broken connections join, else where chains of waiting
-    ranks end that begin with `peers`; if they wait in a circle, who came last."""
+def ends_of(peers: Iterable[int], posts: Mapping[int, Waits], size: int) -> list[int]:
+    """Who stops ranks that wait, of `size` in all: whose connections broke, else where chains of
+    waiting ranks end that begin with `peers`; if they wait in a circle, who came last."""
     if any(post.broken for post in posts.values()):
-        return _joined(posts)
+        return _apart(posts, size)
     seen: set[int] = set()
     found, left = [], list(peers)
     while left:
@@ -150,11 +150,13 @@ def ends_of(peers: Iterable[int], posts: Mapping[int, Waits]) -> list[int]:
     return sorted(found) or [max(seen, key=lambda rank: posts[rank].since)] if seen else []
 
 
-def _joined(posts: Mapping[int, Waits]) -> list[int]:
-    """The rank that most broken connections join; of two, the one that says nothing."""
+def _apart(posts: Mapping[int, Waits], size: int) -> list[int]:
+    """The ranks to which most connections are broken, of several those that say nothing. A rank
+    that lost all of its connections is itself apart, unless others miss another one."""
     broken = {rank: post.peers for rank, post in posts.items() if post.broken}
-    pairs = {frozenset((rank, peer)) for rank, peers in broken.items() for peer in peers}
-    counts = Counter(rank for pair in pairs for rank in pair)
+    some = [peer for peers in broken.values() if len(peers) < size - 1 for peer in peers]
+    every = {*broken, *(peer for peers in broken.values() for peer in peers)}
+    counts = Counter(some or (broken if size > 2 else every))
     most = [rank for rank, count in counts.items() if count == max(counts.values())]
     return sorted([rank for rank in most if rank not in posts] or most)
 

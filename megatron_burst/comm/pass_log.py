@@ -119,7 +119,8 @@ class PassLog(Members):
 
     def _tell_of(self, error: Exception, lost: str) -> None:
         self.number += 1
-        terms = {"failure": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+        words = [(str(error).splitlines() or [""])[0], *getattr(error, "__notes__", ())]
+        terms = {"failure": f"{type(error).__name__}: {', '.join(words)}"}
         terms |= {"lost": lost} if lost else {}
         with suppress(RuntimeError):  # connections or the store may be gone, with a rank
             self._post(Stamp(Kind.FAILURE, self.number, 0, 0), terms)
@@ -293,5 +294,8 @@ class Pass:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        what, _, layer = self._what
+        if isinstance(error, Exception) and layer:
+            error.add_note(f"in layer {layer}, {what.name.lower()}")
         if self._tells and self._marks.log and isinstance(error, Exception):
             self._marks.log.fail(error)

@@ -154,7 +154,7 @@ def told_in(step):
     try:
         step()
     except (BurstError, NoMemoryError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', ()))}"
     return ""
 
 
