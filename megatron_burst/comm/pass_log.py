@@ -137,8 +137,12 @@ class PassLog(Members):
         `fail`."""
         self.fail(error, lost)
         with self._lock:
-            self._broken = self._broken or error
+            self._break(self._broken or error)
         return error
+
+    def _break(self, error: BurstError | None) -> None:
+        """Have later passes raise this; without its traceback, which holds tensors and groups."""
+        self._broken = error and type(error)(*error.args)
 
     def look(self) -> None:
         """Compare the stamps received so far without waiting; raises as `begin`."""
@@ -203,15 +207,16 @@ class PassLog(Members):
         from megatron_burst.comm.differing import disagreement
 
         error, goes_on = disagreement(self, entry)
-        self._broken = None if goes_on else error
+        self._break(None if goes_on else error)
         return error
 
     def _lost(self, entry: Entry, why: str) -> BurstError:
         from megatron_burst.comm.verdict import lost_pass
 
-        self._broken, lost = lost_pass(self, entry, why)
-        self._tell_of(self._broken, lost)  # a rank that comes later
-        return self._broken
+        error, lost = lost_pass(self, entry, why)
+        self._tell_of(error, lost)  # a rank that comes later
+        self._break(error)
+        return error
 
 
 def _watch(log: ReferenceType[PassLog], ended: threading.Event) -> None:

@@ -40,11 +40,12 @@ def _guarded(binder: Binder, step: Step, op: Op, number: int) -> Step:
         done = step.run(of)
         if wrong := _first_nan(of, writes):
             came = _first_nan(of, reads)
+            tiles = ", ".join(_tile(ref, of.unit) for ref in op.reads)
             origin = f"which {came} had before" if came else "which the inputs had not"
             raise BurstError(
                 "burst attention: with nan_guard results must be numbers, because training goes "
                 f"on with them; got NaN in {wrong}, {origin}, after {type(op).__name__} of "
-                f"{', '.join(_tile(ref, of.unit) for ref in op.reads)}, step {number} of {total}, {direction}; "
+                f"{tiles}, step {number} of {total}, {direction}; "
                 "look at these inputs, or try another --burst-backend"
             )
         return done

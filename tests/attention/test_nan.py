@@ -43,7 +43,7 @@ def test_the_first_tile_with_a_nan_is_named(way):
     for rank, (said, same) in enumerate(run_ranks(of_nan, 4, way)):
         assert same and "in layer 3, forward" in said and re.search(tile, said), said
         assert rank == ODD or "must succeed" not in said or "on cp rank 1" in said
-        assert rank != ODD or way != "ring" or "which k of 'kv' rows 0 to 1 had" in said
+        assert rank != ODD or way != "ring" or "which k of 'kv' rows" in said
 
 
 def alone(**options):
