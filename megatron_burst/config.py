@@ -105,6 +105,11 @@ class BurstConfig:
         require("burst attention", _needs_of_tunings({n: getattr(self, n) for n in TUNINGS}))
         require("burst keep", self._needs_of_keep())
 
+    def __str__(self) -> str:
+        """The options that are not the defaults."""
+        given = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]
+        return f"BurstConfig({', '.join(f'{n}={x!r}' for n, x, usual in given if x != usual)})"
+
     @property
     def kept_share(self) -> float:
         """Share of the rows whose results are kept, the later ones; of "auto" 0."""

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.errors import BurstError
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
 
@@ -141,22 +140,6 @@ class SentSlots:
         prepared; each take goes to its target."""
         sends, peers = ends
         return self._send(sends, list(zip(peers, targets, strict=True)))
-
-
-class SymmetricError(BurstError):
-    """A rank has too little memory for slots that others read; raised on all ranks of its node.
-
-    Attributes:
-        reason: what went wrong.
-    """
-
-    def __init__(self, num_bytes: int, reason: str) -> None:
-        self.reason = f"{num_bytes / 2**20:.1f} MiB of symmetric memory failed on {reason}"
-        super().__init__(
-            "burst attention: to pull, each rank must allocate memory that the other ranks of its "
-            f"node can read, because they copy from it; got {self.reason}; free some, or pass "
-            "--burst-tune transfer=send or transfer=auto"
-        )
 
 
 class PulledSlots(Views):
@@ -367,5 +350,5 @@ class Carrier(Protocol):
     def queues(self, device: torch.device) -> OneQueue | Queues:
         """The queues of a call, which begins when the group's call before it is over."""
 
-    def run(self, program: "Program", unit: int, over: list[Any]) -> None:
-        """Note that a pass issues its operations; arguments as in `pass_log.Running`."""
+    def run(self, program: "Program", unit: int, over: list[Any], waits: Any) -> None:
+        """Note that a pass issues its operations; arguments as in `stamps.Running`."""

@@ -17,12 +17,12 @@ from megatron_burst.comm.carrier import (
     Sends,
     SentSlots,
     Slots,
-    SymmetricError,
     Where,
 )
 from megatron_burst.comm.group import Group, SubGroups, state_of
 from megatron_burst.comm.nodes import check_devices, find_topology
 from megatron_burst.comm.pass_log import Kind, Marks
+from megatron_burst.comm.stamps import Running
 from megatron_burst.comm.watch import WHO, backend_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
@@ -100,6 +100,8 @@ class Communicator:
         asked for pulling.
         """
         if self._pool and self.transfer.value == "pull":
+            from megatron_burst.comm.symmetric import SymmetricError
+
             try:
                 return self._pool.slots(cargo, count, num_bytes, where)
             except SymmetricError as error:
@@ -125,10 +127,10 @@ class Communicator:
         peers = [peer for peer, _ in (*sends, *recvs)]
         return Sends(works, peers, self.board.timeout_s, self._lost)
 
-    def run(self, program: "Program", unit: int, over: list[Any]) -> None:
+    def run(self, program: "Program", unit: int, over: list[Any], waits: Any) -> None:
         """As `Carrier.run`."""
-        if self._log:
-            self._log.run(program, unit, over)
+        if log := self._log:
+            log.runs.append(Running(log.number, log.stamp, program, unit, over, waits))
 
 
 def choose_transfer(

@@ -9,14 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from time import monotonic, sleep
 from typing import Any
 
 from megatron_burst.comm.stamps import Members, Running
 from megatron_burst.schedule.program import Transfer
 from megatron_burst.schedule.topology import Link
-
-_LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +67,14 @@ def awaited_hop(log: Members) -> Waits | None:
 
 
 def _hop_of(run: Running) -> Waits | None:
-    for index, (op, handle) in enumerate(zip(run.program.ops, [*run.over], strict=False)):
-        handle = getattr(handle, "what", handle)  # a clock's
-        if isinstance(op, Transfer) and handle is not None and not handle.query():
+    """A transfer that others must take part in, and for which nothing on this rank is left."""
+    over = [getattr(handle, "what", handle) for handle in run.over]  # a clock has others
+    count = len(run.program.ops)
+    if len(over) <= count or not over[count].query():
+        return None
+    for index, (op, handle) in enumerate(zip(run.program.ops, over, strict=False)):
+        under_way = isinstance(op, Transfer) and handle is not None and not handle.query()
+        if under_way and all(over[earlier].query() for earlier in run.waits[index]):
             return _waits(run, index, getattr(handle, "awaited", None))
     return None
 
@@ -121,13 +123,10 @@ def told(log: Members) -> dict[int, Waits]:
     return found
 
 
-def culprits(log: Members, mine: Waits, patience_s: float) -> list[int]:
-    """The ranks for which this one waits in the end, once others had time to say for whom they
-    wait. Tells others of this one."""
+def culprits(log: Members, mine: Waits) -> list[int]:
+    """The ranks for which this one waits in the end, as far as others say for whom they wait.
+    Tells others of this one."""
     tell(log, mine)
-    end = monotonic() + patience_s
-    while monotonic() < end:
-        sleep(_LOOK_S)
     return ends_of(mine.peers, told(log) | {log.rank: mine}, log.size)
 
 

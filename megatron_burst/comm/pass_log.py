@@ -21,28 +21,22 @@ from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ReferenceType, finalize, ref
 
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron_burst.comm.stamps import Entry, Kind, Members, Room, Running, Stamp
+from megatron_burst.comm.stamps import Entry, Kind, Members, Room, Stamp
 from megatron_burst.errors import BurstError
 from megatron_burst.transforms import uncompiled
-
-if TYPE_CHECKING:
-    from megatron_burst.schedule.program import Program
 
 _LOOK_S = 0.5  # how often a waiting rank checks whether others have given up
 _WATCH_S = 1.0  # how often the thread looks
 
 
 class PassLog(Members):
-    """Numbers the passes of this rank and compares them with those of the group's other ranks.
-
-    Its arguments are those of `Members`.
-    """
+    """Numbers the passes of this rank and compares them with those of the group's other ranks."""
 
     def __init__(self, *members: Any) -> None:
         super().__init__(*members)
@@ -148,10 +142,6 @@ class PassLog(Members):
         """Compare the stamps received so far without waiting; raises as `begin`."""
         with self._lock:
             self._look()
-
-    def run(self, program: "Program", unit: int, over: list[Any]) -> None:
-        """Note that the latest pass issues its operations; arguments as in `Running`."""
-        self.runs.append(Running(self.number, self.stamp, program, unit, over))
 
     def _post(self, stamp: Stamp, terms: Mapping[str, str]) -> None:
         room = self._rooms.pop() if self._rooms else Room(self.size)
@@ -300,7 +290,7 @@ class Pass:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         what, _, layer = self._what
-        if isinstance(error, Exception) and layer:
+        if isinstance(error, Exception) and layer and f"layer {layer}" not in str(error):
             error.add_note(f"in layer {layer}, {what.name.lower()}")
         if self._tells and self._marks.log and isinstance(error, Exception):
             self._marks.log.fail(error)

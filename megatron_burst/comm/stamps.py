@@ -4,7 +4,7 @@ import json
 import os
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -64,20 +64,14 @@ class Stamp:
 
 
 class Running(NamedTuple):
-    """A pass whose operations are issued.
-
-    Attributes:
-        number, stamp: of the pass.
-        program: of this rank.
-        unit: how many rows one row of the program stands for.
-        over: completion handles by operation, None if it is not issued; emptied when all is over.
-    """
+    """A pass whose operations are issued."""
 
     number: int
     stamp: Stamp
-    program: "Program"
-    unit: int
-    over: list[Any]
+    program: "Program"  # of this rank
+    unit: int  # how many rows one row of the program stands for
+    over: list[Any]  # handles by operation, and of what came before; emptied when all is over
+    waits: Sequence[Sequence[int]]  # by operation, which others must finish first
 
 
 @dataclass(slots=True)
@@ -94,19 +88,13 @@ class Entry:
 
 
 class Room:
-    """Send and receive memory for stamps, which Python writes and reads without torch.
-
-    Attributes:
-        mine: this rank's, once for each rank: 64-bit integers.
-        stamps: of all ranks.
-        tensors: the same memory, (stamps, mine).
-    """
+    """Send and receive memory for stamps, which Python writes and reads without torch."""
 
     def __init__(self, size: int) -> None:
+        # 64-bit integers: this rank's stamp once for each rank, and those of all ranks
         self.mine, self.stamps = (array("q", [0] * 2 * size) for _ in range(2))
-        self.tensors = tuple(
-            torch.frombuffer(x, dtype=torch.int64) for x in (self.stamps, self.mine)
-        )
+        both = self.stamps, self.mine
+        self.tensors = tuple(torch.frombuffer(x, dtype=torch.int64) for x in both)
 
 
 class Members:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
-from time import monotonic, time
+from time import monotonic, sleep, time
 
 import torch
 
@@ -36,7 +36,7 @@ def lost_pass(log: Members, entry: Entry, why: str) -> tuple[BurstError, str]:
     since = time() - (monotonic() - entry.begun)
     waits = Waits(entry.number, entry.stamp.word, entry.stamp.layer, missing, since=since)
     waits = _with_broken(log, waits)
-    found = culprits(log, waits, 0) if waits.peers else []
+    found = culprits(log, waits) if waits.peers else []
     error = _missing(log, found, waits, f"pass {entry.number} of the group, {entry.stamp}: {why}")
     report(log, "pass", error, waits, found)
     return error, _whom(log, found, waits)
@@ -56,8 +56,10 @@ def lost_hop(log: Members, error: Exception) -> tuple[BurstError, str]:
 def late_hop(log: Members, waits: Waits, why: str) -> tuple[BurstError, str]:
     """The error of a hop that this rank gives up; and for which ranks it waits, in words."""
     peers, word = ", ".join(map(str, waits.peers)), log.of.rank
+    tell(log, _with_broken(log, waits))
+    sleep(_CHAIN_S)
     waits = _with_broken(log, waits)
-    found = culprits(log, waits, _CHAIN_S)
+    found = culprits(log, waits)
     layer = f" of layer {waits.layer}" if waits.layer else ""
     where = (
         f"the {waits.link} {waits.cargo} hop of {in_unit(waits.num_bytes)} between {word} "

@@ -7,7 +7,7 @@ read.
 
 import json
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from datetime import timedelta
 from typing import NamedTuple
 from uuid import uuid4
@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from megatron_burst.errors import BurstError, DisagreementError
+from megatron_burst.errors import BurstError
 
 WHO = "burst attention"
 PREFIX = "megatron_burst"  # of keys in stores and names of groups
@@ -144,7 +144,10 @@ class Board:
         for rank, theirs in enumerate(everyones):
             if wrong := theirs.get(PROBLEM):
                 raise BurstError(f"{wrong} ({of.rank} {rank})")
-        _refuse_differences(who, everyones, self._rank, of)
+        if any(theirs != post for theirs in everyones):
+            from megatron_burst.comm.terms import refuse_differences
+
+            refuse_differences(who, everyones, self._rank, of)
         self._agreed[key] = None
         return True
 
@@ -204,23 +207,6 @@ class Board:
     def keys(self) -> list[str]:
         """Keys of the ranks' posts on the next topic."""
         return [f"{self.name}/{self._posts}/{rank}" for rank in range(self._size)]
-
-
-def _refuse_differences(
-    who: str, everyones: Sequence[Mapping[str, str]], rank: int, of: Parallel
-) -> None:
-    """Refuse terms, in rank order, that differ from this rank's; names the first."""
-    mine = everyones[rank]
-    for their_rank, theirs in enumerate(everyones):
-        if theirs == mine:
-            continue
-        term = next(key for key in [*mine, *theirs] if mine.get(key) != theirs.get(key))
-        change = of.changes.get(term, "give all ranks the same")
-        raise DisagreementError(
-            f"{who}: all ranks of a {of.group} group must call with the same shapes and options, "
-            f"because {of.why}; got {term}={mine.get(term)} on {of.rank} {rank} and "
-            f"{term}={theirs.get(term)} on {of.rank} {their_rank}; {change}"
-        )
 
 
 def backend_of(group: dist.ProcessGroup) -> str:

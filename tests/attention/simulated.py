@@ -89,7 +89,7 @@ class SimulatedCarrier:
     def queues(self, device):
         return OneQueue(Where(device))
 
-    def run(self, program, unit, over):
+    def run(self, program, unit, over, waits):
         pass
 
     def buffers(self, use, count, num_bytes, where):

@@ -34,38 +34,44 @@ def held() -> tuple[float, int, int]:
     return resident, *(len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd"))
 
 
-def calls(rank: int, count: int, seed: int) -> list[tuple]:
-    """Random masks, layouts, modes, kernels, lengths and dtypes; rows of the CSV."""
-    random, some, found = Random(seed), cells(KERNELS, (1, 2)), []
+def note(out: str, count: int, of: str, number: int, rank: int) -> None:
+    """Append a line to the CSV, every so often."""
+    if number % max(1, count // _NOTES) == 0 or number == count - 1:
+        resident, threads, descriptors = held()
+        with open(out, "a") as file:  # one write a line, so ranks may share the file
+            file.write(f"{of},{number},{rank},{resident:.1f},{threads},{descriptors}\n")
+
+
+def calls(rank: int, count: int, out: str) -> None:
+    """Random masks, layouts, modes, kernels, lengths and dtypes."""
+    random, some = Random(0), cells(KERNELS, (1, 2))
     for number in range(count):
-        cell, unit, dim = random.choice(some), random.choice((2, 4, 6)), random.choice((4, 8))
+        cell, unit, dim = random.choice(some), random.choice((1, 2, 4)), random.choice((4, 8))
         dtype, most = random.choice([(torch.float64, 1e-12), (torch.float32, 1e-5)])
         got = outcome(cell, unit, dim, torch.empty(0, dtype=dtype))
         assert_as_declared(cell, got, WORLD, most, unit)
-        if number % max(1, count // _NOTES) == 0 or number == count - 1:
-            found.append(("calls", number, rank, *held()))
-    return found
+        note(out, count, "calls", number, rank)
 
 
-def groups(rank: int, count: int, seed: int) -> list[tuple]:
+def groups(rank: int, count: int, out: str) -> None:
     """Groups that are made, used and destroyed."""
-    random, found = Random(seed), []
+    random = Random(0)
     for number in range(count):
         group, config = dist.new_group(), BurstConfig(**MODES[random.choice([*MODES])])
         q, k, v = (torch.randn(1, 8, heads, 4, requires_grad=True) for heads in (8, 4, 4))
         burst_attention(q, k, v, group=group, config=config).sum().backward()
         dist.destroy_process_group(group)
         del group
-        if number % max(1, count // _NOTES) == 0 or number == count - 1:
-            found.append(("groups", number, rank, *held()))
-    return found
+        note(out, count, "groups", number, rank)
 
 
-def soaked(num_calls: int, num_groups: int) -> list[dict]:
-    """Rows of all ranks."""
-    every = [*run_ranks(calls, WORLD, num_calls, 0, timeout_s=36000),
-             *run_ranks(groups, WORLD, num_groups, 0, timeout_s=36000)]  # fmt: skip
-    return [dict(zip(FIELDS, row, strict=True)) for of_rank in every for row in of_rank]
+def soak(num_calls: int, num_groups: int, out: Path) -> list[dict[str, str]]:
+    """The lines of all ranks, which are in `out` too."""
+    out.write_text(",".join(FIELDS) + "\n")
+    run_ranks(calls, WORLD, num_calls, str(out), timeout_s=36000)
+    run_ranks(groups, WORLD, num_groups, str(out), timeout_s=36000)
+    with out.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def main() -> None:
@@ -74,11 +80,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=1_000)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    rows = soaked(args.calls, args.groups)
-    with args.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row | {"rss_mib": round(row["rss_mib"], 1)} for row in rows)
+    soak(args.calls, args.groups, args.out)
 
 
 if __name__ == "__main__":

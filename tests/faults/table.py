@@ -12,6 +12,7 @@ MODES = {
     "a2a": {"intra": "a2a", "nodes": 1},
     "nested": {"intra": "ring", "nodes": 2},
 }
+FRESH = ("checkpoints",)  # in processes that have run no checkpoint
 DIRECTIONS = "forward", "backward"
 PLACES = "first", "middle", "last"
 
@@ -30,6 +31,7 @@ class Fault:
         own: what the rank itself is told; None: it is gone, or stopped.
         again: whether the call can be made again, on all ranks.
         passing: whether it hits a place in a pass, or else a whole call.
+        quiet: what follows if nothing is said.
     """
 
     what: str
@@ -37,6 +39,7 @@ class Fault:
     own: str | None = None
     again: bool = False
     passing: bool = True
+    quiet: str = "the result is right"
 
 
 FAULTS = {
@@ -52,7 +55,8 @@ FAULTS = {
     "cut off": Fault(
         "the connections of a rank break", NO_WORD, NO_WORD,
     ),
-    "NaN": Fault("a tile of a rank is NaN", "", "", again=True),
+    "NaN": Fault("a tile of a rank is NaN", "", "", again=True,
+                 quiet="NaN in what depends on it; `nan_guard` names the tile"),
     "flag": Fault("another flag", rf"deterministic=True.* on cp ranks \[{ODD}\]",
                   rf"deterministic=True.* on cp ranks \[{ODD}\]", again=True, passing=False),
     "shape": Fault("a batch of another shape", rf"v=\(2, 8, 4, 4\) on cp ranks \[{ODD}\]",

@@ -10,9 +10,9 @@ import pytest
 
 from megatron_burst.tools.doctor.explain import explained
 from tests.faults.acts import suffer
-from tests.faults.table import FAULTS, MARGIN_S, ODD, TIMEOUT_S, Case, cases
+from tests.faults.sentences import HEAD, PAGE
+from tests.faults.table import FAULTS, FRESH, MARGIN_S, ODD, TIMEOUT_S, Case, cases
 
-FRESH = ("checkpoints",)
 SOME = {  # in `make test`
     Case("raises", "ring", "backward", "middle"), Case("no memory anywhere", "gather"),
     Case("shape", "a2a"), Case("mask", "nested"), Case("cut off", "nested", "backward", "last"),
@@ -46,3 +46,13 @@ def test_every_rank_names_the_faulty_one_in_time(case, patients, tmp_path):
         assert again == "", (rank, again)
     if fault.passing and fault.said and case.fault != "no memory anywhere":
         assert explained(tmp_path).startswith(f"rank {ODD} on node"), explained(tmp_path)
+
+
+def test_the_page_says_what_users_read_of_each_fault():
+    """`python -m tests.faults.sentences` writes it."""
+    lines = PAGE.read_text().partition(HEAD)[2].splitlines()[: len(FAULTS)]
+    for line, fault in zip(lines, FAULTS.values(), strict=True):
+        _, what, other, own, go_on, _ = re.split(r"(?<!\\)\|", line)
+        assert what.strip() == fault.what and (go_on.strip() == "yes") == fault.again
+        for said, words in ((fault.said, other), (fault.own, own)):
+            assert not said or re.search(said, words) or "nothing" in words, (what, words)
