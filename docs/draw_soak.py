@@ -22,7 +22,7 @@ def main() -> None:
                 mine = [row for row in rows if (row["of"], row["rank"]) == (of, rank)]
                 axis.plot([int(row["number"]) for row in mine], [float(row[what]) for row in mine],
                           lw=1, label=f"rank {rank}")  # fmt: skip
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.15 * max(float(row[what]) for row in rows if row["of"] == of))
             axis.set_ylabel(label if column == 0 else "")
             axis.set_title(title if line == 0 else "", fontsize=10)
     axes[0][0].legend(fontsize=7, loc="lower right")
