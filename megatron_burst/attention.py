@@ -208,8 +208,8 @@ def _choose(call: Call, group: dist.ProcessGroup, state: Group) -> tuple[Passes,
         """Passes between the nodes as decided for the call, by what its ranks support."""
         spec, _ = resolve(replace(opened, inter=why["inter"].value))
         spec = replace(spec, pulled=spec.pulled and carrier.transfer.value == "pull")
-        scale, deterministic = call.softmax_scale, call.config.reproducible
-        return Passes(spec, backend, carrier, scale, call.dtypes[0], deterministic, marks)
+        how = call.config.reproducible, call.config.nan_guard
+        return Passes(spec, backend, carrier, call.softmax_scale, call.dtypes[0], *how, marks)
 
     marks, keep = Marks.of(state.log, call.in_words()), None
     kept: list[Choice] = []

@@ -17,6 +17,7 @@ from megatron_burst.schedule.layout import Layout, check_tokens
 from megatron_burst.schedule.mask import SLICES, Mask
 from megatron_burst.schedule.spec import AttentionShape, Circulate, Kernel, Spec
 from megatron_burst.schedule.topology import Topology
+from megatron_burst.version import __version__
 
 _WHO = "burst attention"
 _USUAL = bool, bool, int, BurstConfig
@@ -91,10 +92,11 @@ class Call:
         """Facts of this rank's machine that decide how the call runs, by name; ranks with equal
         facts choose alike, whatever the batch and tokens."""
         config, device = self.config, self.devices[0]
+        facts = {"version": f"{__version__} with torch {torch.__version__}"}
         try:
-            facts = {"backend": choose_backend(self.problem, config.backend)[0].capability.name}
+            facts["backend"] = choose_backend(self.problem, config.backend)[0].capability.name
         except BurstError as error:
-            facts = {"backend": str(error)}  # the other ranks must learn that too
+            facts["backend"] = str(error)  # the other ranks must learn that too
         in_rounds = config.intra != "ring" and not config.flat and config.pieces
         if in_rounds and config.heads_per_round is None:
             facts["multiprocessors (without heads_per_round)"] = f"{multiprocessors(device)}"

@@ -71,6 +71,8 @@ class BurstConfig:
         keep_host_gib: maximum host memory per rank for offloading; None: half of the available
             memory, shared by the ranks of the node.
         keep_debug: compare the inputs of recomputation with those of the first pass, bit by bit.
+        nan_guard: stop at the first tile whose result has a NaN, and name it; each check waits for
+            the GPU.
         timeout_s: seconds that a rank waits for the others before it names the missing ones; None:
             the timeout of the process group (--distributed-timeout-minutes).
     """
@@ -97,6 +99,7 @@ class BurstConfig:
     keep_modules: tuple[str, ...] = ()
     keep_host_gib: float | None = None
     keep_debug: bool = False
+    nan_guard: bool = False
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -104,6 +107,11 @@ class BurstConfig:
         require("burst attention", self._needs_of_modes())
         require("burst attention", _needs_of_tunings({n: getattr(self, n) for n in TUNINGS}))
         require("burst keep", self._needs_of_keep())
+
+    def __str__(self) -> str:
+        """The options that are not the defaults."""
+        given = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]
+        return f"BurstConfig({', '.join(f'{n}={x!r}' for n, x, usual in given if x != usual)})"
 
     @property
     def kept_share(self) -> float:

@@ -45,6 +45,12 @@ def spans_nodes() -> bool:
     return not os.environ.get("NCCL_HOSTID") and os.environ.get("NCCL_MNNVL_ENABLE") != "0"
 
 
+def fault_folder() -> Path | None:
+    """Where each rank writes a line when a pass fails; None: nowhere."""
+    named = os.environ.get("MEGATRON_BURST_FAULTS")
+    return Path(named) if named else None
+
+
 def share_kernel_cache() -> None:
     """Have FlashAttention-4 cache compiled kernels on disk for all ranks.
 

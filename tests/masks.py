@@ -185,6 +185,11 @@ def _listed(names: Sequence[str]) -> str:
 # ---- the calls themselves, in processes of their own ---------------------------------------------
 
 
+@lru_cache(maxsize=256)
+def _seen(mask: str, layout: str, unit: int) -> torch.Tensor:
+    return MASKS[mask].seen(layout, unit)
+
+
 def outcome(cell: Cell, unit: int, dim: int, like: torch.Tensor) -> str | float:
     """A call of this rank in the default group: what it was refused with, or the largest relative
     error of (out, dq, dk, dv) over the whole sample, against float64.
@@ -214,7 +219,7 @@ def outcome(cell: Cell, unit: int, dim: int, like: torch.Tensor) -> str | float:
     got = [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach())]
     leaves = [x.double().cpu().requires_grad_() for x in whole[:3]]
     of_sink = None if sink is None else sink.double().cpu()
-    seen = example.seen(cell.layout, unit)
+    seen = _seen(cell.mask, cell.layout, unit)
     out = full_attention(*leaves, False, dim**-0.5, seen, of_sink)
     truth = [out.detach(), *torch.autograd.grad(out, leaves, whole[3].double().cpu())]
     wrong = [

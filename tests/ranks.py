@@ -100,12 +100,14 @@ class Crew:
             theirs.close()
             self._pipes.append(pipe)
 
-    def run(self, function: Callable[..., Any], args: tuple, timeout_s: int) -> list[Any]:
-        """The function's results in rank order."""
+    def run(
+        self, function: Callable[..., Any], args: tuple, timeout_s: int, mortal: int = -1
+    ) -> list[Any]:  # fmt: skip
+        """The function's results in rank order; `mortal`: a rank whose process may end: None."""
         self._store = new_store()
         for pipe in self._pipes:
             pipe.send((function, self._store.port, args))
-        return _collect(self._pipes, timeout_s)
+        return _collect(self._pipes, timeout_s, mortal)
 
     def wait(self, timeout_s: int) -> None:
         """Wait until the processes have cleaned up after a function; one that cannot is not
@@ -161,7 +163,7 @@ def turns(world: int, backend: str) -> int:
     return -(-world // torch.cuda.device_count()) if backend == "nccl" else 1
 
 
-def _collect(pipes: list, timeout_s: int) -> list[Any]:
+def _collect(pipes: list, timeout_s: int, mortal: int = -1) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         pending = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
@@ -173,7 +175,7 @@ def _collect(pipes: list, timeout_s: int) -> list[Any]:
             try:
                 ok, results[rank] = pipe.recv()
             except EOFError:
-                ok, results[rank] = False, "the process died"
+                ok, results[rank] = rank == mortal, None if rank == mortal else "the process died"
             assert ok, f"rank {rank} failed:\n{results[rank]}"
     return [results[rank] for rank in range(len(pipes))]
 

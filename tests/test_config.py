@@ -58,6 +58,7 @@ GIVEN = {
         "pieces": False, "grad_wire": "input", "resend": "never", "transfer": "pull",
     },
     "keep_host_gib=0.5,timeout_s=1e2": {"keep_host_gib": 0.5, "timeout_s": 100.0},
+    "nan_guard=true": {"nan_guard": True},
     "keep_modules=linear_qkv+linear_fc1": {"keep_modules": ("linear_qkv", "linear_fc1")},
 }  # fmt: skip
 
@@ -99,3 +100,8 @@ def test_what_is_no_tuning_is_refused_beside_all_that_are(text, pair):
 def test_numbers_that_must_be_positive_are_refused(text):
     with pytest.raises(BurstError, match="must be positive.*got"):
         parse_tunings(text)
+
+
+def test_in_words_only_what_differs_from_the_defaults_is_said():
+    assert str(BurstConfig()) == "BurstConfig()"
+    assert str(BurstConfig(nodes=2, intra="ring")) == "BurstConfig(intra='ring', nodes=2)"

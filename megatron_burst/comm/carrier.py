@@ -8,16 +8,20 @@ same order. With a single slot, a round must be consumed before the next round i
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.errors import BurstError
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
+
+if TYPE_CHECKING:
+    from megatron_burst.schedule.program import Program
 
 _LATEST = 256  # passes: a few steps of a model
 Parcels = Sequence[tuple[int, Tensor]]  # (peer cp rank, tensor to send or receive)
@@ -138,22 +142,6 @@ class SentSlots:
         return self._send(sends, list(zip(peers, targets, strict=True)))
 
 
-class SymmetricError(BurstError):
-    """A rank has too little memory for slots that others read; raised on all ranks of its node.
-
-    Attributes:
-        reason: what went wrong.
-    """
-
-    def __init__(self, num_bytes: int, reason: str) -> None:
-        self.reason = f"{num_bytes / 2**20:.1f} MiB of symmetric memory failed on {reason}"
-        super().__init__(
-            "burst attention: to pull, each rank must allocate memory that the other ranks of its "
-            f"node can read, because they copy from it; got {self.reason}; free some, or pass "
-            "--burst-tune transfer=send or transfer=auto"
-        )
-
-
 class PulledSlots(Views):
     """Slots that other ranks read directly.
 
@@ -253,8 +241,52 @@ class Over:
     def wait(self, stream: torch.cuda.Stream | None) -> None:
         pass
 
+    def query(self) -> bool:
+        """Whether it is done, as torch's events say it."""
+        return True
+
 
 OVER = Over()
+
+
+@dataclass(slots=True)
+class Sends:
+    """Sends and receives in flight.
+
+    Attributes:
+        works: torch's handles of those that nothing has waited for.
+        peers: the cp rank of each; on CPUs only, where each is waited for by itself.
+        timeout_s: for each wait; None on GPUs, where a wait with one would block the CPU.
+        lost: what turns torch's exception into ours: a weak reference, as a log holds transfers.
+        awaited: the rank that this process waits for, on a CPU.
+    """
+
+    works: Sequence[dist.Work]
+    peers: Sequence[int]
+    timeout_s: float | None
+    lost: Callable[[], Callable[[Exception], Exception]]
+    awaited: int | None = None
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Make the current stream (on CPU: this thread) wait until all are complete."""
+        try:
+            if self.timeout_s is None:
+                for work in self.works:
+                    work.wait()
+                return
+            works, self.works, limit = self.works, (), timedelta(seconds=self.timeout_s)
+            for work, peer in zip(works, self.peers, strict=False):
+                self.awaited = peer
+                work.wait(limit)  # only once: gloo hangs when waited on twice
+            self.awaited = None
+        except RuntimeError as error:
+            raise self.lost()(error) from error
+
+    def query(self) -> bool:
+        """Whether nothing waits for them: on a CPU this process, on a GPU a stream."""
+        if self.timeout_s is not None:
+            return self.awaited is None
+        return all(work.is_completed() for work in self.works)
 
 
 class OneQueue:
@@ -317,3 +349,6 @@ class Carrier(Protocol):
 
     def queues(self, device: torch.device) -> OneQueue | Queues:
         """The queues of a call, which begins when the group's call before it is over."""
+
+    def run(self, program: "Program", unit: int, over: list[Any], waits: Any) -> None:
+        """Note that a pass issues its operations; arguments as in `stamps.Running`."""

@@ -1,11 +1,10 @@
 """The communicators of a context-parallel group: intra and inter, for reading and for gradients."""
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -15,14 +14,15 @@ from megatron_burst.comm.carrier import (
     OneQueue,
     Parcels,
     Queues,
+    Sends,
     SentSlots,
     Slots,
-    SymmetricError,
     Where,
 )
 from megatron_burst.comm.group import Group, SubGroups, state_of
 from megatron_burst.comm.nodes import check_devices, find_topology
 from megatron_burst.comm.pass_log import Kind, Marks
+from megatron_burst.comm.stamps import Running
 from megatron_burst.comm.watch import WHO, backend_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
@@ -32,27 +32,7 @@ from megatron_burst.schedule.topology import Link, Topology
 
 if TYPE_CHECKING:
     from megatron_burst.comm.symmetric import SymmetricPool
-
-
-@dataclass(slots=True)
-class Sends:
-    """Sends and receives in flight."""
-
-    works: Sequence[dist.Work]
-    timeout_s: float | None  # for each; None on GPUs, where a wait with one would block the CPU
-    lost: Callable[[Exception], Exception]  # turns torch's exception into an error of ours
-
-    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Make the current stream (on CPU: this thread) wait until all are complete."""
-        limit = () if self.timeout_s is None else (timedelta(seconds=self.timeout_s),)
-        works = self.works
-        if limit:
-            self.works = ()  # gloo hangs when waited on twice
-        try:
-            for work in works:
-                work.wait(*limit)
-        except RuntimeError as error:
-            raise self.lost(error) from error
+    from megatron_burst.schedule.program import Program
 
 
 class Communicator:
@@ -67,6 +47,9 @@ class Communicator:
     ) -> None:
         self.topology, self.board, self._memory = topology, state.board, state.memory
         self._log, self.overlaps, self._asked = state.log, config.overlap, config.transfer
+        if state.log:
+            state.log.nodes = topology.node_of
+            self._lost: Any = WeakMethod(state.log.lost_hop)
         self.cp_rank = group.rank()
         self.has_met = False  # whether all its ranks have sent to each other
         self.ranks = dist.get_process_group_ranks(group)
@@ -117,6 +100,8 @@ class Communicator:
         asked for pulling.
         """
         if self._pool and self.transfer.value == "pull":
+            from megatron_burst.comm.symmetric import SymmetricError
+
             try:
                 return self._pool.slots(cargo, count, num_bytes, where)
             except SymmetricError as error:
@@ -132,21 +117,20 @@ class Communicator:
         group, ranks = self.groups.get((link, cargo)), self.ranks
         operations = [dist.P2POp(dist.isend, rows, ranks[peer], group) for peer, rows in sends]
         operations += [dist.P2POp(dist.irecv, rows, ranks[peer], group) for peer, rows in recvs]
-        lost = partial(self._lost, link, cargo, recvs)
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            raise lost(error) from error
+            raise self._lost()(error) from error
         # on a GPU a wait with a time-out would block the CPU; there NCCL's own watchdog looks on
-        on_gpu = operations and operations[0].tensor.is_cuda
-        return Sends(works, None if on_gpu else self.board.timeout_s, lost)
+        if operations and operations[0].tensor.is_cuda:
+            return Sends(works, (), None, self._lost)
+        peers = [peer for peer, _ in (*sends, *recvs)]
+        return Sends(works, peers, self.board.timeout_s, self._lost)
 
-    def _lost(self, link: Link, cargo: Cargo, recvs: Parcels, error: Exception) -> BurstError:
-        """The error of a transfer that failed, after which no pass of the group can be right."""
-        peers = ", ".join(map(str, dict.fromkeys(peer for peer, _ in recvs))) or "none"
-        hop = f"{link} {cargo} transfer from cp rank {peers} to {self.cp_rank}"
-        found = self.board.explain(error, WHO, hop)
-        return self._log.end(found) if self._log else found
+    def run(self, program: "Program", unit: int, over: list[Any], waits: Any) -> None:
+        """As `Carrier.run`."""
+        if log := self._log:
+            log.runs.append(Running(log.number, log.stamp, program, unit, over, waits))
 
 
 def choose_transfer(

@@ -1,10 +1,23 @@
 """What ranks tell each other at the beginning of a pass, and what differs."""
 
+import json
+import os
+from array import array
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_burst.comm.watch import PROBLEM, Parallel
+import torch
+import torch.distributed as dist
+
+from megatron_burst.comm.watch import CP, WHO, Board, Parallel
+
+if TYPE_CHECKING:
+    from megatron_burst.schedule.program import Program
+
+_RUNS = 64  # passes that a CPU may be ahead of its GPU
 
 
 class Kind(IntEnum):
@@ -18,7 +31,6 @@ IN_WORDS = (
     "the recomputation of early rows", "the end of a step", "a call that it refuses",
     "a pass that failed", "a forward whose results are kept for recomputation",
 )  # fmt: skip
-_CALLS = Kind.AGREEMENT, Kind.FORWARD, Kind.KEPT, Kind.REFUSAL  # a call begins, one way or another
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +51,11 @@ class Stamp:
         """Unpack a stamp."""
         return cls(Kind(what & 0xF), what >> 24, what >> 4 & 0xFFFFF, digest)
 
+    @property
+    def word(self) -> str:
+        """Its kind in a word, such as "forward"."""
+        return self.kind.name.lower().replace("_", " ")
+
     def __str__(self) -> str:
         words = IN_WORDS[self.kind]
         if self.kind is Kind.BACKWARD:
@@ -46,29 +63,73 @@ class Stamp:
         return words + (f" in layer {self.layer}" if self.layer else "")
 
 
-def at_one_place(stamps: Sequence[Stamp]) -> bool:
-    """Whether ranks are in the same call of a step, whatever its terms: then they can go on if all
-    of them give it up."""
-    places = {(stamp.kind not in _CALLS and stamp.kind, stamp.call) for stamp in stamps}
-    layers = {stamp.layer for stamp in stamps if stamp.kind not in (Kind.AGREEMENT, Kind.REFUSAL)}
-    return len(places) == 1 and len(layers) <= 1
+class Running(NamedTuple):
+    """A pass whose operations are issued."""
+
+    number: int
+    stamp: Stamp
+    program: "Program"  # of this rank
+    unit: int  # how many rows one row of the program stands for
+    over: list[Any]  # handles by operation, and of what came before; emptied when all is over
+    waits: Sequence[Sequence[int]]  # by operation, which others must finish first
 
 
-def differences(
-    stamps: Sequence[Stamp], told: Sequence[Mapping[str, str] | None], of: Parallel
-) -> str:
-    """What each rank has begun, as text, without what all have in common."""
-    known = [terms for terms in told if terms and terms.keys() != {PROBLEM}]
-    names = dict.fromkeys(name for terms in known for name in terms if name != PROBLEM)
-    differing = [name for name in names if len({terms.get(name) for terms in known}) > 1]
-    ranks: dict[str, list[int]] = {}
-    for rank, (stamp, terms) in enumerate(zip(stamps, told, strict=True)):
-        words = f"{stamp}"
-        if terms is None:
-            words += " whose terms it has not told yet"
-        elif terms in known and differing:
-            words += " with " + ", ".join(f"{name}={terms.get(name)}" for name in differing)
-        if problem := (terms or {}).get(PROBLEM):
-            words += f" ({problem})"
-        ranks.setdefault(words, []).append(rank)
-    return " and ".join(f"{words} on {of.rank}s {those}" for words, those in ranks.items())
+@dataclass(slots=True)
+class Entry:
+    """A pass that has begun, and the stamps of all ranks for it."""
+
+    number: int
+    stamp: Stamp
+    terms: Mapping[str, str]
+    room: "Room"
+    work: dist.Work
+    begun: float  # when, in seconds of the monotonic clock
+    told: bool = False  # whether others can read its terms
+
+
+class Room:
+    """Send and receive memory for stamps, which Python writes and reads without torch."""
+
+    def __init__(self, size: int) -> None:
+        # 64-bit integers: this rank's stamp once for each rank, and those of all ranks
+        self.mine, self.stamps = (array("q", [0] * 2 * size) for _ in range(2))
+        both = self.stamps, self.mine
+        self.tensors = tuple(torch.frombuffer(x, dtype=torch.int64) for x in both)
+
+
+class Members:
+    """The ranks of a group that compare their passes, and what this one has begun.
+
+    Args:
+        group: a gloo group of all ranks, for stamps only; made by all of them together.
+        store: shared by all of them; empty as long as they are in step.
+        board: of the group; its time-out is how long a rank waits for others.
+        waits: whether stamps are waited for where a pass begins.
+        who, of: word its errors.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, store: dist.Store, board: Board, waits: bool,
+        who: str = WHO, of: Parallel = CP,
+    ) -> None:  # fmt: skip
+        self.group, self.store, self.board, self.waits = group, store, board, waits
+        self.rank, self.size, self.who, self.of = group.rank(), group.size(), who, of
+        self.number, self.stamp = 0, Stamp(Kind.END, 0, 0, 0)  # of the latest pass
+        # a name of its own: keys of a group that was destroyed may still be in the store
+        self.name = f"megatron_burst/passes/{board.share(os.urandom(8).hex(), who, of)[0]}"
+        self.runs: deque[Running] = deque(maxlen=_RUNS)  # the latest
+        self.ranks = dist.get_process_group_ranks(group)  # in the job
+        self.nodes: tuple[int, ...] = ()  # of the ranks, if known
+
+    def post_terms(self, entry: Entry) -> None:
+        """Let others read this rank's terms of a pass."""
+        self.store.set(self.key(entry), json.dumps(dict(entry.terms)))
+        entry.told = True
+
+    def key(self, entry: Entry) -> str:
+        """Where these terms are."""
+        return f"{self.name}/{entry.number}/{self.rank}"
+
+    def alarm(self, entry: Entry) -> str:
+        """The key that is there if a rank has given up a pass."""
+        return f"{self.name}/{entry.number}/alarm"

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from megatron_burst.comm.carrier import Held, PulledSlots, SymmetricError, Where
+from megatron_burst.comm.carrier import Held, PulledSlots, Where
 from megatron_burst.comm.watch import PREFIX, WHO, Board
+from megatron_burst.errors import BurstError
 from megatron_burst.schedule.spec import Cargo
 
 _KEY = re.compile(r"(.*?)/(\d+)((?:/\d+)?)")  # of a rendezvous: kind, number, rank
@@ -70,6 +71,22 @@ def _register(store: dist.Store, rank: int, size: int) -> tuple[str, dist.Proces
     name = f"{PREFIX}-{uuid4().hex}"
     c10d._register_process_group(name, group)
     return name, group
+
+
+class SymmetricError(BurstError):
+    """A rank has too little memory for slots that others read; raised on all ranks of its node.
+
+    Attributes:
+        reason: what went wrong.
+    """
+
+    def __init__(self, num_bytes: int, reason: str) -> None:
+        self.reason = f"{num_bytes / 2**20:.1f} MiB of symmetric memory failed on {reason}"
+        super().__init__(
+            "burst attention: to pull, each rank must allocate memory that the other ranks of its "
+            f"node can read, because they copy from it; got {self.reason}; free some, or pass "
+            "--burst-tune transfer=send or transfer=auto"
+        )
 
 
 class SymmetricPool:

@@ -7,7 +7,7 @@ read.
 
 import json
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from datetime import timedelta
 from typing import NamedTuple
 from uuid import uuid4
@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from megatron_burst.errors import BurstError, DisagreementError
+from megatron_burst.errors import BurstError
 
 WHO = "burst attention"
 PREFIX = "megatron_burst"  # of keys in stores and names of groups
@@ -105,7 +105,7 @@ class Board:
             return [text]
         if not self.name:
             self.name = self._join(who, text, of)
-        keys = self._keys()
+        keys = self.keys()
         read = f"{self.name}/{self._posts}/read"
         self._posts += 1
         self._store.set(keys[self._rank], text)
@@ -144,36 +144,16 @@ class Board:
         for rank, theirs in enumerate(everyones):
             if wrong := theirs.get(PROBLEM):
                 raise BurstError(f"{wrong} ({of.rank} {rank})")
-        _refuse_differences(who, everyones, self._rank, of)
+        if any(theirs != post for theirs in everyones):
+            from megatron_burst.comm.terms import refuse_differences
+
+            refuse_differences(who, everyones, self._rank, of)
         self._agreed[key] = None
         return True
 
     def knows(self, key: Hashable) -> bool:
         """Whether ranks have agreed on terms with this key."""
         return key in self._agreed
-
-    def news(self) -> dict[int, str]:
-        """Other ranks' posts on the next topic, which this rank has not reached, by rank."""
-        keys = dict(enumerate(self._keys())) if self.name else {}
-        keys.pop(self._rank, None)
-        posted = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        return {rank: self._store.get(key).decode() for rank, key in posted.items()}
-
-    def explain(self, error: Exception, who: str, hop: str) -> BurstError:
-        """The error behind a failed hop: another rank's new terms if it posted any, else a lost
-        rank."""
-        for rank, news in self.news().items():
-            return DisagreementError(
-                f"{who}: all ranks of a context-parallel group must make the same calls, "
-                f"because every call sends shards between them; got a call from cp rank {rank} "
-                f"that this rank (cp rank {self._rank}) did not make: {news}; give all ranks "
-                "batches of the same shape and the same options"
-            )
-        return BurstError(
-            f"{who}: every rank must take part in every hop, because rings pass shards from "
-            f"rank to rank; got a failure in the {hop}: {str(error).splitlines()[0]}; check "
-            "that rank's output first"
-        )
 
     def _join(self, who: str, text: str, of: Parallel) -> str:
         """The board's name: rank 0 makes it up and gives it to each rank that asks under a new
@@ -224,26 +204,9 @@ class Board:
             "that they run and that their batches have the same shape"
         )
 
-    def _keys(self) -> list[str]:
+    def keys(self) -> list[str]:
         """Keys of the ranks' posts on the next topic."""
         return [f"{self.name}/{self._posts}/{rank}" for rank in range(self._size)]
-
-
-def _refuse_differences(
-    who: str, everyones: Sequence[Mapping[str, str]], rank: int, of: Parallel
-) -> None:
-    """Refuse terms, in rank order, that differ from this rank's; names the first."""
-    mine = everyones[rank]
-    for their_rank, theirs in enumerate(everyones):
-        if theirs == mine:
-            continue
-        term = next(key for key in [*mine, *theirs] if mine.get(key) != theirs.get(key))
-        change = of.changes.get(term, "give all ranks the same")
-        raise DisagreementError(
-            f"{who}: all ranks of a {of.group} group must call with the same shapes and options, "
-            f"because {of.why}; got {term}={mine.get(term)} on {of.rank} {rank} and "
-            f"{term}={theirs.get(term)} on {of.rank} {their_rank}; {change}"
-        )
 
 
 def backend_of(group: dist.ProcessGroup) -> str:

@@ -64,6 +64,7 @@ class Executor(Bound):
         if clock:
             clock.begin(queues)
             over = clock.over(len(steps))
+        self.carrier.run(self.program, self.unit, over, self.binder.order.waits)
         try:
             try:
                 run.prepare(results)
@@ -81,6 +82,8 @@ class Executor(Bound):
         finally:
             queues.go(None)
             run.failure = None  # its frames hold the run, and so all tensors
+            if queues.stream is None:
+                over.clear()  # on a CPU all is over
         if clock:
             clock.end()
         return run
@@ -90,11 +93,12 @@ class Executor(Bound):
     ) -> None:
         """Launch all operations on their queues; after a failure, transfers only.
 
-        `over`: completion handles, by operation.
+        `over`: gets completion handles, by operation, and of what came before.
         """
         marks, waits = self.marks, not self.carrier.overlaps
         # work of earlier calls is ordered before this call's kernels
         begin = marks[-1] = queues.mark(marks[-1])
+        over.append(begin)
         for index in range(len(steps)):
             step = steps[index] if run.failure is None else self.binder.steps[index]
             if step.moves:

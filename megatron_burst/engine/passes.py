@@ -63,6 +63,7 @@ class Passes:
     scale: float  # of the scores
     dtype: torch.dtype  # of q, k and v
     deterministic: bool = False  # whether gradients must be bitwise the same every time
+    nan_guard: bool = False  # whether results are checked for NaN
     marks: Marks = field(default_factory=Marks)  # announce the passes to the other ranks
     # the same call without a backward that follows its forward, because results are kept or there
     # is none; its forward saves nothing received
@@ -73,7 +74,12 @@ class Passes:
         spec, unit = self.spec.of(self.carrier.cp_rank, direction).in_units()
         sums, narrow = accumulate_dtype(self.dtype), spec.shape.grad_bytes == self.dtype.itemsize
         wire = self.dtype if narrow else sums
-        return Executor(
+        kind: type[Executor] = Executor
+        if self.nan_guard:
+            from megatron_burst.engine.guard import GuardedExecutor
+
+            kind = GuardedExecutor
+        return kind(
             program_of(spec), self.backend, self.carrier, self.scale,
             {Dtype.INPUT: self.dtype, Dtype.SUM: sums, Dtype.WIRE: wire}, self.deterministic, unit,
         )  # fmt: skip

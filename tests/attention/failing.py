@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 from weakref import ref
 
@@ -22,9 +23,10 @@ def fail(*_, **__):
 
 
 @contextmanager
-def failing(direction: Direction, place: str, runs: list | None = None):
+def failing(direction: Direction, place: str, runs: list | None = None, act=None):
     """Passes of a direction fail: where they get their memory or allocate results, or in their
-    first, middle or last operation that computes. `runs` gets weak references to them."""
+    first, middle or last operation that computes. `runs` gets weak references to them. There
+    `act(step, op, binder, run)`, if given, is called instead."""
     run, runs = Executor.run, [] if runs is None else runs
 
     class Noted(executor.Run):
@@ -44,7 +46,10 @@ def failing(direction: Direction, place: str, runs: list | None = None):
                 steps = self.binder.steps
                 computing = [index for index, step in enumerate(steps) if not step.transfers]
                 at = computing[{"first": 0, "middle": len(computing) // 2, "last": -1}[place]]
-                wrong = *steps[:at], replace(steps[at], run=fail), *steps[at + 1 :]
+                op, broken_run = self.program.ops[at], fail
+                if act:
+                    broken_run = partial(act, steps[at], op, self.binder)
+                wrong = *steps[:at], replace(steps[at], run=broken_run), *steps[at + 1 :]
                 broken.enter_context(patch.object(self.binder, "steps", wrong))
             return run(self, *args, **options)
 

@@ -89,6 +89,9 @@ class SimulatedCarrier:
     def queues(self, device):
         return OneQueue(Where(device))
 
+    def run(self, program, unit, over, waits):
+        pass
+
     def buffers(self, use, count, num_bytes, where):
         """The same buffers in every call, as from a communicator, but filled with NaN at its
         start."""

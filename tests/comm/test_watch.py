@@ -64,24 +64,6 @@ def test_a_rank_that_says_nothing_is_named():
     run_ranks(missing, 3)
 
 
-def failures(rank):
-    board = Board(dist.group.WORLD, 20)
-    board.share("the first topic", "test")
-    plain = board.explain(RuntimeError("Connection closed\nby peer"), "test", "intra hop")
-    dist.barrier()
-    if rank == 1:  # posts something that rank 0 never does
-        board._store.set(board._keys()[1], '{"q": "(1, 2)"}')
-    dist.barrier()
-    return plain, board.explain(RuntimeError("x"), "test", "intra hop")
-
-
-def test_a_failed_hop_names_the_hop_or_the_rank_that_went_astray():
-    (plain, astray), _ = run_ranks(failures, 2)
-    assert type(plain) is BurstError
-    assert "got a failure in the intra hop: Connection closed; check that" in str(plain)
-    assert type(astray) is DisagreementError and '{"q": "(1, 2)"}' in str(astray)
-
-
 def again_on_one_store(rank):
     """A board that reuses another's keys, as after destroying and recreating a group; the first one
     ends in the middle of a topic. Ranks arrive one after another."""

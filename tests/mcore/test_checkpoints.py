@@ -92,5 +92,15 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(runs, name, run):
         assert_same(got, rest)
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("ranks", [4, 1])
+def test_a_run_of_burst_goes_on_at_another_context_parallel_size(tmp_path, ranks):
+    flags = f"{COMMON} --ckpt-format torch_dist"
+    whole = pretrain(tmp_path, 2, f"{flags} {BURST} --save whole --save-interval 2")
+    other = f"--context-parallel-impl burst --context-parallel-size {ranks}" * (ranks > 1)
+    got = pretrain(tmp_path, ranks, f"{flags} {other} --load whole --ckpt-step 2")
+    assert_same(got, Pretrained(whole.steps[2:], whole.evaluated))
+
+
 def values_of(run: Pretrained) -> list[list]:
     return [[step[value] for value in VALUES] for step in run.steps]

@@ -2,12 +2,14 @@
 
 `survey` asks a machine what it has, here or over ssh, by one read-only script; `machine`, `network`
 and `software` judge that; `job` checks a whole job from inside; `nodes` does so before one is
-started; `report` prints. Heavy imports wait for a run.
+started; `explain` reads what ranks wrote when one broke; `report` prints. Heavy imports wait for a
+run.
 """
 
 import os
 import shlex
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,6 +38,13 @@ def doctor(
     timeout_s: Annotated[
         float, Option(min=0.1, metavar="S", help="seconds to wait in each step")
     ] = 60.0,
+    explain: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="after a job: the folder of MEGATRON_BURST_FAULTS; says which rank stopped it",
+        ),
+    ] = None,
     as_json: Annotated[bool, Option("--json", help="print the report as JSON")] = False,
     verbose: Annotated[
         bool, Option("--verbose", "-v", help="also show warnings of torch and Megatron")
@@ -44,16 +53,32 @@ def doctor(
     """Check this machine, a whole job, or nodes before a job.
 
     Started alone, it checks this machine; under torchrun or srun, the whole job; with --nodes,
-    nodes without a job. Exit status: 1 if something would break a run, 2 for refused options. It
-    never starts, stops or changes anything.
+    nodes without a job; with --explain, what ranks wrote when a job broke. Exit status: 1 if
+    something would break a run, or did, 2 for refused options. It never starts, stops or changes
+    anything.
     """
     try:
         with nullcontext() if verbose else without_warnings():
-            breaks = _examine(nodes, ssh, timeout_s, as_json)
+            breaks = (
+                _explain(explain, as_json) if explain else _examine(nodes, ssh, timeout_s, as_json)
+            )
     except BurstError as error:  # by every rank: each may see something else
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(int(breaks))
+
+
+def _explain(folder: Path, as_json: bool) -> bool:
+    """Print what broke a job, in one sentence; whether anything did."""
+    from megatron_burst.tools.doctor.explain import explained
+    from megatron_burst.tools.doctor.report import Report, fail, print_report
+
+    sentence = explained(folder)
+    if as_json:
+        print_report(Report((fail("job", sentence),) if sentence else ()), as_json)
+    else:
+        typer.echo(sentence or f"no rank wrote anything in {folder}")
+    return bool(sentence)
 
 
 def _examine(nodes: str | None, ssh: str, timeout_s: float, as_json: bool) -> bool:

@@ -1,0 +1,101 @@
+"""What a rank says of a pass in which ranks differ or failed; loaded when there is such a pass."""
+
+from collections.abc import Mapping, Sequence
+
+from megatron_burst.comm.hops import Waits
+from megatron_burst.comm.stamps import IN_WORDS, Entry, Kind, Members, Stamp
+from megatron_burst.comm.verdict import Told, report, terms_of_all
+from megatron_burst.comm.watch import PROBLEM, Parallel
+from megatron_burst.errors import BurstError, DisagreementError
+
+_TELL_S = 5.0  # how long a rank waits for the terms of others whose stamps it has
+_CALLS = Kind.AGREEMENT, Kind.FORWARD, Kind.KEPT, Kind.REFUSAL  # a call begins, one way or another
+
+
+def disagreement(log: Members, entry: Entry) -> tuple[BurstError, bool]:
+    """The error of a pass whose stamps differ; and whether ranks that catch it can go on."""
+    stamps = [Stamp.of(*pair) for pair in zip(*[iter(entry.room.stamps)] * 2, strict=True)]
+    patience_s = min(_TELL_S, log.board.timeout_s / 2)
+    told, of = terms_of_all(log, entry, patience_s), log.of
+    others = [stamp for stamp in stamps if stamp.kind is not Kind.FAILURE]
+    goes_on = log.waits and at_one_place(others)  # on GPUs some ranks are ahead, or hang
+    if any("lost" in (terms or {}) for terms in told):
+        return _heard_of_lost(log, entry, told), False
+    if len(others) < len(stamps):
+        return _failure(log, entry, stamps, told), goes_on
+    where = "" if goes_on else ", in a new group, as ranks of this one are not at the same call"
+    error = DisagreementError(
+        f"{log.who}: all ranks of a {of.group} group must make the same calls in the same "
+        f"order, with the same shapes and options, because {of.why}; got, as pass "
+        f"{entry.number} of the group, {differences(stamps, told, of)}; pass the same on all "
+        f"ranks, and run every forward and every backward on all of them{where}"
+    )
+    report(log, "difference", error, _at(entry), [])
+    return error, goes_on
+
+
+def _failure(log: Members, entry: Entry, stamps: Sequence[Stamp], told: Told) -> DisagreementError:
+    """The error if ranks failed."""
+    rank_word = log.of.rank
+    failed = {
+        rank: f"{(terms or {}).get('failure', 'an exception')} on {rank_word} {rank}"
+        for rank, (stamp, terms) in enumerate(zip(stamps, told, strict=True))
+        if stamp.kind is Kind.FAILURE
+    }
+    begun = IN_WORDS[entry.stamp.kind]
+    go_on = "catch it on all ranks and repeat the step on all of them"
+    if not log.waits:  # transfers may wait for ever
+        go_on = "start the processes again"
+    error = DisagreementError(
+        f"{log.who}: a pass must succeed on every rank, because ranks send each other what "
+        f"they compute; got {' and '.join(failed.values())}, while {rank_word} {log.rank} began "
+        f"{begun} as pass {entry.number} of the group; look there first, and to go on after "
+        f"such an error, {go_on}"
+    )
+    report(log, "failure of others", error, _at(entry), [*failed])
+    return error
+
+
+def _heard_of_lost(log: Members, entry: Entry, told: Told) -> BurstError:
+    """The error if other ranks waited in vain for some."""
+    lost = next(terms["lost"] for terms in told if terms and "lost" in terms)
+    by = [rank for rank, terms in enumerate(told) if terms and "lost" in terms]
+    error = BurstError(
+        f"{log.who}: all ranks of a {log.of.group} group must take part in every pass, because "
+        f"{log.of.why}; got {lost}, as {log.of.rank}s {by} say before pass {entry.number} of the "
+        "group; check the output of these ranks first, and start the processes again"
+    )
+    report(log, "heard", error, _at(entry), [])
+    return error
+
+
+def _at(entry: Entry) -> Waits:
+    return Waits(entry.number, entry.stamp.word, entry.stamp.layer, ())
+
+
+def at_one_place(stamps: Sequence[Stamp]) -> bool:
+    """Whether ranks are in the same call of a step, whatever its terms: then they can go on if all
+    of them give it up."""
+    places = {(stamp.kind not in _CALLS and stamp.kind, stamp.call) for stamp in stamps}
+    layers = {stamp.layer for stamp in stamps if stamp.kind not in (Kind.AGREEMENT, Kind.REFUSAL)}
+    return len(places) == 1 and len(layers) <= 1
+
+
+def differences(
+    stamps: Sequence[Stamp], told: Sequence[Mapping[str, str] | None], of: Parallel
+) -> str:
+    """What each rank has begun, as text, without what all have in common."""
+    known = [terms for terms in told if terms and terms.keys() != {PROBLEM}]
+    names = dict.fromkeys(name for terms in known for name in terms if name != PROBLEM)
+    differing = [name for name in names if len({terms.get(name) for terms in known}) > 1]
+    ranks: dict[str, list[int]] = {}
+    for rank, (stamp, terms) in enumerate(zip(stamps, told, strict=True)):
+        words = f"{stamp}"
+        if terms is None:
+            words += " whose terms it has not told yet"
+        elif terms in known and differing:
+            words += " with " + ", ".join(f"{name}={terms.get(name)}" for name in differing)
+        if problem := (terms or {}).get(PROBLEM):
+            words += f" ({problem})"
+        ranks.setdefault(words, []).append(rank)
+    return " and ".join(f"{words} on {of.rank}s {those}" for words, those in ranks.items())

@@ -1,0 +1,168 @@
+"""For what a rank waits, and for whom all wait in the end; loaded when something takes long.
+
+Ranks that wait for half of their time-out post in the store for whom. So a rank that gives up can
+follow who waits for whom, to the ranks that wait for nobody: these stopped the others.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron_burst.comm.stamps import Members, Running
+from megatron_burst.schedule.program import Transfer
+from megatron_burst.schedule.topology import Link
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """What a rank waits for; ranks are cp ranks.
+
+    Attributes:
+        number: of the pass.
+        what: kind of the pass, in a word.
+        layer: the caller's number; 0 if it gave none.
+        peers: for whom it waits.
+        step: of the rank's program, from 1; 0: for the others' stamps, before the first.
+        steps: of the program.
+        link, cargo: of the transfer.
+        num_bytes: that these peers send, or receive.
+        broken: whether the connections to these are.
+        since: when the wait began, in seconds since 1970.
+    """
+
+    number: int
+    what: str
+    layer: int
+    peers: tuple[int, ...]
+    step: int = 0
+    steps: int = 0
+    link: str = ""
+    cargo: str = ""
+    num_bytes: int = 0
+    broken: bool = False
+    since: float = field(default=0.0, compare=False)
+
+    @classmethod
+    def of(cls, words: Mapping[str, Any]) -> "Waits":
+        """Of JSON."""
+        return cls(**{**words, "peers": tuple(words["peers"])})
+
+
+def awaited_hop(log: Members) -> Waits | None:
+    """The first hop that the rank's latest passes wait for; None if they wait for none.
+
+    Passes whose transfers are over are forgotten.
+    """
+    while log.runs:
+        run = log.runs[0]
+        found = _hop_of(run)
+        if found or len(log.runs) == 1:
+            return found
+        with suppress(IndexError):  # the thread of the passes may add one
+            log.runs.popleft()
+    return None
+
+
+def _hop_of(run: Running) -> Waits | None:
+    """A transfer that others must take part in, and for which nothing on this rank is left."""
+    over = [getattr(handle, "what", handle) for handle in run.over]  # a clock has others
+    count = len(run.program.ops)
+    if len(over) <= count or not over[count].query():
+        return None
+    for index, (op, handle) in enumerate(zip(run.program.ops, over, strict=False)):
+        under_way = isinstance(op, Transfer) and handle is not None and not handle.query()
+        if under_way and all(over[earlier].query() for earlier in run.waits[index]):
+            return _waits(run, index, getattr(handle, "awaited", None))
+    return None
+
+
+def issued_hop(log: Members) -> Waits | None:
+    """The transfer that the latest pass could not start."""
+    for run in [*log.runs][-1:]:
+        for index, (op, handle) in enumerate(zip(run.program.ops, [*run.over], strict=False)):
+            if isinstance(op, Transfer) and handle is None:
+                return _waits(run, index, None)
+    return None
+
+
+def _waits(run: Running, index: int, peer: int | None) -> Waits:
+    program, op = run.program, run.program.ops[index]
+    peers = dict.fromkeys(end.peer for end in (*op.takes, *op.gives))
+    peers = (peer,) if peer is not None else tuple(peers)
+    ends = [end for end in op.takes if end.peer in peers] or op.gives
+    links = {program.topology.link(program.cp_rank, other) for other in peers}
+    return Waits(
+        run.number, run.stamp.word, run.stamp.layer, peers, index + 1, len(program.ops),
+        Link.INTER if Link.INTER in links else Link.INTRA, op.cargo,
+        run.unit * sum(program.num_bytes(end.rows) for end in ends if end.peer in peers),
+    )  # fmt: skip
+
+
+# ---- what others wait for ----
+
+
+def tell(log: Members, waits: Waits | None) -> None:
+    """Post what this rank waits for, or that it waits no more."""
+    key = f"{log.name}/waits/{log.rank}"
+    with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
+        log.store.set(key, json.dumps(asdict(waits))) if waits else log.store.delete_key(key)
+
+
+def told(log: Members) -> dict[int, Waits]:
+    """What ranks have posted."""
+    keys = {rank: f"{log.name}/waits/{rank}" for rank in range(log.size)}
+    found = {}
+    with suppress(RuntimeError):
+        for rank, key in keys.items():
+            # empty: deleted in between, as that rank waits no more
+            if log.store.check([key]) and (text := log.store.get(key)):
+                found[rank] = Waits.of(json.loads(text))
+    return found
+
+
+def culprits(log: Members, mine: Waits) -> list[int]:
+    """The ranks for which this one waits in the end, as far as others say for whom they wait.
+    Tells others of this one."""
+    tell(log, mine)
+    return ends_of(mine.peers, told(log) | {log.rank: mine}, log.size)
+
+
+def ends_of(peers: Iterable[int], posts: Mapping[int, Waits], size: int) -> list[int]:
+    """Who stops ranks that wait, of `size` in all: whose connections broke, else where chains of
+    waiting ranks end that begin with `peers`; if they wait in a circle, who came last."""
+    if any(post.broken for post in posts.values()):
+        return _apart(posts, size)
+    seen: set[int] = set()
+    found, left = [], list(peers)
+    while left:
+        rank = left.pop(0)
+        if rank in seen:
+            continue
+        seen.add(rank)
+        if rank in posts:
+            left += posts[rank].peers
+        else:
+            found.append(rank)
+    return sorted(found) or [max(seen, key=lambda rank: posts[rank].since)] if seen else []
+
+
+def _apart(posts: Mapping[int, Waits], size: int) -> list[int]:
+    """The ranks to which most connections are broken, of several those that say nothing. A rank
+    that lost all of its connections is itself apart, unless others miss another one."""
+    broken = {rank: post.peers for rank, post in posts.items() if post.broken}
+    some = [peer for peers in broken.values() if len(peers) < size - 1 for peer in peers]
+    every = {*broken, *(peer for peers in broken.values() for peer in peers)}
+    counts = Counter(some or (broken if size > 2 else every))
+    most = [rank for rank, count in counts.items() if count == max(counts.values())]
+    return sorted([rank for rank in most if rank not in posts] or most)
+
+
+def named_ranks(log: Members, ranks: Sequence[int]) -> str:
+    """ "cp ranks [13] (rank 29 on node 1)"."""
+    world = log.ranks
+    nodes = [f" on node {log.nodes[rank]}" if log.nodes else "" for rank in ranks]
+    where = [f"rank {world[rank]}{node}" for rank, node in zip(ranks, nodes, strict=True)]
+    return f"{log.of.rank}s {[*ranks]} ({', '.join(where)})"

@@ -1,0 +1,188 @@
+"""What a rank says of a pass that cannot go on: which ranks differ, failed or are missing.
+
+Loaded when there is something to say, and by the thread that looks whether there is.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import timedelta
+from time import monotonic, sleep, time
+
+import torch
+
+from megatron_burst.comm.hops import Waits, awaited_hop, culprits, issued_hop, named_ranks, tell
+from megatron_burst.comm.stamps import Entry, Members
+from megatron_burst.environment import fault_folder
+from megatron_burst.errors import BurstError, DisagreementError
+from megatron_burst.rules import in_unit
+from megatron_burst.say import say
+
+type Told = Sequence[Mapping[str, str] | None]
+_GRACE_S = 1.5  # how long it waits for a word of others before it says that they are missing
+_CHAIN_S = 0.5  # how long for whom others wait; who waits for long has told already
+_EARLY = 0.9  # of the time-out after which hops of GPUs are late: before NCCL's watchdog ends all
+
+
+# ---- who is missing ----
+
+
+def lost_pass(log: Members, entry: Entry, why: str) -> tuple[BurstError, str]:
+    """The error of a pass that not all ranks have begun; and for which this one waits, in words."""
+    terms = terms_of_all(log, entry, _GRACE_S)
+    missing = tuple(rank for rank, theirs in enumerate(terms) if theirs is None)
+    since = time() - (monotonic() - entry.begun)
+    waits = Waits(entry.number, entry.stamp.word, entry.stamp.layer, missing, since=since)
+    waits = _with_broken(log, waits)
+    found = culprits(log, waits) if waits.peers else []
+    error = _missing(log, found, waits, f"pass {entry.number} of the group, {entry.stamp}: {why}")
+    report(log, "pass", error, waits, found)
+    return error, _whom(log, found, waits)
+
+
+def lost_hop(log: Members, error: Exception) -> tuple[BurstError, str]:
+    """The error of a transfer that failed; and for which ranks this one waits, in words."""
+    if news := _news(log):
+        return _strayed(log, *news), ""
+    why = str(error).splitlines()[0]
+    waits = awaited_hop(log) or issued_hop(log)
+    waits = waits or Waits(log.number, log.stamp.word, log.stamp.layer, ())
+    waited_s = log.board.timeout_s if "imed out" in why else 0.0
+    return late_hop(log, replace(waits, since=time() - waited_s), why)
+
+
+def late_hop(log: Members, waits: Waits, why: str) -> tuple[BurstError, str]:
+    """The error of a hop that this rank gives up; and for which ranks it waits, in words."""
+    peers, word = ", ".join(map(str, waits.peers)), log.of.rank
+    tell(log, _with_broken(log, waits))
+    sleep(_CHAIN_S)
+    waits = _with_broken(log, waits)
+    found = culprits(log, waits)
+    layer = f" of layer {waits.layer}" if waits.layer else ""
+    where = (
+        f"the {waits.link} {waits.cargo} hop of {in_unit(waits.num_bytes)} between {word} "
+        f"{peers} and {word} {log.rank}, step {waits.step} of {waits.steps}{layer}, {waits.what}, "
+        f"in pass {waits.number} of the group: {why}"
+    )
+    error = _missing(log, found, waits, where)
+    report(log, "hop", error, waits, found)
+    return error, _whom(log, found, waits)
+
+
+def _missing(log: Members, found: Sequence[int], waits: Waits, where: str) -> BurstError:
+    of = log.of
+    return BurstError(
+        f"{log.who}: all ranks of a {of.group} group must take part in every pass, because "
+        f"{of.why}; got {_whom(log, found, waits)} in {where}; check the output of these ranks "
+        "first, and start the processes again"
+    )
+
+
+def _whom(log: Members, found: Sequence[int], waits: Waits) -> str:
+    if not found:
+        return "a broken connection"
+    what = "broken connections of" if waits.broken and log.rank in found else "no word from"
+    return f"{what} {named_ranks(log, found)}"
+
+
+def _with_broken(log: Members, waits: Waits) -> Waits:
+    """What a rank waits for, if its connections to some ranks are broken: for these.
+
+    Ranks that give up close connections of transfers; those of stamps break with a rank only.
+    """
+    found = []
+    for rank in range(log.size):
+        if rank != log.rank:
+            try:
+                log.group.send([torch.zeros(1, dtype=torch.int64)], rank, 0)
+            except RuntimeError:
+                found.append(rank)
+    return replace(waits, peers=tuple(found), broken=True) if found else waits
+
+
+def _news(log: Members) -> tuple[int, str] | None:
+    """A rank that wants to agree on something that this one has not reached, and on what."""
+    for rank, key in enumerate(log.board.keys() if log.board.name else ()):
+        if rank != log.rank and log.store.check([key]):
+            return rank, log.store.get(key).decode()
+    return None
+
+
+def _strayed(log: Members, rank: int, news: str) -> DisagreementError:
+    return DisagreementError(
+        f"{log.who}: all ranks of a {log.of.group} group must make the same calls, because every "
+        f"call sends shards between them; got a call from {log.of.rank} {rank} that this rank "
+        f"({log.of.rank} {log.rank}) did not make: {news}; give all ranks batches of the same "
+        "shape and the same options"
+    )
+
+
+def own_failure(log: Members, error: Exception) -> None:
+    """Report that this rank could not run a pass."""
+    stamp = log.stamp
+    report(log, "failure", error, Waits(log.number, stamp.word, stamp.layer, ()), [log.rank])
+
+
+def terms_of_all(log: Members, entry: Entry, patience_s: float) -> Told:
+    """Post this rank's terms; returns those of all ranks that post them soon, by rank."""
+    keys = [f"{log.name}/{entry.number}/{rank}" for rank in range(log.size)]
+    told: list[Mapping[str, str] | None] = [{}] * log.size  # nothing is known
+    with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
+        log.post_terms(entry)
+        log.store.set(log.alarm(entry), "")
+        with suppress(RuntimeError):
+            log.store.wait(keys, timedelta(seconds=patience_s))
+        for rank, key in enumerate(keys):
+            told[rank] = json.loads(log.store.get(key)) if log.store.check([key]) else None
+    return told
+
+
+# ---- lines for `megatron-burst doctor --explain` ----
+
+
+def report(log: Members, what: str, error: Exception, waits: Waits, found: Sequence[int]) -> None:
+    """Append what this rank found to its file in the folder of faults, if there is one."""
+    folder = fault_folder()
+    if folder is None:
+        return
+    rank = log.ranks[log.rank]
+    line = {
+        "time": time(), "rank": rank, "cp_rank": log.rank, "group": log.name, "ranks": log.ranks,
+        "nodes": log.nodes, "what": what, "waits": asdict(waits), "culprits": [*found],
+        "error": f"{type(error).__name__}: {error}",
+    }  # fmt: skip
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as problem:  # a full disk must not hide what is wrong
+        say(f"{log.who}: {folder} could not be written: {problem}", logging.WARNING)
+
+
+# ---- hops that take long ----
+
+
+class HopWatch:
+    """Looks again and again which hop a rank waits for."""
+
+    def __init__(self) -> None:
+        self._hop: Waits | None = None
+        self._since, self._told = 0.0, False
+
+    def late(self, log: Members) -> tuple[BurstError, str] | None:
+        """Tell others of a hop that takes half of the time-out. On GPUs, where nothing else gives
+        up, returns what `lost_hop` does for one that takes nearly all of it."""
+        hop, limit = awaited_hop(log), log.board.timeout_s
+        if hop != self._hop:
+            if self._told:
+                tell(log, None)
+            self._hop, self._since, self._told = hop, monotonic(), False
+        elif hop is not None and not self._told and monotonic() - self._since > limit / 2:
+            tell(log, replace(hop, since=time() - (monotonic() - self._since)))
+            self._told = True
+        elif hop is not None and not log.waits and monotonic() - self._since > _EARLY * limit:
+            hop = replace(hop, since=time() - _EARLY * limit)
+            return late_hop(log, hop, f"it is not over after {_EARLY * limit:g} s")
+        return None
