@@ -47,9 +47,9 @@ class PassLog(Members):
         self._broken: BurstError | None = None
         self._lock = threading.Lock()
         self.heard = False  # whether the caller knows why its passes cannot be right
-        ended = threading.Event()
-        finalize(self, ended.set)
-        threading.Thread(target=_watch, args=(ref(self), ended), daemon=True).start()
+        finalize(self, (ended := threading.Event()).set)
+        watched = ref(self), ended, not self.waits
+        threading.Thread(target=_watch, args=watched, daemon=True).start()
         if not self.waits:
             hook = register_optimizer_step_pre_hook(partial(_before_step, ref(self)))
             finalize(self, hook.remove)
@@ -209,11 +209,11 @@ class PassLog(Members):
         return error
 
 
-def _watch(log: ReferenceType[PassLog], ended: threading.Event) -> None:
+def _watch(log: ReferenceType[PassLog], ended: threading.Event, on_gpu: bool) -> None:
     """Look at a log as long as it lives; log what is found, once."""
     from megatron_burst.comm.verdict import HopWatch
 
-    hops = HopWatch()
+    hops = HopWatch(on_gpu)
     while (living := log()) and not living._broken:
         try:
             if not living.waits:

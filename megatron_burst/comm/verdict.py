@@ -3,6 +3,7 @@
 Loaded when there is something to say, and by the thread that looks whether there is.
 """
 
+import ctypes
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from megatron_burst.say import say
 type Told = Sequence[Mapping[str, str] | None]
 _GRACE_S = 1.5  # how long it waits for a word of others before it says that they are missing
 _CHAIN_S = 0.5  # how long for whom others wait; who waits for long has told already
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _EARLY = 0.9  # of the time-out after which hops of GPUs are late: before NCCL's watchdog ends all
 
 
@@ -164,17 +166,26 @@ def report(log: Members, what: str, error: Exception, waits: Waits, found: Seque
 # ---- hops that take long ----
 
 
-class HopWatch:
-    """Looks again and again which hop a rank waits for."""
+def _allow_queries() -> bool:
+    """Let this thread ask for CUDA events while another one captures a graph, which the question
+    would end otherwise; returns whether it may. PyTorch has no function for it, but loads CUDA's.
+    """
+    exchange = getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None)
+    return exchange is not None and exchange(ctypes.byref(ctypes.c_int(_RELAXED))) == 0
 
-    def __init__(self) -> None:
+
+class HopWatch:
+    """Looks again and again which hop a rank waits for, in one thread."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._is_blind = on_gpu and not _allow_queries()
         self._hop: Waits | None = None
         self._since, self._told = 0.0, False
 
     def late(self, log: Members) -> tuple[BurstError, str] | None:
         """Tell others of a hop that takes half of the time-out. On GPUs, where nothing else gives
         up, returns what `lost_hop` does for one that takes nearly all of it."""
-        hop, limit = awaited_hop(log), log.board.timeout_s
+        hop, limit = None if self._is_blind else awaited_hop(log), log.board.timeout_s
         if hop != self._hop:
             if self._told:
                 tell(log, None)

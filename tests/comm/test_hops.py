@@ -1,8 +1,11 @@
 """Who is named when ranks wait for each other: who stopped the others, not who gave up first."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch.distributed as dist
 
+from megatron_burst.comm import verdict
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.group import state_of
 from megatron_burst.comm.hops import Waits, ends_of
@@ -45,6 +48,19 @@ def test_who_is_named(name):
 
 def test_of_two_ranks_the_silent_one_is_named():
     assert ends_of((1,), {0: waits(1, broken=True)}, 2) == [1]
+
+
+@pytest.mark.parametrize("status", [0, 46, None])
+def test_a_thread_that_would_break_captures_asks_no_gpu(monkeypatch, status):
+    """46: no device; None: CUDA's library is not loaded."""
+    asked, name = [], "cudaThreadExchangeStreamCaptureMode"
+    library = SimpleNamespace() if status is None else SimpleNamespace(**{name: lambda _: status})
+    monkeypatch.setattr(verdict.ctypes, "CDLL", lambda _: library)
+    monkeypatch.setattr(verdict, "awaited_hop", asked.append)
+    log = SimpleNamespace(waits=False, board=SimpleNamespace(timeout_s=1))
+    for on_gpu in (True, False):
+        verdict.HopWatch(on_gpu).late(log)
+    assert len(asked) == 1 + (status == 0)
 
 
 def strayed(rank):

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -78,12 +79,30 @@ def inside(rank):
     return said
 
 
+def for_seconds(rank):
+    """A capture that lasts longer than the thread that watches passes sleeps."""
+    x = torch.randn(1, TOKENS, 3 * WIDTH, device="cuda", dtype=torch.bfloat16)
+    torch.cuda._sleep(5_000_000_000)  # what the pass waits for is not over
+    attention(x)
+    graph, ones = torch.cuda.CUDAGraph(), torch.ones(4, device="cuda")
+    with torch.cuda.graph(graph):
+        ones += 1
+        time.sleep(2.5)
+    graph.replay()
+    return ones.tolist()
+
+
 WORLD = min(GPUS, 2)
 
 
 def test_layers_around_attention_are_captured():
     for equal in run_ranks(around, WORLD, backend="nccl", timeout_s=300, fresh=True):
         assert all(equal), equal
+
+
+def test_a_pass_that_is_watched_disturbs_no_capture():
+    for found in run_ranks(for_seconds, WORLD, backend="nccl", timeout_s=300, fresh=True):
+        assert found == [2.0] * 4
 
 
 def test_attention_and_loss_themselves_are_refused():
