@@ -20,13 +20,15 @@ def draw_frontier(rows: Sequence[FrontierRow], path: Path) -> None:
     """Draw a panel for each problem, of its latest run that has both figures of some setting.
 
     Bars are the fastest and the slowest step. A line joins the settings that mixing others over
-    layers could not beat; of burst's, these alone are named. Those that failed are left out.
+    layers could not beat; of burst's, these alone are named. Those that failed are left out, and
+    so are rows whose peak leaves out what copies still read, if others have it.
 
     Args:
         rows: of any number of runs.
         path: of the picture.
     """
     panels: dict[str, tuple[str, list[Point]]] = {}
+    rows = [row for row in rows if row.active_gib is not None] or rows
     for title, own in sorted(runs_in(rows), key=lambda run: run[1][0].run):
         problem, _, run = title.rpartition("; ")
         if points := _drawable(points_of(own)):
