@@ -47,9 +47,9 @@ class Communicator:
     ) -> None:
         self.topology, self.board, self._memory = topology, state.board, state.memory
         self._log, self.overlaps, self._asked = state.log, config.overlap, config.transfer
-        if state.log:
+        self._lost: Any = WeakMethod(state.log.lost_hop) if state.log else None
+        if state.log:  # one rank has none, and sends nothing
             state.log.nodes = topology.node_of
-            self._lost: Any = WeakMethod(state.log.lost_hop)
         self.cp_rank = group.rank()
         self.has_met = False  # whether all its ranks have sent to each other
         self.ranks = dist.get_process_group_ranks(group)

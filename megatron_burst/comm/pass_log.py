@@ -213,8 +213,8 @@ def _watch(log: ReferenceType[PassLog], ended: threading.Event, on_gpu: bool) ->
     """Look at a log as long as it lives; log what is found, once."""
     from megatron_burst.comm.verdict import HopWatch
 
-    hops = HopWatch(on_gpu)
-    while (living := log()) and not living._broken:
+    hops, pause_s = HopWatch(on_gpu), 0.0
+    while not ended.wait(pause_s) and (living := log()) and not living._broken:
         try:
             if not living.waits:
                 living.look()
@@ -225,7 +225,6 @@ def _watch(log: ReferenceType[PassLog], ended: threading.Event, on_gpu: bool) ->
             return
         pause_s = min(_WATCH_S, living.board.timeout_s / 8)
         del living
-        ended.wait(pause_s)
 
 
 @uncompiled
