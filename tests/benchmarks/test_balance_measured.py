@@ -41,6 +41,7 @@ def test_errors_are_of_drawn_micro_batches_and_costs_of_the_others():
     ]
 
 
+@pytest.mark.whole  # Megatron's import takes 10 s
 def test_a_rank_s_part_has_the_mask_of_its_documents():
     """With one rank the part is all: guards against documents that see each other, whose area is
     not that of the row."""
