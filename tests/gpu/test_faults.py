@@ -30,18 +30,13 @@ from tests.attention.failing import failing
 from tests.faults.acts import NoMemoryError, dies, no_memory, raises
 from tests.faults.table import MARGIN_S
 from tests.gpu import needs_gpus
+from tests.gpu.test_retry import WAYS as EVERY
 from tests.ranks import Crew, _variables, run_ranks
 from tests.sampling import whole
 
 pytestmark = [pytest.mark.gpu, needs_gpus()]
 ODD, TIMEOUT_S = 1, 5.0
-WAYS = {
-    "ring": {"intra": "ring", "nodes": 1},
-    "send": {"intra": "gather", "transfer": "send", "nodes": 1, "heads_per_round": 2},
-    "pull": {"intra": "gather", "transfer": "pull", "nodes": 1, "heads_per_round": 2},
-    "a2a": {"intra": "a2a", "nodes": 1},
-    "two nodes": {"intra": "gather", "nodes": 2, "heads_per_round": 2},
-}
+WAYS = {name: way for name, way in EVERY.items() if name != "two nodes, rings"}
 
 
 def stops(step, op, binder, run):
