@@ -3,7 +3,6 @@ the last one, which is not called again if backward reads nothing of its output.
 
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cached_property, update_wrapper
 from types import SimpleNamespace
 from typing import Any
@@ -40,11 +39,13 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
         return forward(self, *args, **options)
     x = args[0] if args else options["hidden_states"]
     layer.see(x)
-    first = stage_of(layer.burst, x.device).first if layer.burst.keep == "auto" else None
-    if first is not None and running()[-1].recomputes:
+    if layer.burst.keep != "auto":
+        return forward(self, *args, **options)
+    first = stage_of(layer.burst, x.device).first
+    if running()[-1].recomputes:
         first.turn()
-    is_timed = first is not None and not running()[-1].recomputes
-    with first.timing() if is_timed else nullcontext():
+        return forward(self, *args, **options)
+    with first.timing():
         return forward(self, *args, **options)
 
 

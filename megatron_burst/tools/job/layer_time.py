@@ -195,10 +195,16 @@ def host_seconds(
     forward, backward = seconds[0], seconds[1] - seconds[0]
     there = moved / (job.hardware.gpu.host_gbs * 1e9)
     back = there / count
-    late = max(0.0, there - (layers - 1) * forward)
-    waits = max(0.0, late - LAYERS_BEHIND * back)
-    late = max(0.0, late - waits - head)
+    waits, late = _behind(there, back, (layers - 1) * forward)
+    late = max(0.0, late - head)
     return waits + max(0.0, late + back - backward) + (count - 1) * max(0.0, back - backward)
+
+
+def _behind(there: float, back: float, hides: float) -> tuple[float, float]:
+    """How long the layers' forward, which hides so many seconds, waits for copies to the host; and
+    how many seconds of these are left at its end. They take `there` in all, `back` for a layer."""
+    late, most = max(0.0, there - hides), LAYERS_BEHIND * back
+    return max(0.0, late - most), min(late, most)
 
 
 def late_bytes(job: Job, strategy: Strategy, layers: int) -> tuple[float, float]:
@@ -207,10 +213,10 @@ def late_bytes(job: Job, strategy: Strategy, layers: int) -> tuple[float, float]
     if not count:
         return 0.0, 0.0
     rate = job.hardware.gpu.host_gbs * 1e9
-    left = moved - rate * (layers - 1) * forward_seconds(job, strategy)
-    left = min(left, LAYERS_BEHIND * moved / count)
+    there, hides = moved / rate, (layers - 1) * forward_seconds(job, strategy)
+    _, late = _behind(there, there / count, hides)
     head = head_seconds(job, strategy) if strategy.pp == 1 else 0.0
-    return max(0.0, left), max(0.0, left - rate * head)
+    return rate * late, rate * max(0.0, late - head)
 
 
 def head_seconds(job: Job, strategy: Strategy) -> float:
