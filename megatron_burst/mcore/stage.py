@@ -85,6 +85,11 @@ def stage_of(burst: BurstConfig, device: torch.device) -> Stage:
         mine = first.left_bytes(), -(first.forward_s() or 0.0), first.turn_s()
         left, slowest, stage.turn_s = _least((group, replicas), burst, "memory left", *mine)
         stage.left_bytes, stage.forward_s = int(left), -slowest or None
+        say_of_stage(
+            f"the first step left {left / _GIB:.2f} GiB; a layer's forward takes "
+            f"{-slowest * 1e3:.2f} ms, the loss {stage.turn_s * 1e3:.2f} ms; "
+            f"{stage.rates.host_gbs:.1f} GB/s to host memory"
+        )
     return stage
 
 
