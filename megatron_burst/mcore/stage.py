@@ -187,10 +187,7 @@ def is_on_host(placed: Placed, config: TransformerConfig, layer_number: int) -> 
     numbers = stage_layers(config)
     if layer_number not in numbers:
         return None
-    index, others = numbers.index(layer_number), len(numbers) - placed.device
-    if index >= others:
-        return False
-    return True if (index + 1) * placed.host // others > index * placed.host // others else None
+    return placed.spread(len(numbers))[numbers.index(layer_number)]
 
 
 def of_decoder(placed: Placed, config: TransformerConfig) -> Placed:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.recompute.budget import Placed
 from tests.mcore import gpt
 from tests.mcore.gpt import FULL_RECOMPUTE, Model, Parallel, config_of
 from tests.mcore.lacking import why_not
@@ -304,16 +303,6 @@ def test_auto_without_a_budget_keeps_from_the_second_step_on_and_offloads_where_
         assert late == {name: number // 2 for name, number in plain.items()}
         assert len(said) == (len(DENSE) + 2 if said else 0)
         assert max(each.host for each in placed.values()) > 1 and taken > 0, placed
-
-
-def test_layers_that_offload_are_spread_over_those_that_do_not_keep_on_the_device(monkeypatch):
-    from megatron_burst.mcore import stage
-
-    monkeypatch.setattr(stage, "stage_layers", lambda config: list(range(1, 9)))
-    where = [stage.is_on_host(Placed(2, 3), None, number) for number in range(1, 9)]
-    assert where == [None, True, None, True, None, True, False, False]
-    every = [stage.is_on_host(Placed(2, 6), None, number) for number in range(1, 9)]
-    assert every == [True] * 6 + [False] * 2
 
 
 def fifty_losses(rank: int) -> tuple[list[float], list[float]]:
