@@ -19,7 +19,7 @@ _MOST_S = 60  # then it compiles too
 
 def turn(path: Path) -> TextIO:
     """A lock on a file, until what is returned is closed or collected."""
-    file = open(path, "w")  # noqa: SIM115: the caller closes it
+    file = open(path, "w")  # noqa: SIM115 - the caller closes it
     ends = time.monotonic() + _MOST_S
     while time.monotonic() < ends:
         try:
