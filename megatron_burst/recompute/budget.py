@@ -39,8 +39,7 @@ class ModuleCost:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """In how many layers of a stage a module's output is kept: on the device in the last ones, in
-    host memory in others, evenly spread, so that copies do not fall behind."""
+    """In how many layers of a stage a module's output is kept, on the device and in host memory."""
 
     device: int = 0
     host: int = 0
@@ -52,6 +51,22 @@ class Placed:
         here = max(0.0, self.device * in_flight - 1)
         fetches = self.host > 0 and (self.device + self.host) * in_flight > 1
         return here + fetches
+
+    def spread(self, layers: int) -> list[bool | None]:
+        """For each layer, whether its output is in host memory, or on the device; None: not kept.
+
+        Those in host memory are evenly spread, so that copies do not fall behind; the last layer's
+        stays on the device, because its backward follows at once.
+        """
+        found: list[bool | None] = [None] * layers
+        others = layers - bool(self.device)
+        for index in range(others):
+            if (index + 1) * self.host // others > index * self.host // others:
+                found[index] = True
+        free = [index for index, on_host in enumerate(found) if on_host is None]
+        for index in free[len(free) - self.device :]:
+            found[index] = False
+        return found
 
     def __str__(self) -> str:
         words = (
@@ -125,8 +140,7 @@ def choose_modules(
 
     A layer's own output is there in its backward whether it was kept or not, so one layer of each
     module costs nothing. What goes to the host hides behind the forward of the stage's layers; it
-    is fetched a layer ahead, which takes room on the device. The last layer's stays on the device:
-    its backward follows at once.
+    is fetched a layer ahead, which takes room on the device.
     """
     kept = choose_keep(problem, budget_bytes, host_bytes, rates)
     if kept.keep != "all" or kept.layers < problem.layers:

@@ -160,6 +160,23 @@ def test_copies_also_hide_behind_the_loss(turn_s, layers):
     assert got == {"fc1": Placed(2, layers)}
 
 
+@pytest.mark.parametrize(
+    ("placed", "layers", "expected"),
+    [
+        (Placed(2, 3), 8, "..h.hdhd"),
+        (Placed(1, 3), 4, "hhhd"),
+        (Placed(2, 6), 8, "dhhhhhhd"),
+        (Placed(0, 4), 4, "hhhh"),
+        (Placed(2), 4, "..dd"),
+        (Placed(), 2, ".."),
+    ],
+)
+def test_layers_on_the_host_are_spread_and_the_last_one_is_on_the_device(placed, layers, expected):
+    """Guards against copies of adjacent layers, which fall behind though all of them would hide."""
+    words = {True: "h", False: "d", None: "."}
+    assert "".join(words[where] for where in placed.spread(layers)) == expected
+
+
 @given(
     layers=st.integers(1, 40), flying=st.sampled_from([1.0, 2.5, 4.0]), budget=st.floats(0, 300),
     node=st.floats(0, 300), gbs=st.floats(0.1, 100),
