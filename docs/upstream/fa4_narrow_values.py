@@ -2,8 +2,8 @@
 
 python docs/upstream/fa4_narrow_values.py
 
-Needs a Hopper GPU and flash-attn-4 (4.0.0b36). Compares with attention in float32, by head dimension
-of V, with and without a causal mask, and shows which rows of dq are wrong.
+Needs a Hopper GPU and flash-attn-4 (4.0.0b36). Compares with attention in float32, by V's head
+dimension, with and without a causal mask, and shows which rows of dq are wrong.
 """
 
 import math
@@ -47,7 +47,7 @@ def grads(function, tensors, dout):
 
 
 def compare(dim_v: int, causal: bool) -> str:
-    """The largest error of each gradient relative to its largest value, and the wrong rows of dq."""
+    """Each gradient's largest error relative to its largest value; which rows of dq are wrong."""
     import torch
     from flash_attn.cute import flash_attn_func
 
@@ -59,7 +59,8 @@ def compare(dim_v: int, causal: bool) -> str:
     errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, true, strict=True)]
     off = ((found[0] - true[0]).abs().amax(-1) > 0.05 * true[0].abs().max())[0]
     rows = [sorted(off[:, head].nonzero()[:, 0].tolist()) for head in range(HEADS)]
-    return f"errors of dq, dk, dv {' '.join(f'{x:.3f}' for x in errors)}; wrong rows of dq by head {rows}"
+    told = " ".join(f"{x:.3f}" for x in errors)
+    return f"errors of dq, dk, dv {told}; wrong rows of dq by head {rows}"
 
 
 def main() -> None:

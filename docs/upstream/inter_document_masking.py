@@ -47,18 +47,19 @@ def packed_params():
 
 
 def model(burst: bool) -> torch.nn.Module:
-    """Two layers; large weights, so that a wrong attention shows in the loss of an untrained one."""
+    """Two layers with large weights, so that attention counts without training."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer import TransformerConfig
 
     ranks = dist.get_world_size()
+    ring = "p2p" if ranks > 1 else None
     config = TransformerConfig(
-        num_layers=2, hidden_size=256, num_attention_heads=2, init_method=normal, add_bias_linear=False,
+        num_layers=2, hidden_size=256, num_attention_heads=2, init_method=normal,
         output_layer_init_method=normal, hidden_dropout=0.0, attention_dropout=0.0, bf16=GPUS,
         params_dtype=torch.bfloat16 if GPUS else torch.float32, normalization="RMSNorm",
-        context_parallel_size=ranks, cp_comm_type="burst" if burst else "p2p" if ranks > 1 else None,
-        use_cpu_initialization=True, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
-        bias_dropout_fusion=False, persist_layer_norm=False,
+        context_parallel_size=ranks, cp_comm_type="burst" if burst else ring,
+        use_cpu_initialization=True, gradient_accumulation_fusion=False, add_bias_linear=False,
+        masked_softmax_fusion=False, bias_dropout_fusion=False, persist_layer_norm=False,
     )  # fmt: skip
     if burst:
         from megatron_burst import burst_spec

@@ -1,13 +1,14 @@
-"""The angles by which Megatron's RoPE turns a sample's rows under --dataloader-inter-document-masking.
+"""By which angles Megatron's RoPE turns rows under --dataloader-inter-document-masking.
 
 python docs/upstream/inter_document_rope.py
 
-Needs megatron-core 0.19 and no GPU: it asks Megatron's own functions which rows two context-parallel
-ranks hold, and by which position each row is turned, and counts the rows where that is not the row's
-position in its document. For comparison it does the same with the rows that TransformerEngine
-expects, document by document, of documents whose lengths are multiples of 2 * CP.
+Needs megatron-core 0.19 and no GPU: it asks Megatron's own functions which rows two
+context-parallel ranks hold, and by which position each row is turned, and counts the rows where
+that is not the row's position in its document. For comparison it does the same with the rows that
+TransformerEngine expects, document by document.
 """
 
+from itertools import pairwise
 from unittest import mock
 
 import torch
@@ -32,8 +33,7 @@ class Group:
 
 def positions(boundaries: list[int]) -> torch.Tensor:
     """Of all rows of the sample, in their documents."""
-    pairs = zip(boundaries, boundaries[1:], strict=False)
-    return torch.cat([torch.arange(stop - start) for start, stop in pairs])
+    return torch.cat([torch.arange(stop - start) for start, stop in pairwise(boundaries)])
 
 
 def rows_of_the_sample(rank: int, boundaries: list[int]) -> torch.Tensor:
@@ -41,15 +41,15 @@ def rows_of_the_sample(rank: int, boundaries: list[int]) -> torch.Tensor:
     from megatron.core.utils import _get_batch_on_this_cp_rank_per_sequence_balancing as shard
 
     batch = {"tokens": torch.arange(boundaries[-1])[None], "cu_seqlens": None}
-    with mock.patch("torch.distributed.get_rank", lambda group: group.rank()):
-        with mock.patch("torch.distributed.get_world_size", lambda group: group.size()):
-            return shard(batch, cp_group=Group(rank))["tokens"][0]
+    known = {"get_rank": Group.rank, "get_world_size": Group.size}
+    with mock.patch.multiple("torch.distributed", **known):
+        return shard(batch, cp_group=Group(rank))["tokens"][0]
 
 
 def rows_of_documents(rank: int, boundaries: list[int]) -> torch.Tensor:
     """The rows that TransformerEngine expects: two chunks of every document."""
     rows = []
-    for start, stop in zip(boundaries, boundaries[1:], strict=False):
+    for start, stop in pairwise(boundaries):
         chunks = torch.arange(start, stop).chunk(2 * RANKS)
         rows += [chunks[rank], chunks[-1 - rank]]
     return torch.cat(rows)
