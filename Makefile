@@ -50,10 +50,10 @@ test-integrations: ## run burst in the frameworks that build on Megatron, e.g. F
 conformance: ## run tests of TransformerEngine and Megatron-LM with burst in place (TE=, MEGATRON_LM=)
 	@$(RUN) -m conformance.run $(ARGS)
 
-docs: ## build the documentation as a site in site/, open each page in a browser
+docs: ## build the documentation as a site in site/, open each page in a browser, at two widths
 	@$(RUN) docs/reference_pages.py
 	@$(RUN) docs/family_pages.py
-	@SITE=site SCREENSHOTS=.cache/screenshots $(RUN) -m pytest -q tests/test_site.py $(ARGS)
+	@SITE=site SCREENSHOTS=.cache/screenshots $(RUN) -m pytest -q --all tests/test_site.py $(ARGS)
 	@echo "site/index.html"
 
 lint: ## check style, formatting and types

@@ -31,6 +31,7 @@ from benchmarks.cases import Case
 from benchmarks.impls import impls_of
 from benchmarks.peers import Burst, Shard
 from benchmarks.rows import Sheet, read
+from benchmarks.style import colour_of
 from benchmarks.sweep import check_out, save
 from benchmarks.te_peer import TransformerEngine
 from megatron_burst.call import attention_shape, spec_of
@@ -230,15 +231,16 @@ def curves(paths):
 def plot(paths, picture):
     """Errors over ranks, a panel for each tensor and head count."""
     lines = curves(paths)
-    colours = {
-        label: f"C{i}" for i, label in enumerate(sorted({x for y in lines.values() for x in y}))
-    }
     figure, axes = plt.subplots(len(HEADS), len(TENSORS), figsize=(13, 6), sharex=True, sharey=True)
     for panels, heads in zip(axes, HEADS, strict=True):
         for axis, tensor in zip(panels, TENSORS, strict=True):
             for label, errors in sorted(lines[*heads, tensor].items()):
                 style = "o-" if "simulated" in label else "*" if "burst" in label else "x"
-                how = {"label": label, "color": colours[label], "markersize": 7}
+                how = {
+                    "label": label,
+                    "color": colour_of(":".join(label.split(",")[0].split())),
+                    "markersize": 7,
+                }
                 axis.plot(errors.keys(), errors.values(), style, **how)
             axis.set(title=f"{tensor}, heads {heads[0]}/{heads[1]}", xscale="log")
             axis.set_xticks([1, 2, 4, 8], labels=["1", "2", "4", "8"])

@@ -8,11 +8,12 @@ from matplotlib.figure import Figure
 
 from benchmarks.frontier_cases import FrontierRow
 from benchmarks.frontier_table import Point, hull_of, points_of, runs_in
+from benchmarks.style import BURST, MEGATRON, legend_below
 
 _DPI, _COLUMNS = 130, 2
 _SIDES = {  # whose settings: label, colour, marker, and on which side of it names are
-    True: ("burst", "#2a78b8", "o", {"xytext": (-6, -9), "ha": "right"}),
-    False: ("Megatron", "#c2410c", "s", {"xytext": (6, 5), "ha": "left"}),
+    True: ("burst", BURST, "o", {"xytext": (-6, -9), "ha": "right"}),
+    False: ("Megatron", MEGATRON, "s", {"xytext": (6, 5), "ha": "left"}),
 }
 
 
@@ -40,9 +41,10 @@ def draw_frontier(rows: Sequence[FrontierRow], path: Path) -> None:
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axis, (problem, (run, points)) in zip(axes, panels.items(), strict=False):
         _panel(axis, points)
-        axis.set_title(f"{problem}\nrun of {run}", fontsize=9)
+        axis.set_title(f"{problem}, {run[:10]}", fontsize=9)
     for axis in axes[len(panels) :]:
         axis.remove()
+    legend_below(figure)
     figure.savefig(path, dpi=_DPI)
 
 
@@ -71,4 +73,3 @@ def _panel(axis: Axes, points: Sequence[Point]) -> None:
     axis.set(xlabel="peak GiB", ylabel="ms of a training step")
     axis.margins(0.25, 0.15)
     axis.grid(alpha=0.3)
-    axis.legend()

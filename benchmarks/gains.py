@@ -9,11 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.rows import Row
+from benchmarks.style import BURST, measured_on
 from benchmarks.tables import Comparison, Problem, compare
 
 _PIXELS = 800  # width of a README's column
 _DPI = 100
-_BURST, _POINT = "#2a78b8", "#12344d"
+_POINT = "#12344d"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,7 @@ def draw_gains(rows: Sequence[Row], path: Path) -> None:
     _bars(right, [each.memory for each in gains], "times less memory (1: TransformerEngine)")
     left.set_yticks(range(len(gains)), [each.label for each in gains])
     left.invert_yaxis()
-    gpu = rows[0].gpu.partition(";")[0].removeprefix("NVIDIA ")
-    figure.suptitle(f"burst against TransformerEngine's fastest mode, attention on {gpu}")
+    figure.suptitle(f"attention against TransformerEngine's fastest mode: {measured_on(rows)}")
     figure.savefig(path, dpi=_DPI)
 
 
@@ -92,7 +92,7 @@ def _bars(axis: Axes, kinds: Sequence[Sequence[float]], unit: str) -> None:
         if not values:
             continue
         mean = geometric_mean(values)
-        axis.barh(y, mean, 0.62, color=_BURST, alpha=0.75)
+        axis.barh(y, mean, 0.62, color=BURST, alpha=0.75)
         axis.plot(values, [y] * len(values), "|", color=_POINT, markersize=9)
         axis.annotate(
             f"{mean:.2f}", (max(values), y), (6, 0), textcoords="offset points", va="center",

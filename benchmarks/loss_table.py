@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.rows import Sheet
+from benchmarks.style import colour_of, legend_below, measured_on
 from megatron_burst.tools.units import in_units
 
 _TIME, _MEMORY = "µs a token", "GiB besides the gradients"
@@ -113,14 +114,13 @@ def draw_if_possible(rows: Sequence[LossRow], stem: Path) -> list[Path]:
     heads = sorted({(row.hidden, row.vocab, row.ranks) for row in newest})
     if not heads:
         return []
-    names = list(dict.fromkeys(row.impl for row in newest))
     kinds = [_TIME, *([_MEMORY] if any(row.peak_gib is not None for row in newest) else [])]
     figure = Figure(figsize=(5.5 * len(kinds), 2.8 * len(heads)), layout="constrained")
     panels = figure.subplots(len(heads), len(kinds), squeeze=False)
     for line, (hidden, vocab, ranks) in zip(panels, heads, strict=True):
         these = [r for r in newest if (r.hidden, r.vocab, r.ranks) == (hidden, vocab, ranks)]
         for axis, what in zip(line, kinds, strict=True):
-            _lines(axis, what, these, names)
+            _lines(axis, what, these)
             axis.set(xscale="log", xlabel="tokens", ylabel=what)
             axis.set_title(f"h {hidden}, V {in_units(vocab)}, TP {ranks}")
             tokens = sorted({row.tokens for row in these})
@@ -128,19 +128,20 @@ def draw_if_possible(rows: Sequence[LossRow], stem: Path) -> list[Path]:
             axis.minorticks_off()
             axis.grid(alpha=0.3)
             axis.set_ylim(0, None)
-        line[0].legend(fontsize=7, loc="lower right", ncols=2)
+    legend_below(figure, columns=5)
+    figure.suptitle(measured_on(newest))
     path = stem.with_name(f"{stem.name}_loss.png")
     figure.savefig(path, dpi=130)
     return [path]
 
 
-def _lines(axis, what: str, rows: Sequence[LossRow], names: Sequence[str]) -> None:
-    """Time or memory of each implementation, which has its colour in all panels."""
+def _lines(axis, what: str, rows: Sequence[LossRow]) -> None:
+    """Time or memory of each implementation."""
     for name in dict.fromkeys(row.impl for row in rows):
         line = sorted((r for r in rows if r.impl == name), key=lambda row: row.tokens)
         if what == _TIME:
             values = [1e3 * row.ms / row.tokens for row in line]
         else:
             values = [float("nan") if row.peak_gib is None else row.peak_gib for row in line]
-        tokens, color = [row.tokens for row in line], f"C{names.index(name)}"
-        axis.plot(tokens, values, "o-", label=name, color=color)
+        tokens = [row.tokens for row in line]
+        axis.plot(tokens, values, "o-", label=name, color=colour_of(name))

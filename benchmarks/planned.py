@@ -13,7 +13,7 @@ from megatron_burst.rules import a2a_whole, most_heads
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.spec import AttentionShape, Direction, Kernel
-from megatron_burst.schedule.topology import pretend_nodes
+from megatron_burst.schedule.topology import Link, pretend_nodes
 from megatron_burst.tools.hardware import GIB, Curve, Hardware, LinkSpeed
 from megatron_burst.tools.hardware_file import preset_of
 from megatron_burst.tools.job.layer_time import layer_seconds
@@ -29,6 +29,7 @@ from megatron_burst.tools.simulate.call import (
     pass_time,
     resolved,
     run_by,
+    sent_bytes,
 )
 from megatron_burst.tools.simulate.kernels import Timer
 from megatron_burst.tools.simulate.sample import Packing, Sample
@@ -90,6 +91,16 @@ def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
     if isinstance(row, PackedRow):
         return _of_packed(row, hardware)
     return _of_kernel(row, hardware) if row.impl == "ceiling" else _of_attention(row, hardware)
+
+
+def sent_by(row: Row) -> dict[Link, int]:
+    """Bytes that the fullest rank of a row's run of burst sends on each kind of link."""
+    call = resolved(_call(row, preset_of(row.gpu, "a benchmark's row")))
+    sums: dict[Link, int] = {}
+    for direction in _passes(row):
+        for link, num_bytes in sent_bytes(call, direction).items():
+            sums[link] = sums.get(link, 0) + num_bytes
+    return sums
 
 
 def _of_attention(row: Row, hardware: Hardware) -> Prediction:

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.rows import Row
+from benchmarks.style import colour_of, legend_below, measured_on
 from benchmarks.tables import Comparison, compare, differing
 from megatron_burst.tools.units import in_units
 
@@ -38,7 +38,7 @@ def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
     return written
 
 
-Panel = Callable[[Axes, list[Comparison], dict[str, tuple]], None]
+Panel = Callable[[Axes, list[Comparison], dict[str, str]], None]
 
 
 def _figure(comparisons: list[Comparison], panel: Panel, unit: str) -> Figure:
@@ -49,8 +49,7 @@ def _figure(comparisons: list[Comparison], panel: Panel, unit: str) -> Figure:
         words = each.problem.words()
         title = ", ".join(f"{fact} {words[fact]}" for fact in facts)
         panels.setdefault(title, []).append(each)
-    impls = dict.fromkeys(name for each in comparisons for name in each.rows)
-    colours = dict(zip(impls, _palette(len(impls)), strict=True))
+    colours = {name: colour_of(name) for each in comparisons for name in each.rows}
     columns = min(_COLUMNS, len(panels))
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(6.5 * columns, 3.4 * lines + 0.8), layout="constrained")
@@ -62,25 +61,12 @@ def _figure(comparisons: list[Comparison], panel: Panel, unit: str) -> Figure:
         axis.grid(axis="y", alpha=0.3)
     for axis in axes[len(panels) :]:
         axis.remove()
-    _legend(figure)
+    legend_below(figure)
+    figure.suptitle(measured_on(row for each in comparisons for row in each.rows.values()))
     return figure
 
 
-def _palette(count: int) -> list[tuple]:
-    colours = colormaps["tab10" if count <= 10 else "tab20"].colors
-    return [colours[i % len(colours)] for i in range(count)]
-
-
-def _legend(figure: Figure) -> None:
-    handles = {}
-    for axis in figure.axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    columns = min(len(handles), 6) or 1
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
-
-
-def _speeds(axis: Axes, members: list[Comparison], colours: dict[str, tuple]) -> None:
+def _speeds(axis: Axes, members: list[Comparison], colours: dict[str, str]) -> None:
     """Bars for implementations that communicate, crosses for failures, lines for the bounds."""
     bars = [name for name in colours if name.split(":")[0] not in _LINES]
     width = 0.8 / max(len(bars), 1)
@@ -94,12 +80,11 @@ def _speeds(axis: Axes, members: list[Comparison], colours: dict[str, tuple]) ->
                 axis.plot(x + offset, 0, "x", color=colours[name], clip_on=False)
     for name in (name for name in colours if name not in bars):
         style = _LINES[name.split(":")[0]]
-        colour = "black" if name.endswith(":auto") else colours[name]  # of a kernel by name
-        _line(axis, members, name, "tflops_per_gpu", color=colour, linestyle=style)
+        _line(axis, members, name, "tflops_per_gpu", color=colours[name], linestyle=style)
     axis.set_xlim(-0.5, len(members) - 0.5)
 
 
-def _memory(axis: Axes, members: list[Comparison], colours: dict[str, tuple]) -> None:
+def _memory(axis: Axes, members: list[Comparison], colours: dict[str, str]) -> None:
     for name, colour in colours.items():
         if name.split(":")[0] not in _LINES:
             _line(axis, members, name, "peak_gib", color=colour, marker="o")

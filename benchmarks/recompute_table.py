@@ -5,6 +5,7 @@ from math import ceil
 from pathlib import Path
 
 from benchmarks.rows import Row
+from benchmarks.style import colour_of, legend_below, measured_on
 from megatron_burst.tools.units import in_units
 
 _FULL = {"burst": "none", "megatron": "full"}  # the mode that recomputes everything
@@ -48,35 +49,30 @@ def draw_if_possible(rows: Sequence[Row], stem: Path) -> list[Path]:
     lengths = sorted({row.seq for row in able})
     if not lengths:
         return []
-    names = list(dict.fromkeys(f"{row.impl}:{row.mode}" for row in able))
     across = min(len(lengths), _A_LINE)
     lines = ceil(len(lengths) / across)
-    figure = Figure(figsize=(4 * across + 2, 4 * lines), layout="constrained")
+    figure = Figure(figsize=(4 * across + 1, 4 * lines + 0.8), layout="constrained")
     panels = [figure.add_subplot(lines, across, 1 + i) for i in range(len(lengths))]
     for axis, seq in zip(panels, lengths, strict=True):
         for row in (row for row in able if row.seq == seq):
-            _point(axis, row, names.index(f"{row.impl}:{row.mode}"))
+            _point(axis, row)
         axis.set(title=f"{in_units(seq)} tokens", xlabel="peak GiB above weights and gradients")
         axis.set(ylabel="ms, forward + backward")
         axis.margins(0.08)
         axis.set_xlim(0, 1.06 * max(row.peak_gib for row in able if row.seq == seq))
         axis.grid(alpha=0.3)
-    points = {label: point for axis in panels for point, label in _labelled(axis)}
-    figure.legend(points.values(), points, loc="outside right upper", fontsize=8)
+    legend_below(figure, fontsize=8)
+    figure.suptitle(measured_on(able))
     path = stem.with_name(f"{stem.name}_trade.png")
     figure.savefig(path, dpi=130)
     return [path]
 
 
-def _point(axis, row: Row, number: int) -> None:
-    """Burst's in circles, Megatron's in squares; a mode has its colour in all panels."""
+def _point(axis, row: Row) -> None:
+    """Burst's in circles, Megatron's in squares."""
     low, high = row.ms - row.ms_min, row.ms_max - row.ms
     axis.errorbar(
         row.peak_gib, row.ms, [[low], [high]], marker="o" if row.impl == "burst" else "s",
-        color=f"C{number % 10}", fillstyle="full" if number < 10 else "none", linestyle="none",
-        capsize=3, label=f"{row.impl}:{row.mode}",
+        color=colour_of(f"{row.impl}:{row.mode}"), linestyle="none", capsize=3,
+        label=f"{row.impl}:{row.mode}",
     )  # fmt: skip
-
-
-def _labelled(axis) -> zip:
-    return zip(*axis.get_legend_handles_labels(), strict=True)

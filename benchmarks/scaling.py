@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 from benchmarks.rows import append, check_appendable, read
 from benchmarks.slice_cases import PER_GPU, SEEDS, SLICES_CSV, STRONG, Slice, SliceRow
 from benchmarks.slices import predicted
+from benchmarks.style import colour_of, legend_below
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.hardware_file import hardware as hardware_of
@@ -109,8 +110,12 @@ def draw_scaling(panels: dict[str, list[SliceRow]], picture: Path) -> None:
     for (name, rows), line in zip(panels.items(), axes, strict=True):
         for (kind, unit), axis in zip(KINDS.items(), line, strict=True):
             lines = lines_of(rows, kind)
+            first = next(iter(lines), "").rpartition(" ")[0]
             for label, points in lines.items():
-                axis.plot(*zip(*points, strict=True), marker="o", label=label)
+                model, _, impl = label.rpartition(" ")
+                style = "-" if model == first else "--"
+                axis.plot(*zip(*points, strict=True), style, color=colour_of(impl), marker="o",
+                          label=label)  # fmt: skip
             size = f"{in_units(PER_GPU)} tokens per GPU"
             if kind == "strong":
                 size = f"{in_units(STRONG)} tokens"
@@ -122,8 +127,9 @@ def draw_scaling(panels: dict[str, list[SliceRow]], picture: Path) -> None:
             axis.grid(alpha=0.3)
             if kind == "weak":
                 axis.set_ylim(0, None)
-            if lines:
-                axis.legend(fontsize=8)
+    legend_below(figure)
+    gpus = sorted({row.gpu.partition(";")[0] for rows in panels.values() for row in rows})
+    figure.suptitle(f"training steps of two layers, {', '.join(gpus)}")
     figure.savefig(picture, dpi=120)
 
 

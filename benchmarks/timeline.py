@@ -121,6 +121,7 @@ def draw(source: Path, picture: Path) -> None:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
+    figure.suptitle(source.stem.replace("_", " "))
     figure.savefig(picture, dpi=130)
 
 

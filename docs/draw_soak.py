@@ -25,7 +25,7 @@ def main() -> None:
             axis.set_ylim(0, 1.15 * max(float(row[what]) for row in rows if row["of"] == of))
             axis.set_ylabel(label if column == 0 else "")
             axis.set_title(title if line == 0 else "", fontsize=10)
-    axes[0][0].legend(fontsize=7, loc="lower right")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(DOCS / "soak.png", dpi=120)
 
 

@@ -92,11 +92,22 @@ def python() -> str:
         link = f"../../{path.relative_to(DOCS.parent)}"
         lines.append(f"| [`{_signature(node)}`]({link}) | {words.replace('|', chr(92) + '|')} |")
     lines += ["", "## Docstrings", ""]
-    lines += [line for name in API for line in (f"::: megatron_burst.{name}", "")]
+    shown = _examples()
+    for name in API:
+        lines += [f"::: megatron_burst.{name}", "", *shown.pop(name.rpartition(".")[2])]
     for module, title in MODULES.items():
         lines += [f"## {title}", "", f"::: megatron_burst.{module}", "    options:"]
-        lines += ["      show_root_heading: false", ""]
+        lines += ["      show_root_heading: false", "", *shown.pop(module)]
+    assert not shown, shown.keys()
     return "\n".join(lines)
+
+
+def _examples() -> dict[str, list[str]]:
+    """Lines of the example of each name, from api_examples.py; the first block is what all use."""
+    blocks = re.split(r"^# %% (\w+)\n", (DOCS / "api_examples.py").read_text(), flags=re.MULTILINE)
+    found = dict(zip(blocks[3::2], blocks[4::2], strict=True))
+    return {name: ["Example:", "", "```python", text.strip("\n"), "```", ""]
+            for name, text in found.items()}  # fmt: skip
 
 
 def _definition(name: str) -> tuple[ast.AST, Path]:

@@ -190,7 +190,7 @@ hand_pip_settings_to_uv() {
 
 # What the installed state depends on, as one line.
 fingerprint() {
-    { echo "$root ${packages[*]} / ${alone[*]}"; cat pyproject.toml constraints.txt setup.py scripts/bootstrap.sh; } | sha256sum
+    { echo "$root ${packages[*]} / ${alone[*]}"; cat pyproject.toml constraints.txt setup.py megatron_burst/version.py scripts/bootstrap.sh; } | sha256sum
 }
 
 is_current() {

@@ -1,8 +1,13 @@
 """Opens pages in a real browser (Qt WebEngine, which is Chromium) without a display.
 
-python tests/browser.py FOLDER_OF_SCREENSHOTS PAGE.html...
+python tests/browser.py FOLDER_OF_SCREENSHOTS PAGE.html...    WIDTH=390 for a phone's
 
-Prints JSON by page: first heading, pictures that did not load, console messages.
+Prints JSON by page: first heading, pictures that did not load, console messages, pixels by which
+the page is wider than the window.
+
+python tests/browser.py --search WORDS PAGE.html
+
+Prints as JSON the titles that the page's search finds.
 """
 
 import json
@@ -26,10 +31,23 @@ from PySide6.QtWidgets import QApplication
 _LOOK = """JSON.stringify({
     heading: document.querySelector("article h1")?.firstChild?.textContent ?? "",
     missing: [...document.images].filter(x => x.complete && !x.naturalWidth).map(x => x.src),
+    wider: document.documentElement.scrollWidth - window.innerWidth,
     scripts: [...document.querySelectorAll("script[src], link[rel=stylesheet]")]
         .map(x => x.src || x.href),
 })"""
-_PAINTED_MS = 300
+_FIND = """(() => {
+    const input = document.querySelector("[data-md-component=search-query]");
+    document.querySelector("#__search").click();
+    input.focus();
+    input.value = WORDS;
+    input.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true}));
+    input.dispatchEvent(new InputEvent("input", {bubbles: true}));
+})()"""
+_FOUND = """JSON.stringify(
+    [...document.querySelectorAll(".md-search-result__article h1")].map(x => x.textContent)
+)"""
+_PAINTED_MS, _SEARCHED_MS = 300, 200
+_SEARCHES = 100  # looks at what the search has found
 _AT_ONCE = 4  # pages: most of a visit is waiting
 
 
@@ -52,7 +70,7 @@ class Visit:
         self.view = QWebEngineView()
         self.page = Page(self.view)
         self.view.setPage(self.page)
-        self.view.resize(1300, 1000)
+        self.view.resize(int(os.environ.get("WIDTH", "1300")), 1000)
         self.view.loadFinished.connect(self.look)
         self.view.show()
         self.open()
@@ -93,6 +111,37 @@ def look_at(shots: Path, pages: list[Path]) -> dict[str, dict]:
     return {page: found for visit in visits for page, found in visit.found.items()}
 
 
+def search(words: str, path: Path) -> list[str]:
+    """The titles that a page's search finds; none if it does not answer."""
+    application = QApplication(sys.argv[:1])
+    view, found = QWebEngineView(), []
+    page = Page(view)
+    view.setPage(page)
+    view.resize(1300, 1000)
+    looks = iter(range(_SEARCHES))
+
+    def note(text: str) -> None:
+        found[:] = json.loads(text)
+        if found or next(looks, None) is None:
+            application.quit()
+
+    timer = QTimer()
+    timer.timeout.connect(lambda: page.runJavaScript(_FOUND, note))
+
+    def start() -> None:
+        page.runJavaScript(_FIND.replace("WORDS", json.dumps(words)))
+        timer.start(_SEARCHED_MS)
+
+    view.loadFinished.connect(lambda _: QTimer.singleShot(_PAINTED_MS, start))
+    view.load(QUrl.fromLocalFile(str(path.resolve())))
+    view.show()
+    application.exec()
+    print("\n".join(page.said), file=sys.stderr)
+    return found
+
+
 if __name__ == "__main__":
-    found = look_at(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])
-    print(json.dumps(found))
+    if sys.argv[1] == "--search":
+        print(json.dumps(search(sys.argv[2], Path(sys.argv[3]))))
+    else:
+        print(json.dumps(look_at(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])))

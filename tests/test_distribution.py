@@ -4,6 +4,7 @@ Guards against files that the checkout has but users lack.
 """
 
 import ast
+import importlib.metadata
 import os
 import re
 import shutil
@@ -17,12 +18,20 @@ from pathlib import Path
 
 import pytest
 from mypy import api
+from packaging.requirements import Requirement
 
 import megatron_burst
+from tests.test_packaging import give_setuptools
 
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = (".*", "*.egg-info", "__pycache__", "build", "dist", "demo")
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])('dist'))"
+
+
+def site_packages(environment):
+    """Where an environment of this Python has its packages."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return environment / "lib" / version / "site-packages"
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +141,99 @@ def test_versions_agree():
     citation = (ROOT / "CITATION.cff").read_text()
     assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [megatron_burst.__version__]
     assert all(url in citation for url in project["urls"].values())
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("what", ["build_wheel", "build_sdist"])
+def test_what_is_built_installs_and_runs_in_an_empty_environment(built, tmp_path, what):
+    """With nothing of the checkout: other packages are those that run this test."""
+    made = [sys.executable, "-m", "venv", str(tmp_path / "venv")]
+    if subprocess.run(made, capture_output=True).returncode:
+        pytest.skip("this Python makes no environment with pip")
+    python, packages = tmp_path / "venv" / "bin" / "python", site_packages(tmp_path / "venv")
+    give_setuptools(python)
+    offline = ["--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", *offline, built(what)], check=True, cwd=tmp_path
+    )
+    (packages / "others.pth").write_text(f"{site_packages(Path(sys.prefix))}\n")
+    code = (
+        "import megatron_burst as m; print(m.__file__, m.__version__, m.burst_attention.__name__)"
+    )
+    there = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(
+        [python, "-c", code], cwd=tmp_path, env=there, capture_output=True, text=True, check=True
+    )
+    file = packages / "megatron_burst" / "__init__.py"
+    assert ran.stdout.split() == [str(file), megatron_burst.__version__, "burst_attention"]
+    command = [python.with_name("megatron-burst"), "--help"]
+    told = subprocess.run(command, cwd=tmp_path, env=there, capture_output=True, text=True)
+    assert told.returncode == 0 and all(name in told.stdout for name in ("plan", "doctor"))
+
+
+RELEASED = "## 0.2.0 (2026-12-01)"
+NOT_READY = {
+    "the tree must be clean": {},
+    "CITATION.cff must name the version": {"CITATION.cff": "version: 0.1.0"},
+    "CHANGELOG.md must begin with '## 0.2.0": {"CHANGELOG.md": "## 0.2.0 (unreleased)"},
+    "v0.2.0 must be a new tag": {},
+    "is tagged": {},
+}
+
+
+@pytest.mark.parametrize("told", NOT_READY)
+def test_a_release_is_tagged_only_if_all_agree(tmp_path, told):
+    """Lint, tests, build and twine are stand-ins."""
+    files = {
+        "README.md": "", "CITATION.cff": "version: 0.2.0", "CHANGELOG.md": f"# Changes\n{RELEASED}",
+        "megatron_burst/version.py": '__version__ = "0.2.0"', ".gitignore": ".venvs\ndist\nbin",
+        "bin/make": '#!/bin/sh\necho "make $@"',
+        ".venvs/release/bin/python": '#!/bin/sh\nmkdir -p dist; touch dist/wheel; echo "python $@"',
+    }  # fmt: skip
+    for name, text in (files | NOT_READY[told]).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "release.sh", tmp_path / "scripts")
+    there = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.org"]
+    there |= {"GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b.org"}
+    commands = [["git", "init", "-q"], ["git", "add", "-A"], [*git, "commit", "-qm", "all"]]
+    if "new tag" in told:
+        commands.append(["git", "tag", "v0.2.0"])
+    for command in commands:
+        subprocess.run(command, cwd=tmp_path, env=there, check=True)
+    if "tree" in told:
+        (tmp_path / "README.md").write_text("changed")
+    done = subprocess.run(
+        [tmp_path / "scripts" / "release.sh"], env=there, capture_output=True, text=True
+    )
+    assert told in done.stdout + done.stderr, done.stderr
+    ready = told == "is tagged"
+    assert (done.returncode == 0) == ready
+    steps = ["make lint", "make test-all", "python -m build", "python -m twine check --strict"]
+    found = [line for line in done.stdout.splitlines() if line.startswith(("make", "python"))]
+    assert [line.partition(" dist/")[0] for line in found] == (steps if ready else [])
+
+
+def test_licences_are_those_of_what_is_installed():
+    page = (ROOT / "docs" / "licences.md").read_text()
+    rows = re.findall(r"^\| ([\w-]+) \| (\d[\w.]*) \| ([^|]+) \|", page, re.MULTILINE)
+    told = {name: (version, licence) for name, version, licence in rows}
+    asked = {Requirement(text).name for text in importlib.metadata.requires("megatron-burst")}
+    assert set(told) == asked
+    checked = 0
+    for name, (version, licence) in told.items():
+        try:
+            found = importlib.metadata.metadata(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        assert found["Version"] == version, name
+        says = (found.get("License-Expression") or found["License"]).splitlines()[0]
+        assert licence == says or name == "matplotlib", (name, says)
+        checked += 1
+    assert checked > 10
 
 
 def test_public_names_have_types(tmp_path):

@@ -92,6 +92,25 @@ def test_code_and_file_names_use_the_same_words():
     assert not found
 
 
+BLOCKS = re.split(
+    r"^# %% (\w+)\n", (ROOT / "docs" / "api_examples.py").read_text(), flags=re.MULTILINE
+)
+NOT_ALONE = {  # need a process group, Megatron or another framework
+    "cp_groups", "CPGroups", "fuse_loss", "burst_spec", "SlicedSeqParams", "BalancedBatches",
+    "hf", "titan", "auto",
+}  # fmt: skip
+
+
+def test_examples_of_public_names_run(capsys):
+    names = {}
+    for name, code in zip(BLOCKS[1::2], BLOCKS[2::2], strict=True):
+        compiled = compile(code, f"docs/api_examples.py, {name}", "exec")
+        if name not in NOT_ALONE:
+            exec(compiled, names)
+    assert set(BLOCKS[1::2]) > NOT_ALONE and {"mask", "ratio", "whole"} <= set(names)
+    assert "window" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_reference_pages_are_what_the_code_says(name):
     """`make docs` rebuilds them."""

@@ -110,7 +110,7 @@ def test_flags_of_the_launchers_exist():
     doctor = {o for p in get_command(app).commands["doctor"].params for o in p.opts}
     srun = {"--ntasks", "--ntasks-per-node", "--kill-on-bad-exit"}
     for path in SCRIPTS:
-        if path == MODEL:
+        if path == MODEL or path.name == "quiet.sh":  # which takes no flags
             continue
         known = options(get_args_parser()) | doctor | (srun if path.suffix == ".sbatch" else set())
         if path.name in ("packed.sh", "burstengine.sh"):  # they train without llama3_8b.sh
@@ -378,7 +378,34 @@ def test_few_text_files_are_all_for_training(files, split, tmp_path):
     python.write_text('#!/bin/sh\n[ "$1" = -c ] && echo 0 || echo "$@"\n')
     python.chmod(0o755)
     command = ["bash", str(EXAMPLES / "torchrun" / "packed.sh"), *files.split()]
-    there = os.environ | {"PYTHON": str(python)}
+    there = os.environ | {"PYTHON": str(python), "VERBOSE": "1"}
     done = subprocess.run(command, env=there, capture_output=True, text=True, check=True)
     made, trained = done.stdout.splitlines()
     assert files in made and f"--split {split} --pack-documents" in trained
+
+
+TRAINED = r"""
+import sys
+print("  hidden_size ........ 192\n[rank 1] chatter")
+print("INFO:megatron_burst:burst attention: ring")
+print("block: 0.00 [2026-11-26 04:02:28] iteration        2/      20 | consumed samples: 2 | "
+      "elapsed time per iteration (ms): 401.7 | learning rate: 9.5E-04 | lm loss: 5.68E+00 | x")
+print("[rank1]: BurstError: one sentence\n[rank0]: BurstError: one sentence", file=sys.stderr)
+print("torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ", file=sys.stderr)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_quiet_prints_bursts_lines_steps_and_errors(tmp_path, status):
+    command = ["bash", str(EXAMPLES / "quiet.sh"), sys.executable, "-c", TRAINED, f"{status}"]
+    there = {name: x for name, x in os.environ.items() if name != "VERBOSE"}
+    there |= {"LOG": str(tmp_path / "logs" / "run.log")}
+    done = subprocess.run(command, env=there, capture_output=True, text=True)
+    assert done.returncode == status
+    assert done.stdout.splitlines() == ["burst attention: ring", "step 2/20  loss 5.68E+00  401 ms"]
+    errors = done.stderr.splitlines()[2:]
+    assert errors == (["BurstError: one sentence"] if status else [])
+    assert "hidden_size" in (tmp_path / "logs" / "run.log").read_text()
+    whole = subprocess.run(command, env=there | {"VERBOSE": "1"}, capture_output=True, text=True)
+    assert whole.returncode == status and "hidden_size" in whole.stdout

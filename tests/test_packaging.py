@@ -234,8 +234,9 @@ def bootstrap(tmp_path):
     so far. The environments .venv and .venvs/other are there, empty."""
     for name in ("pyproject.toml", "setup.py", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    for folder in ("scripts", "tools", ".venv/bin", ".venvs/other/bin"):
+    for folder in ("scripts", "tools", "megatron_burst", ".venv/bin", ".venvs/other/bin"):
         (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "megatron_burst" / "version.py", tmp_path / "megatron_burst")
     shutil.copy(ROOT / "scripts" / "bootstrap.sh", tmp_path / "scripts")
     for venv in (".venv", ".venvs/other"):
         (tmp_path / venv / "bin" / "python").symlink_to(sys.executable)

@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 BROWSER = ROOT / "tests" / "browser.py"
@@ -37,23 +39,73 @@ def browser():
     return ""
 
 
-@pytest.mark.skipif(bool(browser()), reason=f"no browser: {browser()}")
-def test_every_page_opens_in_a_browser(site):
-    """With its heading and pictures, an empty console, nothing from another server."""
+needs_browser = pytest.mark.skipif(bool(browser()), reason=f"no browser: {browser()}")
+WIDTHS = [pytest.param(1300, id="desktop"), pytest.param(390, id="phone", marks=pytest.mark.whole)]
+
+
+@needs_browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_page_opens_in_a_browser(site, width):
+    """With its heading and pictures, an empty console, nothing from another server, and nothing
+    wider than the window but tables and code, which have bars of their own."""
     pages = sorted(page for page in site.rglob("*.html") if page.name != "404.html")
     assert len(pages) > 30
-    shots = Path(os.environ.get("SCREENSHOTS", site / "screenshots"))
+    shots = Path(os.environ.get("SCREENSHOTS", site / "screenshots")) / f"{width}"
     shots.mkdir(exist_ok=True, parents=True)
     run = subprocess.run(
-        [sys.executable, BROWSER, shots, *pages], capture_output=True, text=True, timeout=300
-    )
+        [sys.executable, BROWSER, shots, *pages], capture_output=True, text=True, timeout=300,
+        env=os.environ | {"WIDTH": f"{width}"},
+    )  # fmt: skip
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     assert len(found) == len(pages)
     for page, seen in found.items():
         assert seen["loaded"] and seen["heading"], page
-        assert not seen["missing"] and not seen["console"], (page, seen)
+        assert not seen["missing"] and not seen["console"] and seen["wider"] <= 0, (page, seen)
         assert all(source.startswith("file:") for source in seen["scripts"]), (page, seen)
+
+
+@needs_browser
+def test_the_search_works_from_disk(site):
+    command = [sys.executable, BROWSER, "--search", "choose what is recomputed"]
+    for page in ("index.html", "how-to/packed.html"):
+        run = subprocess.run([*command, site / page], capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0, run.stderr
+        assert "Choose what is recomputed" in json.loads(run.stdout.splitlines()[-1]), run.stderr
+
+
+MOST_WORDS = 2500
+LONG = {"benchmarks/step.md"}  # a section for each of its runs
+
+
+def test_no_page_is_too_long_to_read():
+    """But decisions, and what is looked up."""
+    nav = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=_Loader)["nav"]
+    read = [page for part in nav if "Reference" not in part for page in _pages(part)]
+    elsewhere = {
+        page: path for path, page in runpy.run_path(ROOT / "docs/hooks.py")["ELSEWHERE"].items()
+    }
+    words = {
+        page: len((ROOT / elsewhere.get(page, f"docs/{page}")).read_text().split())
+        for page in read if not page.startswith("decisions/")
+    }  # fmt: skip
+    assert len(words) > 40
+    assert {page for page, count in words.items() if count > MOST_WORDS} == LONG
+
+
+class _Loader(yaml.SafeLoader):
+    """That does not make the functions which mkdocs.yml names."""
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+
+
+def _pages(part):
+    """The pages of a part of the navigation."""
+    if isinstance(part, str):
+        return [part]
+    values = part.values() if isinstance(part, dict) else part
+    return [page for value in values for page in _pages(value)]
 
 
 def test_every_option_and_refusal_has_its_line(site):

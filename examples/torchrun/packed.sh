@@ -3,7 +3,7 @@
 #
 #     examples/torchrun/packed.sh [text files] [Megatron's flags]
 #
-# Without text files: Python's own documentation. STEPS and SEQ_LENGTH may be set. Files are all for
+# Without text files: Python's own documentation. STEPS, SEQ_LENGTH and VERBOSE=1 may be set. Files are all for
 # training: of few, Megatron's split would leave a validation set without documents.
 set -euo pipefail
 
@@ -34,7 +34,7 @@ seq="${SEQ_LENGTH:-1024}"
 data="${DATA:-demo/packed_cp$cp}"
 "$python" "$here/data.py" "$data" ${files[@]+"${files[@]}"} --multiple $((2 * cp))
 
-"$python" -m torch.distributed.run --standalone --nproc-per-node "$cp" -m megatron_burst \
+"$here/quiet.sh" "$python" -m torch.distributed.run --standalone --nproc-per-node "$cp" -m megatron_burst \
     "$here/pretrain_gpt.py" --data-path "$data" --split "$split" --pack-documents \
     --context-parallel-size "$cp" --context-parallel-impl burst "${device[@]}" \
     --num-layers 2 --hidden-size 192 --num-attention-heads 6 --position-embedding-type rope \

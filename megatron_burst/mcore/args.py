@@ -35,8 +35,8 @@ _ATTENTION = {
     "over all of them; allows --batch-invariant-mode",
     "backend": "attention kernel",
     "keep": "which attention results to keep for recomputation, so that attention is not "
-    "recomputed: all, or those of a share of the rows, the later ones (half is 0.5); auto needs "
-    "--burst-keep-budget-gib",
+    "recomputed: all, or those of a share of the rows, the later ones (half is 0.5); auto: what "
+    "saves most time in the memory that the first step leaves, outputs of modules too",
     "keep_layers": "keep only in the first N layers of a pipeline stage; the others recompute "
     "attention",
     "keep_offload": "offload to pinned host memory: kept results, the inputs of recomputed "

@@ -19,6 +19,7 @@ from megatron_burst.tools.simulate.timing import Span, Timeline
 from megatron_burst.tools.units import in_units
 
 _MOST_RANKS = 64  # in one picture
+_MOST_ROWS = 16  # above, the first and the last rank of each node are drawn
 _LANES = {"compute": (0.46, 0.46), "intra": (0.24, 0.2), "inter": (0.02, 0.2)}  # bottom, height
 _KINDS = {  # what it is, and its colours in even and odd rounds
     "attention": ("attention (rounds in turn dark and light)", "#1f5fa8", "#6ea3d8"),
@@ -52,7 +53,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
-    """Draw both passes side by side (many ranks) or above each other; the suffix is the format.
+    """Draw both passes above each other; the suffix is the format.
 
     Raises:
         BurstError: if matplotlib (the extra `plots`) is not installed.
@@ -60,21 +61,22 @@ def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
     call = attention_call(job, strategy)
     sample = job.packing and job.packing.sharded(strategy.cp)
     ranks = range(min(call.topology.cp_size, _MOST_RANKS))
-    many = len(ranks) > 12
-    shape = (1, 2) if many else (2, 1)
-    height = max(3.0, (0.3 if many else 0.5) * len(ranks)) * shape[0] + 1.2
-    figure = new_figure(12 * shape[1], height)
+    drawn = _drawn(ranks, call.topology)
+    shape = (2, 1)
+    figure = new_figure(12, max(3.0, 0.5 * len(drawn)) * shape[0] + 1.2)
     axes = figure.subplots(*shape, squeeze=False).ravel()
     packed = "packed documents, " if job.packing else ""
     some = "" if len(ranks) == call.topology.cp_size else f", the first {len(ranks)} ranks"
+    some += ", the first and the last of each node" if len(drawn) < len(ranks) else ""
     kinds = set()
     for ax, direction in zip(axes, Direction, strict=True):
         timeline = attention_time(
             call, job.hardware, direction, ranks=ranks, with_spans=True, sample=sample
         )
-        _draw_panel(ax, timeline, ranks, call.topology)
+        _draw_panel(ax, timeline, drawn, call.topology)
         ax.set_title(
-            f"{job.model.base_name} {in_units(job.seq)}, {packed}{strategy.layout}: one "
+            f"{job.model.base_name} {in_units(job.seq)}, {job.hardware.name}, {packed}"
+            f"{strategy.layout}: one "
             f"layer's attention, {direction},\n{how_it_runs(call)}{some}, "
             f"{1e3 * timeline.seconds:.4g} ms"
         )
@@ -90,14 +92,27 @@ def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
+def _drawn(ranks: range, topology: Topology) -> list[int]:
+    """The ranks that have a row: all, or the first and the last of each node."""
+    if len(ranks) <= _MOST_ROWS:
+        return list(ranks)
+    ends: dict[int, tuple[int, int]] = {}
+    for rank in ranks:
+        node = topology.node_of[rank]
+        ends[node] = ends.get(node, (rank, rank))[0], rank
+    return [rank for pair in ends.values() for rank in dict.fromkeys(pair)]
+
+
 def _draw_panel(ax: Any, timeline: Timeline, ranks: Sequence[int], topology: Topology) -> None:
     import numpy
     from matplotlib.collections import PolyCollection
 
-    bars, colours = [], []
+    bars, colours, rows = [], [], {rank: row for row, rank in enumerate(ranks)}
     for span in timeline.spans:
+        if span.rank not in rows:
+            continue
         low, height = _LANES[span.lane]
-        low, start, stop = low - span.rank, 1e3 * span.start, 1e3 * span.stop
+        low, start, stop = low - rows[span.rank], 1e3 * span.start, 1e3 * span.stop
         bars.append([(start, low), (start, low + height), (stop, low + height), (stop, low)])
         colours.append(_KINDS[_kind(span)][1 + span.round % 2])
     # one artist: there are tens of thousands of spans
@@ -105,10 +120,10 @@ def _draw_panel(ax: Any, timeline: Timeline, ranks: Sequence[int], topology: Top
     ax.add_collection(PolyCollection(corners, facecolors=colours, linewidth=0), autolim=False)
     for before, after in pairwise(ranks):
         if topology.node_of[before] != topology.node_of[after]:
-            ax.axhline(-before, color="0.3", lw=1, ls=":")
+            ax.axhline(-rows[before], color="0.3", lw=1, ls=":")
     ax.set(xlabel="ms", xlim=(0, 1e3 * timeline.seconds), ylim=(-len(ranks) + 0.95, 1.05))
     names = [f"rank {rank}, node {topology.node_of[rank]}" for rank in ranks]
-    ax.set_yticks([0.5 - rank for rank in ranks], names, fontsize=8)
+    ax.set_yticks([0.5 - row for row in rows.values()], names, fontsize=9)
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right", "left"]].set_visible(False)
 

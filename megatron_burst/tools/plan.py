@@ -39,7 +39,7 @@ from megatron_burst.tools.plan_options import (
 )
 from megatron_burst.tools.plan_table import show
 from megatron_burst.tools.step_picture import save_step_picture
-from megatron_burst.tools.terminal import in_one_sentence, writing
+from megatron_burst.tools.terminal import in_one_sentence, working, writing
 from megatron_burst.tools.units import whole_number
 
 _NOT_RUN = 3  # exit code; 2 is refused input
@@ -170,7 +170,7 @@ def plan(
             whose = Job(described, 1, count, on_node, 1, machine)
             sample = plan_sample(whose, cu_seqlens, dict(fixed))
             if picture:
-                with writing("plan", "--picture", picture):
+                with writing("plan", "--picture", picture), working(f"drawing {picture}"):
                     save_sample_picture(*sample, picture)
             return
         tokens = tokens_of(length)
@@ -189,8 +189,9 @@ def plan(
                 "burst's fused loss, which makes none, is off"
             )
         keeps_none = script.policy.get("keep") == "none" and "burst_keep" not in in_file
-        more = with_keep(job, found[0]) if keeps_none and found[0].fits else ""
-        documents = compare(job, found, drawn_from) if drawn_from and found[0].fits else None
+        with working("comparing recomputation, and rules for documents"):
+            more = with_keep(job, found[0]) if keeps_none and found[0].fits else ""
+            documents = compare(job, found, drawn_from) if drawn_from and found[0].fits else None
         drawn = picture if documents or not lengths else None
         # before a reader such as head ends the output
         _write(job, found, script, documents, json, drawn, frontier)
@@ -223,13 +224,13 @@ def _write(
         with writing("plan", "--json", json):
             json.write_text(text)
     if picture:
-        with writing("plan", "--picture", picture):
+        with writing("plan", "--picture", picture), working(f"drawing {picture}"):
             if documents:
                 save_step_picture(job, documents, picture)
             else:
                 save_picture(job, found[0].strategy, picture)
     if frontier:
-        with writing("plan", "--frontier", frontier):
+        with writing("plan", "--frontier", frontier), working(f"drawing {frontier}"):
             save_frontier(job, found[0].strategy, frontier)
 
 

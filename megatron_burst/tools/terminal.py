@@ -87,6 +87,18 @@ def without_warnings() -> Iterator[None]:
         logging.disable(before)
 
 
+@contextmanager
+def working(on: str) -> Iterator[None]:
+    """Show on a terminal what takes long, while it does. Nothing may be printed meanwhile: Rich
+    would send it to standard error."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(Text(on)):
+        yield
+
+
 @dataclass(slots=True)
 class Progress:
     """Progress on standard error: the current activity on a terminal, lines elsewhere, nothing on

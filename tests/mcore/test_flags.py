@@ -85,8 +85,12 @@ def test_a_bad_tuning_is_refused_in_the_sentence_that_lists_all(capsys):
 
 
 def test_help_says_what_a_value_needs():
-    """The help of a flag that is refused alone must name the flag that it needs."""
+    """The help of a flag that is refused alone names the flag that it needs; `auto` needs none."""
     parser = ArgumentParser()
     add_flags(parser)
-    (keep,) = [action for action in parser._actions if action.dest == "burst_keep"]
-    assert "auto needs --burst-keep-budget-gib" in keep.help
+    helps = {action.dest: action.help for action in parser._actions}
+    assert "--burst-keep auto" in helps["burst_keep_budget_gib"]
+    with pytest.raises(BurstError, match="keep_budget_gib must come with keep=auto"):
+        config("--burst-keep all --burst-keep-budget-gib 2")
+    assert config("--burst-keep auto").keep == "auto"
+    assert "first step" in helps["burst_keep"]

@@ -7,6 +7,8 @@ import pytest
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.spec import Circulate, Direction
+from megatron_burst.schedule.topology import pretend_nodes
+from megatron_burst.tools.pictures import _drawn
 from tests.schedule.cases import Case, grid
 
 
@@ -27,3 +29,18 @@ def test_a_picture_is_written_in_the_format_of_its_suffix(tmp_path, suffix, magi
         text = content.decode()
         for label in ("rank 3", "shard 0", "return", "step 5", "gradient, between nodes"):
             assert f"<!-- {label} -->" in text, label
+
+
+@pytest.mark.parametrize(
+    "nodes, ranks, of_node, expected",
+    [
+        (1, 8, 8, list(range(8))),
+        (2, 16, 8, list(range(16))),
+        (4, 32, 8, [0, 7, 8, 15, 16, 23, 24, 31]),
+        (20, 20, 1, list(range(20))),
+    ],
+)
+def test_of_many_ranks_the_ends_of_each_node_have_a_row(nodes, ranks, of_node, expected):
+    """64 rows would be too low to read."""
+    topology = pretend_nodes(ranks, nodes)
+    assert ranks == nodes * of_node and _drawn(range(ranks), topology) == expected

@@ -1,9 +1,12 @@
 """What `megatron-burst plan` prints, as a user reads it: sums, speed, warnings, exit codes."""
 
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -260,3 +263,28 @@ def test_progress_is_shown_on_terminals_only():
     search.cache_clear()
     quiet, text = shown()
     assert quiet == "" and "layouts" not in text
+
+
+def at_a_terminal(command: list[str]) -> tuple[str, str]:
+    """Standard output, and what a terminal at standard error gets."""
+    ours, theirs = pty.openpty()
+    there = os.environ | {"TERM": "xterm"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=there) as process:
+        os.close(theirs)
+        out = process.stdout.read().decode()
+        shown = b""
+        with suppress(OSError):  # the terminal's other end is closed
+            while piece := os.read(ours, 1 << 16):
+                shown += piece
+    assert process.returncode == 0
+    return out, shown.decode()
+
+
+@pytest.mark.whole
+def test_what_takes_long_is_shown_on_a_terminal_only(tmp_path):
+    command = [sys.executable, "-m", "megatron_burst.tools", "plan", *LLAMA.split()]
+    command += ["--picture", str(tmp_path / "p.png")]
+    out, shown = at_a_terminal(command)
+    assert all(words in shown for words in ("layouts", "comparing recomputation", "drawing"))
+    piped = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "drawing" not in out and "drawing" not in piped.stdout and not piped.stderr

@@ -1,0 +1,186 @@
+"""What the hardware allows beside what burst reaches: the tables of docs/benchmarks/limits.md.
+
+python -m benchmarks.limits docs/benchmarks/limits.md     makes its tables again
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import typer
+
+from benchmarks.loss_table import LOSS_CSV
+from benchmarks.planned import sent_by
+from benchmarks.rows import ATTENTION_CSV, PACKED_CSV, Row, read
+from benchmarks.slice_cases import SLICES_CSV
+from benchmarks.tables import compare
+from megatron_burst.schedule.topology import Link
+from megatron_burst.tools.hardware_file import preset_of
+from megatron_burst.tools.terminal import in_one_sentence
+from megatron_burst.tools.units import in_units
+
+RESULTS = Path(__file__).parent / "results"
+_TABLE = re.compile(r"(<!-- benchmarks\.limits (\w+) -->\n)\n*(?:^\|.*\n)*\n*", re.MULTILINE)
+_LINK = re.compile(r"ring ([\d.]+), all-to-all ([\d.]+) GB/s (on one|between 2)")
+CAUSAL = (
+    ("attention_2xh200_one_node", (65536, 131072)),
+    ("attention_4xh200_one_node", (65536, 131072, 262144, 524288)),
+    ("attention_2x2xh200", (65536, 131072, 262144)),
+)  # fmt: skip
+Lines = Iterator[tuple[str, ...]]
+
+
+def sheet(name: str, kind=ATTENTION_CSV) -> list:
+    """The rows of a CSV of benchmarks/results."""
+    return read([RESULTS / f"{name}.csv"], kind)
+
+
+def machine() -> Lines:
+    """What was measured of the machines, with the data sheets' figures."""
+    yield "what", "data sheet", "measured", "rows"
+    gpu = preset_of("NVIDIA H200", "limits").gpu
+    square = sorted({row.matmul_tflops for row in sheet("loss_h200", LOSS_CSV) if row.ms})
+    yield (
+        "matrix product, bf16, TFLOP/s", f"{gpu.peak_tflops:.0f}",
+        _span(square), "`loss_h200.csv`, `matmul_tflops`",
+    )  # fmt: skip
+    for pass_, name in (("fwd", "forward"), ("fwd_bwd", "forward and backward")):
+        found = [row.tflops_per_gpu for row in _causal("attention_4xh200_one_node", pass_)]
+        yield (
+            f"FlashAttention-4 alone, causal, {name}, TFLOP/s", f"{gpu.peak_tflops:.0f}",
+            _span(found), "`attention_4xh200_one_node.csv`, `ceiling`",
+        )  # fmt: skip
+    for gpus, names in (("H200", ("attention_4xh200_one_node", "attention_2xh200_one_node")),
+                        ("H100", ("before_2xh100",))):  # fmt: skip
+        rings, exchanges = zip(*(_rates(row) for name in names for row in sheet(name)), strict=True)
+        where = ", ".join(f"`{name}.csv`" for name in names)
+        yield f"NVLink, {gpus}, ring shift by NCCL, GB/s a rank", "450", _span(rings), where
+        yield f"NVLink, {gpus}, all-to-all by NCCL, GB/s a rank", "450", _span(exchanges), where
+    for name, gpus in (("h200", "H200"), ("h100", "H100")):
+        host = preset_of(gpus, "limits").gpu.host_gbs
+        yield (
+            f"copies to host memory, {gpus}, GB/s",
+            "64",
+            f"{host:.0f}",
+            f"`frontier_1x{name}.csv`",
+        )
+    rings, _ = zip(*(_rates(row) for row in sheet("attention_2x2xh200")), strict=True)
+    yield (
+        "sockets between emulated nodes, ring shift, GB/s a rank", "",
+        _span(rings), "`attention_2x2xh200.csv`",
+    )  # fmt: skip
+
+
+def attention() -> Lines:
+    """Causal attention: how near it comes to the kernel alone, and to the links' speed."""
+    yield (
+        "GPUs", "heads", "tokens", "TFLOP/s", "of the kernel alone", "of the data sheet",
+        "ms", "ms of transfers inside nodes", "between nodes",
+    )  # fmt: skip
+    for name, lengths in CAUSAL:
+        for one in compare(sheet(name)):
+            row, alone = one.burst, one.ceiling
+            if one.problem.pass_ != "fwd_bwd" or row.seq not in lengths or row.heads_kv != 8:
+                continue
+            sent, speed = sent_by(row), _rates(row)[0]
+            inside = 300.0 if row.nodes > 1 else speed
+            yield (
+                " + ".join([f"{row.ranks // row.nodes}"] * row.nodes),
+                f"{row.heads_q}/{row.heads_kv}", in_units(row.seq), f"{row.tflops_per_gpu:.0f}",
+                f"{alone.ms / row.ms:.2f}" if alone else "", _share(row), f"{row.ms:.1f}",
+                f"{sent.get(Link.INTRA, 0) / inside / 1e6:.1f}",
+                f"{sent[Link.INTER] / speed / 1e6:.1f}" if row.nodes > 1 else "",
+            )  # fmt: skip
+
+
+def packed() -> Lines:
+    """Packed documents on two GPUs."""
+    yield "heads", "tokens", "documents", "TFLOP/s", "of the kernel alone", "of the data sheet"
+    for one in compare(sheet("packed_2xh200_one_node", PACKED_CSV)):
+        row, alone = one.burst, one.ceiling
+        if one.problem.pass_ == "fwd_bwd" and row.mask.startswith("drawn") and alone:
+            yield (
+                f"{row.heads_q}/{row.heads_kv}", in_units(row.seq), f"{row.num_documents}",
+                f"{row.tflops_per_gpu:.0f}", f"{alone.ms / row.ms:.2f}", _share(row),
+            )  # fmt: skip
+
+
+def steps() -> Lines:
+    """Whole training steps of two Llama-3-8B layers on two GPUs, and the LM head alone."""
+    yield "what", "tokens", "TFLOP/s a GPU", "of the matrix product", "of the data sheet"
+    square = median({row.matmul_tflops for row in sheet("loss_h200", LOSS_CSV) if row.ms})
+    names = {
+        "megatron": "step, Megatron, full recomputation",
+        "megatron-keep": "step, Megatron, attention kept",
+        "burst": "step, burst, attention kept",
+        "burst-recompute": "step, burst, full recomputation, packed",
+    }
+    newest = {(row.seq, row.impl): row for row in sheet("slices_2xh200", SLICES_CSV)}
+    for row in newest.values():
+        if row.impl in names:
+            kind = names[row.impl] + (
+                ", packed" if row.documents and row.impl == "megatron" else ""
+            )
+            rate = row.tflops_per_gpu
+            yield kind, in_units(row.seq), f"{rate:.0f}", f"{rate / square:.2f}", _share(row)
+    heads = {
+        (row.hidden, row.tokens): row for row in sheet("loss_h200", LOSS_CSV)
+        if row.ms and (row.ranks, row.impl, row.vocab) == (1, "burst:forward", 131072)
+    }  # fmt: skip
+    for (hidden, tokens), row in sorted(heads.items()):
+        rate = row.gemm_efficiency * row.matmul_tflops
+        share = rate / preset_of(row.gpu, "limits").gpu.peak_tflops
+        yield (
+            f"LM head and loss, forward mode, hidden {hidden}", in_units(tokens),
+            f"{rate:.0f}", f"{row.gemm_efficiency:.2f}", f"{share:.2f}",
+        )  # fmt: skip
+
+
+TABLES: dict[str, Callable[[], Lines]] = {
+    "machine": machine, "attention": attention, "packed": packed, "steps": steps,
+}  # fmt: skip
+
+
+def markdown(lines: Lines) -> str:
+    """A table whose first line is its head."""
+    head, *rows = lines
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
+
+
+def refreshed(text: str) -> str:
+    """A page with the tables below its marks as the rows are today."""
+    return _TABLE.sub(lambda found: f"{found[1]}\n{markdown(TABLES[found[2]]())}\n", text)
+
+
+def _causal(name: str, pass_: str) -> list[Row]:
+    """Rows of the kernel alone."""
+    return [row for row in sheet(name) if row.impl == "ceiling" and row.pass_ == pass_ and row.ms]
+
+
+def _rates(row: Row) -> tuple[float, float]:
+    """Measured ring shift and all-to-all of a row's run, GB/s a rank."""
+    found = _LINK.match(row.link)
+    return float(found[1]), float(found[2])
+
+
+def _span(values) -> str:
+    digits = 0 if max(values) > 50 else 1
+    least, most = (f"{bound:.{digits}f}" for bound in (min(values), max(values)))
+    return f"{median(values):.{digits}f} ({least}-{most})"
+
+
+def _share(row) -> str:
+    """Of the data sheet's bf16 peak of the row's GPU."""
+    return f"{row.tflops_per_gpu / preset_of(row.gpu, 'limits').gpu.peak_tflops:.2f}"
+
+
+def main(page: Annotated[Path, typer.Argument(help="whose tables are made again")]) -> None:
+    """Make the tables of a page again from benchmarks/results."""
+    with in_one_sentence():
+        page.write_text(refreshed(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

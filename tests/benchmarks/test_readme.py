@@ -1,0 +1,150 @@
+"""Every figure of README.md is that of rows in benchmarks/results, which are named here."""
+
+import re
+from collections.abc import Callable
+from statistics import geometric_mean
+
+import pytest
+
+from benchmarks.frontier_cases import FRONTIER_CSV
+from benchmarks.frontier_table import points_of, runs_in
+from benchmarks.loss_table import LOSS_CSV
+from benchmarks.rows import PACKED_CSV
+from benchmarks.slice_cases import SLICES_CSV
+from benchmarks.tables import compare
+from tests.benchmarks.test_figures import NODE, NODES, README, leads, rows_of, span
+
+PACKED, WINDOW = "packed documents, 2 GPUs", "sliding window, 2 GPUs"
+TWO, FOUR = "causal, 2 GPUs", "causal, 4 GPUs"
+ON_NODES = "causal, 2 emulated nodes x 2 GPUs", "packed documents, 2 emulated nodes x 1 GPU"
+RUN = "2026-11-26T01:41:58+00:00"  # of frontier_1xh200.csv, which README.md tells of
+
+
+def gains():
+    """By kind of problem, from the CSVs of docs/gains.png."""
+    made = pytest.importorskip("benchmarks.gains", exc_type=ImportError)
+    rows = [*rows_of("attention_2xh200_one_node"), *rows_of(NODE), *rows_of(NODES)]
+    rows += rows_of("packed_2xh200_one_node", PACKED_CSV) + rows_of("packed_2x1xh200", PACKED_CSV)
+    return {each.label.replace("\n", ", "): each for each in made.gains_of(rows)}
+
+
+def speed():
+    found = gains()
+    causal = found[TWO].speed + found[FOUR].speed
+    means = [geometric_mean(each.speed) for name, each in found.items() if name not in ON_NODES]
+    others = [found[name].speed for name in (PACKED, WINDOW, *ON_NODES)]
+    return [span(means), span(causal), *map(span, others)]
+
+
+def slower_where_documents_start_anywhere():
+    (half,) = (one for one in compare(rows_of("packed_2x1xh200", PACKED_CSV))
+               if one.problem.mask == "half" and one.problem.pass_ == "fwd_bwd")  # fmt: skip
+    return [f"{half.best_te.ms / half.rows['burst:auto@zigzag'].ms:.2f}"]
+
+
+def memory():
+    found = gains()
+    mha = [gain for (q, kv, _), (_, gain) in leads(NODE).items() if q == kv]
+    assert min(mha) > 2 and round(max(mha)) == 8  # "a half to an eighth"
+    packed = found[PACKED].memory
+    assert min(packed) > 2 and round(max(packed)) == 7  # "a seventh to less than half"
+    more = [sum(gain < 1 for _, gain in leads(name).values()) for name in (NODE, NODES)]
+    assert round(1 / min(gain for _, gain in leads(NODE).values())) == 2  # "up to twice"
+    return [f"{more[0]} of 16 causal", f"{more[1]} of 12 on two nodes"]
+
+
+def step():
+    by = {}
+    for row in rows_of("slices_2xh200", SLICES_CSV):
+        by.setdefault((row.seq >> 10, row.impl), []).append(row)
+    full, burst = by[512, "megatron"][-1], by[512, "burst"][-1]
+    ms = {impl: by[256, impl][0].ms for impl in ("megatron", "megatron-keep", "burst")}
+    packed = [row.ms / by[128, "burst-recompute"][0].ms for row in by[128, "megatron"]]
+    return [
+        f"{full.ms / burst.ms:.2f} times as fast", f"{burst.peak_gib / full.peak_gib - 1:.0%}"[:-1],
+        f"{ms['megatron'] / ms['megatron-keep']:.2f}", f"{ms['megatron-keep'] / ms['burst']:.2f}",
+        span(packed),
+    ]  # fmt: skip
+
+
+def planned():
+    ((_, rows),) = [(n, own) for n, own in runs_in(rows_of("frontier_1xh200", FRONTIER_CSV))
+                    if RUN in n and own[0].model == "qwen3-8b"]  # fmt: skip
+    points = {point.name: point for point in points_of(rows)}
+    auto, full = points["burst:auto-12"], points["megatron:full"]
+    return [f"{auto.ratio:.2f} times", f"{auto.share:.2f}", f"{full.ratio:.2f} times as long"]
+
+
+def loss():
+    head = 32768, 4096, 131072, 1
+    gib = {row.impl: row.peak_gib for row in rows_of("loss_h200", LOSS_CSV)
+           if (row.tokens, row.hidden, row.vocab, row.ranks) == head}  # fmt: skip
+    return [f"{gib['burst:recompute']:.1f} GiB", f"{gib['megatron:fused']:.0f} GiB"]
+
+
+def the_same_kernel():
+    ratios = [
+        each.best_te.ms / each.rows["burst:backend=cudnn"].ms
+        for each in compare(rows_of("attention_2xh200_one_node"))
+        if each.problem.pass_ == "fwd_bwd" and "burst:backend=cudnn" in each.rows
+    ]
+    one, two = leads(NODE), leads(NODES)
+    mean = geometric_mean(lead / one[problem][0] for problem, (lead, _) in two.items())
+    return [span(ratios), f"{mean:.2f} times that on one", f"same {len(two)} problems"]
+
+
+def repetitions():
+    """Which of the spans' ends are of single repetitions."""
+    ends = {
+        ("packed_2x1xh200", PACKED_CSV): {"1.20", "1.57"},
+        (NODES,): {"1.53"},
+        ("attention_2xh200_one_node",): {"1.06"},
+        (NODE,): {"1.15"},
+    }
+    for sheet, figures in ends.items():
+        found = {}
+        for each in compare(rows_of(*sheet)):
+            if each.problem.pass_ == "fwd_bwd" and each.best_te:
+                reps = int(re.match(r"(\d+) repetition", each.burst.note)[1])
+                figure = f"{each.best_te.ms / each.burst.ms:.2f}"
+                found[figure] = min(reps, found.get(figure, reps))
+        few = {1} if "packed" in sheet[0] else {2, 3}
+        assert {found[figure] for figure in figures} <= few, (sheet, found)
+    return ["1.39, 1.20 and 1.57 are single ones, 1.06, 1.15 and 1.53 of 2 or 3"]
+
+
+SOURCES: dict[Callable[[], list[str]], str] = {
+    speed: "attention_*.csv, packed_2xh200_one_node.csv, packed_2x1xh200.csv",
+    slower_where_documents_start_anywhere: "packed_2x1xh200.csv",
+    memory: "the same as speed",
+    step: "slices_2xh200.csv",
+    planned: "frontier_1xh200.csv",
+    loss: "loss_h200.csv",
+    the_same_kernel: "attention_2xh200_one_node.csv, attention_4xh200_one_node.csv",
+    repetitions: "the notes of the same rows",
+}
+NO_MEASUREMENT = {"0.16", "0.19", "2.9", "3.12", "3.13"}  # versions
+
+
+@pytest.fixture(scope="module")
+def told():
+    """README.md from its title to its references, without code and links' targets."""
+    text = README.read_text(encoding="utf-8").partition("## Cite")[0]
+    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", " ", text, flags=re.DOTALL)
+    return " ".join(text.split())
+
+
+@pytest.fixture(scope="module")
+def figures():
+    return [figure for source in SOURCES for figure in source()]
+
+
+def test_figures_of_rows_are_told(told, figures):
+    for figure in figures:
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", told), figure
+
+
+def test_every_decimal_that_is_told_is_a_rows(told, figures):
+    known = {number for figure in figures for number in re.findall(r"\d+\.\d+", figure)}
+    numbers = set(re.findall(r"(?<![\w.])\d+\.\d+", told))
+    assert len(numbers) > 20 and numbers <= known | NO_MEASUREMENT, numbers - known

@@ -1,0 +1,51 @@
+"""docs/upstream: what its scripts find here, without a GPU, is what the reports say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_burst.kernels.fa4 import FlashAttention4
+from tests.mcore.lacking import needs
+
+UPSTREAM = Path(__file__).parents[1] / "docs" / "upstream"
+REPORT = (UPSTREAM / "README.md").read_text()
+
+
+def said(script: str, *arguments: str, ranks: int = 0) -> str:
+    """What a script prints, itself or in torchrun's processes."""
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
+    command = [sys.executable, *start, str(UPSTREAM / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_heads_that_fa4_is_not_used_for_are_those_whose_rows_leave_their_tile(monkeypatch):
+    monkeypatch.syspath_prepend(UPSTREAM)
+    from fa4_narrow_values import rows_past_a_tile
+
+    past = {dim: rows_past_a_tile(dim) for dim in range(32, 257, 32)}
+    wrong = FlashAttention4.capability.wrong_pairs_on[9]
+    assert {dim for _, dim in wrong} == {dim for dim, rows in past.items() if rows and dim < 256}
+    assert all(rows_past_a_tile(dim, tile=64) == 0 for dim in past)  # causal
+    told = re.findall(r"^\| ([\d, ]+) \| \d+ \| \d+ \| (\d+) \|$", REPORT, re.MULTILINE)
+    assert {int(dim): int(rows) for dims, rows in told for dim in dims.split(",")} == past
+
+
+@pytest.mark.whole
+@needs("documents anywhere")
+def test_megatrons_rope_turns_as_many_rows_wrongly_as_the_report_says():
+    lines = [line for line in said("inter_document_rope.py").splitlines() if "sharded" in line]
+    assert len(lines) == 3 and all(line in REPORT for line in lines), lines
+
+
+@pytest.mark.whole
+@needs("documents anywhere")
+@pytest.mark.parametrize("ranks, attention", [(1, "burst"), (2, "burst"), (2, "by-document")])
+def test_losses_are_those_of_the_report(ranks, attention):
+    lines = said("inter_document_masking.py", "--attention", attention, ranks=ranks).splitlines()
+    (line,) = (line for line in lines if "loss" in line)
+    assert line in REPORT, line
