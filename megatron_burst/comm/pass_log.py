@@ -76,7 +76,7 @@ class PassLog(Members):
             self.number += 1
             self.stamp = Stamp(kind, call or self.number, layer, digest)
             self._post(self.stamp, terms)
-            if self.waits or kind in (Kind.AGREEMENT, Kind.END):
+            if self.waits or kind in (Kind.AGREEMENT, Kind.END, Kind.CHECK):
                 self._compare()
         return self.number
 
