@@ -35,10 +35,10 @@ test-all: ## run also the cases of which `make test` takes a sample
 test-fast: ## run a part of the tests, under 3 minutes
 	@$(RUN) -m pytest -n 2 --dist worksteal $(FAST) $(ARGS)
 
-# Six tests at a time (ARGS="-n 12" on two GPUs: more do not fit in 80 GB), those that share ranks in
+# Twelve tests at a time (more do not fit in 80 GB), those that share ranks in
 # one worker: most of their time is starting processes and compiling kernels.
 gpu-test: ## run only the tests that need CUDA GPUs
-	@$(RUN) -m pytest tests/gpu -m gpu -n 8 --dist loadscope --no-loadscope-reorder $(ARGS)
+	@$(RUN) -m pytest tests/gpu -m gpu -n 12 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 test-matrix: ## run mcore tests with each release of Megatron-Core, and with MEGATRON_LM=clone main
 	@scripts/test_matrix.sh $(ARGS)

@@ -44,6 +44,7 @@ from benchmarks.frontier_cases import (
 from benchmarks.frontier_table import frontier_table
 from benchmarks.rows import check_appendable, read
 from benchmarks.sweep import Budget, clock, new_app, save, usual_dtype
+from megatron_burst.recompute.offload import host_memory
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.terminal import Device, in_one_sentence
 from megatron_burst.tools.world import World, attempt, clean_up, started, timed_ms
@@ -160,6 +161,8 @@ class _Run:
         if self._on_gpu:
             active = torch.cuda.memory_stats()["active_bytes.all.peak"]
             host = torch.cuda.host_memory_stats().get("active_bytes.peak", 0)
+            if host_memory.cache_info().currsize:  # burst pins its own
+                host += host_memory(self.world.device, None).taken_bytes
             of_ranks = self.world.gather((torch.cuda.max_memory_allocated(), active, host))
             peaks = [max(each) / _GIB for each in zip(*of_ranks, strict=True)]
             columns |= dict(zip(("peak_gib", "active_gib", "host_gib"), peaks, strict=True))

@@ -33,6 +33,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.fused_loss import fuse_loss
 from megatron_burst.mcore.packed import partitioned_indices
 from megatron_burst.mcore.specs import burst_spec
+from megatron_burst.recompute.offload import host_memory
 from megatron_burst.tools.job.model import Model
 
 _SAME = Setting("burst", "off", burst=BurstConfig())  # what the parameters are made with
@@ -74,6 +75,7 @@ class Trainer:
         if self._ddp.config.fine_grained_activation_offloading and torch.cuda.is_available():
             Offloading.reset_instance()  # else it offloads what it chose for this model
         self._ddp.module, self._ddp.config = self._source, self._source.config
+        host_memory.cache_clear()  # the next setting pins what it needs
 
     def step(self) -> tuple[float, float]:
         """One training step; the loss, and the norm of all gradients."""

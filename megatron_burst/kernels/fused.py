@@ -154,18 +154,17 @@ def _merge_kernel(
     if sink is not None:
         total += tl.exp(tl.load(sink + head).to(tl.float32) - largest)
     merged = tl.zeros([ROWS, COLUMNS], tl.float32)
+    valid = inside[:, None] & (columns < DIM)[None, :]
     for i in tl.static_range(COUNT):
         pointers = _statistics(lses[i], batch, head, rows)
         part_lse = tl.load(pointers, mask=inside, other=-float("inf"))  # from the cache
         weight = tl.exp(part_lse - largest)
         total += weight
-        seen = (part_lse != -float("inf"))[:, None] & (columns < DIM)[None, :]
-        part = tl.load(_elements(outs[i], batch, head, rows, columns, UNIT), mask=seen, other=0.0)
+        part = tl.load(_elements(outs[i], batch, head, rows, columns, UNIT), mask=valid, other=0.0)
         merged += weight[:, None] * part.to(tl.float32)
     merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
     # in place: several threads load the lse of a row; all have, before one overwrites it
     tl.debug_barrier()
-    valid = inside[:, None] & (columns < DIM)[None, :]
     tl.store(_elements(out, batch, head, rows, columns, UNIT), merged, mask=valid)
     tl.store(_statistics(lse, batch, head, rows), largest + tl.log(total), mask=inside)
 

@@ -28,7 +28,8 @@ def merge_parts(
     w_i = exp(lse_i - logsumexp(lse)), with the largest lse subtracted first: no exponential of a
     positive number, so nothing overflows however far apart the lse are, and the weights add up to 1
     however large they are. Summed in the accumulation dtype, rounded once. A part's rows with lse
-    -inf are ignored; rows that no part has seen get 0 and -inf.
+    -inf weigh nothing; rows that no part has seen get 0 and -inf. A NaN in a part's out stays one:
+    FlashAttention says lse -inf of rows whose scores have one.
 
     Args:
         out: [b, n, h, dv], any floating dtype; written.
@@ -45,9 +46,9 @@ def merge_parts(
         sinks = sink.to(dtype).view(1, 1, -1, 1).expand(1, *lse.shape)
         stacked = torch.cat((stacked, sinks))
     merged = torch.zeros(out.shape, dtype=dtype, device=out.device)
-    for part, part_lse, weight in zip(outs, stacked, stacked.softmax(0), strict=False):
-        unseen = _to_rows(part_lse == -torch.inf)  # the softmax of nothing but -inf is NaN
-        merged += (part.to(dtype) * _to_rows(weight)).masked_fill_(unseen, 0)
+    weights = stacked.softmax(0).masked_fill_(stacked == -torch.inf, 0)  # of only -inf it is NaN
+    for part, weight in zip(outs, weights, strict=False):
+        merged += part.to(dtype) * _to_rows(weight)
     out.copy_(merged)
     lse.copy_(stacked.logsumexp(0))
 

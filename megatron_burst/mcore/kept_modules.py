@@ -56,7 +56,7 @@ class LayerModules:
         self._layer, self._found = layer, defaultdict(list)
         # where "auto" keeps each module in the running call; by its input and what was measured
         self._within: dict[str, Placed] = {}
-        self._by_input: dict[tuple[torch.Size, int, float | None], dict[str, Placed]] = {}
+        self._by_input: dict[tuple[torch.Size, int, int | None], dict[str, Placed]] = {}
         for path, module in list(layer.named_modules()):
             name = path.rpartition(".")[2]
             if name in KEEP_MODULES:
@@ -103,7 +103,7 @@ class LayerModules:
         stage, config, self._within = stage_of(self.burst, x.device), self._layer.config, {}
         if stage.budget_bytes(self.burst) is None:
             return
-        key = x.shape, x.itemsize, stage.forward_s
+        key = x.shape, x.itemsize, stage.left_bytes
         if key not in self._by_input:
             if any(refuses("modules", name, config) for name in _ASKED):
                 return

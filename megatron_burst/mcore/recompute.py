@@ -196,7 +196,10 @@ def _choose(problem: KeepProblem, budget_bytes: float, host_bytes: int, rates: R
 
 
 def _host_bytes(burst: BurstConfig, stage: Stage) -> int:
-    """Limit of host memory per rank: the given one, or the least that any rank has free."""
+    """Limit of host memory per rank: the given one, or the least that any rank has free. 0 in the
+    first step: pinning memory takes seconds, which would count as the layers' own."""
+    if stage.left_bytes is None:
+        return 0
     given = burst.keep_host_gib
     return stage.host_bytes if given is None else host_limit_bytes(given)
 

@@ -85,6 +85,11 @@ def stage_of(burst: BurstConfig, device: torch.device) -> Stage:
         mine = first.left_bytes(), -(first.forward_s() or 0.0), first.turn_s()
         left, slowest, stage.turn_s = _least((group, replicas), burst, "memory left", *mine)
         stage.left_bytes, stage.forward_s = int(left), -slowest or None
+        say_of_stage(
+            f"the first step left {left / _GIB:.2f} GiB; a layer's forward takes "
+            f"{-slowest * 1e3:.2f} ms, the loss {stage.turn_s * 1e3:.2f} ms; "
+            f"{stage.rates.host_gbs:.1f} GB/s to host memory"
+        )
     return stage
 
 
@@ -182,10 +187,7 @@ def is_on_host(placed: Placed, config: TransformerConfig, layer_number: int) -> 
     numbers = stage_layers(config)
     if layer_number not in numbers:
         return None
-    index, others = numbers.index(layer_number), len(numbers) - placed.device
-    if index >= others:
-        return False
-    return True if (index + 1) * placed.host // others > index * placed.host // others else None
+    return placed.spread(len(numbers))[numbers.index(layer_number)]
 
 
 def of_decoder(placed: Placed, config: TransformerConfig) -> Placed:

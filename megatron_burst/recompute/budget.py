@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import product
 
 from megatron_burst.rates import Rates
@@ -39,8 +40,7 @@ class ModuleCost:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """In how many layers of a stage a module's output is kept: on the device in the last ones, in
-    host memory in others, evenly spread, so that copies do not fall behind."""
+    """In how many layers of a stage a module's output is kept, on the device and in host memory."""
 
     device: int = 0
     host: int = 0
@@ -52,6 +52,22 @@ class Placed:
         here = max(0.0, self.device * in_flight - 1)
         fetches = self.host > 0 and (self.device + self.host) * in_flight > 1
         return here + fetches
+
+    def spread(self, layers: int) -> list[bool | None]:
+        """For each layer, whether its output is in host memory, or on the device; None: not kept.
+
+        Those in host memory are evenly spread, so that copies do not fall behind; the last layer's
+        stays on the device, because its backward follows at once.
+        """
+        found: list[bool | None] = [None] * layers
+        others = layers - bool(self.device)
+        for index in range(others):
+            if (index + 1) * self.host // others > index * self.host // others:
+                found[index] = True
+        free = [index for index, on_host in enumerate(found) if on_host is None]
+        for index in free[len(free) - self.device :]:
+            found[index] = False
+        return found
 
     def __str__(self) -> str:
         words = (
@@ -125,8 +141,7 @@ def choose_modules(
 
     A layer's own output is there in its backward whether it was kept or not, so one layer of each
     module costs nothing. What goes to the host hides behind the forward of the stage's layers; it
-    is fetched a layer ahead, which takes room on the device. The last layer's stays on the device:
-    its backward follows at once.
+    is fetched a layer ahead, which takes room on the device.
     """
     kept = choose_keep(problem, budget_bytes, host_bytes, rates)
     if kept.keep != "all" or kept.layers < problem.layers:
@@ -136,30 +151,39 @@ def choose_modules(
     copied = layers * problem.layer_bytes if kept.offload else 0  # of one micro-batch
     host = min(host_bytes / flying, _hidden_bytes(problem, rates)) - copied
     best_first = sorted(modules, key=lambda module: -module.flops / module.num_bytes)
-    ways = product((False, True), repeat=len(best_first))
-    found = (_placed(problem, best_first, offloads, spare, host) for offloads in ways)
+    ways = product(_Way, repeat=len(best_first))
+    found = (_placed(problem, best_first, way, spare, host) for way in ways)
     best = max(found, key=lambda one: sum(x.flops * (p.device + p.host) for x, p in one))
     return {module.name: placed for module, placed in best if placed.device}
 
 
+class _Way(Enum):
+    """How much of the budgets a module takes in its turn; the first layer costs nothing."""
+
+    DEVICE = auto()  # as much as the device has room for
+    HOST = auto()  # one layer on the device, the others on the host
+    LEFT = auto()  # one layer on the device, and what others leave of it
+
+
 def _placed(
-    problem: KeepProblem, modules: Sequence[ModuleCost], offloads: Sequence[bool], spare: float,
+    problem: KeepProblem, modules: Sequence[ModuleCost], ways: Sequence[_Way], spare: float,
     host: float,
 ) -> list[tuple[ModuleCost, Placed]]:  # fmt: skip
-    """In turn as much of each module as fits; of those that offload one layer on the device first,
-    and more with what is left in the end."""
+    """In turn as much of each module as fits and its way says; then more on the device, with what
+    is left of it."""
     placed = {}
-    for module, offload in zip(modules, offloads, strict=True):
+    for module, way in zip(modules, ways, strict=True):
         size = module.num_bytes
         most = min(problem.layers, _layers_in(spare / size, problem.in_flight))
-        here = min(most, 1) if offload else most
+        here = most if way is _Way.DEVICE else min(most, 1)
         fits = size * Placed(here, 1).at_peak(problem.in_flight) <= spare
-        there = min(problem.layers - here, int(host // size)) if offload and here and fits else 0
+        offloads = way is _Way.HOST and here and fits
+        there = min(problem.layers - here, int(host // size)) if offloads else 0
         placed[module] = Placed(here, max(there, 0))
         spare -= size * placed[module].at_peak(problem.in_flight)
         host -= placed[module].host * size
     for module, got in placed.items():
-        more = int(max(spare, 0) // (module.num_bytes * problem.in_flight)) if got.host else 0
+        more = int(max(spare, 0) // (module.num_bytes * problem.in_flight)) if got.device else 0
         more = min(more, problem.layers - got.device - got.host)
         placed[module] = Placed(got.device + more, got.host)
         spare -= more * module.num_bytes * problem.in_flight

@@ -11,6 +11,11 @@ import pytest
 import torch
 
 GPUS = torch.cuda.device_count()
+if GPUS:
+    from tests.gpu import compiling
+
+    compiling.in_triton()
+    compiling.in_flash_attention()
 RANKS = max(GPUS, 4) if GPUS else 1  # as many as tests run with
 SEVERAL = 4 if GPUS >= 4 else 2  # ranks of a test that can have any number
 

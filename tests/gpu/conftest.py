@@ -11,7 +11,8 @@ import torch
 
 from tests.ranks import end_crews
 
-_WORKERS = {"test_masks.py": 3, "test_nodes.py": 2, "test_trees.py": 2}  # that share a module
+# that share a module
+_WORKERS = {"test_masks.py": 3, "test_bits.py": 2, "test_nodes.py": 2, "test_trees.py": 2}
 _PLACE = re.compile(r"-(\d-\d)-")  # ranks and nodes, in a test's name
 _COMPILED = Path(__file__).parents[2] / ".cache" / "flash-attn-4"
 # FlashAttention-4 compiles each variant for seconds, in each process without this

@@ -11,6 +11,7 @@ from megatron_burst.config import BurstConfig
 from tests.gpu import needs_gpus, needs_transformer_engine
 from tests.mcore.invariant import SIZES, model_of, spread, token_values
 from tests.ranks import run_ranks
+from tests.sampling import whole
 
 pytestmark = [pytest.mark.gpu, needs_gpus()]
 TOKENS = 1024
@@ -60,7 +61,8 @@ def values_on(rank: int, layers: str) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize(
-    "layers", ["local", pytest.param("transformer_engine", marks=needs_transformer_engine())]
+    "layers",
+    [*whole("local"), pytest.param("transformer_engine", marks=needs_transformer_engine())],
 )
 def test_log_probabilities_have_the_same_bits_on_any_number_of_ranks(layers):
     settings = dict(backend="nccl", timeout_s=300, fresh=True)

@@ -140,7 +140,7 @@ PLACES = [(4, 2, (8, 4)), (2, 1, (8, 4)), (2, 2, (16, 2)), (4, 1, (8, 4)), (2, 2
           (2, 1, (16, 2))]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "world", "nodes", "heads"), crossed(CASES, PLACES, 2))
+@pytest.mark.parametrize(("case", "world", "nodes", "heads"), crossed(CASES, PLACES, 1))
 def test_errors_are_at_most_twice_one_gpus(case, world, nodes, heads):
     compare(case, world, nodes, heads)
 

@@ -61,14 +61,14 @@ def one_rounding(device, dtype):
 
 
 def parts_with_empty_rows(shape, dtypes, device):
-    """Parts for merge_parts, NaN where they saw no key; every seventh row saw none in any part."""
+    """Parts for merge_parts, 0 where they saw no key; every seventh row saw none in any part."""
     batch, tokens, heads, _ = shape
     outs = random_tensors(shape, dtypes, device)
     lses = random_tensors((batch, heads, tokens), [FP32] * len(dtypes), device)
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         lse.mul_(8)
         for empty in (slice(i, None, 5), slice(6, None, 7)):
-            out[:, empty], lse[:, :, empty] = torch.nan, -torch.inf
+            out[:, empty], lse[:, :, empty] = 0, -torch.inf
     return list(zip(outs, lses, strict=True))
 
 
@@ -81,13 +81,16 @@ def compare_merge(kernels, device, shape, dtypes, in_place, sinks=False):
     if sinks:
         lse_truth = lse_truth.logaddexp(sink.double().view(1, -1, 1))
     weights = (lses - lse_truth.nan_to_num(neginf=0)).exp().transpose(2, 3).unsqueeze(-1)
-    truth = sum(x.double().nan_to_num() * w for (x, _), w in zip(parts, weights, strict=True))
+    truth = sum(x.double() * w for (x, _), w in zip(parts, weights, strict=True))
     plain, plain_lse = torch.empty(shape, dtype=dtypes[2]), torch.empty(lse_truth.shape)
     partial.merge_parts(plain, plain_lse, [(x.cpu(), y.cpu()) for x, y in parts],
                         sink if sink is None else sink.cpu())  # fmt: skip
     out, lse = parts[2] if in_place else (cut(torch.ones_like(x), 2) for x in parts[2])
     surroundings = around(out), around(lse)
     kernels.merge_parts(out, lse, parts, sink)
+    lost = torch.empty_like(out)
+    parts[0][0][:, 0] = torch.nan  # whose lse is -inf
+    kernels.merge_parts(lost, torch.empty_like(lse), parts, sink)
     return {
         "out": excess(out, truth, one_rounding(device, dtypes[2])),
         "out against torch": excess(out.cpu(), plain.double(), 2 * torch.finfo(dtypes[2]).eps),
@@ -95,6 +98,7 @@ def compare_merge(kernels, device, shape, dtypes, in_place, sinks=False):
         "lse against torch": float((lse.cpu() - plain_lse).nan_to_num().abs().max()),
         "empty rows": float(lse.isinf().ne(lse_truth.isinf()).sum() + out[:, 6::7].ne(0).sum()),
         "elsewhere": changes(surroundings, (around(out), around(lse))),
+        "NaN": float(lost[:, 0].isnan().logical_not().sum() + lost[:, 1:].isnan().sum()),
     }
 
 

@@ -56,9 +56,9 @@ def test_a_sink_is_one_more_part_without_values():
     """In place, as after a kernel; rows without a key have its lse, unless it is none either."""
     sink = torch.tensor([0.5, -torch.inf])
     out, lse = torch.randn(1, 3, 2, 4), torch.randn(1, 2, 3)
-    out[:, 0], lse[:, :, 0] = torch.nan, -torch.inf
+    out[:, 0], lse[:, :, 0] = 0, -torch.inf
     weight = (lse - lse.logaddexp(sink.view(1, 2, 1))).exp().nan_to_num()
-    expected = out.nan_to_num() * weight.transpose(1, 2).unsqueeze(-1)
+    expected = out * weight.transpose(1, 2).unsqueeze(-1)
     before = lse.clone()
     merge_parts(out, lse, [(out, lse)], sink)
     assert torch.allclose(out, expected, atol=1e-6)
@@ -66,16 +66,17 @@ def test_a_sink_is_one_more_part_without_values():
     assert lse[0, :, 0].tolist() == [0.5, -torch.inf]
 
 
-def test_a_part_is_not_looked_at_where_it_has_seen_nothing():
-    """Guards against 0 * NaN: kernels leave garbage in rows without a key. In place, as in a
-    ring."""
+def test_a_part_weighs_nothing_where_it_has_seen_nothing_unless_it_is_nan():
+    """Guards against a NaN that is lost: FlashAttention gives lse -inf where a score is NaN. In
+    place, as in a ring."""
     nan, inf = torch.nan, torch.inf
-    out = torch.tensor([nan, 1.0, nan]).view(1, 3, 1, 1)
-    lse = torch.tensor([[[-inf, 0.5, -inf]]])
-    other = torch.tensor([2.0, nan, nan]).view(1, 3, 1, 1)
-    merge_parts(out, lse, [(other, torch.tensor([[[0.25, -inf, -inf]]])), (out, lse)])
-    assert torch.equal(out.flatten(), torch.tensor([2.0, 1.0, 0.0]))
-    assert torch.equal(lse.flatten(), torch.tensor([0.25, 0.5, -inf]))
+    out = torch.tensor([0.0, 1.0, 0.0, 3.0]).view(1, 4, 1, 1)
+    lse = torch.tensor([[[-inf, 0.5, -inf, 0.5]]])
+    other = torch.tensor([2.0, 0.0, 0.0, nan]).view(1, 4, 1, 1)
+    merge_parts(out, lse, [(other, torch.tensor([[[0.25, -inf, -inf, -inf]]])), (out, lse)])
+    expected = torch.tensor([2.0, 1.0, 0.0, nan])
+    assert torch.allclose(out.flatten(), expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(lse.flatten(), torch.tensor([0.25, 0.5, -inf, 0.5]))
 
 
 @pytest.mark.parametrize("place", [None, 0, 2])

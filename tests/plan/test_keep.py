@@ -151,6 +151,15 @@ def test_outputs_go_to_the_host_as_far_as_copies_hide_and_one_layer_can_be_fetch
     assert got == {"fc1": chosen}
 
 
+def test_a_small_output_on_the_device_gives_way_to_a_large_one_that_can_be_fetched():
+    """Attention leaves 4.6 GiB; fc1 needs 4 of them to be fetched, and all of the host. Guards against 4 layers of proj, with which
+    fc1 is recomputed in all layers but one."""
+    problem = KeepProblem(layers=4, in_flight=1, layer_bytes=GIB, tokens=4096, forward_s=100.0)
+    small = ModuleCost("proj", GIB // 2, 2 * FC1.flops * (GIB // 2) // FC1.num_bytes)
+    got = choose_modules(problem, [small, FC1], 8.6 * GIB, 12.3 * GIB)
+    assert got == {"proj": Placed(2), "fc1": Placed(1, 3)}
+
+
 @pytest.mark.parametrize(
     ("turn_s", "layers"), [(0.0, 7), (1.0, 8), (2.0, 9), (60.0, 9)]
 )  # copies are two layers behind at most
@@ -158,6 +167,23 @@ def test_copies_also_hide_behind_the_loss(turn_s, layers):
     problem, rates = replace(LONG, turn_s=turn_s), Rates(host_gbs=4 * GIB / 1e9)
     got = choose_modules(problem, [FC1], 10 * GIB, 100 * GIB, rates)
     assert got == {"fc1": Placed(2, layers)}
+
+
+@pytest.mark.parametrize(
+    ("placed", "layers", "expected"),
+    [
+        (Placed(2, 3), 8, "..h.hdhd"),
+        (Placed(1, 3), 4, "hhhd"),
+        (Placed(2, 6), 8, "dhhhhhhd"),
+        (Placed(0, 4), 4, "hhhh"),
+        (Placed(2), 4, "..dd"),
+        (Placed(), 2, ".."),
+    ],
+)
+def test_layers_on_the_host_are_spread_and_the_last_one_is_on_the_device(placed, layers, expected):
+    """Guards against copies of adjacent layers, which fall behind though all of them would hide."""
+    words = {True: "h", False: "d", None: "."}
+    assert "".join(words[where] for where in placed.spread(layers)) == expected
 
 
 @given(
