@@ -161,8 +161,7 @@ class _Run:
         if self._on_gpu:
             active = torch.cuda.memory_stats()["active_bytes.all.peak"]
             host = torch.cuda.host_memory_stats().get("active_bytes.peak", 0)
-            if host_memory.cache_info().currsize:  # burst pins its own
-                host += host_memory(self.world.device, None).taken_bytes
+            host += host_memory(self.world.device, None).taken_bytes  # burst pins its own
             of_ranks = self.world.gather((torch.cuda.max_memory_allocated(), active, host))
             peaks = [max(each) / _GIB for each in zip(*of_ranks, strict=True)]
             columns |= dict(zip(("peak_gib", "active_gib", "host_gib"), peaks, strict=True))

@@ -104,6 +104,7 @@ def settings_of(model: Model) -> dict[str, Setting]:
         name: {"recompute_granularity": "selective", "recompute_modules": [name]}
         for name in (part, *["moe_act"] * bool(model.experts))
     }
+    found += [Setting("burst", name, config, BurstConfig()) for name, config in again.items()]
     found += [Setting("megatron", name, config) for name, config in again.items()]
     found.append(Setting("megatron", "offload", offloads))
     found.append(Setting("megatron", f"offload+{part}", offloads | again[part]))

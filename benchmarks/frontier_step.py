@@ -75,7 +75,7 @@ class Trainer:
         if self._ddp.config.fine_grained_activation_offloading and torch.cuda.is_available():
             Offloading.reset_instance()  # else it offloads what it chose for this model
         self._ddp.module, self._ddp.config = self._source, self._source.config
-        host_memory.cache_clear()  # the next setting pins what it needs
+        host_memory(next(self._source.parameters()).device, None).release()
 
     def step(self) -> tuple[float, float]:
         """One training step; the loss, and the norm of all gradients."""

@@ -84,7 +84,7 @@ class HostMemory:
         if free:
             return free.pop()
         if self.taken_bytes + num_bytes > self.limit_bytes:
-            self._release()
+            self.release()
         if self.taken_bytes + num_bytes > self.limit_bytes:
             if not self._has_warned:
                 say(
@@ -96,7 +96,7 @@ class HostMemory:
         self.taken_bytes += num_bytes
         return _pinned(num_bytes, self.stream)
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Free unused buffers of all sizes."""
         for buffers in self._free.values():
             while buffers:

@@ -20,6 +20,7 @@ from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.spec import Circulate, Direction, Kernel, Spec
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.ranks import run_ranks
+from tests.sampling import whole
 
 PASSES = [
     (nodes, circulate, grad_wire)
@@ -132,7 +133,7 @@ def sent_between(rank, world):
     return found
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 4, 8])
+@pytest.mark.parametrize("nodes", [2, 3, 4, *whole(8)])
 def test_gradients_between_nodes_are_sent_in_the_models_dtype_whatever_their_number(nodes):
     """K, V, dK and dV are 1024 bytes for each other node, as in a ring whose sums are rounded on
     the way; Q, dO and dQ 768, with lse and delta 776."""

@@ -108,7 +108,7 @@ def worst(got, truth, rows):
     return max(float((a - b[:, rows]).abs().max()) for a, b in zip(got, truth, strict=True))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 6, *whole(3, 8)])
+@pytest.mark.parametrize("world", [1, 2, 4, *whole(3, 6, 8)])
 def test_float64_error_is_at_most_1e_12(world):
     for rank, errors in enumerate(run_ranks(errors_in_float64, world, world)):
         for call, error in zip(calls_of(world), errors, strict=True):

@@ -47,7 +47,7 @@ def cases(draw):
     return pretend_nodes(nodes * ranks, nodes), tensors, way, seed
 
 
-@examples(15, 100)
+@examples(10, 100)
 @given(cases())
 def test_any_case_is_exact(case):
     assert_exact(*case)
@@ -91,7 +91,7 @@ def gather_cases(draw):
     return draw(scattered(nodes, ranks)), tensors, way, seed
 
 
-@examples(15, 150)
+@examples(10, 150)
 @given(gather_cases())
 def test_any_gathering_case_is_exact(case):
     """Guards against keys read before they arrive, and shares sent to the wrong owner or summed too
@@ -117,7 +117,7 @@ def a2a_cases(draw):
     return draw(scattered(nodes, ranks)), tensors, way, seed
 
 
-@examples(15, 150)
+@examples(10, 150)
 @given(a2a_cases())
 def test_any_all_to_all_is_exact(case):
     """Guards against heads or rows sent to the wrong rank, and results returned too early or too

@@ -3,6 +3,8 @@
 Guards against sums that are rounded on their way, whose errors grow with the number of nodes.
 """
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -11,7 +13,10 @@ from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import Passes, Way, problem, truth
 from tests.attention.simulated import run_simulated
 from tests.oracle import rows_of
-from tests.sampling import whole
+from tests.sampling import crossed
+
+WAYS = [Way(*each) for each in product(("gather", "a2a", "ring"), Circulate)]
+GRIDS = crossed(WAYS, [(8, 1), (4, 2)], 1) + crossed(WAYS, [(2, 1), (16, 1), (8, 2)], 0)
 
 
 def errors(nodes, ranks, way, grad_dtype):
@@ -37,14 +42,12 @@ def errors(nodes, ranks, way, grad_dtype):
     return found
 
 
-@pytest.mark.parametrize("nodes, ranks", [(2, 1), (8, 1), (4, 2), *whole((16, 1), (8, 2))])
-@pytest.mark.parametrize("mode", ["gather", "a2a", "ring"])
-@pytest.mark.parametrize("circulate", list(Circulate))
-def test_contributions_are_rounded_once_however_many_nodes_there_are(circulate, mode, nodes, ranks):
+@pytest.mark.parametrize("way, nodes, ranks", GRIDS)
+def test_contributions_are_rounded_once_however_many_nodes_there_are(way, nodes, ranks):
     """Those of different nodes add up like noise. So to round each of them costs as much as to
     round their sum, which float32 between nodes does alone; a gather also rounds the shares of each
     rank. A tenth for the sample's chance."""
-    way, roundings = Way(mode, circulate), 2 + (mode == "gather")
+    roundings = 2 + (way.mode == "gather")
     narrow, wide = (errors(nodes, ranks, way, d) for d in (torch.bfloat16, torch.float32))
     for rounded, exact in zip(narrow, wide, strict=True):
         assert rounded <= 1.1 * roundings**0.5 * exact

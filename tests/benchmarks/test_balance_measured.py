@@ -54,6 +54,7 @@ def test_a_rank_s_part_has_the_mask_of_its_documents():
     torch.testing.assert_close(PartOfAttention()(q, k, v), expected)
 
 
+@pytest.mark.whole  # so it does
 def test_a_rank_s_part_of_each_size_is_measured(tmp_path):
     command = "micro-batches out.csv --model tiny --tokens 128 --count 1 --reps 1".split()
     subprocess.run(

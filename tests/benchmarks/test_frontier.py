@@ -116,7 +116,7 @@ def test_all_settings_train_the_same_weights(trained):
     """Loss, norm and every gradient of burst's settings are bitwise those of nothing recomputed, in
     each step; Megatron's differ by its attention's roundings."""
     case, found = trained
-    assert len(found) == 21 + (0 if case == "packed" else 4)
+    assert len(found) == 22 + (0 if case == "packed" else 4)
     truth = found["burst:off"].first
     for key, one in found.items():
         assert one.first == one.second and one.is_freed, key
@@ -226,10 +226,10 @@ def test_rows_of_turns(tmp_path):
 
 def test_names_and_words_choose_settings():
     every = list(map(str, chosen(TINY, "")))
-    assert every == list(settings_of(TINY)) and len(every) == 27
+    assert every == list(settings_of(TINY)) and len(every) == 28
     assert [str(one) for one in chosen(TINY, "megatron:full, burst:off")] == [
         "burst:off", "megatron:full"]  # fmt: skip
-    assert len(chosen(TINY, "burst:")) == 21 and len(chosen(TINY, "@host")) == 5
+    assert len(chosen(TINY, "burst:")) == 22 and len(chosen(TINY, "@host")) == 5
     with pytest.raises(BurstError, match="got 'none'; choose among burst:off, burst:full, "):
         chosen(TINY, "off,none")
     blocks = [str(one) for one in chosen(MODELS["qwen3-1.7b"], "megatron:block")]

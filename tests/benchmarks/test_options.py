@@ -15,6 +15,7 @@ from benchmarks.te import MODES
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.units import whole_numbers
+from tests.sampling import whole
 
 K = 1024
 ROOT = Path(__file__).parents[2]
@@ -163,10 +164,10 @@ def test_numbers_below_what_makes_sense_are_refused(options):
     assert done.exit_code == 2 and f"Invalid value for '{options[1]}'" in done.output
 
 
-@pytest.mark.parametrize("options", [["--mode", "foo"], ["--out", "no/a.csv"]], ids=" ".join)
+@pytest.mark.parametrize("options", ["--mode foo", *whole("--out no/a.csv")])
 def test_recomputation_is_refused_before_megatron_is_loaded(options):
     """Guards against a message buried under Megatron's warnings."""
-    command = [sys.executable, "-m", "benchmarks.recompute", "--device", "cpu", *options]
+    command = [sys.executable, "-m", "benchmarks.recompute", "--device", "cpu", *options.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: benchmarks.recompute: --")
     assert done.stderr.count("\n") == 1

@@ -5,12 +5,14 @@ run them on a GPU. Where GPUs round to bf16, the interpreter truncates.
 """
 
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
 import torch
 from torch.nn.functional import pad
 
 from megatron_burst.kernels import partial
+from tests.sampling import crossed
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [(2, 19, 3, 8), (1, 110, 2, 40), (1, 33, 2, 128), (2, 23, 1, 192)]
@@ -21,6 +23,7 @@ MIXES = {  # of parts; the third part's is also the output's
     "three to fp16": [BF16, FP32, FP16],
 }
 MANY = {"17 of fp16": [FP16] * 17, "40 of two": [FP32, BF16] * 20}
+PLACES_AND_SINKS = list(product((False, True), (False, True)))
 DELTAS = {"bf16": [BF16, BF16], "fp16": [FP16, FP16], "two": [FP32, BF16]}
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -198,21 +201,18 @@ def check_delta(errors):
     assert errors["other places"] == errors["row without gradient"] == 0, errors
 
 
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
-@pytest.mark.parametrize("dtypes", MIXES.values(), ids=MIXES)
-def test_merging(interpreter, dtypes, in_place, sinks):
+@pytest.mark.parametrize("name, in_place, sinks", crossed(MIXES, PLACES_AND_SINKS, 2))
+def test_merging(interpreter, name, in_place, sinks):
     """Guards against wrong strides or masks, a second rounding, NaN from parts that saw no key."""
     for shape in SHAPES:
-        check_merge(interpreter(compare_merge, shape, dtypes, in_place, sinks))
+        check_merge(interpreter(compare_merge, shape, MIXES[name], in_place, sinks))
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
-@pytest.mark.parametrize("dtypes", (MIXES | MANY).values(), ids=MIXES | MANY)
-def test_sums(interpreter, dtypes, in_place):
+@pytest.mark.parametrize("name, in_place", crossed(MIXES | MANY, [(False,), (True,)], 1))
+def test_sums(interpreter, name, in_place):
     """Guards against wrong strides or masks, another summation order, a second rounding."""
     for shape in SHAPES:
-        check_sum(interpreter(compare_sum, shape, dtypes, in_place))
+        check_sum(interpreter(compare_sum, shape, (MIXES | MANY)[name], in_place))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])

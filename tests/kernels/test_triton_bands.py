@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 
 from tests.kernels.bands import Band
-from tests.kernels.test_triton import HOW, check
+from tests.kernels.test_triton import EACH_HOW, HOW, check
 from tests.kernels.test_visible import bands
-from tests.sampling import examples
+from tests.sampling import crossed, examples
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -41,29 +41,27 @@ SLICES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-@pytest.mark.parametrize("slices", SLICES.values(), ids=SLICES)
-def test_slices_equal_float64(interpreter, slices, how):
+@pytest.mark.parametrize("name, how", crossed(SLICES, EACH_HOW, 1))
+def test_slices_equal_float64(interpreter, name, how):
     """Guards against intervals of other rows, blocks that begin or end inside one, pairs computed
     twice, and rows without any."""
-    dtype, strided, sizes, tma = how
-    band = Band((80,), (75,), packed=False, dtype=dtype, strided=strided, slices=slices)
-    if slices is SLICES["blocks"]:
+    dtype, strided, sizes, tma = HOW[how]
+    band = Band((80,), (75,), packed=False, dtype=dtype, strided=strided, slices=SLICES[name])
+    if name == "blocks":
         band = replace(band, queries=(64,), keys=(64,))
-    if slices is SLICES["block-causal"]:
+    if name == "block-causal":
         band = replace(band, queries=(48,), keys=(48,), batch=2)
     check(interpreter(band, sizes, tma), dtype)
     if not strided:
         check(interpreter(replace(band, sinks=True), sizes, tma), dtype)
 
 
-@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-@pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
-def test_bands_and_segments_equal_float64(interpreter, band, how):
+@pytest.mark.parametrize("name, how", crossed(BANDS, EACH_HOW, 1))
+def test_bands_and_segments_equal_float64(interpreter, name, how):
     """Guards against wrong band edges, blocks that straddle documents, rows of the next
     document."""
-    dtype, strided, sizes, tma = how
-    check(interpreter(replace(band, dtype=dtype, strided=strided), sizes, tma), dtype)
+    dtype, strided, sizes, tma = HOW[how]
+    check(interpreter(replace(BANDS[name], dtype=dtype, strided=strided), sizes, tma), dtype)
 
 
 @pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 import torch._dynamo  # noqa: F401  (what Megatron imports of torch)
 import torch._inductor.compile_fx  # noqa: F401  (with its first @jit_fuser)
-import torch.distributed  # noqa: F401
+import torch.distributed._tensor  # noqa: F401
+import torch.distributed.checkpoint  # noqa: F401
+import torch.distributed.tensor.experimental  # noqa: F401
 
 
 @dataclass(frozen=True)

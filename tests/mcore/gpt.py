@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from tests.ranks import preload
 
 preload("megatron.core.models.gpt.gpt_layer_specs", "megatron.training.arguments")
-preload("megatron_burst.mcore.launch")
+preload("megatron_burst.mcore.launch", "megatron_burst.spec", "megatron_burst.tools.cpu_rows")
+preload("tests.mcore.flag_help")
 
 SEQ, VOCAB, HEADS = 64, 96, 4
 FULL_RECOMPUTE = dict(

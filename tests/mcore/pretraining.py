@@ -28,7 +28,8 @@ FLAGS = """
 """
 
 preload("megatron.training.training", "megatron.training.checkpointing")
-preload("megatron.core.datasets.gpt_dataset", "megatron.core.tokenizers.text")
+preload("megatron.core.datasets.gpt_dataset", "megatron.core.tokenizers.text.models")
+preload("megatron.core.datasets.blended_megatron_dataset_builder", "megatron.core.models.mimo")
 
 
 @dataclass(frozen=True)

@@ -181,10 +181,10 @@ def check(setting: pipeline.Setting, world: int, sizes) -> None:
 @pytest.mark.parametrize(
     "setting, world, sizes",
     [
-        pytest.param(DP_AND_CP, 8, None, id="DP2 CP4"),
-        pytest.param(PIPELINE, 8, None, id="PP2 DP2 CP2"),
+        pytest.param(DP_AND_CP, 8, None, id="DP2 CP4", marks=pytest.mark.whole),
+        pytest.param(PIPELINE, 8, None, id="PP2 DP2 CP2", marks=pytest.mark.whole),
         pytest.param(DP_AND_CP, 8, (1, 2, 4), id="DP2 CP 1, 2 and 4"),
-        pytest.param(PIPELINE, 8, (1, 2), id="PP2 DP2 CP 1 and 2"),
+        pytest.param(PIPELINE, 8, (1, 2), id="PP2 DP2 CP 1 and 2", marks=pytest.mark.whole),
         pytest.param(INTERLEAVED, 8, (1, 2), id="PP4 VP2 CP 1 and 2"),
         pytest.param(TENSOR, 4, (1, 2), id="TP2 CP 1 and 2"),
     ],

@@ -12,6 +12,7 @@ import pytest
 
 from tests.mcore.lacking import needs
 from tests.mcore.pretraining import Pretrained, assert_same, pretrain
+from tests.sampling import whole
 
 pytestmark = needs("training")
 BURST = "--context-parallel-impl burst --context-parallel-size 2"
@@ -57,7 +58,10 @@ RUNS = {  # each after the one that it loads
     },
 }
 BITWISE = "burst CP2"  # differs from the whole run only by the interruption
-CASES = [(name, run) for name, runs in RUNS.items() for run in runs]
+CASES = [
+    *(("torch_dist", run) for run in RUNS["torch_dist"]),
+    *whole(*(("torch", run) for run in RUNS["torch"])),
+]
 
 
 @pytest.fixture(scope="module")

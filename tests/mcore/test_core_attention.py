@@ -16,6 +16,7 @@ from megatron.core.transformer import attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch._dynamo.backends.debugging import ExplainWithBackend
 
 from megatron_burst.call import window_of
 from megatron_burst.errors import BurstError
@@ -321,15 +322,14 @@ def compiled(rank):
 
     run(hidden)  # patches find what they call
     torch._dynamo.reset()
-    reasons = torch._dynamo.explain(run)(hidden).break_reasons
-    ends = [(reason.user_stack[-1], reason.reason) for reason in reasons]
-    ours = {(end.name, end.lineno) for end, why in ends
-            if "megatron_burst/" in end.filename or "megatron_burst runs" in why}  # fmt: skip
-    grads = []
-    for each in (run, torch.compile(run, backend="eager")):
+    explained, grads = ExplainWithBackend("eager"), []
+    for each in (run, torch.compile(run, backend=explained)):
         leaf = hidden.clone().requires_grad_()
         each(leaf).sum().backward()
         grads.append(leaf.grad)
+    ends = [(each.user_stack[-1], each.reason) for each in explained.output().break_reasons]
+    ours = {(end.name, end.lineno) for end, why in ends
+            if "megatron_burst/" in end.filename or "megatron_burst runs" in why}  # fmt: skip
     return ours, torch.equal(*grads)
 
 

@@ -19,6 +19,7 @@ from tests.mcore import gpt
 from tests.mcore.gpt import FULL_RECOMPUTE, Model, Parallel, config_of
 from tests.mcore.lacking import why_not
 from tests.ranks import run_ranks
+from tests.sampling import whole
 
 DENSE = ("linear_qkv", "linear_proj", "linear_fc1")
 LATENT = ("linear_q_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1")
@@ -305,8 +306,8 @@ def test_auto_without_a_budget_keeps_from_the_second_step_on_and_offloads_where_
         assert max(each.host for each in placed.values()) > 1 and taken > 0, placed
 
 
-def fifty_losses(rank: int) -> tuple[list[float], list[float]]:
-    """Losses of 50 steps of Adam with full recomputation, and with what "auto" keeps of it."""
+def losses_of(rank: int, steps: int) -> tuple[list[float], list[float]]:
+    """Losses of steps of Adam with full recomputation, and with what "auto" keeps of it."""
     from megatron.core.parallel_state import get_context_parallel_group
     from megatron.core.tensor_parallel import random
 
@@ -322,7 +323,7 @@ def fifty_losses(rank: int) -> tuple[list[float], list[float]]:
         random.model_parallel_cuda_manual_seed(5)
         model, losses = gpt.build(config, burst_spec(spec_of(CASES["dense"]))), []
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        for _ in range(50):
+        for _ in range(steps):
             logits = gpt.logits_of(model, batch)
             loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
             loss.backward()
@@ -333,9 +334,10 @@ def fifty_losses(rank: int) -> tuple[list[float], list[float]]:
     return tuple(found)
 
 
-def test_losses_of_fifty_steps_are_bitwise_those_of_full_recomputation():
-    for full, kept in run_ranks(fifty_losses, 2):
-        assert len(set(full)) == 50 and kept == full
+@pytest.mark.parametrize("steps", [12, *whole(50)])
+def test_losses_of_many_steps_are_bitwise_those_of_full_recomputation(steps):
+    for full, kept in run_ranks(losses_of, 2, steps):
+        assert len(set(full)) == steps and kept == full
 
 
 @pytest.mark.parametrize(

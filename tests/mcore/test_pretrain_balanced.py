@@ -51,8 +51,8 @@ def truth(documents, tmp_path_factory) -> Pretrained:
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param("--cp-sizes 1 2", id="CP 1 and 2"),
-        pytest.param("", id="CP 2"),
+        pytest.param("--cp-sizes 1 2", id="CP 1 and 2", marks=pytest.mark.whole),
+        pytest.param("", id="CP 2", marks=pytest.mark.whole),
         pytest.param(f"--cp-sizes 1 2 {KEPT}", id="CP 1 and 2, kept, fused loss"),
     ],
 )

@@ -152,8 +152,8 @@ def test_outputs_go_to_the_host_as_far_as_copies_hide_and_one_layer_can_be_fetch
 
 
 def test_a_small_output_on_the_device_gives_way_to_a_large_one_that_can_be_fetched():
-    """Attention leaves 4.6 GiB; fc1 needs 4 of them to be fetched, and all of the host. Guards against 4 layers of proj, with which
-    fc1 is recomputed in all layers but one."""
+    """Attention leaves 4.6 GiB; fc1 needs 4 of them to be fetched, and all of the host. Guards
+    against 4 layers of proj, with which fc1 is recomputed in all layers but one."""
     problem = KeepProblem(layers=4, in_flight=1, layer_bytes=GIB, tokens=4096, forward_s=100.0)
     small = ModuleCost("proj", GIB // 2, 2 * FC1.flops * (GIB // 2) // FC1.num_bytes)
     got = choose_modules(problem, [small, FC1], 8.6 * GIB, 12.3 * GIB)

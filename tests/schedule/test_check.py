@@ -27,6 +27,7 @@ from megatron_burst.schedule.topology import Link, pretend_nodes, topology_of
 from tests.proof import check as check_module
 from tests.proof.check import check, faults
 from tests.proof.links import How, meet, run
+from tests.sampling import whole
 from tests.schedule.cases import BANDS, DOCUMENTS, Case, cases_on, grid
 from tests.schedule.mutations import MUTATIONS
 
@@ -108,7 +109,9 @@ def each_for_itself(case, random):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("size", [*SMALL, (2, 3), (3, 2), (2, 4), (4, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize(
+    "size", [*SMALL, (2, 3), (3, 2), (4, 2), *whole(((2, 4),), ((8, 1),))], ids=str
+)
 def test_documents_that_are_sharded_each_for_itself_are_proven(size, mode, draw):
     """A few calls per mask; which ones differs from group to group."""
     random = Random(str(size))

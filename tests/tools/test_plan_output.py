@@ -25,6 +25,7 @@ from tests.plan.configs import (
     NEMOTRON_3_NANO,
     QWEN_3_NEXT_80B,
 )
+from tests.sampling import whole
 from tests.tools import planning
 
 LLAMA = "llama3-8b --seq-length 256k --gpus 16"
@@ -59,8 +60,8 @@ def memory_of(text: str) -> dict[str, float]:
     [
         ("llama3-8b --seq-length 1M --gpus 64", 0, "LM head and loss"),
         ("llama3-8b --seq-length 16k --gpus 8 --cp 8 --recompute full", 0, "a layer in backward"),
-        ("deepseek-v3 --seq-length 128k --gpus 512 --tp 2", 0, "a layer in backward"),
         ("llama3-405b --seq-length 1M --gpus 64", 3, "LM head and loss"),
+        *whole(("deepseek-v3 --seq-length 128k --gpus 512 --tp 2", 0, "a layer in backward")),
     ],
 )
 def test_rows_of_memory_add_up_to_the_peak(options, code, earlier):
@@ -148,7 +149,7 @@ def test_a_length_that_leaves_out_layouts_is_warned_of():
     [
         ("llama3-70b --seq-length 1M --hardware h100", 8),
         ("llama3-405b --seq-length 1M", 64),
-        ("deepseek-v3 --seq-length 1M --tp 8", 64),
+        *whole(("deepseek-v3 --seq-length 1M --tp 8", 64)),
     ],
 )
 def test_as_many_gpus_as_are_said_do_and_half_of_them_do_not(options, gpus):
