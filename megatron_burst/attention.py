@@ -209,7 +209,8 @@ def _choose(call: Call, group: dist.ProcessGroup, state: Group) -> tuple[Passes,
         spec, _ = resolve(replace(opened, inter=why["inter"].value))
         spec = replace(spec, pulled=spec.pulled and carrier.transfer.value == "pull")
         how = call.config.reproducible, call.config.nan_guard
-        return Passes(spec, backend, carrier, call.softmax_scale, call.dtypes[0], *how, marks)
+        passes = Passes(spec, backend, carrier, call.softmax_scale, call.dtypes[0], *how, marks)
+        return replace(passes, check=call.config.check)
 
     marks, keep = Marks.of(state.log, call.in_words()), None
     kept: list[Choice] = []
@@ -275,8 +276,12 @@ def _attend(
     tensors = (q, k, v) if sink is None else (q, k, v, sink)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     followed = differentiated and not recording()  # backward follows without recomputation
-    run = passes if followed else passes.recomputed
-    return BurstAttentionFunction.apply(q, k, v, sink, run, documents, layer)
+    run = passes if followed else passes.recomputed or passes
+    if not passes.check:
+        return BurstAttentionFunction.apply(q, k, v, sink, run, documents, layer)
+    from megatron_burst.engine.spot_checks import checked  # which most runs never load
+
+    return checked(BurstAttentionFunction.apply, (q, k, v, sink), run, documents, layer)
 
 
 class BurstAttentionFunction(torch.autograd.Function):

@@ -73,6 +73,8 @@ class BurstConfig:
         keep_debug: compare the inputs of recomputation with those of the first pass, bit by bit.
         nan_guard: stop at the first tile whose result has a NaN, and name it; each check waits for
             the GPU.
+        check: compare about one of so many calls, drawn at random, with attention by its
+            definition: some rows of out and of gradients, in float64. Stop if one is wrong.
         timeout_s: seconds that a rank waits for the others before it names the missing ones; None:
             the timeout of the process group (--distributed-timeout-minutes).
     """
@@ -100,6 +102,7 @@ class BurstConfig:
     keep_host_gib: float | None = None
     keep_debug: bool = False
     nan_guard: bool = False
+    check: int | None = None
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -227,6 +230,7 @@ def _needs_of_tunings(given: Mapping[str, Any]) -> Iterator[Need]:
         ("heads_per_round", "nothing would be sent otherwise"),
         ("nccl_ctas", "nothing would be sent otherwise"),
         ("keep_host_gib", "it limits the memory for offloading"),
+        ("check", "one of so many calls is compared"),
         ("timeout_s", "a rank waits that long for the others"),
     ):
         value = given.get(name)

@@ -58,7 +58,7 @@ GIVEN = {
         "pieces": False, "grad_wire": "input", "resend": "never", "transfer": "pull",
     },
     "keep_host_gib=0.5,timeout_s=1e2": {"keep_host_gib": 0.5, "timeout_s": 100.0},
-    "nan_guard=true": {"nan_guard": True},
+    "nan_guard=true,check=100": {"nan_guard": True, "check": 100},
     "keep_modules=linear_qkv+linear_fc1": {"keep_modules": ("linear_qkv", "linear_fc1")},
 }  # fmt: skip
 
@@ -95,7 +95,7 @@ def test_what_is_no_tuning_is_refused_beside_all_that_are(text, pair):
 
 
 @pytest.mark.parametrize(
-    "text", ["heads_per_round=0", "nccl_ctas=-1", "timeout_s=0", "keep_host_gib=-0.5"]
+    "text", ["heads_per_round=0", "nccl_ctas=-1", "timeout_s=0", "check=0", "keep_host_gib=-0.5"]
 )
 def test_numbers_that_must_be_positive_are_refused(text):
     with pytest.raises(BurstError, match="must be positive.*got"):

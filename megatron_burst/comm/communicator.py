@@ -60,6 +60,8 @@ class Communicator:
         several = {link: ranks for link, ranks in members.items() if len(ranks) > 1}
         wanted = {(link, cargo): ranks for link, ranks in several.items() for cargo in Cargo}
         self.groups = state.sub_groups.of(wanted, config.nccl_ctas)
+        # what spot checks compare goes through a group of its own, so that nothing can mix with it
+        self.beside = state.sub_groups.beside() if config.check and state.log else None
         self._pool = self._pool_of(self.groups.get((Link.INTRA, Cargo.READ)), state.sub_groups)
         device = "cuda" if backend_of(group) == "nccl" else "cpu"
         refusal = partial(self._pool.refusal, state.board) if self._pool else lambda: None
@@ -180,7 +182,7 @@ def communicator_of(
     state = state_of(group, config.timeout_s)
     made, board = state.communicators, state.board
     carried = (config.nodes, config.transfer, config.nccl_ctas, config.overlap)
-    key = (*carried, flat)
+    key = (*carried, bool(config.check), flat)
     if key not in made:
         terms = {"config": str(config)}
         Marks(state.log, terms).begin(Kind.AGREEMENT)  # others may be in a call that needs none

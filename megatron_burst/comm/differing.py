@@ -1,46 +1,46 @@
 """What a rank says of a pass in which ranks differ or failed; loaded when there is such a pass."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from megatron_burst.comm.hops import Waits
-from megatron_burst.comm.stamps import IN_WORDS, Entry, Kind, Members, Stamp
-from megatron_burst.comm.verdict import Told, report, terms_of_all
+from megatron_burst.comm.stamps import IN_WORDS, Entry, Kind, Members, Stamp, Told
+from megatron_burst.comm.verdict import report, told_by_all
 from megatron_burst.comm.watch import PROBLEM, Parallel
 from megatron_burst.errors import BurstError, DisagreementError
 
-_TELL_S = 5.0  # how long a rank waits for the terms of others whose stamps it has
+_TELL_S = 5.0  # how long a rank waits for what others tell of a pass that all have begun
 _CALLS = Kind.AGREEMENT, Kind.FORWARD, Kind.KEPT, Kind.REFUSAL  # a call begins, one way or another
 
 
 def disagreement(log: Members, entry: Entry) -> tuple[BurstError, bool]:
     """The error of a pass whose stamps differ; and whether ranks that catch it can go on."""
-    stamps = [Stamp.of(*pair) for pair in zip(*[iter(entry.room.stamps)] * 2, strict=True)]
-    patience_s = min(_TELL_S, log.board.timeout_s / 2)
-    told, of = terms_of_all(log, entry, patience_s), log.of
-    others = [stamp for stamp in stamps if stamp.kind is not Kind.FAILURE]
-    goes_on = log.waits and at_one_place(others)  # on GPUs some ranks are ahead, or hang
-    if any("lost" in (terms or {}) for terms in told):
+    posts = told_by_all(log, entry, min(_TELL_S, log.board.timeout_s / 2))
+    told, of = [theirs or Told(None, {}) for theirs in posts], log.of
+    others = [stamp for stamp, _ in told if stamp is None or stamp.kind is not Kind.FAILURE]
+    # on GPUs some ranks are ahead, or hang
+    goes_on = log.waits and None not in others and at_one_place([each for each in others if each])
+    if any("lost" in terms for _, terms in told):
         return _heard_of_lost(log, entry, told), False
-    if len(others) < len(stamps):
-        return _failure(log, entry, stamps, told), goes_on
+    if len(others) < len(told):
+        return _failure(log, entry, told), goes_on
     where = "" if goes_on else ", in a new group, as ranks of this one are not at the same call"
     error = DisagreementError(
         f"{log.who}: all ranks of a {of.group} group must make the same calls in the same "
         f"order, with the same shapes and options, because {of.why}; got, as pass "
-        f"{entry.number} of the group, {differences(stamps, told, of)}; pass the same on all "
+        f"{entry.number} of the group, {differences(told, of)}; pass the same on all "
         f"ranks, and run every forward and every backward on all of them{where}"
     )
     report(log, "difference", error, _at(entry), [])
     return error, goes_on
 
 
-def _failure(log: Members, entry: Entry, stamps: Sequence[Stamp], told: Told) -> DisagreementError:
+def _failure(log: Members, entry: Entry, told: Sequence[Told]) -> DisagreementError:
     """The error if ranks failed."""
     rank_word = log.of.rank
     failed = {
-        rank: f"{(terms or {}).get('failure', 'an exception')} on {rank_word} {rank}"
-        for rank, (stamp, terms) in enumerate(zip(stamps, told, strict=True))
-        if stamp.kind is Kind.FAILURE
+        rank: f"{terms['failure']} on {rank_word} {rank}"
+        for rank, (stamp, terms) in enumerate(told)
+        if stamp and stamp.kind is Kind.FAILURE
     }
     begun = IN_WORDS[entry.stamp.kind]
     go_on = "catch it on all ranks and repeat the step on all of them"
@@ -56,10 +56,10 @@ def _failure(log: Members, entry: Entry, stamps: Sequence[Stamp], told: Told) ->
     return error
 
 
-def _heard_of_lost(log: Members, entry: Entry, told: Told) -> BurstError:
+def _heard_of_lost(log: Members, entry: Entry, told: Sequence[Told]) -> BurstError:
     """The error if other ranks waited in vain for some."""
-    lost = next(terms["lost"] for terms in told if terms and "lost" in terms)
-    by = [rank for rank, terms in enumerate(told) if terms and "lost" in terms]
+    lost = next(terms["lost"] for _, terms in told if "lost" in terms)
+    by = [rank for rank, (_, terms) in enumerate(told) if "lost" in terms]
     error = BurstError(
         f"{log.who}: all ranks of a {log.of.group} group must take part in every pass, because "
         f"{log.of.why}; got {lost}, as {log.of.rank}s {by} say before pass {entry.number} of the "
@@ -81,21 +81,17 @@ def at_one_place(stamps: Sequence[Stamp]) -> bool:
     return len(places) == 1 and len(layers) <= 1
 
 
-def differences(
-    stamps: Sequence[Stamp], told: Sequence[Mapping[str, str] | None], of: Parallel
-) -> str:
+def differences(told: Sequence[Told], of: Parallel) -> str:
     """What each rank has begun, as text, without what all have in common."""
-    known = [terms for terms in told if terms and terms.keys() != {PROBLEM}]
+    known = [terms for _, terms in told if terms and terms.keys() != {PROBLEM}]
     names = dict.fromkeys(name for terms in known for name in terms if name != PROBLEM)
     differing = [name for name in names if len({terms.get(name) for terms in known}) > 1]
     ranks: dict[str, list[int]] = {}
-    for rank, (stamp, terms) in enumerate(zip(stamps, told, strict=True)):
-        words = f"{stamp}"
-        if terms is None:
-            words += " whose terms it has not told yet"
-        elif terms in known and differing:
+    for rank, (stamp, terms) in enumerate(told):
+        words = f"{stamp or 'a call of which it has not told yet'}"
+        if terms in known and differing:
             words += " with " + ", ".join(f"{name}={terms.get(name)}" for name in differing)
-        if problem := (terms or {}).get(PROBLEM):
+        if problem := terms.get(PROBLEM):
             words += f" ({problem})"
         ranks.setdefault(words, []).append(rank)
     return " and ".join(f"{words} on {of.rank}s {those}" for words, those in ranks.items())

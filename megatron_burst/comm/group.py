@@ -56,7 +56,7 @@ class SubGroups:
         self._board, self._timeout_s = board, 0.0
         self._made: dict[tuple, dist.ProcessGroup] = {}
         self._number = 0  # of groups that were made
-        self._beside: dist.ProcessGroup | None = None
+        self._beside: list[dist.ProcessGroup] = []
         self.pools: dict[str, SymmetricPool] = {}  # by the name of a sub-group
 
     def of(
@@ -81,9 +81,10 @@ class SubGroups:
         Its time-out is twice that of others, because gloo's errors name no ranks.
         """
         self._lacking_anywhere([0])
-        self._beside = self._new(self._ranks, _CONNECT_S, "gloo")
-        set_seconds(self._beside, 2 * self._board.timeout_s)
-        return self._beside
+        made = self._new(self._ranks, _CONNECT_S, "gloo")
+        set_seconds(made, 2 * self._board.timeout_s)
+        self._beside.append(made)
+        return made
 
     def _lacking_anywhere(self, lacking: Sequence[int]) -> list[int]:
         """The groups that any rank lacks; all ranks call it together."""
@@ -114,8 +115,8 @@ class SubGroups:
             self._timeout_s = self._board.timeout_s
             for group in self._made.values():
                 set_seconds(group, self._timeout_s)
-            if self._beside is not None:
-                set_seconds(self._beside, 2 * self._timeout_s)
+            for group in self._beside:
+                set_seconds(group, 2 * self._timeout_s)
 
 
 @contextmanager

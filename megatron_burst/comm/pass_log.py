@@ -1,12 +1,14 @@
-"""Keeps ranks in step: each rank announces what it begins to all others in 16 bytes.
+"""Keeps ranks in step: all ranks compare what they begin, by 8 bytes of each.
 
 Ranks out of step would exchange shards of different calls and compute wrong numbers. So every pass
-begins with a stamp, sent to all ranks of the group over gloo, apart from the data: no GPU takes
-part, and a mismatch is found even if GPU transfers hang. On CPU ranks wait for each other's stamps
-before anything is sent, because a gloo receive of another size ends the process. On GPUs nothing
-waits: the stamps of a pass are compared when a later one begins, before an optimizer writes
-weights, and once a second by a thread, which logs what it finds, as this process may be waiting for
-a hung GPU.
+begins with a stamp. Its hash is summed over the ranks of the group by gloo, apart from the data: no
+GPU takes part, and a mismatch is found even if GPU transfers hang. The sum goes around the ring of
+ranks twice, so a rank sends two messages, however many ranks there are. It is over only when all
+ranks have begun, and each sees from it whether all are alike. If not, they tell each other their
+stamps through the store. On CPU ranks wait for the sum before anything is sent, because a gloo
+receive of another size ends the process. On GPUs nothing waits: the sum of a pass is looked at when
+a later one begins, before an optimizer writes weights, and once a second by a thread, which logs
+what it finds, as this process may be waiting for a hung GPU.
 """
 
 import json
@@ -24,10 +26,11 @@ from time import monotonic
 from typing import Any
 from weakref import ReferenceType, finalize, ref
 
+import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron_burst.comm.stamps import Entry, Kind, Members, Room, Stamp
+from megatron_burst.comm.stamps import Entry, Kind, Members, Stamp
 from megatron_burst.errors import BurstError
 from megatron_burst.transforms import uncompiled
 
@@ -36,14 +39,18 @@ _WATCH_S = 1.0  # how often the thread looks
 
 
 class PassLog(Members):
-    """Numbers the passes of this rank and compares them with those of the group's other ranks."""
+    """Numbers the passes of this rank and compares them with those of the group's other ranks.
+
+    Attributes:
+        few: up to so many ranks send their stamps to each other, which is faster than around.
+    """
+
+    few = 4
 
     def __init__(self, *members: Any) -> None:
         super().__init__(*members)
         self._pending: deque[Entry] = deque()
-        self._rooms: list[Room] = []  # free for reuse
-        self._options = dist.AllToAllOptions()
-        self._options.asyncOp = True
+        self._to_each, self._summed = dist.AllToAllOptions(), dist.AllreduceOptions()
         self._broken: BurstError | None = None
         self._lock = threading.Lock()
         self.heard = False  # whether the caller knows why its passes cannot be right
@@ -69,7 +76,7 @@ class PassLog(Members):
             self.number += 1
             self.stamp = Stamp(kind, call or self.number, layer, digest)
             self._post(self.stamp, terms)
-            if self.waits or kind in (Kind.AGREEMENT, Kind.END):
+            if self.waits or kind in (Kind.AGREEMENT, Kind.END, Kind.CHECK):
                 self._compare()
         return self.number
 
@@ -139,16 +146,21 @@ class PassLog(Members):
         self._broken = error and type(error)(*error.args)
 
     def look(self) -> None:
-        """Compare the stamps received so far without waiting; raises as `begin`."""
+        """Look at what is compared so far, without waiting for more; raises as `begin`."""
         with self._lock:
             self._look()
+            if self._pending and monotonic() - self._pending[0].begun > _LOOK_S:
+                self._heed(self._pending[0])
 
     def _post(self, stamp: Stamp, terms: Mapping[str, str]) -> None:
-        room = self._rooms.pop() if self._rooms else Room(self.size)
-        room.mine[:] = array("q", stamp.packed() * self.size)
-        # gloo gathers around a ring, rank by rank; an all-to-all sends to all ranks at once
-        work = self.group.alltoall_base(*room.tensors, [], [], self._options)
-        self._pending.append(Entry(self.number, stamp, terms, room, work, monotonic()))
+        sign, few = stamp.sign(self.size), self.size <= self.few
+        mine = array("q", [sign] * (self.size if few else 1))
+        signs, tensor = array("q", mine), partial(torch.frombuffer, dtype=torch.int64)
+        if few:
+            work = self.group.alltoall_base(tensor(signs), tensor(mine), [], [], self._to_each)
+        else:
+            work = self.group.allreduce([tensor(signs)], self._summed)
+        self._pending.append(Entry(self.number, stamp, terms, sign, signs, work, monotonic()))
 
     def _look(self) -> None:
         if self._broken:
@@ -160,28 +172,33 @@ class PassLog(Members):
             except RuntimeError as error:
                 raise self._lost(entry, str(error).splitlines()[0]) from error
             failed = entry.stamp.kind is Kind.FAILURE
-            if entry.room.stamps != entry.room.mine:
+            if sum(entry.signs) != entry.sign * self.size:
                 # this rank has raised its own error; where stamps are waited for, all are in step
                 if not (failed and self.waits):
                     raise self._disagreement(entry)
             elif entry.told:
                 self.store.delete_key(self.key(entry))
-            self._rooms.append(entry.room)
         if self._pending:
             self._give_up_late(self._pending[0])
 
     def _await(self, entry: Entry) -> None:
-        alarmed = False
-        while not entry.work.is_completed():
-            with suppress(RuntimeError):  # not yet; `_look` reports what has failed for good
-                entry.work.wait(timedelta(seconds=_LOOK_S))
-            if entry.work.is_completed():
-                return
-            if alarmed:  # and nothing has arrived since
-                raise self._lost(entry, "another rank has given up")
+        while not self._over_soon(entry):
             self._give_up_late(entry)
-            with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
-                alarmed = self.store.check([self.alarm(entry)])
+            self._heed(entry)
+
+    def _over_soon(self, entry: Entry) -> bool:
+        """Whether a pass is compared, which this waits for a moment."""
+        with suppress(RuntimeError):  # not yet; `_look` reports what has failed for good
+            entry.work.wait(timedelta(seconds=_LOOK_S))
+        return entry.work.is_completed()
+
+    def _heed(self, entry: Entry) -> None:
+        """Give up a pass that another rank gave up: only neighbours miss a rank at once."""
+        alarmed = False
+        with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
+            alarmed = self.store.check([self.alarm(entry)])
+        if alarmed and not self._over_soon(entry):
+            raise self._lost(entry, "another rank has given up")
 
     def _give_up_late(self, entry: Entry) -> None:
         """Give up a pass that has waited for as long as the time-out. From half of that on its

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from megatron_burst.comm.watch import CP, WHO, Board, Parallel
@@ -23,19 +22,21 @@ _RUNS = 64  # passes that a CPU may be ahead of its GPU
 class Kind(IntEnum):
     """What a stamp announces; in words below, in the same order."""
 
-    AGREEMENT, FORWARD, BACKWARD, LATER_ROWS, EARLY_ROWS, END, REFUSAL, FAILURE, KEPT = range(9)
+    AGREEMENT, FORWARD, BACKWARD, LATER_ROWS, EARLY_ROWS = range(5)
+    END, REFUSAL, FAILURE, KEPT, CHECK = range(5, 10)
 
 
 IN_WORDS = (
     "a call that is new to it", "a forward", "the backward of", "the passing on of later rows",
     "the recomputation of early rows", "the end of a step", "a call that it refuses",
     "a pass that failed", "a forward whose results are kept for recomputation",
+    "the check of a call",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What a rank begins; packs into 16 bytes."""
+    """What a rank begins; packs into 16 bytes, of which ranks compare a number."""
 
     kind: Kind
     call: int  # of a backward, the number of its forward; of anything else, its own
@@ -50,6 +51,11 @@ class Stamp:
     def of(cls, what: int, digest: int) -> "Stamp":
         """Unpack a stamp."""
         return cls(Kind(what & 0xF), what >> 24, what >> 4 & 0xFFFFF, digest)
+
+    def sign(self, size: int) -> int:
+        """A number that differs if stamps do, so small that the sum of `size` of them is exact.
+        Python hashes integers alike in all processes."""
+        return (hash(self.packed()) & (1 << 63) - 1) >> size.bit_length()
 
     @property
     def word(self) -> str:
@@ -76,25 +82,28 @@ class Running(NamedTuple):
 
 @dataclass(slots=True)
 class Entry:
-    """A pass that has begun, and the stamps of all ranks for it."""
+    """A pass that has begun."""
 
     number: int
     stamp: Stamp
     terms: Mapping[str, str]
-    room: "Room"
+    sign: int  # of the stamp
+    signs: array  # of all ranks, or their sum; once the work is over
     work: dist.Work
     begun: float  # when, in seconds of the monotonic clock
     told: bool = False  # whether others can read its terms
 
 
-class Room:
-    """Send and receive memory for stamps, which Python writes and reads without torch."""
+class Told(NamedTuple):
+    """What a rank posts of a pass that not all ranks began alike.
 
-    def __init__(self, size: int) -> None:
-        # 64-bit integers: this rank's stamp once for each rank, and those of all ranks
-        self.mine, self.stamps = (array("q", [0] * 2 * size) for _ in range(2))
-        both = self.stamps, self.mine
-        self.tensors = tuple(torch.frombuffer(x, dtype=torch.int64) for x in both)
+    Attributes:
+        stamp: None if it is not known.
+        terms: of its call.
+    """
+
+    stamp: Stamp | None
+    terms: Mapping[str, str]
 
 
 class Members:
@@ -123,8 +132,15 @@ class Members:
 
     def post_terms(self, entry: Entry) -> None:
         """Let others read this rank's terms of a pass."""
-        self.store.set(self.key(entry), json.dumps(dict(entry.terms)))
+        self.store.set(self.key(entry), json.dumps([entry.stamp.packed(), dict(entry.terms)]))
         entry.told = True
+
+    def told(self, key: str) -> Told | None:
+        """What a rank has posted under its key; None: nothing yet."""
+        if not self.store.check([key]):
+            return None
+        stamp, terms = json.loads(self.store.get(key))
+        return Told(Stamp.of(*stamp), terms)
 
     def key(self, entry: Entry) -> str:
         """Where these terms are."""

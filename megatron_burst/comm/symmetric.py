@@ -15,7 +15,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from megatron_burst.comm.carrier import Held, PulledSlots, Where
+from megatron_burst.comm.carrier import Held, Where
+from megatron_burst.comm.pulled import PulledSlots
 from megatron_burst.comm.watch import PREFIX, WHO, Board
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.spec import Cargo

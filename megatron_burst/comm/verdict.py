@@ -6,7 +6,7 @@ Loaded when there is something to say, and by the thread that looks whether ther
 import ctypes
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -15,13 +15,12 @@ from time import monotonic, sleep, time
 import torch
 
 from megatron_burst.comm.hops import Waits, awaited_hop, culprits, issued_hop, named_ranks, tell
-from megatron_burst.comm.stamps import Entry, Members
+from megatron_burst.comm.stamps import Entry, Members, Told
 from megatron_burst.environment import fault_folder
 from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.rules import in_unit
 from megatron_burst.say import say
 
-type Told = Sequence[Mapping[str, str] | None]
 _GRACE_S = 1.5  # how long it waits for a word of others before it says that they are missing
 _CHAIN_S = 0.5  # how long for whom others wait; who waits for long has told already
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
@@ -33,8 +32,8 @@ _EARLY = 0.9  # of the time-out after which hops of GPUs are late: before NCCL's
 
 def lost_pass(log: Members, entry: Entry, why: str) -> tuple[BurstError, str]:
     """The error of a pass that not all ranks have begun; and for which this one waits, in words."""
-    terms = terms_of_all(log, entry, _GRACE_S)
-    missing = tuple(rank for rank, theirs in enumerate(terms) if theirs is None)
+    posts = told_by_all(log, entry, _GRACE_S)
+    missing = tuple(rank for rank, theirs in enumerate(posts) if theirs is None)
     since = time() - (monotonic() - entry.begun)
     waits = Waits(entry.number, entry.stamp.word, entry.stamp.layer, missing, since=since)
     waits = _with_broken(log, waits)
@@ -127,18 +126,19 @@ def own_failure(log: Members, error: Exception) -> None:
     report(log, "failure", error, Waits(log.number, stamp.word, stamp.layer, ()), [log.rank])
 
 
-def terms_of_all(log: Members, entry: Entry, patience_s: float) -> Told:
-    """Post this rank's terms; returns those of all ranks that post them soon, by rank."""
+def told_by_all(log: Members, entry: Entry, patience_s: float) -> list[Told | None]:
+    """Post this rank's stamp and terms; returns those of all ranks that post them soon, by rank."""
     keys = [f"{log.name}/{entry.number}/{rank}" for rank in range(log.size)]
-    told: list[Mapping[str, str] | None] = [{}] * log.size  # nothing is known
+    found: list[Told | None] = [Told(None, {})] * log.size  # nothing is known
     with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
         log.post_terms(entry)
         log.store.set(log.alarm(entry), "")
         with suppress(RuntimeError):
             log.store.wait(keys, timedelta(seconds=patience_s))
         for rank, key in enumerate(keys):
-            told[rank] = json.loads(log.store.get(key)) if log.store.check([key]) else None
-    return told
+            found[rank] = log.told(key)
+    found[log.rank] = Told(entry.stamp, entry.terms)
+    return found
 
 
 # ---- lines for `megatron-burst doctor --explain` ----

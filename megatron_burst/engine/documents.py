@@ -62,6 +62,7 @@ class Documents:
 
     Attributes:
         known: a text that ranks compare, if the boundaries came on the CPU.
+        parents: of the documents, if they are segments of a tree; -1 for none.
 
     Raises:
         BurstError: if boundaries that are on the CPU are invalid.
@@ -72,7 +73,7 @@ class Documents:
         who: str = _WHO,
     ) -> None:  # fmt: skip
         require(who, chain(of_tensors(sample, device), of_parents(sample)))
-        self._parents = None if sample.parents is None else listed_of(sample.parents)
+        self.parents = None if sample.parents is None else listed_of(sample.parents)
         self._who, self._sample, self._layout = who, sample, layout
         (rows, self._cp_size), self._told = sizes, None
         self._tokens = rows * self._cp_size
@@ -94,8 +95,8 @@ class Documents:
         self._starts = starts if padded is None else padded
         self._lengths = None if padded is None else starts.diff()
         self._tree: Tree | None = None
-        if self._parents is not None:
-            self._plant(self._parents, device)
+        if self.parents is not None:
+            self._plant(self.parents, device)
 
     def _plant(self, parents: Sequence[int], device: torch.device) -> None:
         """Merge documents with only children, and set up the branches."""
@@ -128,8 +129,8 @@ class Documents:
             doubt_end("cu_seqlens", end, self._tokens, self._cp_size, self._who)
             text = f"{starts.tolist()} {padded.tolist() if padded is not None else ''}"
             self._told = {"cu_seqlens": told_briefly(text, len(starts) - 1)}
-            if self._parents is not None:
-                self._told["prefix_tree"] = told_briefly(f"{self._parents}", len(starts) - 1)
+            if self.parents is not None:
+                self._told["prefix_tree"] = told_briefly(f"{self.parents}", len(starts) - 1)
         return self._told
 
     def branches(self, q: Places, keys: Places, unit: int = 1) -> tuple[Branch, ...]:
@@ -255,6 +256,13 @@ class Documents:
         """Where documents begin and the last one ends, padding included; waits like `places_of`."""
         self.checked()
         return next(x for x in reversed(self._host) if x is not None).tolist()
+
+    @property
+    def extents(self) -> tuple[list[int], list[int]]:
+        """Where documents begin, and where they end without padding; waits like `places_of`."""
+        starts, (lengths, _) = self.starts[:-1], self._host
+        own = lengths.diff().tolist()
+        return starts, [start + length for start, length in zip(starts, own, strict=True)]
 
     def _rows_of(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """For each row of `count` chunks of every document: the rows that one chunk of each earlier

@@ -69,6 +69,7 @@ class Passes:
     # is none; its forward saves nothing received
     recomputed: "Passes | None" = None
     keep: Callable[..., Any] | None = None  # runs the call and keeps its results
+    check: int | None = None  # one of so many calls is compared with the definition
 
     def _executor(self, direction: Direction) -> Executor:
         spec, unit = self.spec.of(self.carrier.cp_rank, direction).in_units()

@@ -76,6 +76,8 @@ class Slices:
 
     Attributes:
         known: a text that ranks compare.
+        slices: int64 [slices, 5], as numpy's.
+        documents: as given.
 
     Raises:
         BurstError: if slices are invalid.
@@ -94,7 +96,7 @@ class Slices:
         doubt_end("slices", int(slices[:, 1].max()), self._tokens, sizes[1])
         self.known = {"slices": _told(slices)}
         self.known |= dict(documents.known or {}) if documents else {}
-        self._slices, self._device, self._documents = slices, device, documents
+        self.slices, self._device, self.documents = slices, device, documents
         self._bands = Bands(slices)
         self._found: dict[tuple, Visible | Calls] = {}
         self._met: dict[Between, bool] = {}
@@ -108,7 +110,7 @@ class Slices:
         cp_size, layout = self._shards
         if layout not in (Layout.ZIGZAG, Layout.CONTIGUOUS) or cp_size == 1:
             return "each rank computes its own rows"
-        work = work_of_ranks(torch.from_numpy(self._slices), cp_size, layout, self._tokens)
+        work = work_of_ranks(torch.from_numpy(self.slices), cp_size, layout, self._tokens)
         ratio = max(work) * len(work) / sum(work)
         held = [list(chunks_held(layout, rank, cp_size)) for rank in range(cp_size)]
         needed = [np.delete(self._chunks[own].any(0), own) for own in held]
@@ -120,7 +122,7 @@ class Slices:
 
     def checked(self) -> dict[str, str]:
         """A text that ranks compare; what came on a GPU is checked now."""
-        return self.known | dict(self._documents.checked() if self._documents else {})
+        return self.known | dict(self.documents.checked() if self.documents else {})
 
     def branches(self, q: Places, keys: Places, unit: int = 1) -> tuple[()]:
         """What is seen in other kernel calls: nothing."""
@@ -140,8 +142,8 @@ class Slices:
         cp_size, layout = self._shards
         count = len(chunks_held(layout, 0, cp_size)) * cp_size
         whole: list = [[0, self._tokens], [0, self._keys]]
-        if self._documents is not None:
-            whole = [self._documents.starts] * 2
+        if self.documents is not None:
+            whole = [self.documents.starts] * 2
         sides = []
         for starts in whole:
             edges = np.array(starts, dtype=np.int64)
@@ -166,7 +168,7 @@ class Slices:
     def _places(self, side: Places | Numbers, unit: int) -> Places:
         """The positions of rows as ranges."""
         of_chunks = isinstance(side[0], int)
-        return self._documents.places_of(side) if of_chunks else in_rows(side, unit)
+        return self.documents.places_of(side) if of_chunks else in_rows(side, unit)
 
 
 def _sides(places: tuple[Places, Places] | Runs) -> tuple:

@@ -14,7 +14,8 @@ from random import Random
 
 import torch
 
-from megatron_burst.comm.carrier import Memory, OneQueue, PulledSlots, SentSlots, Where
+from megatron_burst.comm.carrier import Memory, OneQueue, SentSlots, Where
+from megatron_burst.comm.pulled import PulledSlots
 from megatron_burst.schedule.topology import Link
 
 _TIMEOUT_S = 30

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.comm.group import check_in_step
+from megatron_burst.comm.pass_log import PassLog
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import DisagreementError
 from tests.ranks import run_ranks
@@ -62,7 +63,8 @@ def other_calls(rank):
     """By mode and change: what a rank is told that calls A while the odd one does not, or vice
     versa; then whether the next call is right."""
     found = {}
-    for name, way in WAYS.items():
+    for number, (name, way) in enumerate(WAYS.items()):
+        PassLog.few = number % 2 * 4  # by turns around the ring, and each to each
         config = BurstConfig(timeout_s=60, **way)
         once(config, **A)
         for change, (options, *_) in INSTEAD.items():
@@ -143,7 +145,8 @@ def calls_astray(rank):
     """What a rank is told, by mode and by how the calls differ; and what it is told of the next
     call, which is the same on all ranks."""
     found = {}
-    for way in ("ring", "gather", "a2a", "two nodes, rings"):
+    for number, way in enumerate(("ring", "gather", "a2a", "two nodes, rings")):
+        PassLog.few = number % 2 * 4
         for calls in ASTRAY:
             group = dist.new_group()
             config = BurstConfig(timeout_s=60, **WAYS[way])

@@ -20,9 +20,9 @@ from tests.ranks import run_ranks
 A, B = {"causal": "True"}, {"causal": "False"}
 
 
-def log_of(timeout_s=20, waits=False):
+def log_of(timeout_s=20, waits=False, few=0):
     board = Board(dist.group.WORLD, timeout_s)
-    group = dist.new_group(backend="gloo")
+    group, PassLog.few = dist.new_group(backend="gloo"), few
     return PassLog(group, dist.group.WORLD.get_group_store(), board, waits)
 
 
@@ -31,6 +31,15 @@ def test_a_stamp_is_what_was_packed(kind):
     stamp = Stamp(kind, (1 << 39) - 1, (1 << 20) - 1, -(1 << 63))
     assert Stamp.of(*stamp.packed()) == stamp
     assert all(-(1 << 63) <= word < 1 << 63 for word in stamp.packed())
+
+
+def test_signs_of_ranks_that_are_one_ahead_and_one_behind_do_not_cancel():
+    """Ranks compare the sum of all signs with their own sign times the number of ranks."""
+    for size in (2, 3, 64, 1000):
+        signs = [Stamp(Kind.FORWARD, call, 3, 5).sign(size) for call in (6, 7, 8)]
+        assert len({*signs}) == 3 and max(signs) * size < 1 << 63
+        before, mine, ahead = signs
+        assert before + ahead + mine * (size - 2) != mine * size
 
 
 def nobody_waits(rank):
@@ -51,12 +60,12 @@ def test_a_rank_may_be_ahead_and_stamps_are_let_go_once_they_were_compared():
         assert rank == 1 or ahead == 3
 
 
-def difference_without_waiting(rank):
+def difference_without_waiting(rank, few):
     """Messages: of a pass begun later, of the next ones too; and what the thread logged."""
     said, handler = [], logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("megatron_burst").addHandler(handler)
-    log = log_of()
+    log = log_of(few=few)
     Marks.of(log, B if rank == 1 else A).begin(Kind.FORWARD)
     for _ in range(100):
         time.sleep(0.1)
@@ -70,15 +79,46 @@ def difference_without_waiting(rank):
     return found, said
 
 
-def test_a_difference_that_nobody_waited_for_is_logged_and_raised_from_then_on():
-    for found, said in run_ranks(difference_without_waiting, 3):
+@pytest.mark.parametrize("few", [0, 3])
+def test_a_difference_that_nobody_waited_for_is_logged_and_raised_from_then_on(few):
+    for found, said in run_ranks(difference_without_waiting, 3, few):
         assert len(said) == 1 and set(found) == set(said)
         assert "causal=True on cp ranks [0, 2]" in said[0]
         assert "causal=False on cp ranks [1]" in said[0]
 
 
-def missing(rank):
-    log = log_of(timeout_s=1, waits=True)
+def lost_far_away(rank):
+    """As on GPUs nobody waits; rank 3 ends, whose stamps only ranks 2 and 4 await. What the others
+    find, and after how many seconds."""
+    log, said = log_of(timeout_s=60), []
+    Marks.of(log, A).begin(Kind.FORWARD)
+    log.begin(Kind.END, 0, {})
+    if rank == 3:
+        threading.Timer(0.5, os._exit, (0,)).start()
+        return "", 0
+    begun = time.monotonic()
+    Marks.of(log, A).begin(Kind.BACKWARD, 1)
+    while time.monotonic() < begun + 30 and not said:
+        try:
+            log.look()
+        except BurstError as error:
+            said.append(str(error))
+        time.sleep(0.1)
+    took, store = time.monotonic() - begun, dist.group.WORLD.get_group_store()
+    store.set(f"said/{rank}", "")  # processes that end break connections, so nobody ends before
+    store.wait([f"said/{each}" for each in (0, 1, 2, 4, 5)])
+    return said, took
+
+
+def test_also_ranks_that_are_no_neighbours_of_a_lost_one_hear_of_it_long_before_the_time_out():
+    found = run_ranks(lost_far_away, 6)
+    for said, took in (found[rank] for rank in (0, 1, 2, 4, 5)):
+        assert said and "cp ranks [3] (rank 3) in pass 3 of the group" in said[0], said
+        assert took < 20
+
+
+def missing(rank, few):
+    log = log_of(timeout_s=1, waits=True, few=few)
     if rank == 1:
         return "", 0
     begun = time.monotonic()
@@ -87,8 +127,8 @@ def missing(rank):
     return str(error.value), time.monotonic() - begun
 
 
-def lost(rank):
-    log = log_of(timeout_s=60, waits=True)
+def lost(rank, few):
+    log = log_of(timeout_s=60, waits=True, few=few)
     Marks.of(log, A).begin(Kind.FORWARD)
     if rank == 1:
         threading.Timer(0.5, os._exit, (0,)).start()  # this rank has returned its result by then
@@ -99,9 +139,10 @@ def lost(rank):
     return str(error.value), time.monotonic() - begun
 
 
+@pytest.mark.parametrize("few", [0, 4])
 @pytest.mark.parametrize("how", [missing, lost])
-def test_a_rank_that_does_not_come_is_named_on_all_others_long_before_the_last_time_out(how):
-    found = run_ranks(how, 4)
+def test_a_rank_that_does_not_come_is_named_on_all_others_long_before_the_last_time_out(how, few):
+    found = run_ranks(how, 4, few)
     for sentence, took in (found[rank] for rank in (0, 2, 3)):
         assert re.search(r"no word from cp ranks \[1\] \(rank 1\) in pass \d of the gr", sentence)
         assert took < 20

@@ -13,12 +13,12 @@ from megatron_burst.comm.carrier import (
     Held,
     Memory,
     OneQueue,
-    PulledSlots,
     Queues,
     SentSlots,
     Where,
 )
 from megatron_burst.comm.group import GroupMemory
+from megatron_burst.comm.pulled import PulledSlots
 from megatron_burst.schedule.spec import Cargo, pulled_count
 
 

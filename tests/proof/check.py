@@ -6,7 +6,7 @@ be ordered if one of them writes. `links` checks that transfers match, `values` 
 computed.
 
 Ranks read each other's memory only when they pull. The check assumes what
-`comm.carrier.PulledSlots` does. A rank that has passed the barrier of a transfer knows that all
+`comm.pulled.PulledSlots` does. A rank that has passed the barrier of a transfer knows that all
 copies of the previous transfer have finished, because each rank copies in order. A rank's slot may
 be read once that rank has reached the barrier.
 """

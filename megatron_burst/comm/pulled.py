@@ -1,0 +1,101 @@
+"""Slots that other ranks of the node read directly; loaded where ranks share memory of GPUs."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_burst.comm.carrier import OneQueue, Queues, SlotRows, UnderWay, Views
+
+
+class PulledSlots(Views):
+    """Slots that other ranks read directly.
+
+    Flow control is one barrier per round, after the kernels that fill the slot and before the
+    copies that read it, all on the current stream. A slot may be overwritten once the barrier of a
+    later round has shown that all copies out of it are done; so there is one slot more than rounds
+    in flight, and numbering continues from call to call. A single slot has no later round to rely
+    on, and needs a second barrier after the copies.
+
+    Args:
+        buffers: for each slot, flat bytes of every rank by cp rank.
+        barriers: for each slot, makes the current stream wait for those of all other ranks.
+        cp_rank: this rank.
+    """
+
+    def __init__(
+        self, buffers: Sequence[Mapping[int, Tensor]], barriers: Sequence[Callable[[], None]],
+        cp_rank: int,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._buffers, self._barriers, self._cp_rank = buffers, barriers, cp_rank
+        self._rounds = self._first = 0  # in total, and at the start of this call
+        # by slot, the event after its last round's barrier, which frees another slot
+        self._passed: list[UnderWay | None] = [None] * len(buffers)
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._buffers[0][self._cp_rank].numel()
+
+    def begin(self) -> "PulledSlots":
+        """Count rounds from here: a new call."""
+        self._first = self._rounds
+        return self
+
+    def views(self, of: object, turn: int = 0) -> dict[Hashable, Any]:
+        """See `Views`; one set for each slot that a call may begin with."""
+        return super().views(of, self._number(turn))
+
+    def _number(self, index: int) -> int:
+        return (self._first + index) % len(self._buffers)
+
+    def open(self, index: int, stream: torch.cuda.Stream | None) -> None:
+        """As `SentSlots.open`."""
+        # of the round that was as many rounds ago as there are other slots: of a single slot, 1
+        passed = self._passed[self._number(index + 1)]
+        if passed is not None and self._first + index == self._rounds:
+            passed.wait(stream)
+
+    def flat(self, index: int) -> Tensor:
+        """As `SentSlots.flat`."""
+        return self._buffers[self._number(index)][self._cp_rank]
+
+    def ends(self, index: int, view: Tensor, gives: SlotRows, takes: SlotRows) -> "Pulls":
+        """As `SentSlots.ends`."""
+        of_rank, width = self._buffers[self._number(index)], prod(view.shape[1:])
+        # the other rank's slot may have more rows than this one's, of the same width
+        return Pulls([
+            of_rank[peer].view(view.dtype)[: rows.stop * width].view(-1, *view.shape[1:])[rows]
+            for peer, rows in takes
+        ])  # fmt: skip
+
+    def exchange(
+        self, index: int, ends: "Pulls", targets: Sequence[Tensor], queues: OneQueue | Queues
+    ) -> UnderWay:
+        """As `SentSlots.exchange`."""
+        number = self._number(index)
+        self._barriers[number]()
+        if len(self) > 1:
+            self._passed[number] = queues.mark(self._passed[number])
+        for target, theirs in zip(targets, ends.sources, strict=True):
+            target.copy_(theirs, non_blocking=True)
+        done = ends.done = queues.mark(ends.done)
+        if len(self) == 1:
+            self._barriers[number]()
+            self._passed[number] = queues.mark(self._passed[number])
+        self._rounds += 1
+        return done
+
+
+@dataclass(slots=True)
+class Pulls:
+    """What an exchange copies, and its last completion."""
+
+    sources: Sequence[Tensor]  # rows of other ranks' slots
+    done: UnderWay | None = None  # the mark of the last time, to be reused

@@ -1,0 +1,207 @@
+"""Some rows of a call by the definition of attention, from the shards of all ranks.
+
+The rows of one KV head that are drawn go to all ranks: queries, or keys. Every rank computes what
+its own shard adds to their results, some of it at a time, in float64, and the ranks sum that. So
+no shard travels, and memory is bounded at any length.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_burst.engine.passes import Passes
+from megatron_burst.engine.seen import seen_at
+from megatron_burst.schedule.layout import Layout, chunks_of, positions
+
+_ROWS = 128  # of all ranks together
+_SCORES = 1 << 20  # computed at a time: 8 MiB, and about six times as much beside
+
+
+class Compared(NamedTuple):
+    """A field of the rows that are drawn, the same on all ranks; [r, heads, d], float64.
+
+    Attributes:
+        got: what the call computed.
+        true: what it is by definition.
+        squares: the sum of the squares of what adds up to it.
+    """
+
+    got: Tensor
+    true: Tensor
+    squares: Tensor
+
+
+type Drawn = tuple[Tensor, dict[str, Compared]]  # positions in the sample [r]; fields by name
+
+
+class Definition:
+    """Computes rows of one call; all ranks call each method together.
+
+    Args:
+        passes: of the call.
+        sample: its documents or slices, or None.
+        number: draws the rows; the same on all ranks.
+
+    Attributes:
+        head: the KV head.
+        group: query heads of a KV head.
+        size: ranks.
+    """
+
+    def __init__(self, passes: Passes, sample: Any, number: int) -> None:
+        self._passes, self._sample, self._number = passes, sample, number
+        self._log, self._scale, shape = passes.marks.log, passes.scale, passes.spec.shape
+        self._rank, self.size = passes.carrier.cp_rank, passes.spec.topology.cp_size
+        draw = Random(number)
+        self.head, self._of = draw.randrange(shape.heads_kv), draw.randrange(shape.batch)
+        self.group = shape.heads_q // shape.heads_kv
+        self._heads = slice(self.head * self.group, (self.head + 1) * self.group)
+
+    # ---- rows ----
+
+    def out(self, given: Mapping[str, Tensor], sink: Tensor | None) -> Drawn:
+        """lse and out of queries.
+
+        Args:
+            given: q, k, v, out and lse of this rank.
+            sink: of the call, or None.
+        """
+        rows, of = self._drawn(given["q"]), self._of
+        places = self._gathered(self._places(given["q"])[rows]).long()
+        q, out = (self._gathered(given[name][of, rows, self._heads]) for name in ("q", "out"))
+        found = self._gathered(given["lse"][of, self._heads, rows].T)
+        parts = [scores.logsumexp(-1) for scores, *_ in self._over_keys(given, q, places)]
+        lse = self._gathered(torch.stack(parts).logsumexp(0).unsqueeze(0)).logsumexp(0)
+        if sink is not None:
+            lse = torch.logaddexp(lse, sink[self._heads].double())
+        total, squares = torch.zeros_like(out), torch.zeros_like(out)
+        for scores, _, v in self._over_keys(given, q, places):
+            weights = _weights(scores, lse)
+            total += torch.einsum("rgm,md->rgd", weights, v)
+            squares += torch.einsum("rgm,md->rgd", weights**2, v**2)
+        off = torch.where(found == lse, 0.0, found - lse).unsqueeze(-1)  # both may be -inf
+        of_lse = Compared(
+            off, torch.zeros_like(off), torch.ones_like(off)
+        )  # weights are off by that
+        return places, {
+            "lse": of_lse, "out": Compared(out, self._summed(total), self._summed(squares))
+        }  # fmt: skip
+
+    def grad_of_queries(self, given: Mapping[str, Tensor], dq: Tensor) -> Drawn:
+        """dq of queries, by the call's own lse; `given`: also dout and delta."""
+        rows, of, heads = self._drawn(dq), self._of, self._heads
+        places = self._gathered(self._places(dq)[rows]).long()
+        q, dout, got = (self._gathered(x[of, rows, heads]) for x in (given["q"], given["dout"], dq))
+        lse, delta = (self._gathered(given[name][of, heads, rows].T) for name in ("lse", "delta"))
+        delta, total, squares = delta.unsqueeze(-1), torch.zeros_like(q), torch.zeros_like(q)
+        for scores, k, v in self._over_keys(given, q, places):
+            weights, above = _weights(scores, lse), torch.einsum("rgd,md->rgm", dout, v)
+            total += torch.einsum("rgm,md->rgd", weights * (above - delta), k)
+            spread = weights**2 * (above**2 + delta**2)
+            squares += torch.einsum("rgm,md->rgd", spread, k**2)
+        return places, {"dq": self._rows_of(got, total, squares, self._scale)}
+
+    def grads_of_keys(self, given: Mapping[str, Tensor], dk: Tensor, dv: Tensor) -> Drawn:
+        """dk and dv of keys; `given` as for queries."""
+        rows, of, heads = self._drawn(dk), self._of, self._heads
+        places = self._gathered(self._places(dk)[rows]).long()
+        k, v, got_dk, got_dv = (
+            self._gathered(x[of, rows, self.head]) for x in (given["k"], given["v"], dk, dv)
+        )
+        sums = [torch.zeros_like(x) for x in (k, k, v, v)]
+        mine = self._places(given["q"])
+        for at in _steps(len(mine), len(k) * self.group):
+            q, dout = (given[name][of, at, heads].double() for name in ("q", "dout"))
+            lse, delta = (given[name][of, heads, at].T.double() for name in ("lse", "delta"))
+            scores = torch.einsum("mgd,rd->mgr", q, k) * self._scale
+            seen = seen_at(self._passes.spec.mask, self._sample, mine[at], places)
+            weights = _weights(scores.masked_fill(~seen.unsqueeze(1), -torch.inf), lse)
+            above, delta = torch.einsum("mgd,rd->mgr", dout, v), delta.unsqueeze(-1)
+            spread = weights**2 * (above**2 + delta**2)
+            factors = weights * (above - delta), spread, weights, weights**2
+            for total, by, x in zip(sums, factors, (q, q**2, dout, dout**2), strict=True):
+                total += torch.einsum("mgr,mgd->rd", by, x)
+        got_dk, got_dv, *totals = (x.unsqueeze(1) for x in (got_dk, got_dv, *sums))
+        return places, {
+            "dk": self._rows_of(got_dk, *totals[:2], self._scale),
+            "dv": self._rows_of(got_dv, *totals[2:], 1.0),
+        }  # fmt: skip
+
+    def _rows_of(self, got: Tensor, total: Tensor, squares: Tensor, scale: float) -> Compared:
+        return Compared(got, self._summed(total) * scale, self._summed(squares) * scale**2)
+
+    # ---- shards ----
+
+    def _drawn(self, x: Tensor) -> list[int]:
+        """Some of this rank's rows; equally many on all ranks."""
+        draw = Random(f"{self._number} {self._rank}")
+        return sorted(draw.sample(range(x.shape[1]), min(x.shape[1], -(-_ROWS // self.size))))
+
+    def _places(self, x: Tensor) -> Tensor:
+        """The positions of this rank's rows in the sample."""
+        layout, rows = self._passes.spec.layout, x.shape[1]
+        if layout is Layout.DOCUMENTS and self.size > 1:
+            places = self._in_documents
+        else:
+            places = positions(layout, self._rank, self.size, rows)
+        return torch.cat([torch.arange(p.start, p.stop, p.step, device=x.device) for p in places])
+
+    @cached_property
+    def _in_documents(self) -> tuple[range, ...]:
+        """The same, where documents tell."""
+        documents = getattr(self._sample, "documents", None) or self._sample
+        return documents.places_of(chunks_of(self._rank, self.size))
+
+    def _over_keys(
+        self, given: Mapping[str, Tensor], q: Tensor, places: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Masked scores [r, g, m] of queries [r, g, d] with this rank's keys, some keys at a time,
+        and these keys and values [m, d]."""
+        k, v = (given[name][self._of, :, self.head] for name in "kv")
+        mine = self._places(given["k"])
+        for at in _steps(len(mine), len(q) * self.group):
+            seen = seen_at(self._passes.spec.mask, self._sample, places, mine[at])
+            scores = torch.einsum("rgd,md->rgm", q, k[at].double()) * self._scale
+            yield scores.masked_fill(~seen.unsqueeze(1), -torch.inf), k[at].double(), v[at].double()
+
+    # ---- ranks ----
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """Of all ranks, one after the other, in float64."""
+        mine = x.double()
+        if self._log is None:
+            return mine
+        mine = mine.cpu().contiguous()
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        self._share(dist.all_gather, found, mine)
+        return torch.cat(found).to(x.device)
+
+    def _summed(self, x: Tensor) -> Tensor:
+        if self._log is None:
+            return x
+        total = x.cpu()
+        self._share(dist.all_reduce, total)
+        return total.to(x.device)
+
+    def _share(self, collective: Callable[..., object], *tensors: Any) -> None:
+        """Through gloo, as all of this is small."""
+        carrier: Any = self._passes.carrier
+        try:
+            collective(*tensors, group=carrier.beside)
+        except RuntimeError as error:
+            raise self._log.lost_hop(error) from error  # type: ignore[union-attr]
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse); 0 where a query sees no key."""
+    return torch.exp(scores - lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1))
+
+
+def _steps(count: int, width: int) -> Iterator[slice]:
+    step = max(1, _SCORES // width)
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))

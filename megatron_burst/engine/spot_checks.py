@@ -1,0 +1,145 @@
+"""Compares some calls of a running job with the definition of attention; loaded if
+`BurstConfig.check` asks for it.
+
+All ranks draw the same calls, by the numbers of their passes. The tolerance of a row is a multiple
+of its dtype's rounding, of what is large in the row: its largest result, and the root of the summed
+squares of what adds up to it, as that is how far independent roundings of the terms move the sum.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from random import Random, getrandbits
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
+
+from megatron_burst.comm.pass_log import Kind, Pass
+from megatron_burst.engine.definition import Compared, Definition
+from megatron_burst.engine.passes import Passes
+from megatron_burst.errors import BurstError
+from megatron_burst.kernels.partial import row_delta
+
+
+def checked(
+    attend: Callable[..., tuple[Tensor, Tensor]], tensors: tuple, passes: Passes, sample: Any,
+    layer: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A call, and its backward, compared if it is drawn.
+
+    Args:
+        attend: `BurstAttentionFunction.apply`.
+        tensors: q, k, v [b, n, h, d], and the sink or None.
+        passes, sample, layer: its other arguments.
+
+    Raises:
+        BurstError: on all ranks, also from backward, if a result is too far from the definition.
+    """
+    log, every = passes.marks.log, passes.check
+    number = log.number + 1 if log else getrandbits(32)  # the same on all ranks
+    if not every or Random(number // every).randrange(every) != number % every:
+        return attend(*tensors, passes, sample, layer)
+    *inputs, sink = tensors
+    inputs = [x.view_as(x) for x in inputs]  # whose gradients are of this call alone
+    out, lse = attend(*inputs, sink, passes, sample, layer)
+    given = {n: x.detach() for n, x in zip("qkv", inputs, strict=True)}
+    given |= {"out": out.detach(), "lse": lse}  # not `out`, whose graph holds this
+    check = SpotCheck(passes, sample, (layer, number), given)
+    check.forward(sink)
+    if out.requires_grad and all(x.requires_grad for x in inputs):
+        out.register_hook(partial(given.__setitem__, "dout"))
+        register_multi_grad_hook(inputs, check.backward)
+    return out, lse
+
+
+class SpotCheck:
+    """One call that is compared.
+
+    Args:
+        passes, sample: of the call.
+        where: its layer, and the number of its pass, which draws what is compared.
+        given: its tensors: q, k, v, out, lse; for backward also dout.
+    """
+
+    def __init__(
+        self, passes: Passes, sample: Any, where: tuple[int, int], given: dict[str, Tensor]
+    ) -> None:
+        self._passes, self._where, self._given = passes, where, given
+        self._definition = Definition(passes, sample, where[1])
+
+    def forward(self, sink: Tensor | None) -> None:
+        """Compare out and lse of some queries.
+
+        Raises:
+            BurstError: as `checked`.
+        """
+        with self._together():
+            self._compare("forward", *self._definition.out(self._given, sink))
+
+    def backward(self, grads: Any) -> None:
+        """Compare dq of some queries, dk and dv of some keys, by the call's own lse and out, which
+        forward has compared. Raises as `forward`."""
+        given, (dq, dk, dv) = self._given, grads
+        if "dout" not in given or any(grad is None for grad in grads):
+            return
+        with self._together():
+            given["delta"] = row_delta(given["dout"], given["out"])
+            self._compare("backward", *self._definition.grad_of_queries(given, dq))
+            self._compare("backward", *self._definition.grads_of_keys(given, dk, dv))
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """A context that all ranks enter, or none: who failed before is heard of now."""
+        layer, number = self._where
+        with torch.no_grad(), Pass(self._passes.marks, Kind.CHECK, number, layer) as this:
+            this.begin()
+            yield
+
+    def _compare(self, direction: str, places: Tensor, found: dict[str, Compared]) -> None:
+        """Compare what was got with the definition; all ranks have the same of both.
+
+        Raises:
+            BurstError: as `checked`.
+        """
+        for name, (got, true, squares) in found.items():
+            large = torch.maximum(true.abs(), squares.sqrt()).amax(-1)
+            least = torch.finfo(self._passes.dtype).smallest_normal  # float16 rounds more below
+            away, limit = (got - true).abs().amax(-1), self._tolerance(name) * (large + least)
+            wrong = ~(away <= limit)  # also NaN
+            if not wrong.any():
+                continue
+            worst = int((away - limit).nan_to_num(torch.inf).argmax())
+            row, head = divmod(worst, away.shape[1])
+            first = self._definition.head * (1 if name in ("dk", "dv") else away.shape[1])
+            raise BurstError(self._sentence(
+                direction, f"{name} of position {int(places[row])} and head {first + head} off by "
+                f"{float(away[row, head]):.3g} ({float(limit[row, head]):.2g} is allowed), on "
+                f"{self._owner(row, len(places))}, and {int(wrong.any(1).sum())} of {len(places)} "
+                "rows that were drawn are wrong",
+            ))  # fmt: skip
+
+    def _tolerance(self, name: str) -> float:
+        """Of rounding: kernels round weights to q's dtype too; float32 on GPUs may be TF32, whose
+        mantissa is float16's."""
+        dtype, device = self._passes.dtype, self._passes.spec.kernel.device
+        if dtype is torch.float64 or (dtype is torch.float32 and device == "cpu"):
+            return 4096 * torch.finfo(dtype).eps
+        eps = torch.finfo(torch.float16 if dtype is torch.float32 else dtype).eps
+        return (8 if name.startswith("d") else 4) * eps
+
+    def _owner(self, row: int, count: int) -> str:
+        log, rank = self._passes.marks.log, row // (count // self._definition.size)
+        return f"{log.of.rank} {rank} (rank {log.ranks[rank]})" if log else "this rank"
+
+    def _sentence(self, direction: str, got: str) -> str:
+        layer, number = self._where
+        where = f"layer {layer}, {direction}" if layer else direction
+        of = f", pass {number} of the group" if self._passes.marks.log else ""
+        return (
+            f"burst attention: with check={self._passes.check} results must be those of attention "
+            f"by its definition, because training goes on with them; got {got}, in {where}{of}; "
+            "repeat the step, and if it happens again, try another --burst-backend, or the job "
+            "without that rank's GPU"
+        )
