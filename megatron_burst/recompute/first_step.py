@@ -93,18 +93,25 @@ class FirstStep:
 
 
 def host_gbs(device: torch.device) -> float | None:
-    """GB/s of a copy between a GPU and pinned host memory, in the slower direction; None: no GPU.
-    Other GPUs of the node slow it down only if they copy at the same time."""
+    """GB/s of a copy between a GPU and pinned host memory, the best of some, in the slower
+    direction; None: no GPU. Other GPUs of the node slow it down only if they copy at the same
+    time."""
     if device.type != "cuda":
         return None
     there = torch.empty(_COPIED, dtype=torch.uint8, device=device)
     here = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
-    slowest = 0.0
-    for target, source in ((here, there), (there, here)) * 2:
+    slower = max(_copy_s(*ends) for ends in ((here, there), (there, here)))
+    return _COPIED / slower / 1e9
+
+
+def _copy_s(target: torch.Tensor, source: torch.Tensor) -> float:
+    """Seconds of the fastest of some copies: other work of the node may disturb one."""
+    found = []
+    for _ in range(5):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         target.copy_(source, non_blocking=True)
         end.record()
         end.synchronize()
-        slowest = max(slowest, begin.elapsed_time(end) / 1e3)
-    return _COPIED / slowest / 1e9
+        found.append(begin.elapsed_time(end) / 1e3)
+    return min(found)

@@ -125,7 +125,7 @@ def test_each_mask_is_exact_or_refused_in_each_layout_mode_and_kernel(kernel, dr
     archs = backends()[kernel].capability.archs
     if archs and arch_of(torch.device("cuda", 0)) not in archs:
         pytest.skip(f"{kernel} does not run on this GPU")
-    some, like = draw(cells((kernel,), (1, 2)), 24), torch.empty(0, dtype=torch.bfloat16)
+    some, like = draw(cells((kernel,), (1, 2)), 16), torch.empty(0, dtype=torch.bfloat16)
     unit, settings = 16, {"backend": "nccl", "timeout_s": 600}
     for of_rank in run_ranks(outcomes_on_gpu, 2, some, unit, 64, like, **settings):
         for cell, got in zip(some, of_rank, strict=True):
