@@ -341,8 +341,8 @@ _KINDS = {
         "pass such a pair",
     ),
     "softmax_scale": _Kind(
-        lambda x: x is None or (isinstance(x, Real) and not isinstance(x, bool)),
-        "must be a number, because attention returns no gradient of it",
+        lambda x: x is None or (isinstance(x, Real) and x is not True and not abs(x) > 3e38),
+        "must be a number within float32, because kernels scale in that and return no gradient",
         "pass a float; if it is learned, multiply q by it and pass softmax_scale=1.0",
     ),
     "layout": _WORD,

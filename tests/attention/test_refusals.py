@@ -63,6 +63,10 @@ CASES = {  # what differs from a good call, and words of the message
     "dtypes": ({"k": shard(dtype=torch.bfloat16)}, "one dtype among.*got torch.float32, torch.bf"),
     "integer": ({n: torch.ones(1, 4, 2, 8, dtype=torch.int64) for n in "qkv"}, "one dtype among"),
     "scale": ({"softmax_scale": -0.5}, "softmax_scale must be positive and finite.*got -0.5"),
+    "a scale past float32": (
+        {"softmax_scale": 10**400},
+        "softmax_scale must be .* float32.*got 1000",
+    ),
     "nan scale": ({"softmax_scale": float("nan")}, "softmax_scale must be positive"),
     "layout": ({"layout": "zigzga"}, "layout must be one of zigzag, contiguous, striped"),
     "format": ({"qkv_format": "dth"}, "qkv_format must be bshd, sbhd or thd.*got 'dth'"),
@@ -82,7 +86,7 @@ CASES = {  # what differs from a good call, and words of the message
     "scale in words": ({"softmax_scale": "x"}, "softmax_scale must be a number.*got 'x'"),
     "learned scale": (
         {"softmax_scale": torch.nn.Parameter(torch.ones(()))},
-        "softmax_scale must be a number, because attention returns no gradient of it; got a Para",
+        "softmax_scale must be a number within float32, because kernels .* no gradient; got a Para",
     ),
     "options in a dict": ({"config": {"a": 1}}, "config must be a BurstConfig.*got {'a': 1}"),
     "no options in a dict": ({"config": {}}, "config must be a BurstConfig.*got {}"),
