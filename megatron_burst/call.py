@@ -478,7 +478,7 @@ def _of_sink(call: Call) -> Iterator[Need]:
 
 def _of_options(call: Call) -> Iterator[Need]:
     yield (
-        0 < call.softmax_scale < float("inf"),
+        torch.finfo(torch.float32).tiny <= call.softmax_scale < float("inf"),
         "softmax_scale must be positive and finite, because kernels take the largest score "
         "before they scale it", call.softmax_scale, "leave it out for d ** -0.5",
     )  # fmt: skip

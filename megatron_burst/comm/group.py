@@ -212,21 +212,21 @@ class Group:
         return False
 
     def refuse(self, error: Exception, terms: Mapping[str, str] | None = None) -> NoReturn:
-        """Give up a call whose terms ranks have agreed on, before its pass: others may be in it,
-        and are told.
+        """Give up a call that ranks have agreed on, before its pass; others in it are told.
 
         Raises:
-            DisagreementError: if others make the call that this rank refuses, and stamps are waited
-                for.
+            DisagreementError: if others make the call, and stamps are waited for.
             Exception: otherwise, this error.
         """
-        if not isinstance(error, BurstError):
-            if self.log:
-                self.log.fail(error)
-        elif not isinstance(error, DisagreementError):  # which all ranks raise
+        if self.log and not isinstance(error, BurstError):
+            self.log.fail(error)
+        elif isinstance(error, BurstError) and not isinstance(error, DisagreementError):
             marks = Marks.of(self.log, terms or {})
             replace(marks, terms={**marks.terms, PROBLEM: str(error)}).begin(Kind.REFUSAL)
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # whose traceback has this frame: else tensors live until the collector runs
 
     def open_log(self, group: dist.ProcessGroup, who: str = WHO, of: Parallel = CP) -> None:
         """Have the group's ranks compare their passes from now on; all ranks call it together.

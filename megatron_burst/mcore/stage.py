@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,7 @@ from megatron_burst.mcore.plan_file import rates_of
 from megatron_burst.rates import Rates
 from megatron_burst.recompute.budget import KeepProblem, Placed, in_flight
 from megatron_burst.recompute.first_step import FirstStep, host_gbs
-from megatron_burst.recompute.keeping import WHO
+from megatron_burst.recompute.keeping import WHO, Frame, running
 from megatron_burst.recompute.offload import host_limit_bytes
 from megatron_burst.say import say
 
@@ -47,6 +47,8 @@ class Stage:
     left_bytes: int | None = None
     forward_s: float | None = None
     turn_s: float = 0.0
+    # what it was in the first pass of a checkpoint's call, for the recomputation of that
+    by_frame: WeakKeyDictionary[Frame, "Stage"] = field(default_factory=WeakKeyDictionary)
 
     def budget_bytes(self, burst: BurstConfig) -> float | None:
         """Device memory that "auto" may add: what is given, or what the first step leaves; None:
@@ -65,9 +67,20 @@ def stage_of(burst: BurstConfig, device: torch.device) -> Stage:
     Ranks that share a sequence must make the same choice, or only some would communicate in
     recomputation. Ranks that share a layer's weights would wait for the slowest. So all agree,
     once before the first step and once after it: they reach their first layer together, unlike
-    pipeline stages. No call of a step is recomputed after its optimizer's step, so a choice may
-    change there.
+    pipeline stages. A call of a checkpoint chooses in recomputation as in its first pass, though
+    some optimizer made a step in between: what is kept is matched by the order of calls.
     """
+    frames = [run.frame for run in running()]
+    master = _STAGES.get(parallel_state.get_tensor_and_context_parallel_group())
+    known = [master.by_frame[frame] for frame in frames if master and frame in master.by_frame]
+    stage = known[0] if known else _measured(burst, device)
+    for frame in frames:
+        stage.by_frame.setdefault(frame, stage if known else replace(stage))
+    return stage
+
+
+def _measured(burst: BurstConfig, device: torch.device) -> Stage:
+    """The stage as far as it is measured now."""
     group = parallel_state.get_tensor_and_context_parallel_group()
     stage = _STAGES.get(group)
     if stage is None:

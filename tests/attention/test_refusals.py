@@ -63,6 +63,7 @@ CASES = {  # what differs from a good call, and words of the message
     "dtypes": ({"k": shard(dtype=torch.bfloat16)}, "one dtype among.*got torch.float32, torch.bf"),
     "integer": ({n: torch.ones(1, 4, 2, 8, dtype=torch.int64) for n in "qkv"}, "one dtype among"),
     "scale": ({"softmax_scale": -0.5}, "softmax_scale must be positive and finite.*got -0.5"),
+    "a scale below float32": ({"softmax_scale": 1e-320}, "softmax_scale must be positive and.*got"),
     "a scale past float32": (
         {"softmax_scale": 10**400},
         "softmax_scale must be .* float32.*got 1000",

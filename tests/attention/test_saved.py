@@ -1,7 +1,13 @@
 """What a call saves for backward: no memory that is not its own."""
 
+import gc
+from contextlib import suppress
+from importlib import import_module
+from unittest import mock
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, burst_attention
 from tests.ranks import run_ranks
@@ -60,3 +66,31 @@ def test_values_do_not_hold_the_projection_that_they_are_a_slice_of(rotated):
 def test_nor_where_keys_of_other_nodes_stay():
     for shares in run_ranks(saved_beside_keys_that_came, 2):
         assert len(shares) == 6 and max(shares) == 1
+
+
+def test_a_call_that_raised_in_a_checkpoint_leaves_nothing_behind(monkeypatch):
+    """Guards against a traceback that holds its own frames: until Python's collector runs, the
+    checkpoint's hooks would take tensors of other code, and a retry would fail."""
+
+    def layer(x):
+        y = x * x
+        return burst_attention(y, y, y)
+
+    def step(x):
+        return torch.autograd.grad(checkpoint(layer, x, use_reentrant=False).square().sum(), x)[0]
+
+    x = torch.randn(1, 8, 4, 8, requires_grad=True)
+    right = step(x)
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                import_module("megatron_burst.attention"),
+                "_readable",
+                mock.Mock(side_effect=torch.OutOfMemoryError),
+            )
+            with suppress(torch.OutOfMemoryError):
+                step(x)
+        assert torch.equal(step(x), right)
+    finally:
+        gc.enable()
