@@ -185,7 +185,7 @@ def communicator_of(
     key = (*carried, bool(config.check), flat)
     if key not in made:
         terms = {"config": str(config)}
-        Marks(state.log, terms).begin(Kind.AGREEMENT)  # others may be in a call that needs none
+        Marks(state.log, terms, digest=1).begin(Kind.AGREEMENT)  # others may agree on a call
         board.agree(terms, WHO)
         check_devices(group, board)
         topology = find_topology(group, config, board)

@@ -169,7 +169,8 @@ def keep_of(
         early = early_tokens(spec, share)
         plan = early_rows(spec.layout, cp_size, tokens, early, choice.value == "resharded")
         if plan.kept and not carrier.has_met:
-            Marks(marks.log, marks.terms).begin(Kind.AGREEMENT)  # others may be in a call without
+            # others may be in a call without
+            Marks(marks.log, marks.terms, digest=2).begin(Kind.AGREEMENT)
             _meet(carrier, cp_size, device)
             carrier.has_met = True
         shape = replace(opened.shape, tokens=early)

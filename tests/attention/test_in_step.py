@@ -10,7 +10,7 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.comm.group import check_in_step
 from megatron_burst.comm.pass_log import PassLog
 from megatron_burst.config import BurstConfig
-from megatron_burst.errors import DisagreementError
+from megatron_burst.errors import BurstError, DisagreementError
 from tests.ranks import run_ranks
 
 WAYS = {
@@ -167,3 +167,25 @@ def test_a_rank_that_makes_a_call_or_a_backward_too_many_or_too_few_is_named_on_
                     # one call apart, later calls would be wrong without a word
                     assert later == ("" if calls is first_of_a_kind else sentence)
                     assert ("in a new group" in sentence) == bool(later)
+
+
+def with_unlike_agreements(rank):
+    """What calls end with after one that no rank can run: another on one rank, that again on all,
+    and one that is right."""
+    group, q, ended = dist.new_group(), torch.ones(1, 4, 4, 8), []
+    pulls = BurstConfig(transfer="pull", intra="gather", timeout_s=5)  # refused: these are CPUs
+    rings = BurstConfig(intra="ring", timeout_s=5)
+    for config, causal in ((pulls, True), (pulls, rank == 0), (pulls, True), (rings, True)):
+        try:
+            burst_attention(q, q, q, group=group, config=config, causal=causal)
+            ended.append("ok")
+        except BurstError as error:
+            ended.append(f"{type(error).__name__}: {error}")
+    return ended
+
+
+def test_agreements_on_a_call_and_on_a_communicator_are_told_apart():
+    """Guards against ranks that read each other's words of something else."""
+    for first, other, again, right in run_ranks(with_unlike_agreements, 2):
+        assert first == again and "the ranks must use GPUs" in first
+        assert other.startswith("DisagreementError") and right == "ok"
