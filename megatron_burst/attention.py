@@ -208,9 +208,9 @@ def _choose(call: Call, group: dist.ProcessGroup, state: Group) -> tuple[Passes,
         """Passes between the nodes as decided for the call, by what its ranks support."""
         spec, _ = resolve(replace(opened, inter=why["inter"].value))
         spec = replace(spec, pulled=spec.pulled and carrier.transfer.value == "pull")
-        how = call.config.reproducible, call.config.nan_guard
-        passes = Passes(spec, backend, carrier, call.softmax_scale, call.dtypes[0], *how, marks)
-        return replace(passes, check=call.config.check)
+        what = spec, backend, carrier, call.softmax_scale, call.dtypes[0]
+        config = call.config
+        return Passes(*what, config.reproducible, config.nan_guard, marks, check=config.check)
 
     marks, keep = Marks.of(state.log, call.in_words()), None
     kept: list[Choice] = []
