@@ -257,6 +257,12 @@ def test_so_they_are_with_tensor_parallelism(tensor_parallel, name):
     check(tensor_parallel, name)
 
 
+def test_so_they_are_with_expert_parallelism():
+    if why := why_lacks("routed experts"):
+        pytest.skip(why)
+    check(run_ranks(compare, 2, Parallel(ep=2), ["routed experts"]), "routed experts")
+
+
 AUTO = {"one rank": (1, Parallel(), here(["dense", "latent", "experts"])), "TP": (2, TP, ["dense"])}
 
 
