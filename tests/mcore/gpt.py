@@ -79,7 +79,8 @@ def start(parallel: Parallel) -> None:
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
-        context_parallel_size=parallel.cp, expert_model_parallel_size=parallel.ep,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
