@@ -185,6 +185,17 @@ def test_every_row_of_compatibility_has_tests():
                 assert any("passed" in test.results.values() for test in found), (row, pattern)
 
 
+def test_every_test_of_compatibility_has_a_row_that_says_what_it_runs():
+    tests = COMPATIBILITY["read"]()[1:]
+    rows = (COMPATIBILITY["ROWS"] | COMPATIBILITY["rows_of_cases"](tests)).values()
+    patterns = [pattern for titled in rows for row in titled.values() for pattern in row]
+    shown = set(COMPATIBILITY["tests_of"](patterns, tests))
+    assert [test.name for test in tests if test not in shown] == []
+    form = r"torch(_dist)?: saved with(out)? burst.*, resumed with(out)? burst.*"
+    named = {COMPATIBILITY["name_of"](test) for test in tests if test.file == "checkpoints"}
+    assert {name for name in named if not re.fullmatch(form, name)} == set()
+
+
 def test_a_printed_refusal_is_found_in_the_page_of_errors():
     """Word by word, because users search for it."""
     page = (ROOT / "docs" / "reference" / "errors.md").read_text()
