@@ -223,6 +223,10 @@ def test_all_results_make_the_table_and_the_picture(tmp_path):
     for middle, worst, rows in re.findall(errors, done.output):
         told = f"| {rows} | {middle}, {worst}", f"| {rows} | {worst} |"
         assert any(each in page for each in told), told
+    fit = " ".join((validate.ROOT / "docs/start/fit.md").read_text().split())
+    of_rings = re.findall(r"p2p on .*time ([\d.]+) %", done.output)
+    for of_ring, where in zip(of_rings, ("one node", "two nodes"), strict=True):
+        assert f"{float(of_ring):.0f} % on {where}" in fit
     _, *lines = csv.reader((tmp_path / "planner_errors.csv").open())
     assert f"{len(lines)} of " in done.output and len(lines) >= 180
     assert {line[0] for line in lines} == {"attention", "layers"}
