@@ -4,7 +4,6 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from math import inf
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_burst.errors import BurstError, Need, require
@@ -166,7 +165,7 @@ class BurstConfig:
              "choose one of these"),
             (layers is None or layers >= 0,
              "keep_layers must not be negative, because it counts layers", layers, "leave it out"),
-            (room is None or 0 < room < inf,
+            (room is None or 0 < room < float("inf"),
              "keep_budget_gib must be positive and finite, because it limits what is kept", room,
              "pass GiB, or leave it out"),
             (auto or room is None,
@@ -236,7 +235,7 @@ def _needs_of_tunings(given: Mapping[str, Any]) -> Iterator[Need]:
     ):
         value = given.get(name)
         yield (
-            value is None or 0 < value < inf,
+            value is None or 0 < value < float("inf"),
             f"{name} must be positive and finite, because {why}", value, "leave it out",
         )  # fmt: skip
     heads = given.get("heads_per_round")
