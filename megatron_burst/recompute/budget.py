@@ -157,7 +157,8 @@ def choose_modules(
     spare = budget_bytes - problem.layer_bytes * (2 if kept.offload else layers * flying)
     copied = layers * problem.layer_bytes if kept.offload else 0  # of one micro-batch
     host = min(host_bytes / flying, _hidden_bytes(problem, rates)) - copied
-    best_first = sorted(modules, key=lambda x: (not x.waits, -x.flops / x.num_bytes))
+    some = (module for module in modules if module.num_bytes)  # not experts without a token
+    best_first = sorted(some, key=lambda x: (not x.waits, -x.flops / x.num_bytes))
     ways = product(_Way, repeat=len(best_first))
     found = (_placed(problem, best_first, way, spare, host) for way in ways)
     best = max(found, key=_saved)
