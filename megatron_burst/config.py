@@ -165,8 +165,8 @@ class BurstConfig:
              "choose one of these"),
             (layers is None or layers >= 0,
              "keep_layers must not be negative, because it counts layers", layers, "leave it out"),
-            (room is None or room > 0,
-             "keep_budget_gib must be positive, because it limits what is kept", room,
+            (room is None or 0 < room < float("inf"),
+             "keep_budget_gib must be positive and finite, because it limits what is kept", room,
              "pass GiB, or leave it out"),
             (auto or room is None,
              "keep_budget_gib must come with keep=auto, because only auto keeps as much as a "
@@ -235,8 +235,8 @@ def _needs_of_tunings(given: Mapping[str, Any]) -> Iterator[Need]:
     ):
         value = given.get(name)
         yield (
-            value is None or value > 0,
-            f"{name} must be positive, because {why}", value, "leave it out",
+            value is None or 0 < value < float("inf"),
+            f"{name} must be positive and finite, because {why}", value, "leave it out",
         )  # fmt: skip
     heads = given.get("heads_per_round")
     yield (

@@ -98,8 +98,16 @@ def test_what_is_no_tuning_is_refused_beside_all_that_are(text, pair):
     "text", ["heads_per_round=0", "nccl_ctas=-1", "timeout_s=0", "check=0", "keep_host_gib=-0.5"]
 )
 def test_numbers_that_must_be_positive_are_refused(text):
-    with pytest.raises(BurstError, match="must be positive.*got"):
+    with pytest.raises(BurstError, match="must be positive and finite.*got"):
         parse_tunings(text)
+
+
+@pytest.mark.parametrize("number", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["keep_budget_gib", "keep_host_gib", "timeout_s"])
+def test_so_are_those_that_are_no_end(name, number):
+    """An infinite budget was a ValueError in a layer's forward."""
+    with pytest.raises(BurstError, match=f"{name} must be positive and finite.*got"):
+        BurstConfig(**{"keep": "auto", name: number})
 
 
 def test_in_words_only_what_differs_from_the_defaults_is_said():

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from megatron_burst.attention import burst_attention
+from megatron_burst.engine.sample import identity
 from tests.ranks import run_ranks
 from tests.said import hearing
 
@@ -89,6 +90,17 @@ def written_again(rank):
 def test_boundaries_that_are_written_again_are_those_of_the_next_call():
     for found in run_ranks(written_again, 2):
         assert found == dict.fromkeys(WAYS, (True, True))
+
+
+def test_boundaries_beside_the_cpu_are_known_by_torchs_count_and_without_one_not_at_all():
+    counted = torch.zeros(
+        3, dtype=torch.int32, device="meta"
+    )  # as a GPU's, whose values are not read
+    with torch.inference_mode():
+        uncounted = torch.zeros(3, dtype=torch.int32, device="meta")
+    before = identity(counted), identity(uncounted)
+    assert before[0] == identity(counted) and before[1] != identity(uncounted)
+    assert before[0] != identity(counted.add_(1))
 
 
 def another_tree(rank):

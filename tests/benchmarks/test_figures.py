@@ -60,6 +60,28 @@ def test_the_same_kernel_on_both_sides():
     assert_told(PAGES / "attention.md", *spans)
 
 
+def test_what_context_parallelism_costs_beside_the_kernel_alone():
+    every = compare(rows_of("attention_2xh200_one_node"))
+    both = [each for each in every if each.problem.pass_ == "fwd_bwd"]
+    on_cudnn = [each for each in both if "burst:backend=cudnn" in each.rows]
+    ours, cudnn, theirs = (
+        [round(100 * (1 - alone.ms / some.ms)) for some, alone in pairs]
+        for pairs in (
+            [(each.burst, each.ceiling) for each in both],
+            [(each.rows["burst:backend=cudnn"], each.rows["ceiling:cudnn"]) for each in on_cudnn],
+            [(each.best_te, each.rows["ceiling:cudnn"]) for each in on_cudnn],
+        )
+    )
+    costs = f"{min(ours)} to {max(ours)} %", f"up to {max(cudnn)} %", f"up to {max(theirs)} %"
+    rows = [row for row in rows_of("attention_2xh200_one_node") if row.pass_ == "fwd_bwd"]
+    first = min(row.date for row in rows if (row.heads_kv, row.seq) == (32, 1 << 16))
+    ms = {(row.heads_kv, row.impl, row.mode): row.ms for row in rows
+          if row.date[:13] == first[:13] and row.seq == 1 << 16}  # fmt: skip
+    best = {heads: min(ms[heads, "te", mode] for mode in ("p2p", "a2a")) for heads in (32, 8)}
+    earlier = [f"{best[heads] / ms[heads, 'burst', 'auto']:.2f}" for heads in best]
+    assert_told(PAGES / "attention.md", *costs, "{} for 32/32 and {} for 32/8".format(*earlier))
+
+
 def test_whole_steps():
     ms = {}
     for row in rows_of("slices_2xh200", SLICES_CSV):

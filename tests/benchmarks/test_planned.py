@@ -5,6 +5,7 @@ after the measurement that it is compared with.
 """
 
 import csv
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,6 +216,17 @@ def test_all_results_make_the_table_and_the_picture(tmp_path):
     pytest.importorskip("matplotlib")
     done = CliRunner().invoke(validate.app, ["--docs", str(tmp_path)])
     assert done.exit_code == 0, done.output
+    made = (tmp_path / "planner_errors.csv").read_text()
+    assert made == (validate.ROOT / "docs/planner_errors.csv").read_text(), "run validate_plan.py"
+    page = (validate.ROOT / "docs/planner-model.md").read_text()
+    errors = r"([\d.]+ %) \(median\), ([\d.]+ %) \(worst\) of (\d+) rows"
+    for middle, worst, rows in re.findall(errors, done.output):
+        told = f"| {rows} | {middle}, {worst}", f"| {rows} | {worst} |"
+        assert any(each in page for each in told), told
+    fit = " ".join((validate.ROOT / "docs/start/fit.md").read_text().split())
+    of_rings = re.findall(r"p2p on .*time ([\d.]+) %", done.output)
+    for of_ring, where in zip(of_rings, ("one node", "two nodes"), strict=True):
+        assert f"{float(of_ring):.0f} % on {where}" in fit
     _, *lines = csv.reader((tmp_path / "planner_errors.csv").open())
     assert f"{len(lines)} of " in done.output and len(lines) >= 180
     assert {line[0] for line in lines} == {"attention", "layers"}

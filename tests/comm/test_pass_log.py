@@ -118,7 +118,7 @@ def test_also_ranks_that_are_no_neighbours_of_a_lost_one_hear_of_it_long_before_
 
 
 def missing(rank, few):
-    log = log_of(timeout_s=1, waits=True, few=few)
+    log = log_of(timeout_s=4, waits=True, few=few)
     if rank == 1:
         return "", 0
     begun = time.monotonic()
@@ -145,7 +145,7 @@ def test_a_rank_that_does_not_come_is_named_on_all_others_long_before_the_last_t
     found = run_ranks(how, 4, few)
     for sentence, took in (found[rank] for rank in (0, 2, 3)):
         assert re.search(r"no word from cp ranks \[1\] \(rank 1\) in pass \d of the gr", sentence)
-        assert took < 20
+        assert took < (7.5 if how is missing else 20)  # once a rank waited for its time-out twice
 
 
 def staggered(rank):

@@ -6,12 +6,13 @@ the kernel itself), and a stand-in that stays, or replaces the real one.
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import utils
 
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.packed import partitioned_indices
+from megatron_burst.mcore.packed import format_of, keys_are_alike, partitioned_indices
 from megatron_burst.patching import undo_all
 from megatron_burst.schedule.layout import places_in_documents
 from tests.mcore.gpt import sharded
@@ -100,3 +101,16 @@ def test_transformer_engine_is_asked_where_it_is(patched, monkeypatch):
     monkeypatch.setattr(utils, "tex", stand_in)
     assert tokens_of_a_rank() == [23, 0]
     assert utils.tex is stand_in
+
+
+def test_what_is_derived_from_boundaries_follows_them_when_their_memory_is_written_again():
+    """As of a static buffer, which torch's counter of writes misses."""
+    ends = np.array([0, 8, 16], dtype=np.int32)
+    starts, others = torch.from_numpy(ends), torch.tensor([0, 8, 16], dtype=torch.int32)
+    params = SimpleNamespace(
+        qkv_format="sbhd", cu_seqlens_q=starts, cu_seqlens_kv=others,
+        cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
+    )  # fmt: skip
+    assert keys_are_alike(params) and format_of(params, 8, 2) is None
+    ends[1] = 5
+    assert not keys_are_alike(params) and format_of(params, 8, 2) == "sbhd"

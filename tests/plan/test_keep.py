@@ -123,6 +123,13 @@ def test_modules_share_what_attention_leaves_by_seconds_per_byte(budget, chosen)
     assert got == {name: Placed(layers) for name, layers in expected.items()}
 
 
+def test_experts_that_get_no_token_of_a_short_micro_batch_are_no_choice():
+    """It once divided by their bytes."""
+    problem = KeepProblem(layers=4, in_flight=1, layer_bytes=GIB, tokens=4096)
+    empty = ModuleCost("fc1", 0, 0)
+    assert choose_modules(problem, [empty, PROJ], 100 * GIB) == {"proj": Placed(4)}
+
+
 def test_modules_are_counted_for_all_micro_batches_in_flight():
     problem = KeepProblem(layers=4, in_flight=2.5, layer_bytes=GIB, tokens=4096)
     assert choose_modules(problem, [PROJ], 14.5 * GIB) == {"proj": Placed(2)}  # 10 and 2 * 2.5 - 1
