@@ -41,6 +41,10 @@ _KEPT = {  # modules kept besides attention's results
     "keep+fc1": ("linear_fc1",),
     "keep+qkv+proj+fc1": ("linear_qkv", "linear_proj", "linear_fc1"),
 }
+_KEPT_OF_EXPERTS = {
+    "keep+router": ("router",),
+    "keep+router+fc1": ("router", "linear_fc1"),
+}  # fmt: skip
 _BUDGETS = 2, 4, 7, 12, 18, 36  # GiB that "auto" is given
 _OFFLOADED = "attn_norm", "core_attn", "attn_proj", "mlp_norm", "qkv_linear"
 _OF_EXPERTS = "expert_fc1", "moe_act"
@@ -83,7 +87,7 @@ def settings_of(model: Model) -> dict[str, Setting]:
         Setting("burst", "full", _FULL, BurstConfig()),
     ]
     for suffix, place in (("", "none"), ("@host", "results")):
-        for name, modules in _KEPT.items():
+        for name, modules in (_KEPT | (_KEPT_OF_EXPERTS if model.experts else {})).items():
             burst = BurstConfig(keep="all", keep_modules=modules, keep_offload=place)
             found.append(Setting("burst", f"{name}{suffix}", _FULL, burst))
     found.append(Setting("burst", "auto", _FULL, BurstConfig(keep="auto")))

@@ -18,7 +18,8 @@ _SIDES = {  # whose settings: label, colour, marker, and on which side of it nam
 
 
 def draw_frontier(rows: Sequence[FrontierRow], path: Path) -> None:
-    """Draw a panel for each problem, of its latest run that has both figures of some setting.
+    """Draw a panel for each problem, of its latest run that has settings of both sides, the latest
+    first.
 
     Bars are the fastest and the slowest step. A line joins the settings that mixing others over
     layers could not beat; of burst's, these alone are named. Those that failed are left out, and
@@ -32,14 +33,16 @@ def draw_frontier(rows: Sequence[FrontierRow], path: Path) -> None:
     rows = [row for row in rows if row.active_gib is not None] or rows
     for title, own in sorted(runs_in(rows), key=lambda run: run[1][0].run):
         problem, _, run = title.rpartition("; ")
-        if points := _drawable(points_of(own)):
+        points = _drawable(points_of(own))
+        if {point.is_burst for point in points} == {True, False}:
             panels.pop(problem, None)
             panels[problem] = run, points
     columns = min(_COLUMNS, len(panels)) or 1
     lines = -(-len(panels) // columns) or 1
     figure = Figure(figsize=(6.5 * columns, 5 * lines), layout="constrained")
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for axis, (problem, (run, points)) in zip(axes, panels.items(), strict=False):
+    latest_first = reversed(panels.items())
+    for axis, (problem, (run, points)) in zip(axes, latest_first, strict=False):
         _panel(axis, points)
         axis.set_title(f"{problem}, {run[:10]}", fontsize=9)
     for axis in axes[len(panels) :]:

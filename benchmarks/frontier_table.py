@@ -48,7 +48,8 @@ def runs_in(rows: Sequence[FrontierRow]) -> Iterator[tuple[str, list[FrontierRow
         key = row.run, row.model, row.layers, row.seq, row.documents, row.ranks
         found.setdefault(key, []).append(row)
     for (run, model, layers, seq, documents, ranks), own in found.items():
-        kind = f"documents {documents}" if documents else "one document"
+        drawn, _, count = documents.partition(": ")
+        kind = f"{count} documents ({drawn})" if documents else "one document"
         gpu = f"{f'{ranks} x ' * (ranks > 1)}{own[0].gpu.partition(';')[0]}"
         yield f"{model}, {layers} layers, {in_units(seq)} tokens, {kind}; {gpu}; {run}", own
 

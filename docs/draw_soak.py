@@ -6,23 +6,37 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 DOCS = Path(__file__).parent
-WHAT = {"rss_mib": "memory, MiB", "threads": "threads", "descriptors": "descriptors"}
-OF = {"calls": "calls of random masks, modes, lengths", "groups": "groups made, used, destroyed"}
+WHAT = {
+    "rss_mib": "memory, MiB",
+    "blocks": "Python objects, 1000",
+    "threads": "threads",
+    "descriptors": "descriptors",
+}
+OF = {
+    "calls": "calls of random masks, modes, lengths",
+    "again": "calls of 30 kinds in turn",
+    "groups": "groups made, used, destroyed",
+}
 
 
 def main() -> None:
     with (DOCS / "soak.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    figure = Figure(figsize=(9, 5.4), layout="constrained")
-    axes = figure.subplots(len(WHAT), len(OF), sharex="col")
+        rows = [row for row in csv.DictReader(file) if row["number"] != "1"]
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    axes = figure.subplots(len(WHAT), len(OF), sharex="col", sharey="row")
     for line, (what, label) in enumerate(WHAT.items()):
+        scale = 1000 if what == "blocks" else 1
         for column, (of, title) in enumerate(OF.items()):
             axis = axes[line][column]
             for rank in sorted({row["rank"] for row in rows}):
                 mine = [row for row in rows if (row["of"], row["rank"]) == (of, rank)]
-                axis.plot([int(row["number"]) for row in mine], [float(row[what]) for row in mine],
-                          lw=1, label=f"rank {rank}")  # fmt: skip
-            axis.set_ylim(0, 1.15 * max(float(row[what]) for row in rows if row["of"] == of))
+                numbers = [int(row["number"]) for row in mine]
+                values = [float(row[what]) / scale for row in mine]
+                (drawn,) = axis.plot(numbers, values, lw=1, label=f"rank {rank}")
+                if what == "rss_mib":
+                    free = [x + float(row["free_mib"]) for x, row in zip(values, mine, strict=True)]
+                    axis.plot(numbers, free, lw=0.7, ls=":", color=drawn.get_color())
+            axis.set_ylim(bottom=0)
             axis.set_ylabel(label if column == 0 else "")
             axis.set_title(title if line == 0 else "", fontsize=10)
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)

@@ -37,6 +37,7 @@ FlashAttention-3 were not run, on CPUs or GPUs: `tests/mcore/test_apex.py` and
 # Rows of the page: what runs, and (file, regular expression for cases or functions) of its tests.
 ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "Parallelism": {
+        "CP 1": [("gpt", "one rank")],
         "CP 4, one node": [("gpt", "flat"), ("packed", "CP4")],
         "CP 4, two nodes": [("gpt", "two nodes|Megatron's hier.*|(kv|q) circ.*")],
         "TP 2 with SP, CP 2": [
@@ -54,7 +55,8 @@ ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "DDP, overlapped": [("loss", "DDP.*")],
         "torch FSDP2, CP 2": [("pretrain_on_cpu", "FSDP2")],
         "Megatron-FSDP, CP 2": [("pretrain_on_cpu", "Megatron-FSDP")],
-        "a CP group of a micro-batch's own": [("packed_uses", ".*group_of_its_own")],
+        "a CP group of a micro-batch's own": [("packed_uses", ".*group.*")],
+        "distributed optimizer, two CP groups": [("pretrain_on_cpu", "distributed.*")],
     },
     "Model": {
         "MHA, MQA": [("gpt", "M[HQ]A.*")],
@@ -78,13 +80,14 @@ ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "all kept": [("keep", ".*-all.*"), ("packed", "kept"), ("keep_own", ".*")],
         "half kept": [("keep", ".*-half.*"), ("gpt", ".*half.*"), ("packed", "kept by half")],
         "kept as it fits": [("keep", ".*-auto"), ("keep_auto", ".*"), ("packed", "kept as.*")],
+        "outputs of modules kept": [("kept_modules", ".*")],
     },
     "Fused loss": {
         "losses and gradients": [("loss", ".*"), ("packed_uses", ".*fused_loss.*")],
         "gradients in forward": [("loss", ".*forward.*")],
         "under torch FSDP2": [
             ("loss_fsdp", "FSDP2.*|.*one_gather.*|.*detached_weight.*|.*under_fsdp2"),
-            ("pretrain_on_cpu", "FSDP2"),
+            ("pretrain_on_cpu", "FSDP2|.*fsdp2.*"),
         ],
         "under Megatron-FSDP": [
             ("loss_fsdp", "Megatron-FSDP.*"), ("pretrain_on_cpu", "Megatron-FSDP"),
@@ -98,7 +101,10 @@ ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "`burst_spec`": [("specs", ".*")],
         "`megatron_burst.auto`": [("auto", ".*")],
         "diff in `patches/`": [("patches", ".*"), ("pretrain", "patched.*")],
-        "refusals": [("arguments", ".*"), ("core_attention", ".*"), ("doors", ".*refused.*")],
+        "refusals": [
+            ("arguments", ".*"), ("core_attention", ".*"), ("packed_uses", ".*(refused|forbids).*"),
+        ],
+        "releases, scripts, imports told apart": [("doors", ".*")],
         "hook points of the table": [("releases", ".*")],
     },
     "Runs": {

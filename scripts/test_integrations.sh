@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# Runs tests/integrations with the frameworks that build on Megatron, and with those that do without, on the CPU:
+# Runs tests/integrations with the frameworks that build on Megatron, and with those that do without,
+# on the CPU:
 #
-#     [FRAMEWORKS="bridge nemo-rl"] [WHEELS=folder] [NEMO_RL=clone] [SLIME=clone] [ROLL=clone] scripts/test_integrations.sh [pytest's arguments]
+#     [FRAMEWORKS="bridge nemo-rl"] [WHEELS=folder] [NEMO_RL=clone] [SLIME=clone] [ROLL=clone]
+#     [VERL_TREES=clone] scripts/test_integrations.sh [pytest's arguments]
 #
-# Each gets an environment below .venvs/. Megatron-Bridge and mcore-bridge import TransformerEngine, whose
-# PyTorch part is built from source, with the headers in wheels and without a CUDA toolkit (25 minutes of
-# a core), or taken from WHEELS. What is in no registry is a clone, which NEMO_RL (with 7ea279a), SLIME (at 624b824) and ROLL (at v0.3.0) name; without one
-# its tests are skipped.
+# Each gets an environment below .venvs/. Megatron-Bridge and mcore-bridge import TransformerEngine,
+# whose PyTorch part is built from source, with the headers in wheels and without a CUDA toolkit (25
+# minutes of a core), or taken from WHEELS. What is in no registry is a clone, which NEMO_RL (with
+# 7ea279a), SLIME (at 624b824), ROLL (at v0.3.0) and VERL_TREES (verl's draft #6689, at 7aeb42a) name;
+# without one its tests are skipped.
 # Prints a table at the end; fails if any row of it does.
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."

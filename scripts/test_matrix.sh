@@ -5,7 +5,8 @@
 #
 # Each release gets an environment below .venvs/, but 0.19.2, which .venv has. MEGATRON_LM is a clone
 # of Megatron-LM: its HEAD is tested as main, and with its tag core_v0.16.1 what asks for
-# megatron.training, which that wheel has not. Without arguments docs/compatibility.md is made anew.
+# megatron.training, which that wheel has not. Runs what `make test` samples whole, so that the page
+# has every case. Without arguments docs/compatibility.md is made anew.
 # Prints a table at the end; fails if any test does.
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
@@ -22,7 +23,7 @@ run() { # a column's name, where its Megatron is from, tests
     shift 2
     mkdir -p .cache
     "${environment[@]}" scripts/bootstrap.sh "$venv/bin/python" -m pytest -q -p no:cacheprovider \
-        -n 2 --dist loadfile --junitxml "$report" \
+        -n 2 --dist loadfile --all --junitxml "$report" \
         -o junit_suite_name="$from" "$@" || failed=1
     reports+=("$column=$report")
 }

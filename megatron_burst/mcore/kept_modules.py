@@ -17,13 +17,19 @@ from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.recompute import modules_within
 from megatron_burst.mcore.refusals import CUDA_GRAPHS, KEEP_MODULES, refuse, refuses
 from megatron_burst.mcore.stage import is_among, is_last, is_on_host, stage_of
-from megatron_burst.recompute.budget import ModuleCost, Placed
+from megatron_burst.recompute.budget import ModuleCost, Placed, router_bytes
 from megatron_burst.recompute.ending import Ending
-from megatron_burst.recompute.keep import call_kept
+from megatron_burst.recompute.keep import call_kept, once
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Resident, Tensors, running
 from megatron_burst.recompute.offload import host_memory
 
 _LAST = "linear_fc2"  # of an MLP, or of experts
+_ROUTER = "router"
+# of a dispatcher of tokens, once the CPU knows how many each expert gets; and the copy's event
+_COUNTED = (
+    "input_splits", "output_splits", "output_splits_tp", "num_out_tokens",
+    "num_global_tokens_per_local_expert", "d2h_event",
+)  # fmt: skip
 _INPUTS = 64  # sizes whose choices are held
 _PREPARED = "burst_modules"  # attribute of a layer
 _ASKED = "recompute_granularity", "fp8", "fp4", *CUDA_GRAPHS  # what modules are not kept with
@@ -124,6 +130,10 @@ class LayerModules:
         """
         found, shard = [], x.shape[0] * x.shape[1]
         for name, modules in self._found.items():
+            if name == _ROUTER:
+                if not getattr(self._layer.config, "moe_enable_routing_replay", False):
+                    found.append(self._router_cost(x))
+                continue
             num_bytes = flops = 0
             for of_experts, module in modules:
                 weights = [x for key, x in module.named_parameters() if "layer_norm" not in key]
@@ -136,6 +146,14 @@ class LayerModules:
                     num_bytes += x.nbytes
             found.append(ModuleCost(name, num_bytes, flops))
         return tuple(found)
+
+    def _router_cost(self, x: Tensor) -> ModuleCost:
+        """Of a router's decisions: probabilities, map, and what their backward reads."""
+        config, tokens = self._layer.config, x.shape[0] * x.shape[1]
+        each = {"fp32": 4, "fp64": 8}.get(config.moe_router_dtype or "", x.itemsize)
+        bytes_ = router_bytes(config.num_moe_experts, config.moe_router_topk, each)
+        flops = 2 * tokens * x.shape[2] * config.num_moe_experts
+        return ModuleCost(_ROUTER, tokens * bytes_, flops, waits=True)
 
     def _routed(self, shard: int) -> int:
         """Tokens of a local expert, if all have equally many."""
@@ -166,4 +184,23 @@ class LayerModule:
             return self._forward(*args, **options)
         debug, parameters = self._layer.burst.keep_debug, tuple(self._module.parameters())
         keeping = Keeping(pack=pack, debug=debug, parameters=parameters)
-        return call_kept(self._forward, args, options, keeping)
+        outs = call_kept(self._forward, args, options, keeping)
+        if self._name == _ROUTER:
+            outs[1].is_kept = True  # which tokens go where: see `counted_once`
+        return outs
+
+
+def counted_once(count: Callable[..., Any], /, self: Any, point: str, counts: Any = None) -> Any:
+    """A dispatcher's copy of the number of tokens of each expert to the CPU, where it waits for the
+    GPU: of a decision that is kept, recomputation has the numbers of the first pass."""
+    is_kept = running() and getattr(self.routing_map, "is_kept", False)
+    if not is_kept or self.drop_and_pad or point != self.cuda_dtoh_point:
+        return count(self, point, counts)
+
+    def first() -> tuple[Any, dict[str, Any]]:
+        found = count(self, point, counts)
+        return found, {name: getattr(self, name, None) for name in _COUNTED}
+
+    counts, others = once(first)
+    vars(self).update(others)
+    return counts

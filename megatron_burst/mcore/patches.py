@@ -311,6 +311,11 @@ TABLE: tuple[Patch, ...] = (
         (TRANSFORMER_LAYER, f"{_MODULES}:in_layer",
          f"{_IN_LAYER} padding_mask inference_params",
          "modules of a layer have no hook that could replace their call"),
+        (f"{_CORE}.transformer.moe.token_dispatcher:"
+         "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize", f"{_MODULES}:counted_once",
+         "self point tokens_per_expert",
+         "waits for the GPU in recomputation too, which then runs no kernel until the CPU has "
+         "launched the experts' (core/transformer/moe/token_dispatcher.py:913)"),
     ),
     *patches_of(
         "keep",

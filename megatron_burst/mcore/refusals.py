@@ -17,7 +17,7 @@ OFF = (False, "none", [], ())
 # of a transformer layer, Megatron's names: dense layers, latent attention, experts
 KEEP_MODULES = frozenset(
     "linear_qkv linear_q_proj linear_q_down_proj linear_q_up_proj linear_kv_down_proj "
-    "linear_kv_up_proj linear_proj linear_fc1".split()
+    "linear_kv_up_proj linear_proj linear_fc1 router".split()
 )
 
 type Options = Any  # anything with Megatron's field names: arguments, a configuration, a view
@@ -384,6 +384,10 @@ TABLE: tuple[Refusal, ...] = (
         "leave keep_modules out", asked=f"--fp{bits}-format") for bits in (8, 4)),
     *(Refusal("modules", name, OFF, "a module in a CUDA graph is not called in a checkpoint",
         "leave one of them out") for name in CUDA_GRAPHS),
+    Refusal("modules", "moe_enable_routing_replay",
+        lambda on, o: not on or "router" not in getattr(o, "burst_keep_modules", ()),
+        "a router that repeats recorded decisions takes the next one in each recomputation",
+        "leave router out of keep_modules"),
     Refusal("modules", "burst_keep_modules", lambda names, o: KEEP_MODULES.issuperset(names or ()),
         "no other module is kept", f"name {', '.join(sorted(KEEP_MODULES))}",
         asked="keep_modules", got="{value}"),

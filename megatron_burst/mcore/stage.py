@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -200,7 +201,13 @@ def is_on_host(placed: Placed, config: TransformerConfig, layer_number: int) -> 
     numbers = stage_layers(config)
     if layer_number not in numbers:
         return None
-    return placed.spread(len(numbers))[numbers.index(layer_number)]
+    return _spread(placed, len(numbers))[numbers.index(layer_number)]
+
+
+@lru_cache(maxsize=64)
+def _spread(placed: Placed, layers: int) -> list[bool | None]:
+    """Every call of a kept module asks."""
+    return placed.spread(layers)
 
 
 def of_decoder(placed: Placed, config: TransformerConfig) -> Placed:

@@ -36,6 +36,13 @@ class ModuleCost:
     name: str
     num_bytes: int
     flops: int  # of its recomputation
+    waits: bool = False  # whether that waits for the GPU, which then waits for the CPU
+
+
+def router_bytes(experts: int, active: int, itemsize: int) -> int:
+    """Bytes of a token's decision that are kept: its probabilities and map over all experts, the
+    scores that a balancing loss reads, and indices and weights of those that it goes to."""
+    return experts * (itemsize + 1 + 4) + active * (8 + 4 + 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +144,7 @@ def choose_modules(
     host_bytes: float = 0, rates: Rates = _USUAL,
 ) -> dict[str, Placed]:  # fmt: skip
     """Where to keep each module's output, with what attention's results leave of budgets of device
-    and host memory, so that most FLOPs are saved.
+    and host memory: first of what waits for the GPU, then so that most FLOPs are saved.
 
     A layer's own output is there in its backward whether it was kept or not, so one layer of each
     module costs nothing. What goes to the host hides behind the forward of the stage's layers; it
@@ -151,11 +158,17 @@ def choose_modules(
     copied = layers * problem.layer_bytes if kept.offload else 0  # of one micro-batch
     host = min(host_bytes / flying, _hidden_bytes(problem, rates)) - copied
     some = (module for module in modules if module.num_bytes)  # not experts without a token
-    best_first = sorted(some, key=lambda module: -module.flops / module.num_bytes)
+    best_first = sorted(some, key=lambda x: (not x.waits, -x.flops / x.num_bytes))
     ways = product(_Way, repeat=len(best_first))
     found = (_placed(problem, best_first, way, spare, host) for way in ways)
-    best = max(found, key=lambda one: sum(x.flops * (p.device + p.host) for x, p in one))
+    best = max(found, key=_saved)
     return {module.name: placed for module, placed in best if placed.device}
+
+
+def _saved(placed: list[tuple[ModuleCost, Placed]]) -> tuple[int, int]:
+    """Waits and FLOPs that recomputation then does without."""
+    layers = [(module, each.device + each.host) for module, each in placed]
+    return sum(n for x, n in layers if x.waits), sum(x.flops * n for x, n in layers)
 
 
 class _Way(Enum):

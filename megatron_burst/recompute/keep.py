@@ -88,6 +88,22 @@ def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) ->
     return recording.play(inputs, last=all(run.recomputes for run in runs))
 
 
+def once[T](make: Callable[[], T]) -> T:
+    """What `make` returns, which runs in a checkpoint's first pass alone: recomputation gets the
+    same object, once. Nothing in it may need a gradient."""
+    runs = running()
+    if torch.is_inference_mode_enabled():
+        return make()
+    for run in runs:
+        run.place += 1
+    found = [kept for run in runs if run.recomputes and (kept := run.take()) is not None]
+    made = found[0] if found else make()
+    for run in runs:
+        if not run.recomputes:
+            run.put(made)
+    return made
+
+
 def in_frames(forward, /, ctx, run_function, *args):
     """A reentrant checkpoint's forward: each call runs in a new frame, or in the one that its
     function is bound to."""

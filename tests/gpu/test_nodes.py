@@ -48,9 +48,10 @@ WAYS = [
 
 SIZES = (4, 2), (2, 2), (4, 4)  # ranks and nodes
 PLACES = [  # shape, connections to the GPU, sizes
-    *(("GQA", "1", size) for size in SIZES), ("MHA", "1", (4, 2)), ("MQA", "1", (2, 2)),
+    *(("GQA", "1", size) for size in SIZES), ("MQA", "1", (2, 2)),
     ("GQA", "8", SIZES[0] if GPUS >= 4 else (2, 2)),
-    *whole(("MHA", "1", (2, 2)), ("MHA", "1", (4, 4)), ("MQA", "1", (4, 2)), ("MQA", "1", (4, 4)),
+    *whole(*((shape, "1", size) for shape in ("MHA", "MQA") for size in SIZES
+             if (shape, size) != ("MQA", (2, 2))),
            ("MHA", "8", (2, 2)), ("MQA", "8", (2, 2))),
 ]  # fmt: skip
 

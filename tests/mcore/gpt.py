@@ -51,6 +51,7 @@ class Parallel:
 
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
 
 @dataclass
@@ -79,6 +80,7 @@ def start(parallel: Parallel) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
@@ -95,6 +97,7 @@ def config_of(parallel: Parallel = Parallel(), model: Model = Model(), **overrid
         masked_softmax_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False,
         persist_layer_norm=False, gradient_accumulation_fusion=False,
         context_parallel_size=parallel.cp, tensor_model_parallel_size=parallel.tp,
+        expert_model_parallel_size=parallel.ep,
         sequence_parallel=parallel.tp > 1, cp_comm_type="burst" if parallel.cp > 1 else None,
     )  # fmt: skip
     if model.recompute:

@@ -28,6 +28,7 @@ EXPERTS = dict(
     num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=64, moe_router_load_balancing_type=
     "aux_loss", moe_aux_loss_coeff=1e-2, moe_token_dispatcher_type="allgather",
 )  # fmt: skip
+ALLTOALL = dict(moe_token_dispatcher_type="alltoall")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,12 @@ CASES = {
     "two layers a checkpoint": Case(again=0.5, options=PAIRS),
     "latent": Case(LATENT, Model(latent=True)),
     "experts": Case(options=EXPERTS),
+    # whose counts the CPU waits for
+    "routed experts": Case(("router", *DENSE), options=EXPERTS | ALLTOALL),
+    "scores": Case(("router",), options=EXPERTS | ALLTOALL | dict(
+        moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+        moe_input_jitter_eps=0.1, moe_z_loss_coeff=1e-3, hidden_dropout=0.1,
+    ), again=1.0),
     "shared experts": Case(options=EXPERTS | dict(moe_shared_expert_intermediate_size=32)),
     "selective": Case((), options=dict(
         recompute_granularity="selective", recompute_method=None, recompute_num_layers=None,
@@ -96,6 +103,8 @@ def two_steps(
     """Gradients of both steps by parameter, and calls of linear layers by name in each step;
     `between`: called before each backward."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, random
+    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.moe.router import TopKRouter
 
     config = config_of(parallel, case.model, **(FULL_RECOMPUTE | case.options))
     config.burst = burst
@@ -111,8 +120,16 @@ def two_steps(
 
         return call
 
-    kinds = ColumnParallelLinear, RowParallelLinear
-    patches = [mock.patch.object(x, "forward", counting(x.forward)) for x in kinds]
+    def copied(x, **options):
+        calls[-1]["copies"] += 1
+        return copy(x, **options)
+
+    copy, kinds = (
+        token_dispatcher.maybe_move_tensor_to_cpu,
+        [ColumnParallelLinear, RowParallelLinear],
+    )
+    patches = [mock.patch.object(x, "forward", counting(x.forward)) for x in [*kinds, TopKRouter]]
+    patches.append(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", copied))
     for patch in patches:
         patch.start()
     batch = gpt.whole_batch()
@@ -134,8 +151,10 @@ def two_steps(
 def compare(rank: int, parallel: Parallel, names: list[str]) -> dict:
     """By case: parameters whose gradients differ, and calls without and with keeping."""
     from megatron_burst.mcore import patches
+    from megatron_burst.tools import cpu_mode
 
     gpt.start(parallel)
+    cpu_mode.install()  # also the streams of an all-to-all of tokens
     found = {}
     for name in names:
         case = CASES[name]
@@ -220,7 +239,7 @@ def check(results, name):
         for module, number in last.items():
             forward = number // 2 if case.options.get("recompute_granularity") != "selective" else (
                 number // (2 if module in ("linear_fc1", "linear_fc2") else 1))  # fmt: skip
-            if module in case.modules:
+            if {"copies": "router"}.get(module, module) in case.modules:
                 assert kept[1][module] == forward, module
             elif module == "linear_fc2":
                 assert kept[1][module] == forward * (1 + case.again), module
@@ -238,6 +257,12 @@ def test_so_they_are_with_tensor_parallelism(tensor_parallel, name):
     check(tensor_parallel, name)
 
 
+def test_so_they_are_with_expert_parallelism():
+    if why := why_lacks("routed experts"):
+        pytest.skip(why)
+    check(run_ranks(compare, 2, Parallel(ep=2), ["routed experts"]), "routed experts")
+
+
 AUTO = {"one rank": (1, Parallel(), here(["dense", "latent", "experts"])), "TP": (2, TP, ["dense"])}
 
 
@@ -248,8 +273,9 @@ def test_auto_keeps_modules_within_its_budget_and_counts_their_bytes(where):
         for (name, share), (layers, kept, counted, wrong) in found.items():
             assert not wrong
             alone = found[name, 0.0][1]  # with attention's results alone
-            assert kept - alone == counted, (name, share, layers)
-            some, each = sum(layers.values()), len(CASES[name].modules)
+            sums = 36 * layers.get("router", 0)  # over all tokens
+            assert kept - alone == counted + sums, (name, share, layers)
+            some, each = sum(layers.values()), len(CASES[name].modules) + (name == "experts")
             assert some == 2 * each if share == 1.0 else each <= some < 2 * each or not share
 
 

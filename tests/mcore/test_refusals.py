@@ -190,6 +190,9 @@ CASES = {
         "cuda_graph_impl": (["local", "transformer_engine"], ["none"]),
         "enable_cuda_graph": FLAG,
         "external_cuda_graph": FLAG,
+        "moe_enable_routing_replay": (
+            [dict(moe_enable_routing_replay=True, burst_keep_modules=("router",))], [True],
+        ),
         "burst_keep_modules": (
             [("linear_qkv", "linear_fc2")], [("linear_qkv", "linear_kv_up_proj"), ()],
         ),

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_burst.recompute.budget import ModuleCost, Placed
+from megatron_burst.recompute.budget import ModuleCost, Placed, router_bytes
+from megatron_burst.tools.job.layers import Experts
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.strategy import Job, Strategy, again_layers
 
@@ -65,6 +66,8 @@ def module_costs(job: Job, strategy: Strategy) -> tuple[ModuleCost, ...]:
         num_bytes += norm * model.softmax_share if name in _WITH_NORM else 0.0
         flops = 2 * shard * inner * width * model.softmax_share
         found.append(ModuleCost(name, round(num_bytes), round(flops)))
+    if model.experts:
+        found.append(_router(model, model.experts, shard))
     return tuple(found)
 
 
@@ -94,6 +97,14 @@ def _fc1(model: Model, tokens: float, tp: int) -> ModuleCost:
     made = (2 if model.gated else 1) * width * tokens / tp
     norm = 2 * model.hidden * norms * tokens / tp
     return ModuleCost("linear_fc1", round(2 * made + norm), round(2 * model.hidden * made))
+
+
+def _router(model: Model, experts: Experts, tokens: float) -> ModuleCost:
+    """An average layer's, with probabilities in bf16."""
+    tokens *= model.moe_layers / model.layers
+    num_bytes = router_bytes(experts.count, experts.active, 2)
+    flops = 2 * model.hidden * experts.count * tokens
+    return ModuleCost("router", round(num_bytes * tokens), round(flops), waits=True)
 
 
 def feed_width(model: Model) -> float:
