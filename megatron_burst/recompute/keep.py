@@ -75,7 +75,8 @@ def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) ->
         return function(*inputs)
     for run in runs:
         run.place += 1
-    found = [kept for run in runs if run.recomputes and (kept := run.take()) is not None]
+    taken = [run.take() for run in runs if run.recomputes]
+    found = [kept for kept in taken if kept is not None and not kept.is_spent]
     recording = found[0] if found else Recording(function, inputs, keeping)
     if any(run.rounds for run in runs):
         recording.compare_no_bits()

@@ -196,6 +196,11 @@ class Recording:
         self._saved.clear()
         return tuple(extras)
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether a backward inside the first pass has taken what was kept."""
+        return self._fresh is None and self._parcel is None
+
     def compare_no_bits(self) -> None:
         """Let inputs differ from the first pass's by rounding: they depend on an attention call of
         which a part was recomputed, as a call of its own."""

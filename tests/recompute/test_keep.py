@@ -106,6 +106,28 @@ def test_a_second_backward_computes_anew_where_the_checkpoint_is_reentrant():
         assert torch.equal(got, true)
 
 
+@REENTRANT
+def test_a_backward_inside_the_checkpoint_uses_up_what_it_kept(reentrant):
+    """As a penalty on gradients: recomputation makes that call again. It was an AttributeError."""
+    counted = Counted(flash)
+
+    def penalised(x, attend):
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(attend(inner, 2 * inner, inner * 3).sum(), inner)
+        return attend(x, 2 * x, x * 3) * grad
+
+    grads = []
+    for attend in (flash, keep(counted)):
+        x = torch.randn(2, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        x.requires_grad_()
+        out = checkpoint(lambda x: penalised(x * 1, attend), x, use_reentrant=reentrant)  # noqa: B023
+        out.square().sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+    assert counted.calls == (3 if reentrant else 4)  # torch recomputes within such a checkpoint too
+
+
 def test_a_second_backward_is_refused_where_it_is_not():
     loss = forward(model(), keep(flash), inputs(), False).square().sum()
     loss.backward(retain_graph=True)
