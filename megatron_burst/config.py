@@ -227,16 +227,16 @@ def parse_tunings(text: str, who: str = "--burst-tune") -> dict[str, Any]:
 
 def _needs_of_tunings(given: Mapping[str, Any]) -> Iterator[Need]:
     for name, why in (
-        ("heads_per_round", "nothing would be sent otherwise"),
-        ("nccl_ctas", "nothing would be sent otherwise"),
+        *((name, "nothing would be sent otherwise") for name in ("heads_per_round", "nccl_ctas")),
         ("keep_host_gib", "it limits the memory for offloading"),
         ("check", "one of so many calls is compared"),
         ("timeout_s", "a rank waits that long for the others"),
     ):
-        value = given.get(name)
+        value, kind = given.get(name), "__index__" if _TYPES[name] == int | None else "__float__"
+        whole = "whole, " * (kind == "__index__")
         yield (
-            value is None or 0 < value < float("inf"),
-            f"{name} must be positive and finite, because {why}", value, "leave it out",
+            value is None or (hasattr(value, kind) and 0 < value < float("inf")),
+            f"{name} must be {whole}positive and finite, because {why}", value, "leave it out",
         )  # fmt: skip
     heads = given.get("heads_per_round")
     yield (

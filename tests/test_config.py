@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 
+import numpy as np
 import pytest
 
 from megatron_burst.config import (
@@ -98,8 +99,17 @@ def test_what_is_no_tuning_is_refused_beside_all_that_are(text, pair):
     "text", ["heads_per_round=0", "nccl_ctas=-1", "timeout_s=0", "check=0", "keep_host_gib=-0.5"]
 )
 def test_numbers_that_must_be_positive_are_refused(text):
-    with pytest.raises(BurstError, match="must be positive and finite.*got"):
+    with pytest.raises(BurstError, match="must be (whole, )?positive and finite.*got"):
         parse_tunings(text)
+
+
+@pytest.mark.parametrize("value", [1.5, "2", 0])
+@pytest.mark.parametrize("name", ["check", "heads_per_round", "nccl_ctas"])
+def test_what_counts_something_is_whole_in_python_too(name, value):
+    """A check of 1.5 was a TypeError in the first call that it might have drawn."""
+    with pytest.raises(BurstError, match=f"{name} must be whole, positive and finite.*got {value}"):
+        BurstConfig(**{name: value})
+    assert getattr(BurstConfig(**{name: np.int64(3)}), name) == 3
 
 
 @pytest.mark.parametrize("number", [0.0, -1.0, float("inf"), float("nan")])
