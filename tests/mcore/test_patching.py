@@ -303,6 +303,7 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         "megatron.core.datasets.utils.compile_helpers",
     ]
     assert at_first == [] and prepared == flags
+    dispatcher = "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher"
     heterogeneous = "megatron.core.transformer.heterogeneous.heterogeneous_config"
     assert asked == [
         *flags,
@@ -318,6 +319,7 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         "megatron.core.tensor_parallel.random.CheckpointFunction.forward",
         "megatron.core.transformer.dot_product_attention.DotProductAttention.forward",
         "megatron.core.transformer.transformer_layer.TransformerLayer.forward",
+        f"{dispatcher}._maybe_dtoh_and_synchronize",
         "megatron.core.tensor_parallel.checkpoint",
         "megatron.core.models.gpt.gpt_model.GPTModel.__init__",
         "megatron.core.models.hybrid.hybrid_model.HybridModel.__init__",
