@@ -12,7 +12,6 @@ what it finds, as this process may be waiting for a hung GPU.
 """
 
 import json
-import logging
 import threading
 from array import array
 from collections import deque
@@ -35,7 +34,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.transforms import uncompiled
 
 _LOOK_S = 0.5  # how often a waiting rank checks whether others have given up
-_WATCH_S = 1.0  # how often the thread looks
+_EXIT_S = 5.0  # how long a process that ends waits for the thread
 
 
 class PassLog(Members):
@@ -54,9 +53,10 @@ class PassLog(Members):
         self._broken: BurstError | None = None
         self._lock = threading.Lock()
         self.heard = False  # whether the caller knows why its passes cannot be right
-        finalize(self, (ended := threading.Event()).set)
-        watched = ref(self), ended, not self.waits
-        threading.Thread(target=_watch, args=watched, daemon=True).start()
+        watched = ref(self), (ended := threading.Event()), not self.waits
+        thread = threading.Thread(target=_watch, args=watched, daemon=True)
+        thread.start()
+        finalize(self, _end_watch, ended, thread)
         if not self.waits:
             hook = register_optimizer_step_pre_hook(partial(_before_step, ref(self)))
             finalize(self, hook.remove)
@@ -226,22 +226,17 @@ class PassLog(Members):
         return error
 
 
-def _watch(log: ReferenceType[PassLog], ended: threading.Event, on_gpu: bool) -> None:
-    """Look at a log as long as it lives; log what is found, once."""
-    from megatron_burst.comm.verdict import HopWatch
+def _end_watch(ended: threading.Event, thread: threading.Thread) -> None:
+    """At exit also wait for the thread: a C++ call that outlives the interpreter ends in abort."""
+    ended.set()
+    if not threading.main_thread().is_alive():
+        thread.join(_EXIT_S)
 
-    hops, pause_s = HopWatch(on_gpu), 0.0
-    while not ended.wait(pause_s) and (living := log()) and not living._broken:
-        try:
-            if not living.waits:
-                living.look()
-            if late := hops.late(living):
-                raise living.end(*late)
-        except BurstError as error:
-            logging.getLogger(__name__).error("%s", error)
-            return
-        pause_s = min(_WATCH_S, living.board.timeout_s / 8)
-        del living
+
+def _watch(*watched: Any) -> None:
+    from megatron_burst.comm.verdict import watch
+
+    watch(*watched)
 
 
 @uncompiled

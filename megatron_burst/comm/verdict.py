@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
+from threading import Event
 from time import monotonic, sleep, time
+from weakref import ReferenceType
 
 import torch
 
@@ -24,6 +26,7 @@ from megatron_burst.say import say
 _GRACE_S = 1.5  # how long it waits for a word of others before it says that they are missing
 _CHAIN_S = 0.5  # how long for whom others wait; who waits for long has told already
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
+_WATCH_S = 1.0  # how often the thread looks
 _EARLY = 0.9  # of the time-out after which hops of GPUs are late: before NCCL's watchdog ends all
 
 
@@ -197,3 +200,19 @@ class HopWatch:
             hop = replace(hop, since=time() - _EARLY * limit)
             return late_hop(log, hop, f"it is not over after {_EARLY * limit:g} s")
         return None
+
+
+def watch(log: ReferenceType, ended: Event, on_gpu: bool) -> None:
+    """Look at a `PassLog` as long as it lives; log what is found, once."""
+    hops, pause_s = HopWatch(on_gpu), 0.0
+    while not ended.wait(pause_s) and (living := log()) and not living._broken:
+        try:
+            if not living.waits:
+                living.look()
+            if late := hops.late(living):
+                raise living.end(*late)
+        except BurstError as error:
+            logging.getLogger(__name__).error("%s", error)
+            return
+        pause_s = min(_WATCH_S, living.board.timeout_s / 8)
+        del living

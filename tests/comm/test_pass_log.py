@@ -4,6 +4,8 @@ import gc
 import logging
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 
@@ -24,6 +26,35 @@ def log_of(timeout_s=20, waits=False, few=0):
     board = Board(dist.group.WORLD, timeout_s)
     group, PassLog.few = dist.new_group(backend="gloo"), few
     return PassLog(group, dist.group.WORLD.get_group_store(), board, waits)
+
+
+EXITS = """
+import sys, time
+from threading import Event
+from unittest import mock
+import torch.distributed as dist
+from megatron_burst.comm import verdict
+from tests.comm.test_pass_log import log_of
+inside = Event()
+def late(*_):
+    store, end = dist.HashStore(), time.monotonic() + 2
+    store.set("a", "b")
+    inside.set()
+    while time.monotonic() < end:  # C++ that wants the interpreter again and again
+        store.get("a")
+mock.patch.object(verdict.HopWatch, "late", late).start()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+log = log_of()
+inside.wait()
+"""
+
+
+def test_a_process_that_ends_while_the_thread_looks_is_not_aborted():
+    """ "terminate called without an active exception" it was, once in many runs."""
+    ended = subprocess.run(
+        [sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("kind", Kind)
