@@ -41,10 +41,7 @@ _KEPT = {  # modules kept besides attention's results
     "keep+fc1": ("linear_fc1",),
     "keep+qkv+proj+fc1": ("linear_qkv", "linear_proj", "linear_fc1"),
 }
-_KEPT_OF_EXPERTS = {
-    "keep+router": ("router",),
-    "keep+router+fc1": ("router", "linear_fc1"),
-}  # fmt: skip
+_KEPT_OF_EXPERTS = {"keep+router": ("router",), "keep+router+fc1": ("router", "linear_fc1")}
 _BUDGETS = 2, 4, 7, 12, 18, 36  # GiB that "auto" is given
 _OFFLOADED = "attn_norm", "core_attn", "attn_proj", "mlp_norm", "qkv_linear"
 _OF_EXPERTS = "expert_fc1", "moe_act"

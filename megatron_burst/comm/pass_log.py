@@ -50,7 +50,7 @@ class PassLog(Members):
         super().__init__(*members)
         self._pending: deque[Entry] = deque()
         self._to_each, self._summed = dist.AllToAllOptions(), dist.AllreduceOptions()
-        self._broken: BurstError | None = None
+        self.broken: BurstError | None = None  # what later passes raise
         self._lock = threading.Lock()
         self.heard = False  # whether the caller knows why its passes cannot be right
         watched = ref(self), (ended := threading.Event()), not self.waits
@@ -110,7 +110,7 @@ class PassLog(Members):
             lost: for which ranks it waited in vain, in words, if that is the error.
         """
         with self._lock:
-            if self._broken:
+            if self.broken:
                 return
             self._tell_of(error, lost)
         if not lost:
@@ -138,12 +138,12 @@ class PassLog(Members):
         `fail`."""
         self.fail(error, lost)
         with self._lock:
-            self._break(self._broken or error)
+            self._break(self.broken or error)
         return error
 
     def _break(self, error: BurstError | None) -> None:
         """Have later passes raise this; without its traceback, which holds tensors and groups."""
-        self._broken = error and type(error)(*error.args)
+        self.broken = error and type(error)(*error.args)
 
     def look(self) -> None:
         """Look at what is compared so far, without waiting for more; raises as `begin`."""
@@ -163,8 +163,8 @@ class PassLog(Members):
         self._pending.append(Entry(self.number, stamp, terms, sign, signs, work, monotonic()))
 
     def _look(self) -> None:
-        if self._broken:
-            raise type(self._broken)(*self._broken.args)
+        if self.broken:
+            raise type(self.broken)(*self.broken.args)
         while self._pending and self._pending[0].work.is_completed():
             entry = self._pending.popleft()
             try:

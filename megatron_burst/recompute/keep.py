@@ -1,7 +1,7 @@
 """Calls functions so that checkpoints around them do not recompute them."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_burst.recompute.checkpoints import patch_checkpoints
-from megatron_burst.recompute.keeping import Frame, Keeping, Tensors, framed, running
+from megatron_burst.recompute.keeping import (
+    Frame,
+    Keeping,
+    RunningFrame,
+    Tensors,
+    framed,
+    running,
+)
 from megatron_burst.recompute.recording import Recording
 from megatron_burst.transforms import uncompiled
 
@@ -73,10 +80,7 @@ def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) ->
     runs = running()
     if not runs or torch.is_inference_mode_enabled():
         return function(*inputs)
-    for run in runs:
-        run.place += 1
-    taken = [run.take() for run in runs if run.recomputes]
-    found = [kept for kept in taken if kept is not None and not kept.is_spent]
+    found = [kept for kept in _taken(runs) if not kept.is_spent]
     recording = found[0] if found else Recording(function, inputs, keeping)
     if any(run.rounds for run in runs):
         recording.compare_no_bits()
@@ -88,15 +92,20 @@ def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) ->
     return recording.play(inputs, last=all(run.recomputes for run in runs))
 
 
+def _taken(runs: Sequence[RunningFrame]) -> list[Any]:
+    """What first passes kept of the call that begins now, for the frames that recompute it."""
+    for run in runs:
+        run.place += 1
+    return [kept for run in runs if run.recomputes and (kept := run.take()) is not None]
+
+
 def once[T](make: Callable[[], T]) -> T:
     """What `make` returns, which runs in a checkpoint's first pass alone: recomputation gets the
     same object, once. Nothing in it may need a gradient."""
-    runs = running()
     if torch.is_inference_mode_enabled():
         return make()
-    for run in runs:
-        run.place += 1
-    found = [kept for run in runs if run.recomputes and (kept := run.take()) is not None]
+    runs = running()
+    found = _taken(runs)
     made = found[0] if found else make()
     for run in runs:
         if not run.recomputes:

@@ -93,9 +93,8 @@ def test_boundaries_that_are_written_again_are_those_of_the_next_call():
 
 
 def test_boundaries_beside_the_cpu_are_known_by_torchs_count_and_without_one_not_at_all():
-    counted = torch.zeros(
-        3, dtype=torch.int32, device="meta"
-    )  # as a GPU's, whose values are not read
+    # on "meta", as a GPU's values are not read
+    counted = torch.zeros(3, dtype=torch.int32, device="meta")
     with torch.inference_mode():
         uncounted = torch.zeros(3, dtype=torch.int32, device="meta")
     before = identity(counted), identity(uncounted)

@@ -50,7 +50,7 @@ inside.wait()
 
 
 def test_a_process_that_ends_while_the_thread_looks_is_not_aborted():
-    """ "terminate called without an active exception" it was, once in many runs."""
+    """Once in many runs it was: terminate called without an active exception."""
     ended = subprocess.run(
         [sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=60
     )

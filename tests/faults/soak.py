@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
-from megatron_burst.kernels.backends import arch_of, backends
 from tests.faults.table import MODES, WORLD
 from tests.masks import Cell, assert_as_declared, cells, outcome
 from tests.ranks import run_ranks
@@ -95,18 +94,11 @@ def kinds(random: Random) -> Iterator[Kind]:
 
 def _kernels() -> list[str]:
     """Those that run here."""
-    where = device()
-    if where.type == "cpu":
+    if device().type == "cpu":
         return ["torch-cpu", "reference"]
-    import tests.gpu  # noqa: F401 - ranks share what they compile
+    from tests.gpu.test_gather import kernels
 
-    found = []
-    for name, backend in backends().items():
-        can = backend.capability
-        fits = "cuda" in can.devices and (not can.archs or arch_of(where) in can.archs)
-        if fits and not backend.missing():
-            found.append(name)
-    return found
+    return kernels()
 
 
 def calls() -> Callable[[], None]:

@@ -13,12 +13,12 @@ import torch
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.spot_checks import SpotCheck
-from megatron_burst.kernels.backends import arch_of, backends
 from megatron_burst.schedule.spec import Direction
 from tests.attention.failing import failing
 from tests.attention.test_spot_checks import ALL, ODD, Checked, scaled
 from tests.faults.acts import told_in
 from tests.gpu import needs_gpus
+from tests.gpu.test_gather import kernels
 from tests.masks import assert_as_declared, cells, outcomes
 from tests.ranks import run_ranks
 from tests.sampling import whole
@@ -26,15 +26,6 @@ from tests.sampling import whole
 pytestmark = [pytest.mark.gpu, needs_gpus()]
 UNIT, DIM = 16, 64  # as in test_masks, whose kernels are compiled
 NCCL = {"backend": "nccl", "timeout_s": 300}
-
-
-def kernels():
-    """That run on this GPU."""
-    arch = arch_of(torch.device("cuda", 0))
-    for name, backend in backends().items():
-        can = backend.capability
-        if "cuda" in can.devices and not backend.missing() and arch in (can.archs or {arch}):
-            yield name
 
 
 def shares(rank, some, like):
@@ -55,7 +46,7 @@ def shares(rank, some, like):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *whole(torch.float16)], ids=str)
 def test_right_calls_of_each_kernel_are_far_from_the_limits(dtype, draw):
-    some = [Checked(*cell) for cell in draw(cells([*kernels()], (1, 2)), 12, 200)]
+    some = [Checked(*cell) for cell in draw(cells(kernels(), (1, 2)), 12, 200)]
     for found, worst in run_ranks(shares, 2, some, torch.empty(0, dtype=dtype), **NCCL):
         print(dtype, worst)
         for cell, got in zip(some, found, strict=True):

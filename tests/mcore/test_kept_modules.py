@@ -124,11 +124,9 @@ def two_steps(
         calls[-1]["copies"] += 1
         return copy(x, **options)
 
-    copy, kinds = (
-        token_dispatcher.maybe_move_tensor_to_cpu,
-        [ColumnParallelLinear, RowParallelLinear],
-    )
-    patches = [mock.patch.object(x, "forward", counting(x.forward)) for x in [*kinds, TopKRouter]]
+    copy = token_dispatcher.maybe_move_tensor_to_cpu
+    kinds = ColumnParallelLinear, RowParallelLinear, TopKRouter
+    patches = [mock.patch.object(x, "forward", counting(x.forward)) for x in kinds]
     patches.append(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", copied))
     for patch in patches:
         patch.start()
