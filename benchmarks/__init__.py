@@ -1,1 +1,14 @@
-"""Compares burst with its peers, from a checkout: `python -m benchmarks.attention --help`."""
+"""Compares burst with its peers, from a checkout: `python -m benchmarks.attention --help`.
+
+TransformerEngine takes the system's cuDNN, which may be older than torch's, unless CUDNN_HOME names
+one (transformer_engine/common/__init__.py, 2.20.2). Here it is torch's, as for burst.
+"""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+if (_torch := find_spec("torch")) and _torch.origin and "CUDNN_PATH" not in os.environ:
+    _cudnn = Path(_torch.origin).parents[1] / "nvidia" / "cudnn"
+    if _cudnn.is_dir():
+        os.environ.setdefault("CUDNN_HOME", str(_cudnn))

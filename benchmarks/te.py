@@ -1,10 +1,8 @@
 """TransformerEngine's context-parallel attention, as Megatron-Core uses it."""
 
 import importlib
-import os
 from functools import cached_property
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,11 +30,6 @@ class TransformerEngine:
         elif world.device.type != "cuda":
             self.missing = "TransformerEngine runs on CUDA only"
         else:
-            # It takes the system's cuDNN, which may be older than torch's, unless CUDNN_HOME names
-            # one (transformer_engine/common/__init__.py, 2.20.2), and must load it first.
-            folder = Path(torch.__file__).parents[1] / "nvidia" / "cudnn"
-            if folder.is_dir() and "CUDNN_PATH" not in os.environ:
-                os.environ.setdefault("CUDNN_HOME", str(folder))
             importlib.import_module("transformer_engine.pytorch")
 
     def refusal(self, heads_kv: int) -> str | None:
