@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from conformance.results import Outcome, forget, read, running, table, verdicts, write
-from conformance.suites import MEGATRON, PINNED, TE, Suite, named
+from conformance.suites import MEGATRON, PINNED, SUITES, TE, Suite, named
 
 ROOT = Path(__file__).parent.parent
 _SWITCHES = ("-q", "-p", "conformance.plugin", "-p", "no:cacheprovider", "-o", "addopts=")
@@ -214,8 +214,8 @@ def environment_of(suite: Suite, place: Place) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "NCCL_NVLS_ENABLE": "0",
     }
-    if suite.checkout == MEGATRON:
-        own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if suite.checkout == MEGATRON:  # whose conftest has one folder of checkpoints for all
+        own |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTEST_DEBUG_TEMPROOT": _folder(place, suite)}
     else:  # -m would find the checkout's transformer_engine, not built, before the installed one
         own["PYTHONSAFEPATH"] = "1"
     if not place.gpus:
@@ -224,6 +224,13 @@ def environment_of(suite: Suite, place: Place) -> dict[str, str]:
         own |= {"CONFORMANCE_NODES": str(place.nodes), "NCCL_SOCKET_IFNAME": "lo"}
         own["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     return {**os.environ, **own, **dict(suite.environment)}
+
+
+def _folder(place: Place, suite: Suite) -> str:
+    """Of a suite's temporary files, as programs run side by side."""
+    folder = place.out / "tmp" / str(SUITES.index(suite))
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder)
 
 
 def _free_port() -> int:
@@ -259,9 +266,11 @@ def _place(options: argparse.Namespace) -> Place:
 
 
 def _gpus() -> int:
-    """The number of GPUs, found without torch."""
+    """The number of GPUs that programs may use, found without torch."""
     if not shutil.which("nvidia-smi"):
         return 0
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len(visible.split(",")) if visible else 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 

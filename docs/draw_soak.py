@@ -1,4 +1,5 @@
-"""Draws docs/soak.png from docs/soak.csv: what ranks hold during thousands of calls and groups."""
+"""Draws docs/soak.png and docs/soak_gpu.png from the CSVs of these names: what ranks hold during
+thousands of calls and groups."""
 
 import csv
 from pathlib import Path
@@ -11,6 +12,7 @@ WHAT = {
     "blocks": "Python objects, 1000",
     "threads": "threads",
     "descriptors": "descriptors",
+    "gpu_mib": "GPU memory, MiB",
 }
 OF = {
     "calls": "calls of random masks, modes, lengths",
@@ -19,12 +21,13 @@ OF = {
 }
 
 
-def main() -> None:
-    with (DOCS / "soak.csv").open(newline="") as file:
+def draw(name: str) -> None:
+    with (DOCS / f"{name}.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["number"] != "1"]
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    axes = figure.subplots(len(WHAT), len(OF), sharex="col", sharey="row")
-    for line, (what, label) in enumerate(WHAT.items()):
+    shown = {what: label for what, label in WHAT.items() if any(float(row[what]) for row in rows)}
+    figure = Figure(figsize=(11, 1.75 * len(shown)), layout="constrained")
+    axes = figure.subplots(len(shown), len(OF), sharex="col", sharey="row")
+    for line, (what, label) in enumerate(shown.items()):
         scale = 1000 if what == "blocks" else 1
         for column, (of, title) in enumerate(OF.items()):
             axis = axes[line][column]
@@ -36,12 +39,13 @@ def main() -> None:
                 if what == "rss_mib":
                     free = [x + float(row["free_mib"]) for x, row in zip(values, mine, strict=True)]
                     axis.plot(numbers, free, lw=0.7, ls=":", color=drawn.get_color())
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.1 * max(float(row[what]) for row in rows) / scale)
             axis.set_ylabel(label if column == 0 else "")
             axis.set_title(title if line == 0 else "", fontsize=10)
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.savefig(DOCS / "soak.png", dpi=120)
+    figure.savefig(DOCS / f"{name}.png", dpi=120)
 
 
 if __name__ == "__main__":
-    main()
+    for name in ("soak", "soak_gpu"):
+        draw(name)
