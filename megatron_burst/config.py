@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from megatron_burst.errors import BurstError, Need, require
 
+_ENDLESS = 1e9  # timers and counts of bytes overflow somewhere above
 _NUMBERS = {int: re.compile(r"-?\d+"), float: re.compile(r"-?\d*\.?\d+(e-?\d+)?")}
 KEEP_WORDS = ("none", "half", "all", "auto")
 
@@ -165,8 +166,8 @@ class BurstConfig:
              "choose one of these"),
             (layers is None or layers >= 0,
              "keep_layers must not be negative, because it counts layers", layers, "leave it out"),
-            (room is None or 0 < room < float("inf"),
-             "keep_budget_gib must be positive and finite, because it limits what is kept", room,
+            (room is None or 0 < room < _ENDLESS,
+             "keep_budget_gib must be positive and below 1e9, because it limits what is kept", room,
              "pass GiB, or leave it out"),
             (auto or room is None,
              "keep_budget_gib must come with keep=auto, because only auto keeps as much as a "
@@ -235,8 +236,8 @@ def _needs_of_tunings(given: Mapping[str, Any]) -> Iterator[Need]:
         value, kind = given.get(name), "__index__" if _TYPES[name] == int | None else "__float__"
         whole = "whole, " * (kind == "__index__")
         yield (
-            value is None or (hasattr(value, kind) and 0 < value < float("inf")),
-            f"{name} must be {whole}positive and finite, because {why}", value, "leave it out",
+            value is None or (hasattr(value, kind) and 0 < value < _ENDLESS),
+            f"{name} must be {whole}positive and below 1e9, because {why}", value, "leave it out",
         )  # fmt: skip
     heads = given.get("heads_per_round")
     yield (
