@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cached_property, update_wrapper
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,18 +14,34 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.mcore.module_costs import ROUTER, costs_of, shared_shape
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.recompute import modules_within
 from megatron_burst.mcore.refusals import CUDA_GRAPHS, KEEP_MODULES, refuse, refuses
-from megatron_burst.mcore.stage import is_among, is_last, is_on_host, stage_of
-from megatron_burst.recompute.budget import ModuleCost, Placed, router_bytes
+from megatron_burst.mcore.stage import (
+    ModelLayers,
+    Stage,
+    is_among,
+    is_last,
+    is_on_host,
+    may_differ,
+    stage_of,
+)
+from megatron_burst.recompute.budget import ModuleCost, Placed, most
 from megatron_burst.recompute.ending import Ending
 from megatron_burst.recompute.keep import call_kept, once
-from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Resident, Tensors, running
+from megatron_burst.recompute.keeping import (
+    WHO,
+    Frame,
+    Keeping,
+    Parcel,
+    Resident,
+    Tensors,
+    running,
+)
 from megatron_burst.recompute.offload import host_memory
 
 _LAST = "linear_fc2"  # of an MLP, or of experts
-_ROUTER = "router"
 # of a dispatcher of tokens, once the CPU knows how many each expert gets; and the copy's event
 _COUNTED = (
     "input_splits", "output_splits", "output_splits_tp", "num_out_tokens",
@@ -60,9 +77,12 @@ class LayerModules:
 
     def __init__(self, layer: Module) -> None:
         self._layer, self._found = layer, defaultdict(list)
-        # where "auto" keeps each module in the running call; by its input and what was measured
+        # where "auto" keeps each module in the running call; in those of a checkpoint; by the input
+        # and what is known of the stage
         self._within: dict[str, Placed] = {}
-        self._by_input: dict[tuple[torch.Size, int, int | None], dict[str, Placed]] = {}
+        self._by_frame: WeakKeyDictionary[Frame, dict[str, Placed]] = WeakKeyDictionary()
+        self._by_input: dict[tuple[Any, ...], dict[str, Placed]] = {}
+        self._costs_by_input: dict[tuple[torch.Size, int], tuple[ModuleCost, ...]] = {}
         for path, module in list(layer.named_modules()):
             name = path.rpartition(".")[2]
             if name in KEEP_MODULES:
@@ -103,63 +123,48 @@ class LayerModules:
 
     def see(self, x: Tensor) -> None:
         """Take the layer's input, [rows, sequences, hidden], whose size says what "auto" keeps, in
-        the first pass as in recomputation, whatever came in between."""
+        the first pass; recomputation keeps the same, whatever came in between."""
         if self.burst.keep != "auto":
             return
-        stage, config, self._within = stage_of(self.burst, x.device), self._layer.config, {}
-        if stage.budget_bytes(self.burst) is None:
-            return
-        key = x.shape, x.itemsize, stage.left_bytes
+        stage, runs = stage_of(self.burst, x.device), running()
+        layers = stage.layers_of(self._layer.config)
+        layers.are_all |= any(run.recomputes for run in runs)
+        layers.found.add(self)
+        known = [self._by_frame[run.frame] for run in runs if run.frame in self._by_frame]
+        self._within = known[0] if known else self._chosen(stage, layers, x)
+        for run in runs:
+            self._by_frame.setdefault(run.frame, self._within)
+
+    def _chosen(self, stage: Stage, layers: ModelLayers, x: Tensor) -> dict[str, Placed]:
+        """Where "auto" keeps each module."""
+        config, is_known = self._layer.config, stage.budget_bytes(self.burst) is not None
+        if not is_known or not (layers.are_all or not may_differ(config)):
+            return {}
+        key = x.shape, x.itemsize, stage.left_bytes, layers.are_all and len(layers.found)
         if key not in self._by_input:
             if any(refuses("modules", name, config) for name in _ASKED):
-                return
+                return {}
             if len(self._by_input) >= _INPUTS:
                 self._by_input.clear()
-            ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-            shape = x.shape[0] * ranks, x.shape[1]
-            costs = self._costs(x, shape[0] * shape[1])
+            costs = self._most(layers, x)
+            shape = shared_shape(config, x)
             self._by_input[key] = modules_within(self.burst, config, x, shape, costs)
-        self._within = self._by_input[key]
+        return self._by_input[key]
 
-    def _costs(self, x: Tensor, tokens: int) -> tuple[ModuleCost, ...]:
-        """What keeping each module takes and saves.
+    def _most(self, layers: ModelLayers, x: Tensor) -> tuple[ModuleCost, ...]:
+        """What each module takes at most, in a layer that has one of this layer's modules: all of
+        these choose alike, and together keep no more than fits."""
+        every = [each.costs(x) for each in (layers.found if layers.are_all else (self,))]
+        return most(costs for costs in every if any(each.name in self._found for each in costs))
 
-        Args:
-            x: the layer's input, of this rank.
-            tokens: of all ranks that share its sequence by tensor parallelism.
-        """
-        found, shard = [], x.shape[0] * x.shape[1]
-        for name, modules in self._found.items():
-            if name == _ROUTER:
-                if not getattr(self._layer.config, "moe_enable_routing_replay", False):
-                    found.append(self._router_cost(x))
-                continue
-            num_bytes = flops = 0
-            for of_experts, module in modules:
-                weights = [x for key, x in module.named_parameters() if "layer_norm" not in key]
-                for weight in (x for x in weights if x.dim() == 2):
-                    rows = self._routed(shard) if of_experts else tokens
-                    made = shard if name == "linear_proj" else rows  # scattered over the ranks
-                    flops += 2 * rows * weight.numel()
-                    num_bytes += made * weight.shape[0] * x.itemsize
-                if hasattr(module, "layer_norm_weight"):  # TransformerEngine keeps its output
-                    num_bytes += x.nbytes
-            found.append(ModuleCost(name, num_bytes, flops))
-        return tuple(found)
-
-    def _router_cost(self, x: Tensor) -> ModuleCost:
-        """Of a router's decisions: probabilities, map, and what their backward reads."""
-        config, tokens = self._layer.config, x.shape[0] * x.shape[1]
-        each = {"fp32": 4, "fp64": 8}.get(config.moe_router_dtype or "", x.itemsize)
-        bytes_ = router_bytes(config.num_moe_experts, config.moe_router_topk, each)
-        flops = 2 * tokens * x.shape[2] * config.num_moe_experts
-        return ModuleCost(_ROUTER, tokens * bytes_, flops, waits=True)
-
-    def _routed(self, shard: int) -> int:
-        """Tokens of a local expert, if all have equally many."""
-        config = self._layer.config
-        ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or 1)
-        return shard * config.moe_router_topk * ranks // config.num_moe_experts
+    def costs(self, x: Tensor) -> tuple[ModuleCost, ...]:
+        """What keeping each module takes and saves, for a layer's input."""
+        key = x.shape, x.itemsize
+        if key not in self._costs_by_input:
+            if len(self._costs_by_input) >= _INPUTS:
+                self._costs_by_input.clear()
+            self._costs_by_input[key] = costs_of(self._found, self._layer.config, x)
+        return self._costs_by_input[key]
 
 
 class LayerModule:
@@ -185,7 +190,7 @@ class LayerModule:
         debug, parameters = self._layer.burst.keep_debug, tuple(self._module.parameters())
         keeping = Keeping(pack=pack, debug=debug, parameters=parameters)
         outs = call_kept(self._forward, args, options, keeping)
-        if self._name == _ROUTER:
+        if self._name == ROUTER:
             outs[1].is_kept = True  # which tokens go where: see `counted_once`
         return outs
 

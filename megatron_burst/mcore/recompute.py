@@ -14,6 +14,7 @@ from megatron_burst.mcore.refusals import refuse
 from megatron_burst.mcore.stage import (
     Stage,
     is_among,
+    may_differ,
     of_decoder,
     problem_of,
     say_of_stage,
@@ -141,20 +142,21 @@ def modules_within(
     stage = stage_of(burst, x.device)
     problem = problem_of(config, stage, shape, layer_bytes)
     budgets = stage.budget_bytes(burst), _host_bytes(burst, stage)
-    chosen = _modules(problem, *budgets, stage.rates, costs)
+    chosen = _modules(problem, *budgets, stage.rates, costs, may_differ(config))
     return {name: of_decoder(placed, config) for name, placed in chosen.items()}
 
 
 @lru_cache(maxsize=32)
 def _modules(
     problem: KeepProblem, budget_bytes: float, host_bytes: int, rates: Rates,
-    costs: tuple[ModuleCost, ...],
+    costs: tuple[ModuleCost, ...], differ: bool,
 ) -> dict[str, Placed]:  # fmt: skip
-    """The choice for a stage; made and logged once."""
+    """The choice for a stage; made and logged once. If layers differ, costs are the largest."""
     chosen = choose_modules(problem, costs, budget_bytes, host_bytes, rates)
     for module in costs:
         if module.name in chosen:
-            say_of_stage(_words(module, chosen[module.name], problem, rates))
+            most = ", at most" * differ
+            say_of_stage(_words(module, chosen[module.name], problem, rates) + most)
     return chosen
 
 

@@ -4,7 +4,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from weakref import WeakKeyDictionary
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,21 @@ _GIB = 1 << 30
 
 
 @dataclass(slots=True)
+class ModelLayers:
+    """A model's layers that ran in checkpoints.
+
+    Attributes:
+        config: the model's.
+        found: the layers.
+        are_all: whether these are all: a backward begins when each has run, also in pipelines.
+    """
+
+    config: ReferenceType[TransformerConfig]
+    found: WeakSet[Any] = field(default_factory=WeakSet)
+    are_all: bool = False
+
+
+@dataclass(slots=True)
 class Stage:
     """What "auto" chooses from, the same on all ranks of a stage.
 
@@ -40,6 +56,7 @@ class Stage:
         left_bytes: device memory that the first step leaves; None: it is not over.
         forward_s: seconds of a layer's forward in the first step; None: not measured.
         turn_s: seconds between the last layer's forward and its backward in the first step.
+        models: layers by model.
     """
 
     host_bytes: int
@@ -48,6 +65,7 @@ class Stage:
     left_bytes: int | None = None
     forward_s: float | None = None
     turn_s: float = 0.0
+    models: list[ModelLayers] = field(default_factory=list)
     # what it was in the first pass of a checkpoint's call, for the recomputation of that
     by_frame: WeakKeyDictionary[Frame, "Stage"] = field(default_factory=WeakKeyDictionary)
 
@@ -56,6 +74,14 @@ class Stage:
         that is not over."""
         given = burst.keep_budget_gib
         return self.left_bytes if given is None else given * _GIB
+
+    def layers_of(self, config: TransformerConfig) -> ModelLayers:
+        """Those of a model. Models that are gone are forgotten."""
+        self.models[:] = [each for each in self.models if each.config() is not None]
+        found = next((each for each in self.models if each.config() is config), None)
+        if found is None:
+            self.models.append(found := ModelLayers(ref(config)))
+        return found
 
 
 # The only cache here: a stage by the group of the ranks that share its sequences, for its life.
@@ -179,6 +205,16 @@ def stage_layers(config: TransformerConfig) -> list[int]:
         first = get_transformer_layer_offset(config, chunk) + 1
         numbers += range(first, first + min(get_num_layers_to_build(config, chunk), most))
     return numbers
+
+
+def may_differ(config: TransformerConfig) -> bool:
+    """Whether only some of a model's layers may have experts, attention or feed-forwards."""
+    every = getattr(config, "moe_layer_freq", 1)
+    pattern = {every} if isinstance(every, int) else set(every)
+    mixed = (
+        getattr(config, name, False) for name in ("is_hybrid_model", "heterogeneous_block_specs")
+    )
+    return bool(config.num_moe_experts and pattern != {1}) or any(mixed)
 
 
 def is_among(layers: int | None, config: TransformerConfig, layer_number: int) -> bool:

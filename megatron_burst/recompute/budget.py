@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import product
+from itertools import chain, product
 
 from megatron_burst.rates import Rates
 
@@ -37,6 +37,16 @@ class ModuleCost:
     num_bytes: int
     flops: int  # of its recomputation
     waits: bool = False  # whether that waits for the GPU, which then waits for the CPU
+
+
+def most(layers: Iterable[Sequence[ModuleCost]]) -> tuple[ModuleCost, ...]:
+    """What each module takes at most in some layers: if all choose by that, they choose alike."""
+    found: dict[str, ModuleCost] = {}
+    for each in chain.from_iterable(layers):
+        other = found.get(each.name, each)
+        sizes = max(each.num_bytes, other.num_bytes), max(each.flops, other.flops)
+        found[each.name] = ModuleCost(each.name, *sizes, each.waits)
+    return tuple(sorted(found.values(), key=lambda each: each.name))
 
 
 def router_bytes(experts: int, active: int, itemsize: int) -> int:

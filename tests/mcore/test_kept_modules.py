@@ -85,9 +85,15 @@ def here(names) -> list[str]:
 
 
 def spec_of(case: Case):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
 
     experts = case.options.get("num_moe_experts")
+    if "moe_layer_freq" in case.options:
+        config = config_of(model=case.model, **case.options)
+        return get_gpt_decoder_block_spec(config, False, normalization="RMSNorm", pp_rank=0)
     spec = get_gpt_layer_local_spec(
         num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm",
         multi_latent_attention=case.model.latent,
@@ -275,6 +281,48 @@ def test_auto_keeps_modules_within_its_budget_and_counts_their_bytes(where):
             assert kept - alone == counted + sums, (name, share, layers)
             some, each = sum(layers.values()), len(CASES[name].modules) + (name == "experts")
             assert some == 2 * each if share == 1.0 else each <= some < 2 * each or not share
+
+
+def where_layers_differ(rank: int) -> tuple:
+    """Parameters whose gradients differ; calls of linear layers with full recomputation and with
+    "auto"; bytes of recordings after each forward; what the budget has for modules beside the
+    running layer's, which are those of the largest one at most."""
+    from megatron_burst.mcore import patches, recompute
+    from megatron_burst.recompute.recording import Recording
+
+    gpt.start(Parallel())
+    options = dict(num_layers=6, moe_layer_freq=[0, 0, 0, 0, 1, 1], ffn_hidden_size=16)
+    case, counted, held = Case(options=EXPERTS | options), [], []
+    truth, plain = two_steps(case, Parallel(), BurstConfig())
+    burst = BurstConfig(keep="auto", keep_budget_gib=7e-4, keep_host_gib=1e-6)
+    patches.switch_on_keep(burst)
+
+    def modules_within(burst, config, x, shape, costs):
+        results = 6 * x[..., 0].numel() * config.num_attention_heads * (16 + 1) * x.itemsize
+        running = sum(each.num_bytes for each in costs)
+        counted.append(burst.keep_budget_gib * 2**30 - results + running)
+        return recompute.modules_within(burst, config, x, shape, costs)
+
+    def count():
+        gc.collect()
+        kept = [each for each in gc.get_objects() if type(each) is Recording]
+        held.append(sum(each.num_bytes for each in kept))
+
+    with mock.patch("megatron_burst.mcore.kept_modules.modules_within", modules_within):
+        got, calls = two_steps(case, Parallel(), burst, between=count)
+    wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
+    return wrong, plain, calls, held, max(counted)
+
+
+def test_auto_stays_within_its_budget_where_only_some_layers_have_experts():
+    """Each layer chose as if all were like it. Until all have run, no module is kept."""
+    if why := why_lacks("experts"):
+        pytest.skip(why)
+    ((wrong, plain, calls, (first, second), budget),) = run_ranks(where_layers_differ, 1)
+    assert not wrong
+    assert calls[0]["linear_fc1"] == plain[0]["linear_fc1"]
+    assert calls[1]["linear_fc1"] < plain[1]["linear_fc1"]
+    assert 0 < second - first <= budget, (first, second, budget)
 
 
 def end_step() -> None:

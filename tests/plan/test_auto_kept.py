@@ -12,7 +12,7 @@ from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.auto import budget_bytes, frontier, placed_by_auto, rows_of
 from megatron_burst.tools.job.flags import flag_values
 from megatron_burst.tools.job.hugging_face import PRESETS
-from megatron_burst.tools.job.kept import HALF, RESULTS, module_costs
+from megatron_burst.tools.job.kept import HALF, RESULTS, largest_costs, module_costs
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy
@@ -49,6 +49,19 @@ def test_bytes_and_flops_of_modules_by_hand():
     latent = replace(ONE, model=PRESETS["deepseek-v3"])
     names = {one.name for one in module_costs(latent, AUTO)}
     assert {"linear_q_down_proj", "linear_kv_up_proj", "linear_proj"} < names
+
+
+def test_where_only_some_layers_have_experts_all_choose_by_the_largest():
+    tokens, model = 64 * K, PRESETS["deepseek-v3"]
+    job = replace(ONE, model=model)
+    largest, average = (
+        {one.name: one.num_bytes for one in costs(job, AUTO)}
+        for costs in (largest_costs, module_costs)
+    )
+    # three dense layers, as wide as eight experts and a shared one, and with a norm inside
+    assert largest["linear_fc1"] == 2 * tokens * (2 * 18432 + 7168) > average["linear_fc1"]
+    assert largest["router"] == pytest.approx(average["router"] * 61 / 58)
+    assert all(largest[name] == average[name] for name in ("linear_proj", "linear_kv_up_proj"))
 
 
 @pytest.mark.parametrize("strategy", [Strategy(), Strategy(cp=2), Strategy(pp=2), Strategy(tp=2)])

@@ -15,6 +15,7 @@ from megatron_burst.recompute.budget import (
     choose_modules,
     hides_copy,
     in_flight,
+    most,
 )
 
 GIB = 1 << 30
@@ -213,3 +214,43 @@ def test_no_choice_exceeds_its_budgets(layers, flying, budget, node, gbs):
     if got:
         assert device <= budget * GIB * (1 + 1e-9) and host <= node * GIB * (1 + 1e-9)
         assert host / flying <= max(layers * GIB * kept.offload, layers * 0.1 * gbs * 1e9)
+
+
+def kept_at_once(chosen, costs):
+    """Most bytes of modules that layers before the running one keep in some backward."""
+    layers = len(costs)
+    kept = [
+        sum(
+            each.num_bytes
+            for each in costs[i]
+            if chosen[i].get(each.name, Placed()).spread(layers)[i] is not None
+        )
+        for i in range(layers)
+    ]
+    return max(sum(kept[:i]) for i in range(layers))
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=2, max_size=12),
+    budget=st.floats(0, 150),
+)
+def test_layers_that_differ_keep_no_more_than_fits_if_they_choose_by_the_largest(sizes, budget):
+    """Experts have fc1 of another size than dense layers, and a router. Guards against layers that
+    each choose as if all were like it, whose sum exceeded the budget by up to three quarters."""
+    costs = [
+        (ModuleCost("fc1", fc1 * GIB, fc1), ModuleCost("router", router * GIB, 1, waits=True))
+        for fc1, router in sizes
+    ]
+    problem = KeepProblem(len(costs), 1, GIB, 4096)
+    choice = choose_modules(problem, most(costs), budget * GIB)
+    assert kept_at_once([choice] * len(costs), costs) <= max(0, budget - len(costs)) * GIB
+
+
+def test_layers_that_choose_alone_would_exceed_a_budget():
+    """So the test above can fail."""
+    costs = [(ModuleCost("fc1", gib * GIB, gib),) for gib in (2, 2, 2, 2, 8, 8)]
+    problem, budget = KeepProblem(6, 1, GIB, 4096), 18 * GIB
+    alone = [choose_modules(problem, each, budget) for each in costs]
+    assert kept_at_once(alone, costs) > budget - 6 * GIB
+    choice = choose_modules(problem, most(costs), budget)
+    assert choice and kept_at_once([choice] * 6, costs) <= budget - 6 * GIB

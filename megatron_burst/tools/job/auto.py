@@ -18,6 +18,7 @@ from megatron_burst.tools.job.kept import (
     HALF,
     RESULTS,
     items_of,
+    largest_costs,
     module_costs,
     placed_results,
     results_bytes,
@@ -55,7 +56,7 @@ def placed_by_auto(job: Job, strategy: Strategy) -> Strategy:
     placed = []
     if choice.keep != "none":
         placed.append(placed_results(choice.keep, choice.layers, choice.offload))
-    modules = choose_modules(problem, module_costs(job, strategy), budget, host, rates)
+    modules = choose_modules(problem, largest_costs(job, strategy), budget, host, rates)
     return replace(strategy, placed=(*placed, *modules.items()))
 
 

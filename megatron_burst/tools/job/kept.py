@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_burst.recompute.budget import ModuleCost, Placed, router_bytes
+from megatron_burst.recompute.budget import ModuleCost, Placed, most, router_bytes
 from megatron_burst.tools.job.layers import Experts
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.strategy import Job, Strategy, again_layers
@@ -52,14 +52,30 @@ def placed_results(keep: str, layers: int, offload: bool) -> tuple[str, Placed]:
     return (HALF if keep == "half" else RESULTS), placed
 
 
-def module_costs(job: Job, strategy: Strategy) -> tuple[ModuleCost, ...]:
+def largest_costs(job: Job, strategy: Strategy) -> tuple[ModuleCost, ...]:
+    """What keeping each module's output takes at most, by which layers choose where only some have
+    experts."""
+    share = _moe_share(job.model)
+    kinds = {0.0, 1.0} if 0 < share < 1 else {share}
+    return most(module_costs(job, strategy, share) for share in kinds)
+
+
+def module_costs(
+    job: Job, strategy: Strategy, share: float | None = None
+) -> tuple[ModuleCost, ...]:
     """What keeping each module's output takes and saves in a layer, as a run counts it: with the
     norm's output that TransformerEngine's modules keep; experts as if all had equally many tokens.
+
+    Args:
+        job: the job.
+        strategy: how it runs.
+        share: of the layers that have experts; None: the model's, for an average layer.
     """
+    share = _moe_share(job.model) if share is None else share
     model, tokens = job.model, job.seq // strategy.cp
     shard = tokens / strategy.tp
     norm = 2 * model.hidden * shard
-    found = [_fc1(model, tokens, strategy.tp)]
+    found = [_fc1(model, share, tokens, strategy.tp)]
     for name, inner, width, is_whole in _of_attention(model):
         made = shard if name == "linear_proj" or not is_whole else tokens / strategy.tp
         num_bytes = 2 * made * width * model.softmax_share
@@ -67,7 +83,7 @@ def module_costs(job: Job, strategy: Strategy) -> tuple[ModuleCost, ...]:
         flops = 2 * shard * inner * width * model.softmax_share
         found.append(ModuleCost(name, round(num_bytes), round(flops)))
     if model.experts:
-        found.append(_router(model, model.experts, shard))
+        found.append(_router(model, model.experts, share * shard))
     return tuple(found)
 
 
@@ -91,27 +107,30 @@ def _of_attention(model: Model) -> Iterator[tuple[str, int, int, bool]]:
     yield "linear_kv_up_proj", low.kv_rank, keys, True
 
 
-def _fc1(model: Model, tokens: float, tp: int) -> ModuleCost:
-    """The first product of a feed-forward: of an average layer."""
-    width, norms = feed_width(model), 1 - model.moe_layers / model.layers
-    made = (2 if model.gated else 1) * width * tokens / tp
-    norm = 2 * model.hidden * norms * tokens / tp
+def _moe_share(model: Model) -> float:
+    return model.moe_layers / model.layers
+
+
+def _fc1(model: Model, share: float, tokens: float, tp: int) -> ModuleCost:
+    """The first product of a feed-forward, where so large a share of them are experts."""
+    made = (2 if model.gated else 1) * feed_width(model, share) * tokens / tp
+    norm = 2 * model.hidden * (1 - share) * tokens / tp
     return ModuleCost("linear_fc1", round(2 * made + norm), round(2 * model.hidden * made))
 
 
 def _router(model: Model, experts: Experts, tokens: float) -> ModuleCost:
-    """An average layer's, with probabilities in bf16."""
-    tokens *= model.moe_layers / model.layers
+    """A router's decisions of so many tokens, with probabilities in bf16."""
     num_bytes = router_bytes(experts.count, experts.active, 2)
     flops = 2 * model.hidden * experts.count * tokens
     return ModuleCost("router", round(num_bytes * tokens), round(flops), waits=True)
 
 
-def feed_width(model: Model) -> float:
-    """Width of a token's feed-forward in an average layer: of all its experts together."""
+def feed_width(model: Model, share: float | None = None) -> float:
+    """Width of a token's feed-forward, of all its experts together; `share` as in
+    `module_costs`."""
     if not model.experts:
         return model.ffn
-    share = model.moe_layers / model.layers
+    share = _moe_share(model) if share is None else share
     active = model.experts.active * model.experts.ffn + model.experts.shared_ffn
     return (1 - share) * model.ffn + share * active
 
@@ -144,7 +163,7 @@ def saved_by(job: Job, strategy: Strategy) -> Saved:
     outputs = {name: share for name, share in shares.items() if name in flops}
     if strategy.keep != "none":  # recomputation ends before the last product
         outputs["linear_fc2"] = again
-    in_norm = {"linear_fc1": 1 - model.moe_layers / model.layers} | dict.fromkeys(_WITH_NORM, 1.0)
+    in_norm = {"linear_fc1": 1 - _moe_share(model)} | dict.fromkeys(_WITH_NORM, 1.0)
     return Saved(
         again, shares.get(RESULTS, 0.0), shares.get(HALF, 0.0),
         flops=sum(flops[name] * share for name, share in outputs.items()),
