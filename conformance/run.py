@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 from conformance.results import Outcome, forget, read, running, table, verdicts, write
@@ -270,7 +271,7 @@ def _gpus() -> int:
     if not shutil.which("nvidia-smi"):
         return 0
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len(visible.split(",")) if visible else 0
+        return len(list(takewhile(lambda number: number[:1] not in ("", "-"), visible.split(","))))
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 

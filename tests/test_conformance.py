@@ -306,6 +306,20 @@ def test_nodes_are_emulated_where_ranks_share_gpus_or_if_asked(monkeypatch, gpus
     assert command[command.index("--nproc-per-node") + 1] == "4"
 
 
+@pytest.mark.parametrize(
+    ("visible", "gpus"), [(None, 2), ("0,1", 2), ("1", 1), ("", 0), ("-1", 0), ("0,-1,1", 1)]
+)
+def test_gpus_are_those_that_programs_may_use(monkeypatch, visible, gpus):
+    """Ranks of a run on one of two GPUs were taken for ranks of one node, which NCCL refuses."""
+    listed = subprocess.CompletedProcess((), 0, "GPU 0: H200\nGPU 1: H200\n")
+    monkeypatch.setattr(run.shutil, "which", lambda name: name)
+    monkeypatch.setattr(run.subprocess, "run", lambda *_, **__: listed)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert run._gpus() == gpus
+
+
 def test_transformer_engines_checkout_does_not_hide_the_installed_one(tmp_path):
     (tmp_path / "beside.py").touch()
     given = {"te": str(tmp_path), "megatron_lm": None, "out": None, "limit_s": 1}

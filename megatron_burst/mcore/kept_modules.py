@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import cached_property, update_wrapper
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,31 +13,22 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.mcore.module_costs import ROUTER, costs_of, shared_shape
+from megatron_burst.mcore.module_costs import (
+    ROUTER,
+    ModelLayers,
+    costs_of,
+    layers_of,
+    may_differ,
+    shared_shape,
+)
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.recompute import modules_within
 from megatron_burst.mcore.refusals import CUDA_GRAPHS, KEEP_MODULES, refuse, refuses
-from megatron_burst.mcore.stage import (
-    ModelLayers,
-    Stage,
-    is_among,
-    is_last,
-    is_on_host,
-    may_differ,
-    stage_of,
-)
+from megatron_burst.mcore.stage import Stage, is_among, is_last, is_on_host, stage_of
 from megatron_burst.recompute.budget import ModuleCost, Placed, most
 from megatron_burst.recompute.ending import Ending
 from megatron_burst.recompute.keep import call_kept, once
-from megatron_burst.recompute.keeping import (
-    WHO,
-    Frame,
-    Keeping,
-    Parcel,
-    Resident,
-    Tensors,
-    running,
-)
+from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Resident, Tensors, running
 from megatron_burst.recompute.offload import host_memory
 
 _LAST = "linear_fc2"  # of an MLP, or of experts
@@ -77,12 +67,7 @@ class LayerModules:
 
     def __init__(self, layer: Module) -> None:
         self._layer, self._found = layer, defaultdict(list)
-        # where "auto" keeps each module in the running call; in those of a checkpoint; by the input
-        # and what is known of the stage
-        self._within: dict[str, Placed] = {}
-        self._by_frame: WeakKeyDictionary[Frame, dict[str, Placed]] = WeakKeyDictionary()
-        self._by_input: dict[tuple[Any, ...], dict[str, Placed]] = {}
-        self._costs_by_input: dict[tuple[torch.Size, int], tuple[ModuleCost, ...]] = {}
+        self._within: dict[str, Placed] = {}  # where "auto" keeps modules in the running call
         for path, module in list(layer.named_modules()):
             name = path.rpartition(".")[2]
             if name in KEEP_MODULES:
@@ -127,44 +112,34 @@ class LayerModules:
         if self.burst.keep != "auto":
             return
         stage, runs = stage_of(self.burst, x.device), running()
-        layers = stage.layers_of(self._layer.config)
+        layers = layers_of(stage.models, self._layer.config)
         layers.are_all |= any(run.recomputes for run in runs)
         layers.found.add(self)
-        known = [self._by_frame[run.frame] for run in runs if run.frame in self._by_frame]
+        known = [layers.by_frame[run.frame] for run in runs if run.frame in layers.by_frame]
         self._within = known[0] if known else self._chosen(stage, layers, x)
         for run in runs:
-            self._by_frame.setdefault(run.frame, self._within)
+            layers.by_frame.setdefault(run.frame, self._within)
 
     def _chosen(self, stage: Stage, layers: ModelLayers, x: Tensor) -> dict[str, Placed]:
-        """Where "auto" keeps each module."""
+        """Where "auto" keeps each module: by the most that it takes in a layer, so that all layers
+        choose alike, and together keep no more than fits."""
         config, is_known = self._layer.config, stage.budget_bytes(self.burst) is not None
         if not is_known or not (layers.are_all or not may_differ(config)):
             return {}
         key = x.shape, x.itemsize, stage.left_bytes, layers.are_all and len(layers.found)
-        if key not in self._by_input:
+        if key not in layers.by_input:
             if any(refuses("modules", name, config) for name in _ASKED):
                 return {}
-            if len(self._by_input) >= _INPUTS:
-                self._by_input.clear()
-            costs = self._most(layers, x)
+            if len(layers.by_input) >= _INPUTS:
+                layers.by_input.clear()
+            costs = most(each.costs(x) for each in (layers.found if layers.are_all else (self,)))
             shape = shared_shape(config, x)
-            self._by_input[key] = modules_within(self.burst, config, x, shape, costs)
-        return self._by_input[key]
-
-    def _most(self, layers: ModelLayers, x: Tensor) -> tuple[ModuleCost, ...]:
-        """What each module takes at most, in a layer that has one of this layer's modules: all of
-        these choose alike, and together keep no more than fits."""
-        every = [each.costs(x) for each in (layers.found if layers.are_all else (self,))]
-        return most(costs for costs in every if any(each.name in self._found for each in costs))
+            layers.by_input[key] = modules_within(self.burst, config, x, shape, costs)
+        return layers.by_input[key]
 
     def costs(self, x: Tensor) -> tuple[ModuleCost, ...]:
-        """What keeping each module takes and saves, for a layer's input."""
-        key = x.shape, x.itemsize
-        if key not in self._costs_by_input:
-            if len(self._costs_by_input) >= _INPUTS:
-                self._costs_by_input.clear()
-            self._costs_by_input[key] = costs_of(self._found, self._layer.config, x)
-        return self._costs_by_input[key]
+        """What keeping each module takes and saves, for the layer's input."""
+        return costs_of(self._found, self._layer.config, x)
 
 
 class LayerModule:

@@ -1,14 +1,64 @@
-"""What keeping the outputs of a layer's modules takes and saves, for "auto"."""
+"""What keeping the outputs of modules takes and saves, and the layers that choose by it, for
+"auto"."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_burst.recompute.budget import ModuleCost, router_bytes
+from megatron_burst.recompute.budget import ModuleCost, Placed, router_bytes
+from megatron_burst.recompute.keeping import Frame
 
 ROUTER = "router"
+
+
+@dataclass(slots=True)
+class ModelLayers:
+    """A model's layers that ran in checkpoints.
+
+    Attributes:
+        config: the model's; of heterogeneous layers, which have one each, the first one's.
+        found: the layers.
+        are_all: whether these are all: a backward begins when each has run, also in pipelines.
+        by_input: what is chosen for inputs of a size.
+        by_frame: what was in the first pass of a checkpoint's call, for the recomputation of that.
+    """
+
+    config: ReferenceType[TransformerConfig]
+    found: WeakSet[Any] = field(default_factory=WeakSet)
+    are_all: bool = False
+    by_input: dict[tuple[Any, ...], dict[str, Placed]] = field(default_factory=dict)
+    by_frame: WeakKeyDictionary[Frame, dict[str, Placed]] = field(default_factory=WeakKeyDictionary)
+
+
+def layers_of(models: list[ModelLayers], config: TransformerConfig) -> ModelLayers:
+    """Those of a model, by its configuration; added if there are none. Models that are gone are
+    forgotten."""
+    for each in models:
+        theirs = each.config()
+        if theirs is config or (is_heterogeneous(config) and is_heterogeneous(theirs)):
+            return each
+    models[:] = [each for each in models if each.config() is not None]
+    models.append(found := ModelLayers(ref(config)))
+    return found
+
+
+def is_heterogeneous(config: TransformerConfig | None) -> bool:
+    """Whether each layer has a configuration of its own."""
+    return bool(getattr(config, "heterogeneous_block_specs", False))
+
+
+def may_differ(config: TransformerConfig) -> bool:
+    """Whether only some of a model's layers may have experts, attention or feed-forwards."""
+    every = getattr(config, "moe_layer_freq", 1)
+    pattern = {every} if isinstance(every, int) else set(every)
+    mixed = (getattr(config, name, None) for name in ("is_hybrid_model", "linear_attention_freq"))
+    some = bool(config.num_moe_experts) and pattern != {1}
+    return some or is_heterogeneous(config) or any(mixed)
 
 
 def shared_shape(config: TransformerConfig, x: Tensor) -> tuple[int, int]:

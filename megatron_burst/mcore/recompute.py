@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.mcore.module_costs import may_differ
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.refusals import refuse
 from megatron_burst.mcore.stage import (
     Stage,
     is_among,
-    may_differ,
     of_decoder,
     problem_of,
     say_of_stage,

@@ -4,8 +4,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_burst.comm.group import state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.args import global_args
+from megatron_burst.mcore.module_costs import ModelLayers
 from megatron_burst.mcore.options import with_environment
 from megatron_burst.mcore.plan_file import rates_of
 from megatron_burst.rates import Rates
@@ -28,21 +28,6 @@ from megatron_burst.recompute.offload import host_limit_bytes
 from megatron_burst.say import say
 
 _GIB = 1 << 30
-
-
-@dataclass(slots=True)
-class ModelLayers:
-    """A model's layers that ran in checkpoints.
-
-    Attributes:
-        config: the model's.
-        found: the layers.
-        are_all: whether these are all: a backward begins when each has run, also in pipelines.
-    """
-
-    config: ReferenceType[TransformerConfig]
-    found: WeakSet[Any] = field(default_factory=WeakSet)
-    are_all: bool = False
 
 
 @dataclass(slots=True)
@@ -74,14 +59,6 @@ class Stage:
         that is not over."""
         given = burst.keep_budget_gib
         return self.left_bytes if given is None else given * _GIB
-
-    def layers_of(self, config: TransformerConfig) -> ModelLayers:
-        """Those of a model. Models that are gone are forgotten."""
-        self.models[:] = [each for each in self.models if each.config() is not None]
-        found = next((each for each in self.models if each.config() is config), None)
-        if found is None:
-            self.models.append(found := ModelLayers(ref(config)))
-        return found
 
 
 # The only cache here: a stage by the group of the ranks that share its sequences, for its life.
@@ -205,16 +182,6 @@ def stage_layers(config: TransformerConfig) -> list[int]:
         first = get_transformer_layer_offset(config, chunk) + 1
         numbers += range(first, first + min(get_num_layers_to_build(config, chunk), most))
     return numbers
-
-
-def may_differ(config: TransformerConfig) -> bool:
-    """Whether only some of a model's layers may have experts, attention or feed-forwards."""
-    every = getattr(config, "moe_layer_freq", 1)
-    pattern = {every} if isinstance(every, int) else set(every)
-    mixed = (
-        getattr(config, name, False) for name in ("is_hybrid_model", "heterogeneous_block_specs")
-    )
-    return bool(config.num_moe_experts and pattern != {1}) or any(mixed)
 
 
 def is_among(layers: int | None, config: TransformerConfig, layer_number: int) -> bool:

@@ -1,5 +1,6 @@
 """What to keep within a budget: attention's results, then outputs of other modules."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -40,13 +41,18 @@ class ModuleCost:
 
 
 def most(layers: Iterable[Sequence[ModuleCost]]) -> tuple[ModuleCost, ...]:
-    """What each module takes at most in some layers: if all choose by that, they choose alike."""
-    found: dict[str, ModuleCost] = {}
-    for each in chain.from_iterable(layers):
-        other = found.get(each.name, each)
-        sizes = max(each.num_bytes, other.num_bytes), max(each.flops, other.flops)
-        found[each.name] = ModuleCost(each.name, *sizes, each.waits)
-    return tuple(sorted(found.values(), key=lambda each: each.name))
+    """Of each module the most bytes in one of these layers, and the mean of what it saves in all of
+    them, which may be more than those that have it."""
+    every, found = list(layers), defaultdict(list)
+    for each in chain.from_iterable(every):
+        found[each.name].append(each)
+    return tuple(
+        ModuleCost(
+            name, max(each.num_bytes for each in those),
+            sum(each.flops for each in those) // len(every), those[0].waits,
+        )
+        for name, those in sorted(found.items())
+    )  # fmt: skip
 
 
 def router_bytes(experts: int, active: int, itemsize: int) -> int:

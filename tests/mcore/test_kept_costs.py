@@ -54,7 +54,7 @@ def counted_by_a_run(rank: int, parallel: Parallel, name: str) -> dict:
         if path in NORMS:
             module.layer_norm_weight = None
     x = torch.empty(TOKENS // parallel.tp, 1, config.hidden_size, dtype=torch.bfloat16)
-    costs = LayerModules(layer)._costs(x, TOKENS)
+    costs = LayerModules(layer).costs(x)
     return {cost.name: (cost.num_bytes, cost.flops) for cost in costs}
 
 
@@ -69,3 +69,44 @@ def test_a_plan_counts_modules_as_a_run_does(name, tp):
     planned = {one.name: (one.num_bytes, one.flops) for one in module_costs(job, Strategy(tp=tp))}
     for found in run_ranks(counted_by_a_run, tp, Parallel(tp=tp), name):
         assert found == planned
+
+
+class Config:
+    """Stands for Megatron's, with what says how its layers differ."""
+
+    num_moe_experts: int | None = None
+
+    def __init__(self, **given):
+        vars(self).update(given)
+
+
+def test_layers_of_a_model_are_found_by_its_configuration_and_models_do_not_mix():
+    """A policy and its reference model share a process; heterogeneous layers, a model."""
+    from megatron_burst.mcore.module_costs import layers_of
+
+    models, blocks = [], dict(heterogeneous_block_specs=True)
+    ours, theirs, some, others = Config(), Config(), Config(**blocks), Config(**blocks)
+    found = [layers_of(models, config) for config in (ours, theirs, some, others, ours)]
+    assert found[0] is found[4] and found[2] is found[3]
+    assert len({id(each) for each in found}) == len(models) == 3
+    del theirs
+    assert layers_of(models, last := Config()).config() is last
+    assert len(models) == 3  # one is gone
+
+
+@pytest.mark.parametrize(
+    ("given", "differ"),
+    [
+        ({}, False), ({"moe_layer_freq": [0, 1]}, False),
+        ({"num_moe_experts": 4, "moe_layer_freq": [1, 1]}, False),
+        ({"num_moe_experts": 4, "moe_layer_freq": 1}, False),
+        ({"num_moe_experts": 4, "moe_layer_freq": [0, 1]}, True),
+        ({"num_moe_experts": 4, "moe_layer_freq": 2}, True),
+        ({"is_hybrid_model": True}, True), ({"linear_attention_freq": 4}, True),
+        ({"heterogeneous_block_specs": True}, True),
+    ],
+)  # fmt: skip
+def test_configurations_say_that_layers_may_differ(given, differ):
+    from megatron_burst.mcore.module_costs import may_differ
+
+    assert may_differ(Config(**given)) == differ

@@ -53,11 +53,13 @@ def placed_results(keep: str, layers: int, offload: bool) -> tuple[str, Placed]:
 
 
 def largest_costs(job: Job, strategy: Strategy) -> tuple[ModuleCost, ...]:
-    """What keeping each module's output takes at most, by which layers choose where only some have
-    experts."""
+    """What keeping each module's output takes at most, and saves in the mean: by these all layers
+    choose where only some have experts."""
     share = _moe_share(job.model)
     kinds = {0.0, 1.0} if 0 < share < 1 else {share}
-    return most(module_costs(job, strategy, share) for share in kinds)
+    flops = {one.name: one.flops for one in module_costs(job, strategy)}
+    largest = most(module_costs(job, strategy, share) for share in kinds)
+    return tuple(replace(one, flops=flops[one.name]) for one in largest)
 
 
 def module_costs(
