@@ -20,7 +20,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from conformance.results import Outcome, forget, read, running, table, verdicts, write
-from conformance.suites import MEGATRON, PINNED, SUITES, TE, Suite, named
+from conformance.suites import MEGATRON, PINNED, TE, Suite, named
 
 ROOT = Path(__file__).parent.parent
 _SWITCHES = ("-q", "-p", "conformance.plugin", "-p", "no:cacheprovider", "-o", "addopts=")
@@ -46,6 +46,10 @@ class Place:
     def file_of(self, suite: Suite) -> Path:
         """The program."""
         return (ROOT if suite.is_own else self.checkouts[suite.checkout]) / suite.path
+
+    def folder_of(self, suite: Suite) -> Path:
+        """Of its temporary files, beside its log: programs run side by side."""
+        return self.out / suite.name.replace(" ", "_").replace(",", "")
 
     def missing(self, suite: Suite) -> str:
         """Why a suite cannot run here; empty if it can."""
@@ -133,8 +137,9 @@ def _through(suite: Suite, place: Place) -> dict[str, Outcome]:
 
 def _run_once(suite: Suite, place: Place, end: float) -> int:
     """The exit status; for a program ended by its time limit, that of the signal."""
-    log = place.out / f"{suite.name.replace(' ', '_').replace(',', '')}.log"
-    with log.open("ab") as output:
+    folder = place.folder_of(suite)
+    folder.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".log").open("ab") as output:
         process = subprocess.Popen(
             command_of(suite, place), cwd=place.checkouts[suite.checkout],
             env=environment_of(suite, place), stdout=output, stderr=subprocess.STDOUT,
@@ -216,7 +221,8 @@ def environment_of(suite: Suite, place: Place) -> dict[str, str]:
         "NCCL_NVLS_ENABLE": "0",
     }
     if suite.checkout == MEGATRON:  # whose conftest has one folder of checkpoints for all
-        own |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTEST_DEBUG_TEMPROOT": _folder(place, suite)}
+        own |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        own |= {"PYTEST_DEBUG_TEMPROOT": str(place.folder_of(suite))}
     else:  # -m would find the checkout's transformer_engine, not built, before the installed one
         own["PYTHONSAFEPATH"] = "1"
     if not place.gpus:
@@ -225,13 +231,6 @@ def environment_of(suite: Suite, place: Place) -> dict[str, str]:
         own |= {"CONFORMANCE_NODES": str(place.nodes), "NCCL_SOCKET_IFNAME": "lo"}
         own["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     return {**os.environ, **own, **dict(suite.environment)}
-
-
-def _folder(place: Place, suite: Suite) -> str:
-    """Of a suite's temporary files, as programs run side by side."""
-    folder = place.out / "tmp" / str(SUITES.index(suite))
-    folder.mkdir(parents=True, exist_ok=True)
-    return str(folder)
 
 
 def _free_port() -> int:

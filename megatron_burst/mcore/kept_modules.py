@@ -50,11 +50,12 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
         setattr(self, _PREPARED, layer)
     if not running():
         return forward(self, *args, **options)
-    x = args[0] if args else options["hidden_states"]
-    layer.see(x)
     if layer.burst.keep != "auto":
         return forward(self, *args, **options)
-    first = stage_of(layer.burst, x.device).first
+    x = args[0] if args else options["hidden_states"]
+    stage = stage_of(layer.burst, x.device)
+    layer.see(x, stage)
+    first = stage.first
     if running()[-1].recomputes:
         first.turn()
         return forward(self, *args, **options)
@@ -106,13 +107,10 @@ class LayerModules:
         memory = host_memory(device, burst.keep_host_gib)
         return memory.pack if on_host else memory.stay
 
-    def see(self, x: Tensor) -> None:
+    def see(self, x: Tensor, stage: Stage) -> None:
         """Take the layer's input, [rows, sequences, hidden], whose size says what "auto" keeps, in
         the first pass; recomputation keeps the same, whatever came in between."""
-        if self.burst.keep != "auto":
-            return
-        stage, runs = stage_of(self.burst, x.device), running()
-        layers = layers_of(stage.models, self._layer.config)
+        runs, layers = running(), layers_of(stage.models, self._layer.config)
         layers.are_all |= any(run.recomputes for run in runs)
         layers.found.add(self)
         known = [layers.by_frame[run.frame] for run in runs if run.frame in layers.by_frame]

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
@@ -89,8 +90,7 @@ def costs_of(
 def _linear(
     name: str, modules: Sequence[tuple[bool, Module]], config: TransformerConfig, x: Tensor
 ) -> ModuleCost:
-    rows, sequences = shared_shape(config, x)
-    tokens, shard = rows * sequences, x.shape[0] * x.shape[1]
+    tokens, shard = prod(shared_shape(config, x)), x.shape[0] * x.shape[1]
     num_bytes = flops = 0
     for of_experts, module in modules:
         weights = [w for key, w in module.named_parameters() if "layer_norm" not in key]

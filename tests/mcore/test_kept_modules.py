@@ -187,12 +187,19 @@ def tensor_parallel():
     return run_ranks(compare, 2, TP, here(SOME))
 
 
+def recorded_bytes() -> int:
+    """Bytes of all recordings that are alive."""
+    from megatron_burst.recompute.recording import Recording
+
+    gc.collect()
+    return sum(each.num_bytes for each in gc.get_objects() if type(each) is Recording)
+
+
 def within_budgets(rank: int, parallel: Parallel, names: list[str]) -> dict:
     """By case and share of what all modules take: in how many layers each module is kept; bytes
     that recordings of modules have, and those that were counted; parameters whose gradients
     differ."""
     from megatron_burst.mcore import patches, recompute
-    from megatron_burst.recompute.recording import Recording
 
     gpt.start(parallel)
     counted, chosen, found = [], [], {}
@@ -215,10 +222,8 @@ def within_budgets(rank: int, parallel: Parallel, names: list[str]) -> dict:
                 config.burst = burst
                 model, batch = gpt.build(config, spec_of(case)), gpt.whole_batch()
                 logits = model(batch["tokens"], batch["position_ids"], attention_mask=None)
-            gc.collect()
-            kept = [each for each in gc.get_objects() if type(each) is Recording]
-            num_bytes = sum(each.num_bytes for each in kept)
-            del logits, model, kept
+            num_bytes = recorded_bytes()
+            del logits, model
             (rows, batch), itemsize, costs = counted[-1]
             layers = {key: placed.device for key, placed in chosen[-1].items()} if share else {}
             assert not any(placed.host for placed in chosen[-1].values())
@@ -288,7 +293,6 @@ def where_layers_differ(rank: int) -> tuple:
     "auto"; bytes of recordings after each forward; what the budget has for modules beside the
     running layer's, which are those of the largest one at most."""
     from megatron_burst.mcore import patches, recompute
-    from megatron_burst.recompute.recording import Recording
 
     gpt.start(Parallel())
     options = dict(num_layers=6, moe_layer_freq=[0, 0, 0, 0, 1, 1], ffn_hidden_size=16)
@@ -303,13 +307,10 @@ def where_layers_differ(rank: int) -> tuple:
         counted.append(burst.keep_budget_gib * 2**30 - results + running)
         return recompute.modules_within(burst, config, x, shape, costs)
 
-    def count():
-        gc.collect()
-        kept = [each for each in gc.get_objects() if type(each) is Recording]
-        held.append(sum(each.num_bytes for each in kept))
-
     with mock.patch("megatron_burst.mcore.kept_modules.modules_within", modules_within):
-        got, calls = two_steps(case, Parallel(), burst, between=count)
+        got, calls = two_steps(
+            case, Parallel(), burst, between=lambda: held.append(recorded_bytes())
+        )
     wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
     return wrong, plain, calls, held, max(counted)
 
