@@ -1,8 +1,9 @@
-"""Slices for kernels that take no parts of a score matrix: a call for each part of a tile.
+"""Slices for kernels that do not take all parts of a score matrix: a call for each part of a tile.
 
 Parts of the same kind that follow each other in queries and in keys (chunks, packed samples, a
-depth of trees) are segments of one call. If a tile needs many calls, another kernel takes all of
-its parts in one, if there is such a kernel.
+depth of trees) are segments of one call. If a tile needs many calls, or some whose rows overlap,
+one call takes all parts: by blocks if the kernel has them and most are seen whole or not at all;
+else, for many calls, another kernel if there is one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megatron_burst.engine.tree import Branch, overlaps
 from megatron_burst.kernels.backends import Backend, Problem, QuerySide, arch_of, in_one_call
+from megatron_burst.kernels.block_sparse import is_worth
 from megatron_burst.kernels.partial import accumulate_dtype, merge_parts
 from megatron_burst.kernels.parts import Parts, on_device
 from megatron_burst.kernels.visible import Segments, Visible
@@ -50,6 +52,12 @@ class Calls:
         return len(self._first_groups) > _MANY
 
     @cached_property
+    def overlap(self) -> bool:
+        """Whether some calls have rows in common, so that their results must be merged."""
+        spans = [Span(int(group[0, 0]), int(group[-1, 1])) for group in self._first_groups]
+        return not all(_alone(spans))
+
+    @cached_property
     def calls(self) -> tuple[Branch, ...]:
         """Each call: its rows and keys in the tile, and what is seen of these."""
         groups = self._first_groups
@@ -64,13 +72,18 @@ class Calls:
         spans = [call.rows for call in self.calls]
         return tuple(_alone(spans)), tuple(overlaps(spans)) if spans else ()
 
-    def _instead(self, q: Tensor, k: Tensor, v: Tensor) -> Backend | None:
-        """The kernel that takes many parts in one call."""
-        if not self.are_many:
+    def _instead(
+        self, run: Backend, q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False
+    ) -> Backend | None:
+        """The kernel that takes all parts in one call."""
+        if not (self.are_many or self.overlap):
             return None
         dims, kind = (k.shape[3], v.shape[3]), (q.device.type, q.dtype)
         grouped, arch = q.shape[2] != k.shape[2], arch_of(q.device)
-        return in_one_call(Problem(*kind, *dims, grouped=grouped, arch=arch))
+        problem = Problem(*kind, *dims, grouped, deterministic, arch)
+        if run.capability.takes_blocks(problem) and is_worth(self.parts, q.shape[1], k.shape[1]):
+            return run
+        return in_one_call(problem) if self.are_many else None
 
     def forward(
         self, run: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float,
@@ -81,7 +94,7 @@ class Calls:
             out = q.new_empty(*q.shape[:3], v.shape[3])
             sums = accumulate_dtype(q.dtype)
             into = out, q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=sums)
-        if other := self._instead(q, k, v):
+        if other := self._instead(run, q, k, v):
             return other.forward(q, k, v, scale, Visible(parts=self.parts), into=into)
         (out, lse), (alone, shared), parts = into, self.merges, {}
         for index, (call, single) in enumerate(zip(self.calls, alone, strict=True)):
@@ -105,7 +118,7 @@ class Calls:
         into: tuple[Tensor, Tensor, Tensor] | None = None, deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """As `Backend.backward`; gradients are summed in the accumulation dtype, call by call."""
-        if other := self._instead(side.q, k, v):
+        if other := self._instead(run, side.q, k, v, deterministic):
             totals = other.backward(side, k, v, scale, Visible(parts=self.parts), into=into)
         else:
             totals = self._sums(run, side, k, v, scale, deterministic)
