@@ -7,6 +7,7 @@ alone does not help. Here torch's are loaded before, unless CUDNN_HOME is set.
 
 import ctypes
 import os
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,8 +18,7 @@ def load_cudnn_of(torch: Path) -> None:
     if not home.is_dir() or "CUDNN_HOME" in os.environ:
         return
     os.environ["CUDNN_HOME"] = str(home)
-    import torch as _  # loads the CUDA libraries that they need
-
+    import_module("torch")  # loads the CUDA libraries that they need
     for library in sorted((home / "lib").glob("libcudnn*.so.*")):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
