@@ -257,7 +257,7 @@ def _documents(
     from megatron_burst.engine.sample import Sample
 
     sample = Sample(*given)
-    if sample.slices is None:
+    if sample.slices is sample.parents is None:
         return documents_of(state.samples, sample, sizes[:2], layout, like)
     from megatron_burst.engine.slices import slices_of
 

@@ -164,4 +164,5 @@ def _lists(some: Tensor, whole: Tensor, most: tuple[int, int]) -> Lists:
     for seen, longest in zip((some, whole), most, strict=True):
         order = seen.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
         found += [seen.sum(1, dtype=torch.int32), order[:, :longest].to(torch.int32)]
-    return Lists(*(x.contiguous()[None, None] for x in found))
+    # where there is one of an axis, `contiguous` leaves its stride as it was
+    return Lists(*(x.reshape(-1).view(1, 1, *x.shape) for x in found))

@@ -29,7 +29,7 @@ class FlashAttention4:
     """flash_attn.cute's own entry points: without its autograd, results written to given tensors.
 
     Backward gets delta through `dlse`: its preprocessing computes rowsum(dO * O) - dlse, which is
-    delta for an output of zeros (one zero, expanded by stride 0) and dlse = -delta.
+    delta for an output of zeros (one row, expanded by strides of 0) and dlse = -delta.
 
     On Hopper its backward uses tiles of 80 query rows for a QK dimension of 128 without a mask. Its
     preprocessing (flash_bwd_preprocess.py) uses tiles of as many rows as 256 threads hold: 16 if
@@ -107,7 +107,8 @@ class FlashAttention4:
         packed = visible.segments is not None
         dlse, out = None, side.out
         if side.delta is not None:
-            out, dlse = side.dout.new_zeros(1).expand_as(side.dout), -side.delta
+            # with a stride of 0 in the last axis, it would be copied
+            out, dlse = side.dout.new_zeros(v.shape[3]).expand_as(side.dout), -side.delta
         tensors = side.q, k, v, out, side.dout, side.lse, dlse, *(into or (None, None, None))
         if packed:
             tensors = (None if x is None else x[0] for x in tensors)
@@ -146,12 +147,12 @@ def _blocks(parts: "Parts", q: Tensor, k: Tensor, of_keys: bool) -> dict[str, An
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     from megatron_burst.kernels.block_sparse import SIZE, block_sparse_of
-    from megatron_burst.kernels.fa4_mask import seen
+    from megatron_burst.kernels.fa4_mask import is_seen
 
     blocks = block_sparse_of(parts, q.shape[1], k.shape[1], q.device)
     lists = blocks.of_keys if of_keys else blocks.of_rows
     return {
         "block_sparse_tensors": BlockSparseTensorsTorch(*lists, block_size=(SIZE, SIZE)),
-        "mask_mod": seen,
+        "mask_mod": is_seen,
         "aux_tensors": [blocks.slots, blocks.bits],
     }

@@ -6,7 +6,7 @@ from flash_attn.cute import utils
 
 
 @cute.jit
-def seen(
+def is_seen(
     batch: cute.TensorSSA,
     head: cute.TensorSSA,
     row: cute.TensorSSA,

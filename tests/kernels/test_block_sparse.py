@@ -55,6 +55,8 @@ def test_every_pair_is_met_once(seed):
     assert np.array_equal(met(blocks, blocks.of_rows, False, tokens, tokens), seen)
     assert np.array_equal(met(blocks, blocks.of_keys, True, tokens, tokens), seen.T)
     assert {x.dtype for x in (*blocks.of_rows, blocks.bits, blocks.slots)} == {torch.int32}
+    for x in (*blocks.of_rows, *blocks.of_keys):
+        assert x.stride() == torch.empty(x.shape).stride()  # also where an axis has one
 
 
 def test_many_parts_of_a_block_share_its_bits():
