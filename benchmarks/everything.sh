@@ -115,7 +115,7 @@ scaling() { # weak or strong, on 1, 2, 4, ... GPUs; then the picture, with what 
 
 ablation() { # implementations; of one GPU those that it tells apart
     if ((gpus == 1)); then
-        steps 480 ablation 1 "$(tr ' ' '\n' <<<"$1" | grep -vx -e backward -e nested -e half)"
+        steps 480 ablation 1 "$(tr ' ' '\n' <<<"$1" | grep -vx -e backward -e nested)"
     elif ((gpus < 4)); then # no two nodes of two ranks
         steps 480 ablation "$gpus" "$1"
     else
