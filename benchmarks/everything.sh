@@ -194,7 +194,7 @@ part() {
         seeds_long) [[ -n $tiny ]] || seeds 480 128K,256K,512K 1 ;;
         seeds_million) [[ -n $tiny ]] || seeds 480 1M 1 ;;
         ablation) ablation "base backward nested fused-loss" ;;
-        ablation_keep) ablation "fused-loss half whole burst" ;;
+        ablation_keep) ablation "fused-loss half whole planned burst" ;;
         tensor) steps 480 tensor "$(sized "$gpus" 2)" "tp tp-v1 burst megatron" ;;
         weak | strong) scaling "$1" ;;
         prefill) prefill ;;
