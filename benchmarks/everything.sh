@@ -115,7 +115,7 @@ scaling() { # weak or strong, on 1, 2, 4, ... GPUs; then the picture, with what 
 
 ablation() { # implementations; of one GPU those that it tells apart
     if ((gpus == 1)); then
-        steps 480 ablation 1 "$(tr ' ' '\n' <<<"$1" | grep -vx -e backward -e nested -e half)"
+        steps 480 ablation 1 "$(tr ' ' '\n' <<<"$1" | grep -vx -e backward -e nested)"
     elif ((gpus < 4)); then # no two nodes of two ranks
         steps 480 ablation "$gpus" "$1"
     else
@@ -194,7 +194,7 @@ part() {
         seeds_long) [[ -n $tiny ]] || seeds 480 128K,256K,512K 1 ;;
         seeds_million) [[ -n $tiny ]] || seeds 480 1M 1 ;;
         ablation) ablation "base backward nested fused-loss" ;;
-        ablation_keep) ablation "fused-loss half whole burst" ;;
+        ablation_keep) ablation "fused-loss half whole planned burst" ;;
         tensor) steps 480 tensor "$(sized "$gpus" 2)" "tp tp-v1 burst megatron" ;;
         weak | strong) scaling "$1" ;;
         prefill) prefill ;;

@@ -151,6 +151,7 @@ def test_burst_engines_models_have_the_sizes_of_the_planners(model, sharding):
         sharding == "fsdp2", sharding == "optimizer",
     )  # fmt: skip
     assert args.context_parallel_impl == "burst" and args.burst_keep == "half"
+    assert args.burst_fused_loss
     if sharding == "fsdp2":  # with this flag its gradient norms are wrong, also without burst
         assert not args.calculate_per_token_loss
     assert "got 3b" in burst_engine(MODEL="3b", MEGATRON="there").stderr

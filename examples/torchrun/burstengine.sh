@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # The models and settings of BurstEngine's tables (arXiv 2509.19836), trained with Megatron's own pretrain_gpt.py:
-# multi-head attention, one sequence over all GPUs, ZeRO-3, layers recomputed with attention's results kept.
+# multi-head attention, one sequence over all GPUs, ZeRO-3, the fused LM head and loss, layers recomputed with
+# attention's results kept.
 #
 #     MODEL=7b SEQ_LENGTH=2M NODES=4 NODE=I MASTER_ADDR=node0 MEGATRON=~/Megatron-LM examples/torchrun/burstengine.sh
 #     TINY=1 examples/torchrun/burstengine.sh     # a small model on two CPU processes
 #
 # theirs: 7b 2M on 32 GPUs, 4M on 64; 14b 1M on 32, 2M on 64. Run it on each node, with its number NODE.
 # KEEP=all, half or none: whole checkpoints, half of the sequence, none
-# SHARDING=fsdp2 (ZeRO-3), or optimizer: Megatron's distributed optimizer, with burst's fused loss
+# SHARDING=fsdp2 (ZeRO-3), or optimizer: Megatron's distributed optimizer
 # More of Megatron's flags may follow, such as --burst-intra ring for their nested rings.
 set -euo pipefail
 
@@ -45,7 +46,7 @@ case "$sharding" in
         unset CUDA_DEVICE_MAX_CONNECTIONS # FSDP refuses 1
         ;;
     optimizer)
-        shards=(--use-distributed-optimizer --burst-fused-loss --calculate-per-token-loss)
+        shards=(--use-distributed-optimizer --calculate-per-token-loss)
         shards+=(--overlap-grad-reduce --overlap-param-gather)
         export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron requires it before Blackwell
         if [[ -n "${TINY:-}" ]]; then shards+=(--no-gradient-accumulation-fusion); fi
@@ -64,7 +65,8 @@ esac
     --position-embedding-type rope --untie-embeddings-and-output-weights \
     --attention-dropout 0 --hidden-dropout 0 \
     --seq-length "$tokens" --max-position-embeddings "$tokens" --micro-batch-size 1 --global-batch-size 1 \
-    --context-parallel-size $((nodes * gpus)) --context-parallel-impl burst --burst-keep "${KEEP:-all}" \
+    --context-parallel-size $((nodes * gpus)) --context-parallel-impl burst \
+    --burst-fused-loss --burst-keep "${KEEP:-all}" \
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 \
     --mock-data --tokenizer-type NullTokenizer --vocab-size "${sizes[4]}" --split 98,1,1 \
     --lr 1e-5 --lr-decay-style constant --train-iters "${STEPS:-10}" --log-interval 1 \

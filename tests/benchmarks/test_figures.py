@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from statistics import geometric_mean
 
+from benchmarks.balance_table import STEPS_CSV
 from benchmarks.planned import predict
 from benchmarks.rows import ATTENTION_CSV, RECOMPUTE_CSV, read
 from benchmarks.show import ROOT
@@ -104,6 +105,34 @@ def test_recomputation():
     full, kept, ours = (ms[name] for name in ("megatron:full", "megatron:full-keep", "burst:all"))
     for slow, fast in ((full, ours), (full, kept), (kept, ours)):
         assert_told(PAGES / "recompute.md", span([slow[seq] / fast[seq] for seq in fast]))
+
+
+def test_what_keeping_gives_on_one_gpu():
+    ms = {row.impl: row.ms for row in rows_of("ablation_step_1xh200", SLICES_CSV)}
+    assert_told(PAGES / "step.md", *(f"{one:.1f}" for one in ms.values()))
+    gains = [f"{ms['fused-loss'] / ms[impl]:.3f}" for impl in ("whole", "burst")]
+    assert_told(PAGES / "step.md", *gains)
+    assert_told(PAPERS, gains[0])
+
+
+def test_measured_steps_of_balanced_micro_batches():
+    """Measured and simulated steps of each draw, what changing sizes gain, and the errors."""
+    draws, gains, errors = {}, ([], []), []
+    for row in rows_of("balance_steps_2xh200", STEPS_CSV):
+        draws.setdefault((row.kind, row.seed), []).append((row.ms, row.simulated_ms))
+        errors.append(100 * (1 - row.simulated_ms / row.ms))
+    lines = []
+    for (kind, seed), pairs in draws.items():
+        cells = [f"{kind}, draw {seed}"]
+        for times, found in zip(zip(*pairs, strict=True), gains, strict=True):
+            found += [times[0] / ms for ms in times[2:]]
+            told = [f"{ms:.1f}" for ms in times] + [f"{found[-1]:.3f}" for _ in times[2:]]
+            cells += told + [""] * (4 - len(told))
+        lines.append(f"| {' | '.join(cells)} |")
+    spans = [f"{min(found):.3f} to {max(found):.3f}" for found in gains]
+    figures = PAGES.parent / "how-to" / "balance-figures.md"
+    assert_told(figures, *spans, f"{min(errors):.1f} to {max(errors):.1f} % less")
+    assert "\n".join(lines) in figures.read_text(encoding="utf-8")
 
 
 def test_what_replaced_parts_of_the_papers():

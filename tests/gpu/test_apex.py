@@ -33,7 +33,7 @@ HEADS = {  # tied to the embedding or not, and where the loss computes its gradi
 }
 
 
-def model_of(tied: bool, fusion: bool):
+def model_of(tied: bool, fusion: bool, **options):
     """A GPT of Megatron's own layers, in its DDP."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
@@ -48,7 +48,7 @@ def model_of(tied: bool, fusion: bool):
         num_layers=LAYERS, hidden_size=HIDDEN, ffn_hidden_size=2 * HIDDEN, num_attention_heads=8,
         num_query_groups=4, add_bias_linear=False, normalization="RMSNorm", hidden_dropout=0.0,
         attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16, bias_dropout_fusion=False,
-        context_parallel_size=CP, gradient_accumulation_fusion=fusion,
+        context_parallel_size=CP, gradient_accumulation_fusion=fusion, **options,
     )  # fmt: skip
     spec = burst_spec(get_gpt_layer_local_spec(normalization="RMSNorm"))
     model = GPTModel(

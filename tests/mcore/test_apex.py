@@ -1,6 +1,7 @@
 """What Megatron takes from Apex, together with burst attention and the fused loss.
 
-Apex's kernels are CUDA extensions that cannot be built here. Functions with their signatures
+Apex's kernels are CUDA extensions; `tests/gpu/test_apex.py` runs the one for gradients of weights
+where it is built. Here functions with their signatures
 (csrc/megatron/fused_weight_gradient_dense.cpp, normalization/fused_layer_norm.py) that compute the
 same in torch replace them where Megatron looks. Guards against gradients that the fused loss and a
 fused accumulation lose or count twice in one `main_grad`, and norms that specs lose.

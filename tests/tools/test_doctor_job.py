@@ -149,6 +149,8 @@ def test_a_slow_rank_is_named_and_only_rank_0_reports(tmp_path):
     assert found["attendance", "ok"]["what"] == "all 4 ranks are there"
     assert found["reachable", "ok"]["what"] == "all 2 nodes reach each other by TCP"
     assert found["hook points", "ok"]["where"] == "all 2 nodes"
+    table = json.loads(out[0])["ranks"].splitlines()
+    assert [line.split()[-2:] for line in table[1:]] == [["0", "1"], ["2", "3"]]
     links = {(x["kind"], x["source"], x["dest"]): x for x in json.loads(out[0])["links"]}
     assert set(links) == {
         ("intra", 0, 1), ("intra", 1, 0), ("intra", 2, 3), ("intra", 3, 2),
@@ -218,6 +220,7 @@ def test_under_srun_ranks_find_each_other_by_slurms_variables(tmp_path):
     codes, out, err = doctor(tmp_path, ranks, "--timeout-s", "60")
     assert set(codes.values()) == {0}, err
     assert "all 2 ranks are there" in out[0] and "a run would start" in out[0] and not out[1]
+    assert "one context-parallel group:\nnode 0  0  1\n" in out[0]
 
 
 def test_a_rank_without_a_store_says_so_in_a_sentence(tmp_path):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.comm.nodes import my_home, topology_of_homes
+from megatron_burst.schedule.grid import grid
 from megatron_burst.tools.doctor import compare
 from megatron_burst.tools.doctor.machine import check_machine
 from megatron_burst.tools.doctor.meeting import Launch, Meeting, Watch, meet, open_store
@@ -57,7 +58,7 @@ def check_job(launch: Launch, job: Job) -> bool:
         checks.before_groups(survey)
     if checks.may_measure:
         checks.measure()
-    report = Report(tuple(checks.found), tuple(checks.links))
+    report = Report(tuple(checks.found), tuple(checks.links), ranks=checks.table)
     if meeting.leads:
         job.say(report)
     return meeting.part(report.breaks if meeting.leads else None)
@@ -94,6 +95,7 @@ class _Checks:
         self.speakers = {node: rank for rank, node in reversed(self.nodes.items())}
         self.found: list[Check] = []
         self.links: list[LinkRate] = []
+        self.table = ""  # of the ranks, by node and rail
 
     @property
     def may_measure(self) -> bool:
@@ -122,6 +124,7 @@ class _Checks:
         with self._watch("starting the process group"):
             world = self._world()
             topology = topology_of_homes(self.homes)
+            self.table = grid(topology, self.ranks)
             mover = Mover(world, topology)
         with self._watch("the matrix product"):
             run, flops = matmul(world, *_PRODUCT[world.device.type])

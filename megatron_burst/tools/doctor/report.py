@@ -62,11 +62,13 @@ class LinkRate:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that the doctor found; `environment`: lines to paste into a shell, if any were made."""
+    """All that the doctor found; `environment`: lines to paste into a shell, if any were made;
+    `ranks`: of a job, a table with a row for each node and a column for each rail."""
 
     checks: tuple[Check, ...]
     links: tuple[LinkRate, ...] = ()
     environment: tuple[str, ...] = ()
+    ranks: str = ""
 
     @property
     def breaks(self) -> bool:
@@ -122,6 +124,9 @@ def print_report(report: Report, as_json: bool) -> None:
             ranks, nodes = f"{link.source} -> {link.dest}", " -> ".join(dict.fromkeys(link.nodes))
             table.add_row(link.kind, ranks, nodes, f"{link.gb_per_s:.3g}", f"{link.ratio:.0%}")
         console.print(table)
+    if report.ranks:
+        console.print("\nglobal ranks, if all are one context-parallel group:")
+        console.print(Text(report.ranks), soft_wrap=True)
     if report.environment:
         console.print("\nTo paste:\n")
         for line in report.environment:
