@@ -7,6 +7,7 @@ alone does not help. Here torch's are loaded before, unless CUDNN_HOME is set.
 
 import ctypes
 import os
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +20,9 @@ def load_cudnn_of(torch: Path) -> None:
         return
     os.environ["CUDNN_HOME"] = str(home)
     import_module("torch")  # loads the CUDA libraries that they need
-    for library in sorted((home / "lib").glob("libcudnn*.so.*")):
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    with suppress(OSError):  # others are loaded already; rows tell which
+        for library in sorted((home / "lib").glob("libcudnn*.so.*")):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 if (_torch := find_spec("torch")) and _torch.origin:

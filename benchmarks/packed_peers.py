@@ -10,8 +10,11 @@ from benchmarks.impls import Impl
 from benchmarks.packed_cases import PackedCase
 from benchmarks.peers import Autograd, Burst, Ceiling, Peer, Shard
 from benchmarks.te_peer import TransformerEngine
-from megatron_burst.engine.tree import Branch, Tree, add_branches, attend_branches
+from megatron_burst.engine.slice_calls import Calls
+from megatron_burst.engine.slice_parts import Bands
+from megatron_burst.engine.tree import slices_of_tree
 from megatron_burst.kernels.backends import QuerySide
+from megatron_burst.kernels.parts import Parts
 from megatron_burst.kernels.visible import Segments, Visible
 from megatron_burst.schedule.layout import Layout, places_in_documents, positions
 from megatron_burst.schedule.mask import Mask
@@ -170,10 +173,10 @@ class PackedTransformerEngine(Packed, TransformerEngine):
 
 
 class PackedCeiling(Ceiling):
-    """The kernel that burst would choose, on the whole sample and 1/P of the heads; for trees its
-    calls and what merges them."""
+    """The kernel that burst would choose, on the whole sample and 1/P of the heads; for trees as
+    many calls as it needs."""
 
-    branches: tuple[Branch, ...] = ()
+    calls: Calls | None = None
 
     def mask_of(self, case: PackedCase) -> Mask:
         return Mask(case.window, 0, bool(case.documents))
@@ -190,25 +193,23 @@ class PackedCeiling(Ceiling):
         super().prepare(sample.shard(""))
         case = sample.case
         if case.parents:
-            tree, whole = Tree((0, *accumulate(case.lengths)), case.parents), (range(case.seq),)
-            self.branches = tree.branches(whole, whole, self.world.device)
+            slices = slices_of_tree((0, *accumulate(case.lengths)), case.parents).numpy()
+            every = (range(case.seq),)
+            parts = Parts(Bands(slices).parts(every, every))
+            self.calls = Calls(parts, self.world.device, together=True)
 
     def run_forward(self) -> tuple[Tensor, Tensor]:
         qkv = self.tensors[:3]
-        results = self.backend.forward(*qkv, self.scale, self.visible)
-        if self.branches:
-            attend_branches(self.backend, qkv, self.scale, self.branches, results)
-        return results
+        if self.calls:
+            return self.calls.forward(self.backend, *qkv, self.scale)
+        return self.backend.forward(*qkv, self.scale, self.visible)
 
     def run_forward_backward(self) -> tuple[Tensor, ...]:
         (out, lse), (q, k, v, dout) = self.run_forward(), self.tensors
         side = QuerySide(q=q, dout=dout, lse=lse, delta=None, out=out.to(q.dtype))
-        grads = self.backend.backward(side, k, v, self.scale, self.visible)
-        if self.branches:
-            add_branches(
-                self.backend, (side, k, v), self.scale, self.branches, grads, deterministic=False
-            )
-        return out, *grads
+        if self.calls:
+            return out, *self.calls.backward(self.backend, side, k, v, self.scale)
+        return out, *self.backend.backward(side, k, v, self.scale, self.visible)
 
 
 PEERS: dict[str, type[Peer]] = {

@@ -39,15 +39,17 @@ class BlockSparse:
     Attributes:
         some: bool [blocks of rows, blocks of keys]: seen in part.
         whole: the same of those seen whole.
-        slots: int32 [blocks of rows, blocks of keys]: the number of a block among those of `bits`.
-        bits: int32 [slots, 128, 4]: bit j of word i of a row: whether it sees key 32 i + j.
+        places: int32 [1 + blocks]: the number of blocks of keys; then for each block of rows, for
+            each of keys, where its `bits` begin.
+        bits: int32, 128 rows of 4 for each block seen in part: bit j of word i of a row says
+            whether it sees key 32 i + j.
         most_of_rows: at most how many a block of rows sees, in part and whole.
         most_of_keys: the same for a block of keys.
     """
 
     some: Tensor
     whole: Tensor
-    slots: Tensor
+    places: Tensor
     bits: Tensor
     most_of_rows: tuple[int, int]
     most_of_keys: tuple[int, int]
@@ -117,14 +119,17 @@ def _made(spans: _Spans, shape: tuple[int, int], device: torch.device) -> BlockS
     table = np.column_stack((spans.some[at, 0], others, spans.parts[at])).astype(np.int32)
     edges, whole = on_device(table, device), _seen(spans.whole, shape, device)
     some = torch.zeros(shape, dtype=torch.bool, device=device)
-    places = edges[:, 0].long(), edges[:, 1].long()
-    some.index_put_(places, some.new_ones(()))
-    slots = (some.flatten().cumsum(0, dtype=torch.int32) - 1).clamp(min=0).view(shape)
-    bits = torch.zeros(max(len(edges), 1), SIZE, SIZE // 32, dtype=torch.int32, device=device)
-    for slot, of in zip(slots[places].split(_AT_A_TIME), edges.split(_AT_A_TIME), strict=True):
-        bits.index_add_(0, slot, _bits_of(of))  # parts share no pair
+    at = edges[:, 0].long(), edges[:, 1].long()
+    some.index_put_(at, some.new_ones(()))
+    numbers = (some.flatten().cumsum(0, dtype=torch.int32) - 1).clamp(min=0)
+    width = SIZE * SIZE // 32
+    places = torch.cat((numbers.new_full((1,), shape[1]), numbers * width))
+    bits = torch.zeros(max(len(edges), 1), width, dtype=torch.int32, device=device)
+    of_edges = numbers.view(shape)[at]
+    for number, of in zip(of_edges.split(_AT_A_TIME), edges.split(_AT_A_TIME), strict=True):
+        bits.index_add_(0, number, _bits_of(of).flatten(1))  # parts share no pair
     most = [_most(each, shape) for each in (spans.some, spans.whole)]
-    return BlockSparse(some, whole, slots, bits, *zip(*most, strict=True))
+    return BlockSparse(some, whole, places, bits.flatten(), *zip(*most, strict=True))
 
 
 def _seen(spans: np.ndarray, shape: tuple[int, int], device: torch.device) -> Tensor:

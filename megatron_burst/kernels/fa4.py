@@ -154,5 +154,5 @@ def _blocks(parts: "Parts", q: Tensor, k: Tensor, of_keys: bool) -> dict[str, An
     return {
         "block_sparse_tensors": BlockSparseTensorsTorch(*lists, block_size=(SIZE, SIZE)),
         "mask_mod": is_seen,
-        "aux_tensors": [blocks.slots, blocks.bits],
+        "aux_tensors": [blocks.places, blocks.bits],
     }

@@ -16,13 +16,17 @@ def is_seen(
 ) -> cute.TensorSSA:
     """Whether a row sees a key: a bit of `BlockSparse.bits`. All heads and samples are alike.
 
+    It is called for each element: indices are those of tensors with one axis, because with more the
+    strides are 64 bits wide, for which registers do not suffice.
+
     Args:
         batch, head, row, key: int32 of one element.
         seqlen_info: lengths, not needed.
-        aux_tensors: `BlockSparse.slots` and `.bits`.
+        aux_tensors: `BlockSparse.places` and `.bits`.
     """
-    slots, bits = aux_tensors
+    places, bits = aux_tensors
     at, of = row[0], key[0]
-    word = bits[slots[at // 128, of // 128], at % 128, of % 128 // 32]
-    bit = utils.scalar_to_ssa((word >> (of % 32)) & 1, cutlass.Int32)
+    place = places[(at >> 7) * places[0] + (of >> 7) + 1]  # blocks of 128
+    word = bits[place + ((at & 127) << 2) + ((of >> 5) & 3)]
+    bit = utils.scalar_to_ssa((word >> (of & 31)) & 1, cutlass.Int32)
     return bit != utils.scalar_to_ssa(0, cutlass.Int32)

@@ -34,8 +34,9 @@ def met(blocks, lists, of_keys, own, others):
             for other in numbers:
                 inside = np.ones((SIZE, SIZE), dtype=int)
                 if not whole:
-                    at = (other, block) if of_keys else (block, other)
-                    words = blocks.bits[blocks.slots[at]].numpy()
+                    row, key = (other, block) if of_keys else (block, other)
+                    place = blocks.places[1 + row * blocks.places[0] + key]
+                    words = blocks.bits[place : place + 4 * SIZE].view(SIZE, 4).numpy()
                     inside = (words[:, :, None] >> np.arange(32) & 1).reshape(SIZE, SIZE)
                     inside = inside.T if of_keys else inside
                 rows, columns = (slice(n * SIZE, (n + 1) * SIZE) for n in (block, other))
@@ -54,7 +55,7 @@ def test_every_pair_is_met_once(seed):
     assert not (blocks.some & blocks.whole).any()
     assert np.array_equal(met(blocks, blocks.of_rows, False, tokens, tokens), seen)
     assert np.array_equal(met(blocks, blocks.of_keys, True, tokens, tokens), seen.T)
-    assert {x.dtype for x in (*blocks.of_rows, blocks.bits, blocks.slots)} == {torch.int32}
+    assert {x.dtype for x in (*blocks.of_rows, blocks.bits, blocks.places)} == {torch.int32}
     for x in (*blocks.of_rows, *blocks.of_keys):
         assert x.stride() == torch.empty(x.shape).stride()  # also where an axis has one
 

@@ -70,5 +70,6 @@ def config_of(given: dict, dtype: torch.dtype, cp: int):
     )  # fmt: skip
     names = {field.name for field in fields(kind) if field.init}
     config = kind(**{name: options.pop(name) for name in names & options.keys()})
-    vars(config).update(options)
+    # that YaRN has no factor, it takes for one
+    vars(config).update({name: x for name, x in options.items() if x is not None})
     return config
