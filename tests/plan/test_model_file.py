@@ -112,6 +112,8 @@ def test_a_model_of_the_local_cache(where, tmp_path, monkeypatch):
     folder = tmp_path / below / "models--meta-llama--Meta-Llama-3-8B"
     with pytest.raises(BurstError, match="hf:meta-llama/.* must be in the local cache.*got no .*/"):
         model_of("hf:meta-llama/Meta-Llama-3-8B")
+    with pytest.raises(BurstError, match="hf: must be followed by a name"):
+        model_of("hf:")
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("abc123")
     for commit, config in (
