@@ -100,6 +100,7 @@ def test_presets_are_found_whatever_their_capitals_and_dashes(name, billions):
     assert model_of("Llama-3.1-8B") == PRESETS["llama3.1-8b"]
     assert len({preset_name(one) for one in PRESETS}) == len(PRESETS)
     assert same(model_of("Llama-3.3-70B"), "llama3.3-70b")
+    assert same(model_of("Qwen3.6-35B-A3B"), "qwen3.5-35b-a3b")
     assert replace(PRESETS["deepseek-r1"], name="deepseek-v3") == PRESETS["deepseek-v3"]
 
 
