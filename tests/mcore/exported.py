@@ -67,6 +67,7 @@ def config_of(given: dict, dtype: torch.dtype, cp: int):
     options = given["config"] | dict(
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype is torch.bfloat16,
         context_parallel_size=cp, cp_comm_type="burst", perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
     )  # fmt: skip
     names = {field.name for field in fields(kind) if field.init}
     config = kind(**{name: options.pop(name) for name in names & options.keys()})
