@@ -27,10 +27,10 @@ def errors_of(path: Path, dtype: torch.dtype, backend: str) -> tuple[torch.Tenso
 
     given = torch.load(path, weights_only=False)
     gpt = model_of(given, dtype, backend)
-    batch = {name: given[name].cuda() for name in ("tokens", "position_ids", "truth")}
+    batch = {name: given[name].cuda() for name in ("tokens", "truth")}
     batch = sharded(batch, parallel_state.get_context_parallel_group())
-    with torch.no_grad():
-        got = gpt(batch["tokens"], batch["position_ids"], attention_mask=None)
+    with torch.no_grad():  # rotary embeddings are of all positions, and then sharded
+        got = gpt(batch["tokens"], given["position_ids"].cuda(), attention_mask=None)
     truth = batch["truth"].double()
     errors = (got.double() - truth).norm(dim=-1) / truth.norm(dim=-1)
     cores = {type(layer.self_attention.core_attention).__name__ for layer in gpt.decoder.layers}
