@@ -55,7 +55,14 @@ def test_logits_are_those_of_transformers(case):
     another expert."""
     dtype, backend, environment = CASES[case]
     every = run_ranks(
-        all_errors, 2, dtype, backend, backend="nccl", environment=environment, fresh=True
+        all_errors,
+        2,
+        dtype,
+        backend,
+        backend="nccl",
+        environment=environment,
+        fresh=True,
+        timeout_s=500,
     )
     for name in every[0]:
         found = [ranks[name] for ranks in every]
