@@ -96,11 +96,15 @@ def _of_packing(job: Job) -> Iterator[str]:
 
 
 def _of_one_rank(best: Candidate) -> Iterator[str]:
-    """That no sequence is sharded."""
-    if best.strategy.cp == 1:
+    """That no sequence is sharded, and what of burst runs all the same."""
+    strategy = best.strategy
+    if strategy.cp == 1:
+        flags = ["--burst-keep"] if strategy.keep != "none" else []
+        flags += ["--burst-fused-loss"] if strategy.fused_loss else []
+        still = f"; {' and '.join(flags)} of this plan run without it" if flags else ""
         yield (
             "with CP 1 no two ranks share a sequence, so burst attention is not used: this job can "
-            "train without it, or be planned with --cp 2 or more"
+            f"train without it, or be planned with --cp 2 or more{still}"
         )
 
 

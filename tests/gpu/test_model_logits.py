@@ -51,11 +51,18 @@ def all_errors(rank: int, dtype: torch.dtype, backend: str) -> dict[str, tuple]:
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case):
     """In float32 to some hundred roundings of 6e-8. In bf16 the median token is at most 1.5 times
-    as far off as in transformers' own bf16; the largest error is of a token that a router sends to
-    another expert."""
+    as far off as in transformers' own bf16; a token that a router sends to
+    another expert is farther off."""
     dtype, backend, environment = CASES[case]
     every = run_ranks(
-        all_errors, 2, dtype, backend, backend="nccl", environment=environment, fresh=True
+        all_errors,
+        2,
+        dtype,
+        backend,
+        backend="nccl",
+        environment=environment,
+        fresh=True,
+        timeout_s=500,
     )
     for name in every[0]:
         found = [ranks[name] for ranks in every]

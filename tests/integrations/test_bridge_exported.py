@@ -14,8 +14,8 @@ if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed: make test-integrations", allow_module_level=True)
 preload("megatron.bridge", "megatron.bridge.training.config")
 
-from tests.integrations.export_logits import export  # noqa: E402
-from tests.integrations.test_bridge_logits import EXACT, MODELS, OWN_LAYERS  # noqa: E402
+from tests.integrations.export_logits import NAMES, export  # noqa: E402
+from tests.integrations.test_bridge_logits import EXACT  # noqa: E402
 
 
 def read(rank, path, dtype):
@@ -30,7 +30,7 @@ def read(rank, path, dtype):
     return float(errors.max()), float(errors.median()), cores
 
 
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - OWN_LAYERS))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_model_in_a_file_has_the_logits_of_transformers(name, tmp_path):
     export(name, tmp_path)
     (path,) = tmp_path.iterdir()

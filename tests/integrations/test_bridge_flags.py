@@ -75,17 +75,23 @@ SAID_OTHERWISE = {  # by name or model type: what Bridge has where ours is the s
 }  # fmt: skip
 
 
-def provided(config, folder):
-    """Fields of the provider that Bridge makes of a config.json."""
-    from megatron.bridge import AutoBridge
+def read(config, folder):
+    """What transformers reads of a config.json."""
     from transformers import AutoConfig
 
     kind = TYPES.get(config["model_type"], Type()).name
     usual = {"architectures": [f"{kind}ForCausalLM"], "torch_dtype": "bfloat16"}
     config = usual | config
     (folder / "config.json").write_text(json.dumps(config))
-    read = AutoConfig.from_pretrained(folder)
-    provider = AutoBridge.from_hf_config(read).to_megatron_provider(load_weights=False)
+    return AutoConfig.from_pretrained(folder)
+
+
+def provided(config, folder):
+    """Fields of the provider that Bridge makes of a config.json."""
+    from megatron.bridge import AutoBridge
+
+    bridge = AutoBridge.from_hf_config(read(config, folder))
+    provider = bridge.to_megatron_provider(load_weights=False)
     fields = {each.name: getattr(provider, each.name) for each in dataclasses.fields(provider)}
     return {name: getattr(value, "__name__", value) for name, value in fields.items()}
 

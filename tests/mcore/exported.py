@@ -27,10 +27,10 @@ def errors_of(path: Path, dtype: torch.dtype, backend: str) -> tuple[torch.Tenso
 
     given = torch.load(path, weights_only=False)
     gpt = model_of(given, dtype, backend)
-    batch = {name: given[name].cuda() for name in ("tokens", "position_ids", "truth")}
+    batch = {name: given[name].cuda() for name in ("tokens", "truth")}
     batch = sharded(batch, parallel_state.get_context_parallel_group())
-    with torch.no_grad():
-        got = gpt(batch["tokens"], batch["position_ids"], attention_mask=None)
+    with torch.no_grad():  # rotary embeddings are of all positions, and then sharded
+        got = gpt(batch["tokens"], given["position_ids"].cuda(), attention_mask=None)
     truth = batch["truth"].double()
     errors = (got.double() - truth).norm(dim=-1) / truth.norm(dim=-1)
     cores = {type(layer.self_attention.core_attention).__name__ for layer in gpt.decoder.layers}
@@ -67,6 +67,7 @@ def config_of(given: dict, dtype: torch.dtype, cp: int):
     options = given["config"] | dict(
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype is torch.bfloat16,
         context_parallel_size=cp, cp_comm_type="burst", perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
     )  # fmt: skip
     names = {field.name for field in fields(kind) if field.init}
     config = kind(**{name: options.pop(name) for name in names & options.keys()})

@@ -95,6 +95,19 @@ EXPECTED = {
         moe_shared_expert_intermediate_size=20480, moe_shared_expert_gate=True,
         moe_router_pre_softmax=True,
     ),
+    "Qwen3-8B": like_llama(
+        36, 4096, 12288, 32, 8, 151936, layernorm_epsilon=1e-6, rotary_base=1000000,
+        qk_layernorm=True,
+    ),
+    "Mixtral-8x7B": like_llama(
+        32, 4096, 14336, 32, 8, 32000, rotary_base=1000000, num_moe_experts=8,
+        moe_ffn_hidden_size=14336,
+    ),
+    "Phi-4": like_llama(40, 5120, 17920, 40, 10, 100352, rotary_base=250000),
+    "Seed-OSS-36B": like_llama(
+        64, 5120, 27648, 80, 8, 155136, layernorm_epsilon=1e-6, rotary_base=10000000,
+        add_qkv_bias=None,
+    ),
     "Qwen3-30B-A3B": like_llama(
         48, 2048, 6144, 32, 4, 151936, layernorm_epsilon=1e-6, rotary_base=1000000,
         num_moe_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768, qk_layernorm=True,
@@ -176,3 +189,8 @@ EXPECTED = {
 def test_megatron_builds_the_model_of_the_config(name):
     model = from_hugging_face(PRINTED[name][0], name)
     assert changed(" ".join(as_words(model_flags(model)))) == EXPECTED[name]
+
+
+def test_a_model_of_every_type_whose_flags_are_printed_is_here():
+    every = {config["model_type"] for config, _ in PRINTED.values()}
+    assert {PRINTED[name][0]["model_type"] for name in EXPECTED} == every

@@ -100,6 +100,7 @@ def test_presets_are_found_whatever_their_capitals_and_dashes(name, billions):
     assert model_of("Llama-3.1-8B") == PRESETS["llama3.1-8b"]
     assert len({preset_name(one) for one in PRESETS}) == len(PRESETS)
     assert same(model_of("Llama-3.3-70B"), "llama3.3-70b")
+    assert same(model_of("Qwen3.6-35B-A3B"), "qwen3.5-35b-a3b")
     assert replace(PRESETS["deepseek-r1"], name="deepseek-v3") == PRESETS["deepseek-v3"]
 
 
@@ -112,6 +113,8 @@ def test_a_model_of_the_local_cache(where, tmp_path, monkeypatch):
     folder = tmp_path / below / "models--meta-llama--Meta-Llama-3-8B"
     with pytest.raises(BurstError, match="hf:meta-llama/.* must be in the local cache.*got no .*/"):
         model_of("hf:meta-llama/Meta-Llama-3-8B")
+    with pytest.raises(BurstError, match="hf: must be followed by a name"):
+        model_of("hf:")
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("abc123")
     for commit, config in (

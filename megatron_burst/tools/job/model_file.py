@@ -57,6 +57,11 @@ def _cached_config(name: str) -> Path:
     reference = folder / "refs" / (revision or "main")
     commit = reference.read_text().strip() if reference.is_file() else revision or "main"
     path = folder / "snapshots" / commit / "config.json"
+    if not repository:
+        raise BurstError(
+            "plan: hf: must be followed by a name, because the cache has models by name; got "
+            f"{name!r}; write e.g. hf:Qwen/Qwen3-8B"
+        )
     if not path.is_file():
         raise BurstError(
             f"plan: {name} must be in the local cache, because nothing is downloaded here; got no "
