@@ -118,9 +118,10 @@ def cases(seq: int, heads: int, device: torch.device, dtype: torch.dtype) -> dic
         "prefix": slices.prefix_lm(seq // 2, seq),
         "a quarter of blocks of 128": slices.blocks(alive, 128, seq, causal=True),
         "16 answers as slices": slices.tree(lengths, parents),
+        "random tree as slices": slices.tree(*(of_any := random_tree(seq, depth=6))),
     }
     found |= {name: Case({"causal": False, "slices": x}, x) for name, x in drawn.items()}
-    trees = {"16 answers": (lengths, parents), "random tree": random_tree(seq, depth=6)}
+    trees = {"16 answers": (lengths, parents), "random tree": of_any}
     for name, of in trees.items():
         starts = torch.tensor([0, *accumulate(of[0])], dtype=torch.int32)
         found[name] = Case({"cu_seqlens": starts, "prefix_tree": of[1]}, slices.tree(*of))

@@ -257,7 +257,7 @@ def _documents(
     from megatron_burst.engine.sample import Sample
 
     sample = Sample(*given)
-    if sample.slices is None:
+    if sample.slices is sample.parents is None:
         return documents_of(state.samples, sample, sizes[:2], layout, like)
     from megatron_burst.engine.slices import slices_of
 
@@ -315,8 +315,9 @@ class BurstAttentionFunction(torch.autograd.Function):
         with here, _without_autocast(out), ctx.its_backward() as this:
             begin = partial(this.begin, ctx.documents.checked() if ctx.documents else None)
             dout = _readable(dout)
-            grads = ctx.passes.backward(left, out, dout, ctx.documents, begin)
-            dsink = sink_grad(sink, lse, row_delta(dout, out)) if ctx.needs_input_grad[3] else None
+            delta = row_delta(dout, out) if ctx.needs_input_grad[3] else None
+            grads = ctx.passes.backward(left, out, dout, ctx.documents, begin, delta)
+            dsink = None if delta is None else sink_grad(sink, lse, delta)
             return *(grad.to(out.dtype) for grad in grads), dsink, None, None, None
 
 

@@ -63,9 +63,14 @@ class Call:
         return "cu_seqlens" in self.given
 
     @property
+    def sliced(self) -> bool:
+        """Whether a run is told what a query sees by slices, which a tree becomes."""
+        return "slices" in self.given or "prefix_tree" in self.given
+
+    @property
     def mask(self) -> Mask:
         """Which keys a query sees, by position; slices, as documents, only tell a run."""
-        if "slices" in self.given:
+        if self.sliced:
             in_order = self.causal and self.layout != Layout.DOCUMENTS
             return Mask(None, 0 if in_order else None, True)
         return Mask(*self.window, self.packed)
@@ -85,7 +90,7 @@ class Call:
         return Problem(
             device.type, self.dtypes[0], shape.dim_qk, shape.dim_v,
             shape.heads_q != shape.heads_kv, self.config.reproducible, arch_of(device),
-            frozenset({SLICES}) if "slices" in self.given else mask.needs, self.config.invariant,
+            frozenset({SLICES}) if self.sliced else mask.needs, self.config.invariant,
         )  # fmt: skip
 
     def facts(self) -> dict[str, str]:

@@ -19,7 +19,6 @@ from megatron_burst.engine.sample import (
     of_tensors,
     of_values,
 )
-from megatron_burst.engine.tree import Branch, Tree, rows_before
 from megatron_burst.errors import require
 from megatron_burst.kernels.backends import Backend
 from megatron_burst.kernels.visible import Segments, Visible
@@ -49,8 +48,7 @@ def documents_of(
 class Documents:
     """Where the documents of one sample begin, and everything derived from that, once per sample.
 
-    Computed on the device without synchronizing the host. Trees are the exception: their boundaries
-    determine the kernel calls, so the host waits for boundaries that are on the device.
+    Computed on the device without synchronizing the host.
 
     Args:
         sample: from the caller; copied, because the caller may write the next sample's boundaries
@@ -62,7 +60,8 @@ class Documents:
 
     Attributes:
         known: a text that ranks compare, if the boundaries came on the CPU.
-        parents: of the documents, if they are segments of a tree; -1 for none.
+        parents: of the documents, if they are segments of a tree, as `slices_of` makes slices; -1
+            for none.
 
     Raises:
         BurstError: if boundaries that are on the CPU are invalid.
@@ -78,7 +77,6 @@ class Documents:
         (rows, self._cp_size), self._told = sizes, None
         self._tokens = rows * self._cp_size
         self._found: dict[tuple[Places, Places, int] | Runs, Segments] = {}
-        self._branches: dict[tuple[Places, Places, int], tuple[Branch, ...]] = {}
         self._arranged: dict[tuple, Tensor] = {}
         self._restored: dict[tuple, Tensor] = {}
         given = sample.cu_seqlens, sample.padded
@@ -94,16 +92,6 @@ class Documents:
         starts, padded = (x if x is None else x.to(**to_device) for x in ours)
         self._starts = starts if padded is None else padded
         self._lengths = None if padded is None else starts.diff()
-        self._tree: Tree | None = None
-        if self.parents is not None:
-            self._plant(self.parents, device)
-
-    def _plant(self, parents: Sequence[int], device: torch.device) -> None:
-        """Merge documents with only children, and set up the branches."""
-        self.known = self.checked()
-        self._tree = Tree(self._host[0].tolist(), parents)
-        self._longest, self._tail_segments = self._most_rows(self._tree.starts), 1
-        self._starts = self._tree.starts.to(device, torch.int32, non_blocking=True)
 
     def _find_longest(self) -> int:
         self.checked()
@@ -132,16 +120,6 @@ class Documents:
             if self.parents is not None:
                 self._told["prefix_tree"] = told_briefly(f"{self.parents}", len(starts) - 1)
         return self._told
-
-    def branches(self, q: Places, keys: Places, unit: int = 1) -> tuple[Branch, ...]:
-        """What queries at positions `q` see of ancestors at `keys`; nothing without a tree."""
-        if self._tree is None:
-            return ()
-        call = q, keys, unit
-        if call not in self._branches:
-            places = in_rows(q, unit), in_rows(keys, unit)
-            self._branches[call] = self._tree.branches(*places, self._starts.device)
-        return self._branches[call]
 
     def meet(self, between: Between) -> bool:
         """Whether some queries see some keys: not decided, because that is not known of boundaries
@@ -311,6 +289,15 @@ def told_briefly(text: str, count: int, what: str = "documents") -> str:
     """A list of numbers, shortened, with a digest that tells it from others."""
     digest = blake2b(text.encode(), digest_size=8).hexdigest()
     return f"{text if count < 10 else f'{text[:40]} ... of {count} {what}'} ({digest})"
+
+
+def rows_before(edges: Tensor, places: Places) -> Tensor:
+    """How many of the rows at these ascending positions are before each edge: int32."""
+    if len(places) == 1 and places[0].start == 0:
+        return edges.clamp(max=len(places[0])).int()
+    return torch.stack([(edges - at.start).clamp(0, len(at)) for at in places]).sum(
+        0, dtype=torch.int32
+    )
 
 
 def doubt_end(what: str, end: int, tokens: int, cp_size: int, who: str = _WHO) -> None:

@@ -24,7 +24,6 @@ from megatron_burst.kernels.partial import (
 )
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule import program as ops
-from megatron_burst.schedule.layout import Runs
 from megatron_burst.schedule.program import Buffer, Home, Ref
 
 _NAN = 0xFF  # each byte of a NaN, in every dtype
@@ -266,19 +265,10 @@ def visible(binder: Binder, op: ops.Attend | ops.AttendBackward) -> Callable[[Ru
     return lambda run: run.documents.visible(band, places, run.unit, run.executor.backend)
 
 
-def branches(op: ops.Attend | ops.AttendBackward) -> Callable[[Run], tuple] | None:
-    """What the queries of a kernel call see in addition, in separate calls."""
-    places = op.places if op.mask.documents else None
-    if places is None or isinstance(places, Runs):  # a tree is sharded as one sample
-        return None
-    return lambda run: run.documents.branches(*places, run.unit)
-
-
 def attend(binder: Binder, op: ops.Attend) -> Bound:
     q, kv, into = part(binder, op.q), part(binder, op.kv), first_of(binder, op.into)
     sees, made = visible(binder, op), is_made(binder, op.into[0])
     own = op.into[0].buffer if len(op.into) == 1 else None
-    more = branches(op)
 
     def bound(run: Run) -> None:
         keys, backend, scale = kv(run), run.executor.backend, run.executor.scale
@@ -296,10 +286,6 @@ def attend(binder: Binder, op: ops.Attend) -> Bound:
             run.fields[own] = dict(zip(("out", "lse"), results, strict=True))
         if sink is not None and not native:
             merge_parts(*results, [results], sink)
-        if more and (found := more(run)):
-            from megatron_burst.engine.tree import attend_branches  # loaded with documents
-
-            attend_branches(backend, tensors, scale, found, results)
 
     return bound
 
@@ -308,7 +294,7 @@ def attend_backward(binder: Binder, op: ops.AttendBackward) -> Bound:
     sides, kv = first_of(binder, op.sides), part(binder, op.kv)
     dq, dkv = part(binder, op.dq), part(binder, op.dkv)
     dq_made, dkv_made = is_made(binder, op.dq), is_made(binder, op.dkv)
-    sees, more = visible(binder, op), branches(op)
+    sees = visible(binder, op)
 
     def bound(run: Run) -> None:
         fields, keys, into = sides(run), kv(run), None
@@ -324,10 +310,6 @@ def attend_backward(binder: Binder, op: ops.AttendBackward) -> Bound:
             grads = backend.backward(*tensors, scale, seen, **how)
         else:
             grads = seen.backward(backend, *tensors, scale, **how)
-        if more and (found := more(run)):
-            from megatron_burst.engine.tree import add_branches
-
-            add_branches(backend, tensors, scale, found, grads, deterministic)
         if into is None:
             run.fields[op.dq.buffer] = {"dq": grads[0]}
             run.fields[op.dkv.buffer] = {"dk": grads[1], "dv": grads[2]}
@@ -366,7 +348,10 @@ def delta(binder: Binder, op: ops.Delta) -> Bound:
 
     def bound(run: Run) -> None:
         fields = side(run)
-        run.fields[op.into.buffer] = {"delta": row_delta(fields["dout"], fields["out"])}
+        found = fields.get("delta")  # a call with sinks has it
+        if found is None:
+            found = row_delta(fields["dout"], fields["out"])
+        run.fields[op.into.buffer] = {"delta": found}
 
     return bound
 

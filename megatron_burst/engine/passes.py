@@ -125,6 +125,7 @@ class Passes:
     def backward(
         self, left: Sequence[Tensor], out: Tensor, dout: Tensor,
         documents: "Documents | None" = None, begin: Callable[[], object] = dict,
+        delta: Tensor | None = None,
     ) -> Tensors:  # fmt: skip
         """Gradients of this rank's q, k and v, in their dtype or the accumulation dtype.
 
@@ -132,6 +133,7 @@ class Passes:
             left: what forward saved.
             out, dout: [b, n, h, dv].
             documents, begin: as in forward.
+            delta: [b, h, n] of out and dout, if the caller has it.
         """
         executor, side = self.backward_executor, {"dout": dout, "out": out}
         shape, given, like = self.spec.shape, {}, (dout,) * 3
@@ -141,7 +143,7 @@ class Passes:
             given, like = {"kv": {"k": k, "v": v}}, (q, k, v)
         dims = {"dq": shape.dim_qk, "dk": shape.dim_qk, "dv": shape.dim_v}
         rows = {name: (x, dim) for (name, dim), x in zip(dims.items(), like, strict=True)}
-        given["side"] = side
+        given["side"] = side | ({} if delta is None else {"delta": delta})
         of_forward = dict(zip(self.forward_executor.program.left, left, strict=True))
         run = executor.run(given, of_forward, documents, partial(_results, executor, rows), begin)
         return run.fields["dq"]["dq"], run.fields["dkv"]["dk"], run.fields["dkv"]["dv"]

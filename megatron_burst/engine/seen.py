@@ -31,18 +31,13 @@ def seen_at(mask: Mask, sample: Documents | Slices | None, q: Tensor, k: Tensor)
 
 
 def _in_documents(sample: Documents, q: Tensor, k: Tensor) -> Tensor:
-    """Queries see their own document, and its ancestors in a tree; padding is not seen, and sees
-    nothing."""
+    """Queries see their own document; padding is not seen, and sees nothing."""
     starts, ends = (torch.tensor(edges, device=q.device) for edges in sample.extents)
     of_q, of_k = (torch.searchsorted(starts, places, right=True) - 1 for places in (q, k))
     inside_q, inside_k = (
         (of >= 0) & (places < ends[of.clamp(min=0)]) for of, places in ((of_q, q), (of_k, k))
     )
-    parents = torch.tensor(sample.parents or [-1] * len(starts), device=q.device)
     seen = of_q.unsqueeze(1) == of_k
-    while sample.parents and bool((of_q >= 0).any()):
-        of_q = parents[of_q].where(of_q >= 0, -1)
-        seen |= of_q.unsqueeze(1) == of_k
     return seen & inside_q.unsqueeze(1) & inside_k
 
 

@@ -1,28 +1,38 @@
-"""Slices for kernels that take no parts of a score matrix: a call for each part of a tile.
+"""Slices for kernels that do not take all parts of a score matrix: a call for each part of a tile.
 
 Parts of the same kind that follow each other in queries and in keys (chunks, packed samples, a
-depth of trees) are segments of one call. If a tile needs many calls, another kernel takes all of
-its parts in one, if there is such a kernel.
+depth of trees) are segments of one call. If a tile needs many calls, or some whose rows overlap,
+one call takes all parts: by blocks if the kernel has them and most are seen whole or not at all;
+else, for many calls, another kernel if there is one.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_burst.engine.tree import Branch, overlaps
 from megatron_burst.kernels.backends import Backend, Problem, QuerySide, arch_of, in_one_call
+from megatron_burst.kernels.block_sparse import is_worth
 from megatron_burst.kernels.partial import accumulate_dtype, merge_parts
 from megatron_burst.kernels.parts import Parts, on_device
 from megatron_burst.kernels.visible import Segments, Visible
-from megatron_burst.schedule.mask import Span
+from megatron_burst.schedule.mask import Span, cut
 
 _RECENT = 16  # groups that a part may continue: bounds the search
 _MANY = 64  # calls of a tile; more are one call of a kernel that takes parts
+
+
+class TileCall(NamedTuple):
+    """One of the kernel calls of a tile."""
+
+    rows: Span  # query rows of the tile, from the first that sees a key to the last
+    keys: Span  # key rows, from the first that is seen to the last
+    visible: Visible  # which of these keys each of these queries sees
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +60,13 @@ class Calls:
         return len(self._first_groups) > _MANY
 
     @cached_property
-    def calls(self) -> tuple[Branch, ...]:
+    def overlap(self) -> bool:
+        """Whether some calls have rows in common, so that their results must be merged."""
+        spans = [Span(int(group[0, 0]), int(group[-1, 1])) for group in self._first_groups]
+        return not all(_alone(spans))
+
+    @cached_property
+    def calls(self) -> tuple[TileCall, ...]:
         """Each call: its rows and keys in the tile, and what is seen of these."""
         groups = self._first_groups
         if self.are_many:
@@ -62,15 +78,20 @@ class Calls:
         """Which calls have no row in common with others; rows that some call has, and for each the
         calls that have them with the rows within these."""
         spans = [call.rows for call in self.calls]
-        return tuple(_alone(spans)), tuple(overlaps(spans)) if spans else ()
+        return tuple(_alone(spans)), tuple(_overlaps(spans)) if spans else ()
 
-    def _instead(self, q: Tensor, k: Tensor, v: Tensor) -> Backend | None:
-        """The kernel that takes many parts in one call."""
-        if not self.are_many:
+    def _instead(
+        self, run: Backend, q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False
+    ) -> Backend | None:
+        """The kernel that takes all parts in one call."""
+        if not (self.are_many or self.overlap):
             return None
         dims, kind = (k.shape[3], v.shape[3]), (q.device.type, q.dtype)
         grouped, arch = q.shape[2] != k.shape[2], arch_of(q.device)
-        return in_one_call(Problem(*kind, *dims, grouped=grouped, arch=arch))
+        problem = Problem(*kind, *dims, grouped, deterministic, arch)
+        if run.capability.takes_blocks(problem) and is_worth(self.parts, q.shape[1], k.shape[1]):
+            return run
+        return in_one_call(problem) if self.are_many else None
 
     def forward(
         self, run: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float,
@@ -81,7 +102,7 @@ class Calls:
             out = q.new_empty(*q.shape[:3], v.shape[3])
             sums = accumulate_dtype(q.dtype)
             into = out, q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=sums)
-        if other := self._instead(q, k, v):
+        if other := self._instead(run, q, k, v):
             return other.forward(q, k, v, scale, Visible(parts=self.parts), into=into)
         (out, lse), (alone, shared), parts = into, self.merges, {}
         for index, (call, single) in enumerate(zip(self.calls, alone, strict=True)):
@@ -105,7 +126,7 @@ class Calls:
         into: tuple[Tensor, Tensor, Tensor] | None = None, deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """As `Backend.backward`; gradients are summed in the accumulation dtype, call by call."""
-        if other := self._instead(side.q, k, v):
+        if other := self._instead(run, side.q, k, v, deterministic):
             totals = other.backward(side, k, v, scale, Visible(parts=self.parts), into=into)
         else:
             totals = self._sums(run, side, k, v, scale, deterministic)
@@ -133,6 +154,16 @@ class Calls:
             for total, place, grad in zip(totals, (rows, keys, keys), grads, strict=True):
                 total[:, place] += grad
         return totals
+
+
+def _overlaps(spans: Sequence[Span]) -> Iterator[tuple[slice, list[tuple[int, slice]]]]:
+    """Runs of rows covered by the same spans, so that each is rounded once: which spans, where."""
+    for rows in cut(spans, max(span.stop for span in spans)):
+        found = [
+            (i, rows.moved(-span.start).slice) for i, span in enumerate(spans) if span.holds(rows)
+        ]
+        if found:
+            yield rows.slice, found
 
 
 def _alone(spans: Sequence[Span]) -> list[bool]:
@@ -203,13 +234,13 @@ def _bounds(parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return left, np.where(right >= np.maximum(end - begin - 1, 1), -1, right)
 
 
-def _call(group: np.ndarray, device: torch.device) -> Branch:
+def _call(group: np.ndarray, device: torch.device) -> TileCall:
     """One call; between its segments are queries without keys, and keys that no query sees."""
     begin, end, first, last = group[:, :4].T
     rows, keys = Span(int(begin[0]), int(end[-1])), Span(int(first[0]), int(last[-1]))
     left, right = (None if x[0] < 0 else int(x[0]) for x in _bounds(group[:1]))
     if len(group) == 1:
-        return Branch(rows, keys, Visible(left, right))
+        return TileCall(rows, keys, Visible(left, right))
     # behind each segment one of queries alone, then one of keys alone
     of_q = np.stack((end[:-1], begin[1:], begin[1:]), 1).ravel() - rows.start
     of_keys = np.stack((last[:-1], last[:-1], first[1:]), 1).ravel() - keys.start
@@ -217,4 +248,4 @@ def _call(group: np.ndarray, device: torch.device) -> Branch:
              for x, of in ((of_q, rows), (of_keys, keys))]  # fmt: skip
     longest = (max(int(np.diff(each).max()), 1) for each in edges)
     segments = Segments(*(on_device(each, device) for each in edges), *longest)
-    return Branch(rows, keys, Visible(left, right, segments))
+    return TileCall(rows, keys, Visible(left, right, segments))

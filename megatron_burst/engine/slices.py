@@ -21,6 +21,7 @@ from megatron_burst.engine.sample import Sample, identity
 from megatron_burst.engine.slice_calls import Calls
 from megatron_burst.engine.slice_checks import need_of_pairs, need_of_tensor, work_of_ranks
 from megatron_burst.engine.slice_parts import Bands
+from megatron_burst.engine.tree import slices_of_tree
 from megatron_burst.errors import require
 from megatron_burst.kernels.backends import Backend
 from megatron_burst.kernels.parts import Parts
@@ -38,18 +39,18 @@ def slices_of(
     group: Group, sample: Sample, causal: bool, sizes: tuple[int, int, int], layout: str,
     like: Tensor,
 ) -> "Slices":  # fmt: skip
-    """The slices of a sample, built once for all layers, which pass the same ones; arguments and
-    errors as of `Slices`, and of `documents_of`. Tells the user how even the first sample is."""
-    cache = group.samples
-    key = identity(sample.slices), causal, sizes, like.shape[0], layout, Where.of(like)
-    documents = None
-    if layout == Layout.DOCUMENTS:
+    """The slices of a sample, or of its tree, built once for all layers, which pass the same ones;
+    arguments and errors as of `Slices`, and of `documents_of`. Tells the user how even the first
+    sample is."""
+    cache, documents = group.samples, None
+    if sample.cu_seqlens is not None:  # where rows are, or segments of a tree
         documents = documents_of(cache, sample._replace(slices=None), sizes[:2], layout, like)
-        key = *key, id(documents)
+    key = identity(sample.slices), id(documents), causal, sizes, like.shape[0], layout
+    key = *key, Where.of(like)
     found = cache.recent(key)
     if found is None:
         found = cache[key] = Slices(
-            sample,
+            sample.slices,
             causal,
             (*sizes[:2], like.shape[0], sizes[2]),
             Layout(layout),
@@ -67,12 +68,13 @@ class Slices:
     waits for the device, except for boundaries of documents that are on a GPU.
 
     Args:
-        sample: from the caller.
+        given: from the caller; None: those of a tree.
         causal: whether the caller says that no query sees a later key.
         sizes: tokens on a rank, ranks, sequences of the batch, and keys on a rank.
         layout: how tokens are sharded.
         device: where kernels run.
-        documents: says where rows are, in the layout of documents.
+        documents: says where rows are, in the layout of documents; or what the segments of a tree
+            are.
 
     Attributes:
         known: a text that ranks compare.
@@ -84,19 +86,22 @@ class Slices:
     """
 
     def __init__(
-        self, sample: Sample, causal: bool, sizes: tuple[int, int, int, int], layout: Layout,
+        self, given: Tensor | None, causal: bool, sizes: tuple[int, int, int, int], layout: Layout,
         device: torch.device, documents: Documents | None = None,
     ) -> None:  # fmt: skip
-        require(_WHO, need_of_tensor(sample.slices))
-        slices = sample.slices.numpy().astype(np.int64)
         self._tokens, self._shards = sizes[0] * sizes[1], (sizes[1], layout)
         self._keys = sizes[3] * sizes[1]
-        require(_WHO, need_of_pairs(slices, (self._tokens, self._keys), causal))
+        if given is None:
+            known, given = documents.checked(), slices_of_tree(documents.starts, documents.parents)
+        else:
+            require(_WHO, need_of_tensor(given))
+            known = {"slices": _told(given.numpy())} | dict((documents and documents.known) or {})
+        slices = given.numpy().astype(np.int64)
+        if "slices" in known:
+            require(_WHO, need_of_pairs(slices, (self._tokens, self._keys), causal))
+            doubt_end("slices", int(slices[:, 1].max()), self._tokens, sizes[1])
         self._batch = sizes[2]
-        doubt_end("slices", int(slices[:, 1].max()), self._tokens, sizes[1])
-        self.known = {"slices": _told(slices)}
-        self.known |= dict(documents.known or {}) if documents else {}
-        self.slices, self._device, self.documents = slices, device, documents
+        self.known, self.slices, self._device, self.documents = known, slices, device, documents
         self._bands = Bands(slices)
         self._found: dict[tuple, Visible | Calls] = {}
         self._met: dict[Between, bool] = {}
@@ -108,7 +113,8 @@ class Slices:
         """How evenly ranks share the work of a sample sharded as a whole, and how many of the other
         ranks' keys a rank needs, in words."""
         cp_size, layout = self._shards
-        if layout not in (Layout.ZIGZAG, Layout.CONTIGUOUS) or cp_size == 1:
+        whole = layout in (Layout.ZIGZAG, Layout.CONTIGUOUS) and len(self.slices)
+        if not whole or cp_size == 1:
             return "each rank computes its own rows"
         work = work_of_ranks(torch.from_numpy(self.slices), cp_size, layout, self._tokens)
         ratio = max(work) * len(work) / sum(work)
@@ -124,10 +130,6 @@ class Slices:
         """A text that ranks compare; what came on a GPU is checked now."""
         return self.known | dict(self.documents.checked() if self.documents else {})
 
-    def branches(self, q: Places, keys: Places, unit: int = 1) -> tuple[()]:
-        """What is seen in other kernel calls: nothing."""
-        return ()
-
     def meet(self, between: Between) -> bool:
         """Whether any query of some chunks sees any key of some."""
         found = self._met.get(between)
@@ -142,7 +144,7 @@ class Slices:
         cp_size, layout = self._shards
         count = len(chunks_held(layout, 0, cp_size)) * cp_size
         whole: list = [[0, self._tokens], [0, self._keys]]
-        if self.documents is not None:
+        if self.documents is not None and layout == Layout.DOCUMENTS:
             whole = [self.documents.starts] * 2
         sides = []
         for starts in whole:

@@ -64,6 +64,10 @@ class Capability:
     # documents, segments with a band each (`Visible.segments`); slices, parts of the score
     # matrix (`Visible.parts`), which else are composed of the other two
     masks: frozenset[str] = frozenset()
+    # by major compute capability, the largest head dimension up to which it takes any parts in one
+    # call, with gradients that are not deterministic; fast if most blocks of the score matrix are
+    # seen whole or not at all
+    block_sparse_on: Mapping[int, int] = field(default_factory=dict)
     wide_grads: bool = False  # whether gradients have the accumulation dtype, not the input's
     sinks: bool = False  # whether forward takes attention sinks; else they join in another pass
     deterministic: bool = True  # whether it can compute bitwise reproducible gradients
@@ -108,6 +112,11 @@ class Capability:
     def composed(self) -> frozenset[str]:
         """Masks that several calls make: slices, of bands and segments."""
         return frozenset({SLICES} if {WINDOWS, DOCUMENTS} <= self.masks else ())
+
+    def takes_blocks(self, problem: Problem) -> bool:
+        """Whether it takes parts by blocks, for a problem that it supports."""
+        dims, largest = (problem.dim_qk, problem.dim_v), self.block_sparse_on.get(problem.arch, 0)
+        return dims[0] == dims[1] <= largest and not problem.deterministic
 
     def max_dim_of(self, arch: int) -> int:
         """The largest head dimension on GPUs of a major compute capability; 0: any."""

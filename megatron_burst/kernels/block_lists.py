@@ -42,10 +42,8 @@ def lists_of(
 
 def _lists(parts: Parts, of_keys: bool, sizes: tuple[int, int], own: int) -> np.ndarray:
     (size, step), count = sizes, -(-own // sizes[0])
-    table = transposed(parts.table) if of_keys else parts.table
-    if len(table) and _blocks_of(table, size)[1].sum() > _MANY * (count + len(table)):
-        table = regrouped(table)
-    block, masked, first, stop, part = _records(table, sizes, own)
+    table = few_parts(transposed(parts.table) if of_keys else parts.table, size, own)
+    block, masked, first, stop, part = records_of(table, sizes, own)
     steps = -(-(stop - first) // step)
     order = np.argsort(block * 2 + masked, kind="stable")
     records = np.zeros((len(order) + 1, RECORD), dtype=np.int32)
@@ -62,13 +60,21 @@ def _lists(parts: Parts, of_keys: bool, sizes: tuple[int, int], own: int) -> np.
     return np.concatenate((header[longest].ravel(), records.ravel()))
 
 
+def few_parts(table: np.ndarray, size: int, own: int) -> np.ndarray:
+    """The parts, or the same pairs in others if many parts have the same blocks of own rows."""
+    blocks = -(-own // size)
+    if len(table) and _blocks_of(table, size)[1].sum() > _MANY * (blocks + len(table)):
+        return regrouped(table)
+    return table
+
+
 def _blocks_of(table: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """The first block of own rows that each part has, and how many it has."""
     first = table[:, 0] // size
     return first, (table[:, 1] - 1) // size + 1 - first
 
 
-def _records(table: np.ndarray, sizes: tuple[int, int], own: int) -> tuple[np.ndarray, ...]:
+def records_of(table: np.ndarray, sizes: tuple[int, int], own: int) -> tuple[np.ndarray, ...]:
     """(block, whether it needs a mask, first, stop, part) of all records, in no order; rows of the
     table are own rows."""
     size, step = sizes

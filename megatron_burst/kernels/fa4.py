@@ -4,7 +4,7 @@ import importlib
 import inspect
 import warnings
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,14 @@ from megatron_burst.kernels.backends import Capability, QuerySide
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
 
+if TYPE_CHECKING:  # most runs never load it
+    from megatron_burst.kernels.parts import Parts
+
 _WHERE = (
     "window_size_left", "window_size_right",
     "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
 )  # fmt: skip
+_BLOCKS = "block_sparse_tensors", "mask_mod", "aux_tensors"
 _INSTALL = "fa4 comes with: pip install -e '.[flash-attn-4]' in megatron_burst's checkout"
 
 
@@ -25,7 +29,7 @@ class FlashAttention4:
     """flash_attn.cute's own entry points: without its autograd, results written to given tensors.
 
     Backward gets delta through `dlse`: its preprocessing computes rowsum(dO * O) - dlse, which is
-    delta for an output of zeros (one zero, expanded by stride 0) and dlse = -delta.
+    delta for an output of zeros (one row, expanded by strides of 0) and dlse = -delta.
 
     On Hopper its backward uses tiles of 80 query rows for a QK dimension of 128 without a mask. Its
     preprocessing (flash_bwd_preprocess.py) uses tiles of as many rows as 256 threads hold: 16 if
@@ -37,6 +41,9 @@ class FlashAttention4:
     (flash_bwd_sm90.py, interface.py, 4.0.0b36), so it is not used for other multiples of 8. On
     Blackwell it supports up to 128, and 192/128 (_validate_head_dims); its kernel for 256 takes no
     dlse.
+
+    Parts of a score matrix are blocks of its block sparsity (block_sparse_utils.py), on Hopper up
+    to the head dimension for which all its tiles divide them.
     """
 
     capability = Capability(
@@ -49,6 +56,7 @@ class FlashAttention4:
         takes_delta=True,
         rectangular_causal=True,
         masks=frozenset({WINDOWS, DOCUMENTS}),
+        block_sparse_on={9: 128},
         sinks=True,
         archs=frozenset({9, 10}),
         max_dim_on={10: 128},
@@ -69,8 +77,9 @@ class FlashAttention4:
             )
         except (ImportError, AttributeError) as error:
             return f"it cannot be imported ({error}); {_INSTALL}"
-        known = {"learnable_sink", *_WHERE} <= forward.keys()
-        if not known or not {"dlse", "deterministic", "dq", "dk", "dv", *_WHERE} <= backward.keys():
+        both = {*_WHERE, *_BLOCKS}
+        known = {"learnable_sink", *both} <= forward.keys()
+        if not known or not {"dlse", "deterministic", "dq", "dk", "dv", *both} <= backward.keys():
             return f"the installed one has another interface; {_INSTALL}"
         # at each first compilation the DSL warns that it guesses how to pass a structure
         warnings.filterwarnings("ignore", message="Argument aux_data", module=r"cutlass\.")
@@ -90,7 +99,7 @@ class FlashAttention4:
             learnable_sink=sink,
             out=out,
             lse=lse,
-            **_where(visible, q, k),
+            **_where(visible, q, k, of_keys=False),
         )[:2]
         return into or (tuple(x.unsqueeze(0) for x in found) if packed else found)
 
@@ -98,20 +107,30 @@ class FlashAttention4:
         packed = visible.segments is not None
         dlse, out = None, side.out
         if side.delta is not None:
-            out, dlse = side.dout.new_zeros(1).expand_as(side.dout), -side.delta
+            # with a stride of 0 in the last axis, it would be copied
+            out, dlse = side.dout.new_zeros(v.shape[3]).expand_as(side.dout), -side.delta
         tensors = side.q, k, v, out, side.dout, side.lse, dlse, *(into or (None, None, None))
         if packed:
             tensors = (None if x is None else x[0] for x in tensors)
         *tensors, dlse, dq, dk, dv = tensors
         grads = self._interface._flash_attn_bwd(
             *tensors, softmax_scale=scale, deterministic=deterministic,
-            dq=dq, dk=dk, dv=dv, dlse=dlse, **_where(visible, side.q, k),
+            dq=dq, dk=dk, dv=dv, dlse=dlse, **_where(visible, side.q, k, of_keys=True),
         )[:3]  # fmt: skip
         return into or (tuple(x.unsqueeze(0) for x in grads) if packed else grads)
 
 
-def _where(visible: Visible, q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Segments and band, as both passes take them; None is no bound."""
+def _where(visible: Visible, q: Tensor, k: Tensor, of_keys: bool) -> dict[str, Any]:
+    """Segments and band, or blocks, as a pass takes them; None is no bound.
+
+    Args:
+        visible: what is seen.
+        q: of the call.
+        k: of the call.
+        of_keys: whether the pass works on blocks of keys, as backward does.
+    """
+    if visible.parts is not None:
+        return {"causal": False} | _blocks(visible.parts, q, k, of_keys)
     if not visible.windowed:
         where: dict[str, Any] = {"causal": visible.causal}
     else:
@@ -121,3 +140,19 @@ def _where(visible: Visible, q: Tensor, k: Tensor) -> dict[str, Any]:
         where |= {"cu_seqlens_q": segments.cu_q, "cu_seqlens_k": segments.cu_k}
         where |= {"max_seqlen_q": segments.max_q, "max_seqlen_k": segments.max_k}
     return where
+
+
+def _blocks(parts: "Parts", q: Tensor, k: Tensor, of_keys: bool) -> dict[str, Any]:
+    """Parts as blocks."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    from megatron_burst.kernels.block_sparse import SIZE, block_sparse_of
+    from megatron_burst.kernels.fa4_mask import is_seen
+
+    blocks = block_sparse_of(parts, q.shape[1], k.shape[1], q.device)
+    lists = blocks.of_keys if of_keys else blocks.of_rows
+    return {
+        "block_sparse_tensors": BlockSparseTensorsTorch(*lists, block_size=(SIZE, SIZE)),
+        "mask_mod": is_seen,
+        "aux_tensors": [blocks.slots, blocks.bits],
+    }

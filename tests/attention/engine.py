@@ -116,11 +116,11 @@ class Passes:
                 torch.tensor(way.edges, dtype=torch.int32), None, None, way.parents or None
             )
             self.documents = Documents(sample, sizes, way.layout, q.device)
-        if way.slices:
-            sample = Sample(None, None, None, None, torch.tensor(way.slices))
+        if way.slices or way.parents:
+            given = torch.tensor(way.slices) if way.slices else None
             causal = way.mask.right == 0
             self.documents = Slices(
-                sample, causal, (*sizes, batch, k.shape[1]), way.layout, q.device, self.documents
+                given, causal, (*sizes, batch, k.shape[1]), way.layout, q.device, self.documents
             )
         self.executors = [
             Executor(program, backend, carrier, way.scale, dtypes, False, unit)
@@ -169,7 +169,11 @@ class SeenPairs(dict):
         self.way, self.size, self.lengths = way, size, lengths  # of queries and keys
 
     def __missing__(self, between):
-        pairs = seen_by_slices(self.way.slices, *self.lengths)
+        way, (rows, keys) = self.way, self.lengths
+        pairs = (
+            seen_by_slices(way.slices, rows, keys) if way.slices
+            else seen_by(way.mask, way.edges, rows, way.parents, keys)
+        )  # fmt: skip
         queries, keys = map(self._rows, (between.queries, between.keys), self.lengths)
         self[between] = bool(pairs[queries][:, keys].any())
         return self[between]
@@ -197,7 +201,7 @@ def run_engine(topology, tensors, way, seed=0):
             for executor in passes.executors
             for op in executor.program.ops
             for give in (op.gives if isinstance(op, Transfer) else ())
-            if not way.slices or give.between is None or seen[give.between]
+            if not (way.slices or way.parents) or give.between is None or seen[give.between]
         )
         return passes.both(q, k, v, dout), counted
 

@@ -73,9 +73,8 @@ def test_which_chunks_meet_is_known_exactly(seed):
         if way.edges:
             sample = Sample(torch.tensor(way.edges), None, None, None)
             documents = Documents(sample, (tokens, size), way.layout, torch.device("cpu"))
-        sample = Sample(None, None, None, None, torch.tensor(way.slices))
-        sizes = tokens, size, 1, tokens
-        slices = Slices(sample, False, sizes, way.layout, torch.device("cpu"), documents)
+        sizes, given = (tokens, size, 1, tokens), torch.tensor(way.slices)
+        slices = Slices(given, False, sizes, way.layout, torch.device("cpu"), documents)
         truth = SeenPairs(way, size, [size * tokens] * 2)
         count = size * len(chunks_held(way.layout, 0, size))
         for one, other in product(range(count), repeat=2):
@@ -115,8 +114,8 @@ def test_the_log_tells_how_much_of_other_ranks_keys_is_needed(layout, seed):
         for n, sees in enumerate(of_rank)
         if n not in chunks_held(layout, rank, size)
     ]
-    sample = Sample(None, None, None, None, torch.tensor(way.slices))
-    told = Slices(sample, False, (tokens, size, 1, tokens), layout, torch.device("cpu")).balance
+    given, sizes = torch.tensor(way.slices), (tokens, size, 1, tokens)
+    told = Slices(given, False, sizes, layout, torch.device("cpu")).balance
     assert f" needs {sum(sees) / len(sees):.0%}," in told
 
 

@@ -15,7 +15,6 @@ import torch
 from megatron_burst import slices as makers
 from megatron_burst.attention import burst_attention
 from megatron_burst.engine import slice_calls
-from megatron_burst.engine.sample import Sample
 from megatron_burst.engine.slice_calls import Calls
 from megatron_burst.engine.slice_checks import counted_twice, sees_nothing, work_of_ranks
 from megatron_burst.engine.slice_parts import Bands
@@ -219,8 +218,7 @@ def test_many_slices_are_checked_quickly():
     edges = torch.arange(0, 20_001) * 16
     slices = torch.stack((edges[:-1], edges[1:], 0 * edges[:-1], edges[1:], 0 * edges[:-1]), 1)
     begun = process_time()
-    sample = Sample(None, None, None, None, slices)
-    Slices(sample, False, (20_000, 16, 1, 20_000), Layout.ZIGZAG, CPU)
+    Slices(slices, False, (20_000, 16, 1, 20_000), Layout.ZIGZAG, CPU)
     assert process_time() - begun < 3
 
 
@@ -236,8 +234,7 @@ def test_a_thousand_slices_of_a_new_sample_take_little_time():
     q, keys = (positions(Layout.ZIGZAG, rank, 8, tokens // 8) for rank in (0, 7))
     for _ in range(5):
         begun = process_time()
-        sample = Sample(None, None, None, None, made)
-        slices = Slices(sample, False, (tokens // 8, 8, 1, tokens // 8), Layout.ZIGZAG, CPU)
+        slices = Slices(made, False, (tokens // 8, 8, 1, tokens // 8), Layout.ZIGZAG, CPU)
         assert slices.visible(Visible(), (q, keys), 1, ByCalls()).calls
         spent.append(process_time() - begun)
     assert min(spent) < 0.009

@@ -21,16 +21,20 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.sample import Sample
+from megatron_burst.engine.slice_calls import Calls
+from megatron_burst.engine.slice_parts import Bands
+from megatron_burst.engine.tree import slices_of_tree
 from megatron_burst.errors import BurstError
+from megatron_burst.kernels.parts import Parts
 from megatron_burst.kernels.reference import Reference
-from megatron_burst.kernels.visible import segments_of
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES
 from megatron_burst.schedule.spec import Circulate
 from megatron_burst.schedule.topology import pretend_nodes
+from megatron_burst.slices import CAUSAL
 from tests.attention.engine import Way, assert_exact, problem, run_engine, truth
-from tests.oracle import rows_of, seen_by
+from tests.oracle import rows_of, seen_by, seen_by_slices
 from tests.ranks import run_ranks
 from tests.sampling import seeds, whole
 
@@ -107,14 +111,9 @@ def test_any_tree_is_exact(seed):
         assert_exact(pretend_nodes(size, nodes), tensors, way, number)
 
 
-def test_a_chain_is_one_causal_document_bit_by_bit():
-    tensors = problem(2, 10, (4, 2), (4, 3), 0, batch=1)
-    chain = Way("gather", mask=MASK, edges=(0, 3, 8, 8, 19), parents=(-1, 0, 1, 2))
-    topology = pretend_nodes(2, 1)
-    document = replace(chain, edges=(0, 19), parents=())
-    both = [run_engine(topology, tensors, way) for way in (chain, document)]
-    for some, others in zip(*both, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+def test_a_chain_is_one_causal_document():
+    (chain,) = slices_of_tree((0, 3, 8, 8, 19), (-1, 0, 1, 2)).tolist()
+    assert chain == [0, 19, 0, 19, CAUSAL]
 
 
 class Counted:
@@ -128,12 +127,9 @@ class Counted:
 
         def run(backend, q, k, v, scale, visible, *args, **options):
             rows = q.shape[1] if name == "forward" else q.q.shape[1]
-            for some, keys in segments_of(visible, rows, k.shape[1]):
-                queries, keys = some.stop - some.start, keys.stop - keys.start
-                last = [keys - queries + i + 1 for i in range(queries)]
-                self.pairs[name] += sum(
-                    keys if visible.full else min(max(0, i), keys) for i in last
-                )
+            for part in visible.parts.table:
+                seen = Parts(part[None]).seen(slice(0, rows), k.shape[1], k.device)
+                self.pairs[name] += int(seen.sum())
             return plain(backend, q, k, v, scale, visible, *args, **options)
 
         return patch.object(Reference, name, run)
@@ -160,18 +156,22 @@ def documents(parents, edges=(0, 4, 6, 9), tokens=10, **options):
     return Documents(sample, (tokens, 1), Layout.ZIGZAG, torch.device("cpu"), **options)
 
 
+def test_a_tree_is_at_most_two_slices_for_each_segment():
+    for parents, lengths in TREES.values():
+        edges = list(accumulate(lengths, initial=0))
+        made = slices_of_tree(edges, parents)
+        seen = seen_by(MASK, edges, edges[-1], parents)
+        assert torch.equal(seen_by_slices(made.tolist(), edges[-1]), seen)
+        assert len(made) <= max(1, 2 * sum(length > 0 for length in lengths) - 1)
+
+
 def test_depth_decides_how_many_calls_there_are_not_the_number_of_segments():
-    for (parents, lengths), calls in zip(TREES.values(), (0, 0, 1, 1, 3, 1, 1, 0, 0), strict=True):
+    """Of a kernel that takes no parts."""
+    for (parents, lengths), calls in zip(TREES.values(), (1, 1, 2, 2, 4, 2, 2, 1, 1), strict=True):
         edges, tokens = edges_of(lengths, 1)
-        whole = (range(tokens),)
-        assert len(documents(parents, edges, tokens).branches(whole, whole)) == calls
-
-
-def test_a_branch_has_no_rows_around_those_that_see_something():
-    (branch,) = documents((-1, 0, 0)).branches((range(10),), (range(10),))
-    assert (branch.rows.slice, branch.keys.slice) == (slice(4, 9), slice(0, 4))
-    assert branch.visible.segments is None and branch.visible.full
-    assert documents((-1, 0, 0)).branches((range(4),), (range(4, 10),)) == ()
+        slices, every = slices_of_tree(edges, parents).numpy(), (range(tokens),)
+        parts = Parts(Bands(slices).parts(every, every))
+        assert len(Calls(parts, torch.device("cpu"), together=True).calls) == calls
 
 
 REFUSED = {  # parents, and words of the message

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import benchmarks
 from benchmarks import before, facts, te
 from benchmarks.cases import Case
 from benchmarks.impls import Impl
@@ -185,6 +186,29 @@ def test_rows_tell_every_cudnn_that_is_loaded(tmp_path, monkeypatch):
     maps.write_text("".join(f"7f00-7f01 r--p 0 00:00 1   {file}\n" for file in numbers) + "8-9 r\n")
     assert facts.loaded_cudnn(maps) == ["9.14.0", "9.19.0"]
     assert facts.loaded_cudnn(tmp_path / "none") == []
+
+
+def test_torchs_cudnn_is_loaded_whole(tmp_path, monkeypatch):
+    """TransformerEngine would find the system's parts. Guards also against torch's own in a process
+    that names another."""
+    torch, lib = tmp_path / "torch" / "__init__.py", tmp_path / "nvidia" / "cudnn" / "lib"
+    loaded = []
+    library = SimpleNamespace(CDLL=lambda file, mode: loaded.append(file), RTLD_GLOBAL=1)
+    monkeypatch.setattr(benchmarks, "ctypes", library)
+    monkeypatch.setenv("CUDNN_HOME", "the user's")
+    lib.mkdir(parents=True)
+    files = [lib / name for name in ("libcudnn.so.9", "libcudnn_graph.so.9")]
+    for file in files:
+        file.touch()
+    benchmarks.load_cudnn_of(torch)
+    assert os.environ["CUDNN_HOME"] == "the user's" and not loaded
+    monkeypatch.delenv("CUDNN_HOME")
+    benchmarks.load_cudnn_of(torch)
+    assert os.environ["CUDNN_HOME"] == str(lib.parent) and loaded == [str(x) for x in files]
+    loaded.clear()
+    monkeypatch.delenv("CUDNN_HOME")
+    benchmarks.load_cudnn_of(tmp_path / "none" / "torch" / "__init__.py")
+    assert "CUDNN_HOME" not in os.environ and not loaded
 
 
 def test_rows_tell_the_commit(monkeypatch):

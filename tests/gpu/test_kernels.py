@@ -5,6 +5,8 @@ gradients per head where a kernel sums those of a KV group afterwards: at most f
 """
 
 from dataclasses import replace
+from itertools import pairwise, product
+from random import Random
 
 import pytest
 import torch
@@ -105,6 +107,42 @@ def test_equals_float64(name, band, delta):
         given = replace(band, dtype=torch.bfloat16, strided=strided)
         errors = errors_of(backend, given, "cuda", into=strided, with_delta=with_delta)
         assert all(error <= BOUND for error in errors.values()), (strided, errors)
+
+
+def random_slices(seed, rows, keys):
+    """Those of a random grid, of every kind."""
+    random = Random(seed)
+    sides = [
+        pairwise(sorted({0, end, *(random.randrange(end) for _ in range(4))}))
+        for end in (rows, keys)
+    ]
+    found = ((*q, *k, random.randint(0, 3)) for q, k in product(*map(list, sides)))
+    some = [one for one in found if random.random() < 0.7 and one[1] - one[0] <= one[3] - one[2]]
+    return tuple(some) or ((0, rows, 0, keys, 0),)
+
+
+BLOCKS = [
+    ((1000, 1000), 0, GROUPED), ((640, 1536), 1, GROUPED), ((700, 700), 2, PLAIN),
+    ((1, 300), 3, PLAIN), ((900, 1100), 4, PLAIN | {"dim_qk": 96, "dim_v": 96}),
+    ((513, 513), 5, PLAIN | {"dim_qk": 32, "dim_v": 32}), ((128, 128), 6, GROUPED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "seed", "shape"), BLOCKS, ids=str)
+@pytest.mark.parametrize("name", kernels())
+def test_parts_by_blocks_equal_float64(name, sizes, seed, shape):
+    """Guards against bits of other pairs, blocks that are computed twice or never, and ends of
+    sequences within a block. One compiled kernel serves all masks."""
+    for turn in range(4):
+        slices = random_slices(4 * seed + turn, *sizes)
+        band = Band((sizes[0],), (sizes[1],), packed=False, batch=1 + turn % 2, slices=slices)
+        band = replace(band, dtype=torch.bfloat16, strided=turn > 1, **shape)
+        problem = problem_of(*band.inputs("cuda")[:3], mask=Mask())
+        backend = backends()[name]
+        if not backend.capability.takes_blocks(problem):
+            pytest.skip("it has no blocks here")
+        errors = errors_of(backend, band, "cuda", into=turn > 1)
+        assert all(error <= BOUND for error in errors.values()), (turn, slices, errors)
 
 
 @pytest.mark.parametrize("band", every(WITH_SINKS))

@@ -58,6 +58,15 @@ CASES = {
         Mask(), "contiguous", sinks=True, slices=slices.block_causal([100, 412, 900, 636])
     ),
 }
+BITMAP = torch.rand(16, 16, generator=torch.Generator().manual_seed(0)) < 0.4
+CASES |= {  # on Hopper FlashAttention-4 takes these by blocks
+    "blocks": Case(
+        Mask(), "zigzag", slices=slices.blocks(BITMAP | torch.eye(16).bool(), 128, TOKENS)
+    ),
+    "tree in slices": Case(
+        Mask(right=0), "zigzag", slices=slices.tree([900, 64, 500, 584], [-1, 0, 0, 0])
+    ),
+}
 WAYS = ({}, {"intra": "ring"}, {"intra": "gather", "heads_per_round": 1}, {"intra": "a2a"},
         {"intra": "a2a", "heads_per_round": 1})  # fmt: skip
 BETWEEN = ({"inter": "a2a"}, {"intra": "ring", "circulate": "q"},

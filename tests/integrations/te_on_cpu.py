@@ -30,6 +30,17 @@ class TENorm(torch.nn.Module):
         return normed(x, self.config, self.weight, self.bias)
 
 
+class TELinear(torch.nn.Linear):
+    """The whole matrix on every rank: latent attention's first products."""
+
+    def __init__(self, input_size, output_size, *, parallel_mode, bias, **_):
+        super().__init__(input_size, output_size, bias)
+        self.parallel_mode = parallel_mode  # Bridge asks
+
+    def forward(self, x):
+        return super().forward(x), None
+
+
 class TEColumnParallelLinear(ColumnParallelLinear):
     pass
 
@@ -81,7 +92,8 @@ def install():
     from megatron_burst.mcore.packed import partitioned_indices
 
     utils.tex = SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
-    ours = (TENorm, TEColumnParallelLinear, TERowParallelLinear, TELayerNormColumnParallelLinear)
+    ours = (TENorm, TELinear, TEColumnParallelLinear, TERowParallelLinear)
+    ours += (TELayerNormColumnParallelLinear,)
     places = dict.fromkeys(ours, transformer_engine) | {TERowParallelLinearLayerNorm: te_layers}
     theirs = {id(getattr(place, one.__name__)): one for one, place in places.items()}
     for module in list(sys.modules.values()):

@@ -70,13 +70,14 @@ OWN_LAYERS = {"Gemma-3, text"}
 EXACT = 1e-5
 
 
-def tiny(name, folder):
-    """Save a model with random weights and its logits of `tokens`."""
+def tiny(name, folder, given, **sizes):
+    """Save a model with random weights and its logits of tokens; returns its class."""
     import transformers
 
     kind, more = MODELS[name]
     kind = getattr(transformers, f"{kind}ForCausalLM")
-    save(kind, kind.config_class(**SIZES | more), folder, input_ids=tokens())
+    save(kind, kind.config_class(**SIZES | more | sizes), folder, input_ids=given)
+    return kind
 
 
 def save(kind, config, folder, **batch):
@@ -91,30 +92,38 @@ def save(kind, config, folder, **batch):
     model.float().save_pretrained(folder)
 
 
-def tokens():
-    return torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(7))
+def tokens(seq=SEQ, vocab=VOCAB):
+    return torch.randint(0, vocab, (2, seq), generator=torch.Generator().manual_seed(7))
 
 
-def logits(rank, name, folder):
-    """Relative error of this rank's logits, and its core attentions."""
+def converted(name, folder, parallel, own_layers):
+    """Bridge's model of a folder, and its provider, with Bridge's layers or Megatron's."""
     from megatron.bridge import AutoBridge
     from megatron.core.transformer.enums import AttnBackend
 
     from tests.integrations import te_on_cpu
-    from tests.integrations.test_bridge import CP2, built, cores_of, on_a_cpu, start
+    from tests.integrations.test_bridge import built, on_a_cpu, start
 
-    importlib.import_module("megatron_burst.auto")
-    start(CP2)
+    start(parallel)
     bridge = AutoBridge.from_hf_pretrained(folder)
     provider = bridge.to_megatron_provider(load_weights=False)
     own = provider.transformer_layer_spec
-    provider = on_a_cpu(provider, CP2)
+    provider = on_a_cpu(provider, parallel)
     vars(provider).update(CORRECTED.get(name, {}))
-    if name in OWN_LAYERS:
+    if own_layers:
         te_on_cpu.install()
         provider.transformer_layer_spec, provider.attention_backend = own, AttnBackend.auto
     gpt = built(provider)
     bridge.load_hf_weights([gpt])
+    return gpt, provider
+
+
+def logits(rank, name, folder):
+    """Relative error of this rank's logits, and its core attentions."""
+    from tests.integrations.test_bridge import CP2, cores_of
+
+    importlib.import_module("megatron_burst.auto")
+    gpt, _ = converted(name, folder, CP2, name in OWN_LAYERS)
     given = tokens()
     batch = {"tokens": given, "position_ids": torch.arange(SEQ).expand_as(given)}
     batch = sharded(batch, dist.group.WORLD)
@@ -154,7 +163,7 @@ def test_bridges_yarn_fails_where_the_config_leaves_the_betas_to_their_usual_val
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_over_two_ranks_are_those_of_transformers(name, tmp_path):
-    tiny(name, tmp_path)
+    tiny(name, tmp_path, tokens())
     for error, cores in run_ranks(logits, 2, name, tmp_path):
         print(f"{name}: {error:.1e}")
         assert all("Burst" in core for core in cores), cores

@@ -180,8 +180,10 @@ class FlashAttn4:
     def _flash_attn_fwd(
         self, q, k, v, *, softmax_scale=None, causal=False, return_lse=False, out=None, lse=None,
         window_size_left=None, window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None,
-        max_seqlen_q=None, max_seqlen_k=None, learnable_sink=None,
+        max_seqlen_q=None, max_seqlen_k=None, learnable_sink=None, block_sparse_tensors=None,
+        mask_mod=None, aux_tensors=None,
     ):  # fmt: skip
+        assert block_sparse_tensors is mask_mod is aux_tensors is None
         where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         visible = self.visible(q, k, causal, window_size_left, window_size_right, where)
         run = Reference().forward if cu_seqlens_q is None else self.varlen
@@ -203,7 +205,9 @@ class FlashAttn4:
         self, q, k, v, out, dout, lse, softmax_scale=None, causal=False, *, window_size_left=None,
         window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
         max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, dlse=None,
+        block_sparse_tensors=None, mask_mod=None, aux_tensors=None,
     ):  # fmt: skip
+        assert block_sparse_tensors is mask_mod is aux_tensors is None
         where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         visible = self.visible(q, k, causal, window_size_left, window_size_right, where)
         delta = (out * dout).sum(-1).transpose(-1, -2) - (0 if dlse is None else dlse)
