@@ -2,12 +2,13 @@
 
 python -m benchmarks.balance_measured micro-batches OUT.csv
 torchrun --nproc-per-node 2 -m benchmarks.balance_measured micro-batches OUT.csv
-torchrun --nproc-per-node 2 -m benchmarks.balance_measured steps STEPS.csv --costs OUT.csv
+torchrun --nproc-per-node 4 -m benchmarks.balance_measured steps STEPS.csv --costs OUT.csv --dp 2
 python -m benchmarks.balance_measured table OUT.csv
 
 Forward and backward of layers of a middle pipeline stage. On one GPU also what one rank of 2, 4
 and 8 computes, without transfers; on several, which are one context-parallel group, on all their
 sub-groups at once. Coefficients are fitted to a few regular micro-batches; the others are drawn.
+Steps leave out gradients' sums over ranks and the optimizer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,8 @@ from benchmarks.rows import check_appendable, read
 from benchmarks.sweep import Budget, clock, new_app, save, usual_dtype
 from megatron_burst.balance import BatchGrid, Costs, MicroBatch, assign, pairs_of
 from megatron_burst.balance.packing import sequential
-from megatron_burst.tools.simulate.micro_batches import in_turn, step_of
+from megatron_burst.errors import require
+from megatron_burst.tools.simulate.micro_batches import MicroBatches, in_turn, step_of
 from megatron_burst.tools.terminal import Device, in_one_sentence
 from megatron_burst.tools.units import whole_number
 from megatron_burst.tools.world import World, started, timed_ms
@@ -48,7 +50,6 @@ _WHO, _ALONE = "benchmarks.balance_measured", 8
 _FITTED = ((1, 1), (4, 4), (8, 4), (32, 32), (64, 16))  # a share of the tokens, how many such
 _MICRO_BATCHES = 8  # of a step
 app = new_app()
-type Slots = tuple[tuple[MicroBatch, ...], ...]
 Tokens = Annotated[str, Option(help="that a rank holds of a micro-batch")]
 
 
@@ -58,7 +59,7 @@ class Bench:
 
     layers: Any  # PackedLayers
     world: World
-    ranks: int  # of the group, there or not
+    ranks: int  # of a context-parallel group, there or not
     tokens: int  # that a rank holds of a micro-batch
     reps: int
     columns: dict[str, object]
@@ -122,42 +123,56 @@ def micro_batch_rows(bench: Bench, count: int, sizes: Sequence[int]) -> Iterator
 
 def step_rows(bench: Bench, draws: int, costs: Costs) -> Iterator[StepRow]:
     """Measure steps packed in sequence, balanced, and with changing sizes."""
-    grid = BatchGrid(1, bench.ranks, _MICRO_BATCHES, bench.tokens)
+    grid = BatchGrid(bench.world.size // bench.ranks, bench.ranks, _MICRO_BATCHES, bench.tokens)
     whole, multiple = bench.tokens * grid.cp, 2 * grid.cp
+    dp_rank, cp_rank = divmod(bench.world.rank, grid.cp)
     for kind, seed in product(KINDS, range(draws)):
         lengths = padded(draw(kind, 300 * grid.slots, seed, whole - multiple), multiple)
         lengths = lengths[: fills(lengths, whole, grid.slots)]
-        for rule, slots in rules_of(lengths, grid, costs).items():
-            own = [next(one for one in slot if bench.world.rank in one.ranks) for slot in slots]
+        for rule, every in rules_of(lengths, grid, costs).items():
+            own = [next(one for one in slot if cp_rank in one.ranks) for slot in every[dp_rank]]
             times = bench.times(bench.step(lengths, own))
             yield StepRow(
                 **bench.now(), kind=kind, seed=seed, rule=rule, documents=len(lengths),
-                tokens=int(lengths.sum()), simulated_ms=1e3 * step_of([slots], grid).seconds,
-                ms=median(times), ms_min=min(times), ms_max=max(times), reps=len(times),
+                tokens=int(lengths.sum()), simulated_ms=1e3 * step_of(every, grid).seconds,
+                ms=median(times), ms_min=min(times), ms_max=max(times), reps=len(times), dp=grid.dp,
             )  # fmt: skip
 
 
-def rules_of(lengths: np.ndarray, grid: BatchGrid, costs: Costs) -> dict[str, Slots]:
-    """The micro-batches of the data-parallel rank, by rule."""
+def rules_of(lengths: np.ndarray, grid: BatchGrid, costs: Costs) -> dict[str, MicroBatches]:
+    """Micro-batches of each data-parallel rank, by rule."""
     packs = sequential(lengths, grid.token_limit * grid.cp)
-    found = {"sequential": tuple(in_turn(packs, lengths, grid, costs)[0])}
-    for rule, sizes in (("balanced", None), ("balanced, changing CP", grid.cp_sizes)):
-        found[rule] = assign(lengths, grid, costs, sizes).micro_batches[0]
+    found = {"sequential": in_turn(packs, lengths, grid, costs)}
+    found["balanced"] = assign(lengths, grid, costs).micro_batches
+    if grid.cp > 1:
+        changing = assign(lengths, grid, costs, grid.cp_sizes)
+        found["balanced, changing CP"] = changing.micro_batches
     return found
 
 
-def bench_of(world: World, model: str, layers: int | None, tokens: int, reps: int) -> Bench:
-    """Build the layers."""
+def bench_of(
+    world: World, model: str, layers: int | None, tokens: int, reps: int, dp: int = 1
+) -> Bench:
+    """Build the layers.
+
+    Raises:
+        BurstError: if the ranks are no `dp` groups of equal size.
+    """
     from benchmarks.stack import start
 
-    start(world.device.type == "cpu", world.size)
+    require(_WHO, [(
+        world.size % dp == 0,
+        "--dp must divide the ranks, because context-parallel groups have equally many",
+        f"--dp {dp} and {world.size} ranks", f"pass --dp {world.size}",
+    )])  # fmt: skip
+    start(world.device.type == "cpu", world.size // dp)
     from benchmarks.balance_layers import PackedLayers
 
     sizes, dtype = MODELS[model], usual_dtype(world)
     sizes = replace(sizes, layers=layers or min(sizes.layers, 4))
     built = PackedLayers(sizes, getattr(torch, dtype), world.size == 1, tokens)
     how = "one rank's part" if world.size == 1 else "group"
-    ranks = _ALONE if world.size == 1 else world.size
+    ranks = _ALONE if world.size == 1 else world.size // dp
     columns = {
         "run": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions(),
         "gpus": world.size, "how": how, "model": model, "layers": sizes.layers,
@@ -200,17 +215,18 @@ def steps(
     model: ModelName = "qwen3-8b",
     layers: Layers = None,
     tokens: Tokens = "16K",
+    dp: Annotated[int, Option(min=1, help="data-parallel ranks")] = 1,
     draws: Annotated[int, Option(min=1, help="of each kind of documents")] = 2,
     reps: Annotated[int, Option(min=1)] = 3,
     budget_s: Budget = None,
     device: Device = None,
 ) -> None:  # fmt: skip
-    """Measure steps of one data-parallel rank, whose context-parallel group are all GPUs."""
+    """Measure steps of data-parallel ranks, each a context-parallel group of equally many GPUs."""
     with in_one_sentence():
         check_appendable(out, STEPS_CSV, "OUT")
         held, over = whole_number(tokens, "--tokens", _WHO), clock(budget_s)
         with started(_WHO, device) as world:
-            bench = bench_of(world, model, layers, held, reps)
+            bench = bench_of(world, model, layers, held, reps, dp)
             fitted = costs_in(read([costs], COSTS_CSV))
             for row in step_rows(bench, draws, fitted):
                 save(out, world, [row], STEPS_CSV)

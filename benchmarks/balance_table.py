@@ -50,11 +50,13 @@ class CostRow(MeasuredRow):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow(MeasuredRow):
-    """A step of a draw by a rule; simulated with costs that were fitted to micro-batches."""
+    """A step of a draw by a rule, on `dp` context-parallel groups; simulated with costs that were
+    fitted to micro-batches."""
 
     seed: int
     rule: str
     simulated_ms: float
+    dp: int
 
 
 COSTS_CSV = Sheet(_WHO, CostRow)

@@ -14,7 +14,8 @@
 #               its column of each
 # recomputation frontier, frontier_one, frontier_whole, frontier_experts: a step's time against its peak,
 #               with as many tokens on each GPU, however many there are
-# balance       micro-batches of documents against the cost function; on several GPUs steps too, beside simulated ones
+# balance       micro-batches of documents against the cost function; on several GPUs steps too, of one context-parallel
+#               group and of two, beside simulated ones
 # other         before, before_packed, before_long, before_nodes (after `python -m benchmarks.before COMMIT`), accuracy, million, loss
 #
 # machines      one_network, packed_network: attention on nodes that a network connects; start it on each of them with
@@ -150,14 +151,16 @@ frontier() { # seconds, thousands of tokens a GPU, arguments of a full run, of a
         $(sized "--seq $(($2 * gpus))K $3" "$4 --seq 256 --turns 1 --steps 1")
 }
 
-balance() { # on one GPU as one rank of 2, 4 and 8 computes; several are one context-parallel group
-    local sizes
+balance() { # on one GPU as one rank of 2, 4 and 8 computes; several are one context-parallel group, then two
+    local sizes dp
     sizes=$(sized "--model qwen3-8b --tokens 16K" "--model tiny --tokens 512 --reps 1")
     # shellcheck disable=SC2086
     bench 330 balance_measured micro-batches "$out/balance_costs.csv" $sizes --count "$(sized 30 2)" || return
-    # shellcheck disable=SC2086
-    ((gpus == 1)) || bench 120 balance_measured steps "$out/balance_steps.csv" --costs "$out/balance_costs.csv" $sizes \
-        --draws "$(sized 2 1)"
+    for dp in 1 2; do
+        # shellcheck disable=SC2086
+        ((gpus == 1)) || bench 105 balance_measured steps "$out/balance_steps.csv" --costs "$out/balance_costs.csv" $sizes \
+            --dp "$dp" --draws "$(sized 2 1)"
+    done
 }
 
 part() {

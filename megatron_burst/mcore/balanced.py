@@ -23,6 +23,7 @@ from megatron_burst.mcore.packed import (
     documents_lie_anywhere,
     partitioned_indices,
 )
+from megatron_burst.mcore.refusals import names_burst
 
 WHO = "balanced batches"
 _JOB = Parallel("job's", "rank", "each runs its part of the same steps")
@@ -201,12 +202,20 @@ class BalancedBatches(Iterator[Batch]):
             "exchanges the shapes of what two stages send both ways in an order that mixes them up",
             f"{grid.pp} stages of {chunks} model chunks", "have one chunk, or more stages",
         )  # fmt: skip
+        sizes = list(self._sampler.cp_sizes)
         yield (
-            not config.mtp_num_layers or set(self._sampler.cp_sizes) == {grid.cp},
+            not config.mtp_num_layers or set(sizes) == {grid.cp},
             "micro-batches must run on the whole context-parallel group with multi-token "
             "prediction, because Megatron shifts its tokens over that",
-            f"context-parallel sizes {list(self._sampler.cp_sizes)}", "leave cp_sizes out",
+            f"context-parallel sizes {sizes}", "leave cp_sizes out",
         )  # fmt: skip
+        yield (
+            names_burst(config.cp_comm_type) or set(sizes) == {grid.cp},
+            "the model's configuration must ask for burst, because layers that only name it in "
+            "their spec do not follow a micro-batch's group",
+            f"cp_comm_type={config.cp_comm_type!r} and context-parallel sizes {sizes}",
+            'set cp_comm_type="burst", or leave cp_sizes out',
+        )
         if args is not None:
             yield from _of_command(args, self._sampler)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.balance_table import COSTS_CSV, CostRow, costs_in, table_of
-from benchmarks.rows import read
+from benchmarks.balance_table import COSTS_CSV, STEPS_CSV, CostRow, costs_in, table_of
+from benchmarks.rows import append, read
 from megatron_burst import burst_attention
 from megatron_burst.balance import Costs
 
@@ -54,13 +54,34 @@ def test_a_rank_s_part_has_the_mask_of_its_documents():
     torch.testing.assert_close(PartOfAttention()(q, k, v), expected)
 
 
-@pytest.mark.whole  # so it does
-def test_a_rank_s_part_of_each_size_is_measured(tmp_path):
-    command = "micro-batches out.csv --model tiny --tokens 128 --count 1 --reps 1".split()
+def measure(folder: Path, command: str, ranks: int = 0) -> None:
+    """Tiny, on the CPU; 0 ranks: a process that no launcher started."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    words = f"benchmarks.balance_measured {command} --model tiny --tokens 128 --reps 1".split()
     subprocess.run(
-        [sys.executable, "-m", "benchmarks.balance_measured", *command], cwd=tmp_path, check=True,
+        [sys.executable, "-m", *(launcher if ranks else []), *words], cwd=folder, check=True,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
+
+
+@pytest.mark.whole  # so it does
+def test_a_rank_s_part_of_each_size_is_measured(tmp_path):
+    measure(tmp_path, "micro-batches out.csv --count 1")
     rows = read([tmp_path / "out.csv"], COSTS_CSV)
     assert {each.cp for each in rows} == {1, 2, 4, 8} and len(rows) == 4 * 6
     assert all(each.ms > 0 and each.tokens <= 128 * each.cp for each in rows)
+
+
+@pytest.mark.whole
+def test_steps_of_data_parallel_groups_are_measured(tmp_path):
+    shapes = (100, 5000), (100, 500), (50, 400), (25, 100)
+    fitted = [row("fitted", *each, cp) for cp in (1, 2) for each in shapes]
+    append(tmp_path / "costs.csv", fitted, COSTS_CSV)
+    measure(tmp_path, "steps out.csv --costs costs.csv --draws 1 --dp 2", ranks=4)
+    rows = read([tmp_path / "out.csv"], STEPS_CSV)
+    rules = "sequential", "balanced", "balanced, changing CP"
+    assert [each.rule for each in rows] == [*rules] * 3
+    assert all((each.dp, each.gpus) == (2, 4) and each.ms > 0 for each in rows)
+    simulated = [each.simulated_ms for each in rows]
+    assert simulated[0] > simulated[1]
+    assert all(simulated[at] >= simulated[at + 1] for at in (0, 1, 3, 4, 6, 7))

@@ -15,7 +15,9 @@ from tests.benchmarks.rows import one_problem, row
 RESULTS = "benchmarks/results"
 RENAMED = {"hosts": "nodes"}  # columns, by their names of then
 REWORDED = ("link",)  # whose text has changed in rows that stayed
-ADDED = {"frontier_": {"ranks": "1"}}  # columns added since, and what they say of older rows
+ADDED = {  # columns added since, and what they say of older rows
+    "frontier_": {"ranks": "1"}, "balance_steps_": {"dp": "1"},
+}  # fmt: skip
 RECORDINGS = "timeline_"  # of a profiler, whose events are no rows
 
 

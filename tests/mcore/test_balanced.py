@@ -284,7 +284,7 @@ def test_jobs_that_would_be_wrong_are_refused():
     fine = dict(
         context_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=1,
         calculate_per_token_loss=True, variable_seq_lengths=True, mtp_num_layers=None,
-        virtual_pipeline_model_parallel_size=None,
+        virtual_pipeline_model_parallel_size=None, cp_comm_type=["burst"],
     )  # fmt: skip
     flags = dict(global_batch_size=16, micro_batch_size=2, dataloader_type="external")
 
@@ -305,7 +305,8 @@ def test_jobs_that_would_be_wrong_are_refused():
     two_chunks = dict(virtual_pipeline_model_parallel_size=2)
     assert "got 2 stages of 2 model chunks" in refusal(**two_chunks)
     assert "got context-parallel sizes [1, 2]; leave cp_sizes out" in refusal(mtp_num_layers=1)
-    assert not refusal(Sampler(LENGTHS, grid, COSTS, STEP), mtp_num_layers=1)
+    assert "got cp_comm_type='p2p' and context-parallel sizes [1, 2]" in refusal(cp_comm_type="p2p")
+    assert not refusal(Sampler(LENGTHS, grid, COSTS, STEP), mtp_num_layers=1, cp_comm_type=None)
     three = Sampler(LENGTHS, grid, COSTS, 12)
     assert not refusal(three, flags | dict(global_batch_size=12))
     for change in (dict(), dict(global_batch_size=12, micro_batch_size=1),
