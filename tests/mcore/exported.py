@@ -71,6 +71,7 @@ def config_of(given: dict, dtype: torch.dtype, cp: int):
     )  # fmt: skip
     names = {field.name for field in fields(kind) if field.init}
     config = kind(**{name: options.pop(name) for name in names & options.keys()})
-    # that YaRN has no factor, it takes for one
-    vars(config).update({name: x for name, x in options.items() if x is not None})
+    if options.get("yarn_rotary_scaling_factor") is None:  # Megatron takes None for a factor
+        options = {name: x for name, x in options.items() if not name.startswith("yarn_")}
+    vars(config).update(options)
     return config
