@@ -1,15 +1,15 @@
 """Slices for kernels that do not take all parts of a score matrix: a call for each part of a tile.
 
 Parts of the same kind that follow each other in queries and in keys (chunks, packed samples, a
-depth of trees) are segments of one call. If a tile needs many calls, or some whose rows overlap,
-one call takes all parts: by blocks if the kernel has them and most are seen whole or not at all;
-else, for many calls, another kernel if there is one.
+depth of trees) are segments of one call. If a tile needs many calls, one takes all parts: by blocks
+if the kernel has them and most are seen whole or not at all, else of another kernel if there is
+one. So does forward for few calls whose rows overlap; backward is slower by blocks seen in part.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import batched, islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,13 +18,14 @@ from torch import Tensor
 
 from megatron_burst.kernels.backends import Backend, Problem, QuerySide, arch_of, in_one_call
 from megatron_burst.kernels.block_sparse import is_worth
-from megatron_burst.kernels.partial import accumulate_dtype, merge_parts
+from megatron_burst.kernels.partial import accumulate_dtype, merge_parts, sum_parts
 from megatron_burst.kernels.parts import Parts, on_device
 from megatron_burst.kernels.visible import Segments, Visible
 from megatron_burst.schedule.mask import Span, cut
 
 _RECENT = 16  # groups that a part may continue: bounds the search
 _MANY = 64  # calls of a tile; more are one call of a kernel that takes parts
+_AT_ONCE = 8  # calls whose gradients are all kept until they are summed
 
 
 class TileCall(NamedTuple):
@@ -81,10 +82,11 @@ class Calls:
         return tuple(_alone(spans)), tuple(_overlaps(spans)) if spans else ()
 
     def _instead(
-        self, run: Backend, q: Tensor, k: Tensor, v: Tensor, deterministic: bool = False
-    ) -> Backend | None:
+        self, run: Backend, q: Tensor, k: Tensor, v: Tensor, backward: bool = False,
+        deterministic: bool = False,
+    ) -> Backend | None:  # fmt: skip
         """The kernel that takes all parts in one call."""
-        if not (self.are_many or self.overlap):
+        if not self.are_many and (backward or not self.overlap):
             return None
         dims, kind = (k.shape[3], v.shape[3]), (q.device.type, q.dtype)
         grouped, arch = q.shape[2] != k.shape[2], arch_of(q.device)
@@ -125,11 +127,13 @@ class Calls:
         self, run: Backend, side: QuerySide, k: Tensor, v: Tensor, scale: float,
         into: tuple[Tensor, Tensor, Tensor] | None = None, deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """As `Backend.backward`; gradients are summed in the accumulation dtype, call by call."""
-        if other := self._instead(run, side.q, k, v, deterministic):
+        """As `Backend.backward`; gradients are summed in the accumulation dtype."""
+        if other := self._instead(run, side.q, k, v, True, deterministic):
             totals = other.backward(side, k, v, scale, Visible(parts=self.parts), into=into)
         else:
-            totals = self._sums(run, side, k, v, scale, deterministic)
+            how = run, side, k, v, scale, deterministic
+            grads = (self._grads(call, *how) for call in self.calls)
+            totals = self._sums(grads, (side.q, k, v), into)
         if into is None:
             wide = run.capability.wide_grads
             return tuple(total if wide else total.to(k.dtype) for total in totals)
@@ -138,22 +142,45 @@ class Calls:
                 target.copy_(total)
         return into
 
-    def _sums(
-        self, run: Backend, side: QuerySide, k: Tensor, v: Tensor, scale: float,
+    def _grads(
+        self, call: TileCall, run: Backend, side: QuerySide, k: Tensor, v: Tensor, scale: float,
         deterministic: bool,
-    ) -> list[Tensor]:  # fmt: skip
-        """Gradients of all calls."""
-        sums = accumulate_dtype(k.dtype)
-        totals = [torch.zeros_like(x, dtype=sums) for x in (side.q, k, v)]
-        for call in self.calls:
-            rows, keys = call.rows.slice, call.keys.slice
-            grads = run.backward(
-                side.rows(rows), k[:, keys], v[:, keys], scale, call.visible,
-                deterministic=deterministic,
-            )  # fmt: skip
-            for total, place, grad in zip(totals, (rows, keys, keys), grads, strict=True):
-                total[:, place] += grad
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Gradients of a call's rows and keys."""
+        keys = call.keys.slice
+        tensors = side.rows(call.rows.slice), k[:, keys], v[:, keys]
+        return run.backward(*tensors, scale, call.visible, deterministic=deterministic)
+
+    def _sums(
+        self, grads: Iterable[tuple[Tensor, ...]], inputs: Sequence[Tensor],
+        into: Sequence[Tensor] | None,
+    ) -> Sequence[Tensor]:  # fmt: skip
+        """The sums of all calls. For every few of them each row is read and written once, so that
+        few gradients are kept at a time."""
+        totals = into
+        if totals is None or len(self.calls) > _AT_ONCE:
+            totals = [x.new_empty(x.shape, dtype=accumulate_dtype(x.dtype)) for x in inputs]
+        for number, some in enumerate(batched(zip(self.calls, grads, strict=True), _AT_ONCE)):
+            for index, total in enumerate(totals):
+                spans = [call.keys if index else call.rows for call, _ in some]
+                _add(total, spans, [of[index] for _, of in some], anew=not number)
+        for total in () if self.calls else totals:
+            total.zero_()
         return totals
+
+
+def _add(total: Tensor, spans: Sequence[Span], parts: Sequence[Tensor], anew: bool) -> None:
+    """total += parts, which have some of its rows each; `anew`: it has no value yet."""
+    end = 0
+    for rows, found in _overlaps(spans):
+        here = total[:, rows]
+        some = [parts[i][:, of] for i, of in found]
+        sum_parts(here, some if anew else [here, *some])
+        if anew:
+            total[:, end : rows.start] = 0
+        end = rows.stop
+    if anew:
+        total[:, end:] = 0
 
 
 def _overlaps(spans: Sequence[Span]) -> Iterator[tuple[slice, list[tuple[int, slice]]]]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from random import Random
+from threading import Lock
 from unittest.mock import patch
 
 import pytest
@@ -120,16 +121,17 @@ class Counted:
     """Counts query-key pairs given to kernels."""
 
     def __init__(self):
-        self.pairs = {"forward": 0, "backward": 0}
+        self.pairs, self.lock = {"forward": 0, "backward": 0}, Lock()
 
     def of(self, name):
         plain = getattr(Reference, name)
 
         def run(backend, q, k, v, scale, visible, *args, **options):
             rows = q.shape[1] if name == "forward" else q.q.shape[1]
-            for part in visible.parts.table:
-                seen = Parts(part[None]).seen(slice(0, rows), k.shape[1], k.device)
-                self.pairs[name] += int(seen.sum())
+            each = (Parts(part[None]) for part in visible.parts.table)
+            seen = sum(int(x.seen(slice(0, rows), k.shape[1], k.device).sum()) for x in each)
+            with self.lock:  # ranks are threads
+                self.pairs[name] += seen
             return plain(backend, q, k, v, scale, visible, *args, **options)
 
         return patch.object(Reference, name, run)

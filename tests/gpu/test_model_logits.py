@@ -43,8 +43,12 @@ def all_errors(rank: int, dtype: torch.dtype, backend: str) -> dict[str, tuple]:
     found = {}
     for path in FILES:
         name, bf16 = (torch.load(path, weights_only=False)[key] for key in ("name", "bf16"))
-        errors, cores = errors_of(path, dtype, backend)
-        found[name] = float(errors.max()), float(errors.median()), bf16, cores
+        try:
+            errors, cores = errors_of(path, dtype, backend)
+        except Exception as error:  # so that one model does not hide the others
+            found[name] = f"{type(error).__name__}: {error}"
+        else:
+            found[name] = float(errors.max()), float(errors.median()), bf16, cores
     return found
 
 
@@ -64,13 +68,13 @@ def test_logits_are_those_of_transformers(case):
         fresh=True,
         timeout_s=500,
     )
-    for name in every[0]:
-        found = [ranks[name] for ranks in every]
-        most, middle = (max(one[place] for one in found) for place in (0, 1))
-        bf16, cores = found[0][2:]
+    wrong = [f"{name}: {got}" for name, got in every[0].items() if isinstance(got, str)]
+    for name in every[0].keys() - {text.partition(":")[0] for text in wrong}:
+        most, middle = (max(ranks[name][place] for ranks in every) for place in (0, 1))
+        *_, bf16, cores = every[0][name]
         print(f"{name}, {case}: largest {most:.1e}, median {middle:.1e}; "
               f"transformers' bf16: median {bf16:.1e}")  # fmt: skip
-    for name in every[0]:
-        for most, middle, bf16, cores in (ranks[name] for ranks in every):
-            assert cores == {"BurstTECoreAttention"}, (name, cores)
-            assert (most <= 1e-5) if dtype is torch.float32 else (middle <= 1.5 * bf16), name
+        right = (most <= 1e-5) if dtype is torch.float32 else (middle <= 1.5 * bf16)
+        if not right or cores != {"BurstTECoreAttention"}:
+            wrong.append(f"{name}: {most}, {middle}, {cores}")
+    assert not wrong, wrong

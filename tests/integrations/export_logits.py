@@ -105,9 +105,10 @@ def exported(rank: int, name: str, folder: Path) -> dict:
 
 
 def plain(value: object) -> bool:
-    """Whether a value can be read where Megatron is, but not Bridge."""
+    """Whether a value can be read where Megatron is, but neither Bridge nor transformers."""
     try:
-        return b"megatron.bridge" not in pickle.dumps(value)
+        written = pickle.dumps(value)
+        return b"megatron.bridge" not in written and b"transformers." not in written
     except (pickle.PicklingError, AttributeError, TypeError):  # a lambda, a process group
         return False
 
