@@ -78,7 +78,7 @@ def tree(
     lengths: Sequence[int], parents: Sequence[int], starts: Sequence[int] | None = None
 ) -> Tensor:
     """Segments that see themselves causally and all of each ancestor (prefix trees), stored in any
-    order. Where children directly follow their parents, `prefix_tree` is faster.
+    order. Where children directly follow their parents, `prefix_tree` makes fewer slices.
 
     Megatron-LM #7387's `TreePackedSeqParams` has all three: `tree_segment_lengths`,
     `tree_segment_parents`, `tree_segment_starts`.

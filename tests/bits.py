@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 ANYWHERE, EACH = (0, 0.11, 0.47, 1), (0, 0.125, 0.5, 1)
-CASES = {  # but prefix trees, merged by torch's softmax, whose bits on a CPU depend on the shape
+CASES = {
     "causal": Case(),
     "full": Case(dict(causal=False)),
     "sinks": Case(sinks=True),
@@ -51,8 +51,8 @@ CASES = {  # but prefix trees, merged by torch's softmax, whose bits on a CPU de
     "window": Case(dict(window=(9, 0)), windowed=True),
     "window and sinks": Case(dict(window=(9, 0)), sinks=True, windowed=True),
     "window in documents": Case(dict(window=(5, 0)), ANYWHERE, windowed=True),
+    "prefix tree": Case(dict(prefix_tree=[-1, 0, 0]), ANYWHERE),
 }
-ON_GPUS = CASES | {"prefix tree": Case(dict(prefix_tree=[-1, 0, 0]), ANYWHERE)}
 
 
 class Problem(NamedTuple):
@@ -75,7 +75,7 @@ class Problem(NamedTuple):
 
     def rows(self, rank: int, ranks: int) -> torch.Tensor:
         """Positions that a rank holds."""
-        case = ON_GPUS[self.case]
+        case = CASES[self.case]
         layout = Layout(case.options.get("layout", "zigzag"))
         edges = [round(share * self.tokens) for share in case.edges]
         rows = rows_of(layout, rank, ranks, self.tokens // ranks, edges)
@@ -86,7 +86,7 @@ class Problem(NamedTuple):
         q, k, v, dout = (x[:, rows].clone() for x in self.tensors())
         leaves = [x.requires_grad_() for x in (q, k, v)]
         keys = (x.repeat_interleave(expand, 2) if expand > 1 else x for x in leaves[1:])
-        given = ON_GPUS[self.case].arguments(self.tokens, self.heads[0], self.device)
+        given = CASES[self.case].arguments(self.tokens, self.heads[0], self.device)
         out, lse = burst_attention(
             q, *keys, group=group, config=self.config, return_lse=True, **given
         )

@@ -12,7 +12,7 @@ import torch
 from megatron_burst.config import BurstConfig
 from megatron_burst.kernels.backends import backends
 from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS
-from tests.bits import HEADS, NAMES, ON_GPUS, Problem, equal_in, groups_of
+from tests.bits import CASES, HEADS, NAMES, Problem, equal_in, groups_of
 from tests.gpu import needs_gpus
 from tests.gpu.test_gather import kernels, problem_for
 from tests.ranks import run_ranks
@@ -28,7 +28,7 @@ def cases_of(kernel: str) -> list[str]:
     able = can.masks | can.composed
     needs = {
         name: {*[WINDOWS] * case.windowed, *[DOCUMENTS] * bool(case.edges), *[SLICES] * case.prefix}
-        for name, case in ON_GPUS.items()
+        for name, case in CASES.items()
     }
     return [name for name, of in needs.items() if of <= able]
 
