@@ -13,7 +13,7 @@ from tests.oracle import seen_by_slices
 
 def test_pairs_are_those_of_the_masks():
     found = cases(2048, 4, torch.device("cpu"), torch.float32)
-    assert len(found) == 10
+    assert len(found) == 11
     for name, case in found.items():
         seen = seen_by_slices(case.slices.tolist(), 2048)
         assert int(seen.sum()) == case.pairs, name
@@ -50,5 +50,5 @@ def test_a_tiny_run_measures_every_mask(tmp_path, monkeypatch):
     every = cases(512, 2, torch.device("cpu"), torch.float32)
     asked = [(name, pass_) for name, case in every.items() if case.beside
              for pass_ in ("fwd", "bwd")]  # fmt: skip
-    assert [(row["mask"], row["pass"]) for row in rows] == asked and len(asked) == 16
+    assert [(row["mask"], row["pass"]) for row in rows] == asked and len(asked) == 18
     assert {(row["seq"], row["heads_q"], row["dim"]) for row in rows} == {("512", "2", "8")}
