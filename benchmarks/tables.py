@@ -10,6 +10,7 @@ from rich.table import Table
 from benchmarks.rows import Row
 from megatron_burst.tools.units import in_units
 
+_NOTHING = {"-", "failed", "skipped"}  # cells without a figure
 _COLUMNS = ("burst", "best TE (mode)", "burst / TE", "burst / kernel alone", "GiB burst, TE")
 
 
@@ -166,7 +167,7 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
         line += [_speed(each.burst), best, to_te, to_ceiling, ", ".join(memory)]
         line += [cell for other in others for cell in other.cells(each)]
         lines.append(line)
-    measured = [any(cell != "-" for cell in column) for column in zip(*lines, strict=True)]
+    measured = [not set(column) <= _NOTHING for column in zip(*lines, strict=True)]
     lines = [list(compress(line, measured)) for line in (head, ["---"] * len(head), *lines)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{_caption(comparisons[0].problem, facts)}\n\n{table}"

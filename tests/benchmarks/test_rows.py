@@ -282,6 +282,8 @@ def test_a_table_has_columns_of_what_was_measured():
     head = markdown_table(rows, "fwd_bwd").splitlines()[2]  # no memory on a CPU
     assert head == "| heads | S | burst | GiB burst, TE | before | burst / before |"
     assert "| 1.10 (0.83-1.22) |" in markdown_table(rows, "fwd_bwd")
+    rows.append(replace(row("burst:backend=cudnn", (1.0, 1.0, 1.0)), ms=None, status="failed"))
+    assert markdown_table(rows, "fwd_bwd").splitlines()[2] == head
 
 
 def test_a_table_is_made_below_the_line_that_names_it():
