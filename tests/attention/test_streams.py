@@ -178,6 +178,14 @@ def races(monkeypatch, nodes, ranks, way):
     return simulated.run_simulated(one, topology.cp_size, pulls=way.pulls)[0]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def operations_are_known():
+    """At its first dispatch to a mode torch keeps a handle of an operation, which fails in two
+    threads at once (c10/core/PyHandleCache.h)."""
+    with pytest.MonkeyPatch.context() as patch:
+        races(patch, 1, 1, Way("ring"))
+
+
 GRIDS = [(1, 2), (2, 1), (3, 2)]  # nodes, ranks on each
 
 
