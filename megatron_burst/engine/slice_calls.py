@@ -128,14 +128,14 @@ class Calls:
         into: tuple[Tensor, Tensor, Tensor] | None = None, deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """As `Backend.backward`; gradients are summed in the accumulation dtype."""
+        wide = run.capability.wide_grads
         if other := self._instead(run, side.q, k, v, True, deterministic):
             totals = other.backward(side, k, v, scale, Visible(parts=self.parts), into=into)
         else:
             how = run, side, k, v, scale, deterministic
             grads = (self._grads(call, *how) for call in self.calls)
-            totals = self._sums(grads, (side.q, k, v), into)
+            totals = self._sums(grads, (side.q, k, v), into, wide)
         if into is None:
-            wide = run.capability.wide_grads
             return tuple(total if wide else total.to(k.dtype) for total in totals)
         for target, total in zip(into, totals, strict=True):
             if target is not total:
@@ -153,13 +153,15 @@ class Calls:
 
     def _sums(
         self, grads: Iterable[tuple[Tensor, ...]], inputs: Sequence[Tensor],
-        into: Sequence[Tensor] | None,
+        into: Sequence[Tensor] | None, wide: bool,
     ) -> Sequence[Tensor]:  # fmt: skip
-        """The sums of all calls. For every few of them each row is read and written once, so that
-        few gradients are kept at a time."""
-        totals = into
-        if totals is None or len(self.calls) > _AT_ONCE:
-            totals = [x.new_empty(x.shape, dtype=accumulate_dtype(x.dtype)) for x in inputs]
+        """The sums of all calls, in `into` if one pass makes them. For every few calls each row is
+        read and written once, so that few gradients are kept at a time."""
+        several, totals = len(self.calls) > _AT_ONCE, into
+        if totals is None or several:
+            wide = wide or several
+            dtypes = (accumulate_dtype(x.dtype) if wide else x.dtype for x in inputs)
+            totals = [x.new_empty(x.shape, dtype=y) for x, y in zip(inputs, dtypes, strict=True)]
         for number, some in enumerate(batched(zip(self.calls, grads, strict=True), _AT_ONCE)):
             for index, total in enumerate(totals):
                 spans = [call.keys if index else call.rows for call, _ in some]
