@@ -24,7 +24,7 @@ from megatron_burst.kernels.partial import merge_parts
 from megatron_burst.kernels.reference import Reference
 from megatron_burst.kernels.torch_gpu import Flash
 from megatron_burst.kernels.visible import Segments, Visible
-from tests.kernels.bands import Band, errors_of
+from tests.kernels.bands import Band, Composed, errors_of
 from tests.kernels.test_visible import bands
 
 
@@ -256,3 +256,14 @@ def test_a_package_without_packed_rows_is_refused():
     )
     with patch.dict(sys.modules, {"flash_attn.flash_attn_interface": lacking}):
         assert "it has no _flash_attn_varlen_forward" in FlashAttention2().missing()
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("frames", [1, 8, 9, 20])
+def test_gradients_of_many_calls_are_summed_once_each(frames, into):
+    """Of blocks that all later ones see: calls share keys, with rows and keys that none has between
+    and behind them."""
+    slices = tuple((7 * n, 7 * n + 5, 0, 5 * n + 4, 0) for n in range(frames))
+    band = Band((7 * frames,), (5 * frames + 3,), packed=False, slices=slices)
+    errors = errors_of(Composed(Reference()), band, into=into)
+    assert all(error < 1e-12 for error in errors.values()), errors
