@@ -286,6 +286,24 @@ def test_a_table_has_columns_of_what_was_measured():
     assert markdown_table(rows, "fwd_bwd").splitlines()[2] == head
 
 
+@pytest.mark.parametrize(
+    "change, said",
+    [({"versions": "torch 2.11.0; commit 2b"}, "burst:auto of commit 1a and te:p2p of commit 2b"),
+     ({"gpu": "NVIDIA H200; machine 4d"}, "te:p2p of commit 1a machine 4d, for 32/8 64K causal")],
+)  # fmt: skip
+def test_a_table_compares_no_two_commits_or_machines(change, said):
+    code = {"versions": "torch 2.11.0; commit 1a", "gpu": "NVIDIA H200; 1 MHz, 2 C; machine 3c"}
+    rows = [row(f"{name}", (10.0, 9.0, 12.0), **code) for name in ("burst:auto", "te:p2p")]
+    assert "| 1.00 (0.75-1.33) |" in markdown_table(rows, "fwd_bwd")
+    rows[1] = replace(rows[1], **change)
+    with pytest.raises(BurstError, match="of one commit and machine") as refused:
+        markdown_table(rows, "fwd_bwd")
+    assert said in str(refused.value).replace(" machine 3c", "")
+    # what the table does not show may be of another
+    rows = [rows[0], replace(rows[1], **code), replace(rows[1], mode="a2a", ms=99.0)]
+    assert "(p2p)" in markdown_table(rows, "fwd_bwd")
+
+
 def test_a_table_is_made_below_the_line_that_names_it():
     csv = "benchmarks/results/packed_2xh200_one_node.csv"
     mark = f"<!-- benchmarks.show table {csv} -->\n\n"
