@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 4 benchmarks/accuracy.py OUT.csv      measure, on GPUs
 python benchmarks/accuracy.py OUT.csv --seq 2048                simulate, on a CPU
 python benchmarks/accuracy.py OUT.csv --nodes                   measure gradients between nodes
-python benchmarks/accuracy.py A.csv B.csv --plot docs/accuracy.png --title "4 x H200, 2026-11-21; ..."
+python benchmarks/accuracy.py A.csv B.csv --plot docs/accuracy.png --title "4 x H200, 2026-11-21"
 
 The last one draws real ranks of all these files, and simulated ones of the last. Sequences are
 sharded over 1, 2, 4 and 8 simulated ranks, which are threads of one process and run burst's own

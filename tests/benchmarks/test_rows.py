@@ -155,6 +155,13 @@ def test_pictures_lie_beside_the_file(results):
         assert picture.startswith(b"\x89PNG") and len(picture) > 5000
 
 
+def test_bars_have_the_spread_of_their_repetitions():
+    plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
+    of_three = row("burst:auto", (10.0, 8.0, 20.0))  # 720 TFLOP/s
+    assert plots.spread_of(of_three) == [[360.0], [180.0]]
+    assert plots.spread_of(replace(of_three, ms_min=10.00001, ms_max=9.99999)) == [[0.0], [0.0]]
+
+
 def test_no_picture_of_memory_where_none_was_measured(tmp_path):
     append(tmp_path / "cpu.csv", [row("burst:auto", (1.0, 1.0, 1.0)), row("te:p2p")])
     done = CliRunner().invoke(app, ["plot", str(tmp_path / "cpu.csv")])
