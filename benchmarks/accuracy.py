@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 4 benchmarks/accuracy.py OUT.csv      measure, on GPUs
 python benchmarks/accuracy.py OUT.csv --seq 2048                simulate, on a CPU
 python benchmarks/accuracy.py OUT.csv --nodes                   measure gradients between nodes
-python benchmarks/accuracy.py A.csv B.csv --plot docs/accuracy.png
+python benchmarks/accuracy.py A.csv B.csv --plot docs/accuracy.png --title "4 x H200, 2026-11-21"
 
 The last one draws real ranks of all these files, and simulated ones of the last. Sequences are
 sharded over 1, 2, 4 and 8 simulated ranks, which are threads of one process and run burst's own
@@ -228,7 +228,7 @@ def curves(paths):
     return found
 
 
-def plot(paths, picture):
+def plot(paths, picture, title):
     """Errors over ranks, a panel for each tensor and head count."""
     lines = curves(paths)
     figure, axes = plt.subplots(len(HEADS), len(TENSORS), figsize=(13, 6), sharex=True, sharey=True)
@@ -252,6 +252,7 @@ def plot(paths, picture):
     figure.legend(
         *axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=4, frameon=False
     )
+    figure.suptitle(title)
     figure.tight_layout(rect=(0, 0.09, 1, 1))
     figure.savefig(picture, dpi=130)
 
@@ -261,11 +262,12 @@ def main(
     nodes: Annotated[bool, typer.Option(help="measure gradients between nodes")] = False,
     seq: Annotated[int | None, typer.Option(help="tokens")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="PNG to draw of CSVs")] = None,
+    title: Annotated[str, typer.Option(help="of the PNG: GPUs and days, which CSVs lack")] = "",
 ) -> None:
     """Measure errors, on all ranks together; or draw what was measured."""
     gpus = torch.cuda.is_available()
     if picture:
-        plot(paths, picture)
+        plot(paths, picture, title)
     elif nodes:
         measure_nodes(paths[0], seq or (8192 if gpus else 2048))
     else:

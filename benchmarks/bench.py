@@ -11,6 +11,7 @@ from typing import Any, get_args
 from benchmarks.cases import Case, Pass
 from benchmarks.facts import gpu_state, link_speed, versions
 from benchmarks.peers import Peer
+from benchmarks.results import repetitions
 from benchmarks.rows import ATTENTION_CSV, Sheet
 from benchmarks.sweep import interleave, save
 from benchmarks.trial import Trial, try_out
@@ -121,7 +122,7 @@ class Bench:
                 "ms_max": max(ms),
                 "tflops_per_gpu": case.flops(pass_) / peer.gpus / middle / 1e9,
                 "peak_gib": trial.peak_gib if pass_ == "fwd_bwd" else None,
-                "note": "; ".join(filter(None, (peer.note, f"{len(ms)} repetitions"))),
+                "note": "; ".join(filter(None, (peer.note, repetitions(ms)))),
             }
         return self.sheet.kind(
             date=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -27,7 +27,7 @@ from benchmarks.loss_heads import (
 )
 from benchmarks.loss_peers import LossPeer, peers_of, usual_peers
 from benchmarks.loss_table import LOSS_CSV, LossRow, draw_if_possible, loss_table
-from benchmarks.results import Memory
+from benchmarks.results import Memory, repetitions
 from benchmarks.sweep import (
     Budget,
     Dtype,
@@ -206,7 +206,7 @@ class _Head:
             impl=peer.name, matmul_tflops=self.rate, **measured,
             **dict(zip(names, trial.errors, strict=True)),
             status="ok" if ms else "failed",
-            note=trial.failure or (f"{len(ms)} repetitions" if ms else "time was up"),
+            note=trial.failure or (repetitions(ms) if ms else "time was up"),
         )  # fmt: skip
 
 

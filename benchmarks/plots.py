@@ -67,7 +67,8 @@ def _figure(comparisons: list[Comparison], panel: Panel, unit: str) -> Figure:
 
 
 def _speeds(axis: Axes, members: list[Comparison], colours: dict[str, str]) -> None:
-    """Bars for implementations that communicate, crosses for failures, lines for the bounds."""
+    """Bars with their spread for implementations that communicate, crosses for failures, lines for
+    the bounds."""
     bars = [name for name in colours if name.split(":")[0] not in _LINES]
     width = 0.8 / max(len(bars), 1)
     for place, name in enumerate(bars):
@@ -75,13 +76,22 @@ def _speeds(axis: Axes, members: list[Comparison], colours: dict[str, str]) -> N
         for x, each in enumerate(members):
             row = each.rows.get(name)
             if row is not None and row.ms:
-                axis.bar(x + offset, row.tflops_per_gpu, width, color=colours[name], label=name)
+                style = {"color": colours[name], "yerr": spread_of(row), "label": name}
+                style["error_kw"] = {"elinewidth": 0.8}
+                axis.bar(x + offset, row.tflops_per_gpu, width, **style)
             elif row is not None:
                 axis.plot(x + offset, 0, "x", color=colours[name], clip_on=False)
     for name in (name for name in colours if name not in bars):
         style = _LINES[name.split(":")[0]]
         _line(axis, members, name, "tflops_per_gpu", color=colours[name], linestyle=style)
     axis.set_xlim(-0.5, len(members) - 0.5)
+
+
+def spread_of(row: Row) -> list[list[float]]:
+    """How far the slowest and the fastest repetition are from the median, in TFLOP/s."""
+    slow, fast = (row.ms / end for end in (row.ms_max, row.ms_min))
+    off = max(0.0, 1 - slow), max(0.0, fast - 1)  # a CSV's figures are rounded
+    return [[row.tflops_per_gpu * share] for share in off]
 
 
 def _memory(axis: Axes, members: list[Comparison], colours: dict[str, str]) -> None:

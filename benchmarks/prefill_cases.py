@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.facts import gpu_state, versions
 from benchmarks.one_rank import passes_of_last
+from benchmarks.results import repetitions
 from benchmarks.rows import Sheet
 from megatron_burst.engine.passes import Passes
 from megatron_burst.errors import BurstError
@@ -221,7 +222,7 @@ def row_of(
         flops = 2 * (model.matmul_params - head) * seq + 2 * head
         flops += 2 * model.layers * model.heads_q * model.dim_qk * seq**2
         others |= {"ms": ms, "ms_min": min(times), "ms_max": max(times)}
-        others |= {"tokens_per_s": 1e3 * seq / ms, "note": f"{len(times)} repetitions"}
+        others |= {"tokens_per_s": 1e3 * seq / ms, "note": repetitions(times)}
         others |= {"tflops_per_gpu": flops / ranks.size / ms / 1e9}
     return PrefillRow(
         date=datetime.now(UTC).isoformat(timespec="seconds"), versions=versions(),

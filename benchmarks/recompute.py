@@ -20,7 +20,7 @@ from benchmarks.cases import one_head_count
 from benchmarks.facts import gpu_state, link_speed, versions
 from benchmarks.layers import ATTENTION, Mode, Widths, modes_of
 from benchmarks.recompute_table import draw_if_possible, trade_table
-from benchmarks.results import Memory
+from benchmarks.results import Memory, repetitions
 from benchmarks.rows import RECOMPUTE_CSV, Row
 from benchmarks.sweep import (
     Budget,
@@ -185,7 +185,7 @@ class _Part:
                 "tflops_per_gpu": (flops or widths.flops) / world.size / middle / 1e9,
                 "peak_gib": self.peaks.get(str(mode)),
                 "note": f"{widths.layers} layers, hidden {widths.hidden}, ffn {widths.ffn}; "
-                f"model FLOPs; {len(ms)} repetitions",
+                f"model FLOPs; {repetitions(ms)}",
             }
         return Row(
             date=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -12,6 +12,12 @@ _SAMPLED_ROWS = 64
 _TOLERANCE = 0.05  # of a relative error; two bf16 kernels differ by less than 0.01
 
 
+def repetitions(ms: Sequence[float]) -> str:
+    """How often something was timed and what each took, "3 repetitions: 1.5 1.4 1.6", for a row's
+    note: runs that took turns can then be compared repetition by repetition."""
+    return f"{len(ms)} repetitions: {' '.join(f'{each:.6g}' for each in ms)}"
+
+
 @dataclass(slots=True)
 class Memory:
     """Device memory of a call above what was allocated before."""

@@ -28,7 +28,8 @@ class Row:
     Attributes:
         date: date and time, UTC.
         versions: versions of the packages involved.
-        gpu: name, clock and temperature of rank 0's device after the last repetition.
+        gpu: name, clock and temperature of rank 0's device after the last repetition, and a hash
+            that tells machines apart.
         nodes: number of nodes, real or emulated.
         ranks: number of ranks in the run; `one_gpu` computes on one of them.
         link: measured ring shift and all-to-all, GB/s per rank.
@@ -38,7 +39,7 @@ class Row:
         tflops_per_gpu: the pass's operations / GPUs that compute / ms.
         peak_gib: peak memory above inputs and outputs in fwd_bwd, worst rank; None on CPU.
         status: "ok", "failed" or "skipped".
-        note: the reason if it is not ok.
+        note: milliseconds of each repetition; the reason if it is not ok.
     """
 
     date: str

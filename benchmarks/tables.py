@@ -1,5 +1,6 @@
 """Burst compared with its peers: groups of rows, their ratios, and tables."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -8,6 +9,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from benchmarks.rows import Row
+from megatron_burst.errors import BurstError
 from megatron_burst.tools.units import in_units
 
 _NOTHING = {"-", "failed", "skipped"}  # cells without a figure
@@ -151,6 +153,9 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
     Args:
         rows: of results; at least one.
         pass_: "fwd" or "fwd_bwd".
+
+    Raises:
+        BurstError: if a ratio would be of two commits or machines.
     """
     comparisons = [each for each in compare(rows) if each.problem.pass_ == pass_]
     if not comparisons:
@@ -160,6 +165,7 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
     head = [*facts, *_COLUMNS, *(name for other in others for name in other.columns)]
     lines = []
     for each in comparisons:
+        _check_alike(each)
         words, te = each.problem.words(), each.best_te
         best = f"{_speed(te)} ({te.mode})" if te else "-"
         to_te, to_ceiling, *memory = _judgement(each)
@@ -171,6 +177,27 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
     lines = [list(compress(line, measured)) for line in (head, ["---"] * len(head), *lines)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{_caption(comparisons[0].problem, facts)}\n\n{table}"
+
+
+def _check_alike(each: Comparison) -> None:
+    """That what a table compares was measured by one commit on one machine."""
+    others = (each.rows.get(other.impl) for other in _OTHERS)
+    shown = [each.burst, each.best_te, each.ceiling, *others]
+    found = {_measured_by(row): row for row in shown if row and row.ms}
+    if len(found) > 1:
+        got = (f"{row.impl}:{row.mode} of {' '.join(by)}" for by, row in found.items())
+        where = " ".join(each.problem.words()[name] for name in ("heads", "S", "mask"))
+        raise BurstError(
+            "benchmarks.show table: rows that it compares must be of one commit and machine, "
+            "because a ratio would tell of these too; "
+            f"got {' and '.join(got)}, for {where}; measure them in one run"
+        )
+
+
+def _measured_by(row: Row) -> tuple[str, ...]:
+    """The commit and the machine that a row names, as far as it does."""
+    named = (re.search(r"\b(commit|machine) \w+", text) for text in (row.versions, row.gpu))
+    return tuple(found[0] for found in named if found)
 
 
 def _caption(problem: Problem, told: Sequence[str]) -> str:

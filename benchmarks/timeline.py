@@ -1,13 +1,13 @@
 """What one GPU does during one forward and backward pass of burst attention, as CSV and picture.
 
 torchrun --nproc-per-node 4 benchmarks/timeline.py record --seq 131072 --heads 32/8 OUT.csv
-python benchmarks/timeline.py draw OUT.csv docs/timeline.png
+python benchmarks/timeline.py draw OUT.csv docs/timeline.png --title "4 x H200, 2026-11-21: ..."
 """
 
 import csv
 import os
 import sys
-from collections import Counter
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -107,8 +107,12 @@ def _kernels(profiler) -> list[tuple]:
 
 
 @app.command()
-def draw(source: Path, picture: Path) -> None:
-    """One panel a mode, one line a stream, which is named for what it does longest."""
+def draw(
+    source: Path,
+    picture: Path,
+    title: Annotated[str, typer.Option(help="GPUs, day and problem, which the CSV lacks")],
+) -> None:
+    """One panel a mode, one line a stream, which is named for what it carries."""
     with source.open() as file:
         rows = list(csv.DictReader(file))
     modes = list(dict.fromkeys(row["mode"] for row in rows))
@@ -121,7 +125,7 @@ def draw(source: Path, picture: Path) -> None:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
-    figure.suptitle(source.stem.replace("_", " "))
+    figure.suptitle(title)
     figure.savefig(picture, dpi=130)
 
 
@@ -138,16 +142,22 @@ def _panel(axis, mode: str, rows: list[dict]) -> None:
     axis.set(
         title=f"{mode}: {end / 1e3:.1f} ms", xlabel="ms", yticks=range(len(streams)), xlim=(0, None)
     )
-    axis.set_yticklabels([_main_kind(rows, stream) for stream in streams])
+    axis.set_yticklabels([lane_of(rows, stream) for stream in streams])
 
 
-def _main_kind(rows: list[dict], stream: str) -> str:
-    """What a stream does longest."""
-    total = Counter()
-    for row in rows:
-        if row["stream"] == stream:
-            total[_kind(row["name"])[1]] += float(row["duration_us"])
-    return total.most_common(1)[0][0]
+def lane_of(rows: list[dict], stream: str) -> str:
+    """What a stream carries: kernels, or transfers, which are of gradients if none begins before
+    attention's backward."""
+
+    def begins(kind: str, **where: str) -> float:
+        chosen = (row for row in rows if all(row[name] == value for name, value in where.items()))
+        starts = (float(r["start_us"]) for r in chosen if kind in _kind(r["name"])[1])
+        return min(starts, default=inf)
+
+    if begins("attention", stream=stream) < inf:
+        return "kernels"
+    before = begins("", stream=stream) < begins("attention backward")
+    return f"transfers of {'inputs' if before else 'gradients'}"
 
 
 def _kind(name: str) -> tuple[str, str, str]:

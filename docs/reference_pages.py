@@ -34,8 +34,8 @@ def flags() -> str:
     ]
     for group in parser._action_groups[2:]:
         lines += ["", f"## {group.title}", "", group.description or "", ""]
-        lines += ["| flag | values | meaning |", "| --- | --- | --- |"]
-        lines += [_row(action) for action in group._group_actions]
+        lines += ['<div class="flags" markdown>', "", "| flag | values | meaning |"]
+        lines += ["| --- | --- | --- |", *map(_row, group._group_actions), "", "</div>"]
     return "\n".join([*lines, ""])
 
 

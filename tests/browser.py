@@ -3,7 +3,7 @@
 python tests/browser.py FOLDER_OF_SCREENSHOTS PAGE.html...    WIDTH=390 for a phone's
 
 Prints JSON by page: first heading, pictures that did not load, console messages, pixels by which
-the page is wider than the window.
+the page is wider than the window, flags that a line break splits.
 
 python tests/browser.py --search WORDS PAGE.html
 
@@ -32,6 +32,8 @@ _LOOK = """JSON.stringify({
     heading: document.querySelector("article h1")?.firstChild?.textContent ?? "",
     missing: [...document.images].filter(x => x.complete && !x.naturalWidth).map(x => x.src),
     wider: document.documentElement.scrollWidth - window.innerWidth,
+    split: [...document.querySelectorAll(".flags td:first-child code")]
+        .filter(x => x.getClientRects().length > 1).map(x => x.textContent),
     scripts: [...document.querySelectorAll("script[src], link[rel=stylesheet]")]
         .map(x => x.src || x.href),
 })"""

@@ -289,6 +289,25 @@ for script in sys.argv[1:]:
 """
 
 
+def test_one_script_draws_every_picture():
+    """Its commands, printed and not run: each names the picture, its CSV or its program."""
+    script = ROOT / "benchmarks" / "redraw.sh"
+    there = os.environ | {"PYTHON": "true"}
+    done = subprocess.run([script], env=there, capture_output=True, text=True, check=True)
+    pictures = {*ROOT.glob("docs/*.png"), *ROOT.glob("benchmarks/results/*.png")}
+    ways = {"planner_errors": "validate_plan.py", "schedule": "draw_ring.py",
+            "soak_gpu": "draw_soak.py"}  # fmt: skip
+
+    def drawn(path):
+        name, csvs = path.stem, re.findall(r"results/(\w+)\.csv", done.stdout)
+        way = ways.get(name, f"draw_{name}.py")
+        made = path.parent.name == "results" and any(name.startswith(csv) for csv in csvs)
+        return made or way in done.stdout or f"docs/{path.name}" in done.stdout
+
+    assert len(pictures) > 25
+    assert [path.name for path in pictures if not drawn(path)] == ["timeline_nodes.png"]
+
+
 def test_benchmarks_start_as_scripts_from_anywhere(tmp_path):
     """Guards against a script that finds its siblings only if PYTHONPATH has the checkout."""
     names = "accuracy", "slices", "scaling", "loss_curves", "kernels", "kernels_table"

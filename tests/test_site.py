@@ -62,6 +62,7 @@ def test_every_page_opens_in_a_browser(site, width):
     for page, seen in found.items():
         assert seen["loaded"] and seen["heading"], page
         assert not seen["missing"] and not seen["console"] and seen["wider"] <= 0, (page, seen)
+        assert not seen["split"], (page, seen)
         assert all(source.startswith("file:") for source in seen["scripts"]), (page, seen)
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 import subprocess
 
 import pytest
@@ -12,7 +13,7 @@ from benchmarks.show import ROOT, app
 from megatron_burst.errors import BurstError
 from tests.benchmarks.rows import one_problem, row
 
-RESULTS = "benchmarks/results"
+RESULTS, METHOD = "benchmarks/results", ROOT / "docs/benchmarks/method.md"
 RENAMED = {"hosts": "nodes"}  # columns, by their names of then
 REWORDED = ("link",)  # whose text has changed in rows that stayed
 ADDED = {  # columns added since, and what they say of older rows
@@ -82,6 +83,25 @@ def test_a_superseded_row_names_the_commit_that_did_so(history):
     known = git("rev-list", "HEAD", text=True).splitlines()
     for commit in commits - {""}:
         assert any(full.startswith(commit) for full in known), commit
+
+
+def test_commits_that_rows_name_are_in_the_repository_and_told(history):
+    """With the tables whose rows name none, or one with changes."""
+    known, told = git("rev-list", "HEAD", text=True).splitlines(), METHOD.read_text()
+    none, changed, commits = 0, 0, set()
+    for path in (ROOT / RESULTS).glob("*.csv"):
+        text = path.read_text(encoding="utf-8")
+        named = re.findall(r"; commit (\w+)( with changes)?", text)
+        commits |= {commit for commit, _ in named}
+        changed += sum(bool(changes) for _, changes in named)
+        if path.name.startswith(("attention_", "packed_", "before_")):
+            none += not named
+            kind = "" if named else "no commit"
+            kind = "with changes" if any(changes for _, changes in named) else kind
+            assert not kind or path.name in told, (path, kind)
+    assert len(commits) > 20
+    assert [one for one in commits if not any(full.startswith(one) for full in known)] == []
+    assert f"{len(commits)} commits" in told and f"{changed} rows" in told and none == 2
 
 
 @pytest.fixture

@@ -188,6 +188,24 @@ def test_rows_tell_every_cudnn_that_is_loaded(tmp_path, monkeypatch):
     assert facts.loaded_cudnn(tmp_path / "none") == []
 
 
+def test_a_gpu_is_told_with_a_hash_that_tells_machines_apart(monkeypatch):
+    def told(host, uuid):
+        monkeypatch.setattr("platform.node", lambda: host)
+        properties = SimpleNamespace(uuid=uuid)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        return facts.gpu_state(torch.device("cuda"))
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    for name, value in {"clock_rate": 1980, "temperature": 42}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    one = told("a", "u")
+    assert re.fullmatch(r"NVIDIA H200; 1980 MHz, 42 C; machine [0-9a-f]{8}", one)
+    assert one == told("a", "u") and len({one, told("b", "u"), told("a", "v")}) == 3
+    monkeypatch.delattr(torch.cuda, "temperature")  # as where NVML is missing
+    assert told("a", "u") == one.replace(" 1980 MHz, 42 C;", "")
+    assert facts.gpu_state(torch.device("cpu")) == "CPU"
+
+
 def test_torchs_cudnn_is_loaded_whole(tmp_path, monkeypatch):
     """TransformerEngine would find the system's parts. Guards also against torch's own in a process
     that names another."""

@@ -155,6 +155,13 @@ def test_pictures_lie_beside_the_file(results):
         assert picture.startswith(b"\x89PNG") and len(picture) > 5000
 
 
+def test_bars_have_the_spread_of_their_repetitions():
+    plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
+    of_three = row("burst:auto", (10.0, 8.0, 20.0))  # 720 TFLOP/s
+    assert plots.spread_of(of_three) == [[360.0], [180.0]]
+    assert plots.spread_of(replace(of_three, ms_min=10.00001, ms_max=9.99999)) == [[0.0], [0.0]]
+
+
 def test_no_picture_of_memory_where_none_was_measured(tmp_path):
     append(tmp_path / "cpu.csv", [row("burst:auto", (1.0, 1.0, 1.0)), row("te:p2p")])
     done = CliRunner().invoke(app, ["plot", str(tmp_path / "cpu.csv")])
@@ -284,6 +291,24 @@ def test_a_table_has_columns_of_what_was_measured():
     assert "| 1.10 (0.83-1.22) |" in markdown_table(rows, "fwd_bwd")
     rows.append(replace(row("burst:backend=cudnn", (1.0, 1.0, 1.0)), ms=None, status="failed"))
     assert markdown_table(rows, "fwd_bwd").splitlines()[2] == head
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [({"versions": "torch 2.11.0; commit 2b"}, "burst:auto of commit 1a and te:p2p of commit 2b"),
+     ({"gpu": "NVIDIA H200; machine 4d"}, "te:p2p of commit 1a machine 4d, for 32/8 64K causal")],
+)  # fmt: skip
+def test_a_table_compares_no_two_commits_or_machines(change, said):
+    code = {"versions": "torch 2.11.0; commit 1a", "gpu": "NVIDIA H200; 1 MHz, 2 C; machine 3c"}
+    rows = [row(f"{name}", (10.0, 9.0, 12.0), **code) for name in ("burst:auto", "te:p2p")]
+    assert "| 1.00 (0.75-1.33) |" in markdown_table(rows, "fwd_bwd")
+    rows[1] = replace(rows[1], **change)
+    with pytest.raises(BurstError, match="of one commit and machine") as refused:
+        markdown_table(rows, "fwd_bwd")
+    assert said in str(refused.value).replace(" machine 3c", "")
+    # what the table does not show may be of another
+    rows = [rows[0], replace(rows[1], **code), replace(rows[1], mode="a2a", ms=99.0)]
+    assert "(p2p)" in markdown_table(rows, "fwd_bwd")
 
 
 def test_a_table_is_made_below_the_line_that_names_it():

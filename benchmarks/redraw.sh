@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Makes every table and picture of README.md and docs/ again, of the rows that the repository has. No GPU is needed.
+# docs/timeline_nodes.png stays: its recording was not kept.
+#
+#   benchmarks/redraw.sh           then `git diff --stat` says what has changed
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-.venv/bin/python}
+plan=("$python" -m megatron_burst.tools plan)
+rows=benchmarks/results
+run() { echo "== $*"; "$@" >/dev/null; }
+
+# tables
+run "$python" -m benchmarks.show docs docs/benchmarks/{attention,packed}.md
+run "$python" -m benchmarks.limits docs/benchmarks/limits.md
+
+# what was measured
+run "$python" -m benchmarks.show gains docs/gains.png $rows/{attention_2x,attention_4x,packed_2x}h200_one_node.csv \
+    $rows/{attention_2x2x,packed_2x1x}h200.csv
+run "$python" -m benchmarks.frontier plot docs/frontier.png $rows/frontier_1xh200.csv
+for name in {attention_2x,attention_4x,packed_2x}h200_one_node attention_2x2xh200; do
+    run "$python" -m benchmarks.show plot $rows/$name.csv # NAME_tflops.png, NAME_memory.png
+done
+run "$python" -m benchmarks.show plot $rows/packed_2x1xh200.csv # packed_2x1xh200_tflops.png
+rm -f $rows/packed_2x1xh200_memory.png                          # no page shows it
+for name in recompute_2xh200 recompute_4xh200; do # NAME_trade.png
+    run "$python" -m benchmarks.show recompute $rows/$name.csv
+done
+for name in loss_curves_2xh200 loss_curves_2xh200_defaults; do # NAME.png
+    run "$python" -m benchmarks.show curves $rows/$name.csv
+done
+run "$python" -m benchmarks.show loss $rows/loss_h200.csv # loss_h200_loss.png
+run "$python" benchmarks/accuracy.py $rows/accuracy_4xh200.csv $rows/accuracy_cpu.csv --plot docs/accuracy.png \
+    --title "error of attention against float64: 4 x H200, 2026-11-21; simulated ranks, 2026-11-26"
+run "$python" benchmarks/timeline.py draw $rows/timeline_4xh200_128k_32_32.csv docs/timeline.png \
+    --title "one GPU in a forward and a backward, 128K tokens, 32/32 heads; 4 x H200, 2026-11-21"
+run "$python" docs/draw_soak.py # soak.png, soak_gpu.png
+
+# what was predicted
+run "$python" benchmarks/validate_plan.py # planner_errors.csv, planner_errors.png
+run "$python" benchmarks/scaling.py draw docs/scaling.png --planned benchmarks/predictions/scaling_h200.csv
+run "${plan[@]}" llama3-8b --seq-length 128K --gpus 8 --cp 8 --picture docs/plan_8_ranks.png
+run "${plan[@]}" llama3-8b --seq-length 1M --gpus 64 --cp 64 --picture docs/plan_64_ranks.png
+run "${plan[@]}" llama3-8b --gpus 4 --cu-seqlens docs/sample_lengths.txt --picture docs/sample.png
+run "${plan[@]}" qwen3-8b --gpus 64 --seq-length 128k --global-batch-size 64 --cp 8 --tp 1 --pp 1 \
+    --recompute selective --lengths benchmarks/document_lengths.csv --picture docs/steps.png
+
+# what is drawn of the code
+for name in masks groups program; do run "$python" docs/draw_$name.py; done
+run "$python" examples/draw_ring.py # schedule.png
