@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_burst.engine.sample import holds_whole, kind_of
 from megatron_burst.engine.slice_parts import CAUSAL, INVERSE
 from megatron_burst.errors import Need, require
+from megatron_burst.kernels.parts import listed
 from megatron_burst.schedule.layout import Layout, positions
 
 
@@ -140,9 +141,7 @@ def _overlapping(slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         until = np.searchsorted(start[order], stop[order], side="left")
         found.append((order, np.maximum(until - np.arange(len(order)) - 1, 0)))
     order, counts = min(found, key=lambda each: each[1].sum())
-    one = np.repeat(np.arange(len(order)), counts)
-    other = order[one + 1 + np.arange(len(one)) - np.repeat(np.cumsum(counts) - counts, counts)]
-    one = order[one]
+    one, other = (order[each] for each in listed(np.arange(len(order)) + 1, counts))
     both = np.ones(len(one), dtype=bool)
     for start, stop in slices[:, :2].T, slices[:, 2:4].T:
         both &= (start[one] < stop[other]) & (start[other] < stop[one])

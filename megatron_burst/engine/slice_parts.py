@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_burst.kernels.parts import FAR, is_full, trimmed
+from megatron_burst.kernels.parts import FAR, is_full, listed, trimmed
 from megatron_burst.schedule.mask import Places
 
 CAUSAL, INVERSE = 1, 2  # bits of a slice's kind
@@ -51,8 +51,8 @@ class Bands:
         bands = trimmed(self._table)
         first = np.searchsorted(edges, bands[:, 0], side="right") - 1
         counts = np.searchsorted(edges, bands[:, 1]) - first
-        rows = np.repeat(bands, counts, axis=0)
-        at = np.arange(len(rows)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        index, at = listed(first, counts)
+        rows = bands[index]
         rows[:, 0] = np.maximum(rows[:, 0], edges[at])
         rows[:, 1] = np.minimum(rows[:, 1], edges[at + 1])
         rows = trimmed(rows)  # each within one chunk of queries
@@ -92,8 +92,7 @@ class _Rows:
         """(index of a span, index of a range) for each range that has any of a span's positions."""
         first = np.searchsorted(self.stops, begin, side="right")
         counts = np.maximum(np.searchsorted(self.starts, end, side="left") - first, 0)
-        index = np.repeat(np.arange(len(counts)), counts)
-        return index, np.arange(len(index)) + (first - np.cumsum(counts) + counts)[index]
+        return listed(first, counts)
 
 
 def _in_queries(bands: np.ndarray, q: _Rows) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.parts import FAR, Parts, on_device, transposed, trimmed
+from megatron_burst.kernels.parts import FAR, Parts, listed, on_device, transposed, trimmed
 
 HEADER, RECORD = 4, 8  # int32 of a block, of a record
 _MANY = 4  # records for each block and part; with more, parts are regrouped first
@@ -78,9 +78,7 @@ def records_of(table: np.ndarray, sizes: tuple[int, int], own: int) -> tuple[np.
     """(block, whether it needs a mask, first, stop, part) of all records, in no order; rows of the
     table are own rows."""
     size, step = sizes
-    before, counts = _blocks_of(table, size)
-    part = np.repeat(np.arange(len(table)), counts)
-    block = np.arange(len(part)) + (before - np.cumsum(counts) + counts)[part]
+    part, block = listed(*_blocks_of(table, size))
     own_begin, own_end, begin, end, low, high = table.T[:, part]
     top, bottom = block * size, np.minimum(block * size + size, own)
     whole = (own_begin <= top) & (own_end >= bottom)

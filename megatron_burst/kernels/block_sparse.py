@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.block_lists import few_parts, records_of
-from megatron_burst.kernels.parts import Parts, on_device
+from megatron_burst.kernels.parts import Parts, listed, on_device
 
 SIZE = 128  # rows and keys of a block
 _MOST_BLOCKS = 1 << 23  # of a tile: what they are sorted by has 8 bytes for each
 _MOST_EDGES = 1 << 15  # blocks that are seen in part: 2 KB for each
-_WHOLE = 3  # for each of these, which cost about two, so many must be seen whole
+_WHOLE = 3  # for each of these, which takes as long as 3 in forward, so many must be seen whole
 _AT_A_TIME = 2048  # blocks whose bits are found together: 8 MB a temporary tensor
 
 
@@ -69,9 +69,12 @@ def is_worth(parts: Parts, rows: int, keys: int) -> bool:
     """Whether nearly all blocks are seen whole or not at all, and lists of them stay small."""
     if _blocks(rows) * _blocks(keys) > _MOST_BLOCKS:
         return False
-    spans = _spans(parts, rows)
-    some = _number(spans.some)
-    return some <= _MOST_EDGES and some * _WHOLE <= _number(spans.whole)
+    key = "are blocks worth it", rows, keys
+    if key not in parts.kept:  # each layer asks
+        spans = _spans(parts, rows)
+        some = _number(spans.some)
+        parts.kept[key] = some <= _MOST_EDGES and some * _WHOLE <= _number(spans.whole)
+    return parts.kept[key]
 
 
 def block_sparse_of(parts: Parts, rows: int, keys: int, device: torch.device) -> BlockSparse:
@@ -113,10 +116,9 @@ def _number(spans: np.ndarray) -> int:
 
 
 def _made(spans: _Spans, shape: tuple[int, int], device: torch.device) -> BlockSparse:
-    counts = spans.some[:, 2] - spans.some[:, 1]
-    at = np.repeat(np.arange(len(counts)), counts)
-    others = spans.some[at, 1] + np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
-    table = np.column_stack((spans.some[at, 0], others, spans.parts[at])).astype(np.int32)
+    rows, first, stop = spans.some.T
+    index, others = listed(first, stop - first)
+    table = np.column_stack((rows[index], others, spans.parts[index])).astype(np.int32)
     edges, whole = on_device(table, device), _seen(spans.whole, shape, device)
     some = torch.zeros(shape, dtype=torch.bool, device=device)
     at = edges[:, 0].long(), edges[:, 1].long()

@@ -39,6 +39,17 @@ class Parts:
         return {}
 
 
+def listed(first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All numbers of ranges, one after the other: of which range each is, and the number.
+
+    Args:
+        first: the first number of each range.
+        counts: how many each has.
+    """
+    index = np.repeat(np.arange(len(counts)), counts)
+    return index, np.arange(len(index)) + (first - np.cumsum(counts) + counts)[index]
+
+
 def transposed(parts: np.ndarray) -> np.ndarray:
     """The same pairs of the transposed score matrix, as of `Parts`."""
     return parts[:, [2, 3, 0, 1, 5, 4]] * [1, 1, 1, 1, -1, -1]
