@@ -116,9 +116,9 @@ class LayerModules:
     def is_whole(self) -> bool:
         """Whether "auto" keeps all of this layer in the running call."""
         placed = self._within.get(WHOLE)
-        return bool(placed) and is_on_host(placed, self._layer.config, self._layer.layer_number) is (
-            False
-        )
+        return bool(placed) and is_on_host(
+            placed, self._layer.config, self._layer.layer_number
+        ) is (False)
 
     @property
     def keeping(self) -> Keeping:

@@ -13,7 +13,7 @@ from torch.optim import optimizer
 
 from megatron_burst.environment import available_host_bytes
 from megatron_burst.recompute.budget import MOST_USED
-from megatron_burst.recompute.graph import held_bytes
+from megatron_burst.recompute.graph import graph_bytes
 from megatron_burst.recompute.keeping import RunningFrame
 
 _COPIED = 1 << 26  # bytes, to measure the bandwidth
@@ -148,7 +148,7 @@ class FirstStep:
         before = self._allocated() - run.kept_bytes()
         outs = forward()
         grown = self._allocated() - run.kept_bytes() - before
-        num_bytes = grown if self._on_gpu else held_bytes(outs, x)
+        num_bytes = grown if self._on_gpu else graph_bytes(outs, x)
         self.held_share = max(self.held_share, num_bytes / x.nbytes)
         return outs
 

@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 
-def held_bytes(results: Any, x: Tensor) -> int:
+def graph_bytes(results: Any, x: Tensor) -> int:
     """Bytes of what the graph between a call's input and its results holds for backward, besides
     that input and leaves, such as parameters.
 

@@ -16,6 +16,13 @@ from megatron_burst.config import BurstConfig
 from tests.mcore import gpt, pipeline
 from tests.mcore.gpt import BLOCK_RECOMPUTE, FULL_RECOMPUTE, SEQ, Model, Parallel
 from tests.mcore.lacking import why_not
+from tests.mcore.pipeline import (
+    Setting,
+    build,
+    config_for,
+    kept_recordings,
+    run_step,
+)
 from tests.mcore.test_kept_modules import (
     ALLTOALL,
     EXPERTS,
@@ -26,13 +33,6 @@ from tests.mcore.test_kept_modules import (
     recorded_bytes,
     spec_of,
     two_steps,
-)
-from tests.mcore.pipeline import (
-    Setting,
-    build,
-    config_for,
-    kept_recordings,
-    run_step,
 )
 from tests.ranks import run_ranks
 from tests.sampling import whole
@@ -110,31 +110,38 @@ def compared(case: Case, parallel: Parallel) -> list[Found]:
     stage._STAGES.clear()
     recompute._modules.cache_clear()
     truth, _ = two_steps(case, parallel, BurstConfig())
-    at_end = states()
+    truth |= states()
     _, once = two_steps(replace(case, options=case.options | NONE), parallel, BurstConfig())
     patches.switch_on_keep(AUTO)
     two_steps(case, parallel, AUTO)
     end_step()
-    found, burst = [], AUTO
-    choose = recompute.choose_modules
-    for _ in range(2):
-        chosen, held = [], []
+    everything = second_step(case, parallel, AUTO, truth, once[1])
+    most_gib = everything.layers * everything.counted / 2**30
+    burst = replace(AUTO, keep_budget_gib=0.6 * most_gib)
+    return [everything, second_step(case, parallel, burst, truth, once[1])]
 
-        def choosing(problem, *args):
-            chosen.append((problem, choose(problem, *args)))
-            return chosen[-1][1]
 
-        with mock.patch.object(recompute, "choose_modules", choosing):
-            got, calls = two_steps(case, parallel, burst, lambda: held.append(recorded_bytes()))
-        wrong = [name for name, x in truth.items() if not torch.equal(x, got[name])]
-        wrong += [name for name, x in states().items() if not torch.equal(x, at_end[name])]
-        problem, made = chosen[-1]
-        layers = made.get("layer").device if "layer" in made else 0
-        again = Counter(calls[1])
-        again.subtract(once[1])
-        found.append(Found(wrong, +again, held[1], problem.whole_bytes, layers))
-        burst = replace(AUTO, keep_budget_gib=0.6 * problem.layers * problem.whole_bytes / 2**30)
-    return found
+def second_step(
+    case: Case, parallel: Parallel, burst: BurstConfig, truth: dict, once: Counter
+) -> Found:
+    """Compared with gradients and generators' states, and with the calls of one that recomputes
+    nothing."""
+    from megatron_burst.mcore import recompute
+
+    chosen, held, choose = [], [], recompute.choose_modules
+
+    def choosing(problem, *args):
+        chosen.append((problem, choose(problem, *args)))
+        return chosen[-1][1]
+
+    with mock.patch.object(recompute, "choose_modules", choosing):
+        got, calls = two_steps(case, parallel, burst, lambda: held.append(recorded_bytes()))
+    got |= states()
+    wrong = [name for name, x in truth.items() if not torch.equal(x, got[name])]
+    again = Counter(calls[1])
+    again.subtract(once)
+    problem, made = chosen[-1]
+    return Found(wrong, +again, held[1], problem.whole_bytes, made["layer"].device)
 
 
 def compare(rank: int, parallel: Parallel, names: list[str]) -> dict[str, list[Found]]:
@@ -191,8 +198,9 @@ SETTINGS = {
 
 
 def in_pipelines(rank: int, names: list[str]) -> dict[str, list[tuple]]:
-    """By setting, for steps in which all layers fit, and in which some do: parameters whose gradients differ from those without recomputation; calls of attention's kernels
-    beyond theirs; recordings that are left."""
+    """By setting, for steps in which all layers fit, and in which some do: parameters whose
+    gradients differ from those without recomputation; calls of attention's kernels beyond theirs;
+    recordings that are left."""
     return {name: with_schedule(SETTINGS[name]) for name in names}
 
 
