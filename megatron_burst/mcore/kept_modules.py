@@ -1,5 +1,5 @@
-"""Megatron's transformer layers and their modules under recomputation: those whose outputs are
-kept, layers of which everything is, and the last module, which is not called again if backward reads
+"""Megatron's transformer layers and their modules under recomputation: layers of which everything
+is kept, modules whose outputs are, and the last one, which is not called again if backward reads
 nothing of its output."""
 
 from collections import defaultdict
@@ -115,10 +115,8 @@ class LayerModules:
     @property
     def is_whole(self) -> bool:
         """Whether "auto" keeps all of this layer in the running call."""
-        placed = self._within.get(WHOLE)
-        return bool(placed) and is_on_host(
-            placed, self._layer.config, self._layer.layer_number
-        ) is (False)
+        placed = self._within.get(WHOLE, Placed())
+        return is_on_host(placed, self._layer.config, self._layer.layer_number) is False
 
     @property
     def keeping(self) -> Keeping:
@@ -133,8 +131,7 @@ class LayerModules:
             kept, offloads = is_among(burst.keep_layers, config, number), burst.offloads_results
             on_host = offloads and not is_last(config, number) if kept else None
         else:
-            placed = self._within.get(name, Placed())
-            whole = self._within.get(WHOLE, Placed())
+            placed, whole = (self._within.get(each, Placed()) for each in (name, WHOLE))
             on_host, offloads = is_on_host(placed, config, number, whole), placed.host > 0
         if on_host is None:
             return None
