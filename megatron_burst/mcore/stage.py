@@ -113,8 +113,12 @@ def _measured(burst: BurstConfig, device: torch.device) -> Stage:
         stage.forward_s, stage.rest_s = -slowest or None, rest or None
         say_of_stage(
             f"the first step left {left / _GIB:.2f} GiB; a layer's forward takes "
-            f"{-slowest * 1e3:.2f} ms and holds {-most:.1f} times its input for backward, the loss "
-            f"takes {stage.turn_s * 1e3:.2f} ms; {stage.rates.host_gbs:.1f} GB/s to host memory"
+            f"{-slowest * 1e3:.2f} ms, the loss {stage.turn_s * 1e3:.2f} ms; "
+            f"{stage.rates.host_gbs:.1f} GB/s to host memory"
+        )
+        say_of_stage(
+            f"a layer holds {-most:.1f} times its input for backward; all of it saves "
+            f"{rest * 1e3:.2f} ms besides attention"
         )
     return stage
 
@@ -199,8 +203,8 @@ def is_among(layers: int | None, config: TransformerConfig, layer_number: int) -
 
 
 def can_be_whole(config: TransformerConfig) -> bool:
-    """Whether all of a layer may be kept: nothing counts its recomputation, as replayed routes
-    do."""
+    """Whether all of a layer may be kept: nothing in it counts recomputations, as routers with
+    recorded decisions do."""
     return not getattr(config, "moe_enable_routing_replay", False)
 
 
