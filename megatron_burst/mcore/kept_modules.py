@@ -64,7 +64,7 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
         return forward(self, **(options | dict(hidden_states=x)))
 
     if layer.is_whole and only_input(x, args, options):
-        return run_kept(of_input, (x,), layer.keeping)
+        return run_kept(of_input, (x,), Keeping(debug=layer.burst.keep_debug, whole=True))
     first, run = stage.first, running()[-1]
     if run.recomputes:
         first.turn()
@@ -117,12 +117,6 @@ class LayerModules:
         """Whether "auto" keeps all of this layer in the running call."""
         placed = self._within.get(WHOLE, Placed())
         return is_on_host(placed, self._layer.config, self._layer.layer_number) is False
-
-    @property
-    def keeping(self) -> Keeping:
-        """How all of it is kept."""
-        parameters = tuple(self._layer.parameters())
-        return Keeping(debug=self.burst.keep_debug, parameters=parameters, whole=True)
 
     def packer(self, name: str, device: torch.device) -> Callable[[Tensors], Parcel] | None:
         """The function that stores what a module keeps in this layer; None: it keeps nothing."""

@@ -188,4 +188,6 @@ class Keeping:
     debug: bool = False  # whether its inputs are compared with the first pass's, bit by bit
     marks: Marks = field(default_factory=Marks)  # of the call: tell other ranks of errors
     parameters: Tensors = ()  # that the function reads: they live on, so they are not kept
-    whole: bool = False  # whether calls within it run as outside checkpoints
+    # whether it is a whole layer: calls within it run as outside checkpoints, and what they save
+    # stays in their graph
+    whole: bool = False

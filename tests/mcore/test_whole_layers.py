@@ -4,6 +4,7 @@ Every gradient is bitwise that of full recomputation. Guards against layers that
 more than was counted, or leave random number generators in another state.
 """
 
+import gc
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,6 @@ from tests.mcore.test_kept_modules import (
     TP,
     Case,
     end_step,
-    recorded_bytes,
     spec_of,
     two_steps,
 )
@@ -84,7 +84,7 @@ class Found:
         wrong: parameters whose gradients differ from full recomputation's, and generators that end
             in another state.
         again: calls of linear layers that recomputation made, by name.
-        held: bytes that recordings had before backward, beside layers' outputs.
+        held: bytes of all tensors before backward, beyond those of full recomputation.
         counted: bytes that a layer was said to hold.
         layers: of which everything was kept.
     """
@@ -94,6 +94,14 @@ class Found:
     held: int = 0
     counted: int = 0
     layers: int = 0
+
+
+def living_bytes() -> int:
+    """Bytes of all tensors' memory."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    storages = [x.untyped_storage() for x in tensors]
+    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
 
 def states() -> dict[str, torch.Tensor]:
@@ -113,19 +121,20 @@ def compared(case: Case, parallel: Parallel) -> list[Found]:
     truth |= states()
     _, once = two_steps(replace(case, options=case.options | NONE), parallel, BurstConfig())
     patches.switch_on_keep(AUTO)
-    two_steps(case, parallel, AUTO)
+    living: list[int] = []
+    two_steps(case, parallel, AUTO, lambda: living.append(living_bytes()))  # keeps nothing yet
     end_step()
-    everything = second_step(case, parallel, AUTO, truth, once[1])
+    everything = second_step(case, parallel, AUTO, truth, once[1], living[1])
     most_gib = everything.layers * everything.counted / 2**30
     burst = replace(AUTO, keep_budget_gib=0.6 * most_gib)
-    return [everything, second_step(case, parallel, burst, truth, once[1])]
+    return [everything, second_step(case, parallel, burst, truth, once[1], living[1])]
 
 
 def second_step(
-    case: Case, parallel: Parallel, burst: BurstConfig, truth: dict, once: Counter
+    case: Case, parallel: Parallel, burst: BurstConfig, truth: dict, once: Counter, living: int
 ) -> Found:
-    """Compared with gradients and generators' states, and with the calls of one that recomputes
-    nothing."""
+    """Compared with gradients and generators' states, with the calls of one that recomputes
+    nothing, and with bytes of full recomputation."""
     from megatron_burst.mcore import recompute
 
     chosen, held, choose = [], [], recompute.choose_modules
@@ -135,13 +144,13 @@ def second_step(
         return chosen[-1][1]
 
     with mock.patch.object(recompute, "choose_modules", choosing):
-        got, calls = two_steps(case, parallel, burst, lambda: held.append(recorded_bytes()))
+        got, calls = two_steps(case, parallel, burst, lambda: held.append(living_bytes()))
     got |= states()
     wrong = [name for name, x in truth.items() if not torch.equal(x, got[name])]
     again = Counter(calls[1])
     again.subtract(once)
     problem, made = chosen[-1]
-    return Found(wrong, +again, held[1], problem.whole_bytes, made["layer"].device)
+    return Found(wrong, +again, held[1] - living, problem.whole_bytes, made["layer"].device)
 
 
 def compare(rank: int, parallel: Parallel, names: list[str]) -> dict[str, list[Found]]:
@@ -165,27 +174,28 @@ def tensor_parallel(request):
     return run_ranks(compare, 2, TP, here(SHARDED if every else USUAL_SHARDED))
 
 
-def check(case: Case, everything: Found, half: Found, tp: int = 1) -> None:
+def check(name: str, everything: Found, half: Found, tp: int = 1) -> None:
     out = SEQ * 2 * 64 * 8 // tp  # the next checkpoint's input
-    layers = case.options.get("recompute_num_layers", 4) if "block" in str(case) else 4
+    layers = 3 if name == "block" else 4
     assert not everything.wrong and not half.wrong
     assert not everything.again and everything.layers == layers
     assert 0 < half.layers < layers and set(half.again) <= {"linear_fc2"}
     counted = layers * everything.counted
-    assert 0.9 * counted < everything.held - layers * out < 1.01 * counted
+    least = 0.85 if "in some" in name else 0.99  # where layers differ the largest counts
+    assert least * counted < everything.held - layers * out < 1.01 * counted
     held = half.held - half.layers * out - half.counted  # the running layer's are there anyway
     assert held <= 1.01 * 0.6 * counted
 
 
 @pytest.mark.parametrize("name", of_all(CASES, USUAL))
 def test_layers_run_once_with_the_gradients_of_full_recomputation(one_rank, name):
-    check(case_of(name), *one_rank[name])
+    check(name, *one_rank[name])
 
 
 @pytest.mark.parametrize("name", of_all(SHARDED, USUAL_SHARDED))
 def test_so_they_do_with_tensor_parallelism(tensor_parallel, name):
     for found in tensor_parallel:
-        check(case_of(name), *found[name], tp=2 if name != SHARED else 1)
+        check(name, *found[name], tp=2 if name != SHARED else 1)
 
 
 # ---- pipelines ------------------------------------------------------------------------------
