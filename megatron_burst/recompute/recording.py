@@ -133,8 +133,8 @@ class Recording:
             self._parcel: Parcel | None = keeping.pack((*kept, *extras))
 
     def _run(self, function: Callable, inputs: Tensors) -> Tensors:
-        """Run the function with its graph; what the graph saves goes to `_saved`, or of a whole layer
-        stays in the graph, which frees one by one in backward, but for views of its inputs."""
+        """Run the function with its graph; what the graph saves goes to `_saved`. Of a whole layer
+        it stays in the graph, which backward frees step by step, but for views of the input."""
         saved, bound, own = self._saved, self._bound, set(map(id, self._parameters))
         whole = self._whole  # the hooks must not refer to self, which has the graph that has them
         given = {x.untyped_storage().data_ptr() for x in inputs}

@@ -40,11 +40,12 @@ from tests.sampling import whole
 AUTO = BurstConfig(keep="auto", keep_host_gib=1e-6)
 NONE = dict.fromkeys(FULL_RECOMPUTE)
 FOUR, DROPS = dict(num_layers=4), dict(hidden_dropout=0.1)
+PAIRED = "two layers a checkpoint, dropout"
 CASES = {
     "dense": Case(options=FOUR),
     "one KV head": Case(model=Model(groups=1), options=FOUR),
     "biases, dropout": Case(options=FOUR | DROPS | dict(add_bias_linear=True)),
-    "two layers a checkpoint, dropout": Case(options=FOUR | DROPS | PAIRS),
+    PAIRED: Case(options=FOUR | DROPS | PAIRS),
     "block": Case(options=FOUR | BLOCK_RECOMPUTE | dict(recompute_num_layers=3)),
     "experts": Case(options=FOUR | EXPERTS),
     "routed experts": Case(options=FOUR | DROPS | EXPERTS | ALLTOALL | dict(
@@ -54,8 +55,8 @@ CASES = {
     "experts in some layers": Case(options=FOUR | EXPERTS | dict(moe_layer_freq=[0, 1, 0, 1])),
 }  # fmt: skip
 SHARED = "a part of the input"
-USUAL = ["two layers a checkpoint, dropout", "routed experts"]
-SHARDED = ["two layers a checkpoint, dropout", "experts", SHARED]
+USUAL = [PAIRED, "routed experts"]
+SHARDED = [PAIRED, "experts", SHARED]
 USUAL_SHARDED = ["experts"]
 PARTS = Case(options=FOUR | dict(distribute_saved_activations=True, sequence_parallel=False))
 SOME_GIB = 8e-4, 5e-4  # some layers of the first stage, and of the second one
@@ -175,16 +176,17 @@ def tensor_parallel(request):
 
 
 def check(name: str, everything: Found, half: Found, tp: int = 1) -> None:
-    out = SEQ * 2 * 64 * 8 // tp  # the next checkpoint's input
     layers = 3 if name == "block" else 4
     assert not everything.wrong and not half.wrong
     assert not everything.again and everything.layers == layers
     assert 0 < half.layers < layers and set(half.again) <= {"linear_fc2"}
+    # results of layers that full recomputation has not, or has half of, as the next one's input
+    outs = 2 * SEQ * 2 * 64 * 8 // tp if name in (PAIRED, SHARED) else 0
     counted = layers * everything.counted
-    least = 0.85 if "in some" in name else 0.99  # where layers differ the largest counts
-    assert least * counted < everything.held - layers * out < 1.01 * counted
-    held = half.held - half.layers * out - half.counted  # the running layer's are there anyway
-    assert held <= 1.01 * 0.6 * counted
+    least = 0.85 if "in some" in name else 0.98  # the largest layer counts
+    assert least * counted < everything.held - outs < 1.01 * counted
+    held = half.held - outs - half.counted  # the running layer's are there anyway
+    assert held < 1.01 * 0.6 * counted
 
 
 @pytest.mark.parametrize("name", of_all(CASES, USUAL))
