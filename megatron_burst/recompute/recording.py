@@ -133,14 +133,14 @@ class Recording:
             self._parcel: Parcel | None = keeping.pack((*kept, *extras))
 
     def _run(self, function: Callable, inputs: Tensors) -> Tensors:
-        """Run the function with its graph; what the graph saves goes to `_saved`. Of a whole layer
-        it stays in the graph, which backward frees step by step, but for views of the input."""
+        """Run the function with its graph; what the graph saves goes to `_saved`."""
         saved, bound, own = self._saved, self._bound, set(map(id, self._parameters))
         whole = self._whole  # the hooks must not refer to self, which has the graph that has them
         given = {x.untyped_storage().data_ptr() for x in inputs}
 
         def pack(tensor: Tensor) -> Saved | Tensor:
             if whole and tensor.untyped_storage().data_ptr() not in given:
+                # stays in the graph, which backward frees step by step
                 return tensor if tensor.is_leaf else tensor.detach()  # a result's graph is a cycle
             if id(tensor) in own:  # a grouped GEMM saves hundreds: placeholders take milliseconds
                 return tensor

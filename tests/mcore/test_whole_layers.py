@@ -184,9 +184,9 @@ def check(name: str, everything: Found, half: Found, tp: int = 1) -> None:
     outs = 2 * SEQ * 2 * 64 * 8 // tp if name in (PAIRED, SHARED) else 0
     counted = layers * everything.counted
     least = 0.85 if "in some" in name else 0.98  # the largest layer counts
-    assert least * counted < everything.held - outs < 1.01 * counted
+    assert least * counted < everything.held - outs < 1.02 * counted
     held = half.held - outs - half.counted  # the running layer's are there anyway
-    assert held < 1.01 * 0.6 * counted
+    assert held < 1.02 * 0.6 * counted
 
 
 @pytest.mark.parametrize("name", of_all(CASES, USUAL))
