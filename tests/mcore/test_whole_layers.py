@@ -308,3 +308,52 @@ def elsewhere(rank: int) -> None:
 def test_layers_that_get_gradients_elsewhere_too_are_recomputed():
     """Of an encoder's output, or a bias that is learned: their graph would be run through twice."""
     run_ranks(elsewhere, 1)
+
+
+# ---- multi-token prediction, whose layer has the number of a decoder layer -------------------
+
+
+def with_a_shared_number(rank: int) -> list[tuple]:
+    """For budgets that let some layers, and all, be kept whole: how many are; parameters whose
+    gradients differ; bytes that are held in the last layer's backward, by the budget's."""
+    from megatron_burst.mcore import patches, recompute
+
+    setting, found, choose = Setting(mtp=True, micro_batches=1), [], recompute.choose_modules
+    pipeline.start(setting)
+    truth = run_step(setting, build(setting, config_for(setting)))
+    patches.switch_on_keep(AUTO)
+    living, chosen = [], []
+
+    def step(iterator, model):
+        results = pipeline.forward_step(iterator, model)
+        living.append(living_bytes())
+        return results
+
+    def choosing(problem, *args):
+        chosen.append((problem.whole_bytes, choose(problem, *args)))
+        return chosen[-1][1]
+
+    chunks = build(setting, config_for(setting, AUTO, **FULL_RECOMPUTE))
+    run_step(setting, chunks, step=step)
+    end_step()
+    for gib in (15e-4, 25e-4, 30e-4):
+        chunks = build(
+            setting, config_for(setting, replace(AUTO, keep_budget_gib=gib), **FULL_RECOMPUTE)
+        )
+        with mock.patch.object(recompute, "choose_modules", choosing):
+            got = run_step(setting, chunks, step=step)
+        wrong = [key for key, x in truth.grads.items() if not torch.equal(x, got.grads[key])]
+        whole_bytes, made = chosen[-1]
+        held = living[-1] - living[0] - whole_bytes
+        found.append((made["layer"].device, wrong, held / (gib * 2**30)))
+        del got
+    return found
+
+
+@pytest.mark.skipif(not HAS_MTP, reason=f"{why_not('MTP') or why_not('recomputed MTP')}")
+@pytest.mark.whole
+def test_a_layer_of_multi_token_prediction_counts_with_that_of_its_number():
+    (found,) = run_ranks(with_a_shared_number, 1)
+    assert [layers for layers, *_ in found] == [1, 3, 5]
+    for _, wrong, share in found:
+        assert not wrong and share <= 1.02
