@@ -1,5 +1,6 @@
-"""Modules of Megatron's transformer layers under recomputation: those whose outputs are kept, and
-the last one, which is not called again if backward reads nothing of its output."""
+"""Megatron's transformer layers and their modules under recomputation: layers of which everything
+is kept, modules whose outputs are, and the last one, which is not called again if backward reads
+nothing of its output."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -25,13 +26,14 @@ from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.recompute import modules_within
 from megatron_burst.mcore.refusals import CUDA_GRAPHS, KEEP_MODULES, refuse, refuses
 from megatron_burst.mcore.stage import Stage, is_among, is_last, is_on_host, stage_of
-from megatron_burst.recompute.budget import ModuleCost, Placed, most
+from megatron_burst.recompute.budget import WHOLE, ModuleCost, Placed, most
 from megatron_burst.recompute.ending import Ending
-from megatron_burst.recompute.keep import call_kept, once
+from megatron_burst.recompute.keep import call_kept, once, run_kept
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Resident, Tensors, running
 from megatron_burst.recompute.offload import host_memory
 
 _LAST = "linear_fc2"  # of an MLP, or of experts
+_ATTENTION = "core_attention"  # whose results "auto" keeps first
 # of a dispatcher of tokens, once the CPU knows how many each expert gets; and the copy's event
 _COUNTED = (
     "input_splits", "output_splits", "output_splits_tp", "num_out_tokens",
@@ -55,12 +57,28 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
     x = args[0] if args else options["hidden_states"]
     stage = stage_of(layer.burst, x.device)
     layer.see(x, stage)
-    first = stage.first
-    if running()[-1].recomputes:
+
+    def of_input(x: Tensor) -> Any:
+        if args:
+            return forward(self, x, *args[1:], **options)
+        return forward(self, **(options | dict(hidden_states=x)))
+
+    if layer.is_whole and only_input(x, args, options):
+        return run_kept(of_input, (x,), Keeping(debug=layer.burst.keep_debug, whole=True))
+    first, run = stage.first, running()[-1]
+    if run.recomputes:
         first.turn()
-        return forward(self, *args, **options)
-    with first.timing():
-        return forward(self, *args, **options)
+        return first.weigh(lambda: of_input(x), x, run)
+    with first.timing(layer.skipped):
+        return of_input(x)
+
+
+def only_input(x: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether no argument of a layer but its input may get a gradient, neither in a first pass,
+    which does not tell it of all, nor in recomputation."""
+    others = (each for each in tree_leaves((args, options)) if isinstance(each, Tensor))
+    crossed = options.get("context") is not None
+    return not crossed and not any(each.requires_grad for each in others if each is not x)
 
 
 class LayerModules:
@@ -68,11 +86,14 @@ class LayerModules:
 
     def __init__(self, layer: Module) -> None:
         self._layer, self._found = layer, defaultdict(list)
+        self.skipped: list[Module] = []  # which recomputation does without anyway
         self._within: dict[str, Placed] = {}  # where "auto" keeps modules in the running call
         for path, module in list(layer.named_modules()):
             name = path.rpartition(".")[2]
             if name in KEEP_MODULES:
                 self._found[name].append((".experts." in path, module))
+            if name in (_LAST, _ATTENTION):
+                self.skipped.append(module)
             if name == _LAST or name in KEEP_MODULES:
                 module.forward = LayerModule(self, name, module)
 
@@ -91,6 +112,12 @@ class LayerModules:
         config = self._layer.config
         return self.burst.keep != "none" and not (config.fp8 or config.fp4)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether "auto" keeps all of this layer in the running call."""
+        placed = self._within.get(WHOLE, Placed())
+        return is_on_host(placed, self._layer.config, self._layer.layer_number) is False
+
     def packer(self, name: str, device: torch.device) -> Callable[[Tensors], Parcel] | None:
         """The function that stores what a module keeps in this layer; None: it keeps nothing."""
         burst, config, number = self.burst, self._layer.config, self._layer.layer_number
@@ -98,8 +125,8 @@ class LayerModules:
             kept, offloads = is_among(burst.keep_layers, config, number), burst.offloads_results
             on_host = offloads and not is_last(config, number) if kept else None
         else:
-            placed = self._within.get(name, Placed())
-            on_host, offloads = is_on_host(placed, config, number), placed.host > 0
+            placed, whole = (self._within.get(each, Placed()) for each in (name, WHOLE))
+            on_host, offloads = is_on_host(placed, config, number, whole), placed.host > 0
         if on_host is None:
             return None
         if not offloads:

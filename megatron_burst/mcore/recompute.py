@@ -14,6 +14,7 @@ from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.refusals import refuse
 from megatron_burst.mcore.stage import (
     Stage,
+    can_be_whole,
     is_among,
     of_decoder,
     problem_of,
@@ -23,6 +24,7 @@ from megatron_burst.mcore.stage import (
 )
 from megatron_burst.rates import Rates
 from megatron_burst.recompute.budget import (
+    WHOLE,
     KeepChoice,
     KeepProblem,
     ModuleCost,
@@ -127,7 +129,7 @@ def modules_within(
     burst: BurstConfig, config: TransformerConfig, x: Tensor, shape: tuple[int, int],
     costs: tuple[ModuleCost, ...],
 ) -> dict[str, Placed]:  # fmt: skip
-    """Where "auto" keeps the output of each module.
+    """Where "auto" keeps the output of each module, and all of a layer.
 
     Args:
         burst: the model's, of a stage whose budget is known.
@@ -141,9 +143,13 @@ def modules_within(
     layer_bytes = shape[0] * shape[1] * heads * _row_bytes(dim, x.itemsize)
     stage = stage_of(burst, x.device)
     problem = problem_of(config, stage, shape, layer_bytes)
+    if can_be_whole(config):
+        rest_s = stage.rest_s or problem.forward_s
+        held = int(stage.held_share * x.nbytes)
+        problem = replace(problem, whole_bytes=held, whole_s=rest_s)
     budgets = stage.budget_bytes(burst), _host_bytes(burst, stage)
     chosen = _modules(problem, *budgets, stage.rates, costs, may_differ(config))
-    return {name: of_decoder(placed, config) for name, placed in chosen.items()}
+    return of_decoder(chosen, config)
 
 
 @lru_cache(maxsize=32)
@@ -153,10 +159,12 @@ def _modules(
 ) -> dict[str, Placed]:  # fmt: skip
     """The choice for a stage; made and logged once. If layers differ, costs are the largest."""
     chosen = choose_modules(problem, costs, budget_bytes, host_bytes, rates)
+    most = ", at most" * differ
     for module in costs:
         if module.name in chosen:
-            most = ", at most" * differ
             say_of_stage(_words(module, chosen[module.name], problem, rates) + most)
+    if WHOLE in chosen:
+        say_of_stage(_words_of_whole(chosen[WHOLE].device, problem) + most)
     return chosen
 
 
@@ -166,6 +174,14 @@ def _words(module: ModuleCost, placed: Placed, problem: KeepProblem, rates: Rate
     return (
         f"keep output of {module.name} in {placed}: {here * module.num_bytes / 2**30:.2f} GiB, on "
         f"the host {there * module.num_bytes / 2**30:.2f} GiB, saves {saved:.1f} ms a micro-batch"
+    )
+
+
+def _words_of_whole(layers: int, problem: KeepProblem) -> str:
+    held = layers * problem.in_flight * problem.whole_bytes / 2**30
+    return (
+        f"keep all results in {layers} layers, with attention's: {held:.2f} GiB, saves "
+        f"{layers * problem.whole_s * 1e3:.1f} ms a micro-batch"
     )
 
 

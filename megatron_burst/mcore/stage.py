@@ -21,13 +21,14 @@ from megatron_burst.mcore.module_costs import ModelLayers
 from megatron_burst.mcore.options import with_environment
 from megatron_burst.mcore.plan_file import rates_of
 from megatron_burst.rates import Rates
-from megatron_burst.recompute.budget import KeepProblem, Placed, in_flight
+from megatron_burst.recompute.budget import WHOLE, KeepProblem, Placed, in_flight
 from megatron_burst.recompute.first_step import FirstStep, host_gbs
 from megatron_burst.recompute.keeping import WHO, Frame, running
 from megatron_burst.recompute.offload import host_limit_bytes
 from megatron_burst.say import say
 
 _GIB = 1 << 30
+_NOWHERE = Placed()
 
 
 @dataclass(slots=True)
@@ -41,6 +42,8 @@ class Stage:
         left_bytes: device memory that the first step leaves; None: it is not over.
         forward_s: seconds of a layer's forward in the first step; None: not measured.
         turn_s: seconds between the last layer's forward and its backward in the first step.
+        rest_s: seconds of a layer's forward that only a whole layer saves; None: not measured.
+        held_share: bytes that a layer's graph holds, by those of its input; 0: not measured.
         models: layers by model.
     """
 
@@ -50,6 +53,8 @@ class Stage:
     left_bytes: int | None = None
     forward_s: float | None = None
     turn_s: float = 0.0
+    rest_s: float | None = None
+    held_share: float = 0.0
     models: list[ModelLayers] = field(default_factory=list)
     # what it was in the first pass of a checkpoint's call, for the recomputation of that
     by_frame: WeakKeyDictionary[Frame, "Stage"] = field(default_factory=WeakKeyDictionary)
@@ -99,13 +104,21 @@ def _measured(burst: BurstConfig, device: torch.device) -> Stage:
     if stage.first.is_over and stage.left_bytes is None:
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         first = stage.first
-        mine = first.left_bytes(), -(first.forward_s() or 0.0), first.turn_s()
-        left, slowest, stage.turn_s = _least((group, replicas), burst, "memory left", *mine)
-        stage.left_bytes, stage.forward_s = int(left), -slowest or None
+        times = -(first.forward_s() or 0.0), first.turn_s(), first.rest_s() or 0.0
+        mine = first.left_bytes(), -first.held_share, *times
+        left, most, slowest, stage.turn_s, rest = _least(
+            (group, replicas), burst, "memory left", *mine
+        )
+        stage.left_bytes, stage.held_share = int(left), -most
+        stage.forward_s, stage.rest_s = -slowest or None, rest or None
         say_of_stage(
             f"the first step left {left / _GIB:.2f} GiB; a layer's forward takes "
             f"{-slowest * 1e3:.2f} ms, the loss {stage.turn_s * 1e3:.2f} ms; "
             f"{stage.rates.host_gbs:.1f} GB/s to host memory"
+        )
+        say_of_stage(
+            f"a layer holds {-most:.1f} times its input for backward; all of it saves "
+            f"{rest * 1e3:.2f} ms besides attention"
         )
     return stage
 
@@ -189,6 +202,12 @@ def is_among(layers: int | None, config: TransformerConfig, layer_number: int) -
     return layers is None or layer_number in stage_layers(config)[:layers]
 
 
+def can_be_whole(config: TransformerConfig) -> bool:
+    """Whether all of a layer may be kept: nothing in it counts recomputations, as routers with
+    recorded decisions do."""
+    return not getattr(config, "moe_enable_routing_replay", False)
+
+
 def is_last(config: TransformerConfig, layer_number: int) -> bool:
     """Whether a layer's backward follows its forward at once, so that nothing can be fetched in
     between."""
@@ -198,10 +217,13 @@ def is_last(config: TransformerConfig, layer_number: int) -> bool:
     return layer_number == stage_layers(config)[-1]
 
 
-def is_on_host(placed: Placed, config: TransformerConfig, layer_number: int) -> bool | None:
+def is_on_host(
+    placed: Placed, config: TransformerConfig, layer_number: int, whole: Placed = _NOWHERE
+) -> bool | None:
     """Whether a layer keeps a module's output in host memory, or on the device; None: it does not
-    keep it."""
+    keep it. Not among its layers are those of which everything is kept."""
     numbers = stage_layers(config)
+    numbers = numbers[: len(numbers) - whole.device]
     if layer_number not in numbers:
         return None
     return _spread(placed, len(numbers))[numbers.index(layer_number)]
@@ -213,14 +235,24 @@ def _spread(placed: Placed, layers: int) -> list[bool | None]:
     return placed.spread(layers)
 
 
-def of_decoder(placed: Placed, config: TransformerConfig) -> Placed:
+def of_decoder(chosen: dict[str, Placed], config: TransformerConfig) -> dict[str, Placed]:
     """What is left for the stage's decoder layers when multi-token prediction layers keep like
     those of their number; all of these if it is enough for all."""
-    numbers, others = stage_layers(config), _mtp_layers(config)
-    if placed.device >= len(numbers) + others:
-        return Placed(len(numbers))
-    device = max(0, min(placed.device, len(numbers)) - sharing(config))
-    return Placed(device, max(0, min(placed.host, len(numbers) - device) - others))
+    layers, whole = len(stage_layers(config)), chosen.get(WHOLE, _NOWHERE)
+    of_whole = _of_decoder(whole, layers, layers + _mtp_layers(config), config)
+    left, every = layers - of_whole.device, layers + _mtp_layers(config) - whole.device
+    return {
+        name: of_whole if name == WHOLE else _of_decoder(placed, left, every, config)
+        for name, placed in chosen.items()
+    }
+
+
+def _of_decoder(placed: Placed, layers: int, every: int, config: TransformerConfig) -> Placed:
+    """Of so many decoder layers, of `every` with those of multi-token prediction."""
+    if placed.device >= every:
+        return Placed(layers)
+    device = max(0, min(placed.device, layers) - sharing(config))
+    return Placed(device, max(0, min(placed.host, layers - device) - _mtp_layers(config)))
 
 
 def sharing(config: TransformerConfig) -> int:

@@ -1,13 +1,15 @@
-"""What to keep within a budget: attention's results, then outputs of other modules."""
+"""What to keep within a budget: attention's results, then outputs of other modules, or all of a
+layer."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import chain, product
 
 from megatron_burst.rates import Rates
 
+WHOLE = "layer"  # all of a layer, which is then not recomputed: the name among those of modules
 _USUAL = Rates()
 _GIB = 1 << 30
 MOST_USED = 0.92  # share of a GPU's memory: the rest is fragments and what varies
@@ -28,6 +30,8 @@ class KeepProblem:
     half_saves: float = 0.75
     forward_s: float = 0.0  # seconds of a layer's forward, behind which copies to the host hide
     turn_s: float = 0.0  # and between the last layer's forward and its backward, as in a loss
+    whole_bytes: int = 0  # that a layer which is not recomputed holds for backward; 0: not known
+    whole_s: float = 0.0  # seconds of its forward, without attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +163,9 @@ def choose_modules(
     problem: KeepProblem, modules: Iterable[ModuleCost], budget_bytes: float,
     host_bytes: float = 0, rates: Rates = _USUAL,
 ) -> dict[str, Placed]:  # fmt: skip
-    """Where to keep each module's output, with what attention's results leave of budgets of device
-    and host memory: first of what waits for the GPU, then so that most FLOPs are saved.
+    """Where to keep each module's output, and in how many layers everything (`WHOLE`, the last
+    ones), with what attention's results leave of budgets of device and host memory: first of what
+    waits for the GPU, then so that most time is saved.
 
     A layer's own output is there in its backward whether it was kept or not, so one layer of each
     module costs nothing. What goes to the host hides behind the forward of the stage's layers; it
@@ -175,16 +180,41 @@ def choose_modules(
     host = min(host_bytes / flying, _hidden_bytes(problem, rates)) - copied
     some = (module for module in modules if module.num_bytes)  # not experts without a token
     best_first = sorted(some, key=lambda x: (not x.waits, -x.flops / x.num_bytes))
-    ways = product(_Way, repeat=len(best_first))
-    found = (_placed(problem, best_first, way, spare, host) for way in ways)
-    best = max(found, key=_saved)
-    return {module.name: placed for module, placed in best if placed.device}
+    ways = list(product(_Way, repeat=len(best_first)))
+    found = []
+    for whole, left in enumerate(_left_by_whole(problem, spare, kept.offload)):
+        rest = replace(problem, layers=layers - whole)
+        found += [(whole, _placed(rest, best_first, way, left, host)) for way in ways]
+    whole, best = max(found, key=lambda each: _saved(problem, *each, rates))
+    placed = [*best, (ModuleCost(WHOLE, problem.whole_bytes, 0), Placed(whole))]
+    return {module.name: each for module, each in placed if each.device}
 
 
-def _saved(placed: list[tuple[ModuleCost, Placed]]) -> tuple[int, int]:
-    """Waits and FLOPs that recomputation then does without."""
+def _left_by_whole(problem: KeepProblem, spare: float, is_offloaded: bool) -> Iterator[float]:
+    """What no layer, one, two and so on leave of the device, if they are not recomputed.
+
+    Attention's results are in what they hold, and counted already unless they are offloaded. Only
+    if all are kept does one cost nothing: else the others' modules, of which one costs nothing, are
+    there in its backward.
+    """
+    yield spare
+    most = problem.layers * bool(problem.whole_bytes)
+    size = max(0, problem.whole_bytes - problem.layer_bytes * (not is_offloaded))
+    for whole in range(1, most + 1):
+        left = spare - size * (whole * problem.in_flight - (whole == problem.layers))
+        if left < 0:
+            return
+        yield left
+
+
+def _saved(
+    problem: KeepProblem, whole: int, placed: list[tuple[ModuleCost, Placed]], rates: Rates
+) -> tuple[int, float]:
+    """Waits and seconds that recomputation then does without."""
     layers = [(module, each.device + each.host) for module, each in placed]
-    return sum(n for x, n in layers if x.waits), sum(x.flops * n for x, n in layers)
+    waits = sum(n for x, n in layers if x.waits) + whole * any(x.waits for x, _ in layers)
+    flops = sum(x.flops * n for x, n in layers)
+    return waits, rates.matmul_s(flops) + whole * problem.whole_s
 
 
 class _Way(Enum):

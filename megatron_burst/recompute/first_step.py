@@ -1,18 +1,43 @@
-"""What the first training step, without keeping, leaves of a GPU's memory, and how long its layers
-take: what can be kept from then on."""
+"""What the first training step, without keeping, leaves of a GPU's memory, how long its layers
+take, and what they hold for backward: what can be kept from then on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 from torch.optim import optimizer
 
 from megatron_burst.environment import available_host_bytes
 from megatron_burst.recompute.budget import MOST_USED
+from megatron_burst.recompute.graph import graph_bytes
+from megatron_burst.recompute.keeping import RunningFrame
 
 _COPIED = 1 << 26  # bytes, to measure the bandwidth
+
+
+class _Span:
+    """Time on the GPU, from now on until `end`."""
+
+    def __init__(self) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._events[0].record()
+
+    def end(self) -> None:
+        """What comes later is not in it."""
+        self._events[1].record()
+
+    def until(self, later: "_Span") -> float:
+        """Seconds between its end and the begin of a later one."""
+        return self._events[1].elapsed_time(later._events[0]) / 1e3
+
+    @property
+    def seconds(self) -> float:
+        """From its begin to its end."""
+        return self._events[0].elapsed_time(self._events[1]) / 1e3
 
 
 class FirstStep:
@@ -20,13 +45,18 @@ class FirstStep:
 
     Args:
         device: of the model.
+
+    Attributes:
+        is_over: whether an optimizer has made it.
+        held_share: most bytes that a layer's graph holds for backward, beside its input, by bytes
+            of that; 0: not measured.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self.is_over = device, False
+        self._device, self.is_over, self.held_share = device, False, 0.0
         self._began = self._peak = self._allocated()
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._turn: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._spans: list[tuple[_Span, list[_Span]]] = []  # layers, and calls in each
+        self._turn: tuple[_Span, _Span] | None = None
         self._hooks = [
             optimizer.register_optimizer_step_pre_hook(self._before_optimizer),
             optimizer.register_optimizer_step_post_hook(self._after_optimizer),
@@ -47,36 +77,80 @@ class FirstStep:
         self.is_over = True  # hooks cannot be removed while torch calls them
 
     @contextmanager
-    def timing(self) -> Iterator[None]:
-        """Context of a layer's forward, whose time counts until the step is over."""
+    def timing(self, others: Iterable[Module] = ()) -> Iterator[None]:
+        """Context of a layer's forward, whose time counts until the step is over.
+
+        Args:
+            others: modules that recomputation does without anyway; see `rest_s`.
+        """
         if not self._on_gpu or self.is_over:
             yield
             return
-        span = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        span[0].record()
-        yield
-        span[1].record()
-        self._spans.append(span)
+        within: list[_Span] = []
+        hooks = [
+            hook
+            for module in others
+            for hook in (
+                module.register_forward_pre_hook(lambda *_: within.append(_Span())),
+                module.register_forward_hook(lambda *_: within[-1].end()),
+            )
+        ]
+        span = _Span()
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        span.end()
+        self._spans.append((span, within))
 
     def forward_s(self) -> float | None:
         """Seconds of a layer's forward, the median; None: not measured. Waits for the GPU."""
+        return self._median(lambda layer, _: layer.seconds)
+
+    def rest_s(self) -> float | None:
+        """The same without modules that recomputation does without anyway."""
+        return self._median(
+            lambda layer, within: layer.seconds - sum(each.seconds for each in within)
+        )
+
+    def _median(self, seconds: Callable[[_Span, list[_Span]], float]) -> float | None:
         if not self._spans:
             return None
         torch.cuda.synchronize(self._device)
-        return median(begin.elapsed_time(end) for begin, end in self._spans) / 1e3
+        return median(seconds(*each) for each in self._spans)
 
     def turn(self) -> None:
         """Say that a layer's recomputation begins: the first one is the last layer's."""
         if self._spans and self._turn is None and not self.is_over:
-            self._turn = self._spans[-1][1], torch.cuda.Event(enable_timing=True)
-            self._turn[1].record()
+            self._turn = self._spans[-1][0], _Span()
 
     def turn_s(self) -> float:
         """Seconds between the last layer's forward and its recomputation; 0: not measured."""
         if self._turn is None:
             return 0.0
         torch.cuda.synchronize(self._device)
-        return self._turn[0].elapsed_time(self._turn[1]) / 1e3
+        return self._turn[0].until(self._turn[1])
+
+    def weigh(self, forward: Callable[[], Any], x: Tensor, run: RunningFrame) -> Any:
+        """A layer's results in recomputation; until the step is over, measures `held_share`.
+
+        On a GPU by its allocated memory, to which what was kept for this call belongs already;
+        elsewhere by what the graph saves. Not where torch itself looks at what the graph saves.
+
+        Args:
+            forward: the layer's.
+            x: its input.
+            run: the checkpoint that is recomputed.
+        """
+        if self.is_over or run.frame.stops_early:
+            return forward()
+        before = self._allocated() - run.kept_bytes()
+        outs = forward()
+        grown = self._allocated() - run.kept_bytes() - before
+        num_bytes = grown if self._on_gpu else graph_bytes(outs, x)
+        self.held_share = max(self.held_share, num_bytes / x.nbytes)
+        return outs
 
     def left_bytes(self) -> int:
         """What a further step leaves of the memory: it begins with the optimizer's states, and

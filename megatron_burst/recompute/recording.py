@@ -114,7 +114,7 @@ class Recording:
         self._floats = [x.is_floating_point() for x in inputs]
         self._needs = [0] * len(inputs)
         self._debug = [checksum(x) for x in inputs] if keeping.debug else None
-        self._policy, self._marks = keeping.policy, keeping.marks
+        self._policy, self._marks, self._whole = keeping.policy, keeping.marks, keeping.whole
         self._parameters = keeping.parameters
         self._bound: dict[str, Tensors] = {}
         self._ends: list[Tensor | None] = []  # gradients of the inputs
@@ -125,7 +125,8 @@ class Recording:
         self._reads_outs = [False] * len(outs)
         extras = self._refer(inputs, outs)
         kept = outs if self._policy is None else self._policy.trim(outs)
-        self._fresh: tuple[Tensors, Tensors] | None = (outs, extras)
+        # other objects: Megatron frees the data of what a pipeline stage has sent
+        self._fresh: tuple[Tensors, Tensors] | None = (tuple(x.detach() for x in outs), extras)
         self._num_kept = len(kept)
         self.num_bytes = num_bytes((*kept, *extras))
         with self._marks.telling():
@@ -134,8 +135,13 @@ class Recording:
     def _run(self, function: Callable, inputs: Tensors) -> Tensors:
         """Run the function with its graph; what the graph saves goes to `_saved`."""
         saved, bound, own = self._saved, self._bound, set(map(id, self._parameters))
+        whole = self._whole  # the hooks must not refer to self, which has the graph that has them
+        given = {x.untyped_storage().data_ptr() for x in inputs}
 
         def pack(tensor: Tensor) -> Saved | Tensor:
+            if whole and tensor.untyped_storage().data_ptr() not in given:
+                # stays in the graph, which backward frees step by step
+                return tensor if tensor.is_leaf else tensor.detach()  # a result's graph is a cycle
             if id(tensor) in own:  # a grouped GEMM saves hundreds: placeholders take milliseconds
                 return tensor
             if not tensor.numel():
@@ -150,7 +156,7 @@ class Recording:
         one_each = {x.device: x for x in inputs}.values()
         cpu, (devices, states) = torch.get_rng_state(), get_device_states(*one_each)
         with (
-            without_frames(),
+            without_frames(self._whole),
             torch.enable_grad(),
             saved_tensors_hooks(pack, unpack),
         ):

@@ -254,3 +254,54 @@ def test_layers_that_choose_alone_would_exceed_a_budget():
     assert kept_at_once(alone, costs) > budget - 6 * GIB
     choice = choose_modules(problem, most(costs), budget)
     assert choice and kept_at_once([choice] * 6, costs) <= budget - 6 * GIB
+
+
+RATES = Rates(matmul_tflops=1e-12)  # a FLOP takes a second
+
+
+@pytest.mark.parametrize(
+    ("budget", "whole_s", "chosen"),
+    [
+        (3.9, 400, {}),
+        (12.9, 400, {"proj": Placed(1), "qkv": Placed(1), "fc1": Placed(3)}),
+        (13, 400, {"layer": Placed(1), "proj": Placed(1), "qkv": Placed(1), "fc1": Placed(1)}),
+        (30.9, 300, {"layer": Placed(2), "proj": Placed(2), "qkv": Placed(2), "fc1": Placed(2)}),
+        (31, 300, {"layer": Placed(4)}),
+        (31, 200, {"proj": Placed(4), "qkv": Placed(4), "fc1": Placed(4)}),
+    ],
+)
+def test_layers_are_kept_whole_where_that_saves_more_time(budget, whole_s, chosen):
+    """Four layers that hold 10 GiB, one of which attention's results. The first costs nothing only
+    if all are whole: else the other layers' outputs are there in its backward."""
+    problem = KeepProblem(4, 1, GIB, 4096, whole_bytes=10 * GIB, whole_s=whole_s)
+    assert choose_modules(problem, COSTS, budget * GIB, 0, RATES) == chosen
+
+
+def test_a_whole_layer_also_saves_the_wait_of_its_router():
+    problem = KeepProblem(4, 1, GIB, 4096, whole_bytes=2 * GIB, whole_s=10)
+    router = ModuleCost("router", GIB // 8, 1, waits=True)
+    assert choose_modules(problem, [router], 7 * GIB, 0, RATES) == {"layer": Placed(4)}
+    assert choose_modules(problem, [router], 5.5 * GIB, 0, RATES) == {
+        "layer": Placed(1), "router": Placed(3),
+    }  # fmt: skip
+
+
+@given(
+    layers=st.integers(1, 12), budget=st.floats(0, 150), whole=st.integers(8, 20),
+    whole_s=st.floats(0, 1000),
+)  # fmt: skip
+def test_whole_layers_and_modules_stay_within_a_budget_in_every_backward(
+    layers, budget, whole, whole_s
+):
+    """Backward holds what each layer up to the running one keeps, and all of that one, which full
+    recomputation holds too."""
+    problem = KeepProblem(layers, 1, GIB, 4096, whole_bytes=whole * GIB, whole_s=whole_s)
+    got = choose_modules(problem, COSTS, budget * GIB, 0, RATES)
+    last = got.get("layer", Placed()).device
+    held = [GIB * (1 if got else 0)] * (layers - last)
+    for module in COSTS:
+        for index, on_host in enumerate(got.get(module.name, Placed()).spread(layers - last)):
+            held[index] += module.num_bytes * (on_host is False)
+    held += [whole * GIB] * last
+    most = max(sum(held[:index]) for index in range(layers))
+    assert most <= budget * GIB * (1 + 1e-9)

@@ -1,9 +1,13 @@
 """What "auto" measures in the first step, on the CPU. Guards against a choice that is made before
 the optimizer has its states."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
 from megatron_burst.recompute.first_step import FirstStep, host_gbs
+from megatron_burst.recompute.keeping import Frame, RunningFrame
 
 CPU = torch.device("cpu")
 
@@ -65,6 +69,48 @@ def test_a_further_step_has_the_optimizers_states_and_the_same_activations(monke
     assert first.left_bytes() == int(0.92 * (100 << 30)) - (73 << 30)
 
 
+def forward(weight, x):
+    return (torch.nn.functional.silu(x @ weight) * x).sum()
+
+
+def test_a_layer_holds_what_its_graph_saves_beside_its_input_and_parameters():
+    """Two results of the size of the input, the first of which is saved twice."""
+    first, run = FirstStep(CPU), RunningFrame(Frame(), recomputes=True)
+    weight, x = torch.ones(8, 8, requires_grad=True), torch.ones(4, 8, requires_grad=True)
+    first.weigh(lambda: forward(weight, x), x, run)
+    assert first.held_share == 2
+    first.weigh(lambda: forward(weight, x + 1), x.repeat(2, 1), run)  # less, and counts no more
+    assert first.held_share == 2
+    step_of(torch.optim.SGD([weight], lr=0.1), weight)
+    first.weigh(lambda: forward(weight, x).exp(), x, run)
+    assert first.held_share == 2
+
+
+def test_torchs_own_look_at_what_is_saved_is_left_alone():
+    first, x = FirstStep(CPU), torch.ones(4, requires_grad=True)
+    run = RunningFrame(Frame(stops_early=True), recomputes=True)
+    assert first.weigh(lambda: x.exp(), x, run) is not None and first.held_share == 0
+
+
+def test_on_a_gpu_a_layer_holds_what_is_allocated_more_and_what_was_kept_for_it(monkeypatch):
+    gpu, gib = Gpu(monkeypatch), 1 << 30
+    first, frame = FirstStep(torch.device("cuda")), Frame()
+    frame._kept = {
+        0: SimpleNamespace(num_bytes=2 * gib),
+        1: "no tensors",
+        2: SimpleNamespace(num_bytes=gib),
+    }  # of another layer
+    x = SimpleNamespace(nbytes=gib // 2)
+
+    def layer():
+        gpu.allocated += 5
+        del frame._kept[0]  # which its graph has now
+
+    gpu.allocated = 10
+    first.weigh(layer, x, RunningFrame(frame, recomputes=True))
+    assert first.held_share == 14
+
+
 class Event:
     """A CUDA event, without a GPU: the clock goes on by 1 ms with each."""
 
@@ -95,3 +141,20 @@ def test_the_first_recomputation_ends_what_is_between_forward_and_backward(monke
         first.turn()
         Event.clock += 100
     assert (first.forward_s(), first.turn_s()) == (1e-3, 11e-3)
+
+
+def test_what_only_a_whole_layer_saves_is_measured_without_what_is_kept_anyway(monkeypatch):
+    Gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    first, core = FirstStep(torch.device("cuda")), torch.nn.Identity()
+    assert first.rest_s() is None
+    with first.timing([core]):
+        for _ in range(2):
+            core(torch.ones(1))
+        Event.clock += 10
+    core(torch.ones(1))  # not in a layer's forward
+    assert (first.forward_s(), first.rest_s()) == (15e-3, 13e-3)
+    with pytest.raises(ZeroDivisionError), first.timing([core]):
+        raise ZeroDivisionError
+    assert not core._forward_hooks and not core._forward_pre_hooks
