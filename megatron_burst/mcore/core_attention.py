@@ -295,7 +295,10 @@ class BurstForward:
         if query.dim() == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         saves = self._half_saves(query, key, value, *mask) if self.config.keep == "auto" else 0.0
-        return resolved(self.config, self.layer_config, self.layer_number, query, value, saves)
+        # what is kept would hide how much of other nodes' keys and values a whole layer holds
+        waits = self.topology.inter_size > 1
+        what = self.config, self.layer_config, self.layer_number, query, value
+        return resolved(*what, saves, waits)
 
     def _half_saves(
         self, query: Tensor, key: Tensor, value: Tensor, window, causal: bool, is_told: bool

@@ -5,10 +5,12 @@ nothing of its output."""
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cached_property, update_wrapper
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
@@ -23,14 +25,22 @@ from megatron_burst.mcore.module_costs import (
     shared_shape,
 )
 from megatron_burst.mcore.options import burst_config_of
-from megatron_burst.mcore.recompute import modules_within
+from megatron_burst.mcore.recompute import modules_within, whole_bytes
 from megatron_burst.mcore.refusals import CUDA_GRAPHS, KEEP_MODULES, refuse, refuses
-from megatron_burst.mcore.stage import Stage, is_among, is_last, is_on_host, stage_of
+from megatron_burst.mcore.stage import Stage, stage_of
+from megatron_burst.mcore.stage_layers import (
+    is_among,
+    is_last,
+    is_on_host,
+    kind_of,
+    meets_other_sequences,
+)
 from megatron_burst.recompute.budget import WHOLE, ModuleCost, Placed, most
 from megatron_burst.recompute.ending import Ending
 from megatron_burst.recompute.keep import call_kept, once, run_kept
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Resident, Tensors, running
 from megatron_burst.recompute.offload import host_memory
+from megatron_burst.say import say_once
 
 _LAST = "linear_fc2"  # of an MLP, or of experts
 _ATTENTION = "core_attention"  # whose results "auto" keeps first
@@ -50,9 +60,7 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
     if layer is None:
         layer = LayerModules(self)
         setattr(self, _PREPARED, layer)
-    if not running():
-        return forward(self, *args, **options)
-    if layer.burst.keep != "auto":
+    if not running() or layer.burst.keep != "auto":
         return forward(self, *args, **options)
     x = args[0] if args else options["hidden_states"]
     stage = stage_of(layer.burst, x.device)
@@ -63,20 +71,28 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
             return forward(self, x, *args[1:], **options)
         return forward(self, **(options | dict(hidden_states=x)))
 
-    if layer.is_whole and only_input(x, args, options):
-        return run_kept(of_input, (x,), Keeping(debug=layer.burst.keep_debug, whole=True))
     first, run = stage.first, running()[-1]
+    if layer.is_whole and only_input(x, args, options):
+        counted = x.nbytes + whole_bytes(self.config, stage, x)  # its results too
+        with first.expecting(0 if run.recomputes else counted):
+            return run_kept(of_input, (x,), Keeping(debug=layer.burst.keep_debug, whole=True))
     if run.recomputes:
-        first.turn()
-        return first.weigh(lambda: of_input(x), x, run)
-    with first.timing(layer.skipped):
+        first.turn(run)
+        others = lambda: (*self.parameters(), *_tensors_of(args, options))  # noqa: E731
+        return first.weigh(lambda: of_input(x), x, run, kind_of(self.config), others)
+    with first.timing(prod(shared_shape(self.config, x)), layer.skipped):
         return of_input(x)
+
+
+def _tensors_of(*arguments: Any) -> list[Tensor]:
+    """Those in any nesting."""
+    return [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
 
 
 def only_input(x: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     """Whether no argument of a layer but its input may get a gradient, neither in a first pass,
     which does not tell it of all, nor in recomputation."""
-    others = (each for each in tree_leaves((args, options)) if isinstance(each, Tensor))
+    others = _tensors_of(args, options)
     crossed = options.get("context") is not None
     return not crossed and not any(each.requires_grad for each in others if each is not x)
 
@@ -148,8 +164,11 @@ class LayerModules:
     def _chosen(self, stage: Stage, layers: ModelLayers, x: Tensor) -> dict[str, Placed]:
         """Where "auto" keeps each module: by the most that it takes in a layer, so that all layers
         choose alike, and together keep no more than fits."""
-        config, is_known = self._layer.config, stage.budget_bytes(self.burst) is not None
-        if not is_known or not (layers.are_all or not may_differ(config)):
+        config = self._layer.config
+        if meets_other_sequences(config):
+            x = _as_agreed(x, stage, config)
+        is_known = stage.budget_bytes(self.burst, prod(shared_shape(config, x))) is not None
+        if not (is_known and x.numel()) or not (layers.are_all or not may_differ(config)):
             return {}
         key = x.shape, x.itemsize, stage.left_bytes, layers.are_all and len(layers.found)
         if key not in layers.by_input:
@@ -158,13 +177,26 @@ class LayerModules:
             if len(layers.by_input) >= _INPUTS:
                 layers.by_input.clear()
             costs = most(each.costs(x) for each in (layers.found if layers.are_all else (self,)))
-            shape = shared_shape(config, x)
-            layers.by_input[key] = modules_within(self.burst, config, x, shape, costs)
+            layers.by_input[key] = modules_within(self.burst, config, stage, x, costs)
         return layers.by_input[key]
 
     def costs(self, x: Tensor) -> tuple[ModuleCost, ...]:
         """What keeping each module takes and saves, for the layer's input."""
         return costs_of(self._found, self._layer.config, x)
+
+
+def _as_agreed(x: Tensor, stage: Stage, config: TransformerConfig) -> Tensor:
+    """A layer's input, without data, of the first step's longest micro-batch on any rank, by which
+    ranks of other sequences choose too; empty as long as they have not agreed."""
+    rows, tokens = x.shape[0] * x.shape[1], prod(shared_shape(config, x))
+    if 0 < stage.tokens < tokens:
+        say_once(
+            f"{WHO}: a micro-batch of {tokens} tokens is longer than those of the first step "
+            f"({stage.tokens}), and keeps the same layers, because its experts' ranks have other "
+            "micro-batches and must recompute the same: memory may not suffice; pass "
+            "--burst-keep-budget-gib to keep less"
+        )
+    return x.new_empty((rows * stage.tokens // tokens, 1, x.shape[2]), device="meta")
 
 
 class LayerModule:

@@ -1,8 +1,10 @@
 """What the first training step, without keeping, leaves of a GPU's memory, how long its layers
 take, and what they hold for backward: what can be kept from then on."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from logging import WARNING
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -12,11 +14,13 @@ from torch.nn import Module
 from torch.optim import optimizer
 
 from megatron_burst.environment import available_host_bytes
-from megatron_burst.recompute.budget import MOST_USED
-from megatron_burst.recompute.graph import graph_bytes
-from megatron_burst.recompute.keeping import RunningFrame
+from megatron_burst.recompute.budget import MOST_USED, growth
+from megatron_burst.recompute.graph import graph_bytes, storages
+from megatron_burst.recompute.keeping import WHO, RunningFrame
+from megatron_burst.say import say
 
 _COPIED = 1 << 26  # bytes, to measure the bandwidth
+_TOLD = 1.1  # times what was counted, from which on the log says so
 
 
 class _Span:
@@ -48,13 +52,18 @@ class FirstStep:
 
     Attributes:
         is_over: whether an optimizer has made it.
-        held_share: most bytes that a layer's graph holds for backward, beside its input, by bytes
-            of that; 0: not measured.
+        held_share: most bytes that a layer's graph holds for backward, beside its input and its
+            results, by bytes of its input; 0: not measured.
+        kinds: of layers that this was measured of.
+        tokens: of its longest micro-batch.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self.is_over, self.held_share = device, False, 0.0
-        self._began = self._peak = self._allocated()
+        self._device, self.is_over, self.held_share, self.tokens = device, False, 0.0, 0
+        self.kinds: set[Hashable] = set()
+        self._began = self._peak = self.allocated()
+        self._has_told = False
+        self._before_turn: int | None = None  # the peak until the first recomputation
         self._spans: list[tuple[_Span, list[_Span]]] = []  # layers, and calls in each
         self._turn: tuple[_Span, _Span] | None = None
         self._hooks = [
@@ -66,8 +75,13 @@ class FirstStep:
     def _on_gpu(self) -> bool:
         return self._device.type == "cuda"
 
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self._on_gpu else 0
+    def allocated(self) -> int:
+        """Bytes of all tensors on the GPU; 0 without one."""
+        if not self._on_gpu:
+            return 0
+        # a tenth of the time that memory_allocated takes, for which every whole layer would wait
+        found = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return found["allocated_bytes"]["all"]["current"] if found else 0
 
     def _before_optimizer(self, *_: Any) -> None:
         if self._on_gpu and not self.is_over:
@@ -77,12 +91,15 @@ class FirstStep:
         self.is_over = True  # hooks cannot be removed while torch calls them
 
     @contextmanager
-    def timing(self, others: Iterable[Module] = ()) -> Iterator[None]:
+    def timing(self, tokens: int, others: Iterable[Module] = ()) -> Iterator[None]:
         """Context of a layer's forward, whose time counts until the step is over.
 
         Args:
+            tokens: of the micro-batch.
             others: modules that recomputation does without anyway; see `rest_s`.
         """
+        if not self.is_over:
+            self.tokens = max(self.tokens, tokens)
         if not self._on_gpu or self.is_over:
             yield
             return
@@ -120,10 +137,17 @@ class FirstStep:
         torch.cuda.synchronize(self._device)
         return median(seconds(*each) for each in self._spans)
 
-    def turn(self) -> None:
+    def turn(self, run: RunningFrame) -> None:
         """Say that a layer's recomputation begins: the first one is the last layer's."""
         if self._spans and self._turn is None and not self.is_over:
             self._turn = self._spans[-1][0], _Span()
+            most = torch.cuda.max_memory_allocated(self._device)
+            self._before_turn = most - run.kept_bytes()  # as if this layer kept nothing
+
+    def free_bytes(self) -> float:
+        """What a layer's recomputation and backward took beyond all that came before, of which the
+        loss may take more; infinite: not measured."""
+        return inf if self._before_turn is None else float(self._peak - self._before_turn)
 
     def turn_s(self) -> float:
         """Seconds between the last layer's forward and its recomputation; 0: not measured."""
@@ -132,35 +156,69 @@ class FirstStep:
         torch.cuda.synchronize(self._device)
         return self._turn[0].until(self._turn[1])
 
-    def weigh(self, forward: Callable[[], Any], x: Tensor, run: RunningFrame) -> Any:
+    def weigh(
+        self, forward: Callable[[], Any], x: Tensor, run: RunningFrame, kind: Hashable,
+        others: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> Any:  # fmt: skip
         """A layer's results in recomputation; until the step is over, measures `held_share`.
 
-        On a GPU by its allocated memory, to which what was kept for this call belongs already;
-        elsewhere by what the graph saves. Not where torch itself looks at what the graph saves.
+        By what the graph saves, and on a GPU also by how much more is allocated, whichever is more:
+        the graph tells nothing of what nodes written in C++ save, and growth nothing of what
+        took the place of something else, as the tensors that Megatron's dispatchers of tokens hold
+        from one call to the next. Not where torch itself looks at what the graph saves.
 
         Args:
             forward: the layer's.
             x: its input.
             run: the checkpoint that is recomputed.
+            kind: of the layer: those of one kind hold as much.
+            others: tensors that the graph may save and that live on anyway, as parameters.
         """
         if self.is_over or run.frame.stops_early:
             return forward()
-        before = self._allocated() - run.kept_bytes()
+        if self._on_gpu:  # this thread's first product would allocate its workspace
+            torch.cuda.current_blas_handle()
+        before = self.allocated() - run.kept_bytes()  # kept for this call, so part of it
         outs = forward()
-        grown = self._allocated() - run.kept_bytes() - before
-        num_bytes = grown if self._on_gpu else graph_bytes(outs, x)
-        self.held_share = max(self.held_share, num_bytes / x.nbytes)
+        grown = self.allocated() - run.kept_bytes() - before - sum(storages(outs).values())
+        most = max(grown, graph_bytes(outs, (x, *others())))
+        self.held_share = max(self.held_share, most / x.nbytes)
+        self.kinds.add(kind)
         return outs
 
-    def left_bytes(self) -> int:
+    @contextmanager
+    def expecting(self, num_bytes: int) -> Iterator[None]:
+        """Context of a call that should hold so many bytes for backward, as measured; says once if
+        a GPU has to hold more. 0: unknown."""
+        before = self.allocated() if num_bytes and not self._has_told else 0
+        yield
+        grown = self.allocated() - before if before else 0
+        if grown > _TOLD * num_bytes:
+            self._has_told = True
+            say(
+                f"{WHO}: all results of a layer take {grown / 2**30:.2f} GiB in a micro-batch, "
+                f"where {num_bytes / 2**30:.2f} were counted by the first step, perhaps because "
+                "this GPU's experts get more tokens: memory may not suffice; pass "
+                "--burst-keep-budget-gib to keep less",
+                WARNING,
+            )
+
+    @property
+    def taken_bytes(self) -> int:
+        """What the step took above what it began with."""
+        return self._peak - self._began
+
+    def left_bytes(self, tokens: int) -> int:
         """What a further step leaves of the memory: it begins with the optimizer's states, and
-        takes as much as the first one. Without a GPU, half of what is available."""
+        takes as much as the first one, or more if this rank's micro-batches were shorter than so
+        many tokens. Without a GPU, half of what is available."""
         for hook in self._hooks:
             hook.remove()
         if not self._on_gpu:
             return available_host_bytes() // 2
-        taken = self._allocated() + self._peak - self._began
+        taken = self.allocated() + self.taken_bytes
         most = max(taken, torch.cuda.max_memory_allocated(self._device))
+        most += int((growth(tokens, self.tokens) - 1) * self.taken_bytes)
         free, total = torch.cuda.mem_get_info(self._device)
         others = total - free - torch.cuda.memory_reserved(self._device)
         return max(0, int(MOST_USED * total) - others - most)

@@ -10,29 +10,37 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 
-def graph_bytes(results: Any, x: Tensor) -> int:
-    """Bytes of what the graph between a call's input and its results holds for backward, besides
-    that input and leaves, such as parameters.
+def graph_bytes(results: Any, others: Iterable[Tensor]) -> int:
+    """Bytes of what the graph of a call's results holds for backward on their device, besides
+    these, other tensors, and leaves, such as parameters.
 
     Args:
         results: tensors in any nesting.
-        x: the input.
+        others: tensors that live on anyway: the call's inputs, where the graph ends, parameters
+            that are frozen.
     """
-    known, found = {x.untyped_storage().data_ptr()}, {}
-    stack, seen = _nodes(results), {x.grad_fn}
+    known, found = set(storages(results)), {}
+    others = list(others)
+    known |= storages(others).keys()
+    stack, seen = _nodes(results), {x.grad_fn for x in others}
+    devices = {x.device for x in tree_leaves(results) if _is_tensor(x)}
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):  # of a leaf
-            known.add(node.variable.untyped_storage().data_ptr())
+            known |= storages(node.variable).keys()
             continue
-        for tensor in filter(_is_tensor, _saved_by(node)):
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+        found |= storages([x for x in _saved_by(node) if _is_tensor(x) and x.device in devices])
         stack += [before for before, _ in node.next_functions if before is not None]
     return sum(size for address, size in found.items() if address not in known)
+
+
+def storages(tensors: Any) -> dict[int, int]:
+    """Sizes in bytes of the memory that tensors, in any nesting, are views of, by its address."""
+    every = (x.untyped_storage() for x in tree_leaves(tensors) if _is_tensor(x))
+    return {storage.data_ptr(): storage.nbytes() for storage in every}
 
 
 def readers(results: Any, nodes: list[Node]) -> Iterable[Node]:

@@ -175,17 +175,15 @@ def tensor_parallel(request):
     return run_ranks(compare, 2, TP, here(SHARDED if every else USUAL_SHARDED))
 
 
-def check(name: str, everything: Found, half: Found, tp: int = 1) -> None:
+def check(name: str, everything: Found, half: Found) -> None:
     layers = 3 if name == "block" else 4
     assert not everything.wrong and not half.wrong
     assert not everything.again and everything.layers == layers
     assert 0 < half.layers < layers and set(half.again) <= {"linear_fc2"}
-    # results of layers that full recomputation has not, or has half of, as the next one's input
-    outs = 2 * SEQ * 2 * 64 * 8 // tp if name in (PAIRED, SHARED) else 0
     counted = layers * everything.counted
     least = 0.85 if "in some" in name else 0.98  # the largest layer counts
-    assert least * counted < everything.held - outs < 1.02 * counted
-    held = half.held - outs - half.counted  # the running layer's are there anyway
+    assert least * counted < everything.held < 1.02 * counted
+    held = half.held - half.counted  # the running layer's are there anyway
     assert held < 1.02 * 0.6 * counted
 
 
@@ -197,7 +195,7 @@ def test_layers_run_once_with_the_gradients_of_full_recomputation(one_rank, name
 @pytest.mark.parametrize("name", of_all(SHARDED, USUAL_SHARDED))
 def test_so_they_do_with_tensor_parallelism(tensor_parallel, name):
     for found in tensor_parallel:
-        check(name, *found[name], tp=2 if name != SHARED else 1)
+        check(name, *found[name])
 
 
 # ---- pipelines ------------------------------------------------------------------------------
@@ -336,7 +334,7 @@ def with_a_shared_number(rank: int) -> list[tuple]:
     chunks = build(setting, config_for(setting, AUTO, **FULL_RECOMPUTE))
     run_step(setting, chunks, step=step)
     end_step()
-    for gib in (15e-4, 25e-4, 30e-4):
+    for gib in (16e-4, 26e-4, 32e-4):
         chunks = build(
             setting, config_for(setting, replace(AUTO, keep_budget_gib=gib), **FULL_RECOMPUTE)
         )
