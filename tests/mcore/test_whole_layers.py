@@ -7,6 +7,7 @@ more than was counted, or leave random number generators in another state.
 import gc
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
@@ -16,7 +17,7 @@ import torch
 from megatron_burst.config import BurstConfig
 from tests.mcore import gpt, pipeline
 from tests.mcore.gpt import BLOCK_RECOMPUTE, FULL_RECOMPUTE, SEQ, Model, Parallel
-from tests.mcore.lacking import why_not
+from tests.mcore.lacking import needs, why_not
 from tests.mcore.pipeline import (
     Setting,
     build,
@@ -306,6 +307,109 @@ def elsewhere(rank: int) -> None:
 def test_layers_that_get_gradients_elsewhere_too_are_recomputed():
     """Of an encoder's output, or a bias that is learned: their graph would be run through twice."""
     run_ranks(elsewhere, 1)
+
+
+# ---- micro-batches of other lengths ----------------------------------------------------------
+
+
+@contextmanager
+def sequences(count: int):
+    """Context in which a batch has so many sequences; the usual one has two."""
+    batch = {name: x[:1].repeat(count, 1) for name, x in gpt.whole_batch().items()}
+    with mock.patch.object(gpt, "whole_batch", lambda: batch):
+        yield
+
+
+def with_a_longer_one(rank: int) -> tuple:
+    """After a first step that left 20 times what a layer held, of four layers, and took 4 times as
+    much, with micro-batches that are twice as long: the budget, and what a layer is said to hold,
+    by that; how many are whole; bytes of all tensors before backward, beyond full recomputation's,
+    by the budget; parameters whose gradients differ, and the log."""
+    from megatron_burst.mcore import patches, recompute, stage
+
+    gpt.start(Parallel())
+    case, chosen, said, choose = CASES["dense"], [], [], recompute.choose_modules
+
+    def choosing(problem, costs, budget, *args):
+        chosen.append((problem.whole_bytes, budget, choose(problem, costs, budget, *args)))
+        return chosen[-1][-1]
+
+    patches.switch_on_keep(AUTO)
+    two_steps(case, Parallel(), AUTO)
+    end_step()
+    living = []
+    with (
+        mock.patch.object(recompute, "choose_modules", choosing),
+        mock.patch.object(stage, "say", said.append),
+        mock.patch.object(recompute, "say_of_stage", said.append),
+    ):
+        two_steps(case, Parallel(), AUTO)
+        (here,) = stage._STAGES.values()
+        usual = chosen[-1][0]
+        here.left_bytes, here.taken_bytes = 20 * usual, 4 * usual
+        with sequences(4):
+            options = case, Parallel()
+            truth, _ = two_steps(*options, BurstConfig(), lambda: living.append(living_bytes()))
+            got, _ = two_steps(*options, AUTO, lambda: living.append(living_bytes()))
+    wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
+    counted, budget, made = chosen[-1]
+    held = living[3] - living[1]
+    return budget / usual, counted / usual, made["layer"].device, held / budget, wrong, said[-4:]
+
+
+def test_a_longer_micro_batch_keeps_less():
+    """Twice as long, it takes up to four times as much, as where attention stores its scores."""
+    (found,) = run_ranks(with_a_longer_one, 1)
+    budget, counted, layers, held, wrong, said = found
+    assert budget == pytest.approx(20 - 3 * 4) and counted == pytest.approx(4)
+    assert layers == 1 and 0 < held <= 1 and not wrong
+    assert any("256 tokens is longer than those of the first step (128)" in text for text in said)
+
+
+def beside_other_sequences(rank: int) -> tuple[list[str], int, list[str]]:
+    """Two replicas with experts of their own and sequences of other lengths, one of which would
+    keep all layers, the other half of them: parameters whose gradients differ, how many layers
+    are whole, and what is said of a micro-batch that is longer than any of the first step."""
+    from megatron_burst.mcore import kept_modules, patches, recompute
+    from megatron_burst.tools import cpu_mode
+
+    parallel, case = Parallel(ep=2), CASES["routed experts"]
+    gpt.start(parallel)
+    cpu_mode.install()
+    chosen, said, choose = [], [], recompute.choose_modules
+
+    def choosing(problem, *args):
+        chosen.append((problem, choose(problem, *args)))
+        return chosen[-1][1]
+
+    patches.switch_on_keep(AUTO)
+    with (
+        mock.patch.object(recompute, "choose_modules", choosing),
+        mock.patch.object(kept_modules, "say_once", said.append),
+    ):
+        with sequences(1 + rank):
+            truth, _ = two_steps(case, parallel, BurstConfig())
+            two_steps(case, parallel, AUTO)
+            end_step()
+            two_steps(case, parallel, AUTO)
+            gib = 0.6 * 4 * chosen[-1][0].whole_bytes / 2**30
+            burst = replace(AUTO, keep_budget_gib=gib)
+            got, _ = two_steps(case, parallel, burst)
+            assert not said
+        with sequences(3 - rank):
+            two_steps(case, parallel, burst)
+    wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
+    return wrong, chosen[-1][1]["layer"].device, said
+
+
+@needs("experts")
+def test_replicas_that_share_experts_keep_the_same_layers():
+    """Else one would recompute a layer's all-to-all that the other does not make again."""
+    first, second = run_ranks(beside_other_sequences, 2)
+    assert not first[0] and not second[0]
+    assert 0 < first[1] == second[1] < 4
+    assert "192 tokens is longer than those of the first step (128)" in first[2][0]
+    assert not second[2]
 
 
 # ---- multi-token prediction, whose layer has the number of a decoder layer -------------------

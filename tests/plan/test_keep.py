@@ -97,6 +97,40 @@ def test_micro_batches_in_flight_are_those_of_megatrons_schedules():
     assert in_flight(1, 0) == 1
     # interleaved, v=2: warm-up of 2(P-p-1) + P chunks of half a stage, and the running one
     assert [in_flight(4, rank, 2) for rank in range(4)] == [5.5, 4.5, 3.5, 2.5]
+    # of groups of 6 micro-batches: as counted in a run of the schedule below
+    assert [in_flight(4, rank, 2, 6) for rank in range(4)] == [6.5, 5.5, 4.5, 3.5]
+
+
+def held_at_once(pp: int, rank: int, chunks: int, group: int, batches: int = 48) -> list[list[int]]:
+    """Micro-batches that wait for backward on a stage, by chunk, after each forward: Megatron's
+    interleaved schedule, whose warm-up is get_pp_rank_microbatches' and order is
+    get_schedule_table's."""
+    order = [
+        chunk
+        for first in range(0, batches, group)
+        for chunk in range(chunks)
+        for _ in range(first, min(first + group, batches))
+    ]
+    backward = (chunks - 1 - chunk for chunk in order)
+    warm_up = 2 * (pp - rank - 1) + (chunks - 1) * group
+    held, found = [0] * chunks, []
+    for place, chunk in enumerate(order):
+        held[chunk] += 1
+        found.append(list(held))
+        if place >= warm_up:
+            held[next(backward)] -= 1
+    return found
+
+
+@pytest.mark.parametrize(("chunks", "group"), [(2, 4), (2, 8), (3, 4), (4, 6)])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_last_layers_of_a_stage_hold_no_more_than_is_counted(chunks, group, rank):
+    """Layers are whole from the last one on, so from the last chunk's, of which fewer micro-batches
+    wait than of the first one's. Guards against groups larger than the pipeline, which wait too."""
+    flying, found = in_flight(4, rank, chunks, group), held_at_once(4, rank, chunks, group)
+    for whole in range(1, chunks + 1):  # chunks of one layer
+        assert max(sum(held[chunks - whole :]) for held in found) <= whole * flying
+    assert max(map(sum, found)) == chunks * flying  # and all of them as many
 
 
 QKV, PROJ, FC1 = (
@@ -288,14 +322,17 @@ def test_a_whole_layer_also_saves_the_wait_of_its_router():
 
 @given(
     layers=st.integers(1, 12), budget=st.floats(0, 150), whole=st.integers(8, 20),
-    whole_s=st.floats(0, 1000),
+    whole_s=st.floats(0, 1000), free=st.floats(0, 30),
 )  # fmt: skip
 def test_whole_layers_and_modules_stay_within_a_budget_in_every_backward(
-    layers, budget, whole, whole_s
+    layers, budget, whole, whole_s, free
 ):
     """Backward holds what each layer up to the running one keeps, and all of that one, which full
-    recomputation holds too."""
-    problem = KeepProblem(layers, 1, GIB, 4096, whole_bytes=whole * GIB, whole_s=whole_s)
+    recomputation holds too. The loss before it holds all, and full recomputation needs less there,
+    by what is free. Guards against a free layer where the loss takes most memory."""
+    problem = KeepProblem(
+        layers, 1, GIB, 4096, whole_bytes=whole * GIB, whole_s=whole_s, free_bytes=free * GIB
+    )
     got = choose_modules(problem, COSTS, budget * GIB, 0, RATES)
     last = got.get("layer", Placed()).device
     held = [GIB * (1 if got else 0)] * (layers - last)
@@ -305,3 +342,4 @@ def test_whole_layers_and_modules_stay_within_a_budget_in_every_backward(
     held += [whole * GIB] * last
     most = max(sum(held[:index]) for index in range(layers))
     assert most <= budget * GIB * (1 + 1e-9)
+    assert sum(held) - free * GIB <= budget * GIB * (1 + 1e-9)
