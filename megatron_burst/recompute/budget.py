@@ -201,7 +201,8 @@ def choose_modules(
     ways = list(product(_Way, repeat=len(best_first)))
     found = []
     for whole, left in enumerate(_left_by_whole(problem, spare, kept.offload)):
-        rest = replace(problem, layers=layers - whole)
+        free = 0.0 if whole else problem.free_bytes
+        rest = replace(problem, layers=layers - whole, free_bytes=free)
         found += [(whole, _placed(rest, best_first, way, left, host)) for way in ways]
     whole, best = max(found, key=lambda each: _saved(problem, *each, rates))
     placed = [*best, (ModuleCost(WHOLE, problem.whole_bytes, 0), Placed(whole))]
@@ -211,16 +212,16 @@ def choose_modules(
 def _left_by_whole(problem: KeepProblem, spare: float, is_offloaded: bool) -> Iterator[float]:
     """What no layer, one, two and so on leave of the device, if they are not recomputed.
 
-    Attention's results are in what they hold, and counted already unless they are offloaded. Only
-    if all are kept does one cost nothing: else the others' modules, of which one costs nothing, are
-    there in its backward.
+    Attention's results are in what they hold, and counted already unless they are offloaded. In the
+    last one's backward nothing is recomputed, so that one costs nothing; but all that the others
+    keep is there, of which then nothing is free.
     """
     yield spare
     most = problem.layers * bool(problem.whole_bytes)
     size = max(0, problem.whole_bytes - problem.layer_bytes * (not is_offloaded))
     free = min(size, problem.free_bytes)
     for whole in range(1, most + 1):
-        left = spare - size * whole * problem.in_flight + free * (whole == problem.layers)
+        left = spare + free - size * whole * problem.in_flight
         if left < 0:
             return
         yield left

@@ -297,18 +297,28 @@ RATES = Rates(matmul_tflops=1e-12)  # a FLOP takes a second
     ("budget", "whole_s", "chosen"),
     [
         (3.9, 400, {}),
-        (12.9, 400, {"proj": Placed(1), "qkv": Placed(1), "fc1": Placed(3)}),
-        (13, 400, {"layer": Placed(1), "proj": Placed(1), "qkv": Placed(1), "fc1": Placed(1)}),
-        (30.9, 300, {"layer": Placed(2), "proj": Placed(2), "qkv": Placed(2), "fc1": Placed(2)}),
+        (4, 400, {"layer": Placed(1)}),  # which costs nothing, as do all modules of one layer
+        (4, 200, {"proj": Placed(1), "qkv": Placed(1), "fc1": Placed(1)}),
+        (12.9, 400, {"layer": Placed(1), "proj": Placed(2), "qkv": Placed(1), "fc1": Placed(1)}),
+        (13, 400, {"layer": Placed(2)}),
+        (30.9, 300, {"layer": Placed(3), "proj": Placed(1), "qkv": Placed(1), "fc1": Placed(1)}),
         (31, 300, {"layer": Placed(4)}),
         (31, 200, {"proj": Placed(4), "qkv": Placed(4), "fc1": Placed(4)}),
     ],
 )
 def test_layers_are_kept_whole_where_that_saves_more_time(budget, whole_s, chosen):
-    """Four layers that hold 10 GiB, one of which attention's results. The first costs nothing only
-    if all are whole: else the other layers' outputs are there in its backward."""
+    """Four layers that hold 10 GiB, one of which attention's results. The first whole one costs
+    nothing, but then the other layers' outputs do: they are all there in its backward."""
     problem = KeepProblem(4, 1, GIB, 4096, whole_bytes=10 * GIB, whole_s=whole_s)
     assert choose_modules(problem, COSTS, budget * GIB, 0, RATES) == chosen
+
+
+def test_nothing_is_free_where_the_loss_takes_most_memory():
+    problem = KeepProblem(4, 1, GIB, 4096, whole_bytes=10 * GIB, whole_s=400, free_bytes=0)
+    assert choose_modules(problem, COSTS, 12.9 * GIB, 0, RATES) == {
+        "proj": Placed(4), "fc1": Placed(1),
+    }  # fmt: skip
+    assert choose_modules(problem, COSTS, 13 * GIB, 0, RATES) == {"layer": Placed(1)}
 
 
 def test_a_whole_layer_also_saves_the_wait_of_its_router():
@@ -316,7 +326,7 @@ def test_a_whole_layer_also_saves_the_wait_of_its_router():
     router = ModuleCost("router", GIB // 8, 1, waits=True)
     assert choose_modules(problem, [router], 7 * GIB, 0, RATES) == {"layer": Placed(4)}
     assert choose_modules(problem, [router], 5.5 * GIB, 0, RATES) == {
-        "layer": Placed(1), "router": Placed(3),
+        "layer": Placed(2), "router": Placed(2),
     }  # fmt: skip
 
 
