@@ -32,7 +32,7 @@ from megatron_burst.mcore.stage_layers import (
     is_among,
     is_last,
     is_on_host,
-    kind_of,
+    layer_kind,
     meets_other_sequences,
 )
 from megatron_burst.recompute.budget import WHOLE, ModuleCost, Placed, most
@@ -79,7 +79,7 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
     if run.recomputes:
         first.turn(run)
         others = lambda: (*self.parameters(), *_tensors_of(args, options))  # noqa: E731
-        return first.weigh(lambda: of_input(x), x, run, kind_of(self.config), others)
+        return first.weigh(lambda: of_input(x), x, run, layer_kind(self.config), others)
     with first.timing(prod(shared_shape(self.config, x)), layer.skipped):
         return of_input(x)
 

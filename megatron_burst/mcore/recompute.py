@@ -17,7 +17,7 @@ from megatron_burst.mcore.stage import Stage, problem_of, say_of_stage, stage_of
 from megatron_burst.mcore.stage_layers import (
     can_be_whole,
     is_among,
-    kind_of,
+    layer_kind,
     of_decoder,
     results_share,
     sharing,
@@ -168,7 +168,7 @@ def whole_bytes(config: TransformerConfig, stage: Stage, x: Tensor) -> int:
         stage: what its ranks agreed on.
         x: the layer's input; only its size counts.
     """
-    if not stage.held_share or kind_of(config) not in stage.first.kinds:
+    if not stage.held_share or layer_kind(config) not in stage.first.kinds:
         return 0
     longer = growth(prod(shared_shape(config, x)), stage.tokens) ** 0.5  # x is longer too
     return int((stage.held_share + results_share(config)) * x.nbytes * longer)
@@ -202,7 +202,7 @@ def _words(module: ModuleCost, placed: Placed, problem: KeepProblem, rates: Rate
 def _words_of_whole(layers: int, problem: KeepProblem) -> str:
     held = layers * problem.in_flight * problem.whole_bytes / 2**30
     return (
-        f"keep all results in {layers} layers, with attention's: {held:.2f} GiB, saves "
+        f"recompute nothing in {layers} layers, with attention's results: {held:.2f} GiB, saves "
         f"{layers * problem.whole_s * 1e3:.1f} ms a micro-batch"
     )
 

@@ -69,7 +69,7 @@ def meets_other_sequences(config: TransformerConfig) -> bool:
     return elsewhere or "global_aux_loss" in config.moe_router_load_balancing_type
 
 
-def kind_of(config: TransformerConfig) -> tuple:
+def layer_kind(config: TransformerConfig) -> tuple:
     """What a layer's memory depends on: layers of equal kinds hold as much for each token."""
     return tuple(getattr(config, name, None) for name in _SIZES)
 

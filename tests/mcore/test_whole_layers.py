@@ -16,7 +16,7 @@ import torch
 
 from megatron_burst.config import BurstConfig
 from tests.mcore import gpt, pipeline
-from tests.mcore.gpt import BLOCK_RECOMPUTE, FULL_RECOMPUTE, SEQ, Model, Parallel
+from tests.mcore.gpt import BLOCK_RECOMPUTE, FULL_RECOMPUTE, Model, Parallel
 from tests.mcore.lacking import needs, why_not
 from tests.mcore.pipeline import (
     Setting,
@@ -316,7 +316,7 @@ def test_layers_that_get_gradients_elsewhere_too_are_recomputed():
 def sequences(count: int):
     """Context in which a batch has so many sequences; the usual one has two."""
     batch = {name: x[:1].repeat(count, 1) for name, x in gpt.whole_batch().items()}
-    with mock.patch.object(gpt, "whole_batch", lambda: batch):
+    with mock.patch.object(gpt, "whole_batch", return_value=batch):
         yield
 
 
