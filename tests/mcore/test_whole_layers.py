@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from time import sleep
 from unittest import mock
 
 import pytest
 import torch
 
 from megatron_burst.config import BurstConfig
-from tests.mcore import gpt, pipeline
+from tests.mcore import fsdp, gpt, loss_model, pipeline
 from tests.mcore.gpt import BLOCK_RECOMPUTE, FULL_RECOMPUTE, Model, Parallel
 from tests.mcore.lacking import needs, why_not
 from tests.mcore.pipeline import (
@@ -60,6 +61,8 @@ USUAL = [PAIRED, "routed experts"]
 SHARDED = [PAIRED, "experts", SHARED]
 USUAL_SHARDED = ["experts"]
 PARTS = Case(options=FOUR | dict(distribute_saved_activations=True, sequence_parallel=False))
+# of a sequence: Megatron's own attention keeps them, where a flash attention's results are counted
+SCORES = gpt.HEADS * gpt.SEQ**2 * 8
 SOME_GIB = 8e-4, 5e-4  # some layers of the first stage, and of the second one
 
 
@@ -99,9 +102,16 @@ class Found:
 
 
 def living_bytes() -> int:
-    """Bytes of all tensors' memory."""
+    """Bytes of all tensors' memory; the least of some looks, as gloo's threads drop what they have
+    sent a little later."""
+    return min(_living_bytes() for _ in range(3))
+
+
+def _living_bytes() -> int:
+    sleep(0.01)
     gc.collect()
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    tensors = [x for x in tensors if not hasattr(type(x), "to_local")]  # DTensors have no storage
     storages = [x.untyped_storage() for x in tensors]
     return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
@@ -176,7 +186,7 @@ def tensor_parallel(request):
     return run_ranks(compare, 2, TP, here(SHARDED if every else USUAL_SHARDED))
 
 
-def check(name: str, everything: Found, half: Found) -> None:
+def check(name: str, everything: Found, half: Found, tp: int = 1) -> None:
     layers = 3 if name == "block" else 4
     assert not everything.wrong and not half.wrong
     assert not everything.again and everything.layers == layers
@@ -185,7 +195,7 @@ def check(name: str, everything: Found, half: Found) -> None:
     least = 0.85 if "in some" in name else 0.98  # the largest layer counts
     assert least * counted < everything.held < 1.02 * counted
     held = half.held - half.counted  # the running layer's are there anyway
-    assert held < 1.02 * 0.6 * counted
+    assert held - (layers - half.layers) * 2 * SCORES / tp < 1.02 * 0.6 * counted
 
 
 @pytest.mark.parametrize("name", of_all(CASES, USUAL))
@@ -196,7 +206,7 @@ def test_layers_run_once_with_the_gradients_of_full_recomputation(one_rank, name
 @pytest.mark.parametrize("name", of_all(SHARDED, USUAL_SHARDED))
 def test_so_they_do_with_tensor_parallelism(tensor_parallel, name):
     for found in tensor_parallel:
-        check(name, *found[name])
+        check(name, *found[name], tp=2)
 
 
 # ---- pipelines ------------------------------------------------------------------------------
@@ -362,7 +372,7 @@ def test_a_longer_micro_batch_keeps_less():
     (found,) = run_ranks(with_a_longer_one, 1)
     budget, counted, layers, held, wrong, said = found
     assert budget == pytest.approx(20 - 3 * 4) and counted == pytest.approx(4)
-    assert layers == 1 and 0 < held <= 1 and not wrong
+    assert layers == 2 and 0 < held <= 1.02 and not wrong
     assert any("256 tokens is longer than those of the first step (128)" in text for text in said)
 
 
@@ -412,6 +422,68 @@ def test_replicas_that_share_experts_keep_the_same_layers():
     assert not second[2]
 
 
+# ---- FSDP ------------------------------------------------------------------------------------
+
+STRATEGIES = {"torch FSDP2": "", "Megatron-FSDP": "optim_grads_params"}
+
+
+def under_fsdp(rank: int, names: list[str]) -> dict[str, tuple]:
+    """By FSDP, for steps with full recomputation and with "auto": gradients, and bytes that
+    tensors take more after the last forward. How many layers are whole, and bytes that one is said
+    to hold."""
+    return {name: with_sharded_weights(STRATEGIES[name]) for name in names}
+
+
+def with_sharded_weights(strategy: str) -> tuple:
+    from megatron_burst.mcore import patches, recompute, stage
+
+    chosen, choose = [], recompute.choose_modules
+
+    def choosing(problem, *args):
+        chosen.append((problem.whole_bytes, choose(problem, *args)))
+        return chosen[-1][1]
+
+    stage._STAGES.clear()
+    case = loss_model.Case(ddp=bool(strategy), options=FULL_RECOMPUTE | FOUR)
+    patches.switch_on_keep(AUTO)
+    with mock.patch.object(recompute, "choose_modules", choosing):
+        full = sharded_step(case, BurstConfig(), strategy)
+        sharded_step(case, AUTO, strategy)
+        end_step()
+        whole = sharded_step(case, AUTO, strategy)
+    return full, whole, chosen[-1][1]["layer"].device, chosen[-1][0]
+
+
+def sharded_step(case, burst: BurstConfig, strategy: str) -> tuple[dict, int]:
+    """Gradients of two micro-batches, and bytes that tensors take more after the last forward."""
+    from megatron.core.models.common.embeddings import language_model_embedding as embedding
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megatron_burst.tools import cpu_mode
+
+    loss_model.begin(case)
+    cpu_mode.install()
+    model, held = loss_model.model_of(case), []
+    model.config.burst = burst
+    units = TransformerLayer, embedding.LanguageModelEmbedding
+    model = fsdp.wrapped(model, strategy, *units)
+    model.register_forward_pre_hook(lambda *_: held.append(living_bytes()))
+    model.register_forward_hook(lambda *_: held.append(living_bytes()))
+    fsdp.losses_of(model, loss_model.batch_of(case))
+    model.finish_grad_sync()
+    return fsdp.gradients(model), held[-1] - held[-2]
+
+
+@needs("torch FSDP2")
+@pytest.mark.whole
+def test_whole_layers_hold_no_weights_that_fsdp_gathers():
+    for ranks in run_ranks(under_fsdp, 2, list(STRATEGIES), timeout_s=500):
+        for full, whole, layers, counted in ranks.values():
+            assert layers == 4
+            assert not [key for key, x in full[0].items() if not torch.equal(x, whole[0][key])]
+            assert 0 < whole[1] - full[1] <= 1.02 * 4 * counted
+
+
 # ---- multi-token prediction, whose layer has the number of a decoder layer -------------------
 
 
@@ -446,8 +518,9 @@ def with_a_shared_number(rank: int) -> list[tuple]:
             got = run_step(setting, chunks, step=step)
         wrong = [key for key, x in truth.grads.items() if not torch.equal(x, got.grads[key])]
         whole_bytes, made = chosen[-1]
-        held = living[-1] - living[0] - whole_bytes
-        found.append((made["layer"].device, wrong, held / (gib * 2**30)))
+        whole = made["layer"].device
+        held = living[-1] - living[0] - whole_bytes - (5 - whole) * SCORES
+        found.append((whole, wrong, held / (gib * 2**30)))
         del got
     return found
 
@@ -456,6 +529,6 @@ def with_a_shared_number(rank: int) -> list[tuple]:
 @pytest.mark.whole
 def test_a_layer_of_multi_token_prediction_counts_with_that_of_its_number():
     (found,) = run_ranks(with_a_shared_number, 1)
-    assert [layers for layers, *_ in found] == [1, 3, 5]
+    assert [layers for layers, *_ in found] == [2, 4, 5]
     for _, wrong, share in found:
         assert not wrong and share <= 1.02
