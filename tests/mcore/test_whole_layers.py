@@ -478,10 +478,10 @@ def sharded_step(case, burst: BurstConfig, strategy: str) -> tuple[dict, int]:
 @pytest.mark.whole
 def test_whole_layers_hold_no_weights_that_fsdp_gathers():
     for ranks in run_ranks(under_fsdp, 2, list(STRATEGIES), timeout_s=500):
-        for full, whole, layers, counted in ranks.values():
+        for (truth, before), (got, held), layers, counted in ranks.values():
             assert layers == 4
-            assert not [key for key, x in full[0].items() if not torch.equal(x, whole[0][key])]
-            assert 0 < whole[1] - full[1] <= 1.02 * 4 * counted
+            assert not [key for key, x in truth.items() if not torch.equal(x, got[key])]
+            assert 0 < held - before <= 1.02 * 4 * counted
 
 
 # ---- multi-token prediction, whose layer has the number of a decoder layer -------------------
