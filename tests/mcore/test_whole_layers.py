@@ -490,8 +490,8 @@ def test_whole_layers_hold_no_weights_that_fsdp_gathers():
 def on_two_nodes(rank: int) -> tuple[list[int], list[str], float]:
     """Four context-parallel ranks, two on a node, with a budget for all layers: calls of
     attention's kernels beyond those without recomputation, in a first step and in a second;
-    parameters whose gradients differ; bytes that tensors take more before the second backward than in a run with
-    full recomputation, by those that were counted."""
+    parameters whose gradients differ; bytes that tensors take more before the second backward than
+    with full recomputation, by those that were counted."""
     from megatron_burst.mcore import patches, recompute
 
     setting, living, chosen = Setting(cp=4, micro_batches=1), [], []
