@@ -203,7 +203,11 @@ part() {
         prefill) prefill ;;
         frontier) frontier 480 64 "--model qwen3-8b --turns 2 --steps 3" "--model tiny" ;;
         frontier_one) frontier 540 64 "--model qwen3-8b --documents none --turns 2 --steps 3" "--model tiny --documents none" ;;
-        frontier_whole) [[ -n $tiny ]] || frontier 540 64 "--model qwen3-1.7b" ;;
+        frontier_whole)
+            for model in qwen3-1.7b qwen3-4b llama3.2-1b; do
+                [[ -n $tiny ]] || frontier 540 64 "--model $model"
+            done
+            ;;
         frontier_experts) frontier 480 32 "--model qwen3-30b-a3b" "--model tiny-moe" ;;
         balance) balance ;;
         accuracy) timeout 60 torchrun --nproc-per-node "$gpus" benchmarks/accuracy.py "$out/accuracy.csv" ;;

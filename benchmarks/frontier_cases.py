@@ -12,24 +12,21 @@ from benchmarks.impls import pick
 from benchmarks.rows import Sheet
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.layers import Experts
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.units import whole_number
 
 WHO = "benchmarks.frontier"
+_LAYERS = {"qwen3-8b": 4, "qwen3-30b-a3b": 4}  # as many as one GPU holds; of the others all
+_NAMED = "qwen3-8b", "qwen3-1.7b", "qwen3-4b", "llama3.2-1b", "qwen3-30b-a3b"
 _NORMS = (("--qk-layernorm", True),)  # Qwen3's, of each head of q and k
+_TINY = Model("tiny", 2, 64, 4, 2, 16, 16, 128, 128, beside=_NORMS)
 MODELS = {
-    one.name: one
-    for one in (
-        Model("qwen3-8b", 4, 4096, 32, 8, 128, 128, 12288, 151936, beside=_NORMS),
-        Model("qwen3-1.7b", 28, 2048, 16, 8, 128, 128, 6144, 151936, tied=True,
-              beside=_NORMS),
-        Model("qwen3-30b-a3b", 4, 2048, 32, 4, 128, 128, 6144, 151936,
-              experts=Experts(128, 8, 768), beside=_NORMS),
-        Model("tiny", 2, 64, 4, 2, 16, 16, 128, 128, beside=_NORMS),
-        Model("tiny-moe", 2, 64, 4, 2, 16, 16, 128, 128, tied=True, experts=Experts(4, 2, 64),
-              beside=_NORMS),
-    )
+    **{name: replace(PRESETS[name], layers=_LAYERS.get(name, PRESETS[name].layers))
+       for name in _NAMED},
+    "tiny": _TINY,
+    "tiny-moe": replace(_TINY, name="tiny-moe", tied=True, experts=Experts(4, 2, 64)),
 }  # fmt: skip
 _FULL = {
     "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
