@@ -4,9 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import geometric_mean, median
 
-from benchmarks.frontier_cases import FULL, NOTHING, FrontierRow
+from benchmarks.frontier_cases import FULL, FULL_OF_BURST, NOTHING, FrontierRow
 from megatron_burst.tools.units import in_units
 
+HEAD = [
+    "setting", "ms (min-max)", "steps", "of nothing recomputed", "GiB", "a", "host GiB",
+    "burst in its memory",
+]  # fmt: skip
 _EQUAL_GIB = 0.1  # by which peaks may differ and count as equal: an allocator's rounding
 
 
@@ -60,7 +64,7 @@ def points_of(rows: Sequence[FrontierRow]) -> list[Point]:
     for row in rows:
         by_name.setdefault(f"{row.impl}:{row.setting}", []).append(row)
     made = {name: _point(name, own) for name, own in by_name.items()}
-    nothing, full = made.get(NOTHING), made.get(FULL)
+    nothing, full = made.get(NOTHING), made.get(FULL) or made.get(FULL_OF_BURST)
     return [_beside(point, nothing, full) for point in made.values()]
 
 
@@ -120,12 +124,8 @@ def frontier_table(rows: Sequence[FrontierRow]) -> str:
 def _section(title: str, rows: Sequence[FrontierRow]) -> Iterator[str]:
     points = points_of(rows)
     gains = in_equal_memory(points)
-    head = (
-        "setting", "ms (min-max)", "steps", "of nothing recomputed", "GiB", "a", "host GiB",
-        "burst in its memory",
-    )  # fmt: skip
     yield f"{title}\n"
-    for line in (head, ["---"] * len(head), *(_line(point, gains) for point in points)):
+    for line in (HEAD, ["---"] * len(HEAD), *(cells_of(point, gains) for point in points)):
         yield f"| {' | '.join(line)} |"
     if gains:
         speedups = [speedup for speedup, _ in gains.values()]
@@ -135,19 +135,22 @@ def _section(title: str, rows: Sequence[FrontierRow]) -> Iterator[str]:
     yield f"\nlargest relative difference from the median: {', '.join(differences)}"
 
 
-def _line(point: Point, gains: dict[str, tuple[float, str]]) -> list[str]:
+def cells_of(point: Point, gains: dict[str, tuple[float, str]]) -> list[str]:
+    """A line of the table, below `HEAD`."""
     if point.ms is None:
-        return [point.name, f"failed: {point.note}", *["-"] * 6]
-
-    def shown(value: float | None, digits: int) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
-
+        why = "out of memory" if "out of memory" in point.note else f"failed: {point.note}"
+        return [point.name, why, *["-"] * 6]
     speedup, best = gains.get(point.name, (None, ""))
     return [
         point.name, f"{point.ms:.1f} ({point.ms_min:.1f}-{point.ms_max:.1f})", str(point.steps),
         shown(point.ratio, 3), shown(point.peak_gib, 2), shown(point.share, 2),
         shown(point.host_gib, 1), f"{speedup:.3f} ({best})" if speedup else "-",
     ]  # fmt: skip
+
+
+def shown(value: float | None, digits: int) -> str:
+    """A figure in a cell, or "-"."""
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def hull_of(points: Sequence[Point]) -> list[Point]:

@@ -95,7 +95,25 @@ def test_whole_steps():
     assert_told(PAPERS, *figures[:2], f"{megatron / whole:.2f}")
     (packed,) = ms[128, "burst-recompute"]
     packed_leads = [f"{time / packed:.3f}" for time in ms[128, "megatron"]]
-    assert_told(PAGES / "step.md", *figures, *packed_leads)
+    assert_told(PAGES / "step.md", *figures)
+    assert_told(PAGES / "step-packed.md", *packed_leads)
+
+
+def test_what_steps_gain_on_one_gpu():
+    """The spans at the top of step.md are of its own table."""
+    text = (PAGES / "step.md").read_text()
+    *_, table = re.findall(r"show overview .*-->\n\n((?:\|.*\n)+)", text)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    for kind in ("one document", "packed"):
+        gains, more = [], []
+        for name, full, auto, gain, *_ in lines:
+            if name.endswith(kind) and gain != "-":
+                gains.append(float(gain))
+                gib = [float(re.search(r"([\d.]+) GiB", cell)[1]) for cell in (full, auto)]
+                more.append(gib[1] - gib[0])
+        least, most = min(more), max(more)
+        assert len(gains) > 1
+        assert_told(PAGES / "step.md", f"{span(gains)} times as fast, in {least:.0f} to {most:.0f}")
 
 
 def test_recomputation():
@@ -109,9 +127,9 @@ def test_recomputation():
 
 def test_what_keeping_gives_on_one_gpu():
     ms = {row.impl: row.ms for row in rows_of("ablation_step_1xh200", SLICES_CSV)}
-    assert_told(PAGES / "step.md", *(f"{one:.1f}" for one in ms.values()))
+    assert_told(PAGES / "step-scaling.md", *(f"{one:.1f}" for one in ms.values()))
     gains = [f"{ms['fused-loss'] / ms[impl]:.3f}" for impl in ("whole", "burst")]
-    assert_told(PAGES / "step.md", *gains)
+    assert_told(PAGES / "step-scaling.md", *gains)
     assert_told(PAPERS, gains[0])
 
 

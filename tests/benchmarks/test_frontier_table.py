@@ -91,7 +91,7 @@ def test_table_and_picture(tmp_path):
         "| burst:keep+fc1 | 106.0 (104.0-108.0) | 4 | 1.044 | 41.00 | 0.52 | - | - |"
         in shown.output
     )
-    assert "| megatron:offload | failed: out of memory | - |" in shown.output
+    assert "| megatron:offload | out of memory | - |" in shown.output
     assert "1.046 (burst:keep)" in shown.output and "loss 0.00025, grad_norm 0.01" in shown.output
     picture = tmp_path / "a.png"
     drawn = CliRunner().invoke(app, ["plot", str(picture), str(tmp_path / "a.csv")])
