@@ -117,7 +117,7 @@ def repetitions():
                 found[figure] = min(reps, found.get(figure, reps))
         few = {1} if "packed" in sheet[0] else {2, 3}
         assert {found[figure] for figure in figures} <= few, (sheet, found)
-    return ["1.20 and 1.57 are single ones, 1.06, 1.53 and causal attention's 1.15 of 2 or 3"]
+    return ["1.20 and 1.57 are single repetitions; 1.06, 1.53 and causal attention's 1.15 are of 2 or 3"]
 
 
 SOURCES: dict[Callable[[], list[str]], str] = {
