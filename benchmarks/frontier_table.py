@@ -1,10 +1,12 @@
 """What the rows of `benchmarks/frontier.py` come to: as a table, and as a picture."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import geometric_mean, median
 
 from benchmarks.frontier_cases import FULL, FULL_OF_BURST, NOTHING, FrontierRow
+from benchmarks.ratios import Ratio
 from megatron_burst.tools.units import in_units
 
 HEAD = [
@@ -22,8 +24,9 @@ class Point:
         name: of the setting, with whose it is.
         steps: how many were timed.
         ms: median over all of them, with minimum and maximum; None if it failed.
+        turns: ms of each turn's steps, by its number.
         peak_gib: median over turns of the rows' `gib`, as `host_gib`.
-        ratio: ms / ms of nothing recomputed.
+        ratio: times as fast as this setting nothing recomputed is.
         share: a = (peak - peak of full) / (peak of nothing recomputed - peak of full).
         note: why it failed.
     """
@@ -33,6 +36,7 @@ class Point:
     ms: float | None = None
     ms_min: float | None = None
     ms_max: float | None = None
+    turns: dict[int, list[float]] = field(default_factory=dict)
     peak_gib: float | None = None
     host_gib: float | None = None
     ratio: float | None = None
@@ -69,12 +73,13 @@ def points_of(rows: Sequence[FrontierRow]) -> list[Point]:
 
 
 def _point(name: str, rows: Sequence[FrontierRow]) -> Point:
-    each = [float(ms) for row in rows for ms in row.each.split()]
-    if not each:
+    turns = {row.turn: [float(ms) for ms in row.each.split()] for row in rows if row.each}
+    if not turns:
         return Point(name, note=rows[0].note)
+    each = list(chain(*turns.values()))
     gib = [median(found) if (found := _known(rows, column)) else None for column in
            ("gib", "host_gib")]  # fmt: skip
-    return Point(name, len(each), median(each), min(each), max(each), *gib)
+    return Point(name, len(each), median(each), min(each), max(each), turns, *gib)
 
 
 def _known(rows: Sequence[FrontierRow], column: str) -> list[float]:
@@ -89,7 +94,15 @@ def _beside(point: Point, nothing: Point | None, full: Point | None) -> Point:
     peaks = [one.peak_gib if one else None for one in (point, nothing, full)]
     if None not in peaks and peaks[1] != peaks[2]:
         share = (peaks[0] - peaks[2]) / (peaks[1] - peaks[2])
-    return replace(point, ratio=point.ms / nothing.ms, share=share)
+    return replace(point, ratio=speedup(nothing, point), share=share)
+
+
+def speedup(point: Point, other: Point) -> float:
+    """How many times as fast a setting is as another: step by step, if they took turns."""
+    counts, others = ({turn: len(ms) for turn, ms in one.turns.items()} for one in (point, other))
+    if len(counts) < 2 or counts != others:  # in one turn all steps of a setting come together
+        return other.ms / point.ms
+    return Ratio.paired(*(list(chain(*one.turns.values())) for one in (point, other))).value
 
 
 def spread_of(rows: Sequence[FrontierRow]) -> dict[str, float]:
@@ -103,8 +116,8 @@ def spread_of(rows: Sequence[FrontierRow]) -> dict[str, float]:
 
 
 def in_equal_memory(points: Sequence[Point]) -> dict[str, tuple[float, str]]:
-    """For each of Megatron's settings: its ms / those of burst's fastest setting that needs no more
-    memory, and which that is; without those for which there is none."""
+    """For each of Megatron's settings: how many times as fast burst's fastest setting that needs no
+    more memory is, and which that is; without those for which there is none."""
     known = [point for point in points if point.ms and point.peak_gib is not None]
     found = {}
     for peer in (point for point in known if not point.is_burst):
@@ -112,7 +125,7 @@ def in_equal_memory(points: Sequence[Point]) -> dict[str, tuple[float, str]]:
         able = [point for point in known if point.is_burst and point.peak_gib <= room]
         if able:
             best = min(able, key=lambda point: point.ms)
-            found[peer.name] = peer.ms / best.ms, best.name
+            found[peer.name] = speedup(best, peer), best.name
     return found
 
 

@@ -8,6 +8,7 @@ from statistics import geometric_mean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.ratios import Ratio
 from benchmarks.rows import Row
 from benchmarks.style import BURST, measured_on
 from benchmarks.tables import Comparison, Problem, compare
@@ -23,7 +24,7 @@ class Gains:
 
     Attributes:
         label: the kind and the GPUs.
-        speed: for each problem, time of TransformerEngine's fastest mode / burst's.
+        speed: for each problem, burst's ratio to TransformerEngine's fastest mode.
         memory: for each problem, peak memory of that mode / burst's.
     """
 
@@ -44,7 +45,7 @@ def gains_of(rows: Sequence[Row]) -> list[Gains]:
             continue
         label = _label(each.problem)
         gains = kinds.setdefault(label, Gains(label))
-        gains.speed.append(te.ms / burst.ms)
+        gains.speed.append(Ratio.of(burst, te).value)
         gains.memory.extend(_memory(each))
     return [gains for gains in kinds.values() if len(gains.speed) > 1]
 

@@ -5,7 +5,15 @@ from itertools import compress
 from pathlib import Path
 
 from benchmarks.frontier_cases import FRONTIER_CSV, FrontierRow, problem_in
-from benchmarks.frontier_table import HEAD, Point, cells_of, in_equal_memory, points_of, shown
+from benchmarks.frontier_table import (
+    HEAD,
+    Point,
+    cells_of,
+    in_equal_memory,
+    points_of,
+    shown,
+    speedup,
+)
 from benchmarks.rows import read
 from benchmarks.slice_cases import SLICES_CSV, SliceRow
 from megatron_burst.errors import require
@@ -57,7 +65,7 @@ def _overview(rows: Sequence[FrontierRow]) -> list[str]:
     gain, best = gains[peer.name] if peer else (None, "")
     return [
         problem_in(rows[0]), _cell(full), _cell(auto),
-        shown(full.ms / auto.ms if full else None, 2), _cell(peer), _cell(points.get(best)),
+        shown(speedup(auto, full) if full else None, 2), _cell(peer), _cell(points.get(best)),
         shown(gain, 3),
     ]  # fmt: skip
 

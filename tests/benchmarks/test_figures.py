@@ -6,6 +6,7 @@ from statistics import geometric_mean
 
 from benchmarks.balance_table import STEPS_CSV
 from benchmarks.planned import predict
+from benchmarks.ratios import Ratio
 from benchmarks.rows import ATTENTION_CSV, RECOMPUTE_CSV, read
 from benchmarks.show import ROOT
 from benchmarks.slice_cases import SLICES_CSV
@@ -25,7 +26,7 @@ def leads(name):
     """TransformerEngine's fastest mode over burst, in time and memory, by heads and length."""
     return {
         (each.problem.heads_q, each.problem.heads_kv, each.problem.seq): (
-            each.best_te.ms / each.burst.ms, each.best_te.peak_gib / each.burst.peak_gib,
+            Ratio.of(each.burst, each.best_te).value, each.best_te.peak_gib / each.burst.peak_gib,
         )
         for each in compare(rows_of(name))
         if each.problem.pass_ == "fwd_bwd"
@@ -53,7 +54,7 @@ def test_memory_and_the_lead_between_nodes():
 
 def test_the_same_kernel_on_both_sides():
     pairs = [
-        (each.problem.pass_, each.best_te.ms / each.rows["burst:backend=cudnn"].ms)
+        (each.problem.pass_, Ratio.of(each.rows["burst:backend=cudnn"], each.best_te).value)
         for each in compare(rows_of("attention_2xh200_one_node"))
         if "burst:backend=cudnn" in each.rows
     ]
@@ -66,7 +67,7 @@ def test_what_context_parallelism_costs_beside_the_kernel_alone():
     both = [each for each in every if each.problem.pass_ == "fwd_bwd"]
     on_cudnn = [each for each in both if "burst:backend=cudnn" in each.rows]
     ours, cudnn, theirs = (
-        [round(100 * (1 - alone.ms / some.ms)) for some, alone in pairs]
+        [round(100 * (1 - Ratio.of(some, alone).value)) for some, alone in pairs]
         for pairs in (
             [(each.burst, each.ceiling) for each in both],
             [(each.rows["burst:backend=cudnn"], each.rows["ceiling:cudnn"]) for each in on_cudnn],
@@ -164,7 +165,7 @@ def test_what_replaced_parts_of_the_papers():
     assert_told(PAPERS, *(f"{rows[8, mode].peak_gib:.2f}" for mode in ("auto", "pieces=false")))
     whole = [rows[32, mode].ms for mode in ("inter=flat", "circulate=kv", "circulate=q", "auto")]
     assert_told(PAPERS, *(f"{ms:.0f}" for ms in whole))
-    alone = [each.ceiling.ms / each.burst.ms for each in compare(rows_of(NODE))
+    alone = [Ratio.of(each.burst, each.ceiling).value for each in compare(rows_of(NODE))
              if each.problem.pass_ == "fwd_bwd"]  # fmt: skip
     assert_told(PAPERS, span(alone))
 

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.loss_table import LOSS_CSV
+from benchmarks.ratios import Ratio
 from benchmarks.rows import (
     ANY_CSV,
     ATTENTION_CSV,
@@ -18,7 +19,7 @@ from benchmarks.rows import (
     read,
 )
 from benchmarks.show import ROOT, app, refreshed
-from benchmarks.tables import Ratio, compare, markdown_table
+from benchmarks.tables import compare, markdown_table
 from megatron_burst.errors import BurstError
 from tests.benchmarks.rows import one_problem, row
 
