@@ -153,11 +153,13 @@ def cells_of(point: Point, gains: dict[str, tuple[float, str]]) -> list[str]:
     if point.ms is None:
         why = "out of memory" if "out of memory" in point.note else f"failed: {point.note}"
         return [point.name, why, *["-"] * 6]
-    speedup, best = gains.get(point.name, (None, ""))
+    gain, best = gains.get(point.name, (None, ""))
+    digits = 0 if point.ms >= 1000 else 1
+    middle, least, most = (shown(ms, digits) for ms in (point.ms, point.ms_min, point.ms_max))
     return [
-        point.name, f"{point.ms:.1f} ({point.ms_min:.1f}-{point.ms_max:.1f})", str(point.steps),
+        point.name, f"{middle} ({least}-{most})", str(point.steps),
         shown(point.ratio, 3), shown(point.peak_gib, 2), shown(point.share, 2),
-        shown(point.host_gib, 1), f"{speedup:.3f} ({best})" if speedup else "-",
+        shown(point.host_gib, 1), f"{gain:.3f} ({best})" if gain else "-",
     ]  # fmt: skip
 
 

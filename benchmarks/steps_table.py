@@ -22,10 +22,9 @@ from megatron_burst.tools.units import in_units
 
 _WHO = "benchmarks.show docs"
 _NAMES = {  # of settings of slices
-    "burst": "burst, `--burst-keep all`", "burst-recompute": "burst, everything recomputed",
-    "megatron": "Megatron, TE `p2p`, everything recomputed",
-    "megatron-a2a": "Megatron, TE `a2a`, everything recomputed",
-    "megatron-keep": "Megatron, TE `p2p`, `--burst-keep all`",
+    "burst": "burst, `--burst-keep all`", "burst-recompute": "burst",
+    "megatron": "Megatron, `p2p`", "megatron-a2a": "Megatron, `a2a`",
+    "megatron-keep": "Megatron, `p2p`, `--burst-keep all`",
 }  # fmt: skip
 _OURS = "burst", "burst-recompute"
 Lines = list[list[str]]

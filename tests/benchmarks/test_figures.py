@@ -5,6 +5,8 @@ from dataclasses import replace
 from statistics import geometric_mean
 
 from benchmarks.balance_table import STEPS_CSV
+from benchmarks.frontier_cases import FRONTIER_CSV
+from benchmarks.frontier_table import in_equal_memory, points_of, runs_in
 from benchmarks.planned import predict
 from benchmarks.ratios import Ratio
 from benchmarks.rows import ATTENTION_CSV, RECOMPUTE_CSV, read
@@ -115,6 +117,25 @@ def test_what_steps_gain_on_one_gpu():
         least, most = min(more), max(more)
         assert len(gains) > 1
         assert_told(PAGES / "step.md", f"{span(gains)} times as fast, in {least:.0f} to {most:.0f}")
+
+
+def test_sentences_of_steps_follow_from_their_runs():
+    every = runs_in([row for name in ("1xh200", "2xh100")
+                     for row in rows_of(f"frontier_{name}", FRONTIER_CSV)])  # fmt: skip
+    runs = {own[0].run[5:16]: points_of(own) for _, own in every}
+    packed, one = runs["11-26T06:48"], runs["11-26T06:50"]
+    told = {"step-packed": (packed, runs["11-24T19:57"]), "step-long": (one, runs["11-24T20:01"])}
+    for page, measured in told.items():
+        for points in measured:
+            mean = geometric_mean(gain for gain, _ in in_equal_memory(points).values())
+            assert_told(PAGES / f"{page}.md", f"{mean:.2f} times as fast in the geometric mean")
+    names = [{point.name: point for point in points} for points in (packed, one)]
+    first, second = (of["burst:auto-7"].ratio for of in names)
+    off = [f"{of['burst:off'].ms:.0f} ms" for of in names]
+    assert_told(PAGES / "step.md", f"{first:.3f} and {second:.3f} times as long", *off)
+    experts = [1 / in_equal_memory(runs[f"11-26T{time}"])["megatron:moe_act"][0]
+               for time in ("01:19", "04:43", "13:04")]  # fmt: skip
+    assert_told(PAGES / "step.md", f"{span(experts)} times as fast")
 
 
 def test_recomputation():
