@@ -15,7 +15,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.layers import Experts
 from megatron_burst.tools.job.model import Model
-from megatron_burst.tools.units import whole_number
+from megatron_burst.tools.units import in_units, whole_number
 
 WHO = "benchmarks.frontier"
 _LAYERS = {"qwen3-8b": 4, "qwen3-30b-a3b": 4}  # as many as one GPU holds; of the others all
@@ -72,6 +72,7 @@ class Setting:
 
 
 NOTHING, FULL = "burst:off", "megatron:full"  # a = 1 and a = 0; ratios are to the first
+FULL_OF_BURST = "burst:full"  # a = 0 where Megatron's was not measured
 
 
 def settings_of(model: Model) -> dict[str, Setting]:
@@ -245,6 +246,12 @@ class FrontierRow:
 
 
 FRONTIER_CSV = Sheet(WHO, FrontierRow)
+
+
+def problem_in(row: FrontierRow) -> str:
+    """What was trained, for a reader: "Qwen3-8B, 4 layers, 64K, packed"."""
+    kind = "packed" if row.documents else "one document"
+    return f"{row.model.title()}, {row.layers} layers, {in_units(row.seq)}, {kind}"
 
 
 def columns_of(model: Model, sample: Sample) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Burst compared with its peers: groups of rows, their ratios, and tables."""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -8,6 +7,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from benchmarks.ratios import Ratio, measured_by
 from benchmarks.rows import Row
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.units import in_units
@@ -45,24 +45,6 @@ class Problem(NamedTuple):
             "dtype": self.dtype,
             "pass": self.pass_.replace("_", "+"),
         }
-
-
-class Ratio(NamedTuple):
-    """A speedup, with the least and the most that the spreads allow."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, row: Row | None, other: Row | None) -> "Ratio | None":
-        """A row's speedup over the other; None if one was not measured."""
-        if row is None or other is None or not row.ms or not other.ms:
-            return None
-        return cls(other.ms / row.ms, other.ms_min / row.ms_max, other.ms_max / row.ms_min)
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +165,7 @@ def _check_alike(each: Comparison) -> None:
     """That what a table compares was measured by one commit on one machine."""
     others = (each.rows.get(other.impl) for other in _OTHERS)
     shown = [each.burst, each.best_te, each.ceiling, *others]
-    found = {_measured_by(row): row for row in shown if row and row.ms}
+    found = {measured_by(row): row for row in shown if row and row.ms}
     if len(found) > 1:
         got = (f"{row.impl}:{row.mode} of {' '.join(by)}" for by, row in found.items())
         where = " ".join(each.problem.words()[name] for name in ("heads", "S", "mask"))
@@ -192,12 +174,6 @@ def _check_alike(each: Comparison) -> None:
             "because a ratio would tell of these too; "
             f"got {' and '.join(got)}, for {where}; measure them in one run"
         )
-
-
-def _measured_by(row: Row) -> tuple[str, ...]:
-    """The commit and the machine that a row names, as far as it does."""
-    named = (re.search(r"\b(commit|machine) \w+", text) for text in (row.versions, row.gpu))
-    return tuple(found[0] for found in named if found)
 
 
 def _caption(problem: Problem, told: Sequence[str]) -> str:

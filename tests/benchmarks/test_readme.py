@@ -9,6 +9,7 @@ import pytest
 from benchmarks.frontier_cases import FRONTIER_CSV
 from benchmarks.frontier_table import points_of, runs_in
 from benchmarks.loss_table import LOSS_CSV
+from benchmarks.ratios import Ratio
 from benchmarks.rows import PACKED_CSV
 from benchmarks.slice_cases import SLICES_CSV
 from benchmarks.tables import compare
@@ -40,7 +41,7 @@ def speed():
 def slower_where_documents_start_anywhere():
     (half,) = (one for one in compare(rows_of("packed_2x1xh200", PACKED_CSV))
                if one.problem.mask == "half" and one.problem.pass_ == "fwd_bwd")  # fmt: skip
-    return [f"{half.best_te.ms / half.rows['burst:auto@zigzag'].ms:.2f}"]
+    return [f"{Ratio.of(half.rows['burst:auto@zigzag'], half.best_te).value:.2f}"]
 
 
 def memory():
@@ -91,7 +92,7 @@ def loss():
 
 def the_same_kernel():
     ratios = [
-        each.best_te.ms / each.rows["burst:backend=cudnn"].ms
+        Ratio.of(each.rows["burst:backend=cudnn"], each.best_te).value
         for each in compare(rows_of("attention_2xh200_one_node"))
         if each.problem.pass_ == "fwd_bwd" and "burst:backend=cudnn" in each.rows
     ]
@@ -113,11 +114,12 @@ def repetitions():
         for each in compare(rows_of(*sheet)):
             if each.problem.pass_ == "fwd_bwd" and each.best_te:
                 reps = int(re.match(r"(\d+) repetition", each.burst.note)[1])
-                figure = f"{each.best_te.ms / each.burst.ms:.2f}"
+                figure = f"{Ratio.of(each.burst, each.best_te).value:.2f}"
                 found[figure] = min(reps, found.get(figure, reps))
         few = {1} if "packed" in sheet[0] else {2, 3}
         assert {found[figure] for figure in figures} <= few, (sheet, found)
-    return ["1.20 and 1.57 are single ones, 1.06, 1.53 and causal attention's 1.15 of 2 or 3"]
+    few = "1.06 and 1.53 are of 2 or 3, and so is causal attention's 1.15"
+    return ["1.20 and 1.57 are single repetitions", few]
 
 
 SOURCES: dict[Callable[[], list[str]], str] = {
