@@ -52,8 +52,8 @@ def packed_impls(texts: Sequence[str]) -> tuple[Impl, ...]:
             raise BurstError(
                 f"{_WHO}: --impl must name an implementation, because each is called in its own "
                 f"way; got {text!r}; choose among burst[:MODE][@LAYOUT] with a layout of "
-                f"{', '.join(_LAYOUTS[1:])}, te[:MODE], ceiling[:BACKEND], "
-                "before"
+                f"{', '.join(_LAYOUTS[1:])}, te[:MODE], ulysses[:BACKEND], "
+                "ceiling[:BACKEND], before"
             )
         found += [replace(impl, mode=f"{impl.mode}{at}{layout}") for impl in impls]
     return tuple({str(impl): impl for impl in found}.values())
@@ -70,7 +70,7 @@ def main(
     dtype: Dtype = None,
     impl: Annotated[
         list[str] | None,
-        Option(help="repeatable: burst:MODE or burst:MODE@LAYOUT, te:MODE, ceiling, before"),
+        Option(help="repeatable: burst:MODE or burst:MODE@LAYOUT, te, ulysses, ceiling, before"),
     ] = None,
     preset: Annotated[
         str, Option(help=f"{', '.join(PRESETS)}; lists given beside it narrow it down")
