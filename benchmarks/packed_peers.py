@@ -9,7 +9,7 @@ from torch import Tensor
 from benchmarks.impls import Impl
 from benchmarks.library_peers import Ulysses
 from benchmarks.packed_cases import PackedCase
-from benchmarks.peers import Autograd, Burst, Ceiling, Peer, Shard
+from benchmarks.peers import Autograd, Burst, Ceiling, Shard
 from benchmarks.te_peer import TransformerEngine
 from megatron_burst.engine.slice_calls import Calls
 from megatron_burst.engine.slice_parts import Bands
@@ -21,7 +21,7 @@ from megatron_burst.schedule.layout import Layout, places_in_documents, position
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.tools.world import World
 
-_NO_TREES = "it has no prefix trees"
+NO_TREES = "it has no prefix trees"
 _SAMPLED = 128  # positions whose results are compared
 
 
@@ -62,15 +62,19 @@ class Sample:
         return self.parts[layout]
 
     def _cut(self, layout: Layout) -> PackedShard:
-        """Rows of tensors that all ranks draw alike."""
         case, world = self.case, self.world
         edges = (0, *accumulate(case.lengths))
         if layout is Layout.DOCUMENTS:
             ranges = places_in_documents(edges, world.rank, world.size)
         else:
             ranges = positions(layout, world.rank, world.size, case.seq // world.size)
-        places = torch.cat([torch.arange(x.start, x.stop, x.step) for x in ranges])
+        return self.rows(torch.cat([torch.arange(x.start, x.stop, x.step) for x in ranges]))
+
+    def rows(self, places: Tensor) -> PackedShard:
+        """Rows at these positions, of tensors that all ranks draw alike."""
+        case, world = self.case, self.world
         q, k, v, dout = self._tensors(places.to(world.device))
+        edges = (0, *accumulate(case.lengths))
         cu_seqlens = torch.tensor(edges, dtype=torch.int32, device=world.device)
         leaves = (x.detach().requires_grad_() for x in (q, k, v))
         return PackedShard(case, *leaves, dout, places, cu_seqlens, max(case.lengths))
@@ -151,7 +155,7 @@ class PackedTransformerEngine(Packed, TransformerEngine):
         self.attention.prepare((case.heads_q, case.heads_kv), dims, True)
 
     def refusal(self, case: PackedCase) -> str | None:
-        return _NO_TREES if case.parents else super().refusal(case)
+        return NO_TREES if case.parents else super().refusal(case)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         case = self.shard.case
@@ -229,13 +233,4 @@ class PackedUlysses(Packed, Ulysses):
         self.choose()
 
     def refusal(self, case: PackedCase) -> str | None:
-        return _NO_TREES if case.parents else super().refusal(case)
-
-
-PEERS: dict[str, type[Peer]] = {
-    "burst": PackedBurst,
-    "before": PackedBurst,
-    "te": PackedTransformerEngine,
-    "ulysses": PackedUlysses,
-    "ceiling": PackedCeiling,
-}
+        return NO_TREES if case.parents else super().refusal(case)
