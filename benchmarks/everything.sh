@@ -178,7 +178,7 @@ part() {
         packed_network) packed 400 128K,256K,1M packed_network "${same_kernel[@]}" --reps 5 ;;
         peers) attention 480 64K,128K,256K "$all_heads" peers "${burst[@]}" "${te[@]:0:4}" "${libraries[@]}" \
             "${same_kernel[@]}" --reps 10 ;;
-        peers_packed) packed 300 64K,128K,256K peers_packed "${same_kernel[@]}" --impl ulysses --reps 10 ;;
+        peers_packed) packed 300 64K,128K,256K peers_packed "${same_kernel[@]}" --impl ulysses --impl flex --reps 10 ;;
         two_nodes) on_nodes 2 attention 480 64K,128K "$all_heads" two_nodes "${burst[@]}" "${te[@]}" --reps 10 ;;
         two_nodes_long) on_nodes 2 attention 480 256K,512K "$all_heads" two_nodes "${burst[@]}" "${te[@]}" --reps 5 ;;
         four_nodes) on_nodes 4 attention 120 64K,128K 32/8,32/32 four_nodes "${burst[@]}" "${te[@]:0:6}" --reps 5 ;;

@@ -16,12 +16,12 @@ _BLOCK = 128  # rows that a mask of blocks, and so a rank's share, is made of
 
 
 class Flex(Packed):
-    """Gathers all keys; ranks have blocks of rows, dealt out by work (torch's PTRR)."""
+    """Gathers all keys; ranks have blocks of rows, assigned by work (torch's PTRR)."""
 
     def __init__(self, impl: Impl, world: World) -> None:
         super().__init__(impl, world)
         # where a rank's rows are, and what they see: compiled once for each problem
-        self.dealt: dict[PackedCase, tuple[Tensor, BlockMask]] = {}
+        self.assigned: dict[PackedCase, tuple[Tensor, BlockMask]] = {}
         self.mask: BlockMask | None = None
 
     def refusal(self, case: PackedCase) -> str | None:
@@ -33,12 +33,12 @@ class Flex(Packed):
 
     def prepare(self, sample: Sample) -> None:
         case = sample.case
-        if case not in self.dealt:
-            self.dealt[case] = self._deal(case)
-        places, self.mask = self.dealt[case]
+        if case not in self.assigned:
+            self.assigned[case] = self._assign(case)
+        places, self.mask = self.assigned[case]
         self.shard = sample.rows(places)
 
-    def _deal(self, case: PackedCase) -> tuple[Tensor, BlockMask]:
+    def _assign(self, case: PackedCase) -> tuple[Tensor, BlockMask]:
         from torch.distributed.tensor.experimental import _attention as cp
 
         torch._dynamo.config.recompile_limit = 64  # instead of 8: each problem is compiled for
