@@ -5,7 +5,7 @@ flash-attn 2 has no wheel for recent torch: both run one of burst's kernels, whi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 
@@ -45,7 +45,7 @@ class Library(Autograd):
     def prepare(self, shard: Shard) -> None:
         tensors = (shard.q, shard.k, shard.v, shard.dout)
         q, k, v, dout = (self._moved(x.detach(), 1, self.degree) for x in tensors)
-        super().prepare(replace(shard, **_leaves(q, k, v), dout=dout))
+        super().prepare(Shard(shard.case, *(x.requires_grad_() for x in (q, k, v)), dout))
 
     def sample(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return sample_of([self._moved(x.detach(), self.degree, 1) for x in results])
@@ -66,10 +66,6 @@ def places(tokens: int, degree: int, rank: int, size: int) -> Tensor:
     ranges = positions(Layout.ZIGZAG, rank // degree, ring, tokens // ring)
     every = torch.cat([torch.arange(at.start, at.stop, at.step) for at in ranges])
     return every.chunk(degree)[rank % degree]
-
-
-def _leaves(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-    return {name: x.requires_grad_() for name, x in (("q", q), ("k", k), ("v", v))}
 
 
 class TorchContextParallel(Library):
