@@ -301,7 +301,12 @@ def test_a_table_has_columns_of_what_was_measured():
     assert head == "| heads | S | burst | GiB burst, TE | before | burst / before |"
     assert "| 1.10 (0.83-1.22) |" in markdown_table(rows, "fwd_bwd")
     rows.append(replace(row("burst:backend=cudnn", (1.0, 1.0, 1.0)), ms=None, status="failed"))
+    rows.append(row("yunchang:ring+auto"))
     assert markdown_table(rows, "fwd_bwd").splitlines()[2] == head
+    rows += [row(f"torch:{way}", (ms, ms, ms)) for way, ms in (("slow", 30.0), ("fast", 20.0))]
+    head, _, line = markdown_table(rows, "fwd_bwd").splitlines()[2:]
+    assert head.endswith("| torch (mode) | burst / torch |")
+    assert line.endswith("| 360 (fast) | 2.00 (1.67-2.22) |")
 
 
 @pytest.mark.parametrize(
