@@ -55,7 +55,13 @@ def test_attention_and_gradients(module, ranks):
         assert all(error < BF16 for name, error in found.items() if name not in wrong), found
 
 
-@pytest.mark.parametrize("impl", ["flex", pytest.param("ulysses", marks=needs("deepspeed"))])
+@pytest.mark.parametrize(
+    "impl",
+    [  # torch compiles and times many kernels of FlexAttention
+        pytest.param("flex", marks=pytest.mark.whole),
+        pytest.param("ulysses", marks=needs("deepspeed")),
+    ],
+)
 def test_documents_and_windows(impl):
     for found in run_ranks(of_samples, 2, [impl], backend="nccl", fresh=True):
         for each in found:
