@@ -9,7 +9,7 @@
 # whose PyTorch part is built from source, with the headers in wheels and without a CUDA toolkit (25
 # minutes of a core), or taken from WHEELS. What is in no registry is a clone, which NEMO_RL (with
 # 7ea279a), SLIME (at 624b824), ROLL (at v0.3.0) and VERL_TREES (verl's draft #6689, at 7aeb42a) name;
-# without one its tests are skipped.
+# without one its tests are skipped. nvidia-resiliency-ext's wheel needs glibc 2.39.
 # Prints a table at the end; fails if any row of it does.
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
