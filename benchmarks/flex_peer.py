@@ -20,7 +20,7 @@ class Flex(Packed):
 
     def __init__(self, impl: Impl, world: World) -> None:
         super().__init__(impl, world)
-        # where a rank's rows are, and what they see: compiled once for each problem
+        # positions of a rank's rows, and what they see: compiled once for each problem
         self.assigned: dict[PackedCase, tuple[Tensor, BlockMask]] = {}
         self.mask: BlockMask | None = None
 

@@ -26,7 +26,7 @@ class Point:
         ms: median over all of them, with minimum and maximum; None if it failed.
         turns: ms of each turn's steps, by its number.
         peak_gib: median over turns of the rows' `gib`, as `host_gib`.
-        ratio: times as fast as this setting nothing recomputed is.
+        ratio: how many times as fast nothing recomputed is.
         share: a = (peak - peak of full) / (peak of nothing recomputed - peak of full).
         note: why it failed.
     """

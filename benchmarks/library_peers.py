@@ -35,9 +35,9 @@ class Library(Autograd):
     """Another library's attention over the ranks' shards.
 
     Attributes:
-        degree: as many consecutive ranks exchange heads, and together have the rows that zigzag
-            gives to a rank where each such group counts as one. The harness's own rows are of
-            degree 1, so `prepare` and `sample` move rows, which nobody times.
+        degree: how many consecutive ranks exchange heads. Together they have the rows that zigzag
+            gives to one rank in a ring of such groups. The harness draws rows of degree 1:
+            `prepare` and `sample` move them, which is not timed.
     """
 
     degree = 1
@@ -200,7 +200,7 @@ class Ulysses(AnyKernel):
 
 class Yunchang(AnyKernel):
     """yunchang's attention; `impl.mode` says which ranks exchange heads (none in "ring", pairs in
-    "usp") and the backend's name, or "auto", for what it would call flash-attn 2 for."""
+    "usp", all in "ulysses"), and the backend that stands in for flash-attn 2, or "auto"."""
 
     def __init__(self, impl: Impl, world: World) -> None:
         super().__init__(impl, world)

@@ -55,7 +55,7 @@ def times_of(row: Any) -> list[float]:
 
 
 def took_turns(row: Any, other: Any) -> bool:
-    """Whether rows are of one run of one problem: of one commit and reading of one GPU, at once."""
+    """Whether rows are of one run: one commit, one reading of one GPU, written together."""
     dates = [datetime.fromisoformat(each.date) for each in (row, other)]
     apart = abs((dates[0] - dates[1]).total_seconds())
     return (row.versions, row.gpu) == (other.versions, other.gpu) and apart <= _APART_S

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
 
-from benchmarks.frontier_cases import FRONTIER_CSV, FrontierRow, problem_in
+from benchmarks.frontier_cases import FRONTIER_CSV, FULL, FrontierRow, problem_in
 from benchmarks.frontier_table import (
     HEAD,
     Point,
@@ -14,6 +14,7 @@ from benchmarks.frontier_table import (
     shown,
     speedup,
 )
+from benchmarks.ratios import Ratio
 from benchmarks.rows import read
 from benchmarks.slice_cases import SLICES_CSV, SliceRow
 from megatron_burst.errors import require
@@ -55,11 +56,11 @@ def overview_lines(path: Path, runs: Sequence[str]) -> Lines:
 
 def _overview(rows: Sequence[FrontierRow]) -> list[str]:
     points = {point.name: point for point in points_of(rows) if point.ms}
-    full = points.get("megatron:full")
+    full = points.get(FULL)
     autos = [point for name, point in points.items() if name.startswith("burst:auto")]
     auto = min(autos, key=lambda point: (point.peak_gib, point.ms))
     gains = in_equal_memory(list(points.values()))
-    others = [points[name] for name in gains if name not in ("megatron:full", "megatron:off")]
+    others = [points[name] for name in gains if name not in (FULL, "megatron:off")]
     peer = min(others, key=lambda point: point.ms, default=None)
     gain, best = gains[peer.name] if peer else (None, "")
     return [
@@ -80,7 +81,7 @@ def _cell(point: Point | None) -> str:
 def slice_lines(path: Path, sequences: Sequence[str]) -> Lines:
     """Steps of `benchmarks/slices.py`, by length: burst beside each of Megatron's runs.
 
-    Of an implementation's runs with one commit the last counts, and of burst's the last of all.
+    The last of burst's runs counts, and of Megatron's the last with each setting and commit.
 
     Args:
         path: of the CSV.
@@ -89,11 +90,10 @@ def slice_lines(path: Path, sequences: Sequence[str]) -> Lines:
     head = ["tokens, layers", "setting", "s (min-max)", "tokens/s a GPU", "TFLOP/s a GPU", "MFU",
             "GiB", "burst: times as fast"]  # fmt: skip
     rows = [row for row in read([path], SLICES_CSV) if row.ms and in_units(row.seq) in sequences]
-    newest = {(row.impl not in _OURS, row.seq, row.impl, row.impl in _OURS or row.versions): row
-              for row in rows}  # fmt: skip
     ours = {row.seq: row for row in rows if row.impl in _OURS}
-    ordered = sorted(newest, key=lambda key: (key[1], key[0]))
-    return [head, *(_slice(newest[key], ours[newest[key].seq]) for key in ordered)]
+    peers = {(row.seq, row.impl, row.versions): row for row in rows if row.impl not in _OURS}
+    ordered = sorted([*ours.values(), *peers.values()], key=lambda row: row.seq)
+    return [head, *(_slice(row, ours[row.seq]) for row in ordered)]
 
 
 def _slice(row: SliceRow, ours: SliceRow) -> list[str]:
@@ -101,7 +101,7 @@ def _slice(row: SliceRow, ours: SliceRow) -> list[str]:
     digits = 3 if ours.ms < 1e3 else 2
     times = row.ms, row.ms_min, row.ms_max
     middle, least, most = (f"{ms / 1e3:.{digits}f}" for ms in times)
-    gain = "-" if row is ours else f"{row.ms / ours.ms:.{digits}f}"
+    gain = "-" if row is ours else f"{Ratio.of(ours, row).value:.{digits}f}"
     return [
         f"{in_units(row.seq)}, {row.layers}", _NAMES[row.impl], f"{middle} ({least}-{most})",
         f"{row.tokens_per_s_per_gpu:.0f}", f"{row.tflops_per_gpu:.0f}", f"{100 * share:.1f} %",

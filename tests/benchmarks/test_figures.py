@@ -5,8 +5,9 @@ from dataclasses import replace
 from statistics import geometric_mean
 
 from benchmarks.balance_table import STEPS_CSV
-from benchmarks.frontier_cases import FRONTIER_CSV
-from benchmarks.frontier_table import in_equal_memory, points_of, runs_in
+from benchmarks.frontier_cases import FRONTIER_CSV, FULL, MODELS
+from benchmarks.frontier_cases import FULL_OF_BURST as OURS
+from benchmarks.frontier_table import in_equal_memory, points_of, runs_in, speedup, spread_of
 from benchmarks.planned import predict
 from benchmarks.ratios import Ratio
 from benchmarks.rows import ATTENTION_CSV, RECOMPUTE_CSV, read
@@ -86,6 +87,25 @@ def test_what_context_parallelism_costs_beside_the_kernel_alone():
     assert_told(PAGES / "attention.md", *costs, "{} for 32/32 and {} for 32/8".format(*earlier))
 
 
+def steps_in(*names):
+    """Rows of each run of frontier_*.csv and problem, by when it began, "11-26T06:48"."""
+    rows = [row for name in names for row in rows_of(f"frontier_{name}", FRONTIER_CSV)]
+    return {own[0].run[5:16]: own for _, own in runs_in(rows)}
+
+
+def leads_with_everything_recomputed():
+    """Of steps of packed documents and dense models."""
+    slices = [row for row in rows_of("slices_2xh200", SLICES_CSV) if row.documents]
+    (ours,) = (row for row in slices if row.impl == "burst-recompute")
+    found = [Ratio.of(ours, row).value for row in slices if row is not ours]
+    for own in steps_in("1xh200", "1xh100", "2xh100").values():
+        points = {point.name: point for point in points_of(own)}
+        if own[0].documents and not MODELS[own[0].model].experts and {FULL, OURS} <= points.keys():
+            found.append(speedup(points[OURS], points[FULL]))
+    assert len(found) > 5
+    return span(found)
+
+
 def test_whole_steps():
     ms = {}
     for row in rows_of("slices_2xh200", SLICES_CSV):
@@ -98,7 +118,7 @@ def test_whole_steps():
     assert_told(PAPERS, *figures[:2], f"{megatron / whole:.2f}")
     (packed,) = ms[128, "burst-recompute"]
     packed_leads = [f"{time / packed:.3f}" for time in ms[128, "megatron"]]
-    assert_told(PAGES / "step.md", *figures)
+    assert_told(PAGES / "step.md", *figures, f"gain little, {leads_with_everything_recomputed()}")
     assert_told(PAGES / "step-packed.md", *packed_leads)
 
 
@@ -120,9 +140,7 @@ def test_what_steps_gain_on_one_gpu():
 
 
 def test_sentences_of_steps_follow_from_their_runs():
-    every = runs_in([row for name in ("1xh200", "2xh100")
-                     for row in rows_of(f"frontier_{name}", FRONTIER_CSV)])  # fmt: skip
-    runs = {own[0].run[5:16]: points_of(own) for _, own in every}
+    runs = {run: points_of(own) for run, own in steps_in("1xh200", "2xh100").items()}
     packed, one = runs["11-26T06:48"], runs["11-26T06:50"]
     told = {"step-packed": (packed, runs["11-24T19:57"]), "step-long": (one, runs["11-24T20:01"])}
     for page, measured in told.items():
@@ -136,6 +154,21 @@ def test_sentences_of_steps_follow_from_their_runs():
     experts = [1 / in_equal_memory(runs[f"11-26T{time}"])["megatron:moe_act"][0]
                for time in ("01:19", "04:43", "13:04")]  # fmt: skip
     assert_told(PAGES / "step.md", f"{span(experts)} times as fast")
+
+
+def test_settings_of_a_table_train_the_same():
+    dense, experts = [], []
+    for page in ("step-packed", "step-long", "step-experts"):
+        text = (PAGES / f"{page}.md").read_text()
+        for name, run in re.findall(r"show frontier .*frontier_(\w+)\.csv 2026-(\S+)", text):
+            own = steps_in(name)[run]
+            spread = spread_of(own)
+            assert spread["loss"] < 1e-5
+            (experts if MODELS[own[0].model].experts else dense).append(spread["grad_norm"])
+    (told,) = re.findall(r"Losses are equal to 1e-5, and gradient norms to (\S+) \(dense models\) "
+                         r"or (\S+) \(experts\)", (PAGES / "step-runs.md").read_text())  # fmt: skip
+    for bound, found in zip(map(float, told), (dense, experts), strict=True):
+        assert bound / 2 < max(found) < bound
 
 
 def test_recomputation():

@@ -85,7 +85,8 @@ def compare(kind, impls, case, here, draw, truth):
 
 
 def needs(module):
-    return pytest.mark.skipif(not find_spec(module), reason=f"{module} is not installed")
+    why = f"{module} is not installed: make test-integrations FRAMEWORKS=library-peers"
+    return pytest.mark.skipif(not find_spec(module), reason=why)
 
 
 def on_ulysses(rank):
@@ -129,7 +130,7 @@ def test_torchs_own_on_processes(size):
 @needs("yunchang")
 @pytest.mark.parametrize("size", [2, 4])
 def test_yunchang_on_processes(size):
-    for found in run_ranks(errors, size, ["yunchang"], Case(**SIZES, batch=2), fresh=True):
+    for found in run_ranks(errors, size, ["yunchang"], Case(**SIZES, batch=2)):
         assert found["yunchang:ring+auto"] < BF16 and found["yunchang:ulysses+auto"] < BF16
         hybrid = found["yunchang:usp+auto"]
         assert "got 2" in hybrid if size == 2 else hybrid < BF16

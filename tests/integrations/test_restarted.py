@@ -4,7 +4,6 @@ Guards against anything of burst that outlives the group of a training that fail
 started without torchrun, which ends all of them when one dies.
 """
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -17,8 +16,7 @@ from tests.mcore.lacking import needs
 from tests.mcore.pretraining import FLAGS
 from tests.ranks import new_store
 
-if importlib.util.find_spec("nvidia_resiliency_ext") is None:
-    pytest.skip("nvidia-resiliency-ext is not installed", allow_module_level=True)
+pytest.importorskip("nvidia_resiliency_ext", reason="make test-integrations FRAMEWORKS=restarted")
 
 pytestmark = needs("training")
 ROOT = Path(__file__).parents[2]
