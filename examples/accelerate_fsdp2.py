@@ -1,5 +1,6 @@
 """Fine-tunes a tiny Qwen3 on packed text with accelerate and FSDP2, without Megatron.
 
+pip install accelerate transformers
 torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py [--cp 2] [--steps 5] [files ...]
 
 Each group of `--cp` ranks shards the same packed sample; FSDP2 shards the weights over all ranks.
