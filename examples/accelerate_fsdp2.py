@@ -56,6 +56,8 @@ def main() -> None:
         accelerator.device, put_on_device=True,
         num_processes=mesh["dp"].size(), process_index=mesh["dp"].get_local_rank(),
     )  # fmt: skip
+    if not len(loader):
+        raise SystemExit("accelerate_fsdp2: pass more files, 4 for each group of ranks")
     for step, batch in zip(range(options.steps), loader, strict=False):
         loss = model(**shard_batch(batch, group=mesh["cp"]), use_cache=False).loss
         accelerator.backward(loss)
