@@ -15,6 +15,7 @@ from typer import Option
 from benchmarks.bench import Bench
 from benchmarks.cases import PRESETS, Case, Grid, grid_of, head_dims, problems
 from benchmarks.impls import Impl, impls_of
+from benchmarks.library_peers import TorchContextParallel, Ulysses, Yunchang
 from benchmarks.peers import Burst, Ceiling, OneGpu, Peer, draw_shard
 from benchmarks.rows import ATTENTION_CSV, Sheet
 from benchmarks.sweep import (
@@ -56,6 +57,9 @@ ATTENTION = Kind(
         "burst": Burst,
         "before": Burst,
         "te": TransformerEngine,
+        "torch": TorchContextParallel,
+        "ulysses": Ulysses,
+        "yunchang": Yunchang,
         "ceiling": Ceiling,
         "one_gpu": OneGpu,
     },
@@ -129,7 +133,8 @@ def main(
         list[str] | None,
         Option(
             help="repeatable: burst[:auto|gather|ring|a2a|FIELD=VALUE,...], te[:MODE], "
-            "ceiling[:BACKEND], one-gpu[:BACKEND], before; default: burst:auto, te, ceiling"
+            "torch[:MODE], ulysses[:BACKEND], yunchang[:MODE], ceiling[:BACKEND], "
+            "one-gpu[:BACKEND], before; default: burst:auto, te, ceiling"
         ),
     ] = None,
     preset: Annotated[

@@ -7,6 +7,8 @@
 #
 # correctness   tests, conformance (needs TE=, MEGATRON_LM=: their checkouts)
 # one node      one_node, one_node_long, packed, layers, layers_long, layers_half, layers_megatron
+# libraries     peers, peers_packed: torch's context parallelism, DeepSpeed's Ulysses and yunchang, those that are installed,
+#               in turns with burst, TransformerEngine and the kernels alone
 # several       two_nodes, two_nodes_long, packed_nodes, four_nodes       (emulated on this machine)
 # steps         slices, slices_14b, slices_2m, slices_own_loss
 # seeds         seeds_64k, seeds_long, seeds_million, ablation, ablation_keep, tensor, weak, strong, prefill: what
@@ -36,6 +38,7 @@ export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 between_nodes=(NCCL_SOCKET_IFNAME=lo NCCL_NSOCKS_PERTHREAD=4 NCCL_SOCKET_NTHREADS=4) # emulated ones
 te=(--impl te:p2p --impl te:a2a --impl te:a2a+p2p --impl te:all_gather)
 burst=(--impl burst:auto --impl ceiling)
+libraries=(--impl torch --impl ulysses --impl ulysses:cudnn --impl yunchang --impl yunchang:ring+flash)
 same_kernel=(--impl burst:backend=cudnn --impl ceiling:cudnn)
 all_heads=32/8,32/32,8/2,8/1
 seeds="seeds_64k seeds_long seeds_million ablation ablation_keep tensor weak strong prefill"
@@ -173,6 +176,9 @@ part() {
         one_node_long) attention 480 512K "$all_heads" one_node "${burst[@]}" "${te[@]:0:6}" "${same_kernel[@]}" --reps 5 ;;
         one_network) attention 480 128K,256K,512K "$all_heads" network "${burst[@]}" "${te[@]}" "${same_kernel[@]}" --reps 5 ;;
         packed_network) packed 400 128K,256K,1M packed_network "${same_kernel[@]}" --reps 5 ;;
+        peers) attention 480 64K,128K,256K "$all_heads" peers "${burst[@]}" "${te[@]:0:4}" "${libraries[@]}" \
+            "${same_kernel[@]}" --reps 10 ;;
+        peers_packed) packed 300 64K,128K,256K peers_packed "${same_kernel[@]}" --impl ulysses --impl flex --reps 10 ;;
         two_nodes) on_nodes 2 attention 480 64K,128K "$all_heads" two_nodes "${burst[@]}" "${te[@]}" --reps 10 ;;
         two_nodes_long) on_nodes 2 attention 480 256K,512K "$all_heads" two_nodes "${burst[@]}" "${te[@]}" --reps 5 ;;
         four_nodes) on_nodes 4 attention 120 64K,128K 32/8,32/32 four_nodes "${burst[@]}" "${te[@]:0:6}" --reps 5 ;;
@@ -203,7 +209,11 @@ part() {
         prefill) prefill ;;
         frontier) frontier 480 64 "--model qwen3-8b --turns 2 --steps 3" "--model tiny" ;;
         frontier_one) frontier 540 64 "--model qwen3-8b --documents none --turns 2 --steps 3" "--model tiny --documents none" ;;
-        frontier_whole) [[ -n $tiny ]] || frontier 540 64 "--model qwen3-1.7b" ;;
+        frontier_whole)
+            for model in qwen3-1.7b qwen3-4b llama3.2-1b; do
+                [[ -n $tiny ]] || frontier 540 64 "--model $model"
+            done
+            ;;
         frontier_experts) frontier 480 32 "--model qwen3-30b-a3b" "--model tiny-moe" ;;
         balance) balance ;;
         accuracy) timeout 60 torchrun --nproc-per-node "$gpus" benchmarks/accuracy.py "$out/accuracy.csv" ;;
@@ -219,7 +229,7 @@ part() {
     esac
 }
 
-every="tests one_node packed two_nodes layers packed_nodes before before_packed before_nodes conformance one_node_long two_nodes_long
+every="tests one_node packed peers peers_packed two_nodes layers packed_nodes before before_packed before_nodes conformance one_node_long two_nodes_long
     layers_long layers_half layers_megatron before_long slices four_nodes accuracy million slices_14b slices_2m
     slices_own_loss loss balance frontier frontier_one frontier_whole frontier_experts one_network packed_network $seeds"
 for name in "${@:-$every}"; do

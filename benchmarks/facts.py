@@ -6,6 +6,8 @@ import platform
 import subprocess
 from functools import lru_cache, partial
 from hashlib import sha256
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -16,6 +18,7 @@ from megatron_burst.tools.doctor.software import software
 from megatron_burst.tools.speeds import shift_once
 from megatron_burst.tools.world import World, timed_ms
 
+_LIBRARIES = ("deepspeed", "yunchang")  # peers; torch is named anyway
 _NUM_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
 _REPS = 5
 
@@ -26,7 +29,8 @@ def versions() -> str:
     On GPUs also "cudnn", of the libraries that are loaded, and "connections N":
     CUDA_DEVICE_MAX_CONNECTIONS, on which overlap depends.
     """
-    found = {**software(), "commit": commit()}
+    libraries = {name: version(name) for name in _LIBRARIES if find_spec(name)}
+    found = {**software(), **libraries, "commit": commit()}
     if torch.cuda.is_available():
         found["cudnn"] = " and ".join(loaded_cudnn()) or "not loaded"
         found["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default")

@@ -12,24 +12,21 @@ from benchmarks.impls import pick
 from benchmarks.rows import Sheet
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.layers import Experts
 from megatron_burst.tools.job.model import Model
-from megatron_burst.tools.units import whole_number
+from megatron_burst.tools.units import in_units, whole_number
 
 WHO = "benchmarks.frontier"
+_LAYERS = {"qwen3-8b": 4, "qwen3-30b-a3b": 4}  # as many as one GPU holds; of the others all
+_NAMED = "qwen3-8b", "qwen3-1.7b", "qwen3-4b", "llama3.2-1b", "qwen3-30b-a3b"
 _NORMS = (("--qk-layernorm", True),)  # Qwen3's, of each head of q and k
+_TINY = Model("tiny", 2, 64, 4, 2, 16, 16, 128, 128, beside=_NORMS)
 MODELS = {
-    one.name: one
-    for one in (
-        Model("qwen3-8b", 4, 4096, 32, 8, 128, 128, 12288, 151936, beside=_NORMS),
-        Model("qwen3-1.7b", 28, 2048, 16, 8, 128, 128, 6144, 151936, tied=True,
-              beside=_NORMS),
-        Model("qwen3-30b-a3b", 4, 2048, 32, 4, 128, 128, 6144, 151936,
-              experts=Experts(128, 8, 768), beside=_NORMS),
-        Model("tiny", 2, 64, 4, 2, 16, 16, 128, 128, beside=_NORMS),
-        Model("tiny-moe", 2, 64, 4, 2, 16, 16, 128, 128, tied=True, experts=Experts(4, 2, 64),
-              beside=_NORMS),
-    )
+    **{name: replace(PRESETS[name], layers=_LAYERS.get(name, PRESETS[name].layers))
+       for name in _NAMED},
+    "tiny": _TINY,
+    "tiny-moe": replace(_TINY, name="tiny-moe", tied=True, experts=Experts(4, 2, 64)),
 }  # fmt: skip
 _FULL = {
     "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
@@ -75,6 +72,7 @@ class Setting:
 
 
 NOTHING, FULL = "burst:off", "megatron:full"  # a = 1 and a = 0; ratios are to the first
+FULL_OF_BURST = "burst:full"  # a = 0 where Megatron's was not measured
 
 
 def settings_of(model: Model) -> dict[str, Setting]:
@@ -248,6 +246,12 @@ class FrontierRow:
 
 
 FRONTIER_CSV = Sheet(WHO, FrontierRow)
+
+
+def problem_in(row: FrontierRow) -> str:
+    """What was trained, for a reader: "Qwen3-8B, 4 layers, 64K, packed"."""
+    kind = "packed" if row.documents else "one document"
+    return f"{row.model.title()}, {row.layers} layers, {in_units(row.seq)}, {kind}"
 
 
 def columns_of(model: Model, sample: Sample) -> dict[str, Any]:

@@ -124,7 +124,8 @@ class Trainer:
         config = config_of(
             self._dtype, num_layers=sizes.layers, hidden_size=sizes.hidden,
             ffn_hidden_size=sizes.ffn, num_attention_heads=sizes.heads_q,
-            num_query_groups=sizes.heads_kv, kv_channels=sizes.dim_qk, qk_layernorm=True,
+            num_query_groups=sizes.heads_kv, kv_channels=sizes.dim_qk,
+            qk_layernorm=sizes.norms_heads,
             calculate_per_token_loss=True, finalize_model_grads_func=finalize_model_grads,
             context_parallel_size=self._sample.ranks,
             cp_comm_type="p2p" if setting.burst is None else "burst",
@@ -149,7 +150,7 @@ def _spec_of(sizes: Model, setting: Setting):
         make, options = specs.get_gpt_layer_with_transformer_engine_spec, {}
     if sizes.experts:
         options |= {"num_experts": sizes.experts.count, "moe_grouped_gemm": HAVE_TE}
-    spec = make(qk_layernorm=True, **options)
+    spec = make(qk_layernorm=sizes.norms_heads, **options)
     return spec if setting.burst is None else burst_spec(spec)
 
 

@@ -1,12 +1,18 @@
 """What the rows of `benchmarks/frontier.py` come to: as a table, and as a picture."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import geometric_mean, median
 
-from benchmarks.frontier_cases import FULL, NOTHING, FrontierRow
+from benchmarks.frontier_cases import FULL, FULL_OF_BURST, NOTHING, FrontierRow
+from benchmarks.ratios import Ratio
 from megatron_burst.tools.units import in_units
 
+HEAD = [
+    "setting", "ms (min-max)", "steps", "of nothing recomputed", "GiB", "a", "host GiB",
+    "burst in its memory",
+]  # fmt: skip
 _EQUAL_GIB = 0.1  # by which peaks may differ and count as equal: an allocator's rounding
 
 
@@ -18,8 +24,9 @@ class Point:
         name: of the setting, with whose it is.
         steps: how many were timed.
         ms: median over all of them, with minimum and maximum; None if it failed.
+        turns: ms of each turn's steps, by its number.
         peak_gib: median over turns of the rows' `gib`, as `host_gib`.
-        ratio: ms / ms of nothing recomputed.
+        ratio: how many times as fast nothing recomputed is.
         share: a = (peak - peak of full) / (peak of nothing recomputed - peak of full).
         note: why it failed.
     """
@@ -29,6 +36,7 @@ class Point:
     ms: float | None = None
     ms_min: float | None = None
     ms_max: float | None = None
+    turns: dict[int, list[float]] = field(default_factory=dict)
     peak_gib: float | None = None
     host_gib: float | None = None
     ratio: float | None = None
@@ -60,17 +68,18 @@ def points_of(rows: Sequence[FrontierRow]) -> list[Point]:
     for row in rows:
         by_name.setdefault(f"{row.impl}:{row.setting}", []).append(row)
     made = {name: _point(name, own) for name, own in by_name.items()}
-    nothing, full = made.get(NOTHING), made.get(FULL)
+    nothing, full = made.get(NOTHING), made.get(FULL) or made.get(FULL_OF_BURST)
     return [_beside(point, nothing, full) for point in made.values()]
 
 
 def _point(name: str, rows: Sequence[FrontierRow]) -> Point:
-    each = [float(ms) for row in rows for ms in row.each.split()]
-    if not each:
+    turns = {row.turn: [float(ms) for ms in row.each.split()] for row in rows if row.each}
+    if not turns:
         return Point(name, note=rows[0].note)
+    each = list(chain(*turns.values()))
     gib = [median(found) if (found := _known(rows, column)) else None for column in
            ("gib", "host_gib")]  # fmt: skip
-    return Point(name, len(each), median(each), min(each), max(each), *gib)
+    return Point(name, len(each), median(each), min(each), max(each), turns, *gib)
 
 
 def _known(rows: Sequence[FrontierRow], column: str) -> list[float]:
@@ -85,7 +94,15 @@ def _beside(point: Point, nothing: Point | None, full: Point | None) -> Point:
     peaks = [one.peak_gib if one else None for one in (point, nothing, full)]
     if None not in peaks and peaks[1] != peaks[2]:
         share = (peaks[0] - peaks[2]) / (peaks[1] - peaks[2])
-    return replace(point, ratio=point.ms / nothing.ms, share=share)
+    return replace(point, ratio=speedup(nothing, point), share=share)
+
+
+def speedup(point: Point, other: Point) -> float:
+    """How many times as fast a setting is as another: step by step, if they took turns."""
+    counts, others = ({turn: len(ms) for turn, ms in one.turns.items()} for one in (point, other))
+    if len(counts) < 2 or counts != others:  # in one turn all steps of a setting come together
+        return other.ms / point.ms
+    return Ratio.paired(*(list(chain(*one.turns.values())) for one in (point, other))).value
 
 
 def spread_of(rows: Sequence[FrontierRow]) -> dict[str, float]:
@@ -99,8 +116,8 @@ def spread_of(rows: Sequence[FrontierRow]) -> dict[str, float]:
 
 
 def in_equal_memory(points: Sequence[Point]) -> dict[str, tuple[float, str]]:
-    """For each of Megatron's settings: its ms / those of burst's fastest setting that needs no more
-    memory, and which that is; without those for which there is none."""
+    """For each of Megatron's settings: how many times as fast burst's fastest setting that needs no
+    more memory is, and which that is; without those for which there is none."""
     known = [point for point in points if point.ms and point.peak_gib is not None]
     found = {}
     for peer in (point for point in known if not point.is_burst):
@@ -108,7 +125,7 @@ def in_equal_memory(points: Sequence[Point]) -> dict[str, tuple[float, str]]:
         able = [point for point in known if point.is_burst and point.peak_gib <= room]
         if able:
             best = min(able, key=lambda point: point.ms)
-            found[peer.name] = peer.ms / best.ms, best.name
+            found[peer.name] = speedup(best, peer), best.name
     return found
 
 
@@ -120,12 +137,8 @@ def frontier_table(rows: Sequence[FrontierRow]) -> str:
 def _section(title: str, rows: Sequence[FrontierRow]) -> Iterator[str]:
     points = points_of(rows)
     gains = in_equal_memory(points)
-    head = (
-        "setting", "ms (min-max)", "steps", "of nothing recomputed", "GiB", "a", "host GiB",
-        "burst in its memory",
-    )  # fmt: skip
     yield f"{title}\n"
-    for line in (head, ["---"] * len(head), *(_line(point, gains) for point in points)):
+    for line in (HEAD, ["---"] * len(HEAD), *(cells_of(point, gains) for point in points)):
         yield f"| {' | '.join(line)} |"
     if gains:
         speedups = [speedup for speedup, _ in gains.values()]
@@ -135,19 +148,24 @@ def _section(title: str, rows: Sequence[FrontierRow]) -> Iterator[str]:
     yield f"\nlargest relative difference from the median: {', '.join(differences)}"
 
 
-def _line(point: Point, gains: dict[str, tuple[float, str]]) -> list[str]:
+def cells_of(point: Point, gains: dict[str, tuple[float, str]]) -> list[str]:
+    """A line of the table, below `HEAD`."""
     if point.ms is None:
-        return [point.name, f"failed: {point.note}", *["-"] * 6]
-
-    def shown(value: float | None, digits: int) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
-
-    speedup, best = gains.get(point.name, (None, ""))
+        why = "out of memory" if "out of memory" in point.note else f"failed: {point.note}"
+        return [point.name, why, *["-"] * 6]
+    gain, best = gains.get(point.name, (None, ""))
+    digits = 0 if point.ms >= 1000 else 1
+    middle, least, most = (shown(ms, digits) for ms in (point.ms, point.ms_min, point.ms_max))
     return [
-        point.name, f"{point.ms:.1f} ({point.ms_min:.1f}-{point.ms_max:.1f})", str(point.steps),
+        point.name, f"{middle} ({least}-{most})", str(point.steps),
         shown(point.ratio, 3), shown(point.peak_gib, 2), shown(point.share, 2),
-        shown(point.host_gib, 1), f"{speedup:.3f} ({best})" if speedup else "-",
+        shown(point.host_gib, 1), f"{gain:.3f} ({best})" if gain else "-",
     ]  # fmt: skip
+
+
+def shown(value: float | None, digits: int) -> str:
+    """A figure in a cell, or "-"."""
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def hull_of(points: Sequence[Point]) -> list[Point]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import product
 from typing import get_args
 
 from benchmarks import te
@@ -10,6 +11,12 @@ from megatron_burst.errors import BurstError
 
 _WHO = "benchmarks.attention"
 _SHORT = ("auto", "gather", "ring", "a2a")  # of intra=...
+# Other libraries' ways and the kernels that each is measured with; behind a + other kernels too.
+_WAYS = {
+    "torch": (("allgather", "alltoall"), ("cudnn", "flash")),
+    "yunchang": (("ring", "ulysses", "usp"), ("auto",)),
+}
+_SDPA = ("cudnn", "flash", "efficient")  # what torch's context parallelism takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +24,8 @@ class Impl:
     """One implementation in one mode.
 
     Attributes:
-        name: column `impl`: burst, te, ceiling, one_gpu or before.
-        mode: column `mode`; for the kernels alone the backend's name, or auto.
+        name: column `impl`: burst, te, torch, ulysses, yunchang, ceiling, one_gpu or before.
+        mode: column `mode`; for the kernels alone and ulysses the backend's name, or auto.
         config: of burst only.
     """
 
@@ -45,13 +52,27 @@ def _parse(text: str) -> tuple[Impl, ...]:
         return (Impl(name, mode, config),)
     if name == "te" and mode in ("", *te.MODES):
         return tuple(Impl(name, each) for each in ([mode] if mode else te.MODES))
-    if name in ("ceiling", "one_gpu") or text == "before":
+    if name in ("ceiling", "one_gpu", "ulysses") or text == "before":
         return (Impl(name, mode or "auto"),)
+    if found := _ways(name, mode):
+        return found
     raise BurstError(
         f"{_WHO}: --impl must name an implementation, because each is called in its own way; got "
         f"{text!r}; choose among burst[:auto|gather|ring|a2a|FIELD=VALUE,...], "
-        f"te[:{'|'.join(te.MODES)}], ceiling[:BACKEND], one-gpu[:BACKEND], before"
+        f"te[:{'|'.join(te.MODES)}], torch[:{'|'.join(_WAYS['torch'][0])}[+{'|'.join(_SDPA)}]], "
+        f"ulysses[:BACKEND], yunchang[:{'|'.join(_WAYS['yunchang'][0])}[+BACKEND]], "
+        "ceiling[:BACKEND], one-gpu[:BACKEND], before"
     )
+
+
+def _ways(name: str, mode: str) -> tuple[Impl, ...]:
+    """Another library's, by way and kernel: "ring+fa4"; none if there is no such library or way."""
+    ways, kernels = _WAYS.get(name, ((), ()))
+    way, _, kernel = mode.partition("+")
+    if way not in ("", *ways) or (name == "torch" and kernel not in ("", *_SDPA)):
+        return ()
+    pairs = product([way] if way else ways, [kernel] if kernel else kernels)
+    return tuple(Impl(name, f"{one}+{its}") for one, its in pairs)
 
 
 def pick[T](names: Sequence[str], known: Mapping[str, T], must: str) -> tuple[T, ...]:

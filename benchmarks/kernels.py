@@ -26,6 +26,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
 from benchmarks.candidates import candidates
+from benchmarks.ratios import Ratio
 from benchmarks.rows import Sheet, append, check_appendable
 from megatron_burst.kernels.backends import QuerySide, backends
 from megatron_burst.kernels.triton_tiles import Blocks, KernelPass, blocks_for
@@ -210,10 +211,9 @@ def _measure(out: Path, case: Case, runs: Runs, backward: bool, deadline: float)
                 tflops=case.flops(backward) / median(ms) / 1e9,
             )  # fmt: skip
             if standard := times.get(STANDARD):
-                ratios = [a / b for a, b in zip(standard, ms, strict=False)]
-                row = replace(
-                    row, ratio=median(ratios), ratio_least=min(ratios), ratio_most=max(ratios)
-                )
+                turns = min(len(standard), len(ms))  # time may have run out in a turn
+                middle, least, most = Ratio.paired(ms[:turns], standard[:turns])
+                row = replace(row, ratio=middle, ratio_least=least, ratio_most=most)
         rows.append(row)
     save(out, rows)
     return {name: median(ms) for name, ms in times.items() if ms}

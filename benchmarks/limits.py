@@ -13,6 +13,7 @@ import typer
 
 from benchmarks.loss_table import LOSS_CSV
 from benchmarks.planned import sent_by
+from benchmarks.ratios import Ratio
 from benchmarks.rows import ATTENTION_CSV, PACKED_CSV, Row, read
 from benchmarks.slice_cases import SLICES_CSV
 from benchmarks.tables import compare
@@ -89,7 +90,7 @@ def attention() -> Lines:
             yield (
                 " + ".join([f"{row.ranks // row.nodes}"] * row.nodes),
                 f"{row.heads_q}/{row.heads_kv}", in_units(row.seq), f"{row.tflops_per_gpu:.0f}",
-                f"{alone.ms / row.ms:.2f}" if alone else "", _share(row), f"{row.ms:.1f}",
+                f"{Ratio.of(row, alone).value:.2f}" if alone else "", _share(row), f"{row.ms:.1f}",
                 f"{sent.get(Link.INTRA, 0) / inside / 1e6:.1f}",
                 f"{sent[Link.INTER] / speed / 1e6:.1f}" if row.nodes > 1 else "",
             )  # fmt: skip
@@ -103,7 +104,7 @@ def packed() -> Lines:
         if one.problem.pass_ == "fwd_bwd" and row.mask.startswith("drawn") and alone:
             yield (
                 f"{row.heads_q}/{row.heads_kv}", in_units(row.seq), f"{row.num_documents}",
-                f"{row.tflops_per_gpu:.0f}", f"{alone.ms / row.ms:.2f}", _share(row),
+                f"{row.tflops_per_gpu:.0f}", f"{Ratio.of(row, alone).value:.2f}", _share(row),
             )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from typer import Option
 from benchmarks.cases import Heads, one_head_count
 from benchmarks.facts import gpu_state, versions
 from benchmarks.impls import burst_config
+from benchmarks.ratios import Ratio
 from benchmarks.rows import Sheet
 from benchmarks.sweep import Out, check_out, interleave, new_app, save
 from megatron_burst.attention import burst_attention
@@ -152,7 +153,7 @@ def _row(
     problem: Problem, world: World, way: str, times: dict[str, list[float]], worst: dict[str, float]
 ) -> CostRow:
     mine, off = times[way], times["off"]
-    above = median(100 * (one - other) / other for one, other in zip(mine, off, strict=True))
+    above = 100 * (Ratio.paired(off, mine).value - 1)
     log = {}
     if way == "log":
         names = {"attention": "", "exposed": "exposed"}

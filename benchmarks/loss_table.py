@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.ratios import Ratio
 from benchmarks.rows import Sheet
 from benchmarks.style import colour_of, legend_below, measured_on
 from megatron_burst.tools.units import in_units
@@ -69,7 +70,7 @@ def loss_table(rows: Sequence[LossRow]) -> str:
         if row.ms:
             measured = [
                 f"{_ms(row.ms)} ({_ms(row.ms_min)}-{_ms(row.ms_max)})",
-                f"{row.ms / native.ms:.2f}" if native else "-",
+                f"{Ratio.of(native, row).value:.2f}" if native else "-",
                 f"{row.gemm_efficiency:.2f}",
                 "-" if row.peak_gib is None else f"{row.peak_gib:.2f}",
             ]

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 from benchmarks.facts import gpu_state, versions
 from benchmarks.one_rank import tensors_of, timed_ms
+from benchmarks.ratios import Ratio
 from benchmarks.rows import Sheet, append, check_appendable
 from megatron_burst import slices
 from megatron_burst.attention import burst_attention
@@ -196,7 +197,7 @@ def main(
                     times[which].append(timed_ms(both[which][pass_], device))
             kept = [some[2:] for some in times]  # the first two compile, warm up
             flops = [products * one.pairs * heads_q * dim for one in (case, other)]
-            ratio = median(b / a for a, b in zip(*kept, strict=True)) * flops[0] / flops[1]
+            ratio = Ratio.paired(*kept).value * flops[0] / flops[1]
             row = MaskRow(
                 date=datetime.now(UTC).isoformat(timespec="seconds"), versions=versions(),
                 gpu=gpu_state(device), seq=tokens, heads_q=heads_q, heads_kv=heads_kv, dim=dim,

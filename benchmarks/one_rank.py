@@ -21,6 +21,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
 from benchmarks.facts import gpu_state, versions
+from benchmarks.ratios import Ratio
 from benchmarks.rows import Sheet, append, check_appendable
 from megatron_burst.comm.carrier import OVER, Memory, OneQueue, Queues, SentSlots, Where
 from megatron_burst.comm.group import GroupMemory
@@ -179,7 +180,7 @@ def main(
             for what, run in (("rank", rank), ("kernel", kernel))[:: -1 if turn % 2 else 1]:
                 times[what].append(timed_ms(run, device))
         kept = {what: some[2:] for what, some in times.items()}  # the first two compile, warm up
-        ratio = median(b / a for a, b in zip(*kept.values(), strict=True))
+        ratio = Ratio.paired(*kept.values()).value
         rows = [
             RankRow(
                 date=datetime.now(UTC).isoformat(timespec="seconds"), versions=versions(),

@@ -15,9 +15,17 @@ from typer import Option
 from benchmarks.attention import Kind, Plan, measure
 from benchmarks.cases import head_counts
 from benchmarks.documents import KINDS, SEED, multiple_for
+from benchmarks.flex_peer import Flex
 from benchmarks.impls import Impl, impls_of
 from benchmarks.packed_cases import PRESETS, PackedGrid, Problem, packed_problems
-from benchmarks.packed_peers import PEERS, Sample
+from benchmarks.packed_peers import (
+    PackedBurst,
+    PackedCeiling,
+    PackedTransformerEngine,
+    PackedUlysses,
+    Sample,
+)
+from benchmarks.peers import Peer
 from benchmarks.rows import PACKED_CSV
 from benchmarks.sweep import Budget, Dtype, Out, new_app, usual_dtype
 from benchmarks.tables import reasons, terminal_table
@@ -31,7 +39,14 @@ _WHO = "benchmarks.packed"
 _LAYOUTS = ("", Layout.ZIGZAG, Layout.CONTIGUOUS, Layout.DOCUMENTS)
 app = new_app()
 
-
+PEERS: dict[str, type[Peer]] = {
+    "burst": PackedBurst,
+    "before": PackedBurst,
+    "te": PackedTransformerEngine,
+    "ulysses": PackedUlysses,
+    "flex": Flex,
+    "ceiling": PackedCeiling,
+}
 PACKED = Kind(PEERS, Sample, PACKED_CSV)
 
 
@@ -46,14 +61,14 @@ def packed_impls(texts: Sequence[str]) -> tuple[Impl, ...]:
     found = []
     for text in texts:
         plain, at, layout = text.partition("@")
-        impls = impls_of((plain,))
+        impls = (Impl("flex", "ptrr"),) if plain == "flex" else impls_of((plain,))
         burst = impls[0].name == "burst"
         if impls[0].name not in PEERS or layout not in _LAYOUTS or (at and not burst):
             raise BurstError(
                 f"{_WHO}: --impl must name an implementation, because each is called in its own "
                 f"way; got {text!r}; choose among burst[:MODE][@LAYOUT] with a layout of "
-                f"{', '.join(_LAYOUTS[1:])}, te[:MODE], ceiling[:BACKEND], "
-                "before"
+                f"{', '.join(_LAYOUTS[1:])}, te[:MODE], ulysses[:BACKEND], flex, "
+                "ceiling[:BACKEND], before"
             )
         found += [replace(impl, mode=f"{impl.mode}{at}{layout}") for impl in impls]
     return tuple({str(impl): impl for impl in found}.values())
@@ -70,7 +85,9 @@ def main(
     dtype: Dtype = None,
     impl: Annotated[
         list[str] | None,
-        Option(help="repeatable: burst:MODE or burst:MODE@LAYOUT, te:MODE, ceiling, before"),
+        Option(
+            help="repeatable: burst:MODE or burst:MODE@LAYOUT, te, ulysses, flex, ceiling, before"
+        ),
     ] = None,
     preset: Annotated[
         str, Option(help=f"{', '.join(PRESETS)}; lists given beside it narrow it down")

@@ -1,4 +1,4 @@
-"""Attention for packed samples and windows: burst, TransformerEngine, the kernel alone."""
+"""Attention for packed samples and windows: burst, its peers, the kernel alone."""
 
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.impls import Impl
+from benchmarks.library_peers import Ulysses
 from benchmarks.packed_cases import PackedCase
-from benchmarks.peers import Autograd, Burst, Ceiling, Peer, Shard
+from benchmarks.peers import Autograd, Burst, Ceiling, Shard
 from benchmarks.te_peer import TransformerEngine
 from megatron_burst.engine.slice_calls import Calls
 from megatron_burst.engine.slice_parts import Bands
@@ -20,6 +21,7 @@ from megatron_burst.schedule.layout import Layout, places_in_documents, position
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.tools.world import World
 
+NO_TREES = "it has no prefix trees"
 _SAMPLED = 128  # positions whose results are compared
 
 
@@ -60,15 +62,19 @@ class Sample:
         return self.parts[layout]
 
     def _cut(self, layout: Layout) -> PackedShard:
-        """Rows of tensors that all ranks draw alike."""
         case, world = self.case, self.world
         edges = (0, *accumulate(case.lengths))
         if layout is Layout.DOCUMENTS:
             ranges = places_in_documents(edges, world.rank, world.size)
         else:
             ranges = positions(layout, world.rank, world.size, case.seq // world.size)
-        places = torch.cat([torch.arange(x.start, x.stop, x.step) for x in ranges])
+        return self.rows(torch.cat([torch.arange(x.start, x.stop, x.step) for x in ranges]))
+
+    def rows(self, places: Tensor) -> PackedShard:
+        """Rows at these positions, of tensors that all ranks draw alike."""
+        case, world = self.case, self.world
         q, k, v, dout = self._tensors(places.to(world.device))
+        edges = (0, *accumulate(case.lengths))
         cu_seqlens = torch.tensor(edges, dtype=torch.int32, device=world.device)
         leaves = (x.detach().requires_grad_() for x in (q, k, v))
         return PackedShard(case, *leaves, dout, places, cu_seqlens, max(case.lengths))
@@ -149,7 +155,7 @@ class PackedTransformerEngine(Packed, TransformerEngine):
         self.attention.prepare((case.heads_q, case.heads_kv), dims, True)
 
     def refusal(self, case: PackedCase) -> str | None:
-        return "it has no prefix trees" if case.parents else super().refusal(case)
+        return NO_TREES if case.parents else super().refusal(case)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         case = self.shard.case
@@ -172,22 +178,23 @@ class PackedTransformerEngine(Packed, TransformerEngine):
         }
 
 
+def packed_seen(case: PackedCase, device: torch.device) -> tuple[Mask, Visible]:
+    """The mask that a kernel must support on a whole sample, and what it is told."""
+    segments = None
+    if case.documents:
+        edges = torch.tensor((0, *accumulate(case.lengths)), dtype=torch.int32).to(device)
+        segments = Segments(edges, edges, max(case.lengths), max(case.lengths))
+    return Mask(case.window, 0, bool(case.documents)), Visible(case.window, 0, segments)
+
+
 class PackedCeiling(Ceiling):
     """The kernel that burst would choose, on the whole sample and 1/P of the heads; for trees as
     many calls as it needs."""
 
     calls: Calls | None = None
 
-    def mask_of(self, case: PackedCase) -> Mask:
-        return Mask(case.window, 0, bool(case.documents))
-
-    def visible_of(self, case: PackedCase) -> Visible:
-        segments = None
-        if case.documents:
-            edges = torch.tensor((0, *accumulate(case.lengths)), dtype=torch.int32)
-            edges = edges.to(self.world.device)
-            segments = Segments(edges, edges, max(case.lengths), max(case.lengths))
-        return Visible(case.window, 0, segments)
+    def seen(self, case: PackedCase) -> tuple[Mask, Visible]:
+        return packed_seen(case, self.world.device)
 
     def prepare(self, sample: Sample) -> None:
         super().prepare(sample.shard(""))
@@ -212,9 +219,18 @@ class PackedCeiling(Ceiling):
         return out, *self.backend.backward(side, k, v, self.scale, self.visible)
 
 
-PEERS: dict[str, type[Peer]] = {
-    "burst": PackedBurst,
-    "before": PackedBurst,
-    "te": PackedTransformerEngine,
-    "ceiling": PackedCeiling,
-}
+class PackedUlysses(Packed, Ulysses):
+    """DeepSpeed's: each rank has the whole sample of some heads, so documents and windows concern
+    the kernel alone."""
+
+    layout = Layout.CONTIGUOUS.value
+
+    def seen(self, case: PackedCase) -> tuple[Mask, Visible]:
+        return packed_seen(case, self.world.device)
+
+    def prepare(self, sample: Sample) -> None:
+        Packed.prepare(self, sample)
+        self.choose()
+
+    def refusal(self, case: PackedCase) -> str | None:
+        return NO_TREES if case.parents else super().refusal(case)

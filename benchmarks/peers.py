@@ -163,6 +163,11 @@ class Burst(Autograd):
         return self.package.symmetric_bytes(self.world.group)
 
 
+def seen(case: Case) -> tuple[Mask, Visible]:
+    """The mask that a kernel must support, and what it is told."""
+    return (Mask.CAUSAL, CAUSAL) if case.mask == "causal" else (Mask.FULL, FULL)
+
+
 class Kernel(Peer):
     """The kernel that burst chooses, on a whole sequence of some heads: no communication.
 
@@ -176,20 +181,16 @@ class Kernel(Peer):
     def heads(self, case: Case) -> tuple[int, int]:
         """Query and KV heads that this rank computes; none if no query head."""
 
-    def mask_of(self, case: Case) -> Mask:
-        """The mask that the kernel must support."""
-        return Mask.CAUSAL if case.mask == "causal" else Mask.FULL
-
-    def visible_of(self, case: Case) -> Visible:
-        """What it is told."""
-        return CAUSAL if case.mask == "causal" else FULL
+    def seen(self, case: Case) -> tuple[Mask, Visible]:
+        """See `seen`."""
+        return seen(case)
 
     def prepare(self, shard: Shard) -> None:
         case, device = shard.case, self.world.device
-        self.visible = self.visible_of(case)
+        mask, self.visible = self.seen(case)
         self.scale = case.head_dim_qk**-0.5
         heads_q, heads_kv = self.heads(case)
-        problem = problem_of(shard.q, shard.k, shard.v, mask=self.mask_of(case))
+        problem = problem_of(shard.q, shard.k, shard.v, mask=mask)
         self.backend, choice = choose_backend(problem, self.impl.mode)
         self.note = f"backend {choice.value}"
         sizes = (

@@ -113,6 +113,7 @@ class _Part:
     ) -> None:  # fmt: skip
         self.widths, self.impl, self.plan, self.world = widths, impl, plan, world
         self.link, self.out_of_time = link, out_of_time
+        self.gpu = ""  # its state after the repetitions of all modes
         self.stack: Stack | None = None
         self.failures: dict[str, str] = {}
         self.peaks: dict[str, float | None] = {}
@@ -130,6 +131,7 @@ class _Part:
         able = {str(mode): mode for mode in modes if str(mode) not in self.failures}
         runs = {name: partial(self._run, mode) for name, mode in able.items()}
         times = self._times(runs) if self.plan.reps > 1 else self.alone
+        self.gpu = gpu_state(self.world.device)
         made = [self._row(mode, times.get(str(mode))) for mode in modes]
         if able:
             made.append(self._attention_row())
@@ -189,7 +191,7 @@ class _Part:
             }
         return Row(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions=versions(), gpu=gpu_state(world.device), link=self.link,
+            versions=versions(), gpu=self.gpu, link=self.link,
             nodes=world.nodes, ranks=world.size,
             seq=widths.seq, batch=widths.batch, heads_q=widths.heads_q, heads_kv=widths.heads_kv,
             head_dim_qk=widths.head_dim, head_dim_v=widths.head_dim, mask="causal",

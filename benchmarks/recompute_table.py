@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 
+from benchmarks.ratios import Ratio
 from benchmarks.rows import Row
 from benchmarks.style import colour_of, legend_below, measured_on
 from megatron_burst.tools.units import in_units
@@ -22,7 +23,7 @@ def trade_table(rows: Sequence[Row]) -> str:
         if row.ms:
             measured = [
                 f"{row.ms:.1f} ({row.ms_min:.1f}-{row.ms_max:.1f})",
-                f"{row.ms / full.ms:.3f}" if full else "-",
+                f"{Ratio.of(full, row).value:.3f}" if full else "-",
                 f"{row.tflops_per_gpu:.3g}",
                 "-" if row.peak_gib is None else f"{row.peak_gib:.2f}",
             ]

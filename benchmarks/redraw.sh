@@ -11,7 +11,7 @@ rows=benchmarks/results
 run() { echo "== $*"; "$@" >/dev/null; }
 
 # tables
-run "$python" -m benchmarks.show docs docs/benchmarks/{attention,packed}.md
+run "$python" -m benchmarks.show docs docs/benchmarks/*.md docs/decisions/programs-and-the-engine.md
 run "$python" -m benchmarks.limits docs/benchmarks/limits.md
 
 # what was measured

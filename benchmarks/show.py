@@ -4,7 +4,8 @@ python -m benchmarks.show table benchmarks/results/attention_4xh200_one_node.csv
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from typer import Argument, Option
 
 from benchmarks import curves_table, loss_table, recompute_table
 from benchmarks.rows import ATTENTION_CSV, PACKED_CSV, RECOMPUTE_CSV, Sheet, is_packed, read
+from benchmarks.steps_table import Lines, frontier_lines, overview_lines, slice_lines
 from benchmarks.sweep import new_app
 from benchmarks.tables import markdown_table
 from megatron_burst.errors import BurstError
@@ -20,8 +22,9 @@ from megatron_burst.tools.terminal import in_one_sentence
 
 app = new_app()
 ROOT = Path(__file__).parents[1]
-_TABLE = re.compile(  # a line that names CSVs, and the table below it
-    r"(?P<mark>^<!-- benchmarks\.show table (?P<csvs>[^>]+) -->\n)\n*(?:^\|.*\n)*\n*", re.MULTILINE
+_TABLE = re.compile(  # a line that names a kind of table and its rows, and the table below it
+    r"(?P<mark>^<!-- benchmarks\.show (?P<kind>\w+) (?P<words>[^>]+) -->\n)\n*(?:^\|.*\n)*\n*",
+    re.MULTILINE,
 )
 Csvs = Annotated[list[Path], Argument(help="CSV files of one kind")]
 
@@ -53,12 +56,27 @@ def refreshed(text: str) -> str:
     """
 
     def made(found: re.Match) -> str:
-        rows = _attention([ROOT / csv for csv in found["csvs"].split()])
-        lines = markdown_table(rows, "fwd_bwd").splitlines()
-        table = "\n".join(line for line in lines if line.startswith("|"))
-        return f"{found['mark']}\n{table}\n\n"
+        return f"{found['mark']}\n{_TABLES[found['kind']](found['words'].split())}\n\n"
 
     return _TABLE.sub(made, text)
+
+
+def _of_attention(csvs: Sequence[str]) -> str:
+    lines = markdown_table(_attention([ROOT / csv for csv in csvs]), "fwd_bwd").splitlines()
+    return "\n".join(line for line in lines if line.startswith("|"))
+
+
+def _of_steps(lines_of: Callable[[Path, Sequence[str]], Lines], words: Sequence[str]) -> str:
+    head, *lines = lines_of(ROOT / words[0], words[1:])
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
+
+
+_TABLES: dict[str, Callable[[Sequence[str]], str]] = {
+    "table": _of_attention,
+    "frontier": partial(_of_steps, frontier_lines),
+    "overview": partial(_of_steps, overview_lines),
+    "slices": partial(_of_steps, slice_lines),
+}
 
 
 def _attention(csvs: Sequence[Path]) -> list[Any]:

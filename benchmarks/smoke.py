@@ -23,6 +23,7 @@ from benchmarks.frontier_cases import FRONTIER_CSV
 from benchmarks.kernels import KERNELS_CSV
 from benchmarks.loss_table import LOSS_CSV
 from benchmarks.one_rank import RANK_CSV
+from benchmarks.ratios import Ratio
 from benchmarks.rows import Sheet, append, read
 from megatron_burst.tools.terminal import in_one_sentence
 
@@ -77,7 +78,7 @@ def _heads(path: Path) -> Iterator[tuple]:
     for row in rows:
         if row.impl.startswith("burst") and row.tokens in peers:
             what = f"loss, {row.impl} / megatron:fused, {row.tokens} tokens, {row.vocab} classes"
-            yield what, peers[row.tokens].ms / row.ms, row.gpu, row.versions
+            yield what, Ratio.of(row, peers[row.tokens]).value, row.gpu, row.versions
 
 
 def _steps(path: Path) -> Iterator[tuple]:

@@ -1,6 +1,5 @@
 """Burst compared with its peers: groups of rows, their ratios, and tables."""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -8,6 +7,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from benchmarks.ratios import Ratio, measured_by
 from benchmarks.rows import Row
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.units import in_units
@@ -47,24 +47,6 @@ class Problem(NamedTuple):
         }
 
 
-class Ratio(NamedTuple):
-    """A speedup, with the least and the most that the spreads allow."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, row: Row | None, other: Row | None) -> "Ratio | None":
-        """A row's speedup over the other; None if one was not measured."""
-        if row is None or other is None or not row.ms or not other.ms:
-            return None
-        return cls(other.ms / row.ms, other.ms_min / row.ms_max, other.ms_max / row.ms_min)
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f})"
-
-
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """All measurements of one problem.
@@ -81,19 +63,20 @@ class Comparison:
     def burst(self) -> Row | None:
         """burst:auto, or the fastest variant where that is missing."""
         auto = self.rows.get("burst:auto")
-        return auto if auto and auto.ms else self._fastest("burst")
+        return auto if auto and auto.ms else self.fastest("burst")
 
     @property
     def best_te(self) -> Row | None:
         """TransformerEngine's fastest mode here."""
-        return self._fastest("te")
+        return self.fastest("te")
 
     @property
     def ceiling(self) -> Row | None:
         """The fastest kernel without communication."""
-        return self._fastest("ceiling")
+        return self.fastest("ceiling")
 
-    def _fastest(self, impl: str) -> Row | None:
+    def fastest(self, impl: str) -> Row | None:
+        """Of an implementation's modes; None if none was measured."""
         measured = [row for row in self.rows.values() if row.impl == impl and row.ms]
         return min(measured, key=lambda row: row.ms, default=None)
 
@@ -161,13 +144,12 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
     if not comparisons:
         return f"No {pass_} was measured."
     facts = differing(comparisons, ("heads", "S"))
-    others = [other for other in _OTHERS if any(each.rows.get(other.impl) for each in comparisons)]
+    others = [other for other in _OTHERS if any(other.row(each) for each in comparisons)]
     head = [*facts, *_COLUMNS, *(name for other in others for name in other.columns)]
     lines = []
     for each in comparisons:
         _check_alike(each)
-        words, te = each.problem.words(), each.best_te
-        best = f"{_speed(te)} ({te.mode})" if te else "-"
+        words, best = each.problem.words(), _named(each.best_te)
         to_te, to_ceiling, *memory = _judgement(each)
         line = [words[fact] for fact in facts]
         line += [_speed(each.burst), best, to_te, to_ceiling, ", ".join(memory)]
@@ -181,9 +163,9 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
 
 def _check_alike(each: Comparison) -> None:
     """That what a table compares was measured by one commit on one machine."""
-    others = (each.rows.get(other.impl) for other in _OTHERS)
+    others = (other.row(each) for other in _OTHERS)
     shown = [each.burst, each.best_te, each.ceiling, *others]
-    found = {_measured_by(row): row for row in shown if row and row.ms}
+    found = {measured_by(row): row for row in shown if row and row.ms}
     if len(found) > 1:
         got = (f"{row.impl}:{row.mode} of {' '.join(by)}" for by, row in found.items())
         where = " ".join(each.problem.words()[name] for name in ("heads", "S", "mask"))
@@ -192,12 +174,6 @@ def _check_alike(each: Comparison) -> None:
             "because a ratio would tell of these too; "
             f"got {' and '.join(got)}, for {where}; measure them in one run"
         )
-
-
-def _measured_by(row: Row) -> tuple[str, ...]:
-    """The commit and the machine that a row names, as far as it does."""
-    named = (re.search(r"\b(commit|machine) \w+", text) for text in (row.versions, row.gpu))
-    return tuple(found[0] for found in named if found)
 
 
 def _caption(problem: Problem, told: Sequence[str]) -> str:
@@ -211,6 +187,10 @@ def _speed(row: Row | None) -> str:
     if row.ms is None:
         return row.status
     return f"{row.tflops_per_gpu:.0f}" if row.tflops_per_gpu >= 10 else f"{row.tflops_per_gpu:.2g}"
+
+
+def _named(row: Row | None) -> str:
+    return f"{_speed(row)} ({row.mode})" if row else "-"
 
 
 def _judgement(each: Comparison) -> tuple[str, str, str, str]:
@@ -254,11 +234,24 @@ def _gib(row: Row | None) -> str:
 
 
 class _Other(NamedTuple):
-    """An implementation with columns of its own, if it was measured."""
+    """An implementation with columns of its own, if it was measured: a mode, or the fastest."""
 
     impl: str
     columns: tuple[str, ...]
     cells: Callable[[Comparison], Sequence[str]]
+
+    def row(self, each: Comparison) -> Row | None:
+        return each.rows.get(self.impl) if ":" in self.impl else each.fastest(self.impl)
+
+
+def _library(impl: str) -> _Other:
+    """Another library's fastest mode."""
+
+    def cells(each: Comparison) -> tuple[str, str]:
+        row = each.fastest(impl)
+        return _named(row), _text(Ratio.of(each.burst, row))
+
+    return _Other(impl, (f"{impl} (mode)", f"burst / {impl}"), cells)
 
 
 _OTHERS = (
@@ -271,4 +264,5 @@ _OTHERS = (
         ("documents at any token", "documents at any token / TE"), _at_any_token,
     ),
     _Other("before:auto", ("before", "burst / before", "GiB before"), _before),
+    *(_library(impl) for impl in ("torch", "ulysses", "yunchang")),
 )  # fmt: skip

@@ -29,6 +29,7 @@ from megatron_burst.tools.units import in_units  # noqa: E402
 from tests.plan import configs  # noqa: E402
 
 FAMILIES = tomllib.loads((DOCS / "families.toml").read_text())
+CONVERTERS = tomllib.loads((DOCS / "converters.toml").read_text())
 PLANS = DOCS / "families" / "plans.csv"
 LENGTHS, HARDWARE = (1 << 15, 1 << 17, 1 << 20), "h200"
 GPUS = 64, 128, 256, 512, 1024  # the first number that is enough
@@ -177,21 +178,33 @@ def page(key: str) -> str:
         lines += ["", family["note"]]
     known = [preset for name in found if (preset := preset_name(name))]
     if known:
+        others = "".join(f", `{name}`" for name in known[1:])
         lines += [
             "",
-            f"Known by name: `megatron-burst plan {known[0]} --gpus 64 --seq-length 128k`",
+            f"Known by name: `megatron-burst plan {known[0]} --gpus 64 --seq-length 128k`{others}. "
+            "With `--for bridge`, `verl`, `ms-swift`, `slime`, `nemo-rl` or `roll` the plan is in "
+            "that framework's words.",
         ]
-        lines[-1] += (
-            "".join(f", `{name}`" for name in known[1:]) + ". With `--for bridge`, `verl`, "
-        )
-        lines[-1] += (
-            "`ms-swift`, `slime`, `nemo-rl` or `roll` the plan is in that framework's words."
-        )
-    lines += ["", *_planned(family), *_flags(found)]
-    if family["bridge"]:
-        lines += ["## Checkpoints", "", f"Converted by Megatron-Bridge: {family['bridge']}.", ""]
+    lines += ["", *_planned(family), *_flags(found), *_frameworks(family), ""]
     other = "[frameworks](../integrations.md), [what no layer of burst computes](../models.md)"
     return "\n".join([*lines, f"See also: [the planner](../planner.md), {other}.", ""])
+
+
+def _frameworks(family: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "## Frameworks\n\n"
+        "Which frameworks make Megatron's models of these checkpoints, by each one's own list "
+        "(`docs/converters.toml` has the versions). In all of them `import megatron_burst.auto` "
+        "[turns burst on](../integrations.md).\n"
+    )
+    yield f"| model | {' | '.join(one['title'] for one in CONVERTERS.values())} |"
+    yield f"| --- |{' --- |' * len(CONVERTERS)}"
+    for name in family["models"]:
+        kind = published()[name]["model_type"]
+        cells = ("yes" if kind in one["types"] else "-" for one in CONVERTERS.values())
+        yield f"| {name} | {' | '.join(cells)} |"
+    if "converted" in family:
+        yield f"\n{family['converted']}"
 
 
 def _planned(family: Mapping[str, Any]) -> Iterator[str]:

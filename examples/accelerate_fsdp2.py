@@ -1,5 +1,6 @@
 """Fine-tunes a tiny Qwen3 on packed text with accelerate and FSDP2, without Megatron.
 
+pip install accelerate transformers
 torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py [--cp 2] [--steps 5] [files ...]
 
 Each group of `--cp` ranks shards the same packed sample; FSDP2 shards the weights over all ranks.
@@ -55,6 +56,8 @@ def main() -> None:
         accelerator.device, put_on_device=True,
         num_processes=mesh["dp"].size(), process_index=mesh["dp"].get_local_rank(),
     )  # fmt: skip
+    if not len(loader):
+        raise SystemExit("accelerate_fsdp2: pass more files, 4 for each group of ranks")
     for step, batch in zip(range(options.steps), loader, strict=False):
         loss = model(**shard_batch(batch, group=mesh["cp"]), use_cache=False).loss
         accelerator.backward(loss)

@@ -1,5 +1,6 @@
 """TRL's GRPOTrainer on context-parallel ranks, without Megatron.
 
+pip install trl
 torchrun --nproc-per-node 2 examples/trl_grpo.py [--cp 2] [--steps 3]
 
 TRL refuses GRPO with accelerate's cp_size. So accelerate sees data-parallel ranks only. The ranks

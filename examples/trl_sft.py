@@ -1,5 +1,6 @@
 """TRL's SFTTrainer with packing on context-parallel ranks, without Megatron.
 
+pip install trl
 torchrun --nproc-per-node 2 examples/trl_sft.py [--cp 2] [--steps 4]
 
 TRL refuses packing with accelerate's cp_size, which replaces attention by torch's own. So

@@ -5,7 +5,11 @@ from dataclasses import replace
 from statistics import geometric_mean
 
 from benchmarks.balance_table import STEPS_CSV
+from benchmarks.frontier_cases import FRONTIER_CSV, FULL, MODELS
+from benchmarks.frontier_cases import FULL_OF_BURST as OURS
+from benchmarks.frontier_table import in_equal_memory, points_of, runs_in, speedup, spread_of
 from benchmarks.planned import predict
+from benchmarks.ratios import Ratio
 from benchmarks.rows import ATTENTION_CSV, RECOMPUTE_CSV, read
 from benchmarks.show import ROOT
 from benchmarks.slice_cases import SLICES_CSV
@@ -25,7 +29,7 @@ def leads(name):
     """TransformerEngine's fastest mode over burst, in time and memory, by heads and length."""
     return {
         (each.problem.heads_q, each.problem.heads_kv, each.problem.seq): (
-            each.best_te.ms / each.burst.ms, each.best_te.peak_gib / each.burst.peak_gib,
+            Ratio.of(each.burst, each.best_te).value, each.best_te.peak_gib / each.burst.peak_gib,
         )
         for each in compare(rows_of(name))
         if each.problem.pass_ == "fwd_bwd"
@@ -53,7 +57,7 @@ def test_memory_and_the_lead_between_nodes():
 
 def test_the_same_kernel_on_both_sides():
     pairs = [
-        (each.problem.pass_, each.best_te.ms / each.rows["burst:backend=cudnn"].ms)
+        (each.problem.pass_, Ratio.of(each.rows["burst:backend=cudnn"], each.best_te).value)
         for each in compare(rows_of("attention_2xh200_one_node"))
         if "burst:backend=cudnn" in each.rows
     ]
@@ -66,7 +70,7 @@ def test_what_context_parallelism_costs_beside_the_kernel_alone():
     both = [each for each in every if each.problem.pass_ == "fwd_bwd"]
     on_cudnn = [each for each in both if "burst:backend=cudnn" in each.rows]
     ours, cudnn, theirs = (
-        [round(100 * (1 - alone.ms / some.ms)) for some, alone in pairs]
+        [round(100 * (1 - Ratio.of(some, alone).value)) for some, alone in pairs]
         for pairs in (
             [(each.burst, each.ceiling) for each in both],
             [(each.rows["burst:backend=cudnn"], each.rows["ceiling:cudnn"]) for each in on_cudnn],
@@ -83,6 +87,25 @@ def test_what_context_parallelism_costs_beside_the_kernel_alone():
     assert_told(PAGES / "attention.md", *costs, "{} for 32/32 and {} for 32/8".format(*earlier))
 
 
+def steps_in(*names):
+    """Rows of each run of frontier_*.csv and problem, by when it began, "11-26T06:48"."""
+    rows = [row for name in names for row in rows_of(f"frontier_{name}", FRONTIER_CSV)]
+    return {own[0].run[5:16]: own for _, own in runs_in(rows)}
+
+
+def leads_with_everything_recomputed():
+    """Of steps of packed documents and dense models."""
+    slices = [row for row in rows_of("slices_2xh200", SLICES_CSV) if row.documents]
+    (ours,) = (row for row in slices if row.impl == "burst-recompute")
+    found = [Ratio.of(ours, row).value for row in slices if row is not ours]
+    for own in steps_in("1xh200", "1xh100", "2xh100").values():
+        points = {point.name: point for point in points_of(own)}
+        if own[0].documents and not MODELS[own[0].model].experts and {FULL, OURS} <= points.keys():
+            found.append(speedup(points[OURS], points[FULL]))
+    assert len(found) > 5
+    return span(found)
+
+
 def test_whole_steps():
     ms = {}
     for row in rows_of("slices_2xh200", SLICES_CSV):
@@ -95,7 +118,57 @@ def test_whole_steps():
     assert_told(PAPERS, *figures[:2], f"{megatron / whole:.2f}")
     (packed,) = ms[128, "burst-recompute"]
     packed_leads = [f"{time / packed:.3f}" for time in ms[128, "megatron"]]
-    assert_told(PAGES / "step.md", *figures, *packed_leads)
+    assert_told(PAGES / "step.md", *figures, f"gain little, {leads_with_everything_recomputed()}")
+    assert_told(PAGES / "step-packed.md", *packed_leads)
+
+
+def test_what_steps_gain_on_one_gpu():
+    """The spans at the top of step.md are of its own table."""
+    text = (PAGES / "step.md").read_text()
+    *_, table = re.findall(r"show overview .*-->\n\n((?:\|.*\n)+)", text)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    for kind in ("one document", "packed"):
+        gains, more = [], []
+        for name, full, auto, gain, *_ in lines:
+            if name.endswith(kind) and gain != "-":
+                gains.append(float(gain))
+                gib = [float(re.search(r"([\d.]+) GiB", cell)[1]) for cell in (full, auto)]
+                more.append(gib[1] - gib[0])
+        least, most = min(more), max(more)
+        assert len(gains) > 1
+        assert_told(PAGES / "step.md", f"{span(gains)} times as fast, in {least:.0f} to {most:.0f}")
+
+
+def test_sentences_of_steps_follow_from_their_runs():
+    runs = {run: points_of(own) for run, own in steps_in("1xh200", "2xh100").items()}
+    packed, one = runs["11-26T06:48"], runs["11-26T06:50"]
+    told = {"step-packed": (packed, runs["11-24T19:57"]), "step-long": (one, runs["11-24T20:01"])}
+    for page, measured in told.items():
+        for points in measured:
+            mean = geometric_mean(gain for gain, _ in in_equal_memory(points).values())
+            assert_told(PAGES / f"{page}.md", f"{mean:.2f} times as fast in the geometric mean")
+    names = [{point.name: point for point in points} for points in (packed, one)]
+    first, second = (of["burst:auto-7"].ratio for of in names)
+    off = [f"{of['burst:off'].ms:.0f} ms" for of in names]
+    assert_told(PAGES / "step.md", f"{first:.3f} and {second:.3f} times as long", *off)
+    experts = [1 / in_equal_memory(runs[f"11-26T{time}"])["megatron:moe_act"][0]
+               for time in ("01:19", "04:43", "13:04")]  # fmt: skip
+    assert_told(PAGES / "step.md", f"{span(experts)} times as fast")
+
+
+def test_settings_of_a_table_train_the_same():
+    dense, experts = [], []
+    for page in ("step-packed", "step-long", "step-experts"):
+        text = (PAGES / f"{page}.md").read_text()
+        for name, run in re.findall(r"show frontier .*frontier_(\w+)\.csv 2026-(\S+)", text):
+            own = steps_in(name)[run]
+            spread = spread_of(own)
+            assert spread["loss"] < 1e-5
+            (experts if MODELS[own[0].model].experts else dense).append(spread["grad_norm"])
+    (told,) = re.findall(r"Losses are equal to 1e-5, and gradient norms to (\S+) \(dense models\) "
+                         r"or (\S+) \(experts\)", (PAGES / "step-runs.md").read_text())  # fmt: skip
+    for bound, found in zip(map(float, told), (dense, experts), strict=True):
+        assert bound / 2 < max(found) < bound
 
 
 def test_recomputation():
@@ -109,9 +182,9 @@ def test_recomputation():
 
 def test_what_keeping_gives_on_one_gpu():
     ms = {row.impl: row.ms for row in rows_of("ablation_step_1xh200", SLICES_CSV)}
-    assert_told(PAGES / "step.md", *(f"{one:.1f}" for one in ms.values()))
+    assert_told(PAGES / "step-scaling.md", *(f"{one:.1f}" for one in ms.values()))
     gains = [f"{ms['fused-loss'] / ms[impl]:.3f}" for impl in ("whole", "burst")]
-    assert_told(PAGES / "step.md", *gains)
+    assert_told(PAGES / "step-scaling.md", *gains)
     assert_told(PAPERS, gains[0])
 
 
@@ -146,7 +219,7 @@ def test_what_replaced_parts_of_the_papers():
     assert_told(PAPERS, *(f"{rows[8, mode].peak_gib:.2f}" for mode in ("auto", "pieces=false")))
     whole = [rows[32, mode].ms for mode in ("inter=flat", "circulate=kv", "circulate=q", "auto")]
     assert_told(PAPERS, *(f"{ms:.0f}" for ms in whole))
-    alone = [each.ceiling.ms / each.burst.ms for each in compare(rows_of(NODE))
+    alone = [Ratio.of(each.burst, each.ceiling).value for each in compare(rows_of(NODE))
              if each.problem.pass_ == "fwd_bwd"]  # fmt: skip
     assert_told(PAPERS, span(alone))
 

@@ -256,7 +256,9 @@ def test_what_cannot_be_measured_is_refused(tmp_path, words, wanted):
 
 
 def test_models_have_the_sizes_of_their_configurations():
-    """Qwen3's weights in all: 8.19B with 36 layers, 1.72B, and 30.5B with 48."""
-    layers = {"qwen3-8b": 36, "qwen3-1.7b": 28, "qwen3-30b-a3b": 48}
-    params = [replace(MODELS[name], layers=count).params for name, count in layers.items()]
-    assert params == pytest.approx([8.19e9, 1.72e9, 30.5e9], rel=0.003)
+    """Their weights in all, as published: Qwen3-8B has 36 layers, Qwen3-30B-A3B 48."""
+    layers = {"qwen3-8b": 36, "qwen3-30b-a3b": 48, "qwen3-1.7b": 28, "qwen3-4b": 36}
+    models = [replace(MODELS[name], layers=count) for name, count in layers.items()]
+    params = [model.params for model in (*models, MODELS["llama3.2-1b"])]
+    assert params == pytest.approx([8.19e9, 30.5e9, 1.72e9, 4.02e9, 1.236e9], rel=0.003)
+    assert not MODELS["llama3.2-1b"].norms_heads and MODELS["qwen3-4b"].norms_heads

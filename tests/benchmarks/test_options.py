@@ -66,6 +66,11 @@ def test_implementations_by_name_and_burst_variants_by_field():
         "burst:auto", "burst:ring", *(f"te:{mode}" for mode in MODES), "ceiling:auto",
         "one_gpu:flash",
     ]  # fmt: skip
+    others = impls_of(("torch:alltoall", "ulysses", "yunchang:ring+fa4", "yunchang"))
+    assert [str(impl) for impl in others] == [
+        "torch:alltoall+cudnn", "torch:alltoall+flash", "ulysses:auto", "yunchang:ring+fa4",
+        "yunchang:ring+auto", "yunchang:ulysses+auto", "yunchang:usp+auto",
+    ]  # fmt: skip
     text = "intra=gather,backend=cudnn,deterministic=true,heads_per_round=2,timeout_s=1.5"
     (variant,) = impls_of((f"burst:{text}",))
     assert variant.mode == text
@@ -75,6 +80,8 @@ def test_implementations_by_name_and_burst_variants_by_field():
 
 
 REFUSALS = {
+    "torch's way": (["--impl", "torch:ring"], "got 'torch:ring'.*allgather\\|alltoall"),
+    "torch's kernel": (["--impl", "torch:alltoall+fa4"], "must name an implementation.*efficient"),
     "burst field": (["--impl", "burst:intr=ring"], "fields of BurstConfig.*'intr=ring'.*intra"),
     "burst word": (["--impl", "burst:fast"], "given as FIELD=VALUE.*got 'fast'"),
     "burst value": (["--impl", "burst:intra=rign"], "intra must be one of auto, ring, gather"),

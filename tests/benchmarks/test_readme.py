@@ -9,10 +9,19 @@ import pytest
 from benchmarks.frontier_cases import FRONTIER_CSV
 from benchmarks.frontier_table import points_of, runs_in
 from benchmarks.loss_table import LOSS_CSV
+from benchmarks.ratios import Ratio
 from benchmarks.rows import PACKED_CSV
 from benchmarks.slice_cases import SLICES_CSV
 from benchmarks.tables import compare
-from tests.benchmarks.test_figures import NODE, NODES, README, leads, rows_of, span
+from tests.benchmarks.test_figures import (
+    NODE,
+    NODES,
+    README,
+    leads,
+    leads_with_everything_recomputed,
+    rows_of,
+    span,
+)
 
 PACKED, WINDOW = "packed documents, 2 GPUs", "sliding window, 2 GPUs"
 TWO, FOUR = "causal, 2 GPUs", "causal, 4 GPUs"
@@ -40,7 +49,7 @@ def speed():
 def slower_where_documents_start_anywhere():
     (half,) = (one for one in compare(rows_of("packed_2x1xh200", PACKED_CSV))
                if one.problem.mask == "half" and one.problem.pass_ == "fwd_bwd")  # fmt: skip
-    return [f"{half.best_te.ms / half.rows['burst:auto@zigzag'].ms:.2f}"]
+    return [f"{Ratio.of(half.rows['burst:auto@zigzag'], half.best_te).value:.2f}"]
 
 
 def memory():
@@ -60,11 +69,10 @@ def step():
         by.setdefault((row.seq >> 10, row.impl), []).append(row)
     full, burst = by[512, "megatron"][-1], by[512, "burst"][-1]
     ms = {impl: by[256, impl][0].ms for impl in ("megatron", "megatron-keep", "burst")}
-    packed = [row.ms / by[128, "burst-recompute"][0].ms for row in by[128, "megatron"]]
     return [
         f"{full.ms / burst.ms:.2f} times as fast", f"{burst.peak_gib / full.peak_gib - 1:.0%}"[:-1],
         f"{ms['megatron'] / ms['megatron-keep']:.2f}", f"{ms['megatron-keep'] / ms['burst']:.2f}",
-        span(packed),
+        f"{leads_with_everything_recomputed()} times as fast",
     ]  # fmt: skip
 
 
@@ -91,7 +99,7 @@ def loss():
 
 def the_same_kernel():
     ratios = [
-        each.best_te.ms / each.rows["burst:backend=cudnn"].ms
+        Ratio.of(each.rows["burst:backend=cudnn"], each.best_te).value
         for each in compare(rows_of("attention_2xh200_one_node"))
         if each.problem.pass_ == "fwd_bwd" and "burst:backend=cudnn" in each.rows
     ]
@@ -113,18 +121,19 @@ def repetitions():
         for each in compare(rows_of(*sheet)):
             if each.problem.pass_ == "fwd_bwd" and each.best_te:
                 reps = int(re.match(r"(\d+) repetition", each.burst.note)[1])
-                figure = f"{each.best_te.ms / each.burst.ms:.2f}"
+                figure = f"{Ratio.of(each.burst, each.best_te).value:.2f}"
                 found[figure] = min(reps, found.get(figure, reps))
         few = {1} if "packed" in sheet[0] else {2, 3}
         assert {found[figure] for figure in figures} <= few, (sheet, found)
-    return ["1.20 and 1.57 are single ones, 1.06, 1.53 and causal attention's 1.15 of 2 or 3"]
+    few = "1.06 and 1.53 are of 2 or 3, and so is causal attention's 1.15"
+    return ["1.20 and 1.57 are single repetitions", few]
 
 
 SOURCES: dict[Callable[[], list[str]], str] = {
     speed: "attention_*.csv, packed_2xh200_one_node.csv, packed_2x1xh200.csv",
     slower_where_documents_start_anywhere: "packed_2x1xh200.csv",
     memory: "the same as speed",
-    step: "slices_2xh200.csv",
+    step: "slices_2xh200.csv, frontier_*.csv",
     planned: "frontier_1xh200.csv",
     loss: "loss_h200.csv",
     the_same_kernel: "attention_2xh200_one_node.csv, attention_4xh200_one_node.csv",

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.loss_table import LOSS_CSV
+from benchmarks.ratios import Ratio
 from benchmarks.rows import (
     ANY_CSV,
     ATTENTION_CSV,
@@ -18,7 +19,7 @@ from benchmarks.rows import (
     read,
 )
 from benchmarks.show import ROOT, app, refreshed
-from benchmarks.tables import Ratio, compare, markdown_table
+from benchmarks.tables import compare, markdown_table
 from megatron_burst.errors import BurstError
 from tests.benchmarks.rows import one_problem, row
 
@@ -125,13 +126,15 @@ def test_the_same_kernel_on_both_sides_has_columns_of_its_own(tmp_path):
 
 
 def test_gains_are_by_kind_and_a_single_problem_is_none(tmp_path):
-    """burst:auto takes 10 ms and 1.5 GiB, TransformerEngine's fastest mode 15 ms and 2.5 GiB."""
+    """burst:auto takes 10 ms and 1.5 GiB, TransformerEngine's best mode 15 and 2.5, a kernel 8."""
     pytest.importorskip("matplotlib")
     from benchmarks import gains
 
     rows = [*one_problem(), *one_problem(seq=2**17), *one_problem(mask="window-4K")]
     (found,) = gains.gains_of(rows + one_problem(pass_="fwd"))
-    assert found == gains.Gains("causal\n4 GPUs", [1.5, 1.5], [2.5 / 1.5, 2.5 / 1.5])
+    assert found == gains.Gains("causal\n4 GPUs", [1.5] * 2, [2.5 / 1.5] * 2, [15 / 8] * 2)
+    rows.append(row("burst:backend=cudnn", (16.0, 16.0, 16.0)))
+    assert gains.gains_of(rows)[0].same_kernel == [15 / 16]
     append(tmp_path / "a.csv", rows)
     done = CliRunner().invoke(app, ["gains", str(tmp_path / "g.png"), str(tmp_path / "a.csv")])
     assert done.exit_code == 0 and (tmp_path / "g.png").stat().st_size > 10_000, done.output
@@ -271,17 +274,25 @@ def test_tables_refuse_rows_of_the_other_benchmark(tmp_path):
             assert f"got one of {impl}; show that with benchmarks.show " in said
 
 
-DOCUMENTS = (
-    "benchmarks/attention.md", "benchmarks/packed.md", "decisions/programs-and-the-engine.md",
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")
+    if re.search("^<!-- benchmarks.show ", path.read_text(), re.MULTILINE)
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_tables_of_documents_are_those_of_their_csvs(name):
     """`python -m benchmarks.show docs` rebuilds them."""
-    text = (ROOT / "docs" / name).read_text()
-    assert text.count("<!-- benchmarks.show table ") and refreshed(text) == text
-    assert len(re.findall("[|] burst / (TE|before) [|]", text)) >= text.count("<!-- benchmarks")
+    text = (ROOT / name).read_text()
+    marks = len(re.findall("^<!-- benchmarks.show ", text, re.MULTILINE))
+    assert refreshed(text) == text and len(re.findall(r"^\| ---", text, re.MULTILINE)) >= marks
+
+
+def test_documents_with_tables_are_made_again_by_the_script():
+    script = (ROOT / "benchmarks" / "redraw.sh").read_text()
+    (patterns,) = re.findall(r"benchmarks\.show docs (.*)", script)
+    made = {path for pattern in patterns.split() for path in ROOT.glob(pattern)}
+    assert len(DOCUMENTS) >= 7 and made >= {ROOT / name for name in DOCUMENTS}
 
 
 def test_a_table_has_columns_of_what_was_measured():
@@ -290,7 +301,12 @@ def test_a_table_has_columns_of_what_was_measured():
     assert head == "| heads | S | burst | GiB burst, TE | before | burst / before |"
     assert "| 1.10 (0.83-1.22) |" in markdown_table(rows, "fwd_bwd")
     rows.append(replace(row("burst:backend=cudnn", (1.0, 1.0, 1.0)), ms=None, status="failed"))
+    rows.append(row("yunchang:ring+auto"))
     assert markdown_table(rows, "fwd_bwd").splitlines()[2] == head
+    rows += [row(f"torch:{way}", (ms, ms, ms)) for way, ms in (("slow", 30.0), ("fast", 20.0))]
+    head, _, line = markdown_table(rows, "fwd_bwd").splitlines()[2:]
+    assert head.endswith("| torch (mode) | burst / torch |")
+    assert line.endswith("| 360 (fast) | 2.00 (1.67-2.22) |")
 
 
 @pytest.mark.parametrize(

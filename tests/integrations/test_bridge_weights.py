@@ -43,3 +43,21 @@ def test_weights_are_those_of_transformers_class(name, tmp_path):
             model = AutoModelForCausalLM.from_config(language)
     weights = sum(x.numel() for part, x in model.named_parameters() if "visual" not in part)
     assert from_hugging_face(config, name).params == pytest.approx(weights, rel=4e-4)
+
+
+def test_pages_say_which_types_bridge_converts():
+    from megatron.bridge import AutoBridge
+    from transformers.models.auto import modeling_auto
+
+    from docs.family_pages import CONVERTERS, published
+
+    supported, found = set(AutoBridge.list_supported_models()), set()
+    for config in published().values():
+        kind = config["model_type"]
+        listed = (
+            modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind),
+            modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind),
+        )
+        names = config.get("architectures", listed)
+        found |= {kind} if supported & set(names) else set()
+    assert sorted(found) == CONVERTERS["bridge"]["types"]

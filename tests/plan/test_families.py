@@ -130,6 +130,13 @@ def test_pages_of_families_are_what_the_planner_says(name):
     assert (family_pages.DOCS / "families" / name).read_text() == family_pages.PAGES[name]()
 
 
+def test_frameworks_are_told_of_model_types_that_have_a_page():
+    kinds = {config["model_type"] for config in family_pages.published().values()}
+    for name, framework in family_pages.CONVERTERS.items():
+        assert set(framework["types"]) <= kinds, name
+        assert framework["types"] == sorted(set(framework["types"])), name
+
+
 def test_planned_times_of_the_pages_are_the_planners():
     with family_pages.PLANS.open() as file:
         rows = list(csv.DictReader(file))

@@ -44,6 +44,12 @@ class Facts:
     door: tuple[str, int] = ("", 0)  # address and port where other nodes can knock
 
 
+def facts_of(fields: Mapping) -> Facts:
+    """What a rank said, from the fields that it sent (`dataclasses.asdict`)."""
+    home = fields["home"] and RankHome(**fields["home"])
+    return Facts(**{**fields, "home": home, "door": tuple(fields["door"])})
+
+
 def check_alike(facts: Sequence[Facts]) -> list[Check]:
     """Nodes that differ from most in what should be the same."""
     nodes = {fact.node: fact for fact in reversed(facts)}

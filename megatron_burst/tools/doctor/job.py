@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 import torch
@@ -14,7 +14,7 @@ from megatron_burst.tools.doctor import compare
 from megatron_burst.tools.doctor.machine import check_machine
 from megatron_burst.tools.doctor.meeting import Launch, Meeting, Watch, meet, open_store
 from megatron_burst.tools.doctor.network import check_pairs, knock, open_door, own_address
-from megatron_burst.tools.doctor.report import Check, LinkRate, Report, Status, merged
+from megatron_burst.tools.doctor.report import Check, LinkRate, Report, Status, check_of, merged
 from megatron_burst.tools.doctor.software import software
 from megatron_burst.tools.doctor.survey import Answer, Runner, Survey, gpus_of, survey_of
 from megatron_burst.tools.speeds import Mover, matmul, rank_ms, rings
@@ -53,7 +53,8 @@ def check_job(launch: Launch, job: Job) -> bool:
     with open_door(own_address(launch.address, job.environ)) as door:
         mine = _facts(launch, job, survey, door.getsockname()[:2])
         job.progress.now("waiting for all ranks")
-        meeting, facts = meet(launch, store, job.timeout_s, mine)
+        meeting, told = meet(launch, store, job.timeout_s, asdict(mine))
+        facts = {rank: compare.facts_of(fields) for rank, fields in told.items()}
         checks = _Checks(meeting, job, facts)
         checks.before_groups(survey)
     if checks.may_measure:
@@ -115,8 +116,9 @@ class _Checks:
         told = {self.nodes[rank]: why for rank, why in reached.items() if why is not None}
         self.found.append(check_pairs(told))
         own = check_machine(survey, self.job.environ, in_job=True) if speaks else []
-        said = meeting.share("machine", own)
-        self.found += merged({name: said.get(rank, ()) for name, rank in self.speakers.items()})
+        said = meeting.share("machine", [asdict(check) for check in own])
+        checks = {rank: [check_of(fields) for fields in found] for rank, found in said.items()}
+        self.found += merged({name: checks.get(rank, ()) for name, rank in self.speakers.items()})
         self.found += compare.check_alike(list(self.facts.values()))
 
     def measure(self) -> None:

@@ -1,8 +1,8 @@
 """Who is there: what launchers tell a rank, and the store where ranks meet, which unlike a
 collective can say who is missing."""
 
+import json
 import os
-import pickle
 import re
 import sys
 import time
@@ -112,8 +112,8 @@ class Meeting:
         return self.launch.rank == 0
 
     def post(self, topic: str, value: object) -> None:
-        """Say something under a topic."""
-        self.store.set(f"doctor/{topic}/{self.launch.rank}", pickle.dumps(value))
+        """Say something under a topic: data that JSON holds, so that reading it runs no code."""
+        self.store.set(f"doctor/{topic}/{self.launch.rank}", json.dumps(value))
 
     def collect(self, topic: str, ranks: Sequence[int], patience: float = 1.0) -> dict[int, object]:
         """What ranks said under a topic; those that said nothing in time are not in it."""
@@ -122,7 +122,7 @@ class Meeting:
         while True:
             for rank, key in keys.items():
                 if rank not in found and self.store.check([key]):
-                    found[rank] = pickle.loads(self.store.get(key))
+                    found[rank] = json.loads(self.store.get(key))
             if len(found) == len(keys) or time.monotonic() > deadline:
                 return dict(sorted(found.items()))
             time.sleep(_POLL_S)
@@ -185,7 +185,7 @@ def meet(launch: Launch, store: dist.Store, timeout_s: float, mine: object) -> t
     if meeting.leads:
         meeting.post("present", tuple(meeting.collect("here", range(launch.size))))
     # rank 0 may have come last
-    meeting.present = meeting.collect("present", [0], patience=2.0).get(0, ())
+    meeting.present = tuple(meeting.collect("present", [0], patience=2.0).get(0, ()))
     if launch.rank not in meeting.present:
         raise BurstError(
             f"doctor: all ranks must arrive within {timeout_s:g} s, because they check each "

@@ -33,6 +33,11 @@ class Check:
     where: str = ""  # the nodes or ranks that it is about; "" for this machine
 
 
+def check_of(fields: Mapping[str, str]) -> Check:
+    """A finding from its fields, as another rank sent them (`dataclasses.asdict`)."""
+    return Check(**{**fields, "status": Status(fields["status"])})
+
+
 def _check(status: Status, name: str, what: str, change: str = "", where: str = "") -> Check:
     return Check(name, status, what, change, where)
 
