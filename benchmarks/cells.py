@@ -1,6 +1,6 @@
-"""Rows to cells of a CSV, and back."""
+"""Rows to cells of a CSV, and back; lines of cells to Markdown."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import Field, asdict, fields
 from typing import Any
 
@@ -10,6 +10,12 @@ from megatron_burst.errors import BurstError
 def cells_of(row: Any) -> list[object]:
     """A dataclass's values as CSV cells; None is empty."""
     return [_cell(value) for value in asdict(row).values()]
+
+
+def markdown(lines: Iterable[Sequence[str]]) -> str:
+    """A table whose first line is its head."""
+    head, *rows = lines
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
 
 
 def row_of(cells: Sequence[str], kind: type, where: str) -> Any:

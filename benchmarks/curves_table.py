@@ -7,6 +7,7 @@ from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.cells import markdown
 from benchmarks.rows import Sheet
 from benchmarks.style import colour_of, measured_on
 
@@ -103,7 +104,7 @@ def curves_table(rows: Sequence[CurveRow]) -> str:
     """Markdown: how far Megatron itself, burst and another order of the text are from Megatron's
     curve at the end."""
     head = ("sample", "steps", "loss", "apart", "again", "burst", "other order", "burst / other")
-    lines = [head, ["---"] * len(head)]
+    lines = [head]
     for overlay in overlays(rows):
         last = max(overlay.apart(overlay.burst))
         loss = f"{overlay.peer[last]:.4f}"
@@ -112,7 +113,7 @@ def curves_table(rows: Sequence[CurveRow]) -> str:
             figures = [again, burst, other, burst / other if other else nan]
             told = ["-" if isnan(figure) else f"{figure:.2g}" for figure in figures]
             lines.append((overlay.sample, str(last), loss, how, *told))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def draw_if_possible(rows: Sequence[CurveRow], stem: Path) -> list[Path]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from benchmarks.impls import Impl
+from benchmarks.library_peers import mesh_of, over_ranks
 from benchmarks.packed_cases import PackedCase
 from benchmarks.packed_peers import NO_TREES, Packed, Sample
 from megatron_burst.tools.world import World
@@ -51,19 +52,13 @@ class Flex(Packed):
 
     @cached_property
     def mesh(self) -> torch.distributed.device_mesh.DeviceMesh:
-        from torch.distributed.device_mesh import DeviceMesh
-
-        return DeviceMesh.from_group(self.world.group, self.world.device.type)
+        return mesh_of(self.world)
 
     @cached_property
     def attention(self) -> torch.nn.Module:
         """Compiled as torchtitan does."""
-        from torch.distributed.tensor.experimental import _attention as cp
-        from torch.distributed.tensor.parallel import parallelize_module
-
         kernel = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs", dynamic=False)
-        style = cp._ContextParallel(2, cp._ContextParallel.AttentionType.FLEX)
-        return parallelize_module(_Attention(kernel), self.mesh, style)
+        return over_ranks(_Attention(kernel), "FLEX", self.mesh)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = self.attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), self.mask)

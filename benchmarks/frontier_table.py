@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import geometric_mean, median
 
+from benchmarks.cells import markdown
 from benchmarks.frontier_cases import FULL, FULL_OF_BURST, NOTHING, FrontierRow
 from benchmarks.ratios import Ratio
 from megatron_burst.tools.units import in_units
@@ -138,8 +139,7 @@ def _section(title: str, rows: Sequence[FrontierRow]) -> Iterator[str]:
     points = points_of(rows)
     gains = in_equal_memory(points)
     yield f"{title}\n"
-    for line in (HEAD, ["---"] * len(HEAD), *(cells_of(point, gains) for point in points)):
-        yield f"| {' | '.join(line)} |"
+    yield markdown([HEAD, *(line_of(point, gains) for point in points)])
     if gains:
         speedups = [speedup for speedup, _ in gains.values()]
         means = f"geometric mean {geometric_mean(speedups):.3f}, least {min(speedups):.3f}"
@@ -148,7 +148,7 @@ def _section(title: str, rows: Sequence[FrontierRow]) -> Iterator[str]:
     yield f"\nlargest relative difference from the median: {', '.join(differences)}"
 
 
-def cells_of(point: Point, gains: dict[str, tuple[float, str]]) -> list[str]:
+def line_of(point: Point, gains: dict[str, tuple[float, str]]) -> list[str]:
     """A line of the table, below `HEAD`."""
     if point.ms is None:
         why = "out of memory" if "out of memory" in point.note else f"failed: {point.note}"

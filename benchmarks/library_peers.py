@@ -16,13 +16,12 @@ from torch import Tensor
 
 from benchmarks.cases import Case
 from benchmarks.impls import Impl
-from benchmarks.peers import Autograd, Shard, seen
+from benchmarks.peers import Autograd, Shard, indices_of, kernel_for, seen
 from benchmarks.results import sample_of
-from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend
+from megatron_burst.kernels.backends import Backend, QuerySide
 from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
 from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.tools.speeds import problem_of
 from megatron_burst.tools.world import World
 
 
@@ -64,8 +63,25 @@ def places(tokens: int, degree: int, rank: int, size: int) -> Tensor:
     """Positions of a rank's rows: see `Library`. Source: yunchang's zigzag_extract_local."""
     ring = size // degree
     ranges = positions(Layout.ZIGZAG, rank // degree, ring, tokens // ring)
-    every = torch.cat([torch.arange(at.start, at.stop, at.step) for at in ranges])
-    return every.chunk(degree)[rank % degree]
+    return indices_of(ranges).chunk(degree)[rank % degree]
+
+
+def mesh_of(world: World) -> torch.distributed.device_mesh.DeviceMesh:
+    """All ranks, as torch's context parallelism wants them."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(world.group, world.device.type)
+
+
+def over_ranks(
+    module: torch.nn.Module, kind: str, mesh: torch.distributed.device_mesh.DeviceMesh
+) -> torch.nn.Module:
+    """An attention module with sequences sharded in axis 2 by torch: "SDPA", or "FLEX"."""
+    from torch.distributed.tensor.experimental import _attention as cp
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    style = cp._ContextParallel(2, cp._ContextParallel.AttentionType[kind])
+    return parallelize_module(module, mesh, style)
 
 
 class TorchContextParallel(Library):
@@ -84,14 +100,10 @@ class TorchContextParallel(Library):
     def attention(self) -> torch.nn.Module:
         """Its SDPA as a module, as torchtitan uses it. What is switched on concerns SDPA of
         DTensors alone, so it stays on."""
-        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor.experimental import _attention as cp
-        from torch.distributed.tensor.parallel import parallelize_module
 
         cp._enable_context_parallel_dispatcher()
-        style = cp._ContextParallel(2, cp._ContextParallel.AttentionType.SDPA)
-        mesh = DeviceMesh.from_group(self.world.group, self.world.device.type)
-        return parallelize_module(_Sdpa(), mesh, style)
+        return over_ranks(_Sdpa(), "SDPA", mesh_of(self.world))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from torch.distributed.tensor.experimental import _attention as cp
@@ -110,7 +122,7 @@ class _Sdpa(torch.nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class LocalKernel:
     """One of burst's kernels, for libraries that take any; tensors are [b, n, h, d]."""
 
     backend: Backend
@@ -154,7 +166,7 @@ class AnyKernel(Library):
     """A library that runs one of burst's kernels on its tensors."""
 
     asked = "auto"
-    kernel: Kernel | None = None
+    kernel: LocalKernel | None = None
 
     def seen(self, case: Case) -> tuple[Mask, Visible]:
         """What the kernel must support, and what it is told."""
@@ -166,11 +178,10 @@ class AnyKernel(Library):
 
     def choose(self) -> None:
         """Find the kernel for the tensors that the peer has."""
-        shard, (mask, visible) = self.shard, self.seen(self.shard.case)
-        problem = problem_of(shard.q, shard.k, shard.v, mask=mask)
-        backend, choice = choose_backend(problem, self.asked)
-        self.kernel = Kernel(backend, visible, shard.case.head_dim_qk**-0.5)
-        self.note = f"backend {choice.value}"
+        case = self.shard.case
+        mask, visible = self.seen(case)
+        backend, self.note = kernel_for(self.shard, self.asked, mask)
+        self.kernel = LocalKernel(backend, visible, case.head_dim_qk**-0.5)
 
 
 class Ulysses(AnyKernel):

@@ -1,15 +1,10 @@
-"""What the hardware allows beside what burst reaches: the tables of docs/benchmarks/limits.md.
-
-python -m benchmarks.limits docs/benchmarks/limits.md     makes its tables again
-"""
+"""What the hardware allows beside what burst reaches: tables of docs/benchmarks/limits.md, which
+`benchmarks.show docs` makes."""
 
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Annotated
-
-import typer
 
 from benchmarks.loss_table import LOSS_CSV
 from benchmarks.planned import sent_by
@@ -19,11 +14,9 @@ from benchmarks.slice_cases import SLICES_CSV
 from benchmarks.tables import compare
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware_file import preset_of
-from megatron_burst.tools.terminal import in_one_sentence
 from megatron_burst.tools.units import in_units
 
 RESULTS = Path(__file__).parent / "results"
-_TABLE = re.compile(r"(<!-- benchmarks\.limits (\w+) -->\n)\n*(?:^\|.*\n)*\n*", re.MULTILINE)
 _LINK = re.compile(r"ring ([\d.]+), all-to-all ([\d.]+) GB/s (on one|between 2)")
 CAUSAL = (
     ("attention_2xh200_one_node", (65536, 131072)),
@@ -144,17 +137,6 @@ TABLES: dict[str, Callable[[], Lines]] = {
 }  # fmt: skip
 
 
-def markdown(lines: Lines) -> str:
-    """A table whose first line is its head."""
-    head, *rows = lines
-    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
-
-
-def refreshed(text: str) -> str:
-    """A page with the tables below its marks as the rows are today."""
-    return _TABLE.sub(lambda found: f"{found[1]}\n{markdown(TABLES[found[2]]())}\n", text)
-
-
 def _causal(name: str, pass_: str) -> list[Row]:
     """Rows of the kernel alone."""
     return [row for row in sheet(name) if row.impl == "ceiling" and row.pass_ == pass_ and row.ms]
@@ -175,13 +157,3 @@ def _span(values) -> str:
 def _share(row) -> str:
     """Of the data sheet's bf16 peak of the row's GPU."""
     return f"{row.tflops_per_gpu / preset_of(row.gpu, 'limits').gpu.peak_tflops:.2f}"
-
-
-def main(page: Annotated[Path, typer.Argument(help="whose tables are made again")]) -> None:
-    """Make the tables of a page again from benchmarks/results."""
-    with in_one_sentence():
-        page.write_text(refreshed(page.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    typer.run(main)

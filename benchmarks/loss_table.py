@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.cells import markdown
 from benchmarks.ratios import Ratio
 from benchmarks.rows import Sheet
 from benchmarks.style import colour_of, legend_below, measured_on
@@ -63,7 +64,7 @@ def loss_table(rows: Sequence[LossRow]) -> str:
         "tokens", "h x V", "TP", "impl", "ms (min-max)", "of Megatron's fused",
         "of the matmul rate", "GiB", "errors of loss, dX, dW", "status",
     )  # fmt: skip
-    lines = [head, ["---"] * len(head)]
+    lines = [head]
     for row in sorted(rows, key=lambda row: (row.ranks, row.hidden, row.vocab, row.tokens)):
         native = next((r for r in rows if _head(r) == _head(row) and _is_native(r) and r.ms), None)
         measured = ["-"] * 4
@@ -81,7 +82,7 @@ def loss_table(rows: Sequence[LossRow]) -> str:
         lines.append(
             [in_units(row.tokens), size, f"{row.ranks}", row.impl, *measured, shown, status]
         )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def _ms(time: float) -> str:

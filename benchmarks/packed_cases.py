@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 
 from benchmarks.cases import Case, Heads, Pass
 from benchmarks.documents import SEED, area, lengths_of, parents_of
@@ -48,6 +48,11 @@ class PackedCase(Case):
         if not self.documents:
             return (self.seq,)
         return lengths_of(self.documents, self.seq, self.seed, self.multiple)
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Where documents begin, and where the last one ends."""
+        return (0, *accumulate(self.lengths))
 
     @property
     def parents(self) -> tuple[int, ...] | None:

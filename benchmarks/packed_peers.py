@@ -1,7 +1,6 @@
 """Attention for packed samples and windows: burst, its peers, the kernel alone."""
 
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -9,7 +8,7 @@ from torch import Tensor
 from benchmarks.impls import Impl
 from benchmarks.library_peers import Ulysses
 from benchmarks.packed_cases import PackedCase
-from benchmarks.peers import Autograd, Burst, Ceiling, Shard
+from benchmarks.peers import Autograd, Burst, Ceiling, Shard, indices_of
 from benchmarks.te_peer import TransformerEngine
 from megatron_burst.engine.slice_calls import Calls
 from megatron_burst.engine.slice_parts import Bands
@@ -63,19 +62,17 @@ class Sample:
 
     def _cut(self, layout: Layout) -> PackedShard:
         case, world = self.case, self.world
-        edges = (0, *accumulate(case.lengths))
         if layout is Layout.DOCUMENTS:
-            ranges = places_in_documents(edges, world.rank, world.size)
+            ranges = places_in_documents(case.edges, world.rank, world.size)
         else:
             ranges = positions(layout, world.rank, world.size, case.seq // world.size)
-        return self.rows(torch.cat([torch.arange(x.start, x.stop, x.step) for x in ranges]))
+        return self.rows(indices_of(ranges))
 
     def rows(self, places: Tensor) -> PackedShard:
         """Rows at these positions, of tensors that all ranks draw alike."""
         case, world = self.case, self.world
         q, k, v, dout = self._tensors(places.to(world.device))
-        edges = (0, *accumulate(case.lengths))
-        cu_seqlens = torch.tensor(edges, dtype=torch.int32, device=world.device)
+        cu_seqlens = torch.tensor(case.edges, dtype=torch.int32, device=world.device)
         leaves = (x.detach().requires_grad_() for x in (q, k, v))
         return PackedShard(case, *leaves, dout, places, cu_seqlens, max(case.lengths))
 
@@ -182,7 +179,7 @@ def packed_seen(case: PackedCase, device: torch.device) -> tuple[Mask, Visible]:
     """The mask that a kernel must support on a whole sample, and what it is told."""
     segments = None
     if case.documents:
-        edges = torch.tensor((0, *accumulate(case.lengths)), dtype=torch.int32).to(device)
+        edges = torch.tensor(case.edges, dtype=torch.int32).to(device)
         segments = Segments(edges, edges, max(case.lengths), max(case.lengths))
     return Mask(case.window, 0, bool(case.documents)), Visible(case.window, 0, segments)
 
@@ -200,7 +197,7 @@ class PackedCeiling(Ceiling):
         super().prepare(sample.shard(""))
         case = sample.case
         if case.parents:
-            slices = slices_of_tree((0, *accumulate(case.lengths)), case.parents).numpy()
+            slices = slices_of_tree(case.edges, case.parents).numpy()
             every = (range(case.seq),)
             parts = Parts(Bands(slices).parts(every, every))
             self.calls = Calls(parts, self.world.device, together=True)

@@ -15,9 +15,14 @@ from benchmarks.impls import Impl
 from benchmarks.results import sample_of
 from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend
 from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
-from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.mask import Mask, Places
 from megatron_burst.tools.speeds import problem_of
 from megatron_burst.tools.world import World
+
+
+def indices_of(places: Places) -> Tensor:
+    """Positions as one tensor: int64 [rows]."""
+    return torch.cat([torch.arange(at.start, at.stop, at.step) for at in places])
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +173,13 @@ def seen(case: Case) -> tuple[Mask, Visible]:
     return (Mask.CAUSAL, CAUSAL) if case.mask == "causal" else (Mask.FULL, FULL)
 
 
+def kernel_for(shard: Shard, name: str, mask: Mask) -> tuple[Backend, str]:
+    """The backend of this name for a shard's tensors, or burst's choice for "auto"; and the note of
+    a row that ran it."""
+    backend, choice = choose_backend(problem_of(shard.q, shard.k, shard.v, mask=mask), name)
+    return backend, f"backend {choice.value}"
+
+
 class Kernel(Peer):
     """The kernel that burst chooses, on a whole sequence of some heads: no communication.
 
@@ -190,9 +202,7 @@ class Kernel(Peer):
         mask, self.visible = self.seen(case)
         self.scale = case.head_dim_qk**-0.5
         heads_q, heads_kv = self.heads(case)
-        problem = problem_of(shard.q, shard.k, shard.v, mask=mask)
-        self.backend, choice = choose_backend(problem, self.impl.mode)
-        self.note = f"backend {choice.value}"
+        self.backend, self.note = kernel_for(shard, self.impl.mode, mask)
         sizes = (
             (heads_q, case.head_dim_qk), (heads_kv, case.head_dim_qk), (heads_kv, case.head_dim_v),
             (heads_q, case.head_dim_v),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 
+from benchmarks.cells import markdown
 from benchmarks.ratios import Ratio
 from benchmarks.rows import Row
 from benchmarks.style import colour_of, legend_below, measured_on
@@ -16,7 +17,7 @@ _A_LINE = 3  # panels
 def trade_table(rows: Sequence[Row]) -> str:
     """Markdown: one line a length and mode, with time and memory beside full recomputation's."""
     head = ("S", "mode", "ms (min-max)", "of full recompute", "TFLOP/s per GPU", "GiB", "status")
-    lines = [head, ["---"] * len(head)]
+    lines = [head]
     for row in sorted(rows, key=lambda row: row.seq):
         full = next((r for r in rows if r.seq == row.seq and _is_full(r, row.impl) and r.ms), None)
         measured = ["-"] * 4
@@ -29,7 +30,7 @@ def trade_table(rows: Sequence[Row]) -> str:
             ]
         status = row.status if row.status == "ok" else f"{row.status}: {row.note}"
         lines.append([in_units(row.seq), f"{row.impl}:{row.mode}", *measured, status])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def _is_full(row: Row, impl: str) -> bool:

@@ -12,7 +12,6 @@ run() { echo "== $*"; "$@" >/dev/null; }
 
 # tables
 run "$python" -m benchmarks.show docs docs/benchmarks/*.md docs/decisions/programs-and-the-engine.md
-run "$python" -m benchmarks.limits docs/benchmarks/limits.md
 
 # what was measured
 run "$python" -m benchmarks.show gains docs/gains.png $rows/{attention_2x,attention_4x,packed_2x}h200_one_node.csv \

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from benchmarks import curves_table, loss_table, recompute_table
+from benchmarks import curves_table, limits, loss_table, recompute_table
+from benchmarks.cells import markdown
 from benchmarks.rows import ATTENTION_CSV, PACKED_CSV, RECOMPUTE_CSV, Sheet, is_packed, read
 from benchmarks.steps_table import Lines, frontier_lines, overview_lines, slice_lines
 from benchmarks.sweep import new_app
@@ -67,8 +68,7 @@ def _of_attention(csvs: Sequence[str]) -> str:
 
 
 def _of_steps(lines_of: Callable[[Path, Sequence[str]], Lines], words: Sequence[str]) -> str:
-    head, *lines = lines_of(ROOT / words[0], words[1:])
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
+    return markdown(lines_of(ROOT / words[0], words[1:]))
 
 
 _TABLES: dict[str, Callable[[Sequence[str]], str]] = {
@@ -76,6 +76,7 @@ _TABLES: dict[str, Callable[[Sequence[str]], str]] = {
     "frontier": partial(_of_steps, frontier_lines),
     "overview": partial(_of_steps, overview_lines),
     "slices": partial(_of_steps, slice_lines),
+    "limits": lambda words: markdown(limits.TABLES[words[0]]()),
 }
 
 

@@ -8,8 +8,8 @@ from benchmarks.frontier_cases import FRONTIER_CSV, FULL, FrontierRow, problem_i
 from benchmarks.frontier_table import (
     HEAD,
     Point,
-    cells_of,
     in_equal_memory,
+    line_of,
     points_of,
     shown,
     speedup,
@@ -41,7 +41,7 @@ def frontier_lines(path: Path, runs: Sequence[str]) -> Lines:
     (rows,) = _runs(path, runs)
     points = points_of(rows)
     gains = in_equal_memory(points)
-    lines = [cells_of(point, gains) for point in points]
+    lines = [line_of(point, gains) for point in points]
     some = [set(column) != {"-"} for column in zip(*lines, strict=True)]
     return [list(compress(line, some)) for line in (HEAD, *lines)]
 

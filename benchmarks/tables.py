@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from benchmarks.cells import markdown
 from benchmarks.ratios import Ratio, measured_by
 from benchmarks.rows import Row
 from megatron_burst.errors import BurstError
@@ -156,8 +157,7 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
         line += [cell for other in others for cell in other.cells(each)]
         lines.append(line)
     measured = [not set(column) <= _NOTHING for column in zip(*lines, strict=True)]
-    lines = [list(compress(line, measured)) for line in (head, ["---"] * len(head), *lines)]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = markdown([list(compress(line, measured)) for line in (head, *lines)])
     return f"{_caption(comparisons[0].problem, facts)}\n\n{table}"
 
 

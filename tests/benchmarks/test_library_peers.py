@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -60,8 +59,8 @@ def packed_errors(rank, impls, case, device="cpu"):
     here = world_of(device)
     alone = Sample(case, SimpleNamespace(rank=0, size=1, device=here.device)).shard("contiguous")
     tensors = [x.detach().transpose(0, 1).cpu() for x in (alone.q, alone.k, alone.v, alone.dout)]
-    edges, mask = (0, *accumulate(case.lengths)), Mask(case.window, 0, bool(case.documents))
-    truth = truth_of(tensors, case.head_dim_qk**-0.5, seen=seen_by(mask, edges, case.seq))
+    mask = Mask(case.window, 0, bool(case.documents))
+    truth = truth_of(tensors, case.head_dim_qk**-0.5, seen=seen_by(mask, case.edges, case.seq))
     step = case.seq // 128  # of the positions that are compared
     truth = [x.squeeze(0).flatten(1)[step - 1 :: step] for x in truth]
     return compare(PACKED, packed_impls(impls), case, here, lambda: Sample(case, here), truth)

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from benchmarks.limits import TABLES, refreshed
-from benchmarks.show import ROOT
+from benchmarks.limits import TABLES
+from benchmarks.show import ROOT, refreshed
 
 PAGE = ROOT / "docs" / "benchmarks" / "limits.md"
 
@@ -22,7 +22,7 @@ def cells(name: str) -> list[dict[str, str]]:
 
 def test_tables_are_made_from_the_rows(text):
     assert refreshed(text) == text
-    assert re.findall(r"<!-- benchmarks.limits (\w+) -->", text) == list(TABLES)
+    assert re.findall(r"<!-- benchmarks.show limits (\w+) -->", text) == list(TABLES)
     assert refreshed(text.replace("0.9", "0.8")) != text.replace("0.9", "0.8")
 
 
