@@ -72,7 +72,8 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
         return forward(self, **(options | dict(hidden_states=x)))
 
     first, run = stage.first, running()[-1]
-    if layer.is_whole and only_input(x, args, options):
+    is_whole = layer.is_whole and not run.frame.stops_early  # else torch watches what is saved
+    if is_whole and only_input(x, args, options):
         counted = x.nbytes + whole_bytes(self.config, stage, x)  # its results too
         with first.expecting(0 if run.recomputes else counted):
             return run_kept(of_input, (x,), Keeping(debug=layer.burst.keep_debug, whole=True))

@@ -51,11 +51,11 @@ def results_share(config: TransformerConfig) -> float:
     """How much of a layer's results, at most, lives on only if all of the layer is kept: else they
     are the next checkpoint's input."""
     pipelined = config.pipeline_model_parallel_size > 1  # what is sent is freed
-    if pipelined or config.mtp_num_layers:  # which has layers inside a checkpoint
+    parted = config.tensor_model_parallel_size > 1 and config.distribute_saved_activations  # copied
+    if pipelined or parted or config.mtp_num_layers:  # which has layers inside a checkpoint
         return 1.0
     grouped = config.recompute_num_layers if config.recompute_method == "uniform" else 1
-    parts = config.tensor_model_parallel_size if config.distribute_saved_activations else 1
-    return 1 - 1 / (grouped * parts)
+    return 1 - 1 / grouped
 
 
 def meets_other_sequences(config: TransformerConfig) -> bool:

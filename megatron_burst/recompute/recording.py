@@ -7,6 +7,7 @@ linear layer its output, as parameters live anyway.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from hashlib import blake2b
 from typing import Any
 
@@ -133,15 +134,12 @@ class Recording:
             self._parcel: Parcel | None = keeping.pack((*kept, *extras))
 
     def _run(self, function: Callable, inputs: Tensors) -> Tensors:
-        """Run the function with its graph; what the graph saves goes to `_saved`."""
+        """Run the function with its graph; what the graph saves goes to `_saved`, except of a whole
+        layer."""
+        # the hooks must not refer to self, which has the graph that has them
         saved, bound, own = self._saved, self._bound, set(map(id, self._parameters))
-        whole = self._whole  # the hooks must not refer to self, which has the graph that has them
-        given = {x.untyped_storage().data_ptr() for x in inputs}
 
         def pack(tensor: Tensor) -> Saved | Tensor:
-            if whole and tensor.untyped_storage().data_ptr() not in given:
-                # stays in the graph, which backward frees step by step
-                return tensor if tensor.is_leaf else tensor.detach()  # a result's graph is a cycle
             if id(tensor) in own:  # a grouped GEMM saves hundreds: placeholders take milliseconds
                 return tensor
             if not tensor.numel():
@@ -158,7 +156,9 @@ class Recording:
         with (
             without_frames(self._whole),
             torch.enable_grad(),
-            saved_tensors_hooks(pack, unpack),
+            # what a whole layer saves stays in its graph, which backward frees step by step; each
+            # tensor that goes through hooks takes the CPU time
+            nullcontext() if self._whole else saved_tensors_hooks(pack, unpack),
         ):
             token = torch.empty(0, requires_grad=True)
             entered = iter(_Enter.apply(self._ends, token, *floating))

@@ -6,7 +6,7 @@ more than was counted, or leave random number generators in another state.
 
 import gc
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import sleep
@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_burst.config import BurstConfig
 from tests.mcore import fsdp, gpt, loss_model, pipeline
@@ -101,6 +102,17 @@ class Found:
     layers: int = 0
 
 
+@contextmanager
+def countable() -> Iterator[None]:
+    """Context in which all tensors that a graph saves are objects of Python, which can be found."""
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        return x if x.is_leaf else x.detach()
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        yield
+
+
 def living_bytes() -> int:
     """Bytes of all tensors' memory; the least of some looks, as gloo's threads drop what they have
     sent a little later."""
@@ -123,6 +135,7 @@ def states() -> dict[str, torch.Tensor]:
     return get_cuda_rng_tracker().get_states() | {"torch": torch.get_rng_state()}
 
 
+@countable()
 def compared(case: Case, parallel: Parallel) -> list[Found]:
     """Steps in which all layers fit, and in which about half of their bytes do."""
     from megatron_burst.mcore import patches, recompute, stage
@@ -259,6 +272,7 @@ def test_so_they_do_in_pipelines(pipelines, name):
 # ---- what fails, and what is not kept --------------------------------------------------------
 
 
+@countable()
 def after_failures(rank: int) -> tuple[list[int], list[str]]:
     """Recordings that are left after steps that fail, in a forward and in a backward;
     parameters whose gradients a step after them has otherwise than full recomputation."""
@@ -330,6 +344,7 @@ def sequences(count: int):
         yield
 
 
+@countable()
 def with_a_longer_one(rank: int) -> tuple:
     """After a first step that left 20 times what a layer held, of four layers, and took 4 times as
     much, with micro-batches that are twice as long: the budget, and what a layer is said to hold,
@@ -434,6 +449,7 @@ def under_fsdp(rank: int, names: list[str]) -> dict[str, tuple]:
     return {name: with_sharded_weights(STRATEGIES[name]) for name in names}
 
 
+@countable()
 def with_sharded_weights(strategy: str) -> tuple:
     from megatron_burst.mcore import patches, recompute, stage
 
@@ -487,6 +503,7 @@ def test_whole_layers_hold_no_weights_that_fsdp_gathers():
 # ---- several nodes ---------------------------------------------------------------------------
 
 
+@countable()
 def on_two_nodes(rank: int) -> tuple[list[int], list[str], float]:
     """Four context-parallel ranks, two on a node, with a budget for all layers: calls of
     attention's kernels beyond those without recomputation, in a first step and in a second;
@@ -540,6 +557,7 @@ def test_other_nodes_keys_and_values_are_counted():
 # ---- multi-token prediction, whose layer has the number of a decoder layer -------------------
 
 
+@countable()
 def with_a_shared_number(rank: int) -> list[tuple]:
     """For budgets that let some layers, and all, be kept whole: how many are; parameters whose
     gradients differ; bytes that are held in the last layer's backward, by the budget's."""
