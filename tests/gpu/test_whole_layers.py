@@ -65,6 +65,7 @@ class Steps:
         self.peak = torch.cuda.max_memory_allocated()
         self.grads = [x.cpu().numpy().copy() for x in self.trainer.gradients()]
         self.trainer.release()
+        gc.collect()  # its model, whose experts hold tensors of the last step
         return self
 
     def use(self, burst: BurstConfig) -> None:
