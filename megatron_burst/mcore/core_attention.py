@@ -35,8 +35,9 @@ from megatron_burst.mcore.checks import (
 )
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.patches import apply, switch_on_keep
-from megatron_burst.mcore.recompute import for_calls, resolved
+from megatron_burst.mcore.recompute import for_calls, keeping_nothing, resolved
 from megatron_burst.mcore.refusals import refuse
+from megatron_burst.recompute.keeping import running
 from megatron_burst.recompute.later_plan import recomputed_share
 from megatron_burst.resolve import resolve
 from megatron_burst.schedule.layout import Layout
@@ -292,6 +293,8 @@ class BurstForward:
 
     def _resolved(self, query: Tensor, key: Tensor, value: Tensor, *mask) -> BurstConfig:
         """Options of this layer's calls, with `keep` resolved."""
+        if not running():  # nothing is recomputed: no checkpoint, or all of the layer is kept
+            return keeping_nothing(self.config)
         if query.dim() == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         saves = self._half_saves(query, key, value, *mask) if self.config.keep == "auto" else 0.0

@@ -112,7 +112,7 @@ def resolved(
         shape = query.shape[0], query.shape[1]
         budget_bytes = stage.budget_bytes(burst, shape[0] * shape[1])
         if budget_bytes is None or (waits and stage.left_bytes is None):
-            return _keeping_nothing(burst)
+            return keeping_nothing(burst)
         layer_bytes = query.shape[:-1].numel() * _row_bytes(value.shape[-1], query.itemsize)
         problem = problem_of(config, stage, shape, layer_bytes, half_saves)
         choice = _choose(problem, budget_bytes, _host_bytes(burst, stage), stage.rates)
@@ -121,10 +121,11 @@ def resolved(
         return burst
     if is_among(burst.keep_layers, config, layer_number):
         return replace(burst, keep_layers=None)
-    return _keeping_nothing(burst)
+    return keeping_nothing(burst)
 
 
-def _keeping_nothing(burst: BurstConfig) -> BurstConfig:
+def keeping_nothing(burst: BurstConfig) -> BurstConfig:
+    """The same options for calls of which nothing is kept."""
     return replace(
         burst, keep="none", keep_modules=(), keep_layers=None, keep_offload="none",
         keep_debug=False, keep_host_gib=None, keep_budget_gib=None,
