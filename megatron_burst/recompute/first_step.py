@@ -45,7 +45,8 @@ class _Span:
 
 
 class FirstStep:
-    """Watches one step of any torch optimizer. It begins when this is made, before a forward.
+    """Watches one step of any torch optimizer. It begins when this is made, before a forward; torch's
+    peaks of allocated memory count from then on.
 
     Args:
         device: of the model.
@@ -61,6 +62,8 @@ class FirstStep:
     def __init__(self, device: torch.device) -> None:
         self._device, self.is_over, self.held_share, self.tokens = device, False, 0.0, 0
         self.kinds: set[Hashable] = set()
+        if self._on_gpu:  # what came before may have taken more than the step does
+            torch.cuda.reset_peak_memory_stats(device)
         self._began = self._peak = self.allocated()
         self._has_told = False
         self._before_turn: int | None = None  # the peak until the first recomputation

@@ -51,6 +51,7 @@ class Gpu:
             },
             "current_blas_handle": lambda: setattr(self, "has_workspace", True),
             "max_memory_allocated": lambda device: self.peak * gib,
+            "reset_peak_memory_stats": lambda device: setattr(self, "peak", self.allocated),
             "memory_reserved": lambda device: self.reserved * gib,
             "mem_get_info": lambda device: ((100 - self.reserved - 3) * gib, 100 * gib),
         }.items():
@@ -71,6 +72,21 @@ def test_a_further_step_has_the_optimizers_states_and_the_same_activations(monke
     assert first.left_bytes(8) == int(0.92 * (100 << 30)) - ((3 + 40 + 20) << 30)
     gpu.peak = 70  # the optimizer alone took more
     assert first.left_bytes(8) == int(0.92 * (100 << 30)) - (73 << 30)
+
+
+def test_what_came_before_the_first_step_does_not_count(monkeypatch):
+    """As a conversion of weights, or an evaluation, that takes more memory than the step."""
+    gpu, weight = Gpu(monkeypatch), torch.ones(1, requires_grad=True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    gpu.allocated, gpu.peak = 10, 60
+    first = FirstStep(torch.device("cuda"))
+    with first.timing(8):
+        gpu.peak = max(gpu.peak, 20)
+    first.turn(RunningFrame(Frame(), recomputes=True))
+    gpu.peak = gpu.reserved = max(gpu.peak, 25)
+    step_of(torch.optim.SGD([weight], lr=0.1), weight)
+    assert first.free_bytes() == 5 << 30
+    assert first.left_bytes(8) == int(0.92 * (100 << 30)) - ((3 + 25) << 30)
 
 
 def test_a_rank_with_short_micro_batches_counts_what_the_longest_would_take(monkeypatch):
