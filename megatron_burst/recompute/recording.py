@@ -135,7 +135,11 @@ class Recording:
 
     def _run(self, function: Callable, inputs: Tensors) -> Tensors:
         """Run the function with its graph; what the graph saves goes to `_saved`, except of a whole
-        layer."""
+        layer.
+
+        Raises:
+            BurstError: if it returns anything but tensors and None.
+        """
         # the hooks must not refer to self, which has the graph that has them
         saved, bound, own = self._saved, self._bound, set(map(id, self._parameters))
 
