@@ -45,8 +45,9 @@ class _Span:
 
 
 class FirstStep:
-    """Watches one step of any torch optimizer. It begins when this is made, before a forward; torch's
-    peaks of allocated memory count from then on.
+    """Watches one step of any torch optimizer.
+
+    It begins when this is made, before a forward; torch's peaks of memory count from then on.
 
     Args:
         device: of the model.
