@@ -144,7 +144,7 @@ def test_values_of_another_kind_are_refused_in_a_sentence(name, changes):
 
 
 def test_sizes_that_are_missing_are_named_together():
-    match = "'num_hidden_layers', 'hidden_size', 'num_attention_heads', because .*model_type gpt2"
+    match = "model_type gpt2 without num_hidden_layers, hidden_size, num_attention_heads"
     with pytest.raises(BurstError, match=match):
         model({"model_type": "gpt2", "n_embd": 768, "vocab_size": 50257})
 

@@ -111,7 +111,7 @@ def test_burst_that_is_not_used_is_said():
     words = "with CP 1 no two ranks share a sequence, so burst attention is not used"
     text = run("llama3-8b --seq-length 16k --gpus 8 --cp 1")
     assert words in text and "--context-parallel-impl" not in text
-    assert "--cp 2 or more; --burst-fused-loss of this plan run without it" in text
+    assert "--cp 2 or more; --burst-fused-loss of this plan runs without it" in text
     assert words not in run("llama3-8b --seq-length 16k --gpus 8 --cp 2")
 
 

@@ -46,9 +46,9 @@ def _model(config: Config, name: str) -> Model:
     if missing := [key for key in _SIZES if config.get(key) is None]:
         close = next(filter(None, (nearest(key, config) for key in missing)), "")
         raise BurstError(
-            f"plan: {name} must hold {', '.join(map(repr, missing))}, because time and memory "
-            f"depend on them; got a config of model_type {config.get('model_type')} "
-            f"without{close}; add them"
+            f"plan: {name} must hold all sizes that time and memory depend on, because none of "
+            f"them has a usual value; got a config of model_type {config.get('model_type')} "
+            f"without {', '.join(missing)}{close}; add them"
         )
     size = Sizes(config, name)
     heads, hidden = size("num_attention_heads"), size("hidden_size")
