@@ -219,6 +219,7 @@ def test_flags_of_a_model_that_is_not_understood_are_not_printed(config, tmp_pat
     text = run(f"{config(LLAMA_3_8B | {'brand_new_attention': 'yes'})} {options}")
     (line,) = (line for line in text.splitlines() if line.startswith("no model flags: "))
     assert "brand_new_attention yes" in line and "Megatron Bridge" in line
+    assert "Llama" not in line  # experts and latent attention are counted as what they are
     assert "--num-layers" not in text and "--seq-length 131072" in text
     written = json.loads(plan.read_text())
     assert written["model_flags"] is None
