@@ -13,6 +13,7 @@ from megatron_burst.tools.job.linear import DeltaNet, Linear, Mamba
 from megatron_burst.tools.job.model import Model
 
 _SIZES = "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"
+_PATTERN = "hybrid_override_pattern"
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _NAMES = {"attention": _FULL, "mamba": _LINEAR}  # of kinds of layers, of hybrids
 _LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
@@ -43,7 +44,8 @@ def _model(config: Config, name: str) -> Model:
     kind = TYPES.get(str(config.get("model_type")), Type())
     config = _with_layer_types({**kind.usual, **config, **_renamed(config, kind)}, kind)
     _check_layers(config, kind, name)
-    if missing := [key for key in _SIZES if config.get(key) is None]:
+    needed = (*_SIZES, _PATTERN) if kind.halves and not _pattern(config, kind) else _SIZES
+    if missing := [key for key in needed if config.get(key) is None]:
         close = next(filter(None, (nearest(key, config) for key in missing)), "")
         raise BurstError(
             f"plan: {name} must hold all sizes that time and memory depend on, because none of "
@@ -100,7 +102,7 @@ def _pattern(config: Config, kind: Type) -> str:
     if not kind.halves:
         return ""
     listed = (_LETTERS.get(one, one) for one in config.get("layers_block_type") or ())
-    return config.get("hybrid_override_pattern") or "".join(listed)
+    return config.get(_PATTERN) or "".join(listed)
 
 
 def _renamed(config: Config, kind: Type) -> Config:
