@@ -112,6 +112,15 @@ def test_layers_without_times_are_refused(name):
         from_hugging_face(CONFIGS[name], name)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_whether_embeddings_are_tied_says_the_whole_model(tied):
+    """As in transformers 5.12, where that of the language model has no effect."""
+    config = CONFIGS["Qwen3-VL-8B"]
+    inner = config["text_config"] | {"tie_word_embeddings": not tied}
+    found = from_hugging_face(config | {"tie_word_embeddings": tied, "text_config": inner}, "x")
+    assert found.tied == tied
+
+
 def test_experts_under_unknown_names_are_refused_and_not_left_out():
     """ERNIE-4.5 was once planned as a dense model of a seventh of its size."""
     unknown = CONFIGS["ERNIE-4.5-21B-A3B"] | {"model_type": "ernie9"}
