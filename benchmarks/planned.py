@@ -63,8 +63,8 @@ def is_of_layers(row: Row) -> bool:
 
 
 def is_standin(row: Row) -> bool:
-    """Whether a row is TransformerEngine's ring, predicted by a ring of ours."""
-    return (row.impl, row.mode) == ("te", "p2p")
+    """Whether a row is TransformerEngine's ring, predicted by a ring of ours; one rank has none."""
+    return (row.impl, row.mode) == ("te", "p2p") and row.ranks > 1
 
 
 def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:

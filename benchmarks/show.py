@@ -53,11 +53,16 @@ def refreshed(text: str) -> str:
     """A document with the tables that it names as they are today.
 
     Raises:
-        BurstError: if a CSV is missing.
+        BurstError: if a CSV is missing, or there is no such kind of table.
     """
 
     def made(found: re.Match) -> str:
-        return f"{found['mark']}\n{_TABLES[found['kind']](found['words'].split())}\n\n"
+        if (make := _TABLES.get(found["kind"])) is None:
+            raise BurstError(
+                f"benchmarks.show: a mark must name one of {', '.join(_TABLES)}, because these are "
+                f"the tables that it makes; got {found['mark']}; correct it"
+            )
+        return f"{found['mark']}\n{make(found['words'].split())}\n\n"
 
     return _TABLE.sub(made, text)
 

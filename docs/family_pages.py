@@ -99,7 +99,7 @@ def index() -> str:
         "every entry it understands. A model of each of their classes was compared field by field "
         "with what Megatron's own parser makes of its flags (`tests/mcore/test_model_flags.py`), "
         "and each with Megatron-Bridge's provider, where that has one "
-        "(`tests/integrations/test_bridge_flags.py`). The weights of 69 were compared with those "
+        "(`tests/integrations/test_bridge_flags.py`). The weights of 70 were compared with those "
         "of transformers' class (to 0.04 %, `tests/integrations/test_bridge_weights.py`). "
         f"Of {len(read) - printed} it plans time and memory, prints no flags, and names the "
         f"entries that no flag says. {len(found) - len(read)} have layers that it has no times "

@@ -112,8 +112,8 @@ def burst_attention(
         qkv_format: order of the first two axes; "thd": no batch, [s_local, h, d].
         return_lse: whether to also return the log-sum-exp of the scores, sinks included.
         config: options.
-        layer: a number of the caller's choice. With it, a rank that skips one of several identical
-            calls is detected at its next call.
+        layer: a number of the caller's choice, from 1, which errors name; 0 for none. With it, a
+            rank that skips one of several identical calls is detected at its next call.
 
     Returns:
         out, shaped as q with d_v for d_qk and in q's dtype; with return_lse also lse [b, h,

@@ -229,13 +229,14 @@ def _attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     asked = {"attention_mask": attention_mask, "dropout": dropout, "burst": burst, **others}
     lengths, window = (query.shape[2], key.shape[2]), sliding_window
+    index = getattr(module, "layer_idx", None)
     require(WHO, of_attention(module, asked, lengths, window, causal))
     assert burst is not None
     out = burst_attention(
         *(x.transpose(1, 2) for x in (query, key, value)), group=burst.group, causal=causal,
         softmax_scale=scaling, window=None if window is None else (window - 1, 0),
         cu_seqlens=burst.cu_seqlens, sink=s_aux, layout=burst.layout, config=burst.config,
-        layer=getattr(module, "layer_idx", None) or 0,
+        layer=0 if index is None else index + 1,  # errors name no layer 0
     )  # fmt: skip
     return out, None
 

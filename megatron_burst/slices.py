@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_burst.errors import require
+from megatron_burst.errors import Need, require
 
 FULL, CAUSAL, INVERSE, BOTH = range(4)
 _KINDS = {"full": FULL, "causal": CAUSAL, "inverse_causal": INVERSE, "bi_causal": BOTH}
@@ -45,7 +45,11 @@ def chunked(tokens: int, chunk: int) -> Tensor:
     Args:
         tokens: of the sample.
         chunk: tokens of a chunk; the last one may be shorter.
+
+    Raises:
+        BurstError: if `chunk` is no size.
     """
+    require(_WHO, [_size("a chunk", chunk)])
     starts = range(0, tokens, chunk)
     ends = (min(start + chunk, tokens) for start in starts)
     return _table((s, e, s, e, CAUSAL) for s, e in zip(starts, ends, strict=True))
@@ -89,10 +93,12 @@ def tree(
         starts: of the segments; None: one after the other.
 
     Raises:
-        BurstError: if the parents are no tree.
+        BurstError: if the parents are no tree, or not one for each segment.
     """
+    require(_WHO, [_alike(lengths=lengths, parents=parents)])
     spans, found = _spans(lengths), []
     if starts is not None:
+        require(_WHO, [_alike(lengths=lengths, starts=starts)])
         spans = [(start, start + n) for start, n in zip(starts, lengths, strict=True)]
     for segment, own in enumerate(spans):
         found.append((*own, *own, CAUSAL))
@@ -134,8 +140,9 @@ def of_ranges(
         kinds: MagiAttention's numbers, which are those here; or its words.
 
     Raises:
-        BurstError: if a kind is none of its words.
+        BurstError: if a kind is none of its words, or a range is missing.
     """
+    require(_WHO, [_alike(q_ranges=q_ranges, k_ranges=k_ranges, kinds=kinds)])
     named = [kind if isinstance(kind, int) else _KINDS.get(kind) for kind in kinds]
     wrong = [kind for kind, number in zip(kinds, named, strict=True) if number is None]
     must = f"the kind of a slice must be one of {', '.join(_KINDS)}, because these are its words"
@@ -157,6 +164,7 @@ def blocks(alive: Tensor, block: int, tokens: int, causal: bool = False) -> Tens
     Raises:
         BurstError: if the bitmap is not that of the sample.
     """
+    require(_WHO, [_size("a block", block)])
     number = -(-tokens // block)
     fits = alive.dtype == torch.bool and tuple(alive.shape) == (number, number)
     must = f"a block mask must be bool [{number}, {number}], because {tokens} tokens are so many "
@@ -244,9 +252,26 @@ def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
     Args:
         samples: slices of each.
         lengths: of the samples, in tokens.
+
+    Raises:
+        BurstError: if there is not one length for each sample.
     """
+    require(_WHO, [_alike(samples=samples, lengths=lengths)])
     shifts = (torch.tensor([start] * 4 + [0]) for start, _ in _spans(lengths))
     return torch.cat([sample + shift for sample, shift in zip(samples, shifts, strict=True)])
+
+
+def _alike(**given: Sequence) -> Need:
+    """That there are equally many of all."""
+    counts = {name: len(some) for name, some in given.items()}
+    must = f"{', '.join(counts)} must be equally many, because they belong together one by one"
+    got = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return len(set(counts.values())) == 1, must, got, "pass one of each"
+
+
+def _size(what: str, tokens: int) -> Need:
+    must = f"{what} must have at least 1 token, because the sample is cut into them"
+    return tokens >= 1, must, tokens, "pass its tokens"
 
 
 def _runs(bits: Tensor) -> Iterator[tuple[int, int, int]]:

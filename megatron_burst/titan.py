@@ -48,24 +48,25 @@ class ShardedMask:
 
 
 def apply_cp_to_forward(attention_modules: Sequence[torch.nn.Module], cp_mesh: Any) -> None:
-    """torchtitan's: replace the forward of inner attention, [b, s / ranks, heads, d].
+    """torchtitan's: replace the forward of inner attention, [b, s / ranks, heads, d]. Errors name
+    layers by their place in `attention_modules`, from 1.
 
     Raises:
         BurstError: if attention is of another class than torchtitan's FlexAttention and
             ScaledDotProductAttention.
     """
     fit = FlexAttention, ScaledDotProductAttention
-    for module in attention_modules:
+    for layer, module in enumerate(attention_modules, 1):
         require(_WHO, [(
             type(module) in fit, "inner attention must be FlexAttention or "
             "ScaledDotProductAttention, because what others are asked for is not known",
             type(module).__name__, "set attn_backend flex")])  # fmt: skip
-        module.forward = partial(_attend, cp_mesh.get_group())
+        module.forward = partial(_attend, cp_mesh.get_group(), layer)
     _IN_PLACE.add(cp_mesh.get_group())
 
 
 def _attend(
-    group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, *,
+    group: dist.ProcessGroup, layer: int, q: Tensor, k: Tensor, v: Tensor, *,
     attention_masks: ShardedMask | None = None, scale: float | None = None,
     enable_gqa: bool = False, is_causal: bool = True, **others: Any,
 ) -> Tensor:  # fmt: skip
@@ -80,7 +81,7 @@ def _attend(
     assert attention_masks is not None
     attend = partial(
         burst_attention, group=group, softmax_scale=scale, layout=attention_masks.layout,
-        causal=is_causal,
+        causal=is_causal, layer=layer,
     )  # fmt: skip
     if not attention_masks.cu_seqlens:
         return attend(q, k, v)

@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = """#!/usr/bin/env bash
-printf '%s\\0' "$@" >>"$CALLS"; printf '\\n' >>"$CALLS"
+printf '%s\\0' "$CUDA_DEVICE_MAX_CONNECTIONS" "$@" >>"$CALLS"; printf '\\n' >>"$CALLS"
 """
 SRUN = """#!/usr/bin/env bash
 while [[ "$1" != python && "$1" != bash ]]; do shift; done
@@ -50,6 +50,8 @@ PLANS = {  # nodes, options of plan
     "feed-forward": (4, "--seq-length 128k --recompute selective"),
     "experts": (4, "--seq-length 128k --ep 8 --tp 2"),
     "experts, selective": (4, "--seq-length 32k --recompute selective"),
+    "FSDP2": (1, "--seq-length 128k --cp 4 --fsdp torch"),
+    "Megatron-FSDP": (2, "--seq-length 128k --cp 4 --fsdp megatron"),
 }
 
 
@@ -72,7 +74,8 @@ def bench(tmp_path_factory):
 
 
 def started(bench: Path, nodes: int, **variables: str) -> list[str]:
-    """Arguments of the run that a script starts after the doctor, behind the training script."""
+    """CUDA_DEVICE_MAX_CONNECTIONS of the run that a script starts after the doctor, and its
+    arguments behind the training script."""
     script, own = SCRIPTS[nodes]
     calls = bench / "calls.txt"
     calls.unlink(missing_ok=True)
@@ -84,7 +87,7 @@ def started(bench: Path, nodes: int, **variables: str) -> list[str]:
     )  # fmt: skip
     doctor, run = (line.split("\0")[:-1] for line in calls.read_text().splitlines())
     assert doctor[-1] == "doctor" and "/m/pretrain_gpt.py" in run
-    return run[run.index("/m/pretrain_gpt.py") + 1 :]
+    return [run[0], *run[run.index("/m/pretrain_gpt.py") + 1 :]]
 
 
 def planned(bench: Path, name: str) -> tuple[Path, dict, int]:
@@ -119,7 +122,8 @@ def validated(rank: int, runs: list[tuple[int, list[str]]]) -> list[dict | str]:
     found = []
     for world, words in runs:
         os.environ |= {"WORLD_SIZE": str(world), "RANK": "0"}
-        sys.argv = ["pretrain_gpt.py", *words, "--distributed-backend", "gloo"]
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = words[0]
+        sys.argv = ["pretrain_gpt.py", *words[1:], "--distributed-backend", "gloo"]
         try:
             args = arguments.parse_args()
             arguments.validate_args(args, {})
@@ -168,7 +172,10 @@ def check(plan: dict, args: dict) -> None:
     assert (offloaded in ("inputs", "both")) == strategy["offload_inputs"]
     assert args["burst_fused_loss"] == strategy["fused_loss"] and args["bf16"]
     assert (args["context_parallel_impl"] == "burst") == (strategy["cp"] > 1)
-    assert args["overlap_grad_reduce"] and args["overlap_param_gather"]
+    whole = strategy["fsdp"] == "none"
+    assert not whole or (args["overlap_grad_reduce"] and args["overlap_param_gather"])
+    # with it FSDP2's gradients are too large, also without burst
+    assert args["calculate_per_token_loss"] == (strategy["fsdp"] != "torch")
     if job["model"]["experts"]:
         assert args["moe_token_dispatcher_type"] == "alltoall"
         assert (args["expert_model_parallel_size"], args["num_experts"]) == (strategy["ep"], 8)
@@ -200,7 +207,7 @@ def dumped(rank: int, runs: list[tuple[int, list[str]]], folder: str) -> None:
     for number, (world, words) in enumerate(runs):
         os.environ |= {"WORLD_SIZE": str(world), "RANK": "0"}
         path = os.path.join(folder, f"{number}.json")
-        sys.argv = ["pretrain_gpt.py", *words, "--burst-dump-args", path]
+        sys.argv = ["pretrain_gpt.py", *words[1:], "--burst-dump-args", path]
         with pytest.raises(SystemExit) as end:
             arguments.parse_args()
         assert end.value.code == 0

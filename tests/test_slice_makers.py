@@ -219,6 +219,13 @@ def test_trees_that_others_packed():
             r"got shape \(1, 1, 24, 48\)",
         ),
         (lambda: slices.blocks(torch.ones(6, 6).bool(), 4, T, True), "no block above the diagonal"),
+        (lambda: slices.blocks(torch.ones(6, 6).bool(), 0, T), "a block must have at least"),
+        (lambda: slices.chunked(T, 0), "a chunk must have at least 1 token, .*got 0; pass"),
+        (lambda: slices.tree([3, 3], [-1]), "lengths, parents must be equally many.*1 par"),
+        (lambda: slices.tree([3, 3], [-1, 0, 0]), "one by one; got 2 lengths, 3 parents; pass"),
+        (lambda: slices.tree([3, 3], [-1, 0], [0]), "lengths, starts must be equally many"),
+        (lambda: slices.packed([slices.chunked(4, 2)], [4, 4]), "samples, lengths must be"),
+        (lambda: slices.of_ranges([(0, 3)], [(0, 3)], []), "q_ranges, k_ranges, kinds must"),
     ],
 )
 def test_wrong_masks_are_one_sentence(make, words):

@@ -64,9 +64,17 @@ else
     if ((CP > 1)); then PARALLEL_FLAGS+=(--context-parallel-impl burst); fi
 fi
 
+shards() { [[ -n "${PLAN:-}" ]] && grep -q "\"--use-$1\": true" "$PLAN"; }
+
+export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron requires it before Blackwell, and refuses it with FSDP
+if shards torch-fsdp2 || shards megatron-fsdp; then CUDA_DEVICE_MAX_CONNECTIONS=8; fi
+
 # Every token counts the same on every rank, so losses do not depend on the context parallel size.
+# Not with FSDP2, where Megatron does not divide gradients by the tokens.
+per_token=(--calculate-per-token-loss)
+if shards torch-fsdp2; then per_token=(); fi
 TRAINING_FLAGS=(
-    --calculate-per-token-loss
+    "${per_token[@]}"
     --lr "${LR:-1e-5}"
     --min-lr "${MIN_LR:-1e-6}"
     --lr-decay-style cosine

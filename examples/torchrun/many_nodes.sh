@@ -13,8 +13,6 @@ nodes="${NODES:?how many nodes}"
 WORLD=$((nodes * gpus))
 source "$here/llama3_8b.sh"
 
-export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron requires it before Blackwell
-
 launch() {
     local port="$1"
     shift

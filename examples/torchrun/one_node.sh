@@ -9,8 +9,6 @@ WORLD="$gpus"
 if [[ -z "${PLAN:-}" ]]; then SEQ_LENGTH="${SEQ_LENGTH:-131072}"; fi
 source "$here/llama3_8b.sh"
 
-export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron requires it before Blackwell
-
 torchrun --standalone --nproc-per-node "$gpus" -m megatron_burst.tools doctor
 
 torchrun --standalone --nproc-per-node "$gpus" -m megatron_burst \

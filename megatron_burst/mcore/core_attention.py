@@ -35,8 +35,9 @@ from megatron_burst.mcore.checks import (
 )
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.patches import apply, switch_on_keep
-from megatron_burst.mcore.recompute import for_calls, resolved
+from megatron_burst.mcore.recompute import for_calls, keeping_nothing, resolved
 from megatron_burst.mcore.refusals import refuse
+from megatron_burst.recompute.keeping import running
 from megatron_burst.recompute.later_plan import recomputed_share
 from megatron_burst.resolve import resolve
 from megatron_burst.schedule.layout import Layout
@@ -292,10 +293,15 @@ class BurstForward:
 
     def _resolved(self, query: Tensor, key: Tensor, value: Tensor, *mask) -> BurstConfig:
         """Options of this layer's calls, with `keep` resolved."""
+        if not running():  # nothing is recomputed: no checkpoint, or all of the layer is kept
+            return keeping_nothing(self.config)
         if query.dim() == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         saves = self._half_saves(query, key, value, *mask) if self.config.keep == "auto" else 0.0
-        return resolved(self.config, self.layer_config, self.layer_number, query, value, saves)
+        # what is kept would hide how much of other nodes' keys and values a whole layer holds
+        waits = self.topology.inter_size > 1
+        what = self.config, self.layer_config, self.layer_number, query, value
+        return resolved(*what, saves, waits)
 
     def _half_saves(
         self, query: Tensor, key: Tensor, value: Tensor, window, causal: bool, is_told: bool

@@ -1,13 +1,16 @@
-"""Modules of Megatron's transformer layers under recomputation: those whose outputs are kept, and
-the last one, which is not called again if backward reads nothing of its output."""
+"""Megatron's transformer layers and their modules under recomputation: layers of which everything
+is kept, modules whose outputs are, and the last one, which is not called again if backward reads
+nothing of its output."""
 
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cached_property, update_wrapper
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
@@ -22,16 +25,25 @@ from megatron_burst.mcore.module_costs import (
     shared_shape,
 )
 from megatron_burst.mcore.options import burst_config_of
-from megatron_burst.mcore.recompute import modules_within
+from megatron_burst.mcore.recompute import modules_within, whole_bytes
 from megatron_burst.mcore.refusals import CUDA_GRAPHS, KEEP_MODULES, refuse, refuses
-from megatron_burst.mcore.stage import Stage, is_among, is_last, is_on_host, stage_of
-from megatron_burst.recompute.budget import ModuleCost, Placed, most
+from megatron_burst.mcore.stage import Stage, stage_of
+from megatron_burst.mcore.stage_layers import (
+    is_among,
+    is_last,
+    is_on_host,
+    layer_kind,
+    meets_other_sequences,
+)
+from megatron_burst.recompute.budget import WHOLE, ModuleCost, Placed, most
 from megatron_burst.recompute.ending import Ending
-from megatron_burst.recompute.keep import call_kept, once
+from megatron_burst.recompute.keep import call_kept, once, run_kept
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Resident, Tensors, running
 from megatron_burst.recompute.offload import host_memory
+from megatron_burst.say import say_once
 
 _LAST = "linear_fc2"  # of an MLP, or of experts
+_ATTENTION = "core_attention"  # whose results "auto" keeps first
 # of a dispatcher of tokens, once the CPU knows how many each expert gets; and the copy's event
 _COUNTED = (
     "input_splits", "output_splits", "output_splits_tp", "num_out_tokens",
@@ -48,19 +60,42 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
     if layer is None:
         layer = LayerModules(self)
         setattr(self, _PREPARED, layer)
-    if not running():
-        return forward(self, *args, **options)
-    if layer.burst.keep != "auto":
+    if not running() or layer.burst.keep != "auto":
         return forward(self, *args, **options)
     x = args[0] if args else options["hidden_states"]
     stage = stage_of(layer.burst, x.device)
     layer.see(x, stage)
-    first = stage.first
-    if running()[-1].recomputes:
-        first.turn()
-        return forward(self, *args, **options)
-    with first.timing():
-        return forward(self, *args, **options)
+
+    def of_input(x: Tensor) -> Any:
+        if args:
+            return forward(self, x, *args[1:], **options)
+        return forward(self, **(options | dict(hidden_states=x)))
+
+    first, run = stage.first, running()[-1]
+    is_whole = layer.is_whole and not run.frame.stops_early  # else torch watches what is saved
+    if is_whole and only_input(x, args, options):
+        counted = x.nbytes + whole_bytes(self.config, stage, x)  # its results too
+        with first.expecting(0 if run.recomputes else counted):
+            return run_kept(of_input, (x,), Keeping(debug=layer.burst.keep_debug, whole=True))
+    if run.recomputes:
+        first.turn(run)
+        others = lambda: (*self.parameters(), *_tensors_of(args, options))  # noqa: E731
+        return first.weigh(lambda: of_input(x), x, run, layer_kind(self.config), others)
+    with first.timing(prod(shared_shape(self.config, x)), layer.skipped):
+        return of_input(x)
+
+
+def _tensors_of(*arguments: Any) -> list[Tensor]:
+    """Those in any nesting."""
+    return [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
+
+
+def only_input(x: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether no argument of a layer but its input may get a gradient, neither in a first pass,
+    which does not tell it of all, nor in recomputation."""
+    others = _tensors_of(args, options)
+    crossed = options.get("context") is not None
+    return not crossed and not any(each.requires_grad for each in others if each is not x)
 
 
 class LayerModules:
@@ -68,11 +103,14 @@ class LayerModules:
 
     def __init__(self, layer: Module) -> None:
         self._layer, self._found = layer, defaultdict(list)
+        self.skipped: list[Module] = []  # which recomputation does without anyway
         self._within: dict[str, Placed] = {}  # where "auto" keeps modules in the running call
         for path, module in list(layer.named_modules()):
             name = path.rpartition(".")[2]
             if name in KEEP_MODULES:
                 self._found[name].append((".experts." in path, module))
+            if name in (_LAST, _ATTENTION):
+                self.skipped.append(module)
             if name == _LAST or name in KEEP_MODULES:
                 module.forward = LayerModule(self, name, module)
 
@@ -91,6 +129,12 @@ class LayerModules:
         config = self._layer.config
         return self.burst.keep != "none" and not (config.fp8 or config.fp4)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether "auto" keeps all of this layer in the running call."""
+        placed = self._within.get(WHOLE, Placed())
+        return is_on_host(placed, self._layer.config, self._layer.layer_number) is False
+
     def packer(self, name: str, device: torch.device) -> Callable[[Tensors], Parcel] | None:
         """The function that stores what a module keeps in this layer; None: it keeps nothing."""
         burst, config, number = self.burst, self._layer.config, self._layer.layer_number
@@ -98,8 +142,8 @@ class LayerModules:
             kept, offloads = is_among(burst.keep_layers, config, number), burst.offloads_results
             on_host = offloads and not is_last(config, number) if kept else None
         else:
-            placed = self._within.get(name, Placed())
-            on_host, offloads = is_on_host(placed, config, number), placed.host > 0
+            placed, whole = (self._within.get(each, Placed()) for each in (name, WHOLE))
+            on_host, offloads = is_on_host(placed, config, number, whole), placed.host > 0
         if on_host is None:
             return None
         if not offloads:
@@ -121,8 +165,11 @@ class LayerModules:
     def _chosen(self, stage: Stage, layers: ModelLayers, x: Tensor) -> dict[str, Placed]:
         """Where "auto" keeps each module: by the most that it takes in a layer, so that all layers
         choose alike, and together keep no more than fits."""
-        config, is_known = self._layer.config, stage.budget_bytes(self.burst) is not None
-        if not is_known or not (layers.are_all or not may_differ(config)):
+        config = self._layer.config
+        if meets_other_sequences(config):
+            x = _as_agreed(x, stage, config)
+        is_known = stage.budget_bytes(self.burst, prod(shared_shape(config, x))) is not None
+        if not (is_known and x.numel()) or not (layers.are_all or not may_differ(config)):
             return {}
         key = x.shape, x.itemsize, stage.left_bytes, layers.are_all and len(layers.found)
         if key not in layers.by_input:
@@ -131,13 +178,26 @@ class LayerModules:
             if len(layers.by_input) >= _INPUTS:
                 layers.by_input.clear()
             costs = most(each.costs(x) for each in (layers.found if layers.are_all else (self,)))
-            shape = shared_shape(config, x)
-            layers.by_input[key] = modules_within(self.burst, config, x, shape, costs)
+            layers.by_input[key] = modules_within(self.burst, config, stage, x, costs)
         return layers.by_input[key]
 
     def costs(self, x: Tensor) -> tuple[ModuleCost, ...]:
         """What keeping each module takes and saves, for the layer's input."""
         return costs_of(self._found, self._layer.config, x)
+
+
+def _as_agreed(x: Tensor, stage: Stage, config: TransformerConfig) -> Tensor:
+    """A layer's input, without data, of the first step's longest micro-batch on any rank, by which
+    ranks of other sequences choose too; empty as long as they have not agreed."""
+    rows, tokens = x.shape[0] * x.shape[1], prod(shared_shape(config, x))
+    if 0 < stage.tokens < tokens:
+        say_once(
+            f"{WHO}: a micro-batch of {tokens} tokens is longer than those of the first step "
+            f"({stage.tokens}), and keeps the same layers, because its experts' ranks have other "
+            "micro-batches and must recompute the same: memory may not suffice; pass "
+            "--burst-keep-budget-gib to keep less"
+        )
+    return x.new_empty((rows * stage.tokens // tokens, 1, x.shape[2]), device="meta")
 
 
 class LayerModule:

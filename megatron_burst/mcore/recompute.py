@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import lru_cache, partial
+from math import prod
 from types import SimpleNamespace
 
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -9,26 +10,28 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.mcore.module_costs import may_differ
+from megatron_burst.mcore.module_costs import may_differ, shared_shape
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.refusals import refuse
-from megatron_burst.mcore.stage import (
-    Stage,
+from megatron_burst.mcore.stage import Stage, problem_of, say_of_stage, stage_of
+from megatron_burst.mcore.stage_layers import (
+    can_be_whole,
     is_among,
+    layer_kind,
     of_decoder,
-    problem_of,
-    say_of_stage,
+    results_share,
     sharing,
-    stage_of,
 )
 from megatron_burst.rates import Rates
 from megatron_burst.recompute.budget import (
+    WHOLE,
     KeepChoice,
     KeepProblem,
     ModuleCost,
     Placed,
     choose_keep,
     choose_modules,
+    growth,
 )
 from megatron_burst.recompute.keep import call_kept
 from megatron_burst.recompute.keeping import WHO, Frame, Keeping, Parcel, Resident, framed, running
@@ -92,7 +95,7 @@ def own_config(config: TransformerConfig, layer_number: int, query, value) -> Bu
 
 def resolved(
     burst: BurstConfig, config: TransformerConfig, layer_number: int, query: Tensor, value: Tensor,
-    half_saves: float,
+    half_saves: float, waits: bool = False,
 ) -> BurstConfig:  # fmt: skip
     """Burst's options for one layer: with `keep` resolved, no more "auto" or number of layers.
 
@@ -100,16 +103,17 @@ def resolved(
         burst: the model's, from `for_calls`.
         query, value: [s_local, b, h, d_qk] and [s_local, b, h_kv, d_v], of the layer's attention.
         half_saves: share of recomputation saved by keeping half; 0 if unsupported.
+        waits: whether "auto" keeps nothing in the first step, not even within a budget.
     """
     if burst.keep != "auto" and burst.keep_layers is None:
         return burst
     if burst.keep == "auto":
         stage = stage_of(burst, query.device)
-        budget_bytes = stage.budget_bytes(burst)
-        if budget_bytes is None:
-            return replace(burst, keep="none", keep_host_gib=None, keep_debug=False)
-        layer_bytes = query.shape[:-1].numel() * _row_bytes(value.shape[-1], query.itemsize)
         shape = query.shape[0], query.shape[1]
+        budget_bytes = stage.budget_bytes(burst, shape[0] * shape[1])
+        if budget_bytes is None or (waits and stage.left_bytes is None):
+            return keeping_nothing(burst)
+        layer_bytes = query.shape[:-1].numel() * _row_bytes(value.shape[-1], query.itemsize)
         problem = problem_of(config, stage, shape, layer_bytes, half_saves)
         choice = _choose(problem, budget_bytes, _host_bytes(burst, stage), stage.rates)
         burst = _chosen(burst, choice, problem.layers, sharing(config))
@@ -117,33 +121,62 @@ def resolved(
         return burst
     if is_among(burst.keep_layers, config, layer_number):
         return replace(burst, keep_layers=None)
+    return keeping_nothing(burst)
+
+
+def keeping_nothing(burst: BurstConfig) -> BurstConfig:
+    """The same options for calls of which nothing is kept."""
     return replace(
         burst, keep="none", keep_modules=(), keep_layers=None, keep_offload="none",
-        keep_debug=False, keep_host_gib=None,
+        keep_debug=False, keep_host_gib=None, keep_budget_gib=None,
     )  # fmt: skip
 
 
 def modules_within(
-    burst: BurstConfig, config: TransformerConfig, x: Tensor, shape: tuple[int, int],
+    burst: BurstConfig, config: TransformerConfig, stage: Stage, x: Tensor,
     costs: tuple[ModuleCost, ...],
 ) -> dict[str, Placed]:  # fmt: skip
-    """Where "auto" keeps the output of each module.
+    """Where "auto" keeps the output of each module, and all of a layer.
 
     Args:
         burst: the model's, of a stage whose budget is known.
         config: the model's.
-        x: the layer's input.
-        shape: rows and sequences of a micro-batch on the ranks that share it by tensor parallelism.
+        stage: what its ranks agreed on.
+        x: the layer's input; only its size counts.
         costs: of each module that may be kept.
     """
+    shape = shared_shape(config, x)
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     dim = config.v_head_dim if config.multi_latent_attention else config.kv_channels
     layer_bytes = shape[0] * shape[1] * heads * _row_bytes(dim, x.itemsize)
-    stage = stage_of(burst, x.device)
-    problem = problem_of(config, stage, shape, layer_bytes)
-    budgets = stage.budget_bytes(burst), _host_bytes(burst, stage)
+    problem, tokens = problem_of(config, stage, shape, layer_bytes), shape[0] * shape[1]
+    if can_be_whole(config):
+        rest_s = stage.rest_s or problem.forward_s
+        held = whole_bytes(config, stage, x)
+        problem = replace(problem, whole_bytes=held, whole_s=rest_s)
+    budgets = stage.budget_bytes(burst, tokens), _host_bytes(burst, stage)
+    if 0 < stage.tokens < tokens:
+        say_of_stage(
+            f"a micro-batch of {tokens} tokens is longer than those of the first step "
+            f"({stage.tokens}): {budgets[0] / 2**30:.2f} GiB are left for what it keeps"
+        )
     chosen = _modules(problem, *budgets, stage.rates, costs, may_differ(config))
-    return {name: of_decoder(placed, config) for name, placed in chosen.items()}
+    return of_decoder(chosen, config)
+
+
+def whole_bytes(config: TransformerConfig, stage: Stage, x: Tensor) -> int:
+    """Bytes that a layer which is not recomputed holds, as the first step measured it; 0: it did
+    not.
+
+    Args:
+        config: of the layer.
+        stage: what its ranks agreed on.
+        x: the layer's input; only its size counts.
+    """
+    if not stage.held_share or layer_kind(config) not in stage.first.kinds:
+        return 0
+    longer = growth(prod(shared_shape(config, x)), stage.tokens) ** 0.5  # x is longer too
+    return int((stage.held_share + results_share(config)) * x.nbytes * longer)
 
 
 @lru_cache(maxsize=32)
@@ -153,10 +186,12 @@ def _modules(
 ) -> dict[str, Placed]:  # fmt: skip
     """The choice for a stage; made and logged once. If layers differ, costs are the largest."""
     chosen = choose_modules(problem, costs, budget_bytes, host_bytes, rates)
+    most = ", at most" * differ
     for module in costs:
         if module.name in chosen:
-            most = ", at most" * differ
             say_of_stage(_words(module, chosen[module.name], problem, rates) + most)
+    if WHOLE in chosen:
+        say_of_stage(_words_of_whole(chosen[WHOLE].device, problem) + most)
     return chosen
 
 
@@ -166,6 +201,14 @@ def _words(module: ModuleCost, placed: Placed, problem: KeepProblem, rates: Rate
     return (
         f"keep output of {module.name} in {placed}: {here * module.num_bytes / 2**30:.2f} GiB, on "
         f"the host {there * module.num_bytes / 2**30:.2f} GiB, saves {saved:.1f} ms a micro-batch"
+    )
+
+
+def _words_of_whole(layers: int, problem: KeepProblem) -> str:
+    held = layers * problem.in_flight * problem.whole_bytes / 2**30
+    return (
+        f"recompute nothing in {layers} layers, with attention's results: {held:.2f} GiB, saves "
+        f"{layers * problem.whole_s * 1e3:.1f} ms a micro-batch"
     )
 
 

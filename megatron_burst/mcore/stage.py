@@ -3,16 +3,13 @@
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from math import inf
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_burst.comm.group import state_of
 from megatron_burst.config import BurstConfig
@@ -20,8 +17,9 @@ from megatron_burst.mcore.args import global_args
 from megatron_burst.mcore.module_costs import ModelLayers
 from megatron_burst.mcore.options import with_environment
 from megatron_burst.mcore.plan_file import rates_of
+from megatron_burst.mcore.stage_layers import mtp_layers, stage_layers
 from megatron_burst.rates import Rates
-from megatron_burst.recompute.budget import KeepProblem, Placed, in_flight
+from megatron_burst.recompute.budget import KeepProblem, growth, in_flight
 from megatron_burst.recompute.first_step import FirstStep, host_gbs
 from megatron_burst.recompute.keeping import WHO, Frame, running
 from megatron_burst.recompute.offload import host_limit_bytes
@@ -39,8 +37,13 @@ class Stage:
         rates: the GPU's, with the measured bandwidth to host memory.
         first: its first step.
         left_bytes: device memory that the first step leaves; None: it is not over.
+        tokens: of the longest micro-batch of the first step on any rank.
+        taken_bytes: what that step took above what it began with.
+        free_bytes: see `KeepProblem`.
         forward_s: seconds of a layer's forward in the first step; None: not measured.
         turn_s: seconds between the last layer's forward and its backward in the first step.
+        rest_s: seconds of a layer's forward that only a whole layer saves; None: not measured.
+        held_share: bytes that a layer's graph holds, by those of its input; 0: not measured.
         models: layers by model.
     """
 
@@ -48,17 +51,27 @@ class Stage:
     rates: Rates
     first: FirstStep
     left_bytes: int | None = None
+    tokens: int = 0
+    taken_bytes: int = 0
+    free_bytes: float = inf
     forward_s: float | None = None
     turn_s: float = 0.0
+    rest_s: float | None = None
+    held_share: float = 0.0
     models: list[ModelLayers] = field(default_factory=list)
     # what it was in the first pass of a checkpoint's call, for the recomputation of that
     by_frame: WeakKeyDictionary[Frame, "Stage"] = field(default_factory=WeakKeyDictionary)
 
-    def budget_bytes(self, burst: BurstConfig) -> float | None:
-        """Device memory that "auto" may add: what is given, or what the first step leaves; None:
-        that is not over."""
-        given = burst.keep_budget_gib
-        return self.left_bytes if given is None else given * _GIB
+    def budget_bytes(self, burst: BurstConfig, tokens: int) -> float | None:
+        """Device memory that "auto" may add for micro-batches of so many tokens: what is given, or
+        what the first step leaves, less what longer ones than it had take anyway; None: it is not
+        over."""
+        if burst.keep_budget_gib is not None:
+            return burst.keep_budget_gib * _GIB
+        if self.left_bytes is None:
+            return None
+        more = (growth(tokens, self.tokens) - 1) * self.taken_bytes
+        return max(0.0, self.left_bytes - more)
 
 
 # The only cache here: a stage by the group of the ranks that share its sequences, for its life.
@@ -97,17 +110,32 @@ def _measured(burst: BurstConfig, device: torch.device) -> Stage:
         rates = replace(rates, host_gbs=bandwidth)
         stage = _STAGES[group] = Stage(int(limit), rates, FirstStep(device))
     if stage.first.is_over and stage.left_bytes is None:
-        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        first = stage.first
-        mine = first.left_bytes(), -(first.forward_s() or 0.0), first.turn_s()
-        left, slowest, stage.turn_s = _least((group, replicas), burst, "memory left", *mine)
-        stage.left_bytes, stage.forward_s = int(left), -slowest or None
-        say_of_stage(
-            f"the first step left {left / _GIB:.2f} GiB; a layer's forward takes "
-            f"{-slowest * 1e3:.2f} ms, the loss {stage.turn_s * 1e3:.2f} ms; "
-            f"{stage.rates.host_gbs:.1f} GB/s to host memory"
-        )
+        _agree(stage, group, burst)
     return stage
+
+
+def _agree(stage: Stage, group: dist.ProcessGroup, burst: BurstConfig) -> None:
+    """Set what the first step measured: the worst of all ranks."""
+    groups = group, parallel_state.get_data_parallel_group(with_context_parallel=True)
+    first = stage.first
+    (longest,) = _least(groups, burst, "longest micro-batch", -first.tokens)
+    stage.tokens = -int(longest)
+    bytes_ = first.left_bytes(stage.tokens), first.free_bytes(), -first.taken_bytes
+    times = -(first.forward_s() or 0.0), first.turn_s(), first.rest_s() or 0.0
+    left, stage.free_bytes, taken, most, slowest, stage.turn_s, rest = _least(
+        groups, burst, "memory left", *bytes_, -first.held_share, *times
+    )
+    stage.left_bytes, stage.taken_bytes, stage.held_share = int(left), -int(taken), -most
+    stage.forward_s, stage.rest_s = -slowest or None, rest or None
+    say_of_stage(
+        f"the first step left {left / _GIB:.2f} GiB; a layer's forward takes "
+        f"{-slowest * 1e3:.2f} ms, the loss {stage.turn_s * 1e3:.2f} ms; "
+        f"{stage.rates.host_gbs:.1f} GB/s to host memory"
+    )
+    say_of_stage(
+        f"a layer holds {-most:.1f} times its input for backward; all of it saves "
+        f"{rest * 1e3:.2f} ms besides attention"
+    )
 
 
 def _least(
@@ -137,13 +165,17 @@ def problem_of(
     """
     rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = config.virtual_pipeline_model_parallel_size or 1
-    flying = in_flight(config.pipeline_model_parallel_size, rank, chunks)
-    layers = len(stage_layers(config)) + _mtp_layers(config)
+    group_size = config.microbatch_group_size_per_vp_stage
+    flying = in_flight(config.pipeline_model_parallel_size, rank, chunks, group_size)
+    layers = len(stage_layers(config)) + mtp_layers(config)
     tokens = shape[0] * config.context_parallel_size
     estimate = stage.rates.matmul_s(shape[0] * shape[1] * _flops_per_token(config))
     forward_s = stage.forward_s or estimate
     turn_s = stage.turn_s if flying == 1 else 0.0  # else other micro-batches come in between once
-    return KeepProblem(layers, flying, layer_bytes, tokens, half_saves, forward_s, turn_s)
+    return KeepProblem(
+        layers, flying, layer_bytes, tokens, half_saves, forward_s, turn_s,
+        free_bytes=stage.free_bytes,
+    )  # fmt: skip
 
 
 def _flops_per_token(config: TransformerConfig) -> float:
@@ -162,77 +194,3 @@ def say_of_stage(choice: str) -> None:
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
         say(f"{WHO}: pipeline stage {stage}: {choice}")
-
-
-# ---- layers ---------------------------------------------------------------------------------
-
-
-def stage_layers(config: TransformerConfig) -> list[int]:
-    """Numbers of this process's decoder layers that may be recomputed, over all its chunks.
-
-    A multi-token prediction layer counts as the decoder layer of the same number, if there is one.
-    "block" recomputes only the first layers of each chunk; with quantized layers it may be others.
-    """
-    if config.recompute_method == "block" and not (config.fp8 or config.fp4):
-        most = config.recompute_num_layers
-    else:
-        most = config.num_layers
-    numbers = []
-    for chunk in _chunks(config):
-        first = get_transformer_layer_offset(config, chunk) + 1
-        numbers += range(first, first + min(get_num_layers_to_build(config, chunk), most))
-    return numbers
-
-
-def is_among(layers: int | None, config: TransformerConfig, layer_number: int) -> bool:
-    """Whether a layer is among so many first ones of its pipeline stage; None: all of them."""
-    return layers is None or layer_number in stage_layers(config)[:layers]
-
-
-def is_last(config: TransformerConfig, layer_number: int) -> bool:
-    """Whether a layer's backward follows its forward at once, so that nothing can be fetched in
-    between."""
-    last = config.pipeline_model_parallel_size - 1
-    if parallel_state.get_pipeline_model_parallel_rank() != last or _mtp_layers(config):
-        return False
-    return layer_number == stage_layers(config)[-1]
-
-
-def is_on_host(placed: Placed, config: TransformerConfig, layer_number: int) -> bool | None:
-    """Whether a layer keeps a module's output in host memory, or on the device; None: it does not
-    keep it."""
-    numbers = stage_layers(config)
-    if layer_number not in numbers:
-        return None
-    return _spread(placed, len(numbers))[numbers.index(layer_number)]
-
-
-@lru_cache(maxsize=64)
-def _spread(placed: Placed, layers: int) -> list[bool | None]:
-    """Every call of a kept module asks."""
-    return placed.spread(layers)
-
-
-def of_decoder(placed: Placed, config: TransformerConfig) -> Placed:
-    """What is left for the stage's decoder layers when multi-token prediction layers keep like
-    those of their number; all of these if it is enough for all."""
-    numbers, others = stage_layers(config), _mtp_layers(config)
-    if placed.device >= len(numbers) + others:
-        return Placed(len(numbers))
-    device = max(0, min(placed.device, len(numbers)) - sharing(config))
-    return Placed(device, max(0, min(placed.host, len(numbers) - device) - others))
-
-
-def sharing(config: TransformerConfig) -> int:
-    """Number of multi-token prediction layers that keep like decoder layers of their number."""
-    numbers = stage_layers(config)
-    return sum(number in numbers for number in range(1, _mtp_layers(config) + 1))
-
-
-def _mtp_layers(config: TransformerConfig) -> int:
-    return sum(get_mtp_num_layers_to_build(config, chunk) for chunk in _chunks(config))
-
-
-def _chunks(config: TransformerConfig) -> Sequence[int | None]:
-    chunks = config.virtual_pipeline_model_parallel_size
-    return range(chunks) if chunks else (None,)

@@ -1,16 +1,22 @@
-"""What to keep within a budget: attention's results, then outputs of other modules."""
+"""What to keep within a budget: attention's results, then outputs of other modules, or all of a
+layer."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import chain, product
+from math import inf
 
 from megatron_burst.rates import Rates
 
+WHOLE = "layer"  # all of a layer, which is then not recomputed: the name among those of modules
 _USUAL = Rates()
 _GIB = 1 << 30
-MOST_USED = 0.92  # share of a GPU's memory: the rest is fragments and what varies
+# Share of a GPU's memory that is used, the only margin. No count of bytes has the rest: fragments,
+# up to 1 MiB more for a tensor, what libraries take later, and tokens of this rank's experts, which
+# vary from step to step.
+MOST_USED = 0.92
 _HIDDEN = 0.9  # share of the layers' time that copies may take
 LAYERS_BEHIND = 2  # that copies to the host may be: what these packed is on the device in backward
 
@@ -28,6 +34,11 @@ class KeepProblem:
     half_saves: float = 0.75
     forward_s: float = 0.0  # seconds of a layer's forward, behind which copies to the host hide
     turn_s: float = 0.0  # and between the last layer's forward and its backward, as in a loss
+    whole_bytes: int = 0  # that a layer which is not recomputed holds for backward; 0: not known
+    whole_s: float = 0.0  # seconds of its forward, without attention
+    # what a layer's backward takes beyond the rest of the step, as a loss: so much of what one
+    # layer keeps is free
+    free_bytes: float = inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +125,27 @@ class KeepChoice:
         return f"keep {self.keep} of {self.layers} layers{where} ({self.reason})"
 
 
-def in_flight(pp_size: int, pp_rank: int, num_chunks: int = 1) -> float:
+def in_flight(
+    pp_size: int, pp_rank: int, num_chunks: int = 1, group_size: int | None = None
+) -> float:
     """Micro-batches whose activations a stage holds at most, in units of the whole stage.
 
-    1F1B holds P - p of them on stage p; interleaved, Megatron warms up 2(P - p - 1) + (v - 1)P
-    chunks of a v-th of the stage, and runs one more.
+    1F1B holds P - p of them on stage p; interleaved, Megatron warms up 2(P - p - 1) + (v - 1)g
+    chunks of a v-th of the stage, and runs one more. g micro-batches of a chunk follow one another:
+    `group_size`, by default P.
 
     Source: Megatron-Core 0.19.2, pipeline_parallel/schedules.py, get_pp_rank_microbatches.
     """
     if num_chunks == 1:
         return float(pp_size - pp_rank)
-    return (2 * (pp_size - pp_rank - 1) + (num_chunks - 1) * pp_size + 1) / num_chunks
+    group_size = group_size or pp_size
+    return (2 * (pp_size - pp_rank - 1) + (num_chunks - 1) * group_size + 1) / num_chunks
+
+
+def growth(tokens: int, known: int) -> float:
+    """How many times as much memory a micro-batch of so many tokens takes at most as one of `known`
+    tokens: where attention stores its scores, the square; 1 for shorter ones."""
+    return max(1.0, tokens / known) ** 2 if known else 1.0
 
 
 def choose_keep(
@@ -159,12 +180,14 @@ def choose_modules(
     problem: KeepProblem, modules: Iterable[ModuleCost], budget_bytes: float,
     host_bytes: float = 0, rates: Rates = _USUAL,
 ) -> dict[str, Placed]:  # fmt: skip
-    """Where to keep each module's output, with what attention's results leave of budgets of device
-    and host memory: first of what waits for the GPU, then so that most FLOPs are saved.
+    """Where to keep each module's output, and in how many layers everything (`WHOLE`, the last
+    ones), with what attention's results leave of budgets of device and host memory: first of what
+    waits for the GPU, then so that most time is saved.
 
     A layer's own output is there in its backward whether it was kept or not, so one layer of each
-    module costs nothing. What goes to the host hides behind the forward of the stage's layers; it
-    is fetched a layer ahead, which takes room on the device.
+    module costs nothing, as far as that backward takes more than the rest of the step does. What
+    goes to the host hides behind the forward of the stage's layers; it is fetched a layer ahead,
+    which takes room on the device.
     """
     kept = choose_keep(problem, budget_bytes, host_bytes, rates)
     if kept.keep != "all" or kept.layers < problem.layers:
@@ -175,16 +198,43 @@ def choose_modules(
     host = min(host_bytes / flying, _hidden_bytes(problem, rates)) - copied
     some = (module for module in modules if module.num_bytes)  # not experts without a token
     best_first = sorted(some, key=lambda x: (not x.waits, -x.flops / x.num_bytes))
-    ways = product(_Way, repeat=len(best_first))
-    found = (_placed(problem, best_first, way, spare, host) for way in ways)
-    best = max(found, key=_saved)
-    return {module.name: placed for module, placed in best if placed.device}
+    ways = list(product(_Way, repeat=len(best_first)))
+    found = []
+    for whole, left in enumerate(_left_by_whole(problem, spare, kept.offload)):
+        free = 0.0 if whole else problem.free_bytes
+        rest = replace(problem, layers=layers - whole, free_bytes=free)
+        found += [(whole, _placed(rest, best_first, way, left, host)) for way in ways]
+    whole, best = max(found, key=lambda each: _saved(problem, *each, rates))
+    placed = [*best, (ModuleCost(WHOLE, problem.whole_bytes, 0), Placed(whole))]
+    return {module.name: each for module, each in placed if each.device}
 
 
-def _saved(placed: list[tuple[ModuleCost, Placed]]) -> tuple[int, int]:
-    """Waits and FLOPs that recomputation then does without."""
+def _left_by_whole(problem: KeepProblem, spare: float, is_offloaded: bool) -> Iterator[float]:
+    """What no layer, one, two and so on leave of the device, if they are not recomputed.
+
+    Attention's results are in what they hold, and counted already unless they are offloaded. In the
+    last one's backward nothing is recomputed, so that one costs nothing; but all that the others
+    keep is there, of which then nothing is free.
+    """
+    yield spare
+    most = problem.layers * bool(problem.whole_bytes)
+    size = max(0, problem.whole_bytes - problem.layer_bytes * (not is_offloaded))
+    free = min(size, problem.free_bytes)
+    for whole in range(1, most + 1):
+        left = spare + free - size * whole * problem.in_flight
+        if left < 0:
+            return
+        yield left
+
+
+def _saved(
+    problem: KeepProblem, whole: int, placed: list[tuple[ModuleCost, Placed]], rates: Rates
+) -> tuple[int, float]:
+    """Waits and seconds that recomputation then does without."""
     layers = [(module, each.device + each.host) for module, each in placed]
-    return sum(n for x, n in layers if x.waits), sum(x.flops * n for x, n in layers)
+    waits = sum(n for x, n in layers if x.waits) + whole * any(x.waits for x, _ in layers)
+    flops = sum(x.flops * n for x, n in layers)
+    return waits, rates.matmul_s(flops) + whole * problem.whole_s
 
 
 class _Way(Enum):
@@ -201,16 +251,19 @@ def _placed(
 ) -> list[tuple[ModuleCost, Placed]]:  # fmt: skip
     """In turn as much of each module as fits and its way says; then more on the device, with what
     is left of it."""
-    placed = {}
+    placed, free = {}, problem.free_bytes
     for module, way in zip(modules, ways, strict=True):
         size = module.num_bytes
-        most = min(problem.layers, _layers_in(spare / size, problem.in_flight))
+        left = spare - max(0.0, size - free)  # its first layer may cost something
+        most = min(problem.layers, _layers_in(left / size, problem.in_flight))
         here = most if way is _Way.DEVICE else min(most, 1)
-        fits = size * Placed(here, 1).at_peak(problem.in_flight) <= spare
+        fits = size * Placed(here, 1).at_peak(problem.in_flight) <= left
         offloads = way is _Way.HOST and here and fits
         there = min(problem.layers - here, int(host // size)) if offloads else 0
         placed[module] = Placed(here, max(there, 0))
-        spare -= size * placed[module].at_peak(problem.in_flight)
+        if here:
+            spare = left - size * placed[module].at_peak(problem.in_flight)
+            free = max(0.0, free - size)
         host -= placed[module].host * size
     for module, got in placed.items():
         more = int(max(spare, 0) // (module.num_bytes * problem.in_flight)) if got.device else 0

@@ -6,18 +6,16 @@ and a reentrant checkpoint's results; for other checkpoints, by torch, which end
 there.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _StopRecomputationError
 
 from megatron_burst.errors import BurstError
+from megatron_burst.recompute.graph import readers
 from megatron_burst.recompute.keep import call_kept
 from megatron_burst.recompute.keeping import WHO, Keeping, RunningFrame, Tensors, running
 
@@ -97,46 +95,3 @@ class Ending:
                 "where there was none; recompute a function that does the same every time"
             )
         self.unread = unread and self.unread is not False
-
-
-def readers(results: Any, nodes: list[Node]) -> Iterable[Node]:
-    """The graph's nodes between results and some nodes that save a floating-point tensor.
-
-    Args:
-        results: tensors in any nesting.
-        nodes: that made what may be read.
-    """
-    users, seen = defaultdict(list), set(nodes)  # what lies behind them reads nothing of theirs
-    stack = [x.grad_fn for x in tree_leaves(results) if isinstance(x, Tensor) and x.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for before, _ in node.next_functions:
-            if before is not None:
-                users[before].append(node)
-                stack.append(before)
-    found, stack = set(), list(nodes)
-    while stack:
-        for user in users[stack.pop()]:
-            if user not in found:
-                found.add(user)
-                stack.append(user)
-    return (node for node in found if any(map(_is_float, _saved_by(node))))
-
-
-def _saved_by(node: Node) -> list[Any]:
-    """What a node of the graph saves: of a Function's also its own attributes."""
-    if hasattr(node, "saved_tensors"):
-        return tree_leaves([node.saved_tensors, vars(node)])
-    return tree_leaves([getattr(node, name) for name in _names_of_saved(type(node))])
-
-
-@cache
-def _names_of_saved(kind: type[Node]) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_saved_"))
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()

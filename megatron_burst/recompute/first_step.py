@@ -1,32 +1,75 @@
-"""What the first training step, without keeping, leaves of a GPU's memory, and how long its layers
-take: what can be kept from then on."""
+"""What the first training step, without keeping, leaves of a GPU's memory, how long its layers
+take, and what they hold for backward: what can be kept from then on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from logging import WARNING
+from math import inf
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 from torch.optim import optimizer
 
 from megatron_burst.environment import available_host_bytes
-from megatron_burst.recompute.budget import MOST_USED
+from megatron_burst.recompute.budget import MOST_USED, growth
+from megatron_burst.recompute.graph import graph_bytes, storages
+from megatron_burst.recompute.keeping import WHO, RunningFrame
+from megatron_burst.say import say
 
 _COPIED = 1 << 26  # bytes, to measure the bandwidth
+_TOLD = 1.1  # times what was counted, from which on the log says so
+
+
+class _Span:
+    """Time on the GPU, from now on until `end`."""
+
+    def __init__(self) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._events[0].record()
+
+    def end(self) -> None:
+        """What comes later is not in it."""
+        self._events[1].record()
+
+    def until(self, later: "_Span") -> float:
+        """Seconds between its end and the begin of a later one."""
+        return self._events[1].elapsed_time(later._events[0]) / 1e3
+
+    @property
+    def seconds(self) -> float:
+        """From its begin to its end."""
+        return self._events[0].elapsed_time(self._events[1]) / 1e3
 
 
 class FirstStep:
-    """Watches one step of any torch optimizer. It begins when this is made, before a forward.
+    """Watches one step of any torch optimizer.
+
+    It begins when this is made, before a forward; torch's peaks of memory count from then on.
 
     Args:
         device: of the model.
+
+    Attributes:
+        is_over: whether an optimizer has made it.
+        held_share: most bytes that a layer's graph holds for backward, beside its input and its
+            results, by bytes of its input; 0: not measured.
+        kinds: of layers that this was measured of.
+        tokens: of its longest micro-batch.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self.is_over = device, False
-        self._began = self._peak = self._allocated()
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._turn: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._device, self.is_over, self.held_share, self.tokens = device, False, 0.0, 0
+        self.kinds: set[Hashable] = set()
+        if self._on_gpu:  # what came before may have taken more than the step does
+            torch.cuda.reset_peak_memory_stats(device)
+        self._began = self._peak = self.allocated()
+        self._has_told = False
+        self._before_turn: int | None = None  # the peak until the first recomputation
+        self._spans: list[tuple[_Span, list[_Span]]] = []  # layers, and calls in each
+        self._turn: tuple[_Span, _Span] | None = None
         self._hooks = [
             optimizer.register_optimizer_step_pre_hook(self._before_optimizer),
             optimizer.register_optimizer_step_post_hook(self._after_optimizer),
@@ -36,8 +79,13 @@ class FirstStep:
     def _on_gpu(self) -> bool:
         return self._device.type == "cuda"
 
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self._on_gpu else 0
+    def allocated(self) -> int:
+        """Bytes of all tensors on the GPU; 0 without one."""
+        if not self._on_gpu:
+            return 0
+        # a tenth of the time that memory_allocated takes, for which every whole layer would wait
+        found = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return found["allocated_bytes"]["all"]["current"] if found else 0
 
     def _before_optimizer(self, *_: Any) -> None:
         if self._on_gpu and not self.is_over:
@@ -47,46 +95,134 @@ class FirstStep:
         self.is_over = True  # hooks cannot be removed while torch calls them
 
     @contextmanager
-    def timing(self) -> Iterator[None]:
-        """Context of a layer's forward, whose time counts until the step is over."""
+    def timing(self, tokens: int, others: Iterable[Module] = ()) -> Iterator[None]:
+        """Context of a layer's forward, whose time counts until the step is over.
+
+        Args:
+            tokens: of the micro-batch.
+            others: modules that recomputation does without anyway; see `rest_s`.
+        """
+        if not self.is_over:
+            self.tokens = max(self.tokens, tokens)
         if not self._on_gpu or self.is_over:
             yield
             return
-        span = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        span[0].record()
-        yield
-        span[1].record()
-        self._spans.append(span)
+        within: list[_Span] = []
+        hooks = [
+            hook
+            for module in others
+            for hook in (
+                module.register_forward_pre_hook(lambda *_: within.append(_Span())),
+                module.register_forward_hook(lambda *_: within[-1].end()),
+            )
+        ]
+        span = _Span()
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        span.end()
+        self._spans.append((span, within))
 
     def forward_s(self) -> float | None:
         """Seconds of a layer's forward, the median; None: not measured. Waits for the GPU."""
+        return self._median(lambda layer, _: layer.seconds)
+
+    def rest_s(self) -> float | None:
+        """The same without modules that recomputation does without anyway."""
+        return self._median(
+            lambda layer, within: layer.seconds - sum(each.seconds for each in within)
+        )
+
+    def _median(self, seconds: Callable[[_Span, list[_Span]], float]) -> float | None:
         if not self._spans:
             return None
         torch.cuda.synchronize(self._device)
-        return median(begin.elapsed_time(end) for begin, end in self._spans) / 1e3
+        return median(seconds(*each) for each in self._spans)
 
-    def turn(self) -> None:
+    def turn(self, run: RunningFrame) -> None:
         """Say that a layer's recomputation begins: the first one is the last layer's."""
         if self._spans and self._turn is None and not self.is_over:
-            self._turn = self._spans[-1][1], torch.cuda.Event(enable_timing=True)
-            self._turn[1].record()
+            self._turn = self._spans[-1][0], _Span()
+            most = torch.cuda.max_memory_allocated(self._device)
+            self._before_turn = most - run.kept_bytes()  # as if this layer kept nothing
+
+    def free_bytes(self) -> float:
+        """What a layer's recomputation and backward took beyond all that came before, of which the
+        loss may take more; infinite: not measured."""
+        return inf if self._before_turn is None else float(self._peak - self._before_turn)
 
     def turn_s(self) -> float:
         """Seconds between the last layer's forward and its recomputation; 0: not measured."""
         if self._turn is None:
             return 0.0
         torch.cuda.synchronize(self._device)
-        return self._turn[0].elapsed_time(self._turn[1]) / 1e3
+        return self._turn[0].until(self._turn[1])
 
-    def left_bytes(self) -> int:
+    def weigh(
+        self, forward: Callable[[], Any], x: Tensor, run: RunningFrame, kind: Hashable,
+        others: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> Any:  # fmt: skip
+        """A layer's results in recomputation; until the step is over, measures `held_share`.
+
+        By what the graph saves, and on a GPU also by how much more is allocated, whichever is more:
+        the graph tells nothing of what nodes written in C++ save, and growth nothing of what
+        took the place of something else, as the tensors that Megatron's dispatchers of tokens hold
+        from one call to the next. Not where torch itself looks at what the graph saves.
+
+        Args:
+            forward: the layer's.
+            x: its input.
+            run: the checkpoint that is recomputed.
+            kind: of the layer: those of one kind hold as much.
+            others: tensors that the graph may save and that live on anyway, as parameters.
+        """
+        if self.is_over or run.frame.stops_early:
+            return forward()
+        if self._on_gpu:  # this thread's first product would allocate its workspace
+            torch.cuda.current_blas_handle()
+        before = self.allocated() - run.kept_bytes()  # kept for this call, so part of it
+        outs = forward()
+        grown = self.allocated() - run.kept_bytes() - before - sum(storages(outs).values())
+        most = max(grown, graph_bytes(outs, (x, *others())))
+        self.held_share = max(self.held_share, most / x.nbytes)
+        self.kinds.add(kind)
+        return outs
+
+    @contextmanager
+    def expecting(self, num_bytes: int) -> Iterator[None]:
+        """Context of a call that should hold so many bytes for backward, as measured; says once if
+        a GPU has to hold more. 0: unknown."""
+        before = self.allocated() if num_bytes and not self._has_told else 0
+        yield
+        grown = self.allocated() - before if before else 0
+        if grown > _TOLD * num_bytes:
+            self._has_told = True
+            say(
+                f"{WHO}: all results of a layer take {grown / 2**30:.2f} GiB in a micro-batch, "
+                f"where {num_bytes / 2**30:.2f} were counted by the first step, perhaps because "
+                "this GPU's experts get more tokens: memory may not suffice; pass "
+                "--burst-keep-budget-gib to keep less",
+                WARNING,
+            )
+
+    @property
+    def taken_bytes(self) -> int:
+        """What the step took above what it began with."""
+        return self._peak - self._began
+
+    def left_bytes(self, tokens: int) -> int:
         """What a further step leaves of the memory: it begins with the optimizer's states, and
-        takes as much as the first one. Without a GPU, half of what is available."""
+        takes as much as the first one, or more if this rank's micro-batches were shorter than so
+        many tokens. Without a GPU, half of what is available."""
         for hook in self._hooks:
             hook.remove()
         if not self._on_gpu:
             return available_host_bytes() // 2
-        taken = self._allocated() + self._peak - self._began
+        taken = self.allocated() + self.taken_bytes
         most = max(taken, torch.cuda.max_memory_allocated(self._device))
+        most += int((growth(tokens, self.tokens) - 1) * self.taken_bytes)
         free, total = torch.cuda.mem_get_info(self._device)
         others = total - free - torch.cuda.memory_reserved(self._device)
         return max(0, int(MOST_USED * total) - others - most)

@@ -89,6 +89,10 @@ class RunningFrame[T]:
         for told in self.at_end:
             told(outs)
 
+    def kept_bytes(self) -> int:
+        """Bytes of what the first pass kept and recomputation has not taken yet."""
+        return sum(getattr(kept, "num_bytes", 0) for kept in self.frame._kept.values())
+
     @property
     def keeps_next(self) -> bool:
         """Whether the first pass kept something of the next call."""
@@ -105,9 +109,10 @@ def running() -> tuple[RunningFrame, ...]:
 
 
 @contextmanager
-def without_frames():
-    """Context that hides running frames from the attention function being recorded."""
-    token = FRAMES.set(None)
+def without_frames(whole: bool = False):
+    """Context that hides running frames from the function being recorded; `whole`: also that it is
+    recorded, as a layer of which everything is kept runs as if there were no checkpoint."""
+    token = FRAMES.set(() if whole else None)
     try:
         yield
     finally:
@@ -183,3 +188,6 @@ class Keeping:
     debug: bool = False  # whether its inputs are compared with the first pass's, bit by bit
     marks: Marks = field(default_factory=Marks)  # of the call: tell other ranks of errors
     parameters: Tensors = ()  # that the function reads: they live on, so they are not kept
+    # whether it is a whole layer: calls within it run as outside checkpoints, and what they save
+    # stays in their graph
+    whole: bool = False

@@ -7,6 +7,7 @@ linear layer its output, as parameters live anyway.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from hashlib import blake2b
 from typing import Any
 
@@ -114,7 +115,7 @@ class Recording:
         self._floats = [x.is_floating_point() for x in inputs]
         self._needs = [0] * len(inputs)
         self._debug = [checksum(x) for x in inputs] if keeping.debug else None
-        self._policy, self._marks = keeping.policy, keeping.marks
+        self._policy, self._marks, self._whole = keeping.policy, keeping.marks, keeping.whole
         self._parameters = keeping.parameters
         self._bound: dict[str, Tensors] = {}
         self._ends: list[Tensor | None] = []  # gradients of the inputs
@@ -125,14 +126,21 @@ class Recording:
         self._reads_outs = [False] * len(outs)
         extras = self._refer(inputs, outs)
         kept = outs if self._policy is None else self._policy.trim(outs)
-        self._fresh: tuple[Tensors, Tensors] | None = (outs, extras)
+        # other objects: Megatron frees the data of what a pipeline stage has sent
+        self._fresh: tuple[Tensors, Tensors] | None = (tuple(x.detach() for x in outs), extras)
         self._num_kept = len(kept)
         self.num_bytes = num_bytes((*kept, *extras))
         with self._marks.telling():
             self._parcel: Parcel | None = keeping.pack((*kept, *extras))
 
     def _run(self, function: Callable, inputs: Tensors) -> Tensors:
-        """Run the function with its graph; what the graph saves goes to `_saved`."""
+        """Run the function with its graph; what the graph saves goes to `_saved`, except of a whole
+        layer.
+
+        Raises:
+            BurstError: if it returns anything but tensors and None.
+        """
+        # the hooks must not refer to self, which has the graph that has them
         saved, bound, own = self._saved, self._bound, set(map(id, self._parameters))
 
         def pack(tensor: Tensor) -> Saved | Tensor:
@@ -150,9 +158,11 @@ class Recording:
         one_each = {x.device: x for x in inputs}.values()
         cpu, (devices, states) = torch.get_rng_state(), get_device_states(*one_each)
         with (
-            without_frames(),
+            without_frames(self._whole),
             torch.enable_grad(),
-            saved_tensors_hooks(pack, unpack),
+            # what a whole layer saves stays in its graph, which backward frees step by step; each
+            # tensor that goes through hooks takes the CPU time
+            nullcontext() if self._whole else saved_tensors_hooks(pack, unpack),
         ):
             token = torch.empty(0, requires_grad=True)
             entered = iter(_Enter.apply(self._ends, token, *floating))

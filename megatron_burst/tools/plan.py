@@ -45,7 +45,10 @@ from megatron_burst.tools.units import whole_number
 _NOT_RUN = 3  # exit code; 2 is refused input
 Framework = Literal["megatron", "bridge", "verl", "ms-swift", "slime", "nemo-rl", "roll"]
 Size = partial(Option, min=1, metavar="N")
-_MODEL = f"{', '.join(PRESETS)}, hf:ORG/NAME (cached), a config.json, or Megatron's arguments"
+_MODEL = (
+    f"{', '.join(PRESETS)}, hf:ORG/NAME (cached), a config.json or its folder, or Megatron's "
+    "arguments"
+)
 
 
 def plan(

@@ -69,7 +69,7 @@ def _no_model_flags(unknown: Sequence[str]) -> str:
         "no flags of Megatron-LM say what these entries of the model's config mean: "
         f"{', '.join(unknown)}. Flags of the other entries alone would train another model, so "
         "build this one with Megatron Bridge, or write its flags yourself. Time and memory above "
-        "are those of layers like Llama's with its sizes"
+        "count the sizes and the kinds of layers of this config, and none of these entries"
     )
 
 

@@ -101,7 +101,8 @@ def _of_one_rank(best: Candidate) -> Iterator[str]:
     if strategy.cp == 1:
         flags = ["--burst-keep"] if strategy.keep != "none" else []
         flags += ["--burst-fused-loss"] if strategy.fused_loss else []
-        still = f"; {' and '.join(flags)} of this plan run without it" if flags else ""
+        run = "run" if len(flags) > 1 else "runs"
+        still = f"; {' and '.join(flags)} of this plan {run} without it" if flags else ""
         yield (
             "with CP 1 no two ranks share a sequence, so burst attention is not used: this job can "
             f"train without it, or be planned with --cp 2 or more{still}"

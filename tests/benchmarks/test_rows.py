@@ -333,3 +333,8 @@ def test_a_table_is_made_below_the_line_that_names_it():
     made = refreshed(f"a\n{mark}| old |\n| --- |\n\nb\n")
     assert made.startswith(f"a\n{mark}| heads | S |") and made.endswith(" |\n\nb\n")
     assert "old" not in made and "| drawn |" in made and refreshed(made) == made
+
+
+def test_a_mark_of_an_unknown_table_is_refused():
+    with pytest.raises(BurstError, match="must name one of table, frontier, .*; got <!-- "):
+        refreshed("<!-- benchmarks.show tabel A.csv -->\n\n| old |\n\n")

@@ -45,6 +45,23 @@ def test_weights_are_those_of_transformers_class(name, tmp_path):
     assert from_hugging_face(config, name).params == pytest.approx(weights, rel=4e-4)
 
 
+@pytest.mark.parametrize("name", [*SAID, *PRINTED])
+def test_a_key_that_is_not_there_has_the_value_of_its_class(name):
+    """A model's flags without a key are those with the class's value of it, or none."""
+    from transformers import AutoConfig
+
+    config = {key: x for key, x in EVERY[name].items() if key != "auto_map"}
+    for key in config.keys() - {"model_type", "architectures"}:
+        less = {other: x for other, x in config.items() if other != key}
+        try:
+            found, theirs = from_hugging_face(less, name), AutoConfig.for_model(**less)
+        except Exception:  # it is needed, by us or by transformers
+            continue
+        if not found.unknown and hasattr(theirs, key):
+            whole = from_hugging_face(less | {key: getattr(theirs, key)}, name)
+            assert whole.unknown or found == whole, key
+
+
 def test_pages_say_which_types_bridge_converts():
     from megatron.bridge import AutoBridge
     from transformers.models.auto import modeling_auto

@@ -197,3 +197,13 @@ def test_what_differs_between_ranks_is_refused_on_all():
         assert 'got layout "zigzag" after shard(..., layout="contiguous")' in layout
         assert "rope_type dynamic" in rope
         assert "a multiple of 4 tokens" in length
+
+
+def test_errors_name_also_the_first_layer():
+    from megatron_burst import BurstConfig, BurstError
+    from megatron_burst.hf import shard_batch
+
+    model = model_of("Llama", "burst")
+    model.model.layers[0].self_attn.v_proj.weight.data.fill_(float("nan"))
+    with pytest.raises(BurstError, match="layer 1, forward"):
+        model(**shard_batch(batch_of(True), config=BurstConfig(nan_guard=True)), use_cache=False)

@@ -4,6 +4,8 @@ Guards against burst that is not in place where models and trainers import funct
 against masks and requests of attention that are dropped, and against gradients of another sum.
 """
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -140,6 +142,11 @@ def told(rank: int) -> list[str]:
         with pytest.raises(BurstError) as raised:
             call()
         said.append(str(raised.value))
+    given, told_of = torch.zeros(3, 1, 4, 2, 8), titan.ShardedMask("zigzag", ())
+    stands_in = patch.object(titan, "burst_attention", side_effect=RuntimeError)
+    with stands_in as called, pytest.raises(RuntimeError):
+        attention[1](*given, attention_masks=told_of)
+    assert called.call_args.kwargs["layer"] == 2  # which errors name
     return said
 
 

@@ -144,9 +144,33 @@ def test_values_of_another_kind_are_refused_in_a_sentence(name, changes):
 
 
 def test_sizes_that_are_missing_are_named_together():
-    match = "'num_hidden_layers', 'hidden_size', 'num_attention_heads', because .*model_type gpt2"
+    match = "model_type gpt2 without num_hidden_layers, hidden_size, num_attention_heads"
     with pytest.raises(BurstError, match=match):
         model({"model_type": "gpt2", "n_embd": 768, "vocab_size": 50257})
+
+
+def test_a_hybrid_without_its_pattern_is_refused():
+    """Its layers would all be counted as attention with a feed-forward."""
+    hybrid = {
+        key: x for key, x in PRINTED["Nemotron-H-8B"][0].items() if key != "hybrid_override_pattern"
+    }
+    with pytest.raises(BurstError, match="model_type nemotron_h without hybrid_override_pattern"):
+        model(hybrid)
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [
+        ("Qwen3-30B-A3B", "num_experts"),
+        ("DeepSeek-V3", "kv_lora_rank"),
+        ("gpt-oss-20b", "rope_scaling"),
+    ],
+)
+def test_keys_that_are_not_there_have_their_classes_values(name, left_out):
+    """Without its experts or latent attention it would be another model, with flags."""
+    config = PRINTED[name][0]
+    found = model({key: x for key, x in config.items() if key != left_out})
+    assert found == model(config)
 
 
 def test_layers_without_rotary_embedding_may_be_any():

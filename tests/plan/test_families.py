@@ -57,6 +57,7 @@ NAMED = {
     "Hunyuan-7B": (8.03, "eod_token_id 3"),
     "dots.llm1": (142.8, "routed_scaling_factor 2.5"),
     "Pythia-6.9B": (6.86, "use_parallel_residual True"),
+    "Qwen3.5-27B": (26.9, "partial_rotary_factor 0.25"),
     "Qwen3-VL-8B": (8.19, "mrope scaling of rotary embeddings"),
     "Qwen3-VL-30B-A3B": (30.5, "vision_config"),
     "InternLM2.5-7B": (7.74, "auto_map"),
@@ -74,7 +75,7 @@ REFUSED = {
     "Gemma-2-9B": "attn_logit_softcapping 50.0",
     "Gemma-4 31B, text": "heads of 512",
     "DeepSeek-V3.2": "index_topk 2048",
-    "GPT-2": "a config of model_type gpt2 without",
+    "GPT-2": "model_type gpt2 without num_hidden_layers, hidden_size, num_attention_heads",
 }
 
 
@@ -109,6 +110,15 @@ def test_no_flags_are_printed_where_none_says_an_entry(name):
 def test_layers_without_times_are_refused(name):
     with pytest.raises(BurstError, match=f"got .*{REFUSED[name]}"):
         from_hugging_face(CONFIGS[name], name)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_whether_embeddings_are_tied_says_the_whole_model(tied):
+    """As in transformers 5.12, where that of the language model has no effect."""
+    config = CONFIGS["Qwen3-VL-8B"]
+    inner = config["text_config"] | {"tie_word_embeddings": not tied}
+    found = from_hugging_face(config | {"tie_word_embeddings": tied, "text_config": inner}, "x")
+    assert found.tied == tied
 
 
 def test_experts_under_unknown_names_are_refused_and_not_left_out():

@@ -97,6 +97,40 @@ def test_micro_batches_in_flight_are_those_of_megatrons_schedules():
     assert in_flight(1, 0) == 1
     # interleaved, v=2: warm-up of 2(P-p-1) + P chunks of half a stage, and the running one
     assert [in_flight(4, rank, 2) for rank in range(4)] == [5.5, 4.5, 3.5, 2.5]
+    # of groups of 6 micro-batches: as counted in a run of the schedule below
+    assert [in_flight(4, rank, 2, 6) for rank in range(4)] == [6.5, 5.5, 4.5, 3.5]
+
+
+def held_at_once(pp: int, rank: int, chunks: int, group: int, batches: int = 48) -> list[list[int]]:
+    """Micro-batches that wait for backward on a stage, by chunk, after each forward: Megatron's
+    interleaved schedule, whose warm-up is get_pp_rank_microbatches' and order is
+    get_schedule_table's."""
+    order = [
+        chunk
+        for first in range(0, batches, group)
+        for chunk in range(chunks)
+        for _ in range(first, min(first + group, batches))
+    ]
+    backward = (chunks - 1 - chunk for chunk in order)
+    warm_up = 2 * (pp - rank - 1) + (chunks - 1) * group
+    held, found = [0] * chunks, []
+    for place, chunk in enumerate(order):
+        held[chunk] += 1
+        found.append(list(held))
+        if place >= warm_up:
+            held[next(backward)] -= 1
+    return found
+
+
+@pytest.mark.parametrize(("chunks", "group"), [(2, 4), (2, 8), (3, 4), (4, 6)])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_last_layers_of_a_stage_hold_no_more_than_is_counted(chunks, group, rank):
+    """Layers are whole from the last one on, so from the last chunk's, of which fewer micro-batches
+    wait than of the first one's. Guards against groups larger than the pipeline, which wait too."""
+    flying, found = in_flight(4, rank, chunks, group), held_at_once(4, rank, chunks, group)
+    for whole in range(1, chunks + 1):  # chunks of one layer
+        assert max(sum(held[chunks - whole :]) for held in found) <= whole * flying
+    assert max(map(sum, found)) == chunks * flying  # and all of them as many
 
 
 QKV, PROJ, FC1 = (
@@ -254,3 +288,68 @@ def test_layers_that_choose_alone_would_exceed_a_budget():
     assert kept_at_once(alone, costs) > budget - 6 * GIB
     choice = choose_modules(problem, most(costs), budget)
     assert choice and kept_at_once([choice] * 6, costs) <= budget - 6 * GIB
+
+
+RATES = Rates(matmul_tflops=1e-12)  # a FLOP takes a second
+
+
+@pytest.mark.parametrize(
+    ("budget", "whole_s", "chosen"),
+    [
+        (3.9, 400, {}),
+        (4, 400, {"layer": Placed(1)}),  # which costs nothing, as do all modules of one layer
+        (4, 200, {"proj": Placed(1), "qkv": Placed(1), "fc1": Placed(1)}),
+        (12.9, 400, {"layer": Placed(1), "proj": Placed(2), "qkv": Placed(1), "fc1": Placed(1)}),
+        (13, 400, {"layer": Placed(2)}),
+        (30.9, 300, {"layer": Placed(3), "proj": Placed(1), "qkv": Placed(1), "fc1": Placed(1)}),
+        (31, 300, {"layer": Placed(4)}),
+        (31, 200, {"proj": Placed(4), "qkv": Placed(4), "fc1": Placed(4)}),
+    ],
+)
+def test_layers_are_kept_whole_where_that_saves_more_time(budget, whole_s, chosen):
+    """Four layers that hold 10 GiB, one of which attention's results. The first whole one costs
+    nothing, but then the other layers' outputs do: they are all there in its backward."""
+    problem = KeepProblem(4, 1, GIB, 4096, whole_bytes=10 * GIB, whole_s=whole_s)
+    assert choose_modules(problem, COSTS, budget * GIB, 0, RATES) == chosen
+
+
+def test_nothing_is_free_where_the_loss_takes_most_memory():
+    problem = KeepProblem(4, 1, GIB, 4096, whole_bytes=10 * GIB, whole_s=400, free_bytes=0)
+    assert choose_modules(problem, COSTS, 12.9 * GIB, 0, RATES) == {
+        "proj": Placed(4), "fc1": Placed(1),
+    }  # fmt: skip
+    assert choose_modules(problem, COSTS, 13 * GIB, 0, RATES) == {"layer": Placed(1)}
+
+
+def test_a_whole_layer_also_saves_the_wait_of_its_router():
+    problem = KeepProblem(4, 1, GIB, 4096, whole_bytes=2 * GIB, whole_s=10)
+    router = ModuleCost("router", GIB // 8, 1, waits=True)
+    assert choose_modules(problem, [router], 7 * GIB, 0, RATES) == {"layer": Placed(4)}
+    assert choose_modules(problem, [router], 5.5 * GIB, 0, RATES) == {
+        "layer": Placed(2), "router": Placed(2),
+    }  # fmt: skip
+
+
+@given(
+    layers=st.integers(1, 12), budget=st.floats(0, 150), whole=st.integers(8, 20),
+    whole_s=st.floats(0, 1000), free=st.floats(0, 30),
+)  # fmt: skip
+def test_whole_layers_and_modules_stay_within_a_budget_in_every_backward(
+    layers, budget, whole, whole_s, free
+):
+    """Backward holds what each layer up to the running one keeps, and all of that one, which full
+    recomputation holds too. The loss before it holds all, and full recomputation needs less there,
+    by what is free. Guards against a free layer where the loss takes most memory."""
+    problem = KeepProblem(
+        layers, 1, GIB, 4096, whole_bytes=whole * GIB, whole_s=whole_s, free_bytes=free * GIB
+    )
+    got = choose_modules(problem, COSTS, budget * GIB, 0, RATES)
+    last = got.get("layer", Placed()).device
+    held = [GIB * (1 if got else 0)] * (layers - last)
+    for module in COSTS:
+        for index, on_host in enumerate(got.get(module.name, Placed()).spread(layers - last)):
+            held[index] += module.num_bytes * (on_host is False)
+    held += [whole * GIB] * last
+    most = max(sum(held[:index]) for index in range(layers))
+    assert most <= budget * GIB * (1 + 1e-9)
+    assert sum(held) - free * GIB <= budget * GIB * (1 + 1e-9)

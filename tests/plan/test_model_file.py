@@ -84,6 +84,7 @@ def alike(model: Model, name: str) -> bool:
 def test_published_configs_are_the_presets(config, name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert same(model_of(str(tmp_path / "config.json")), name)
+    assert same(model_of(str(tmp_path)), name)  # a downloaded model is a folder
     assert PRESETS[name].unknown == ()
 
 
@@ -101,6 +102,7 @@ def test_presets_are_found_whatever_their_capitals_and_dashes(name, billions):
     assert len({preset_name(one) for one in PRESETS}) == len(PRESETS)
     assert same(model_of("Llama-3.3-70B"), "llama3.3-70b")
     assert same(model_of("Qwen3.6-35B-A3B"), "qwen3.5-35b-a3b")
+    assert same(model_of("Qwen3.6-27B"), "qwen3.5-27b")
     assert replace(PRESETS["deepseek-r1"], name="deepseek-v3") == PRESETS["deepseek-v3"]
 
 
@@ -167,7 +169,7 @@ def test_latent_attention_and_experts_of_megatron():
         ("config.json", "{\n 'a': 1}", "config.json must hold a JSON object.*line 2 column 2"),
         ("config.json", "[1]", "must hold a JSON object.*got: a list"),
         ("config.json", json.dumps({**LLAMA, "hidden_size": "wide"}), "'hidden_size'.*'wide'"),
-        ("config.json", '{"num_attention_head": 4}', "heads'.*did you mean 'num_att"),
+        ("config.json", '{"num_attention_head": 4}', "heads, .*did you mean 'num_att"),
         ("config.json", json.dumps({**LLAMA, "num_key_value_heads": 5}), "KV heads divide query"),
         ("config.json", json.dumps({**LLAMA, "vocab_size": 0}), "vocab 0; correct .*config.json$"),
         ("run.sh", "--num-layers 2 --hidden-size 8", "a number 'num_attention_heads'"),

@@ -233,6 +233,8 @@ def test_harmless_variables_are_not():
 def test_connections_are_demanded_before_blackwell_only():
     assert check_connections(survey(), {}, in_job=True).status is Status.FAIL
     assert check_connections(survey(), {}, in_job=False).status is Status.WARN
+    fsdp = check_connections(survey(), {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, in_job=True)
+    assert fsdp.status is Status.WARN and "or 8 with FSDP" in fsdp.change
     blackwell = survey(gpus=gpu_line(0, cap="10.0"))
     assert check_connections(blackwell, {}, in_job=True).status is Status.OK
     assert check_connections(survey(gpus=""), {}, in_job=True).status is Status.SKIP

@@ -104,8 +104,9 @@ def test_keep_auto_is_shown_as_a_run_will_choose(tmp_path):
     )  # fmt: skip
     assert "--burst-keep auto chooses within 12.00 GiB (given)" in text
     plan = json.loads(path.read_text())
-    placed = dict(plan["best"]["strategy"]["placed"])
-    assert len(placed) == 4 == len(plan["kept"])
+    strategy = plan["best"]["strategy"]
+    placed = dict(strategy["placed"]) | {"all of a layer": dict(device=strategy["whole"], host=0)}
+    assert len(placed) == 5 == len(plan["kept"]) and strategy["whole"]
     for row in plan["kept"]:
         assert placed[row["name"]] == {"device": row["device"], "host": row["host"]}
         line = next(line for line in text.splitlines() if f" {row['name']} " in line)

@@ -111,7 +111,7 @@ def test_burst_that_is_not_used_is_said():
     words = "with CP 1 no two ranks share a sequence, so burst attention is not used"
     text = run("llama3-8b --seq-length 16k --gpus 8 --cp 1")
     assert words in text and "--context-parallel-impl" not in text
-    assert "--cp 2 or more; --burst-fused-loss of this plan run without it" in text
+    assert "--cp 2 or more; --burst-fused-loss of this plan runs without it" in text
     assert words not in run("llama3-8b --seq-length 16k --gpus 8 --cp 2")
 
 
@@ -219,6 +219,7 @@ def test_flags_of_a_model_that_is_not_understood_are_not_printed(config, tmp_pat
     text = run(f"{config(LLAMA_3_8B | {'brand_new_attention': 'yes'})} {options}")
     (line,) = (line for line in text.splitlines() if line.startswith("no model flags: "))
     assert "brand_new_attention yes" in line and "Megatron Bridge" in line
+    assert "Llama" not in line  # experts and latent attention are counted as what they are
     assert "--num-layers" not in text and "--seq-length 131072" in text
     written = json.loads(plan.read_text())
     assert written["model_flags"] is None

@@ -77,7 +77,12 @@ def _explain(folder: Path, as_json: bool) -> bool:
     if as_json:
         print_report(Report((fail("job", sentence),) if sentence else ()), as_json)
     else:
-        typer.echo(sentence or f"no rank wrote anything in {folder}")
+        nothing = (
+            f"no rank wrote anything in {folder}: none met an error of another rank, or their "
+            "launcher ended them first, as torchrun does where a rank of their node has ended; "
+            "torchrun's output names that rank"
+        )
+        typer.echo(sentence or nothing)
     return bool(sentence)
 
 

@@ -203,7 +203,8 @@ def check_environment(environ: Mapping[str, str]) -> list[Check]:
 
 
 def check_connections(survey: Survey, environ: Mapping[str, str], in_job: bool) -> Check:
-    """CUDA_DEVICE_MAX_CONNECTIONS, which Megatron demands to be 1 before Blackwell.
+    """CUDA_DEVICE_MAX_CONNECTIONS, which Megatron demands to be 1 before Blackwell, and more than 1
+    under FSDP.
 
     Without it a training job would fail; outside of one its variables are yet to be set.
     """
@@ -214,5 +215,7 @@ def check_connections(survey: Survey, environ: Mapping[str, str], in_job: bool) 
         return skip("connections", f"{what}; no GPU needs it")
     if min(caps) >= _BLACKWELL or given == "1":
         return ok("connections", what)
-    what += ", and Megatron refuses tensor or context parallelism without 1 on GPUs like these"
-    return (fail if in_job else warn)("connections", what, "export CUDA_DEVICE_MAX_CONNECTIONS=1")
+    what += ", and Megatron refuses tensor or context parallelism without 1 on GPUs like these, "
+    what += "but for FSDP, which needs more"
+    change = "export CUDA_DEVICE_MAX_CONNECTIONS=1, or 8 with FSDP"
+    return (fail if in_job and given == "unset" else warn)("connections", what, change)

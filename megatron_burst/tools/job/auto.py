@@ -7,7 +7,9 @@ from functools import lru_cache
 from megatron_burst.rates import Rates
 from megatron_burst.recompute.budget import (
     MOST_USED,
+    WHOLE,
     KeepProblem,
+    Placed,
     choose_keep,
     choose_modules,
     in_flight,
@@ -19,17 +21,19 @@ from megatron_burst.tools.job.kept import (
     RESULTS,
     items_of,
     largest_costs,
+    last_flops,
     module_costs,
     placed_results,
     results_bytes,
 )
 from megatron_burst.tools.job.layer_time import attention_seconds, forward_seconds, head_seconds
-from megatron_burst.tools.job.memory import memory_of
+from megatron_burst.tools.job.memory import memory_of, whole_bytes
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy, again_layers, attention_call
 
 _STEPS = 48  # budgets of a frontier, more of small ones
 _FASTER = 0.9995  # time of a point beside the one before
+_ALL = "all of a layer"  # what a table calls it
 
 
 def rates_of(job: Job) -> Rates:
@@ -48,16 +52,23 @@ def placed_by_auto(job: Job, strategy: Strategy) -> Strategy:
     """
     if strategy.keep != "auto":
         return strategy
+    strategy = _nothing_kept(strategy)
     budget, host = budget_bytes(job, strategy), _host_bytes(job)
     problem, rates = _problem(job, strategy), rates_of(job)
     if not problem.layers:
-        return replace(strategy, placed=())
+        return strategy
     choice = choose_keep(problem, budget, host, rates)
-    placed = []
-    if choice.keep != "none":
-        placed.append(placed_results(choice.keep, choice.layers, choice.offload))
     modules = choose_modules(problem, largest_costs(job, strategy), budget, host, rates)
-    return replace(strategy, placed=(*placed, *modules.items()))
+    whole = modules.pop(WHOLE, Placed()).device
+    placed, layers = [], choice.layers - whole  # whole ones have attention's results too
+    if choice.keep != "none" and layers:
+        placed.append(placed_results(choice.keep, layers, choice.offload))
+    return replace(strategy, placed=(*placed, *modules.items()), whole=whole)
+
+
+def _nothing_kept(strategy: Strategy) -> Strategy:
+    """As a first step is."""
+    return replace(strategy, placed=(), whole=0)
 
 
 def budget_bytes(job: Job, strategy: Strategy) -> float:
@@ -66,7 +77,7 @@ def budget_bytes(job: Job, strategy: Strategy) -> float:
         return strategy.keep_budget_gib * GIB
     gpu = job.hardware.gpu
     left = (MOST_USED * gpu.memory_gib - gpu.reserved_gib) * GIB
-    return max(0.0, left - memory_of(job, replace(strategy, placed=())).peak)
+    return max(0.0, left - memory_of(job, _nothing_kept(strategy)).peak)
 
 
 def _host_bytes(job: Job) -> float:
@@ -75,13 +86,22 @@ def _host_bytes(job: Job) -> float:
 
 
 def _problem(job: Job, strategy: Strategy) -> KeepProblem:
-    nothing = replace(strategy, placed=())
+    nothing = _nothing_kept(strategy)
     turn = head_seconds(job, nothing) if strategy.pp == 1 else 0.0
+    memory = memory_of(job, nothing)
     return KeepProblem(
-        again_layers(job.model, strategy), in_flight(strategy.pp, 0),
+        again_layers(job.model, nothing), in_flight(strategy.pp, 0),
         round(results_bytes(job, strategy)), job.seq, _half_saves(job, nothing),
         forward_seconds(job, nothing), turn,
+        round(whole_bytes(job, nothing)), _rest_seconds(job, nothing),
+        max(0.0, memory.layer - memory.head),
     )  # fmt: skip
+
+
+def _rest_seconds(job: Job, strategy: Strategy) -> float:
+    """Of a layer's forward, without attention and the last product."""
+    last = rates_of(job).matmul_s(last_flops(job, strategy))
+    return forward_seconds(job, strategy) - attention_seconds(job, strategy) - last
 
 
 def _half_saves(job: Job, strategy: Strategy) -> float:
@@ -117,6 +137,10 @@ def rows_of(job: Job, strategy: Strategy) -> tuple[Row, ...]:
                 gib * item.placed.host, 1e3 * saves[item.name] * layers,
             )
         )  # fmt: skip
+    if strategy.whole:
+        gib = whole_bytes(job, strategy) * flights / GIB * strategy.whole
+        seconds = saves[RESULTS] + _rest_seconds(job, strategy)
+        found.append(Row(_ALL, strategy.whole, 0, gib, 0.0, 1e3 * seconds * strategy.whole))
     return tuple(found)
 
 
@@ -134,7 +158,7 @@ def frontier(job: Job, strategy: Strategy) -> tuple[Point, ...]:
     """Peak memory and step time of a layout, from full recomputation over ever larger budgets to
     everything kept, then nothing recomputed; without budgets that make no step faster."""
     full = replace(
-        strategy, recompute="full", keep="none", offload=False, placed=(), again_layers=None,
+        _nothing_kept(strategy), recompute="full", keep="none", offload=False, again_layers=None,
         keep_budget_gib=None,
     )  # fmt: skip
     none = replace(full, recompute="none", offload_inputs=False)
@@ -148,10 +172,9 @@ def frontier(job: Job, strategy: Strategy) -> tuple[Point, ...]:
 
 
 def _budgets(job: Job, strategy: Strategy) -> Iterator[float]:
-    """From nothing to all items in all layers, in GiB."""
+    """From nothing to everything in all layers, in GiB."""
     layers = again_layers(job.model, strategy) * in_flight(strategy.pp, 0)
-    each = results_bytes(job, strategy)
-    each += sum(module.num_bytes for module in module_costs(job, strategy))
+    each = whole_bytes(job, strategy)
     return (layers * each / GIB * (step / _STEPS) ** 2 for step in range(_STEPS + 1))
 
 

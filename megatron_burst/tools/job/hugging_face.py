@@ -13,6 +13,8 @@ from megatron_burst.tools.job.linear import DeltaNet, Linear, Mamba
 from megatron_burst.tools.job.model import Model
 
 _SIZES = "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"
+_PATTERN = "hybrid_override_pattern"
+_TIED = "tie_word_embeddings"  # of a model with other parts too, that of the whole counts
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _NAMES = {"attention": _FULL, "mamba": _LINEAR}  # of kinds of layers, of hybrids
 _LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
@@ -39,16 +41,18 @@ def from_hugging_face(config: Config, name: str) -> Model:
 
 def _model(config: Config, name: str) -> Model:
     inner = [config.get(key) for key in KEYS["language"]]  # the model of one with other parts too
-    config = {**config, **next((one for one in inner if isinstance(one, Mapping)), {})}
+    whole = {key: config[key] for key in (_TIED,) if config.get(key) is not None}
+    config = {**config, **next((one for one in inner if isinstance(one, Mapping)), {}), **whole}
     kind = TYPES.get(str(config.get("model_type")), Type())
     config = _with_layer_types({**kind.usual, **config, **_renamed(config, kind)}, kind)
     _check_layers(config, kind, name)
-    if missing := [key for key in _SIZES if config.get(key) is None]:
+    needed = (*_SIZES, _PATTERN) if kind.halves and not _pattern(config, kind) else _SIZES
+    if missing := [key for key in needed if config.get(key) is None]:
         close = next(filter(None, (nearest(key, config) for key in missing)), "")
         raise BurstError(
-            f"plan: {name} must hold {', '.join(map(repr, missing))}, because time and memory "
-            f"depend on them; got a config of model_type {config.get('model_type')} "
-            f"without{close}; add them"
+            f"plan: {name} must hold all sizes that time and memory depend on, because none of "
+            f"them has a usual value; got a config of model_type {config.get('model_type')} "
+            f"without {', '.join(missing)}{close}; add them"
         )
     size = Sizes(config, name)
     heads, hidden = size("num_attention_heads"), size("hidden_size")
@@ -68,7 +72,7 @@ def _model(config: Config, name: str) -> Model:
     return Model(
         config.get("_name_or_path") or name, layers, hidden, heads, heads_kv,
         *dims, ffn or size("intermediate_size", unused), size("vocab_size"), gated=kind.gated,
-        tied=size.truth("tie_word_embeddings"), experts=experts, latent=latent,
+        tied=size.truth(_TIED), experts=experts, latent=latent,
         windows=_windows(config, kind, layers, name),
         linear=_linear(config, kind, size), pattern=_pattern(config, kind),
         gated_attention=kind.delta,
@@ -100,7 +104,7 @@ def _pattern(config: Config, kind: Type) -> str:
     if not kind.halves:
         return ""
     listed = (_LETTERS.get(one, one) for one in config.get("layers_block_type") or ())
-    return config.get("hybrid_override_pattern") or "".join(listed)
+    return config.get(_PATTERN) or "".join(listed)
 
 
 def _renamed(config: Config, kind: Type) -> Config:

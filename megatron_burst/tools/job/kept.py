@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from megatron_burst.recompute.budget import ModuleCost, Placed, most, router_bytes
 from megatron_burst.tools.job.layers import Experts
 from megatron_burst.tools.job.model import Model
-from megatron_burst.tools.job.strategy import Job, Strategy, again_layers
+from megatron_burst.tools.job.strategy import Job, Strategy, again_layers, first_stage_layers
 
 RESULTS, HALF = "attention's results", "attention's results of half of the rows"
 _SHARES = {RESULTS: 1.0, HALF: 0.5}
@@ -137,6 +137,12 @@ def feed_width(model: Model, share: float | None = None) -> float:
     return (1 - share) * model.ffn + share * active
 
 
+def last_flops(job: Job, strategy: Strategy) -> int:
+    """Of a layer's last product, before which recomputation ends if anything is kept."""
+    width = feed_width(job.model)
+    return round(2 * job.model.hidden * width * (job.seq // strategy.cp) / strategy.tp)
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """What an average layer of a strategy's stage does not recompute beside the others."""
@@ -154,13 +160,11 @@ def saved_by(job: Job, strategy: Strategy) -> Saved:
     if strategy.recompute != "full":
         return Saved(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     model, layers = job.model, again_layers(job.model, strategy)
-    every = again_layers(model, replace(strategy, again_layers=None))
+    every = first_stage_layers(model, strategy)
     kept = {item.name: item for item in items_of(job, strategy)}
     shares = {name: (item.placed.device + item.placed.host) / every for name, item in kept.items()}
     flops = {module.name: module.flops for module in module_costs(job, strategy)}
-    flops["linear_fc2"] = round(
-        2 * model.hidden * feed_width(model) * (job.seq // strategy.cp) / strategy.tp
-    )
+    flops["linear_fc2"] = last_flops(job, strategy)
     again = layers / every
     outputs = {name: share for name, share in shares.items() if name in flops}
     if strategy.keep != "none":  # recomputation ends before the last product

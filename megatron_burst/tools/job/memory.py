@@ -74,11 +74,13 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
     every = last if strategy.pp == 1 else layers
     a_layer = _layer_bytes(job, _alike(strategy))
     tokens = job.seq // strategy.cp / strategy.tp
-    saved, working = _layers(job, strategy, every)
-    saved *= flights
     items = items_of(job, strategy)
     kept = sum(item.num_bytes * item.placed.at_peak(flights) for item in items)
     resident = sum(item.num_bytes * item.placed.device for item in items)  # of a micro-batch
+    saved, working, of_rest = _layers(job, strategy, every)
+    saved *= flights
+    if of_rest:  # which run backward while all that others keep waits
+        working = max(working, of_rest + resident * flights - kept)
     on_node = sum(item.num_bytes * item.placed.host for item in items) * flights
     if strategy.offload_inputs:
         on_node, saved = on_node + saved, min(saved, 2 * 2 * model.hidden * tokens)
@@ -95,27 +97,37 @@ def memory_of(job: Job, strategy: Strategy) -> Memory:
     )  # fmt: skip
 
 
-def _layers(job: Job, strategy: Strategy, every: int) -> tuple[float, float]:
-    """What a stage of so many layers saves of a micro-batch, and what backward needs in addition.
+def _layers(job: Job, strategy: Strategy, every: int) -> tuple[float, float, float]:
+    """What a stage of so many layers saves of a micro-batch, and what backward needs in addition,
+    of layers that are recomputed, and of the others; 0: there are none.
 
-    Layers after the recomputed ones ("block") have their backward first, and free what they saved.
+    Layers after the recomputed ones ("block", or `whole`) have their backward first, and free what
+    they saved.
     """
     alike = _alike(strategy)
     a_layer = _layer_bytes(job, alike)
     rest = every - again_layers(job.model, strategy) if strategy.recompute == "full" else 0
     if rest <= 0:
-        return a_layer.saved * every, a_layer.working
+        return a_layer.saved * every, a_layer.working, 0.0
     whole = _layer_bytes(job, replace(alike, recompute="none", keep="none"))
     working = a_layer.working - rest * whole.saved if rest < every else 0.0
-    saved = a_layer.saved * (every - rest) + whole.saved * rest
-    return saved, max(whole.working, working)
+    return a_layer.saved * (every - rest) + whole.saved * rest, working, whole.working
+
+
+def whole_bytes(job: Job, strategy: Strategy) -> float:
+    """Bytes that a layer which is not recomputed holds for backward beside its input, of a
+    micro-batch; of layers that differ the largest one."""
+    alike = _alike(strategy)
+    found = (_layer_bytes(job, replace(alike, recompute=how)) for how in ("none", "full"))
+    every, inputs = found
+    return every.most - inputs.saved
 
 
 def _alike(strategy: Strategy) -> Strategy:
     """A strategy whose layers need as much: other sizes and what is kept change nothing."""
     return replace(
         strategy, pp=1, dp=1, ep=1, offload=False, offload_inputs=False, keep_budget_gib=None,
-        again_layers=None, placed=(),
+        again_layers=None, placed=(), whole=0,
     )  # fmt: skip
 
 
@@ -128,7 +140,8 @@ class _LayerBytes:
     size.
     """
 
-    saved: float  # what waits for backward, the layer's input included
+    saved: float  # what waits for backward, the layer's input included; on average
+    most: float  # the same of the largest layer
     working: float  # what backward of the layer needs in addition, at its peak
     buffers: float  # of its attention call
 
@@ -158,7 +171,8 @@ def _layer_bytes(job: Job, strategy: Strategy) -> _LayerBytes:
     kinds = _kinds(model, mixers, _feed_forwards(model, strategy.tp, tokens))
     found = [(count, *_saved(job, strategy, mixer, feed)) for count, mixer, feed in kinds if count]
     saved = sum(count * saved for count, saved, _ in found) / model.layers
-    return _LayerBytes(saved, max(working for _, _, working in found), buffers)
+    _, each, working = zip(*found, strict=True)
+    return _LayerBytes(saved, max(each), max(working), buffers)
 
 
 _Kind = tuple[int, "_Mixer", "_FeedForward"]

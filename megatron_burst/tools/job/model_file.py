@@ -19,9 +19,9 @@ def model_of(name_or_path: str) -> Model:
     """A preset by name, else the model that a file describes.
 
     Args:
-        name_or_path: one of `PRESETS`; hf:ORG/NAME, which the local cache must have; a config.json;
-            or a file with Megatron's arguments, as --burst-dump-args writes them, as `--flag value`
-            text (a shell script) or as YAML (`flag: value`).
+        name_or_path: one of `PRESETS`; hf:ORG/NAME, which the local cache must have; a config.json
+            or its folder; or a file with Megatron's arguments, as --burst-dump-args writes them, as
+            `--flag value` text (a shell script) or as YAML (`flag: value`).
 
     Raises:
         BurstError: if it is none of them, or the file lacks something.
@@ -30,12 +30,13 @@ def model_of(name_or_path: str) -> Model:
         return PRESETS[preset]
     on_hub = name_or_path.startswith(_HUB)
     path = _cached_config(name_or_path) if on_hub else Path(name_or_path)
+    path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         close = nearest(name_or_path.lower().rpartition("/")[2], PRESETS)
         raise BurstError(
             "plan: MODEL must be a preset or a file, because sizes come from there; got "
             f"{name_or_path!r}{close}; choose one of those that plan --help lists, hf:ORG/NAME, "
-            "a config.json, or a file of Megatron's arguments"
+            "a config.json or its folder, or a file of Megatron's arguments"
         )
     text = text_of(path)
     if path.suffix == ".json" and DUMPED not in _json(text, path):

@@ -79,7 +79,7 @@ def megatron_bytes(shape: AttentionShape, packed: bool = False) -> int:
 
 def gain(job: Job, strategy: Strategy) -> Gain:
     """What a step gains from burst attention, and from what a strategy keeps."""
-    plain = replace(strategy, keep="none", offload=False, offload_inputs=False, placed=())
+    plain = replace(strategy, keep="none", offload=False, offload_inputs=False, placed=(), whole=0)
     packing = job.packing and Packing(Layout.DOCUMENTS, job.packing.sample)
     own = replace(job, packing=packing)
     theirs = as_megatron(open_call(own, plain), job.hardware)

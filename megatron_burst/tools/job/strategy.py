@@ -101,6 +101,9 @@ class Strategy:
     # in how many of these layers a module's output is kept, by its name in a layer; with "auto"
     # attention's results too (`kept.RESULTS` or `kept.HALF`)
     placed: tuple[tuple[str, Placed], ...] = ()
+    # last ones of these layers of which "auto" keeps all, so that they are not recomputed; the
+    # others have what is `placed`
+    whole: int = 0
     fused_loss: bool = True  # whether the loss is computed without all logits
     # whose FSDP shards weights and gradients over data- and context-parallel ranks too (ZeRO-3);
     # given, never chosen by the search
@@ -206,11 +209,17 @@ def stage_layers(model: Model, strategy: Strategy) -> int:
     return ceil(model.layers / strategy.pp)
 
 
+def first_stage_layers(model: Model, strategy: Strategy) -> int:
+    """Layers of the first pipeline stage, those of multi-token prediction among them if it is the
+    last stage too."""
+    return stage_layers(model, strategy) + (model.predicted if strategy.pp == 1 else 0)
+
+
 def again_layers(model: Model, strategy: Strategy) -> int:
-    """Layers of the first pipeline stage that full recomputation recomputes, those of multi-token
-    prediction among them if it is the last stage too."""
-    every = stage_layers(model, strategy) + (model.predicted if strategy.pp == 1 else 0)
-    return every if strategy.again_layers is None else min(every, strategy.again_layers)
+    """Layers of the first pipeline stage that full recomputation recomputes."""
+    every = first_stage_layers(model, strategy)
+    most = every if strategy.again_layers is None else min(every, strategy.again_layers)
+    return most - strategy.whole
 
 
 def busiest_layers(model: Model, strategy: Strategy) -> int:
