@@ -130,10 +130,15 @@ def two_steps(
         calls[-1]["copies"] += 1
         return copy(x, **options)
 
-    copy = token_dispatcher.maybe_move_tensor_to_cpu
+    def sent(*args, **options):
+        calls[-1]["all-to-alls"] += 1
+        return send(*args, **options)
+
+    copy, send = token_dispatcher.maybe_move_tensor_to_cpu, token_dispatcher.all_to_all
     kinds = ColumnParallelLinear, RowParallelLinear, TopKRouter
     patches = [mock.patch.object(x, "forward", counting(x.forward)) for x in kinds]
     patches.append(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", copied))
+    patches.append(mock.patch.object(token_dispatcher, "all_to_all", sent))
     for patch in patches:
         patch.start()
     batch = gpt.whole_batch()
@@ -238,7 +243,7 @@ def within_budgets(rank: int, parallel: Parallel, names: list[str]) -> dict:
     return found
 
 
-def check(results, name):
+def check(results, name, ep=1):
     if why := why_lacks(name):
         pytest.skip(why)
     case = CASES[name]
@@ -253,6 +258,8 @@ def check(results, name):
                 assert kept[1][module] == forward, module
             elif module == "linear_fc2":
                 assert kept[1][module] == forward * (1 + case.again), module
+            elif module == "all-to-alls" and ep > 1:  # of tokens, their weights and results
+                assert kept[1][module] == number - forward // 3
             else:
                 assert kept[1][module] == number, module
 
@@ -270,7 +277,7 @@ def test_so_they_are_with_tensor_parallelism(tensor_parallel, name):
 def test_so_they_are_with_expert_parallelism():
     if why := why_lacks("routed experts"):
         pytest.skip(why)
-    check(run_ranks(compare, 2, Parallel(ep=2), ["routed experts"]), "routed experts")
+    check(run_ranks(compare, 2, Parallel(ep=2), ["routed experts"]), "routed experts", ep=2)
 
 
 AUTO = {"one rank": (1, Parallel(), here(["dense", "latent", "experts"])), "TP": (2, TP, ["dense"])}
