@@ -44,7 +44,7 @@ from megatron_burst.recompute.offload import host_memory
 from megatron_burst.say import say_once
 
 _LAST = "linear_fc2"  # of an MLP, or of experts
-_COMBINE = "token_combine"  # the all-to-all that sends experts' results back
+_DISPATCH, _COMBINE = "token_dispatch", "token_combine"  # send tokens to experts; results back
 _ATTENTION = "core_attention"  # whose results "auto" keeps first
 # of a dispatcher of tokens, once the CPU knows how many each expert gets; and the copy's event
 _COUNTED = (
@@ -116,8 +116,9 @@ class LayerModules:
             if name == _LAST or name in KEEP_MODULES:
                 module.forward = LayerModule(self, name, module.forward, module.parameters)
             dispatcher = getattr(module, "token_dispatcher", None)
-            if _sends_back(dispatcher):
-                dispatcher.token_combine = LayerModule(self, _COMBINE, dispatcher.token_combine)
+            if _sends(dispatcher):
+                for name in (_DISPATCH, _COMBINE):
+                    setattr(dispatcher, name, LayerModule(self, name, getattr(dispatcher, name)))
 
     @cached_property
     def burst(self) -> BurstConfig:
@@ -191,8 +192,8 @@ class LayerModules:
         return costs_of(self._found, self._layer.config, x)
 
 
-def _sends_back(dispatcher: Any) -> bool:
-    """Whether experts' results are sent to other ranks, in a call that does nothing else."""
+def _sends(dispatcher: Any) -> bool:
+    """Whether tokens are sent to other ranks, and results back, in calls that do nothing else."""
     if type(dispatcher) is not MoEAlltoAllTokenDispatcher:
         return False
     return dispatcher.ep_size > 1 and dispatcher.shared_experts is None
