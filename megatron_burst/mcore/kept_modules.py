@@ -1,15 +1,16 @@
 """Megatron's transformer layers and their modules under recomputation: layers of which everything
 is kept, modules whose outputs are, and the last one, which is not called again if backward reads
-nothing of its output."""
+nothing of its output, nor is the all-to-all of experts behind it."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property, update_wrapper
 from math import prod
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
@@ -43,6 +44,7 @@ from megatron_burst.recompute.offload import host_memory
 from megatron_burst.say import say_once
 
 _LAST = "linear_fc2"  # of an MLP, or of experts
+_DISPATCH, _COMBINE = "token_dispatch", "token_combine"  # send tokens to experts; results back
 _ATTENTION = "core_attention"  # whose results "auto" keeps first
 # of a dispatcher of tokens, once the CPU knows how many each expert gets; and the copy's event
 _COUNTED = (
@@ -112,7 +114,11 @@ class LayerModules:
             if name in (_LAST, _ATTENTION):
                 self.skipped.append(module)
             if name == _LAST or name in KEEP_MODULES:
-                module.forward = LayerModule(self, name, module)
+                module.forward = LayerModule(self, name, module.forward, module.parameters)
+            dispatcher = getattr(module, "token_dispatcher", None)
+            if _sends(dispatcher):
+                for name in (_DISPATCH, _COMBINE):
+                    setattr(dispatcher, name, LayerModule(self, name, getattr(dispatcher, name)))
 
     @cached_property
     def burst(self) -> BurstConfig:
@@ -186,6 +192,13 @@ class LayerModules:
         return costs_of(self._found, self._layer.config, x)
 
 
+def _sends(dispatcher: Any) -> bool:
+    """Whether tokens are sent to other ranks, and results back, in calls that do nothing else."""
+    if type(dispatcher) is not MoEAlltoAllTokenDispatcher:
+        return False
+    return dispatcher.ep_size > 1 and dispatcher.shared_experts is None
+
+
 def _as_agreed(x: Tensor, stage: Stage, config: TransformerConfig) -> Tensor:
     """A layer's input, without data, of the first step's longest micro-batch on any rank, by which
     ranks of other sequences choose too; empty as long as they have not agreed."""
@@ -201,13 +214,23 @@ def _as_agreed(x: Tensor, stage: Stage, config: TransformerConfig) -> Tensor:
 
 
 class LayerModule:
-    """A module's forward in checkpoints and outside."""
+    """A module's forward, or another function of a layer, in checkpoints and outside.
 
-    def __init__(self, layer: LayerModules, name: str, module: Module) -> None:
-        self._layer, self._name, self._module = layer, name, module
-        self._forward = module.forward
-        update_wrapper(self, self._forward, updated=())  # some read its parameters
-        self._ending = Ending(self._forward, module.parameters) if name == _LAST else None
+    Args:
+        layer: that has it.
+        name: of the module or function.
+        forward: what it computes.
+        parameters: that this reads.
+    """
+
+    def __init__(
+        self, layer: LayerModules, name: str, forward: Callable[..., Any],
+        parameters: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> None:  # fmt: skip
+        self._layer, self._name, self._parameters = layer, name, parameters
+        self._forward = forward
+        update_wrapper(self, forward, updated=())  # some read its parameters
+        self._ending = Ending(forward, parameters) if name in (_LAST, _COMBINE) else None
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """As the module's own forward."""
@@ -220,7 +243,7 @@ class LayerModule:
         pack = self._layer.packer(self._name, device)
         if pack is None:
             return self._forward(*args, **options)
-        debug, parameters = self._layer.burst.keep_debug, tuple(self._module.parameters())
+        debug, parameters = self._layer.burst.keep_debug, tuple(self._parameters())
         keeping = Keeping(pack=pack, debug=debug, parameters=parameters)
         outs = call_kept(self._forward, args, options, keeping)
         if self._name == ROUTER:

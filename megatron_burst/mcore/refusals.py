@@ -14,11 +14,14 @@ from megatron_burst.errors import BurstError, nearest_multiples
 FLAG, KEEP_FLAG = "--context-parallel-impl burst", "--burst-keep"
 LOSS_FLAG = "--burst-fused-loss"
 OFF = (False, "none", [], ())
-# of a transformer layer, Megatron's names: dense layers, latent attention, experts
+# of a transformer layer, Megatron's names: dense layers, latent attention, experts and what sends
+# tokens to them
 KEEP_MODULES = frozenset(
     "linear_qkv linear_q_proj linear_q_down_proj linear_q_up_proj linear_kv_down_proj "
-    "linear_kv_up_proj linear_proj linear_fc1 router".split()
+    "linear_kv_up_proj linear_proj linear_fc1 router token_dispatch".split()
 )
+
+_NO_DISPATCH = "leave token_dispatch out of keep_modules"
 
 type Options = Any  # anything with Megatron's field names: arguments, a configuration, a view
 
@@ -111,6 +114,11 @@ def _must_run_burst(o: Options) -> bool:
 def _invariant(o: Options) -> bool:
     """Whether burst's bits are the same on any number of ranks."""
     return bool(getattr(o, "burst_invariant", False))
+
+
+def _keeps_dispatch(o: Options) -> bool:
+    """Whether tokens that other ranks sent are kept."""
+    return "token_dispatch" in getattr(o, "burst_keep_modules", ())
 
 
 def _selective(o: Options) -> bool:
@@ -388,9 +396,20 @@ TABLE: tuple[Refusal, ...] = (
         lambda on, o: not on or "router" not in getattr(o, "burst_keep_modules", ()),
         "a router that repeats recorded decisions takes the next one in each recomputation",
         "leave router out of keep_modules"),
-    Refusal("modules", "burst_keep_modules", lambda names, o: KEEP_MODULES.issuperset(names or ()),
-        "no other module is kept", f"name {', '.join(sorted(KEEP_MODULES))}",
-        asked="keep_modules", got="{value}"),
+    Refusal("modules", "burst_keep_modules",
+        lambda names, o: KEEP_MODULES.issuperset(names or ())
+        and (not _keeps_dispatch(o) or "router" in names),
+        "no other module is kept, and token_dispatch, whose call waits for the number of tokens, "
+        "only with the router", f"name {', '.join(sorted(KEEP_MODULES))}", asked="keep_modules",
+        got="{value}"),
+    Refusal("modules", "moe_token_dispatcher_type",
+        lambda kind, o: kind in (None, "alltoall") or not _keeps_dispatch(o),
+        "other dispatchers hold what the call before has sent", _NO_DISPATCH),
+    Refusal("modules", "moe_shared_expert_overlap", lambda on, o: not (on and _keeps_dispatch(o)),
+        "the shared expert runs in the call of the all-to-all", _NO_DISPATCH),
+    Refusal("modules", "expert_model_parallel_size",
+        lambda ranks, o: ranks != 1 or not _keeps_dispatch(o), "one rank sends no tokens",
+        _NO_DISPATCH),
     Refusal("own", "keep", ("none", "all"), "only burst's attention can reshard rows",
         f"pass {KEEP_FLAG} all, or {FLAG}", asked="a share of the rows",
         got="Megatron's own attention in layer {o.layer_number}"),

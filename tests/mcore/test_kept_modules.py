@@ -69,12 +69,18 @@ CASES = {
         recompute_modules=["core_attn", "mlp"],
     )),
 }  # fmt: skip
+SPREAD = {  # over ranks that have other experts
+    "routed experts": CASES["routed experts"],
+    "tokens of other ranks": Case(("router", "token_dispatch"), options=EXPERTS | ALLTOALL),
+}
+# what is counted, of these
+COUNTED = {"copies": "router", "all-to-alls": "token_dispatch"}
 TP, SOME = Parallel(tp=2), ["dense", "two layers a checkpoint", "experts"]
 
 
 def why_lacks(name: str) -> str:
     """Why this Megatron has no such model without TransformerEngine."""
-    case = CASES[name]
+    case = (CASES | SPREAD)[name]
     experts = "num_moe_experts" in case.options
     return why_not("MLA" if case.model.latent else "experts" if experts else None)
 
@@ -130,10 +136,15 @@ def two_steps(
         calls[-1]["copies"] += 1
         return copy(x, **options)
 
-    copy = token_dispatcher.maybe_move_tensor_to_cpu
+    def sent(*args, **options):
+        calls[-1]["all-to-alls"] += 1
+        return send(*args, **options)
+
+    copy, send = token_dispatcher.maybe_move_tensor_to_cpu, token_dispatcher.all_to_all
     kinds = ColumnParallelLinear, RowParallelLinear, TopKRouter
     patches = [mock.patch.object(x, "forward", counting(x.forward)) for x in kinds]
     patches.append(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", copied))
+    patches.append(mock.patch.object(token_dispatcher, "all_to_all", sent))
     for patch in patches:
         patch.start()
     batch = gpt.whole_batch()
@@ -161,7 +172,7 @@ def compare(rank: int, parallel: Parallel, names: list[str]) -> dict:
     cpu_mode.install()  # also the streams of an all-to-all of tokens
     found = {}
     for name in names:
-        case = CASES[name]
+        case = (CASES | SPREAD)[name]
         truth, plain = two_steps(case, parallel, BurstConfig())
         burst = BurstConfig(keep="all", keep_modules=case.modules)
         patches.switch_on_keep(burst)
@@ -238,21 +249,23 @@ def within_budgets(rank: int, parallel: Parallel, names: list[str]) -> dict:
     return found
 
 
-def check(results, name):
+def check(results, name, ep=1):
     if why := why_lacks(name):
         pytest.skip(why)
-    case = CASES[name]
+    case = (CASES | SPREAD)[name]
     for wrong, plain, kept in (found[name] for found in results):
         assert not wrong
         last = {key: number for key, number in plain[1].items() if key != "output_layer"}
-        assert set(case.modules) <= set(last)
+        assert set(case.modules) <= {*last, *map(COUNTED.get, last)}
         for module, number in last.items():
             forward = number // 2 if case.options.get("recompute_granularity") != "selective" else (
                 number // (2 if module in ("linear_fc1", "linear_fc2") else 1))  # fmt: skip
-            if {"copies": "router"}.get(module, module) in case.modules:
+            if COUNTED.get(module, module) in case.modules:
                 assert kept[1][module] == forward, module
             elif module == "linear_fc2":
                 assert kept[1][module] == forward * (1 + case.again), module
+            elif module == "all-to-alls" and ep > 1:  # of tokens, their weights and results
+                assert kept[1][module] == number - forward // 3
             else:
                 assert kept[1][module] == number, module
 
@@ -267,10 +280,14 @@ def test_so_they_are_with_tensor_parallelism(tensor_parallel, name):
     check(tensor_parallel, name)
 
 
-def test_so_they_are_with_expert_parallelism():
-    if why := why_lacks("routed experts"):
-        pytest.skip(why)
-    check(run_ranks(compare, 2, Parallel(ep=2), ["routed experts"]), "routed experts")
+@pytest.fixture(scope="module")
+def expert_parallel():
+    return run_ranks(compare, 2, Parallel(ep=2), here(SPREAD))
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_so_they_are_with_expert_parallelism(expert_parallel, name):
+    check(expert_parallel, name, ep=2)
 
 
 AUTO = {"one rank": (1, Parallel(), here(["dense", "latent", "experts"])), "TP": (2, TP, ["dense"])}
@@ -458,7 +475,7 @@ def named_wrong(rank):
     gpt.start(Parallel())
     burst = BurstConfig(keep="all", keep_modules=("linear_qkv", "linear_fc2"))
     patches.switch_on_keep(burst)
-    with pytest.raises(BurstError, match=r"keep_modules, because no other module is kept; got"):
+    with pytest.raises(BurstError, match=r"keep_modules, because no other module is kept, .*; got"):
         two_steps(CASES["dense"], Parallel(), burst)
 
 

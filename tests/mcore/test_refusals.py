@@ -57,6 +57,7 @@ GRAPHS_OF_LOSS = {"cuda_graph_impl": (ALL, ["none", *IN_LAYERS, *BESIDE])} | {
     name: ([{name: True, "cuda_graph_scope": ["full_iteration"]}], [False, True]) for name in OLD
 }
 INVARIANT = dict(burst_invariant=True)
+SENT = "router", "token_dispatch"
 IN_BATCHES = dict(batch_invariant_mode=True)
 GRAPHS_ON_CPU = {"cuda_graph_impl": (["local", *BESIDE], ["none"])} | {
     name: ([True], [False]) for name in OLD
@@ -194,7 +195,17 @@ CASES = {
             [dict(moe_enable_routing_replay=True, burst_keep_modules=("router",))], [True],
         ),
         "burst_keep_modules": (
-            [("linear_qkv", "linear_fc2")], [("linear_qkv", "linear_kv_up_proj"), ()],
+            [("linear_qkv", "linear_fc2"), ("token_dispatch",)],
+            [("linear_qkv", "linear_kv_up_proj"), SENT, ()],
+        ),
+        "moe_token_dispatcher_type": (
+            [dict(moe_token_dispatcher_type="allgather", burst_keep_modules=SENT)], ["allgather"],
+        ),
+        "moe_shared_expert_overlap": (
+            [dict(moe_shared_expert_overlap=True, burst_keep_modules=SENT)], [True],
+        ),
+        "expert_model_parallel_size": (
+            [dict(expert_model_parallel_size=1, burst_keep_modules=SENT)], [1],
         ),
     },
     "own": {"keep": (["half", 0.75], ["none", "all"])},
