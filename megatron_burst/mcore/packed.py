@@ -61,7 +61,9 @@ def _are_rows(params: PackedSeqParams, tokens: int, samples: int) -> bool:
         return ends.shape == rows.shape and bool((ends == rows).all())
 
     given = [x for x in (params.cu_seqlens_q, params.cu_seqlens_q_padded) if x is not None]
-    return all(once(partial(end_rows, ends), ("rows", tokens, samples), ends) for ends in given)
+    return all(
+        found_once(partial(end_rows, ends), ("rows", tokens, samples), ends) for ends in given
+    )
 
 
 def group_of(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -139,10 +141,10 @@ def _alike(q: Tensor | None, kv: Tensor | None) -> bool:
         return True
     if q is None or q.shape != kv.shape:
         return False
-    return once(lambda: bool((q == kv.to(q.device)).all()), "alike", q, kv)
+    return found_once(lambda: bool((q == kv.to(q.device)).all()), "alike", q, kv)
 
 
-def once[T](find: Callable[[], T], what: Hashable, *boundaries: Tensor) -> T:
+def found_once[T](find: Callable[[], T], what: Hashable, *boundaries: Tensor) -> T:
     """The cached result of `find` for these boundaries on the current stream; the entry also holds
     the boundaries, to recognize them."""
     key = what, Where.of(boundaries[0]), *map(identity, boundaries)
@@ -321,7 +323,7 @@ def _positions(cu_seqlens: Tensor, tokens: int, group, in_documents: bool) -> Te
         return places - cu_seqlens[document]
 
     what = "positions", tokens, group.rank(), group.size(), in_documents
-    return once(find, what, cu_seqlens)
+    return found_once(find, what, cu_seqlens)
 
 
 def places_in_zigzag(tokens: int, group: dist.ProcessGroup) -> Tensor:

@@ -114,20 +114,19 @@ def length_with_positions(
 ):  # fmt: skip
     """`RotaryEmbedding.get_rotary_seq_len`, which models and MLA's layers call before they ask for
     the table; it is the first to see the parameters."""
-    tensors = transformer, transformer_input, transformer_config
-    length = length_of(self, inference_context, *tensors, packed_seq_params, **options)
-    if not isinstance(packed_seq_params, SlicedSeqParams):
-        return length
-    with telling(_group_of(self)):  # others would wait in their first layer
-        tokens = length_of(self, None, *tensors) // transformer_config.context_parallel_size
-        tokens *= packed.group_of(packed_seq_params, _group_of(self)).size()
-        require(WHO, _needs(packed_seq_params, type(self), transformer_config, tokens))
-    if packed_seq_params.positions is None:
+    tensors, params = (transformer, transformer_input, transformer_config), packed_seq_params
+    if isinstance(params, SlicedSeqParams):
+        with telling(_group_of(self)):  # others would wait in their first layer
+            tokens = length_of(self, None, *tensors) // transformer_config.context_parallel_size
+            tokens *= packed.group_of(params, _group_of(self)).size()
+            require(WHO, _needs(params, type(self), transformer_config, tokens))
+    length = length_of(self, inference_context, *tensors, params, **options)
+    if getattr(params, "positions", None) is None:
         return length
     if _place not in self._forward_hooks.values():
         self.register_forward_hook(_place, with_kwargs=True)
     length = _Length(length)
-    length.params = packed_seq_params
+    length.params = params
     return length
 
 
@@ -148,7 +147,7 @@ def _needs(
     fits = fits and places.dtype in (torch.int32, torch.int64)
     got = f"{places.dtype} {tuple(places.shape)}" if isinstance(places, Tensor) else type(places)
     yield (
-        fits and packed.once(lambda: not bool((places < 0).any()), "not negative", places),
+        fits and not packed.found_once(lambda: bool((places < 0).any()), "negative", places),
         f"positions must be int32 or int64 [{tokens}] from 0 on, because each token of the sample "
         "has one",
         "negative ones" if fits else got, "pass those of the whole sample",
@@ -191,7 +190,7 @@ def _places(params: SlicedSeqParams, group: dist.ProcessGroup, where: Where) -> 
             mine = given[packed.places_in_zigzag(len(given) // group.size(), group)]
         return mine.to(where.device, torch.int64), int(given.max()) + 1
 
-    return packed.once(find, ("placed", is_packed, group.rank(), group.size(), where), given)
+    return packed.found_once(find, ("placed", is_packed, group.rank(), group.size(), where), given)
 
 
 def _group_of(rotary: RotaryEmbedding) -> dist.ProcessGroup:

@@ -228,6 +228,7 @@ def refused(rank):
     of, other = SlicedSeqParams.of, Other(16, 1.0, use_cpu_initialization=True)
     found = {
         "tokens": said(of(mask, SEQ - 4)),
+        "no tokens": said(SlicedSeqParams(qkv_format="sbhd", slices=mask)),
         "length": said(of(mask, SEQ, good[:-4])),
         "negative": said(of(mask, SEQ, good - 1)),
         "kind": said(of(mask, SEQ, good.float())),
@@ -250,6 +251,7 @@ def refused(rank):
 def test_what_would_rotate_wrongly_is_refused_on_all_ranks():
     for rank, said in enumerate(run_ranks(refused, 2)):
         assert f"RoPE has a row for each; got {SEQ - 4} for a sequence of {SEQ}" in said["tokens"]
+        assert f"got None for a sequence of {SEQ}" in said["no tokens"]
         assert f"[{SEQ}] from 0 on" in said["length"] and f"({SEQ - 4},)" in said["length"]
         assert "got negative ones" in said["negative"] and "got torch.float32" in said["kind"]
         assert rank == 1 or "cp rank 1" in said["on one rank"]
