@@ -91,6 +91,7 @@ from megatron_burst import SlicedSeqParams
 
 params = SlicedSeqParams.of(slices.prefix_lm(prefix=16, tokens=64), tokens=64)
 model(tokens, position_ids, attention_mask=None, labels=labels, packed_seq_params=params)
+params = SlicedSeqParams.of_tree(lengths=[16, 24, 24], parents=[-1, 0, 0])  # with positions
 
 # %% BalancedBatches
 from megatron_burst import BalancedBatches, balance

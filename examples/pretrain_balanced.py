@@ -12,6 +12,7 @@ pretrain_gpt.py.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -49,7 +50,7 @@ def add_balance(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="for comparison: micro-batches of equally many tokens, whatever their attention",
     )  # fmt: skip
     parser.set_defaults(
-        calculate_per_token_loss=True,
+        calculate_per_token_loss="--use-torch-fsdp2" not in sys.argv,  # which is refused
         dataloader_type="external",
         moe_token_dispatcher_type="alltoall",
     )

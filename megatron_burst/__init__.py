@@ -11,7 +11,7 @@ _HOME_OF = {
     "BurstConfig": "megatron_burst.config",
     "BurstError": "megatron_burst.errors",
     "CPGroups": "megatron_burst.comm.cp_groups",
-    "SlicedSeqParams": "megatron_burst.mcore.packed",
+    "SlicedSeqParams": "megatron_burst.mcore.sliced",
     "burst_attention": "megatron_burst.attention",
     "cp_groups": "megatron_burst.comm.cp_groups",
     "count_supervised": "megatron_burst.loss.rows",

@@ -9,7 +9,7 @@ from megatron_burst.loss.next_tokens import next_tokens as next_tokens
 from megatron_burst.loss.rows import count_supervised as count_supervised
 from megatron_burst.mcore.balanced import BalancedBatches as BalancedBatches
 from megatron_burst.mcore.fused_loss import fuse_loss as fuse_loss
-from megatron_burst.mcore.packed import SlicedSeqParams as SlicedSeqParams
+from megatron_burst.mcore.sliced import SlicedSeqParams as SlicedSeqParams
 from megatron_burst.mcore.specs import burst_spec as burst_spec
 from megatron_burst.recompute.keep import keep as keep
 from megatron_burst.shards import position_ids as position_ids

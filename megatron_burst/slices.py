@@ -95,23 +95,33 @@ def tree(
     Raises:
         BurstError: if the parents are no tree, or not one for each segment.
     """
-    require(_WHO, [_alike(lengths=lengths, parents=parents)])
-    spans, found = _spans(lengths), []
-    if starts is not None:
-        require(_WHO, [_alike(lengths=lengths, starts=starts)])
-        spans = [(start, start + n) for start, n in zip(starts, lengths, strict=True)]
-    for segment, own in enumerate(spans):
-        found.append((*own, *own, CAUSAL))
-        seen, ancestor = {segment}, parents[segment]
-        while ancestor != -1:
-            is_new = 0 <= ancestor < len(spans) and ancestor not in seen
-            must = "parents must be those of a tree: -1, or another segment, without a cycle"
-            got = f"parent {ancestor} on the way up from segment {segment}"
-            require(_WHO, [(is_new, must, got, "number segments from 0")])
-            found.append((*own, *spans[ancestor], FULL))
-            seen.add(ancestor)
-            ancestor = parents[ancestor]
+    found = []
+    for own, ancestors in _segments(lengths, parents, starts):
+        found += [(*own, *own, CAUSAL), *((*own, *ancestor, FULL) for ancestor in ancestors)]
     return _table(one for one in found if one[0] < one[1] and one[2] < one[3])
+
+
+def tree_positions(
+    lengths: Sequence[int], parents: Sequence[int], starts: Sequence[int] | None = None
+) -> Tensor:
+    """Positions of a tree's tokens, as rotary embeddings need them: a token's index in its segment,
+    plus the tokens of all ancestors.
+
+    Args:
+        lengths, parents, starts: as for `tree`.
+
+    Returns:
+        int64 [tokens], on the CPU; 0 between segments.
+
+    Raises:
+        BurstError: as `tree`.
+    """
+    segments = list(_segments(lengths, parents, starts))
+    found = torch.zeros(max((stop for (_, stop), _ in segments), default=0), dtype=torch.int64)
+    for (start, stop), ancestors in segments:
+        before = sum(end - begin for begin, end in ancestors)
+        found[start:stop] = torch.arange(before, before + stop - start)
+    return found
 
 
 def of_trie(trie: Any) -> Tensor:
@@ -259,6 +269,27 @@ def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
     require(_WHO, [_alike(samples=samples, lengths=lengths)])
     shifts = (torch.tensor([start] * 4 + [0]) for start, _ in _spans(lengths))
     return torch.cat([sample + shift for sample, shift in zip(samples, shifts, strict=True)])
+
+
+def _segments(
+    lengths: Sequence[int], parents: Sequence[int], starts: Sequence[int] | None
+) -> Iterator[tuple[tuple[int, int], list[tuple[int, int]]]]:
+    """Where each segment of a tree is, and where its ancestors are."""
+    require(_WHO, [_alike(lengths=lengths, parents=parents)])
+    spans = _spans(lengths)
+    if starts is not None:
+        require(_WHO, [_alike(lengths=lengths, starts=starts)])
+        spans = [(start, start + n) for start, n in zip(starts, lengths, strict=True)]
+    for segment, own in enumerate(spans):
+        way, ancestor = {segment: own}, parents[segment]
+        while ancestor != -1:
+            is_new = 0 <= ancestor < len(spans) and ancestor not in way
+            must = "parents must be those of a tree: -1, or another segment, without a cycle"
+            got = f"parent {ancestor} on the way up from segment {segment}"
+            require(_WHO, [(is_new, must, got, "number segments from 0")])
+            way[ancestor] = spans[ancestor]
+            ancestor = parents[ancestor]
+        yield own, list(way.values())[1:]
 
 
 def _alike(**given: Sequence) -> Need:

@@ -184,6 +184,12 @@ class BalancedBatches(Iterator[Batch]):
             f"{grid} in a job of {own}", "make it with BalancedBatches.grid",
         )  # fmt: skip
         yield (
+            not getattr(args, "use_torch_fsdp2", False),
+            "gradients must be divided by a step's tokens, because micro-batches differ in them, "
+            "which Megatron does not do under FSDP2",
+            "--use-torch-fsdp2", "pass --use-megatron-fsdp, or --use-distributed-optimizer",
+        )  # fmt: skip
+        yield (
             config.calculate_per_token_loss,
             "the loss must be a mean over all tokens of the step, because micro-batches differ in "
             "tokens",

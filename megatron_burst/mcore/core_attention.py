@@ -37,6 +37,7 @@ from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.patches import apply, switch_on_keep
 from megatron_burst.mcore.recompute import for_calls, keeping_nothing, resolved
 from megatron_burst.mcore.refusals import refuse
+from megatron_burst.mcore.sliced import check_placed
 from megatron_burst.recompute.keeping import running
 from megatron_burst.recompute.later_plan import recomputed_share
 from megatron_burst.resolve import resolve
@@ -276,6 +277,7 @@ class BurstForward:
             mtp_num_layers = self.layer_config.mtp_num_layers
             check_packed(packed_seq_params, self.config.keep, self.cp_group, mtp_num_layers)
             packed.check_rotated(packed_seq_params, self.cp_group, self.follows_groups)
+            check_placed(packed_seq_params)
             check_decoding(query, key)
             slices = packed.slices_in(packed_seq_params)
             causal = CAUSAL[attn_mask_type]

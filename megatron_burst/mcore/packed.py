@@ -3,7 +3,6 @@ TransformerEngine, or if documents start at any token."""
 
 import copy
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -35,34 +34,6 @@ _PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = Wea
 # ---- a layer's call -------------------------------------------------------------------------
 
 
-@dataclass
-class SlicedSeqParams(PackedSeqParams):
-    """A micro-batch whose mask is made of slices, for a model's `packed_seq_params`. Megatron hands
-    it to every layer, also in pipeline stages and in recomputation.
-
-        params = SlicedSeqParams.of(slices.prefix_lm(prefix, tokens), tokens)
-        model(tokens, position_ids, attention_mask=None, labels=labels, packed_seq_params=params)
-
-    All sequences of the micro-batch have the same mask. All layers must run burst. For packed
-    samples, pass Megatron's fields too: they say where rows are, also to the rotary embedding.
-
-    Attributes:
-        slices: see `burst_attention`; the same on all ranks.
-    """
-
-    slices: Tensor | None = None
-
-    @classmethod
-    def of(cls, slices: Tensor, tokens: int) -> "SlicedSeqParams":
-        """Of a micro-batch that is not packed.
-
-        Args:
-            slices: on the CPU.
-            tokens: of a whole sequence.
-        """
-        return cls(qkv_format="sbhd", max_seqlen_q=tokens, max_seqlen_kv=tokens, slices=slices)
-
-
 def slices_in(params: PackedSeqParams | None) -> Tensor | None:
     """The slices of a call, if its mask is made of them."""
     return getattr(params, "slices", None)
@@ -90,7 +61,9 @@ def _are_rows(params: PackedSeqParams, tokens: int, samples: int) -> bool:
         return ends.shape == rows.shape and bool((ends == rows).all())
 
     given = [x for x in (params.cu_seqlens_q, params.cu_seqlens_q_padded) if x is not None]
-    return all(_once(partial(end_rows, ends), ("rows", tokens, samples), ends) for ends in given)
+    return all(
+        found_once(partial(end_rows, ends), ("rows", tokens, samples), ends) for ends in given
+    )
 
 
 def group_of(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -168,10 +141,10 @@ def _alike(q: Tensor | None, kv: Tensor | None) -> bool:
         return True
     if q is None or q.shape != kv.shape:
         return False
-    return _once(lambda: bool((q == kv.to(q.device)).all()), "alike", q, kv)
+    return found_once(lambda: bool((q == kv.to(q.device)).all()), "alike", q, kv)
 
 
-def _once[T](find: Callable[[], T], what: Hashable, *boundaries: Tensor) -> T:
+def found_once[T](find: Callable[[], T], what: Hashable, *boundaries: Tensor) -> T:
     """The cached result of `find` for these boundaries on the current stream; the entry also holds
     the boundaries, to recognize them."""
     key = what, Where.of(boundaries[0]), *map(identity, boundaries)
@@ -343,13 +316,17 @@ def _positions(cu_seqlens: Tensor, tokens: int, group, in_documents: bool) -> Te
     """Positions of this rank's rows, in the sample or in their documents."""
 
     def find() -> Tensor:
-        spans = positions(Layout.ZIGZAG, group.rank(), group.size(), tokens)
-        places = torch.cat([torch.arange(span.start, span.stop) for span in spans])
-        places = places.to(cu_seqlens.device)
+        places = places_in_zigzag(tokens, group).to(cu_seqlens.device)
         if not in_documents:
             return places
         document = torch.searchsorted(cu_seqlens.long(), places, right=True) - 1
         return places - cu_seqlens[document]
 
     what = "positions", tokens, group.rank(), group.size(), in_documents
-    return _once(find, what, cu_seqlens)
+    return found_once(find, what, cu_seqlens)
+
+
+def places_in_zigzag(tokens: int, group: dist.ProcessGroup) -> Tensor:
+    """Where in the sample this rank's rows are, of which it has so many."""
+    spans = positions(Layout.ZIGZAG, group.rank(), group.size(), tokens)
+    return torch.cat([torch.arange(span.start, span.stop) for span in spans])

@@ -29,6 +29,7 @@ _LAUNCH = "megatron_burst.mcore.launch"
 _SPECS = "megatron_burst.mcore.specs"
 _RECOMPUTE = "megatron_burst.mcore.recompute"
 _PACKED = "megatron_burst.mcore.packed"
+_SLICED = "megatron_burst.mcore.sliced"
 _MODULES = "megatron_burst.mcore.kept_modules"
 _KEEP = "megatron_burst.recompute.keep"
 _LOSS = "megatron_burst.mcore.fused_loss"
@@ -285,6 +286,16 @@ TABLE: tuple[Patch, ...] = (
          "t freqs config cu_seqlens mscale cp_group mla_rotary_interleaved",
          "assumes that each document is sharded on its own (rope_utils.py:184), but these "
          "samples are sharded as a whole"),
+    ),
+    # for micro-batches with masks of slices
+    *patches_of(
+        "positions",
+        (f"{_CORE}.models.common.embeddings.rotary_pos_embedding:"
+         "RotaryEmbedding.get_rotary_seq_len", f"{_SLICED}:length_with_positions",
+         "self inference_context transformer transformer_input transformer_config "
+         "packed_seq_params inference_params",
+         "the table of RoPE counts through the sample, and only this method is given the "
+         "parameters"),
     ),
     # not replaced, but relied on
     *patches_of(

@@ -301,6 +301,8 @@ def test_jobs_that_would_be_wrong_are_refused():
     assert not refusal()
     assert "the sampler's grid must be the job's" in refusal(context_parallel_size=4)
     assert "pass --calculate-per-token-loss" in refusal(calculate_per_token_loss=False)
+    fsdp2 = flags | dict(use_torch_fsdp2=True)
+    assert "got --use-torch-fsdp2; pass" in refusal(args=fsdp2, calculate_per_token_loss=False)
     assert "got variable_seq_lengths=False" in refusal(variable_seq_lengths=False)
     two_chunks = dict(virtual_pipeline_model_parallel_size=2)
     assert "got 2 stages of 2 model chunks" in refusal(**two_chunks)

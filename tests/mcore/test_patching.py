@@ -314,6 +314,7 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         "megatron.core.transformer.attention.Attention.__init__",
         "megatron.core.utils._get_batch_on_this_cp_rank_per_document_balancing",
         "megatron.core.models.common.embeddings.rope_utils.apply_rotary_pos_emb",
+        "megatron.core.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.get_rotary_seq_len",
         "torch.utils.checkpoint.CheckpointFunction.forward",
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
         "megatron.core.tensor_parallel.random.CheckpointFunction.forward",

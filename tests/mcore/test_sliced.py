@@ -57,7 +57,7 @@ def dense(mask, gpt, batch):
 
 
 def sliced(mask, gpt, batch):
-    from megatron_burst.mcore.packed import SlicedSeqParams
+    from megatron_burst import SlicedSeqParams
 
     given = SlicedSeqParams.of(mask, SEQ)
     places = batch["tokens"], batch["position_ids"]
@@ -108,12 +108,17 @@ def test_loss_and_every_gradient_are_those_of_a_dense_mask(request):
         assert {case: error for case, error in found.items() if not error <= 1e-9} == {}
 
 
-@pytest.mark.parametrize("mask", ["prefix", *whole("frames")])
+FSDP2 = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dist"
+BURST = "--context-parallel-impl burst --train-iters 3"
+
+
+@pytest.mark.parametrize("mask", ["tree", *whole("prefix", "frames")])
 def test_the_example_has_the_losses_of_one_rank(mask, tmp_path):
-    """examples/pretrain_masks.py: a prefix-LM, and block-causal as for a video."""
-    burst, flags = "--context-parallel-impl burst", f"--mask {mask} --train-iters 3"
+    """examples/pretrain_masks.py: answers to one prompt, a prefix-LM, block-causal as for a
+    video."""
+    flags = f"{BURST} --mask {mask}"
     truth, got = (
-        pretrain(tmp_path / f"{ranks}", ranks, f"{flags} {burst} {more}", script="pretrain_masks")
+        pretrain(tmp_path / f"{ranks}", ranks, f"{flags} {more}", script="pretrain_masks")
         for ranks, more in ((1, ""), (4, "--context-parallel-size 4"))
     )
     losses = [step["lm loss"] for step in truth.steps]
@@ -121,14 +126,34 @@ def test_the_example_has_the_losses_of_one_rank(mask, tmp_path):
     assert_same(got, truth)
 
 
+@pytest.mark.whole
+def test_a_pipeline_goes_on_with_a_tree_as_one_rank_does(tmp_path):
+    """Each stage makes a table of its own for the positions."""
+    flags, spread = (
+        f"{BURST} --mask tree --ckpt-format torch_dist",
+        "--pipeline-model-parallel-size 2",
+    )
+    run = partial(pretrain, tmp_path, script="pretrain_masks")
+    truth = run(1, f"{flags} --save saved --save-interval 1")
+    del truth.steps[0]
+    load = "--load saved --ckpt-step 1"
+    assert_same(run(4, f"{flags} {spread} --context-parallel-size 2 {load}"), truth)
+
+
+@pytest.mark.whole
+def test_the_example_does_not_pass_what_fsdp2_lacks(tmp_path):
+    flags = f"--mask prefix {BURST} {FSDP2} --context-parallel-size 2"
+    got = pretrain(tmp_path, 2, flags, script="pretrain_masks")
+    assert len(got.steps) == 3 and "--calculate-per-token-loss" not in " ".join(got.said)
+
+
 def refused(rank):
     """What is said of a window in a layer, of other slices, and of multi-token prediction; and
     where rank 1 alone passes no whole numbers."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from megatron_burst import burst_spec
+    from megatron_burst import SlicedSeqParams, burst_spec
     from megatron_burst.mcore.checks import check_packed, check_slices
-    from megatron_burst.mcore.packed import SlicedSeqParams
 
     start(Parallel(cp=2))
     said, params = [], SlicedSeqParams.of(MASKS["prefix"], SEQ)

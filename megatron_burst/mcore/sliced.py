@@ -1,0 +1,197 @@
+"""Masks of slices for Megatron's models, and positions of their tokens for Megatron's rotary
+embedding, which counts through the sample."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_burst import slices as masks
+from megatron_burst.comm.carrier import Where
+from megatron_burst.comm.group import telling
+from megatron_burst.errors import Need, require
+from megatron_burst.mcore import packed, patches
+
+WHO = "SlicedSeqParams"
+
+
+@dataclass
+class SlicedSeqParams(PackedSeqParams):
+    """A micro-batch whose mask is made of slices, for a model's `packed_seq_params`. Megatron hands
+    it to every layer, also in pipeline stages and in recomputation.
+
+        params = SlicedSeqParams.of(slices.prefix_lm(prefix, tokens), tokens)
+        model(tokens, position_ids, attention_mask=None, labels=labels, packed_seq_params=params)
+
+    All sequences of the micro-batch have the same mask. All layers must run burst. For packed
+    samples, pass Megatron's fields too: they say where rows are, also to the rotary embedding.
+
+    Attributes:
+        slices: see `burst_attention`; the same on all ranks.
+        positions: of the whole sample's tokens, for RoPE and YaRN: int32 or int64 [tokens], on the
+            CPU, the same on all ranks. None: as Megatron counts them, through the sample, or
+            through each document of a packed one.
+    """
+
+    slices: Tensor | None = None
+    positions: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if hasattr(super(), "__post_init__"):  # 0.16 has none
+            super().__post_init__()
+        self.are_placed = False  # whether a rotary embedding has used the positions
+        patches.apply("positions")
+
+    @classmethod
+    def of(cls, slices: Tensor, tokens: int, positions: Tensor | None = None) -> "SlicedSeqParams":
+        """Of a micro-batch that is not packed.
+
+        Args:
+            slices: on the CPU.
+            tokens: of a whole sequence.
+            positions: see the attribute.
+        """
+        return cls(
+            qkv_format="sbhd", max_seqlen_q=tokens, max_seqlen_kv=tokens, slices=slices,
+            positions=positions,
+        )  # fmt: skip
+
+    @classmethod
+    def of_tree(
+        cls, lengths: Sequence[int], parents: Sequence[int], tokens: int | None = None
+    ) -> "SlicedSeqParams":
+        """Of a micro-batch of prefix trees that is not packed, with the positions of their tokens:
+        all answers to one prompt begin at the same one.
+
+        Args:
+            lengths: of the segments, in tokens, in the order of the sample.
+            parents: of each segment, -1 for none.
+            tokens: of a whole sequence; those after the last segment see nothing. None: as many as
+                the segments have.
+
+        Raises:
+            BurstError: if the parents are no tree, or the segments longer than the sequence.
+        """
+        slices, own = masks.tree(lengths, parents), masks.tree_positions(lengths, parents)
+        tokens = len(own) if tokens is None else tokens
+        must = "a sequence must hold all segments of its tree, because each is a part of it"
+        got = f"{len(own)} tokens of segments in {tokens}"
+        require(WHO, [(len(own) <= tokens, must, got, "pass the tokens of the whole sequence")])
+        return cls.of(slices, tokens, torch.cat((own, own.new_zeros(tokens - len(own)))))
+
+
+def check_placed(params: PackedSeqParams | None) -> None:
+    """Refuse positions that no rotary embedding of the model has used."""
+    unused = getattr(params, "positions", None) is not None and not params.are_placed
+    require(WHO, [(
+        not unused,
+        "positions must go to a model with Megatron's RoPE or YaRN, because learned positions and "
+        "mrope take theirs from the model's position_ids",
+        "a model that made no table of them",
+        "pass SlicedSeqParams.of(slices, tokens) without positions, and position_ids that say them",
+    )])  # fmt: skip
+
+
+# ---- what a function of Megatron is replaced by: see patches.py ------------------------------
+
+
+class _Length(int):
+    """The tokens of a sample whose rows have positions of their own."""
+
+    params: SlicedSeqParams
+
+
+def length_with_positions(
+    length_of, /, self, inference_context, transformer, transformer_input, transformer_config,
+    packed_seq_params=None, **options,
+):  # fmt: skip
+    """`RotaryEmbedding.get_rotary_seq_len`, which models and MLA's layers call before they ask for
+    the table; it is the first to see the parameters."""
+    tensors, params = (transformer, transformer_input, transformer_config), packed_seq_params
+    if isinstance(params, SlicedSeqParams):
+        with telling(_group_of(self)):  # others would wait in their first layer
+            tokens = length_of(self, None, *tensors) // transformer_config.context_parallel_size
+            tokens *= packed.group_of(params, _group_of(self)).size()
+            require(WHO, _needs(params, type(self), transformer_config, tokens))
+    length = length_of(self, inference_context, *tensors, params, **options)
+    if getattr(params, "positions", None) is None:
+        return length
+    if _place not in self._forward_hooks.values():
+        self.register_forward_hook(_place, with_kwargs=True)
+    length = _Length(length)
+    length.params = params
+    return length
+
+
+def _needs(
+    params: SlicedSeqParams, rotary: type, config: Any, tokens: int
+) -> Iterator[Need]:  # fmt: skip
+    """What a sample of so many tokens needs."""
+    is_packed, places = packed.is_packed(params), params.positions
+    told = params.max_seqlen_q, params.max_seqlen_kv
+    yield (
+        is_packed or told == (tokens, tokens),
+        "tokens must be those of a whole sequence, because Megatron's RoPE has a row for each",
+        f"{told[0]} for a sequence of {tokens}", "pass its length over all ranks",
+    )  # fmt: skip
+    if places is None:
+        return
+    fits = isinstance(places, Tensor) and places.shape == (tokens,)
+    fits = fits and places.dtype in (torch.int32, torch.int64)
+    got = f"{places.dtype} {tuple(places.shape)}" if isinstance(places, Tensor) else type(places)
+    yield (
+        fits and not packed.found_once(lambda: bool((places < 0).any()), "negative", places),
+        f"positions must be int32 or int64 [{tokens}] from 0 on, because each token of the sample "
+        "has one",
+        "negative ones" if fits else got, "pass those of the whole sample",
+    )  # fmt: skip
+    yield (
+        rotary.forward in (RotaryEmbedding.forward, YarnRotaryEmbedding.forward),
+        "positions must go to Megatron's own RotaryEmbedding or YarnRotaryEmbedding, because "
+        "others make their tables themselves",
+        rotary.__name__, "leave positions out, or train this model without trees",
+    )  # fmt: skip
+    whole = is_packed or config.multi_latent_attention
+    yield (
+        not (whole and config.apply_rope_fusion),
+        "positions must come without fused RoPE in MLA and in packed samples, because its kernels "
+        "count through each document themselves",
+        "apply_rope_fusion", "pass --no-rope-fusion",
+    )  # fmt: skip
+
+
+def _place(rotary: RotaryEmbedding, args: tuple, options: dict[str, Any], table: Any) -> Any:
+    """A forward hook of a rotary embedding: its table with the positions' rows, which are this
+    rank's, or all of a packed sample, from which Megatron takes those of each document."""
+    params = getattr(args[0] if args else None, "params", None)
+    if params is None:
+        return None
+    where = Where.of(table[0] if isinstance(table, tuple) else table)
+    places, longest = _places(params, packed.group_of(params, _group_of(rotary)), where)
+    made = rotary.get_emb(longest)  # not kept: the next sample has other positions
+    params.are_placed = True
+    return (made[0][places], *made[1:]) if isinstance(made, tuple) else made[places]
+
+
+def _places(params: SlicedSeqParams, group: dist.ProcessGroup, where: Where) -> tuple[Tensor, int]:
+    """Rows of the table, and how many it must have."""
+    given, is_packed = params.positions, packed.is_packed(params)
+
+    def find() -> tuple[Tensor, int]:
+        mine = given
+        if not is_packed:
+            mine = given[packed.places_in_zigzag(len(given) // group.size(), group)]
+        return mine.to(where.device, torch.int64), int(given.max()) + 1
+
+    return packed.found_once(find, ("placed", is_packed, group.rank(), group.size(), where), given)
+
+
+def _group_of(rotary: RotaryEmbedding) -> dist.ProcessGroup:
+    return rotary.cp_group or parallel_state.get_context_parallel_group()
