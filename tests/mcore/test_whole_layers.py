@@ -391,11 +391,12 @@ def test_a_longer_micro_batch_keeps_less():
     assert any("256 tokens is longer than those of the first step (128)" in text for text in said)
 
 
-def beside_other_sequences(rank: int) -> tuple[list[str], int, list[str]]:
+def beside_other_sequences(rank: int) -> tuple:
     """Two replicas with experts of their own and sequences of other lengths, one of which would
     keep all layers, the other half of them: parameters whose gradients differ, how many layers
-    are whole, and what is said of a micro-batch that is longer than any of the first step."""
-    from megatron_burst.mcore import kept_modules, patches, recompute
+    are whole, what is said of a micro-batch that is longer than any of the first step, and the
+    bytes and bandwidth of host memory that the choice is made with."""
+    from megatron_burst.mcore import kept_modules, patches, recompute, stage
     from megatron_burst.tools import cpu_mode
 
     parallel, case = Parallel(ep=2), CASES["routed experts"]
@@ -411,6 +412,8 @@ def beside_other_sequences(rank: int) -> tuple[list[str], int, list[str]]:
     with (
         mock.patch.object(recompute, "choose_modules", choosing),
         mock.patch.object(kept_modules, "say_once", said.append),
+        mock.patch.object(stage, "host_gbs", return_value=50.0 - rank),
+        mock.patch.object(stage, "host_limit_bytes", return_value=1000 + rank),
     ):
         with sequences(1 + rank):
             truth, _ = two_steps(case, parallel, BurstConfig())
@@ -424,7 +427,8 @@ def beside_other_sequences(rank: int) -> tuple[list[str], int, list[str]]:
         with sequences(3 - rank):
             two_steps(case, parallel, burst)
     wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
-    return wrong, chosen[-1][1]["layer"].device, said
+    (here,) = stage._STAGES.values()
+    return wrong, chosen[-1][1]["layer"].device, said, (here.host_bytes, here.rates.host_gbs)
 
 
 @needs("experts")
@@ -435,6 +439,7 @@ def test_replicas_that_share_experts_keep_the_same_layers():
     assert 0 < first[1] == second[1] < 4
     assert "192 tokens is longer than those of the first step (128)" in first[2][0]
     assert not second[2]
+    assert first[3] == second[3] == (1000, 49.0)  # measured by each
 
 
 # ---- FSDP ------------------------------------------------------------------------------------
