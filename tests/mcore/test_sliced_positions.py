@@ -5,9 +5,11 @@ Guards against positions that count through the sample, that a layer, a stage or
 does not get, or that a model ignores.
 """
 
+import gc
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -240,7 +242,12 @@ def refused(rank):
         "fused": said(params_of(Way(packed="documents")),
             mock.patch.object(gpt.config, "apply_rope_fusion", True)),
     }  # fmt: skip
-    losses_of(gpt, tokens, tokens, tokens, packed_seq_params=of(mask, SEQ, good)).sum().backward()
+    sample = of(mask, SEQ, good)
+    losses_of(gpt, tokens, tokens, tokens, packed_seq_params=sample).sum().backward()
+    gone = ref(sample)
+    del sample
+    gc.collect()
+    assert gone() is None  # Megatron caches tables by their length
     check_placed(None)
     with pytest.raises(BurstError, match="must hold all segments of its tree"):
         SlicedSeqParams.of_tree(LENGTHS, PARENTS, SEQ - 1)
