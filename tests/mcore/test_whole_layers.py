@@ -9,14 +9,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import sleep
 from unittest import mock
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.recompute import keep
 from tests.mcore import fsdp, gpt, loss_model, pipeline
 from tests.mcore.gpt import BLOCK_RECOMPUTE, FULL_RECOMPUTE, Model, Parallel
 from tests.mcore.lacking import needs, why_not
@@ -331,6 +334,47 @@ def elsewhere(rank: int) -> None:
 def test_layers_that_get_gradients_elsewhere_too_are_recomputed():
     """Of an encoder's output, or a bias that is learned: their graph would be run through twice."""
     run_ranks(elsewhere, 1)
+
+
+def within_torchs_own(rank: int) -> tuple[list[str], int]:
+    """Where a checkpoint that ends early is around Megatron's of each layer: parameters whose
+    gradients differ; whole recordings that were made."""
+    from megatron_burst.mcore import kept_modules, patches
+
+    gpt.start(Parallel())
+    case, build, keepings = CASES["dense"], gpt.build, []
+
+    def nested(*args):
+        model = build(*args)
+        forward = model.decoder.forward
+
+        def outer(hidden_states, **options):
+            run = partial(forward, **options)
+            return checkpoint(run, hidden_states, use_reentrant=False)
+
+        model.decoder.forward = outer
+        return model
+
+    def run_kept(function, inputs, keeping):
+        keepings.append(keeping)
+        return keep.run_kept(function, inputs, keeping)
+
+    truth, _ = two_steps(case, Parallel(), BurstConfig())
+    patches.switch_on_keep(AUTO)
+    two_steps(case, Parallel(), AUTO)
+    end_step()
+    with (
+        mock.patch.object(gpt, "build", nested),
+        mock.patch.object(kept_modules, "run_kept", run_kept),
+    ):
+        got, _ = two_steps(case, Parallel(), AUTO)
+    wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
+    return wrong, len(keepings)
+
+
+def test_none_is_whole_within_a_checkpoint_that_ends_early():
+    """It counts the tensors that are saved within, which a whole layer's recording has."""
+    assert run_ranks(within_torchs_own, 1) == [([], 0)]
 
 
 # ---- micro-batches of other lengths ----------------------------------------------------------
