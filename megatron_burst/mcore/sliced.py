@@ -47,6 +47,11 @@ class SlicedSeqParams(PackedSeqParams):
     def __post_init__(self) -> None:
         if hasattr(super(), "__post_init__"):  # 0.16 has none
             super().__post_init__()
+        self.__setstate__({})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of one that another process made: a data loader's, or a rank that broadcasts it."""
+        vars(self).update(state)
         self.are_placed = False  # whether a rotary embedding has used the positions
         patches.apply("positions")
 
