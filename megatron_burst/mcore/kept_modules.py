@@ -74,8 +74,7 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
         return forward(self, **(options | dict(hidden_states=x)))
 
     first, run = stage.first, running()[-1]
-    is_whole = layer.is_whole and not run.frame.stops_early  # else torch watches what is saved
-    if is_whole and only_input(x, args, options):
+    if layer.is_whole and only_input(x, args, options):
         counted = x.nbytes + whole_bytes(self.config, stage, x)  # its results too
         with first.expecting(0 if run.recomputes else counted):
             return run_kept(of_input, (x,), Keeping(debug=layer.burst.keep_debug, whole=True))
@@ -165,6 +164,8 @@ class LayerModules:
         layers.found.add(self)
         known = [layers.by_frame[run.frame] for run in runs if run.frame in layers.by_frame]
         self._within = known[0] if known else self._chosen(stage, layers, x)
+        if any(run.frame.stops_early for run in runs):  # torch watches what is saved within
+            self._within = {name: each for name, each in self._within.items() if name != WHOLE}
         for run in runs:
             layers.by_frame.setdefault(run.frame, self._within)
 

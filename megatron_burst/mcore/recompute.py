@@ -6,7 +6,7 @@ from math import prod
 from types import SimpleNamespace
 
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_burst.config import BurstConfig
@@ -58,8 +58,8 @@ def inputs_on_host(checkpoint, limit_gib: float | None, /, function, *args, **op
 
 
 def te_in_frames(checkpoint, /, function, *args, **options):
-    """TransformerEngine's checkpoint that runs its function in a frame."""
-    return checkpoint(framed(function), *args, **options)
+    """TransformerEngine's checkpoint that runs its function in a frame, with gradients."""
+    return checkpoint(framed(function) if is_grad_enabled() else function, *args, **options)
 
 
 def own_kept(forward, /, self, query, key, value, *args, **options):

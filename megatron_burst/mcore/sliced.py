@@ -4,6 +4,7 @@ embedding, which counts through the sample."""
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,11 @@ class SlicedSeqParams(PackedSeqParams):
     def __post_init__(self) -> None:
         if hasattr(super(), "__post_init__"):  # 0.16 has none
             super().__post_init__()
+        self.__setstate__({})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of one that another process made: a data loader's, or a rank that broadcasts it."""
+        vars(self).update(state)
         self.are_placed = False  # whether a rotary embedding has used the positions
         patches.apply("positions")
 
@@ -103,9 +109,12 @@ def check_placed(params: PackedSeqParams | None) -> None:
 
 
 class _Length(int):
-    """The tokens of a sample whose rows have positions of their own."""
+    """The tokens of a sample whose rows have positions of their own.
 
-    params: SlicedSeqParams
+    Megatron's caches of tables hold it, so it does not hold the sample.
+    """
+
+    params: ReferenceType[SlicedSeqParams]
 
 
 def length_with_positions(
@@ -126,7 +135,7 @@ def length_with_positions(
     if _place not in self._forward_hooks.values():
         self.register_forward_hook(_place, with_kwargs=True)
     length = _Length(length)
-    length.params = params
+    length.params = ref(params)
     return length
 
 
@@ -170,7 +179,7 @@ def _needs(
 def _place(rotary: RotaryEmbedding, args: tuple, options: dict[str, Any], table: Any) -> Any:
     """A forward hook of a rotary embedding: its table with the positions' rows, which are this
     rank's, or all of a packed sample, from which Megatron takes those of each document."""
-    params = getattr(args[0] if args else None, "params", None)
+    params = getattr(args[0] if args else None, "params", lambda: None)()
     if params is None:
         return None
     where = Where.of(table[0] if isinstance(table, tuple) else table)

@@ -33,7 +33,8 @@ class Stage:
     """What "auto" chooses from, the same on all ranks of a stage.
 
     Attributes:
-        host_bytes: limit of host memory per rank, if `keep_host_gib` gives none.
+        host_bytes: limit of host memory per rank, if `keep_host_gib` gives none; until the first
+            step is over, the least of the ranks that share its sequences only, as in `rates`.
         rates: the GPU's, with the measured bandwidth to host memory.
         first: its first step.
         left_bytes: device memory that the first step leaves; None: it is not over.
@@ -122,9 +123,11 @@ def _agree(stage: Stage, group: dist.ProcessGroup, burst: BurstConfig) -> None:
     stage.tokens = -int(longest)
     bytes_ = first.left_bytes(stage.tokens), first.free_bytes(), -first.taken_bytes
     times = -(first.forward_s() or 0.0), first.turn_s(), first.rest_s() or 0.0
-    left, stage.free_bytes, taken, most, slowest, stage.turn_s, rest = _least(
-        groups, burst, "memory left", *bytes_, -first.held_share, *times
+    host = stage.host_bytes, stage.rates.host_gbs  # what goes there leaves room for whole layers
+    left, stage.free_bytes, taken, most, slowest, stage.turn_s, rest, limit, bandwidth = _least(
+        groups, burst, "memory left", *bytes_, -first.held_share, *times, *host
     )
+    stage.host_bytes, stage.rates = int(limit), replace(stage.rates, host_gbs=bandwidth)
     stage.left_bytes, stage.taken_bytes, stage.held_share = int(left), -int(taken), -most
     stage.forward_s, stage.rest_s = -slowest or None, rest or None
     say_of_stage(

@@ -21,7 +21,7 @@ def graph_bytes(results: Any, others: Iterable[Tensor]) -> int:
     """
     known, found = set(storages(results)), {}
     others = list(others)
-    known |= storages(others).keys()
+    known |= _homes(others)
     stack, seen = _nodes(results), {x.grad_fn for x in others}
     devices = {x.device for x in tree_leaves(results) if _is_tensor(x)}
     while stack:
@@ -30,7 +30,7 @@ def graph_bytes(results: Any, others: Iterable[Tensor]) -> int:
             continue
         seen.add(node)
         if hasattr(node, "variable"):  # of a leaf
-            known |= storages(node.variable).keys()
+            known |= _homes([node.variable])
             continue
         found |= storages([x for x in _saved_by(node) if _is_tensor(x) and x.device in devices])
         stack += [before for before, _ in node.next_functions if before is not None]
@@ -68,6 +68,12 @@ def readers(results: Any, nodes: list[Node]) -> Iterable[Node]:
                 found.add(user)
                 stack.append(user)
     return (node for node in found if any(map(_is_float, _saved_by(node))))
+
+
+def _homes(others: list[Tensor]) -> set[int]:
+    """Where tensors are that live on anyway, and Megatron's buffers of their gradients, to which
+    fused products refer."""
+    return set(storages([others, [getattr(x, "main_grad", None) for x in others]]))
 
 
 def _nodes(results: Any) -> list[Node]:

@@ -115,8 +115,9 @@ def once[T](make: Callable[[], T]) -> T:
 
 def in_frames(forward, /, ctx, run_function, *args):
     """A reentrant checkpoint's forward: each call runs in a new frame, or in the one that its
-    function is bound to."""
-    return forward(ctx, framed(run_function), *args)
+    function is bound to. In none where no input needs a gradient, as in a forward without: it is
+    never recomputed, and what is kept runs with gradients, by which routers count tokens."""
+    return forward(ctx, framed(run_function) if any(ctx.needs_input_grad) else run_function, *args)
 
 
 def with_contexts(generator, /, fn, preserve_rng_state, context_fn, *args, **options):

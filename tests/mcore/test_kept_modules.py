@@ -403,6 +403,30 @@ def test_auto_without_a_budget_keeps_from_the_second_step_on_and_offloads_where_
         assert max(each.host for each in placed.values()) > 1 and taken > 0, placed
 
 
+def without_gradients(rank: int) -> list[float]:
+    """Tokens that each layer's router has counted in a forward without gradients, in training."""
+    from megatron_burst.mcore import patches
+    from megatron_burst.tools import cpu_mode
+
+    gpt.start(Parallel())
+    cpu_mode.install()
+    case, burst = CASES["scores"], BurstConfig(keep="all", keep_modules=("router",))
+    patches.switch_on_keep(burst)
+    config = config_of(model=case.model, **(FULL_RECOMPUTE | case.options))
+    config.burst = burst
+    model = gpt.build(config, spec_of(case))
+    with torch.no_grad():
+        gpt.logits_of(model, gpt.whole_batch())
+    return [float(layer.mlp.router.local_tokens_per_expert.sum()) for layer in model.decoder.layers]
+
+
+def test_a_forward_without_gradients_counts_no_tokens():
+    """Megatron would move its experts' biases by them."""
+    if why := why_lacks("scores"):
+        pytest.skip(why)
+    assert run_ranks(without_gradients, 1) == [[0, 0]]
+
+
 def with_a_step_in_between(rank: int) -> list[str]:
     """Parameters whose gradients differ where another optimizer's step ends the first step between
     a forward and its backward. Outputs of modules have one size, so could be taken for others'."""

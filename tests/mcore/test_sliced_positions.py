@@ -5,9 +5,12 @@ Guards against positions that count through the sample, that a layer, a stage or
 does not get, or that a model ignores.
 """
 
+import gc
+import pickle
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -240,7 +243,15 @@ def refused(rank):
         "fused": said(params_of(Way(packed="documents")),
             mock.patch.object(gpt.config, "apply_rope_fusion", True)),
     }  # fmt: skip
-    losses_of(gpt, tokens, tokens, tokens, packed_seq_params=of(mask, SEQ, good)).sum().backward()
+    made = pickle.dumps(of(mask, SEQ, good))
+    megatrons = RotaryEmbedding.get_rotary_seq_len.__wrapped__  # as in a process that made none
+    with mock.patch.object(RotaryEmbedding, "get_rotary_seq_len", megatrons):
+        sample = pickle.loads(made)
+        losses_of(gpt, tokens, tokens, tokens, packed_seq_params=sample).sum().backward()
+    gone = ref(sample)
+    del sample
+    gc.collect()
+    assert gone() is None  # Megatron caches tables by their length
     check_placed(None)
     with pytest.raises(BurstError, match="must hold all segments of its tree"):
         SlicedSeqParams.of_tree(LENGTHS, PARENTS, SEQ - 1)

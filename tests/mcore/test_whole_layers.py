@@ -9,14 +9,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import sleep
 from unittest import mock
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.recompute import keep
 from tests.mcore import fsdp, gpt, loss_model, pipeline
 from tests.mcore.gpt import BLOCK_RECOMPUTE, FULL_RECOMPUTE, Model, Parallel
 from tests.mcore.lacking import needs, why_not
@@ -333,6 +336,47 @@ def test_layers_that_get_gradients_elsewhere_too_are_recomputed():
     run_ranks(elsewhere, 1)
 
 
+def within_torchs_own(rank: int) -> tuple[list[str], int]:
+    """Where a checkpoint that ends early is around Megatron's of each layer: parameters whose
+    gradients differ; whole recordings that were made."""
+    from megatron_burst.mcore import kept_modules, patches
+
+    gpt.start(Parallel())
+    case, build, keepings = CASES["dense"], gpt.build, []
+
+    def nested(*args):
+        model = build(*args)
+        forward = model.decoder.forward
+
+        def outer(hidden_states, **options):
+            run = partial(forward, **options)
+            return checkpoint(run, hidden_states, use_reentrant=False)
+
+        model.decoder.forward = outer
+        return model
+
+    def run_kept(function, inputs, keeping):
+        keepings.append(keeping)
+        return keep.run_kept(function, inputs, keeping)
+
+    truth, _ = two_steps(case, Parallel(), BurstConfig())
+    patches.switch_on_keep(AUTO)
+    two_steps(case, Parallel(), AUTO)
+    end_step()
+    with (
+        mock.patch.object(gpt, "build", nested),
+        mock.patch.object(kept_modules, "run_kept", run_kept),
+    ):
+        got, _ = two_steps(case, Parallel(), AUTO)
+    wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
+    return wrong, len(keepings)
+
+
+def test_none_is_whole_within_a_checkpoint_that_ends_early():
+    """It counts the tensors that are saved within, which a whole layer's recording has."""
+    assert run_ranks(within_torchs_own, 1) == [([], 0)]
+
+
 # ---- micro-batches of other lengths ----------------------------------------------------------
 
 
@@ -391,11 +435,12 @@ def test_a_longer_micro_batch_keeps_less():
     assert any("256 tokens is longer than those of the first step (128)" in text for text in said)
 
 
-def beside_other_sequences(rank: int) -> tuple[list[str], int, list[str]]:
+def beside_other_sequences(rank: int) -> tuple:
     """Two replicas with experts of their own and sequences of other lengths, one of which would
     keep all layers, the other half of them: parameters whose gradients differ, how many layers
-    are whole, and what is said of a micro-batch that is longer than any of the first step."""
-    from megatron_burst.mcore import kept_modules, patches, recompute
+    are whole, what is said of a micro-batch that is longer than any of the first step, and the
+    bytes and bandwidth of host memory that the choice is made with."""
+    from megatron_burst.mcore import kept_modules, patches, recompute, stage
     from megatron_burst.tools import cpu_mode
 
     parallel, case = Parallel(ep=2), CASES["routed experts"]
@@ -411,6 +456,8 @@ def beside_other_sequences(rank: int) -> tuple[list[str], int, list[str]]:
     with (
         mock.patch.object(recompute, "choose_modules", choosing),
         mock.patch.object(kept_modules, "say_once", said.append),
+        mock.patch.object(stage, "host_gbs", return_value=50.0 - rank),
+        mock.patch.object(stage, "host_limit_bytes", return_value=1000 + rank),
     ):
         with sequences(1 + rank):
             truth, _ = two_steps(case, parallel, BurstConfig())
@@ -424,7 +471,8 @@ def beside_other_sequences(rank: int) -> tuple[list[str], int, list[str]]:
         with sequences(3 - rank):
             two_steps(case, parallel, burst)
     wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
-    return wrong, chosen[-1][1]["layer"].device, said
+    (here,) = stage._STAGES.values()
+    return wrong, chosen[-1][1]["layer"].device, said, (here.host_bytes, here.rates.host_gbs)
 
 
 @needs("experts")
@@ -435,6 +483,7 @@ def test_replicas_that_share_experts_keep_the_same_layers():
     assert 0 < first[1] == second[1] < 4
     assert "192 tokens is longer than those of the first step (128)" in first[2][0]
     assert not second[2]
+    assert first[3] == second[3] == (1000, 49.0)  # measured by each
 
 
 # ---- FSDP ------------------------------------------------------------------------------------

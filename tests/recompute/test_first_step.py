@@ -129,6 +129,26 @@ def test_a_layer_holds_what_its_graph_saves_beside_its_input_results_and_paramet
     assert first.held_share == 2 and first.kinds == {"a", "b"}
 
 
+class Fused(torch.autograd.Function):
+    """As of Megatron and TransformerEngine, a product that adds to a buffer of gradients."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad = weight.main_grad
+        return x @ weight
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_buffers_of_gradients_are_no_part_of_what_a_layer_holds(trained):
+    """One buffer has those of all weights."""
+    first, run = FirstStep(CPU), RunningFrame(Frame(), recomputes=True)
+    x, weight = torch.ones(4, 8, requires_grad=True), torch.ones(8, 8, requires_grad=trained)
+    weight.main_grad = torch.zeros(1000, 8)[:8]
+    first.weigh(lambda: Fused.apply(x, weight).exp(), x, run, "a", lambda: (weight,))
+    assert first.held_share == 0
+
+
 def test_results_are_no_part_of_what_a_layer_holds():
     """The next layer's checkpoint has them anyway."""
     first, run = FirstStep(CPU), RunningFrame(Frame(), recomputes=True)
