@@ -61,9 +61,9 @@ CASES = {
     "experts in some layers": Case(options=FOUR | EXPERTS | dict(moe_layer_freq=[0, 1, 0, 1])),
 }  # fmt: skip
 SHARED = "a part of the input"
-USUAL = [PAIRED, "routed experts"]
+USUAL = ["routed experts"]
 SHARDED = [PAIRED, "experts", SHARED]
-USUAL_SHARDED = ["experts"]
+USUAL_SHARDED = [PAIRED]
 PARTS = Case(options=FOUR | dict(distribute_saved_activations=True, sequence_parallel=False))
 # of a sequence: Megatron's own attention keeps them, where a flash attention's results are counted
 SCORES = gpt.HEADS * gpt.SEQ**2 * 8
