@@ -16,8 +16,9 @@ from torch import Tensor
 
 from benchmarks.cases import Case
 from benchmarks.impls import Impl
-from benchmarks.peers import Autograd, Shard, indices_of, kernel_for, seen
+from benchmarks.peers import Autograd, Shard, kernel_for, seen
 from benchmarks.results import sample_of
+from megatron_burst.engine.sample import indices_of
 from megatron_burst.kernels.backends import Backend, QuerySide
 from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
 from megatron_burst.schedule.layout import Layout, positions

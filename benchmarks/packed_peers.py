@@ -8,8 +8,9 @@ from torch import Tensor
 from benchmarks.impls import Impl
 from benchmarks.library_peers import Ulysses
 from benchmarks.packed_cases import PackedCase
-from benchmarks.peers import Autograd, Burst, Ceiling, Shard, indices_of
+from benchmarks.peers import Autograd, Burst, Ceiling, Shard
 from benchmarks.te_peer import TransformerEngine
+from megatron_burst.engine.sample import indices_of
 from megatron_burst.engine.slice_calls import Calls
 from megatron_burst.engine.slice_parts import Bands
 from megatron_burst.engine.tree import slices_of_tree

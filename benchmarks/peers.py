@@ -15,14 +15,9 @@ from benchmarks.impls import Impl
 from benchmarks.results import sample_of
 from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend
 from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
-from megatron_burst.schedule.mask import Mask, Places
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.tools.speeds import problem_of
 from megatron_burst.tools.world import World
-
-
-def indices_of(places: Places) -> Tensor:
-    """Positions as one tensor: int64 [rows]."""
-    return torch.cat([torch.arange(at.start, at.stop, at.step) for at in places])
 
 
 @dataclass(frozen=True, slots=True)

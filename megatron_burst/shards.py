@@ -12,7 +12,7 @@ from megatron_burst.call import brief, is_dense
 from megatron_burst.comm.alone import Ranks, given_or_default
 from megatron_burst.comm.group import announce, state_of
 from megatron_burst.engine.documents import Documents
-from megatron_burst.engine.sample import Sample
+from megatron_burst.engine.sample import Sample, indices_of
 from megatron_burst.errors import BurstError, Need, unmet
 from megatron_burst.schedule.layout import Layout, positions
 
@@ -96,8 +96,7 @@ class Shards:
         if documents is not None and self.layout == Layout.DOCUMENTS and self.size > 1:
             return documents.rank_order
         ranks = (positions(Layout(self.layout), r, self.size, rows) for r in range(self.size))
-        places = (at for of in ranks for at in of)
-        return torch.cat([torch.arange(at.start, at.stop, at.step, device=device) for at in places])
+        return indices_of((at for of in ranks for at in of), device)
 
     def mine(self, rows: int, documents: Documents | None, device: torch.device) -> Tensor:
         """The part of `order` that is this rank's: int64 [rows]."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.engine.passes import Passes
+from megatron_burst.engine.sample import indices_of
 from megatron_burst.engine.seen import seen_at
 from megatron_burst.schedule.layout import Layout, chunks_of, positions
 
@@ -149,7 +150,7 @@ class Definition:
             places = self._in_documents
         else:
             places = positions(layout, self._rank, self.size, rows)
-        return torch.cat([torch.arange(p.start, p.stop, p.step, device=x.device) for p in places])
+        return indices_of(places, x.device)
 
     @cached_property
     def _in_documents(self) -> tuple[range, ...]:

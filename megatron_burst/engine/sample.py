@@ -1,6 +1,6 @@
 """A packed sample as passed to `burst_attention`, and the checks on it."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import NamedTuple, NoReturn
 
@@ -50,6 +50,11 @@ def identity(x: object) -> Hashable:
     if x.device.type == "cpu" and holds_whole(x):
         return x.dtype, x.shape, x.numpy().tobytes()
     return object() if x.is_inference() else (id(x), x._version)
+
+
+def indices_of(places: Iterable[range], device: torch.device | None = None) -> Tensor:
+    """Positions, as the layouts give them, in one tensor: int64 [rows]."""
+    return torch.cat([torch.arange(at.start, at.stop, at.step, device=device) for at in places])
 
 
 def holds_whole(x: object) -> bool:

@@ -295,7 +295,7 @@ class BurstForward:
 
     def _resolved(self, query: Tensor, key: Tensor, value: Tensor, *mask) -> BurstConfig:
         """Options of this layer's calls, with `keep` resolved."""
-        if not running():  # nothing is recomputed: no checkpoint, or all of the layer is kept
+        if self.config.keep == "auto" and not running():  # nothing, or all of the layer, is kept
             return keeping_nothing(self.config)
         if query.dim() == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))

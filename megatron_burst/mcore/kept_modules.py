@@ -75,8 +75,9 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
 
     first, run = stage.first, running()[-1]
     if layer.is_whole and only_input(x, args, options):
-        counted = x.nbytes + whole_bytes(self.config, stage, x)  # its results too
-        with first.expecting(0 if run.recomputes else counted):
+        # its results too; recomputation holds nothing more
+        counted = 0 if run.recomputes else x.nbytes + whole_bytes(self.config, stage, x)
+        with first.expecting(counted):
             return run_kept(of_input, (x,), Keeping(debug=layer.burst.keep_debug, whole=True))
     if run.recomputes:
         first.turn(run)
@@ -116,8 +117,8 @@ class LayerModules:
                 module.forward = LayerModule(self, name, module.forward, module.parameters)
             dispatcher = getattr(module, "token_dispatcher", None)
             if _sends(dispatcher):
-                for name in (_DISPATCH, _COMBINE):
-                    setattr(dispatcher, name, LayerModule(self, name, getattr(dispatcher, name)))
+                for call in (_DISPATCH, _COMBINE):
+                    setattr(dispatcher, call, LayerModule(self, call, getattr(dispatcher, call)))
 
     @cached_property
     def burst(self) -> BurstConfig:
@@ -240,7 +241,7 @@ class LayerModule:
         if self._ending is not None:
             call = self._ending if self._layer.may_end else self._forward
             return call(*args, **options)
-        device = next(x.device for x in tree_leaves((args, options)) if isinstance(x, Tensor))
+        device = _tensors_of(args, options)[0].device
         pack = self._layer.packer(self._name, device)
         if pack is None:
             return self._forward(*args, **options)

@@ -68,6 +68,12 @@ def shared_shape(config: TransformerConfig, x: Tensor) -> tuple[int, int]:
     return x.shape[0] * ranks, x.shape[1]
 
 
+def repeats_decisions(config: TransformerConfig) -> bool:
+    """Whether routers repeat recorded decisions, the next one in each recomputation: then neither
+    they nor all of a layer can be kept."""
+    return getattr(config, "moe_enable_routing_replay", False)
+
+
 def costs_of(
     modules: Mapping[str, Sequence[tuple[bool, Module]]], config: TransformerConfig, x: Tensor
 ) -> tuple[ModuleCost, ...]:
@@ -82,7 +88,7 @@ def costs_of(
     for name, those in modules.items():
         if name != ROUTER:
             found.append(_linear(name, those, config, x))
-        elif not getattr(config, "moe_enable_routing_replay", False):
+        elif not repeats_decisions(config):
             found.append(_router(config, x))
     return tuple(found)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.watch import Latest
-from megatron_burst.engine.sample import identity
+from megatron_burst.engine.sample import identity, indices_of
 from megatron_burst.errors import require
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.args import global_args
@@ -328,5 +328,4 @@ def _positions(cu_seqlens: Tensor, tokens: int, group, in_documents: bool) -> Te
 
 def places_in_zigzag(tokens: int, group: dist.ProcessGroup) -> Tensor:
     """Where in the sample this rank's rows are, of which it has so many."""
-    spans = positions(Layout.ZIGZAG, group.rank(), group.size(), tokens)
-    return torch.cat([torch.arange(span.start, span.stop) for span in spans])
+    return indices_of(positions(Layout.ZIGZAG, group.rank(), group.size(), tokens))

@@ -139,9 +139,7 @@ def length_with_positions(
     return length
 
 
-def _needs(
-    params: SlicedSeqParams, rotary: type, config: Any, tokens: int
-) -> Iterator[Need]:  # fmt: skip
+def _needs(params: SlicedSeqParams, rotary: type, config: Any, tokens: int) -> Iterator[Need]:
     """What a sample of so many tokens needs."""
     is_packed, places = packed.is_packed(params), params.positions
     told = params.max_seqlen_q, params.max_seqlen_kv

@@ -41,12 +41,6 @@ def is_among(layers: int | None, config: TransformerConfig, layer_number: int) -
     return layers is None or layer_number in stage_layers(config)[:layers]
 
 
-def can_be_whole(config: TransformerConfig) -> bool:
-    """Whether all of a layer may be kept: nothing in it counts recomputations, as routers with
-    recorded decisions do."""
-    return not getattr(config, "moe_enable_routing_replay", False)
-
-
 def results_share(config: TransformerConfig) -> float:
     """How much of a layer's results, at most, lives on only if all of the layer is kept: else they
     are the next checkpoint's input."""

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _StopRecomputationError
 
 from megatron_burst.errors import BurstError
-from megatron_burst.recompute.graph import readers
+from megatron_burst.recompute.graph import makers_of, readers
 from megatron_burst.recompute.keep import call_kept
 from megatron_burst.recompute.keeping import WHO, Keeping, RunningFrame, Tensors, running
 
@@ -82,8 +81,7 @@ class Ending:
         if run.frame.stops_early:  # torch would have ended it at its last call
             self._note(False, empty)
             return outs
-        nodes = [x.grad_fn for x in tree_leaves(outs) if isinstance(x, Tensor) and x.grad_fn]
-        if nodes:
+        if nodes := makers_of(outs):
             run.at_end.append(lambda results: self._note(not any(readers(results, nodes)), empty))
         return outs
 

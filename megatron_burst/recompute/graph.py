@@ -22,7 +22,7 @@ def graph_bytes(results: Any, others: Iterable[Tensor]) -> int:
     known, found = set(storages(results)), {}
     others = list(others)
     known |= _homes(others)
-    stack, seen = _nodes(results), {x.grad_fn for x in others}
+    stack, seen = makers_of(results), {x.grad_fn for x in others}
     devices = {x.device for x in tree_leaves(results) if _is_tensor(x)}
     while stack:
         node = stack.pop()
@@ -51,7 +51,7 @@ def readers(results: Any, nodes: list[Node]) -> Iterable[Node]:
         nodes: that made what may be read.
     """
     users, seen = defaultdict(list), set(nodes)  # what lies behind them reads nothing of theirs
-    stack = _nodes(results)
+    stack = makers_of(results)
     while stack:
         node = stack.pop()
         if node in seen:
@@ -76,8 +76,8 @@ def _homes(others: list[Tensor]) -> set[int]:
     return set(storages([others, [getattr(x, "main_grad", None) for x in others]]))
 
 
-def _nodes(results: Any) -> list[Node]:
-    """That made the results."""
+def makers_of(results: Any) -> list[Node]:
+    """The graph's nodes that made results: tensors in any nesting."""
     return [x.grad_fn for x in tree_leaves(results) if _is_tensor(x) and x.grad_fn]
 
 

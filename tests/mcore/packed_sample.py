@@ -114,16 +114,21 @@ def spec_of(model: Model, mask: str = "causal"):
     return spec
 
 
-def one_by_one(
-    sample: Sample, parallel: Parallel, model: Model, mask: str = "causal", **options
-) -> Run:
-    """The reference: each document as its own sequence, with Megatron alone."""
+def megatron_alone(parallel: Parallel, model: Model, mask: str = "causal", **options):
+    """The model with Megatron's own attention, without recomputation."""
     from tests.mcore.gpt import core_for_latent
 
     spec = spec_of(model, mask)
     if model.latent:
         spec.submodules.self_attention.submodules.core_attention = core_for_latent()
-    gpt = build(config_of(parallel, replace(model, recompute=False), **options), spec)
+    return build(config_of(parallel, replace(model, recompute=False), **options), spec)
+
+
+def one_by_one(
+    sample: Sample, parallel: Parallel, model: Model, mask: str = "causal", **options
+) -> Run:
+    """The reference: each document as its own sequence, with Megatron alone."""
+    gpt = megatron_alone(parallel, model, mask, **options)
     batch, total = sample.batch(), torch.zeros((), dtype=torch.float64)
     for where in sample.documents():
         names = "tokens", "position_ids", "labels"

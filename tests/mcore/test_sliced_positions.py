@@ -8,7 +8,7 @@ does not get, or that a model ignores.
 import gc
 import pickle
 from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from unittest import mock
 from weakref import ref
 
@@ -32,7 +32,7 @@ from tests.mcore.gpt import (
     start,
 )
 from tests.mcore.lacking import needs
-from tests.mcore.packed_sample import spec_of
+from tests.mcore.packed_sample import megatron_alone, spec_of, with_sequence_parallel
 from tests.oracle import seen_by_slices
 from tests.ranks import run_ranks
 from tests.sampling import whole
@@ -111,20 +111,14 @@ def losses_of(gpt, tokens, labels, places, **options):
 
 def one_by_one(way):
     """By Megatron alone: each answer behind its prompt as a sequence of its own."""
-    from tests.mcore.gpt import core_for_latent
-
     alone = Parallel(tp=way.parallel.tp)
     start(alone)
-    spec, model = spec_of(way.model), replace(way.model, recompute=False)
-    if model.latent:
-        spec.submodules.self_attention.submodules.core_attention = core_for_latent()
-    gpt = build(config_of(alone, model, **dict(way.options)), spec)
+    gpt = megatron_alone(alone, way.model, **dict(way.options))
     tokens, labels, _ = trees()
     found = []
     for path in PATHS:
         rows = torch.cat([torch.arange(SEQ)[spans()[segment]] for segment in path])
-        pad = (0, -len(rows) % alone.tp)  # causal attention ignores it
-        mine, told = F.pad(tokens[:, rows], pad), F.pad(labels[:, rows], pad)
+        mine, told = with_sequence_parallel(alone, tokens[:, rows], labels[:, rows])
         places = torch.arange(mine.shape[1]).expand_as(mine)
         loss = losses_of(gpt, mine, told, places)[:, LENGTHS[0] : len(rows)].sum(1)
         loss.sum().backward()

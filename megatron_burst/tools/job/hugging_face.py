@@ -41,7 +41,7 @@ def from_hugging_face(config: Config, name: str) -> Model:
 
 def _model(config: Config, name: str) -> Model:
     inner = [config.get(key) for key in KEYS["language"]]  # the model of one with other parts too
-    whole = {key: config[key] for key in (_TIED,) if config.get(key) is not None}
+    whole = {} if config.get(_TIED) is None else {_TIED: config[_TIED]}
     config = {**config, **next((one for one in inner if isinstance(one, Mapping)), {}), **whole}
     kind = TYPES.get(str(config.get("model_type")), Type())
     config = _with_layer_types({**kind.usual, **config, **_renamed(config, kind)}, kind)
