@@ -178,6 +178,7 @@ class PassLog(Members):
                     raise self._disagreement(entry)
             elif entry.told:
                 self.store.delete_key(self.key(entry))
+                self.tell_waiting(False)
         if self._pending:
             self._give_up_late(self._pending[0])
 
@@ -209,6 +210,7 @@ class PassLog(Members):
         if waited > limit / 2 and not entry.told:
             with suppress(RuntimeError):
                 self.post_terms(entry)
+                self.tell_waiting(True)
 
     def _disagreement(self, entry: Entry) -> BurstError:
         from megatron_burst.comm.differing import disagreement

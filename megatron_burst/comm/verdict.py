@@ -35,8 +35,9 @@ _EARLY = 0.9  # of the time-out after which hops of GPUs are late: before NCCL's
 
 def lost_pass(log: Members, entry: Entry, why: str) -> tuple[BurstError, str]:
     """The error of a pass that not all ranks have begun; and for which this one waits, in words."""
-    posts = told_by_all(log, entry, _GRACE_S)
-    missing = tuple(rank for rank, theirs in enumerate(posts) if theirs is None)
+    with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
+        log.tell_waiting(True)
+    missing = _missing_in(log, told_by_all(log, entry, _GRACE_S))
     since = time() - (monotonic() - entry.begun)
     waits = Waits(entry.number, entry.stamp.word, entry.stamp.layer, missing, since=since)
     waits = _with_broken(log, waits)
@@ -44,6 +45,15 @@ def lost_pass(log: Members, entry: Entry, why: str) -> tuple[BurstError, str]:
     error = _missing(log, found, waits, f"pass {entry.number} of the group, {entry.stamp}: {why}")
     report(log, "pass", error, waits, found)
     return error, _whom(log, found, waits)
+
+
+def _missing_in(log: Members, posts: Sequence[Told | None]) -> tuple[int, ...]:
+    """The ranks that have posted nothing of a pass; of several, those that wait in no other one."""
+    silent = tuple(rank for rank, theirs in enumerate(posts) if theirs is None)
+    found = silent
+    with suppress(RuntimeError):
+        found = tuple(rank for rank in silent if not log.store.check([log.waiting(rank)]))
+    return found or silent
 
 
 def lost_hop(log: Members, error: Exception) -> tuple[BurstError, str]:

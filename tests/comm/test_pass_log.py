@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -201,6 +202,36 @@ def test_whom_nobody_waits_for_is_missing_from_the_time_out_on_and_who_gave_up_i
     for sentence, took in (found[rank] for rank in (0, 2, 3)):
         assert "no word from cp ranks [1] (rank 1) in pass 1 of the group" in sentence
         assert took < 20  # the group's own time-out is 180 s
+
+
+def behind(rank):
+    """Rank 2 begins both passes late, and rank 1 is stopped before that, in the first. What the
+    others find."""
+    log = log_of(timeout_s=2, few=4)
+    time.sleep(1.2 if rank == 2 else 0)
+    Marks.of(log, A).begin(Kind.FORWARD)
+    if rank == 1:
+        time.sleep(0.6)  # its messages to the others have left
+        subprocess.Popen(["sh", "-c", f"sleep 8; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return ""
+    Marks.of(log, A).begin(Kind.BACKWARD, 1)
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            log.look()
+        except BurstError as error:
+            return str(error)
+        time.sleep(0.1)
+    return "nothing"
+
+
+def test_a_rank_that_waits_for_the_missing_one_in_an_earlier_pass_is_not_missing():
+    """Ranks that give up a pass look who is in it; one that waits in the pass before is not."""
+    found = run_ranks(behind, 4)
+    for rank, number in ((0, 2), (2, 1), (3, 2)):
+        assert "no word from cp ranks [1] (rank 1)" in found[rank]
+        assert f"in pass {number} of the group" in found[rank]
 
 
 class Gone:
