@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.rows import Row
 from benchmarks.style import colour_of, legend_below, measured_on
-from benchmarks.tables import Comparison, compare, differing
+from benchmarks.tables import LIBRARIES, Comparison, compare, differing
 from megatron_burst.tools.units import in_units
 
 _LINES = {"ceiling": "--", "one_gpu": ":"}  # bounds, not competitors: drawn as lines
@@ -19,12 +19,13 @@ def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
     """Write `STEM_tflops.png` and, where memory was measured, `STEM_memory.png`.
 
     Args:
-        rows: of results; of their forward and backward passes.
+        rows: of results; of their forward and backward passes, without other libraries.
         stem: path without an ending.
 
     Returns:
         the files.
     """
+    rows = [row for row in rows if row.impl not in LIBRARIES]
     comparisons = [each for each in compare(rows) if each.problem.pass_ == "fwd_bwd"]
     pictures = {"tflops": (_speeds, "TFLOP/s per GPU, forward + backward")}
     if any(row.peak_gib is not None for each in comparisons for row in each.rows.values()):

@@ -14,12 +14,13 @@ run() { echo "== $*"; "$@" >/dev/null; }
 run "$python" -m benchmarks.show docs docs/benchmarks/*.md docs/decisions/programs-and-the-engine.md
 
 # what was measured
-run "$python" -m benchmarks.show gains docs/gains.png $rows/{attention_2x,attention_4x,packed_2x}h200_one_node.csv \
-    $rows/{attention_2x2x,packed_2x1x}h200.csv
+run "$python" -m benchmarks.show gains docs/gains.png $rows/{attention_2x,attention_4x,peers_4x}h200_one_node.csv \
+    $rows/{packed_2x,packed_4x}h200_one_node.csv $rows/{attention_2x2x,packed_2x1x}h200.csv
 run "$python" -m benchmarks.frontier plot docs/frontier.png $rows/frontier_1xh200.csv
-for name in {attention_2x,attention_4x,packed_2x}h200_one_node attention_2x2xh200; do
+for name in {attention_2x,packed_2x}h200_one_node attention_2x2xh200; do
     run "$python" -m benchmarks.show plot $rows/$name.csv # NAME_tflops.png, NAME_memory.png
 done
+run "$python" -m benchmarks.show plot $rows/{attention,peers}_4xh200_one_node.csv # of the first name
 run "$python" -m benchmarks.show plot $rows/packed_2x1xh200.csv # packed_2x1xh200_tflops.png
 rm -f $rows/packed_2x1xh200_memory.png                          # no page shows it
 for name in recompute_2xh200 recompute_4xh200; do # NAME_trade.png

@@ -17,7 +17,7 @@ from benchmarks.cells import markdown
 from benchmarks.rows import ATTENTION_CSV, PACKED_CSV, RECOMPUTE_CSV, Sheet, is_packed, read
 from benchmarks.steps_table import Lines, frontier_lines, overview_lines, slice_lines
 from benchmarks.sweep import new_app
-from benchmarks.tables import markdown_table
+from benchmarks.tables import library_table, markdown_table
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.terminal import in_one_sentence
 
@@ -39,6 +39,14 @@ def table(
     the kernel alone."""
     with in_one_sentence():
         typer.echo(markdown_table(_attention(csvs), pass_))
+
+
+@app.command()
+def libraries(csvs: Csvs) -> None:
+    """Attention and packed documents: burst beside torch's context parallelism, DeepSpeed's
+    Ulysses, yunchang and TransformerEngine, as far as they were measured."""
+    with in_one_sentence():
+        typer.echo(library_table(_attention(csvs)))
 
 
 @app.command()
@@ -67,8 +75,8 @@ def refreshed(text: str) -> str:
     return _TABLE.sub(made, text)
 
 
-def _of_attention(csvs: Sequence[str]) -> str:
-    lines = markdown_table(_attention([ROOT / csv for csv in csvs]), "fwd_bwd").splitlines()
+def _of_attention(table_of: Callable[[Sequence[Any]], str], csvs: Sequence[str]) -> str:
+    lines = table_of(_attention([ROOT / csv for csv in csvs])).splitlines()
     return "\n".join(line for line in lines if line.startswith("|"))
 
 
@@ -77,7 +85,8 @@ def _of_steps(lines_of: Callable[[Path, Sequence[str]], Lines], words: Sequence[
 
 
 _TABLES: dict[str, Callable[[Sequence[str]], str]] = {
-    "table": _of_attention,
+    "table": partial(_of_attention, partial(markdown_table, pass_="fwd_bwd")),
+    "libraries": partial(_of_attention, library_table),
     "frontier": partial(_of_steps, frontier_lines),
     "overview": partial(_of_steps, overview_lines),
     "slices": partial(_of_steps, slice_lines),

@@ -13,6 +13,7 @@ from benchmarks.rows import Row
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.units import in_units
 
+LIBRARIES = ("ulysses", "yunchang", "torch")  # in a table of their own, and in no picture
 _NOTHING = {"-", "failed", "skipped"}  # cells without a figure
 _COLUMNS = ("burst", "best TE (mode)", "burst / TE", "burst / kernel alone", "GiB burst, TE")
 
@@ -145,11 +146,11 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
     if not comparisons:
         return f"No {pass_} was measured."
     facts = differing(comparisons, ("heads", "S"))
-    others = [other for other in _OTHERS if any(other.row(each) for each in comparisons)]
+    others = _measured(_OTHERS, comparisons)
     head = [*facts, *_COLUMNS, *(name for other in others for name in other.columns)]
     lines = []
     for each in comparisons:
-        _check_alike(each)
+        _check_alike(each, [each.burst, each.best_te, each.ceiling], _OTHERS)
         words, best = each.problem.words(), _named(each.best_te)
         to_te, to_ceiling, *memory = _judgement(each)
         line = [words[fact] for fact in facts]
@@ -161,10 +162,39 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
     return f"{_caption(comparisons[0].problem, facts)}\n\n{table}"
 
 
-def _check_alike(each: Comparison) -> None:
+def library_table(rows: Sequence[Row]) -> str:
+    """One line a problem and pass: burst, and the fastest mode of each library, TransformerEngine
+    the last.
+
+    Args:
+        rows: of results; problems of which no library was measured are left out.
+
+    Raises:
+        BurstError: if a ratio would be of two commits or machines.
+    """
+    every = [each for each in compare(rows) if each.burst and any(map(each.fastest, LIBRARIES))]
+    if not every:
+        return "No library was measured."
+    facts = differing(every, ("heads", "S", "pass"))
+    columns = _measured([_library(impl) for impl in (*LIBRARIES, "te")], every)
+    lines = [[*facts, "burst", *(name for column in columns for name in column.columns)]]
+    for each in every:
+        _check_alike(each, [each.burst], columns)
+        words = each.problem.words()
+        cells = [cell for column in columns for cell in column.cells(each)]
+        lines.append([*(words[fact] for fact in facts), _speed(each.burst), *cells])
+    return f"{_caption(every[0].problem, facts)}\n\n{markdown(lines)}"
+
+
+def _measured(columns: Sequence["_Other"], every: Sequence[Comparison]) -> list["_Other"]:
+    return [column for column in columns if any(column.row(each) for each in every)]
+
+
+def _check_alike(
+    each: Comparison, shown: Sequence[Row | None], columns: Sequence["_Other"]
+) -> None:  # fmt: skip
     """That what a table compares was measured by one commit on one machine."""
-    others = (other.row(each) for other in _OTHERS)
-    shown = [each.burst, each.best_te, each.ceiling, *others]
+    shown = [*shown, *(column.row(each) for column in columns)]
     found = {measured_by(row): row for row in shown if row and row.ms}
     if len(found) > 1:
         got = (f"{row.impl}:{row.mode} of {' '.join(by)}" for by, row in found.items())
@@ -264,5 +294,4 @@ _OTHERS = (
         ("documents at any token", "documents at any token / TE"), _at_any_token,
     ),
     _Other("before:auto", ("before", "burst / before", "GiB before"), _before),
-    *(_library(impl) for impl in ("torch", "ulysses", "yunchang")),
 )  # fmt: skip

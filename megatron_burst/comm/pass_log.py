@@ -177,8 +177,8 @@ class PassLog(Members):
                 if not (failed and self.waits):
                     raise self._disagreement(entry)
             elif entry.told:
-                self.store.delete_key(self.key(entry))
-                self.tell_waiting(False)
+                for key in (self.key(entry), self.waiting(self.rank)):
+                    self.store.delete_key(key)
         if self._pending:
             self._give_up_late(self._pending[0])
 
@@ -210,7 +210,7 @@ class PassLog(Members):
         if waited > limit / 2 and not entry.told:
             with suppress(RuntimeError):
                 self.post_terms(entry)
-                self.tell_waiting(True)
+                self.store.set(self.waiting(self.rank), "")
 
     def _disagreement(self, entry: Entry) -> BurstError:
         from megatron_burst.comm.differing import disagreement

@@ -135,11 +135,6 @@ class Members:
         self.store.set(self.key(entry), json.dumps([entry.stamp.packed(), dict(entry.terms)]))
         entry.told = True
 
-    def tell_waiting(self, waits: bool) -> None:
-        """Let others know that this rank waits in some pass, or that it does no more."""
-        key = self.waiting(self.rank)
-        self.store.set(key, "") if waits else self.store.delete_key(key)
-
     def told(self, key: str) -> Told | None:
         """What a rank has posted under its key; None: nothing yet."""
         if not self.store.check([key]):

@@ -36,7 +36,7 @@ _EARLY = 0.9  # of the time-out after which hops of GPUs are late: before NCCL's
 def lost_pass(log: Members, entry: Entry, why: str) -> tuple[BurstError, str]:
     """The error of a pass that not all ranks have begun; and for which this one waits, in words."""
     with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
-        log.tell_waiting(True)
+        log.store.set(log.waiting(log.rank), "")
     missing = _missing_in(log, told_by_all(log, entry, _GRACE_S))
     since = time() - (monotonic() - entry.begun)
     waits = Waits(entry.number, entry.stamp.word, entry.stamp.layer, missing, since=since)

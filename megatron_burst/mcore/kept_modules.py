@@ -19,14 +19,13 @@ from torch.utils._pytree import tree_leaves
 from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.module_costs import (
     ROUTER,
-    ModelLayers,
     costs_of,
     layers_of,
     may_differ,
     shared_shape,
 )
 from megatron_burst.mcore.options import burst_config_of
-from megatron_burst.mcore.recompute import modules_within, whole_bytes
+from megatron_burst.mcore.recompute import modules_within
 from megatron_burst.mcore.refusals import CUDA_GRAPHS, KEEP_MODULES, refuse, refuses
 from megatron_burst.mcore.stage import Stage, stage_of
 from megatron_burst.mcore.stage_layers import (
@@ -38,7 +37,7 @@ from megatron_burst.mcore.stage_layers import (
 )
 from megatron_burst.recompute.budget import WHOLE, ModuleCost, Placed, most
 from megatron_burst.recompute.ending import Ending
-from megatron_burst.recompute.keep import call_kept, once, run_kept
+from megatron_burst.recompute.keep import call_kept, once
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Resident, Tensors, running
 from megatron_burst.recompute.offload import host_memory
 from megatron_burst.say import say_once
@@ -56,35 +55,35 @@ _PREPARED = "burst_modules"  # attribute of a layer
 _ASKED = "recompute_granularity", "fp8", "fp4", *CUDA_GRAPHS  # what modules are not kept with
 
 
+def modules_of(layer: Module) -> "LayerModules":
+    """The modules of a transformer layer; in its first call they are prepared."""
+    found = getattr(layer, _PREPARED, None)
+    if found is None:
+        found = LayerModules(layer)
+        setattr(layer, _PREPARED, found)
+    return found
+
+
 def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options: Any) -> Any:
     """A transformer layer's forward; in a checkpoint its modules are called as they are kept."""
-    layer = getattr(self, _PREPARED, None)
-    if layer is None:
-        layer = LayerModules(self)
-        setattr(self, _PREPARED, layer)
-    if not running() or layer.burst.keep != "auto":
+    layer = modules_of(self)
+    is_whole = not running() and layer.expected_bytes
+    if layer.burst.keep != "auto" or not (running() or is_whole):
         return forward(self, *args, **options)
     x = args[0] if args else options["hidden_states"]
     stage = stage_of(layer.burst, x.device)
+    first, call = stage.first, lambda: forward(self, *args, **options)
+    if is_whole:
+        with first.expecting(layer.expected_bytes):
+            return call()
     layer.see(x, stage)
-
-    def of_input(x: Tensor) -> Any:
-        if args:
-            return forward(self, x, *args[1:], **options)
-        return forward(self, **(options | dict(hidden_states=x)))
-
-    first, run = stage.first, running()[-1]
-    if layer.is_whole and only_input(x, args, options):
-        # its results too; recomputation holds nothing more
-        counted = 0 if run.recomputes else x.nbytes + whole_bytes(self.config, stage, x)
-        with first.expecting(counted):
-            return run_kept(of_input, (x,), Keeping(debug=layer.burst.keep_debug, whole=True))
+    run = running()[-1]
     if run.recomputes:
         first.turn(run)
         others = lambda: (*self.parameters(), *_tensors_of(args, options))  # noqa: E731
-        return first.weigh(lambda: of_input(x), x, run, layer_kind(self.config), others)
+        return first.weigh(call, x, run, layer_kind(self.config), others)
     with first.timing(prod(shared_shape(self.config, x)), layer.skipped):
-        return of_input(x)
+        return call()
 
 
 def _tensors_of(*arguments: Any) -> list[Tensor]:
@@ -92,19 +91,17 @@ def _tensors_of(*arguments: Any) -> list[Tensor]:
     return [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
 
 
-def only_input(x: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether no argument of a layer but its input may get a gradient, neither in a first pass,
-    which does not tell it of all, nor in recomputation."""
-    others = _tensors_of(args, options)
-    crossed = options.get("context") is not None
-    return not crossed and not any(each.requires_grad for each in others if each is not x)
-
-
 class LayerModules:
-    """The modules of one layer."""
+    """The modules of one layer.
+
+    Attributes:
+        config: the layer's.
+        expected_bytes: that it should hold for backward in the running call, if all is kept.
+    """
 
     def __init__(self, layer: Module) -> None:
         self._layer, self._found = layer, defaultdict(list)
+        self.config, self.expected_bytes = layer.config, 0
         self.skipped: list[Module] = []  # which recomputation does without anyway
         self._within: dict[str, Placed] = {}  # where "auto" keeps modules in the running call
         for path, module in list(layer.named_modules()):
@@ -135,10 +132,9 @@ class LayerModules:
         config = self._layer.config
         return self.burst.keep != "none" and not (config.fp8 or config.fp4)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether "auto" keeps all of this layer in the running call."""
-        placed = self._within.get(WHOLE, Placed())
+    def is_whole_by(self, chosen: dict[str, Placed]) -> bool:
+        """Whether a choice is to keep all of this layer."""
+        placed = chosen.get(WHOLE, Placed())
         return is_on_host(placed, self._layer.config, self._layer.layer_number) is False
 
     def packer(self, name: str, device: torch.device) -> Callable[[Tensors], Parcel] | None:
@@ -164,16 +160,14 @@ class LayerModules:
         layers.are_all |= any(run.recomputes for run in runs)
         layers.found.add(self)
         known = [layers.by_frame[run.frame] for run in runs if run.frame in layers.by_frame]
-        self._within = known[0] if known else self._chosen(stage, layers, x)
-        if any(run.frame.stops_early for run in runs):  # torch watches what is saved within
-            self._within = {name: each for name, each in self._within.items() if name != WHOLE}
+        self._within = known[0] if known else self.chosen(stage, x)
         for run in runs:
             layers.by_frame.setdefault(run.frame, self._within)
 
-    def _chosen(self, stage: Stage, layers: ModelLayers, x: Tensor) -> dict[str, Placed]:
-        """Where "auto" keeps each module: by the most that it takes in a layer, so that all layers
-        choose alike, and together keep no more than fits."""
-        config = self._layer.config
+    def chosen(self, stage: Stage, x: Tensor) -> dict[str, Placed]:
+        """Where "auto" keeps each module, for the layer's input: by the most that it takes in a
+        layer, so that all layers choose alike, and together keep no more than fits."""
+        config, layers = self._layer.config, layers_of(stage.models, self._layer.config)
         if meets_other_sequences(config):
             x = _as_agreed(x, stage, config)
         is_known = stage.budget_bytes(self.burst, prod(shared_shape(config, x))) is not None

@@ -74,6 +74,14 @@ def repeats_decisions(config: TransformerConfig) -> bool:
     return getattr(config, "moe_enable_routing_replay", False)
 
 
+def may_be_whole(config: TransformerConfig) -> bool:
+    """Whether a block may run some of its layers without a checkpoint: then each of the others has
+    one of its own. Hybrids have layers whose memory is not counted."""
+    alone = config.recompute_method == "block" or config.recompute_num_layers == 1
+    hybrid = getattr(config, "is_hybrid_model", False)
+    return alone and not hybrid and not repeats_decisions(config)
+
+
 def costs_of(
     modules: Mapping[str, Sequence[tuple[bool, Module]]], config: TransformerConfig, x: Tensor
 ) -> tuple[ModuleCost, ...]:

@@ -31,6 +31,7 @@ _RECOMPUTE = "megatron_burst.mcore.recompute"
 _PACKED = "megatron_burst.mcore.packed"
 _SLICED = "megatron_burst.mcore.sliced"
 _MODULES = "megatron_burst.mcore.kept_modules"
+_WHOLE = "megatron_burst.mcore.whole_layers"
 _KEEP = "megatron_burst.recompute.keep"
 _LOSS = "megatron_burst.mcore.fused_loss"
 _LOG = "megatron_burst.mcore.transfer_log"
@@ -45,6 +46,8 @@ GPT = f"{_CORE}.models.gpt.gpt_model:GPTModel.__init__"
 HYBRID = f"{_CORE}.models.hybrid.hybrid_model:HybridModel.__init__"
 MAMBA = f"{_CORE}.models.mamba.mamba_model:MambaModel.__init__"
 TE_RECOMPUTE = f"{_CORE}.recompute:te_checkpoint"
+RECOMPUTE = f"{_CORE}.recompute:checkpointed_forward"
+RECOMPUTE_OF_BLOCK = f"{_CORE}.transformer.transformer_block:TransformerBlock._checkpointed_forward"
 TRANSFORMER_LAYER = f"{_CORE}.transformer.transformer_layer:TransformerLayer.forward"
 LAYER_SPEC = "megatron.training.models.gpt:default_layer_spec"
 TRAIN_STEP = "megatron.training.training:train_step"
@@ -80,6 +83,10 @@ _IN_LAYER = (
     "rotary_pos_sin rotary_pos_cos_sin attention_bias inference_context packed_seq_params "
     "sequence_len_offset"
 )
+_RECOMPUTED = (
+    "self hidden_states attention_mask context context_mask rotary_pos_emb attention_bias "
+    "packed_seq_params use_inner_quantization_context padding_mask"
+)
 _HYBRID = (
     "vocab_size max_sequence_length hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio "
     "hybrid_override_pattern pre_process post_process fp16_lm_cross_entropy "
@@ -104,6 +111,8 @@ RELEASES = {  # first and last release that have a place, or need its patch
     HYBRID: ((0, 18), NEWEST),
     MAMBA: ((0, 16), (0, 17)),
     TE_RECOMPUTE: ((0, 18), NEWEST),
+    RECOMPUTE: ((0, 18), NEWEST),
+    RECOMPUTE_OF_BLOCK: ((0, 16), (0, 17)),
     LAYER_SPEC: ((0, 19), NEWEST),
 }
 OTHER_FORMS = {  # a place's parameters in releases where they differ from 0.19.2
@@ -128,6 +137,7 @@ OTHER_FORMS = {  # a place's parameters in releases where they differ from 0.19.
         "hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern post_process "
         f"fp16_lm_cross_entropy {HYBRID_TAIL}"
     },
+    RECOMPUTE_OF_BLOCK: {"0.16": _RECOMPUTED},
     TRANSFORMER_LAYER: {"0.16": "self args kwargs"},
     TRAIN_STEP: {"0.16 to 0.18": STEP},
     TRAINING_LOG: {"0.16, 0.17": LOGGED},
@@ -322,6 +332,10 @@ TABLE: tuple[Patch, ...] = (
         (TRANSFORMER_LAYER, f"{_MODULES}:in_layer",
          f"{_IN_LAYER} padding_mask inference_params",
          "modules of a layer have no hook that could replace their call"),
+        *((place, f"{_WHOLE}:with_fewer_checkpoints",
+           f"{_RECOMPUTED} extract_layer_indices layer_offset",
+           "whether a layer is in a checkpoint is decided here, by two options for all layers")
+          for place in (RECOMPUTE, RECOMPUTE_OF_BLOCK)),
         (f"{_CORE}.transformer.moe.token_dispatcher:"
          "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize", f"{_MODULES}:counted_once",
          "self point tokens_per_expert",

@@ -10,15 +10,15 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.mcore.module_costs import may_differ, repeats_decisions, shared_shape
+from megatron_burst.mcore.module_costs import may_be_whole, may_differ, shared_shape
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.refusals import refuse
 from megatron_burst.mcore.stage import Stage, problem_of, say_of_stage, stage_of
 from megatron_burst.mcore.stage_layers import (
+    input_share,
     is_among,
     layer_kind,
     of_decoder,
-    results_share,
     sharing,
 )
 from megatron_burst.rates import Rates
@@ -149,7 +149,7 @@ def modules_within(
     dim = config.v_head_dim if config.multi_latent_attention else config.kv_channels
     layer_bytes = shape[0] * shape[1] * heads * _row_bytes(dim, x.itemsize)
     problem, tokens = problem_of(config, stage, shape, layer_bytes), shape[0] * shape[1]
-    if not repeats_decisions(config):
+    if may_be_whole(config):
         rest_s = stage.rest_s or problem.forward_s
         held = whole_bytes(config, stage, x)
         problem = replace(problem, whole_bytes=held, whole_s=rest_s)
@@ -175,7 +175,7 @@ def whole_bytes(config: TransformerConfig, stage: Stage, x: Tensor) -> int:
     if not stage.held_share or layer_kind(config) not in stage.first.kinds:
         return 0
     longer = growth(prod(shared_shape(config, x)), stage.tokens) ** 0.5  # x is longer too
-    return int((stage.held_share + results_share(config)) * x.nbytes * longer)
+    return int((stage.held_share + input_share(config)) * x.nbytes * longer)
 
 
 @lru_cache(maxsize=32)

@@ -170,14 +170,15 @@ def problem_of(
     chunks = config.virtual_pipeline_model_parallel_size or 1
     group_size = config.microbatch_group_size_per_vp_stage
     flying = in_flight(config.pipeline_model_parallel_size, rank, chunks, group_size)
-    layers = len(stage_layers(config)) + mtp_layers(config)
+    others = mtp_layers(config)
+    layers = len(stage_layers(config)) + others
     tokens = shape[0] * config.context_parallel_size
     estimate = stage.rates.matmul_s(shape[0] * shape[1] * _flops_per_token(config))
     forward_s = stage.forward_s or estimate
     turn_s = stage.turn_s if flying == 1 else 0.0  # else other micro-batches come in between once
     return KeepProblem(
         layers, flying, layer_bytes, tokens, half_saves, forward_s, turn_s,
-        free_bytes=stage.free_bytes,
+        free_bytes=stage.free_bytes, never_whole=others,
     )  # fmt: skip
 
 

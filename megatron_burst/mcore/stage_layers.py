@@ -41,15 +41,11 @@ def is_among(layers: int | None, config: TransformerConfig, layer_number: int) -
     return layers is None or layer_number in stage_layers(config)[:layers]
 
 
-def results_share(config: TransformerConfig) -> float:
-    """How much of a layer's results, at most, lives on only if all of the layer is kept: else they
-    are the next checkpoint's input."""
-    pipelined = config.pipeline_model_parallel_size > 1  # what is sent is freed
-    parted = config.tensor_model_parallel_size > 1 and config.distribute_saved_activations  # copied
-    if pipelined or parted or config.mtp_num_layers:  # which has layers inside a checkpoint
-        return 1.0
-    grouped = config.recompute_num_layers if config.recompute_method == "uniform" else 1
-    return 1 - 1 / grouped
+def input_share(config: TransformerConfig) -> float:
+    """How much of a layer's input lives on only if all of the layer is kept: a checkpoint may hold
+    a part."""
+    ranks = config.tensor_model_parallel_size if config.distribute_saved_activations else 1
+    return 1 - 1 / ranks
 
 
 def meets_other_sequences(config: TransformerConfig) -> bool:
@@ -98,11 +94,10 @@ def _spread(placed: Placed, layers: int) -> list[bool | None]:
 def of_decoder(chosen: dict[str, Placed], config: TransformerConfig) -> dict[str, Placed]:
     """What is left for the stage's decoder layers when multi-token prediction layers keep like
     those of their number; all of these if it is enough for all."""
-    layers, whole = len(stage_layers(config)), chosen.get(WHOLE, _NOWHERE)
-    of_whole = _of_decoder(whole, layers, layers + mtp_layers(config), config)
-    left, every = layers - of_whole.device, layers + mtp_layers(config) - whole.device
+    left = len(stage_layers(config)) - chosen.get(WHOLE, _NOWHERE).device
+    every = left + mtp_layers(config)
     return {
-        name: of_whole if name == WHOLE else _of_decoder(placed, left, every, config)
+        name: placed if name == WHOLE else _of_decoder(placed, left, every, config)
         for name, placed in chosen.items()
     }
 

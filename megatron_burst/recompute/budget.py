@@ -39,6 +39,7 @@ class KeepProblem:
     # what a layer's backward takes beyond the rest of the step, as a loss: so much of what one
     # layer keeps is free
     free_bytes: float = inf
+    never_whole: int = 0  # layers after all others that are always recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +220,7 @@ def _left_by_whole(problem: KeepProblem, spare: float, is_offloaded: bool) -> It
     yield spare
     most = problem.layers * bool(problem.whole_bytes)
     size = max(0, problem.whole_bytes - problem.layer_bytes * (not is_offloaded))
-    free = min(size, problem.free_bytes)
+    free = 0.0 if problem.never_whole else min(size, problem.free_bytes)
     for whole in range(1, most + 1):
         left = spare + free - size * whole * problem.in_flight
         if left < 0:

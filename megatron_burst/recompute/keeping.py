@@ -109,10 +109,9 @@ def running() -> tuple[RunningFrame, ...]:
 
 
 @contextmanager
-def without_frames(whole: bool = False):
-    """Context that hides running frames from the function being recorded; `whole`: also that it is
-    recorded, as a layer of which everything is kept runs as if there were no checkpoint."""
-    token = FRAMES.set(() if whole else None)
+def without_frames():
+    """Context that hides running frames from the function being recorded."""
+    token = FRAMES.set(None)
     try:
         yield
     finally:
@@ -188,6 +187,3 @@ class Keeping:
     debug: bool = False  # whether its inputs are compared with the first pass's, bit by bit
     marks: Marks = field(default_factory=Marks)  # of the call: tell other ranks of errors
     parameters: Tensors = ()  # that the function reads: they live on, so they are not kept
-    # whether it is a whole layer: calls within it run as outside checkpoints, and what they save
-    # stays in their graph
-    whole: bool = False

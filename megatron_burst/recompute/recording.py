@@ -7,7 +7,6 @@ linear layer its output, as parameters live anyway.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from hashlib import blake2b
 from typing import Any
 
@@ -115,7 +114,7 @@ class Recording:
         self._floats = [x.is_floating_point() for x in inputs]
         self._needs = [0] * len(inputs)
         self._debug = [checksum(x) for x in inputs] if keeping.debug else None
-        self._policy, self._marks, self._whole = keeping.policy, keeping.marks, keeping.whole
+        self._policy, self._marks = keeping.policy, keeping.marks
         self._parameters = keeping.parameters
         self._bound: dict[str, Tensors] = {}
         self._ends: list[Tensor | None] = []  # gradients of the inputs
@@ -134,8 +133,7 @@ class Recording:
             self._parcel: Parcel | None = keeping.pack((*kept, *extras))
 
     def _run(self, function: Callable, inputs: Tensors) -> Tensors:
-        """Run the function with its graph; what the graph saves goes to `_saved`, except of a whole
-        layer.
+        """Run the function with its graph; what the graph saves goes to `_saved`.
 
         Raises:
             BurstError: if it returns anything but tensors and None.
@@ -157,13 +155,7 @@ class Recording:
         floating = [x.detach() for x in inputs if x.is_floating_point()]
         one_each = {x.device: x for x in inputs}.values()
         cpu, (devices, states) = torch.get_rng_state(), get_device_states(*one_each)
-        with (
-            without_frames(self._whole),
-            torch.enable_grad(),
-            # what a whole layer saves stays in its graph, which backward frees step by step; each
-            # tensor that goes through hooks takes the CPU time
-            nullcontext() if self._whole else saved_tensors_hooks(pack, unpack),
-        ):
+        with without_frames(), torch.enable_grad(), saved_tensors_hooks(pack, unpack):
             token = torch.empty(0, requires_grad=True)
             entered = iter(_Enter.apply(self._ends, token, *floating))
             outs = function(*(next(entered) if x.is_floating_point() else x for x in inputs))

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.recompute import keep
+from megatron_burst.recompute.budget import Placed
 from tests.mcore import fsdp, gpt, loss_model, pipeline
 from tests.mcore.gpt import BLOCK_RECOMPUTE, FULL_RECOMPUTE, Model, Parallel
 from tests.mcore.lacking import needs, why_not
@@ -46,12 +46,11 @@ from tests.sampling import whole
 AUTO = BurstConfig(keep="auto", keep_host_gib=1e-6)
 NONE = dict.fromkeys(FULL_RECOMPUTE)
 FOUR, DROPS = dict(num_layers=4), dict(hidden_dropout=0.1)
-PAIRED = "two layers a checkpoint, dropout"
+DROPPED = "biases, dropout"
 CASES = {
     "dense": Case(options=FOUR),
     "one KV head": Case(model=Model(groups=1), options=FOUR),
-    "biases, dropout": Case(options=FOUR | DROPS | dict(add_bias_linear=True)),
-    PAIRED: Case(options=FOUR | DROPS | PAIRS),
+    DROPPED: Case(options=FOUR | DROPS | dict(add_bias_linear=True)),
     "block": Case(options=FOUR | BLOCK_RECOMPUTE | dict(recompute_num_layers=3)),
     "experts": Case(options=FOUR | EXPERTS),
     "routed experts": Case(options=FOUR | DROPS | EXPERTS | ALLTOALL | dict(
@@ -60,10 +59,11 @@ CASES = {
     )),
     "experts in some layers": Case(options=FOUR | EXPERTS | dict(moe_layer_freq=[0, 1, 0, 1])),
 }  # fmt: skip
+PAIRED = Case(options=FOUR | DROPS | PAIRS)
 SHARED = "a part of the input"
 USUAL = ["routed experts"]
-SHARDED = [PAIRED, "experts", SHARED]
-USUAL_SHARDED = [PAIRED]
+SHARDED = [DROPPED, "experts", SHARED]
+USUAL_SHARDED = [DROPPED]
 PARTS = Case(options=FOUR | dict(distribute_saved_activations=True, sequence_parallel=False))
 # of a sequence: Megatron's own attention keeps them, where a flash attention's results are counted
 SCORES = gpt.HEADS * gpt.SEQ**2 * 8
@@ -208,7 +208,7 @@ def check(name: str, everything: Found, half: Found, tp: int = 1) -> None:
     assert not everything.again and everything.layers == layers
     assert 0 < half.layers < layers and set(half.again) <= {"linear_fc2", "all-to-alls"}
     counted = layers * everything.counted
-    least = 0.85 if "in some" in name else 0.98  # the largest layer counts
+    least = 0.85 if "in some" in name else 0.97  # the largest layer counts
     assert least * counted < everything.held < 1.02 * counted
     held = half.held - half.counted  # the running layer's are there anyway
     assert held - (layers - half.layers) * 2 * SCORES / tp < 1.02 * 0.6 * counted
@@ -277,26 +277,29 @@ def test_so_they_do_in_pipelines(pipelines, name):
 
 @countable()
 def after_failures(rank: int) -> tuple[list[int], list[str]]:
-    """Recordings that are left after steps that fail, in a forward and in a backward;
-    parameters whose gradients a step after them has otherwise than full recomputation."""
+    """Recordings that are left after steps that fail, in a forward and in a backward, where some
+    layers are recomputed; parameters whose gradients a step after them has otherwise than full
+    recomputation, with the options of a block that has failed."""
     from megatron_burst.mcore import patches
 
     gpt.start(Parallel())
     case = CASES["dense"]
-    truth, _ = two_steps(case, Parallel(), BurstConfig())
+    truth, once = two_steps(case, Parallel(), BurstConfig())
     patches.switch_on_keep(AUTO)
     two_steps(case, Parallel(), AUTO)
     end_step()
+    everything = second_step(case, Parallel(), AUTO, truth, once[1], 0)
+    some = replace(AUTO, keep_budget_gib=0.6 * 4 * everything.counted / 2**30)
     config = gpt.config_of(model=case.model, **(FULL_RECOMPUTE | case.options))
-    config.burst = AUTO
+    config.burst = some
     model = gpt.build(config, spec_of(case))
-    first, last = model.decoder.layers[0], model.decoder.layers[-1]
-    weight = first.mlp.linear_fc1.weight
+    mlp = model.decoder.layers[0].mlp
     left = [
-        left_by_failing(model, last.mlp.register_forward_hook),
-        left_by_failing(model, weight.register_hook),
+        left_by_failing(model, register)
+        for register in (mlp.register_forward_hook, mlp.linear_fc1.weight.register_hook)
     ]
-    got, _ = two_steps(case, Parallel(), AUTO)
+    got, _ = two_steps(case, Parallel(), some)
+    assert model.decoder.config is config
     return left, [key for key, x in truth.items() if not torch.equal(x, got[key])]
 
 
@@ -321,30 +324,15 @@ def test_a_step_that_fails_leaves_nothing():
     assert run_ranks(after_failures, 1) == [([0, 0], [])]
 
 
-def elsewhere(rank: int) -> None:
-    from megatron_burst.mcore.kept_modules import only_input
-
-    x, bias = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    assert only_input(x, (x,), dict(rotary_pos_emb=torch.ones(2), context=None))
-    assert only_input(x, (), dict(hidden_states=x, attention_mask=None))
-    assert not only_input(x, (x,), dict(attention_bias=bias))
-    assert not only_input(x, (x,), dict(context=torch.ones(2)))
-
-
-def test_layers_that_get_gradients_elsewhere_too_are_recomputed():
-    """Of an encoder's output, or a bias that is learned: their graph would be run through twice."""
-    run_ranks(elsewhere, 1)
-
-
-def within_torchs_own(rank: int) -> tuple[list[str], int]:
-    """Where a checkpoint that ends early is around Megatron's of each layer: parameters whose
-    gradients differ; whole recordings that were made."""
-    from megatron_burst.mcore import kept_modules, patches
+def none_is_whole(rank: int, nested: bool) -> tuple[list[str], int]:
+    """Where a checkpoint is around all of Megatron's, or each of these has two layers: parameters
+    whose gradients differ; calls of the layers' last linear ones in a step."""
+    from megatron_burst.mcore import patches
 
     gpt.start(Parallel())
-    case, build, keepings = CASES["dense"], gpt.build, []
+    case, build = CASES["dense"] if nested else PAIRED, gpt.build
 
-    def nested(*args):
+    def within_torchs_own(*args):
         model = build(*args)
         forward = model.decoder.forward
 
@@ -355,26 +343,21 @@ def within_torchs_own(rank: int) -> tuple[list[str], int]:
         model.decoder.forward = outer
         return model
 
-    def run_kept(function, inputs, keeping):
-        keepings.append(keeping)
-        return keep.run_kept(function, inputs, keeping)
-
     truth, _ = two_steps(case, Parallel(), BurstConfig())
     patches.switch_on_keep(AUTO)
     two_steps(case, Parallel(), AUTO)
     end_step()
-    with (
-        mock.patch.object(gpt, "build", nested),
-        mock.patch.object(kept_modules, "run_kept", run_kept),
-    ):
-        got, _ = two_steps(case, Parallel(), AUTO)
+    with mock.patch.object(gpt, "build", within_torchs_own if nested else build):
+        got, calls = two_steps(case, Parallel(), AUTO)
     wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
-    return wrong, len(keepings)
+    return wrong, calls[1]["linear_fc2"]
 
 
-def test_none_is_whole_within_a_checkpoint_that_ends_early():
-    """It counts the tensors that are saved within, which a whole layer's recording has."""
-    assert run_ranks(within_torchs_own, 1) == [([], 0)]
+@pytest.mark.parametrize("nested, calls", [(True, 3 * 4), (False, 2 * 4)])
+def test_none_is_whole_where_a_checkpoint_is_around_several(nested, calls):
+    """Megatron's "block" has a checkpoint for each layer, and the first step measures none that
+    ends early."""
+    assert run_ranks(none_is_whole, 1, nested) == [([], calls)]
 
 
 # ---- micro-batches of other lengths ----------------------------------------------------------
@@ -623,9 +606,9 @@ def with_a_shared_number(rank: int) -> list[tuple]:
         living.append(living_bytes())
         return results
 
-    def choosing(problem, *args):
-        chosen.append((problem.whole_bytes, choose(problem, *args)))
-        return chosen[-1][1]
+    def choosing(*args):
+        chosen.append(choose(*args))
+        return chosen[-1]
 
     chunks = build(setting, config_for(setting, AUTO, **FULL_RECOMPUTE))
     run_step(setting, chunks, step=step)
@@ -637,9 +620,8 @@ def with_a_shared_number(rank: int) -> list[tuple]:
         with mock.patch.object(recompute, "choose_modules", choosing):
             got = run_step(setting, chunks, step=step)
         wrong = [key for key, x in truth.grads.items() if not torch.equal(x, got.grads[key])]
-        whole_bytes, made = chosen[-1]
-        whole = made["layer"].device
-        held = living[-1] - living[0] - whole_bytes - (5 - whole) * SCORES
+        whole = chosen[-1].get("layer", Placed()).device
+        held = living[-1] - living[0] - (5 - whole) * SCORES
         found.append((whole, wrong, held / (gib * 2**30)))
         del got
     return found
@@ -647,8 +629,9 @@ def with_a_shared_number(rank: int) -> list[tuple]:
 
 @pytest.mark.skipif(not HAS_MTP, reason=f"{why_not('MTP') or why_not('recomputed MTP')}")
 @pytest.mark.whole
-def test_a_layer_of_multi_token_prediction_counts_with_that_of_its_number():
+def test_a_layer_of_multi_token_prediction_is_always_recomputed():
+    """First of all, where all that decoder layers keep is there."""
     (found,) = run_ranks(with_a_shared_number, 1)
-    assert [layers for layers, *_ in found] == [2, 4, 5]
+    assert [layers for layers, *_ in found] == [0, 2, 4]
     for _, wrong, share in found:
-        assert not wrong and share <= 1.02
+        assert not wrong and 0.9 < share <= 1.02
