@@ -202,7 +202,10 @@ def tensor_parallel(request):
     return run_ranks(compare, 2, TP, here(SHARDED if every else USUAL_SHARDED))
 
 
-def check(name: str, everything: Found, half: Found, tp: int = 1) -> None:
+def check(name: str, found: dict[str, list[Found]], tp: int = 1) -> None:
+    if name not in found:
+        pytest.skip(why_not("experts"))
+    everything, half = found[name]
     layers = 3 if name == "block" else 4
     assert not everything.wrong and not half.wrong
     assert not everything.again and everything.layers == layers
@@ -216,13 +219,13 @@ def check(name: str, everything: Found, half: Found, tp: int = 1) -> None:
 
 @pytest.mark.parametrize("name", of_all(CASES, USUAL))
 def test_layers_run_once_with_the_gradients_of_full_recomputation(one_rank, name):
-    check(name, *one_rank[name])
+    check(name, one_rank)
 
 
 @pytest.mark.parametrize("name", of_all(SHARDED, USUAL_SHARDED))
 def test_so_they_do_with_tensor_parallelism(tensor_parallel, name):
     for found in tensor_parallel:
-        check(name, *found[name], tp=2)
+        check(name, found, tp=2)
 
 
 # ---- pipelines ------------------------------------------------------------------------------
@@ -634,4 +637,4 @@ def test_a_layer_of_multi_token_prediction_is_always_recomputed():
     (found,) = run_ranks(with_a_shared_number, 1)
     assert [layers for layers, *_ in found] == [0, 2, 4]
     for _, wrong, share in found:
-        assert not wrong and 0.9 < share <= 1.02
+        assert not wrong and 0.8 < share <= 1.02
