@@ -23,7 +23,7 @@ _COLOURS = {
     "megatron:full": MEGATRON, "megatron:fused": MEGATRON, "megatron:full-keep": "#d97706",
     "megatron:selective": "#92400e", "megatron:off": "#e0a07c", "megatron:unfused": "#e0a07c",
     "liger": "#4d7c0f", "quack": "#65a30d", "cce": "#a16207", "torch": "#525250",
-    "ceiling:auto": "#000000",
+    "ceiling:auto": "#000000", "ceiling:cudnn": "#78716c", "burst:backend=cudnn": "#be185d",
 }  # fmt: skip
 _OTHERS = ("#be185d", "#475569", "#15803d", "#7c2d12", "#4338ca", "#b45309", "#0e7490", "#86198f")
 

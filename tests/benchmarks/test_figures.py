@@ -15,14 +15,16 @@ from benchmarks.show import ROOT
 from benchmarks.slice_cases import SLICES_CSV
 from benchmarks.tables import compare
 
-NODE, NODES = "attention_4xh200_one_node", "attention_2x2xh200"
+NODE = "attention_4xh200_one_node+peers_4xh200_one_node"
+NODES = "attention_2x2xh200"
 README = ROOT / "README.md"
 PAGES = ROOT / "docs" / "benchmarks"
 PAPERS = ROOT / "docs" / "concepts" / "papers.md"
 
 
-def rows_of(name, sheet=ATTENTION_CSV):
-    return read([ROOT / "benchmarks" / "results" / f"{name}.csv"], sheet)
+def rows_of(names, sheet=ATTENTION_CSV):
+    """Of one CSV, or of several, joined by "+"."""
+    return read([ROOT / f"benchmarks/results/{name}.csv" for name in names.split("+")], sheet)
 
 
 def leads(name):

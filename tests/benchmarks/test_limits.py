@@ -37,6 +37,6 @@ def test_sentences_follow_from_the_tables(text):
     assert f"{100 * min(losses):.0f} to {100 * max(losses):.0f} % of it" in text
     two = {row["tokens"]: float(row["of the kernel alone"]) for row in cells("attention")
            if "+" in row["GPUs"]}  # fmt: skip
-    assert two.pop("64K") < 0.8 and min(two.values()) >= 0.95
+    assert two.pop("64K") < 0.8 and min(two.values()) >= 0.94
     kept = [row for row in cells("steps") if row["what"] == "step, burst, attention kept"]
     assert all(0.6 < float(row["of the matrix product"]) < 0.7 for row in kept)

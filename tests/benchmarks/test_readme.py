@@ -24,6 +24,8 @@ from tests.benchmarks.test_figures import (
 )
 
 PACKED, WINDOW = "packed documents, 2 GPUs", "sliding window, 2 GPUs"
+PACKED_ON_FOUR = "packed documents, 4 GPUs"
+PEERS = "peers_4xh200_one_node"
 TWO, FOUR = "causal, 2 GPUs", "causal, 4 GPUs"
 ON_NODES = "causal, 2 emulated nodes x 2 GPUs", "packed documents, 2 emulated nodes x 1 GPU"
 # of frontier_1xh200.csv, which README.md tells of
@@ -34,7 +36,8 @@ def gains():
     """By kind of problem, from the CSVs of docs/gains.png."""
     made = pytest.importorskip("benchmarks.gains", exc_type=ImportError)
     rows = [*rows_of("attention_2xh200_one_node"), *rows_of(NODE), *rows_of(NODES)]
-    rows += rows_of("packed_2xh200_one_node", PACKED_CSV) + rows_of("packed_2x1xh200", PACKED_CSV)
+    packed = "packed_2xh200_one_node+packed_4xh200_one_node+packed_2x1xh200"
+    rows += rows_of(packed, PACKED_CSV)
     return {each.label.replace("\n", ", "): each for each in made.gains_of(rows)}
 
 
@@ -42,7 +45,7 @@ def speed():
     found = gains()
     causal = found[TWO].speed + found[FOUR].speed
     means = [geometric_mean(each.speed) for name, each in found.items() if name not in ON_NODES]
-    others = [found[name].speed for name in (PACKED, WINDOW, *ON_NODES)]
+    others = [found[name].speed for name in (PACKED, PACKED_ON_FOUR, WINDOW, *ON_NODES)]
     return [span(means), span(causal), *map(span, others)]
 
 
@@ -58,6 +61,8 @@ def memory():
     assert min(mha) > 2 and round(max(mha)) == 8  # "a half to an eighth"
     packed = found[PACKED].memory
     assert min(packed) > 2 and round(max(packed)) == 7  # "a seventh to less than half"
+    some = found[PACKED_ON_FOUR].memory
+    assert 1 / min(some) < 0.77 and round(max(some)) == 5  # "a fifth to three quarters"
     more = [sum(gain < 1 for _, gain in leads(name).values()) for name in (NODE, NODES)]
     assert round(1 / min(gain for _, gain in leads(NODE).values())) == 2  # "up to twice"
     return [f"{more[0]} of 16 causal", f"{more[1]} of 12 on two nodes"]
@@ -97,24 +102,35 @@ def loss():
     return [f"{gib['burst:recompute']:.1f} GiB", f"{gib['megatron:fused']:.0f} GiB"]
 
 
-def the_same_kernel():
-    ratios = [
-        Ratio.of(each.rows["burst:backend=cudnn"], each.best_te).value
-        for each in compare(rows_of("attention_2xh200_one_node"))
+def on_cudnn(names):
+    """Burst's speed on TransformerEngine's kernel over that of its fastest mode, by KV heads."""
+    return [
+        (each.problem.heads_kv, Ratio.of(each.rows["burst:backend=cudnn"], each.best_te).value)
+        for each in compare(rows_of(names))
         if each.problem.pass_ == "fwd_bwd" and "burst:backend=cudnn" in each.rows
     ]
-    one, two = leads(NODE), leads(NODES)
-    mean = geometric_mean(lead / one[problem][0] for problem, (lead, _) in two.items())
-    return [span(ratios), f"{mean:.2f} times that on one", f"same {len(two)} problems"]
+
+
+def the_same_kernel():
+    one = on_cudnn(f"attention_2xh200_one_node+{NODE}")
+    many, few = (sorted(x for heads, x in on_cudnn(NODES) if heads == of) for of in (32, 8))
+    pairs = [" and ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in (many, few)]
+    return [span([ratio for _, ratio in one]), *(f"{pair} times" for pair in pairs)]
+
+
+def beside_ulysses():
+    rows = rows_of(PEERS) + rows_of("packed_4xh200_one_node", PACKED_CSV)
+    ratios = {"fwd_bwd": [], "fwd": []}
+    for each in compare(rows):
+        ratios[each.problem.pass_].append(Ratio.of(each.burst, each.fastest("ulysses")).value)
+    return [f"{span(found)} times" for found in ratios.values()]
 
 
 def repetitions():
     """Which of the spans' ends are of single repetitions."""
     ends = {
         ("packed_2x1xh200", PACKED_CSV): {"1.20", "1.57"},
-        (NODES,): {"1.53"},
         ("attention_2xh200_one_node",): {"1.06"},
-        (NODE,): {"1.15"},
     }
     for sheet, figures in ends.items():
         found = {}
@@ -125,18 +141,22 @@ def repetitions():
                 found[figure] = min(reps, found.get(figure, reps))
         few = {1} if "packed" in sheet[0] else {2, 3}
         assert {found[figure] for figure in figures} <= few, (sheet, found)
-    few = "1.06 and 1.53 are of 2 or 3, and so is causal attention's 1.15"
-    return ["1.20 and 1.57 are single repetitions", few]
+    (alone,) = (each for each in compare(rows_of(NODES)) if each.problem.pass_ == "fwd_bwd"
+                and each.problem[:3] == (32, 32, 64 << 10))  # fmt: skip
+    row = alone.rows["burst:backend=cudnn"]
+    assert row.note.startswith("1 rep") and round(Ratio.of(row, alone.best_te).value, 2) == 1.35
+    return ["1.20, 1.35 and 1.57 are single repetitions, and 1.06 is of 2 or 3"]
 
 
 SOURCES: dict[Callable[[], list[str]], str] = {
-    speed: "attention_*.csv, packed_2xh200_one_node.csv, packed_2x1xh200.csv",
+    speed: "attention_*.csv, peers_4xh200_one_node.csv, packed_*.csv",
     slower_where_documents_start_anywhere: "packed_2x1xh200.csv",
     memory: "the same as speed",
     step: "slices_2xh200.csv, frontier_*.csv",
     planned: "frontier_1xh200.csv",
     loss: "loss_h200.csv",
-    the_same_kernel: "attention_2xh200_one_node.csv, attention_4xh200_one_node.csv",
+    the_same_kernel: "the same of causal attention",
+    beside_ulysses: "peers_4xh200_one_node.csv, packed_4xh200_one_node.csv",
     repetitions: "the notes of the same rows",
 }
 NO_MEASUREMENT = {"0.16", "0.19", "2.9", "3.12", "3.13"}  # versions

@@ -19,7 +19,7 @@ from benchmarks.rows import (
     read,
 )
 from benchmarks.show import ROOT, app, refreshed
-from benchmarks.tables import compare, markdown_table
+from benchmarks.tables import compare, library_table, markdown_table
 from megatron_burst.errors import BurstError
 from tests.benchmarks.rows import one_problem, row
 
@@ -304,9 +304,22 @@ def test_a_table_has_columns_of_what_was_measured():
     rows.append(row("yunchang:ring+auto"))
     assert markdown_table(rows, "fwd_bwd").splitlines()[2] == head
     rows += [row(f"torch:{way}", (ms, ms, ms)) for way, ms in (("slow", 30.0), ("fast", 20.0))]
-    head, _, line = markdown_table(rows, "fwd_bwd").splitlines()[2:]
-    assert head.endswith("| torch (mode) | burst / torch |")
-    assert line.endswith("| 360 (fast) | 2.00 (1.67-2.22) |")
+    assert markdown_table(rows, "fwd_bwd").splitlines()[2] == head  # libraries have their own
+
+
+def test_a_table_of_libraries_has_their_fastest_modes():
+    rows = [row("burst:auto", (10.0, 9.0, 12.0)), row("te:p2p", (11.0, 10.0, 11.0))]
+    assert library_table(rows) == "No library was measured."
+    rows += [row(f"torch:{way}", (ms, ms, ms)) for way, ms in (("slow", 30.0), ("fast", 20.0))]
+    head, _, line = library_table(rows).splitlines()[2:]
+    assert (
+        head
+        == "| heads | S | pass | burst | torch (mode) | burst / torch | te (mode) | burst / te |"
+    )
+    assert "| 360 (fast) | 2.00 (1.67-2.22) | 655 (p2p) |" in line
+    apart = replace(rows[-1], versions="torch 2.11.0; commit 2b")
+    with pytest.raises(BurstError, match="must be of one commit and machine"):
+        library_table([*rows[:2], apart])
 
 
 @pytest.mark.parametrize(
@@ -336,5 +349,7 @@ def test_a_table_is_made_below_the_line_that_names_it():
 
 
 def test_a_mark_of_an_unknown_table_is_refused():
-    with pytest.raises(BurstError, match="must name one of table, frontier, .*; got <!-- "):
+    with pytest.raises(
+        BurstError, match="must name one of table, libraries, frontier, .*; got <!-- "
+    ):
         refreshed("<!-- benchmarks.show tabel A.csv -->\n\n| old |\n\n")
