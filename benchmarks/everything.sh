@@ -8,7 +8,7 @@
 # correctness   tests, conformance (needs TE=, MEGATRON_LM=: their checkouts)
 # one node      one_node, one_node_long, packed, layers, layers_long, layers_half, layers_megatron
 # libraries     peers, peers_packed: torch's context parallelism, DeepSpeed's Ulysses and yunchang, those that are installed,
-#               in turns with burst, TransformerEngine and the kernels alone
+#               in turns with burst, TransformerEngine and the kernels alone; rounds: burst's, of more or fewer heads
 # several       two_nodes, two_nodes_long, packed_nodes, four_nodes       (emulated on this machine)
 # steps         slices, slices_14b, slices_2m, slices_own_loss
 # seeds         seeds_64k, seeds_long, seeds_million, ablation, ablation_keep, tensor, weak, strong, prefill: what
@@ -39,6 +39,7 @@ between_nodes=(NCCL_SOCKET_IFNAME=lo NCCL_NSOCKS_PERTHREAD=4 NCCL_SOCKET_NTHREAD
 te=(--impl te:p2p --impl te:a2a --impl te:a2a+p2p --impl te:all_gather)
 burst=(--impl burst:auto --impl ceiling)
 libraries=(--impl torch --impl ulysses --impl ulysses:cudnn --impl yunchang --impl yunchang:ring+flash)
+rounds=(--impl=ulysses --impl=burst:intra=gather,heads_per_round={1,2,4,8} --impl=burst:intra=a2a,heads_per_round=2)
 same_kernel=(--impl burst:backend=cudnn --impl ceiling:cudnn)
 all_heads=32/8,32/32,8/2,8/1
 seeds="seeds_64k seeds_long seeds_million ablation ablation_keep tensor weak strong prefill"
@@ -179,6 +180,10 @@ part() {
         peers) attention 480 64K,128K,256K "$all_heads" peers "${burst[@]}" "${te[@]:0:4}" "${libraries[@]}" \
             "${same_kernel[@]}" --reps 10 ;;
         peers_packed) packed 300 64K,128K,256K peers_packed "${same_kernel[@]}" --impl ulysses --impl flex --reps 10 ;;
+        rounds) # how many KV heads at a time, beside Ulysses, which has all of a rank at once
+            attention 220 64K,128K 32/8,32/32 rounds "${burst[@]}" "${rounds[@]}" --impl burst:intra=a2a --reps 5
+            packed 240 128K,256K rounds_packed "${rounds[@]}" --impl burst:intra=a2a@zigzag --reps 5
+            ;;
         two_nodes) on_nodes 2 attention 480 64K,128K "$all_heads" two_nodes "${burst[@]}" "${te[@]}" --reps 10 ;;
         two_nodes_long) on_nodes 2 attention 480 256K,512K "$all_heads" two_nodes "${burst[@]}" "${te[@]}" --reps 5 ;;
         four_nodes) on_nodes 4 attention 120 64K,128K 32/8,32/32 four_nodes "${burst[@]}" "${te[@]:0:6}" --reps 5 ;;
@@ -229,7 +234,7 @@ part() {
     esac
 }
 
-every="tests one_node packed peers peers_packed two_nodes layers packed_nodes before before_packed before_nodes conformance one_node_long two_nodes_long
+every="tests one_node packed peers peers_packed rounds two_nodes layers packed_nodes before before_packed before_nodes conformance one_node_long two_nodes_long
     layers_long layers_half layers_megatron before_long slices four_nodes accuracy million slices_14b slices_2m
     slices_own_loss loss balance frontier frontier_one frontier_whole frontier_experts one_network packed_network $seeds"
 for name in "${@:-$every}"; do

@@ -137,7 +137,7 @@ OTHER_FORMS = {  # a place's parameters in releases where they differ from 0.19.
         "hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern post_process "
         f"fp16_lm_cross_entropy {HYBRID_TAIL}"
     },
-    RECOMPUTE_OF_BLOCK: {"0.16": _RECOMPUTED},
+    RECOMPUTE_OF_BLOCK: {"0.16": _RECOMPUTED, "wrapped by slime": "self args kwargs"},
     TRANSFORMER_LAYER: {"0.16": "self args kwargs"},
     TRAIN_STEP: {"0.16 to 0.18": STEP},
     TRAINING_LOG: {"0.16, 0.17": LOGGED},
