@@ -89,11 +89,12 @@ def _problem(job: Job, strategy: Strategy) -> KeepProblem:
     nothing = _nothing_kept(strategy)
     turn = head_seconds(job, nothing) if strategy.pp == 1 else 0.0
     memory = memory_of(job, nothing)
+    whole = 0 if job.model.pattern else round(whole_bytes(job, nothing))  # hybrids have none
     return KeepProblem(
         again_layers(job.model, nothing), in_flight(strategy.pp, 0),
         round(results_bytes(job, strategy)), job.seq, _half_saves(job, nothing),
         forward_seconds(job, nothing), turn,
-        round(whole_bytes(job, nothing)), _rest_seconds(job, nothing),
+        whole, _rest_seconds(job, nothing),
         max(0.0, memory.layer - memory.head),
     )  # fmt: skip
 
