@@ -320,6 +320,7 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         "megatron.core.tensor_parallel.random.CheckpointFunction.forward",
         "megatron.core.transformer.dot_product_attention.DotProductAttention.forward",
         "megatron.core.transformer.transformer_layer.TransformerLayer.forward",
+        "megatron.core.recompute.checkpointed_forward",
         f"{dispatcher}._maybe_dtoh_and_synchronize",
         "megatron.core.tensor_parallel.checkpoint",
         "megatron.core.models.gpt.gpt_model.GPTModel.__init__",
