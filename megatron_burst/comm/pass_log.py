@@ -171,14 +171,15 @@ class PassLog(Members):
                 entry.work.wait()
             except RuntimeError as error:
                 raise self._lost(entry, str(error).splitlines()[0]) from error
+            if entry.told:
+                self.store.delete_key(self.waiting(self.rank))
             failed = entry.stamp.kind is Kind.FAILURE
             if sum(entry.signs) != entry.sign * self.size:
                 # this rank has raised its own error; where stamps are waited for, all are in step
                 if not (failed and self.waits):
                     raise self._disagreement(entry)
             elif entry.told:
-                for key in (self.key(entry), self.waiting(self.rank)):
-                    self.store.delete_key(key)
+                self.store.delete_key(self.key(entry))
         if self._pending:
             self._give_up_late(self._pending[0])
 

@@ -1,6 +1,6 @@
-"""Megatron's transformer layers and their modules under recomputation: layers of which everything
-is kept, modules whose outputs are, and the last one, which is not called again if backward reads
-nothing of its output, nor is the all-to-all of experts behind it."""
+"""Modules of Megatron's transformer layers under recomputation: those whose outputs are kept, and
+the last one, which is not called again if backward reads nothing of its output, nor is the
+all-to-all of experts behind it."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -74,6 +74,7 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
     stage = stage_of(layer.burst, x.device)
     first, call = stage.first, lambda: forward(self, *args, **options)
     if is_whole:
+        options |= layer.options
         with first.expecting(layer.expected_bytes):
             return call()
     layer.see(x, stage)
@@ -96,12 +97,15 @@ class LayerModules:
 
     Attributes:
         config: the layer's.
-        expected_bytes: that it should hold for backward in the running call, if all is kept.
+        expected_bytes: that it should hold for backward in its block's running call, if it has no
+            checkpoint there; else 0.
+        options: of that call, which Megatron gives to layers in checkpoints only.
     """
 
     def __init__(self, layer: Module) -> None:
         self._layer, self._found = layer, defaultdict(list)
         self.config, self.expected_bytes = layer.config, 0
+        self.options: dict[str, Any] = {}
         self.skipped: list[Module] = []  # which recomputation does without anyway
         self._within: dict[str, Placed] = {}  # where "auto" keeps modules in the running call
         for path, module in list(layer.named_modules()):
@@ -173,14 +177,16 @@ class LayerModules:
         is_known = stage.budget_bytes(self.burst, prod(shared_shape(config, x))) is not None
         if not (is_known and x.numel()) or not (layers.are_all or not may_differ(config)):
             return {}
-        key = x.shape, x.itemsize, stage.left_bytes, layers.are_all and len(layers.found)
+        known = layers.may_be_whole, layers.are_all and len(layers.found)
+        key = x.shape, x.itemsize, stage.left_bytes, *known
         if key not in layers.by_input:
             if any(refuses("modules", name, config) for name in _ASKED):
                 return {}
             if len(layers.by_input) >= _INPUTS:
                 layers.by_input.clear()
             costs = most(each.costs(x) for each in (layers.found if layers.are_all else (self,)))
-            layers.by_input[key] = modules_within(self.burst, config, stage, x, costs)
+            may_be_whole = layers.may_be_whole
+            layers.by_input[key] = modules_within(self.burst, config, stage, x, costs, may_be_whole)
         return layers.by_input[key]
 
     def costs(self, x: Tensor) -> tuple[ModuleCost, ...]:

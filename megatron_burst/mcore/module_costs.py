@@ -25,6 +25,7 @@ class ModelLayers:
         config: the model's; of heterogeneous layers, which have one each, the first one's.
         found: the layers.
         are_all: whether these are all: a backward begins when each has run, also in pipelines.
+        may_be_whole: whether the running block may leave out their checkpoints.
         by_input: what is chosen for inputs of a size.
         by_frame: what was in the first pass of a checkpoint's call, for the recomputation of that.
     """
@@ -32,6 +33,7 @@ class ModelLayers:
     config: ReferenceType[TransformerConfig]
     found: WeakSet[Any] = field(default_factory=WeakSet)
     are_all: bool = False
+    may_be_whole: bool = False
     by_input: dict[tuple[Any, ...], dict[str, Placed]] = field(default_factory=dict)
     by_frame: WeakKeyDictionary[Frame, dict[str, Placed]] = field(default_factory=WeakKeyDictionary)
 
@@ -72,14 +74,6 @@ def repeats_decisions(config: TransformerConfig) -> bool:
     """Whether routers repeat recorded decisions, the next one in each recomputation: then neither
     they nor all of a layer can be kept."""
     return getattr(config, "moe_enable_routing_replay", False)
-
-
-def may_be_whole(config: TransformerConfig) -> bool:
-    """Whether a block may run some of its layers without a checkpoint: then each of the others has
-    one of its own. Hybrids have layers whose memory is not counted."""
-    alone = config.recompute_method == "block" or config.recompute_num_layers == 1
-    hybrid = getattr(config, "is_hybrid_model", False)
-    return alone and not hybrid and not repeats_decisions(config)
 
 
 def costs_of(

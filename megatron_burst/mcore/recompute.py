@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.mcore.module_costs import may_be_whole, may_differ, shared_shape
+from megatron_burst.mcore.module_costs import may_differ, shared_shape
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.refusals import refuse
 from megatron_burst.mcore.stage import Stage, problem_of, say_of_stage, stage_of
@@ -133,7 +133,7 @@ def keeping_nothing(burst: BurstConfig) -> BurstConfig:
 
 def modules_within(
     burst: BurstConfig, config: TransformerConfig, stage: Stage, x: Tensor,
-    costs: tuple[ModuleCost, ...],
+    costs: tuple[ModuleCost, ...], may_be_whole: bool,
 ) -> dict[str, Placed]:  # fmt: skip
     """Where "auto" keeps the output of each module, and all of a layer.
 
@@ -143,13 +143,14 @@ def modules_within(
         stage: what its ranks agreed on.
         x: the layer's input; only its size counts.
         costs: of each module that may be kept.
+        may_be_whole: whether all of a layer may be.
     """
     shape = shared_shape(config, x)
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     dim = config.v_head_dim if config.multi_latent_attention else config.kv_channels
     layer_bytes = shape[0] * shape[1] * heads * _row_bytes(dim, x.itemsize)
     problem, tokens = problem_of(config, stage, shape, layer_bytes), shape[0] * shape[1]
-    if may_be_whole(config):
+    if may_be_whole:
         rest_s = stage.rest_s or problem.forward_s
         held = whole_bytes(config, stage, x)
         problem = replace(problem, whole_bytes=held, whole_s=rest_s)

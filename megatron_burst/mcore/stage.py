@@ -46,6 +46,7 @@ class Stage:
         rest_s: seconds of a layer's forward that only a whole layer saves; None: not measured.
         held_share: bytes that a layer's graph holds, by those of its input; 0: not measured.
         models: layers by model.
+        num_models: that the first step recomputed, which share what is left.
     """
 
     host_bytes: int
@@ -60,6 +61,7 @@ class Stage:
     rest_s: float | None = None
     held_share: float = 0.0
     models: list[ModelLayers] = field(default_factory=list)
+    num_models: int = 1
     # what it was in the first pass of a checkpoint's call, for the recomputation of that
     by_frame: WeakKeyDictionary[Frame, "Stage"] = field(default_factory=WeakKeyDictionary)
 
@@ -68,11 +70,11 @@ class Stage:
         what the first step leaves, less what longer ones than it had take anyway; None: it is not
         over."""
         if burst.keep_budget_gib is not None:
-            return burst.keep_budget_gib * _GIB
+            return burst.keep_budget_gib * _GIB / self.num_models
         if self.left_bytes is None:
             return None
         more = (growth(tokens, self.tokens) - 1) * self.taken_bytes
-        return max(0.0, self.left_bytes - more)
+        return max(0.0, self.left_bytes - more) / self.num_models
 
 
 # The only cache here: a stage by the group of the ranks that share its sequences, for its life.
@@ -124,9 +126,11 @@ def _agree(stage: Stage, group: dist.ProcessGroup, burst: BurstConfig) -> None:
     bytes_ = first.left_bytes(stage.tokens), first.free_bytes(), -first.taken_bytes
     times = -(first.forward_s() or 0.0), first.turn_s(), first.rest_s() or 0.0
     host = stage.host_bytes, stage.rates.host_gbs  # what goes there leaves room for whole layers
-    left, stage.free_bytes, taken, most, slowest, stage.turn_s, rest, limit, bandwidth = _least(
-        groups, burst, "memory left", *bytes_, -first.held_share, *times, *host
+    models = -sum(each.are_all for each in stage.models)
+    left, stage.free_bytes, taken, most, slowest, stage.turn_s, rest, limit, bandwidth, models = (
+        _least(groups, burst, "memory left", *bytes_, -first.held_share, *times, *host, models)
     )
+    stage.num_models = max(1, -int(models))
     stage.host_bytes, stage.rates = int(limit), replace(stage.rates, host_gbs=bandwidth)
     stage.left_bytes, stage.taken_bytes, stage.held_share = int(left), -int(taken), -most
     stage.forward_s, stage.rest_s = -slowest or None, rest or None

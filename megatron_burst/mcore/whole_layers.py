@@ -9,6 +9,7 @@ from torch import Tensor, is_grad_enabled
 from torch.nn import Module
 
 from megatron_burst.mcore.kept_modules import LayerModules, modules_of
+from megatron_burst.mcore.module_costs import layers_of, repeats_decisions
 from megatron_burst.mcore.recompute import whole_bytes
 from megatron_burst.mcore.stage import stage_of
 from megatron_burst.recompute.keeping import running
@@ -19,43 +20,50 @@ def with_fewer_checkpoints(
 ) -> Any:
     """A block's forward under full recomputation, with those of its layers in checkpoints that are
     recomputed: they are its first ones, which is what Megatron's "block" method does."""
-    checkpoints = _checkpoints(self, hidden_states, options)
-    if checkpoints is None:
+    layers = [modules_of(each) for each in self.layers if isinstance(each, TransformerLayer)]
+    whole = _whole_among(self, layers, hidden_states)
+    if not whole:
         return forward(self, hidden_states, *args, **options)
+    for each in whole:  # Megatron-Core 0.16 and 0.17 give it to layers in checkpoints only
+        mask = options.get("padding_mask")
+        each.options = {} if mask is None else {"padding_mask": mask}
     config = self.config
     self.config = copy(config)  # of the block alone: its layers have the model's
-    self.config.recompute_method, self.config.recompute_num_layers = "block", checkpoints
+    blockwise = config.recompute_method == "block"
+    most = min(config.recompute_num_layers if blockwise else len(layers), len(layers))
+    self.config.recompute_method = "block"
+    self.config.recompute_num_layers = most - len(whole)
     try:
         return forward(self, hidden_states, *args, **options)
     finally:
         self.config = config
+        for each in whole:
+            each.expected_bytes, each.options = 0, {}
 
 
-def _checkpoints(block: Module, x: Tensor, options: dict[str, Any]) -> int | None:
-    """How many of a block's layers, the first ones, are recomputed; None: as many as Megatron is
-    asked for."""
-    if not all(isinstance(each, TransformerLayer) for each in block.layers):
-        return None
-    layers = [modules_of(each) for each in block.layers]
-    whole = _whole_among(layers, x) if _is_outermost(layers) else []
-    # Megatron-Core 0.16 and 0.17 do not give it to layers without a checkpoint
-    if not whole or options.get("padding_mask") is not None:
-        return None
-    config = block.config
-    most = config.recompute_num_layers if config.recompute_method == "block" else len(layers)
-    return min(most, len(layers)) - len(whole)
-
-
-def _is_outermost(layers: Sequence[LayerModules]) -> bool:
-    """Whether "auto" chooses for these layers, and no checkpoint is around all of them."""
-    return bool(layers) and layers[0].burst.keep == "auto" and not running() and is_grad_enabled()
-
-
-def _whole_among(layers: Sequence[LayerModules], x: Tensor) -> list[LayerModules]:
+def _whole_among(
+    block: Module, layers: Sequence[LayerModules], x: Tensor
+) -> list[LayerModules]:  # fmt: skip
     """The layers that are not recomputed, for a block's input; tells them what they should hold."""
+    if not layers or layers[0].burst.keep != "auto" or not is_grad_enabled():
+        return []
     config, stage = layers[0].config, stage_of(layers[0].burst, x.device)
+    model = layers_of(stage.models, config)
+    # others' memory is not counted; and a checkpoint around all of them recomputes them anyway
+    model.may_be_whole = (
+        len(layers) == len(block.layers) and not running() and _may_be_whole(config)
+    )
+    if not model.may_be_whole:
+        return []
     chosen = layers[0].chosen(stage, x)
     whole = [each for each in layers if each.is_whole_by(chosen)]
-    for each in layers:
-        each.expected_bytes = x.nbytes + whole_bytes(config, stage, x) if each in whole else 0
+    for each in whole:
+        each.expected_bytes = x.nbytes + whole_bytes(config, stage, x)
     return whole
+
+
+def _may_be_whole(config: Any) -> bool:
+    """Whether a block may run some of its layers without a checkpoint: then each of the others has
+    one of its own."""
+    alone = config.recompute_method == "block" or config.recompute_num_layers == 1
+    return alone and not repeats_decisions(config)

@@ -100,7 +100,7 @@ class Placed:
             if (index + 1) * self.host // others > index * self.host // others:
                 found[index] = True
         free = [index for index, on_host in enumerate(found) if on_host is None]
-        for index in free[len(free) - self.device :]:
+        for index in free[max(0, len(free) - self.device) :]:
             found[index] = False
         return found
 
@@ -215,10 +215,11 @@ def _left_by_whole(problem: KeepProblem, spare: float, is_offloaded: bool) -> It
 
     Attention's results are in what they hold, and counted already unless they are offloaded. In the
     last one's backward nothing is recomputed, so that one costs nothing; but all that the others
-    keep is there, of which then nothing is free.
+    keep is there, of which then nothing is free. Nor is that one if others, which are recomputed,
+    come before it in backward.
     """
     yield spare
-    most = problem.layers * bool(problem.whole_bytes)
+    most = (problem.layers - problem.never_whole) * bool(problem.whole_bytes)
     size = max(0, problem.whole_bytes - problem.layer_bytes * (not is_offloaded))
     free = 0.0 if problem.never_whole else min(size, problem.free_bytes)
     for whole in range(1, most + 1):

@@ -89,13 +89,14 @@ def _problem(job: Job, strategy: Strategy) -> KeepProblem:
     nothing = _nothing_kept(strategy)
     turn = head_seconds(job, nothing) if strategy.pp == 1 else 0.0
     memory = memory_of(job, nothing)
-    whole = 0 if job.model.pattern else round(whole_bytes(job, nothing))  # hybrids have none
+    # of hybrids with Mamba none is without a checkpoint
+    whole = 0 if "M" in job.model.pattern else round(whole_bytes(job, nothing))
     return KeepProblem(
         again_layers(job.model, nothing), in_flight(strategy.pp, 0),
         round(results_bytes(job, strategy)), job.seq, _half_saves(job, nothing),
         forward_seconds(job, nothing), turn,
         whole, _rest_seconds(job, nothing),
-        max(0.0, memory.layer - memory.head),
+        max(0.0, memory.layer - memory.head), job.model.predicted if strategy.pp == 1 else 0,
     )  # fmt: skip
 
 
