@@ -234,6 +234,26 @@ def test_a_rank_that_waits_for_the_missing_one_in_an_earlier_pass_is_not_missing
         assert f"in pass {number} of the group" in found[rank]
 
 
+def repeated(rank):
+    """After others have waited for over half of the time-out, rank 0 fails; all repeat the step.
+    Ranks that are still said to wait."""
+    log = log_of(timeout_s=2, waits=True, few=4)
+    marks = Marks.of(log, A)
+    if rank == 0:
+        time.sleep(1.5)
+        log.fail(ValueError("a wrong turn"))
+    else:
+        with pytest.raises(DisagreementError, match="a wrong turn"):
+            marks.begin(Kind.FORWARD)
+    marks.begin(Kind.FORWARD)
+    dist.barrier()
+    return [each for each in range(log.size) if log.store.check([log.waiting(each)])]
+
+
+def test_after_a_step_that_is_repeated_no_rank_is_said_to_wait():
+    assert run_ranks(repeated, 4) == [[]] * 4
+
+
 class Gone:
     """A store whose keeper has ended."""
 
