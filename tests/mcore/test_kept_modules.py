@@ -216,9 +216,9 @@ def within_budgets(rank: int, parallel: Parallel, names: list[str]) -> dict:
     gpt.start(parallel)
     counted, chosen, found = [], [], {}
 
-    def modules_within(burst, config, stage, x, costs):
+    def modules_within(burst, config, stage, x, costs, may_be_whole):
         counted.append((shared_shape(config, x), x.itemsize, costs))
-        chosen.append(recompute.modules_within(burst, config, stage, x, costs))
+        chosen.append(recompute.modules_within(burst, config, stage, x, costs, may_be_whole))
         return chosen[-1]
 
     for name in names:
@@ -319,11 +319,11 @@ def where_layers_differ(rank: int) -> tuple:
     burst = BurstConfig(keep="auto", keep_budget_gib=7e-4, keep_host_gib=1e-6)
     patches.switch_on_keep(burst)
 
-    def modules_within(burst, config, stage, x, costs):
+    def modules_within(burst, config, stage, x, costs, may_be_whole):
         results = 6 * x[..., 0].numel() * config.num_attention_heads * (16 + 1) * x.itemsize
         running = sum(each.num_bytes for each in costs)
         counted.append(burst.keep_budget_gib * 2**30 - results + running)
-        return recompute.modules_within(burst, config, stage, x, costs)
+        return recompute.modules_within(burst, config, stage, x, costs, may_be_whole)
 
     with mock.patch("megatron_burst.mcore.kept_modules.modules_within", modules_within):
         got, calls = two_steps(
