@@ -126,7 +126,7 @@ def _agree(stage: Stage, group: dist.ProcessGroup, burst: BurstConfig) -> None:
     bytes_ = first.left_bytes(stage.tokens), first.free_bytes(), -first.taken_bytes
     times = -(first.forward_s() or 0.0), first.turn_s(), first.rest_s() or 0.0
     host = stage.host_bytes, stage.rates.host_gbs  # what goes there leaves room for whole layers
-    models = -sum(each.are_all for each in stage.models)
+    models = -sum(each.are_all and each.config() is not None for each in stage.models)
     left, stage.free_bytes, taken, most, slowest, stage.turn_s, rest, limit, bandwidth, models = (
         _least(groups, burst, "memory left", *bytes_, -first.held_share, *times, *host, models)
     )
