@@ -514,6 +514,37 @@ def test_padding_of_one_replica_changes_nothing_on_the_other():
     assert run_ranks(with_padding_on_one, 2) == [([], 8), ([], 8)]
 
 
+def of_two_models(rank: int) -> tuple[int, list[float]]:
+    """How many models the first step recomputed, and shares of what it left that they then have."""
+    from megatron_burst.mcore import patches, recompute, stage
+
+    gpt.start(Parallel())
+    patches.switch_on_keep(AUTO)
+    case, models, shares, choose = CASES["dense"], [], [], recompute.choose_modules
+
+    def choosing(problem, costs, budget, *args):
+        shares.append(budget / here.left_bytes)
+        return choose(problem, costs, budget, *args)
+
+    for layers in (2, 3):
+        options = FULL_RECOMPUTE | case.options | dict(num_layers=layers)
+        config = gpt.config_of(model=case.model, **options)
+        config.burst = AUTO
+        models.append(gpt.build(config, spec_of(case)))
+    for model in models:
+        gpt.loss_and_grads(model)
+    end_step()
+    (here,) = stage._STAGES.values()
+    with mock.patch.object(recompute, "choose_modules", choosing):
+        for model in models:
+            gpt.loss_and_grads(model)
+    return here.num_models, shares
+
+
+def test_models_of_a_process_share_what_is_left():
+    assert run_ranks(of_two_models, 1) == [(2, [0.5, 0.5])]
+
+
 # ---- FSDP ------------------------------------------------------------------------------------
 
 STRATEGIES = {"torch FSDP2": "", "Megatron-FSDP": "optim_grads_params"}
