@@ -150,7 +150,8 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
     head = [*facts, *_COLUMNS, *(name for other in others for name in other.columns)]
     lines = []
     for each in comparisons:
-        _check_alike(each, [each.burst, each.best_te, each.ceiling], _OTHERS)
+        shown = (other.row(each) for other in _OTHERS)
+        _check_alike(each, [each.burst, each.best_te, each.ceiling, *shown])
         words, best = each.problem.words(), _named(each.best_te)
         to_te, to_ceiling, *memory = _judgement(each)
         line = [words[fact] for fact in facts]
@@ -179,7 +180,7 @@ def library_table(rows: Sequence[Row]) -> str:
     columns = _measured([_library(impl) for impl in (*LIBRARIES, "te")], every)
     lines = [[*facts, "burst", *(name for column in columns for name in column.columns)]]
     for each in every:
-        _check_alike(each, [each.burst], columns)
+        _check_alike(each, [each.burst, *(column.row(each) for column in columns)])
         words = each.problem.words()
         cells = [cell for column in columns for cell in column.cells(each)]
         lines.append([*(words[fact] for fact in facts), _speed(each.burst), *cells])
@@ -190,11 +191,8 @@ def _measured(columns: Sequence["_Other"], every: Sequence[Comparison]) -> list[
     return [column for column in columns if any(column.row(each) for each in every)]
 
 
-def _check_alike(
-    each: Comparison, shown: Sequence[Row | None], columns: Sequence["_Other"]
-) -> None:  # fmt: skip
+def _check_alike(each: Comparison, shown: Sequence[Row | None]) -> None:
     """That what a table compares was measured by one commit on one machine."""
-    shown = [*shown, *(column.row(each) for column in columns)]
     found = {measured_by(row): row for row in shown if row and row.ms}
     if len(found) > 1:
         got = (f"{row.impl}:{row.mode} of {' '.join(by)}" for by, row in found.items())

@@ -37,7 +37,7 @@ def lost_pass(log: Members, entry: Entry, why: str) -> tuple[BurstError, str]:
     """The error of a pass that not all ranks have begun; and for which this one waits, in words."""
     with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
         log.store.set(log.waiting(log.rank), "")
-    missing = _missing_in(log, told_by_all(log, entry, _GRACE_S))
+    missing = _silent_in(log, told_by_all(log, entry, _GRACE_S))
     since = time() - (monotonic() - entry.begun)
     waits = Waits(entry.number, entry.stamp.word, entry.stamp.layer, missing, since=since)
     waits = _with_broken(log, waits)
@@ -47,7 +47,7 @@ def lost_pass(log: Members, entry: Entry, why: str) -> tuple[BurstError, str]:
     return error, _whom(log, found, waits)
 
 
-def _missing_in(log: Members, posts: Sequence[Told | None]) -> tuple[int, ...]:
+def _silent_in(log: Members, posts: Sequence[Told | None]) -> tuple[int, ...]:
     """The ranks that have posted nothing of a pass; of several, those that wait in no other one."""
     silent = tuple(rank for rank, theirs in enumerate(posts) if theirs is None)
     found = silent

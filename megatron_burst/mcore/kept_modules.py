@@ -66,9 +66,9 @@ def modules_of(layer: Module) -> "LayerModules":
 
 def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options: Any) -> Any:
     """A transformer layer's forward; in a checkpoint its modules are called as they are kept."""
-    layer = modules_of(self)
-    is_whole = not running() and layer.expected_bytes
-    if layer.burst.keep != "auto" or not (running() or is_whole):
+    layer, runs = modules_of(self), running()
+    is_whole = not runs and layer.expected_bytes > 0
+    if layer.burst.keep != "auto" or not (runs or is_whole):
         return forward(self, *args, **options)
     x = args[0] if args else options["hidden_states"]
     stage = stage_of(layer.burst, x.device)
@@ -78,7 +78,7 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
         with first.expecting(layer.expected_bytes):
             return call()
     layer.see(x, stage)
-    run = running()[-1]
+    run = runs[-1]
     if run.recomputes:
         first.turn(run)
         others = lambda: (*self.parameters(), *_tensors_of(args, options))  # noqa: E731
@@ -96,7 +96,6 @@ class LayerModules:
     """The modules of one layer.
 
     Attributes:
-        config: the layer's.
         expected_bytes: that it should hold for backward in its block's running call, if it has no
             checkpoint there; else 0.
         options: of that call, which Megatron gives to layers in checkpoints only.
@@ -104,8 +103,7 @@ class LayerModules:
 
     def __init__(self, layer: Module) -> None:
         self._layer, self._found = layer, defaultdict(list)
-        self.config, self.expected_bytes = layer.config, 0
-        self.options: dict[str, Any] = {}
+        self.expected_bytes, self.options = 0, {}
         self.skipped: list[Module] = []  # which recomputation does without anyway
         self._within: dict[str, Placed] = {}  # where "auto" keeps modules in the running call
         for path, module in list(layer.named_modules()):
@@ -121,10 +119,15 @@ class LayerModules:
                 for call in (_DISPATCH, _COMBINE):
                     setattr(dispatcher, call, LayerModule(self, call, getattr(dispatcher, call)))
 
+    @property
+    def config(self) -> TransformerConfig:
+        """The layer's."""
+        return self._layer.config
+
     @cached_property
     def burst(self) -> BurstConfig:
         """The model's options."""
-        burst, config = burst_config_of(self._layer.config), self._layer.config
+        burst, config = burst_config_of(self.config), self.config
         if names := burst.keep_modules:
             refuse("modules", SimpleNamespace(**vars(config), burst_keep_modules=names), WHO)
         return burst
@@ -133,17 +136,17 @@ class LayerModules:
     def may_end(self) -> bool:
         """Whether recomputation may leave out the last module. Quantized ones pair a first pass
         with its recomputation themselves."""
-        config = self._layer.config
+        config = self.config
         return self.burst.keep != "none" and not (config.fp8 or config.fp4)
 
     def is_whole_by(self, chosen: dict[str, Placed]) -> bool:
         """Whether a choice is to keep all of this layer."""
         placed = chosen.get(WHOLE, Placed())
-        return is_on_host(placed, self._layer.config, self._layer.layer_number) is False
+        return is_on_host(placed, self.config, self._layer.layer_number) is False
 
     def packer(self, name: str, device: torch.device) -> Callable[[Tensors], Parcel] | None:
         """The function that stores what a module keeps in this layer; None: it keeps nothing."""
-        burst, config, number = self.burst, self._layer.config, self._layer.layer_number
+        burst, config, number = self.burst, self.config, self._layer.layer_number
         if name in burst.keep_modules:
             kept, offloads = is_among(burst.keep_layers, config, number), burst.offloads_results
             on_host = offloads and not is_last(config, number) if kept else None
@@ -160,7 +163,7 @@ class LayerModules:
     def see(self, x: Tensor, stage: Stage) -> None:
         """Take the layer's input, [rows, sequences, hidden], whose size says what "auto" keeps, in
         the first pass; recomputation keeps the same, whatever came in between."""
-        runs, layers = running(), layers_of(stage.models, self._layer.config)
+        runs, layers = running(), layers_of(stage.models, self.config)
         layers.are_all |= any(run.recomputes for run in runs)
         layers.found.add(self)
         known = [layers.by_frame[run.frame] for run in runs if run.frame in layers.by_frame]
@@ -171,7 +174,7 @@ class LayerModules:
     def chosen(self, stage: Stage, x: Tensor) -> dict[str, Placed]:
         """Where "auto" keeps each module, for the layer's input: by the most that it takes in a
         layer, so that all layers choose alike, and together keep no more than fits."""
-        config, layers = self._layer.config, layers_of(stage.models, self._layer.config)
+        config, layers = self.config, layers_of(stage.models, self.config)
         if meets_other_sequences(config):
             x = _as_agreed(x, stage, config)
         is_known = stage.budget_bytes(self.burst, prod(shared_shape(config, x))) is not None
@@ -185,13 +188,14 @@ class LayerModules:
             if len(layers.by_input) >= _INPUTS:
                 layers.by_input.clear()
             costs = most(each.costs(x) for each in (layers.found if layers.are_all else (self,)))
-            may_be_whole = layers.may_be_whole
-            layers.by_input[key] = modules_within(self.burst, config, stage, x, costs, may_be_whole)
+            layers.by_input[key] = modules_within(
+                self.burst, config, stage, x, costs, layers.may_be_whole
+            )
         return layers.by_input[key]
 
     def costs(self, x: Tensor) -> tuple[ModuleCost, ...]:
         """What keeping each module takes and saves, for the layer's input."""
-        return costs_of(self._found, self._layer.config, x)
+        return costs_of(self._found, self.config, x)
 
 
 def _sends(dispatcher: Any) -> bool:

@@ -21,18 +21,18 @@ def with_fewer_checkpoints(
     """A block's forward under full recomputation, with those of its layers in checkpoints that are
     recomputed: they are its first ones, which is what Megatron's "block" method does."""
     layers = [modules_of(each) for each in self.layers if isinstance(each, TransformerLayer)]
-    whole = _whole_among(self, layers, hidden_states)
+    whole, expected_bytes = _whole_among(self, layers, hidden_states)
     if not whole:
         return forward(self, hidden_states, *args, **options)
-    for each in whole:  # Megatron-Core 0.16 and 0.17 give it to layers in checkpoints only
-        mask = options.get("padding_mask")
-        each.options = {} if mask is None else {"padding_mask": mask}
-    config = self.config
+    config, mask = self.config, options.get("padding_mask")
     self.config = copy(config)  # of the block alone: its layers have the model's
-    blockwise = config.recompute_method == "block"
-    most = min(config.recompute_num_layers if blockwise else len(layers), len(layers))
+    # whole ones are the last of those that would be in checkpoints
     self.config.recompute_method = "block"
-    self.config.recompute_num_layers = most - len(whole)
+    self.config.recompute_num_layers = layers.index(whole[0])
+    for each in whole:
+        each.expected_bytes = expected_bytes
+        # Megatron-Core 0.16 and 0.17 give it to layers in checkpoints only
+        each.options = {} if mask is None else {"padding_mask": mask}
     try:
         return forward(self, hidden_states, *args, **options)
     finally:
@@ -43,10 +43,10 @@ def with_fewer_checkpoints(
 
 def _whole_among(
     block: Module, layers: Sequence[LayerModules], x: Tensor
-) -> list[LayerModules]:  # fmt: skip
-    """The layers that are not recomputed, for a block's input; tells them what they should hold."""
+) -> tuple[list[LayerModules], int]:  # fmt: skip
+    """The layers that are not recomputed, for a block's input, and bytes that each should hold."""
     if not layers or layers[0].burst.keep != "auto" or not is_grad_enabled():
-        return []
+        return [], 0
     config, stage = layers[0].config, stage_of(layers[0].burst, x.device)
     model = layers_of(stage.models, config)
     # others' memory is not counted; and a checkpoint around all of them recomputes them anyway
@@ -54,12 +54,10 @@ def _whole_among(
         len(layers) == len(block.layers) and not running() and _may_be_whole(config)
     )
     if not model.may_be_whole:
-        return []
+        return [], 0
     chosen = layers[0].chosen(stage, x)
     whole = [each for each in layers if each.is_whole_by(chosen)]
-    for each in whole:
-        each.expected_bytes = x.nbytes + whole_bytes(config, stage, x)
-    return whole
+    return whole, x.nbytes + whole_bytes(config, stage, x)
 
 
 def _may_be_whole(config: Any) -> bool:

@@ -19,6 +19,7 @@ from tests.benchmarks.test_figures import (
     README,
     leads,
     leads_with_everything_recomputed,
+    on_cudnn,
     rows_of,
     span,
 )
@@ -100,15 +101,6 @@ def loss():
     gib = {row.impl: row.peak_gib for row in rows_of("loss_h200", LOSS_CSV)
            if (row.tokens, row.hidden, row.vocab, row.ranks) == head}  # fmt: skip
     return [f"{gib['burst:recompute']:.1f} GiB", f"{gib['megatron:fused']:.0f} GiB"]
-
-
-def on_cudnn(names):
-    """Burst's speed on TransformerEngine's kernel over that of its fastest mode, by KV heads."""
-    return [
-        (each.problem.heads_kv, Ratio.of(each.rows["burst:backend=cudnn"], each.best_te).value)
-        for each in compare(rows_of(names))
-        if each.problem.pass_ == "fwd_bwd" and "burst:backend=cudnn" in each.rows
-    ]
 
 
 def the_same_kernel():

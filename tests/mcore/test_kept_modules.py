@@ -163,6 +163,11 @@ def two_steps(
     return grads, calls
 
 
+def differing(truth: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that have other bits."""
+    return [name for name, x in truth.items() if not torch.equal(x, got[name])]
+
+
 def compare(rank: int, parallel: Parallel, names: list[str]) -> dict:
     """By case: parameters whose gradients differ, and calls without and with keeping."""
     from megatron_burst.mcore import patches
@@ -178,11 +183,11 @@ def compare(rank: int, parallel: Parallel, names: list[str]) -> dict:
         patches.switch_on_keep(burst)
         got, kept = two_steps(case, parallel, burst)
         assert got.keys() == truth.keys() and got
-        wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
+        wrong = differing(truth, got)
         if name == "dense":  # in host memory, but for the last layer's
             there = replace(burst, keep_offload="results", keep_host_gib=0.01)
             got, also = two_steps(case, parallel, there)
-            wrong += [key for key, x in truth.items() if not torch.equal(x, got[key])]
+            wrong += differing(truth, got)
             assert also == kept
         found[name] = wrong, plain, kept
     return found
@@ -241,7 +246,7 @@ def within_budgets(rank: int, parallel: Parallel, names: list[str]) -> dict:
             assert not any(placed.host for placed in chosen[-1].values())
             heads = config.num_attention_heads // parallel.tp
             told = 2 * rows * batch * heads * (16 + 1) * itemsize
-            wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
+            wrong = differing(truth, got)
             of_modules = sum(each.num_bytes * layers.get(each.name, 0) for each in costs)
             found[name, share] = layers, num_bytes, of_modules, wrong
             rest = sum(each.num_bytes for each in costs)  # of the second of two layers
@@ -329,7 +334,7 @@ def where_layers_differ(rank: int) -> tuple:
         got, calls = two_steps(
             case, Parallel(), burst, between=lambda: held.append(recorded_bytes())
         )
-    wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
+    wrong = differing(truth, got)
     return wrong, plain, calls, held, max(counted)
 
 
@@ -365,10 +370,10 @@ def after_a_first_step(rank: int, parallel: Parallel) -> tuple:
     patches.switch_on_keep(burst)
     with mock.patch.object(stage, "say", lambda text: said.append(text) or say(text)):
         got, early = two_steps(case, parallel, burst)
-        wrong += [key for key, x in truth.items() if not torch.equal(x, got[key])]
+        wrong += differing(truth, got)
         end_step()
         got, late = two_steps(case, parallel, burst)
-    wrong += [key for key, x in truth.items() if not torch.equal(x, got[key])]
+    wrong += differing(truth, got)
 
     stage._STAGES.clear()
     made = recompute.choose_modules
@@ -383,7 +388,7 @@ def after_a_first_step(rank: int, parallel: Parallel) -> tuple:
         wrong += [f"{name} on the host in the first step" for name, x in placed.items() if x.host]
         end_step()
         got, _ = two_steps(case, parallel, budget)
-    wrong += [key for key, x in truth.items() if not torch.equal(x, got[key])]
+    wrong += differing(truth, got)
     from megatron_burst.recompute.offload import host_memory
 
     taken = host_memory(torch.device("cpu"), 0.01).taken_bytes

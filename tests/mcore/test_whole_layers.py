@@ -36,6 +36,7 @@ from tests.mcore.test_kept_modules import (
     PAIRS,
     TP,
     Case,
+    differing,
     end_step,
     spec_of,
     two_steps,
@@ -174,7 +175,7 @@ def second_step(
     with mock.patch.object(recompute, "choose_modules", choosing):
         got, calls = two_steps(case, parallel, burst, lambda: held.append(living_bytes()))
     got |= states()
-    wrong = [name for name, x in truth.items() if not torch.equal(x, got[name])]
+    wrong = differing(truth, got)
     again = Counter(calls[1])
     again.subtract(once)
     problem, made = chosen[-1]
@@ -303,7 +304,7 @@ def after_failures(rank: int) -> tuple[list[int], list[str]]:
     ]
     got, _ = two_steps(case, Parallel(), some)
     assert model.decoder.config is config
-    return left, [key for key, x in truth.items() if not torch.equal(x, got[key])]
+    return left, differing(truth, got)
 
 
 def left_by_failing(model, register) -> int:
@@ -352,7 +353,7 @@ def none_is_whole(rank: int, nested: bool) -> tuple[list[str], int]:
     end_step()
     with mock.patch.object(gpt, "build", within_torchs_own if nested else build):
         got, calls = two_steps(case, Parallel(), AUTO)
-    wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
+    wrong = differing(truth, got)
     return wrong, calls[1]["linear_fc2"]
 
 
@@ -406,7 +407,7 @@ def with_a_longer_one(rank: int) -> tuple:
             options = case, Parallel()
             truth, _ = two_steps(*options, BurstConfig(), lambda: living.append(living_bytes()))
             got, _ = two_steps(*options, AUTO, lambda: living.append(living_bytes()))
-    wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
+    wrong = differing(truth, got)
     counted, budget, made = chosen[-1]
     held = living[3] - living[1]
     return budget / usual, counted / usual, made["layer"].device, held / budget, wrong, said[-4:]
@@ -456,7 +457,7 @@ def beside_other_sequences(rank: int) -> tuple:
             assert not said
         with sequences(3 - rank):
             two_steps(case, parallel, burst)
-    wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
+    wrong = differing(truth, got)
     (here,) = stage._STAGES.values()
     return wrong, chosen[-1][1]["layer"].device, said, (here.host_bytes, here.rates.host_gbs)
 
@@ -504,7 +505,7 @@ def with_padding_on_one(rank: int) -> tuple[list[str], int]:
         with mock.patch.object(MoELayer, "forward", noting):
             got, _ = two_steps(case, parallel, AUTO)
     assert len(masks) == 2 * 4  # each layer once a step
-    wrong = [key for key, x in truth.items() if not torch.equal(x, got[key])]
+    wrong = differing(truth, got)
     return wrong, masks.count(bool(rank))
 
 
@@ -604,7 +605,7 @@ def test_whole_layers_hold_no_weights_that_fsdp_gathers():
     for ranks in run_ranks(under_fsdp, 2, list(STRATEGIES), timeout_s=500):
         for (truth, before), (got, held), layers, counted in ranks.values():
             assert layers == 4
-            assert not [key for key, x in truth.items() if not torch.equal(x, got[key])]
+            assert not differing(truth, got)
             assert 0 < held - before <= 1.02 * 4 * counted
 
 
