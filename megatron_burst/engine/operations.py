@@ -204,7 +204,7 @@ def to_ranks(binder: Binder, op: ops.ToRanks) -> Bound:
     def bound(run: Run) -> None:
         source = sources(run)
         for name, target in targets(run).items():
-            _by_rank(target, op).copy_(_by_heads(source[name], op))
+            _copy_shards(_by_rank(target, op), _by_heads(source[name], op))
 
     return bound
 
@@ -217,11 +217,23 @@ def from_ranks(binder: Binder, op: ops.FromRanks) -> Bound:
         for name, x in targets(run).items():
             ours, theirs = _by_heads(x, op), _by_rank(came[name], op)
             if ours.shape == theirs.shape:
-                ours.copy_(theirs)
+                _copy_shards(ours, theirs)
             else:
                 sum_parts(x, [one.transpose(1, 2).flatten(2, 4) for one in theirs.unbind(2)])
 
     return bound
+
+
+def _copy_shards(target: Tensor, source: Tensor) -> None:
+    """target <- source, both as `_by_rank` has them."""
+    if target.dim() < 7 or target.shape[2] > 1:  # statistics, or copies of KV heads
+        target.copy_(source)
+        return
+    # rows of each rank, its heads side by side, sample by sample
+    target, source = (x.squeeze(2) for x in (target, source))
+    every = target.view(*target.shape[:3], -1, target.shape[-1])
+    for rows, theirs in zip(every, source.flatten(3, 4), strict=True):
+        copy_rows(rows, theirs)
 
 
 def _by_rank(x: Tensor, op: ops.ToRanks | ops.FromRanks) -> Tensor:

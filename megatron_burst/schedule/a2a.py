@@ -2,9 +2,10 @@
 
 A round is a group of KV heads with the query heads that use them, sharded over the ranks. Their Q,
 K and V go to the rank that computes them, and results come back. While a round is computed, the
-next one's tensors arrive and the last one's results leave. Every pair of ranks trades 1/L of a
-shard, so fewer bytes are sent than with gathered keys unless heads are grouped; kernel calls are as
-long as possible, and no gradient is a sum over ranks.
+next one's tensors arrive and the last one's results leave; what that takes is issued behind the
+kernels that hide it. Every pair of ranks trades 1/L of a shard, so fewer bytes are sent than with
+gathered keys unless heads are grouped; kernel calls are as long as possible, and no gradient is a
+sum over ranks.
 
 If the ranks do not divide the KV heads, for example if there are fewer heads than ranks, each KV
 head goes to several ranks, which share its query heads; the rank that holds the rows sums their
@@ -55,9 +56,7 @@ class _AllToAll(AllToAllEmitter):
         keys = self.circulating_keys(there)
         for index, step in enumerate(self.order):
             if step.first:
-                there.arrive(step.round)
                 q, own = there.of(step.round), there.keys(step.round)
-                there.post(step.round + 1)
                 lse = self.lse(step.round)
                 tiles = self.tiles_of_round(step.round)
                 results = back.of(step.round)
@@ -71,10 +70,10 @@ class _AllToAll(AllToAllEmitter):
                 kv = seen(self, f"{index}", kv, self.met[index], self.heads_of(step.round)[1])
             for tile in self.tiles[index]:
                 outputs.compute(tile, kv)
+            there.prepare(step)
             if step.last:
                 outputs.merge()
                 self.emit(Copy((lse,), results))
-                back.collect()
                 back.post(step.round)
         back.collect()
 
@@ -102,16 +101,14 @@ class _AllToAll(AllToAllEmitter):
         keys, queries = self.circulating_keys(there), self.circulating_queries(sides)
         of_queries, of_keys = self.sums_of_both(back)
         for index, step in enumerate(self.order):
-            if step.first:
-                there.arrive(step.round)
-                there.post(step.round + 1)
+            if self.alone:
+                self.compute_alone(index, there, back, sides)
+                continue
+            there.arrive(step.round)
             for circulating in (keys, queries):
                 if circulating:
                     circulating.set_out(index)
                     circulating.pass_on(index)
-            if self.alone:
-                self.compute_alone(index, there, back, sides)
-                continue
             visits = step.distance > 0
             side = sides.of(step.round)
             if visits and queries:
@@ -120,6 +117,7 @@ class _AllToAll(AllToAllEmitter):
             if visits and keys:
                 kv = keys.piece(step.round, step.distance)
             both = self.compute(index, side, kv)
+            there.prepare(step)
             travelling, local = (of_keys, of_queries) if keys else (of_queries, of_keys)
             of_both = reversed(both) if keys else both
             # gradients returned to this node go to their owners before the next round's results
@@ -143,13 +141,13 @@ class _AllToAll(AllToAllEmitter):
 
     def compute_alone(self, index: int, there: Wholes, back: Results, sides: RoundSides) -> None:
         """A round on one node: one tile, whose results are sent back at once."""
-        round_ = self.order[index].round
-        into = back.of(round_), back.of_keys(round_)
-        side, kv = sides.of(round_), there.keys(round_)
+        step = self.order[index]
+        into = back.of(step.round), back.of_keys(step.round)
+        side, kv = sides.of(step.round), there.keys(step.round)
         (tile,) = self.tiles[index]
         self.emit(AttendBackward(side, kv, tile.mask, *into, tile.places))
-        back.collect()
-        back.post(round_)
+        there.prepare(step)
+        back.post(step.round)
 
     def compute(self, index: int, side: tuple[Ref, ...], kv: Ref) -> tuple[list, list]:
         """Compute a step's tiles; returns gradients to sum: of queries, and of keys."""
@@ -167,5 +165,4 @@ class _AllToAll(AllToAllEmitter):
 
     def send_home(self, rounds: Sequence[int], back: Results) -> None:
         for round_ in rounds:
-            back.collect()
             back.post(round_)

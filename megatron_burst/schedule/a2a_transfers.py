@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 from megatron_burst.schedule.a2a_rounds import AllToAllEmitter, Load
+from megatron_burst.schedule.emitter import beside
+from megatron_burst.schedule.inter_node import Turn
 from megatron_burst.schedule.program import (
     Arrange,
     Copy,
@@ -52,9 +54,17 @@ class Wholes:
         dout = Field("dout", heads_q, spec.shape.dim_v)
         return (dout, delta) if self._recalls else (*qkv, dout, lse, delta)
 
+    def prepare(self, step: Turn) -> None:
+        """After a step's kernels, which hide it: the next round."""
+        if step.round + 1 < len(self._emitter.rounds):
+            if step.first:
+                self.post(step.round + 1)
+            if step.last:
+                self.arrive(step.round + 1)
+
     def post(self, round_: int) -> None:
-        """Start the all-to-all of a round's heads, if there is such a round."""
-        for turn, load in enumerate(self._loads if round_ < len(self._emitter.rounds) else ()):
+        """Start the all-to-all of a round's heads."""
+        for turn, load in enumerate(self._loads):
             self._post(round_, load, round_ * len(self._loads) + turn)
 
     def _post(self, round_: int, load: Load, number: int) -> None:
@@ -65,11 +75,12 @@ class Wholes:
             self._slots,
         )  # fmt: skip
         sources = emitter.refs(round_, filter(load.has, self._sources))
-        emitter.emit(ToRanks(sources, slot, len(ranks), part, emitter.copies))
+        stream = beside(round_)
+        emitter.emit(ToRanks(sources, slot, len(ranks), part, emitter.copies, stream))
         into = self._came(round_) if emitter.reorders else self._whole(round_, load)
         others, own = emitter.by_rank(slot, load)
         for piece, rows in own:
-            emitter.emit(Copy((rows,), into.at(piece.whole)))
+            emitter.emit(Copy((rows,), into.at(piece.whole), stream))
         gives = [Give(rank, rows) for rank, _, rows in others]
         at = ranks.index(emitter.spec.cp_rank) * load.tokens
         takes = [
@@ -80,13 +91,12 @@ class Wholes:
         emitter.exchange(Cargo.READ, slot, gives, takes)
 
     def arrive(self, round_: int) -> None:
-        """Put a round's received rows in order, once; for other nodes, in parallel with kernels."""
+        """Put a round's received rows in order, once."""
         emitter = self._emitter
         if emitter.reorders and round_ not in self._arrived:
             self._arrived.add(round_)
             came, whole = self._came(round_), self._whole(round_, emitter.loads[0])
-            stream = Stream.COMPUTE if emitter.alone else Stream.SIDE
-            emitter.emit(Arrange(came, whole, *emitter.orders, stream))
+            emitter.emit(Arrange(came, whole, *emitter.orders, beside(round_ or not emitter.alone)))
 
     def _came(self, round_: int) -> Ref:
         """Where a round is received, rank by rank."""
@@ -163,7 +173,9 @@ class Results:
         self._emitter = emitter
         self._targets = ("dq", "dkv") if emitter.spec.backward else ("out",)
         self._loads = [load for load in emitter.loads if load.some(self._fields(0))]
-        self._slots = slots_of(emitter, Cargo.GRAD, self._loads, self._fields(0))
+        # the next round's kernels write into a slot while this round's are on their way
+        least = 1 + len(self._loads) if len(emitter.rounds) > 1 else 1
+        self._slots = max(least, slots_of(emitter, Cargo.GRAD, self._loads, self._fields(0)))
         self._under_way: int | None = None
 
     def _fields(self, round_: int) -> tuple[Field, ...]:
@@ -200,7 +212,8 @@ class Results:
         )  # fmt: skip
 
     def post(self, round_: int) -> None:
-        """Start a round's return transfer; the previous round's must be collected."""
+        """Start a round's return transfer, once the previous round's is put where it belongs."""
+        self.collect(Stream.SIDE)
         for load in self._loads:
             self._post(round_, load)
         self._under_way = round_
@@ -223,7 +236,7 @@ class Results:
         takes = [Take(rank, slot.at(piece.whole), rows) for rank, piece, rows in others]
         emitter.exchange(Cargo.GRAD, slot, gives, takes)
 
-    def collect(self) -> None:
+    def collect(self, stream: Stream = Stream.COMPUTE) -> None:
         """Put the results of the return transfer in flight, if any, where they belong."""
         if self._under_way is None:
             return
@@ -232,7 +245,7 @@ class Results:
         for load in self._loads:
             targets = emitter.refs(round_, filter(load.has, self._targets))
             home, ranks = Ref(f"home{load.name} {round_}"), len(emitter.ranks)
-            emitter.emit(FromRanks(home, targets, ranks, part, emitter.copies))
+            emitter.emit(FromRanks(home, targets, ranks, part, emitter.copies, stream))
 
 
 def slots_of(

@@ -101,13 +101,12 @@ class Emitter:
     def exchange(
         self, cargo: Cargo, slot: Ref, gives: Sequence[Give], takes: Sequence[Take]
     ) -> None:
-        """A transfer between the ranks of a node; all of them pull together."""
-        if self.spec.topology.intra_size > 1 and (gives or takes or self.spec.pulled):
-            self.emit(
-                Transfer(
-                    Link.INTRA, cargo, tuple(gives), tuple(takes), slot, bool(self.spec.pulled)
-                )
-            )
+        """A transfer between the ranks of a node; all of them pull together, from the next rank
+        first, so that no two of them read the same one's memory at a time."""
+        others, pulled = self.spec.topology.others(self.spec.cp_rank), bool(self.spec.pulled)
+        if others and (gives or takes or pulled):
+            takes = sorted(takes, key=lambda take: others.index(take.peer))
+            self.emit(Transfer(Link.INTRA, cargo, tuple(gives), tuple(takes), slot, pulled))
 
     def hop(
         self, link: Link, cargo: Cargo, sends: Ref, brings: Ref,
@@ -293,6 +292,11 @@ def add_up(
         rows = total.at(span)
         if parts or fresh:
             emitter.emit(Add(parts if fresh else (rows, *parts), rows, stream))
+
+
+def beside(kernels: int) -> Stream:
+    """Copies run in parallel with kernels, if there are any that could hide them."""
+    return Stream.SIDE if kernels else Stream.COMPUTE
 
 
 def seen(emitter: Emitter, name: str, keys: Ref, met: Meeting, heads: int) -> Ref:

@@ -54,11 +54,26 @@ def _with_ops(passes: Passes, turn: int, index: int, *new: Op) -> list[list]:
     return _put(passes, turn, replace(program, ops=ops))
 
 
+def _opens_behind(program: Program, index: int, other: int) -> bool:
+    """Whether a pulled slot is opened here, which orders the two already: not before the barrier of
+    the round before it, which came behind the other."""
+    buffers = program.buffers
+    written = (buffers[ref.buffer] for ref in program.ops[index].writes)
+    opened = {buffer.use for buffer in written if buffer.home is Home.SLOT}
+    barriers = [
+        place for place, op in enumerate(program.ops[:index])
+        if isinstance(op, Transfer) and op.pulled and buffers[op.slot.buffer].use in opened
+    ]  # fmt: skip
+    return bool(barriers) and other < barriers[-1]
+
+
 def no_wait(passes: Passes, orders: Orders) -> Iterator[Mutant]:
     for turn, ranks in enumerate(orders):
         claim = ranks[RANK]
         for index, waits in enumerate(claim.waits):
             for other in waits:
+                if _opens_behind(passes[turn][RANK], index, other):
+                    continue
                 less = list(claim.waits)
                 less[index] = _without(waits, other)
                 new = replace(claim, waits=tuple(less))

@@ -5,12 +5,22 @@ from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_burst.schedule.layout import Layout, Runs, positions
 from megatron_burst.schedule.mask import Mask, Span, Tile
-from megatron_burst.schedule.program import Attend, AttendBackward, Buffer, Home, Ref, Transfer
+from megatron_burst.schedule.order import order, stream_of
+from megatron_burst.schedule.program import (
+    Attend,
+    AttendBackward,
+    Buffer,
+    FromRanks,
+    Home,
+    Ref,
+    ToRanks,
+    Transfer,
+)
 from megatron_burst.schedule.spec import Cargo, Circulate, Direction, Kernel
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.sampling import examples
@@ -354,17 +364,52 @@ def _pairs(kernel):
 ONE_NODE = st.builds(grid, st.just(1), st.integers(2, 5))
 
 
+def beside_kernels(program):
+    """For each operation, how many kernels may run at the same time: neither waits for the
+    other."""
+    behind, last = [], {}
+    for index, (op, waits) in enumerate(zip(program.ops, order(program).waits, strict=True)):
+        earlier = [*waits, *([last[stream]] if (stream := stream_of(index, op)) in last else ())]
+        behind.append({index}.union(*(behind[other] for other in earlier)))
+        last[stream] = index
+    kernels = [n for n, op in enumerate(program.ops) if isinstance(op, Attend | AttendBackward)]
+    return [
+        sum(kernel not in behind[index] and index not in behind[kernel] for kernel in kernels)
+        for index in range(len(program.ops))
+    ]
+
+
 @pytest.mark.parametrize("mode", ["gather", "a2a"])
 @examples(35, 100)
 @given(data=st.data())
-def test_on_one_node_every_round_but_the_first_comes_behind_kernels(mode, data):
+def test_on_one_node_every_round_but_the_first_comes_beside_kernels(mode, data):
     """On several, what waits for another node is issued behind the kernels that hide it."""
     case = data.draw(calls(mode, Mask.FULL, ONE_NODE))
     for direction in Direction:
         for program in case.programs(direction):
-            reads = transfers(program, cargo=Cargo.READ, link=Link.INTRA)
-            first = [op for op in reads if _number(op).endswith(" 0")]
-            assert all(hidden(program, Cargo.READ, Link.INTRA)[len(first) :])
+            counts = beside_kernels(program)
+            for op, count in zip(program.ops, counts, strict=True):
+                if isinstance(op, Transfer) and op.cargo is Cargo.READ:
+                    assert count or _number(op).endswith(" 0")
+
+
+@examples(35, 100)
+@given(calls("a2a", Mask.FULL, ONE_NODE))
+def test_an_all_to_all_exposes_its_first_round_there_and_its_last_one_back(case):
+    """With their copies. What the rest takes is issued behind the kernels that hide it."""
+    assume(not case.one_slot)
+    last = f" {case.rounds - 1}"
+    for direction in Direction:
+        for program in case.programs(direction):
+            counts, kernels = beside_kernels(program), 0
+            for op, count in zip(program.ops, counts, strict=True):
+                kernels += isinstance(op, Attend | AttendBackward)
+                if isinstance(op, ToRanks) or getattr(op, "cargo", None) is Cargo.READ:
+                    first = _number(op).endswith(" 0")
+                    assert count or first
+                    assert kernels or first
+                if isinstance(op, FromRanks) or getattr(op, "cargo", None) is Cargo.GRAD:
+                    assert count or _number(op).endswith(last)
 
 
 @examples(35, 100)
@@ -381,7 +426,10 @@ def test_all_ranks_issue_their_transfers_in_one_order(case, direction):
         assert all(one < other for one, other in pairwise(places))
 
 
-def _number(transfer):
-    """What a transfer is about, as buffers are named after steps and rounds."""
-    ref = transfer.slot or transfer.gives[0].rows
-    return ref.buffer
+def _number(op):
+    """What an operation is about, as buffers are named after steps and rounds."""
+    if isinstance(op, ToRanks):
+        return op.target.buffer
+    if isinstance(op, FromRanks):
+        return op.source.buffer
+    return (op.slot or op.gives[0].rows).buffer
