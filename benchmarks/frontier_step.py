@@ -70,8 +70,14 @@ class Trainer:
 
     def release(self) -> None:
         """Free what the setting keeps between steps, or has left where it failed: its model too,
-        as Megatron's modules for experts keep tensors of the last step."""
+        as Megatron's modules for experts keep tensors of the last step, and with these its graph:
+        where that has a checkpoint it has the model, a cycle that Python does not see."""
         self._optimizer.zero_grad()
+        for module in self._ddp.module.modules():
+            sender = getattr(module, "token_dispatcher", None)
+            for name, x in list(vars(sender).items()) if sender else ():
+                if isinstance(x, Tensor):
+                    setattr(sender, name, x.detach())
         if self._ddp.config.fine_grained_activation_offloading and torch.cuda.is_available():
             Offloading.reset_instance()  # else it offloads what it chose for this model
         self._ddp.module, self._ddp.config = self._source, self._source.config

@@ -21,14 +21,7 @@ from megatron_burst.say import Choice
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import check_mask
 from megatron_burst.schedule.pieces import halo
-from megatron_burst.schedule.spec import (
-    LONG_SHARD,
-    AttentionShape,
-    Circulate,
-    Direction,
-    Dtype,
-    Spec,
-)
+from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Dtype, Spec
 
 _WHO = "burst attention"
 _ON_CPU = "on CPUs fewer kernel calls gain nothing"
@@ -158,16 +151,6 @@ def _wants_whole(spec: Spec) -> bool:
     return spec.mask.documents and even and spec.layout is not Layout.STRIPED and gains
 
 
-def _hides_whole(spec: Spec) -> bool:
-    """Whether an all-to-all of whole documents is worth its exposed first and last transfers:
-    kernels are long beside them, and there is a round between."""
-    if spec.mask.windowed or spec.shape.tokens < LONG_SHARD or not _wants_whole(spec):
-        return False
-    shape, row = spec.shape, spec.arranged
-    heads = choose_heads_a2a(shape, row, spec.kernel.multiprocessors, spec.heads_per_round)
-    return heads < most_heads(shape, row, "a2a")
-
-
 # ---- among the ranks of a row -------------------------------------------------------------------
 
 
@@ -180,9 +163,6 @@ def _intra(spec: Spec) -> Choice:
     row, over_all = spec.arranged, spec.inter == "a2a"
     if spec.intra is None and row.inter_size == 1 and not over_all:
         if spec.layout is Layout.DOCUMENTS and spec.mask.right == 0:
-            if _hides_whole(spec):
-                why = "whole documents of some heads make the fewest and fastest kernels"
-                return Choice("a2a", why)
             return Choice("gather", "chunks of each document are equal work on all ranks")
         if _wants_whole(spec):
             why = "each rank has all rows of some heads, so all ranks have equal work"

@@ -172,7 +172,7 @@ def restore(binder: Binder, op: ops.Restore) -> Bound:
     return bound
 
 
-def _selecting(binder: Binder, op: ops.Arrange | ops.Restore) -> Callable[[Run, Tensor], None]:
+def _selecting(binder: Binder, op: ops.Arrange) -> Callable[[Run, Tensor], None]:
     """Copies rows of the source by an index: as raw bytes, or field by field."""
     if _alike(binder, op.source, op.target):
         rows, target_rows = raw(binder, op.source), raw(binder, op.target)
@@ -229,9 +229,8 @@ def _copy_shards(target: Tensor, source: Tensor) -> None:
     if target.dim() < 7 or target.shape[2] > 1:  # statistics, or copies of KV heads
         target.copy_(source)
         return
-    # rows of each rank, its heads side by side, sample by sample
     target, source = (x.squeeze(2) for x in (target, source))
-    every = target.view(*target.shape[:3], -1, target.shape[-1])
+    every = target.view(*target.shape[:3], -1, target.shape[-1])  # heads side by side
     for rows, theirs in zip(every, source.flatten(3, 4), strict=True):
         copy_rows(rows, theirs)
 

@@ -50,7 +50,7 @@ class Binder:
     def __init__(self, program: Program) -> None:
         self.program, self.order = program, order(program)
         self.names: dict[Hashable, int] = {}
-        ops = (op for op in program.ops if isinstance(op, Arrange | Restore))
+        ops = (op for op in program.ops if isinstance(op, Arrange))
         self.orders = {(isinstance(op, Restore), op.lies, op.numbers): None for op in ops}
         self.steps: tuple[Step, ...] = ()
 

@@ -18,8 +18,6 @@ nothing circulates.
 Source: Ulysses (arXiv 2309.14509), here in rounds.
 """
 
-from collections.abc import Sequence
-
 from megatron_burst.schedule.a2a_rounds import AllToAllEmitter
 from megatron_burst.schedule.a2a_transfers import Results, RoundSides, Wholes
 from megatron_burst.schedule.emitter import Gradients, Outputs, Sinks, restored, seen, sums_of
@@ -123,11 +121,11 @@ class _AllToAll(AllToAllEmitter):
             # gradients returned to this node go to their owners before the next round's results
             first, second = of_both
             travelling.add(index, first)
-            self.send_home(travelling.come_home(index), back)
+            back.post(*travelling.come_home(index))
             local.add(index, second)
         if not self.alone:
             travelling = of_keys if keys else of_queries
-            self.send_home(travelling.come_home(len(self.order)), back)
+            back.post(*travelling.come_home(len(self.order)))
         back.collect()
 
     def sums_of_both(self, back: Results) -> tuple:
@@ -141,13 +139,12 @@ class _AllToAll(AllToAllEmitter):
 
     def compute_alone(self, index: int, there: Wholes, back: Results, sides: RoundSides) -> None:
         """A round on one node: one tile, whose results are sent back at once."""
-        step = self.order[index]
-        into = back.of(step.round), back.of_keys(step.round)
-        side, kv = sides.of(step.round), there.keys(step.round)
-        (tile,) = self.tiles[index]
+        round_, (tile,) = self.order[index].round, self.tiles[index]
+        into = back.of(round_), back.of_keys(round_)
+        side, kv = sides.of(round_), there.keys(round_)
         self.emit(AttendBackward(side, kv, tile.mask, *into, tile.places))
-        there.prepare(step)
-        back.post(step.round)
+        there.prepare(self.order[index])
+        back.post(round_)
 
     def compute(self, index: int, side: tuple[Ref, ...], kv: Ref) -> tuple[list, list]:
         """Compute a step's tiles; returns gradients to sum: of queries, and of keys."""
@@ -162,7 +159,3 @@ class _AllToAll(AllToAllEmitter):
         parts = [(tile.kv, grads.compute(tile, kv)) for tile in tiles]
         of_keys = sums_of(parts, cut((seen for seen, _ in parts), self.rows_kv))
         return grads.sums(), of_keys
-
-    def send_home(self, rounds: Sequence[int], back: Results) -> None:
-        for round_ in rounds:
-            back.post(round_)

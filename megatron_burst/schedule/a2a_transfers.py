@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from megatron_burst.schedule.a2a_rounds import AllToAllEmitter, Load
-from megatron_burst.schedule.emitter import beside
 from megatron_burst.schedule.inter_node import Turn
 from megatron_burst.schedule.program import (
     Arrange,
@@ -56,11 +55,10 @@ class Wholes:
 
     def prepare(self, step: Turn) -> None:
         """After a step's kernels, which hide it: the next round."""
-        if step.round + 1 < len(self._emitter.rounds):
-            if step.first:
-                self.post(step.round + 1)
-            if step.last:
-                self.arrive(step.round + 1)
+        if step.first and step.round + 1 < len(self._emitter.rounds):
+            self.post(step.round + 1)
+        if step.last and step.round + 1 < len(self._emitter.rounds):
+            self.arrive(step.round + 1)
 
     def post(self, round_: int) -> None:
         """Start the all-to-all of a round's heads."""
@@ -75,7 +73,7 @@ class Wholes:
             self._slots,
         )  # fmt: skip
         sources = emitter.refs(round_, filter(load.has, self._sources))
-        stream = beside(round_)
+        stream = Stream.beside(round_)
         emitter.emit(ToRanks(sources, slot, len(ranks), part, emitter.copies, stream))
         into = self._came(round_) if emitter.reorders else self._whole(round_, load)
         others, own = emitter.by_rank(slot, load)
@@ -96,7 +94,8 @@ class Wholes:
         if emitter.reorders and round_ not in self._arrived:
             self._arrived.add(round_)
             came, whole = self._came(round_), self._whole(round_, emitter.loads[0])
-            emitter.emit(Arrange(came, whole, *emitter.orders, beside(round_ or not emitter.alone)))
+            stream = Stream.beside(round_ or not emitter.alone)
+            emitter.emit(Arrange(came, whole, *emitter.orders, stream))
 
     def _came(self, round_: int) -> Ref:
         """Where a round is received, rank by rank."""
@@ -211,12 +210,13 @@ class Results:
             Cargo.GRAD, number, self._slots,
         )  # fmt: skip
 
-    def post(self, round_: int) -> None:
-        """Start a round's return transfer, once the previous round's is put where it belongs."""
-        self.collect(Stream.SIDE)
-        for load in self._loads:
-            self._post(round_, load)
-        self._under_way = round_
+    def post(self, *rounds: int) -> None:
+        """Start rounds' return transfers, each once the previous one's results are in place."""
+        for round_ in rounds:
+            self.collect(Stream.SIDE)
+            for load in self._loads:
+                self._post(round_, load)
+            self._under_way = round_
 
     def _post(self, round_: int, load: Load) -> None:
         emitter, slot, made = self._emitter, self._slot(round_, load), self._made(round_, load)

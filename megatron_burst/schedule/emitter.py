@@ -46,7 +46,8 @@ class Emitter:
     buffers: dict[str, Buffer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        shape, result = self.spec.shape, self.result_dtype
+        # results are summed in place, or written once
+        shape, result = self.spec.shape, Dtype.INPUT
         if self.spec.backward:
             self.buffer("side", Home.CALL, shape.tokens, side_fields(shape.heads_q, shape))
             self.buffer("dq", Home.CALL, shape.tokens, dq_fields(shape.heads_q, shape, result))
@@ -55,11 +56,6 @@ class Emitter:
             self.buffer("q", Home.CALL, shape.tokens, q_fields(shape.heads_q, shape))
             self.buffer("out", Home.CALL, shape.tokens, out_fields(shape.heads_q, shape, result))
         self.buffer("kv", Home.CALL, shape.keys, kv_fields(shape.heads_kv, shape))
-
-    @property
-    def result_dtype(self) -> Dtype:
-        """Dtype of out and gradients: they are summed in place, or written once."""
-        return Dtype.INPUT
 
     def buffer(
         self, name: str, home: Home, rows: int, fields: Sequence[Field], use: str = "",
@@ -292,11 +288,6 @@ def add_up(
         rows = total.at(span)
         if parts or fresh:
             emitter.emit(Add(parts if fresh else (rows, *parts), rows, stream))
-
-
-def beside(kernels: int) -> Stream:
-    """Copies run in parallel with kernels, if there are any that could hide them."""
-    return Stream.SIDE if kernels else Stream.COMPUTE
 
 
 def seen(emitter: Emitter, name: str, keys: Ref, met: Meeting, heads: int) -> Ref:

@@ -24,15 +24,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
-from megatron_burst.schedule.emitter import (
-    Emitter,
-    Gradients,
-    Outputs,
-    Sinks,
-    Sum,
-    beside,
-    sums_of,
-)
+from megatron_burst.schedule.emitter import Emitter, Gradients, Outputs, Sinks, Sum, sums_of
 from megatron_burst.schedule.gather_steps import Leaf, end_to_end, gather_steps, sent_for
 from megatron_burst.schedule.inter_node import (
     Circulating,
@@ -283,7 +275,7 @@ class Keys:
         """Copy that shard into the slot."""
         emitter, step = self._emitter, self._plan.steps[index]
         away = emitter.order[index].distance if emitter.spec.keys_travel else 0
-        stream = beside(index if step.met else self._comes(index))
+        stream = Stream.beside(index if step.met else self._comes(index))
         for piece in (piece for piece in step.keys if piece.holder == emitter.spec.cp_rank):
             own = [(piece.rows, piece.rows)]
             for rows, packed in emitter.halos[away].parts(piece.rows) if away else own:
@@ -297,7 +289,7 @@ class Keys:
         if met and not met.as_they_lie:
             there, fields = self.of(index), emitter.kv_fields_of(emitter.order[index].round)
             seen = self._arranged[index] = emitter.pair("seen", index, len(met.tile.kv), fields)
-            emitter.emit(Arrange(there, seen, met.lies, met.numbers, beside(index)))
+            emitter.emit(Arrange(there, seen, met.lies, met.numbers, Stream.beside(index)))
 
 
 class Sides:
@@ -455,8 +447,8 @@ class KeySums:
         sent_on = emitter.spec.circulate is Circulate.KV and not (emitter.alone or by_rank)
         self._adds: Moment = "before" if one_slot else "amid"
         self._ends: Moment = "after" if sent_on and not one_slot else self._adds
-        self._stream = beside(by_rank or self._ends == "after")
-        self._last_stream = beside(by_rank)
+        self._stream = Stream.beside(by_rank or self._ends == "after")
+        self._last_stream = Stream.beside(by_rank)
 
     def at(self, moment: Moment, index: int) -> None:
         """What is due of a step's sums at this moment of the next."""

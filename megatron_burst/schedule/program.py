@@ -27,6 +27,11 @@ class Stream(StrEnum):
     COMPUTE = "compute"
     SIDE = "side"
 
+    @classmethod
+    def beside(cls, kernels: int) -> "Stream":
+        """Of copies: in parallel with kernels, if there are any that could hide them."""
+        return cls.SIDE if kernels else cls.COMPUTE
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -77,18 +82,9 @@ class Arrange:
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
-    """The inverse of `Arrange`, from `numbers` to `lies`: sums the copies; zeros for chunks that
-    were left out."""
-
-    source: Ref
-    target: Ref
-    lies: tuple[Numbers, ...]
-    numbers: Numbers
-    stream: Stream = Stream.COMPUTE
-
-    reads = property(lambda self: (self.source,))
-    writes = property(lambda self: (self.target,))
+class Restore(Arrange):
+    """The inverse, from `numbers` to `lies`: sums the copies; zeros for chunks that were left
+    out."""
 
 
 @dataclass(frozen=True, slots=True)
