@@ -38,6 +38,7 @@ _AGAIN_BEFORE = "2026-11-21T16:45"  # until then backward exchanged Q, K and V a
 _ENDS_BEFORE = "2026-11-24T13:09"  # until then recomputation with keep made the last product
 _RESENT_BEFORE = "2026-11-21T19:27"  # until then keys of other nodes came again in backward
 _SLOTS_BEFORE = "2026-11-24T10:30"  # until then pulling a round or two took more slots
+_SENT_BACK_BEFORE = "2026-11-27T01:50"  # until then all-to-alls in two rounds had a slot less
 _HEADS_BEFORE = "2026-11-24T10:30"  # until then long shards had larger rounds on one node
 _NODES_HEADS_BEFORE = "2026-11-21T13:52"  # until then rounds had as many heads as the buffer held
 _LAYERS = re.compile(r"(\d+) layers?, hidden (\d+), ffn (\d+)\b")  # in the note of a row
@@ -140,7 +141,8 @@ def _is_outdated(row: Row, opened: AttentionCall, call: AttentionCall) -> bool:
     if call.intra == "gather" and not opened.heads_per_round and row.date < changed:
         return True
     few = -(-most_heads(call.shape, call.arranged, call.intra) // call.heads_per_round) <= 2
-    return few and call.pulled and row.date < _SLOTS_BEFORE
+    changed = _SENT_BACK_BEFORE if call.intra == "a2a" else _SLOTS_BEFORE
+    return few and call.pulled and row.date < changed
 
 
 def _left_bytes(call: AttentionCall) -> int:

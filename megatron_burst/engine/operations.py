@@ -229,9 +229,9 @@ def _copy_shards(target: Tensor, source: Tensor) -> None:
     if target.dim() < 7 or target.shape[2] > 1:  # statistics, or copies of KV heads
         target.copy_(source)
         return
-    target, source = (x.squeeze(2) for x in (target, source))
-    every = target.view(*target.shape[:3], -1, target.shape[-1])  # heads side by side
-    for rows, theirs in zip(every, source.flatten(3, 4), strict=True):
+    # a rank's heads side by side
+    every = target.view(*target.shape[:2], target.shape[3], -1, target.shape[-1])
+    for rows, theirs in zip(every, source.squeeze(2).flatten(3, 4), strict=True):
         copy_rows(rows, theirs)
 
 

@@ -2,10 +2,9 @@
 
 A round is a group of KV heads with the query heads that use them, sharded over the ranks. Their Q,
 K and V go to the rank that computes them, and results come back. While a round is computed, the
-next one's tensors arrive and the last one's results leave; what that takes is issued behind the
-kernels that hide it. Every pair of ranks trades 1/L of a shard, so fewer bytes are sent than with
-gathered keys unless heads are grouped; kernel calls are as long as possible, and no gradient is a
-sum over ranks.
+next one's tensors arrive and the last one's results leave, issued behind the kernels that hide it.
+Every pair of ranks trades 1/L of a shard, so fewer bytes are sent than with gathered keys unless
+heads are grouped; kernel calls are as long as possible, and no gradient is a sum over ranks.
 
 If the ranks do not divide the KV heads, for example if there are fewer heads than ranks, each KV
 head goes to several ranks, which share its query heads; the rank that holds the rows sums their

@@ -163,10 +163,8 @@ class RoundSides:
 
 
 class Results:
-    """Return transfer of a round's results to the ranks that hold the rows.
-
-    A slot holds this rank's heads of all rows; a rank gets its own rows of them.
-    """
+    """Return transfer of a round's results to the ranks that hold the rows: a slot has this rank's
+    heads of all rows, and a rank gets its own rows of them."""
 
     def __init__(self, emitter: AllToAllEmitter) -> None:
         self._emitter = emitter
@@ -200,8 +198,7 @@ class Results:
 
     def _staged(self, name: str, use: str, round_: int, load: Load) -> Ref:
         fields, name = load.some(self._fields(round_)), f"{name}{load.name} {round_}"
-        use = f"{use}{load.name}"
-        return self._emitter.buffer(name, Home.STAGING, load.rows, fields, use)
+        return self._emitter.buffer(name, Home.STAGING, load.rows, fields, use + load.name)
 
     def _slot(self, round_: int, load: Load) -> Ref:
         number = round_ * len(self._loads) + self._loads.index(load)

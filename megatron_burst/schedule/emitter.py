@@ -46,8 +46,7 @@ class Emitter:
     buffers: dict[str, Buffer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # results are summed in place, or written once
-        shape, result = self.spec.shape, Dtype.INPUT
+        shape, result = self.spec.shape, self.result_dtype
         if self.spec.backward:
             self.buffer("side", Home.CALL, shape.tokens, side_fields(shape.heads_q, shape))
             self.buffer("dq", Home.CALL, shape.tokens, dq_fields(shape.heads_q, shape, result))
@@ -56,6 +55,11 @@ class Emitter:
             self.buffer("q", Home.CALL, shape.tokens, q_fields(shape.heads_q, shape))
             self.buffer("out", Home.CALL, shape.tokens, out_fields(shape.heads_q, shape, result))
         self.buffer("kv", Home.CALL, shape.keys, kv_fields(shape.heads_kv, shape))
+
+    @property
+    def result_dtype(self) -> Dtype:
+        """Dtype of out and gradients: they are summed in place, or written once."""
+        return Dtype.INPUT
 
     def buffer(
         self, name: str, home: Home, rows: int, fields: Sequence[Field], use: str = "",
@@ -97,8 +101,8 @@ class Emitter:
     def exchange(
         self, cargo: Cargo, slot: Ref, gives: Sequence[Give], takes: Sequence[Take]
     ) -> None:
-        """A transfer between the ranks of a node; all of them pull together, from the next rank
-        first, so that no two of them read the same one's memory at a time."""
+        """A transfer between the ranks of a node; pulls begin at different ranks, so that no two
+        share a link; all of them pull together."""
         others, pulled = self.spec.topology.others(self.spec.cp_rank), bool(self.spec.pulled)
         if others and (gives or takes or pulled):
             takes = sorted(takes, key=lambda take: others.index(take.peer))

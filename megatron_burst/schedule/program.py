@@ -83,8 +83,7 @@ class Arrange:
 
 @dataclass(frozen=True, slots=True)
 class Restore(Arrange):
-    """The inverse, from `numbers` to `lies`: sums the copies; zeros for chunks that were left
-    out."""
+    """The inverse, from `numbers` to `lies`: sums copies; zeros for chunks that were left out."""
 
 
 @dataclass(frozen=True, slots=True)

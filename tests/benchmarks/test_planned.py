@@ -149,7 +149,7 @@ MODES_OF_DOCUMENTS = ("burst:auto", "burst:auto@zigzag", "te:p2p", "ceiling:auto
 @pytest.mark.parametrize(
     ("name", "count", "bounds", "bounds_of_te"),
     [
-        ("packed_2xh200_one_node", 43, (0.9, 1.12), (0.88, 1.29)),  # cuDNN does better on documents
+        ("packed_2xh200_one_node", 43, (0.9, 1.13), (0.88, 1.29)),  # cuDNN does better on documents
         ("packed_2x1xh200", 20, (0.98, 1.16), (1.11, 1.26)),  # of 2K tokens than predicted
     ],
 )
