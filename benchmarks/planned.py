@@ -140,9 +140,9 @@ def _is_outdated(row: Row, opened: AttentionCall, call: AttentionCall) -> bool:
     changed = _HEADS_BEFORE if row.nodes == 1 else _NODES_HEADS_BEFORE
     if call.intra == "gather" and not opened.heads_per_round and row.date < changed:
         return True
-    few = -(-most_heads(call.shape, call.arranged, call.intra) // call.heads_per_round) <= 2
-    changed = _SENT_BACK_BEFORE if call.intra == "a2a" else _SLOTS_BEFORE
-    return few and call.pulled and row.date < changed
+    rounds = -(-most_heads(call.shape, call.arranged, call.intra) // call.heads_per_round)
+    changed = _SENT_BACK_BEFORE if call.intra == "a2a" and rounds == 2 else _SLOTS_BEFORE
+    return rounds <= 2 and call.pulled and row.date < changed
 
 
 def _left_bytes(call: AttentionCall) -> int:

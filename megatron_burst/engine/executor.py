@@ -6,6 +6,7 @@ own tensors and launches kernels.
 """
 
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,11 @@ class Executor(Bound):
             if run.failure is not None:
                 raise run.failure
         except Exception as error:
+            with suppress(RuntimeError):  # if the GPU itself has failed
+                queues.go(Stream.SIDE)  # whose copies may use the call's tensors
+                side = queues.mark()
+                queues.go(None)
+                side.wait(queues.stream)
             if run.failure is None or error is run.failure:
                 raise
             raise error from run.failure  # transfers failed too

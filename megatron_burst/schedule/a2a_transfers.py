@@ -24,11 +24,9 @@ from megatron_burst.schedule.spec import Cargo, Dtype
 
 
 class Wholes:
-    """Tensors of this rank's heads over all rows of the node, a round at a time.
-
-    A slot holds this rank's rows once for each rank, with that rank's heads. In backward, what
-    forward saved is not sent again. The loads of a round are sent one after the other.
-    """
+    """Tensors of this rank's heads over all rows of the node, a round at a time. A slot holds this
+    rank's rows once for each rank, with that rank's heads. In backward, what forward saved is not
+    sent again. The loads of a round are sent one after the other."""
 
     def __init__(self, emitter: AllToAllEmitter) -> None:
         self._emitter, spec = emitter, emitter.spec
@@ -130,11 +128,9 @@ class Wholes:
 
 
 class RoundSides:
-    """The query side of this rank's heads for its node's rows, round by round.
-
-    Delta is sent, whatever the kernel needs: it is 4 bytes where a bf16 output is 2 dv, and the
-    stand-in made from it is closer to the true delta than a rounded output.
-    """
+    """The query side of this rank's heads for its node's rows, round by round. Delta is sent,
+    whatever the kernel needs: it is 4 bytes where a bf16 output is 2 dv, and the stand-in made from
+    it is closer to the true delta than a rounded output."""
 
     def __init__(self, emitter: AllToAllEmitter, there: Wholes) -> None:
         self._emitter, self._there = emitter, there
@@ -170,7 +166,7 @@ class Results:
         self._emitter = emitter
         self._targets = ("dq", "dkv") if emitter.spec.backward else ("out",)
         self._loads = [load for load in emitter.loads if load.some(self._fields(0))]
-        # the next round's kernels write into a slot while this round's are on their way
+        # with one slot, the barrier behind a round's pulls would hold up the next round's kernels
         least = 1 + len(self._loads) if len(emitter.rounds) > 1 else 1
         self._slots = max(least, slots_of(emitter, Cargo.GRAD, self._loads, self._fields(0)))
         self._under_way: int | None = None

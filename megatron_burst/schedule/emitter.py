@@ -101,8 +101,7 @@ class Emitter:
     def exchange(
         self, cargo: Cargo, slot: Ref, gives: Sequence[Give], takes: Sequence[Take]
     ) -> None:
-        """A transfer between the ranks of a node; pulls begin at different ranks, so that no two
-        share a link; all of them pull together."""
+        """A transfer between the ranks of a node, whose pulls begin at different ranks."""
         others, pulled = self.spec.topology.others(self.spec.cp_rank), bool(self.spec.pulled)
         if others and (gives or takes or pulled):
             takes = sorted(takes, key=lambda take: others.index(take.peer))

@@ -8,6 +8,7 @@ while another stream may still read them. Accesses to other ranks' memory are no
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -209,3 +210,28 @@ def test_a_wait_that_is_left_out_is_found(monkeypatch):
     monkeypatch.setattr(run, "order", none)
     found = races(monkeypatch, 1, 2, Way("gather"))
     assert any(of_rank for of_rank, _ in found)
+
+
+@pytest.mark.parametrize("at", [2, 3, 4])
+def test_copies_beside_kernels_are_over_when_a_transfer_fails(monkeypatch, at):
+    """They may use the call's tensors, which are freed then. The failed transfer itself is not."""
+    monkeypatch.setattr(simulated, "SimulatedCarrier", StreamCarrier)
+    topology, way = pretend_nodes(2, 1), Way("a2a", heads_per_round=1)
+    tensors = problem(2, 4, (6, 6), (4, 4), 0)
+
+    def one(rank, carrier):
+        shard = [x[:, rows_of(Layout.ZIGZAG, rank, 2, 4)] for x in tensors]
+        passes, numbers, send = Passes(way, topology, shard, carrier), count(1), carrier.send
+
+        def failing(*args):
+            if next(numbers) == at:
+                raise ConnectionError
+            return send(*args)
+
+        carrier.send = failing
+        with carrier.streams, pytest.raises(ConnectionError):
+            passes.forward(*shard[:3])
+        return carrier.streams.unfinished()
+
+    for unfinished in simulated.run_simulated(one, 2)[0]:
+        assert all(name.endswith("data") for name in unfinished)

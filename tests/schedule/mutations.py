@@ -20,6 +20,7 @@ from megatron_burst.schedule.program import (
     Program,
     Ref,
     Stream,
+    ToRanks,
     Transfer,
 )
 
@@ -55,14 +56,15 @@ def _with_ops(passes: Passes, turn: int, index: int, *new: Op) -> list[list]:
 
 
 def _opens_behind(program: Program, index: int, other: int) -> bool:
-    """Whether a pulled slot is opened here, which orders the two already: not before the barrier of
-    the round before it, which came behind the other."""
-    buffers = program.buffers
-    written = (buffers[ref.buffer] for ref in program.ops[index].writes)
-    opened = {buffer.use for buffer in written if buffer.home is Home.SLOT}
+    """Whether heads are packed into a pulled slot, which orders the two already: a slot opens with
+    the barrier of the round before it, and that came behind the other, a kernel's or a copy's."""
+    op, buffers = program.ops[index], program.buffers
+    if not isinstance(op, ToRanks) or isinstance(program.ops[other], Transfer):
+        return False
+    use = buffers[op.target.buffer].use
     barriers = [
         place for place, op in enumerate(program.ops[:index])
-        if isinstance(op, Transfer) and op.pulled and buffers[op.slot.buffer].use in opened
+        if isinstance(op, Transfer) and op.pulled and buffers[op.slot.buffer].use == use
     ]  # fmt: skip
     return bool(barriers) and other < barriers[-1]
 

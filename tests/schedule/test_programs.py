@@ -5,13 +5,14 @@ from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.schedule.layout import Layout, Runs, positions
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.order import order, stream_of
 from megatron_burst.schedule.program import (
+    Arrange,
     Attend,
     AttendBackward,
     Buffer,
@@ -394,10 +395,12 @@ def test_on_one_node_every_round_but_the_first_comes_beside_kernels(mode, data):
 
 
 @examples(35, 100)
-@given(calls("a2a", Mask.FULL, ONE_NODE))
-def test_an_all_to_all_exposes_its_first_round_there_and_its_last_one_back(case):
+@given(data=st.data())
+def test_an_all_to_all_exposes_its_first_round_there_and_its_last_one_back(data):
     """With their copies. What the rest takes is issued behind the kernels that hide it."""
-    assume(not case.one_slot)
+    case = data.draw(calls("a2a", Mask.FULL, ONE_NODE))
+    whole = replace(case, layout=Layout.DOCUMENTS, mask=DOCUMENTS[0], tokens_kv=None)
+    case = data.draw(st.sampled_from([case, replace(case, one_slot=True), whole]))
     last = f" {case.rounds - 1}"
     for direction in Direction:
         for program in case.programs(direction):
@@ -410,6 +413,8 @@ def test_an_all_to_all_exposes_its_first_round_there_and_its_last_one_back(case)
                     assert kernels or first
                 if isinstance(op, FromRanks) or getattr(op, "cargo", None) is Cargo.GRAD:
                     assert count or _number(op).endswith(last)
+                if type(op) is Arrange:
+                    assert count or op.target.buffer.endswith(" 0")
 
 
 @examples(35, 100)
