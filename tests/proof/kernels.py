@@ -55,9 +55,7 @@ def _copy(values, program: Program, op: ops.Copy) -> None:
             values.write(program, op.target, name, written(name, cells, op.sources))
 
 
-def _arranged(
-    values, program: Program, op: ops.Arrange | ops.Restore
-) -> tuple[list[int], list[int]]:
+def _arranged(values, program: Program, op: ops.Arrange) -> tuple[list[int], list[int]]:
     """Positions of the rows before, and after arranging."""
     size = program.topology.cp_size
     lies = [place for block in op.lies for place in values.places(block, size)]

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -380,18 +379,15 @@ def beside_kernels(program):
     ]
 
 
-@pytest.mark.parametrize("mode", ["gather", "a2a"])
 @examples(35, 100)
-@given(data=st.data())
-def test_on_one_node_every_round_but_the_first_comes_beside_kernels(mode, data):
+@given(calls("gather", Mask.FULL, ONE_NODE))
+def test_on_one_node_every_gathered_round_but_the_first_comes_behind_kernels(case):
     """On several, what waits for another node is issued behind the kernels that hide it."""
-    case = data.draw(calls(mode, Mask.FULL, ONE_NODE))
     for direction in Direction:
         for program in case.programs(direction):
-            counts = beside_kernels(program)
-            for op, count in zip(program.ops, counts, strict=True):
-                if isinstance(op, Transfer) and op.cargo is Cargo.READ:
-                    assert count or _number(op).endswith(" 0")
+            reads = transfers(program, cargo=Cargo.READ, link=Link.INTRA)
+            first = [op for op in reads if _number(op).endswith(" 0")]
+            assert all(hidden(program, Cargo.READ, Link.INTRA)[len(first) :])
 
 
 @examples(35, 100)

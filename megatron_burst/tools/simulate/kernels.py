@@ -145,7 +145,7 @@ class Parts:
         """Bytes that an operation without products reads and writes."""
         fields = self._fields
         match op:
-            case ops.Arrange() | ops.Restore():
+            case ops.Arrange():
                 rows = self._fields(op.target), self._fields(op.source)
                 return sum(sum(some.values()) for some in rows)
             case ops.Copy() | ops.ToRanks():
