@@ -21,9 +21,17 @@ from megatron_burst.say import Choice
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import check_mask
 from megatron_burst.schedule.pieces import halo
-from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Dtype, Spec
+from megatron_burst.schedule.spec import (
+    LONG_SHARD,
+    AttentionShape,
+    Circulate,
+    Direction,
+    Dtype,
+    Spec,
+)
 
 _WHO = "burst attention"
+_MANY = 4  # ranks, of which each has an eighth of a document in a chunk
 _ON_CPU = "on CPUs fewer kernel calls gain nothing"
 
 
@@ -54,7 +62,7 @@ def resolve(spec: Spec) -> Resolved:
         spec, shape=on_wire(spec.shape, spec.grad_wire), heads_per_round=_heads(spec),
         pulled=spec.pulled is not False and together,
     )  # fmt: skip
-    spec = replace(spec, left=_left(spec))
+    spec = replace(spec, left=_left(spec), whole_heads=_whole_heads(spec, asked))
     why["circulate"] = _circulate(spec, asked.circulate)
     return Resolved(replace(spec, circulate=Circulate(why["circulate"].value)), why)
 
@@ -62,7 +70,8 @@ def resolve(spec: Spec) -> Resolved:
 def how_it_runs(spec: Spec) -> str:
     """Mode and topology of a resolved spec."""
     if spec.topology.inter_size == 1:
-        return f"{spec.intra} on {spec.topology}"
+        both = " in forward and a2a in backward" if spec.whole_heads else ""
+        return f"{spec.intra}{both} on {spec.topology}"
     if spec.inter == "ring":
         return f"{spec.intra} inside nodes, ring between them, on {spec.topology}"
     return f"{spec.intra} over all ranks of {spec.topology}"
@@ -205,6 +214,23 @@ def _heads(spec: Spec) -> int | None:
         return choose_heads_a2a(*asked)
     # a round is one kernel call over all its keys
     return choose_heads_gather(*asked, exposed=spec.layout is Layout.DOCUMENTS)
+
+
+def _whole_heads(spec: Spec, asked: Spec) -> int:
+    """KV heads that a rank computes at a time if backward of a gather is an all-to-all; 0 if not.
+
+    Backward's kernels are faster over whole documents than over the short chunks of many ranks. On
+    long shards this makes up for sending more, if there are rounds to hide.
+    """
+    gathers = spec.intra == "gather" and spec.layout is Layout.DOCUMENTS
+    if not gathers or asked.intra or asked.heads_per_round is not None or spec.mask.windowed:
+        return 0
+    shape, row = spec.shape, spec.arranged
+    many = row.inter_size == 1 and row.intra_size >= _MANY and not row.spans_nodes
+    if not many or shape.tokens < LONG_SHARD // 2 or not _wants_whole(spec):
+        return 0
+    heads = choose_heads_a2a(shape, row, spec.kernel.multiprocessors)
+    return heads if heads < most_heads(shape, row, "a2a") else 0
 
 
 # ---- backward -----------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from megatron_burst.schedule.program import (
     Copy,
     Program,
     Ref,
+    Stream,
     dkv_fields,
     dq_fields,
     kv_fields,
@@ -67,8 +68,11 @@ class _AllToAll(AllToAllEmitter):
                 kv = seen(self, f"{index}", kv, self.met[index], self.heads_of(step.round)[1])
             for tile in self.tiles[index]:
                 outputs.compute(tile, kv)
-            there.prepare(step)
-            if step.last:
+            if step.first:
+                there.post(step.round + 1)
+            if step.last:  # in front of operations that wait for the kernels
+                back.collect(Stream.SIDE)
+                there.arrive(step.round + 1)
                 outputs.merge()
                 self.emit(Copy((lse,), results))
                 back.post(step.round)
@@ -114,7 +118,10 @@ class _AllToAll(AllToAllEmitter):
             if visits and keys:
                 kv = keys.piece(step.round, step.distance)
             both = self.compute(index, side, kv)
-            there.prepare(step)
+            if step.first:
+                there.post(step.round + 1)
+            if step.last:
+                there.arrive(step.round + 1)
             travelling, local = (of_keys, of_queries) if keys else (of_queries, of_keys)
             of_both = reversed(both) if keys else both
             # gradients returned to this node go to their owners before the next round's results
@@ -141,8 +148,10 @@ class _AllToAll(AllToAllEmitter):
         round_, (tile,) = self.order[index].round, self.tiles[index]
         into = back.of(round_), back.of_keys(round_)
         side, kv = sides.of(round_), there.keys(round_)
+        # behind this kernel are those that convert its sums: what they hold up is issued before
+        there.post(round_ + 1)
         self.emit(AttendBackward(side, kv, tile.mask, *into, tile.places))
-        there.prepare(self.order[index])
+        there.arrive(round_ + 1)
         back.post(round_)
 
     def compute(self, index: int, side: tuple[Ref, ...], kv: Ref) -> tuple[list, list]:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from megatron_burst.schedule.a2a_rounds import AllToAllEmitter, Load
-from megatron_burst.schedule.inter_node import Turn
 from megatron_burst.schedule.program import (
     Arrange,
     Copy,
@@ -51,16 +50,9 @@ class Wholes:
         dout = Field("dout", heads_q, spec.shape.dim_v)
         return (dout, delta) if self._recalls else (*qkv, dout, lse, delta)
 
-    def prepare(self, step: Turn) -> None:
-        """After a step's kernels, which hide it: the next round."""
-        if step.first and step.round + 1 < len(self._emitter.rounds):
-            self.post(step.round + 1)
-        if step.last and step.round + 1 < len(self._emitter.rounds):
-            self.arrive(step.round + 1)
-
     def post(self, round_: int) -> None:
-        """Start the all-to-all of a round's heads."""
-        for turn, load in enumerate(self._loads):
+        """Start the all-to-all of a round's heads, if there is such a round."""
+        for turn, load in enumerate(self._loads if round_ < len(self._emitter.rounds) else ()):
             self._post(round_, load, round_ * len(self._loads) + turn)
 
     def _post(self, round_: int, load: Load, number: int) -> None:
@@ -87,30 +79,31 @@ class Wholes:
         emitter.exchange(Cargo.READ, slot, gives, takes)
 
     def arrive(self, round_: int) -> None:
-        """Put a round's received rows in order, once."""
+        """Put a round's received rows in order, once, if there is such a round."""
         emitter = self._emitter
-        if emitter.reorders and round_ not in self._arrived:
+        comes = emitter.reorders and round_ < len(emitter.rounds)
+        if comes and round_ not in self._arrived:
             self._arrived.add(round_)
             came, whole = self._came(round_), self._whole(round_, emitter.loads[0])
             stream = Stream.beside(round_ or not emitter.alone)
             emitter.emit(Arrange(came, whole, *emitter.orders, stream))
 
     def _came(self, round_: int) -> Ref:
-        """Where a round is received, rank by rank."""
-        return self._pair("came", round_, "came", self._emitter.loads[0])
+        """Where a round is received, rank by rank: one for all, as each is soon put in order."""
+        return self._staged("came", round_, "came", self._emitter.loads[0], 1)
 
     def _whole(self, round_: int, load: Load) -> Ref:
         """Where a round's rows are in order."""
         if self._saves:
             return self._emitter.left(round_, load)
-        return self._pair("whole", round_, "heads", load)
+        return self._staged("whole", round_, "heads", load)
 
-    def _pair(self, name: str, round_: int, use: str, load: Load) -> Ref:
-        """A round's buffer on this rank; two take turns."""
+    def _staged(self, name: str, round_: int, use: str, load: Load, count: int = 2) -> Ref:
+        """A round's buffer on this rank; so many take turns."""
         emitter, fields = self._emitter, load.some(self._fields(round_))
         return emitter.buffer(
             f"{name}{load.name} {round_}", Home.STAGING, load.rows, fields, f"{use}{load.name}",
-            round_, min(2, len(emitter.rounds)),
+            round_, min(count, len(emitter.rounds)),
         )  # fmt: skip
 
     def of(self, round_: int) -> Ref:

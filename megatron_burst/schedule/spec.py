@@ -145,6 +145,8 @@ class Spec:
         intra: inside a node, or over all ranks: "ring", "gather" or "a2a".
         heads_per_round: KV heads of a round, gathered or computed by a rank; 0: all of them. Rings
             have no rounds.
+        whole_heads: KV heads that a rank computes at a time in backward, if that is an all-to-all
+            after a gather; 0: backward runs as forward.
         grad_wire: dtype of gradients between ranks: "accumulate" or "input"; None: the input's, but
             the accumulation dtype where a ring sums them on the way.
         circulate: what circulates in backward, in the ring or between nodes.
@@ -166,6 +168,7 @@ class Spec:
     inter: str | None = None
     intra: str | None = None
     heads_per_round: int | None = None
+    whole_heads: int = 0
     grad_wire: str | None = None
     circulate: Circulate | None = None
     pulled: bool | None = None
@@ -183,10 +186,13 @@ class Spec:
     def of(self, cp_rank: int, direction: Direction) -> "Spec":
         """The spec of one rank's program in a pass, without what no program depends on."""
         backward = direction is Direction.BACKWARD
+        if backward and self.whole_heads:
+            heads, whole = self.whole_heads, replace(self, intra="a2a", left=False, whole_heads=0)
+            return replace(whole, heads_per_round=heads).of(cp_rank, direction)
         return replace(
             self, topology=self.arranged, cp_rank=cp_rank, direction=direction,
             circulate=self.circulate if backward else Circulate.KV, inter=None, again=False,
-            grad_wire=self.grad_wire if self.intra == "ring" else None,
+            grad_wire=self.grad_wire if self.intra == "ring" else None, whole_heads=0,
             heads_per_round=None if self.intra == "ring" else self.heads_per_round,
         )  # fmt: skip
 

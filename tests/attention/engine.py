@@ -71,6 +71,7 @@ class Way:
     sinks: bool = False
     slices: tuple[tuple[int, ...], ...] = ()  # say alone what is seen; edges then where rows are
     invariant: bool = False
+    whole_heads: int = 0
 
     def sink(self, q):
         """An attention sink for each head, some larger than all scores; one changes nothing."""
@@ -97,17 +98,16 @@ class Passes:
         shape = attention_shape([x.shape for x in (q, k, v)], q.dtype)
         spec = Spec(
             topology, replace(shape, grad_bytes=grad_dtype.itemsize), way.layout, way.mask, kernel,
-            intra=way.mode, heads_per_round=way.heads_per_round, circulate=Circulate.KV,
-            pulled=bool(way.pulls), left=way.left, invariant=way.invariant,
-            cp_rank=carrier.cp_rank,
+            intra=way.mode, heads_per_round=way.heads_per_round, whole_heads=way.whole_heads,
+            circulate=way.circulate, pulled=bool(way.pulls), left=way.left, invariant=way.invariant,
         )  # fmt: skip
-        back = replace(spec, direction=Direction.BACKWARD, circulate=way.circulate)
+        passes = [spec.of(carrier.cp_rank, direction) for direction in Direction]
         sums = accumulate_dtype(q.dtype)
         dtypes = {Dtype.INPUT: q.dtype, Dtype.SUM: sums, Dtype.WIRE: grad_dtype}
         one_slot = patch("megatron_burst.schedule.emitter.pulled_count", lambda *_: 1)
         with _ONE_AT_A_TIME, one_slot if way.pulls == "one slot" else nullcontext():
-            in_units, (unit, _) = zip(*(one.in_units() for one in (spec, back)), strict=True)
-            self.programs = [MODES[way.mode](one) for one in in_units]
+            in_units, (unit, _) = zip(*(one.in_units() for one in passes), strict=True)
+            self.programs = [MODES[one.intra](one) for one in in_units]
         self.documents, self.sink = None, way.sink(q)
         sizes = q.shape[1], topology.cp_size
         batch = q.shape[0]

@@ -72,16 +72,18 @@ def drawn(random: Random) -> Drawn:
     elif packed:  # some end before the sample does
         inside = [random.randint(0, size * tokens) for _ in range(random.randint(0, 5))]
         edges = (0, *sorted([*inside, size * tokens - random.randint(0, 1)]))
-    heads_kv, ranks_of_heads = random.choice([1, 2, 3, 4, 8]), ranks if mode == "a2a" else 1
+    heads_kv = random.choice([1, 2, 3, 4, 8])
     per_rank = heads_kv // gcd(heads_kv, ranks)
     circulate = random.choice(list(Circulate))
+    whole = mode == "gather" and layout is Layout.DOCUMENTS and nodes == 1 and not mask.windowed
     leaves = mode == "a2a" or (mode == "gather" and nodes > 1 and circulate is Circulate.KV)
     way = Way(
         mode, circulate, random.randint(1, per_rank), random.random() < 0.5,
         leaves and random.random() < 0.5, layout, mask, "reference", 0.7,
         random.choice([False, True, "one slot"]) if nodes == 1 and mode != "ring" else False,
-        edges, sinks=random.random() < 0.3,
+        edges, sinks=random.random() < 0.3, whole_heads=random.randint(0, per_rank) * whole,
     )  # fmt: skip
+    ranks_of_heads = ranks if mode == "a2a" or way.whole_heads else 1
     heads_q = lcm(heads_kv, ranks_of_heads) * random.choice([1, 2])
     return Drawn(nodes, ranks, tokens, (heads_q, heads_kv), way)
 

@@ -20,9 +20,10 @@ def opened(
 
     call = AttentionCall(
         topology, shape, layout, mask, Kernel(device=device, multiprocessors=multiprocessors),
-        again, given(inter), given(intra), heads_per_round if pieces else 0, given(grad_wire),
-        given(circulate) and Circulate(circulate), {"pull": True, "send": False}.get(transfer),
-        {"never": True, "always": False}.get(resend), neighbours=neighbours, overlap=overlap,
+        again, given(inter), given(intra), heads_per_round=heads_per_round if pieces else 0,
+        grad_wire=given(grad_wire), circulate=given(circulate) and Circulate(circulate),
+        pulled={"pull": True, "send": False}.get(transfer), neighbours=neighbours, overlap=overlap,
+        left={"never": True, "always": False}.get(resend),
     )  # fmt: skip
     return run_by(call, backend)
 

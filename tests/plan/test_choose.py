@@ -7,7 +7,8 @@ from megatron_burst.errors import BurstError
 from megatron_burst.resolve import resolve
 from megatron_burst.rules import choose_heads_gather
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.spec import AttentionShape, Kernel, Spec
+from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.spec import AttentionShape, Direction, Kernel, Spec
 from megatron_burst.schedule.topology import pretend_nodes
 
 SHAPE = AttentionShape(1, 64, 32, 8, 128, 128, 2, 4, 4)
@@ -127,3 +128,27 @@ def test_ranks_pull_where_they_can(nodes, device, asked, trouble, value):
 def test_pulling_that_cannot_be_done_is_refused(nodes, device, trouble, why):
     with pytest.raises(BurstError, match=why):
         choose_transfer(pretend_nodes(4, nodes), device, "pull", lambda: trouble)
+
+
+def test_backward_is_an_all_to_all_where_it_gains_more_than_it_sends():
+    """Of documents that are each sharded on their own, on long shards of one node."""
+
+    def heads(tokens=16 << 10, size=4, heads=(64, 8), layout=Layout.DOCUMENTS, **asked):
+        shape = AttentionShape(1, tokens, *heads, 128, 128, 2, 4, 4)
+        mask = asked.pop("mask", Mask(right=0, documents=True))
+        nodes = asked.pop("nodes", 1)
+        spec = Spec(pretend_nodes(size, nodes), shape, layout, mask, Kernel(), **asked)
+        return resolve(spec).spec
+
+    found = heads()
+    assert found.intra == "gather" and 0 < found.whole_heads < 2
+    forward, backward = (found.of(1, direction) for direction in Direction)
+    assert (forward.intra, forward.whole_heads) == ("gather", 0)
+    assert (backward.intra, backward.whole_heads, backward.heads_per_round) == ("a2a", 0, 1)
+    assert not backward.left and backward == backward.of(1, Direction.BACKWARD)
+    for other in (
+        heads(8 << 10), heads(size=2), heads(size=8), heads(heads=(66, 6)), heads(nodes=2),
+        heads(layout=Layout.ZIGZAG), heads(intra="gather"), heads(heads_per_round=2),
+        heads(mask=Mask(100, 0, documents=True)),
+    ):  # fmt: skip
+        assert not other.whole_heads
