@@ -25,11 +25,12 @@ def draw(name: str) -> None:
     with (DOCS / f"{name}.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["number"] != "1"]
     shown = {what: label for what, label in WHAT.items() if any(float(row[what]) for row in rows)}
+    kinds = {of: title for of, title in OF.items() if any(row["of"] == of for row in rows)}
     figure = Figure(figsize=(11, 1.75 * len(shown)), layout="constrained")
-    axes = figure.subplots(len(shown), len(OF), sharex="col", sharey="row")
+    axes = figure.subplots(len(shown), len(kinds), sharex="col", sharey="row")
     for line, (what, label) in enumerate(shown.items()):
         scale = 1000 if what == "blocks" else 1
-        for column, (of, title) in enumerate(OF.items()):
+        for column, (of, title) in enumerate(kinds.items()):
             axis = axes[line][column]
             for rank in sorted({row["rank"] for row in rows}):
                 mine = [row for row in rows if (row["of"], row["rank"]) == (of, rank)]
