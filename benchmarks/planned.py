@@ -82,6 +82,8 @@ def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
     """
     if row.gpu.startswith("CPU") or row.dtype not in ("bfloat16", "float16"):
         return None
+    if "nan_guard" in row.mode:
+        return None
     layers = is_of_layers(row)
     known = writes(row.impl, row.mode) and row.batch == 1
     if not (known if layers else row.impl in ("burst", "ceiling") or is_standin(row)):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from megatron_burst.errors import BurstError, Need, require
 from megatron_burst.rules import (
     a2a_bytes,
+    bytes_over_all,
     choose_heads_a2a,
     choose_heads_gather,
     few_come,
@@ -32,6 +33,7 @@ from megatron_burst.schedule.spec import (
 
 _WHO = "burst attention"
 _MANY = 4  # ranks, of which each has an eighth of a document in a chunk
+_WHOLE_BYTES = 384 << 20  # of a KV head over all rows, of which buffers take seven times as much
 _ON_CPU = "on CPUs fewer kernel calls gain nothing"
 
 
@@ -220,7 +222,8 @@ def _whole_heads(spec: Spec, asked: Spec) -> int:
     """KV heads that a rank computes at a time if backward of a gather is an all-to-all; 0 if not.
 
     Backward's kernels are faster over whole documents than over the short chunks of many ranks. On
-    long shards this makes up for sending more, if there are rounds to hide.
+    long shards this makes up for sending more, if there are rounds to hide; on very long ones it
+    would take too much memory.
     """
     gathers = spec.intra == "gather" and spec.layout is Layout.DOCUMENTS
     if not gathers or asked.intra or asked.heads_per_round is not None or spec.mask.windowed:
@@ -228,6 +231,8 @@ def _whole_heads(spec: Spec, asked: Spec) -> int:
     shape, row = spec.shape, spec.arranged
     many = row.inter_size == 1 and row.intra_size >= _MANY and not row.spans_nodes
     if not many or shape.tokens < LONG_SHARD // 2 or not _wants_whole(spec):
+        return 0
+    if bytes_over_all(shape, row) > _WHOLE_BYTES:
         return 0
     heads = choose_heads_a2a(shape, row, spec.kernel.multiprocessors)
     return heads if heads < most_heads(shape, row, "a2a") else 0

@@ -167,20 +167,29 @@ def choose_heads_a2a(
     On several nodes there are eight rounds, if heads and kernels allow: nothing hides the first one
     there and the last one back. Arguments are those of `choose_heads_gather`.
     """
-    ranks = topology.intra_size
-    # 0 if heads cannot be sharded evenly, which is refused when the program is made
-    group = max(1, shape.heads_q // shape.replicated(ranks).heads_kv)
-    rows = shape.batch * ranks * (group * shape.tokens + shape.keys)
-    a_head = rows * (shape.dim_qk + shape.dim_v)
+    ranks, group = topology.intra_size, whole_group(shape, topology)
     most = most_heads(shape, topology, "a2a")
     if asked == 0:
         return most
-    in_bytes = max(1, 2 * _ROUND_BYTES // (a_head * shape.itemsize))
+    in_bytes = max(1, 2 * _ROUND_BYTES // bytes_over_all(shape, topology))
     if topology.inter_size > 1 or topology.spans_nodes:
         in_bytes = min(in_bytes, -(-most // _PIECES))
     blocks = thread_blocks(shape.tokens * ranks) * shape.batch * group
     to_fill = ceil(_WAVES * multiprocessors / blocks)
     return min(most, asked or max(in_bytes, to_fill))
+
+
+def whole_group(shape: AttentionShape, topology: Topology) -> int:
+    """Query heads that a rank computes with a KV head in an all-to-all."""
+    # 0 if heads cannot be sharded evenly, which is refused when the program is made
+    return max(1, shape.heads_q // shape.replicated(topology.intra_size).heads_kv)
+
+
+def bytes_over_all(shape: AttentionShape, topology: Topology) -> int:
+    """Bytes of a KV head over all rows of a node: queries and outputs, keys and values."""
+    heads_and_rows = whole_group(shape, topology) * shape.tokens + shape.keys
+    rows = shape.batch * topology.intra_size * heads_and_rows
+    return rows * (shape.dim_qk + shape.dim_v) * shape.itemsize
 
 
 def in_unit(num_bytes: int) -> str:

@@ -220,7 +220,7 @@ BESIDE = {  # enums and machinery in the same modules
     "kernels.backends": {"Backend", "Capability", "QuerySide"},
     "comm.pass_log": {"Pass", "PassLog"}, "comm.group": {"GroupMemory", "SubGroups"},
 }  # fmt: skip
-MOST = {"modules": 50, "lines": 9790}  # that `import megatron_burst.attention` loads
+MOST = {"modules": 50, "lines": 9804}  # that `import megatron_burst.attention` loads
 
 
 def public_names(path: Path) -> set[str]:

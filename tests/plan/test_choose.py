@@ -142,6 +142,7 @@ def test_backward_is_an_all_to_all_where_it_gains_more_than_it_sends():
 
     found = heads()
     assert found.intra == "gather" and 0 < found.whole_heads < 2
+    assert heads(32 << 10, heads=(32, 8)).whole_heads
     forward, backward = (found.of(1, direction) for direction in Direction)
     assert (forward.intra, forward.whole_heads) == ("gather", 0)
     assert (backward.intra, backward.whole_heads, backward.heads_per_round) == ("a2a", 0, 1)
@@ -149,6 +150,6 @@ def test_backward_is_an_all_to_all_where_it_gains_more_than_it_sends():
     for other in (
         heads(8 << 10), heads(size=2), heads(size=8), heads(heads=(66, 6)), heads(nodes=2),
         heads(layout=Layout.ZIGZAG), heads(intra="gather"), heads(heads_per_round=2),
-        heads(mask=Mask(100, 0, documents=True)),
+        heads(mask=Mask(100, 0, documents=True)), heads(32 << 10),
     ):  # fmt: skip
         assert not other.whole_heads
