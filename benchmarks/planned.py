@@ -80,9 +80,8 @@ def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
     Raises:
         BurstError: if there is no preset of it.
     """
-    if row.gpu.startswith("CPU") or row.dtype not in ("bfloat16", "float16"):
-        return None
-    if "nan_guard" in row.mode:
+    on_cpu, narrow = row.gpu.startswith("CPU"), row.dtype in ("bfloat16", "float16")
+    if on_cpu or not narrow or "nan_guard" in row.mode:
         return None
     layers = is_of_layers(row)
     known = writes(row.impl, row.mode) and row.batch == 1

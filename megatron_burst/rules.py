@@ -167,7 +167,7 @@ def choose_heads_a2a(
     On several nodes there are eight rounds, if heads and kernels allow: nothing hides the first one
     there and the last one back. Arguments are those of `choose_heads_gather`.
     """
-    ranks, group = topology.intra_size, whole_group(shape, topology)
+    ranks, group = topology.intra_size, _whole_group(shape, topology)
     most = most_heads(shape, topology, "a2a")
     if asked == 0:
         return most
@@ -179,7 +179,7 @@ def choose_heads_a2a(
     return min(most, asked or max(in_bytes, to_fill))
 
 
-def whole_group(shape: AttentionShape, topology: Topology) -> int:
+def _whole_group(shape: AttentionShape, topology: Topology) -> int:
     """Query heads that a rank computes with a KV head in an all-to-all."""
     # 0 if heads cannot be sharded evenly, which is refused when the program is made
     return max(1, shape.heads_q // shape.replicated(topology.intra_size).heads_kv)
@@ -187,7 +187,7 @@ def whole_group(shape: AttentionShape, topology: Topology) -> int:
 
 def bytes_over_all(shape: AttentionShape, topology: Topology) -> int:
     """Bytes of a KV head over all rows of a node: queries and outputs, keys and values."""
-    heads_and_rows = whole_group(shape, topology) * shape.tokens + shape.keys
+    heads_and_rows = _whole_group(shape, topology) * shape.tokens + shape.keys
     rows = shape.batch * topology.intra_size * heads_and_rows
     return rows * (shape.dim_qk + shape.dim_v) * shape.itemsize
 
