@@ -23,7 +23,8 @@ class CurveRow:
 
     Attributes:
         date, versions, gpu: on a run's first row; later ones have the date alone.
-        sample: "whole", one sequence, or "packed", of documents each for itself.
+        sample: "whole", one sequence, or "packed", of documents each for itself; with the model if
+            it is not two layers of Llama-3-8B's widths: "whole, llama3.2-1b".
         order: of the text: "same" or "other"; "again" is the same.
         step: from 1 on; 0 in the row that says why a run failed or was cut short.
         loss: of the step's batch, before its update.

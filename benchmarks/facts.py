@@ -18,7 +18,11 @@ from megatron_burst.tools.doctor.software import software
 from megatron_burst.tools.speeds import shift_once
 from megatron_burst.tools.world import World, timed_ms
 
-_LIBRARIES = ("deepspeed", "yunchang")  # peers; torch is named anyway
+# Peers, by the module that each is imported as; torch is named anyway.
+_LIBRARIES = {
+    "deepspeed": "deepspeed", "yunchang": "yunchang", "quack": "quack-kernels",
+    "liger_kernel": "liger-kernel", "cut_cross_entropy": "cut-cross-entropy",
+}  # fmt: skip
 _NUM_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
 _REPS = 5
 
@@ -29,7 +33,7 @@ def versions() -> str:
     On GPUs also "cudnn", of the libraries that are loaded, and "connections N":
     CUDA_DEVICE_MAX_CONNECTIONS, on which overlap depends.
     """
-    libraries = {name: version(name) for name in _LIBRARIES if find_spec(name)}
+    libraries = {name: version(name) for module, name in _LIBRARIES.items() if find_spec(module)}
     found = {**software(), **libraries, "commit": commit()}
     if torch.cuda.is_available():
         found["cudnn"] = " and ".join(loaded_cudnn()) or "not loaded"

@@ -8,11 +8,12 @@ from statistics import geometric_mean, median
 from benchmarks.cells import markdown
 from benchmarks.frontier_cases import FULL, FULL_OF_BURST, NOTHING, FrontierRow
 from benchmarks.ratios import Ratio
+from megatron_burst.tools.hardware_file import preset_of
 from megatron_burst.tools.units import in_units
 
 HEAD = [
-    "setting", "ms (min-max)", "steps", "of nothing recomputed", "GiB", "a", "host GiB",
-    "burst in its memory",
+    "setting", "ms (min-max)", "steps", "tokens/s a GPU", "MFU", "of nothing recomputed", "GiB",
+    "a", "host GiB", "burst in its memory",
 ]  # fmt: skip
 _EQUAL_GIB = 0.1  # by which peaks may differ and count as equal: an allocator's rounding
 
@@ -26,6 +27,8 @@ class Point:
         steps: how many were timed.
         ms: median over all of them, with minimum and maximum; None if it failed.
         turns: ms of each turn's steps, by its number.
+        tokens_per_s: of each GPU, at the median.
+        mfu: model FLOPs, recomputation not counted, as a share of the GPU's peak; None on CPUs.
         peak_gib: median over turns of the rows' `gib`, as `host_gib`.
         ratio: how many times as fast nothing recomputed is.
         share: a = (peak - peak of full) / (peak of nothing recomputed - peak of full).
@@ -38,6 +41,8 @@ class Point:
     ms_min: float | None = None
     ms_max: float | None = None
     turns: dict[int, list[float]] = field(default_factory=dict)
+    tokens_per_s: float | None = None
+    mfu: float | None = None
     peak_gib: float | None = None
     host_gib: float | None = None
     ratio: float | None = None
@@ -80,7 +85,17 @@ def _point(name: str, rows: Sequence[FrontierRow]) -> Point:
     each = list(chain(*turns.values()))
     gib = [median(found) if (found := _known(rows, column)) else None for column in
            ("gib", "host_gib")]  # fmt: skip
-    return Point(name, len(each), median(each), min(each), max(each), turns, *gib)
+    rates = _rates(next(row for row in rows if row.each), median(each))
+    return Point(name, len(each), median(each), min(each), max(each), turns, *rates, *gib)
+
+
+def _rates(row: FrontierRow, ms: float) -> tuple[float, float | None]:
+    """Tokens/s of a GPU and MFU of a step that takes so long; `row` is one of its setting."""
+    tokens_per_s = 1e3 * row.seq / row.ranks / ms
+    if row.tflops is None or row.gpu.startswith("cpu"):
+        return tokens_per_s, None
+    peak = preset_of(row.gpu, "frontier_table").gpu.peak_tflops
+    return tokens_per_s, row.tflops * row.ms / ms / peak
 
 
 def _known(rows: Sequence[FrontierRow], column: str) -> list[float]:
@@ -152,14 +167,15 @@ def line_of(point: Point, gains: dict[str, tuple[float, str]]) -> list[str]:
     """A line of the table, below `HEAD`."""
     if point.ms is None:
         why = "out of memory" if "out of memory" in point.note else f"failed: {point.note}"
-        return [point.name, why, *["-"] * 6]
+        return [point.name, why, *["-"] * (len(HEAD) - 2)]
     gain, best = gains.get(point.name, (None, ""))
     digits = 0 if point.ms >= 1000 else 1
     middle, least, most = (shown(ms, digits) for ms in (point.ms, point.ms_min, point.ms_max))
     return [
-        point.name, f"{middle} ({least}-{most})", str(point.steps),
-        shown(point.ratio, 3), shown(point.peak_gib, 2), shown(point.share, 2),
-        shown(point.host_gib, 1), f"{gain:.3f} ({best})" if gain else "-",
+        point.name, f"{middle} ({least}-{most})", str(point.steps), shown(point.tokens_per_s, 0),
+        f"{100 * point.mfu:.1f} %" if point.mfu else "-", shown(point.ratio, 3),
+        shown(point.peak_gib, 2), shown(point.share, 2), shown(point.host_gib, 1),
+        f"{gain:.3f} ({best})" if gain else "-",
     ]  # fmt: skip
 
 

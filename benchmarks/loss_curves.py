@@ -2,8 +2,9 @@
 
 python benchmarks/loss_curves.py OUT.csv --gpus 2     on GPUs; --tiny: anywhere
 
-Each run is examples/pretrain_gpt.py under torchrun: two layers of Llama-3-8B's widths, from the
-same weights, 300 steps of 32K tokens of text, whole or packed of documents. Megatron runs twice:
+Each run is examples/pretrain_gpt.py under torchrun: two layers of Llama-3-8B's widths with 32K
+tokens a step, or all of Llama-3.2-1B with 16K (`--model llama3.2-1b`), from the same weights, 300
+steps of text, whole or packed of documents. Megatron runs twice:
 the second time the text is in another order, which is the yardstick for a difference. A third time
 changes nothing: gradients of TransformerEngine's attention are not bitwise the same every time.
 Burst keeps all of attention and has the fused loss; Megatron recomputes nothing and has its own.
@@ -41,7 +42,11 @@ from megatron_burst.errors import BurstError
 from megatron_burst.tools.terminal import in_one_sentence
 
 CLASSES = 258  # bytes and the end of a document
-FULL = Slice("8b", 32 << 10, 2, 4096, 14336, 32, 8, CLASSES)
+MODELS = {
+    "8b": Slice("8b", 32 << 10, 2, 4096, 14336, 32, 8, CLASSES),
+    "llama3.2-1b": Slice("llama3.2-1b", 16 << 10, 16, 2048, 8192, 32, 8, CLASSES),
+}
+_UNNAMED = "8b", "tiny"  # models that rows do not name
 TINY = Slice("tiny", 256, 2, 64, 128, 4, 2, CLASSES)
 FLAGS = {
     "burst": f"{IMPLS['burst']} {RECOMPUTE}",
@@ -138,17 +143,19 @@ def train(
             process.wait()
             is_over = True
         logged = steps_in(log)
-        rows = [_row(run, gpus, n, step) for n, step in enumerate(logged[done:], done)]
+        rows = [_row(run, what, gpus, n, step) for n, step in enumerate(logged[done:], done)]
         append(out, rows, CURVES_CSV)
         done = len(logged)
     if done < steps:
         note = f"{done} steps of {steps}: {reason_in(output)}"
-        append(out, [_row(run, gpus, 0, None, note)], CURVES_CSV)
+        append(out, [_row(run, what, gpus, 0, None, note)], CURVES_CSV)
         return f"{run}: {note}"
     return f"{run}: {steps} steps, loss {logged[-1]['lm loss']:.4f}, {monotonic() - begun:.0f} s"
 
 
-def _row(run: Run, gpus: int, number: int, step: dict | None, note: str = "") -> CurveRow:
+def _row(
+    run: Run, what: Slice, gpus: int, number: int, step: dict | None, note: str = ""
+) -> CurveRow:
     """Of a step, or of a run that was cut short; the first has what the run depends on."""
     facts = {"versions": versions(), "gpu": _gpu()} if number == 0 else {}
     found = {
@@ -156,7 +163,8 @@ def _row(run: Run, gpus: int, number: int, step: dict | None, note: str = "") ->
         "ms": 1e3 * step["seconds"],
     } if step else {"step": 0}  # fmt: skip
     return CurveRow(
-        date=datetime.now(UTC).isoformat(timespec="seconds"), gpus=gpus, sample=run.sample,
+        date=datetime.now(UTC).isoformat(timespec="seconds"), gpus=gpus,
+        sample=run.sample if what.name in _UNNAMED else f"{run.sample}, {what.name}",
         impl=run.impl, order=run.order, note=note, **facts, **found,
     )  # fmt: skip
 
@@ -176,6 +184,7 @@ def main(
     tiny: Annotated[bool, Option("--tiny", help="small sizes, to try this out")] = False,
     run_s: Annotated[float, Option(min=1, help="a run that takes longer is ended")] = 120,
     budget_s: Budget = None,
+    model: Annotated[str, Option(help=f"one of {', '.join(MODELS)}")] = "8b",
 ) -> None:
     """Train all, and append rows as steps end."""
     with in_one_sentence(), TemporaryDirectory() as folder:
@@ -183,6 +192,8 @@ def main(
         every = {str(run): run for run in runs(peer())}
         must = "loss_curves: --only must name a run that there is, because each is its own command"
         wanted = pick(only or (), every, must)
+        must = "loss_curves: --model must name a model that there is, because its sizes are listed"
+        (what,) = (TINY,) if tiny else pick((model,), MODELS, must)
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # under CP Megatron refuses others
         begun, text = monotonic(), Path(folder) / "text"
         make_text(text, text_files()[: 200 if tiny else None], gpus)
@@ -190,7 +201,7 @@ def main(
             if budget_s is not None and monotonic() - begun > budget_s:
                 typer.echo(f"time is up: {run} was not started")
                 continue
-            typer.echo(train(run, TINY if tiny else FULL, gpus, steps, text, out, run_s))
+            typer.echo(train(run, what, gpus, steps, text, out, run_s))
 
 
 if __name__ == "__main__":
