@@ -324,7 +324,7 @@ class _Kind(NamedTuple):
 _TENSOR = _Kind(
     is_dense,
     "must be a dense tensor with data, because kernels read its rows",
-    "pass one, of a DTensor to_local()",
+    "pass one, or call to_local() on a DTensor",
 )
 _SWITCH = _Kind(
     lambda x: isinstance(x, bool),
@@ -403,15 +403,15 @@ def _of_sample(call: Call) -> Iterator[Need]:
          "ancestors of its segment", f"causal={call.causal} and window={call.window}",
          "leave out causal and window, or prefix_tree"),
         (not slices or (call.window in ((None, 0), (None, None)) and not tree),
-         "slices must come without a window and a prefix tree, because they say alone what a query "
-         "sees", f"window={call.window}" + ", prefix_tree" * tree,
+         "slices must come without a window and a prefix tree, because slices alone say what a "
+         "query sees", f"window={call.window}" + ", prefix_tree" * tree,
          "leave these out, and add slices for them"),
         (not slices or call.layout != Layout.STRIPED,
-         "with slices the sample must be sharded in chunks, because kernels are told where a "
+         "with slices the sample must be sharded in chunks, because kernels need to know where a "
          "rank's rows are", "layout striped", "shard it in zigzag or contiguous"),
         (not slices or not call.packed or call.layout == Layout.DOCUMENTS,
-         "slices must come without cu_seqlens, except in the layout zigzag-documents, because they "
-         "say alone what a query sees", "both",
+         "slices must come without cu_seqlens, except in the layout zigzag-documents, because "
+         "slices alone say what a query sees", "both",
          "leave cu_seqlens out, and add slices for the documents"),
         (not tree or call.layout != Layout.DOCUMENTS,
          "a prefix tree must be sharded as one sample, because segments attend to each other",

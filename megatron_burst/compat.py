@@ -237,7 +237,7 @@ def _slices_of(who: str, mask: Any, causal: bool, rows: int, keys: int, size: in
     length = getattr(mask, "seq_lengths", (None,))[0]
     require(who, [
         (length or isinstance(mask, Tensor),
-         "mask_mod must be a BlockMask or slices, because a function would be asked for every pair",
+         "mask_mod must be a BlockMask or slices, because a function would be called for each pair",
          f"a {type(mask).__name__}", "pass create_block_mask(mask_mod, None, None, t, t)"),
         (length in (None, rows, rows * size),
          "a BlockMask must be of the whole sequence or of a rank's rows, because it says which of "

@@ -162,7 +162,7 @@ def _of_batch(batch: Mapping[str, Any]) -> Iterator[Need]:
         x = batch.get(name, ids)
         yield (
             is_dense(x) and x.dim() == 2 and is_dense(ids) and x.shape == ids.shape,
-            f"{name} must be a tensor [b, s] as input_ids, because it is sharded like them",
+            f"{name} must be a tensor [b, s] like input_ids, because it is sharded like them",
             f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else brief(x), "pass such a tensor",
         )  # fmt: skip
     mask = batch.get("attention_mask")

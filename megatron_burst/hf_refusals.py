@@ -39,8 +39,8 @@ def no_mask(
         (attention_mask is None or bool(attention_mask.all()),
          "a batch must have no padding, because attention would see it",
          "zeros in attention_mask", _SHARD),
-        (not strange, "a mask must be causal, a window or documents, because attention gets no "
-         "other from a model", ", ".join(strange), "use another attn_implementation"),
+        (not strange, "a mask must be causal, a window or documents, because burst supports no "
+         "other in a model", ", ".join(strange), "use another attn_implementation"),
     ]  # fmt: skip
     require(WHO, needs)
 
@@ -52,8 +52,8 @@ def of_attention(
     """Checks of one call of a model's attention: what it asks for beyond q, k, v and a window."""
     yield (
         asked["burst"] is not None,
-        "attention must be told of the whole sample, because a shard alone does not say where it "
-        "lies", "no keyword argument burst", _SHARD,
+        "attention must get the whole sample's layout, because a shard alone does not show where "
+        "it lies", "no keyword argument burst", _SHARD,
     )  # fmt: skip
     yield (
         asked["attention_mask"] is None,
@@ -68,7 +68,8 @@ def of_attention(
     strange = [n for n, x in asked.items() if n not in known and x is not None and x is not False]
     yield (
         not strange, "a model must ask attention for nothing but windows, sinks and a scale, "
-        "because it has nothing else", ", ".join(strange), "use another attn_implementation",
+        "because burst supports nothing else here", ", ".join(strange),
+        "use another attn_implementation",
     )  # fmt: skip
     yield (
         lengths[0] == lengths[1],

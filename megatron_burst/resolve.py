@@ -346,7 +346,7 @@ def _needs_between_nodes(spec: Spec) -> Iterator[Need]:
     gathers = spec.intra == "gather" and spec.arranged.inter_size > 1
     yield (
         not spec.left or spec.inter == "a2a" or (gathers and spec.circulate is not Circulate.Q),
-        "resend=never must come with keys that are gathered inside nodes while K and V go round "
+        "resend=never must come with keys that are gathered inside nodes while K and V circulate "
         "between nodes, because only those can stay until backward",
         f"circulate={spec.circulate or 'auto'}" if gathers else how_it_runs(spec),
         "leave it out, or pass --burst-intra gather (intra='gather') and no circulate=q",

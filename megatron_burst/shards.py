@@ -159,7 +159,7 @@ def shards_of(
 def _of_tensor(x: Tensor, dim: int) -> Iterator[Need]:
     yield (
         is_dense(x), "the tensor must be dense and have data, because its rows are copied",
-        brief(x), "make it dense, of a DTensor to_local()",
+        brief(x), "make it dense, or call to_local() on a DTensor",
     )  # fmt: skip
     yield (
         isinstance(dim, int) and -x.dim() <= dim < x.dim(),

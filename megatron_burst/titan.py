@@ -59,7 +59,7 @@ def apply_cp_to_forward(attention_modules: Sequence[torch.nn.Module], cp_mesh: A
     for layer, module in enumerate(attention_modules, 1):
         require(_WHO, [(
             type(module) in fit, "inner attention must be FlexAttention or "
-            "ScaledDotProductAttention, because what others are asked for is not known",
+            "ScaledDotProductAttention, because burst does not know what others compute",
             type(module).__name__, "set attn_backend flex")])  # fmt: skip
         module.forward = partial(_attend, cp_mesh.get_group(), layer)
     _IN_PLACE.add(cp_mesh.get_group())
@@ -72,11 +72,11 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     asked = [name for name, x in others.items() if x is not None]
     require(_WHO, [
-        (not asked, "attention must be asked for nothing but a mask and a scale, because it has "
-         "nothing else", ", ".join(asked), "use another model"),
+        (not asked, "a model must ask attention for nothing but a mask and a scale, because burst "
+         "supports nothing else here", ", ".join(asked), "use another model"),
         (isinstance(attention_masks, ShardedMask),
-         "attention must be told of the whole sample, because a shard alone does not say where it "
-         "lies", type(attention_masks).__name__, "shard with prepare_context_parallel_input"),
+         "attention must get the whole sample's layout, because a shard alone does not show where "
+         "it lies", type(attention_masks).__name__, "shard with prepare_context_parallel_input"),
     ])  # fmt: skip
     assert attention_masks is not None
     attend = partial(
@@ -121,16 +121,16 @@ def _of_input(group: dist.ProcessGroup, masks: Any, balancer: str | None) -> Ite
     )  # fmt: skip
     yield (
         balancer in _LAYOUTS, "context_parallel_load_balancer must be headtail or None, because "
-        "the rows of others have no layout here", balancer, "pass headtail",
+        "burst has no layout for the rows of others", balancer, "pass headtail",
     )  # fmt: skip
     yield (
         masks is None or isinstance(masks, BlockMask),
-        "all layers must have one BlockMask, because only that of documents is known",
+        "all layers must share one BlockMask, because burst supports only that of documents here",
         type(masks).__name__, "use another model",
     )  # fmt: skip
     strange = sorted(parts_of(masks.mask_mod) - _MASKS) if masks is not None else []
     yield (
-        not strange, "a mask must be causal or of documents, because attention gets no other",
+        not strange, "a mask must be causal or of documents, because burst supports no other here",
         ", ".join(strange), "use another model",
     )  # fmt: skip
 

@@ -90,7 +90,7 @@ def assign(
         f"documents must fit whole into {grid.slots} micro-batches of {grid.token_limit * grid.cp} "
         "tokens, because all are in the same step",
         f"{len(given)} documents of {given.sum()} tokens, which were not found to fit",
-        "have more micro-batches in a step, or raise the token limit",
+        "use more micro-batches in a step, or raise the token limit",
     )])  # fmt: skip
     assert found is not None
     return found

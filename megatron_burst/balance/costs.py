@@ -62,7 +62,7 @@ class Costs:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BurstError(
-                f'{WHO}: {path} must be a plan with "{IN_PLAN}", because seconds come from there; '
+                f'{WHO}: {path} must be a plan with "{IN_PLAN}", because costs are read from it; '
                 f"got {type(error).__name__}: {error}; make it with megatron-burst plan --json"
             ) from None
 
@@ -122,7 +122,7 @@ def _of_costs(values: Iterable[Any], costs: Costs) -> Iterable[Need]:
     sane = all(isinstance(v, int | float) and isfinite(v) and v >= 0 for v in values)
     yield (
         sane and costs.token + costs.pair > 0,
-        "costs must be seconds, of which a token or a pair takes some, because work is compared",
+        "costs must be seconds, above 0 for a token or a pair, because work is compared by them",
         costs,
         "measure micro-batches and call fit, or read a plan",
     )
@@ -142,8 +142,8 @@ def _of_measured(measured: Sequence[Measured]) -> Iterable[Need]:
 def _of_rank(rank: int, wanted: int) -> Iterable[Need]:
     yield (
         rank >= wanted,
-        f"measured micro-batches must differ enough for {wanted} coefficients, because tokens, "
-        "area and context-parallel size are told apart by them",
+        f"measured micro-batches must differ enough for {wanted} coefficients, because the fit "
+        "must separate the effects of tokens, area and context-parallel size",
         f"{rank} that are independent",
         "measure some of few long and some of many short documents, and some half as large, at "
         "each size",

@@ -107,7 +107,7 @@ def enough_documents(count: int, grid: BatchGrid) -> Need:
         f"a batch must have a document for each of its {grid.dp} x {grid.micro_batches} "
         "micro-batches, because every data-parallel rank runs all of them",
         f"{count} documents",
-        "have fewer micro-batches in a step, or a larger global batch",
+        "use fewer micro-batches in a step, or a larger global batch",
     )
 
 
@@ -119,7 +119,7 @@ def room_for(tokens: int, grid: BatchGrid) -> Need:
         f"a batch must fit into {grid.slots} micro-batches of {widest} tokens, because all "
         "documents are in the same step",
         f"{tokens} tokens",
-        "have more micro-batches in a step, or raise the token limit",
+        "use more micro-batches in a step, or raise the token limit",
     )
 
 

@@ -43,8 +43,8 @@ def _guarded(binder: Binder, step: Step, op: Op, number: int) -> Step:
             tiles = ", ".join(_tile(ref, of.unit) for ref in op.reads)
             origin = f"which {came} had before" if came else "which the inputs had not"
             raise BurstError(
-                "burst attention: with nan_guard results must be numbers, because training goes "
-                f"on with them; got NaN in {wrong}, {origin}, after {type(op).__name__} of "
+                "burst attention: with nan_guard results must not be NaN, because training "
+                f"continues with them; got NaN in {wrong}, {origin}, after {type(op).__name__} of "
                 f"{tiles}, step {number} of {total}, {direction}; "
                 "look at these inputs, or try another --burst-backend"
             )

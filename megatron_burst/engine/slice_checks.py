@@ -39,7 +39,7 @@ def need_of_pairs(slices: np.ndarray, sizes: tuple[int, int], causal: bool) -> I
     yield (
         inside.all(),
         f"slices must be within the {queries} queries and {keys} keys of the sample (of all ranks "
-        "together), none empty, because there is nothing else",
+        "together), and none may be empty, because the sample has no other positions",
         _first(slices, ~inside),
         "pass positions in the whole sample",
     )
@@ -67,8 +67,8 @@ def need_of_pairs(slices: np.ndarray, sizes: tuple[int, int], causal: bool) -> I
     blind = sees_nothing(slices)
     yield (
         blind is None,
-        "every query before the last one of all slices must see a key, because attention to "
-        "nothing is none",
+        "every query up to the last one of all slices must see a key, because attention to no "
+        "keys is undefined",
         f"query {blind}",
         "add a slice for it",
     )

@@ -139,7 +139,7 @@ class SpotCheck:
         of = f", pass {number} of the group" if self._passes.marks.log else ""
         return (
             f"burst attention: with check={self._passes.check} results must be those of attention "
-            f"by its definition, because training goes on with them; got {got}, in {where}{of}; "
+            f"by its definition, because training continues with them; got {got}, in {where}{of}; "
             "repeat the step, and if it happens again, try another --burst-backend, or the job "
             "without that rank's GPU"
         )

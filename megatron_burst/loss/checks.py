@@ -85,11 +85,12 @@ def _kinds(given: Given) -> Iterator[Need]:
     for name, x in given.tensors.items():
         yield (
             is_dense(x), f"{name} must be a dense tensor with data, because nothing is converted "
-            "silently", brief(x), "make it one, of a DTensor to_local()",
+            "silently", brief(x), "make it one, or call to_local() on a DTensor",
         )  # fmt: skip
     yield (
-        isinstance(given.supervised, SupervisedCount | None), "supervised must be a count on its "
-        "way from the GPU, because the CPU waits for it", type(given.supervised).__name__,
+        isinstance(given.supervised, SupervisedCount | None), "supervised must be a count that "
+        "the GPU may still be computing, because the CPU waits for it",
+        type(given.supervised).__name__,
         "pass what count_supervised returns",
     )  # fmt: skip
 

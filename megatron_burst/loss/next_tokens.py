@@ -78,7 +78,7 @@ def next_tokens(
 def _of_ids(tokens: Tensor, dim: int) -> Iterator[Need]:
     yield (
         is_dense(tokens), "tokens must be a dense tensor with data, because nothing is "
-        "converted silently", brief(tokens), "make it one, of a DTensor to_local()",
+        "converted silently", brief(tokens), "make it one, or call to_local() on a DTensor",
     )  # fmt: skip
     yield (
         tokens.dim() in (1, 2) and not tokens.dtype.is_floating_point

@@ -156,7 +156,7 @@ class TensorParallel:
     def of(cls, group: dist.ProcessGroup | None, sequence_parallel: bool) -> "TensorParallel":
         given = isinstance(group, dist.ProcessGroup | None)
         require(WHO, [(given, "tp_group must be a process group, because ranks communicate in it",
-                       type(group).__name__, "of a DeviceMesh pass get_group()")])  # fmt: skip
+                       type(group).__name__, "for a DeviceMesh, pass get_group()")])  # fmt: skip
         return cls() if group is None or group.size() == 1 else cls(group, sequence_parallel)
 
     @property

@@ -31,12 +31,12 @@ _ATTENTION = {
     "KV heads at a time) or a2a (all-to-all of heads)",
     "inter": "between nodes: ring (around the mode inside nodes) or a2a (all-to-all of heads "
     "over all ranks); auto compares the bytes and what kernels can hide",
-    "invariant": "the same bits on any number of ranks that divides the heads, by an all-to-all "
-    "over all of them; allows --batch-invariant-mode",
+    "invariant": "give the same bits on any number of ranks that divides the heads, with an "
+    "all-to-all over all ranks; allows --batch-invariant-mode",
     "backend": "attention kernel",
-    "keep": "which attention results to keep for recomputation, so that attention is not "
-    "recomputed: all, or those of a share of the rows, the later ones (half is 0.5); auto: what "
-    "saves most time in the memory that the first step leaves, outputs of modules too",
+    "keep": "which attention results to keep, so that attention is not recomputed: all, or those "
+    "of the last share of the rows (half is 0.5); auto: what saves the most time in the memory "
+    "that the first step leaves, including outputs of modules",
     "keep_layers": "keep only in the first N layers of a pipeline stage; the others recompute "
     "attention",
     "keep_offload": "offload to pinned host memory: kept results, the inputs of recomputed "
@@ -68,7 +68,7 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     group.add_argument(
         "--burst-dump-args", metavar="FILE",
-        help="write the arguments of this run as JSON, for megatron-burst plan FILE, and end",
+        help="write the arguments of this run as JSON, for megatron-burst plan FILE, and exit",
     )  # fmt: skip
     _add_fields(group, "burst", BurstConfig, _ATTENTION)
     group.add_argument(

@@ -102,7 +102,7 @@ class BalancedBatches(Iterator[Batch]):
         whole = isinstance(given, Mapping)
         require(WHO, [(
             not whole or "cu_seqlens" not in given,
-            "a document must be alone, because boundaries inside it would be lost",
+            "a document must not hold others, because boundaries inside it would be lost",
             f"document {index} with cu_seqlens, as samples of Megatron's SFTDataset have",
             "pass each conversation as a document",
         )])  # fmt: skip
@@ -119,7 +119,7 @@ class BalancedBatches(Iterator[Batch]):
         shapes, length = {tuple(x.shape) for x in found.values()}, self._sampler.lengths[index]
         require(WHO, [(
             shapes == {(length,)},
-            "a document must have the length that the sampler was given, because ranks share out "
+            "a document must have the length that the sampler was given, because ranks assign "
             "documents by it",
             f"document {index} with shapes {sorted(shapes)}, and a length of {length}",
             "pass the data set's lengths",
@@ -197,8 +197,8 @@ class BalancedBatches(Iterator[Batch]):
         )  # fmt: skip
         yield (
             config.variable_seq_lengths or grid.pp == 1,
-            "pipeline stages must tell each other the shapes that they send, because micro-batches "
-            "differ in tokens",
+            "pipeline stages must send each other the shapes of their tensors, because "
+            "micro-batches differ in tokens",
             "variable_seq_lengths=False", "set it in the model's configuration",
         )  # fmt: skip
         chunks = config.virtual_pipeline_model_parallel_size or 1
@@ -206,7 +206,7 @@ class BalancedBatches(Iterator[Batch]):
             chunks == 1 or grid.pp > 2,
             "a pipeline of several model chunks must have more than two stages, because Megatron "
             "exchanges the shapes of what two stages send both ways in an order that mixes them up",
-            f"{grid.pp} stages of {chunks} model chunks", "have one chunk, or more stages",
+            f"{grid.pp} stages of {chunks} model chunks", "use one chunk, or more stages",
         )  # fmt: skip
         sizes = list(self._sampler.cp_sizes)
         yield (
@@ -234,13 +234,13 @@ def _of_command(args: Any, sampler: Sampler) -> Iterable[Need]:
     ramps = getattr(args, "rampup_batch_size", None)
     yield (
         not documents_lie_anywhere(),
-        "documents must be sharded one by one, because micro-batches are padded and sharded so",
+        "documents must be sharded one by one, because BalancedBatches pads and shards them so",
         "--dataloader-inter-document-masking", "leave it out",
     )  # fmt: skip
     yield (
         mine == theirs and not ramps and args.dataloader_type == "external",
         "Megatron must count the documents and micro-batches of the sampler's steps, because it "
-        "asks for so many and resumes there",
+        "requests that many and resumes from that count",
         f"steps of {mine[0]} documents in {mine[1]} micro-batches a rank, with "
         f"--global-batch-size {args.global_batch_size}, --micro-batch-size "
         f"{args.micro_batch_size}, --dataloader-type {args.dataloader_type}"

@@ -404,11 +404,11 @@ TABLE: tuple[Refusal, ...] = (
         got="{value}"),
     Refusal("modules", "moe_token_dispatcher_type",
         lambda kind, o: kind in (None, "alltoall") or not _keeps_dispatch(o),
-        "other dispatchers hold what the call before has sent", _NO_DISPATCH),
+        "other dispatchers hold on to what the previous call sent", _NO_DISPATCH),
     Refusal("modules", "moe_shared_expert_overlap", lambda on, o: not (on and _keeps_dispatch(o)),
-        "the shared expert runs in the call of the all-to-all", _NO_DISPATCH),
+        "the shared expert runs inside the call of the all-to-all", _NO_DISPATCH),
     Refusal("modules", "expert_model_parallel_size",
-        lambda ranks, o: ranks != 1 or not _keeps_dispatch(o), "one rank sends no tokens",
+        lambda ranks, o: ranks != 1 or not _keeps_dispatch(o), "a single rank sends no tokens",
         _NO_DISPATCH),
     Refusal("own", "keep", ("none", "all"), "only burst's attention can reshard rows",
         f"pass {KEEP_FLAG} all, or {FLAG}", asked="a share of the rows",
@@ -428,7 +428,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "head", "output_layer", (), "only Megatron's ColumnParallelLinear computes these logits",
         f"leave {LOSS_FLAG} out", asked="this output layer", got="{value}"),
-    Refusal("head", "bias", OFF, "none is added", asked="a bias of the output layer"),
+    Refusal("head", "bias", OFF, "the loss adds none", asked="a bias of the output layer"),
     Refusal("head", "parallel_output", (True,), "there are no logits to gather", "leave that out",
         asked="logits that are gathered"),
     Refusal("head", "gtp_remat_size", (1,), "the output layer's weight is read without "

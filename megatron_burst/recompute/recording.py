@@ -166,7 +166,7 @@ class Recording:
         found = tuple(x for x in leaves if x is not None)
         if not found or not all(isinstance(x, Tensor) for x in found):
             raise BurstError(
-                f"{WHO}: what is kept must return tensors and None alone, because other results "
+                f"{WHO}: what is kept must return only tensors and None, because other results "
                 f"cannot be kept; got {[type(x).__name__ for x in leaves]}; wrap it in a function "
                 "that does"
             )

@@ -165,7 +165,7 @@ def _costs(job: Job, strategy: Strategy) -> Costs:
     if not costs:
         raise BurstError(
             "plan: --lengths must come with a --seq-length of at least 8 x CP x TP, because costs "
-            "of documents are told apart by micro-batches of several lengths; got "
+            "of documents are fitted to micro-batches of several lengths; got "
             f"{job.seq} tokens, CP {strategy.cp}, TP {strategy.tp}; raise the length"
         )
     if strategy.pp == 1:

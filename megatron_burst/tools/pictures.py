@@ -46,8 +46,8 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise BurstError(
-            "plan: a picture needs matplotlib, because it draws; got none installed; pip install "
-            "matplotlib, or leave the option out"
+            "plan: a picture needs matplotlib, because that draws it; got none installed; pip "
+            "install matplotlib, or leave the option out"
         ) from None
     return Figure(figsize=(width, height), layout="constrained")
 

@@ -81,13 +81,13 @@ def plan(
     ep: Annotated[int | None, Size(help="expert-parallel size")] = None,
     recompute: Annotated[
         Literal["none", "selective", "full"] | None,
-        Option(help="what backward recomputes; selective: the feed-forward"),
+        Option(help="what is recomputed in backward; selective: the feed-forward"),
     ] = None,
     keep: Annotated[
         Literal["none", "half", "all", "auto"] | None,
         Option(
-            help="what full recomputation keeps (--burst-keep): of attention's results; auto: "
-            "modules' outputs too, as a run will choose"
+            help="which of attention's results full recomputation keeps (--burst-keep); auto: "
+            "outputs of modules too, as a run will choose"
         ),
     ] = None,
     keep_budget_gib: Annotated[
@@ -109,7 +109,7 @@ def plan(
     ] = None,
     framework: Annotated[
         Framework | None,
-        Option("--for", help="print the plan's decisions in this framework's own words"),
+        Option("--for", help="print the plan's decisions as settings of this framework"),
     ] = None,
     cu_seqlens: Annotated[
         Path | None,
@@ -124,8 +124,8 @@ def plan(
         Option(
             metavar="FILE",
             help="lengths of a data set's documents: a histogram (.csv), a list (.jsonl), or "
-            "Megatron's index (.idx); with --seq-length, compare rules for which document goes "
-            "where",
+            "Megatron's index (.idx); with --seq-length, compare rules that assign documents to "
+            "ranks",
         ),
     ] = None,
     picture: Annotated[
@@ -140,7 +140,7 @@ def plan(
         Path | None,
         Option(
             metavar="FILE",
-            help="draw peak memory against step time, from full recomputation over budgets of "
+            help="draw peak memory against step time, from full recomputation through budgets of "
             "--keep auto to nothing recomputed (.png, .svg, .pdf)",
         ),
     ] = None,

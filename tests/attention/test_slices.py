@@ -142,7 +142,7 @@ WRONG = {  # slices of a sample of 8 tokens, more arguments, words
     "on a GPU": (torch.tensor(GOOD).to("meta"), {}, "slices must be .*meta"),
     "none": (torch.empty(0, 5, dtype=torch.int32), {}, r"at least one.*\(0, 5\)"),
     "outside": ([[0, 9, 0, 8, 0]], {}, r"within the 8 queries and 8 keys.*got \[0, 9, 0, 8, 0\]"),
-    "empty": ([[0, 8, 3, 3, 0]], {}, "none empty"),
+    "empty": ([[0, 8, 3, 3, 0]], {}, "none may be empty"),
     "a kind": ([[0, 8, 0, 8, 4]], {}, r"kind of a slice must be 0 \(full\)"),
     "later keys": ([[0, 8, 0, 8, 0]], {"causal": True}, "no slice may have a key behind a query"),
     "twice": ([[0, 8, 0, 8, 1], [6, 8, 0, 1, 0]], {}, "must not overlap.* and "),

@@ -138,7 +138,7 @@ def repetitions():
                 and each.problem[:3] == (32, 32, 64 << 10))  # fmt: skip
     row = alone.rows["burst:backend=cudnn"]
     assert row.note.startswith("1 rep") and round(Ratio.of(row, alone.best_te).value, 2) == 1.35
-    return ["1.20, 1.35 and 1.57 are single repetitions, and 1.06 is of 2 or 3"]
+    return ["(1.20, 1.35 and 1.57) are single repetitions", "(1.06) is the median of 2 or 3"]
 
 
 SOURCES: dict[Callable[[], list[str]], str] = {

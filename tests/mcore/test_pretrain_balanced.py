@@ -113,7 +113,7 @@ def test_a_resumed_run_goes_on_with_the_next_documents(documents, truth, tmp_pat
             marks=needs("documents anywhere"),
         ),
         ("--dataloader-type single", "--dataloader-type single; pass the documents of a step"),
-        ("--seq-length 24", "got .* tokens; have more micro-batches in a step"),
+        ("--seq-length 24", "got .* tokens; use more micro-batches in a step"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_first_step(flags, message, documents, tmp_path):

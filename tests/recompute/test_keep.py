@@ -162,7 +162,7 @@ def test_random_numbers_of_attention_and_of_what_follows_are_the_first_passes(re
 
 
 def test_refuses_what_is_no_tensor():
-    with pytest.raises(BurstError, match="must return tensors and None.*got .'NoneType'.; wrap"):
+    with pytest.raises(BurstError, match="only tensors and None.*got .'NoneType'.; wrap"):
         forward(model(), keep(lambda q, k, v, scale: None), inputs(), True)
 
 
