@@ -230,10 +230,12 @@ def test_megatron_and_burst_take_the_flags_of_slices():
 
 
 def test_megatron_and_burst_take_the_flags_of_loss_curves():
-    from benchmarks.loss_curves import FULL, flags_of, runs
+    from benchmarks.loss_curves import MODELS, flags_of, runs
 
     for run in runs("megatron"):
-        args, ours = megatrons_parser().parse_known_args(flags_of(run, FULL, 300, Path("text")))
+        args, ours = megatrons_parser().parse_known_args(
+            flags_of(run, MODELS["8b"], 300, Path("text"))
+        )
         assert args.train_iters == 300 and args.burst_fused_loss == (run.impl == "burst")
         packs = ["--pack-documents"] if run.sample == "packed" else []
         assert ours == ["--data-seed", "4321" if run.order == "other" else "1234", *packs]

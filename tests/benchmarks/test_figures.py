@@ -170,7 +170,7 @@ def lead_with_experts():
 
 def test_settings_of_a_table_train_the_same():
     dense, experts = [], []
-    for page in ("step-packed", "step-long", "step-experts"):
+    for page in ("step-packed", "step-models", "step-long", "step-experts"):
         text = (PAGES / f"{page}.md").read_text()
         for name, run in re.findall(r"show frontier .*frontier_(\w+)\.csv 2026-(\S+)", text):
             own = steps_in(name)[run]

@@ -3,6 +3,8 @@
 Guards against figures of other runs' rows, and settings that are compared in unequal memory.
 """
 
+from dataclasses import replace
+
 import pytest
 from typer.testing import CliRunner
 
@@ -43,6 +45,16 @@ ROWS = [
     row("burst:off", "101 140", 60.2, turn=2, grad_norm=1.98),
     row("burst:off", "90 90", 50.0, run="another run"),
 ]
+
+
+def test_tokens_and_mfu_are_of_each_gpu():
+    """MFU is of model FLOPs, at the median over turns, beside the preset's peak."""
+    first = row("burst:off", "100 100", 60.0, tflops=247.25, ms=100.0)
+    rows = [first, row("burst:off", "200 200", 60.0, turn=2)]
+    (point,) = points_of([replace(one, ranks=2) for one in rows])
+    assert point.ms == 150 and point.tokens_per_s == pytest.approx(65536 / 2 / 0.15)
+    assert point.mfu == pytest.approx(0.25 / 1.5, rel=1e-3)
+    assert points_of([row("burst:off", "100", 60.0, gpu="cpu", tflops=1.0)])[0].mfu is None
 
 
 def test_what_the_rows_of_a_run_come_to():
@@ -88,7 +100,7 @@ def test_table_and_picture(tmp_path):
     assert shown.exit_code == 0, shown.output
     assert shown.output.strip() == frontier_table(read([tmp_path / "a.csv"], FRONTIER_CSV))
     assert (
-        "| burst:keep+fc1 | 106.0 (104.0-108.0) | 4 | 1.044 | 41.00 | 0.52 | - | - |"
+        "| burst:keep+fc1 | 106.0 (104.0-108.0) | 4 | 618264 | - | 1.044 | 41.00 | 0.52 | - | - |"
         in shown.output
     )
     assert "| megatron:offload | out of memory | - |" in shown.output

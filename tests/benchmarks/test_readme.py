@@ -51,6 +51,20 @@ def speed():
     return [span(means), span(causal), *map(span, others)]
 
 
+def documents_start_anywhere():
+    """Of the same samples on 4 GPUs: times as fast as TransformerEngine, and as Ulysses."""
+    found = [one for one in compare(rows_of("packed_4xh200_one_node", PACKED_CSV))
+             if one.problem.pass_ == "fwd_bwd"]  # fmt: skip
+    rows = [one.rows["burst:auto@zigzag"] for one in found]
+    peers = [one.best_te for one in found], [one.fastest("ulysses") for one in found]
+    beside_te, beside_ulysses = (
+        span([Ratio.of(*pair).value for pair in zip(rows, own, strict=True)]) for own in peers
+    )
+    assert all(row.peak_gib < one.burst.peak_gib for row, one in zip(rows, found, strict=True)
+               if one.burst.peak_gib > one.best_te.peak_gib)  # fmt: skip
+    return [f"{beside_te} times as fast", f"{beside_ulysses} times as fast"]
+
+
 def slower_where_documents_start_anywhere():
     (half,) = (one for one in compare(rows_of("packed_2x1xh200", PACKED_CSV))
                if one.problem.mask == "half" and one.problem.pass_ == "fwd_bwd")  # fmt: skip
@@ -64,10 +78,14 @@ def memory():
     packed = found[PACKED].memory
     assert min(packed) > 2 and round(max(packed)) == 7  # "a seventh to less than half"
     some = found[PACKED_ON_FOUR].memory
-    assert 1 / min(some) < 0.77 and round(max(some)) == 5  # "a fifth to three quarters"
+    assert round(max(some)) == 5  # "a fifth to"
     more = [sum(gain < 1 for _, gain in leads(name).values()) for name in (NODE, NODES)]
     assert round(1 / min(gain for _, gain in leads(NODE).values())) == 2  # "up to twice"
-    return [f"{more[0]} of 16 causal", f"{more[1]} of 12 on two nodes"]
+    return [
+        f"{1 / min(some):.1f} times the memory",
+        f"{more[0]} of 16 causal",
+        f"{more[1]} of 12 on two nodes",
+    ]
 
 
 def step():
@@ -143,6 +161,7 @@ def repetitions():
 
 SOURCES: dict[Callable[[], list[str]], str] = {
     speed: "attention_*.csv, peers_4xh200_one_node.csv, packed_*.csv",
+    documents_start_anywhere: "packed_4xh200_one_node.csv",
     slower_where_documents_start_anywhere: "packed_2x1xh200.csv",
     memory: "the same as speed",
     step: "slices_2xh200.csv, frontier_*.csv",

@@ -33,10 +33,13 @@ def frontier(tmp_path):
 
 def test_a_runs_table_has_the_columns_that_were_measured(frontier):
     head, *lines = frontier_lines(frontier, ["then"])
-    assert head == ["setting", "ms (min-max)", "steps", "of nothing recomputed", "GiB", "a",
-                    "burst in its memory"]  # fmt: skip
-    assert lines[2] == ["burst:auto-2", "116.0 (116.0-116.0)", "2", "1.160", "25.00", "0.12", "-"]
-    assert lines[-1] == ["megatron:offload", "out of memory", *"-----"]
+    assert head == ["setting", "ms (min-max)", "steps", "tokens/s a GPU", "of nothing recomputed",
+                    "GiB", "a", "burst in its memory"]  # fmt: skip
+    tokens = f"{65536 / 0.116:.0f}"
+    assert lines[2] == [
+        "burst:auto-2", "116.0 (116.0-116.0)", "2", tokens, "1.160", "25.00", "0.12", "-",
+    ]  # fmt: skip
+    assert lines[-1] == ["megatron:offload", "out of memory", *"------"]
     with pytest.raises(BurstError, match="must have the runs that a page names.*; got 2025; name"):
         frontier_lines(frontier, ["2025"])
 
