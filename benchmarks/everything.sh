@@ -2,20 +2,23 @@
 # All tables of one machine in parts of at most 9 minutes on 4 or 8 GPUs, the most informative rows first. Rows are in
 # their CSV as soon as a problem is done.
 #
-#   benchmarks/everything.sh OUT GPUS [PART...]       OUT: folder of the CSVs; without PART: all parts, in over an hour
+#   benchmarks/everything.sh OUT GPUS [PART...]       OUT: folder of the CSVs; without PART: all parts, in up to 8 hours
 #   TINY=1 benchmarks/everything.sh OUT 4             small sizes, to see that it runs; on CPU processes too
 #
 # correctness   tests, conformance (needs TE=, MEGATRON_LM=: their checkouts)
-# one node      one_node, one_node_long, packed, layers, layers_long, layers_half, layers_megatron
+# one node      one_node, one_node_long, packed (64/8 heads), packed_few (32/8), layers, layers_long, layers_half, layers_megatron
+# other sizes   windows (1K, 4K, 16K), short (8K to 32K tokens, batches of 1 to 8), dims (heads of 64, 192/128, 256), fp16
 # libraries     peers, peers_packed: torch's context parallelism, DeepSpeed's Ulysses and yunchang, those that are installed,
 #               in turns with burst, TransformerEngine and the kernels alone; rounds: burst's, of more or fewer heads
 # several       two_nodes, two_nodes_long, packed_nodes, four_nodes       (emulated on this machine)
-# steps         slices, slices_14b, slices_2m, slices_own_loss
+# steps         slices, slices_14b, slices_2m, slices_own_loss; curves, curves_packed, curves_1b (all of Llama-3.2-1B): losses of 300 steps
 # seeds         seeds_64k, seeds_long, seeds_million, ablation, ablation_keep, tensor, weak, strong, prefill: what
 #               BurstAttention's and BurstEngine's papers measured; the name seeds stands for all of them; on one GPU
 #               its column of each
-# recomputation frontier, frontier_one, frontier_whole, frontier_experts: a step's time against its peak,
-#               with as many tokens on each GPU, however many there are
+# recomputation frontier, frontier_experts, frontier_whole (three whole models, 9 minutes each), of packed documents, and
+#               frontier_one, frontier_whole_one, of one document: a step's time against its peak, with as many tokens on each
+#               GPU, however many there are
+# one GPU       kernels, masks, loss_peers (Liger, QuACK and CCE, those that are installed, in turns with burst and Megatron)
 # balance       micro-batches of documents against the cost function; on several GPUs steps too, of one context-parallel
 #               group and of two, beside simulated ones
 # other         before, before_packed, before_long, before_nodes (after `python -m benchmarks.before COMMIT`), accuracy, million, loss
@@ -23,13 +26,14 @@
 # machines      one_network, packed_network: attention on nodes that a network connects; start it on each of them with
 #               all GPUs as GPUS, and LAUNCH="torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr HOST"
 #
-# TOTAL_S=seconds: nothing is started later; what runs then may take `grace` more.
+# TOTAL_S=seconds: what all parts may take together; each gets as much of what is left, at least 5 minutes: the last may get nothing.
 set -uo pipefail
 out=$(realpath -m "${1:?folder for the CSVs}")
 gpus=${2:?number of GPUs}
 shift 2
 total=${TOTAL_S:-100000}
-grace=40
+grace=40 least=20 # seconds of a command: over its own, and to be started at all
+enough=300 # of a part, rather than less of each
 tiny=${TINY:-}
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 mkdir -p "$out"
@@ -44,14 +48,20 @@ same_kernel=(--impl burst:backend=cudnn --impl ceiling:cudnn)
 all_heads=32/8,32/32,8/2,8/1
 seeds="seeds_64k seeds_long seeds_million ablation ablation_keep tensor weak strong prefill"
 
+most() { # of these seconds, those that the part has left
+    local rest=$((until - SECONDS - grace))
+    echo $(($1 < rest ? $1 : rest))
+}
+
 sized() { # arguments of a full run, of a tiny one
     if [[ -z $tiny ]]; then echo "$1"; else echo "$2"; fi
 }
 
-within() { # seconds, then a command that takes --budget-s; less if TOTAL_S is near, nothing if it is over
-    local seconds=$(($1 < total - SECONDS ? $1 : total - SECONDS))
+within() { # seconds, then a command that takes --budget-s and may end `grace` later; nothing if little time is left
+    local seconds
+    seconds=$(most "$1")
     shift
-    if ((seconds < 20)); then
+    if ((seconds < least)); then
         echo "== no time was left for: $*"
         return
     fi
@@ -71,11 +81,11 @@ attention() { # seconds, lengths, heads, file, more options
     bench "$1" attention --out "$out/$4.csv" "${@:5}" $sizes
 }
 
-packed() { # seconds, lengths, file, more options
+packed() { # seconds, lengths, heads, file, more options
     local sizes
-    sizes=$(sized "--seq $2 --heads 64/8" "--seq 1K --heads 8/4 --head-dim 8 --reps 2")
+    sizes=$(sized "--seq $2 --heads $3" "--seq 1K --heads 8/4 --head-dim 8 --reps 2")
     # shellcheck disable=SC2086
-    bench "$1" packed --documents drawn --out "$out/$3.csv" "${burst[@]}" --impl burst:auto@zigzag "${te[@]}" "${@:4}" \
+    bench "$1" packed --documents drawn --out "$out/$4.csv" "${burst[@]}" --impl burst:auto@zigzag "${te[@]}" "${@:5}" \
         $sizes
 }
 
@@ -155,6 +165,20 @@ frontier() { # seconds, thousands of tokens a GPU, arguments of a full run, of a
         $(sized "--seq $(($2 * gpus))K $3" "$4 --seq 256 --turns 1 --steps 1")
 }
 
+whole_models() { # more options
+    local model
+    for model in $(sized "qwen3-1.7b qwen3-4b llama3.2-1b" tiny); do
+        frontier 540 64 "--model $model $*" "--model $model $*"
+    done
+}
+
+curves() { # of which samples, more options; tiny: of both
+    local runs=(--only="$1":{megatron,burst,megatron-other,megatron-again})
+    # shellcheck disable=SC2046
+    within 480 python3 benchmarks/loss_curves.py "$out/loss_curves.csv" --gpus "$(sized "$gpus" 2)" \
+        $(sized "${runs[*]} ${*:2}" "--tiny --steps 10")
+}
+
 balance() { # on one GPU as one rank of 2, 4 and 8 computes; several are one context-parallel group, then two
     local sizes dp
     sizes=$(sized "--model qwen3-8b --tokens 16K" "--model tiny --tokens 512 --reps 1")
@@ -169,26 +193,37 @@ balance() { # on one GPU as one rank of 2, 4 and 8 computes; several are one con
 
 part() {
     case $1 in
-        tests) timeout 530 python3 -m pytest tests/gpu -m gpu -n "$(sized 5 1)" --dist worksteal -q -rf \
+        tests) timeout "$(most 530)" python3 -m pytest tests/gpu -m gpu -n "$(sized 5 1)" --dist worksteal -q -rf \
             --junit-xml "$out/tests.xml" ;;
-        conformance) timeout 530 python3 -m conformance.run --lanes "$(sized 4 1)" --ranks 4 --limit-s 500 \
+        conformance) timeout "$(most 530)" python3 -m conformance.run --lanes "$(sized 4 1)" --ranks 4 --limit-s 500 \
             --out "$out/conformance" ;;
         one_node) attention 480 64K,128K,256K "$all_heads" one_node "${burst[@]}" "${te[@]}" "${same_kernel[@]}" --reps 10 ;;
         one_node_long) attention 480 512K "$all_heads" one_node "${burst[@]}" "${te[@]:0:6}" "${same_kernel[@]}" --reps 5 ;;
         one_network) attention 480 128K,256K,512K "$all_heads" network "${burst[@]}" "${te[@]}" "${same_kernel[@]}" --reps 5 ;;
-        packed_network) packed 400 128K,256K,1M packed_network "${same_kernel[@]}" --reps 5 ;;
+        packed_network) packed 400 128K,256K,1M 64/8 packed_network "${same_kernel[@]}" --reps 5 ;;
         peers) attention 480 64K,128K,256K "$all_heads" peers "${burst[@]}" "${te[@]:0:4}" "${libraries[@]}" \
             "${same_kernel[@]}" --reps 10 ;;
-        peers_packed) packed 300 64K,128K,256K peers_packed "${same_kernel[@]}" --impl ulysses --impl flex --reps 10 ;;
+        peers_packed) packed 300 64K,128K,256K 64/8 peers_packed "${same_kernel[@]}" --impl ulysses --impl flex --reps 10 ;;
         rounds) # how many KV heads at a time, beside Ulysses, which has all of a rank at once
             attention 220 64K,128K 32/8,32/32 rounds "${burst[@]}" "${rounds[@]}" --impl burst:intra=a2a --reps 5
-            packed 240 128K,256K rounds_packed "${rounds[@]}" --impl burst:intra=a2a@zigzag --reps 5
+            packed 240 128K,256K 64/8 rounds_packed "${rounds[@]}" --impl burst:intra=a2a@zigzag --reps 5
             ;;
         two_nodes) on_nodes 2 attention 480 64K,128K "$all_heads" two_nodes "${burst[@]}" "${te[@]}" --reps 10 ;;
         two_nodes_long) on_nodes 2 attention 480 256K,512K "$all_heads" two_nodes "${burst[@]}" "${te[@]}" --reps 5 ;;
         four_nodes) on_nodes 4 attention 120 64K,128K 32/8,32/32 four_nodes "${burst[@]}" "${te[@]:0:6}" --reps 5 ;;
-        packed) packed 400 64K,128K,256K,1M packed "${same_kernel[@]}" --reps 10 ;;
-        packed_nodes) on_nodes 2 packed 400 64K,128K,256K,1M packed_nodes --reps 5 ;;
+        packed) packed 400 64K,128K,256K,1M 64/8 packed "${same_kernel[@]}" --reps 10 ;;
+        packed_few) packed 400 32K,64K,128K,256K 32/8 packed "${same_kernel[@]}" --reps 10 ;;
+        windows) # shellcheck disable=SC2046
+            bench 480 packed --out "$out/windows.csv" --reps 5 \
+                $(sized "--seq 64K,128K,256K --heads 64/8,32/8 --window 1K,4K,16K" "--seq 1K --heads 8/4 --head-dim 8 --window 64") ;;
+        short) attention 480 8K,16K,32K 32/8,32/32 short "${burst[@]}" "${te[@]:0:4}" --batch "$(sized 1,2,4,8 1,2)" --reps 10 ;;
+        dims)
+            for dim in $(sized "64 192/128 256" 8); do
+                attention 140 64K,128K 32/8,32/32 dims "${burst[@]}" "${te[@]:0:4}" --head-dim "$dim" --reps 5
+            done
+            ;;
+        fp16) attention 300 64K,128K 32/8,32/32 fp16 "${burst[@]}" "${te[@]:0:4}" "${same_kernel[@]}" --dtype float16 --reps 5 ;;
+        packed_nodes) on_nodes 2 packed 400 64K,128K,256K,1M 64/8 packed_nodes --reps 5 ;;
         layers) layers 300 512K burst:{none,half,all,all-half-layers,all-offload} megatron:{full,full-keep} ;;
         layers_long) layers 480 1M burst:{none,all} ;;
         layers_half) layers 480 1M burst:{half,all-half-layers} ;;
@@ -214,19 +249,24 @@ part() {
         prefill) prefill ;;
         frontier) frontier 480 64 "--model qwen3-8b --turns 2 --steps 3" "--model tiny" ;;
         frontier_one) frontier 540 64 "--model qwen3-8b --documents none --turns 2 --steps 3" "--model tiny --documents none" ;;
-        frontier_whole)
-            for model in qwen3-1.7b qwen3-4b llama3.2-1b; do
-                [[ -n $tiny ]] || frontier 540 64 "--model $model"
-            done
-            ;;
+        frontier_whole) whole_models ;;
+        frontier_whole_one) whole_models --documents none ;;
         frontier_experts) frontier 480 32 "--model qwen3-30b-a3b" "--model tiny-moe" ;;
+        curves) curves whole ;;
+        curves_packed) [[ -n $tiny ]] || curves packed ;;
+        curves_1b) [[ -n $tiny ]] || curves whole --model llama3.2-1b ;;
         balance) balance ;;
-        accuracy) timeout 60 torchrun --nproc-per-node "$gpus" benchmarks/accuracy.py "$out/accuracy.csv" ;;
+        accuracy) timeout "$(most 60)" torchrun --nproc-per-node "$gpus" benchmarks/accuracy.py "$out/accuracy.csv" ;;
         million) attention 190 1M 32/8,32/32 one_node "${burst[@]}" --impl te:p2p --impl te:a2a --reps 1 ;;
         loss) # shellcheck disable=SC2046
             bench 60 loss $(sized "--tokens 128K --hidden 4096 --vocab 128K" "--tokens 1K --hidden 32 --vocab 1K") \
                 --impl burst:recompute --impl burst:forward --impl megatron:fused --out "$out/loss.csv"
             ;;
+        loss_peers) # shellcheck disable=SC2046
+            within 300 python3 -m benchmarks.loss --out "$out/loss_peers.csv" \
+                $(sized "--tokens 8K,32K,128K --hidden 4096 --vocab 128K" "--tokens 1K --hidden 32 --vocab 1K") ;;
+        kernels) within 300 python3 benchmarks/kernels.py "$out/kernels.csv" --seqs "$(sized 8192,16384,32768 1024)" ;;
+        masks) timeout "$(most 300)" python3 benchmarks/masks.py "$out/masks.csv" ;; # reads TINY
         *)
             echo "everything.sh: no part $1; see the first lines of it" >&2
             exit 1
@@ -234,19 +274,23 @@ part() {
     esac
 }
 
-every="tests one_node packed peers peers_packed rounds two_nodes layers packed_nodes before before_packed before_nodes conformance one_node_long two_nodes_long
-    layers_long layers_half layers_megatron before_long slices four_nodes accuracy million slices_14b slices_2m
-    slices_own_loss loss balance frontier frontier_one frontier_whole frontier_experts one_network packed_network $seeds"
-for name in "${@:-$every}"; do
-    [[ $name != seeds ]] || name=$seeds
-    # shellcheck disable=SC2086
-    for one in $name; do
-        echo "== $one"
-        if ((SECONDS >= total)); then
-            echo "== no time was left"
-            continue
-        fi
-        part "$one"
-        echo "== $one ended with $? after $SECONDS s in all"
-    done
+every="tests one_node packed peers peers_packed rounds two_nodes layers packed_nodes packed_few windows before before_packed
+    before_nodes conformance one_node_long two_nodes_long short dims fp16 layers_long layers_half layers_megatron before_long
+    slices four_nodes accuracy million slices_14b slices_2m slices_own_loss loss loss_peers masks kernels curves curves_packed
+    curves_1b balance frontier frontier_one frontier_whole frontier_whole_one frontier_experts one_network packed_network $seeds"
+asked=" ${*:-$every} "
+read -rd '' -a parts <<<"${asked// seeds / $seeds }"
+left=${#parts[@]}
+for one in "${parts[@]}"; do
+    echo "== $one"
+    if ((total - SECONDS < grace + least)); then
+        echo "== no time was left"
+        continue
+    fi
+    share=$(((total - SECONDS) / left))
+    until=$((SECONDS + (share > enough ? share : enough)))
+    until=$((until < total ? until : total))
+    part "$one"
+    echo "== $one ended with $? after $SECONDS s in all"
+    left=$((left - 1))
 done

@@ -4,10 +4,10 @@ import ctypes
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import sha256
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
@@ -18,11 +18,10 @@ from megatron_burst.tools.doctor.software import software
 from megatron_burst.tools.speeds import shift_once
 from megatron_burst.tools.world import World, timed_ms
 
-# Peers, by the module that each is imported as; torch is named anyway.
-_LIBRARIES = {
-    "deepspeed": "deepspeed", "yunchang": "yunchang", "quack": "quack-kernels",
-    "liger_kernel": "liger-kernel", "cut_cross_entropy": "cut-cross-entropy",
-}  # fmt: skip
+# Peers and a kernel, as their distributions are called; torch and fa4 are named anyway.
+_LIBRARIES = (
+    "deepspeed", "yunchang", "quack-kernels", "liger-kernel", "cut-cross-entropy", "flash-attn-3",
+)  # fmt: skip
 _NUM_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
 _REPS = 5
 
@@ -33,12 +32,20 @@ def versions() -> str:
     On GPUs also "cudnn", of the libraries that are loaded, and "connections N":
     CUDA_DEVICE_MAX_CONNECTIONS, on which overlap depends.
     """
-    libraries = {name: version(name) for module, name in _LIBRARIES.items() if find_spec(module)}
-    found = {**software(), **libraries, "commit": commit()}
+    found = {**software(), **_libraries(), "commit": commit()}
     if torch.cuda.is_available():
         found["cudnn"] = " and ".join(loaded_cudnn()) or "not loaded"
         found["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default")
     return "; ".join(f"{name} {number}" for name, number in found.items())
+
+
+def _libraries() -> dict[str, str]:
+    """Versions of those that are installed, by name."""
+    found = {}
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 @lru_cache

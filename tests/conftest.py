@@ -13,6 +13,8 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.released import release
+
 # their assertions are reported like tests'
 pytest.register_assert_rewrite("tests.attention.engine", "tests.integrations.balanced")
 
@@ -82,6 +84,12 @@ def once(tmp_path_factory):
             return pickle.loads(path.read_bytes())
 
     return found
+
+
+@pytest.fixture(scope="session")
+def released(tmp_path_factory, once):
+    """A release of a copy of this checkout: `tests.released.Release`."""
+    return once(lambda: release(tmp_path_factory.mktemp("released") / "checkout"))
 
 
 @pytest.fixture(scope="session")

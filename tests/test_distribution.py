@@ -21,49 +21,24 @@ from mypy import api
 from packaging.requirements import Requirement
 
 import megatron_burst
-from tests.test_packaging import give_setuptools
+from tests.released import commit, git, run_script
 
 ROOT = Path(__file__).parents[1]
-LEFT_OUT = (".*", "*.egg-info", "__pycache__", "build", "dist", "demo")
-BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])('dist'))"
-
-
-def site_packages(environment):
-    """Where an environment of this Python has its packages."""
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return environment / "lib" / version / "site-packages"
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """A function that builds the sdist or the wheel from a copy of the checkout."""
-    folder = tmp_path_factory.mktemp("built") / "checkout"
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    shutil.copy(ROOT / ".pre-commit-config.yaml", folder)
-
-    def build(what):
-        done = subprocess.run(
-            [sys.executable, "-c", BUILD, what], cwd=folder, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return folder / "dist" / done.stdout.split()[-1]
-
-    return build
-
-
-@pytest.fixture(scope="module")
-def sdist(built, tmp_path_factory):
+def sdist(released, tmp_path_factory):
     """The unpacked folder of the sdist."""
     folder = tmp_path_factory.mktemp("sdist")
-    with tarfile.open(built("build_sdist")) as archive:
+    with tarfile.open(released.sdist) as archive:
         archive.extractall(folder, filter="data")
     (found,) = folder.iterdir()
     return found
 
 
 @pytest.fixture(scope="module")
-def wheel(built):
-    with zipfile.ZipFile(built("build_wheel")) as archive:
+def wheel(released):
+    with zipfile.ZipFile(released.wheel) as archive:
         yield archive
 
 
@@ -143,39 +118,25 @@ def test_versions_agree():
     assert all(url in citation for url in project["urls"].values())
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("what", ["build_wheel", "build_sdist"])
-def test_what_is_built_installs_and_runs_in_an_empty_environment(built, tmp_path, what):
-    """With nothing of the checkout: other packages are those that run this test."""
-    made = [sys.executable, "-m", "venv", str(tmp_path / "venv")]
-    if subprocess.run(made, capture_output=True).returncode:
-        pytest.skip("this Python makes no environment with pip")
-    python, packages = tmp_path / "venv" / "bin" / "python", site_packages(tmp_path / "venv")
-    give_setuptools(python)
-    offline = ["--no-index", "--no-deps", "--no-build-isolation"]
-    subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", *offline, built(what)], check=True, cwd=tmp_path
-    )
-    (packages / "others.pth").write_text(f"{site_packages(Path(sys.prefix))}\n")
-    code = (
-        "import megatron_burst as m; print(m.__file__, m.__version__, m.burst_attention.__name__)"
-    )
-    there = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
-    ran = subprocess.run(
-        [python, "-c", code], cwd=tmp_path, env=there, capture_output=True, text=True, check=True
-    )
-    file = packages / "megatron_burst" / "__init__.py"
-    assert ran.stdout.split() == [str(file), megatron_burst.__version__, "burst_attention"]
-    command = [python.with_name("megatron-burst"), "--help"]
-    told = subprocess.run(command, cwd=tmp_path, env=there, capture_output=True, text=True)
-    assert told.returncode == 0 and all(name in told.stdout for name in ("plan", "doctor"))
+def test_a_release_is_built_checked_dated_and_tagged(released, sdist):
+    steps = re.findall(r"^(make .*|Successfully built)", released.said, re.MULTILINE)
+    assert steps == ["make lint", "make test-all", "Successfully built"]
+    checked = re.findall(r"dist/(\S+): .*PASSED", released.said)
+    built = [path.name for path in (released.folder / "dist").iterdir()]
+    assert sorted(checked) == sorted(built) == sorted([released.sdist.name, released.wheel.name])
+    version = megatron_burst.__version__
+    assert git(released.folder, "tag", "--points-at", "HEAD") == f"v{version}"
+    assert git(released.folder, "show", "--format=%s", "--stat=80", "HEAD").splitlines()[::2] == [
+        f"Version {version}", " CHANGELOG.md | 2 +-",
+    ]  # fmt: skip
+    heading = re.search(r"^## .*$", (sdist / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert re.fullmatch(rf"## {version} \(20\d\d-\d\d-\d\d\)", heading)
 
 
-RELEASED = "## 0.2.0 (2026-12-01)"
 NOT_READY = {
     "the tree must be clean": {},
     "CITATION.cff must name the version": {"CITATION.cff": "version: 0.1.0"},
-    "CHANGELOG.md must begin with '## 0.2.0": {"CHANGELOG.md": "## 0.2.0 (unreleased)"},
+    "CHANGELOG.md must begin with '## 0.2.0": {"CHANGELOG.md": "## 0.1.0 (unreleased)"},
     "v0.2.0 must be a new tag": {},
     "is tagged": {},
 }
@@ -183,36 +144,28 @@ NOT_READY = {
 
 @pytest.mark.parametrize("told", NOT_READY)
 def test_a_release_is_tagged_only_if_all_agree(tmp_path, told):
-    """Lint, tests, build and twine are stand-ins."""
+    """Lint, tests, build and twine are stand-ins; the date is there, as after a failed build."""
     files = {
-        "README.md": "", "CITATION.cff": "version: 0.2.0", "CHANGELOG.md": f"# Changes\n{RELEASED}",
-        "megatron_burst/version.py": '__version__ = "0.2.0"', ".gitignore": ".venvs\ndist\nbin",
-        "bin/make": '#!/bin/sh\necho "make $@"',
-        ".venvs/release/bin/python": '#!/bin/sh\nmkdir -p dist; touch dist/wheel; echo "python $@"',
+        "README.md": "", "CITATION.cff": "version: 0.2.0",
+        "CHANGELOG.md": "# Changes\n## 0.2.0 (2026-12-01)",
+        "megatron_burst/version.py": '__version__ = "0.2.0"',
     }  # fmt: skip
     for name, text in (files | NOT_READY[told]).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
-        (tmp_path / name).chmod(0o755)
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "release.sh", tmp_path / "scripts")
-    there = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.org"]
-    there |= {"GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b.org"}
-    commands = [["git", "init", "-q"], ["git", "add", "-A"], [*git, "commit", "-qm", "all"]]
+    commit(tmp_path, python='mkdir -p dist; touch dist/wheel; echo "python $@"')
     if "new tag" in told:
-        commands.append(["git", "tag", "v0.2.0"])
-    for command in commands:
-        subprocess.run(command, cwd=tmp_path, env=there, check=True)
+        git(tmp_path, "tag", "v0.2.0")
     if "tree" in told:
         (tmp_path / "README.md").write_text("changed")
-    done = subprocess.run(
-        [tmp_path / "scripts" / "release.sh"], env=there, capture_output=True, text=True
-    )
+    done = run_script(tmp_path)
     assert told in done.stdout + done.stderr, done.stderr
     ready = told == "is tagged"
     assert (done.returncode == 0) == ready
-    steps = ["make lint", "make test-all", "python -m build", "python -m twine check --strict"]
+    steps = ["make lint", "make test-all", "python -m build --no-isolation"]
+    steps.append("python -m twine check --strict")
     found = [line for line in done.stdout.splitlines() if line.startswith(("make", "python"))]
     assert [line.partition(" dist/")[0] for line in found] == (steps if ready else [])
 

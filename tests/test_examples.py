@@ -241,41 +241,6 @@ def test_megatron_and_burst_take_the_flags_of_loss_curves():
         assert ours == ["--data-seed", "4321" if run.order == "other" else "1234", *packs]
 
 
-def test_the_script_of_all_benchmarks_has_options_that_exist():
-    from benchmarks import (
-        attention,
-        balance_measured,
-        frontier,
-        loss,
-        packed,
-        prefill,
-        recompute,
-        scaling,
-    )
-    from benchmarks.slices import app as slices
-
-    script = ROOT / "benchmarks" / "everything.sh"
-    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
-    commands = [get_command(one.app) for one in (attention, loss, packed, prefill, recompute)]
-    for one in (slices, scaling.app, frontier.app, balance_measured.app):
-        commands += get_command(one).commands.values()
-    known = {option for one in commands for param in one.params for option in param.opts}
-    known |= flags_in((ROOT / "conformance" / "run.py").read_text()) | {"--dist", "--junit-xml"}
-    found = flags_in(code_of(script))
-    assert len(found) > 10 and found <= known | options(get_args_parser())
-
-
-def test_the_script_of_all_benchmarks_lists_its_parts_twice():
-    """In its first lines, which users read, and in the order in which it runs them."""
-    text = (ROOT / "benchmarks" / "everything.sh").read_text()
-    found = re.findall(r"^ {8}([\w |]+)\)", text.partition("\npart() {")[2], re.MULTILINE)
-    parts = {name for names in found for name in names.split(" | ")}
-    lists = dict(re.findall(r'^(every|seeds)="([^"]+)"', text, re.MULTILINE))
-    every = lists["every"].replace("$seeds", lists["seeds"])
-    assert len(parts) > 15 and parts == set(every.split())
-    assert parts <= set(re.findall(r"\w+", text.partition("set -uo")[0]))
-
-
 STARTED = """
 import os, runpy, sys
 path, loaded = sys.path[1:], set(sys.modules)

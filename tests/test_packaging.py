@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from megatron_burst.version import __version__
+
 ROOT = Path(__file__).parents[1]
 CONTAINERS_TORCH = "2.11.0a0+abc123.nv25"
 BUILDS = ["pyproject.toml", "setup.py", "constraints.txt", "README.md", "LICENSE"]
@@ -101,13 +103,15 @@ class Image:
                 wheel.extractall(site_packages(self.python))
 
     def run(self, *command):
-        """Exit status and output of Python, or of a script using it."""
+        """Exit status and output of Python, or of a script using it, away from the checkout."""
         kept = ("HOME", "LANG", "PATH", "TMPDIR")
         environment = {key: os.environ[key] for key in kept if key in os.environ}
         environment |= {"PYTHON": str(self.python), "PIP_CONFIG_FILE": os.devnull}
         if not command[0].endswith(".sh"):
             command = (str(self.python), *command)
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=environment, cwd=self.python.parent, capture_output=True, text=True
+        )
         return done.returncode, done.stdout + done.stderr
 
     @property
@@ -127,14 +131,24 @@ def image(tmp_path, packages, index):
 NEW = {"megatron-core": "0.19.7", "rich": "15.1.0", "typer": "0.30.0"}
 
 
-@pytest.mark.parametrize("by_script", [True, False], ids=["script", "pip"])
-def test_a_containers_torch_and_numpy_stay_and_all_else_comes(image, checkout, by_script):
+def to_install(what, checkout, released):
+    """What pip is asked for."""
+    return {
+        "checkout": ["--editable", str(checkout)],
+        "wheel": [str(released.wheel)],
+        "sdist": [str(released.sdist)],
+    }[what]
+
+
+@pytest.mark.parametrize("what", ["script", "checkout", "wheel", "sdist"])
+def test_a_containers_torch_and_numpy_stay_and_all_else_comes(image, checkout, released, what):
     there = image(torch=CONTAINERS_TORCH, numpy="1.26.4")
     before = there.installed()
-    if by_script:
+    if what == "script":
         command = [str(checkout / "scripts" / "install_in_container.sh"), *there.offline]
     else:
-        command = ["-m", "pip", "install", *there.offline, "--editable", str(checkout)]
+        given = to_install(what, checkout, released)
+        command = ["-m", "pip", "install", *there.offline, *given]
     status, output = there.run(*command)
     assert status == 0, output
     after = there.installed()
@@ -144,10 +158,31 @@ def test_a_containers_torch_and_numpy_stay_and_all_else_comes(image, checkout, b
     # the folder beside is not taken for the package
     inside = "import os; os.chdir(os.sys.argv[1]); os.sys.path.insert(0, ''); import megatron_burst"
     inside += "; print(megatron_burst.__file__)"
-    file = checkout / "megatron_burst" / "__init__.py"
+    folder = checkout if what in ("script", "checkout") else site_packages(there.python)
+    file = folder / "megatron_burst" / "__init__.py"
     assert there.run("-c", inside, str(checkout.parent)) == (0, f"{file}\n")
     # a second time, as after a pull, changes nothing
     assert there.run(*command)[0] == 0 and there.installed() == after
+
+
+@pytest.mark.parametrize("what", ["wheel", "sdist"])
+def test_a_release_installs_and_runs_in_an_empty_environment(image, checkout, released, what):
+    """All that it asks for comes too; the packages with which it then runs are this test's."""
+    there = image()
+    before = there.installed()
+    given = to_install(what, checkout, released)
+    status, output = there.run("-m", "pip", "install", *there.offline, *given)
+    assert status == 0, output
+    asked = {name: version for name, (version, _) in INDEX.items()}
+    assert there.installed() == before | asked | {"megatron-burst": __version__}
+    others = site_packages(Path(sys.prefix) / "bin" / "python")
+    (site_packages(there.python) / "others.pth").write_text(f"{others}\n")
+    code = "import megatron_burst as m; print(m.__file__, m.__version__, m.burst_attention)"
+    status, output = there.run("-c", code)
+    file = site_packages(there.python) / "megatron_burst" / "__init__.py"
+    assert status == 0 and output.startswith(f"{file} {__version__} <function burst_attention")
+    status, output = there.run(str(there.python.with_name("megatron-burst")), "--help")
+    assert status == 0 and all(name in output for name in ("plan", "doctor"))
 
 
 def test_what_a_container_has_is_kept_where_pip_alone_would_upgrade_it(image, checkout):

@@ -40,11 +40,10 @@ def browser():
 
 
 needs_browser = pytest.mark.skipif(bool(browser()), reason=f"no browser: {browser()}")
-WIDTHS = [pytest.param(1300, id="desktop"), pytest.param(390, id="phone", marks=pytest.mark.whole)]
 
 
 @needs_browser
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", [1300, 390], ids=["desktop", "phone"])
 def test_every_page_opens_in_a_browser(site, width, draw):
     """With its heading and pictures, an empty console, nothing from another server, and nothing
     wider than the window but tables and code, which have bars of their own."""

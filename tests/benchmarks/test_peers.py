@@ -229,6 +229,20 @@ def test_torchs_cudnn_is_loaded_whole(tmp_path, monkeypatch):
     assert "CUDNN_HOME" not in os.environ and not loaded
 
 
+def test_rows_name_the_peers_that_are_installed(tmp_path, monkeypatch):
+    """By the names that their wheels have; flash-attn's hopper folder calls itself flash_attn_3."""
+    wheels = {"liger_kernel": "0.6", "quack_kernels": "0.7", "cut_cross_entropy": "25.1",
+              "flash_attn_3": "3.0.0b1", "deepspeed": "0.19.8"}  # fmt: skip
+    for name, version in wheels.items():
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (folder / "METADATA").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    told = dict(each.rsplit(" ", 1) for each in facts.versions().split("; "))
+    assert {name: told.get(name.replace("_", "-")) for name in wheels} == wheels
+
+
 def test_rows_tell_the_commit(monkeypatch):
     assert re.search(r"commit [0-9a-f]{12}( with changes)?(;|$)", facts.versions())
     monkeypatch.setenv("MEGATRON_BURST_COMMIT", "123abc")
