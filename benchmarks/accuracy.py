@@ -31,7 +31,7 @@ from benchmarks.cases import Case
 from benchmarks.impls import impls_of
 from benchmarks.peers import Burst, Shard
 from benchmarks.rows import Sheet, read
-from benchmarks.style import colour_of
+from benchmarks.style import colours_of, legend_below
 from benchmarks.sweep import check_out, save
 from benchmarks.te_peer import TransformerEngine
 from megatron_burst.call import attention_shape, spec_of
@@ -51,6 +51,7 @@ from tests.oracle import full_attention, rows_of
 TENSORS = ("out", "dq", "dk", "dv")
 HEADS = ((8, 8), (8, 2))
 DIM = 128
+_ASIDE = 0.045  # of a number of ranks, between two markers in the picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,30 +232,39 @@ def curves(paths):
 def plot(paths, picture, title):
     """Errors over ranks, a panel for each tensor and head count."""
     lines = curves(paths)
-    figure, axes = plt.subplots(len(HEADS), len(TENSORS), figsize=(13, 6), sharex=True, sharey=True)
+    labels = sorted({label for errors in lines.values() for label in errors})
+    figure, axes = plt.subplots(
+        len(HEADS), len(TENSORS), figsize=(13, 6.2), sharex=True, sharey=True, layout="constrained"
+    )
     for panels, heads in zip(axes, HEADS, strict=True):
         for axis, tensor in zip(panels, TENSORS, strict=True):
-            for label, errors in sorted(lines[*heads, tensor].items()):
-                style = "o-" if "simulated" in label else "*" if "burst" in label else "x"
-                how = {
-                    "label": label,
-                    "color": colour_of(":".join(label.split(",")[0].split())),
-                    "markersize": 7,
-                }
-                axis.plot(errors.keys(), errors.values(), style, **how)
+            draw_errors(axis, lines[*heads, tensor], labels)
             axis.set(title=f"{tensor}, heads {heads[0]}/{heads[1]}", xscale="log")
             axis.set_xticks([1, 2, 4, 8], labels=["1", "2", "4", "8"])
             axis.minorticks_off()
+            axis.grid(alpha=0.3)
     for panels in axes:
         panels[0].set_ylabel("error / that of one rank")
     for axis in axes[-1]:
         axis.set_xlabel("ranks")
-    figure.legend(
-        *axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=4, frameon=False
-    )
+    legend_below(figure, columns=4)
     figure.suptitle(title)
-    figure.tight_layout(rect=(0, 0.09, 1, 1))
     figure.savefig(picture, dpi=130)
+
+
+def draw_errors(axis, errors, labels):
+    """Open markers beside each other, as many errors are equal."""
+    modes = [":".join(label.split(",")[0].split()) for label in labels]
+    colours = colours_of(modes)
+    for place, (label, mode) in enumerate(zip(labels, modes, strict=True)):
+        if label in errors:
+            style = "o-" if "simulated" in label else "*" if "burst" in label else "s"
+            aside = 1 + _ASIDE * (place - (len(labels) - 1) / 2)
+            ranks = [count * aside for count in errors[label]]
+            axis.plot(
+                ranks, errors[label].values(), style, label=label, color=colours[mode], lw=1,
+                markersize=9 if style == "*" else 6, markerfacecolor="none",
+            )  # fmt: skip
 
 
 def main(

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from benchmarks.cells import markdown
 from benchmarks.rows import Sheet
-from benchmarks.style import colour_of, measured_on
+from benchmarks.style import colour_of, legend_below, measured_on
 
 _END = 10  # the end of a run is its last tenth
 # What burst is compared with; the second, without keeping and fused loss, where no GPU is: Megatron
@@ -136,7 +136,8 @@ def draw_if_possible(rows: Sequence[CurveRow], stem: Path) -> list[Path]:
     for upper, lower, overlay in zip(*panels, found, strict=True):
         _losses(upper, overlay)
         _differences(lower, overlay)
-    figure.suptitle(measured_on(row for row in rows if row.gpu))
+    legend_below(figure)
+    figure.suptitle(f"losses in training: {measured_on(row for row in rows if row.gpu)}")
     path = stem.with_name(f"{stem.name}.png")
     figure.savefig(path, dpi=130)
     return [path]
@@ -145,20 +146,20 @@ def draw_if_possible(rows: Sequence[CurveRow], stem: Path) -> list[Path]:
 def _losses(axis, overlay: Overlay) -> None:
     curves = ("other order", overlay.other), (overlay.name, overlay.peer), ("burst", overlay.burst)
     for name, curve in curves:
-        width = 3 if curve is overlay.peer else 1  # burst's lies over it
-        axis.plot(*_points(curve), label=name, linewidth=width, color=colour_of(name))
+        # burst's lies in the peer's, which is seen on both sides of it
+        style = {"lw": 5, "alpha": 0.4} if curve is overlay.peer else {"lw": 0.9}
+        axis.plot(*_points(curve), label=name, color=colour_of(name), **style)
     axis.set(title=f"{overlay.sample} samples", ylabel="loss of the step's batch")
     axis.grid(alpha=0.3)
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=3, frameon=False)
 
 
 def _differences(axis, overlay: Overlay) -> None:
     others = {"other order": overlay.other, "again": overlay.again, "burst": overlay.burst}
     for name, curve in ((name, curve) for name, curve in others.items() if curve):
-        points, label = _points(overlay.apart(curve)), f"{name} - {overlay.name}"
-        axis.semilogy(*points, label=label, linewidth=1, color=colour_of(name))
-    axis.set(xlabel="step", ylabel="|difference|")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
+        points = _points(overlay.apart(curve))
+        label = f"{overlay.name} again" if name == "again" else name
+        axis.semilogy(*points, label=label, lw=0.9, color=colour_of(name))
+    axis.set(xlabel="step", ylabel=f"|difference| from {overlay.name}")
     axis.grid(alpha=0.3)
 
 

@@ -28,6 +28,7 @@ from typer import Argument, Option
 from benchmarks.facts import gpu_state, versions
 from benchmarks.frontier_cases import (
     FRONTIER_CSV,
+    MODELS,
     WHO,
     Documents,
     FrontierRow,
@@ -42,6 +43,7 @@ from benchmarks.frontier_cases import (
     problem_of,
 )
 from benchmarks.frontier_table import frontier_table
+from benchmarks.impls import pick
 from benchmarks.rows import check_appendable, read
 from benchmarks.sweep import Budget, clock, new_app, save, usual_dtype
 from megatron_burst.recompute.offload import host_memory
@@ -223,12 +225,15 @@ def table(csvs: Csvs) -> None:
 def plot(
     picture: Annotated[Path, Argument(help="what is written, such as docs/frontier.png")],
     csvs: Csvs,
+    model: Annotated[list[str] | None, Option(help="repeatable; default: all")] = None,
 ) -> None:
-    """Peak memory across and time upwards, one panel for each run and problem."""
+    """Peak memory across and time upwards, one panel for each problem's last run."""
     with in_one_sentence():
         from benchmarks.frontier_plot import draw_frontier
 
-        draw_frontier(read(csvs, FRONTIER_CSV), picture)
+        must = "benchmarks.frontier: --model must name a model that there is"
+        shown = pick(model or (), {name: name for name in MODELS}, must)
+        draw_frontier([row for row in read(csvs, FRONTIER_CSV) if row.model in shown], picture)
         typer.echo(picture)
 
 

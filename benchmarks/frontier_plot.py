@@ -8,14 +8,15 @@ from matplotlib.figure import Figure
 
 from benchmarks.frontier_cases import MODELS, FrontierRow, problem_in
 from benchmarks.frontier_table import Point, hull_of, points_of, runs_in
+from benchmarks.labels import name_points
 from benchmarks.style import BURST, MEGATRON, legend_below, measured_on
 
-_DPI, _COLUMNS = 130, 2
-_PAPER = {"fc": "white", "ec": "none", "alpha": 0.7, "pad": 0.5}  # names stay legible on lines
-_SIDES = {  # whose settings: label, colour, marker, and on which side of it names are
-    True: ("burst", BURST, "o", {"xytext": (-6, -9), "ha": "right"}),
-    False: ("Megatron", MEGATRON, "s", {"xytext": (6, 5), "ha": "left"}),
-}
+_DPI, _COLUMNS, _FONT = 160, 3, 9
+_SIDES = {True: ("burst", BURST, "o"), False: ("Megatron", MEGATRON, "s")}
+_READ = (
+    "full recomputes all, off nothing; auto-7 may keep 7 GiB; axes do not begin at 0\n"
+    "hollow: other settings, mixed over layers, are faster in its memory"
+)
 
 
 def draw_frontier(rows: Sequence[FrontierRow], path: Path) -> None:
@@ -23,8 +24,8 @@ def draw_frontier(rows: Sequence[FrontierRow], path: Path) -> None:
     models' order.
 
     Bars are the fastest and the slowest step. A line joins the settings that mixing others over
-    layers could not beat; of burst's, these alone are named. Those that failed are left out, and
-    so are rows whose peak leaves out what copies still read, if others have it.
+    layers could not beat; others are hollow. Those that failed are left out, and so are rows whose
+    peak leaves out what copies still read, if others have it.
 
     Args:
         rows: of any number of runs.
@@ -38,14 +39,19 @@ def draw_frontier(rows: Sequence[FrontierRow], path: Path) -> None:
             panels[_place(own[0])] = own[0], points
     columns = min(_COLUMNS, len(panels)) or 1
     lines = -(-len(panels) // columns) or 1
-    figure = Figure(figsize=(6.5 * columns, 5 * lines), layout="constrained")
+    figure = Figure(figsize=(3.5 * columns, 3.15 * lines + 1), layout="constrained")
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for axis, (_, (row, points)) in zip(axes, sorted(panels.items()), strict=False):
+    drawn = list(zip(axes, (panels[place] for place in sorted(panels)), strict=False))
+    for axis, (row, points) in drawn:
         _panel(axis, points)
-        axis.set_title(f"{problem_in(row)}: {measured_on([row])}", fontsize=10)
+        axis.set_title(problem_in(row), fontsize=10)
     for axis in axes[len(panels) :]:
         axis.remove()
-    legend_below(figure)
+    legend_below(figure, title=_READ)
+    figure.suptitle(f"training steps: {measured_on(row for row, _ in panels.values())}")
+    figure.draw_without_rendering()  # names are placed among what is where it stays
+    for axis, (_, points) in drawn:
+        _name(axis, points)
     figure.savefig(path, dpi=_DPI)
 
 
@@ -59,23 +65,30 @@ def _drawable(points: Sequence[Point]) -> list[Point]:
 
 
 def _panel(axis: Axes, points: Sequence[Point]) -> None:
-    for is_burst, (label, colour, marker, beside) in _SIDES.items():
+    for is_burst, (label, colour, marker) in _SIDES.items():
         own = [point for point in points if point.is_burst is is_burst]
         best = hull_of(own)
         for point in own:
             bars = [[point.ms - point.ms_min], [point.ms_max - point.ms]]
             axis.errorbar(
                 point.peak_gib, point.ms, bars, marker=marker, color=colour, capsize=2, lw=0.8,
-                linestyle="none",
+                linestyle="none", mfc=colour if point in best else "white", ms=5,
             )  # fmt: skip
-            if point in best or not is_burst:
-                axis.annotate(
-                    point.name.partition(":")[2], (point.peak_gib, point.ms),
-                    textcoords="offset points", fontsize=7, color=colour, bbox=_PAPER, **beside,
-                )  # fmt: skip
         hull = [(point.peak_gib, point.ms) for point in best]
         if hull:
-            axis.plot(*zip(*hull, strict=True), color=colour, marker=marker, label=label)
-    axis.set(xlabel="peak GiB", ylabel="ms of a training step")
-    axis.margins(0.25, 0.15)
+            axis.plot(*zip(*hull, strict=True), color=colour, marker=marker, ms=5, label=label)
+    axis.set(xlabel="peak GiB", ylabel="ms of a step")
+    axis.margins(0.2, 0.15)
     axis.grid(alpha=0.3)
+
+
+def _name(axis: Axes, points: Sequence[Point]) -> None:
+    """Each point's setting beside it, those on the lines first."""
+    lines = [[(point.peak_gib, ms) for ms in (point.ms_min, point.ms_max)] for point in points]
+    hulls = [hull_of([one for one in points if one.is_burst is side]) for side in _SIDES]
+    lines += [[(point.peak_gib, point.ms) for point in hull] for hull in hulls]
+    names = [
+        (point.name.partition(":")[2], (point.peak_gib, point.ms), _SIDES[point.is_burst][1])
+        for point in sorted(points, key=lambda one: not any(one in hull for hull in hulls))
+    ]
+    name_points(axis, names, lines, _FONT)

@@ -1,6 +1,6 @@
 """One picture of all gains: burst against TransformerEngine's best mode, in time and in memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import geometric_mean
@@ -10,13 +10,12 @@ from matplotlib.figure import Figure
 
 from benchmarks.ratios import Ratio
 from benchmarks.rows import Row
-from benchmarks.style import BURST, legend_below, measured_on
+from benchmarks.style import BURST, INK, legend_below, measured_on
 from benchmarks.tables import Comparison, Problem, compare
 
-_PIXELS = 800  # width of a README's column
-_DPI = 100
-_POINT = "#12344d"
+_DPI = 200  # twice a README's column, for sharp screens
 _ON_CUDNN = "burst:backend=cudnn"
+_MEAN = "burst: mean, least and most of several problems"
 _ALONE, _SAME = "burst's kernel alone, no transfers", "burst on TransformerEngine's kernel"
 
 
@@ -83,49 +82,49 @@ def _memory(each: Comparison) -> list[float]:
 
 
 def draw_gains(rows: Sequence[Row], path: Path) -> None:
-    """Draw a bar for each kind, with a point for each of its problems."""
+    """Draw a bar for each kind: its mean, with a line from the least to the most of its
+    problems."""
     gains = gains_of(rows)
-    size = _PIXELS / _DPI, (0.62 * len(gains) + 1.6)
-    figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
+    figure = Figure(figsize=(8, 0.62 * len(gains) + 1.8), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    _bars(left, [each.speed for each in gains], "times as fast")
+    _bars(right, [each.memory for each in gains], "times less memory")
     alone, same = (
-        {y: geometric_mean(found) for y, found in enumerate(of) if found}
-        for of in ([each.kernel for each in gains], [each.same_kernel for each in gains])
+        {y: geometric_mean(found) for y, found in enumerate(every) if found}
+        for every in ([each.kernel for each in gains], [each.same_kernel for each in gains])
     )
-    _bars(left, [each.speed for each in gains], "times as fast", alone)
-    left.plot(same.values(), same.keys(), "D", color="white", markeredgecolor=_POINT, label=_SAME)
-    _bars(right, [each.memory for each in gains], "times less memory", {})
+    ends = [y - 0.4 for y in alone], [y + 0.4 for y in alone]
+    left.vlines(list(alone.values()), *ends, colors="black", ls="--", lw=1.4, label=_ALONE)
+    left.plot(same.values(), same.keys(), "D", color="white", markeredgecolor=INK, label=_SAME)
+    for axis in (left, right):
+        axis.set_xlim(0, None)
     left.set_yticks(range(len(gains)), [each.label for each in gains])
     left.invert_yaxis()
-    figure.suptitle(f"attention; 1 is TransformerEngine's fastest mode: {measured_on(rows)}")
-    legend_below(figure, fontsize=9)
+    legend_below(figure, columns=2, fontsize=9)
+    figure.suptitle(
+        "attention, forward and backward: TransformerEngine's fastest mode / burst\n"
+        f"{measured_on(rows)}", fontsize=11,
+    )  # fmt: skip
     figure.savefig(path, dpi=_DPI)
 
 
-def _bars(
-    axis: Axes, kinds: Sequence[Sequence[float]], unit: str, alone: Mapping[int, float]
-) -> None:
-    """Geometric means as bars, each problem as a point, 1 as a line; means of the kernel alone as
-    thin lines, or as a figure where they are beyond the edge."""
-    edge = 1.18 * max(max(values, default=1) for values in kinds)
+def _bars(axis: Axes, kinds: Sequence[Sequence[float]], unit: str) -> None:
+    """Geometric means as bars, and as figures in a column; 1 as a line."""
     for y, values in enumerate(kinds):
         if not values:
             continue
-        mean, far = geometric_mean(values), max(values)
-        axis.barh(y, mean, 0.62, color=BURST, alpha=0.75)
-        axis.plot(values, [y] * len(values), "|", color=_POINT, markersize=9, label="one problem")
-        kernel = alone.get(y, 0.0)
-        if kernel > edge:
-            said = f"kernel alone: {kernel:.2f} \N{RIGHTWARDS ARROW}"
-            axis.annotate(said, (edge, y + 0.41), ha="right", va="center", fontsize=8)
-        elif kernel:
-            axis.plot([kernel] * 2, [y - 0.4, y + 0.4], "--", lw=1.2, color="black", label=_ALONE)
-            far = max(far, kernel)
-        axis.annotate(
-            f"{mean:.2f}", (far, y), (6, 0), textcoords="offset points", va="center",
+        mean = geometric_mean(values)
+        spread = [[mean - min(values)], [max(values) - mean]]
+        axis.barh(
+            y, mean, 0.62, color=BURST, alpha=0.75, xerr=spread, label=_MEAN,
+            error_kw={"ecolor": INK, "capsize": 3, "elinewidth": 1.2},
+        )  # fmt: skip
+        axis.text(
+            1.02, y, f"{mean:.2f}", transform=axis.get_yaxis_transform(), va="center",
             fontweight="bold",
         )  # fmt: skip
+    axis.text(1.02, -0.62, "mean", transform=axis.get_yaxis_transform(), fontsize=9)
     axis.axvline(1, color="black", lw=1)
-    axis.set(xlabel=unit, xlim=(0, edge))
+    axis.set(xlabel=unit)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="x", alpha=0.3)

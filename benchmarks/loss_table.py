@@ -1,17 +1,15 @@
 """Rows of the LM head and loss: their columns, as a table, and as a picture."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.cells import markdown
 from benchmarks.ratios import Ratio
 from benchmarks.rows import Sheet
-from benchmarks.style import colour_of, legend_below, measured_on
+from benchmarks.style import colours_of, legend_below, measured_on
 from megatron_burst.tools.units import in_units
-
-_TIME, _MEMORY = "µs a token", "GiB besides the gradients"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +101,8 @@ def _is_native(row: LossRow) -> bool:
 
 
 def draw_if_possible(rows: Sequence[LossRow], stem: Path) -> list[Path]:
-    """Write `STEM_loss.png`: time a token and memory where it was measured, for each head.
+    """Write `STEM_loss.png`: for each head and number of tokens a line with the time of each
+    implementation beside the fastest one's, and with its memory where that was measured.
 
     Returns:
         the file, or nothing where Matplotlib is missing or nothing ran.
@@ -112,38 +111,70 @@ def draw_if_possible(rows: Sequence[LossRow], stem: Path) -> list[Path]:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return []
-    newest = {(_head(row), row.impl): row for row in rows if row.ms}.values()
-    heads = sorted({(row.hidden, row.vocab, row.ranks) for row in newest})
-    if not heads:
+    newest = list({(_head(row), row.impl): row for row in rows}.values())
+    ran = [row for row in newest if row.ms]
+    if not ran:
         return []
-    kinds = [_TIME, *([_MEMORY] if any(row.peak_gib is not None for row in newest) else [])]
-    figure = Figure(figsize=(5.5 * len(kinds), 2.8 * len(heads)), layout="constrained")
-    panels = figure.subplots(len(heads), len(kinds), squeeze=False)
-    for line, (hidden, vocab, ranks) in zip(panels, heads, strict=True):
-        these = [r for r in newest if (r.hidden, r.vocab, r.ranks) == (hidden, vocab, ranks)]
-        for axis, what in zip(line, kinds, strict=True):
-            _lines(axis, what, these)
-            axis.set(xscale="log", xlabel="tokens", ylabel=what)
-            axis.set_title(f"h {hidden}, V {in_units(vocab)}, TP {ranks}")
-            tokens = sorted({row.tokens for row in these})
-            axis.set_xticks(tokens, [in_units(number) for number in tokens])
-            axis.minorticks_off()
-            axis.grid(alpha=0.3)
-            axis.set_ylim(0, None)
-    legend_below(figure, columns=5)
-    figure.suptitle(measured_on(newest))
+    lines = sorted({_line(row) for row in ran})
+    has_memory = any(row.peak_gib is not None for row in ran)
+    figure = Figure(figsize=(7 + 4 * has_memory, 0.32 * len(lines) + 1.8), layout="constrained")
+    panels = figure.subplots(1, 1 + has_memory, squeeze=False, sharey=True)[0]
+    panels[0].set_yticks(range(len(lines)), [_words(line) for line in lines])
+    panels[0].set_ylim(len(lines) - 0.5, -0.5)
+    _draw_times(panels[0], newest, lines)
+    for axis in panels[1:]:
+        _draw_memory(axis, ran, lines)
+    for axis in panels:
+        axis.grid(axis="x", alpha=0.3)
+        for y in range(0, len(lines), 2):
+            axis.axhspan(y - 0.5, y + 0.5, color="0.95", zorder=0)
+    legend_below(figure)
+    figure.suptitle(f"LM head and loss, forward and backward: {measured_on(ran)}")
     path = stem.with_name(f"{stem.name}_loss.png")
     figure.savefig(path, dpi=130)
     return [path]
 
 
-def _lines(axis, what: str, rows: Sequence[LossRow]) -> None:
-    """Time or memory of each implementation."""
-    for name in dict.fromkeys(row.impl for row in rows):
-        line = sorted((r for r in rows if r.impl == name), key=lambda row: row.tokens)
-        if what == _TIME:
-            values = [1e3 * row.ms / row.tokens for row in line]
+def _line(row: LossRow) -> tuple[int, int, int, int]:
+    return row.ranks, row.hidden, row.vocab, row.tokens
+
+
+def _words(line: tuple[int, int, int, int]) -> str:
+    ranks, hidden, vocab, tokens = line
+    tp = f"TP {ranks}, " if ranks > 1 else ""
+    return f"{tp}h {hidden}, V {in_units(vocab)}, {in_units(tokens)} tokens"
+
+
+def _places(rows: Sequence[LossRow], lines: Sequence[tuple]) -> Iterator[tuple]:
+    """Each row, how high it is drawn, so that none hides another, and its style."""
+    names = list(dict.fromkeys(row.impl for row in rows))
+    colours = colours_of(names)
+    for row in rows:
+        place = names.index(row.impl) - (len(names) - 1) / 2
+        y = lines.index(_line(row)) + 0.8 * place / len(names)
+        yield row, y, {"color": colours[row.impl], "label": row.impl}
+
+
+def _draw_times(axis, rows: Sequence[LossRow], lines: Sequence[tuple]) -> None:
+    """With the fastest and the slowest repetition; crosses at the edge for what could not run."""
+    least = {line: min(row.ms for row in rows if row.ms and _line(row) == line) for line in lines}
+    for row, y, style in _places([row for row in rows if _line(row) in least], lines):
+        if row.ms:
+            spread = [[row.ms - row.ms_min], [row.ms_max - row.ms]]
+            scale = least[_line(row)]
+            spread = [[max(0.0, ms) / scale for ms in side] for side in spread]
+            axis.errorbar(row.ms / scale, y, xerr=spread, fmt="o", ms=4, elinewidth=1, **style)
         else:
-            values = [float("nan") if row.peak_gib is None else row.peak_gib for row in line]
-        tokens = [row.tokens for row in line]
-        axis.plot(tokens, values, "o-", label=name, color=colour_of(name))
+            edge = {"transform": axis.get_yaxis_transform(), "clip_on": False}
+            axis.plot(1, y, "x", color=style["color"], **edge)
+            axis.plot([], [], "x", color="black", label="not possible")
+    axis.set_xlabel("time / that of the fastest, with all repetitions")
+
+
+def _draw_memory(axis, rows: Sequence[LossRow], lines: Sequence[tuple]) -> None:
+    for row, y, style in _places(rows, lines):
+        if row.peak_gib is not None:
+            axis.plot(row.peak_gib, y, "o", ms=4, **style)
+    axis.set_xscale("symlog", linthresh=1)
+    axis.set(xlabel="GiB besides the gradients; logarithmic from 1 on", xlim=(-0.05, None))
+    axis.xaxis.set_major_formatter("{x:g}")

@@ -1,13 +1,13 @@
 """Time against memory of ways to recompute: as a table, and as a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 
 from benchmarks.cells import markdown
 from benchmarks.ratios import Ratio
 from benchmarks.rows import Row
-from benchmarks.style import colour_of, legend_below, measured_on
+from benchmarks.style import colours_of, legend_below, measured_on
 from megatron_burst.tools.units import in_units
 
 _FULL = {"burst": "none", "megatron": "full"}  # the mode that recomputes everything
@@ -51,30 +51,31 @@ def draw_if_possible(rows: Sequence[Row], stem: Path) -> list[Path]:
     lengths = sorted({row.seq for row in able})
     if not lengths:
         return []
+    colours = colours_of(f"{row.impl}:{row.mode}" for row in able)
     across = min(len(lengths), _A_LINE)
     lines = ceil(len(lengths) / across)
     figure = Figure(figsize=(4 * across + 1, 4 * lines + 0.8), layout="constrained")
     panels = [figure.add_subplot(lines, across, 1 + i) for i in range(len(lengths))]
     for axis, seq in zip(panels, lengths, strict=True):
         for row in (row for row in able if row.seq == seq):
-            _point(axis, row)
+            _point(axis, row, colours)
         axis.set(title=f"{in_units(seq)} tokens", xlabel="peak GiB above weights and gradients")
         axis.set(ylabel="ms, forward + backward")
         axis.margins(0.08)
         axis.set_xlim(0, 1.06 * max(row.peak_gib for row in able if row.seq == seq))
         axis.grid(alpha=0.3)
     legend_below(figure, fontsize=8)
-    figure.suptitle(measured_on(able))
+    figure.suptitle(f"layers with their ways to recompute: {measured_on(able)}")
     path = stem.with_name(f"{stem.name}_trade.png")
     figure.savefig(path, dpi=130)
     return [path]
 
 
-def _point(axis, row: Row) -> None:
+def _point(axis, row: Row, colours: Mapping[str, str]) -> None:
     """Burst's in circles, Megatron's in squares."""
+    name = f"{row.impl}:{row.mode}"
     low, high = row.ms - row.ms_min, row.ms_max - row.ms
     axis.errorbar(
         row.peak_gib, row.ms, [[low], [high]], marker="o" if row.impl == "burst" else "s",
-        color=colour_of(f"{row.impl}:{row.mode}"), linestyle="none", capsize=3,
-        label=f"{row.impl}:{row.mode}",
+        color=colours[name], linestyle="none", capsize=3, label=name,
     )  # fmt: skip

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 from benchmarks.rows import append, check_appendable, read
 from benchmarks.slice_cases import PER_GPU, SEEDS, SLICES_CSV, STRONG, Slice, SliceRow
 from benchmarks.slices import predicted
-from benchmarks.style import colour_of, legend_below
+from benchmarks.style import colour_of, legend_below, measured_on
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.hardware_file import hardware as hardware_of
@@ -128,8 +128,8 @@ def draw_scaling(panels: dict[str, list[SliceRow]], picture: Path) -> None:
             if kind == "weak":
                 axis.set_ylim(0, None)
     legend_below(figure)
-    gpus = sorted({row.gpu.partition(";")[0] for rows in panels.values() for row in rows})
-    figure.suptitle(f"training steps of two layers, {', '.join(gpus)}")
+    every = [row for rows in panels.values() for kind in KINDS for row in of_kind(rows, kind)]
+    figure.suptitle(f"training steps of two layers: {measured_on(every)}")
     figure.savefig(picture, dpi=120)
 
 

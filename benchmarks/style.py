@@ -6,42 +6,79 @@ from typing import Any
 from zlib import crc32
 
 BURST, MEGATRON = "#2a78b8", "#c2410c"
-_COLOURS = {
-    # burst: blue for what it does by default, then by mode
-    "burst": BURST, "burst:auto": BURST, "burst:all": BURST,
-    "burst:gather": "#0f766e", "burst:ring": "#6d28d9", "burst:a2a": "#0ea5e9",
-    "burst:auto@zigzag": "#7fb2dc", "burst:gather@zigzag": "#5eb5ac",
-    "burst:ring@zigzag": "#a78bfa",
-    "burst:a2a@zigzag": "#7dd3fc", "burst:recompute": "#6d28d9", "burst:plain": "#0ea5e9",
-    "burst:none": "#1e3a5f", "burst:forward": "#1e3a5f", "burst:half": "#0ea5e9",
-    "burst:all-half-layers": "#7fb2dc",
-    "burst:all-offload": "#0f766e", "burst:selective": "#6d28d9", "burst:off": "#5eb5ac",
-    "again": "#d97706", "other order": "#8a8a86",
+INK = "#12344d"  # marks on bars
+# what has no implementation of its own: kinds of rows or of kernels, ranks
+SERIES = (
+    BURST, "#0f766e", "#6d28d9", "#a16207", MEGATRON, "#e0a07c", "#8a8a86", "#be185d", "#4d7c0f",
+    "#0ea5e9",
+)  # fmt: skip
+_MODES = {  # names share a colour if they are the same, or a peer's like of another picture
+    # burst: blue for what it does by default, paler for documents that start at any token
+    BURST: "burst, burst:auto, burst:all",
+    "#7fb2dc": "burst:auto@zigzag",
+    "#0f766e": "burst:gather", "#5eb5ac": "burst:gather@zigzag",
+    "#6d28d9": "burst:ring", "#a78bfa": "burst:ring@zigzag",
+    "#5a9e1f": "burst:a2a", "#b2dd8b": "burst:a2a@zigzag",
+    "#4338ca": "burst:inter=ring", "#c7a4f5": "burst:inter=ring@zigzag",
+    "#3b6b12": "burst:inter=a2a", "#d4e157": "burst:inter=a2a@zigzag",
+    "#be185d": "burst:backend=cudnn",
+    "#1e3a5f": "burst:none", "#22d3ee": "burst:half", "#93b4e8": "burst:all-half-layers",
+    "#14532d": "burst:all-offload", "#c026d3": "burst:selective", "#34a58e": "burst:off",
+    "#0b2545": "burst:forward", "#a21caf": "burst:recompute", "#22b8cf": "burst:plain",
     # Megatron's ring is TransformerEngine's p2p
-    "te:p2p": MEGATRON, "megatron": MEGATRON, "tp": "#d97706", "te:a2a": "#d97706",
-    "te:a2a+p2p": "#92400e", "te:all_gather": "#e0a07c",
-    "megatron:full": MEGATRON, "megatron:fused": MEGATRON, "megatron:full-keep": "#d97706",
-    "megatron:selective": "#92400e", "megatron:off": "#e0a07c", "megatron:unfused": "#e0a07c",
-    "liger": "#4d7c0f", "quack": "#65a30d", "cce": "#a16207", "torch": "#525250",
-    "ceiling:auto": "#000000", "ceiling:cudnn": "#78716c", "burst:backend=cudnn": "#be185d",
+    MEGATRON: "te:p2p, megatron, megatron:full, megatron:fused",
+    "#d97706": "te:a2a, tp, megatron:full-keep, again",
+    "#92400e": "te:a2a+p2p, megatron:selective",
+    "#e0a07c": "te:all_gather, megatron:off, megatron:unfused",
+    "#4d7c0f": "liger", "#84cc16": "quack", "#a16207": "cce", "#525250": "torch",
+    "#000000": "ceiling:auto", "#78716c": "ceiling:cudnn", "#8a8a86": "other order",
 }  # fmt: skip
-_OTHERS = ("#be185d", "#475569", "#15803d", "#7c2d12", "#4338ca", "#b45309", "#0e7490", "#86198f")
+_COLOURS = {name: colour for colour, names in _MODES.items() for name in names.split(", ")}
+_OTHERS = (
+    "#db2777", "#475569", "#15803d", "#7c2d12", "#b45309", "#86198f", "#0891b2", "#9f1239",
+    "#155e75", "#ca8a04", "#f472b6", "#94a3b8", "#4c1d95", "#713f12",
+)  # fmt: skip
+
+
+def colours_of(names: Iterable[str]) -> dict[str, str]:
+    """Colours of what one picture shows: implementations, or their modes as "impl:mode". A mode
+    of the table above has the same in every picture; no two share one while there are others."""
+    names = list(dict.fromkeys(names))
+    found: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: (_known(name) is None, name)):
+        first = crc32(name.encode()) % len(_OTHERS)
+        wanted = [*filter(None, [_known(name)]), *_OTHERS[first:], *_OTHERS[:first]]
+        found[name] = next((each for each in wanted if each not in found.values()), wanted[0])
+    return {name: found[name] for name in names}
 
 
 def colour_of(name: str) -> str:
-    """The colour of an implementation, or of its mode as "impl:mode", in every picture."""
-    return _COLOURS.get(name) or _OTHERS[crc32(name.encode()) % len(_OTHERS)]
+    """The colour of one of these where no other can have it."""
+    return colours_of([name])[name]
+
+
+def _known(name: str) -> str | None:
+    return _COLOURS.get(name.replace("intra=", ""))
 
 
 def measured_on(rows: Iterable[Any]) -> str:
-    """The GPUs of rows and the days of their runs: "4 x H200, 2026-11-21 to 2026-11-23"."""
+    """The GPUs of rows and the days of their runs: "4 x H200, 2026-11-21 to 2026-11-23", or
+    "2 emulated nodes x 2 H200, 2026-11-21"."""
     rows = list(rows)
-    counts = {getattr(row, "ranks", None) or getattr(row, "gpus", 1) for row in rows}
-    (count,) = counts if len(counts) == 1 else (1,)
-    gpus = sorted({f"{count} x " * (count > 1) + _short(row.gpu) for row in rows})
+    places = {_place(row) for row in rows}
+    (nodes, count), *others = places or {(1, 1)}
+    where = "" if others or count == 1 else f"{count} x "
+    if nodes > 1 and not others:
+        emulated = any("of one machine" in row.link for row in rows)
+        where = f"{nodes} {'emulated ' * emulated}nodes x {count // nodes} "
+    gpus = sorted({where + _short(row.gpu) for row in rows})
     days = sorted({row.date[:10] for row in rows if row.date})
     when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""
     return ", ".join(filter(None, [" and ".join(gpus), when]))
+
+
+def _place(row: Any) -> tuple[int, int]:
+    return getattr(row, "nodes", 1), getattr(row, "ranks", None) or getattr(row, "gpus", 1)
 
 
 def legend_below(figure: Any, columns: int = 6, **style: Any) -> None:
@@ -58,5 +95,6 @@ def legend_below(figure: Any, columns: int = 6, **style: Any) -> None:
 
 def _short(gpu: str) -> str:
     """A GPU's name without its maker, memory, clock and temperature."""
-    words = gpu.partition(";")[0].removeprefix("NVIDIA ").split()
-    return words[0] if words else gpu
+    name = gpu.partition(";")[0].removeprefix("NVIDIA ")
+    preset = name.removeprefix("predicted for ")
+    return f"predicted for {preset.upper()}" if preset != name else name.partition(" ")[0]

@@ -20,19 +20,20 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
 
 from benchmarks.impls import burst_config
+from benchmarks.style import SERIES, legend_below
 from megatron_burst.attention import burst_attention
 
 KINDS = (  # what a kernel's name contains, what it is, its colour; the first that fits counts
-    ("nccl", "NCCL", "tab:orange"),
-    ("barrier", "barrier of the ranks", "tab:brown"),
-    ("ashattentionforward", "attention forward", "tab:blue"),
-    ("ashattentionbackwardsm", "attention backward", "tab:cyan"),
-    ("ashattentionbackward", "attention: prepare, convert", "tab:purple"),
-    ("flash", "attention", "tab:blue"),
-    ("_kernel", "merge, sum", "tab:green"),
-    ("ptop", "copy between GPUs", "tab:olive"),
-    ("mem", "copy, fill", "tab:red"),
-    ("", "other", "tab:gray"),
+    ("nccl", "NCCL", SERIES[4]),
+    ("barrier", "barrier of the ranks", SERIES[5]),
+    ("ashattentionforward", "attention forward", SERIES[0]),
+    ("ashattentionbackwardsm", "attention backward", SERIES[1]),
+    ("ashattentionbackward", "attention: prepare, convert", SERIES[2]),
+    ("flash", "attention", SERIES[0]),
+    ("_kernel", "merge, sum", SERIES[7]),
+    ("ptop", "copy between GPUs", SERIES[3]),
+    ("mem", "copy, fill", SERIES[8]),
+    ("", "other", SERIES[6]),
 )
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -120,11 +121,7 @@ def draw(
     axes = figure.subplots(len(modes), 1, squeeze=False)[:, 0]
     for axis, mode in zip(axes, modes, strict=True):
         _panel(axis, mode, [row for row in rows if row["mode"] == mode])
-    handles = {}
-    for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
+    legend_below(figure, columns=5)
     figure.suptitle(title)
     figure.savefig(picture, dpi=130)
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 from benchmarks.planned import Prediction, is_of_layers, is_standin, predict
 from benchmarks.rows import ANY_CSV, ANY_PACKED_CSV, COLUMNS, SUPERSEDED, Row, is_packed, read
-from benchmarks.style import measured_on
+from benchmarks.style import SERIES, measured_on
 from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.terminal import in_one_sentence
 from megatron_burst.tools.units import in_units
@@ -164,7 +164,7 @@ def draw(compared: Sequence[Compared], path: Path) -> None:
     """Predicted against measured time, and the errors beside it."""
     figure = Figure(figsize=(11, 5.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for kind, colour in zip(KINDS, (f"C{i}" for i in (7, 3, 0, 2, 1, 4)), strict=True):
+    for kind, colour in zip(KINDS, SERIES, strict=False):
         for kernel, marker in ((False, "o"), (True, "^")):
             some = [c for c in compared if c.kind == kind and (c.row.impl == "ceiling") == kernel]
             if not some:
@@ -176,7 +176,7 @@ def draw(compared: Sequence[Compared], path: Path) -> None:
     ends = [min(c.row.ms for c in compared), max(c.row.ms for c in compared)]
     left.plot(ends, ends, c="0.5", lw=0.8)
     left.set(xscale="log", yscale="log", xlabel="measured ms", ylabel="predicted ms")
-    right.axhspan(-10, 10, color="tab:green", alpha=0.1)
+    right.axhspan(-10, 10, color="0.93", zorder=0)
     right.axhline(0, c="0.5", lw=0.8)
     right.set(xscale="log", xlabel="measured ms", ylabel="error of the prediction, %")
     figure.legend(*left.get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncol=2)

@@ -272,7 +272,7 @@ def test_one_script_draws_every_picture():
         return made or way in done.stdout or f"docs/{path.name}" in done.stdout
 
     assert len(pictures) > 25
-    assert [path.name for path in pictures if not drawn(path)] == ["timeline_nodes.png"]
+    assert not [path.name for path in pictures if not drawn(path)]
 
 
 def test_benchmarks_start_as_scripts_from_anywhere(tmp_path):

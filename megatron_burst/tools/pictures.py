@@ -1,7 +1,7 @@
 """Pictures of plans: a layer's attention over time, ranks x time, compute and each link as lanes; a
 packed sample, queries x keys, each rank's in its colour, and work by rank."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
@@ -19,7 +19,9 @@ from megatron_burst.tools.simulate.timing import Span, Timeline
 from megatron_burst.tools.units import in_units
 
 _MOST_RANKS = 64  # in one picture
-_MOST_ROWS = 16  # above, the first and the last rank of each node are drawn
+_MOST_ROWS, _MOST_NODES = 16, 3  # above, some ranks of a node and some nodes are drawn
+_PART = 0.1, 0.15  # of a pass, which is drawn larger beside it
+_LEAST = 0.8  # points around a transfer, so that one that is shorter than a pixel is seen
 _LANES = {"compute": (0.46, 0.46), "intra": (0.24, 0.2), "inter": (0.02, 0.2)}  # bottom, height
 _KINDS = {  # what it is, and its colours in even and odd rounds
     "attention": ("attention (rounds in turn dark and light)", "#1f5fa8", "#6ea3d8"),
@@ -53,7 +55,8 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
-    """Draw both passes above each other; the suffix is the format.
+    """Draw both passes above each other, of many ranks a part of each larger too; the suffix is
+    the format.
 
     Raises:
         BurstError: if matplotlib (the extra `plots`) is not installed.
@@ -62,52 +65,74 @@ def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
     sample = job.packing and job.packing.sharded(strategy.cp)
     ranks = range(min(call.topology.cp_size, _MOST_RANKS))
     drawn = _drawn(ranks, call.topology)
-    shape = (2, 1)
-    figure = new_figure(12, max(3.0, 0.5 * len(drawn)) * shape[0] + 1.2)
-    axes = figure.subplots(*shape, squeeze=False).ravel()
-    packed = "packed documents, " if job.packing else ""
-    some = "" if len(ranks) == call.topology.cp_size else f", the first {len(ranks)} ranks"
-    some += ", the first and the last of each node" if len(drawn) < len(ranks) else ""
+    is_folded = len(drawn) < len(ranks)
+    figure = new_figure(12, max(3.0, 0.5 * len(drawn) + is_folded) * 2 + 1.2)
+    axes = figure.subplots(2, 1 + is_folded, squeeze=False, width_ratios=(3, 2)[: 1 + is_folded])
     kinds = set()
-    for ax, direction in zip(axes, Direction, strict=True):
+    for line, direction in zip(axes, Direction, strict=True):
         timeline = attention_time(
             call, job.hardware, direction, ranks=ranks, with_spans=True, sample=sample
         )
-        _draw_panel(ax, timeline, drawn, call.topology)
-        ax.set_title(
-            f"{job.model.base_name} {in_units(job.seq)}, {job.hardware.name}, {packed}"
-            f"{strategy.layout}: one "
-            f"layer's attention, {direction},\n{how_it_runs(call)}{some}, "
-            f"{1e3 * timeline.seconds:.4g} ms"
-        )
+        ms = 1e3 * timeline.seconds
+        _draw_panel(line[0], timeline, drawn, call.topology)
+        line[0].set_title(f"{direction}: {ms:.4g} ms")
+        for ax in line[1:]:
+            _draw_panel(ax, timeline, drawn, call.topology)
+            ax.set(title="a twentieth of it", xlim=(_PART[0] * ms, _PART[1] * ms), yticks=())
         kinds |= {_kind(span) for span in timeline.spans}
-    shown = {name: colour for kind, (name, colour, _) in _KINDS.items() if kind in kinds}
+    figure.suptitle(_title(job, strategy, how_it_runs(call), _shown(ranks, drawn, call.topology)))
+    _add_legend(figure, kinds)
+    figure.savefig(path, dpi=100)
+
+
+def _title(job: Job, strategy: Strategy, how: str, some: str) -> str:
+    packed = "packed documents, " if job.packing else ""
+    return (
+        f"{job.model.base_name} {in_units(job.seq)}, predicted for {job.hardware.name}, {packed}"
+        f"{strategy.layout}: one layer's attention,\n{how}{some}"
+    )
+
+
+def _add_legend(figure: Any, kinds: Collection[str]) -> None:
     from matplotlib.patches import Patch
 
+    shown = {name: colour for kind, (name, colour, _) in _KINDS.items() if kind in kinds}
     figure.legend(
         handles=[Patch(color=colour, label=name) for name, colour in shown.items()],
         loc="outside lower center", ncols=6, fontsize=9, frameon=False,
         title="lanes of a rank, from above: kernels, NVLink in, network in",
     )  # fmt: skip
-    figure.savefig(path, dpi=100)
 
 
 def _drawn(ranks: range, topology: Topology) -> list[int]:
-    """The ranks that have a row: all, or the first and the last of each node."""
+    """The ranks that have a row: all, or the first and the last one of each node; of many nodes
+    the first two and the last, as those between them do the same with other shards."""
     if len(ranks) <= _MOST_ROWS:
         return list(ranks)
-    ends: dict[int, tuple[int, int]] = {}
+    nodes: dict[int, list[int]] = {}
     for rank in ranks:
-        node = topology.node_of[rank]
-        ends[node] = ends.get(node, (rank, rank))[0], rank
-    return [rank for pair in ends.values() for rank in dict.fromkeys(pair)]
+        nodes.setdefault(topology.node_of[rank], []).append(rank)
+    some = list(nodes.values())
+    some = some if len(some) <= _MOST_NODES else [*some[:2], some[-1]]
+    return [rank for node in some for rank in dict.fromkeys((node[0], node[-1]))]
+
+
+def _shown(ranks: range, drawn: Sequence[int], topology: Topology) -> str:
+    """Which ranks have a row, in words; "" for all."""
+    some = "" if len(ranks) == topology.cp_size else f", the first {len(ranks)} ranks"
+    if len(drawn) < len(ranks):
+        some += "; the first and the last rank of a node"
+    nodes, others = ({topology.node_of[rank] for rank in which} for which in (drawn, ranks))
+    if left := len(others - nodes):
+        some += f", the other {left} nodes alike"
+    return some
 
 
 def _draw_panel(ax: Any, timeline: Timeline, ranks: Sequence[int], topology: Topology) -> None:
     import numpy
     from matplotlib.collections import PolyCollection
 
-    bars, colours, rows = [], [], {rank: row for row, rank in enumerate(ranks)}
+    bars, colours, edges, rows = [], [], [], {rank: row for row, rank in enumerate(ranks)}
     for span in timeline.spans:
         if span.rank not in rows:
             continue
@@ -115,9 +140,13 @@ def _draw_panel(ax: Any, timeline: Timeline, ranks: Sequence[int], topology: Top
         low, start, stop = low - rows[span.rank], 1e3 * span.start, 1e3 * span.stop
         bars.append([(start, low), (start, low + height), (stop, low + height), (stop, low)])
         colours.append(_KINDS[_kind(span)][1 + span.round % 2])
+        edges.append(0 if span.lane == "compute" else _LEAST)
     # one artist: there are tens of thousands of spans
     corners: Any = numpy.array(bars)  # matplotlib's types name sequences only
-    ax.add_collection(PolyCollection(corners, facecolors=colours, linewidth=0), autolim=False)
+    ax.add_collection(
+        PolyCollection(corners, facecolors=colours, edgecolors="face", linewidths=edges),
+        autolim=False,
+    )
     for before, after in pairwise(ranks):
         if topology.node_of[before] != topology.node_of[after]:
             ax.axhline(-rows[before], color="0.3", lw=1, ls=":")

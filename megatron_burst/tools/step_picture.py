@@ -35,8 +35,9 @@ def save_step_picture(job: Job, documents: Documents, path: Path) -> None:
     for ax in axes[max(0, len(panels) - 2) : len(panels)]:
         ax.set_xlabel("predicted seconds, without gradients and optimizer")
     figure.suptitle(
-        f"{job.model.base_name}, micro-batches of {in_units(job.seq)} tokens, {strategy.layout}; "
-        f"the first draw. {_rows(strategy, count)}", fontsize=12,
+        f"predicted for {job.hardware.name}: {job.model.base_name}, micro-batches of "
+        f"{in_units(job.seq)} tokens, {strategy.layout}; the first draw.\n"
+        f"{_rows(strategy, count)}", fontsize=12,
     )  # fmt: skip
     _add_legend(figure, strategy, panels)
     figure.savefig(path, dpi=100)

@@ -108,3 +108,32 @@ def test_table_and_picture(tmp_path):
     picture = tmp_path / "a.png"
     drawn = CliRunner().invoke(app, ["plot", str(picture), str(tmp_path / "a.csv")])
     assert drawn.exit_code == 0 and picture.stat().st_size > 20_000, drawn.output
+
+
+def test_names_of_points_cover_neither_lines_nor_each_other():
+    """Also where several points are one; a name without room is left out."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    from benchmarks.labels import name_points
+
+    figure = Figure()
+    axis = figure.subplots()
+    line = [(0.0, 3.0), (1.0, 1.0), (3.0, 0.0)]
+    axis.plot(*zip(*line, strict=True))
+    axis.margins(0.2)
+    figure.draw_without_rendering()
+    points = [*line, (1.0, 1.0), (1.01, 1.0), (3.0, 0.1)]
+    name_points(axis, [("offload+mlp", point, "black") for point in points], [line], 9)
+    boxes = [text.get_window_extent() for text in axis.texts]
+    assert len(boxes) == len(points)
+    for n, box in enumerate(boxes):
+        assert box.count_overlaps(boxes) == 1, n  # itself
+        assert not box.count_contains(axis.transData.transform(line))
+        starts, ends = line[:-1], line[1:]
+        for start, end in zip(starts, ends, strict=True):
+            middle = [(start[i] + end[i]) / 2 for i in (0, 1)]
+            assert not box.count_contains(axis.transData.transform([middle]))
+    assert all(axis.bbox.contains(*corner) for box in boxes for corner in box.get_points())
+    name_points(axis, [("a name wider than the panel" * 9, points[0], "black")], [], 9)
+    assert len(axis.texts) == len(points)
