@@ -12,6 +12,18 @@ from megatron_burst.tools.units import in_units
 
 _FULL = {"burst": "none", "megatron": "full"}  # the mode that recomputes everything
 _A_LINE = 3  # panels
+_NAMES = {  # of modes in pages, in their order
+    "megatron:full": "full recomputation, Megatron + TE p2p", "burst:none": "full recomputation",
+    "burst:half": "`--burst-keep half`",
+    "burst:all-half-layers": "`--burst-keep all`, half of the layers",
+    "burst:all": "`--burst-keep all`",
+    "burst:all-offload": "`--burst-keep all --burst-keep-offload results`",
+    "megatron:full-keep": "`--burst-keep all` with Megatron's TE p2p",
+    "burst:selective": "selective (attention only)",
+    "megatron:selective": "selective, Megatron + TE p2p", "burst:off": "no recomputation",
+    "megatron:off": "no recomputation, Megatron + TE p2p",
+    "burst:attention": "attention's forward alone",
+}  # fmt: skip
 
 
 def trade_table(rows: Sequence[Row]) -> str:
@@ -31,6 +43,24 @@ def trade_table(rows: Sequence[Row]) -> str:
         status = row.status if row.status == "ok" else f"{row.status}: {row.note}"
         lines.append([in_units(row.seq), f"{row.impl}:{row.mode}", *measured, status])
     return markdown(lines)
+
+
+def modes_by_length(rows: Sequence[Row]) -> str:
+    """Markdown: a line a mode, a column a length, with milliseconds and GiB of its last row."""
+    cells = {(f"{row.impl}:{row.mode}", row.seq): row for row in rows if row.ms}
+    lengths = sorted({seq for _, seq in cells})
+    layers = {row.seq: int(row.note.split()[0]) for row in cells.values()}
+    heads = (f"{in_units(n)}, {layers[n]} layer{'s' * (layers[n] > 1)}" for n in lengths)
+    lines = [("ms, GiB", *heads)]
+    for mode, name in _NAMES.items():
+        lines.append((name, *(_time_and_peak(cells.get((mode, seq))) for seq in lengths)))
+    return markdown(lines)
+
+
+def _time_and_peak(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    return f"{row.ms:.0f}" + ("" if row.peak_gib is None else f", {row.peak_gib:.2f}")
 
 
 def _is_full(row: Row, impl: str) -> bool:

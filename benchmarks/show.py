@@ -90,6 +90,9 @@ _TABLES: dict[str, Callable[[Sequence[str]], str]] = {
     "frontier": partial(_of_steps, frontier_lines),
     "overview": partial(_of_steps, overview_lines),
     "slices": partial(_of_steps, slice_lines),
+    "recompute": lambda words: recompute_table.modes_by_length(
+        read([ROOT / csv for csv in words], RECOMPUTE_CSV)
+    ),
     "limits": lambda words: markdown(limits.TABLES[words[0]]()),
 }
 
