@@ -7,7 +7,7 @@ from statistics import geometric_mean
 import pytest
 
 from benchmarks.frontier_cases import FRONTIER_CSV
-from benchmarks.frontier_table import points_of, runs_in
+from benchmarks.frontier_table import points_of, runs_in, speedup
 from benchmarks.loss_table import LOSS_CSV
 from benchmarks.ratios import Ratio
 from benchmarks.rows import PACKED_CSV
@@ -114,6 +114,19 @@ def step():
     }
 
 
+def on_four_gpus():
+    """`keep` beside Megatron's full recomputation, of packed documents and of one document."""
+    gains, memory = {}, set()
+    for _, own in runs_in(rows_of("frontier_4xh200", FRONTIER_CSV)):
+        points = {point.name: point for point in points_of(own)}
+        full, keep = points["megatron:full"], points["burst:keep"]
+        gains[own[0].documents.partition("-")[0]] = f"{speedup(keep, full):.2f} times"
+        memory.add(f"{1 - keep.peak_gib / full.peak_gib:.0%}"[:-1] + " % less memory")
+    (less,) = memory
+    begins = "| a whole step of four layers as wide as Qwen3-8B's, 256K tokens, 4 GPUs"
+    return {begins: [f"{gains['']} as fast", gains["drawn"], less]}
+
+
 def planned():
     every = runs_in(rows_of("frontier_1xh200", FRONTIER_CSV))
     runs = [
@@ -126,7 +139,7 @@ def planned():
     ratios, shares = (span([getattr(x, of) for x in autos]) for of in ("ratio", "share"))
     full = span([each.ratio for each in fulls])
     told = [f"{ratios} times as long", f"{shares} of the memory", f"{full} times as long"]
-    return {"| a whole step of four layers": told}
+    return {"| a whole step of four layers as wide as Qwen3-8B's, 64K tokens": told}
 
 
 def loss():
@@ -184,6 +197,7 @@ SOURCES: dict[Callable[[], dict[str, list[str]]], str] = {  # lines' beginnings,
     slower_where_documents_start_anywhere: "packed_2x1xh200.csv",
     memory: "the same as speed",
     step: "slices_2xh200.csv, frontier_*.csv",
+    on_four_gpus: "frontier_4xh200.csv",
     planned: "frontier_1xh200.csv",
     loss: "loss_h200.csv",
     the_same_kernel: "the same of causal attention",
