@@ -201,10 +201,12 @@ def test_pictures_name_the_file_without_folders(tmp_path):
     lengths.write_text("30000 2000 33536")
     job, sample = tmp_path / "job.svg", tmp_path / "sample.svg"
     run(str(path), "--gpus", "8", "--picture", str(job))
-    title = "a-script-with-a-long-name.sh 128K, h200, packed documents, TP 2 CP 4 PP 1 DP 1: one"
-    assert title in job.read_text() and re.search(
-        r"1 node x 4 ranks, [\d.]+ ms -->", job.read_text()
+    title = (
+        "a-script-with-a-long-name.sh 128K, predicted for h200, packed documents, "
+        "TP 2 CP 4 PP 1 DP 1: one layer's attention"
     )
+    assert title in job.read_text() and "<!-- gather on 1 node x 4 ranks -->" in job.read_text()
+    assert re.search(r"<!-- forward: [\d.]+ ms -->", job.read_text())
     path.write_text((SCRIPT + FULL).replace("--seq-length 131072", ""))
     run(str(path), "--gpus", "8", "--cu-seqlens", str(lengths), "--picture", str(sample))
     assert (
