@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from benchmarks.ratios import Ratio
 from benchmarks.rows import Row
 from benchmarks.style import BURST, INK, legend_below, measured_on
-from benchmarks.tables import Comparison, Problem, compare
+from benchmarks.tables import Comparison, Problem, check_alike, compare
 
 _DPI = 200  # twice a README's column, for sharp screens
 _ON_CUDNN = "burst:backend=cudnn"
@@ -48,6 +48,7 @@ def gains_of(rows: Sequence[Row]) -> list[Gains]:
         burst, te = each.burst, each.best_te
         if each.problem.pass_ != "fwd_bwd" or burst is None or te is None:
             continue
+        check_alike(each, [burst, te, each.ceiling, each.rows.get(_ON_CUDNN)])
         label = _label(each.problem)
         gains = kinds.setdefault(label, Gains(label))
         gains.speed.append(Ratio.of(burst, te).value)

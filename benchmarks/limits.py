@@ -11,7 +11,7 @@ from benchmarks.planned import sent_by
 from benchmarks.ratios import Ratio
 from benchmarks.rows import ATTENTION_CSV, PACKED_CSV, Row, read
 from benchmarks.slice_cases import SLICES_CSV
-from benchmarks.tables import compare
+from benchmarks.tables import check_alike, compare
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware_file import preset_of
 from megatron_burst.tools.units import in_units
@@ -78,6 +78,7 @@ def attention() -> Lines:
             row, alone = one.burst, one.ceiling
             if one.problem.pass_ != "fwd_bwd" or row.seq not in lengths or row.heads_kv != 8:
                 continue
+            check_alike(one, [row, alone])
             sent, speed = sent_by(row), _rates(row)[0]
             inside = 300.0 if row.nodes > 1 else speed
             yield (

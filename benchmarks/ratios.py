@@ -1,7 +1,7 @@
 """How many times as fast a measurement is as another: what every table and picture means by it."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from statistics import median
 from typing import Any, NamedTuple
@@ -63,5 +63,18 @@ def took_turns(row: Any, other: Any) -> bool:
 
 def measured_by(row: Any) -> tuple[str, ...]:
     """The commit and the machine that a row names, as far as it does."""
-    named = (re.search(r"\b(commit|machine) \w+", text) for text in (row.versions, row.gpu))
+    named = (
+        re.search(r"\b(commit|machine) \w+( with changes)?", text)
+        for text in (row.versions, row.gpu)
+    )
     return tuple(found[0] for found in named if found)
+
+
+def origins(rows: Iterable[Any]) -> str:
+    """A sentence: days, commits and machines of a table's rows, the newest first.
+
+    Args:
+        rows: with `date`, `versions` and `gpu`.
+    """
+    found = {(row.date[:10], *(measured_by(row) or ("no commit",))) for row in rows}
+    return f"Rows: {'; '.join(', '.join(words) for words in sorted(found, reverse=True))}."

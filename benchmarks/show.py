@@ -24,7 +24,8 @@ from megatron_burst.tools.terminal import in_one_sentence
 app = new_app()
 ROOT = Path(__file__).parents[1]
 _TABLE = re.compile(  # a line that names a kind of table and its rows, and the table below it
-    r"(?P<mark>^<!-- benchmarks\.show (?P<kind>\w+) (?P<words>[^>]+) -->\n)\n*(?:^\|.*\n)*\n*",
+    r"(?P<mark>^<!-- benchmarks\.show (?P<kind>\w+) (?P<words>[^>]+) -->\n)"
+    r"\n*(?:^\|.*\n)*\n*(?:^Rows: .*\n)?\n*",
     re.MULTILINE,
 )
 Csvs = Annotated[list[Path], Argument(help="CSV files of one kind")]
@@ -77,7 +78,8 @@ def refreshed(text: str) -> str:
 
 def _of_attention(table_of: Callable[[Sequence[Any]], str], csvs: Sequence[str]) -> str:
     lines = table_of(_attention([ROOT / csv for csv in csvs])).splitlines()
-    return "\n".join(line for line in lines if line.startswith("|"))
+    table = "\n".join(line for line in lines if line.startswith("|"))
+    return f"{table}\n\n{lines[-1]}"
 
 
 def _of_steps(lines_of: Callable[[Path, Sequence[str]], Lines], words: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from benchmarks.cells import markdown
-from benchmarks.ratios import Ratio, measured_by
+from benchmarks.ratios import Ratio, measured_by, origins
 from benchmarks.rows import Row
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.units import in_units
@@ -151,7 +151,7 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
     lines = []
     for each in comparisons:
         shown = (other.row(each) for other in _OTHERS)
-        _check_alike(each, [each.burst, each.best_te, each.ceiling, *shown])
+        check_alike(each, [each.burst, each.best_te, each.ceiling, *shown])
         words, best = each.problem.words(), _named(each.best_te)
         to_te, to_ceiling, *memory = _judgement(each)
         line = [words[fact] for fact in facts]
@@ -160,7 +160,7 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
         lines.append(line)
     measured = [not set(column) <= _NOTHING for column in zip(*lines, strict=True)]
     table = markdown([list(compress(line, measured)) for line in (head, *lines)])
-    return f"{_caption(comparisons[0].problem, facts)}\n\n{table}"
+    return f"{_caption(comparisons[0].problem, facts)}\n\n{table}\n\n{_origins(comparisons)}"
 
 
 def library_table(rows: Sequence[Row]) -> str:
@@ -180,19 +180,28 @@ def library_table(rows: Sequence[Row]) -> str:
     columns = _measured([_library(impl) for impl in (*LIBRARIES, "te")], every)
     lines = [[*facts, "burst", *(name for column in columns for name in column.columns)]]
     for each in every:
-        _check_alike(each, [each.burst, *(column.row(each) for column in columns)])
+        check_alike(each, [each.burst, *(column.row(each) for column in columns)])
         words = each.problem.words()
         cells = [cell for column in columns for cell in column.cells(each)]
         lines.append([*(words[fact] for fact in facts), _speed(each.burst), *cells])
-    return f"{_caption(every[0].problem, facts)}\n\n{markdown(lines)}"
+    return f"{_caption(every[0].problem, facts)}\n\n{markdown(lines)}\n\n{_origins(every)}"
+
+
+def _origins(every: Sequence[Comparison]) -> str:
+    """Of burst's rows: all that a line compares is of one commit and machine."""
+    return origins(each.burst or next(iter(each.rows.values())) for each in every)
 
 
 def _measured(columns: Sequence["_Other"], every: Sequence[Comparison]) -> list["_Other"]:
     return [column for column in columns if any(column.row(each) for each in every)]
 
 
-def _check_alike(each: Comparison, shown: Sequence[Row | None]) -> None:
-    """That what a table compares was measured by one commit on one machine."""
+def check_alike(each: Comparison, shown: Sequence[Row | None]) -> None:
+    """That what is compared was measured by one commit on one machine.
+
+    Raises:
+        BurstError: if it was not, as far as rows name them.
+    """
     found = {measured_by(row): row for row in shown if row and row.ms}
     if len(found) > 1:
         got = (f"{row.impl}:{row.mode} of {' '.join(by)}" for by, row in found.items())

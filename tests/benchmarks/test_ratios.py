@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.ratios import Ratio, times_of
+from benchmarks.ratios import Ratio, origins, times_of
 from benchmarks.results import repetitions
 from benchmarks.tables import markdown_table
 from tests.benchmarks.rows import row
@@ -30,6 +30,17 @@ def test_repetitions_that_took_turns_are_compared_one_by_one():
     assert times_of(ours) == OURS
     assert Ratio.of(ours, theirs) == (1.5, 1.1, 2.0)
     assert "| 1.50 (1.10-2.00) |" in markdown_table([ours, theirs], "fwd_bwd")
+
+
+def test_a_table_names_the_days_commits_and_machines_of_its_rows():
+    first, _ = pair(date="")
+    later = replace(first, date="2026-01-03", versions="commit 2b with changes", gpu="NVIDIA H200")
+    plain = replace(first, date="2026-01-01", versions="torch 2.11.0", gpu="NVIDIA H200")
+    table = markdown_table([first, replace(later, seq=1 << 17)], "fwd_bwd")
+    day = first.date[:10]
+    told = f"Rows: 2026-01-03, commit 2b with changes; {day}, commit 1a, machine 3c."
+    assert table.splitlines()[-1] == told and "2026-01-01" <= day < "2026-01-03"
+    assert origins([plain, plain]) == "Rows: 2026-01-01, no commit."
 
 
 @pytest.mark.parametrize(

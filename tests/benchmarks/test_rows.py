@@ -102,7 +102,8 @@ def results(tmp_path):
 def test_the_markdown_table_tells_speed_ratio_spread_and_memory(results):
     done = CliRunner().invoke(app, ["table", str(results)])
     assert done.exit_code == 0
-    caption, _, head, _, *lines = done.output.splitlines()
+    caption, _, head, _, *lines, _, told = done.output.splitlines()
+    assert told == "Rows: 2026-01-02, no commit."
     assert caption == (
         "TFLOP/s per GPU; nodes 1, ranks 4, batch 1, head dim 128, mask causal, dtype bfloat16, "
         "pass fwd+bwd."
@@ -120,7 +121,7 @@ def test_the_same_kernel_on_both_sides_has_columns_of_its_own(tmp_path):
     rows += [row("burst:backend=cudnn", (16.0,) * 3), row("ceiling:cudnn", (12.0,) * 3)]
     append(tmp_path / "both.csv", rows)
     done = CliRunner().invoke(app, ["table", str(tmp_path / "both.csv")])
-    *_, head, _, line = done.output.splitlines()
+    *_, head, _, line, _, _ = done.output.splitlines()
     assert head.endswith("| burst on cuDNN | burst on cuDNN / TE | burst on cuDNN / cuDNN alone |")
     assert line.endswith("| 1.50, 2.50 | 450 | 0.94 (0.88-1.00) | 0.75 |")
 
@@ -142,7 +143,7 @@ def test_gains_are_by_kind_and_a_single_problem_is_none(tmp_path):
 
 def test_the_table_shows_one_pass_and_says_if_it_is_missing(results, tmp_path):
     forward = CliRunner().invoke(app, ["table", str(results), "--pass", "fwd"])
-    assert len(forward.output.splitlines()) == 5 and "pass fwd." in forward.output
+    assert len(forward.output.splitlines()) == 7 and "pass fwd." in forward.output
     append(tmp_path / "one.csv", one_problem())
     missing = CliRunner().invoke(app, ["table", str(tmp_path / "one.csv"), "--pass", "fwd"])
     assert missing.output == "No fwd was measured.\n"
@@ -311,7 +312,7 @@ def test_a_table_of_libraries_has_their_fastest_modes():
     rows = [row("burst:auto", (10.0, 9.0, 12.0)), row("te:p2p", (11.0, 10.0, 11.0))]
     assert library_table(rows) == "No library was measured."
     rows += [row(f"torch:{way}", (ms, ms, ms)) for way, ms in (("slow", 30.0), ("fast", 20.0))]
-    head, _, line = library_table(rows).splitlines()[2:]
+    head, _, line = library_table(rows).splitlines()[2:5]
     assert (
         head
         == "| heads | S | pass | burst | torch (mode) | burst / torch | te (mode) | burst / te |"
@@ -344,7 +345,7 @@ def test_a_table_is_made_below_the_line_that_names_it():
     csv = "benchmarks/results/packed_2xh200_one_node.csv"
     mark = f"<!-- benchmarks.show table {csv} -->\n\n"
     made = refreshed(f"a\n{mark}| old |\n| --- |\n\nb\n")
-    assert made.startswith(f"a\n{mark}| heads | S |") and made.endswith(" |\n\nb\n")
+    assert made.startswith(f"a\n{mark}| heads | S |") and made.endswith(".\n\nb\n")
     assert "old" not in made and "| drawn |" in made and refreshed(made) == made
 
 
