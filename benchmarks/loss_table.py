@@ -11,6 +11,12 @@ from benchmarks.rows import Sheet
 from benchmarks.style import colours_of, legend_below, measured_on
 from megatron_burst.tools.units import in_units
 
+_IN_PAGES = {  # implementations, in the order of their columns
+    "burst:recompute": "`burst:recompute`", "burst:forward": "`burst:forward`",
+    "burst:plain": "`burst:plain`", "megatron:fused": "Megatron, fused", "torch": "torch",
+    "liger": "Liger", "quack": "QuACK", "cce": "CCE",
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRow:
@@ -81,6 +87,32 @@ def loss_table(rows: Sequence[LossRow]) -> str:
             [in_units(row.tokens), size, f"{row.ranks}", row.impl, *measured, shown, status]
         )
     return markdown(lines)
+
+
+def heads_by_tokens(rows: Sequence[LossRow], size: str) -> str:
+    """Markdown: a line for each number of tokens and ranks, a column an implementation, with
+    milliseconds and GiB of its last row.
+
+    Args:
+        rows: of any heads.
+        size: of those that are shown, "4096x128K".
+    """
+    shown = [row for row in rows if f"{row.hidden}x{in_units(row.vocab)}" == size]
+    cells = {(row.ranks, row.tokens, row.impl): row for row in shown}
+    impls = [impl for impl in _IN_PAGES if any(key[-1] == impl for key in cells)]
+    lines = [["tokens, GPUs (TP)", *(_IN_PAGES[impl] for impl in impls)]]
+    for ranks, tokens in sorted({key[:2] for key in cells}):
+        found = (cells.get((ranks, tokens, impl)) for impl in impls)
+        lines.append([f"{in_units(tokens)}, {ranks}", *map(_time_and_peak, found)])
+    return markdown(lines)
+
+
+def _time_and_peak(row: LossRow | None) -> str:
+    if row is None:
+        return "-"
+    if row.ms is None:
+        return "out of memory" if "out of memory" in row.note else row.status
+    return _ms(row.ms) + ("" if row.peak_gib is None else f", {row.peak_gib:.2f}")
 
 
 def _ms(time: float) -> str:

@@ -95,6 +95,9 @@ _TABLES: dict[str, Callable[[Sequence[str]], str]] = {
     "recompute": lambda words: recompute_table.modes_by_length(
         read([ROOT / csv for csv in words], RECOMPUTE_CSV)
     ),
+    "loss": lambda words: loss_table.heads_by_tokens(
+        read([ROOT / words[0]], loss_table.LOSS_CSV), words[1]
+    ),
     "limits": lambda words: markdown(limits.TABLES[words[0]]()),
 }
 
