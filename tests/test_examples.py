@@ -396,3 +396,19 @@ def test_quiet_prints_bursts_lines_steps_and_errors(tmp_path, status):
     assert "hidden_size" in (tmp_path / "logs" / "run.log").read_text()
     whole = subprocess.run(command, env=there | {"VERBOSE": "1"}, capture_output=True, text=True)
     assert whole.returncode == status and "hidden_size" in whole.stdout
+
+
+@pytest.mark.whole
+def test_readmes_example_prints_what_matters(tmp_path):
+    """Burst's lines and a line a step, where Megatron alone prints a thousand."""
+    block = re.search(r"^examples/quiet\.sh (?:.*\\\n)*.*$", (ROOT / "README.md").read_text(), re.M)
+    scripts = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    there = os.environ | {"LOG": str(tmp_path / "run.log"), "PATH": scripts}
+    done = subprocess.run(
+        ["bash", "-c", block[0]], cwd=ROOT, env=there, capture_output=True, text=True
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert len(lines) < 40 and lines[-1].startswith("step 20/20  loss "), done.stdout
+    assert any(line.startswith("burst attention: 1 node x 2 ranks") for line in lines)
+    assert len((tmp_path / "run.log").read_text().splitlines()) > 500
