@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tables of one machine in parts of at most 9 minutes on 4 or 8 GPUs, the most informative rows first. Rows are in
+# All tables of one machine in parts, most of at most 9 minutes, on 4 or 8 GPUs, the most informative rows first. Rows are in
 # their CSV as soon as a problem is done.
 #
 #   benchmarks/everything.sh OUT GPUS [PART...]       OUT: folder of the CSVs; without PART: all parts, in up to 8 hours
@@ -166,9 +166,10 @@ frontier() { # seconds, thousands of tokens a GPU, arguments of a full run, of a
 }
 
 whole_models() { # more options
-    local model
-    for model in $(sized "qwen3-1.7b qwen3-4b llama3.2-1b" tiny); do
-        frontier 540 64 "--model $model $*" "--model $model $*"
+    local models model
+    read -ra models <<<"$(sized "qwen3-1.7b qwen3-4b llama3.2-1b" tiny)"
+    for model in "${!models[@]}"; do
+        frontier $(($(most 1620) / (${#models[@]} - model))) 64 "--model ${models[$model]} $*" "--model ${models[$model]} $*"
     done
 }
 

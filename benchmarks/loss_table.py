@@ -9,6 +9,7 @@ from benchmarks.cells import markdown
 from benchmarks.ratios import Ratio
 from benchmarks.rows import Sheet
 from benchmarks.style import colours_of, legend_below, measured_on
+from megatron_burst.errors import require
 from megatron_burst.tools.units import in_units
 
 _IN_PAGES = {  # implementations, in the order of their columns
@@ -16,6 +17,7 @@ _IN_PAGES = {  # implementations, in the order of their columns
     "burst:plain": "`burst:plain`", "megatron:fused": "Megatron, fused", "torch": "torch",
     "liger": "Liger", "quack": "QuACK", "cce": "CCE",
 }  # fmt: skip
+_LEFT_OUT = "burst:auto", "megatron:unfused", "torch:linear"  # which loss-rows.md tells of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,11 @@ def heads_by_tokens(rows: Sequence[LossRow], size: str) -> str:
     """
     shown = [row for row in rows if f"{row.hidden}x{in_units(row.vocab)}" == size]
     cells = {(row.ranks, row.tokens, row.impl): row for row in shown}
+    unknown = sorted({row.impl for row in shown} - {*_IN_PAGES, *_LEFT_OUT})
+    require("benchmarks.show loss", [(
+        not unknown, "every implementation must have a name in pages, because one without would "
+        "be left out", ", ".join(unknown), "name it in benchmarks/loss_table.py",
+    )])  # fmt: skip
     impls = [impl for impl in _IN_PAGES if any(key[-1] == impl for key in cells)]
     lines = [["tokens, GPUs (TP)", *(_IN_PAGES[impl] for impl in impls)]]
     for ranks, tokens in sorted({key[:2] for key in cells}):

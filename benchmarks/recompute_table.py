@@ -8,6 +8,7 @@ from benchmarks.cells import markdown
 from benchmarks.ratios import Ratio
 from benchmarks.rows import Row
 from benchmarks.style import colours_of, legend_below, measured_on
+from megatron_burst.errors import require
 from megatron_burst.tools.units import in_units
 
 _FULL = {"burst": "none", "megatron": "full"}  # the mode that recomputes everything
@@ -24,6 +25,7 @@ _NAMES = {  # of modes in pages, in their order
     "megatron:off": "no recomputation, Megatron + TE p2p",
     "burst:attention": "attention's forward alone",
 }  # fmt: skip
+_LEFT_OUT = ("megatron:attention",)
 
 
 def trade_table(rows: Sequence[Row]) -> str:
@@ -48,6 +50,11 @@ def trade_table(rows: Sequence[Row]) -> str:
 def modes_by_length(rows: Sequence[Row]) -> str:
     """Markdown: a line a mode, a column a length, with milliseconds and GiB of its last row."""
     cells = {(f"{row.impl}:{row.mode}", row.seq): row for row in rows if row.ms}
+    unknown = sorted({mode for mode, _ in cells} - {*_NAMES, *_LEFT_OUT})
+    require("benchmarks.show recompute", [(
+        not unknown, "every mode must have a name in pages, because one without would be left out",
+        ", ".join(unknown), "name it in benchmarks/recompute_table.py",
+    )])  # fmt: skip
     lengths = sorted({seq for _, seq in cells})
     layers = {row.seq: int(row.note.split()[0]) for row in cells.values()}
     heads = (f"{in_units(n)}, {layers[n]} layer{'s' * (layers[n] > 1)}" for n in lengths)

@@ -42,7 +42,8 @@ _OTHERS = (
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
     """Colours of what one picture shows: implementations, or their modes as "impl:mode". A mode
-    of the table above has the same in every picture; no two share one while there are others."""
+    of the table above has its own unless another one of the picture has that already; no two share
+    one while there are others."""
     names = list(dict.fromkeys(names))
     found: dict[str, str] = {}
     for name in sorted(names, key=lambda name: (_known(name) is None, name)):

@@ -26,7 +26,7 @@ make lint
 [ "${1:-}" = --no-tests ] || make test-all
 
 sed -i "s/^## $version (unreleased)\$/## $version ($(date -u +%F))/" CHANGELOG.md
-git diff --quiet || git commit --quiet --all --message "Version $version"
+git diff --quiet -- CHANGELOG.md || git commit --quiet --message "Version $version" -- CHANGELOG.md
 
 rm -rf dist
 "$python" -m build --no-isolation # with the setuptools of constraints.txt

@@ -121,6 +121,7 @@ def _agree(stage: Stage, group: dist.ProcessGroup, burst: BurstConfig) -> None:
     """Set what the first step measured: the worst of all ranks."""
     groups = group, parallel_state.get_data_parallel_group(with_context_parallel=True)
     first = stage.first
+    first.release_cache()
     (longest,) = _least(groups, burst, "longest micro-batch", -first.tokens)
     stage.tokens = -int(longest)
     bytes_ = first.left_bytes(stage.tokens), first.free_bytes(), -first.taken_bytes

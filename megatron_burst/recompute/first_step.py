@@ -212,16 +212,20 @@ class FirstStep:
         """What the step took above what it began with."""
         return self._peak - self._began
 
+    def release_cache(self) -> None:
+        """Give what PyTorch cached back to the GPU: free blocks of this step's sizes would lie
+        between those of later steps, which keep more."""
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+
     def left_bytes(self, tokens: int) -> int:
         """What a further step leaves of the memory: it begins with the optimizer's states, and
         takes as much as the first one, or more if this rank's micro-batches were shorter than so
-        many tokens. Without a GPU, half of what is available. What PyTorch cached goes back to the
-        GPU."""
+        many tokens. Without a GPU, half of what is available."""
         for hook in self._hooks:
             hook.remove()
         if not self._on_gpu:
             return available_host_bytes() // 2
-        torch.cuda.empty_cache()  # free blocks of that step's sizes would lie between later ones
         taken = self.allocated() + self.taken_bytes
         most = max(taken, torch.cuda.max_memory_allocated(self._device))
         most += int((growth(tokens, self.tokens) - 1) * self.taken_bytes)

@@ -48,7 +48,7 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise BurstError(
-            "plan: a picture needs matplotlib, because that draws it; got none installed; pip "
+            "plan: --picture needs matplotlib, which draws it; got an environment without it; pip "
             "install matplotlib, or leave the option out"
         ) from None
     return Figure(figsize=(width, height), layout="constrained")
@@ -78,7 +78,11 @@ def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
         line[0].set_title(f"{direction}: {ms:.4g} ms")
         for ax in line[1:]:
             _draw_panel(ax, timeline, drawn, call.topology)
-            ax.set(title="a twentieth of it", xlim=(_PART[0] * ms, _PART[1] * ms), yticks=())
+            ax.set(
+                title=f"{_PART[1] - _PART[0]:.0%} of it",
+                xlim=(_PART[0] * ms, _PART[1] * ms),
+                yticks=(),
+            )
         kinds |= {_kind(span) for span in timeline.spans}
     figure.suptitle(_title(job, strategy, how_it_runs(call), _shown(ranks, drawn, call.topology)))
     _add_legend(figure, kinds)
@@ -121,7 +125,7 @@ def _shown(ranks: range, drawn: Sequence[int], topology: Topology) -> str:
     """Which ranks have a row, in words; "" for all."""
     some = "" if len(ranks) == topology.cp_size else f", the first {len(ranks)} ranks"
     if len(drawn) < len(ranks):
-        some += "; the first and the last rank of a node"
+        some += "; the first and the last rank of a node" * (topology.intra_size > 1)
     nodes, others = ({topology.node_of[rank] for rank in which} for which in (drawn, ranks))
     if left := len(others - nodes):
         some += f", the other {left} nodes alike"

@@ -74,6 +74,17 @@ def test_a_further_step_has_the_optimizers_states_and_the_same_activations(monke
     assert first.left_bytes(8) == int(0.92 * (100 << 30)) - (73 << 30)
 
 
+def test_what_pytorch_cached_is_given_back_on_gpus(monkeypatch):
+    """On the CPU there is no cache, and no CUDA to ask."""
+    Gpu(monkeypatch)
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+    FirstStep(CPU).release_cache()
+    assert not calls
+    FirstStep(torch.device("cuda")).release_cache()
+    assert calls == [1]
+
+
 def test_what_came_before_the_first_step_does_not_count(monkeypatch):
     """As a conversion of weights, or an evaluation, that takes more memory than the step."""
     gpu, weight = Gpu(monkeypatch), torch.ones(1, requires_grad=True)
