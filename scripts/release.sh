@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes a release: checks that the tree is clean and that all files name one version, runs lint and all tests, writes today's
 # date into CHANGELOG.md in place of "unreleased" and commits that, builds sdist and wheel, checks them, and tags the commit.
-# It pushes and uploads nothing.
+# It pushes and uploads nothing. If building fails, that commit stays: run this again after the fix.
 #
 #     scripts/release.sh [--no-tests]
 set -euo pipefail
