@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from megatron_burst.version import __version__
 
 ROOT = Path(__file__).parents[1]
+SDIST = pytest.param("sdist", marks=pytest.mark.whole)
 CONTAINERS_TORCH = "2.11.0a0+abc123.nv25"
 BUILDS = ["pyproject.toml", "setup.py", "constraints.txt", "README.md", "LICENSE"]
 # A newer torch and NumPy are available, which nothing may install.
@@ -140,7 +141,7 @@ def to_install(what, checkout, released):
     }[what]
 
 
-@pytest.mark.parametrize("what", ["script", "checkout", "wheel", "sdist"])
+@pytest.mark.parametrize("what", ["script", "checkout", "wheel", SDIST])
 def test_a_containers_torch_and_numpy_stay_and_all_else_comes(image, checkout, released, what):
     there = image(torch=CONTAINERS_TORCH, numpy="1.26.4")
     before = there.installed()
@@ -165,7 +166,7 @@ def test_a_containers_torch_and_numpy_stay_and_all_else_comes(image, checkout, r
     assert there.run(*command)[0] == 0 and there.installed() == after
 
 
-@pytest.mark.parametrize("what", ["wheel", "sdist"])
+@pytest.mark.parametrize("what", ["wheel", SDIST])
 def test_a_release_installs_and_runs_in_an_empty_environment(image, checkout, released, what):
     """All that it asks for comes too; the packages with which it then runs are this test's."""
     there = image()
