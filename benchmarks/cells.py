@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import Field, asdict, fields
 from typing import Any
 
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import BurstError, require
 
 
 def cells_of(row: Any) -> list[object]:
@@ -16,6 +16,33 @@ def markdown(lines: Iterable[Sequence[str]]) -> str:
     """A table whose first line is its head."""
     head, *rows = lines
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
+
+
+def milliseconds(time: float) -> str:
+    """A time in a cell, with a digit behind the point if it is short."""
+    return f"{time:.0f}" if time >= 100 else f"{time:.1f}"
+
+
+def time_and_peak(row: Any) -> str:
+    """Milliseconds and GiB of a row in one cell, or why it has none; "-" without a row."""
+    if row is None:
+        return "-"
+    if row.ms is None:
+        return "out of memory" if "out of memory" in row.note else row.status
+    return milliseconds(row.ms) + ("" if row.peak_gib is None else f", {row.peak_gib:.2f}")
+
+
+def check_named(what: str, found: Iterable[str], names: Iterable[str], file: str) -> None:
+    """That pages have a name for each of what is measured, a mode or an implementation.
+
+    Raises:
+        BurstError: if one has none.
+    """
+    unknown = sorted({*found} - {*names})
+    require("benchmarks.show", [(
+        not unknown, f"every {what} must have a name in pages, because one without would be left "
+        "out", ", ".join(unknown), f"name it in benchmarks/{file}",
+    )])  # fmt: skip
 
 
 def row_of(cells: Sequence[str], kind: type, where: str) -> Any:

@@ -28,7 +28,6 @@ from typer import Argument, Option
 from benchmarks.facts import gpu_state, versions
 from benchmarks.frontier_cases import (
     FRONTIER_CSV,
-    MODELS,
     WHO,
     Documents,
     FrontierRow,
@@ -40,10 +39,10 @@ from benchmarks.frontier_cases import (
     chosen,
     columns_of,
     flops_of,
+    models_of,
     problem_of,
 )
 from benchmarks.frontier_table import frontier_table
-from benchmarks.impls import pick
 from benchmarks.rows import check_appendable, read
 from benchmarks.sweep import Budget, clock, new_app, save, usual_dtype
 from megatron_burst.recompute.offload import host_memory
@@ -231,8 +230,7 @@ def plot(
     with in_one_sentence():
         from benchmarks.frontier_plot import draw_frontier
 
-        must = "benchmarks.frontier: --model must name a model that there is"
-        shown = pick(model or (), {name: name for name in MODELS}, must)
+        shown = {each.name for each in models_of(model or ())}
         draw_frontier([row for row in read(csvs, FRONTIER_CSV) if row.model in shown], picture)
         typer.echo(picture)
 

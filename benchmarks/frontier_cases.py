@@ -170,6 +170,16 @@ Documents = Annotated[
 ]
 
 
+def models_of(names: Sequence[str]) -> tuple[Model, ...]:
+    """The models of a list of names; none named means all.
+
+    Raises:
+        BurstError: if there is no such model.
+    """
+    must = f"{WHO}: --model must name one that there is, because each has sizes of its own"
+    return pick(names, MODELS, must)
+
+
 def problem_of(
     model: ModelName, layers: Layers, seq: Tokens, documents: Documents
 ) -> tuple[Model, Sample]:
@@ -178,8 +188,7 @@ def problem_of(
     Raises:
         BurstError: if there is no such model or kind of documents, or the length is no number.
     """
-    must = f"{WHO}: --model must name one that there is, because each has sizes of its own"
-    (sizes,) = pick([model], MODELS, must)
+    (sizes,) = models_of([model])
     sample = Sample(whole_number(seq, "--seq", WHO), "" if documents == "none" else documents)
     assert sample.lengths  # refuses a kind that there is not
     return replace(sizes, layers=layers or sizes.layers), sample

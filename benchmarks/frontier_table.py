@@ -7,8 +7,7 @@ from statistics import geometric_mean, median
 
 from benchmarks.cells import markdown
 from benchmarks.frontier_cases import FULL, FULL_OF_BURST, NOTHING, FrontierRow
-from benchmarks.ratios import Ratio
-from megatron_burst.tools.hardware_file import preset_of
+from benchmarks.ratios import Ratio, share_of_peak
 from megatron_burst.tools.units import in_units
 
 HEAD = [
@@ -94,8 +93,7 @@ def _rates(row: FrontierRow, ms: float) -> tuple[float, float | None]:
     tokens_per_s = 1e3 * row.seq / row.ranks / ms
     if row.tflops is None or row.gpu.startswith("cpu"):
         return tokens_per_s, None
-    peak = preset_of(row.gpu, "frontier_table").gpu.peak_tflops
-    return tokens_per_s, row.tflops * row.ms / ms / peak
+    return tokens_per_s, share_of_peak(row.tflops * row.ms / ms, row.gpu)
 
 
 def _known(rows: Sequence[FrontierRow], column: str) -> list[float]:

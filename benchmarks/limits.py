@@ -8,7 +8,7 @@ from statistics import median
 
 from benchmarks.loss_table import LOSS_CSV
 from benchmarks.planned import sent_by
-from benchmarks.ratios import Ratio
+from benchmarks.ratios import Ratio, share_of_peak
 from benchmarks.rows import ATTENTION_CSV, PACKED_CSV, Row, read
 from benchmarks.slice_cases import SLICES_CSV
 from benchmarks.tables import check_alike, compare
@@ -126,7 +126,7 @@ def steps() -> Lines:
     }  # fmt: skip
     for (hidden, tokens), row in sorted(heads.items()):
         rate = row.gemm_efficiency * row.matmul_tflops
-        share = rate / preset_of(row.gpu, "limits").gpu.peak_tflops
+        share = share_of_peak(rate, row.gpu)
         yield (
             f"LM head and loss, forward mode, hidden {hidden}", in_units(tokens),
             f"{rate:.0f}", f"{row.gemm_efficiency:.2f}", f"{share:.2f}",
@@ -157,4 +157,4 @@ def _span(values) -> str:
 
 def _share(row) -> str:
     """Of the data sheet's bf16 peak of the row's GPU."""
-    return f"{row.tflops_per_gpu / preset_of(row.gpu, 'limits').gpu.peak_tflops:.2f}"
+    return f"{share_of_peak(row.tflops_per_gpu, row.gpu):.2f}"

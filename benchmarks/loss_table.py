@@ -5,11 +5,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cells import markdown
+from benchmarks.cells import check_named, markdown, milliseconds, time_and_peak
 from benchmarks.ratios import Ratio
 from benchmarks.rows import Sheet
 from benchmarks.style import colours_of, legend_below, measured_on
-from megatron_burst.errors import require
 from megatron_burst.tools.units import in_units
 
 _IN_PAGES = {  # implementations, in the order of their columns
@@ -71,12 +70,12 @@ def loss_table(rows: Sequence[LossRow]) -> str:
         "of the matmul rate", "GiB", "errors of loss, dX, dW", "status",
     )  # fmt: skip
     lines = [head]
-    for row in sorted(rows, key=lambda row: (row.ranks, row.hidden, row.vocab, row.tokens)):
+    for row in sorted(rows, key=_line):
         native = next((r for r in rows if _head(r) == _head(row) and _is_native(r) and r.ms), None)
         measured = ["-"] * 4
         if row.ms:
             measured = [
-                f"{_ms(row.ms)} ({_ms(row.ms_min)}-{_ms(row.ms_max)})",
+                "{} ({}-{})".format(*map(milliseconds, (row.ms, row.ms_min, row.ms_max))),
                 f"{Ratio.of(native, row).value:.2f}" if native else "-",
                 f"{row.gemm_efficiency:.2f}",
                 "-" if row.peak_gib is None else f"{row.peak_gib:.2f}",
@@ -101,29 +100,14 @@ def heads_by_tokens(rows: Sequence[LossRow], size: str) -> str:
     """
     shown = [row for row in rows if f"{row.hidden}x{in_units(row.vocab)}" == size]
     cells = {(row.ranks, row.tokens, row.impl): row for row in shown}
-    unknown = sorted({row.impl for row in shown} - {*_IN_PAGES, *_LEFT_OUT})
-    require("benchmarks.show loss", [(
-        not unknown, "every implementation must have a name in pages, because one without would "
-        "be left out", ", ".join(unknown), "name it in benchmarks/loss_table.py",
-    )])  # fmt: skip
+    names = {*_IN_PAGES, *_LEFT_OUT}
+    check_named("implementation", (row.impl for row in shown), names, "loss_table.py")
     impls = [impl for impl in _IN_PAGES if any(key[-1] == impl for key in cells)]
     lines = [["tokens, GPUs (TP)", *(_IN_PAGES[impl] for impl in impls)]]
     for ranks, tokens in sorted({key[:2] for key in cells}):
         found = (cells.get((ranks, tokens, impl)) for impl in impls)
-        lines.append([f"{in_units(tokens)}, {ranks}", *map(_time_and_peak, found)])
+        lines.append([f"{in_units(tokens)}, {ranks}", *map(time_and_peak, found)])
     return markdown(lines)
-
-
-def _time_and_peak(row: LossRow | None) -> str:
-    if row is None:
-        return "-"
-    if row.ms is None:
-        return "out of memory" if "out of memory" in row.note else row.status
-    return _ms(row.ms) + ("" if row.peak_gib is None else f", {row.peak_gib:.2f}")
-
-
-def _ms(time: float) -> str:
-    return f"{time:.0f}" if time >= 100 else f"{time:.1f}"
 
 
 def _short(note: str) -> str:

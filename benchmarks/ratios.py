@@ -6,6 +6,8 @@ from datetime import datetime
 from statistics import median
 from typing import Any, NamedTuple
 
+from megatron_burst.tools.hardware_file import preset_of
+
 _TIMES = re.compile(r"repetitions: ([\d. e+-]+)$")  # as `results.repetitions` writes them
 _APART_S = 5  # rows of runs that took turns are written together
 
@@ -68,6 +70,15 @@ def measured_by(row: Any) -> tuple[str, ...]:
         for text in (row.versions, row.gpu)
     )
     return tuple(found[0] for found in named if found)
+
+
+def share_of_peak(tflops: float, gpu: str) -> float:
+    """Of the bf16 peak in the data sheet of the GPU that a row names; of a step's model FLOPs MFU.
+
+    Raises:
+        BurstError: if there is no preset of that GPU.
+    """
+    return tflops / preset_of(gpu, "benchmarks").gpu.peak_tflops
 
 
 def origins(rows: Iterable[Any]) -> str:

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 
-from benchmarks.cells import markdown
+from benchmarks.cells import check_named, markdown, time_and_peak
 from benchmarks.ratios import Ratio
 from benchmarks.rows import Row
 from benchmarks.style import colours_of, legend_below, measured_on
-from megatron_burst.errors import require
 from megatron_burst.tools.units import in_units
 
 _FULL = {"burst": "none", "megatron": "full"}  # the mode that recomputes everything
@@ -50,24 +49,14 @@ def trade_table(rows: Sequence[Row]) -> str:
 def modes_by_length(rows: Sequence[Row]) -> str:
     """Markdown: a line a mode, a column a length, with milliseconds and GiB of its last row."""
     cells = {(f"{row.impl}:{row.mode}", row.seq): row for row in rows if row.ms}
-    unknown = sorted({mode for mode, _ in cells} - {*_NAMES, *_LEFT_OUT})
-    require("benchmarks.show recompute", [(
-        not unknown, "every mode must have a name in pages, because one without would be left out",
-        ", ".join(unknown), "name it in benchmarks/recompute_table.py",
-    )])  # fmt: skip
+    check_named("mode", (mode for mode, _ in cells), {*_NAMES, *_LEFT_OUT}, "recompute_table.py")
     lengths = sorted({seq for _, seq in cells})
     layers = {row.seq: int(row.note.split()[0]) for row in cells.values()}
     heads = (f"{in_units(n)}, {layers[n]} layer{'s' * (layers[n] > 1)}" for n in lengths)
     lines = [("ms, GiB", *heads)]
     for mode, name in _NAMES.items():
-        lines.append((name, *(_time_and_peak(cells.get((mode, seq))) for seq in lengths)))
+        lines.append((name, *(time_and_peak(cells.get((mode, seq))) for seq in lengths)))
     return markdown(lines)
-
-
-def _time_and_peak(row: Row | None) -> str:
-    if row is None:
-        return "-"
-    return f"{row.ms:.0f}" + ("" if row.peak_gib is None else f", {row.peak_gib:.2f}")
 
 
 def _is_full(row: Row, impl: str) -> bool:

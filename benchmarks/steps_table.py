@@ -14,11 +14,10 @@ from benchmarks.frontier_table import (
     shown,
     speedup,
 )
-from benchmarks.ratios import Ratio
+from benchmarks.ratios import Ratio, share_of_peak
 from benchmarks.rows import read
 from benchmarks.slice_cases import SLICES_CSV, SliceRow
 from megatron_burst.errors import require
-from megatron_burst.tools.hardware_file import preset_of
 from megatron_burst.tools.units import in_units
 
 _WHO = "benchmarks.show docs"
@@ -97,7 +96,7 @@ def slice_lines(path: Path, sequences: Sequence[str]) -> Lines:
 
 
 def _slice(row: SliceRow, ours: SliceRow) -> list[str]:
-    share = row.tflops_per_gpu / preset_of(row.gpu, _WHO).gpu.peak_tflops
+    share = share_of_peak(row.tflops_per_gpu, row.gpu)
     digits = 3 if ours.ms < 1e3 else 2
     times = row.ms, row.ms_min, row.ms_max
     middle, least, most = (f"{ms / 1e3:.{digits}f}" for ms in times)

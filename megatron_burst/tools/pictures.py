@@ -124,8 +124,8 @@ def _drawn(ranks: range, topology: Topology) -> list[int]:
 def _shown(ranks: range, drawn: Sequence[int], topology: Topology) -> str:
     """Which ranks have a row, in words; "" for all."""
     some = "" if len(ranks) == topology.cp_size else f", the first {len(ranks)} ranks"
-    if len(drawn) < len(ranks):
-        some += "; the first and the last rank of a node" * (topology.intra_size > 1)
+    if topology.intra_size > 1 and len(drawn) < len(ranks):
+        some += "; the first and the last rank of a node"
     nodes, others = ({topology.node_of[rank] for rank in which} for which in (drawn, ranks))
     if left := len(others - nodes):
         some += f", the other {left} nodes alike"
