@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.cells import check_named, markdown, milliseconds, time_and_peak
 from benchmarks.ratios import Ratio
 from benchmarks.rows import Sheet
-from benchmarks.style import colours_of, legend_below, measured_on
+from benchmarks.style import colours_of, legend_below, mark_impossible, measured_on
 from megatron_burst.tools.units import in_units
 
 _IN_PAGES = {  # implementations, in the order of their columns
@@ -188,9 +188,8 @@ def _draw_times(axis, rows: Sequence[LossRow], lines: Sequence[tuple]) -> None:
             spread = [[max(0.0, ms) / scale for ms in side] for side in spread]
             axis.errorbar(row.ms / scale, y, xerr=spread, fmt="o", ms=4, elinewidth=1, **style)
         else:
-            edge = {"transform": axis.get_yaxis_transform(), "clip_on": False}
-            axis.plot(1, y, "x", color=style["color"], **edge)
-            axis.plot([], [], "x", color="black", label="not possible")
+            edge = axis.get_yaxis_transform()
+            mark_impossible(axis, 1, y, style["color"], transform=edge)
     axis.set_xlabel("time / that of the fastest, with all repetitions")
 
 

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.rows import Row
-from benchmarks.style import colours_of, legend_below, measured_on
+from benchmarks.style import colours_of, legend_below, mark_impossible, measured_on
 from benchmarks.tables import LIBRARIES, Comparison, compare, differing
 
 _LINES = {"ceiling": "--", "one_gpu": ":"}  # bounds, not competitors: drawn as lines
@@ -108,8 +108,7 @@ def _panel(axis: Axes, members: list[Comparison], kind: Kind, colours: Mapping[s
 def _bar(axis: Axes, at: float, width: float, row: Row, kind: Kind, **style: str) -> None:
     value = row.tflops_per_gpu if kind == "tflops" else row.peak_gib
     if not row.ms:
-        axis.plot(at, 0, "x", color=style["color"], clip_on=False)
-        axis.plot([], [], "x", color="black", label="not possible")
+        mark_impossible(axis, at, 0, style["color"])
     elif value is not None:
         spread = spread_of(row) if kind == "tflops" else None
         axis.bar(at, value, width, yerr=spread, error_kw={"elinewidth": 0.8}, **style)

@@ -82,6 +82,12 @@ def _place(row: Any) -> tuple[int, int]:
     return getattr(row, "nodes", 1), getattr(row, "ranks", None) or getattr(row, "gpus", 1)
 
 
+def mark_impossible(axis: Any, x: float, y: float, colour: str, **where: Any) -> None:
+    """A cross for what could not run; the legend says so once."""
+    axis.plot(x, y, "x", color=colour, clip_on=False, **where)
+    axis.plot([], [], "x", color="black", label="not possible")
+
+
 def legend_below(figure: Any, columns: int = 6, **style: Any) -> None:
     """One legend for all panels, below them: never on data."""
     handles: dict[str, Any] = {}

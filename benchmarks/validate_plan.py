@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 
 from benchmarks.planned import Prediction, is_of_layers, is_standin, predict
 from benchmarks.rows import ANY_CSV, ANY_PACKED_CSV, COLUMNS, SUPERSEDED, Row, is_packed, read
-from benchmarks.style import SERIES, measured_on
+from benchmarks.style import SERIES, legend_below, measured_on
 from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.terminal import in_one_sentence
 from megatron_burst.tools.units import in_units
@@ -179,7 +179,7 @@ def draw(compared: Sequence[Compared], path: Path) -> None:
     right.axhspan(-10, 10, color="0.93", zorder=0)
     right.axhline(0, c="0.5", lw=0.8)
     right.set(xscale="log", xlabel="measured ms", ylabel="error of the prediction, %")
-    figure.legend(*left.get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncol=2)
+    legend_below(figure, columns=2, fontsize=8)
     figure.suptitle(f"predicted and measured: {measured_on(one.row for one in compared)}")
     figure.savefig(path, dpi=110)
 
