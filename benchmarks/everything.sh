@@ -18,7 +18,8 @@
 # recomputation frontier, frontier_experts, frontier_whole (three whole models, 9 minutes each), of packed documents, and
 #               frontier_one, frontier_whole_one, of one document: a step's time against its peak, with as many tokens on each
 #               GPU, however many there are
-# one GPU       kernels, masks, loss_peers (Liger, QuACK and CCE, those that are installed, in turns with burst and Megatron)
+# one GPU       kernels, masks, loss_peers (Liger, QuACK and CCE, those that are installed, in turns with burst and Megatron),
+#               limits (a matrix product and a copy in the GPU's memory)
 # balance       micro-batches of documents against the cost function; on several GPUs steps too, of one context-parallel
 #               group and of two, beside simulated ones
 # other         before, before_packed, before_long, before_nodes (after `python -m benchmarks.before COMMIT`), accuracy, million, loss
@@ -267,6 +268,7 @@ part() {
             within 300 python3 -m benchmarks.loss --out "$out/loss_peers.csv" \
                 $(sized "--tokens 8K,32K,128K --hidden 4096 --vocab 128K" "--tokens 1K --hidden 32 --vocab 1K") ;;
         kernels) within 300 python3 benchmarks/kernels.py "$out/kernels.csv" --seqs "$(sized 8192,16384,32768 1024)" ;;
+        limits) timeout "$(most 60)" python3 -m benchmarks.gpu_limits --out "$out/limits.csv" ;;
         masks) timeout "$(most 300)" python3 benchmarks/masks.py "$out/masks.csv" ;; # reads TINY
         *)
             echo "everything.sh: no part $1; see the first lines of it" >&2
@@ -277,7 +279,7 @@ part() {
 
 every="tests one_node packed peers peers_packed rounds two_nodes layers packed_nodes packed_few windows before before_packed
     before_nodes conformance one_node_long two_nodes_long short dims fp16 layers_long layers_half layers_megatron before_long
-    slices four_nodes accuracy million slices_14b slices_2m slices_own_loss loss loss_peers masks kernels curves curves_packed
+    slices four_nodes accuracy million slices_14b slices_2m slices_own_loss loss loss_peers limits masks kernels curves curves_packed
     curves_1b balance frontier frontier_one frontier_whole frontier_whole_one frontier_experts one_network packed_network $seeds"
 asked=" ${*:-$every} "
 read -rd '' -a parts <<<"${asked// seeds / $seeds }"
