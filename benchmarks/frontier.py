@@ -140,6 +140,7 @@ class _Run:
 
     def _columns(self, setting: Setting) -> dict[str, Any]:
         """Warm up, then time each step; what a row says of them."""
+        left = self._pinned("current")  # Megatron's offloading keeps its buffers for ever
         self.trainer.use(setting)
         for _ in range(setting.warm_up):
             self.trainer.step()
@@ -161,12 +162,16 @@ class _Run:
         }  # fmt: skip
         if self._on_gpu:
             active = torch.cuda.memory_stats()["active_bytes.all.peak"]
-            host = torch.cuda.host_memory_stats().get("active_bytes.peak", 0)
+            host = self._pinned("peak") - left
             host += host_memory(self.world.device, None).taken_bytes  # burst pins its own
             of_ranks = self.world.gather((torch.cuda.max_memory_allocated(), active, host))
             peaks = [max(each) / _GIB for each in zip(*of_ranks, strict=True)]
             columns |= dict(zip(("peak_gib", "active_gib", "host_gib"), peaks, strict=True))
         return columns
+
+    def _pinned(self, when: str) -> int:
+        """Bytes of host memory that torch has pinned: "current", or their "peak"."""
+        return torch.cuda.host_memory_stats().get(f"active_bytes.{when}", 0) if self._on_gpu else 0
 
     @property
     def _on_gpu(self) -> bool:
