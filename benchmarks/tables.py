@@ -84,9 +84,10 @@ class Comparison:
 
 
 def compare(rows: Sequence[Row]) -> list[Comparison]:
-    """One comparison a problem and pass; of as many ranks together, the shorter sequences first."""
+    """One comparison a problem and pass; of as many ranks together, the shorter sequences first.
+    Of equal rows, also of several files, the newest counts."""
     found: dict[Problem, dict[str, Row]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda one: one.date):
         problem = Problem(**{name: getattr(row, name) for name in Problem._fields})
         found.setdefault(problem, {})[f"{row.impl}:{row.mode}"] = row
     groups = list(dict.fromkeys((problem.nodes, problem.ranks) for problem in found))

@@ -54,7 +54,8 @@ def test_memory_and_the_lead_between_nodes():
     ratios = {problem: speed / one[problem][0] for problem, (speed, _) in two.items()}
     mean = f"{geometric_mean(ratios.values()):.2f}"
     *others, largest = sorted(ratios.values())
-    assert_told(PAGES / "attention.md", mean, span(others), f"{largest:.2f}", *most)
+    assert_told(PAGES / "attention.md", most[0])
+    assert_told(PAGES / "nodes.md", mean, span(others), f"{largest:.2f}", most[1])
 
 
 def on_cudnn(names, pass_="fwd_bwd"):
