@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
+from benchmarks.gpu_limits import LIMITS_CSV
 from benchmarks.loss_table import LOSS_CSV
 from benchmarks.planned import sent_by
 from benchmarks.ratios import Ratio, share_of_peak
@@ -23,6 +24,7 @@ CAUSAL = (
     ("attention_4xh200_one_node", (65536, 131072, 262144, 524288)),
     ("attention_2x2xh200", (65536, 131072, 262144)),
 )  # fmt: skip
+_MEMORY_GBS = 4800.0  # of an H200, in its data sheet
 Lines = Iterator[tuple[str, ...]]
 
 
@@ -40,6 +42,18 @@ def machine() -> Lines:
         "matrix product, bf16, TFLOP/s", f"{gpu.peak_tflops:.0f}",
         _span(square), "`loss_h200.csv`, `matmul_tflops`",
     )  # fmt: skip
+    alone = {(row.what, row.size): row for row in sheet("gpu_limits_1xh200", LIMITS_CSV)}
+    kinds = {
+        "matmul": ("matrix product of side {}, bf16, TFLOP/s", gpu.peak_tflops),
+        "copy": ("copy of {} GiB in the H200's memory, GB/s read and written", _MEMORY_GBS),
+    }
+    for (kind, size), row in alone.items():
+        (what, most), work = kinds[kind], row.rate * row.ms
+        yield (
+            what.format(size if kind == "matmul" else size >> 30), f"{most:.0f}",
+            _span([work / ms for ms in (row.ms_max, row.ms, row.ms_min)]),
+            "`gpu_limits_1xh200.csv`",
+        )  # fmt: skip
     for pass_, name in (("fwd", "forward"), ("fwd_bwd", "forward and backward")):
         found = [row.tflops_per_gpu for row in _causal("attention_4xh200_one_node", pass_)]
         yield (
@@ -139,8 +153,11 @@ TABLES: dict[str, Callable[[], Lines]] = {
 
 
 def _causal(name: str, pass_: str) -> list[Row]:
-    """Rows of the kernel alone."""
-    return [row for row in sheet(name) if row.impl == "ceiling" and row.pass_ == pass_ and row.ms]
+    """Rows of FlashAttention-4 alone."""
+    return [
+        row for row in sheet(name)
+        if (row.impl, row.mode, row.pass_) == ("ceiling", "auto", pass_) and row.ms
+    ]  # fmt: skip
 
 
 def _rates(row: Row) -> tuple[float, float]:

@@ -17,6 +17,9 @@ _IN_PAGES = {  # implementations, in the order of their columns
     "liger": "Liger", "quack": "QuACK", "cce": "CCE",
 }  # fmt: skip
 _LEFT_OUT = "burst:auto", "megatron:unfused", "torch:linear"  # which loss-rows.md tells of
+_MEASURED = (
+    "ms (min-max)", "of Megatron's fused", "of the matmul rate", "GiB", "errors of loss, dX, dW",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,29 +68,41 @@ LOSS_CSV = Sheet("benchmarks.loss", LossRow, ("ms_min", "ms_max", "gemm_efficien
 
 def loss_table(rows: Sequence[LossRow]) -> str:
     """Markdown: one line a head and implementation, beside Megatron's fused loss where it ran."""
-    head = (
-        "tokens", "h x V", "TP", "impl", "ms (min-max)", "of Megatron's fused",
-        "of the matmul rate", "GiB", "errors of loss, dX, dW", "status",
-    )  # fmt: skip
-    lines = [head]
+    lines = [("tokens", "h x V", "TP", "impl", *_MEASURED, "status")]
     for row in sorted(rows, key=_line):
-        native = next((r for r in rows if _head(r) == _head(row) and _is_native(r) and r.ms), None)
-        measured = ["-"] * 4
-        if row.ms:
-            measured = [
-                "{} ({}-{})".format(*map(milliseconds, (row.ms, row.ms_min, row.ms_max))),
-                f"{Ratio.of(native, row).value:.2f}" if native else "-",
-                f"{row.gemm_efficiency:.2f}",
-                "-" if row.peak_gib is None else f"{row.peak_gib:.2f}",
-            ]
-        errors = (row.error_loss, row.error_dhidden, row.error_dweight)
-        shown = "-" if None in errors else ", ".join(f"{error:.1e}" for error in errors)
         status = row.status if row.status == "ok" else f"{row.status}: {_short(row.note)}"
         size = f"{row.hidden} x {in_units(row.vocab)}"
-        lines.append(
-            [in_units(row.tokens), size, f"{row.ranks}", row.impl, *measured, shown, status]
-        )
+        lines.append((
+            in_units(row.tokens), size, f"{row.ranks}", row.impl, *_measured(row, rows), status
+        ))  # fmt: skip
     return markdown(lines)
+
+
+def every_run(rows: Sequence[LossRow], size: str) -> str:
+    """Markdown: a line for each row of one size, by ranks, tokens and day; arguments as of
+    `heads_by_tokens`."""
+    lines = [("day", "tokens, GPUs (TP)", "impl", *_MEASURED)]
+    for row in sorted(_of_size(rows, size), key=lambda row: (_line(row), row.date[:10])):
+        cells = [row.date[:10], f"{in_units(row.tokens)}, {row.ranks}", row.impl]
+        lines.append((*cells, *_measured(row, rows)))
+    return markdown(lines)
+
+
+def _measured(row: LossRow, rows: Sequence[LossRow]) -> list[str]:
+    """Cells below `_MEASURED`; Megatron's fused loss is that of the same head and day."""
+    about = _head(row), row.date[:10]
+    native = (r for r in rows if (_head(r), r.date[:10]) == about and _is_native(r) and r.ms)
+    ratio = Ratio.of(next(native, None), row)
+    cells = [time_and_peak(row), "-", "-", "-"]
+    if row.ms:
+        cells = [
+            "{} ({}-{})".format(*map(milliseconds, (row.ms, row.ms_min, row.ms_max))),
+            f"{ratio.value:.2f}" if ratio else "-",
+            f"{row.gemm_efficiency:.2f}",
+            "-" if row.peak_gib is None else f"{row.peak_gib:.2f}",
+        ]
+    errors = (row.error_loss, row.error_dhidden, row.error_dweight)
+    return [*cells, "-" if None in errors else ", ".join(f"{error:.1e}" for error in errors)]
 
 
 def heads_by_tokens(rows: Sequence[LossRow], size: str) -> str:
@@ -98,7 +113,7 @@ def heads_by_tokens(rows: Sequence[LossRow], size: str) -> str:
         rows: of any heads.
         size: of those that are shown, "4096x128K".
     """
-    shown = [row for row in rows if f"{row.hidden}x{in_units(row.vocab)}" == size]
+    shown = _of_size(rows, size)
     cells = {(row.ranks, row.tokens, row.impl): row for row in shown}
     names = {*_IN_PAGES, *_LEFT_OUT}
     check_named("implementation", (row.impl for row in shown), names, "loss_table.py")
@@ -108,6 +123,10 @@ def heads_by_tokens(rows: Sequence[LossRow], size: str) -> str:
         found = (cells.get((ranks, tokens, impl)) for impl in impls)
         lines.append([f"{in_units(tokens)}, {ranks}", *map(time_and_peak, found)])
     return markdown(lines)
+
+
+def _of_size(rows: Sequence[LossRow], size: str) -> list[LossRow]:
+    return [row for row in rows if f"{row.hidden}x{in_units(row.vocab)}" == size]
 
 
 def _short(note: str) -> str:
@@ -181,6 +200,7 @@ def _places(rows: Sequence[LossRow], lines: Sequence[tuple]) -> Iterator[tuple]:
 def _draw_times(axis, rows: Sequence[LossRow], lines: Sequence[tuple]) -> None:
     """With the fastest and the slowest repetition; crosses at the edge for what could not run."""
     least = {line: min(row.ms for row in rows if row.ms and _line(row) == line) for line in lines}
+    ran = {row.impl for row in rows if row.ms}
     for row, y, style in _places([row for row in rows if _line(row) in least], lines):
         if row.ms:
             spread = [[row.ms - row.ms_min], [row.ms_max - row.ms]]
@@ -190,6 +210,8 @@ def _draw_times(axis, rows: Sequence[LossRow], lines: Sequence[tuple]) -> None:
         else:
             edge = axis.get_yaxis_transform()
             mark_impossible(axis, 1, y, style["color"], transform=edge)
+            if row.impl not in ran:  # whose colour nothing else says
+                axis.plot([], [], "x", **style)
     axis.set_xlabel("time / that of the fastest, with all repetitions")
 
 

@@ -86,6 +86,10 @@ def _of_steps(lines_of: Callable[[Path, Sequence[str]], Lines], words: Sequence[
     return markdown(lines_of(ROOT / words[0], words[1:]))
 
 
+def _of_heads(table_of: Callable[[Sequence[Any], str], str], words: Sequence[str]) -> str:
+    return table_of(read([ROOT / words[0]], loss_table.LOSS_CSV), words[1])
+
+
 _TABLES: dict[str, Callable[[Sequence[str]], str]] = {
     "table": partial(_of_attention, partial(markdown_table, pass_="fwd_bwd")),
     "libraries": partial(_of_attention, library_table),
@@ -95,9 +99,8 @@ _TABLES: dict[str, Callable[[Sequence[str]], str]] = {
     "recompute": lambda words: recompute_table.modes_by_length(
         read([ROOT / csv for csv in words], RECOMPUTE_CSV)
     ),
-    "loss": lambda words: loss_table.heads_by_tokens(
-        read([ROOT / words[0]], loss_table.LOSS_CSV), words[1]
-    ),
+    "loss": partial(_of_heads, loss_table.heads_by_tokens),
+    "loss_rows": partial(_of_heads, loss_table.every_run),
     "limits": lambda words: markdown(limits.TABLES[words[0]]()),
 }
 

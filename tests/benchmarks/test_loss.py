@@ -10,8 +10,10 @@ import torch
 from benchmarks import loss_peers
 from benchmarks.loss_heads import LossCase, cases_of, listed_cases
 from benchmarks.loss_peers import PEERS, peers_of, usual_peers
-from benchmarks.loss_table import LOSS_CSV, LossRow
+from benchmarks.loss_table import LOSS_CSV, LossRow, draw_if_possible, every_run
+from benchmarks.ratios import Ratio
 from benchmarks.rows import columns_of, read
+from benchmarks.show import ROOT
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.terminal import Progress
 from tests.ranks import preload, run_ranks
@@ -79,7 +81,7 @@ def test_a_wrong_result_is_no_peer_and_time_ends_a_run(results):
 
 
 def test_table_and_picture(results, tmp_path):
-    from benchmarks.loss_table import draw_if_possible, loss_table
+    from benchmarks.loss_table import loss_table
 
     rows = read([results[1]], LOSS_CSV)
     text = loss_table(rows)
@@ -127,3 +129,71 @@ def test_logits_of_the_drawn_head_are_of_order_one():
     x = draw(LossCase(64, 256, 128, "float32"), 1, torch.device("cpu"), group)
     assert x.weight.shape == (64, 256)
     assert 0.8 < float((x.hidden @ x.weight.t()).detach().std()) < 1.2
+
+
+MEASURED = read([ROOT / "benchmarks" / "results" / "loss_h200.csv"], LOSS_CSV)
+PAGE = ROOT / "docs" / "benchmarks" / "loss.md"
+
+
+def test_the_picture_names_what_never_ran(monkeypatch, tmp_path):
+    """Guards against crosses in a colour that the legend does not name."""
+    shown = []
+    monkeypatch.setattr("benchmarks.loss_table.legend_below", shown.append)
+    draw_if_possible(MEASURED, tmp_path / "a")
+    named = {name for axis in shown[0].axes for name in axis.get_legend_handles_labels()[1]}
+    assert named == {*(row.impl for row in MEASURED), "not possible"}
+
+
+def test_a_run_is_compared_with_megatron_of_its_day():
+    alone = [replace(row, date="2026-11-20" + row.date[10:]) if row.impl == "liger" else row
+             for row in MEASURED]  # fmt: skip
+    lines = every_run(alone, "4096x128K").splitlines()[2:]
+    assert len(lines) == sum((row.hidden, row.vocab) == (4096, 131072) for row in MEASURED)
+    ratios = {line.split(" | ")[4] for line in lines if "| liger |" in line}
+    assert ratios == {"-"}
+
+
+def test_sentences_of_the_page_follow_from_the_rows():
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    heads, spans = {}, {}
+    for row in MEASURED:
+        if (row.hidden, row.vocab) == (4096, 131072):
+            heads.setdefault((row.date[:10], row.ranks, row.tokens >> 10), {})[row.impl] = row
+    for (_, _, tokens), head in heads.items():
+        for impl in ("burst:recompute", "burst:forward"):
+            if ratio := Ratio.of(head.get("megatron:fused"), head.get(impl)):
+                spans.setdefault((tokens == 8, impl), []).append(ratio.value)
+    told = {key: f"{min(found):.2f} to {max(found):.2f}" for key, found in spans.items()}
+    for short, words in ((True, "8K tokens"), (False, "32K tokens and more")):
+        cells = " | ".join(told[short, impl] for impl in ("burst:recompute", "burst:forward"))
+        assert f"| 4096 x 128K, {words} | {cells} |" in text
+    short, middle = (heads["2026-11-27", 1, tokens] for tokens in (8, 32))
+    ms = {impl: row.ms for impl, row in short.items() if row.ms}
+    plain, forward, recompute, *_ = sorted(ms, key=ms.get)
+    assert [plain, forward, recompute] == ["burst:plain", "burst:forward", "burst:recompute"]
+    failed = short["quack"].note.partition(" at 0x")[0]
+    assert failed == middle["quack"].note.partition(" at 0x")[0]
+    assert "commit 2d79adb8" in short["quack"].versions and "commit 2d79adb8" in text
+    first, later = (heads["2026-11-21", 1, tokens] for tokens in (8, 32))
+    for figure in (
+        f"`burst:plain` ({ms[plain]:.1f} ms) and `burst:forward` ({ms[forward]:.1f} ms)",
+        f"`burst:recompute` ({ms[recompute]:.1f} ms)",
+        f"Liger ({middle['liger'].ms:.1f} ms)",
+        f"`burst:forward` ({middle['burst:forward'].ms:.1f} ms)",
+        f"it takes {ms['liger'] / ms[forward]:.2f} times as long",
+        f"{Ratio.of(middle['megatron:fused'], middle['burst:recompute']).value:.2f} times as long "
+        "as Megatron's fused loss, in "
+        f"{middle['burst:recompute'].peak_gib:.2f} instead of "
+        f"{middle['megatron:fused'].peak_gib:.2f} GiB",
+        f'"{failed}',
+        f"{first['quack'].ms:.1f} ms and {first['quack'].peak_gib:.2f} GiB at 8K tokens",
+        f"{later['quack'].ms:.0f} ms at 32K, where `burst:plain` took "
+        f"{later['burst:plain'].ms:.0f} ms",
+    ):
+        assert figure in text
+    long, longest = (heads["2026-11-21", 1, tokens] for tokens in (128, 256))
+    gains = [100 * (head["burst:forward"].ms / head["liger"].ms - 1) for head in (long, longest)]
+    assert (
+        "{:.0f} % faster than `burst:forward` at 128K tokens, and {:.0f} % at 256K".format(*gains)
+        in text
+    )
