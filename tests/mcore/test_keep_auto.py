@@ -70,12 +70,14 @@ def test_auto_counts_layers_that_are_recomputed_and_those_of_multi_token_predict
 
 def free_memory_differs(rank: int) -> tuple:
     """For a step on two stages whose second context-parallel rank lacks host memory: error, kernel
-    calls and hops of recomputation. For layers on 2 x 2 ranks: options, how often they asked."""
+    calls and hops of recomputation. For layers on 2 x 2 ranks: options, how often they asked, and
+    how often they had when PyTorch gave its cache back."""
     from megatron_burst.comm.watch import Board
     from megatron_burst.mcore.recompute import resolved
     from megatron_burst.mcore.stage import stage_of
     from megatron_burst.recompute import budget as keep
     from megatron_burst.recompute import offload
+    from megatron_burst.recompute.first_step import FirstStep
 
     keep.hides_copy = lambda tokens, rates: True
     offload.available_host_bytes = lambda: (rank % 2 == 0) << 30
@@ -89,6 +91,8 @@ def free_memory_differs(rank: int) -> tuple:
     start(Parallel(cp=2, tp=2))
     config = config_of(Parallel(cp=2, tp=2), num_layers=4, **FULL_RECOMPUTE)
     offload.available_host_bytes, kept, asked = lambda: (rank + 1) << 30, [], []
+    released = []
+    FirstStep.release_cache = lambda first: released.append(len(asked))
     share = Board.share
     Board.share = lambda *args: asked.append(1) or share(*args)
     for tokens in (1 << 8, 1 << 22, 1 << 23):  # 5 KiB, 80 and 160 MiB a layer of out and lse
@@ -98,7 +102,7 @@ def free_memory_differs(rank: int) -> tuple:
         stage_of(burst, heads.device).first.is_over = True  # the host is not used before
         found = resolved(burst, config, 1, heads, heads, 0.0)
         kept.append((found.keep, found.keep_offload))
-    return step, kept, len(asked)
+    return step, kept, len(asked), released
 
 
 def test_ranks_with_unlike_free_memory_choose_alike():
@@ -106,6 +110,7 @@ def test_ranks_with_unlike_free_memory_choose_alike():
     for first, last in (found[:2], found[2:]):
         assert first[0][1:] == last[0][1:] and max(first[0][0], last[0][0]) <= 1e-12
     assert found[0][0][1] > 0  # what does not fit on the host is recomputed
-    for _, kept, asked in found:  # the first rank has 512 MiB for four layers
+    for _, kept, asked, released in found:  # the first rank has 512 MiB for four layers
         assert kept == [("all", "results"), ("all", "results"), ("all", "none")]
         assert asked == 5  # before the first step; after it replicas too
+        assert released == [1]  # before anything is measured for all of them
