@@ -48,6 +48,7 @@ from benchmarks.sweep import Budget, clock, new_app, save, usual_dtype
 from megatron_burst.recompute.offload import host_memory
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.terminal import Device, in_one_sentence
+from megatron_burst.tools.units import whole_number
 from megatron_burst.tools.world import World, attempt, clean_up, started, timed_ms
 
 if TYPE_CHECKING:
@@ -229,14 +230,26 @@ def table(csvs: Csvs) -> None:
 def plot(
     picture: Annotated[Path, Argument(help="what is written, such as docs/frontier.png")],
     csvs: Csvs,
-    model: Annotated[list[str] | None, Option(help="repeatable; default: all")] = None,
+    model: Annotated[
+        list[str] | None,
+        Option(help="repeatable, default all; qwen3-1.7b:32K is of that many tokens alone"),
+    ] = None,
 ) -> None:
     """Peak memory across and time upwards, one panel for each problem's last run."""
     with in_one_sentence():
         from benchmarks.frontier_plot import draw_frontier
 
-        shown = {each.name for each in models_of(model or ())}
-        draw_frontier([row for row in read(csvs, FRONTIER_CSV) if row.model in shown], picture)
+        asked = [each.partition(":")[::2] for each in model or ()]
+        models_of([name for name, _ in asked])  # there are such
+        shown = [
+            (name, whole_number(tokens, "--model", WHO) if tokens else None)
+            for name, tokens in asked
+        ]
+        rows = [
+            row for row in read(csvs, FRONTIER_CSV)
+            if not shown or (row.model, row.seq) in shown or (row.model, None) in shown
+        ]  # fmt: skip
+        draw_frontier(rows, picture)
         typer.echo(picture)
 
 

@@ -141,19 +141,19 @@ class Compared:
 
 
 def compare(rows: Sequence[FrontierRow], made: Sequence[FrontierRow]) -> list[Compared]:
-    """Each problem's latest run, beside the last prediction; where predictions were written, one
-    from before the run."""
+    """The latest run of each setting of each problem, beside the last prediction; where predictions
+    were written, one from before the run."""
     latest: dict[tuple, str] = {}
     turns: dict[tuple, list[FrontierRow]] = {}
     for row in rows:
         if row.status == "ok" and row.gib:
-            problem = _problem(row)[:-2]
+            problem = _problem(row)
             latest[problem] = max(row.run, latest.get(problem, ""))
-            turns.setdefault((row.run, *_problem(row)), []).append(row)
+            turns.setdefault((row.run, *problem), []).append(row)
     found = []
     for (run, *problem), some in turns.items():
         before = [one for one in made if _problem(one) == tuple(problem) and one.date < run]
-        if run == latest[tuple(problem[:-2])] and before:
+        if run == latest[tuple(problem)] and before:
             middle = replace(
                 some[0], ms=median(row.ms for row in some),
                 active_gib=median(row.gib for row in some),
@@ -225,7 +225,7 @@ def compare_command(
     ] = None,
     hardware: Machine = "h200",
 ) -> None:
-    """Errors of time and peak memory, for each setting of each problem's latest run."""
+    """Errors of time and peak memory, for the latest run of each setting of each problem."""
     with in_one_sentence():
         rows = read(csvs, FRONTIER_CSV)
         written = read(predictions, FRONTIER_CSV) if predictions else None

@@ -176,9 +176,9 @@ def test_settings_of_a_table_train_the_same():
         for name, run in re.findall(r"show frontier .*frontier_(\w+)\.csv 2026-(\S+)", text):
             own = steps_in(name)[run]
             spread = spread_of(own)
-            assert spread["loss"] < 1e-5
+            assert spread["loss"] < 2e-5
             (experts if MODELS[own[0].model].experts else dense).append(spread["grad_norm"])
-    (told,) = re.findall(r"Losses are equal to 1e-5, and gradient norms to (\S+) \(dense models\) "
+    (told,) = re.findall(r"Losses are equal to 2e-5, and gradient norms to (\S+) \(dense models\) "
                          r"or (\S+) \(experts\)", (PAGES / "step-runs.md").read_text())  # fmt: skip
     for bound, found in zip(map(float, told), (dense, experts), strict=True):
         assert bound / 2 < max(found) < bound

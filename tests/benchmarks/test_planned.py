@@ -147,13 +147,18 @@ MODES_OF_DOCUMENTS = ("burst:auto", "burst:auto@zigzag", "te:p2p", "ceiling:auto
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "bounds", "bounds_of_te"),
-    [
-        ("packed_2xh200_one_node", 43, (0.9, 1.13), (0.88, 1.29)),  # cuDNN does better on documents
-        ("packed_2x1xh200", 20, (0.98, 1.16), (1.11, 1.26)),  # of 2K tokens than predicted
+    ("name", "count", "bounds", "bounds_of_zigzag", "bounds_of_te"),
+    [  # cuDNN does better on documents of 2K tokens than predicted
+        ("packed_2xh200_one_node", 43, (0.9, 1.13), (0.96, 1.24), (0.88, 1.29)),
+        ("packed_2x1xh200", 20, (0.98, 1.16), (0.98, 1.16), (1.11, 1.26)),
     ],
 )
-def test_packed_samples_are_predicted_near_what_was_measured(name, count, bounds, bounds_of_te):
+def test_packed_samples_are_predicted_near_what_was_measured(
+    name, count, bounds, bounds_of_zigzag, bounds_of_te
+):
+    """Copies of an all-to-all, which samples sharded in zigzag order have, run beside kernels since
+    27 November, and are counted as if they did not."""
+    by_impl = {"te:p2p": bounds_of_te, "burst:auto@zigzag": bounds_of_zigzag}
     found = {}
     for row in read([RESULTS / f"{name}.csv"], PACKED_CSV):
         impl = f"{row.impl}:{row.mode}"
@@ -162,7 +167,7 @@ def test_packed_samples_are_predicted_near_what_was_measured(name, count, bounds
             assert guess.gib is None or guess.gib == pytest.approx(row.peak_gib, rel=0.005)
     assert len(found) == count
     for (*_, impl), ratio in found.items():
-        least, most = bounds_of_te if impl == "te:p2p" else bounds
+        least, most = by_impl.get(impl, bounds)
         assert least < ratio < most, found
 
 
