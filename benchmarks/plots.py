@@ -25,8 +25,8 @@ def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
     """Write `STEM_tflops.png` and, where memory was measured, `STEM_memory.png`.
 
     Args:
-        rows: of results; of their forward and backward passes, without other libraries, and
-            without modes that none of them could run.
+        rows: of results; of their forward and backward passes, without other libraries, without
+            modes that none of them could run, and of each problem only what is of one run.
         stem: path without an ending.
 
     Returns:
@@ -34,7 +34,7 @@ def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
     """
     ran = {(row.impl, row.mode) for row in rows if row.ms and row.pass_ == "fwd_bwd"}
     rows = [row for row in rows if row.impl not in LIBRARIES and (row.impl, row.mode) in ran]
-    comparisons = [each for each in compare(rows) if each.problem.pass_ == "fwd_bwd"]
+    comparisons = [each.alike() for each in compare(rows) if each.problem.pass_ == "fwd_bwd"]
     kinds: list[Kind] = ["tflops"]
     if any(row.peak_gib is not None for each in comparisons for row in each.rows.values()):
         kinds.append("memory")

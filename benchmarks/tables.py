@@ -77,6 +77,12 @@ class Comparison:
         """The fastest kernel without communication."""
         return self.fastest("ceiling")
 
+    def alike(self) -> "Comparison":
+        """Only rows of the commit and the machine of burst's: others had other links and clocks."""
+        by = measured_by(self.burst) if self.burst else None
+        rows = {name: row for name, row in self.rows.items() if by in (None, measured_by(row))}
+        return Comparison(self.problem, rows)
+
     def fastest(self, impl: str) -> Row | None:
         """Of an implementation's modes; None if none was measured."""
         measured = [row for row in self.rows.values() if row.impl == impl and row.ms]

@@ -166,6 +166,22 @@ def test_bars_have_the_spread_of_their_repetitions():
     assert plots.spread_of(replace(of_three, ms_min=10.00001, ms_max=9.99999)) == [[0.0], [0.0]]
 
 
+def test_bars_beside_one_another_are_of_one_run():
+    """A mode that only an earlier commit measured, over other links, is left out."""
+    today, earlier = "torch 2.11; commit 22222222", "torch 2.11; commit 11111111"
+    ms = (10.0, 8.0, 20.0)
+    rows = [
+        replace(row("burst:ring", ms), versions=earlier, date="2026-11-21T10:00:00+00:00"),
+        replace(row("burst:auto", ms), versions=today, date="2026-11-27T10:00:00+00:00"),
+        replace(row("te:p2p", ms), versions=today, date="2026-11-27T10:00:00+00:00"),
+    ]
+    (one,) = compare(rows)
+    assert list(one.rows) == ["burst:ring", "burst:auto", "te:p2p"]
+    assert list(one.alike().rows) == ["burst:auto", "te:p2p"]
+    (only,) = compare(rows[2:])
+    assert only.alike() == only
+
+
 def test_no_picture_of_memory_where_none_was_measured(tmp_path):
     append(tmp_path / "cpu.csv", [row("burst:auto", (1.0, 1.0, 1.0)), row("te:p2p")])
     done = CliRunner().invoke(app, ["plot", str(tmp_path / "cpu.csv")])
