@@ -14,8 +14,8 @@ from benchmarks.style import BURST, MEGATRON, legend_below, measured_on
 _DPI, _COLUMNS, _FONT = 160, 3, 9
 _SIDES = {True: ("burst", BURST, "o"), False: ("Megatron", MEGATRON, "s")}
 _READ = (
-    "full recomputes all, off nothing; auto-7 may keep 7 GiB; axes do not begin at 0\n"
-    "hollow: other settings, mixed over layers, are faster in its memory"
+    "full recomputes all, off nothing; auto-7 may add 7 GiB to full's peak\n"
+    "axes do not begin at 0; hollow: a mix of two other settings is faster in its memory"
 )
 
 

@@ -19,9 +19,10 @@ from megatron_burst.tools.units import in_units
 
 RESULTS = Path(__file__).parent / "results"
 _LINK = re.compile(r"ring ([\d.]+), all-to-all ([\d.]+) GB/s (on one|between 2)")
+FOUR = "attention_4xh200_one_node+peers_4xh200_one_node"
 CAUSAL = (
     ("attention_2xh200_one_node", (65536, 131072)),
-    ("attention_4xh200_one_node", (65536, 131072, 262144, 524288)),
+    (FOUR, (65536, 131072, 262144, 524288)),
     ("attention_2x2xh200", (65536, 131072, 262144)),
 )  # fmt: skip
 _MEMORY_GBS = 4800.0  # of an H200, in its data sheet
@@ -29,8 +30,8 @@ Lines = Iterator[tuple[str, ...]]
 
 
 def sheet(name: str, kind=ATTENTION_CSV) -> list:
-    """The rows of a CSV of benchmarks/results."""
-    return read([RESULTS / f"{name}.csv"], kind)
+    """The rows of a CSV of benchmarks/results, or of several, joined by "+"."""
+    return read([RESULTS / f"{one}.csv" for one in name.split("+")], kind)
 
 
 def machine() -> Lines:
@@ -55,10 +56,10 @@ def machine() -> Lines:
             "`gpu_limits_1xh200.csv`",
         )  # fmt: skip
     for pass_, name in (("fwd", "forward"), ("fwd_bwd", "forward and backward")):
-        found = [row.tflops_per_gpu for row in _causal("attention_4xh200_one_node", pass_)]
+        found = [row.tflops_per_gpu for row in _causal(FOUR, pass_)]
         yield (
             f"FlashAttention-4 alone, causal, {name}, TFLOP/s", f"{gpu.peak_tflops:.0f}",
-            _span(found), "`attention_4xh200_one_node.csv`, `ceiling`",
+            _span(found), "`attention_4xh200_one_node.csv`, `peers_4xh200_one_node.csv`, `ceiling`",
         )  # fmt: skip
     for gpus, names in (("H200", ("attention_4xh200_one_node", "attention_2xh200_one_node")),
                         ("H100", ("before_2xh100",))):  # fmt: skip

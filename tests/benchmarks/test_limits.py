@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import gpu_limits
-from benchmarks.limits import TABLES, sheet
+from benchmarks.limits import FOUR, TABLES, sheet
 from benchmarks.planned import sent_by
 from benchmarks.ratios import Ratio, times_of
 from benchmarks.rows import read
@@ -95,7 +95,7 @@ def test_the_lines_of_one_kernel_are_of_that_kernel():
     """Guards against cuDNN's rows among FlashAttention-4's."""
     (line,) = (row for row in cells("machine") if "alone, causal, forward and" in row["what"])
     found = [
-        row.tflops_per_gpu for row in sheet("attention_4xh200_one_node")
+        row.tflops_per_gpu for row in sheet(FOUR)
         if row.impl == "ceiling" and row.pass_ == "fwd_bwd" and row.ms and "fa4" in row.note
     ]  # fmt: skip
     assert line["measured"].endswith(f"({min(found):.0f}-{max(found):.0f})")

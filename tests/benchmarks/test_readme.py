@@ -73,10 +73,10 @@ def documents_start_anywhere():
     }
 
 
-def half_at_any_token():
+def half_at_any_token(pass_="fwd_bwd"):
     """The row and its ratio to TransformerEngine's."""
     (half,) = (one for one in compare(rows_of("packed_2x1xh200", PACKED_CSV))
-               if one.problem.mask == "half" and one.problem.pass_ == "fwd_bwd")  # fmt: skip
+               if one.problem.mask == "half" and one.problem.pass_ == pass_)  # fmt: skip
     row = half.rows["burst:auto@zigzag"]
     return row, f"{Ratio.of(row, half.best_te).value:.2f}"
 
@@ -89,7 +89,10 @@ def slower():
     )  # fmt: skip
     forward = min(Ratio.of(one.burst, one.best_te).value for one in compare(rows_of(NODES))
                   if one.problem.pass_ == "fwd")  # fmt: skip
-    return {"- **Slower:**": [half_at_any_token()[1], f"{short:.2f}", f"{forward:.2f} in forward"]}
+    told = [half_at_any_token(pass_)[1] for pass_ in ("fwd_bwd", "fwd")]
+    longest = max(ratio for _, ratio in losses_beside_megatron())
+    told += [f"{forward:.2f} in forward", f"{short:.2f}", f"{longest:.2f} times as long"]
+    return {"- **Slower:**": told}
 
 
 def memory():
@@ -123,7 +126,11 @@ def step():
     packed, experts = leads_with_everything_recomputed(), lead_with_experts()
     return {
         "| a whole step of two Llama-3-8B layers": [f"{long} times as fast", f"{more} % more"],
-        "- **Most of a step's": [long, f"{kept:.2f} times as fast", f"{attention:.2f}"],
+        "- **Most of a step's": [
+            f"{kept * attention:.2f} times as fast",
+            f"{kept:.2f}",
+            f"{attention:.2f}",
+        ],
         "- **Packed documents gain little": [f"{packed} times as fast", f"{experts} times"],
     }
 
@@ -166,25 +173,47 @@ def loss():
     gib = {row.impl: row.peak_gib for row in rows_of("loss_h200", LOSS_CSV)
            if (row.tokens, row.hidden, row.vocab, row.ranks) == head}  # fmt: skip
     told = [f"{gib['burst:recompute']:.1f} GiB", f"{gib['megatron:fused']:.0f} GiB"]
+    told += [f"{losses_beside_megatron()[-1][1]:.2f} times the time"]
     return {"| LM head and loss": told}
+
+
+def losses_beside_megatron():
+    """Heads, and how much longer burst's default takes than Megatron's fused loss of the same day;
+    the last is that of 32K tokens of 4096 and 128K classes, on the newest day."""
+    ms = {}
+    for row in rows_of("loss_h200", LOSS_CSV):
+        if row.ms:
+            head = row.tokens, row.hidden, row.vocab, row.ranks
+            ms.setdefault((head == (32768, 4096, 131072, 1), row.date[:10], head), {})[row.impl] = (
+                row.ms
+            )
+    both = {
+        head: of for head, of in ms.items() if {"burst:recompute", "megatron:fused"} <= of.keys()
+    }
+    return [
+        (head, of["burst:recompute"] / of["megatron:fused"]) for head, of in sorted(both.items())
+    ]
 
 
 def the_same_kernel():
     one = on_cudnn(f"attention_2xh200_one_node+{NODE}")
     earlier = [row for row in rows_of(NODES) if row.date < "2026-11-27"]
-    few = sorted(
-        Ratio.of(each.rows["burst:backend=cudnn"], each.best_te).value for each in compare(earlier)
-        if each.problem.heads_kv == 8 and each.problem.pass_ == "fwd_bwd"
-        and "burst:backend=cudnn" in each.rows
+    today = [row for row in rows_of(NODES) if row.date > "2026-11-27"]
+    now, then = (
+        [(each.problem.heads_kv, Ratio.of(each.rows["burst:backend=cudnn"], each.best_te).value)
+         for each in compare(rows) if each.problem.pass_ == "fwd_bwd"
+         and "burst:backend=cudnn" in each.rows]
+        for rows in (today, earlier)
     )  # fmt: skip
+    many, few = (sorted(x for heads, x in then if heads == of) for of in (32, 8))
     kernels = [Ratio.of(each.burst, each.best_te).value
                for each in compare(rows_of("packed_1xh200", PACKED_CSV))
                if each.problem.pass_ == "fwd_bwd"]  # fmt: skip
     return {
         "- **Most of the lead on one node": [span([ratio for _, ratio in one]), span(kernels)],
         "- **Between nodes the lead": [
-            f"{span([ratio for _, ratio in on_cudnn(NODES)])} times",
-            " and ".join(f"{ratio:.2f}" for ratio in few),
+            f"{span([ratio for _, ratio in now])} times",
+            *(" and ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in (many, few)),
         ],
     }
 
@@ -198,7 +227,7 @@ def beside_ulysses():
 
 
 def repetitions():
-    """Which figures are of few repetitions: every such end of a span, and another."""
+    """Which figures are of few repetitions: every such end of a span, and three others."""
     found = {}
     for sheet in (
         (f"attention_2xh200_one_node+{NODE}",), (NODES,), ("packed_4xh200_one_node", PACKED_CSV),
@@ -211,11 +240,18 @@ def repetitions():
                 figure = f"{Ratio.of(each.burst, each.best_te).value:.2f}"
                 counts[figure] = max(count_of(each.burst), counts.get(figure, 0))
         found |= {end: counts[end] for end in (min(counts), max(counts))}
-    row, slower = half_at_any_token()
-    found[slower] = count_of(row)
-    single, few = ([end for end in sorted(found) if found[end] in some] for some in ({1}, {2, 3}))
+    earlier = [row for row in rows_of(NODES) if row.date < "2026-11-27"]
+    (alone,) = (each for each in compare(earlier) if each.problem.pass_ == "fwd_bwd"
+                and each.problem[:3] == (32, 32, 64 << 10))  # fmt: skip
+    found["1.35"] = count_of(alone.rows["burst:backend=cudnn"])
+    for pass_ in ("fwd_bwd", "fwd"):
+        row, slower = half_at_any_token(pass_)
+        found[slower] = count_of(row)
+    single, (few,) = (
+        [end for end in sorted(found) if found[end] in some] for some in ({1}, {2, 3})
+    )
     told = f"({', '.join(single[:-1])} and {single[-1]}) are single repetitions"
-    return {"- **Rows:**": [told, f"({', '.join(few)}) is the median of 2 or 3"]}
+    return {"- **Rows:**": [told, f"The {few} of causal attention is the median of {found[few]}"]}
 
 
 def count_of(row):
