@@ -15,15 +15,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.tools.doctor.software import software
-from megatron_burst.tools.speeds import shift_once
-from megatron_burst.tools.world import World, timed_ms
+from megatron_burst.tools.speeds import shift_once, times_ms
+from megatron_burst.tools.world import World
 
 # Peers and a kernel, as their distributions are called; torch and fa4 are named anyway.
 _LIBRARIES = (
     "deepspeed", "yunchang", "quack-kernels", "liger-kernel", "cut-cross-entropy", "flash-attn-3",
 )  # fmt: skip
 _NUM_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
-_REPS = 5
 
 
 def versions() -> str:
@@ -127,7 +126,7 @@ def link_speed(world: World) -> str:
 
 
 def _gbs(run, num_bytes: float, world: World) -> float:
-    """GB/s of the slowest rank, median over repetitions after two to warm up."""
-    mine = [timed_ms(run, world) for _ in range(2 + _REPS)][2:]
-    slowest = [max(times) for times in zip(*world.gather(mine), strict=True)]
+    """GB/s of the slowest rank, median over repetitions."""
+    mine = world.gather(times_ms(run, world))
+    slowest = [max(times) for times in zip(*mine, strict=True)]
     return num_bytes / (median(slowest) * 1e6)

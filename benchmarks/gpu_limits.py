@@ -17,14 +17,13 @@ from benchmarks.facts import gpu_state, versions
 from benchmarks.results import repetitions
 from benchmarks.rows import Sheet
 from benchmarks.sweep import Out, check_out, new_app, save
-from megatron_burst.tools.speeds import Run, matmul
+from megatron_burst.tools.speeds import Run, matmul, times_ms
 from megatron_burst.tools.terminal import Device, in_one_sentence
-from megatron_burst.tools.world import World, started, timed_ms
+from megatron_burst.tools.world import World, started
 
 _WHO = "benchmarks.gpu_limits"
 _SIDES = {"cuda": (4096, 8192, 16384), "cpu": (256,)}
 _COPIED = {"cuda": (2**30, 2**32), "cpu": (2**20,)}  # bytes
-_REPS, _WARM_UP = 10, 3
 app = new_app()
 
 
@@ -80,7 +79,7 @@ def rows(world: World) -> Iterator[LimitRow]:
 
 def _row(what: str, size: int, run: Run, work: float, world: World) -> LimitRow:
     """Times one; `work` divided by milliseconds is its rate."""
-    ms = [timed_ms(run, world) for _ in range(_WARM_UP + _REPS)][_WARM_UP:]
+    ms = times_ms(run, world, reps=10)
     return LimitRow(
         datetime.now(UTC).isoformat(timespec="seconds"), versions(), gpu_state(world.device),
         what, size, median(ms), min(ms), max(ms), work / median(ms), repetitions(ms),

@@ -26,6 +26,7 @@ CAUSAL = (
     ("attention_2x2xh200", (65536, 131072, 262144)),
 )  # fmt: skip
 _MEMORY_GBS = 4800.0  # of an H200, in its data sheet
+NVLINK_GBS = 300.0  # a ring shift inside emulated nodes, where rows have only that between them
 Lines = Iterator[tuple[str, ...]]
 
 
@@ -37,6 +38,11 @@ def sheet(name: str, kind=ATTENTION_CSV) -> list:
 def machine() -> Lines:
     """What was measured of the machines, with the data sheets' figures."""
     yield "what", "data sheet", "measured", "rows"
+    yield from _gpu()
+    yield from _links()
+
+
+def _gpu() -> Lines:
     gpu = preset_of("NVIDIA H200", "limits").gpu
     square = sorted({row.matmul_tflops for row in sheet("loss_h200", LOSS_CSV) if row.ms})
     yield (
@@ -53,29 +59,30 @@ def machine() -> Lines:
         yield (
             what.format(size if kind == "matmul" else size >> 30), f"{most:.0f}",
             _span([work / ms for ms in (row.ms_max, row.ms, row.ms_min)]),
-            "`gpu_limits_1xh200.csv`",
+            _files("gpu_limits_1xh200"),
         )  # fmt: skip
     for pass_, name in (("fwd", "forward"), ("fwd_bwd", "forward and backward")):
         found = [row.tflops_per_gpu for row in _causal(FOUR, pass_)]
         yield (
             f"FlashAttention-4 alone, causal, {name}, TFLOP/s", f"{gpu.peak_tflops:.0f}",
-            _span(found), "`attention_4xh200_one_node.csv`, `peers_4xh200_one_node.csv`, `ceiling`",
+            _span(found), f"{_files(FOUR)}, `ceiling`",
         )  # fmt: skip
-    for gpus, names in (("H200", ("attention_4xh200_one_node", "attention_2xh200_one_node")),
-                        ("H100", ("before_2xh100",))):  # fmt: skip
-        rings, exchanges = zip(*(_rates(row) for name in names for row in sheet(name)), strict=True)
-        where = ", ".join(f"`{name}.csv`" for name in names)
+
+
+def _links() -> Lines:
+    for gpus, names in (("H200", "attention_4xh200_one_node+attention_2xh200_one_node"),
+                        ("H100", "before_2xh100")):  # fmt: skip
+        rings, exchanges = zip(*map(rates, sheet(names)), strict=True)
+        where = _files(names)
         yield f"NVLink, {gpus}, ring shift by NCCL, GB/s a rank", "450", _span(rings), where
         yield f"NVLink, {gpus}, all-to-all by NCCL, GB/s a rank", "450", _span(exchanges), where
     for name, gpus in (("h200", "H200"), ("h100", "H100")):
         host = preset_of(gpus, "limits").gpu.host_gbs
         yield (
-            f"copies to host memory, {gpus}, GB/s",
-            "64",
-            f"{host:.0f}",
-            f"`frontier_1x{name}.csv`",
-        )
-    rings, _ = zip(*(_rates(row) for row in sheet("attention_2x2xh200")), strict=True)
+            f"copies to host memory, {gpus}, GB/s", "64", f"{host:.0f}",
+            _files(f"frontier_1x{name}"),
+        )  # fmt: skip
+    rings, _ = zip(*map(rates, sheet("attention_2x2xh200")), strict=True)
     yield (
         "sockets between emulated nodes, ring shift, GB/s a rank", "",
         _span(rings), "`attention_2x2xh200.csv`",
@@ -94,8 +101,8 @@ def attention() -> Lines:
             if one.problem.pass_ != "fwd_bwd" or row.seq not in lengths or row.heads_kv != 8:
                 continue
             check_alike(one, [row, alone])
-            sent, speed = sent_by(row), _rates(row)[0]
-            inside = 300.0 if row.nodes > 1 else speed
+            sent, speed = sent_by(row), rates(row)[0]
+            inside = NVLINK_GBS if row.nodes > 1 else speed
             yield (
                 " + ".join([f"{row.ranks // row.nodes}"] * row.nodes),
                 f"{row.heads_q}/{row.heads_kv}", in_units(row.seq), f"{row.tflops_per_gpu:.0f}",
@@ -153,6 +160,11 @@ TABLES: dict[str, Callable[[], Lines]] = {
 }  # fmt: skip
 
 
+def _files(name: str) -> str:
+    """Those of `sheet`, for a page."""
+    return ", ".join(f"`{one}.csv`" for one in name.split("+"))
+
+
 def _causal(name: str, pass_: str) -> list[Row]:
     """Rows of FlashAttention-4 alone."""
     return [
@@ -161,7 +173,7 @@ def _causal(name: str, pass_: str) -> list[Row]:
     ]  # fmt: skip
 
 
-def _rates(row: Row) -> tuple[float, float]:
+def rates(row: Row) -> tuple[float, float]:
     """Measured ring shift and all-to-all of a row's run, GB/s a rank."""
     found = _LINK.match(row.link)
     return float(found[1]), float(found[2])

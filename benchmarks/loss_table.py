@@ -88,11 +88,19 @@ def every_run(rows: Sequence[LossRow], size: str) -> str:
     return markdown(lines)
 
 
-def _measured(row: LossRow, rows: Sequence[LossRow]) -> list[str]:
-    """Cells below `_MEASURED`; Megatron's fused loss is that of the same head and day."""
+def native_of(row: LossRow, rows: Sequence[LossRow]) -> LossRow | None:
+    """Megatron's fused loss of the same head and day, if it ran."""
     about = _head(row), row.date[:10]
-    native = (r for r in rows if (_head(r), r.date[:10]) == about and _is_native(r) and r.ms)
-    ratio = Ratio.of(next(native, None), row)
+    found = (
+        each for each in rows
+        if (_head(each), each.date[:10]) == about and each.impl == "megatron:fused" and each.ms
+    )  # fmt: skip
+    return next(found, None)
+
+
+def _measured(row: LossRow, rows: Sequence[LossRow]) -> list[str]:
+    """Cells below `_MEASURED`."""
+    ratio = Ratio.of(native_of(row, rows), row)
     cells = [time_and_peak(row), "-", "-", "-"]
     if row.ms:
         cells = [
@@ -136,10 +144,6 @@ def _short(note: str) -> str:
 
 def _head(row: LossRow) -> tuple:
     return row.tokens, row.hidden, row.vocab, row.dtype, row.ranks
-
-
-def _is_native(row: LossRow) -> bool:
-    return row.impl == "megatron:fused"
 
 
 def draw_if_possible(rows: Sequence[LossRow], stem: Path) -> list[Path]:

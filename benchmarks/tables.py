@@ -79,8 +79,10 @@ class Comparison:
 
     def alike(self) -> "Comparison":
         """Only rows of the commit and the machine of burst's: others had other links and clocks."""
-        by = measured_by(self.burst) if self.burst else None
-        rows = {name: row for name, row in self.rows.items() if by in (None, measured_by(row))}
+        if self.burst is None:
+            return self
+        by = measured_by(self.burst)
+        rows = {name: row for name, row in self.rows.items() if measured_by(row) == by}
         return Comparison(self.problem, rows)
 
     def fastest(self, impl: str) -> Row | None:

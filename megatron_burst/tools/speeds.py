@@ -20,10 +20,14 @@ Run = Callable[[], object]
 _WARM_UP = 2
 
 
+def times_ms(run: Run, world: World, reps: int = 5) -> list[float]:
+    """Milliseconds of each repetition on this rank, after some to warm up."""
+    return [timed_ms(run, world) for _ in range(_WARM_UP + reps)][_WARM_UP:]
+
+
 def rank_ms(run: Run, world: World, reps: int = 5) -> list[float]:
     """Median milliseconds of each rank, in rank order; the same on all ranks."""
-    mine = [timed_ms(run, world) for _ in range(_WARM_UP + reps)][_WARM_UP:]
-    return world.gather(median(mine))
+    return world.gather(median(times_ms(run, world, reps)))
 
 
 def problem_of(

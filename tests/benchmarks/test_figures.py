@@ -8,23 +8,19 @@ from benchmarks.balance_table import STEPS_CSV
 from benchmarks.frontier_cases import FRONTIER_CSV, FULL, MODELS
 from benchmarks.frontier_cases import FULL_OF_BURST as OURS
 from benchmarks.frontier_table import in_equal_memory, points_of, runs_in, speedup, spread_of
+from benchmarks.limits import FOUR as NODE
+from benchmarks.limits import sheet as rows_of
 from benchmarks.planned import predict
 from benchmarks.ratios import Ratio
-from benchmarks.rows import ATTENTION_CSV, RECOMPUTE_CSV, read
+from benchmarks.rows import RECOMPUTE_CSV
 from benchmarks.show import ROOT
 from benchmarks.slice_cases import SLICES_CSV
 from benchmarks.tables import compare
 
-NODE = "attention_4xh200_one_node+peers_4xh200_one_node"
 NODES = "attention_2x2xh200"
 README = ROOT / "README.md"
 PAGES = ROOT / "docs" / "benchmarks"
 PAPERS = ROOT / "docs" / "concepts" / "papers.md"
-
-
-def rows_of(names, sheet=ATTENTION_CSV):
-    """Of one CSV, or of several, joined by "+"."""
-    return read([ROOT / f"benchmarks/results/{name}.csv" for name in names.split("+")], sheet)
 
 
 def leads(name):
@@ -58,17 +54,18 @@ def test_memory_and_the_lead_between_nodes():
     assert_told(PAGES / "nodes.md", mean, span(others), f"{largest:.2f}", most[1])
 
 
-def on_cudnn(names, pass_="fwd_bwd"):
+def on_cudnn(rows, pass_="fwd_bwd"):
     """Burst's speed on TransformerEngine's kernel over that of its fastest mode, and KV heads."""
     return [
         (each.problem.heads_kv, Ratio.of(each.rows["burst:backend=cudnn"], each.best_te).value)
-        for each in compare(rows_of(names))
+        for each in compare(rows)
         if each.problem.pass_ == pass_ and "burst:backend=cudnn" in each.rows
     ]
 
 
 def test_the_same_kernel_on_both_sides():
-    found = [on_cudnn("attention_2xh200_one_node", pass_) for pass_ in ("fwd_bwd", "fwd")]
+    rows = rows_of("attention_2xh200_one_node")
+    found = [on_cudnn(rows, pass_) for pass_ in ("fwd_bwd", "fwd")]
     spans = [span([ratio for _, ratio in pairs]) for pairs in found]
     assert_told(PAGES / "attention.md", *spans)
 

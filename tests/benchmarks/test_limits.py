@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import gpu_limits
-from benchmarks.limits import FOUR, TABLES, sheet
+from benchmarks.limits import FOUR, NVLINK_GBS, TABLES, rates, sheet
 from benchmarks.planned import sent_by
 from benchmarks.ratios import Ratio, times_of
 from benchmarks.rows import read
@@ -63,7 +63,7 @@ def test_sentences_between_nodes_follow_from_their_rows(text):
     short = two.pop("64K")
     assert min(float(row["of the kernel alone"]) for row in two.values()) >= 0.94
     rows = [row for row in sheet("attention_2x2xh200") if row.ms]
-    speeds = [(row.date[:10], float(row.link.split()[1].rstrip(","))) for row in rows]
+    speeds = [(row.date[:10], rates(row)[0]) for row in rows]
     last = [speed for day, speed in speeds if day == "2026-11-27"]
     before = [speed for day, speed in speeds if day < "2026-11-27"]
     told = [
@@ -81,8 +81,8 @@ def test_sentences_between_nodes_follow_from_their_rows(text):
         }  # fmt: skip
         te.append(min(row.ms for row in run.values() if row.impl == "te"))
         ours, alone = run["burst:auto"], run["ceiling:auto"]
-        sent, speed = sent_by(ours), float(ours.link.split()[1].rstrip(","))
-        moved = (sent[Link.INTER] / speed + sent[Link.INTRA] / 300) / 1e6
+        sent = sent_by(ours)
+        moved = (sent[Link.INTER] / rates(ours)[0] + sent[Link.INTRA] / NVLINK_GBS) / 1e6
         hidden.append(f"{alone.ms + moved - ours.ms:.0f} ms")
         if day == "2026-11-26":
             told.append(f"{ours.ms:.1f} ms and reached {Ratio.of(ours, alone).value:.2f}")
@@ -101,19 +101,22 @@ def test_the_lines_of_one_kernel_are_of_that_kernel():
     assert line["measured"].endswith(f"({min(found):.0f}-{max(found):.0f})")
 
 
+def work_of(row):
+    """GFLOP of a product, MB read and written by a copy: per ms TFLOP/s and GB/s."""
+    return 2 * row.size**3 / 1e9 if row.what == "matmul" else 2 * row.size / 1e6
+
+
 def test_a_rate_is_work_per_time(tmp_path):
     out = tmp_path / "limits.csv"
     done = CliRunner().invoke(gpu_limits.app, ["--out", f"{out}", "--device", "cpu"])
     assert done.exit_code == 0, done.output
     product, copy = read([out], gpu_limits.LIMITS_CSV)
     assert (product.what, copy.what) == ("matmul", "copy")
-    for row, work in ((product, 2 * product.size**3 / 1e9), (copy, 2 * copy.size / 1e6)):
-        assert row.rate == pytest.approx(work / row.ms, rel=1e-4)
+    for row in (product, copy):
+        assert row.rate == pytest.approx(work_of(row) / row.ms, rel=1e-4)
         assert len(times_of(row)) == 10 and row.ms_min <= row.ms <= row.ms_max
 
 
 def test_measured_rates_are_work_per_time():
-    rows = sheet("gpu_limits_1xh200", gpu_limits.LIMITS_CSV)
-    for row in rows:
-        work = 2 * row.size**3 / 1e9 if row.what == "matmul" else 2 * row.size / 1e6
-        assert row.rate == pytest.approx(work / row.ms, rel=1e-4)
+    for row in sheet("gpu_limits_1xh200", gpu_limits.LIMITS_CSV):
+        assert row.rate == pytest.approx(work_of(row) / row.ms, rel=1e-4)

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.frontier_cases import FRONTIER_CSV
 from benchmarks.frontier_table import points_of, runs_in, speedup
-from benchmarks.loss_table import LOSS_CSV
+from benchmarks.loss_table import LOSS_CSV, native_of
 from benchmarks.ratios import Ratio
 from benchmarks.rows import PACKED_CSV
 from benchmarks.slice_cases import SLICES_CSV
@@ -28,6 +28,7 @@ from tests.benchmarks.test_figures import (
 PACKED, WINDOW = "packed documents, 2 GPUs", "sliding window, 2 GPUs"
 PACKED_ON_FOUR = "packed documents, 4 GPUs"
 PEERS = "peers_4xh200_one_node"
+SLOW = "2026-11-27"  # the day from which sockets between emulated nodes were slower
 TWO, FOUR = "causal, 2 GPUs", "causal, 4 GPUs"
 ON_NODES = "causal, 2 emulated nodes x 2 GPUs", "packed documents, 2 emulated nodes x 1 GPU"
 # of frontier_1xh200.csv, which README.md tells of
@@ -83,16 +84,17 @@ def half_at_any_token(pass_="fwd_bwd"):
 
 def slower():
     """Documents at any token on two nodes, few tokens on two GPUs, and forward alone on nodes."""
-    short = min(
-        Ratio.of(one.burst, one.best_te).value for one in compare(rows_of("sizes_2xh200_one_node"))
-        if one.problem.pass_ == "fwd_bwd" and one.problem.seq == 8 << 10
-    )  # fmt: skip
-    forward = min(Ratio.of(one.burst, one.best_te).value for one in compare(rows_of(NODES))
-                  if one.problem.pass_ == "fwd")  # fmt: skip
+    short = [row for row in rows_of("sizes_2xh200_one_node") if row.seq == 8 << 10]
     told = [half_at_any_token(pass_)[1] for pass_ in ("fwd_bwd", "fwd")]
-    longest = max(ratio for _, ratio in losses_beside_megatron())
-    told += [f"{forward:.2f} in forward", f"{short:.2f}", f"{longest:.2f} times as long"]
+    told += [f"{min(beside_te(rows_of(NODES), 'fwd')):.2f} in forward"]
+    told += [f"{min(beside_te(short)):.2f}", f"{max(losses().values()):.2f} times as long"]
     return {"- **Slower:**": told}
+
+
+def beside_te(rows, pass_="fwd_bwd"):
+    """How many times as fast burst is as TransformerEngine's fastest mode, of each problem."""
+    return [Ratio.of(each.burst, each.best_te).value
+            for each in compare(rows) if each.problem.pass_ == pass_]  # fmt: skip
 
 
 def memory():
@@ -173,46 +175,38 @@ def loss():
     gib = {row.impl: row.peak_gib for row in rows_of("loss_h200", LOSS_CSV)
            if (row.tokens, row.hidden, row.vocab, row.ranks) == head}  # fmt: skip
     told = [f"{gib['burst:recompute']:.1f} GiB", f"{gib['megatron:fused']:.0f} GiB"]
-    told += [f"{losses_beside_megatron()[-1][1]:.2f} times the time"]
+    told += [f"{losses()[head]:.2f} times the time"]
     return {"| LM head and loss": told}
 
 
-def losses_beside_megatron():
-    """Heads, and how much longer burst's default takes than Megatron's fused loss of the same day;
-    the last is that of 32K tokens of 4096 and 128K classes, on the newest day."""
-    ms = {}
-    for row in rows_of("loss_h200", LOSS_CSV):
-        if row.ms:
-            head = row.tokens, row.hidden, row.vocab, row.ranks
-            ms.setdefault((head == (32768, 4096, 131072, 1), row.date[:10], head), {})[row.impl] = (
-                row.ms
-            )
-    both = {
-        head: of for head, of in ms.items() if {"burst:recompute", "megatron:fused"} <= of.keys()
-    }
-    return [
-        (head, of["burst:recompute"] / of["megatron:fused"]) for head, of in sorted(both.items())
-    ]
+def losses():
+    """By head, how much longer burst's default takes than Megatron's fused loss of the same day;
+    of several days the newest."""
+    rows = rows_of("loss_h200", LOSS_CSV)
+    pairs = (
+        (row, native_of(row, rows)) for row in rows if row.impl == "burst:recompute" and row.ms
+    )
+    return {
+        (row.tokens, row.hidden, row.vocab, row.ranks): Ratio.of(native, row).value
+        for row, native in pairs if native
+    }  # fmt: skip
+
+
+def between_nodes():
+    """Rows over the slow sockets of 27 November, and over the faster ones of before."""
+    rows = rows_of(NODES)
+    return ([row for row in rows if row.date > SLOW], [row for row in rows if row.date < SLOW])
 
 
 def the_same_kernel():
-    one = on_cudnn(f"attention_2xh200_one_node+{NODE}")
-    earlier = [row for row in rows_of(NODES) if row.date < "2026-11-27"]
-    today = [row for row in rows_of(NODES) if row.date > "2026-11-27"]
-    now, then = (
-        [(each.problem.heads_kv, Ratio.of(each.rows["burst:backend=cudnn"], each.best_te).value)
-         for each in compare(rows) if each.problem.pass_ == "fwd_bwd"
-         and "burst:backend=cudnn" in each.rows]
-        for rows in (today, earlier)
-    )  # fmt: skip
-    many, few = (sorted(x for heads, x in then if heads == of) for of in (32, 8))
-    kernels = [Ratio.of(each.burst, each.best_te).value
-               for each in compare(rows_of("packed_1xh200", PACKED_CSV))
-               if each.problem.pass_ == "fwd_bwd"]  # fmt: skip
+    one = on_cudnn(rows_of(f"attention_2xh200_one_node+{NODE}"))
+    slow, fast = map(on_cudnn, between_nodes())
+    many, few = (sorted(x for heads, x in fast if heads == of) for of in (32, 8))
+    kernels = beside_te(rows_of("packed_1xh200", PACKED_CSV))
     return {
         "- **Most of the lead on one node": [span([ratio for _, ratio in one]), span(kernels)],
         "- **Between nodes the lead": [
-            f"{span([ratio for _, ratio in now])} times",
+            f"{span([ratio for _, ratio in slow])} times",
             *(" and ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in (many, few)),
         ],
     }
@@ -240,13 +234,13 @@ def repetitions():
                 figure = f"{Ratio.of(each.burst, each.best_te).value:.2f}"
                 counts[figure] = max(count_of(each.burst), counts.get(figure, 0))
         found |= {end: counts[end] for end in (min(counts), max(counts))}
-    earlier = [row for row in rows_of(NODES) if row.date < "2026-11-27"]
-    (alone,) = (each for each in compare(earlier) if each.problem.pass_ == "fwd_bwd"
+    _, fast = between_nodes()
+    (alone,) = (each for each in compare(fast) if each.problem.pass_ == "fwd_bwd"
                 and each.problem[:3] == (32, 32, 64 << 10))  # fmt: skip
     found["1.35"] = count_of(alone.rows["burst:backend=cudnn"])
     for pass_ in ("fwd_bwd", "fwd"):
-        row, slower = half_at_any_token(pass_)
-        found[slower] = count_of(row)
+        row, ratio = half_at_any_token(pass_)
+        found[ratio] = count_of(row)
     single, (few,) = (
         [end for end in sorted(found) if found[end] in some] for some in ({1}, {2, 3})
     )
