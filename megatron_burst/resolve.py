@@ -13,6 +13,7 @@ from megatron_burst.rules import (
     choose_heads_gather,
     few_come,
     hop_bytes,
+    idle_under,
     in_unit,
     most_heads,
     nested_bytes,
@@ -34,6 +35,7 @@ from megatron_burst.schedule.spec import (
 _WHO = "burst attention"
 _MANY = 4  # ranks, of which each has an eighth of a document in a chunk
 _WHOLE_BYTES = 384 << 20  # of a KV head over all rows, of which buffers take seven times as much
+_IDLE = 0.1  # share of the ranks' time
 _ON_CPU = "on CPUs fewer kernel calls gain nothing"
 
 
@@ -194,7 +196,21 @@ def _intra(spec: Spec) -> Choice:
         return Choice("ring", "gathering does not support it")
     if spec.kernel.device == "cpu":
         return Choice("ring", _ON_CPU)
+    if _window_waits(spec):
+        why = "under this window, ranks with the first rows would wait for the others"
+        return Choice("a2a", why)
     return Choice("gather", "few long kernel calls, merged once")
+
+
+def _window_waits(spec: Spec) -> bool:
+    """Whether a window leaves ranks idle so long that an all-to-all pays: its first round there
+    and its last one back take about 5 % of a long window's kernels."""
+    mask, row = spec.mask, spec.arranged
+    if mask.right != 0 or mask.left is None or mask.documents or row.inter_size > 1:
+        return False
+    if spec.heads_per_round or spec.shape.heads_q % row.cp_size:
+        return False
+    return idle_under(mask.left, spec.layout, row.cp_size, spec.shape.tokens) > _IDLE
 
 
 def _no_gather(spec: Spec) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
+from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.spec import LONG_SHARD, AttentionShape, Cargo, Circulate, Direction
 from megatron_burst.schedule.topology import Topology
 
@@ -85,6 +86,26 @@ def a2a_whole(shape: AttentionShape, again: bool = False) -> dict[Direction, tup
         Direction.FORWARD: (q + kv, out + stats),
         Direction.BACKWARD: (out + stats + (q + kv + stats if again else 0), q + kv),
     }
+
+
+def idle_under(left: int, layout: Layout, cp_size: int, tokens: int) -> float:
+    """Share of the ranks' time that waits for the slowest one under a causal window of `left` keys
+    before a query's own: the first rows of a sequence see fewer keys, so their ranks work less.
+
+    Args:
+        left: keys before a query's own that it sees.
+        layout: zigzag or contiguous.
+        cp_size: size of the context-parallel group.
+        tokens: rows on each rank.
+    """
+
+    def seen_before(place: int) -> int:
+        first = min(place, left + 1)
+        return first * (first + 1) // 2 + (place - first) * (left + 1)
+
+    shards = (positions(layout, rank, cp_size, tokens) for rank in range(cp_size))
+    work = [sum(seen_before(some.stop) - seen_before(some.start) for some in one) for one in shards]
+    return 1 - sum(work) / (cp_size * max(work))
 
 
 def thread_blocks(rows: int) -> int:

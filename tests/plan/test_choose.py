@@ -1,13 +1,16 @@
 """What `auto` chooses inside a node, how many heads per round, and what is refused."""
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 
 from megatron_burst.comm.communicator import choose_transfer
 from megatron_burst.errors import BurstError
 from megatron_burst.resolve import resolve
-from megatron_burst.rules import choose_heads_gather
+from megatron_burst.rules import choose_heads_gather, idle_under
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.mask import Mask, tiles
 from megatron_burst.schedule.spec import AttentionShape, Direction, Kernel, Spec
 from megatron_burst.schedule.topology import pretend_nodes
 
@@ -27,6 +30,32 @@ def test_auto_gathers_on_gpus():
         assert intra(*case).value == "ring"
     assert intra(one, device="cpu", intra="gather").value == "gather"
     assert intra(one, intra="ring").reason == "asked for"
+
+
+def test_ranks_that_would_wait_under_a_window_share_heads_instead():
+    row = pretend_nodes(2, 1)
+
+    def chosen(left, **asked):
+        shape = replace(SHAPE, tokens=64)  # chunks of 32
+        spec = Spec(row, shape, kernel=Kernel(), mask=Mask(left, 0), inter="ring", **asked)
+        return resolve(spec).why["intra"].value
+
+    # of 128 queries with a window of 32 the first 32 see half as much: one rank has 3/4 of the work
+    assert idle_under(31, Layout.ZIGZAG, 2, 64) == pytest.approx(1 - 0.875, abs=0.01)
+    for layout in Layout.ZIGZAG, Layout.CONTIGUOUS:
+        for left, size in product((0, 3, 31, 40, 127), (1, 2, 4)):
+            tokens = 128 // size
+            work = [
+                sum(tile.pairs for other in range(size)
+                    for tile in tiles(layout, Mask(left, 0), rank, other, size, tokens))
+                for rank in range(size)
+            ]  # fmt: skip
+            idle = 1 - sum(work) / (size * max(work))
+            assert idle_under(left, layout, size, tokens) == pytest.approx(idle)
+    assert chosen(31) == chosen(40) == "a2a"
+    assert chosen(7) == chosen(100) == "gather"  # 3 % of the time is lost, 5 %
+    assert chosen(31, heads_per_round=8) == "gather"
+    assert chosen(31, intra="gather") == "gather"
 
 
 @pytest.mark.parametrize(
