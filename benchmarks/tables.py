@@ -154,13 +154,14 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
     comparisons = [each for each in compare(rows) if each.problem.pass_ == pass_]
     if not comparisons:
         return f"No {pass_} was measured."
+    for each in comparisons:
+        check_alike(each, [each.burst, each.best_te, each.ceiling])
+    comparisons = [each.alike() for each in comparisons]  # without modes of earlier runs
     facts = differing(comparisons, ("heads", "S"))
     others = _measured(_OTHERS, comparisons)
     head = [*facts, *_COLUMNS, *(name for other in others for name in other.columns)]
     lines = []
     for each in comparisons:
-        shown = (other.row(each) for other in _OTHERS)
-        check_alike(each, [each.burst, each.best_te, each.ceiling, *shown])
         words, best = each.problem.words(), _named(each.best_te)
         to_te, to_ceiling, *memory = _judgement(each)
         line = [words[fact] for fact in facts]

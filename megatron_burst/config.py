@@ -118,13 +118,6 @@ class BurstConfig:
         return f"BurstConfig({', '.join(f'{n}={x!r}' for n, x, usual in given if x != usual)})"
 
     @property
-    def kept_share(self) -> float:
-        """Share of the rows whose results are kept, the later ones; of "auto" 0."""
-        if isinstance(self.keep, str):
-            return {"half": 0.5, "all": 1.0}.get(self.keep, 0.0)
-        return self.keep
-
-    @property
     def offloads_results(self) -> bool:
         """Whether kept results are offloaded."""
         return self.keep_offload in ("results", "both")

@@ -89,22 +89,15 @@ def a2a_whole(shape: AttentionShape, again: bool = False) -> dict[Direction, tup
 
 
 def idle_under(left: int, layout: Layout, cp_size: int, tokens: int) -> float:
-    """Share of the ranks' time that waits for the slowest one under a causal window of `left` keys
-    before a query's own: the first rows of a sequence see fewer keys, so their ranks work less.
-
-    Args:
-        left: keys before a query's own that it sees.
-        layout: zigzag or contiguous.
-        cp_size: size of the context-parallel group.
-        tokens: rows on each rank.
-    """
+    """Share of the ranks' time that waits for the slowest one under a causal window, with `tokens`
+    rows on each in zigzag or contiguous: the first rows of a sequence see fewer keys."""
 
     def seen_before(place: int) -> int:
         first = min(place, left + 1)
         return first * (first + 1) // 2 + (place - first) * (left + 1)
 
     shards = (positions(layout, rank, cp_size, tokens) for rank in range(cp_size))
-    work = [sum(seen_before(some.stop) - seen_before(some.start) for some in one) for one in shards]
+    work = [sum(seen_before(x.stop) - seen_before(x.start) for x in shard) for shard in shards]
     return 1 - sum(work) / (cp_size * max(work))
 
 
@@ -208,9 +201,9 @@ def _whole_group(shape: AttentionShape, topology: Topology) -> int:
 
 def bytes_over_all(shape: AttentionShape, topology: Topology) -> int:
     """Bytes of a KV head over all rows of a node: queries and outputs, keys and values."""
-    heads_and_rows = _whole_group(shape, topology) * shape.tokens + shape.keys
-    rows = shape.batch * topology.intra_size * heads_and_rows
-    return rows * (shape.dim_qk + shape.dim_v) * shape.itemsize
+    rows = _whole_group(shape, topology) * shape.tokens + shape.keys
+    both_dims = shape.dim_qk + shape.dim_v
+    return shape.batch * topology.intra_size * rows * both_dims * shape.itemsize
 
 
 def in_unit(num_bytes: int) -> str:

@@ -14,6 +14,7 @@ from megatron_burst.comm.watch import Latest
 from megatron_burst.engine.sample import (
     Sample,
     identity,
+    in_rows,
     listed_of,
     of_parents,
     of_tensors,
@@ -25,7 +26,7 @@ from megatron_burst.kernels.visible import Segments, Visible
 from megatron_burst.say import say_once
 from megatron_burst.schedule.chunks import Between
 from megatron_burst.schedule.layout import Layout, Numbers, Runs, chunks_of, places_of_chunks
-from megatron_burst.schedule.mask import Band, Places, in_rows
+from megatron_burst.schedule.mask import Band, Places
 
 _WHO = "burst attention"
 

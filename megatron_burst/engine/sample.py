@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_burst.call import brief, is_strided
 from megatron_burst.errors import BurstError, Need
 from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Places
 
 _WHOLE = torch.int32, torch.int64
 
@@ -23,6 +24,12 @@ class Sample(NamedTuple):
     longest: int | None
     parents: Tensor | Sequence[int] | None = None
     slices: Tensor | None = None
+
+
+def in_rows(places: Places, unit: int) -> Places:
+    """Positions in rows, given positions in units of `unit` rows; with unit 1, ranges may have
+    gaps."""
+    return places if unit == 1 else tuple(range(p.start * unit, p.stop * unit) for p in places)
 
 
 def refuse_layout(got: str, sharded: str) -> NoReturn:

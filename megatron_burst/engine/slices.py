@@ -17,7 +17,7 @@ from megatron_burst.comm.alone import is_first
 from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.group import Group
 from megatron_burst.engine.documents import Documents, documents_of, doubt_end
-from megatron_burst.engine.sample import Sample, identity
+from megatron_burst.engine.sample import Sample, identity, in_rows
 from megatron_burst.engine.slice_calls import Calls
 from megatron_burst.engine.slice_checks import need_of_pairs, need_of_tensor, work_of_ranks
 from megatron_burst.engine.slice_parts import Bands
@@ -29,7 +29,7 @@ from megatron_burst.kernels.visible import Visible
 from megatron_burst.say import say
 from megatron_burst.schedule.chunks import Between
 from megatron_burst.schedule.layout import Layout, Numbers, Runs, chunks_held
-from megatron_burst.schedule.mask import SLICES, Band, Places, in_rows
+from megatron_burst.schedule.mask import SLICES, Band, Places
 
 _WHO = "burst attention"
 _FEW = 10  # slices that are named in errors

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
 from megatron_burst.kernels.partial import accumulate_dtype, row_delta
-from megatron_burst.kernels.visible import Visible, hidden, segments_of
+from megatron_burst.kernels.visible import Visible, segments_of
 from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS
 
 _ROWS = 1024  # query rows at a time: bounds the scores to rows x keys
@@ -113,3 +113,15 @@ def _scores(q: Tensor, k: Tensor, scale: float, block: _Block) -> Tensor:
     if block.visible.full:
         return scores
     return scores.masked_fill(hidden(block.visible, q, k, block.level), -torch.inf)
+
+
+def hidden(visible: Visible, q: Tensor, k: Tensor, level: int) -> Tensor:
+    """[n_q, n_kv]: keys outside the band of each query; the first is level with key `level`."""
+    row = torch.arange(q.shape[1], device=q.device).unsqueeze(1)
+    ahead = torch.arange(k.shape[1], device=q.device) - (row + level)
+    outside = torch.zeros_like(ahead, dtype=torch.bool)
+    if visible.right is not None:
+        outside |= ahead > visible.right
+    if visible.left is not None:
+        outside |= ahead < -visible.left
+    return outside

@@ -9,7 +9,8 @@ from torch.nn.functional import pad
 
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
 from megatron_burst.kernels.partial import accumulate_dtype
-from megatron_burst.kernels.visible import Visible, hidden, plain_causal, segments_of
+from megatron_burst.kernels.reference import hidden
+from megatron_burst.kernels.visible import Visible, plain_causal, segments_of
 from megatron_burst.schedule.mask import DOCUMENTS, SLICES
 
 _aten = torch.ops.aten

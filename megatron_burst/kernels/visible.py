@@ -71,18 +71,6 @@ def segments_of(visible: Visible, num_rows: int, num_keys: int) -> list[tuple[sl
     return list(zip(rows, keys, strict=True))
 
 
-def hidden(visible: Visible, q: Tensor, k: Tensor, level: int) -> Tensor:
-    """[n_q, n_kv]: keys outside the band of each query; the first is level with key `level`."""
-    row = torch.arange(q.shape[1], device=q.device).unsqueeze(1)
-    ahead = torch.arange(k.shape[1], device=q.device) - (row + level)
-    outside = torch.zeros_like(ahead, dtype=torch.bool)
-    if visible.right is not None:
-        outside |= ahead > visible.right
-    if visible.left is not None:
-        outside |= ahead < -visible.left
-    return outside
-
-
 def plain_causal(visible: Visible, name: str, packed: bool = False) -> bool:
     """Whether a call is causal, for a kernel that supports only full and causal calls.
 

@@ -24,6 +24,7 @@ from megatron_burst.recompute.later_plan import (
     choose_later,
     early_rows,
     early_tokens,
+    kept_share,
 )
 from megatron_burst.recompute.offload import host_memory
 from megatron_burst.say import Choice
@@ -159,7 +160,7 @@ def keep_of(
     """
     config, device, policy, said = call.config, call.devices[0], None, []
     patch_checkpoints()
-    share = config.kept_share
+    share = kept_share(config.keep)
     if 0 < share < 1:
         choice = choose_later(spec, share)
         said = [replace(choice, value=f"keep {config.keep}: {choice.value}")]

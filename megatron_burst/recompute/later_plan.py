@@ -109,6 +109,11 @@ def _shared(counts: Sequence[int], tokens: int, early: int) -> Iterator[Move]:
             start, rooms[dest][0] = start + size, place + size
 
 
+def kept_share(keep: str | float) -> float:
+    """Share of the rows whose results are kept, the later ones; of "auto" 0."""
+    return {"half": 0.5, "all": 1.0}.get(keep, 0.0) if isinstance(keep, str) else keep
+
+
 def early_tokens(spec: Spec, share: float) -> int:
     """Rows that each rank recomputes if it keeps a share of them: an even number, except of halves
     and of rows that need not be resharded."""

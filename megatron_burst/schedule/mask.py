@@ -12,12 +12,6 @@ WINDOWS, DOCUMENTS, SLICES = "windows", "packed documents", "slices"  # of kerne
 Places = tuple[range, ...]  # positions in the sequence of consecutive rows
 
 
-def in_rows(places: Places, unit: int) -> Places:
-    """Positions in rows, given positions in units of `unit` rows; with unit 1, ranges may have
-    gaps."""
-    return places if unit == 1 else tuple(range(p.start * unit, p.stop * unit) for p in places)
-
-
 @dataclass(frozen=True, slots=True)
 class Band:
     """Which keys a query may see, by distance from the key level with it.

@@ -21,7 +21,8 @@ from megatron_burst.engine.slice_parts import Bands
 from megatron_burst.engine.slices import Slices
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.parts import Parts
-from megatron_burst.kernels.visible import Visible, hidden, segments_of
+from megatron_burst.kernels.reference import hidden
+from megatron_burst.kernels.visible import Visible, segments_of
 from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES

@@ -17,6 +17,7 @@ from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.comm.communicator import Communicator
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
+from megatron_burst.recompute.later_plan import kept_share
 from megatron_burst.schedule.layout import Layout
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
@@ -149,7 +150,7 @@ def test_what_is_kept_and_whether_recomputation_communicates(results, name):
         if name.startswith("all"):
             assert (kept, recomputed) == (whole, 0)
         else:
-            share = 0.5 if name.startswith("half") else CASES[name][0].kept_share
+            share = 0.5 if name.startswith("half") else kept_share(CASES[name][0].keep)
             assert kept == (0 if falls_back else whole * share) and recomputed > 0
 
 
