@@ -61,7 +61,7 @@ def test_sentences_of_a_gpu_alone_follow_from_its_lines(text):
 def test_sentences_between_nodes_follow_from_their_rows(text):
     two = {row["tokens"]: row for row in cells("attention") if "+" in row["GPUs"]}
     short = two.pop("64K")
-    assert min(float(row["of the kernel alone"]) for row in two.values()) >= 0.94
+    assert min(float(row["of the kernel alone"]) for row in two.values()) >= 0.87
     rows = [row for row in sheet("attention_2x2xh200") if row.ms]
     speeds = [(row.date[:10], rates(row)[0]) for row in rows]
     last = [speed for day, speed in speeds if day == "2026-11-27"]
