@@ -83,10 +83,18 @@ def half_at_any_token(pass_="fwd_bwd"):
 
 
 def slower():
-    """Documents at any token on two nodes, few tokens on two GPUs, and forward alone on nodes."""
-    short = [row for row in rows_of("sizes_2xh200_one_node") if row.seq == 8 << 10]
+    """Documents at any token on two nodes, forward alone there, few tokens and wide heads on two
+    GPUs."""
+    sizes = rows_of("sizes_2xh200_one_node")
+    short = [row for row in sizes if row.seq == 8 << 10]
+    wide = beside_te([row for row in sizes if row.head_dim_qk == 192])
+    drawn = beside_te(rows_of("packed_2x1xh200", PACKED_CSV), "fwd")
     told = [half_at_any_token(pass_)[1] for pass_ in ("fwd_bwd", "fwd")]
-    told += [f"{min(beside_te(rows_of(NODES), 'fwd')):.2f} in forward"]
+    told += [
+        f"{min(beside_te(rows_of(NODES), 'fwd')):.2f} with causal",
+        f"{min(drawn):.2f} with packed",
+    ]
+    told.append(" and ".join(f"{ratio:.2f}" for ratio in wide))
     told += [f"{min(beside_te(short)):.2f}", f"{max(losses().values()):.2f} times as long"]
     return {"- **Slower:**": told}
 
