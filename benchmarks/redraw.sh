@@ -26,7 +26,7 @@ rm -f $rows/packed_2x1xh200_memory.png                          # no page shows 
 for name in recompute_2xh200 recompute_4xh200; do # NAME_trade.png
     run "$python" -m benchmarks.show recompute $rows/$name.csv
 done
-for name in loss_curves_2xh200 loss_curves_2xh200_defaults; do # NAME.png
+for name in loss_curves_1xh200 loss_curves_2xh200 loss_curves_2xh200_defaults; do # NAME.png
     run "$python" -m benchmarks.show curves $rows/$name.csv
 done
 run "$python" -m benchmarks.show loss $rows/loss_h200.csv # loss_h200_loss.png
