@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from benchmarks.cells import check_named, markdown, milliseconds, time_and_peak
@@ -16,7 +17,8 @@ _IN_PAGES = {  # implementations, in the order of their columns
     "burst:plain": "`burst:plain`", "megatron:fused": "Megatron, fused", "torch": "torch",
     "liger": "Liger", "quack": "QuACK", "cce": "CCE",
 }  # fmt: skip
-_LEFT_OUT = "burst:auto", "megatron:unfused", "torch:linear"  # which loss-rows.md tells of
+_GONE = "burst:auto"  # a mode of earlier commits
+_LEFT_OUT = _GONE, "megatron:unfused", "torch:linear"  # which loss-rows.md tells of
 _MEASURED = (
     "ms (min-max)", "of Megatron's fused", "of the matmul rate", "GiB", "errors of loss, dX, dW",
 )  # fmt: skip
@@ -89,13 +91,13 @@ def every_run(rows: Sequence[LossRow], size: str) -> str:
 
 
 def native_of(row: LossRow, rows: Sequence[LossRow]) -> LossRow | None:
-    """Megatron's fused loss of the same head and day, if it ran."""
-    about = _head(row), row.date[:10]
+    """Megatron's fused loss of the same head and day, if it ran: of several the nearest in time."""
+    about, at = (_head(row), row.date[:10]), datetime.fromisoformat(row.date)
     found = (
         each for each in rows
         if (_head(each), each.date[:10]) == about and each.impl == "megatron:fused" and each.ms
     )  # fmt: skip
-    return next(found, None)
+    return min(found, key=lambda one: abs(datetime.fromisoformat(one.date) - at), default=None)
 
 
 def _measured(row: LossRow, rows: Sequence[LossRow]) -> list[str]:
@@ -157,7 +159,7 @@ def draw_if_possible(rows: Sequence[LossRow], stem: Path) -> list[Path]:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return []
-    newest = list({(_head(row), row.impl): row for row in rows}.values())
+    newest = list({(_head(row), row.impl): row for row in rows if row.impl != _GONE}.values())
     ran = [row for row in newest if row.ms]
     if not ran:
         return []
