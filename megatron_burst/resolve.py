@@ -35,7 +35,7 @@ from megatron_burst.schedule.spec import (
 _WHO = "burst attention"
 _MANY = 4  # ranks, of which each has an eighth of a document in a chunk
 _WHOLE_BYTES = 384 << 20  # of a KV head over all rows, of which buffers take seven times as much
-_IDLE = 0.1  # share of the ranks' time
+_IDLE, _IDLE_BYTES = 0.1, 1 << 30  # share of the ranks' time; of a KV head over all rows
 _ON_CPU = "on CPUs fewer kernel calls gain nothing"
 
 
@@ -201,13 +201,14 @@ def _intra(spec: Spec) -> Choice:
 
 
 def _window_waits(spec: Spec) -> bool:
-    """Whether a window leaves ranks idle so long that an all-to-all is worth its memory: with 6 %
-    it was 4 % faster in six times as much, with 13 % it was 14 % faster in three times."""
-    mask, row, heads = spec.mask, spec.arranged, spec.shape.heads_q
-    if mask.right != 0 or mask.left is None or mask.documents or row.inter_size > 1:
+    """Whether a window leaves ranks idle so long that an all-to-all is worth its memory."""
+    mask, row, shape, asked = spec.mask, spec.arranged, spec.shape, spec.heads_per_round
+    if spec.layout is not Layout.ZIGZAG or mask.right != 0 or mask.left is None or mask.documents:
         return False
-    shared = not (spec.heads_per_round or heads % row.cp_size)
-    return shared and idle_under(mask.left, spec.layout, row.cp_size, spec.shape.tokens) > _IDLE
+    if row.inter_size > 1 or shape.heads_q % row.cp_size or asked is not None:
+        return False
+    fits = shape.tokens >= LONG_SHARD // 2 and bytes_over_all(shape, row) <= _IDLE_BYTES
+    return fits and idle_under(mask.left, row.cp_size, shape.tokens) > _IDLE
 
 
 def _no_gather(spec: Spec) -> str:

@@ -33,29 +33,34 @@ def test_auto_gathers_on_gpus():
 
 
 def test_ranks_that_would_wait_under_a_window_share_heads_instead():
-    row = pretend_nodes(2, 1)
+    def chosen(left, tokens=1 << 15, layout=Layout.ZIGZAG, right=0, ranks=2, **asked):
+        shape, mask, row = replace(SHAPE, tokens=tokens), Mask(left, right), pretend_nodes(ranks, 1)
+        return resolve(Spec(row, shape, layout, mask, inter="ring", **asked)).why["intra"].value
 
-    def chosen(left, **asked):
-        shape = replace(SHAPE, tokens=64)  # chunks of 32
-        spec = Spec(row, shape, kernel=Kernel(), mask=Mask(left, 0), inter="ring", **asked)
-        return resolve(spec).why["intra"].value
+    wide, wider = (1 << 14) - 1, 20 << 10
+    assert chosen(wide) == chosen(wider) == chosen(wide, 1 << 14) == "a2a"
+    assert chosen(1 << 12) == chosen(50 << 10) == "gather"  # 3 % of the time is lost, 5 %
+    assert chosen((1 << 16) - 1) == chosen(1 << 20) == "gather"  # as causal
+    assert chosen(wide, heads_per_round=8) == chosen(wide, heads_per_round=0) == "gather"
+    assert chosen(wide, intra="gather") == chosen(wide, right=5) == "gather"
+    assert chosen(wide, layout=Layout.CONTIGUOUS) == chosen(wide, ranks=3) == "gather"
+    assert chosen(1 << 12, 1 << 13) == "gather"  # too short to hide anything
+    assert chosen(1 << 18, 1 << 19) == "gather"  # too much memory
+    assert resolve(Spec(pretend_nodes(4, 2), SHAPE, mask=Mask(wide, 0))).why["intra"].value != "a2a"
 
+
+def test_what_is_lost_under_a_window_is_counted_from_its_tiles():
     # of 128 queries with a window of 32 the first 32 see half as much: one rank has 3/4 of the work
-    assert idle_under(31, Layout.ZIGZAG, 2, 64) == pytest.approx(1 - 0.875, abs=0.01)
-    for layout in Layout.ZIGZAG, Layout.CONTIGUOUS:
-        for left, size in product((0, 3, 31, 40, 127), (1, 2, 4)):
-            tokens = 128 // size
-            work = [
-                sum(tile.pairs for other in range(size)
-                    for tile in tiles(layout, Mask(left, 0), rank, other, size, tokens))
-                for rank in range(size)
-            ]  # fmt: skip
-            idle = 1 - sum(work) / (size * max(work))
-            assert idle_under(left, layout, size, tokens) == pytest.approx(idle)
-    assert chosen(31) == chosen(40) == "a2a"
-    assert chosen(7) == chosen(100) == "gather"  # 3 % of the time is lost, 5 %
-    assert chosen(31, heads_per_round=8) == "gather"
-    assert chosen(31, intra="gather") == "gather"
+    assert idle_under(31, 2, 64) == pytest.approx(1 - 0.875, abs=0.01)
+    for left, size in product((0, 3, 31, 40, 127), (1, 2, 4)):
+        tokens = 128 // size
+        work = [
+            sum(tile.pairs for other in range(size)
+                for tile in tiles(Layout.ZIGZAG, Mask(left, 0), rank, other, size, tokens))
+            for rank in range(size)
+        ]  # fmt: skip
+        idle = 1 - sum(work) / (size * max(work))
+        assert idle_under(left, size, tokens) == pytest.approx(idle)
 
 
 @pytest.mark.parametrize(
