@@ -92,7 +92,7 @@ def slower():
     told = [half_at_any_token(pass_)[1] for pass_ in ("fwd_bwd", "fwd")]
     told += [
         f"{min(beside_te(rows_of(NODES), 'fwd')):.2f} with causal",
-        f"{min(drawn):.2f} with packed",
+        f"{min(drawn):.2f} with documents",
     ]
     told.append(" and ".join(f"{ratio:.2f}" for ratio in wide))
     told += [f"{min(beside_te(short)):.2f}", f"{max(losses().values()):.2f} times as long"]
