@@ -39,8 +39,8 @@ _ENDS_BEFORE = "2026-11-24T13:09"  # until then recomputation with keep made the
 _RESENT_BEFORE = "2026-11-21T19:27"  # until then keys of other nodes came again in backward
 _SLOTS_BEFORE = "2026-11-24T10:30"  # until then pulling a round or two took more slots
 _SENT_BACK_BEFORE = "2026-11-27T01:50"  # until then all-to-alls in two rounds had a slot less
+_OWN_BEFORE = "2026-11-24T02:51"  # until then buffers between nodes had memory of their own by use
 _HEADS_BEFORE = "2026-11-24T10:30"  # until then long shards had larger rounds on one node
-_NODES_HEADS_BEFORE = "2026-11-21T13:52"  # until then rounds had as many heads as the buffer held
 _LAYERS = re.compile(r"(\d+) layers?, hidden (\d+), ffn (\d+)\b")  # in the note of a row
 _LINK = re.compile(
     r"ring ([\d.e+-]+), all-to-all ([\d.e+-]+) GB/s between \d+ (?:nodes|hosts)"  # hosts before
@@ -138,8 +138,9 @@ def _is_outdated(row: Row, opened: AttentionCall, call: AttentionCall) -> bool:
     """Whether the row's run had other buffers than the engine makes now."""
     if call.intra == "ring" or not row.date:
         return False
-    changed = _HEADS_BEFORE if row.nodes == 1 else _NODES_HEADS_BEFORE
-    if call.intra == "gather" and not opened.heads_per_round and row.date < changed:
+    if row.nodes > 1 and row.date < _OWN_BEFORE:
+        return True
+    if call.intra == "gather" and not opened.heads_per_round and row.date < _HEADS_BEFORE:
         return True
     rounds = -(-most_heads(call.shape, call.arranged, call.intra) // call.heads_per_round)
     changed = _SENT_BACK_BEFORE if call.intra == "a2a" and rounds == 2 else _SLOTS_BEFORE

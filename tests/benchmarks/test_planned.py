@@ -128,7 +128,9 @@ def test_memory_of_runs_with_other_buffers_is_not_predicted():
     assert gib("intra=ring", "12:00") > 0
     assert gib("auto", "14:00", date="") > 0
     nodes = {"nodes": 2, "link": link(1, 1)}
-    assert gib("auto", "19:00", **nodes) < gib("auto", "20:00", **nodes)  # keys are sent again
+    assert gib("heads_per_round=1", "2026-11-24T02:50", **nodes) is None
+    assert gib("heads_per_round=1", "2026-11-24T02:52", **nodes) > 0
+    assert gib("intra=ring", "19:00", **nodes) > 0
 
 
 def test_every_mode_is_predicted_and_what_cannot_be_is_left_out():

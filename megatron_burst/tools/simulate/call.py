@@ -200,16 +200,35 @@ def buffer_bytes(call: AttentionCall) -> int:
 
 
 def kept_bytes(programs: Iterable[Program]) -> int:
-    """Bytes of the group's buffers, shared by all of these programs: as many, and as large, as the
-    most demanding one needs."""
-    uses: dict[tuple[Home, str], tuple[int, int]] = {}
+    """Bytes of the group's buffers, shared by all of these programs: slots, as many and as large
+    as any of them needs for a use, and one memory as large as all other buffers of the most
+    demanding one."""
+    slots: dict[str, tuple[int, int]] = {}
+    others = 0
     for program in programs:
-        for buffer in program.buffers.values():
-            if buffer.home is Home.HOP or buffer.home in NUMBERED:
-                count = buffer.number + 1 if buffer.home is Home.HOP else buffer.count
-                most, size = uses.get((buffer.home, buffer.use), (0, 0))
-                uses[buffer.home, buffer.use] = max(most, count), max(size, _size(program, buffer))
-    return sum(count * size for count, size in uses.values())
+        shared = 0
+        for (home, use), (count, size) in _uses(program).items():
+            if home is Home.SLOT:
+                slots[use] = _most(slots.get(use, (0, 0)), (count, size))
+            else:
+                shared += count * size
+        others = max(others, shared)
+    return sum(count * size for count, size in slots.values()) + others
+
+
+def _uses(program: Program) -> dict[tuple[Home, str], tuple[int, int]]:
+    """By home and use, how many of a program's buffers the group must have, and their bytes."""
+    uses: dict[tuple[Home, str], tuple[int, int]] = {}
+    for buffer in program.buffers.values():
+        if buffer.home is Home.HOP or buffer.home in NUMBERED:
+            count = buffer.number + 1 if buffer.home is Home.HOP else buffer.count
+            place = buffer.home, buffer.use
+            uses[place] = _most(uses.get(place, (0, 0)), (count, _size(program, buffer)))
+    return uses
+
+
+def _most(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return max(one[0], other[0]), max(one[1], other[1])
 
 
 def passing_bytes(program: Program) -> int:
