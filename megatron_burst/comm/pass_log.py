@@ -56,7 +56,8 @@ class PassLog(Members):
         watched = ref(self), (ended := threading.Event()), not self.waits
         thread = threading.Thread(target=_watch, args=watched, daemon=True)
         thread.start()
-        finalize(self, _end_watch, ended, thread)
+        finalize(thread, _await_watch, thread.ident)
+        finalize(self, ended.set)  # at exit before that, as the later of the two
         if not self.waits:
             hook = register_optimizer_step_pre_hook(partial(_before_step, ref(self)))
             finalize(self, hook.remove)
@@ -229,11 +230,12 @@ class PassLog(Members):
         return error
 
 
-def _end_watch(ended: threading.Event, thread: threading.Thread) -> None:
-    """At exit also wait for the thread: a C++ call that outlives the interpreter ends in abort."""
-    ended.set()
-    if not threading.main_thread().is_alive():
-        thread.join(_EXIT_S)
+def _await_watch(ident: int | None) -> None:
+    """At exit wait for the thread of a log, also of one that is gone: a C++ call that outlives the
+    interpreter ends in abort."""
+    for thread in () if threading.main_thread().is_alive() else threading.enumerate():
+        if thread.ident == ident:
+            thread.join(_EXIT_S)
 
 
 def _watch(*watched: Any) -> None:

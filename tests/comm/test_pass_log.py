@@ -36,24 +36,42 @@ from unittest import mock
 import torch.distributed as dist
 from megatron_burst.comm import verdict
 from tests.comm.test_pass_log import log_of
-inside = Event()
-def late(*_):
+inside, over = Event(), Event()
+def busy(*_):
     store, end = dist.HashStore(), time.monotonic() + 2
     store.set("a", "b")
     inside.set()
     while time.monotonic() < end:  # C++ that wants the interpreter again and again
         store.get("a")
-mock.patch.object(verdict.HopWatch, "late", late).start()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+LOOKS = """
+mock.patch.object(verdict.HopWatch, "late", busy).start()
 log = log_of()
+inside.wait()
+"""
+FREES = """
+class Member:
+    __del__ = busy
+def until_alone(*_):
+    inside.set()
+    over.wait()
+mock.patch.object(verdict.HopWatch, "late", until_alone).start()
+log = log_of()
+log.member = Member()
+inside.wait()
+inside.clear()
+del log  # so that the thread frees it
+over.set()
 inside.wait()
 """
 
 
-def test_a_process_that_ends_while_the_thread_looks_is_not_aborted():
+@pytest.mark.parametrize("does", [LOOKS, FREES], ids=["looks", "frees"])
+def test_a_process_that_ends_while_the_thread_works_is_not_aborted(does):
     """Once in many runs it was: terminate called without an active exception."""
     ended = subprocess.run(
-        [sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", EXITS + does], capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 0, ended.stderr
 
