@@ -54,8 +54,7 @@ class PassLog(Members):
         self._lock = threading.Lock()
         self.heard = False  # whether the caller knows why its passes cannot be right
         watched = ref(self), (ended := threading.Event()), not self.waits
-        thread = threading.Thread(target=_watch, args=watched, daemon=True)
-        thread.start()
+        (thread := threading.Thread(target=_watch, args=watched, daemon=True)).start()
         finalize(thread, _await_watch, thread.ident)
         finalize(self, ended.set)  # at exit before that, as the later of the two
         if not self.waits:
@@ -174,10 +173,9 @@ class PassLog(Members):
                 raise self._lost(entry, str(error).splitlines()[0]) from error
             if entry.told:
                 self.store.delete_key(self.waiting(self.rank))
-            failed = entry.stamp.kind is Kind.FAILURE
             if sum(entry.signs) != entry.sign * self.size:
                 # this rank has raised its own error; where stamps are waited for, all are in step
-                if not (failed and self.waits):
+                if not (self.waits and entry.stamp.kind is Kind.FAILURE):
                     raise self._disagreement(entry)
             elif entry.told:
                 self.store.delete_key(self.key(entry))
