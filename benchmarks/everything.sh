@@ -221,7 +221,7 @@ part() {
         short) attention 480 8K,16K,32K 32/8,32/32 short "${burst[@]}" "${te[@]:0:4}" --batch "$(sized 1,2,4,8 1,2)" --reps 10 ;;
         dims)
             for dim in $(sized "64 192/128 256" 8); do
-                attention 140 64K,128K 32/8,32/32 dims "${burst[@]}" "${te[@]:0:4}" --head-dim "$dim" --reps 5
+                attention 140 64K,128K 32/8,32/32 dims "${burst[@]}" --impl burst:a2a "${te[@]:0:4}" --head-dim "$dim" --reps 5
             done
             ;;
         fp16) attention 300 64K,128K 32/8,32/32 fp16 "${burst[@]}" "${te[@]:0:4}" "${same_kernel[@]}" --dtype float16 --reps 5 ;;
