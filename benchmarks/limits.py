@@ -61,8 +61,9 @@ def _gpu() -> Lines:
             _span([work / ms for ms in (row.ms_max, row.ms, row.ms_min)]),
             _files("gpu_limits_1xh200"),
         )  # fmt: skip
+    causal = [row for row in sheet(FOUR) if (row.impl, row.mode) == ("ceiling", "auto") and row.ms]
     for pass_, name in (("fwd", "forward"), ("fwd_bwd", "forward and backward")):
-        found = [row.tflops_per_gpu for row in _causal(FOUR, pass_)]
+        found = [row.tflops_per_gpu for row in causal if row.pass_ == pass_]
         yield (
             f"FlashAttention-4 alone, causal, {name}, TFLOP/s", f"{gpu.peak_tflops:.0f}",
             _span(found), f"{_files(FOUR)}, `ceiling`",
@@ -127,7 +128,8 @@ def packed() -> Lines:
 def steps() -> Lines:
     """Whole training steps of two Llama-3-8B layers on two GPUs, and the LM head alone."""
     yield "what", "tokens", "TFLOP/s a GPU", "of the matrix product", "of the data sheet"
-    square = median({row.matmul_tflops for row in sheet("loss_h200", LOSS_CSV) if row.ms})
+    losses = [row for row in sheet("loss_h200", LOSS_CSV) if row.ms]
+    square = median({row.matmul_tflops for row in losses})
     names = {
         "megatron": "step, Megatron, full recomputation",
         "megatron-keep": "step, Megatron, attention kept",
@@ -143,8 +145,8 @@ def steps() -> Lines:
             rate = row.tflops_per_gpu
             yield kind, in_units(row.seq), f"{rate:.0f}", f"{rate / square:.2f}", _share(row)
     heads = {
-        (row.hidden, row.tokens): row for row in sheet("loss_h200", LOSS_CSV)
-        if row.ms and (row.ranks, row.impl, row.vocab) == (1, "burst:forward", 131072)
+        (row.hidden, row.tokens): row for row in losses
+        if (row.ranks, row.impl, row.vocab) == (1, "burst:forward", 131072)
     }  # fmt: skip
     for (hidden, tokens), row in sorted(heads.items()):
         rate = row.gemm_efficiency * row.matmul_tflops
@@ -163,14 +165,6 @@ TABLES: dict[str, Callable[[], Lines]] = {
 def _files(name: str) -> str:
     """Those of `sheet`, for a page."""
     return ", ".join(f"`{one}.csv`" for one in name.split("+"))
-
-
-def _causal(name: str, pass_: str) -> list[Row]:
-    """Rows of FlashAttention-4 alone."""
-    return [
-        row for row in sheet(name)
-        if (row.impl, row.mode, row.pass_) == ("ceiling", "auto", pass_) and row.ms
-    ]  # fmt: skip
 
 
 def rates(row: Row) -> tuple[float, float]:

@@ -258,10 +258,10 @@ def _whole_heads(spec: Spec, asked: Spec) -> int:
 def _left(spec: Spec) -> bool:
     """Whether forward saves what it received: everything of an all-to-all; of a gather K and V of
     other nodes, if asked for or if they are few."""
-    if spec.again or spec.intra != "gather":
-        return spec.intra == "a2a" and not spec.again
-    others = spec.arranged.inter_size - 1
-    if not others or spec.circulate is Circulate.Q or spec.left is False:
+    if spec.intra == "a2a":
+        return not spec.again
+    others = spec.arranged.inter_size - 1 if spec.intra == "gather" else 0
+    if not others or spec.again or spec.circulate is Circulate.Q or spec.left is False:
         return False
     return bool(spec.left) or few_come(spec.shape, others, travelling_share(spec))
 

@@ -201,9 +201,9 @@ def _whole_group(shape: AttentionShape, topology: Topology) -> int:
 
 def bytes_over_all(shape: AttentionShape, topology: Topology) -> int:
     """Bytes of a KV head over all rows of a node: queries and outputs, keys and values."""
-    rows = _whole_group(shape, topology) * shape.tokens + shape.keys
-    both_dims = shape.dim_qk + shape.dim_v
-    return shape.batch * topology.intra_size * rows * both_dims * shape.itemsize
+    heads_and_rows = _whole_group(shape, topology) * shape.tokens + shape.keys
+    rows = shape.batch * topology.intra_size * heads_and_rows
+    return rows * (shape.dim_qk + shape.dim_v) * shape.itemsize
 
 
 def in_unit(num_bytes: int) -> str:

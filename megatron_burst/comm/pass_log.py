@@ -231,9 +231,10 @@ class PassLog(Members):
 def _await_watch(ident: int | None) -> None:
     """At exit wait for the thread of a log, also of one that is gone: a C++ call that outlives the
     interpreter ends in abort."""
-    for thread in () if threading.main_thread().is_alive() else threading.enumerate():
-        if thread.ident == ident:
-            thread.join(_EXIT_S)
+    if not threading.main_thread().is_alive():
+        for thread in threading.enumerate():
+            if thread.ident == ident:
+                thread.join(_EXIT_S)
 
 
 def _watch(*watched: Any) -> None:

@@ -12,7 +12,7 @@ from megatron_burst.comm.carrier import Carrier, OneQueue, Queues, UnderWay
 from megatron_burst.engine.memory import ByteLayout, Dtypes, Fields, shape_of
 from megatron_burst.kernels.backends import Backend
 from megatron_burst.schedule.order import order
-from megatron_burst.schedule.program import Arrange, Buffer, Home, Program, Restore
+from megatron_burst.schedule.program import Arrange, Buffer, Home, Program, Restore, uses_of
 
 if TYPE_CHECKING:
     from megatron_burst.engine.documents import Documents
@@ -94,15 +94,8 @@ class Bound:
     @cached_property
     def uses(self) -> dict[tuple[Home, str], tuple[int, int]]:
         """How many buffers the group must have for each use, and their bytes."""
-        found: dict[tuple[Home, str], tuple[int, int]] = {}
-        for name, layout in self.layouts.items():
-            buffer = self.buffers[name]
-            if buffer.home is not Home.LEFT:
-                count = buffer.count if buffer.home is not Home.HOP else buffer.number + 1
-                before = found.get((buffer.home, buffer.use), (0, 0))
-                most = max(before[0], count), max(before[1], layout.num_bytes)
-                found[buffer.home, buffer.use] = most
-        return found
+        layouts = self.layouts.items()
+        return uses_of((self.buffers[name], layout.num_bytes) for name, layout in layouts)
 
     @cached_property
     def places(self) -> tuple[dict[tuple[Home, str], int], int]:

@@ -8,7 +8,7 @@ waits blocks those issued after it, so a transfer that waits for other ranks is 
 kernels that hide it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -382,11 +382,6 @@ class Program:
         """Names of buffers that forward saves for backward."""
         return tuple(b.name for b in self.buffers.values() if b.home is Home.LEFT)
 
-    def count(self, home: Home, use: str) -> int:
-        """How many distinct buffers of a use there are in memory."""
-        every = (b for b in self.buffers.values() if (b.home, b.use) == (home, use))
-        return len({buffer.storage for buffer in every})
-
     def sent_bytes(self) -> dict[Link, int]:
         """Bytes that the rank sends (or others pull from it), by link."""
         sent = dict.fromkeys(Link, 0)
@@ -394,6 +389,17 @@ class Program:
             for give in op.gives if isinstance(op, Transfer) else ():
                 sent[self.topology.link(self.cp_rank, give.peer)] += self.num_bytes(give.rows)
         return sent
+
+
+def uses_of(sizes: Iterable[tuple[Buffer, int]]) -> dict[tuple[Home, str], tuple[int, int]]:
+    """How many buffers the group must have for each use, and their bytes; `sizes`: of each."""
+    uses: dict[tuple[Home, str], tuple[int, int]] = {}
+    for buffer, size in sizes:
+        if buffer.home is Home.HOP or buffer.home in NUMBERED:
+            count = buffer.count if buffer.home is not Home.HOP else buffer.number + 1
+            most, largest = uses.get((buffer.home, buffer.use), (0, 0))
+            uses[buffer.home, buffer.use] = max(most, count), max(largest, size)
+    return uses
 
 
 def widths_of(shape: AttentionShape) -> dict[Dtype, int]:

@@ -11,7 +11,7 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Tile
 from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.order import order
-from megatron_burst.schedule.program import NUMBERED, AttendBackward, Buffer, Home, Program, Ref
+from megatron_burst.schedule.program import AttendBackward, Buffer, Home, Program, Ref, uses_of
 from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Dtype, Spec
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from megatron_burst.tools.hardware import Hardware
@@ -207,28 +207,15 @@ def kept_bytes(programs: Iterable[Program]) -> int:
     others = 0
     for program in programs:
         shared = 0
-        for (home, use), (count, size) in _uses(program).items():
+        sizes = ((buffer, _size(program, buffer)) for buffer in program.buffers.values())
+        for (home, use), (count, size) in uses_of(sizes).items():
             if home is Home.SLOT:
-                slots[use] = _most(slots.get(use, (0, 0)), (count, size))
+                most, largest = slots.get(use, (0, 0))
+                slots[use] = max(most, count), max(largest, size)
             else:
                 shared += count * size
         others = max(others, shared)
     return sum(count * size for count, size in slots.values()) + others
-
-
-def _uses(program: Program) -> dict[tuple[Home, str], tuple[int, int]]:
-    """By home and use, how many of a program's buffers the group must have, and their bytes."""
-    uses: dict[tuple[Home, str], tuple[int, int]] = {}
-    for buffer in program.buffers.values():
-        if buffer.home is Home.HOP or buffer.home in NUMBERED:
-            count = buffer.number + 1 if buffer.home is Home.HOP else buffer.count
-            place = buffer.home, buffer.use
-            uses[place] = _most(uses.get(place, (0, 0)), (count, _size(program, buffer)))
-    return uses
-
-
-def _most(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return max(one[0], other[0]), max(one[1], other[1])
 
 
 def passing_bytes(program: Program) -> int:
