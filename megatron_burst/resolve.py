@@ -195,20 +195,25 @@ def _intra(spec: Spec) -> Choice:
         return Choice("ring", "gathering does not support it")
     if spec.kernel.device == "cpu":
         return Choice("ring", _ON_CPU)
-    if _window_waits(spec):
-        return Choice("a2a", "under this window ranks with the first rows would wait")
+    if why := _faster_whole(spec):
+        return Choice("a2a", why)
     return Choice("gather", "few long kernel calls, merged once")
 
 
-def _window_waits(spec: Spec) -> bool:
-    """Whether a window leaves ranks idle so long that an all-to-all is worth its memory."""
+def _faster_whole(spec: Spec) -> str:
+    """Why an all-to-all, where a rank has whole sequences, is worth its memory; "" if it is not."""
     mask, row, shape, asked = spec.mask, spec.arranged, spec.shape, spec.heads_per_round
-    if spec.layout is not Layout.ZIGZAG or mask.right != 0 or mask.left is None or mask.documents:
-        return False
-    if row.inter_size > 1 or shape.heads_q % row.cp_size or asked is not None:
-        return False
-    fits = shape.tokens >= LONG_SHARD // 2 and bytes_over_all(shape, row) <= _IDLE_BYTES
-    return fits and idle_under(mask.left, row.cp_size, shape.tokens) > _IDLE
+    other = spec.layout is not Layout.ZIGZAG or mask.right != 0 or mask.documents
+    if other or row.inter_size > 1 or shape.heads_q % row.cp_size or asked is not None:
+        return ""
+    if shape.tokens < LONG_SHARD // 2 or bytes_over_all(shape, row) > _IDLE_BYTES:
+        return ""
+    if mask.left is not None:
+        idle = idle_under(mask.left, row.cp_size, shape.tokens) > _IDLE
+        return "under this window ranks with the first rows would wait" if idle else ""
+    # cuDNN's backward, which has these dimensions, is slow on tiles of which all is seen
+    slow = shape.dim_qk != shape.dim_v and not spec.kernel.rectangular_causal
+    return "with these head dimensions the kernel is slow on tiles seen whole" if slow else ""
 
 
 def _no_gather(spec: Spec) -> str:
@@ -244,9 +249,8 @@ def _whole_heads(spec: Spec, asked: Spec) -> int:
         return 0
     shape, row = spec.shape, spec.arranged
     many = row.inter_size == 1 and row.intra_size >= _MANY and not row.spans_nodes
-    if not many or shape.tokens < LONG_SHARD // 2 or not _wants_whole(spec):
-        return 0
-    if bytes_over_all(shape, row) > _WHOLE_BYTES:
+    fits = shape.tokens >= LONG_SHARD // 2 and bytes_over_all(shape, row) <= _WHOLE_BYTES
+    if not (many and fits and _wants_whole(spec)):
         return 0
     heads = choose_heads_a2a(shape, row, spec.kernel.multiprocessors)
     return heads if heads < most_heads(shape, row, "a2a") else 0
@@ -320,11 +324,10 @@ def _check(spec: Spec) -> None:
 
 
 def _needs_of_rings(spec: Spec) -> Iterator[Need]:
-    heads = spec.heads_per_round
     yield from (
-        (not heads,
+        (not spec.heads_per_round,
          "heads_per_round must come with gather or a2a, because a ring has no rounds of some heads",
-         f"heads_per_round={heads} and {how_it_runs(spec)}",
+         f"heads_per_round={spec.heads_per_round} and {how_it_runs(spec)}",
          "leave it out, or pass --burst-intra gather (intra='gather') or a2a"),
         (not spec.pulled,
          "transfer=pull must come with gather or a2a, because shards of a ring are sent by NCCL",

@@ -171,10 +171,7 @@ def choose_heads_gather(
 
 
 def choose_heads_a2a(
-    shape: AttentionShape,
-    topology: Topology,
-    multiprocessors: int,
-    asked: int | None = None,
+    shape: AttentionShape, topology: Topology, multiprocessors: int, asked: int | None = None
 ) -> int:
     """KV heads that a rank computes in a round: few, as each is a whole sequence's work.
 

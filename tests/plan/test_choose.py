@@ -49,6 +49,22 @@ def test_ranks_that_would_wait_under_a_window_share_heads_instead():
     assert resolve(Spec(pretend_nodes(4, 2), SHAPE, mask=Mask(wide, 0))).why["intra"].value != "a2a"
 
 
+def test_a_kernel_that_is_slow_on_tiles_seen_whole_gets_whole_sequences():
+    """cuDNN with heads of 192/128, causal."""
+    cudnn = Kernel(rectangular_causal=False)
+
+    def chosen(tokens=1 << 15, ranks=2, dim_qk=192, right=0, kernel=cudnn, **asked):
+        shape, row = replace(SHAPE, tokens=tokens, dim_qk=dim_qk), pretend_nodes(ranks, 1)
+        spec = Spec(row, shape, mask=Mask(None, right), kernel=kernel, inter="ring", **asked)
+        return resolve(spec).why["intra"].value
+
+    assert chosen() == chosen(ranks=4) == "a2a"
+    assert chosen(dim_qk=128) == chosen(kernel=Kernel()) == "gather"
+    assert chosen(right=None) == "gather"  # tiles are seen whole anyway
+    assert chosen(tokens=1 << 13) == chosen(tokens=1 << 18) == chosen(ranks=3) == "gather"
+    assert chosen(intra="gather") == chosen(heads_per_round=2) == "gather"
+
+
 def test_what_is_lost_under_a_window_is_counted_from_its_tiles():
     # of 128 queries with a window of 32 the first 32 see half as much: one rank has 3/4 of the work
     assert idle_under(31, 2, 64) == pytest.approx(1 - 0.875, abs=0.01)
