@@ -25,6 +25,7 @@ from megatron_burst.tools.simulate.call import (
     AttentionCall,
     attention_time,
     buffer_bytes,
+    by_auto,
     left_bytes,
     pass_time,
     resolved,
@@ -41,6 +42,7 @@ _SLOTS_BEFORE = "2026-11-24T10:30"  # until then pulling a round or two took mor
 _SENT_BACK_BEFORE = "2026-11-27T01:50"  # until then all-to-alls in two rounds had a slot less
 _OWN_BEFORE = "2026-11-24T02:51"  # until then buffers between nodes had memory of their own by use
 _HEADS_BEFORE = "2026-11-24T10:30"  # until then long shards had larger rounds on one node
+_WHOLE_BEFORE = "2026-11-27T16"  # until then auto gathered grouped heads of 192/128 as well
 _LAYERS = re.compile(r"(\d+) layers?, hidden (\d+), ffn (\d+)\b")  # in the note of a row
 _LINK = re.compile(
     r"ring ([\d.e+-]+), all-to-all ([\d.e+-]+) GB/s between \d+ (?:nodes|hosts)"  # hosts before
@@ -117,9 +119,7 @@ def _of_attention(row: Row, hardware: Hardware) -> Prediction:
         seconds += attention_time(call, hardware, Direction.BACKWARD, work).seconds
         if is_standin(row):
             gib = megatron_bytes(call.shape) / GIB
-        elif call.backend == "auto" and not _is_outdated(
-            row, opened, call
-        ):  # others' own is not known
+        elif "backend=" not in row.mode and not _is_outdated(row, opened, call):
             gib = (buffer_bytes(call) + _left_bytes(call)) / GIB
     return Prediction(1e3 * seconds, gib)
 
@@ -172,7 +172,12 @@ def _call(row: Row, hardware: Hardware) -> AttentionCall:
         left=False if "" < row.date < _RESENT_BEFORE else spec.left,
     )  # fmt: skip
     overlap = impl.config.overlap
-    return run_by(AttentionCall(**vars(spec), overlap=overlap), impl.config.backend)
+    call = AttentionCall(**vars(spec), overlap=overlap)
+    if impl.config.backend != "auto":
+        return run_by(call, impl.config.backend)
+    call = by_auto(call, hardware)
+    gathered = not call.kernel.rectangular_causal and "" < row.date < _WHOLE_BEFORE
+    return replace(call, intra=call.intra or "gather") if gathered else call
 
 
 def _with_links(row: Row, hardware: Hardware, call: AttentionCall) -> Hardware:
@@ -212,7 +217,8 @@ def _of_kernel(row: Row, hardware: Hardware, sample: Sample | None = None) -> Pr
     for direction in _passes(row):
         work += _tflop(call, direction)
         pauseless = inf if sample else work
-        seconds += Timer(hardware, row.mode, pauseless, sample).tile(tile, shape, direction)
+        backend = call.backend if row.mode == "auto" else row.mode
+        seconds += Timer(hardware, backend, pauseless, sample).tile(tile, shape, direction)
     return Prediction(1e3 * seconds, None)
 
 

@@ -4,10 +4,14 @@ from dataclasses import fields, replace
 from math import inf
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
+from megatron_burst.kernels.backends import Problem, backends
+from megatron_burst.schedule.spec import AttentionShape
+from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.hardware import Curve, LinkSpeed
 from megatron_burst.tools.hardware_file import (
     hardware,
@@ -16,6 +20,7 @@ from megatron_burst.tools.hardware_file import (
     preset_names,
     preset_text,
 )
+from megatron_burst.tools.simulate.call import AttentionCall, by_auto, resolved
 
 H200 = preset_text("h200")
 
@@ -117,6 +122,22 @@ def test_a_kernel_that_is_known_at_one_head_dimension_loses_at_others_as_the_fir
     assert other.forward.at(1e9) == pytest.approx(ratio * 690) and ratio < 0.9
     assert other.backward.at(1e9) < machine.kernel(128, "cudnn").backward.at(1e9)
     assert machine.kernel(120, "cudnn").forward.at(1e9) == 690
+
+
+@pytest.mark.parametrize("heads_kv", [8, 32])
+@pytest.mark.parametrize("dim_qk", [128, 192])
+def test_the_planner_computes_with_the_kernel_that_auto_takes(heads_kv, dim_qk):
+    """FlashAttention-4 on Hopper, but cuDNN for grouped heads of two dimensions."""
+    shape = AttentionShape(1, 1 << 15, 32, heads_kv, dim_qk, 128, 2, 4, 4)
+    problem = Problem("cuda", torch.bfloat16, dim_qk, 128, grouped=heads_kv < 32, arch=9)
+    able = [each for each in backends().values() if each.capability.refusal(problem) is None]
+    for name, known in (("h200", True), ("h100", False)):
+        hardware = preset(name)
+        call = by_auto(AttentionCall(pretend_nodes(2, 1), shape), hardware)
+        is_cudnn = able[0].capability.name == "cudnn"
+        assert call.backend == ("cudnn" if is_cudnn and known else "auto")
+        assert call.kernel.rectangular_causal == able[0].capability.rectangular_causal
+        assert resolved(call).intra == ("a2a" if is_cudnn else "gather")
 
 
 def test_network_cards_are_shared_by_those_who_send():

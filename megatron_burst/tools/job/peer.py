@@ -19,9 +19,9 @@ from megatron_burst.tools.job.strategy import (
 from megatron_burst.tools.simulate.call import (
     AttentionCall,
     buffer_bytes,
+    on_cudnn,
     pass_time,
     resolved,
-    run_by,
 )
 from megatron_burst.tools.simulate.sample import Packing
 
@@ -52,14 +52,12 @@ def as_megatron(call: AttentionCall, hardware: Hardware) -> AttentionCall:
 
     For its error against measurements see `benchmarks/validate_plan.py`.
     """
-    known = {kernel.backend for kernel in hardware.kernels}
-    backend = "cudnn" if "cudnn" in known else "auto"
     layout = Layout.DOCUMENTS if call.mask.documents else call.layout
     ring = replace(
         call, intra="ring", inter="flat", circulate=Circulate.KV, pulled=False, again=False,
         layout=layout,
     )  # fmt: skip
-    return resolved(run_by(ring, backend))
+    return resolved(on_cudnn(ring, hardware))
 
 
 def megatron_bytes(shape: AttentionShape, packed: bool = False) -> int:

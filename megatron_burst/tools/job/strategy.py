@@ -13,7 +13,7 @@ from megatron_burst.schedule.spec import AttentionShape, Kernel
 from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.job.model import Model
-from megatron_burst.tools.simulate.call import AttentionCall, resolved
+from megatron_burst.tools.simulate.call import AttentionCall, by_auto, resolved
 from megatron_burst.tools.simulate.sample import Packing
 
 SIZES = ("tp", "cp", "pp", "dp", "ep")
@@ -252,7 +252,7 @@ def open_call(job: Job, strategy: Strategy) -> AttentionCall:
     )  # fmt: skip
     nodes = max(1, strategy.cp // ranks_per_node(job, strategy))
     topology = pretend_nodes(strategy.cp, nodes)
-    return AttentionCall(
+    call = AttentionCall(
         topology, shape, packing.layout if packing else Layout.ZIGZAG,
         Mask(right=0, documents=packing is not None),
         Kernel(multiprocessors=job.hardware.gpu.multiprocessors),
@@ -260,3 +260,4 @@ def open_call(job: Job, strategy: Strategy) -> AttentionCall:
         intra=None if strategy.intra == "auto" else strategy.intra,
         neighbours=job.on_node // topology.intra_size,
     )  # fmt: skip
+    return by_auto(call, job.hardware)

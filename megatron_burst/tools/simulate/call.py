@@ -43,6 +43,21 @@ def run_by(call: AttentionCall, backend: str) -> AttentionCall:
     return replace(call, backend=backend, kernel=kernel)
 
 
+def on_cudnn(call: AttentionCall, hardware: Hardware) -> AttentionCall:
+    """The call with cuDNN's attention; where its speed is not known, with that of the kernel that
+    the hardware lists first."""
+    is_known = any(kernel.backend == "cudnn" for kernel in hardware.kernels)
+    return replace(run_by(call, "cudnn"), backend="cudnn" if is_known else "auto")
+
+
+def by_auto(call: AttentionCall, hardware: Hardware) -> AttentionCall:
+    """The call with the kernel that burst chooses: the first that the hardware lists, but cuDNN for
+    grouped heads of which queries and values differ in dimension, which no other has."""
+    shape = call.shape
+    is_grouped, differ = shape.heads_q != shape.heads_kv, shape.dim_qk != shape.dim_v
+    return on_cudnn(call, hardware) if is_grouped and differ else call
+
+
 def resolved(call: AttentionCall) -> AttentionCall:
     """The call as burst runs it: without open choices.
 
