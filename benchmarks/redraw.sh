@@ -38,7 +38,8 @@ run "$python" docs/draw_soak.py # soak.png, soak_gpu.png
 
 # what was predicted
 run "$python" benchmarks/validate_plan.py # planner_errors.csv, planner_errors.png
-run "$python" benchmarks/scaling.py draw docs/scaling.png --planned benchmarks/predictions/scaling_h200.csv
+run "$python" benchmarks/scaling.py draw docs/scaling.png --measured $rows/tensor_4xh200.csv --measured $rows/weak_4xh200.csv \
+    --measured $rows/strong_4xh200.csv --planned benchmarks/predictions/scaling_h200.csv
 run "${plan[@]}" llama3-8b --seq-length 128K --gpus 8 --cp 8 --picture docs/plan_8_ranks.png
 run "${plan[@]}" llama3-8b --seq-length 1M --gpus 64 --cp 64 --picture docs/plan_64_ranks.png
 run "${plan[@]}" llama3-8b --gpus 4 --cu-seqlens docs/sample_lengths.txt --picture docs/sample.png

@@ -5,14 +5,14 @@ python benchmarks/scaling.py draw scaling.png --measured slices.csv --planned PL
 
 The runs are those of benchmarks/slices.py: two layers of BurstEngine's models with 32K tokens a GPU
 (weak), or 256K in all (strong); burst keeps all of attention's results, tensor parallelism (tp)
-recomputes them. Measured and planned rows are in panels of their own.
+recomputes them. Measured steps are points, planned ones lines.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -86,51 +86,59 @@ def draw(
     measured: Annotated[list[Path] | None, Option(help="of benchmarks/slices.py")] = None,
     planned: Annotated[list[Path] | None, Option(help="of the command plan")] = None,
 ) -> None:
-    """Draw weak and strong scaling, measured and planned apart."""
+    """Draw weak and strong scaling: measured steps are points, planned ones lines."""
     with in_one_sentence():
         check_writable(_WHO, "PICTURE", picture)
         files = {"measured": measured, "planned": planned}
-        panels = {name: read(some, SLICES_CSV) for name, some in files.items() if some}
-        if not any(lines_of(rows, kind) for rows in panels.values() for kind in KINDS):
+        named = {name: read(some, SLICES_CSV) for name, some in files.items() if some}
+        if not any(lines_of(rows, kind) for rows in named.values() for kind in KINDS):
             raise BurstError(
                 f"{_WHO}: files must have rows of {' or '.join(what.name for what in SEEDS)} with "
                 "times, because these are the runs of scaling; got none; measure with "
                 "benchmarks/everything.sh OUT GPUS scaling"
             )
-        draw_scaling(panels, picture)
+        draw_scaling(named, picture)
         typer.echo(picture)
 
 
-def draw_scaling(panels: dict[str, list[SliceRow]], picture: Path) -> None:
-    """Write the picture: a row of panels for each of `panels`, a column for each kind."""
+def draw_scaling(named: dict[str, list[SliceRow]], picture: Path) -> None:
+    """Write the picture: a panel for each kind; what was measured is a filled point, what was
+    planned a line."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.9 * len(panels)), layout="constrained")
-    axes = figure.subplots(len(panels), len(KINDS), squeeze=False)
-    for (name, rows), line in zip(panels.items(), axes, strict=True):
-        for (kind, unit), axis in zip(KINDS.items(), line, strict=True):
-            lines = lines_of(rows, kind)
-            first = next(iter(lines), "").rpartition(" ")[0]
-            for label, points in lines.items():
-                model, _, impl = label.rpartition(" ")
-                style = "-" if model == first else "--"
-                axis.plot(*zip(*points, strict=True), style, color=colour_of(impl), marker="o",
-                          label=label)  # fmt: skip
-            size = f"{in_units(PER_GPU)} tokens per GPU"
-            if kind == "strong":
-                size = f"{in_units(STRONG)} tokens"
-                axis.set_yscale("log", base=2)
-                axis.yaxis.set_major_formatter("{x:g}")
-            axis.set(title=f"{name}, {kind} scaling: {size}", xlabel="GPUs", ylabel=unit)
-            axis.set_xscale("log", base=2)
-            axis.xaxis.set_major_formatter("{x:g}")
-            axis.grid(alpha=0.3)
-            if kind == "weak":
-                axis.set_ylim(0, None)
-    legend_below(figure)
-    every = [row for rows in panels.values() for kind in KINDS for row in of_kind(rows, kind)]
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    for (kind, unit), axis in zip(KINDS.items(), figure.subplots(1, len(KINDS)), strict=True):
+        for name, rows in named.items():
+            _draw_lines(axis, lines_of(rows, kind), name)
+        size = f"{in_units(PER_GPU)} tokens per GPU"
+        if kind == "strong":
+            size = f"{in_units(STRONG)} tokens"
+            axis.set_yscale("log", base=2)
+            axis.yaxis.set_major_formatter("{x:g}")
+        axis.set(title=f"{kind} scaling: {size}", xlabel="GPUs", ylabel=unit)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.grid(alpha=0.3)
+        if kind == "weak":
+            axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
+    legend_below(figure, columns=3)
+    every = [row for rows in named.values() for kind in KINDS for row in of_kind(rows, kind)]
     figure.suptitle(f"training steps of two layers: {measured_on(every)}")
     figure.savefig(picture, dpi=120)
+
+
+def _draw_lines(axis: Any, lines: dict[str, list[tuple[int, float]]], name: str) -> None:
+    """Lines of one panel: measured or planned ones."""
+    first = next(iter(lines), "").rpartition(" ")[0]
+    for label, points in lines.items():
+        model, _, impl = label.rpartition(" ")
+        style = "-" if model == first else "--"
+        marks = {"marker": "o", "markersize": 8, "linestyle": "none"}
+        if name == "planned":
+            marks = {"linestyle": style, "alpha": 0.6}
+        axis.plot(
+            *zip(*points, strict=True), color=colour_of(impl), label=f"{label}, {name}", **marks
+        )
 
 
 if __name__ == "__main__":
