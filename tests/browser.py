@@ -123,8 +123,11 @@ def search(words: str, path: Path) -> list[str]:
     looks = iter(range(_SEARCHES))
 
     def note(text: str) -> None:
+        if found or not text:  # an answer that comes after the page was closed
+            return
         found[:] = json.loads(text)
         if found or next(looks, None) is None:
+            timer.stop()
             application.quit()
 
     timer = QTimer()

@@ -16,7 +16,7 @@ from benchmarks.rows import append, read
 from benchmarks.scaling import app, lines_of, runs_of
 from benchmarks.slice_cases import PER_GPU, SEEDS, SLICES_CSV, STRONG, TINY_RUNS, row_of
 from benchmarks.slices import app as slices
-from benchmarks.slices import training
+from benchmarks.slices import reason_in, training
 from megatron_burst.tools.hardware_file import preset
 
 FACTS = {"versions": "", "gpu": ""}
@@ -67,6 +67,22 @@ def test_planned_and_measured_rows_are_drawn_apart(tmp_path):
     append(measured, [row(BIG, STRONG, 8, [900.0])], SLICES_CSV)
     done = run(app, [*options, str(planned)])
     assert done.exit_code == 0 and (tmp_path / "a.png").stat().st_size > 10_000, done.output
+
+
+@pytest.mark.parametrize(
+    "output, reason",
+    [
+        ("begin\ntorch.OutOfMemoryError: CUDA\n  exitcode  : 1 (pid: 9)\n====\n",
+         "torch.OutOfMemoryError: CUDA"),
+        ("begin\n  exitcode  : -9 (pid: 9)\n  traceback : see elsewhere\n=====\n",
+         "exitcode  : -9 (pid: 9)"),
+        ("begin\nthe last words\n-----\n", "the last words"),
+        ("", "it said nothing"),
+    ],
+)  # fmt: skip
+def test_why_a_run_failed_is_found_in_what_it_said(tmp_path, output, reason):
+    (tmp_path / "output.txt").write_text(output)
+    assert reason_in(tmp_path / "output.txt") == reason
 
 
 def test_each_part_of_the_ranks_is_a_node_to_nccl():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import Problem, backends
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.spec import AttentionShape
 from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.hardware import Curve, LinkSpeed
@@ -127,17 +128,23 @@ def test_a_kernel_that_is_known_at_one_head_dimension_loses_at_others_as_the_fir
 @pytest.mark.parametrize("heads_kv", [8, 32])
 @pytest.mark.parametrize("dim_qk", [128, 192])
 def test_the_planner_computes_with_the_kernel_that_auto_takes(heads_kv, dim_qk):
-    """FlashAttention-4 on Hopper, but cuDNN for grouped heads of two dimensions."""
+    """FlashAttention-4 on Hopper, but cuDNN for grouped heads of two dimensions, which has neither
+    documents nor other GPUs."""
     shape = AttentionShape(1, 1 << 15, 32, heads_kv, dim_qk, 128, 2, 4, 4)
-    problem = Problem("cuda", torch.bfloat16, dim_qk, 128, grouped=heads_kv < 32, arch=9)
-    able = [each for each in backends().values() if each.capability.refusal(problem) is None]
-    for name, known in (("h200", True), ("h100", False)):
-        hardware = preset(name)
-        call = by_auto(AttentionCall(pretend_nodes(2, 1), shape), hardware)
-        is_cudnn = able[0].capability.name == "cudnn"
+    row = pretend_nodes(2, 1)
+    for name, arch, known in (("h200", 9, True), ("h100", 9, False), ("b200", 10, False)):
+        problem = Problem("cuda", torch.bfloat16, dim_qk, 128, grouped=heads_kv < 32, arch=arch)
+        first = next(
+            each.capability for each in backends().values()
+            if each.capability.refusal(problem) is None
+        )  # fmt: skip
+        call = by_auto(AttentionCall(row, shape), preset(name))
+        is_cudnn = first.name == "cudnn"
         assert call.backend == ("cudnn" if is_cudnn and known else "auto")
-        assert call.kernel.rectangular_causal == able[0].capability.rectangular_causal
+        assert call.kernel.rectangular_causal == first.rectangular_causal
         assert resolved(call).intra == ("a2a" if is_cudnn else "gather")
+        packed = AttentionCall(row, shape, mask=Mask(right=0, documents=True))
+        assert by_auto(packed, preset(name)) == packed
 
 
 def test_network_cards_are_shared_by_those_who_send():

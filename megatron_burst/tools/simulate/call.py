@@ -21,6 +21,7 @@ from megatron_burst.tools.simulate.timing import Timeline, simulate
 
 _MANY_NODES = 8, 16  # times of more nodes are extrapolated from these
 _MOST_NODES = 4  # more nodes need no more buffers; a test compares
+_HOPPER = ("h100", "h200", "h800", "h20")  # in names of hardware
 # kernels whose causal tiles may have more keys than queries
 _RECTANGULAR = ("auto", "fa4", "fa3", "flash-attn", "flash", "triton", "reference")
 
@@ -51,11 +52,17 @@ def on_cudnn(call: AttentionCall, hardware: Hardware) -> AttentionCall:
 
 
 def by_auto(call: AttentionCall, hardware: Hardware) -> AttentionCall:
-    """The call with the kernel that burst chooses: the first that the hardware lists, but cuDNN for
-    grouped heads of which queries and values differ in dimension, which no other has."""
-    shape = call.shape
-    is_grouped, differ = shape.heads_q != shape.heads_kv, shape.dim_qk != shape.dim_v
-    return on_cudnn(call, hardware) if is_grouped and differ else call
+    """The call with the kernel that burst chooses: the first that the hardware lists, but on Hopper
+    cuDNN for grouped heads of which queries and values differ in dimension.
+
+    Elsewhere, and for documents and windows, such heads have Triton, whose speed is not known: the
+    first kernel stands for it, and is faster.
+    """
+    shape, mask = call.shape, call.mask
+    is_hopper = any(name in hardware.name.lower() for name in _HOPPER)
+    differ = shape.heads_q != shape.heads_kv and shape.dim_qk != shape.dim_v
+    has_cudnn = is_hopper and not (mask.documents or mask.windowed)
+    return on_cudnn(call, hardware) if differ and has_cudnn else call
 
 
 def resolved(call: AttentionCall) -> AttentionCall:
