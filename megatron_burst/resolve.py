@@ -211,9 +211,9 @@ def _faster_whole(spec: Spec) -> str:
     if mask.left is not None:
         idle = idle_under(mask.left, row.cp_size, shape.tokens) > _IDLE
         return "under this window ranks with the first rows would wait" if idle else ""
-    # cuDNN's backward, which has these dimensions, is slow on tiles of which all is seen
+    # cuDNN has these dimensions; its backward is slow on tiles in which nothing is masked
     slow = shape.dim_qk != shape.dim_v and not spec.kernel.rectangular_causal
-    return "with these head dimensions the kernel is slow on tiles seen whole" if slow else ""
+    return "with these head dimensions backward is slow where nothing is masked" if slow else ""
 
 
 def _no_gather(spec: Spec) -> str:

@@ -93,6 +93,9 @@ def slower():
         f"{min(beside_te(rows_of(NODES), 'fwd')):.2f} with causal",
         f"{min(drawn):.2f} with documents",
     ]
+    gathered = [each for each in compare(wide) if each.problem.pass_ == "fwd_bwd"]
+    ratios = [Ratio.of(one.rows["burst:gather"], one.best_te).value for one in gathered]
+    told.append(span(ratios))
     told += [span(beside_te(wide)), f"{span(beside_te(wide, 'fwd'))} times in forward"]
     told += [f"{min(beside_te(short)):.2f}", f"{max(losses().values()):.2f} times as long"]
     return {"- **Slower:**": told}

@@ -49,7 +49,7 @@ def test_ranks_that_would_wait_under_a_window_share_heads_instead():
     assert resolve(Spec(pretend_nodes(4, 2), SHAPE, mask=Mask(wide, 0))).why["intra"].value != "a2a"
 
 
-def test_a_kernel_that_is_slow_on_tiles_seen_whole_gets_whole_sequences():
+def test_a_kernel_that_is_slow_where_nothing_is_masked_gets_whole_sequences():
     """cuDNN with heads of 192/128, causal."""
     cudnn = Kernel(rectangular_causal=False)
 
@@ -60,7 +60,7 @@ def test_a_kernel_that_is_slow_on_tiles_seen_whole_gets_whole_sequences():
 
     assert chosen() == chosen(ranks=4) == "a2a"
     assert chosen(dim_qk=128) == chosen(kernel=Kernel()) == "gather"
-    assert chosen(right=None) == "gather"  # tiles are seen whole anyway
+    assert chosen(right=None) == "gather"  # nothing is masked anyway
     assert chosen(tokens=1 << 13) == chosen(tokens=1 << 18) == chosen(ranks=3) == "gather"
     assert chosen(intra="gather") == chosen(heads_per_round=2) == "gather"
 
