@@ -6,7 +6,7 @@ names its source (`sources`).
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log
 from typing import Literal
@@ -50,7 +50,7 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class KernelSpeed:
-    """How fast an attention kernel is on a whole GPU, causal or not.
+    """How fast an attention kernel is on a whole GPU.
 
     Speeds are TFLOP/s, by the TFLOP computed without a pause: after some 10 ms the GPU reaches its
     power limit and lowers its clock.
@@ -60,6 +60,9 @@ class KernelSpeed:
     head_dim: int
     forward: Curve
     backward: Curve
+    # speed of a tile in which nothing is masked over that of a causal one
+    unmasked_forward: float = 1.0
+    unmasked_backward: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class Gpu:
     launch_us: float  # between two dependent kernels
     nccl_share: float  # of the multiprocessors, during an NCCL transfer
     host_gbs: float  # GB/s to pinned host memory while all GPUs of the node copy
+    capability: int = 9  # major compute capability, which decides what kernels there are
 
     @property
     def usable_bytes(self) -> float:
@@ -139,9 +143,9 @@ class Hardware:
             return found
         forward = here.forward.points[-1][1] / there.forward.points[-1][1]
         backward = here.backward.points[-1][1] / there.backward.points[-1][1]
-        return KernelSpeed(
-            found.backend, here.head_dim,
-            found.forward.times(forward), found.backward.times(backward),
+        return replace(
+            found, head_dim=here.head_dim, forward=found.forward.times(forward),
+            backward=found.backward.times(backward),
         )  # fmt: skip
 
     def _nearest(self, backend: str, head_dim: float) -> KernelSpeed:

@@ -202,7 +202,7 @@ def _measured(found: Calibration, name: str) -> Hardware:
         base.gpu, memory_gib=found.memory_gib, matmul_tflops=found.matmul_tflops,
         host_gbs=max(copies, default=base.gpu.host_gbs),
     )  # fmt: skip
-    kernels = _kernels(found.kernels)
+    kernels = _kernels(found.kernels, base.kernels)
     measured = {(kernel.backend, kernel.head_dim) for kernel in kernels}
     others = [k for k in base.kernels if (k.backend, k.head_dim) not in measured]
     return replace(
@@ -227,14 +227,15 @@ def preset_of(gpu: str, name: str) -> Hardware:
     )
 
 
-def _kernels(rows: Sequence[KernelRow]) -> list[KernelSpeed]:
-    """Kernels measured in both directions."""
+def _kernels(rows: Sequence[KernelRow], known: Sequence[KernelSpeed]) -> list[KernelSpeed]:
+    """Kernels measured in both directions; what is not measured is as in those that are known."""
+    before = {(kernel.backend, kernel.head_dim): kernel for kernel in known}
     longest: dict[tuple[str, int], dict[str, Curve]] = {}
     for row in sorted(rows, key=lambda row: row.seq):
         speed = Curve(((1.0, row.tflops),))
         longest.setdefault((row.backend, row.head_dim), {})[row.direction] = speed
     return [
-        KernelSpeed(*key, by["forward"], by["backward"])
+        replace(before[key], **by) if key in before else KernelSpeed(*key, **by)
         for key, by in longest.items()
         if len(by) == 2
     ]

@@ -21,7 +21,6 @@ from megatron_burst.tools.simulate.timing import Timeline, simulate
 
 _MANY_NODES = 8, 16  # times of more nodes are extrapolated from these
 _MOST_NODES = 4  # more nodes need no more buffers; a test compares
-_HOPPER = ("h100", "h200", "h800", "h20")  # in names of hardware
 # kernels whose causal tiles may have more keys than queries
 _RECTANGULAR = ("auto", "fa4", "fa3", "flash-attn", "flash", "triton", "reference")
 
@@ -59,9 +58,8 @@ def by_auto(call: AttentionCall, hardware: Hardware) -> AttentionCall:
     first kernel stands for it, and is faster.
     """
     shape, mask = call.shape, call.mask
-    is_hopper = any(name in hardware.name.lower() for name in _HOPPER)
     differ = shape.heads_q != shape.heads_kv and shape.dim_qk != shape.dim_v
-    has_cudnn = is_hopper and not (mask.documents or mask.windowed)
+    has_cudnn = hardware.gpu.capability == 9 and not (mask.documents or mask.windowed)
     return on_cudnn(call, hardware) if differ and has_cudnn else call
 
 
@@ -131,14 +129,15 @@ def attention_time(
 
 @lru_cache(maxsize=4096)
 def pass_time(
-    call: AttentionCall, hardware: Hardware, direction: Direction, sample: Sample | None = None
-) -> Timeline:
+    call: AttentionCall, hardware: Hardware, direction: Direction, sample: Sample | None = None,
+    pass_tflop: float = inf,
+) -> Timeline:  # fmt: skip
     """`attention_time` in training on any number of nodes, without spans."""
     if sample:  # each shard's work depends on its documents
         of_heads = call.intra == "a2a" and call.arranged.inter_size == 1
         even = call.layout is Layout.DOCUMENTS or of_heads
         ranks = _simulated(call) if even else range(call.topology.cp_size)
-        return attention_time(call, hardware, direction, ranks=ranks, sample=sample)
+        return attention_time(call, hardware, direction, pass_tflop, ranks, sample=sample)
     tokens = call.shape.tokens * call.topology.cp_size if call.mask.documents else None
     (base, times), *more = (
         (attention_time(part, hardware, direction, tokens=tokens), times)

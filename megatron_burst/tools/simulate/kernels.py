@@ -68,6 +68,8 @@ class Timer:
         busy = min(1.0, blocks / units) if causal else share_busy([blocks], units)
         kernel = self.hardware.kernel((shape.dim_qk + shape.dim_v) / 2, self.backend)
         speed = (kernel.forward if forward else kernel.backward).at(self.pass_tflop)
+        if not causal:
+            speed *= kernel.unmasked_forward if forward else kernel.unmasked_backward
         launches = 1 if forward else _BACKWARD_KERNELS
         return launches * self._launch + flops / (speed * 1e12 * busy)
 
