@@ -234,11 +234,13 @@ def _kernels(rows: Sequence[KernelRow], known: Sequence[KernelSpeed]) -> list[Ke
     for row in sorted(rows, key=lambda row: row.seq):
         speed = Curve(((1.0, row.tflops),))
         longest.setdefault((row.backend, row.head_dim), {})[row.direction] = speed
-    return [
-        replace(before[key], **by) if key in before else KernelSpeed(*key, **by)
-        for key, by in longest.items()
-        if len(by) == 2
-    ]
+    found = []
+    for key, by in longest.items():
+        if len(by) == 2:
+            new = KernelSpeed(*key, by["forward"], by["backward"])
+            known_as = before.get(key, new)
+            found.append(replace(known_as, forward=new.forward, backward=new.backward))
+    return found
 
 
 def _link(rows: Sequence[LinkRow], ranks: float) -> LinkSpeed:
