@@ -237,9 +237,8 @@ def _of_packed(row: PackedRow, hardware: Hardware) -> Prediction | None:
     call = as_megatron(call, hardware) if is_standin(row) else resolved(call)
     where, padded = _with_links(row, hardware, call), packing.sharded(row.ranks)
     seconds = work = 0.0
-    of_row = sum(length * length for length in padded.lengths) / row.seq**2
     for direction in _passes(row):
-        work += of_row * _tflop(call, direction)
+        work += row.area * _tflop(call, direction)
         pauseless = work if is_standin(row) else inf
         seconds += pass_time(call, where, direction, padded, pauseless).seconds
     gib = megatron_bytes(call.shape, packed=True) / GIB if is_standin(row) else None

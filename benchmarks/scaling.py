@@ -132,13 +132,11 @@ def _draw_lines(axis: Any, lines: dict[str, list[tuple[int, float]]], name: str)
     first = next(iter(lines), "").rpartition(" ")[0]
     for label, points in lines.items():
         model, _, impl = label.rpartition(" ")
-        style = "-" if model == first else "--"
-        marks = {"marker": "o", "markersize": 8, "linestyle": "none"}
+        look: dict[str, Any] = {"marker": "o", "markersize": 8, "linestyle": "none"}
         if name == "planned":
-            marks = {"linestyle": style, "alpha": 0.6}
-        axis.plot(
-            *zip(*points, strict=True), color=colour_of(impl), label=f"{label}, {name}", **marks
-        )
+            look = {"linestyle": "-" if model == first else "--", "alpha": 0.6}
+        label = f"{label}, {name}"
+        axis.plot(*zip(*points, strict=True), color=colour_of(impl), label=label, **look)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from megatron_burst.schedule.spec import (
 _WHO = "burst attention"
 _MANY = 4  # ranks, of which each has an eighth of a document in a chunk
 _WHOLE_BYTES = 384 << 20  # of a KV head over all rows, of which buffers take seven times as much
-_IDLE, _IDLE_BYTES = 0.1, 1 << 30  # share of the ranks' time; of a KV head over all rows
+_IDLE, _SEQUENCE_BYTES = 0.1, 1 << 30  # share of the ranks' time; of a KV head over all rows
 _ON_CPU = "on CPUs fewer kernel calls gain nothing"
 
 
@@ -203,10 +203,10 @@ def _intra(spec: Spec) -> Choice:
 def _faster_whole(spec: Spec) -> str:
     """Why an all-to-all, where a rank has whole sequences, is worth its memory; "" if it is not."""
     mask, row, shape, asked = spec.mask, spec.arranged, spec.shape, spec.heads_per_round
-    other = spec.layout is not Layout.ZIGZAG or mask.right != 0 or mask.documents
-    if other or row.inter_size > 1 or shape.heads_q % row.cp_size or asked is not None:
+    causal = spec.layout is Layout.ZIGZAG and mask.right == 0 and not mask.documents
+    if not causal or row.inter_size > 1 or shape.heads_q % row.cp_size or asked is not None:
         return ""
-    if shape.tokens < LONG_SHARD // 2 or bytes_over_all(shape, row) > _IDLE_BYTES:
+    if shape.tokens < LONG_SHARD // 2 or bytes_over_all(shape, row) > _SEQUENCE_BYTES:
         return ""
     if mask.left is not None:
         idle = idle_under(mask.left, row.cp_size, shape.tokens) > _IDLE

@@ -238,8 +238,8 @@ def _kernels(rows: Sequence[KernelRow], known: Sequence[KernelSpeed]) -> list[Ke
     for key, by in longest.items():
         if len(by) == 2:
             new = KernelSpeed(*key, by["forward"], by["backward"])
-            known_as = before.get(key, new)
-            found.append(replace(known_as, forward=new.forward, backward=new.backward))
+            old = before.get(key, new)
+            found.append(replace(old, forward=new.forward, backward=new.backward))
     return found
 
 

@@ -1,7 +1,7 @@
 """Runs of the papers' sweeps: weak and strong scaling by their rows, nodes that are emulated.
 
-Guards against rows of one kind in the other's panel, planned rows among measured ones, and ranks
-of a run on another node than NCCL is told.
+Guards against rows of one kind in the other's panel, planned rows drawn as measured ones, and
+ranks of a run on another node than NCCL is told.
 """
 
 import os
@@ -51,7 +51,7 @@ def test_runs_that_are_planned_fit_their_nodes():
     assert len(set(runs)) == len(runs)
 
 
-def test_planned_and_measured_rows_are_drawn_apart(tmp_path):
+def test_planned_and_measured_rows_are_drawn_in_one_picture(tmp_path):
     planned, measured = tmp_path / "planned.csv", tmp_path / "measured.csv"
     run = CliRunner().invoke
     done = run(app, ["plan", str(planned), "--gpus", "8"])

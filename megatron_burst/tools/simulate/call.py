@@ -132,7 +132,7 @@ def pass_time(
     call: AttentionCall, hardware: Hardware, direction: Direction, sample: Sample | None = None,
     pass_tflop: float = inf,
 ) -> Timeline:  # fmt: skip
-    """`attention_time` in training on any number of nodes, without spans."""
+    """`attention_time` on any number of nodes, without spans; by default in training."""
     if sample:  # each shard's work depends on its documents
         of_heads = call.intra == "a2a" and call.arranged.inter_size == 1
         even = call.layout is Layout.DOCUMENTS or of_heads
@@ -140,7 +140,7 @@ def pass_time(
         return attention_time(call, hardware, direction, pass_tflop, ranks, sample=sample)
     tokens = call.shape.tokens * call.topology.cp_size if call.mask.documents else None
     (base, times), *more = (
-        (attention_time(part, hardware, direction, tokens=tokens), times)
+        (attention_time(part, hardware, direction, pass_tflop, tokens=tokens), times)
         for part, times in _on_few(call, direction)
     )
     if not more:
