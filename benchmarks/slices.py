@@ -130,12 +130,12 @@ def run(what: Slice, impl: str, gpus: int, folder: Path, nodes: int = 1) -> Slic
 
 
 def reason_in(output: Path) -> str:
-    """The line that says why a run failed: the first error, else torchrun's exit code, else the
-    last line of words."""
+    """The line that says why a run failed: the first error (C++'s too), else torchrun's exit code,
+    else the last line of words."""
     every = (line.strip() for line in output.read_text(errors="replace").splitlines())
     lines = [line for line in every if line.strip("=-")]  # torchrun ends with such a line
     codes = [line for line in lines if line.startswith("exitcode")]
-    told = [line for line in lines if "Error: " in line or line.startswith("error: ")]
+    told = [line for line in lines if "Error: " in line or line.startswith(("error: ", "what(): "))]
     return [*told[:1], *codes[:1], *lines[-1:], "it said nothing"][0][:300]
 
 

@@ -206,14 +206,14 @@ def _faster_whole(spec: Spec) -> str:
     causal = spec.layout is Layout.ZIGZAG and mask.right == 0 and not mask.documents
     if not causal or row.inter_size > 1 or shape.heads_q % row.cp_size or asked is not None:
         return ""
-    if shape.tokens < LONG_SHARD // 2 or bytes_over_all(shape, row) > _SEQUENCE_BYTES:
-        return ""
-    if mask.left is not None:
-        idle = idle_under(mask.left, row.cp_size, shape.tokens) > _IDLE
-        return "under this window ranks with the first rows would wait" if idle else ""
     # cuDNN has these dimensions; its backward is slow on tiles in which nothing is masked
-    slow = shape.dim_qk != shape.dim_v and not spec.kernel.rectangular_causal
-    return "with these head dimensions backward is slow where nothing is masked" if slow else ""
+    if mask.left is None and shape.dim_qk != shape.dim_v and not spec.kernel.rectangular_causal:
+        return "with these head dimensions backward is slow where nothing is masked"
+    affordable = bytes_over_all(shape, row) <= _SEQUENCE_BYTES
+    if mask.left is None or shape.tokens < LONG_SHARD // 2 or not affordable:
+        return ""
+    idle = idle_under(mask.left, row.cp_size, shape.tokens) > _IDLE
+    return "under this window ranks with the first rows would wait" if idle else ""
 
 
 def _no_gather(spec: Spec) -> str:

@@ -76,6 +76,8 @@ def test_planned_and_measured_rows_are_drawn_in_one_picture(tmp_path):
          "torch.OutOfMemoryError: CUDA"),
         ("begin\n  exitcode  : -9 (pid: 9)\n  traceback : see elsewhere\n=====\n",
          "exitcode  : -9 (pid: 9)"),
+        ("terminate called\n  what():  CUDA error\n  exitcode  : -6 (pid: 9)\n====\n",
+         "what():  CUDA error"),
         ("begin\nthe last words\n-----\n", "the last words"),
         ("", "it said nothing"),
     ],

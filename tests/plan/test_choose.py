@@ -59,10 +59,10 @@ def test_a_kernel_that_is_slow_where_nothing_is_masked_gets_whole_sequences():
         return resolve(spec).why["intra"].value
 
     assert chosen() == chosen(ranks=4) == "a2a"
+    assert chosen(tokens=1 << 12) == chosen(tokens=1 << 18) == "a2a"  # however short or long
     assert chosen(dim_qk=128) == chosen(kernel=Kernel()) == "gather"
     assert chosen(right=None) == "gather"  # nothing is masked anyway
-    assert chosen(tokens=1 << 13) == chosen(tokens=1 << 18) == chosen(ranks=3) == "gather"
-    assert chosen(intra="gather") == chosen(heads_per_round=2) == "gather"
+    assert chosen(intra="gather") == chosen(heads_per_round=2) == chosen(ranks=3) == "gather"
 
 
 def test_what_is_lost_under_a_window_is_counted_from_its_tiles():
