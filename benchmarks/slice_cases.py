@@ -55,6 +55,11 @@ class Slice:
         --tokenizer-type NullTokenizer --split 98,1,1 --use-distributed-optimizer
         """.split()
 
+    def rope(self, gpus: int) -> list[str]:
+        """Without TransformerEngine's fused RoPE where its 32-bit offsets would overflow."""
+        width = (self.heads_q + 2 * self.heads_kv) * (self.hidden // self.heads_q)
+        return ["--no-rope-fusion"] if self.seq * width > gpus << 31 else []
+
     @property
     def flags(self) -> list[str]:
         """Megatron's, of the model and its training."""

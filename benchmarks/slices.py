@@ -98,7 +98,7 @@ def steps_in(log: Path) -> list[dict]:
 
 def command_of(what: Slice, impl: str, gpus: int, log: Path, nodes: int) -> list[str]:
     """The training command; document lengths go to a file next to `log`."""
-    command = training(gpus, [*what.flags, *flags_of(impl, gpus)], log, nodes)
+    command = training(gpus, [*what.flags, *what.rope(gpus), *flags_of(impl, gpus)], log, nodes)
     if what.documents:
         lengths = log.with_suffix(".txt")
         lengths.write_text(" ".join(map(str, what.lengths(gpus))))

@@ -195,6 +195,22 @@ def _shards_documents(o: Options) -> bool:
     return bool(fused_yarn or linear or delta or getattr(o, "mtp_num_layers", None))
 
 
+def _rope_in_32_bits(fused: bool | None, o: Options) -> bool:
+    """Whether TransformerEngine's fused RoPE can count the elements of a rank's Q, K and V.
+
+    It rotates K inside the tensor that holds all three, and its offsets are signed 32-bit integers
+    (fused_rope.cu: `offset_block = s_id * stride_s_or_t`). A norm of Q and K copies them first.
+    """
+    validated = getattr(o, "kv_channels", None) is not None  # before, sizes may be unknown
+    rotates = fused and o.position_embedding_type == "rope" and not o.multi_latent_attention
+    if not validated or not rotates:
+        return True
+    kv = o.num_query_groups if o.group_query_attention else o.num_attention_heads
+    heads = o.num_attention_heads + (0 if o.qk_layernorm else 2 * kv)
+    rows = o.seq_length * o.micro_batch_size // o.context_parallel_size
+    return rows * heads * o.kv_channels // o.tensor_model_parallel_size <= 1 << 31
+
+
 _WITHOUT = "train this model without burst"
 _MASKS = ("causal", "no_mask", "padding_causal", "padding")
 _OTHER_MASKS = "masks other than causal and none are not supported"
@@ -226,6 +242,14 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("run", "hybrid_layer_pattern", lambda layers, o: not layers or set("*+") & set(layers),
         "it has no attention layer (* or +) that could run burst", f"leave out {FLAG}",
         got="--hybrid-layer-pattern {value}"),
+    Refusal("run", "apply_rope_fusion", _rope_in_32_bits,
+        "TransformerEngine's fused RoPE overflows and reads foreign memory where the Q, K and V of "
+        "a rank have over 2^31 elements",
+        "pass --no-rope-fusion, or train with more context or tensor parallel ranks",
+        asked="fused RoPE",
+        got="apply_rope_fusion={value} with --seq-length {o.seq_length}, {o.num_attention_heads} "
+        "query heads, and context and tensor parallel sizes {o.context_parallel_size} and "
+        "{o.tensor_model_parallel_size}"),
     Refusal("built", "create_attention_mask_in_dataloader", OFF,
         "causal attention needs no mask tensor, and other masks are not supported", _NO_MASK),
     Refusal("model", "cp_comm_type",

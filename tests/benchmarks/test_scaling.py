@@ -87,6 +87,11 @@ def test_why_a_run_failed_is_found_in_what_it_said(tmp_path, output, reason):
     assert reason_in(tmp_path / "output.txt") == reason
 
 
+def test_a_slice_leaves_fused_rope_out_where_its_offsets_would_overflow():
+    what = replace(SEEDS[0], seq=256 << 10)  # 15,360 elements a token: 139,810 tokens
+    assert what.rope(1) == ["--no-rope-fusion"] and what.rope(2) == []
+
+
 def test_each_part_of_the_ranks_is_a_node_to_nccl():
     command = training(4, ["--bf16"], Path("log"), nodes=2)
     shell = command[command.index("bash") : command.index("-") + 1]

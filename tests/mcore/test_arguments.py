@@ -18,7 +18,7 @@ import pytest
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
-from megatron_burst.mcore.args import add_flags
+from megatron_burst.mcore.args import add_flags, check_args
 from megatron_burst.mcore.refusals import TABLE
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
 from tests.mcore.lacking import needs
@@ -243,12 +243,27 @@ def test_every_flag_that_is_refused_has_a_case():
     of_layers = {"attention_type", "attn_mask_type", "attention_cp_layout"}
     of_layers |= {"attn_logit_softcapping"}
     of_layers |= {"fp8_dot_product_attention", "fp8_multi_head_attention"}
+    of_layers |= {"apply_rope_fusion"}  # refused by sizes: see below
     ours = {"command", "run", "attention"}
     names = {row.argument for row in TABLE if ours & {*row.features.split()}} - of_layers
     names = names - {"burst_nodes"} | {"burst_tune"}
     assert {f"--{name.replace('_', '-')}" for name in names} == {
         flags.split()[0] for flags in REFUSED
     }
+
+
+def overflow(rank):
+    """Check the arguments of a long sample when attention is built; on CPUs RoPE is never fused."""
+    start()
+    long = f"{BURST} --position-embedding-type rope --seq-length {1 << 26}"
+    args = parse(f"{long} --max-position-embeddings {1 << 26} --no-rope-fusion")[0]
+    check_args(Namespace(**args))
+    with pytest.raises(BurstError, match="cannot run with fused RoPE.* pass --no-rope-fusion"):
+        check_args(Namespace(**args | {"apply_rope_fusion": True}))
+
+
+def test_fused_rope_is_refused_where_its_offsets_would_overflow():
+    run_ranks(overflow, 1)
 
 
 def one_rank(rank):

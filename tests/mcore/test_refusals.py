@@ -69,6 +69,13 @@ FUSED_YARN = dict(multi_latent_attention=True, rope_type="yarn", apply_rope_fusi
 SELECTIVE = dict(recompute_granularity="selective")
 MLP = SELECTIVE | dict(recompute_modules=["mlp"])
 ENDLESS = {"recompute_modules": ([MLP], [["mlp"], MLP | dict(add_bias_linear=False), SELECTIVE])}
+MHA = dict(  # the Q, K and V of a token have 15360 elements, and 2^31 / 15360 is 139,810
+    apply_rope_fusion=True, position_embedding_type="rope", multi_latent_attention=False,
+    num_attention_heads=40, group_query_attention=False, num_query_groups=1, kv_channels=128,
+    qk_layernorm=False, micro_batch_size=1, tensor_model_parallel_size=1, seq_length=4 * 139808,
+)  # fmt: skip
+LONG = MHA | dict(seq_length=4 * 139904)
+GQA = dict(group_query_attention=True, num_query_groups=8)
 # By feature and argument: refused values, then accepted ones; a dict has more options.
 CASES = {
     "command": {
@@ -78,6 +85,17 @@ CASES = {
         "burst_nodes": ([3, 0, -2], [1, 2, 4]),
         "cp_comm_type": ([["a2a"], ["p2p", "p2p"]], [["p2p"], ["burst"], ["p2p", "burst"]]),
         "hierarchical_context_parallel_sizes": ([[2, 2]], [None]),
+        "apply_rope_fusion": (
+            [LONG, MHA | dict(micro_batch_size=2), LONG | GQA | dict(micro_batch_size=3)],
+            [
+                MHA, LONG | GQA, LONG | dict(qk_layernorm=True),
+                LONG | dict(apply_rope_fusion=False),
+                LONG | dict(tensor_model_parallel_size=2), LONG | dict(context_parallel_size=8),
+                LONG | dict(position_embedding_type="none"),
+                LONG | dict(multi_latent_attention=True),
+                LONG | dict(kv_channels=None),
+            ],
+        ),
         "hybrid_layer_pattern": (["M-M-"], ["M*M-", "+", ""]),
     },
     "invariant": {

@@ -2,12 +2,14 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore.refusals import refuses
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.candidate import candidate, loses
@@ -284,3 +286,21 @@ def test_flags_of_a_strategy():
     experts = replace(EIGHT, model=PRESETS["deepseek-v3"])
     found = megatron_flags(experts, Strategy(dp=16, recompute="selective"))
     assert found[-1] == "--recompute-modules mlp moe"
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-8b", "burstengine-14b", "deepseek-v3"])
+@pytest.mark.parametrize("cp, tp", [(4, 1), (8, 1), (8, 2), (16, 1)])
+def test_fused_rope_is_left_out_where_burst_refuses_it(name, cp, tp):
+    model = PRESETS[name]
+    job = replace(EIGHT, model=model, seq=3 * M)
+    flags = flag_values(job, Strategy(cp=cp, tp=tp))
+    options = SimpleNamespace(
+        apply_rope_fusion=True, position_embedding_type="rope", seq_length=job.seq,
+        multi_latent_attention=model.latent is not None, num_attention_heads=model.heads_q,
+        group_query_attention=True, num_query_groups=model.heads_kv, kv_channels=model.dim_qk,
+        qk_layernorm="--qk-layernorm" in dict(model.beside), micro_batch_size=1,
+        context_parallel_size=cp, tensor_model_parallel_size=tp,
+    )  # fmt: skip
+    assert ("--no-rope-fusion" in flags) == refuses("run", "apply_rope_fusion", options)
+    if name == "llama3-8b":  # 6,144 elements a token: 349,525 tokens
+        assert ("--no-rope-fusion" in flags) == (cp == 4 or (cp, tp) == (8, 1))

@@ -126,6 +126,7 @@ def flag_values(
         flags["--context-parallel-impl"] = "burst"
         if strategy.intra != "auto":
             flags["--burst-intra"] = strategy.intra
+        flags |= _rope_flags(job, strategy)
     if strategy.fused_loss:
         flags["--burst-fused-loss"] = True
     flags |= _recompute_flags(job, strategy, own or {})
@@ -133,6 +134,14 @@ def flag_values(
         gib = host_bytes / job.on_node / (1 << 30)
         flags["--burst-tune"] = f"keep_host_gib={ceil(1.1 * gib)}"
     return flags
+
+
+def _rope_flags(job: Job, strategy: Strategy) -> Values:
+    """As `refusals._rope_in_32_bits` has it."""
+    model = job.model
+    heads = model.heads_q + (0 if model.norms_heads else 2 * model.heads_kv)
+    elements = job.seq // strategy.cp * heads * model.dim_qk // strategy.tp
+    return {} if model.latent or elements <= 1 << 31 else {"--no-rope-fusion": True}
 
 
 def _recompute_flags(job: Job, strategy: Strategy, own: Mapping[str, Any]) -> Values:
