@@ -202,7 +202,7 @@ class Sends:
 class OneQueue:
     """The queue of a call on CPU, or without overlap: work runs in the order it is queued."""
 
-    stream = None
+    stream = name = None
 
     def __init__(self, where: Where) -> None:
         self.where = where
@@ -217,10 +217,11 @@ class OneQueue:
 
 class Queues:
     """The queues of a call on a GPU: the caller's stream, and named ones, reused by every call;
-    missing ones are added. `stream` is the current one."""
+    missing ones are added. `stream` is the current one, and `name` its name."""
 
     def __init__(self, device: torch.device, streams: dict[Hashable, torch.cuda.Stream]) -> None:
         self._caller = self.stream = torch.cuda.current_stream(device)
+        self.name: Hashable | None = None
         self.where, self._streams = Where(device, self.stream.cuda_stream), streams
 
     def go(self, name: Hashable | None) -> None:
@@ -228,7 +229,7 @@ class Queues:
         stream = self._caller if name is None else self._streams.get(name)
         if stream is None:
             stream = self._streams[name] = torch.cuda.Stream(self.where.device, priority=-1)
-        self.stream = stream
+        self.stream, self.name = stream, name
         torch.cuda.set_stream(stream)
 
     def mark(self, again: UnderWay | None = None) -> torch.cuda.Event:

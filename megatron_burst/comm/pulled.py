@@ -18,7 +18,9 @@ class PulledSlots(Views):
     copies that read it, all on the current stream. A slot may be overwritten once the barrier of a
     later round has shown that all copies out of it are done; so there is one slot more than rounds
     in flight, and numbering continues from call to call. A single slot has no later round to rely
-    on, and needs a second barrier after the copies.
+    on, and needs a second barrier after the copies. It is issued once something waits for them: on
+    a GPU with a single queue for launches, as Megatron has it (CUDA_DEVICE_MAX_CONNECTIONS=1),
+    kernels launched after that barrier would wait for the copies, although they may hide them.
 
     Args:
         buffers: for each slot, flat bytes of every rank by cp rank.
@@ -35,6 +37,7 @@ class PulledSlots(Views):
         self._rounds = self._first = 0  # in total, and at the start of this call
         # by slot, the event after its last round's barrier, which frees another slot
         self._passed: list[UnderWay | None] = [None] * len(buffers)
+        self._copied: Copied | None = None  # of a single slot, the last round
 
     def __len__(self) -> int:
         return len(self._buffers)
@@ -57,6 +60,7 @@ class PulledSlots(Views):
 
     def open(self, index: int, stream: torch.cuda.Stream | None) -> None:
         """As `SentSlots.open`."""
+        self._free()
         # of the round that was as many rounds ago as there are other slots: of a single slot, 1
         passed = self._passed[self._number(index + 1)]
         if passed is not None and self._first + index == self._rounds:
@@ -79,6 +83,7 @@ class PulledSlots(Views):
         self, index: int, ends: "Pulls", targets: Sequence[Tensor], queues: OneQueue | Queues
     ) -> UnderWay:
         """As `SentSlots.exchange`."""
+        self._free()
         number = self._number(index)
         self._barriers[number]()
         if len(self) > 1:
@@ -86,11 +91,47 @@ class PulledSlots(Views):
         for target, theirs in zip(targets, ends.sources, strict=True):
             target.copy_(theirs, non_blocking=True)
         done = ends.done = queues.mark(ends.done)
-        if len(self) == 1:
-            self._barriers[number]()
-            self._passed[number] = queues.mark(self._passed[number])
         self._rounds += 1
-        return done
+        if len(self) > 1:
+            return done
+        copied = self._copied = Copied(done, queues, queues.name, self)
+        if queues.stream is None:  # nothing could hide the copies
+            self._free()
+        return copied
+
+    def _free(self) -> None:
+        """Issue the barrier after the last round's copies out of a single slot, if it is due."""
+        if self._copied is None:
+            return
+        queues, name, self._copied = self._copied.queues, self._copied.name, None
+        before = queues.name
+        queues.go(name)
+        self._barriers[0]()
+        self._passed[0] = queues.mark(self._passed[0])
+        queues.go(before)
+
+    def waited(self, copied: "Copied") -> None:
+        """Note that something waits for these copies."""
+        if copied is self._copied:
+            self._free()
+
+
+@dataclass(slots=True)
+class Copied:
+    """A handle of the copies out of a single slot, which is freed once something waits for it."""
+
+    done: UnderWay
+    queues: OneQueue | Queues
+    name: Hashable | None  # of the queue that copies
+    slots: PulledSlots
+
+    def wait(self, stream: torch.cuda.Stream | None) -> None:
+        self.done.wait(stream)
+        self.slots.waited(self)
+
+    def query(self) -> bool:
+        """As torch's events."""
+        return self.done.query()
 
 
 @dataclass(slots=True)

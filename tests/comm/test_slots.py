@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +99,55 @@ def test_one_slot_with_one_barrier_would_not_do(monkeypatch):
     """Shows that the test above can fail: a slot that is refilled at once is read too late."""
     monkeypatch.setattr(PulledSlots, "__len__", lambda slots: 2)
     assert run_two_ranks(1, 4, 1)[0] != [100 * call + 1 for call in range(4)]
+
+
+class Line:
+    """Queues of a GPU, as what they are told in order."""
+
+    def __init__(self):
+        self.name, self.said = None, []
+        self.stream = "a stream"
+
+    def go(self, name):
+        self.name = name
+
+    def mark(self, again=None):
+        self.said.append((self.name, "mark"))
+        return SimpleNamespace(wait=lambda stream: self.said.append((stream, "waits")))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_kernels_that_hide_copies_are_launched_before_the_barrier_behind_these(count):
+    """With a single queue for launches what is launched after that barrier waits for the copies."""
+    line = Line()
+    memory = [{rank: torch.zeros(64, dtype=torch.uint8) for rank in (0, 1)} for _ in range(count)]
+    slots = PulledSlots(memory, [lambda: line.said.append((line.name, "barrier"))] * count, 0)
+
+    def round_of(index, waits):
+        slots.open(index, "kernels")
+        view = slots.flat(index).view(-1, 4)
+        line.go("copies")
+        copied = slots.exchange(index, slots.ends(index, view, (), []), [], line)
+        line.go(None)
+        line.said.append((None, "kernel"))
+        if waits:
+            copied.wait("kernels")
+            copied.wait("others")
+        assert line.name is None
+
+    round_of(0, waits=True)
+    begun, copied = [("copies", "barrier"), ("copies", "mark")], ("copies", "mark")
+    hidden, waits = (None, "kernel"), [("kernels", "waits"), ("others", "waits")]
+    if count == 2:
+        assert line.said == [*begun, copied, hidden, *waits]
+        return
+    assert line.said == [("copies", "barrier"), copied, hidden, waits[0], *begun, waits[1]]
+    line.said.clear()
+    round_of(1, waits=False)  # its rows are for other ranks only
+    slots.open(2, "kernels")
+    assert line.said == [
+        ("kernels", "waits"), ("copies", "barrier"), copied, hidden, *begun, ("kernels", "waits"),
+    ]  # fmt: skip
 
 
 def test_a_mark_of_a_call_with_one_queue_is_not_recorded_again(monkeypatch):
