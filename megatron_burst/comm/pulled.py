@@ -95,7 +95,7 @@ class PulledSlots(Views):
         if len(self) > 1:
             return done
         copied = self._copied = Copied(done, queues, queues.name, self)
-        if queues.stream is None:  # nothing could hide the copies
+        if queues.stream is None or not targets:  # nothing hides them; there are none
             self._free()
         return copied
 

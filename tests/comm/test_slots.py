@@ -123,31 +123,28 @@ def test_kernels_that_hide_copies_are_launched_before_the_barrier_behind_these(c
     memory = [{rank: torch.zeros(64, dtype=torch.uint8) for rank in (0, 1)} for _ in range(count)]
     slots = PulledSlots(memory, [lambda: line.said.append((line.name, "barrier"))] * count, 0)
 
-    def round_of(index, waits):
+    def round_of(index, takes):
         slots.open(index, "kernels")
         view = slots.flat(index).view(-1, 4)
         line.go("copies")
-        copied = slots.exchange(index, slots.ends(index, view, (), []), [], line)
+        targets = [torch.zeros(1, 4, dtype=torch.uint8) for _ in takes]
+        copied = slots.exchange(index, slots.ends(index, view, (), takes), targets, line)
         line.go(None)
         line.said.append((None, "kernel"))
-        if waits:
-            copied.wait("kernels")
-            copied.wait("others")
+        copied.wait("kernels")
+        copied.wait("others")
         assert line.name is None
 
-    round_of(0, waits=True)
-    begun, copied = [("copies", "barrier"), ("copies", "mark")], ("copies", "mark")
+    freed, copied = [("copies", "barrier"), ("copies", "mark")], ("copies", "mark")
     hidden, waits = (None, "kernel"), [("kernels", "waits"), ("others", "waits")]
+    round_of(0, [(1, slice(1, 2))])
     if count == 2:
-        assert line.said == [*begun, copied, hidden, *waits]
+        assert line.said == [*freed, copied, hidden, *waits]
         return
-    assert line.said == [("copies", "barrier"), copied, hidden, waits[0], *begun, waits[1]]
+    assert line.said == [("copies", "barrier"), copied, hidden, waits[0], *freed, waits[1]]
     line.said.clear()
-    round_of(1, waits=False)  # its rows are for other ranks only
-    slots.open(2, "kernels")
-    assert line.said == [
-        ("kernels", "waits"), ("copies", "barrier"), copied, hidden, *begun, ("kernels", "waits"),
-    ]  # fmt: skip
+    round_of(1, [])  # its rows are for other ranks only, which need not wait for its kernels
+    assert line.said == [waits[0], ("copies", "barrier"), copied, *freed, hidden, *waits]
 
 
 def test_a_mark_of_a_call_with_one_queue_is_not_recorded_again(monkeypatch):

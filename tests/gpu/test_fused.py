@@ -125,3 +125,6 @@ def test_views_are_copied_bit_by_bit(shape, dtype):
     target = torch.empty(batch, heads, tokens, dim, device="cuda", dtype=dtype).transpose(1, 2)
     partial.copy_rows(target, source)
     assert not source.is_contiguous() and torch.equal(target, source)
+    target.zero_()
+    partial.copy_rows(target, source.contiguous())
+    assert torch.equal(target, source)
