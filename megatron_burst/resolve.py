@@ -207,7 +207,8 @@ def _faster_whole(spec: Spec) -> str:
     if not causal or row.inter_size > 1 or shape.heads_q % row.cp_size or asked is not None:
         return ""
     # cuDNN has these dimensions; its backward is slow on tiles in which nothing is masked
-    if mask.left is None and shape.dim_qk != shape.dim_v and not spec.kernel.rectangular_causal:
+    slow = shape.dim_qk != shape.dim_v and not spec.kernel.rectangular_causal
+    if mask.left is None and slow and shape.tokens >= LONG_SHARD // 8:
         return "with these head dimensions backward is slow where nothing is masked"
     affordable = bytes_over_all(shape, row) <= _SEQUENCE_BYTES
     if mask.left is None or shape.tokens < LONG_SHARD // 2 or not affordable:

@@ -275,7 +275,7 @@ def test_peaks_of_every_mode_are_counted_and_measured():
     names = NODE, "attention_2xh200_one_node", NODES
     compared = [one for name in names for one in compare(rows_of(name))]
     every = [one for one in compared if one.problem.pass_ == "fwd_bwd"]
-    assert len(every) == len(shown) == 43
+    assert len(every) == len(shown) == 45
     more = []
     for one in every:
         of, today = one.problem, replace(one.burst, date="")
