@@ -206,15 +206,14 @@ def _faster_whole(spec: Spec) -> str:
     causal = spec.layout is Layout.ZIGZAG and mask.right == 0 and not mask.documents
     if not causal or row.inter_size > 1 or shape.heads_q % row.cp_size or asked is not None:
         return ""
-    # cuDNN has these dimensions; its backward is slow on tiles in which nothing is masked
-    slow = shape.dim_qk != shape.dim_v and not spec.kernel.rectangular_causal
-    if mask.left is None and slow and shape.tokens >= LONG_SHARD // 8:
-        return "with these head dimensions backward is slow where nothing is masked"
-    affordable = bytes_over_all(shape, row) <= _SEQUENCE_BYTES
-    if mask.left is None or shape.tokens < LONG_SHARD // 2 or not affordable:
-        return ""
-    idle = idle_under(mask.left, row.cp_size, shape.tokens) > _IDLE
-    return "under this window ranks with the first rows would wait" if idle else ""
+    if mask.left is not None:
+        fits = shape.tokens >= LONG_SHARD // 2 and bytes_over_all(shape, row) <= _SEQUENCE_BYTES
+        idle = fits and idle_under(mask.left, row.cp_size, shape.tokens) > _IDLE
+        return "under this window ranks with the first rows would wait" if idle else ""
+    # cuDNN has these dimensions; with fewer tokens forward, which may run twice, is too slow
+    enough = shape.tokens >= LONG_SHARD // 8 and not spec.kernel.rectangular_causal
+    slow = enough and shape.dim_qk != shape.dim_v
+    return "with these head dimensions backward is slow where nothing is masked" if slow else ""
 
 
 def _no_gather(spec: Spec) -> str:
