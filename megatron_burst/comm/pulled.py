@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -60,7 +61,7 @@ class PulledSlots(Views):
 
     def open(self, index: int, stream: torch.cuda.Stream | None) -> None:
         """As `SentSlots.open`."""
-        self._free()
+        self._due()
         # of the round that was as many rounds ago as there are other slots: of a single slot, 1
         passed = self._passed[self._number(index + 1)]
         if passed is not None and self._first + index == self._rounds:
@@ -83,7 +84,7 @@ class PulledSlots(Views):
         self, index: int, ends: "Pulls", targets: Sequence[Tensor], queues: OneQueue | Queues
     ) -> UnderWay:
         """As `SentSlots.exchange`."""
-        self._free()
+        self._due()
         number = self._number(index)
         self._barriers[number]()
         if len(self) > 1:
@@ -94,26 +95,23 @@ class PulledSlots(Views):
         self._rounds += 1
         if len(self) > 1:
             return done
-        copied = self._copied = Copied(done, queues, queues.name, self)
+        self._copied = copied = Copied(done, partial(self._free, queues, queues.name))
         if queues.stream is None or not targets:  # nothing hides them; there are none
-            self._free()
+            copied.free_slot()
         return copied
 
-    def _free(self) -> None:
-        """Issue the barrier after the last round's copies out of a single slot, if it is due."""
-        if self._copied is None:
-            return
-        queues, name, self._copied = self._copied.queues, self._copied.name, None
-        before = queues.name
+    def _free(self, queues: OneQueue | Queues, name: Hashable | None) -> None:
+        """Issue the barrier behind the copies out of a single slot, on the queue of that name."""
+        self._copied, before = None, queues.name
         queues.go(name)
         self._barriers[0]()
         self._passed[0] = queues.mark(self._passed[0])
         queues.go(before)
 
-    def waited(self, copied: "Copied") -> None:
-        """Note that something waits for these copies."""
-        if copied is self._copied:
-            self._free()
+    def _due(self) -> None:
+        """Free a single slot that nothing has waited for."""
+        if self._copied is not None:
+            self._copied.free_slot()
 
 
 @dataclass(slots=True)
@@ -121,13 +119,16 @@ class Copied:
     """A handle of the copies out of a single slot, which is freed once something waits for it."""
 
     done: UnderWay
-    queues: OneQueue | Queues
-    name: Hashable | None  # of the queue that copies
-    slots: PulledSlots
+    free: Callable[[], None] | None  # once; then forgotten, as a log holds handles
+
+    def free_slot(self) -> None:
+        if self.free is not None:
+            free, self.free = self.free, None
+            free()
 
     def wait(self, stream: torch.cuda.Stream | None) -> None:
         self.done.wait(stream)
-        self.slots.waited(self)
+        self.free_slot()
 
     def query(self) -> bool:
         """As torch's events."""

@@ -31,7 +31,7 @@ class Streams(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.races, self._muted, self.where = [], False, Where(torch.device("cpu"))
-        self.stream = self.current = "main"
+        self.stream, self.name, self.current = "main", None, "main"
         self._clock, self._known = defaultdict(int), defaultdict(lambda: defaultdict(int))
         self._uses = {}  # by a buffer's address range
         self._alive = []  # nothing else may get a freed buffer's addresses
@@ -59,6 +59,7 @@ class Streams(TorchDispatchMode):
 
     def go(self, name):
         self.stream = self.current = name or "main"
+        self.name = name
 
     def mark(self, again=None):
         if again is None:
