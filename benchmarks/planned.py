@@ -119,9 +119,14 @@ def _of_attention(row: Row, hardware: Hardware) -> Prediction:
         seconds += attention_time(call, hardware, Direction.BACKWARD, work).seconds
         if is_standin(row):
             gib = megatron_bytes(call.shape) / GIB
-        elif "backend=" not in row.mode and not _is_outdated(row, opened, call):
+        elif _is_counted(row) and not _is_outdated(row, opened, call):
             gib = (buffer_bytes(call) + _left_bytes(call)) / GIB
     return Prediction(1e3 * seconds, gib)
+
+
+def _is_counted(row: Row) -> bool:
+    """Whether the planner knows the workspace of a row's kernel."""
+    return "backend=" not in row.mode or row.mode == "backend=cudnn"
 
 
 def _tflop(call: AttentionCall, direction: Direction) -> float:

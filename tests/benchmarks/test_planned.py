@@ -238,3 +238,22 @@ def test_all_results_make_the_table_and_the_picture(tmp_path):
     assert f"{len(lines)} of " in done.output and len(lines) >= 180
     assert {line[0] for line in lines} == {"attention", "layers"}
     assert (tmp_path / "planner_errors.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("attention_1xh200", 0.02), ("sizes_2xh200_one_node", 0.11),
+                       ("attention_4xh200_one_node", 0.04), ("attention_2x2xh200", 0.07)],
+)  # fmt: skip
+def test_memory_of_calls_on_cudnn_as_measured(name, most):
+    """Its workspace, grouped or not, and what it copies, in gathers and in all-to-alls."""
+    rows = read([RESULTS / f"{name}.csv"], ANY_CSV)
+    on_cudnn = [
+        row for row in rows
+        if (row.impl, row.pass_) == ("burst", "fwd_bwd")
+        and (row.mode == "backend=cudnn" or row.head_dim_qk == 192)
+    ]  # fmt: skip
+    found = [one for one in validate.compare(on_cudnn) if one.memory_error is not None]
+    assert len(found) > 2
+    assert max(abs(one.memory_error) for one in found) < most
+    exchanged = [one for one in found if one.row.mode == "a2a" and one.row.heads_kv < 32]
+    assert all(abs(one.memory_error) < 0.01 for one in exchanged)

@@ -63,16 +63,21 @@ def as_megatron(call: AttentionCall, hardware: Hardware) -> AttentionCall:
 def megatron_bytes(shape: AttentionShape, packed: bool = False) -> int:
     """Memory of TransformerEngine's p2p in backward, besides inputs and outputs.
 
-    Counts were fitted: those of one causal sequence to rows of 32/32, 32/8, 8/2 and 8/1 heads on 2
-    and 4 ranks (0.3 % at most off), of packed documents to rows of 64/8 and 32/8 heads on 2. What
-    it consists of was not looked up in TransformerEngine.
+    Counts were fitted: those of one causal sequence to rows of 32/32, 32/8, 8/2, 8/1, 64/8 and 64/4
+    heads of 64 to 256 dimensions on 2 and 4 ranks (1 % at most off), of packed documents to rows of
+    64/8 and 32/8 heads on 2. The causal count is what cuDNN needs (dq in float32; with grouped
+    heads dk and dv of each query head), q once or twice, and k and v five times. What holds these
+    was not looked up in TransformerEngine.
     """
-    rows = shape.batch * shape.tokens
+    rows, grouped = shape.batch * shape.tokens, shape.heads_q != shape.heads_kv
     queries = rows * shape.heads_q * shape.dim_qk * shape.itemsize
-    keys = rows * shape.heads_kv * (shape.dim_qk + shape.dim_v) * shape.itemsize
-    statistics = rows * shape.heads_q * shape.stat_bytes
-    causal = max(7 * queries + keys, 4 * queries + 5 * keys)
-    return (7 * queries + 5 * keys if packed else causal) + 4 * statistics
+    width = (shape.dim_qk + shape.dim_v) * shape.itemsize
+    keys, statistics = rows * shape.heads_kv * width, rows * shape.heads_q * shape.stat_bytes
+    if packed:
+        return 7 * queries + 5 * keys + 4 * statistics
+    own = 4 * rows * shape.heads_q * shape.dim_qk + grouped * rows * shape.heads_q * width
+    copies = 1 if grouped and shape.heads_kv > 1 else 2
+    return own + copies * queries + 5 * keys + 3 * statistics
 
 
 def gain(job: Job, strategy: Strategy) -> Gain:

@@ -1,21 +1,19 @@
 """Cost of an attention call: simulated time, and memory besides its inputs and outputs."""
 
 import gc
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import inf
 
 from megatron_burst.resolve import recalls, resolve, travelling_share
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Tile
 from megatron_burst.schedule.modes import program_of
-from megatron_burst.schedule.order import order
-from megatron_burst.schedule.program import AttendBackward, Buffer, Home, Program, Ref, uses_of
-from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Dtype, Spec
+from megatron_burst.schedule.program import Program
+from megatron_burst.schedule.spec import Circulate, Direction, Spec
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from megatron_burst.tools.hardware import Hardware
-from megatron_burst.tools.simulate.kernels import Parts, Timer
+from megatron_burst.tools.simulate.buffers import kept_bytes, passing_bytes
+from megatron_burst.tools.simulate.kernels import Timer
 from megatron_burst.tools.simulate.sample import Sample
 from megatron_burst.tools.simulate.timing import Timeline, simulate
 
@@ -217,67 +215,4 @@ def buffer_bytes(call: AttentionCall) -> int:
     if call.arranged.inter_size > _MOST_NODES:
         return buffer_bytes(_on_nodes(call, _MOST_NODES))
     programs = [program(call, 0, direction) for direction in Direction]
-    return kept_bytes(programs) + passing_bytes(programs[-1])
-
-
-def kept_bytes(programs: Iterable[Program]) -> int:
-    """Bytes of the group's buffers, shared by all of these programs: slots, as many and as large
-    as any of them needs for a use, and one memory as large as all other buffers of the most
-    demanding one."""
-    slots: dict[str, tuple[int, int]] = {}
-    others = 0
-    for program in programs:
-        shared = 0
-        sizes = ((buffer, _size(program, buffer)) for buffer in program.buffers.values())
-        for (home, use), (count, size) in uses_of(sizes).items():
-            if home is Home.SLOT:
-                most, largest = slots.get(use, (0, 0))
-                slots[use] = max(most, count), max(largest, size)
-            else:
-                shared += count * size
-        others = max(others, shared)
-    return sum(count * size for count, size in slots.values()) + others
-
-
-def passing_bytes(program: Program) -> int:
-    """Peak bytes of a backward pass itself: the extra width of gradients summed in place, parts not
-    yet added up, and the kernel's workspace.
-
-    The most parts and the largest kernel are added, though they may not coincide: measured peaks
-    are as high, for an unknown reason.
-    """
-    frees, sizes, parts, kernel = order(program).frees, Parts(program), 0, 0
-    read = {ref.buffer for op in program.ops for ref in op.reads}
-    alive: dict[str, int] = {}
-    for op, freed in zip(program.ops, frees, strict=True):
-        for ref in op.writes:
-            buffer = program.buffers[ref.buffer]
-            if buffer.home is Home.PART and ref.buffer in read:  # else it is a result
-                alive[ref.buffer] = _size(program, buffer)
-        parts = max(parts, sum(alive.values()))
-        if isinstance(op, AttendBackward):
-            kernel = max(kernel, _workspace(*sizes.tile_of(op)))
-        for name in freed:
-            alive.pop(name, None)
-    return _wider_bytes(program) + parts + kernel
-
-
-def _wider_bytes(program: Program) -> int:
-    """Extra bytes of sums that are returned in the inputs' dtype."""
-    wide, narrow = program.widths[Dtype.SUM], program.widths[Dtype.INPUT]
-    results = (buffer for buffer in program.buffers.values() if buffer.home is Home.CALL)
-    sums = (buffer for buffer in results if all(f.dtype is Dtype.SUM for f in buffer.fields))
-    return sum(_size(program, buffer) * (wide - narrow) // wide for buffer in sums)
-
-
-def _size(program: Program, buffer: Buffer) -> int:
-    return program.num_bytes(Ref(buffer.name))
-
-
-def _workspace(tile: Tile, shape: AttentionShape) -> int:
-    """Bytes of a backward kernel's own: lse, delta and dq in float32; with grouped heads dk and
-    dv."""
-    sums = len(tile.q) * shape.heads_q * (shape.dim_qk + 2)
-    if shape.heads_q != shape.heads_kv:
-        sums += len(tile.kv) * shape.heads_kv * (shape.dim_qk + shape.dim_v)
-    return shape.batch * sums * 4
+    return kept_bytes(programs) + passing_bytes(programs[-1], call.backend)
