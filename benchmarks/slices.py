@@ -116,7 +116,7 @@ def run(what: Slice, impl: str, gpus: int, folder: Path, nodes: int = 1) -> Slic
         process.terminate()  # torchrun ends its workers
         process.wait()
         code = None
-    steps = steps_in(log)[WARM_UP:]
+    steps, unfused = steps_in(log)[WARM_UP:], ", RoPE not fused" * bool(what.rope(gpus))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     facts = {"versions": versions(), "gpu": gpu_state(device)}
     if not steps:
@@ -125,7 +125,7 @@ def run(what: Slice, impl: str, gpus: int, folder: Path, nodes: int = 1) -> Slic
     return row_of(
         what, impl, gpus, [1e3 * step["seconds"] for step in steps],
         peak_gib=steps[-1].get("peak GiB"), loss=steps[-1]["lm loss"],
-        note=f"{len(steps)} steps{f', {nodes} emulated nodes' * (nodes > 1)}", **facts,
+        note=f"{len(steps)} steps{f', {nodes} emulated nodes' * (nodes > 1)}{unfused}", **facts,
     )  # fmt: skip
 
 

@@ -211,8 +211,8 @@ def _faster_whole(spec: Spec) -> str:
         idle = fits and idle_under(mask.left, row.cp_size, shape.tokens) > _IDLE
         return "under this window ranks with the first rows would wait" if idle else ""
     # cuDNN has these dimensions; with fewer tokens forward, which may run twice, is too slow
-    enough = shape.tokens >= LONG_SHARD // 8 and not spec.kernel.rectangular_causal
-    slow = enough and shape.dim_qk != shape.dim_v
+    differ = shape.tokens >= LONG_SHARD // 8 and shape.dim_qk != shape.dim_v
+    slow = differ and not spec.kernel.rectangular_causal
     return "with these head dimensions backward is slow where nothing is masked" if slow else ""
 
 

@@ -48,7 +48,11 @@ class PulledSlots(Views):
         return self._buffers[0][self._cp_rank].numel()
 
     def begin(self) -> "PulledSlots":
-        """Count rounds from here: a new call."""
+        """Count rounds from here: a new call. One that failed may have left a barrier to issue."""
+        if self._copied is not None:
+            current = torch.cuda.current_stream()
+            self._copied.free_slot()
+            torch.cuda.set_stream(current)
         self._first = self._rounds
         return self
 
@@ -61,7 +65,6 @@ class PulledSlots(Views):
 
     def open(self, index: int, stream: torch.cuda.Stream | None) -> None:
         """As `SentSlots.open`."""
-        self._due()
         # of the round that was as many rounds ago as there are other slots: of a single slot, 1
         passed = self._passed[self._number(index + 1)]
         if passed is not None and self._first + index == self._rounds:
@@ -84,7 +87,6 @@ class PulledSlots(Views):
         self, index: int, ends: "Pulls", targets: Sequence[Tensor], queues: OneQueue | Queues
     ) -> UnderWay:
         """As `SentSlots.exchange`."""
-        self._due()
         number = self._number(index)
         self._barriers[number]()
         if len(self) > 1:
@@ -107,11 +109,6 @@ class PulledSlots(Views):
         self._barriers[0]()
         self._passed[0] = queues.mark(self._passed[0])
         queues.go(before)
-
-    def _due(self) -> None:
-        """Free a single slot that nothing has waited for."""
-        if self._copied is not None:
-            self._copied.free_slot()
 
 
 @dataclass(slots=True)

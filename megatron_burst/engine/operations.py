@@ -426,7 +426,6 @@ def _exchange(binder: Binder, op: ops.Transfer, every_take: list[tuple[ops.Take,
     """Ranks of a node read, or are sent, parts of each other's slots."""
     buffer, slot = binder.program.buffers[op.slot.buffer], raw(binder, op.slot)
     use, number = buffer.use, buffer.number
-
     every_give = [(give, slot) for give in op.gives]
 
     def made(run: Run, gives: list[tuple[ops.Give, Source]], takes: list[tuple[ops.Take, Source]]):
@@ -444,11 +443,12 @@ def _exchange(binder: Binder, op: ops.Transfer, every_take: list[tuple[ops.Take,
             slot(run).fill_(_NAN)
         if len(takes) < len(every_take):
             _clear_rest(run, every_take, takes)
-        some, done = gives or takes, None
-        if some or op.pulled:  # whose barrier others await
+        some = gives or takes
+        done = cleared = None if some else run.queues.mark()  # before a barrier that others await
+        if some or op.pulled:
             into = [of(run) for _, of in takes]
             done = run.slots[use].exchange(number, ends, into, run.queues)
-        return done if some else run.queues.mark()
+        return done if some else cleared
 
     return bound
 

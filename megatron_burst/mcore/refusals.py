@@ -196,19 +196,33 @@ def _shards_documents(o: Options) -> bool:
 
 
 def _rope_in_32_bits(fused: bool | None, o: Options) -> bool:
-    """Whether TransformerEngine's fused RoPE can count the elements of a rank's Q, K and V.
+    """Whether fused RoPE can count the elements of a rank's tensors.
 
-    It rotates K inside the tensor that holds all three, and its offsets are signed 32-bit integers
-    (fused_rope.cu: `offset_block = s_id * stride_s_or_t`). A norm of Q and K copies them first.
+    Offsets are signed 32-bit integers in TransformerEngine (fused_rope.cu: `offset_block = s_id *
+    stride_s_or_t`), and in Megatron's Triton kernels of MLA with YaRN
+    (fused_mla_yarn_rope_apply.py: `pid_m * stride_x_seq`).
     """
-    validated = getattr(o, "kv_channels", None) is not None  # before, sizes may be unknown
-    rotates = fused and o.position_embedding_type == "rope" and not o.multi_latent_attention
-    if not validated or not rotates:
-        return True
-    kv = o.num_query_groups if o.group_query_attention else o.num_attention_heads
-    heads = o.num_attention_heads + (0 if o.qk_layernorm else 2 * kv)
+    sizes = ("seq_length", "micro_batch_size", "num_attention_heads", "kv_channels")
+    if not fused or None in [getattr(o, name, None) for name in sizes]:
+        return True  # before Megatron validates, sizes may be unknown
     rows = o.seq_length * o.micro_batch_size // o.context_parallel_size
-    return rows * heads * o.kv_channels // o.tensor_model_parallel_size <= 1 << 31
+    return rows * _rotated_width(o) <= 1 << 31
+
+
+def _rotated_width(o: Options) -> int:
+    """Elements of a row of the widest tensor that fused RoPE rotates in; 0: it rotates none."""
+    heads, tp = o.num_attention_heads, o.tensor_model_parallel_size
+    if o.multi_latent_attention:
+        width = o.qk_head_dim + max(o.qk_pos_emb_head_dim, o.v_head_dim)
+        return heads * width // tp if o.rope_type == "yarn" else 0
+    if o.position_embedding_type != "rope":
+        return 0
+    if o.qk_layernorm or getattr(o, "qk_l2_norm", False):  # they copy Q and K first
+        return heads * o.kv_channels // tp
+    groups = (o.num_query_groups if o.group_query_attention else None) or heads
+    gates = heads if getattr(o, "attention_output_gate", False) else 0
+    width = (heads + gates + 2 * groups) * o.kv_channels  # K lies between Q and V
+    return width // tp if groups >= tp else width  # then Megatron gathers all of it
 
 
 _WITHOUT = "train this model without burst"
@@ -243,13 +257,13 @@ TABLE: tuple[Refusal, ...] = (
         "it has no attention layer (* or +) that could run burst", f"leave out {FLAG}",
         got="--hybrid-layer-pattern {value}"),
     Refusal("run", "apply_rope_fusion", _rope_in_32_bits,
-        "TransformerEngine's fused RoPE overflows and reads foreign memory where the Q, K and V of "
-        "a rank have over 2^31 elements",
+        "its kernels count elements in 32 bits, and read foreign memory where the Q, K and V of a "
+        "rank have over 2^31",
         "pass --no-rope-fusion, or train with more context or tensor parallel ranks",
         asked="fused RoPE",
-        got="apply_rope_fusion={value} with --seq-length {o.seq_length}, {o.num_attention_heads} "
-        "query heads, and context and tensor parallel sizes {o.context_parallel_size} and "
-        "{o.tensor_model_parallel_size}"),
+        got="apply_rope_fusion={value} with --seq-length {o.seq_length}, --micro-batch-size "
+        "{o.micro_batch_size}, {o.num_attention_heads} query heads, and context and tensor "
+        "parallel sizes {o.context_parallel_size} and {o.tensor_model_parallel_size}"),
     Refusal("built", "create_attention_mask_in_dataloader", OFF,
         "causal attention needs no mask tensor, and other masks are not supported", _NO_MASK),
     Refusal("model", "cp_comm_type",

@@ -75,6 +75,11 @@ MHA = dict(  # the Q, K and V of a token have 15360 elements, and 2^31 / 15360 i
     qk_layernorm=False, micro_batch_size=1, tensor_model_parallel_size=1, seq_length=4 * 139808,
 )  # fmt: skip
 LONG = MHA | dict(seq_length=4 * 139904)
+MLA = dict(  # K and V of a token together have 32768 elements, and 2^31 / 32768 is 65536
+    multi_latent_attention=True, rope_type="yarn", num_attention_heads=128, qk_head_dim=128,
+    qk_pos_emb_head_dim=64, v_head_dim=128, seq_length=4 * 65536,
+)  # fmt: skip
+FEW = dict(num_query_groups=1, micro_batch_size=3)
 GQA = dict(group_query_attention=True, num_query_groups=8)
 # By feature and argument: refused values, then accepted ones; a dict has more options.
 CASES = {
@@ -86,13 +91,18 @@ CASES = {
         "cp_comm_type": ([["a2a"], ["p2p", "p2p"]], [["p2p"], ["burst"], ["p2p", "burst"]]),
         "hierarchical_context_parallel_sizes": ([[2, 2]], [None]),
         "apply_rope_fusion": (
-            [LONG, MHA | dict(micro_batch_size=2), LONG | GQA | dict(micro_batch_size=3)],
+            [LONG, MHA | dict(micro_batch_size=2), LONG | GQA | dict(micro_batch_size=3),
+             LONG | GQA | FEW | dict(tensor_model_parallel_size=2),
+             LONG | GQA | dict(attention_output_gate=True, micro_batch_size=2),
+             MHA | MLA | dict(seq_length=4 * 65600)],
             [
                 MHA, LONG | GQA, LONG | dict(qk_layernorm=True),
                 LONG | dict(apply_rope_fusion=False),
                 LONG | dict(tensor_model_parallel_size=2), LONG | dict(context_parallel_size=8),
                 LONG | dict(position_embedding_type="none"),
-                LONG | dict(multi_latent_attention=True),
+                MHA | MLA, LONG | MLA | dict(rope_type="rope"),
+                LONG | dict(qk_l2_norm=True), LONG | GQA | dict(micro_batch_size=2),
+                LONG | dict(seq_length=None), LONG | dict(num_attention_heads=None),
                 LONG | dict(kv_channels=None),
             ],
         ),

@@ -5,9 +5,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import ceil
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_burst.balance.costs import IN_PLAN
+from megatron_burst.mcore.refusals import refuses
 from megatron_burst.tools.job.auto import rates_of, rows_of
 from megatron_burst.tools.job.candidate import Candidate, loses
 from megatron_burst.tools.job.costs import costs_of
@@ -137,11 +139,22 @@ def flag_values(
 
 
 def _rope_flags(job: Job, strategy: Strategy) -> Values:
-    """As `refusals._rope_in_32_bits` has it."""
-    model = job.model
-    heads = model.heads_q + (0 if model.norms_heads else 2 * model.heads_kv)
-    elements = job.seq // strategy.cp * heads * model.dim_qk // strategy.tp
-    return {} if model.latent or elements <= 1 << 31 else {"--no-rope-fusion": True}
+    """Without fused RoPE where burst refuses it."""
+    model, beside, low = job.model, dict(job.model.beside), job.model.latent
+    options = SimpleNamespace(
+        seq_length=job.seq, micro_batch_size=1, context_parallel_size=strategy.cp,
+        tensor_model_parallel_size=strategy.tp, num_attention_heads=model.heads_q,
+        group_query_attention=True, num_query_groups=model.heads_kv, kv_channels=model.dim_qk,
+        qk_layernorm=model.norms_heads, qk_l2_norm="--qk-l2-norm" in beside,
+        attention_output_gate=model.gated_attention, multi_latent_attention=low is not None,
+        qk_head_dim=model.dim_qk - (low.rope_dim if low else 0), v_head_dim=model.dim_v,
+        qk_pos_emb_head_dim=low.rope_dim if low else 0,
+        rope_type=beside.get("--rope-type", "yarn"),
+        position_embedding_type=beside.get("--position-embedding-type", "rope"),
+        apply_rope_fusion="--no-rope-fusion" not in beside,
+    )  # fmt: skip
+    refused = refuses("run", "apply_rope_fusion", options)
+    return {"--no-rope-fusion": True} if refused else {}
 
 
 def _recompute_flags(job: Job, strategy: Strategy, own: Mapping[str, Any]) -> Values:
