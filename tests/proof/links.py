@@ -4,10 +4,15 @@ Messages between two ranks on one communicator (a link and a cargo) match in the
 in NCCL and gloo. Then the programs are run with queues that keep their order. A transfer starts
 after the previous one of its communicator, and completes once all its partners have started. What a
 waiting operation blocks depends on the machine (`How`).
+
+A pulled transfer begins with a barrier of its row. With a single slot another one follows, once
+something waits for the copies, or at once on a rank that copies nothing. It is an event of its own
+here, numbered ~n for transfer n. Transfers may also be left out where a rank needs none of their
+rows, which masks that are known when a pass runs decide (`left_out`).
 """
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -17,6 +22,7 @@ from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
 
 At = tuple[int, int]  # rank, and number of the operation
+LeftOut = Callable[[Cargo, int, int, int], bool]  # of a cargo, its round, from and to a rank
 
 
 class How(StrEnum):
@@ -139,8 +145,9 @@ def _region(program: Program, ref: Ref) -> tuple[str, tuple[int, int], Span | No
 
 
 def run(
-    programs: Sequence[Program], links: Links, waits: Sequence, how: How, values=None
-) -> list[str]:
+    programs: Sequence[Program], links: Links, waits: Sequence, how: How, values=None,
+    single: Container[str] = (), left_out: LeftOut | None = None,
+) -> list[str]:  # fmt: skip
     """Run a pass; returns the operations that wait forever.
 
     Args:
@@ -149,17 +156,23 @@ def run(
         waits: by rank and operation, what it waits for.
         how: what a waiting operation blocks.
         values: computes what runs, if given.
+        single: uses that have a single slot.
+        left_out: whether pulled rows are not needed; default: all are.
     """
-    return _Run(programs, links, waits, how, values).stuck()
+    return _Run(programs, links, waits, how, values, single, left_out).stuck()
 
 
 class _Run:
     def __init__(
-        self, programs: Sequence[Program], links: Links, waits: Sequence, how: How, values
-    ) -> None:
+        self, programs: Sequence[Program], links: Links, waits: Sequence, how: How, values,
+        single: Container[str], left_out: LeftOut | None,
+    ) -> None:  # fmt: skip
         self.programs, self.partners, self.waits, self.how = programs, links.partners, waits, how
         self.values, self.launched, self.moved = values, set(), True
+        self.single, self.left_out = single, left_out
         self.done: list[set[int]] = [set() for _ in programs]
+        # transfers all of whose partners have been launched: then the copies are done
+        self.met: list[set[int]] = [set() for _ in programs]
         self.last: dict[tuple, int] = {}  # by rank and communicator, the last one launched
         self.queues = [queue for program in programs for queue in self._queues(program)]
         if values:
@@ -167,11 +180,42 @@ class _Run:
 
     def _queues(self, program: Program) -> list[tuple[int, deque[int]]]:
         queues: dict[Hashable, deque[int]] = defaultdict(deque)
-        for index, op in enumerate(program.ops):
-            transfers = isinstance(op, Transfer)
-            own = (op.link, op.cargo) if transfers else op.stream
+        for index in self._issued(program):
+            op = program.ops[max(index, ~index)]
+            own = (op.link, op.cargo) if isinstance(op, Transfer) else op.stream
             queues[own if self.how is How.STREAMS else 0].append(index)
         return [(program.cp_rank, queue) for queue in queues.values()]
+
+    def _issued(self, program: Program) -> Iterator[int]:
+        """Operations and second barriers in the order in which a rank issues them."""
+        due: list[int] = []
+        for index, op in enumerate(program.ops):
+            waited = self.waits[program.cp_rank][index]
+            yield from (~other for other in due if other in waited)
+            due = [other for other in due if other not in waited]
+            yield index
+            if self._frees(program, op):
+                copies = any(not self._is_left_out(program, index, end) for end in op.takes)
+                if copies and self._overlaps:
+                    due.append(index)
+                else:
+                    yield ~index
+        yield from (~other for other in due)
+
+    @property
+    def _overlaps(self) -> bool:
+        return self.how in (How.STREAMS, How.ONE_QUEUE)
+
+    def _frees(self, program: Program, op: object) -> bool:
+        pulls = isinstance(op, Transfer) and op.pulled
+        return pulls and program.buffers[op.slot.buffer].use in self.single
+
+    def _is_left_out(self, program: Program, index: int, end: Give | Take) -> bool:
+        op, here = program.ops[index], program.cp_rank
+        if self.left_out is None or not op.pulled:
+            return False
+        way = (end.peer, here) if isinstance(end, Take) else (here, end.peer)
+        return self.left_out(op.cargo, program.buffers[op.slot.buffer].number, *way)
 
     def stuck(self) -> list[str]:
         while self.moved:
@@ -180,14 +224,20 @@ class _Run:
                 while queue and self._passes(rank, queue[0]):
                     queue.popleft()
                     self.moved = True
-        heads = [f"rank {rank} {queue[0]} {type(self.programs[rank].ops[queue[0]]).__name__}"
+        heads = [f"rank {rank} {self._named(rank, queue[0])}"
                  for rank, queue in self.queues if queue]  # fmt: skip
         heads += [f"rank {rank} {index} Transfer, launched" for rank, index in sorted(self.launched)
                   if index not in self.done[rank]]  # fmt: skip
         return [f"{self.how} nothing goes on: {'; '.join(heads)}"] if heads else []
 
+    def _named(self, rank: int, index: int) -> str:
+        kind = type(self.programs[rank].ops[max(index, ~index)]).__name__
+        return f"{index} {kind}" if index >= 0 else f"barrier behind {~index} {kind}"
+
     def _passes(self, rank: int, index: int) -> bool:
         """Whether the operation at the head of a queue unblocks it."""
+        if index < 0:
+            return self._frees_slot(rank, index)
         op, done = self.programs[rank].ops[index], self.done[rank]
         if not done.issuperset(self.waits[rank][index]):
             return False
@@ -198,26 +248,47 @@ class _Run:
             return True
         if (rank, index) not in self.launched and not self._launch(rank, index, op):
             return False
-        return index in done or not (self.how is How.SERIAL or (op.pulled and not self._apart))
+        # kernels of a single slot are launched before the barrier that waits for the copies
+        blocks = self.how is How.ONE_QUEUE and op.pulled
+        blocks = blocks and not self._frees(self.programs[rank], op)
+        return index in done or not (self.how is How.SERIAL or blocks)
 
-    @property
-    def _apart(self) -> bool:
-        return self.how is How.STREAMS
+    def _frees_slot(self, rank: int, index: int) -> bool:
+        """Launch the barrier behind a transfer's copies, whose number is ~index."""
+        if ~index not in self.met[rank]:
+            return False
+        if (rank, index) not in self.launched:
+            self.launched.add((rank, index))
+            self.moved = True
+            row = {(other, ~number) for other, number in self.partners[rank, ~index]}
+            if row <= self.launched:
+                for other, number in row:
+                    self.done[other].add(number)
+        return self.how in (How.ONE_QUEUE, How.THREAD) or index in self.done[rank]
 
     def _launch(self, rank: int, index: int, op: Transfer) -> bool:
         key = rank, op.link, op.cargo, op.pulled
         before = self.last.get(key)
-        if self.how is not How.THREAD and before is not None and before not in self.done[rank]:
+        if self.how is not How.THREAD and before is not None and not self._over(rank, before):
             return False
         self.last[key], self.moved = index, True
         self.launched.add((rank, index))
+        program = self.programs[rank]
+        if all(self._is_left_out(program, index, end) for end in (*op.gives, *op.takes)):
+            self.done[rank].add(index)  # what waits for it need not wait for its barriers
         if self.values:
             self.values.give(rank, index)
         for at in self.partners[rank, index]:
             if at in self.launched and self.partners[at] <= self.launched:
                 self.done[at[0]].add(at[1])
+                self.met[at[0]].add(at[1])
         if self.values:
             for at in sorted(self.partners[rank, index]):
                 if at[1] in self.done[at[0]]:
                     self.values.take(*at)
         return True
+
+    def _over(self, rank: int, index: int) -> bool:
+        """Whether the next transfer of the same communicator may begin."""
+        frees = self._frees(self.programs[rank], self.programs[rank].ops[index])
+        return index in self.met[rank] and (not frees or ~index in self.done[rank])

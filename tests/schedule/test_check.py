@@ -25,7 +25,8 @@ from megatron_burst.schedule.program import (
 from megatron_burst.schedule.spec import Cargo, Circulate, Direction, Dtype, Kernel
 from megatron_burst.schedule.topology import Link, pretend_nodes, topology_of
 from tests.proof import check as check_module
-from tests.proof.check import check, faults
+from tests.proof import links as links_module
+from tests.proof.check import check, faults, half_of
 from tests.proof.links import How, meet, run
 from tests.sampling import whole
 from tests.schedule.cases import BANDS, DOCUMENTS, Case, cases_on, grid
@@ -281,6 +282,37 @@ def test_transfers_in_a_circle_hang_where_a_communicator_serves_them_in_order():
 def test_a_transfer_without_a_partner_is_told():
     faults = meet([program_of(0, swap_with(1)), program_of(1)]).faults
     assert len(faults) == 2 and all("rank 0" in fault and "rank 1" in fault for fault in faults)
+
+
+class WaitsForBarriers(links_module._Run):
+    """A rank that is left out waits for the barrier behind the copies, not for its turn alone."""
+
+    def _passes(self, rank, index):
+        program, waits = self.programs[rank], self.waits[rank][index] if index >= 0 else ()
+        for other in (other for other in waits if other >= 0):
+            op = program.ops[other]
+            ends = (*op.gives, *op.takes) if isinstance(op, Transfer) else ()
+            out = ends and all(self._is_left_out(program, other, end) for end in ends)
+            if out and self._frees(program, op) and ~other not in self.done[rank]:
+                return False
+        return super()._passes(rank, index)
+
+
+def test_who_is_left_out_must_not_wait_for_the_barrier_behind_the_copies(monkeypatch):
+    """With one hardware queue; a rank waits for one that waits for its barrier."""
+    causal, kernel = Mask(right=0), Kernel(device="cuda", multiprocessors=132, takes_delta=True)
+    case = Case(
+        "gather", grid(2, 3), Layout.CONTIGUOUS, causal, Circulate.Q, kernel=kernel, rounds=3,
+        pulled=True, one_slot=True, tokens=2,
+    )  # fmt: skip
+    hung = []
+    for seed in (6, 14):
+        monkeypatch.setattr(check_module, "half_of", lambda *way, seed=seed: half_of(seed, way))
+        assert faults_of(case) == []
+        with monkeypatch.context() as patch:
+            patch.setattr(links_module, "_Run", WaitsForBarriers)
+            hung += faults_of(case)
+    assert any("with one hardware queue nothing goes on" in fault for fault in hung)
 
 
 def test_backward_is_proven_with_the_forward_that_it_follows_only():
