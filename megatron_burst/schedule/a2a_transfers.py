@@ -159,7 +159,7 @@ class Results:
         self._emitter = emitter
         self._targets = ("dq", "dkv") if emitter.spec.backward else ("out",)
         self._loads = [load for load in emitter.loads if load.some(self._fields(0))]
-        # with one slot, the barrier behind a round's pulls would hold up the next round's kernels
+        # with one slot the next round's kernels would wait until all ranks have pulled
         least = 1 + len(self._loads) if len(emitter.rounds) > 1 else 1
         self._slots = max(least, slots_of(emitter, Cargo.GRAD, self._loads, self._fields(0)))
         self._under_way: int | None = None
