@@ -116,16 +116,19 @@ def run(what: Slice, impl: str, gpus: int, folder: Path, nodes: int = 1) -> Slic
         process.terminate()  # torchrun ends its workers
         process.wait()
         code = None
-    steps, unfused = steps_in(log)[WARM_UP:], ", RoPE not fused" * bool(what.rope(gpus))
+    steps = steps_in(log)[WARM_UP:]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     facts = {"versions": versions(), "gpu": gpu_state(device)}
     if not steps:
         reason = f"took over {LONGEST_S} s" if code is None else reason_in(output)
         return row_of(what, impl, gpus, [], status="failed", note=reason, **facts)
+    notes = [f"{len(steps)} steps"]
+    notes += [f"{nodes} emulated nodes"] * (nodes > 1)
+    notes += ["RoPE not fused"] * bool(what.rope(gpus))
     return row_of(
         what, impl, gpus, [1e3 * step["seconds"] for step in steps],
         peak_gib=steps[-1].get("peak GiB"), loss=steps[-1]["lm loss"],
-        note=f"{len(steps)} steps{f', {nodes} emulated nodes' * (nodes > 1)}{unfused}", **facts,
+        note=", ".join(notes), **facts,
     )  # fmt: skip
 
 

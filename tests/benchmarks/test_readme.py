@@ -108,13 +108,12 @@ def grouped_of_two_dimensions():
 
 def as_auto(rows, pass_="fwd_bwd"):
     """The same of these, with the mode that `auto` runs, where it was named itself."""
-    shards = {True: "burst:a2a", False: "burst:gather"}
-    found = [one for one in compare(rows) if one.problem.pass_ == pass_]
-    named = [shards[one.problem.seq // one.problem.ranks >= 4 << 10] for one in found]
-    return [
-        Ratio.of(one.rows.get("burst:auto") or one.rows[name], one.best_te).value
-        for one, name in zip(found, named, strict=True)
-    ]
+    ratios = []
+    for one in (one for one in compare(rows) if one.problem.pass_ == pass_):
+        few = one.problem.seq // one.problem.ranks < 4 << 10
+        own = one.rows.get("burst:auto") or one.rows["burst:gather" if few else "burst:a2a"]
+        ratios.append(Ratio.of(own, one.best_te).value)
+    return ratios
 
 
 def beside_te(rows, pass_="fwd_bwd"):

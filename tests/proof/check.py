@@ -14,7 +14,6 @@ be read once that rank has reached the barrier.
 from collections import defaultdict
 from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from random import Random
 
 from megatron_burst.schedule.layout import Layout
@@ -74,10 +73,14 @@ def _held_up(
     programs: Sequence[Program], links: Links, waits: Sequence, single: Container[str]
 ) -> list[str]:
     """Operations that hang where a wait blocks more than its stream, also if some of the rows that
-    ranks pull are not needed."""
-    hows = How.ONE_QUEUE, How.THREAD, How.SERIAL
-    return [stuck for how, out in product(hows, (None, half_of))
-            for stuck in run(programs, links, waits, how, single=single, left_out=out)]  # fmt: skip
+    ranks pull are not needed. Waits that block the thread block less than with overlap off."""
+
+    def stuck(how: How) -> list[str]:
+        runs = (run(programs, links, waits, how, None, single, out) for out in (None, half_of))
+        return [text for texts in runs for text in texts]
+
+    serial = stuck(How.SERIAL)
+    return [*stuck(How.ONE_QUEUE), *(stuck(How.THREAD) if serial else ()), *serial]
 
 
 def half_of(*way: object) -> bool:
@@ -219,7 +222,7 @@ class _Rank:
             pull.drained = given
             pull.rounds += 1
             self.exchanges[op.cargo].append(index)
-        tells = op.pulled or op.gives or op.takes  # waiting for an empty one orders nothing
+        tells = op.gives or op.takes  # waiting for an empty one orders nothing
         self.after.append(past | bit if tells else 0)
         for give in op.gives:
             self._touch(_Access(give.rows, False, given, (self.program, index)), past)

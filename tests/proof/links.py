@@ -248,10 +248,10 @@ class _Run:
             return True
         if (rank, index) not in self.launched and not self._launch(rank, index, op):
             return False
-        # kernels of a single slot are launched before the barrier that waits for the copies
-        blocks = self.how is How.ONE_QUEUE and op.pulled
-        blocks = blocks and not self._frees(self.programs[rank], op)
-        return index in done or not (self.how is How.SERIAL or blocks)
+        # of a single slot, kernels are launched before the barrier that waits for the copies
+        late = self._overlaps and self._frees(self.programs[rank], op)
+        pulls = op.pulled and self.how is not How.STREAMS and not late
+        return index in done or not (self.how is How.SERIAL or pulls)
 
     def _frees_slot(self, rank: int, index: int) -> bool:
         """Launch the barrier behind a transfer's copies, whose number is ~index."""
@@ -264,7 +264,7 @@ class _Run:
             if row <= self.launched:
                 for other, number in row:
                     self.done[other].add(number)
-        return self.how in (How.ONE_QUEUE, How.THREAD) or index in self.done[rank]
+        return self.how is How.ONE_QUEUE or index in self.done[rank]
 
     def _launch(self, rank: int, index: int, op: Transfer) -> bool:
         key = rank, op.link, op.cargo, op.pulled

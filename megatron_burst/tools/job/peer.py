@@ -16,6 +16,7 @@ from megatron_burst.tools.job.strategy import (
     busiest_layers,
     open_call,
 )
+from megatron_burst.tools.simulate.buffers import cudnn_workspace
 from megatron_burst.tools.simulate.call import (
     AttentionCall,
     buffer_bytes,
@@ -65,19 +66,18 @@ def megatron_bytes(shape: AttentionShape, packed: bool = False) -> int:
 
     Counts were fitted: those of one causal sequence to rows of 32/32, 32/8, 8/2, 8/1, 64/8 and 64/4
     heads of 64 to 256 dimensions on 2 and 4 ranks (1 % at most off), of packed documents to rows of
-    64/8 and 32/8 heads on 2. The causal count is what cuDNN needs (dq in float32; with grouped
-    heads dk and dv of each query head), q once or twice, and k and v five times. What holds these
-    was not looked up in TransformerEngine.
+    64/8 and 32/8 heads on 2. The causal count is cuDNN's workspace, q once or twice, and k and v
+    five times. What holds these was not looked up in TransformerEngine.
     """
-    rows, grouped = shape.batch * shape.tokens, shape.heads_q != shape.heads_kv
+    rows = shape.batch * shape.tokens
     queries = rows * shape.heads_q * shape.dim_qk * shape.itemsize
     width = (shape.dim_qk + shape.dim_v) * shape.itemsize
     keys, statistics = rows * shape.heads_kv * width, rows * shape.heads_q * shape.stat_bytes
     if packed:
         return 7 * queries + 5 * keys + 4 * statistics
-    own = 4 * rows * shape.heads_q * shape.dim_qk + grouped * rows * shape.heads_q * width
-    copies = 1 if grouped and shape.heads_kv > 1 else 2
-    return own + copies * queries + 5 * keys + 3 * statistics
+    copies = 1 if 1 < shape.heads_kv < shape.heads_q else 2
+    own = cudnn_workspace(shape, shape.tokens, shape.tokens)
+    return own + copies * queries + 5 * keys + statistics
 
 
 def gain(job: Job, strategy: Strategy) -> Gain:

@@ -76,12 +76,9 @@ def _workspace(tile: Tile, shape: AttentionShape) -> int:
 
 
 def _cudnn_bytes(program: Program, op: AttendBackward, tile: Tile, shape: AttentionShape) -> int:
-    """The same of cuDNN's: lse and dq in float32, and with grouped heads dk and dv of each query
-    head. It returns new tensors, which are then copied to the group's buffers, and copies dO if it
-    comes from another rank, so that it lies in memory as O does."""
-    own = len(tile.q) * shape.heads_q * (shape.dim_qk + 2) * 4
-    if shape.heads_q != shape.heads_kv:
-        own += len(tile.kv) * shape.heads_q * (shape.dim_qk + shape.dim_v) * shape.itemsize
+    """The same of cuDNN's, and of copies: it returns new tensors, which are then copied to the
+    group's buffers, and dO from another rank is copied, so that it lies in memory as O does."""
+    own = cudnn_workspace(shape, len(tile.q), len(tile.kv))
     beside = Home.CALL, Home.PART
     written = {ref.buffer: ref for ref in op.writes}
     copied = sum(
@@ -96,4 +93,13 @@ def _cudnn_bytes(program: Program, op: AttendBackward, tile: Tile, shape: Attent
         for field in buffer.fields
         if field.name == "dout" and buffer.home not in beside
     )
-    return shape.batch * (own + len(tile.q) * douts) + copied
+    return own + shape.batch * len(tile.q) * douts + copied
+
+
+def cudnn_workspace(shape: AttentionShape, rows: int, keys: int) -> int:
+    """Bytes of cuDNN's own in backward: lse, delta and dq in float32; with grouped heads dk and dv
+    of each query head in the inputs' dtype."""
+    own = rows * (shape.dim_qk + 2) * 4
+    if shape.heads_q != shape.heads_kv:
+        own += keys * (shape.dim_qk + shape.dim_v) * shape.itemsize
+    return shape.batch * shape.heads_q * own
