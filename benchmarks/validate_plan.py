@@ -211,10 +211,10 @@ def results() -> list[Path]:
 
 
 def _read(csvs: Sequence[Path]) -> list[Row]:
-    """Rows of all files, also of packed samples."""
-    return [
+    """Rows of all files, also of packed samples. Some are in two: beside those of earlier code."""
+    return list(dict.fromkeys(
         row for path in csvs for row in read([path], ANY_PACKED_CSV if is_packed(path) else ANY_CSV)
-    ]
+    ))  # fmt: skip
 
 
 @app.command()

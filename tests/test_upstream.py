@@ -4,10 +4,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_burst.kernels.fa4 import FlashAttention4
+from megatron_burst.mcore.refusals import _rope_in_32_bits
 from tests.mcore.lacking import needs
 
 UPSTREAM = Path(__file__).parents[1] / "docs" / "upstream"
@@ -33,6 +35,27 @@ def test_heads_that_fa4_is_not_used_for_are_those_whose_rows_leave_their_tile(mo
     assert all(rows_past_a_tile(dim, tile=64) == 0 for dim in past)  # causal
     told = re.findall(r"^\| ([\d, ]+) \| \d+ \| \d+ \| (\d+) \|$", REPORT, re.MULTILINE)
     assert {int(dim): int(rows) for dims, rows in told for dim in dims.split(",")} == past
+
+
+def test_fused_rope_is_refused_where_the_report_found_it_wrong(monkeypatch):
+    """Both kernels count elements of Q, K and V; the refusal, and what the script measured."""
+    monkeypatch.syspath_prepend(UPSTREAM)
+    from fused_rope_32_bits import WIDTHS
+
+    rows = re.findall(r"^\| (te|mla) \| (\d+) \| ([\d.]+) \| (.*) \|$", REPORT, re.MULTILINE)
+    heads = {"te": 40, "mla": 128}
+    for kind, tokens, share, found in rows:
+        options = SimpleNamespace(
+            seq_length=int(tokens), micro_batch_size=1, context_parallel_size=1,
+            tensor_model_parallel_size=1, num_attention_heads=heads[kind], kv_channels=128,
+            multi_latent_attention=kind == "mla", rope_type="yarn", qk_head_dim=128,
+            qk_pos_emb_head_dim=64, v_head_dim=64, position_embedding_type="rope",
+            qk_layernorm=False, group_query_attention=False,
+        )  # fmt: skip
+        assert share == f"{int(tokens) * WIDTHS[kind] / 2**31:.2f}"
+        right = found in ("off by 0.0066", "exact")
+        assert _rope_in_32_bits(True, options) == right == (float(share) < 1)
+    assert len(rows) == 4
 
 
 @pytest.mark.whole

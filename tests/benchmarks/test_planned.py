@@ -151,7 +151,7 @@ MODES_OF_DOCUMENTS = ("burst:auto", "burst:auto@zigzag", "te:p2p", "ceiling:auto
 @pytest.mark.parametrize(
     ("name", "count", "bounds", "bounds_of_zigzag", "bounds_of_te"),
     [  # cuDNN does better on documents of 2K tokens than predicted
-        ("packed_2xh200_one_node", 43, (0.9, 1.13), (0.96, 1.24), (0.88, 1.29)),
+        ("packed_2xh200_one_node", 43, (0.9, 1.13), (0.96, 1.25), (0.88, 1.29)),
         ("packed_2x1xh200", 20, (0.86, 1.16), (0.84, 1.16), (1.04, 1.24)),
     ],
 )
