@@ -5,8 +5,8 @@ python docs/upstream/fused_rope_32_bits.py te 144000     # above it
 python docs/upstream/fused_rope_32_bits.py mla 80000     # Megatron's for MLA with YaRN
 python docs/upstream/fused_rope_32_bits.py mla 90000
 
-Needs a GPU with 16 GiB free, Megatron-Core and, for `te`, TransformerEngine. The number is of tokens. Prints how
-far the last token is off, which should be rounding.
+Needs a GPU with 16 GiB free, Megatron-Core and, for `te`, TransformerEngine. The number is of
+tokens. Prints how far the last token is off, which should be rounding.
 """
 
 import sys
@@ -15,7 +15,7 @@ WIDTHS = {"te": 15360, "mla": 128 * 192}  # elements of a token
 
 
 def te_error(rows: int) -> float:
-    """Of one head of K inside a tensor of Q, K and V, as self-attention projects them (MHA, 40 heads of 128)."""
+    """Of one head of K in a tensor of Q, K and V, as self-attention projects them (40 heads)."""
     import torch
     from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
 
@@ -31,15 +31,15 @@ def te_error(rows: int) -> float:
 
 
 def mla_error(rows: int) -> float:
-    """Of the last of 128 heads of 128 + 64; angles are 0, so that elements only change places."""
+    """Of the first of 128 heads of 128 + 64; angles are 0, so that elements only change places."""
     import torch
     from megatron.core.fusions.fused_mla_yarn_rope_apply import fused_apply_mla_rope_for_q
 
     q = torch.empty(rows, 1, 128, 192, device="cuda", dtype=torch.bfloat16).normal_()
     before = q[-1, 0, 0, 128:].float().clone()
     sin = torch.zeros(rows, 1, 1, 64, device="cuda", dtype=torch.bfloat16)
-    out = fused_apply_mla_rope_for_q(q, torch.ones_like(sin), sin, 128, 64)
-    return (out[-1, 0, 0, 128:].float() - torch.cat((before[0::2], before[1::2]))).abs().max().item()
+    out = fused_apply_mla_rope_for_q(q, torch.ones_like(sin), sin, 128, 64)[-1, 0, 0, 128:].float()
+    return (out - torch.cat((before[0::2], before[1::2]))).abs().max().item()
 
 
 def main() -> None:
