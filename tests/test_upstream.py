@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_burst.kernels.fa4 import FlashAttention4
-from megatron_burst.mcore.refusals import _rope_in_32_bits
+from megatron_burst.mcore.offsets import rope_fits
 from tests.mcore.lacking import needs
 
 UPSTREAM = Path(__file__).parents[1] / "docs" / "upstream"
@@ -54,7 +54,7 @@ def test_fused_rope_is_refused_where_the_report_found_it_wrong(monkeypatch):
         )  # fmt: skip
         assert share == f"{int(tokens) * WIDTHS[kind] / 2**31:.2f}"
         right = found in ("off by 0.0066", "exact")
-        assert _rope_in_32_bits(True, options) == right == (float(share) < 1)
+        assert rope_fits(True, options) == right == (float(share) < 1)
     assert len(rows) == 4
 
 

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from megatron_burst.errors import BurstError, nearest_multiples
+from megatron_burst.mcore.offsets import mamba_fits, rope_fits
 
 FLAG, KEEP_FLAG = "--context-parallel-impl burst", "--burst-keep"
 LOSS_FLAG = "--burst-fused-loss"
@@ -195,36 +196,6 @@ def _shards_documents(o: Options) -> bool:
     return bool(fused_yarn or linear or delta or getattr(o, "mtp_num_layers", None))
 
 
-def _rope_in_32_bits(fused: bool | None, o: Options) -> bool:
-    """Whether fused RoPE can count the elements of a rank's tensors.
-
-    Offsets are signed 32-bit integers in TransformerEngine (fused_rope.cu: `offset_block = s_id *
-    stride_s_or_t`), and in Megatron's Triton kernels of MLA with YaRN
-    (fused_mla_yarn_rope_apply.py: `pid_m * stride_x_seq`).
-    """
-    sizes = ("seq_length", "micro_batch_size", "num_attention_heads", "kv_channels")
-    if not fused or None in [getattr(o, name, None) for name in sizes]:
-        return True  # before Megatron validates, sizes may be unknown
-    rows = o.seq_length * o.micro_batch_size // o.context_parallel_size
-    return rows * _rotated_width(o) <= 1 << 31
-
-
-def _rotated_width(o: Options) -> int:
-    """Elements of a row of the widest tensor that fused RoPE rotates in; 0: it rotates none."""
-    heads, tp = o.num_attention_heads, o.tensor_model_parallel_size
-    if o.multi_latent_attention:
-        width = o.qk_head_dim + max(o.qk_pos_emb_head_dim, o.v_head_dim)
-        return heads * width // tp if o.rope_type == "yarn" else 0
-    if o.position_embedding_type != "rope":
-        return 0
-    if o.qk_layernorm or getattr(o, "qk_l2_norm", False):  # they copy Q and K first
-        return heads * o.kv_channels // tp
-    groups = (o.num_query_groups if o.group_query_attention else None) or heads
-    gates = heads if getattr(o, "attention_output_gate", False) else 0
-    width = (heads + gates + 2 * groups) * o.kv_channels  # K lies between Q and V
-    return width // tp if groups >= tp else width  # then Megatron gathers all of it
-
-
 _WITHOUT = "train this model without burst"
 _MASKS = ("causal", "no_mask", "padding_causal", "padding")
 _OTHER_MASKS = "masks other than causal and none are not supported"
@@ -256,7 +227,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("run", "hybrid_layer_pattern", lambda layers, o: not layers or set("*+") & set(layers),
         "it has no attention layer (* or +) that could run burst", f"leave out {FLAG}",
         got="--hybrid-layer-pattern {value}"),
-    Refusal("run", "apply_rope_fusion", _rope_in_32_bits,
+    Refusal("run", "apply_rope_fusion", rope_fits,
         "its kernels count elements in 32 bits, and read foreign memory where the Q, K and V of a "
         "rank have over 2^31",
         "pass --no-rope-fusion, or train with more context or tensor parallel ranks",
@@ -264,6 +235,16 @@ TABLE: tuple[Refusal, ...] = (
         got="apply_rope_fusion={value} with --seq-length {o.seq_length}, --micro-batch-size "
         "{o.micro_batch_size}, {o.num_attention_heads} query heads, and context and tensor "
         "parallel sizes {o.context_parallel_size} and {o.tensor_model_parallel_size}"),
+    Refusal("run", "mamba_state_dim", mamba_fits,
+        "the kernels of mamba_ssm count elements in 32 bits, and read foreign memory where what a "
+        "rank projects of a whole sample has over 2^31",
+        "train with more context or tensor parallel ranks, or with a mamba_ssm that counts in 64 "
+        "bits",
+        asked="Mamba layers",
+        got="--seq-length {o.seq_length}, --micro-batch-size {o.micro_batch_size}, "
+        "--mamba-state-dim {value}, --mamba-head-dim {o.mamba_head_dim}, --mamba-num-groups "
+        "{o.mamba_num_groups}, and context and tensor parallel sizes {o.context_parallel_size} and "
+        "{o.tensor_model_parallel_size}"),
     Refusal("built", "create_attention_mask_in_dataloader", OFF,
         "causal attention needs no mask tensor, and other masks are not supported", _NO_MASK),
     Refusal("model", "cp_comm_type",

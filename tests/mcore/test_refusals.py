@@ -13,8 +13,9 @@ import pytest
 
 from megatron_burst.config import FusedLossConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore import offsets
 from megatron_burst.mcore.args import check_args, check_keep_args, check_loss_args, check_unused
-from megatron_burst.mcore.refusals import TABLE, refuse
+from megatron_burst.mcore.refusals import TABLE, refuse, refuses
 
 
 class Part(Enum):
@@ -81,6 +82,12 @@ MLA = dict(  # K and V of a token together have 32768 elements, and 2^31 / 32768
 )  # fmt: skip
 FEW = dict(num_query_groups=1, micro_batch_size=3)
 GQA = dict(group_query_attention=True, num_query_groups=8)
+NEMOTRON = dict(  # 64 heads of 2 x 64 + 1 and 2 groups of 2 x 128 a rank: 2^31 / 8768 is 244,924
+    hybrid_layer_pattern="M*-", mamba_num_heads=256, mamba_head_dim=64, mamba_num_groups=8,
+    mamba_state_dim=128, hidden_size=8192, micro_batch_size=1, tensor_model_parallel_size=1,
+    seq_length=244920,
+)  # fmt: skip
+ULTRA = NEMOTRON | dict(seq_length=244928)
 # By feature and argument: refused values, then accepted ones; a dict has more options.
 CASES = {
     "command": {
@@ -107,6 +114,15 @@ CASES = {
             ],
         ),
         "hybrid_layer_pattern": (["M-M-"], ["M*M-", "+", ""]),
+        "mamba_state_dim": (
+            [ULTRA, NEMOTRON | dict(micro_batch_size=2), ULTRA | dict(mamba_num_heads=None),
+             ULTRA | dict(mamba_num_groups=2, seq_length=1 << 18),
+             ULTRA | dict(hybrid_layer_pattern=None, hybrid_override_pattern="M*-")],
+            [NEMOTRON, ULTRA | dict(tensor_model_parallel_size=2),
+             ULTRA | dict(context_parallel_size=8), ULTRA | dict(mamba_head_dim=63),
+             ULTRA | dict(hybrid_layer_pattern="G*-"), ULTRA | dict(hybrid_layer_pattern=None),
+             ULTRA | dict(seq_length=None), ULTRA | dict(mamba_num_groups=4)],
+        ),
     },
     "invariant": {
         "attention_backend": (["auto", "fused"], ["flash"]),
@@ -375,3 +391,20 @@ def test_numbers_of_the_loss_are_checked():
     with pytest.raises(BurstError, match=r"label_smoothing must be in \[0, 1\)"):
         check_loss_args(arguments(burst_loss_label_smoothing=1.5))
     check_unused(arguments(burst_tune=["keep_host_gib=2"]))
+
+
+@pytest.mark.parametrize("fixed", [0, 4, 5])
+def test_mamba_kernels_that_count_in_64_bits_run_any_length(fixed, tmp_path, monkeypatch):
+    """All five files of the scan must; the package is not loaded."""
+    folder = tmp_path / "mamba_ssm" / "ops" / "triton"
+    folder.mkdir(parents=True)
+    (tmp_path / "mamba_ssm" / "__init__.py").write_text("raise RuntimeError('loaded')")
+    names = "chunk_state chunk_scan combined bmm state_passing".split()
+    for number, name in enumerate(names):
+        cast = ".to(tl.int64)" if number < fixed else ""
+        (folder / f"ssd_{name}.py").write_text(f"pid_b = tl.program_id(axis=0){cast}")
+    monkeypatch.syspath_prepend(tmp_path)
+    offsets._counts_in_64_bits.cache_clear()
+    options = SimpleNamespace(**ULTRA, context_parallel_size=4)
+    assert refuses("run", "mamba_state_dim", options) == (fixed < 5)
+    offsets._counts_in_64_bits.cache_clear()

@@ -220,6 +220,17 @@ def test_memory_of_mamba_layers():
     assert saved == pytest.approx(2 * (16 + of_mamba) + (136.125 - 100) + 3 * 100)
 
 
+def test_mambas_kernels_bound_the_length():
+    """A rank of 8 has 16 heads of 2 x 64 + 1 and a group of 2 x 128: 2320 of 2^31 elements a token,
+    which are 925,643 tokens; of 16 ranks each has 8 heads and a group."""
+    job = Job(MAMBA, 925_632, 64, 8, 8, H200)
+    assert (MAMBA.linear.heads, MAMBA.linear.groups, MAMBA.linear.state) == (128, 8, 128)
+    assert misfit(job, Strategy(cp=8, dp=8)) == ""
+    long = replace(job, seq=925_696)
+    assert "TP x CP 8 is too small for Mamba" in misfit(long, Strategy(cp=8, dp=8))
+    assert misfit(long, Strategy(cp=16, dp=4)) == ""
+
+
 def test_groups_of_heads_bound_the_ranks():
     """Sources: MambaMixer and MambaContextParallel of Megatron-Core 0.19."""
     job = Job(MAMBA, 1 << 18, 64, 8, 8, H200)

@@ -7,6 +7,9 @@ the kernels of flash-linear-attention and mamba_ssm. None of these figures is me
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from types import SimpleNamespace
+
+from megatron_burst.mcore.refusals import refuses
 
 _DELTA_CHUNK, _MAMBA_CHUNK = 64, 128  # tokens between two states that the kernels write
 
@@ -67,8 +70,8 @@ class Linear(ABC):
         return 2 * (self.projected + self.width)
 
     @abstractmethod
-    def misfit(self, tp: int, cp: int) -> str:
-        """Why Megatron refuses such sizes, or ""."""
+    def misfit(self, tp: int, cp: int, tokens: int) -> str:
+        """Why Megatron or burst refuses such sizes for samples of `tokens`, or ""."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ class DeltaNet(Linear):
     def state_bytes(self) -> float:
         return 2 * self.heads_v * self.dim_k * self.dim_v / _DELTA_CHUNK  # bf16
 
-    def misfit(self, tp: int, cp: int) -> str:
+    def misfit(self, tp: int, cp: int, tokens: int) -> str:
         """TransformerConfig asserts it."""
         if self.heads_k % (tp * cp):
             return f"TP x CP does not divide the {self.heads_k} heads of K in linear attention"
@@ -162,8 +165,8 @@ class Mamba(Linear):
         more = max(0, ranks - self.groups) * 2 * self.state
         return 2 * (self.projected + self.width + more)
 
-    def misfit(self, tp: int, cp: int) -> str:
-        """MambaMixer and MambaContextParallel assert it."""
+    def misfit(self, tp: int, cp: int, tokens: int) -> str:
+        """MambaMixer and MambaContextParallel assert it; burst refuses the last."""
         if self.heads % (tp * cp):
             return f"TP x CP does not divide the {self.heads} Mamba heads"
         if self.groups % tp:
@@ -171,4 +174,11 @@ class Mamba(Linear):
         groups = self.groups // tp
         if max(groups, cp) % min(groups, cp):
             return f"CP {cp} and the {groups} groups of Mamba heads of a TP rank do not divide"
+        options = SimpleNamespace(
+            seq_length=tokens, micro_batch_size=1, context_parallel_size=cp,
+            tensor_model_parallel_size=tp, hybrid_layer_pattern="M", mamba_num_heads=self.heads,
+            mamba_head_dim=self.dim, mamba_num_groups=self.groups, mamba_state_dim=self.state,
+        )  # fmt: skip
+        if refuses("run", "mamba_state_dim", options):
+            return f"TP x CP {tp * cp} is too small for Mamba's kernels, which count in 32 bits"
         return ""

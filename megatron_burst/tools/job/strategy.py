@@ -185,7 +185,8 @@ def misfit(job: Job, strategy: Strategy) -> str:
         return why
     if strategy.cp > ranks and strategy.cp % ranks:
         return f"CP {strategy.cp} does not fill nodes of {ranks} ranks"
-    if (linear := job.model.linear) and (why := linear.misfit(strategy.tp, strategy.cp)):
+    linear = job.model.linear
+    if linear and (why := linear.misfit(strategy.tp, strategy.cp, job.seq)):
         return why
     if job.seq % least_multiple(strategy):
         near = nearest_multiples(job.seq, least_multiple(strategy))

@@ -1,0 +1,69 @@
+"""Kernels of other packages that count elements in signed 32 bits: whether a run stays below.
+
+Beyond 2^31 elements they read and write foreign memory, often without an error. Nothing here loads
+these packages.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_MOST = 1 << 31
+_SCAN = "chunk_state chunk_scan combined bmm state_passing".split()  # mamba_ssm's files ssd_*.py
+
+
+def rope_fits(fused: bool | None, o: Any) -> bool:
+    """Whether fused RoPE can count the elements of a rank's Q, K and V.
+
+    Source: TransformerEngine (fused_rope.cu: `offset_block = s_id * stride_s_or_t`), and Megatron's
+    Triton kernels of MLA with YaRN (fused_mla_yarn_rope_apply.py: `pid_m * stride_x_seq`).
+    """
+    sizes = ("seq_length", "micro_batch_size", "num_attention_heads", "kv_channels")
+    if not fused or None in [getattr(o, name, None) for name in sizes]:
+        return True  # before Megatron validates, sizes may be unknown
+    rows = o.seq_length * o.micro_batch_size // o.context_parallel_size
+    return rows * _rotated_width(o) <= _MOST
+
+
+def _rotated_width(o: Any) -> int:
+    """Elements of a row of the widest tensor that fused RoPE rotates in; 0: it rotates none."""
+    heads, tp = o.num_attention_heads, o.tensor_model_parallel_size
+    if o.multi_latent_attention:
+        width = o.qk_head_dim + max(o.qk_pos_emb_head_dim, o.v_head_dim)
+        return heads * width // tp if o.rope_type == "yarn" else 0
+    if o.position_embedding_type != "rope":
+        return 0
+    if o.qk_layernorm or getattr(o, "qk_l2_norm", False):  # they copy Q and K first
+        return heads * o.kv_channels // tp
+    groups = (o.num_query_groups if o.group_query_attention else None) or heads
+    gates = heads if getattr(o, "attention_output_gate", False) else 0
+    width = (heads + gates + 2 * groups) * o.kv_channels  # K lies between Q and V
+    return width // tp if groups >= tp else width  # then Megatron gathers all of it
+
+
+def mamba_fits(state: int | None, o: Any) -> bool:
+    """Whether Mamba's kernels can count what a rank projects of all rows of its heads.
+
+    Source: mamba_ssm up to 2.3.2 (ssd_chunk_state.py: `pid_c * chunk_size * stride_dt_seqlen`,
+    where the stride is z's, x's, B's, C's and dt's together), state-spaces/mamba issue 1015.
+    """
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    patterns = [getattr(o, name, None) or "" for name in names]
+    sizes = [getattr(o, name, None) for name in ("seq_length", "micro_batch_size")]
+    if "M" not in "".join(patterns) or None in (*sizes, state):
+        return True
+    ranks = o.tensor_model_parallel_size * o.context_parallel_size
+    heads = getattr(o, "mamba_num_heads", None) or 2 * o.hidden_size // o.mamba_head_dim
+    groups = max(1, o.mamba_num_groups // ranks)  # ranks of more heads than groups repeat theirs
+    width = heads // ranks * (2 * o.mamba_head_dim + 1) + 2 * groups * state
+    return o.seq_length * o.micro_batch_size * width <= _MOST or _counts_in_64_bits()
+
+
+@cache
+def _counts_in_64_bits() -> bool:
+    """Whether the installed mamba_ssm has the fix that is proposed in its pull request 1016."""
+    found = find_spec("mamba_ssm")
+    folders = [Path(folder) for folder in (found and found.submodule_search_locations) or ()]
+    files = [folder / "ops" / "triton" / f"ssd_{name}.py" for folder in folders for name in _SCAN]
+    return bool(files) and all(file.exists() and "int64" in file.read_text() for file in files)
