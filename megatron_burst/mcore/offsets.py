@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 _MOST = 1 << 31
-_SCAN = "chunk_state chunk_scan combined bmm state_passing".split()  # mamba_ssm's files ssd_*.py
+_SCAN = (  # mamba_ssm's files
+    "ssd_chunk_state", "ssd_chunk_scan", "ssd_combined", "ssd_bmm", "ssd_state_passing",
+    "layernorm_gated",
+)  # fmt: skip
 
 
 def rope_fits(fused: bool | None, o: Any) -> bool:
@@ -46,24 +49,32 @@ def mamba_fits(state: int | None, o: Any) -> bool:
     """Whether Mamba's kernels can count what a rank projects of all rows of its heads.
 
     Source: mamba_ssm up to 2.3.2 (ssd_chunk_state.py: `pid_c * chunk_size * stride_dt_seqlen`,
-    where the stride is z's, x's, B's, C's and dt's together), state-spaces/mamba issue 1015.
+    where the stride is z's, x's, B's, C's and dt's together, unless --disable-mamba-mem-eff-path
+    copies them), state-spaces/mamba issue 1015. causal_conv1d counts that stride in unsigned 32.
     """
-    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
-    patterns = [getattr(o, name, None) or "" for name in names]
-    sizes = [getattr(o, name, None) for name in ("seq_length", "micro_batch_size")]
-    if "M" not in "".join(patterns) or None in (*sizes, state):
-        return True
+    patterns = [getattr(o, f"hybrid_{name}_pattern", None) for name in ("layer", "override")]
+    # 0.16 builds hybrids of a ratio alone
+    mixed = "M" in "".join(filter(None, patterns)) or (
+        not any(patterns) and getattr(o, "is_hybrid_model", False)
+    )
+    names = "seq_length micro_batch_size mamba_head_dim mamba_num_groups".split()
+    rows, batch, dim, groups = (getattr(o, name, None) for name in names)
+    hidden, heads = getattr(o, "hidden_size", None), getattr(o, "mamba_num_heads", None)
+    heads = heads or (2 * hidden // dim if hidden and dim else None)
+    if not mixed or None in (rows, batch, dim, groups, heads, state):
+        return True  # before Megatron validates, sizes may be unknown
     ranks = o.tensor_model_parallel_size * o.context_parallel_size
-    heads = getattr(o, "mamba_num_heads", None) or 2 * o.hidden_size // o.mamba_head_dim
-    groups = max(1, o.mamba_num_groups // ranks)  # ranks of more heads than groups repeat theirs
-    width = heads // ranks * (2 * o.mamba_head_dim + 1) + 2 * groups * state
-    return o.seq_length * o.micro_batch_size * width <= _MOST or _counts_in_64_bits()
+    groups = max(1, groups // ranks)  # of more ranks than groups each has a copy of one
+    elements = rows * batch * (heads // ranks * (2 * dim + 1) + 2 * groups * state)
+    return elements <= _MOST or (elements <= 2 * _MOST and _scans_in_64_bits())
 
 
 @cache
-def _counts_in_64_bits() -> bool:
-    """Whether the installed mamba_ssm has the fix that is proposed in its pull request 1016."""
+def _scans_in_64_bits() -> bool:
+    """Whether each kernel of the installed mamba_ssm's scan, and of the norm behind it, has a cast
+    to 64 bits."""
     found = find_spec("mamba_ssm")
     folders = [Path(folder) for folder in (found and found.submodule_search_locations) or ()]
-    files = [folder / "ops" / "triton" / f"ssd_{name}.py" for folder in folders for name in _SCAN]
-    return bool(files) and all(file.exists() and "int64" in file.read_text() for file in files)
+    files = [folder / "ops" / "triton" / f"{name}.py" for folder in folders for name in _SCAN]
+    texts = [file.read_text() if file.exists() else "@triton.jit" for file in files]
+    return bool(texts) and all(text.count("int64") >= text.count("@triton.jit") for text in texts)

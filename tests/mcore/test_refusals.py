@@ -117,11 +117,14 @@ CASES = {
         "mamba_state_dim": (
             [ULTRA, NEMOTRON | dict(micro_batch_size=2), ULTRA | dict(mamba_num_heads=None),
              ULTRA | dict(mamba_num_groups=2, seq_length=1 << 18),
-             ULTRA | dict(hybrid_layer_pattern=None, hybrid_override_pattern="M*-")],
+             ULTRA | dict(hybrid_layer_pattern=None, hybrid_override_pattern="M*-"),
+             ULTRA | dict(hybrid_layer_pattern=None, is_hybrid_model=True)],
             [NEMOTRON, ULTRA | dict(tensor_model_parallel_size=2),
              ULTRA | dict(context_parallel_size=8), ULTRA | dict(mamba_head_dim=63),
              ULTRA | dict(hybrid_layer_pattern="G*-"), ULTRA | dict(hybrid_layer_pattern=None),
-             ULTRA | dict(seq_length=None), ULTRA | dict(mamba_num_groups=4)],
+             ULTRA | dict(seq_length=None), ULTRA | dict(mamba_num_groups=4),
+             ULTRA | dict(mamba_num_heads=None, hidden_size=None),
+             ULTRA | dict(mamba_num_groups=None)],
         ),
     },
     "invariant": {
@@ -393,18 +396,21 @@ def test_numbers_of_the_loss_are_checked():
     check_unused(arguments(burst_tune=["keep_host_gib=2"]))
 
 
-@pytest.mark.parametrize("fixed", [0, 4, 5])
-def test_mamba_kernels_that_count_in_64_bits_run_any_length(fixed, tmp_path, monkeypatch):
-    """All five files of the scan must; the package is not loaded."""
+@pytest.mark.parametrize("fixed", [0, 5, 6])
+def test_mamba_kernels_that_count_in_64_bits_run_longer_samples(fixed, tmp_path, monkeypatch):
+    """All kernels of the scan must, and the convolution counts to 2^32. The package is not
+    loaded."""
     folder = tmp_path / "mamba_ssm" / "ops" / "triton"
     folder.mkdir(parents=True)
     (tmp_path / "mamba_ssm" / "__init__.py").write_text("raise RuntimeError('loaded')")
-    names = "chunk_state chunk_scan combined bmm state_passing".split()
-    for number, name in enumerate(names):
-        cast = ".to(tl.int64)" if number < fixed else ""
-        (folder / f"ssd_{name}.py").write_text(f"pid_b = tl.program_id(axis=0){cast}")
+    kernel = "@triton.jit\ndef kernel():\n    at = tl.program_id(axis=0)"
+    for number, name in enumerate(offsets._SCAN):
+        half = kernel + ("" if number == fixed else ".to(tl.int64)")
+        text = (kernel + ".to(tl.int64)\n" + half) if number <= fixed else kernel
+        (folder / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    offsets._counts_in_64_bits.cache_clear()
-    options = SimpleNamespace(**ULTRA, context_parallel_size=4)
-    assert refuses("run", "mamba_state_dim", options) == (fixed < 5)
-    offsets._counts_in_64_bits.cache_clear()
+    offsets._scans_in_64_bits.cache_clear()
+    for seq, right in ((244_928, fixed == 6), (489_845, fixed == 6), (489_856, False)):
+        options = SimpleNamespace(**ULTRA | dict(seq_length=seq), context_parallel_size=4)
+        assert refuses("run", "mamba_state_dim", options) != right
+    offsets._scans_in_64_bits.cache_clear()

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore import offsets
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.arguments import megatron_arguments
 from megatron_burst.tools.job.flags import as_words
@@ -220,9 +221,10 @@ def test_memory_of_mamba_layers():
     assert saved == pytest.approx(2 * (16 + of_mamba) + (136.125 - 100) + 3 * 100)
 
 
-def test_mambas_kernels_bound_the_length():
+def test_mambas_kernels_bound_the_length(monkeypatch):
     """A rank of 8 has 16 heads of 2 x 64 + 1 and a group of 2 x 128: 2320 of 2^31 elements a token,
     which are 925,643 tokens; of 16 ranks each has 8 heads and a group."""
+    monkeypatch.setattr(offsets, "_scans_in_64_bits", lambda: False)
     job = Job(MAMBA, 925_632, 64, 8, 8, H200)
     assert (MAMBA.linear.heads, MAMBA.linear.groups, MAMBA.linear.state) == (128, 8, 128)
     assert misfit(job, Strategy(cp=8, dp=8)) == ""
