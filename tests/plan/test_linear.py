@@ -20,6 +20,7 @@ from megatron_burst.tools.job.megatron import from_megatron
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.model_flags import model_flags
+from megatron_burst.tools.job.search import layouts, search
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy, misfit
 from megatron_burst.tools.simulate.kernels import Timer
@@ -231,6 +232,12 @@ def test_mambas_kernels_bound_the_length(monkeypatch):
     long = replace(job, seq=925_696)
     assert "TP x CP 8 is too small for Mamba" in misfit(long, Strategy(cp=8, dp=8))
     assert misfit(long, Strategy(cp=16, dp=4)) == ""
+    few = replace(long, gpus=8)
+    assert all(one.tp * one.cp > 8 for one in layouts(long, {}))
+    with pytest.raises(BurstError, match="no TP x CP is large enough for Mamba's kernels"):
+        search(few, ())
+    with pytest.raises(BurstError, match="choose a --seq-length that is a multiple of 16"):
+        search(replace(few, seq=1001), ())
 
 
 def test_groups_of_heads_bound_the_ranks():

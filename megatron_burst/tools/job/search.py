@@ -12,6 +12,7 @@ from megatron_burst.errors import BurstError, nearest_multiples
 from megatron_burst.mcore.refusals import refuses
 from megatron_burst.tools.job.auto import placed_by_auto
 from megatron_burst.tools.job.candidate import Candidate, look_at, missing_gib, rank
+from megatron_burst.tools.job.linear import Mamba
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.strategy import (
     FSDP_ARGUMENTS,
@@ -130,8 +131,11 @@ def _why_nothing(job: Job, fixed: Fixed, of_script: Named) -> str:
         why = misfit(job, Strategy(**sizes))
     if not why and next(layouts(job, sizes), None) is None:
         even = replace(job, seq=2 * job.gpus)  # every CP x TP divides it
-        if next(layouts(even, sizes), None):
-            near = nearest_multiples(job.seq, length_step(job, sizes))
+        is_length, step = any(layouts(even, sizes)), length_step(job, sizes)
+        if is_length and job.seq % step == 0 and isinstance(job.model.linear, Mamba):
+            why = "no TP x CP is large enough for Mamba's kernels, which count in 32 bits"
+        elif is_length:
+            near = nearest_multiples(job.seq, step)
             change = f"choose a --seq-length that is a {near} (2 x CP x TP)"
     return (
         "plan: some TP x CP x PP x DP and policy must make up the job, because Megatron shards "
