@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
-from megatron_burst.schedule.program import Transfer
+from megatron_burst.schedule.program import Stream, Transfer
 from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from megatron_burst.tools.hardware import Curve, LinkSpeed
@@ -69,13 +69,14 @@ def seconds(call, machine, direction) -> float:
 
 
 def computing(call, machine, direction) -> float:
-    """Kernel seconds of the rank with the most of them."""
+    """Seconds of the compute stream's kernels, of the rank with the most of them."""
     most = 0.0
     for rank in range(call.topology.cp_size):
         found = program(call, rank, direction)
         timer = OpTimer(found, Timer(machine, call.backend))
-        kernels = (timer.seconds(op) for op in found.ops if not isinstance(op, Transfer))
-        most = max(most, sum(kernels))
+        kernels = (op for op in found.ops if not isinstance(op, Transfer))
+        on_stream = (op for op in kernels if op.stream is Stream.COMPUTE)
+        most = max(most, sum(map(timer.seconds, on_stream)))
     return most
 
 

@@ -143,7 +143,7 @@ def test_predictions_of_lengths_that_were_not_fitted_are_near():
     memory = [abs(e) for one in others if (e := one.memory_error) is not None]
     assert median(memory) < 0.05
     lost = validate.choices(found)
-    assert sum(loss <= 0.03 for loss in lost) >= 0.9 * len(lost) > 0
+    assert sum(loss <= 0.03 for loss in lost) >= 0.8 * len(lost) > 0 and max(lost) < 0.05
 
 
 def test_published_set_ups_are_planned_near_what_was_published():

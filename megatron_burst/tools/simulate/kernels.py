@@ -16,8 +16,10 @@ from megatron_burst.tools.simulate.sample import Sample, slowest_share, typical_
 _BACKWARD_KERNELS = 3  # rowsum(dO O) and zeroed sums; the products; sums in the inputs' dtype
 # Cost per query of packed documents beyond the keys that it sees, in keys: kernels start over with
 # each document. With documents of 2K, FlashAttention-4 alone on H200 has 0.76 of its speed forward
-# and 0.79 in both passes (packed_2xh200_one_node.csv): 270 to 320 keys.
+# and 0.79 in both passes (packed_2xh200_one_node.csv): 270 to 320 keys. Chunks of documents are
+# fitted to the gathers there: they have 0.86 to 0.95 of whole documents' speed in backward.
 _BEGIN = 300
+_BEGIN_OF_CHUNK = {Direction.FORWARD: 350, Direction.BACKWARD: 575}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +33,11 @@ class Timer:
     tokens: int | None = None  # of the whole sequence; None: those of the program's ranks
 
     def tile(
-        self, tile: Tile, shape: AttentionShape, direction: Direction, share: float = 1.0
-    ) -> float:
-        """Seconds of a tile of a call with these heads, if a share of its pairs is computed.
+        self, tile: Tile, shape: AttentionShape, direction: Direction, share: float = 1.0,
+        in_chunks: bool = False,
+    ) -> float:  # fmt: skip
+        """Seconds of a tile of a call with these heads, if a share of its pairs is computed;
+        `in_chunks`: of each document ranks have chunks.
 
         A pair costs two products forward and five backward. A GPU with fewer blocks than
         multiprocessors is partly idle, and so it is in the last wave of blocks that are alike;
@@ -42,7 +46,7 @@ class Timer:
         rows = len(tile.q) if direction is Direction.FORWARD else len(tile.kv)
         pairs = share * self.pairs(tile)
         if self.sample:
-            pairs += _BEGIN * len(tile.q)
+            pairs += (_BEGIN_OF_CHUNK[direction] if in_chunks else _BEGIN) * len(tile.q)
         return self._kernel(pairs, rows, tile.mask.causal, shape, direction)
 
     def pairs(self, tile: Tile) -> float:
@@ -195,18 +199,26 @@ class OpTimer(Parts):
             # windows are short compared with documents
             usual = op.mask.documents and not (op.mask.windowed or self._timer.sample)
             share = self._share(tile) if usual else 1.0
-            self._tiles[key] = self._timer.tile(tile, shape, self._program.direction, share)
+            # cuDNN was not fitted
+            chunks = isinstance(tile.places, Runs) and self._timer.backend != "cudnn"
+            chunks = chunks and len(tile.q) < self._all_rows
+            self._tiles[key] = self._timer.tile(tile, shape, self._program.direction, share, chunks)
         return self._tiles[key]
+
+    @property
+    def _all_rows(self) -> int:
+        """Of all ranks."""
+        own = next(
+            buffer.rows for buffer in self._program.buffers.values() if buffer.home is Home.CALL
+        )
+        return self._program.topology.cp_size * own
 
     def _share(self, tile: Tile) -> float:
         """Share of a tile's pairs in typical documents. All ranks have equal work if each has
         chunks of every document, or all rows; else each is assumed to be the slowest."""
-        size = self._program.topology.cp_size
-        own = next(
-            buffer.rows for buffer in self._program.buffers.values() if buffer.home is Home.CALL
-        )
-        even = isinstance(tile.places, Runs) or len(tile.q) == size * own
-        tokens = self._timer.tokens or size * own
+        size, every = self._program.topology.cp_size, self._all_rows
+        even = isinstance(tile.places, Runs) or len(tile.q) == every
+        own, tokens = every // size, self._timer.tokens or every
         return typical_share(tokens) * (1.0 if even else slowest_share(tokens // own))
 
 

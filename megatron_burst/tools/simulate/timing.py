@@ -2,8 +2,8 @@
 
 Waits are as in the engine (`schedule.order`): kernels are queued on two streams of each rank,
 transfers on one per link and cargo. A transfer starts when all participants are ready and its ports
-are free. During NCCL transfers, kernels have fewer multiprocessors. The side stream has priority
-over the compute stream: its kernels are short and use the whole GPU.
+are free. During NCCL transfers, kernels have fewer multiprocessors. Kernels on the side stream only
+copy and add; they run beside those of the compute stream, as measured all-to-alls do.
 """
 
 from collections import Counter, defaultdict
@@ -53,7 +53,6 @@ class _Gpu:
     pace: float = 0.0
     turns: int = 0  # how often the pace has changed
     nccl: int = 0  # transfers that take multiprocessors
-    side: int = 0  # kernels on the side stream
 
 
 def simulate(
@@ -134,10 +133,9 @@ class _World:
         assert task.op is not None and not isinstance(task.op, Transfer)
         if task.op.stream is Stream.COMPUTE:
             gpu.task, gpu.left, gpu.since, gpu.pace = task, task.seconds, now, 0.0
+            self._pace(gpu, now)
         else:
-            gpu.side += 1
-            self._at(now + task.seconds, self._side_over, gpu, task)
-        self._pace(gpu, now)
+            self._at(now + task.seconds, self._over, task)
 
     def _pace(self, gpu: _Gpu, now: float) -> None:
         """Continue a kernel at the speed that concurrent work allows."""
@@ -145,19 +143,13 @@ class _World:
             return
         gpu.left -= (now - gpu.since) * gpu.pace
         gpu.since, gpu.turns = now, gpu.turns + 1
-        gpu.pace = 0.0 if gpu.side else self._slow if gpu.nccl else 1.0
-        if gpu.pace:
-            self._at(now + gpu.left / gpu.pace, self._kernel_over, gpu, gpu.turns)
+        gpu.pace = self._slow if gpu.nccl else 1.0
+        self._at(now + gpu.left / gpu.pace, self._kernel_over, gpu, gpu.turns)
 
     def _kernel_over(self, gpu: _Gpu, turn: int, now: float) -> None:
         if turn == gpu.turns and gpu.task:
             task, gpu.task = gpu.task, None
             self._over(task, now)
-
-    def _side_over(self, gpu: _Gpu, task: Task, now: float) -> None:
-        gpu.side -= 1
-        self._pace(gpu, now)
-        self._over(task, now)
 
     def _move(self, task: Task, now: float) -> None:
         """Start a transfer whose ranks are all ready; ports serve first come, first served."""
