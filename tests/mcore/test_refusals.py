@@ -82,7 +82,7 @@ MLA = dict(  # K and V of a token together have 32768 elements, and 2^31 / 32768
 )  # fmt: skip
 FEW = dict(num_query_groups=1, micro_batch_size=3)
 GQA = dict(group_query_attention=True, num_query_groups=8)
-NEMOTRON = dict(  # 64 heads of 2 x 64 + 1 and 2 groups of 2 x 128 a rank: 2^31 / 8768 is 244,924
+NEMOTRON = dict(  # 64 heads of 2 x 64 + 1 and 2 groups of 2 x 128 a rank: 2^31 / 8768 is 244,922.9
     hybrid_layer_pattern="M*-", mamba_num_heads=256, mamba_head_dim=64, mamba_num_groups=8,
     mamba_state_dim=128, hidden_size=8192, micro_batch_size=1, tensor_model_parallel_size=1,
     seq_length=244920,

@@ -68,14 +68,14 @@ def seconds(call, machine, direction) -> float:
     return timeline(call, machine, direction).seconds
 
 
-def computing(call, machine, direction) -> float:
-    """Seconds of the compute stream's kernels, of the rank with the most of them."""
+def computing(call, machine, direction, streams=(Stream.COMPUTE,)) -> float:
+    """Seconds of these streams' kernels, of the rank with the most of them."""
     most = 0.0
     for rank in range(call.topology.cp_size):
         found = program(call, rank, direction)
         timer = OpTimer(found, Timer(machine, call.backend))
         kernels = (op for op in found.ops if not isinstance(op, Transfer))
-        on_stream = (op for op in kernels if op.stream is Stream.COMPUTE)
+        on_stream = (op for op in kernels if op.stream in streams)
         most = max(most, sum(map(timer.seconds, on_stream)))
     return most
 
@@ -96,13 +96,14 @@ def test_without_overlap_nothing_is_faster(call, direction):
 @given(calls(), directions)
 def test_with_instant_links_only_kernels_count(call, direction):
     expected = computing(call, INSTANT, direction)
+    every = computing(call, INSTANT, direction, tuple(Stream))  # copies may be waited for
     found = timeline(call, INSTANT, direction)
     # ranks may wait for one another where a layout gives them unequal work
     assert found.seconds >= expected - SLACK
     if call.layout is Layout.ZIGZAG and call.intra == "ring":
         assert found.seconds <= expected * 1.2 + SLACK
     if call.mask.full and call.inter == "ring":  # all ranks have the same work
-        assert found.seconds == pytest.approx(expected)
+        assert found.seconds <= every + SLACK
         assert found.exposed(Link.INTRA) == found.exposed(Link.INTER) == 0
     if call.topology.cp_size == 1:
         assert found.seconds == pytest.approx(expected)

@@ -224,7 +224,7 @@ def test_memory_of_mamba_layers():
 
 def test_mambas_kernels_bound_the_length(monkeypatch):
     """A rank of 8 has 16 heads of 2 x 64 + 1 and a group of 2 x 128: 2320 of 2^31 elements a token,
-    which are 925,643 tokens; of 16 ranks each has 8 heads and a group."""
+    which are 925,639 tokens; of 16 ranks each has 8 heads and a group."""
     monkeypatch.setattr(offsets, "_scans_in_64_bits", lambda: False)
     job = Job(MAMBA, 925_632, 64, 8, 8, H200)
     assert (MAMBA.linear.heads, MAMBA.linear.groups, MAMBA.linear.state) == (128, 8, 128)
@@ -234,8 +234,13 @@ def test_mambas_kernels_bound_the_length(monkeypatch):
     assert misfit(long, Strategy(cp=16, dp=4)) == ""
     few = replace(long, gpus=8)
     assert all(one.tp * one.cp > 8 for one in layouts(long, {}))
-    with pytest.raises(BurstError, match="no TP x CP is large enough for Mamba's kernels"):
-        search(few, ())
+    uneven, fixed = replace(few, seq=4_000_001), (("cp", 2), ("tp", 4))
+    for one, given in ((few, ()), (uneven, ()), (long, fixed)):
+        with pytest.raises(BurstError, match="no such TP x CP is large enough for Mamba's"):
+            search(one, given)
+    odd = replace(MAMBA, linear=replace(MAMBA.linear, heads=96, groups=12))
+    with pytest.raises(BurstError, match="choose a --seq-length that is a multiple of"):
+        search(Job(odd, 1000, 12, 12, 4, H200), (("pp", 1),))
     with pytest.raises(BurstError, match="choose a --seq-length that is a multiple of 16"):
         search(replace(few, seq=1001), ())
 

@@ -174,11 +174,15 @@ class Mamba(Linear):
         groups = self.groups // tp
         if max(groups, cp) % min(groups, cp):
             return f"CP {cp} and the {groups} groups of Mamba heads of a TP rank do not divide"
+        if not self.is_countable(tp, cp, tokens):
+            return f"TP x CP {tp * cp} is too small for Mamba's kernels, which count in 32 bits"
+        return ""
+
+    def is_countable(self, tp: int, cp: int, tokens: int) -> bool:
+        """Whether mamba_ssm's kernels can count what a rank projects of a sample."""
         options = SimpleNamespace(
             seq_length=tokens, micro_batch_size=1, context_parallel_size=cp,
             tensor_model_parallel_size=tp, hybrid_layer_pattern="M", mamba_num_heads=self.heads,
             mamba_head_dim=self.dim, mamba_num_groups=self.groups, mamba_state_dim=self.state,
         )  # fmt: skip
-        if refuses("run", "mamba_state_dim", options):
-            return f"TP x CP {tp * cp} is too small for Mamba's kernels, which count in 32 bits"
-        return ""
+        return not refuses("run", "mamba_state_dim", options)

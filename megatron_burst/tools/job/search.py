@@ -131,17 +131,24 @@ def _why_nothing(job: Job, fixed: Fixed, of_script: Named) -> str:
         why = misfit(job, Strategy(**sizes))
     if not why and next(layouts(job, sizes), None) is None:
         even = replace(job, seq=2 * job.gpus)  # every CP x TP divides it
-        is_length, step = any(layouts(even, sizes)), length_step(job, sizes)
-        if is_length and job.seq % step == 0 and isinstance(job.model.linear, Mamba):
-            why = "no TP x CP is large enough for Mamba's kernels, which count in 32 bits"
-        elif is_length:
-            near = nearest_multiples(job.seq, step)
+        if not _is_countable(job, sizes):
+            why = "no such TP x CP is large enough for Mamba's kernels, which count in 32 bits"
+        elif any(layouts(even, sizes)):
+            near = nearest_multiples(job.seq, length_step(job, sizes))
             change = f"choose a --seq-length that is a {near} (2 x CP x TP)"
     return (
         "plan: some TP x CP x PP x DP and policy must make up the job, because Megatron shards "
         f"everything evenly; got {job.gpus} GPUs, {job.model.heads_q}/{job.model.heads_kv} heads, "
         f"{job.seq} tokens, a batch of {job.batch} and {given}{why and f' ({why})'}; {change}"
     )
+
+
+def _is_countable(job: Job, sizes: dict[str, int]) -> bool:
+    """Whether Mamba's kernels can count a sample's elements on the most ranks that may share it."""
+    most = job.gpus // (sizes.get("pp", 1) * sizes.get("dp", 1))
+    ranks = min(most, sizes.get("cp", most) * min(sizes.get("tp", most), most))
+    linear = job.model.linear
+    return not isinstance(linear, Mamba) or linear.is_countable(1, ranks, job.seq)
 
 
 def length_step(job: Job, sizes: dict[str, int]) -> int:

@@ -113,7 +113,9 @@ def attention_time(
     Raises:
         BurstError: if the call cannot run this way.
     """
-    timer = Timer(hardware, call.backend, pass_tflop, sample, tokens)
+    timer = Timer(
+        hardware, call.backend, pass_tflop, sample, tokens, call.kernel.rectangular_causal
+    )
     some = _simulated(call) if ranks is None else ranks
     collects = gc.isenabled()
     gc.disable()  # many new objects trigger it repeatedly; the simulation breaks its own cycles

@@ -17,7 +17,7 @@ _BACKWARD_KERNELS = 3  # rowsum(dO O) and zeroed sums; the products; sums in the
 # Cost per query of packed documents beyond the keys that it sees, in keys: kernels start over with
 # each document. With documents of 2K, FlashAttention-4 alone on H200 has 0.76 of its speed forward
 # and 0.79 in both passes (packed_2xh200_one_node.csv): 270 to 320 keys. Chunks of documents are
-# fitted to the gathers there: they have 0.86 to 0.95 of whole documents' speed in backward.
+# fitted to the gathers there, whose backward is slower by more than their transfers.
 _BEGIN = 300
 _BEGIN_OF_CHUNK = {Direction.FORWARD: 350, Direction.BACKWARD: 575}
 
@@ -31,13 +31,14 @@ class Timer:
     pass_tflop: float = inf  # TFLOP computed without a pause; training has no pauses
     sample: Sample | None = None  # the documents; None: one
     tokens: int | None = None  # of the whole sequence; None: those of the program's ranks
+    slow_chunks: bool = True  # whether chunks of documents cost more: measured for FlashAttention-4
 
     def tile(
         self, tile: Tile, shape: AttentionShape, direction: Direction, share: float = 1.0,
         in_chunks: bool = False,
     ) -> float:  # fmt: skip
         """Seconds of a tile of a call with these heads, if a share of its pairs is computed;
-        `in_chunks`: of each document ranks have chunks.
+        `in_chunks`: whether ranks have chunks of each document.
 
         A pair costs two products forward and five backward. A GPU with fewer blocks than
         multiprocessors is partly idle, and so it is in the last wave of blocks that are alike;
@@ -199,9 +200,8 @@ class OpTimer(Parts):
             # windows are short compared with documents
             usual = op.mask.documents and not (op.mask.windowed or self._timer.sample)
             share = self._share(tile) if usual else 1.0
-            # cuDNN was not fitted
-            chunks = isinstance(tile.places, Runs) and self._timer.backend != "cudnn"
-            chunks = chunks and len(tile.q) < self._all_rows
+            chunks = isinstance(tile.places, Runs) and len(tile.q) < self._all_rows
+            chunks = chunks and self._timer.slow_chunks
             self._tiles[key] = self._timer.tile(tile, shape, self._program.direction, share, chunks)
         return self._tiles[key]
 
