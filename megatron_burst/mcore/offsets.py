@@ -52,16 +52,11 @@ def mamba_fits(state: int | None, o: Any) -> bool:
     where the stride is z's, x's, B's, C's and dt's together, unless --disable-mamba-mem-eff-path
     copies them), state-spaces/mamba issue 1015. causal_conv1d counts that stride in unsigned 32.
     """
-    patterns = [getattr(o, f"hybrid_{name}_pattern", None) for name in ("layer", "override")]
-    # 0.16 builds hybrids of a ratio alone
-    mixed = "M" in "".join(filter(None, patterns)) or (
-        not any(patterns) and getattr(o, "is_hybrid_model", False)
-    )
     names = "seq_length micro_batch_size mamba_head_dim mamba_num_groups".split()
     rows, batch, dim, groups = (getattr(o, name, None) for name in names)
     hidden, heads = getattr(o, "hidden_size", None), getattr(o, "mamba_num_heads", None)
     heads = heads or (2 * hidden // dim if hidden and dim else None)
-    if not mixed or None in (rows, batch, dim, groups, heads, state):
+    if not _has_mamba(o) or None in (rows, batch, dim, groups, heads, state):
         return True  # before Megatron validates, sizes may be unknown
     ranks = o.tensor_model_parallel_size * o.context_parallel_size
     groups = max(1, groups // ranks)  # of more ranks than groups each has a copy of one
@@ -69,15 +64,25 @@ def mamba_fits(state: int | None, o: Any) -> bool:
     return elements <= _MOST or (elements <= 2 * _MOST and _scans_in_64_bits())
 
 
+def _has_mamba(o: Any) -> bool:
+    patterns = [getattr(o, f"hybrid_{name}_pattern", None) for name in ("layer", "override")]
+    if any(patterns):
+        return any("M" in pattern for pattern in patterns if pattern)
+    return getattr(o, "is_hybrid_model", False)  # 0.16 builds hybrids of a ratio alone
+
+
 @cache
 def _scans_in_64_bits() -> bool:
     """Whether each kernel of the installed mamba_ssm's scan, and of the norm behind it, has a cast
     to 64 bits."""
     found = find_spec("mamba_ssm")
-    folders = [Path(folder) for folder in (found and found.submodule_search_locations) or ()]
-    files = [folder / "ops" / "triton" / f"{name}.py" for folder in folders for name in _SCAN]
-    kernels = [
-        kernel for file in files
-        for kernel in (file.read_text() if file.exists() else "").split("@triton.jit")[1:] or [""]
-    ]  # fmt: skip
+    if found is None or not found.submodule_search_locations:
+        return False
+    folder = Path(found.submodule_search_locations[0]) / "ops" / "triton"
+    return all(_casts(folder / f"{name}.py") for name in _SCAN)
+
+
+def _casts(file: Path) -> bool:
+    """Whether a file has Triton kernels, and a cast to 64 bits in each."""
+    kernels = file.read_text().split("@triton.jit")[1:] if file.exists() else []
     return bool(kernels) and all("int64" in kernel for kernel in kernels)

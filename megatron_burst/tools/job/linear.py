@@ -73,6 +73,10 @@ class Linear(ABC):
     def misfit(self, tp: int, cp: int, tokens: int) -> str:
         """Why Megatron or burst refuses such sizes for samples of `tokens`, or ""."""
 
+    def is_countable(self, tp: int, cp: int, tokens: int) -> bool:
+        """Whether kernels can count what a rank projects of a sample."""
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet(Linear):
@@ -179,7 +183,7 @@ class Mamba(Linear):
         return ""
 
     def is_countable(self, tp: int, cp: int, tokens: int) -> bool:
-        """Whether mamba_ssm's kernels can count what a rank projects of a sample."""
+        """As burst finds it of mamba_ssm's kernels."""
         options = SimpleNamespace(
             seq_length=tokens, micro_batch_size=1, context_parallel_size=cp,
             tensor_model_parallel_size=tp, hybrid_layer_pattern="M", mamba_num_heads=self.heads,

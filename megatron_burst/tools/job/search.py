@@ -12,7 +12,6 @@ from megatron_burst.errors import BurstError, nearest_multiples
 from megatron_burst.mcore.refusals import refuses
 from megatron_burst.tools.job.auto import placed_by_auto
 from megatron_burst.tools.job.candidate import Candidate, look_at, missing_gib, rank
-from megatron_burst.tools.job.linear import Mamba
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.strategy import (
     FSDP_ARGUMENTS,
@@ -144,11 +143,11 @@ def _why_nothing(job: Job, fixed: Fixed, of_script: Named) -> str:
 
 
 def _is_countable(job: Job, sizes: dict[str, int]) -> bool:
-    """Whether Mamba's kernels can count a sample's elements on the most ranks that may share it."""
+    """Whether kernels can count a sample's elements on the most ranks that may share it."""
     most = job.gpus // (sizes.get("pp", 1) * sizes.get("dp", 1))
-    ranks = min(most, sizes.get("cp", most) * min(sizes.get("tp", most), most))
+    ranks = min(most, sizes.get("cp", most) * sizes.get("tp", most))
     linear = job.model.linear
-    return not isinstance(linear, Mamba) or linear.is_countable(1, ranks, job.seq)
+    return linear is None or linear.is_countable(1, ranks, job.seq)
 
 
 def length_step(job: Job, sizes: dict[str, int]) -> int:

@@ -47,7 +47,8 @@ class Timer:
         rows = len(tile.q) if direction is Direction.FORWARD else len(tile.kv)
         pairs = share * self.pairs(tile)
         if self.sample:
-            pairs += (_BEGIN_OF_CHUNK[direction] if in_chunks else _BEGIN) * len(tile.q)
+            slow = in_chunks and self.slow_chunks
+            pairs += (_BEGIN_OF_CHUNK[direction] if slow else _BEGIN) * len(tile.q)
         return self._kernel(pairs, rows, tile.mask.causal, shape, direction)
 
     def pairs(self, tile: Tile) -> float:
@@ -201,7 +202,6 @@ class OpTimer(Parts):
             usual = op.mask.documents and not (op.mask.windowed or self._timer.sample)
             share = self._share(tile) if usual else 1.0
             chunks = isinstance(tile.places, Runs) and len(tile.q) < self._all_rows
-            chunks = chunks and self._timer.slow_chunks
             self._tiles[key] = self._timer.tile(tile, shape, self._program.direction, share, chunks)
         return self._tiles[key]
 
