@@ -17,6 +17,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.tools.terminal import Progress, shown
 
 _PATIENCE = timedelta(minutes=10)  # ranks wait this long while one computes alone
+_FAILED_PATIENCE = timedelta(minutes=1)  # one that failed waits this long for the others
 _HEAD_START_CYCLES = 20_000_000  # about 10 ms
 
 
@@ -164,7 +165,8 @@ def attempt(action: Callable[[], object], world: World) -> str | None:
     """Why an action failed, in one line, or None; the same on all ranks.
 
     Raises:
-        BurstError: if it failed on some ranks only: the others may wait for them forever.
+        BurstError: if it failed on some ranks only. If the others wait for them, ranks that failed
+            raise it after a minute, which ends the run.
     """
     try:
         action()
@@ -172,17 +174,28 @@ def attempt(action: Callable[[], object], world: World) -> str | None:
     except Exception as error:  # any error of a peer becomes a row with its reason
         kind = "" if isinstance(error, BurstError) else f"{type(error).__name__}: "
         failure = (kind + " ".join(str(error).split()))[:400]
+    try:
+        dist.monitored_barrier(world.control, _FAILED_PATIENCE if failure else _PATIENCE)
+    except RuntimeError as error:
+        if failure is None:
+            raise
+        where = f"rank {world.rank}, which others wait for"
+        raise _failed_alone(where, failure) from error
     failures = world.gather(failure)
     failed = [rank for rank, reason in enumerate(failures) if reason is not None]
     if failed and len(failed) < world.size:
-        raise BurstError(
-            "benchmarks: an implementation must run or fail on all ranks, because otherwise ranks "
-            f"wait in its collectives; got a failure on ranks {failed} of {world.size} only: "
-            f"{failures[failed[0]]}; leave that implementation or size out"
-        )
+        raise _failed_alone(f"ranks {failed} of {world.size} only", failures[failed[0]])
     if not failed:
         world.synchronize()
     return failures[0]
+
+
+def _failed_alone(where: str, failure: str) -> BurstError:
+    return BurstError(
+        "benchmarks: an implementation must run or fail on all ranks, because otherwise ranks wait "
+        f"in its collectives; got a failure on {where}: {failure}; leave that implementation or "
+        "size out"
+    )
 
 
 def clean_up(world: World) -> None:

@@ -49,6 +49,29 @@ def bench(rank, folder):
     return rows, none, said, reasons
 
 
+def fail_alone(rank):
+    """What each rank has after rank 0 failed while rank 1 waits for it; in a process of its own."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from megatron_burst.tools import world
+
+    world._FAILED_PATIENCE = world._PATIENCE = timedelta(seconds=2)
+    everyone, store = world.world_of("cpu"), dist.distributed_c10d._get_default_store()
+
+    def action():
+        if rank == 0:
+            raise MemoryError("out of memory")
+        store.wait(["rank 0 has said so"])
+
+    try:
+        return world.attempt(action, everyone)
+    except Exception as error:
+        store.set("rank 0 has said so", "")
+        return str(error)
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
@@ -198,3 +221,9 @@ def test_a_fast_wrong_answer_is_no_peer():
         assert right == again == ("ok", "")
         assert wrong[0] == "failed" and "wrong: out is off by 0, dq is off by 0, dk" in wrong[1]
         assert "dk is off by 0.1, dv is off by 0" in wrong[1]
+
+
+def test_a_rank_that_fails_alone_says_so_although_others_wait_for_it():
+    """Guards against runs that hang because one rank has run out of memory."""
+    said, _ = run_ranks(fail_alone, 2, fresh=True)
+    assert "a failure on rank 0, which others wait for: MemoryError: out of memory" in said
