@@ -91,11 +91,12 @@ class Call:
             device.type, self.dtypes[0], shape.dim_qk, shape.dim_v,
             shape.heads_q != shape.heads_kv, self.config.reproducible, arch_of(device),
             frozenset({SLICES}) if self.sliced else mask.needs, self.config.invariant,
+            shape.batch * shape.tokens * shape.heads_q * max(shape.dim_qk, shape.dim_v) > 1 << 31,
         )  # fmt: skip
 
     def facts(self) -> dict[str, str]:
         """Facts of this rank's machine that decide how the call runs, by name; ranks with equal
-        facts choose alike, whatever the batch and tokens."""
+        facts choose alike, whatever the batch and tokens, if `Problem.huge` is the same."""
         config, device = self.config, self.devices[0]
         facts = {"version": f"{__version__} with torch {torch.__version__}"}
         try:

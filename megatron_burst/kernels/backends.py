@@ -28,6 +28,7 @@ class Problem:
     arch: int = 0  # major number of the GPU's compute capability
     needs: frozenset[str] = frozenset()  # of the mask: `Mask.needs`
     invariant: bool = False  # bits must not depend on the number of heads
+    huge: bool = False  # a rank's queries, or its output, have more than 2^31 elements
 
 
 @lru_cache
@@ -78,6 +79,7 @@ class Capability:
     wide_pairs: frozenset[tuple[int, int]] = frozenset()  # (QK, V) head dimensions beyond max_dim
     # (QK, V) head dimensions with wrong gradients
     wrong_pairs_on: Mapping[int, frozenset[tuple[int, int]]] = field(default_factory=dict)
+    in_32_bits: frozenset[str | None] = frozenset()  # masks with such offsets; None: full, causal
 
     def refusal(self, problem: Problem) -> str | None:
         """Why the backend does not support the problem, or None if it does."""
@@ -93,6 +95,8 @@ class Capability:
             return "it may split a row's keys if heads are few, so that bits depend on their number"
         if lacks := sorted(problem.needs - self.masks - self.composed, reverse=True):
             return f"it has no {lacks[0]}"
+        if problem.huge and self.in_32_bits & (problem.needs or {None}):
+            return "it counts elements in 32 bits, and a rank has over 2^31 of Q or of the output"
         equal_dims = self.equal_dims or (self.equal_dims_if_grouped and problem.grouped)
         if equal_dims and problem.dim_qk != problem.dim_v:
             return "it needs equal head dimensions of queries and values"
@@ -124,8 +128,7 @@ class Capability:
 
 
 class QuerySide(NamedTuple):
-    """Everything that belongs to query rows in backward: delta or the output; of both, delta counts
-    for kernels that take it."""
+    """Of query rows in backward: delta or the output; of both, kernels that take delta use it."""
 
     q: Tensor  # [b, n, h, dqk]
     dout: Tensor  # [b, n, h, dv]
@@ -191,20 +194,17 @@ def backends() -> dict[str, Backend]:
     from megatron_burst.kernels.torch_gpu import Cudnn, Flash
     from megatron_burst.kernels.triton import Triton
 
-    every = (
-        FlashAttention4(), FlashAttention3(), Cudnn(), FlashAttention2(), Flash(), Triton(),
-        TorchCpu(), Reference(),
+    every: tuple[type[Backend], ...] = (
+        FlashAttention4, FlashAttention3, Cudnn, FlashAttention2, Flash, Triton, TorchCpu, Reference
     )  # fmt: skip
-    return {backend.capability.name: backend for backend in every}
+    return {kind.capability.name: kind() for kind in every}
 
 
 def kernel_of(backend: Backend, device: torch.device) -> Kernel:
     """What programs depend on of a backend on a device."""
     can = backend.capability
-    return Kernel(
-        can.rectangular_causal, can.takes_delta, can.wide_grads, device.type,
-        multiprocessors(device),
-    )  # fmt: skip
+    supports = can.rectangular_causal, can.takes_delta, can.wide_grads
+    return Kernel(*supports, device.type, multiprocessors(device))
 
 
 def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Choice]:
@@ -246,7 +246,7 @@ def in_one_call(problem: Problem) -> Backend | None:
 def _automatic(problem: Problem) -> list[str]:
     """The candidates of "auto"."""
     able = (b.capability for b in backends().values() if "cuda" in b.capability.devices)
-    largest = max(capability.max_dim_of(problem.arch) for capability in able)
+    largest = max(can.max_dim_of(problem.arch) for can in able)
     slow = problem.device == "cuda" and max(problem.dim_qk, problem.dim_v) > largest
     return [name for name in backends() if not (slow and name == "reference")]
 
@@ -255,8 +255,7 @@ _UNKNOWN = "no such backend exists"
 
 
 def _refusal(name: str, problem: Problem) -> str | None:
-    backend = backends().get(name)
-    if backend is None:
+    if (backend := backends().get(name)) is None:
         return _UNKNOWN
     return backend.capability.refusal(problem) or backend.missing()
 

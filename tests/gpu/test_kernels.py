@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_burst.kernels.backends import QuerySide, backends
-from megatron_burst.schedule.mask import SLICES, Mask
+from megatron_burst.schedule.mask import DOCUMENTS, SLICES, Mask
 from megatron_burst.tools.speeds import problem_of
 from tests.gpu import needs_gpus
 from tests.kernels.bands import Band, Composed, errors_of
@@ -193,3 +193,33 @@ def test_the_same_bits_twice(name, case):
         backend.backward(side, k, v, band.scale, visible, deterministic=True) for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["full", "documents"])
+@pytest.mark.parametrize("name", kernels())
+def test_rows_2_31_elements_behind_the_first(name, packed):
+    """Guards against offsets in 32 bits, where a kernel does not say that it has them."""
+    rows, far = 2049, 2**20
+    lengths = (1025, 1024) if packed else (rows,)
+    band = Band(
+        lengths, lengths, packed=packed, dtype=torch.bfloat16, **PLAIN | {"heads": 1, "heads_kv": 1}
+    )
+    backend, can = backend_for(name, band), backends()[name].capability
+    if can.in_32_bits & {None, DOCUMENTS}:
+        pytest.skip("it counts elements in 32 bits")
+    memory = torch.empty(rows * far, dtype=torch.bfloat16, device="cuda")
+    near, visible = band.inputs("cuda"), band.visible("cuda")
+
+    def run(move):
+        q, k, v, dout = (move(x, i) for i, x in enumerate(near))
+        out, lse = backend.forward(q, k, v, band.scale, visible)
+        side = QuerySide(q, dout, lse, None, move(out, 4))
+        return out, *backend.backward(side, k, v, band.scale, visible)
+
+    def apart(x, place):
+        return memory.as_strided(
+            x.shape, (rows * far, far, x.shape[3], 1), place * x.shape[3]
+        ).copy_(x)
+
+    for found, expected in zip(run(apart), run(lambda x, _: x.clone()), strict=True):
+        assert (found.float() - expected.float()).abs().max() <= BOUND * expected.abs().max()

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_burst.call import Asked, call_of
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import Problem, QuerySide, backends, choose_backend
 from megatron_burst.kernels.partial import delta_stand_in, row_delta
 from megatron_burst.kernels.visible import CAUSAL, FULL
+from megatron_burst.schedule.mask import DOCUMENTS
 from megatron_burst.tools.simulate.call import _RECTANGULAR
 from tests.oracle import full_attention
 
@@ -182,3 +184,26 @@ def test_flash_attention_4_is_not_given_pairs_whose_gradients_it_gets_wrong():
         assert (capability.refusal(given) is None) == right, dims
         assert choose_backend(given, "auto")[1].value != "fa4" or right
     assert capability.refusal(replace(problem("cuda", torch.bfloat16, 128, 64), arch=10)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "packed"),
+    [("fa4", None, None), ("triton", None, None), ("cudnn", "2^31", "no"), ("flash", None, "2^31")],
+)
+def test_kernels_that_count_in_32_bits_are_not_given_more_elements(name, plain, packed):
+    """cuDNN's backward gets rows beyond wrong; FlashAttention-2's for documents ends in an illegal
+    memory access."""
+    given, can = problem("cuda", torch.bfloat16, 128, 128), backends()[name].capability
+    for needs, expected in ((frozenset(), plain), (frozenset({DOCUMENTS}), packed)):
+        few = replace(given, needs=needs)
+        refusal = can.refusal(replace(few, huge=True))
+        assert refusal is None if expected is None else expected in refusal
+        assert can.refusal(few) is None or packed == "no"
+
+
+@pytest.mark.parametrize(("rows", "huge"), [(2**19, False), (2**19 + 1, True)])
+def test_a_call_says_if_a_rank_has_more_elements_than_32_bits_count(rows, huge):
+    """Of Q and of the output: 32 heads of 128; K and V have a quarter."""
+    one = torch.empty(1, 1, 1, 1, dtype=torch.bfloat16)
+    q, kv = (one.expand(1, rows, heads, 128) for heads in (32, 8))
+    assert call_of((q, kv, kv), Asked()).problem.huge == huge

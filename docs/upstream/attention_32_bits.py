@@ -1,0 +1,83 @@
+"""Backward of attention where the output of a GPU has more than 2^31 elements.
+
+python docs/upstream/attention_32_bits.py cudnn 520000     # cuDNN's, below the limit
+python docs/upstream/attention_32_bits.py cudnn 540000     # above it
+python docs/upstream/attention_32_bits.py varlen 520000    # FlashAttention-2's for documents
+python docs/upstream/attention_32_bits.py varlen 540000
+
+Needs a GPU with 60 GiB free and torch. The number is of tokens, of 32 heads of 128. Prints how far
+gradients of a part are off the same part's computed alone, of their largest value.
+"""
+
+import sys
+
+HEADS, DIM, KEYS, DOCUMENT = 32, 128, 2000, 4000
+Parts = dict[str, float]
+
+
+def tensors(count: int, rows: int) -> list:
+    """Random bf16 tensors [rows, heads, dim] that need gradients."""
+    import torch
+
+    made = (
+        torch.empty(rows, HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(count)
+    )
+    return [x.normal_().requires_grad_() for x in made]
+
+
+def off(found, alone) -> float:
+    return ((found.float() - alone.float()).abs().max() / alone.float().abs().max()).item()
+
+
+def gradients(attend, q, k, v, dout) -> tuple:
+    import torch
+
+    given = [x.detach().requires_grad_() for x in (q, k, v)]
+    attend(*given).backward(dout)
+    torch.cuda.synchronize()
+    return tuple(x.grad for x in given)
+
+
+def cudnn_errors(rows: int) -> Parts:
+    """Of queries without a mask over few keys, so that queries do not depend on each other."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    def attend(q, k, v):
+        q, k, v = (x[None].transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(q, k, v).transpose(1, 2)[0]
+
+    (q, dout), (k, v) = tensors(2, rows), tensors(2, KEYS)
+    whole, _, _ = gradients(attend, q, k, v, dout.detach())
+    parts = {"first": slice(KEYS), "last": slice(rows - KEYS, rows)}
+    alone = {name: gradients(attend, q[at], k, v, dout[at].detach()) for name, at in parts.items()}
+    return {f"dq of the {name}": off(whole[at], alone[name][0]) for name, at in parts.items()}
+
+
+def varlen_errors(rows: int) -> Parts:
+    """Of causal documents."""
+    import torch
+    from torch.nn.attention.varlen import varlen_attn
+
+    def attend(q, k, v):
+        starts = torch.arange(0, len(q) + 1, DOCUMENT, dtype=torch.int32, device="cuda")
+        return varlen_attn(q, k, v, starts, starts, DOCUMENT, DOCUMENT, window_size=(-1, 0))
+
+    q, k, v, dout = tensors(4, rows)
+    whole, at = gradients(attend, q, k, v, dout.detach()), slice(rows - DOCUMENT, rows)
+    alone = gradients(attend, q[at], k[at], v[at], dout[at].detach())
+    return {f"{name} of the last": off(x[at], y) for name, x, y in zip(
+        ("dq", "dk", "dv"), whole, alone, strict=True)}  # fmt: skip
+
+
+def main() -> None:
+    kind, rows = sys.argv[1], int(sys.argv[2])
+    errors = {"cudnn": cudnn_errors, "varlen": varlen_errors}[kind](rows)
+    share = rows * HEADS * DIM / 2**31
+    found = ", ".join(f"{part} off by {error:.4f}" for part, error in errors.items())
+    print(f"{kind}, {rows} tokens, {share:.2f} of 2^31 elements: {found}")
+
+
+if __name__ == "__main__":
+    main()
