@@ -11,7 +11,8 @@ from megatron_burst.schedule.topology import Topology
 BLOCK = 128  # query rows (backward: key rows) of a thread block in current attention kernels
 _ROUND_BYTES = 128 << 20  # gathered keys and values of one round: larger rounds are no faster
 _ONLY_ROUND_BYTES = 256 << 20  # but of short shards: a single round needs no second slot
-_ROUNDS = 4  # on one node, if nothing hides the first round's keys and the last gradients
+_ROUNDS = 4  # on one node, if nothing hides the first round's keys and the last gradients, or
+_TWO_ROUNDS_BYTES = 64 << 20  # two, of up to so much in all: shorter kernels are inefficient
 _PIECES = 8  # rounds on several nodes: at most an eighth of a transfer is exposed
 _WAVES = 1.9  # of thread blocks, at least, per tile: shorter tiles are inefficient
 _BUSY = 0.9  # share of the multiprocessors, over the waves of all rounds
@@ -55,8 +56,7 @@ def a2a_bytes(shape: AttentionShape, topology: Topology, again: bool = False) ->
 
     Of all that is sent (`a2a_whole`), copies of KV heads among it, 1 - 1/N goes to other nodes.
     """
-    sent = a2a_whole(shape.replicated(topology.cp_size), again).values()
-    every = sum(there + back for there, back in sent)
+    every = sum(map(sum, a2a_whole(shape.replicated(topology.cp_size), again).values()))
     return every - every // topology.inter_size
 
 
@@ -144,7 +144,7 @@ def choose_heads_gather(
         multiprocessors: of a GPU.
         asked: by the user, at most all of them; 0: all; None lets the rule decide.
         exposed: whether nothing hides the first round's keys and the last gradients: then one node
-            has four rounds.
+            has four rounds, or two of up to 32 MiB.
     """
     if asked is not None:
         return asked or shape.heads_kv
@@ -154,17 +154,17 @@ def choose_heads_gather(
     if topology.inter_size > 1:
         in_bytes = min(in_bytes, -(-shape.heads_kv // _PIECES))
     elif exposed:
-        in_bytes = min(in_bytes, -(-shape.heads_kv // _ROUNDS))
+        rounds = 2 if head_bytes * shape.heads_kv <= _TWO_ROUNDS_BYTES else _ROUNDS
+        in_bytes = min(in_bytes, -(-shape.heads_kv // rounds))
     elif shape.tokens >= LONG_SHARD and shape.heads_q > shape.heads_kv:
         in_bytes //= 2
     elif head_bytes * shape.heads_kv <= _ONLY_ROUND_BYTES:
         return shape.heads_kv
     chunk = -(-shape.tokens // 2)  # zigzag's: the queries of a tile
     a_head = thread_blocks(chunk) * shape.batch * shape.heads_q // shape.heads_kv
-    fewest = min(shape.heads_kv, max(1, in_bytes))
-    for heads in range(fewest, shape.heads_kv):
-        rounds = [heads] * (shape.heads_kv // heads) + [shape.heads_kv % heads]
-        busy = share_busy([a_head * some for some in rounds], multiprocessors)
+    for heads in range(min(shape.heads_kv, max(1, in_bytes)), shape.heads_kv):
+        sizes = [heads] * (shape.heads_kv // heads) + [shape.heads_kv % heads]
+        busy = share_busy([a_head * some for some in sizes], multiprocessors)
         if heads * a_head >= _WAVES * multiprocessors and busy >= _BUSY:
             return heads
     return shape.heads_kv

@@ -113,12 +113,14 @@ def test_a_round_has_as_many_heads_as_the_buffer_holds():
     assert heads(16384, 32, 8, asked=5) == 5
 
 
-def test_where_nothing_hides_the_first_round_there_are_four():
+def test_where_nothing_hides_the_first_round_there_are_four_or_two_short_ones():
     def heads(tokens, heads_q, heads_kv):
         shape = AttentionShape(1, tokens, heads_q, heads_kv, 128, 128, 2, 4, 4)
         return choose_heads_gather(shape, pretend_nodes(2, 1), 132, exposed=True)
 
     assert heads(16384, 64, 8) == heads(32768, 32, 8) == 2
+    assert heads(8192, 64, 8) == heads(8192, 32, 8) == 4  # two rounds of 32 MiB
+    assert heads(8193, 64, 8) == 2
     assert heads(131072, 64, 8) == 1  # 128 MiB
     assert heads(1024, 32, 8) == 8  # fewer would not fill the GPU
     assert heads(16384, 8, 1) == 1
