@@ -91,7 +91,7 @@ class Call:
             device.type, self.dtypes[0], shape.dim_qk, shape.dim_v,
             shape.heads_q != shape.heads_kv, self.config.reproducible, arch_of(device),
             frozenset({SLICES}) if self.sliced else mask.needs, self.config.invariant,
-            shape.batch * shape.tokens * shape.heads_q * max(shape.dim_qk, shape.dim_v) > 1 << 31,
+            shape.batch * shape.tokens * shape.heads_q * shape.dim_v > 1 << 31,
         )  # fmt: skip
 
     def facts(self) -> dict[str, str]:

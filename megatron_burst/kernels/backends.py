@@ -28,7 +28,7 @@ class Problem:
     arch: int = 0  # major number of the GPU's compute capability
     needs: frozenset[str] = frozenset()  # of the mask: `Mask.needs`
     invariant: bool = False  # bits must not depend on the number of heads
-    huge: bool = False  # a rank's queries, or its output, have more than 2^31 elements
+    huge: bool = False  # a rank's output has more than 2^31 elements
 
 
 @lru_cache
@@ -96,7 +96,7 @@ class Capability:
         if lacks := sorted(problem.needs - self.masks - self.composed, reverse=True):
             return f"it has no {lacks[0]}"
         if problem.huge and self.in_32_bits & (problem.needs or {None}):
-            return "it counts elements in 32 bits, and a rank has over 2^31 of Q or of the output"
+            return "it counts elements in 32 bits, and the output on a rank has over 2^31"
         equal_dims = self.equal_dims or (self.equal_dims_if_grouped and problem.grouped)
         if equal_dims and problem.dim_qk != problem.dim_v:
             return "it needs equal head dimensions of queries and values"

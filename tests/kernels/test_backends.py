@@ -203,7 +203,7 @@ def test_kernels_that_count_in_32_bits_are_not_given_more_elements(name, plain, 
 
 @pytest.mark.parametrize(("rows", "huge"), [(2**19, False), (2**19 + 1, True)])
 def test_a_call_says_if_a_rank_has_more_elements_than_32_bits_count(rows, huge):
-    """Of Q and of the output: 32 heads of 128; K and V have a quarter."""
+    """Of the output: 32 heads of 128; Q has twice as many, K and V fewer."""
     one = torch.empty(1, 1, 1, 1, dtype=torch.bfloat16)
-    q, kv = (one.expand(1, rows, heads, 128) for heads in (32, 8))
-    assert call_of((q, kv, kv), Asked()).problem.huge == huge
+    q, k, v = (one.expand(1, rows, *sizes) for sizes in ((32, 256), (8, 256), (8, 128)))
+    assert call_of((q, k, v), Asked()).problem.huge == huge
