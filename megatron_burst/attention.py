@@ -197,7 +197,7 @@ def _prepare(call: Call, group: dist.ProcessGroup, state: Group) -> Passes:
 def _choose(call: Call, group: dist.ProcessGroup, state: Group) -> tuple[Passes, list[Choice]]:
     """How a valid call runs, and why."""
     carrier = communicator_of(group, call.config)
-    state.board.agree(call.facts(), _WHO, ("facts", call.configuration(), call.problem.huge))
+    state.board.agree(call.facts(), _WHO, ("facts", call.configuration()))
     backend, backend_choice = choose_backend(call.problem, call.config.backend)
     opened = call.spec(carrier.topology, kernel_of(backend, call.devices[0]))
     spec, why = resolve(opened)

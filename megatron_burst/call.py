@@ -91,18 +91,20 @@ class Call:
             device.type, self.dtypes[0], shape.dim_qk, shape.dim_v,
             shape.heads_q != shape.heads_kv, self.config.reproducible, arch_of(device),
             frozenset({SLICES}) if self.sliced else mask.needs, self.config.invariant,
-            shape.batch * shape.tokens * shape.heads_q * shape.dim_v > 1 << 31,
+            shape.is_huge,
         )  # fmt: skip
 
     def facts(self) -> dict[str, str]:
         """Facts of this rank's machine that decide how the call runs, by name; ranks with equal
-        facts choose alike, whatever the batch and tokens, if `Problem.huge` is the same."""
+        facts choose alike, whatever the batch and tokens."""
         config, device = self.config, self.devices[0]
         facts = {"version": f"{__version__} with torch {torch.__version__}"}
-        try:
-            facts["backend"] = choose_backend(self.problem, config.backend)[0].capability.name
-        except BurstError as error:
-            facts["backend"] = str(error)  # the other ranks must learn that too
+        for name, huge in ("backend", False), ("backend (of huge outputs)", True):
+            try:
+                of_size = replace(self.problem, huge=huge)
+                facts[name] = choose_backend(of_size, config.backend)[0].capability.name
+            except BurstError as error:
+                facts[name] = str(error)  # the other ranks must learn that too
         in_rounds = config.intra != "ring" and not config.flat and config.pieces
         if in_rounds and config.heads_per_round is None:
             facts["multiprocessors (without heads_per_round)"] = f"{multiprocessors(device)}"

@@ -57,7 +57,7 @@ def test_kernels_are_refused_where_the_report_found_their_gradients_wrong(monkey
         refused = backends()[name].capability.refusal(asked) is not None
         assert refused == (float(share) > 1) == (max(errors) > 0.1)
         assert share == f"{int(tokens) * HEADS * DIM / 2**31:.2f}"
-    assert len(rows) == 5
+    assert len(rows) == 4
 
 
 def test_fused_rope_is_refused_where_the_report_found_it_wrong(monkeypatch):

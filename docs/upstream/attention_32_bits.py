@@ -5,8 +5,9 @@ python docs/upstream/attention_32_bits.py cudnn 540000     # above it
 python docs/upstream/attention_32_bits.py varlen 520000    # FlashAttention-2's for documents
 python docs/upstream/attention_32_bits.py varlen 540000
 
-Needs a GPU with 60 GiB free and torch. The number is of tokens, of 32 heads of 128. Prints how far
-gradients of a part are off the same part's computed alone, of their largest value.
+Needs a GPU with 60 GiB free and torch. The number is of tokens, of 32 heads of 128; of `varlen` a
+multiple of 4000. Prints the largest error of a part's gradients against those of the same part
+computed alone, relative to the largest value.
 """
 
 import sys
@@ -64,6 +65,8 @@ def varlen_errors(rows: int) -> Parts:
         starts = torch.arange(0, len(q) + 1, DOCUMENT, dtype=torch.int32, device="cuda")
         return varlen_attn(q, k, v, starts, starts, DOCUMENT, DOCUMENT, window_size=(-1, 0))
 
+    if rows % DOCUMENT:
+        raise SystemExit(f"documents have {DOCUMENT} tokens each")
     q, k, v, dout = tensors(4, rows)
     whole, at = gradients(attend, q, k, v, dout.detach()), slice(rows - DOCUMENT, rows)
     alone = gradients(attend, q[at], k[at], v[at], dout[at].detach())

@@ -57,10 +57,7 @@ class Views:
 
     def views(self, of: object, turn: int = 0) -> dict[Hashable, Any]:
         """The views of a program, by its own names; `turn` picks one of several sets."""
-        sets = self._made.get(of)
-        if sets is None:
-            sets = self._made[of] = {}
-        return sets.setdefault(turn, {})
+        return self._made.setdefault(of, {}).setdefault(turn, {})
 
 
 class Memory(Views):
@@ -241,8 +238,7 @@ class Queues:
 
 
 class Carrier(Protocol):
-    """One rank's end of all transfers: a `Communicator`, or a substitute that joins simulated
-    ranks."""
+    """One rank's end of all transfers: a `Communicator`, or a substitute for simulated ranks."""
 
     cp_rank: int  # this rank
     overlaps: bool  # whether transfers overlap with kernels

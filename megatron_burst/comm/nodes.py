@@ -74,8 +74,7 @@ def my_home() -> RankHome:
 def topology_of_homes(homes: Sequence[RankHome]) -> Topology:
     """The topology of ranks with these homes; uneven nodes are flattened with a warning."""
     first = {home.node: rank for rank, home in reversed(list(enumerate(homes)))}
-    places = [(first[home.node], home.place) for home in homes]
-    return topology_of(nvlink_domains(homes), places)
+    return topology_of(nvlink_domains(homes), [(first[x.node], x.place) for x in homes])
 
 
 def nvlink_domains(homes: Sequence[RankHome]) -> list[str]:

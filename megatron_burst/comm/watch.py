@@ -156,8 +156,7 @@ class Board:
         return key in self._agreed
 
     def _join(self, who: str, text: str, of: Parallel) -> str:
-        """The board's name: rank 0 makes it up and gives it to each rank that asks under a new
-        key."""
+        """The board's name: rank 0 makes it up and gives it to ranks that ask under a new key."""
         mine = uuid4().hex
         if self._rank == 0:
             return f"{PREFIX}/{mine}"

@@ -155,8 +155,7 @@ class Run:
                 left[name] = torch.empty(size, dtype=torch.uint8, device=device)
 
     def prepare(self, results: Callable[[], dict[str, Fields]]) -> None:
-        """Allocate results and indices, before the loop, because they belong to the compute
-        stream."""
+        """Allocate results and indices before the loop, as they belong to the compute stream."""
         self.fields |= results()
         if self.documents is not None:
             for back, *chunks in self.executor.binder.orders:

@@ -28,7 +28,7 @@ class Problem:
     arch: int = 0  # major number of the GPU's compute capability
     needs: frozenset[str] = frozenset()  # of the mask: `Mask.needs`
     invariant: bool = False  # bits must not depend on the number of heads
-    huge: bool = False  # a rank's output has more than 2^31 elements
+    huge: bool = False  # `AttentionShape.is_huge`
 
 
 @lru_cache
@@ -79,7 +79,7 @@ class Capability:
     wide_pairs: frozenset[tuple[int, int]] = frozenset()  # (QK, V) head dimensions beyond max_dim
     # (QK, V) head dimensions with wrong gradients
     wrong_pairs_on: Mapping[int, frozenset[tuple[int, int]]] = field(default_factory=dict)
-    in_32_bits: frozenset[str | None] = frozenset()  # masks with such offsets; None: full, causal
+    in_32_bits: bool = False  # whether offsets are of 32 bits
 
     def refusal(self, problem: Problem) -> str | None:
         """Why the backend does not support the problem, or None if it does."""
@@ -95,8 +95,8 @@ class Capability:
             return "it may split a row's keys if heads are few, so that bits depend on their number"
         if lacks := sorted(problem.needs - self.masks - self.composed, reverse=True):
             return f"it has no {lacks[0]}"
-        if problem.huge and self.in_32_bits & (problem.needs or {None}):
-            return "it counts elements in 32 bits, and the output on a rank has over 2^31"
+        if problem.huge and self.in_32_bits:
+            return "its offsets are of 32 bits, and a rank's output has more than 2^31 elements"
         equal_dims = self.equal_dims or (self.equal_dims_if_grouped and problem.grouped)
         if equal_dims and problem.dim_qk != problem.dim_v:
             return "it needs equal head dimensions of queries and values"

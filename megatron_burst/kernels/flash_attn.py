@@ -164,8 +164,7 @@ class FlashAttention3(FlashAttention2):
     """FlashAttention-3, as the hopper folder of flash-attn's repository builds it, for Hopper.
 
     Its deterministic backward does not support all head dimensions, so deterministic calls do not
-    use it. Nobody has tried documents and windows with more than 2^31 elements, where
-    FlashAttention-2 fails.
+    use it. Untested with outputs of more than 2^31 elements, where FlashAttention-2 fails.
     """
 
     capability = replace(

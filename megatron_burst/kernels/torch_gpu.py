@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_burst.kernels.backends import Capability, QuerySide, deliver
 from megatron_burst.kernels.visible import Segments, Visible, plain_causal
-from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS
+from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
 
 
 @contextmanager
@@ -35,7 +35,8 @@ class Cudnn:
     Torch skips it if deterministic algorithms are required (check_cudnn_deterministic in
     ATen/native/transformers/cuda/sdp_utils.cpp), and cannot ask cuDNN for one. On Hopper it
     supports head dimensions up to 256 (check_cudnn_tensor_shapes there; cuDNN 9.10, as in torch
-    2.9). Beyond 2^31 elements of the output its dq and dk are wrong (cuDNN 9.19, measured).
+    2.9). Where the output has more than 2^31 elements, dq and dk are wrong (measured,
+    cuDNN 9.19).
     """
 
     capability = Capability(
@@ -49,7 +50,7 @@ class Cudnn:
         splits=True,
         archs=frozenset({8, 9, 10}),
         max_dim_on={9: 256},
-        in_32_bits=frozenset({None}),
+        in_32_bits=True,
         speed="cuDNN's attention, which torch ships",
     )
 
@@ -77,8 +78,9 @@ class Cudnn:
 class Flash:
     """aten::_flash_attention_forward and _backward: bf16 and fp16, grouped heads native.
 
-    Backward of its varlen kernel accesses foreign memory beyond 2^31 elements (torch 2.11,
-    measured).
+    Where the output has more than 2^31 elements, backward of documents reads out of bounds
+    (measured, torch 2.11). The offset of a document's or a sequence's sums of dQ is computed in 32
+    bits (q_offset in flash_bwd_preprocess_kernel.h, until flash-attention's pull request 2260).
     """
 
     capability = Capability(
@@ -93,7 +95,7 @@ class Flash:
         rectangular_causal=True,
         masks=frozenset({WINDOWS, DOCUMENTS}),
         archs=frozenset({8, 9, 10, 12}),
-        in_32_bits=frozenset({WINDOWS, DOCUMENTS, SLICES}),
+        in_32_bits=True,
         speed="FlashAttention-2, which torch ships",
     )
 

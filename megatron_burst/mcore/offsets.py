@@ -1,6 +1,6 @@
 """Kernels of other packages that count elements in signed 32 bits: whether a run stays below.
 
-Beyond 2^31 elements they read and write foreign memory, often without an error. Nothing here loads
+Beyond 2^31 elements they read and write out of bounds, often without an error. Nothing here loads
 these packages.
 """
 

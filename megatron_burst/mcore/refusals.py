@@ -228,7 +228,7 @@ TABLE: tuple[Refusal, ...] = (
         "it has no attention layer (* or +) that could run burst", f"leave out {FLAG}",
         got="--hybrid-layer-pattern {value}"),
     Refusal("run", "apply_rope_fusion", rope_fits,
-        "its kernels count elements in 32 bits, and read foreign memory where the Q, K and V of a "
+        "its kernels count elements in 32 bits, and read out of bounds where the Q, K and V of a "
         "rank have over 2^31",
         "pass --no-rope-fusion, or train with more context or tensor parallel ranks",
         asked="fused RoPE",
@@ -236,7 +236,7 @@ TABLE: tuple[Refusal, ...] = (
         "{o.micro_batch_size}, {o.num_attention_heads} query heads, and context and tensor "
         "parallel sizes {o.context_parallel_size} and {o.tensor_model_parallel_size}"),
     Refusal("run", "mamba_state_dim", mamba_fits,
-        "the kernels of mamba_ssm count elements in 32 bits, and read foreign memory where what a "
+        "the kernels of mamba_ssm count elements in 32 bits, and read out of bounds where what a "
         "rank projects of a whole sample has over 2^31",
         "train with more context or tensor parallel ranks, or with a mamba_ssm that counts in 64 "
         "bits",

@@ -26,8 +26,7 @@ class Order:
 
 
 def stream_of(index: int, op: Op) -> Hashable:
-    """The stream of an operation. Each transfer has its own, because transfers may overtake each
-    other."""
+    """An operation's stream. Each transfer has its own, as transfers may overtake each other."""
     return index if isinstance(op, Transfer) else op.stream
 
 

@@ -94,8 +94,7 @@ class _Ring(Emitter):
         home.finish()
 
     def compute(self, step: int, sides: tuple[Ref, ...]) -> list[tuple[Span, Ref]]:
-        """Compute a step's tiles: sum gradients that stay; return those that circulate, with
-        rows."""
+        """Compute a step's tiles: sum gradients that stay; return circulating ones, with rows."""
         spec, kv = self.spec, Ref("kv")
         tiles_here = self.tiles_of(step)
         if self.keys_travel:

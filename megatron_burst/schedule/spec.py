@@ -69,6 +69,13 @@ class AttentionShape:
     tokens_kv: int | None = None
 
     @property
+    def is_huge(self) -> bool:
+        """Whether a rank's output has more than 2^31 elements, with heads padded to multiples of
+        32, above 128 of 64, as FlashAttention-2 pads its sums of dQ."""
+        step = 32 if self.dim_v <= 128 else 64
+        return self.rows_q * -(-self.dim_v // step) * step > 1 << 31
+
+    @property
     def keys(self) -> int:
         """Rows of keys on a rank."""
         return self.tokens_kv or self.tokens

@@ -37,8 +37,7 @@ class Topology:
         return len(self.node_of)
 
     def others(self, cp_rank: int) -> tuple[int, ...]:
-        """The other ranks of a rank's row, beginning after it, so that not all start with the same
-        one."""
+        """The other ranks of a rank's row, from the next on: not all start with the same one."""
         row, column = self.coord(cp_rank)
         return (*self.grid[row][column + 1 :], *self.grid[row][:column])
 

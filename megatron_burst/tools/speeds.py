@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+from megatron_burst.call import attention_shape
 from megatron_burst.kernels.backends import Backend, Problem, QuerySide, arch_of, choose_backend
 from megatron_burst.kernels.visible import CAUSAL
 from megatron_burst.schedule.mask import Mask
@@ -36,8 +37,9 @@ def problem_of(
     """The problem of attention over these tensors, [.., .., heads, dim] each."""
     grouped, arch = q.shape[2] != k.shape[2], arch_of(q.device)
     return Problem(
-        q.device.type, q.dtype, q.shape[3], v.shape[3], grouped, deterministic, arch, mask.needs
-    )
+        q.device.type, q.dtype, q.shape[3], v.shape[3], grouped, deterministic, arch, mask.needs,
+        huge=attention_shape([x.shape for x in (q, k, v)], q.dtype).is_huge,
+    )  # fmt: skip
 
 
 def rings(topology: Topology) -> dict[Link, list[tuple[int, ...]]]:

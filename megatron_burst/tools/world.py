@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import count
 from time import perf_counter
 
 import torch
@@ -17,7 +18,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.tools.terminal import Progress, shown
 
 _PATIENCE = timedelta(minutes=10)  # ranks wait this long while one computes alone
-_FAILED_PATIENCE = timedelta(minutes=1)  # one that failed waits this long for the others
+_FAILED_PATIENCE = timedelta(minutes=2)  # one that failed waits this long for the others
 _HEAD_START_CYCLES = 20_000_000  # about 10 ms
 
 
@@ -32,6 +33,7 @@ class World:
     machines: int  # fewer where nodes are pretended
     control: dist.ProcessGroup  # gloo: messages between ranks bypass the device's streams
     progress: Progress = field(default_factory=Progress)  # silent unless a command shows it
+    reports: Iterator[int] = field(default_factory=count)  # numbers of attempts
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -165,8 +167,8 @@ def attempt(action: Callable[[], object], world: World) -> str | None:
     """Why an action failed, in one line, or None; the same on all ranks.
 
     Raises:
-        BurstError: if it failed on some ranks only. If the others wait for them, ranks that failed
-            raise it after a minute, which ends the run.
+        BurstError: if it failed on some ranks only. If the others wait in it for one that failed,
+            that one raises after two minutes, which ends the run.
     """
     try:
         action()
@@ -174,13 +176,10 @@ def attempt(action: Callable[[], object], world: World) -> str | None:
     except Exception as error:  # any error of a peer becomes a row with its reason
         kind = "" if isinstance(error, BurstError) else f"{type(error).__name__}: "
         failure = (kind + " ".join(str(error).split()))[:400]
-    try:
-        dist.monitored_barrier(world.control, _FAILED_PATIENCE if failure else _PATIENCE)
-    except RuntimeError as error:
-        if failure is None:
-            raise
-        where = f"rank {world.rank}, which others wait for"
-        raise _failed_alone(where, failure) from error
+    if not _all_report(world, _FAILED_PATIENCE if failure else _PATIENCE) and failure:
+        minutes = _FAILED_PATIENCE / timedelta(minutes=1)
+        where = f"rank {world.rank}, and others said nothing for {minutes:g} minutes"
+        raise _failed_alone(where, failure)
     failures = world.gather(failure)
     failed = [rank for rank, reason in enumerate(failures) if reason is not None]
     if failed and len(failed) < world.size:
@@ -188,6 +187,17 @@ def attempt(action: Callable[[], object], world: World) -> str | None:
     if not failed:
         world.synchronize()
     return failures[0]
+
+
+def _all_report(world: World, patience: timedelta) -> bool:
+    """Whether all ranks have come here, in their own time; each may wait differently long."""
+    store, number = world.control.get_group_store(), next(world.reports)
+    store.set(f"report {number} of {world.rank}", "")
+    try:
+        store.wait([f"report {number} of {rank}" for rank in range(world.size)], patience)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _failed_alone(where: str, failure: str) -> BurstError:

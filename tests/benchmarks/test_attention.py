@@ -49,26 +49,27 @@ def bench(rank, folder):
     return rows, none, said, reasons
 
 
-def fail_alone(rank):
-    """What each rank has after rank 0 failed while rank 1 waits for it; in a process of its own."""
+def fail_alone(rank, failing):
+    """What each rank has after one failed while the other waits for it; in its own process."""
     from datetime import timedelta
 
     import torch.distributed as dist
 
     from megatron_burst.tools import world
 
-    world._FAILED_PATIENCE = world._PATIENCE = timedelta(seconds=2)
+    world._FAILED_PATIENCE = timedelta(seconds=1)
     everyone, store = world.world_of("cpu"), dist.distributed_c10d._get_default_store()
 
     def action():
-        if rank == 0:
+        if rank == failing:
             raise MemoryError("out of memory")
-        store.wait(["rank 0 has said so"])
+        store.wait(["it has said so"], timedelta(seconds=60))
+        raise SystemExit  # as torchrun ends it
 
     try:
         return world.attempt(action, everyone)
-    except Exception as error:
-        store.set("rank 0 has said so", "")
+    except (ValueError, SystemExit) as error:
+        store.set("it has said so", "")
         return str(error)
 
 
@@ -223,7 +224,9 @@ def test_a_fast_wrong_answer_is_no_peer():
         assert "dk is off by 0.1, dv is off by 0" in wrong[1]
 
 
-def test_a_rank_that_fails_alone_says_so_although_others_wait_for_it():
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_alone_says_so_although_others_wait_for_it(failing):
     """Guards against runs that hang because one rank has run out of memory."""
-    said, _ = run_ranks(fail_alone, 2, fresh=True)
-    assert "a failure on rank 0, which others wait for: MemoryError: out of memory" in said
+    said = run_ranks(fail_alone, 2, failing, fresh=True, timeout_s=40)[failing]
+    assert f"a failure on rank {failing}, and others said nothing for" in said
+    assert "MemoryError: out of memory" in said

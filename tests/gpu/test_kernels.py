@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from megatron_burst.kernels.backends import QuerySide, backends
-from megatron_burst.schedule.mask import DOCUMENTS, SLICES, Mask
+from megatron_burst.kernels.partial import row_delta
+from megatron_burst.kernels.visible import CAUSAL, FULL, Segments
+from megatron_burst.schedule.mask import SLICES, Mask
 from megatron_burst.tools.speeds import problem_of
 from tests.gpu import needs_gpus
 from tests.kernels.bands import Band, Composed, errors_of
@@ -24,6 +26,7 @@ pytestmark = [
 ]
 BOUND, WHOLE = 4 * 2**-9, pytest.mark.whole
 GROUPED = {"heads": 64, "heads_kv": 8, "dim_qk": 128, "dim_v": 128}
+ONE = {"heads": 1, "heads_kv": 1, "dim_qk": 128, "dim_v": 128}
 PLAIN = {"heads": 4, "heads_kv": 4, "dim_qk": 64, "dim_v": 64}
 SEGMENTS = (0, 1, 1000, 63, 0, 200)
 CASES = {
@@ -197,16 +200,15 @@ def test_the_same_bits_twice(name, case):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["full", "documents"])
 @pytest.mark.parametrize("name", kernels())
-def test_rows_2_31_elements_behind_the_first(name, packed):
-    """Guards against offsets in 32 bits, where a kernel does not say that it has them."""
-    rows, far = 2049, 2**20
-    lengths = (1025, 1024) if packed else (rows,)
-    band = Band(
-        lengths, lengths, packed=packed, dtype=torch.bfloat16, **PLAIN | {"heads": 1, "heads_kv": 1}
-    )
-    backend, can = backend_for(name, band), backends()[name].capability
-    if can.in_32_bits & {None, DOCUMENTS}:
-        pytest.skip("it counts elements in 32 bits")
+def test_strides_beyond_2_31_elements(name, packed):
+    """Guards against offsets of rows, and of documents, in 32 bits; outputs of kernels are dense
+    here."""
+    far, lengths = 2**20, (2049, 64)
+    rows = sum(lengths)
+    band = Band(lengths, lengths, packed=packed, dtype=torch.bfloat16, **ONE)
+    backend = backend_for(name, band)
+    if backend.capability.in_32_bits:
+        pytest.skip("its offsets are of 32 bits")
     memory = torch.empty(rows * far, dtype=torch.bfloat16, device="cuda")
     near, visible = band.inputs("cuda"), band.visible("cuda")
 
@@ -217,9 +219,39 @@ def test_rows_2_31_elements_behind_the_first(name, packed):
         return out, *backend.backward(side, k, v, band.scale, visible)
 
     def apart(x, place):
-        return memory.as_strided(
-            x.shape, (rows * far, far, x.shape[3], 1), place * x.shape[3]
-        ).copy_(x)
+        strides = rows * far, far, x.shape[3], 1
+        return memory.as_strided(x.shape, strides, place * x.shape[3]).copy_(x)
 
     for found, expected in zip(run(apart), run(lambda x, _: x.clone()), strict=True):
         assert (found.float() - expected.float()).abs().max() <= BOUND * expected.abs().max()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["full", "documents"])
+@pytest.mark.parametrize("name", kernels())
+def test_an_output_of_more_than_2_31_elements(name, packed):
+    """Guards against offsets of 32 bits into a kernel's own memory, such as its sums of dQ: the
+    last document, or the last rows, are as if computed alone."""
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GiB of free memory")
+    backend = backends()[name]
+    if backend.capability.in_32_bits:
+        pytest.skip("its offsets are of 32 bits")
+    rows, few, heads = 135 * 4000, 4000, 32
+    lengths, ends = (few,) * (rows // few), torch.arange(0, rows + 1, few, dtype=torch.int32)
+    alone = CAUSAL if packed else FULL
+    segments = Segments(ends.cuda(), ends.cuda(), few, few) if packed else None
+    seen = replace(alone, segments=segments)
+    q, dout = (torch.randn(1, rows, heads, 128, device="cuda", dtype=torch.bfloat16) for _ in "qo")
+    keys = len(lengths) * few if packed else few
+    k, v = (torch.randn(1, keys, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+
+    def run(q, k, v, dout, visible):
+        out, lse = backend.forward(q, k, v, 0.1, visible)
+        side = QuerySide(q, dout, lse, row_delta(dout, out), None)
+        return out, backend.backward(side, k, v, 0.1, visible)[0]
+
+    last = slice(rows - few, rows)
+    kv = [x[:, -few:].contiguous() for x in (k, v)]
+    expected = run(q[:, last].contiguous(), *kv, dout[:, last].contiguous(), alone)
+    for found, right in zip(run(q, k, v, dout, seen), expected, strict=True):
+        assert (found[:, last].float() - right.float()).abs().max() <= BOUND * right.abs().max()

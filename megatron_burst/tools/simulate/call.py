@@ -50,7 +50,7 @@ def on_cudnn(call: AttentionCall, hardware: Hardware) -> AttentionCall:
 
 def by_auto(call: AttentionCall, hardware: Hardware) -> AttentionCall:
     """The call with the kernel that burst chooses: the first that the hardware lists, but on Hopper
-    cuDNN for grouped heads of which queries and values differ in dimension.
+    cuDNN for grouped heads of which queries and values differ in dimension, unless they are huge.
 
     Elsewhere, and for documents and windows, such heads have Triton, whose speed is not known: the
     first kernel stands for it, and is faster.
@@ -58,7 +58,7 @@ def by_auto(call: AttentionCall, hardware: Hardware) -> AttentionCall:
     shape, mask = call.shape, call.mask
     differ = shape.heads_q != shape.heads_kv and shape.dim_qk != shape.dim_v
     has_cudnn = hardware.gpu.capability == 9 and not (mask.documents or mask.windowed)
-    return on_cudnn(call, hardware) if differ and has_cudnn else call
+    return on_cudnn(call, hardware) if differ and has_cudnn and not shape.is_huge else call
 
 
 def resolved(call: AttentionCall) -> AttentionCall:
