@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError, Need, require
-from megatron_burst.kernels.backends import Problem, arch_of, choose_backend, multiprocessors
+from megatron_burst.kernels.backends import Problem, arch_of, choose_backend, multiprocessors, pick
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.schedule.layout import Layout, check_tokens
 from megatron_burst.schedule.mask import SLICES, Mask
@@ -99,12 +99,11 @@ class Call:
         facts choose alike, whatever the batch and tokens."""
         config, device = self.config, self.devices[0]
         facts = {"version": f"{__version__} with torch {torch.__version__}"}
-        for name, huge in ("backend", False), ("backend (of huge outputs)", True):
-            try:
-                of_size = replace(self.problem, huge=huge)
-                facts[name] = choose_backend(of_size, config.backend)[0].capability.name
-            except BurstError as error:
-                facts[name] = str(error)  # the other ranks must learn that too
+        try:
+            facts["backend"] = choose_backend(self.problem, config.backend)[0].capability.name
+        except BurstError as error:
+            facts["backend"] = str(error)  # the other ranks must learn that too
+        facts["backend of huge outputs"] = pick(replace(self.problem, huge=True), config.backend)
         in_rounds = config.intra != "ring" and not config.flat and config.pieces
         if in_rounds and config.heads_per_round is None:
             facts["multiprocessors (without heads_per_round)"] = f"{multiprocessors(device)}"

@@ -186,8 +186,7 @@ def choose_heads_a2a(
     if topology.inter_size > 1 or topology.spans_nodes:
         in_bytes = min(in_bytes, -(-most // _PIECES))
     blocks = thread_blocks(shape.tokens * ranks) * shape.batch * group
-    to_fill = ceil(_WAVES * multiprocessors / blocks)
-    return min(most, asked or max(in_bytes, to_fill))
+    return min(most, asked or max(in_bytes, ceil(_WAVES * multiprocessors / blocks)))
 
 
 def _whole_group(shape: AttentionShape, topology: Topology) -> int:

@@ -66,7 +66,7 @@ def varlen_errors(rows: int) -> Parts:
         return varlen_attn(q, k, v, starts, starts, DOCUMENT, DOCUMENT, window_size=(-1, 0))
 
     if rows % DOCUMENT:
-        raise SystemExit(f"documents have {DOCUMENT} tokens each")
+        raise SystemExit(f"the number must be a multiple of {DOCUMENT}")
     q, k, v, dout = tensors(4, rows)
     whole, at = gradients(attend, q, k, v, dout.detach()), slice(rows - DOCUMENT, rows)
     alone = gradients(attend, q[at], k[at], v[at], dout[at].detach())

@@ -134,7 +134,7 @@ class PassLog(Members):
         return self.end(*lost_hop(self, error))
 
     def end(self, error: BurstError, lost: str) -> BurstError:
-        """Raise it in all later passes, as none can be right; returns it. `lost` as in `fail`."""
+        """Raise `error` in all later passes; returns it. `lost` as in `fail`."""
         self.fail(error, lost)
         with self._lock:
             self._break(self.broken or error)

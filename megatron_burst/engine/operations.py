@@ -408,8 +408,7 @@ def _needed[T: (ops.Give, ops.Take)](
     same from their slices."""
     if run.documents is None:
         return ends
-    meet = run.documents.meet
-    return [(end, of) for end, of in ends if end.between is None or meet(end.between)]
+    return [x for x in ends if x[0].between is None or run.documents.meet(x[0].between)]
 
 
 def _clear_rest(

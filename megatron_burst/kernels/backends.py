@@ -96,7 +96,7 @@ class Capability:
         if lacks := sorted(problem.needs - self.masks - self.composed, reverse=True):
             return f"it has no {lacks[0]}"
         if problem.huge and self.in_32_bits:
-            return "its offsets are of 32 bits, and a rank's output has more than 2^31 elements"
+            return "its offsets are of 32 bits, and a rank's output, padded, has over 2^31 elements"
         equal_dims = self.equal_dims or (self.equal_dims_if_grouped and problem.grouped)
         if equal_dims and problem.dim_qk != problem.dim_v:
             return "it needs equal head dimensions of queries and values"
@@ -220,8 +220,7 @@ def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Choice]:
     Raises:
         BurstError: if a name is unknown, or none of those asked for supports the problem.
     """
-    names = _automatic(problem) if asked == "auto" else asked.split(",")
-    chosen = _first(problem, names)
+    chosen = _first(problem, names := _names(problem, asked))
     if chosen and asked != "auto":
         among = f" among {', '.join(names)}: {chosen.reason}" if len(names) > 1 else ""
         chosen = replace(chosen, reason=f"asked for{among}")
@@ -243,8 +242,15 @@ def in_one_call(problem: Problem) -> Backend | None:
     return chosen and backends()[chosen.value]
 
 
-def _automatic(problem: Problem) -> list[str]:
-    """The candidates of "auto"."""
+def pick(problem: Problem, asked: str) -> str:
+    """The name of the backend that `choose_backend` returns; "" if it would raise."""
+    return chosen.value if (chosen := _first(problem, _names(problem, asked))) else ""
+
+
+def _names(problem: Problem, asked: str) -> list[str]:
+    """The candidates."""
+    if asked != "auto":
+        return asked.split(",")
     able = (b.capability for b in backends().values() if "cuda" in b.capability.devices)
     largest = max(can.max_dim_of(problem.arch) for can in able)
     slow = problem.device == "cuda" and max(problem.dim_qk, problem.dim_v) > largest

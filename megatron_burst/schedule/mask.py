@@ -255,8 +255,7 @@ def tiles(
     kv = positions(layout, kv_owner, cp_size, keys)
     if mask.full or (mask.causal and q_owner == kv_owner):
         # in all layouts the rows of a shard are in sequence order
-        places = (q, kv) if mask.documents else None
-        return (Tile(Span(0, tokens), Span(0, keys), mask, places),)
+        return (Tile(Span(0, tokens), Span(0, keys), mask, (q, kv) if mask.documents else None),)
     return joined(tile for row, some in _in_shard(q) for tile in _over(row, some, kv, mask))
 
 

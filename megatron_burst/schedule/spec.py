@@ -70,10 +70,10 @@ class AttentionShape:
 
     @property
     def is_huge(self) -> bool:
-        """Whether a rank's output has more than 2^31 elements, with heads padded to multiples of
-        32, above 128 of 64, as FlashAttention-2 pads its sums of dQ."""
-        step = 32 if self.dim_v <= 128 else 64
-        return self.rows_q * -(-self.dim_v // step) * step > 1 << 31
+        """Whether a rank's output has more than 2^31 elements, padded as FlashAttention-2 pads its
+        sums of dQ: tokens to multiples of 128, head dimensions of 32, above 128 of 64."""
+        dim, tokens = 32 if self.dim_v <= 128 else 64, -(-self.tokens // 128) * 128
+        return self.batch * tokens * self.heads_q * -(-self.dim_v // dim) * dim > 1 << 31
 
     @property
     def keys(self) -> int:

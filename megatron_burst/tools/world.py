@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
-from time import perf_counter
+from time import perf_counter, sleep
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from megatron_burst.tools.terminal import Progress, shown
 
 _PATIENCE = timedelta(minutes=10)  # ranks wait this long while one computes alone
 _FAILED_PATIENCE = timedelta(minutes=2)  # one that failed waits this long for the others
+_POLL_S = 0.005
 _HEAD_START_CYCLES = 20_000_000  # about 10 ms
 
 
@@ -167,8 +168,8 @@ def attempt(action: Callable[[], object], world: World) -> str | None:
     """Why an action failed, in one line, or None; the same on all ranks.
 
     Raises:
-        BurstError: if it failed on some ranks only. If the others wait in it for one that failed,
-            that one raises after two minutes, which ends the run.
+        BurstError: if it failed on some ranks only. If others are still in the action after two
+            minutes, a rank that failed raises alone, which ends the run.
     """
     try:
         action()
@@ -176,10 +177,10 @@ def attempt(action: Callable[[], object], world: World) -> str | None:
     except Exception as error:  # any error of a peer becomes a row with its reason
         kind = "" if isinstance(error, BurstError) else f"{type(error).__name__}: "
         failure = (kind + " ".join(str(error).split()))[:400]
-    if not _all_report(world, _FAILED_PATIENCE if failure else _PATIENCE) and failure:
-        minutes = _FAILED_PATIENCE / timedelta(minutes=1)
-        where = f"rank {world.rank}, and others said nothing for {minutes:g} minutes"
-        raise _failed_alone(where, failure)
+    patience = _PATIENCE if failure is None else _FAILED_PATIENCE
+    if missing := _missing(world, patience):
+        silent = f"ranks {missing} said nothing for {patience / timedelta(minutes=1):g} minutes"
+        raise _failed_alone(f"rank {world.rank}, while {silent}", failure or "theirs, perhaps")
     failures = world.gather(failure)
     failed = [rank for rank, reason in enumerate(failures) if reason is not None]
     if failed and len(failed) < world.size:
@@ -189,15 +190,18 @@ def attempt(action: Callable[[], object], world: World) -> str | None:
     return failures[0]
 
 
-def _all_report(world: World, patience: timedelta) -> bool:
-    """Whether all ranks have come here, in their own time; each may wait differently long."""
+def _missing(world: World, patience: timedelta) -> list[int]:
+    """Ranks that have not come here in a rank's own time. Polls: a wait would block the store for
+    burst's other threads."""
     store, number = world.control.get_group_store(), next(world.reports)
-    store.set(f"report {number} of {world.rank}", "")
-    try:
-        store.wait([f"report {number} of {rank}" for rank in range(world.size)], patience)
-    except RuntimeError:
-        return False
-    return True
+    keys = {rank: f"report {number} of {rank}" for rank in range(world.size)}
+    store.set(keys[world.rank], "")
+    end = perf_counter() + patience.total_seconds()
+    while missing := [rank for rank, key in keys.items() if not store.check([key])]:
+        if perf_counter() > end:
+            break
+        sleep(_POLL_S)
+    return missing
 
 
 def _failed_alone(where: str, failure: str) -> BurstError:

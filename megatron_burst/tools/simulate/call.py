@@ -50,7 +50,8 @@ def on_cudnn(call: AttentionCall, hardware: Hardware) -> AttentionCall:
 
 def by_auto(call: AttentionCall, hardware: Hardware) -> AttentionCall:
     """The call with the kernel that burst chooses: the first that the hardware lists, but on Hopper
-    cuDNN for grouped heads of which queries and values differ in dimension, unless they are huge.
+    cuDNN for grouped heads of which queries and values differ in dimension, in outputs that it can
+    count.
 
     Elsewhere, and for documents and windows, such heads have Triton, whose speed is not known: the
     first kernel stands for it, and is faster.
