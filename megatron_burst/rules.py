@@ -11,8 +11,8 @@ from megatron_burst.schedule.topology import Topology
 BLOCK = 128  # query rows (backward: key rows) of a thread block in current attention kernels
 _ROUND_BYTES = 128 << 20  # gathered keys and values of one round: larger rounds are no faster
 _ONLY_ROUND_BYTES = 256 << 20  # but of short shards: a single round needs no second slot
-_ROUNDS = 4  # on one node, if nothing hides the first round's keys and the last gradients, or
-_TWO_ROUNDS_BYTES = 64 << 20  # two, of up to so much in all: shorter kernels are inefficient
+_ROUNDS = 4  # on one node, if nothing hides the first round's keys and the last gradients
+_TWO_ROUNDS_BYTES = 64 << 20  # of all keys and values: up to so much, four would be too short
 _PIECES = 8  # rounds on several nodes: at most an eighth of a transfer is exposed
 _WAVES = 1.9  # of thread blocks, at least, per tile: shorter tiles are inefficient
 _BUSY = 0.9  # share of the multiprocessors, over the waves of all rounds

@@ -17,13 +17,11 @@ Parts = dict[str, float]
 
 
 def tensors(count: int, rows: int) -> list:
-    """Random bf16 tensors [rows, heads, dim] that need gradients."""
+    """Random bf16 tensors [rows, heads, dim]."""
     import torch
 
-    made = (
-        torch.empty(rows, HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(count)
-    )
-    return [x.normal_().requires_grad_() for x in made]
+    sizes = {"device": "cuda", "dtype": torch.bfloat16}
+    return [torch.empty(rows, HEADS, DIM, **sizes).normal_() for _ in range(count)]
 
 
 def off(found, alone) -> float:
@@ -50,9 +48,9 @@ def cudnn_errors(rows: int) -> Parts:
             return scaled_dot_product_attention(q, k, v).transpose(1, 2)[0]
 
     (q, dout), (k, v) = tensors(2, rows), tensors(2, KEYS)
-    whole, _, _ = gradients(attend, q, k, v, dout.detach())
+    whole, _, _ = gradients(attend, q, k, v, dout)
     parts = {"first": slice(KEYS), "last": slice(rows - KEYS, rows)}
-    alone = {name: gradients(attend, q[at], k, v, dout[at].detach()) for name, at in parts.items()}
+    alone = {name: gradients(attend, q[at], k, v, dout[at]) for name, at in parts.items()}
     return {f"dq of the {name}": off(whole[at], alone[name][0]) for name, at in parts.items()}
 
 
@@ -68,8 +66,8 @@ def varlen_errors(rows: int) -> Parts:
     if rows % DOCUMENT:
         raise SystemExit(f"the number must be a multiple of {DOCUMENT}")
     q, k, v, dout = tensors(4, rows)
-    whole, at = gradients(attend, q, k, v, dout.detach()), slice(rows - DOCUMENT, rows)
-    alone = gradients(attend, q[at], k[at], v[at], dout[at].detach())
+    whole, at = gradients(attend, q, k, v, dout), slice(rows - DOCUMENT, rows)
+    alone = gradients(attend, q[at], k[at], v[at], dout[at])
     return {f"{name} of the last": off(x[at], y) for name, x, y in zip(
         ("dq", "dk", "dv"), whole, alone, strict=True)}  # fmt: skip
 

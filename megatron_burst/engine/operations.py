@@ -408,7 +408,7 @@ def _needed[T: (ops.Give, ops.Take)](
     same from their slices."""
     if run.documents is None:
         return ends
-    return [x for x in ends if x[0].between is None or run.documents.meet(x[0].between)]
+    return [(end, of) for end, of in ends if end.between is None or run.documents.meet(end.between)]
 
 
 def _clear_rest(

@@ -128,7 +128,7 @@ class Capability:
 
 
 class QuerySide(NamedTuple):
-    """Of query rows in backward: delta or the output; of both, kernels that take delta use it."""
+    """The query side of backward: delta or the output; of both, kernels that take delta use it."""
 
     q: Tensor  # [b, n, h, dqk]
     dout: Tensor  # [b, n, h, dv]
@@ -248,7 +248,7 @@ def pick(problem: Problem, asked: str) -> str:
 
 
 def _names(problem: Problem, asked: str) -> list[str]:
-    """The candidates."""
+    """Those asked for; for "auto" all but slow ones."""
     if asked != "auto":
         return asked.split(",")
     able = (b.capability for b in backends().values() if "cuda" in b.capability.devices)

@@ -3,12 +3,12 @@
 import gc
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
-from time import perf_counter, sleep
+from time import monotonic, perf_counter, sleep
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from megatron_burst.tools.terminal import Progress, shown
 
 _PATIENCE = timedelta(minutes=10)  # ranks wait this long while one computes alone
 _FAILED_PATIENCE = timedelta(minutes=2)  # one that failed waits this long for the others
-_POLL_S = 0.005
+_POLL_S = 0.05  # many ranks ask one store
 _HEAD_START_CYCLES = 20_000_000  # about 10 ms
 
 
@@ -177,11 +177,7 @@ def attempt(action: Callable[[], object], world: World) -> str | None:
     except Exception as error:  # any error of a peer becomes a row with its reason
         kind = "" if isinstance(error, BurstError) else f"{type(error).__name__}: "
         failure = (kind + " ".join(str(error).split()))[:400]
-    patience = _PATIENCE if failure is None else _FAILED_PATIENCE
-    if missing := _missing(world, patience):
-        silent = f"ranks {missing} said nothing for {patience / timedelta(minutes=1):g} minutes"
-        raise _failed_alone(f"rank {world.rank}, while {silent}", failure or "theirs, perhaps")
-    failures = world.gather(failure)
+    failures = _reports(world, failure)
     failed = [rank for rank, reason in enumerate(failures) if reason is not None]
     if failed and len(failed) < world.size:
         raise _failed_alone(f"ranks {failed} of {world.size} only", failures[failed[0]])
@@ -190,15 +186,29 @@ def attempt(action: Callable[[], object], world: World) -> str | None:
     return failures[0]
 
 
-def _missing(world: World, patience: timedelta) -> list[int]:
-    """Ranks that have not come here in a rank's own time. Polls: a wait would block the store for
-    burst's other threads."""
+def _reports(world: World, failure: str | None) -> list[str | None]:
+    """Every rank's failure, in rank order. Goes through the store, where a rank that never comes
+    can be told.
+
+    Raises:
+        BurstError: if ranks did not come in a rank's own time.
+    """
     store, number = world.control.get_group_store(), next(world.reports)
     keys = {rank: f"report {number} of {rank}" for rank in range(world.size)}
-    store.set(keys[world.rank], "")
-    end = perf_counter() + patience.total_seconds()
-    while missing := [rank for rank, key in keys.items() if not store.check([key])]:
-        if perf_counter() > end:
+    store.set(keys[world.rank], failure or "")
+    patience = _PATIENCE if failure is None else _FAILED_PATIENCE
+    if missing := late(store, keys, patience.total_seconds()):
+        silent = f"ranks {missing} said nothing for {patience / timedelta(minutes=1):g} minutes"
+        raise _failed_alone(f"rank {world.rank}, while {silent}", failure or "theirs, perhaps")
+    return [store.get(key).decode() or None for key in keys.values()]
+
+
+def late(store: dist.Store, keys: Mapping[int, str], seconds: float) -> list[int]:
+    """Ranks whose keys are not in the store after so many seconds. Polls: a wait would block the
+    store for other threads."""
+    end, missing = monotonic() + seconds, list(keys)
+    while missing := [rank for rank in missing if not store.check([keys[rank]])]:
+        if monotonic() > end:
             break
         sleep(_POLL_S)
     return missing

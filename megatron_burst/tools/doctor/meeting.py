@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.doctor.report import Check, fail, ok
+from megatron_burst.tools.world import late
 
 _PORTS = range(20000, 30000)  # for srun, which names none
-_POLL_S = 0.05
 _LAST_WORD_S = 3.0
 
 
@@ -117,15 +117,10 @@ class Meeting:
 
     def collect(self, topic: str, ranks: Sequence[int], patience: float = 1.0) -> dict[int, object]:
         """What ranks said under a topic; those that said nothing in time are not in it."""
-        deadline, found = time.monotonic() + patience * self.timeout_s, {}
-        keys = {rank: f"doctor/{topic}/{rank}" for rank in ranks}
-        while True:
-            for rank, key in keys.items():
-                if rank not in found and self.store.check([key]):
-                    found[rank] = json.loads(self.store.get(key))
-            if len(found) == len(keys) or time.monotonic() > deadline:
-                return dict(sorted(found.items()))
-            time.sleep(_POLL_S)
+        keys = {rank: f"doctor/{topic}/{rank}" for rank in sorted(ranks)}
+        missing = late(self.store, keys, patience * self.timeout_s)
+        there = {rank: key for rank, key in keys.items() if rank not in missing}
+        return {rank: json.loads(self.store.get(key)) for rank, key in there.items()}
 
     def share(self, topic: str, value: object) -> dict[int, object]:
         """What all that are present say under a topic."""
