@@ -4,9 +4,12 @@ python docs/upstream/attention_32_bits.py cudnn 520000     # cuDNN's, below the 
 python docs/upstream/attention_32_bits.py cudnn 540000     # above it
 python docs/upstream/attention_32_bits.py varlen 520000    # FlashAttention-2's for documents
 python docs/upstream/attention_32_bits.py varlen 540000
+python docs/upstream/attention_32_bits.py batch 512000     # for sequences of a batch
+python docs/upstream/attention_32_bits.py batch 516000
 
-Needs a GPU with 60 GiB free and torch. The number is of tokens, of 32 heads of 128; of `varlen` a
-multiple of 4000. Prints the largest error of a part's gradients against those of the same part
+Needs a GPU with 60 GiB free and torch. The number is of tokens, of 32 heads of 128; of `varlen` and
+`batch` a multiple of 4000. Sequences of a batch are padded to multiples of 128 tokens, which is why
+they overflow earlier. Prints the largest error of a part's gradients against those of the same part
 computed alone, relative to the largest value.
 """
 
@@ -54,15 +57,8 @@ def cudnn_errors(rows: int) -> Parts:
     return {f"dq of the {name}": off(whole[at], alone[name][0]) for name, at in parts.items()}
 
 
-def varlen_errors(rows: int) -> Parts:
-    """Of causal documents."""
-    import torch
-    from torch.nn.attention.varlen import varlen_attn
-
-    def attend(q, k, v):
-        starts = torch.arange(0, len(q) + 1, DOCUMENT, dtype=torch.int32, device="cuda")
-        return varlen_attn(q, k, v, starts, starts, DOCUMENT, DOCUMENT, window_size=(-1, 0))
-
+def document_errors(attend, rows: int) -> Parts:
+    """Of causal documents, with `attend` for any number of them."""
     if rows % DOCUMENT:
         raise SystemExit(f"the number must be a multiple of {DOCUMENT}")
     q, k, v, dout = tensors(4, rows)
@@ -72,9 +68,35 @@ def varlen_errors(rows: int) -> Parts:
         ("dq", "dk", "dv"), whole, alone, strict=True)}  # fmt: skip
 
 
+def varlen_errors(rows: int) -> Parts:
+    """Of documents of one sequence."""
+    import torch
+    from torch.nn.attention.varlen import varlen_attn
+
+    def attend(q, k, v):
+        starts = torch.arange(0, len(q) + 1, DOCUMENT, dtype=torch.int32, device="cuda")
+        return varlen_attn(q, k, v, starts, starts, DOCUMENT, DOCUMENT, window_size=(-1, 0))
+
+    return document_errors(attend, rows)
+
+
+def batch_errors(rows: int) -> Parts:
+    """Of documents that are the sequences of a batch."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    def attend(*given):
+        q, k, v = (x.unflatten(0, (-1, DOCUMENT)).transpose(1, 2) for x in given)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return document_errors(attend, rows)
+
+
 def main() -> None:
     kind, rows = sys.argv[1], int(sys.argv[2])
-    errors = {"cudnn": cudnn_errors, "varlen": varlen_errors}[kind](rows)
+    errors = {"cudnn": cudnn_errors, "varlen": varlen_errors, "batch": batch_errors}[kind](rows)
     share = rows * HEADS * DIM / 2**31
     found = ", ".join(f"{part} off by {error:.4f}" for part, error in errors.items())
     print(f"{kind}, {rows} tokens, {share:.2f} of 2^31 elements: {found}")
