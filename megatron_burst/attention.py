@@ -236,7 +236,7 @@ def _in_order(spec: Spec, why: Mapping[str, Choice], transfer: Choice) -> list[C
         heads = f"{spec.heads_per_round} of {spec.shape.heads_kv} KV heads per round"
         choices += [Choice(heads), transfer]
         if spec.whole_heads:
-            gain = "its kernels are faster over whole documents than over chunks of them"
+            gain = "its kernels are faster over whole sequences than over chunks of them"
             choices.append(Choice("backward a2a", gain))
     elif spec.intra == "a2a":
         choices += [Choice(f"{spec.heads_per_round} KV heads of a rank per round"), transfer]

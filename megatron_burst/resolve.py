@@ -195,25 +195,23 @@ def _intra(spec: Spec) -> Choice:
         return Choice("ring", "gathering does not support it")
     if spec.kernel.device == "cpu":
         return Choice("ring", _ON_CPU)
-    if why := _faster_whole(spec):
-        return Choice("a2a", why)
+    if spec.heads_per_round is None and _gives_sequences(spec) and _idle(spec):
+        return Choice("a2a", "under this window ranks with the first rows would wait")
     return Choice("gather", "few long kernel calls, merged once")
 
 
-def _faster_whole(spec: Spec) -> str:
-    """Why an all-to-all, where a rank has whole sequences, is worth its memory; "" if it is not."""
-    mask, row, shape, asked = spec.mask, spec.arranged, spec.shape, spec.heads_per_round
+def _gives_sequences(spec: Spec) -> bool:
+    """Whether an all-to-all gives each rank of a node whole causal sequences."""
+    mask, row = spec.mask, spec.arranged
     causal = spec.layout is Layout.ZIGZAG and mask.right == 0 and not mask.documents
-    if not causal or row.inter_size > 1 or shape.heads_q % row.cp_size or asked is not None:
-        return ""
-    if mask.left is not None:
-        fits = shape.tokens >= LONG_SHARD // 2 and bytes_over_all(shape, row) <= _SEQUENCE_BYTES
-        idle = fits and idle_under(mask.left, row.cp_size, shape.tokens) > _IDLE
-        return "under this window ranks with the first rows would wait" if idle else ""
-    # cuDNN has these dimensions; with fewer tokens forward, which may run twice, is too slow
-    differ = shape.tokens >= LONG_SHARD // 8 and shape.dim_qk != shape.dim_v
-    slow = differ and not spec.kernel.rectangular_causal
-    return "with these head dimensions backward is slow where nothing is masked" if slow else ""
+    return causal and row.inter_size == 1 and spec.shape.heads_q % row.cp_size == 0
+
+
+def _idle(spec: Spec) -> bool:
+    """Whether ranks wait under a window, and an all-to-all fits that would keep them busy."""
+    left, row, shape = spec.mask.left, spec.arranged, spec.shape
+    fits = shape.tokens >= LONG_SHARD // 2 and bytes_over_all(shape, row) <= _SEQUENCE_BYTES
+    return left is not None and fits and idle_under(left, row.cp_size, shape.tokens) > _IDLE
 
 
 def _no_gather(spec: Spec) -> str:
@@ -242,18 +240,21 @@ def _whole_heads(spec: Spec, asked: Spec) -> int:
 
     Backward's kernels are faster over whole documents than over the short chunks of many ranks. On
     long shards this makes up for sending more, if there are rounds to hide; on very long ones it
-    would take too much memory.
+    would take too much memory. cuDNN, which has heads of two dimensions, is slow in backward where
+    nothing is masked.
     """
-    gathers = spec.intra == "gather" and spec.layout is Layout.DOCUMENTS
-    if not gathers or asked.intra or asked.heads_per_round is not None or spec.mask.windowed:
+    chosen = spec.intra == "gather" and asked.intra is None and asked.heads_per_round is None
+    if not chosen or spec.mask.windowed:
         return 0
     shape, row = spec.shape, spec.arranged
+    heads = choose_heads_a2a(shape, row, spec.kernel.multiprocessors)
+    two = shape.dim_qk != shape.dim_v and not spec.kernel.rectangular_causal
+    if two and _gives_sequences(spec):
+        return heads
     many = row.inter_size == 1 and row.intra_size >= _MANY and not row.spans_nodes
     fits = shape.tokens >= LONG_SHARD // 2 and bytes_over_all(shape, row) <= _WHOLE_BYTES
-    if not (many and fits and _wants_whole(spec)):
-        return 0
-    heads = choose_heads_a2a(shape, row, spec.kernel.multiprocessors)
-    return heads if heads < most_heads(shape, row, "a2a") else 0
+    gains = many and fits and spec.layout is Layout.DOCUMENTS and _wants_whole(spec)
+    return heads if gains and heads < most_heads(shape, row, "a2a") else 0
 
 
 # ---- backward -----------------------------------------------------------------------------------

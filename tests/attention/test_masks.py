@@ -75,7 +75,8 @@ def drawn(random: Random) -> Drawn:
     heads_kv = random.choice([1, 2, 3, 4, 8])
     per_rank = heads_kv // gcd(heads_kv, ranks)
     circulate = random.choice(list(Circulate))
-    whole = mode == "gather" and layout is Layout.DOCUMENTS and nodes == 1 and not mask.windowed
+    sharded = layout in (Layout.DOCUMENTS, Layout.ZIGZAG) and not mask.windowed
+    whole = mode == "gather" and sharded and nodes == 1
     leaves = mode == "a2a" or (mode == "gather" and nodes > 1 and circulate is Circulate.KV)
     way = Way(
         mode, circulate, random.randint(1, per_rank), random.random() < 0.5,
