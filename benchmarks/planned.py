@@ -42,7 +42,8 @@ _SLOTS_BEFORE = "2026-11-24T10:30"  # until then pulling a round or two took mor
 _SENT_BACK_BEFORE = "2026-11-27T01:50"  # until then all-to-alls in two rounds had a slot less
 _OWN_BEFORE = "2026-11-24T02:51"  # until then buffers between nodes had memory of their own by use
 _HEADS_BEFORE = "2026-11-24T10:30"  # until then long shards had larger rounds on one node
-_WHOLE_BEFORE = "2026-11-27T16"  # until then auto gathered grouped heads of 192/128 as well
+_WHOLE_BEFORE = "2026-11-27T16"  # until then auto gathered grouped heads of 192/128 in both passes
+_BOTH_BEFORE = "2026-11-28T05:15"  # until then an all-to-all of these was one in forward too
 _LAYERS = re.compile(r"(\d+) layers?, hidden (\d+), ffn (\d+)\b")  # in the note of a row
 _LINK = re.compile(
     r"ring ([\d.e+-]+), all-to-all ([\d.e+-]+) GB/s between \d+ (?:nodes|hosts)"  # hosts before
@@ -181,8 +182,10 @@ def _call(row: Row, hardware: Hardware) -> AttentionCall:
     if impl.config.backend != "auto":
         return run_by(call, impl.config.backend)
     call = by_auto(call, hardware)
-    gathered = not call.kernel.rectangular_causal and "" < row.date < _WHOLE_BEFORE
-    return replace(call, intra=call.intra or "gather") if gathered else call
+    if call.kernel.rectangular_causal or not "" < row.date < _BOTH_BEFORE:
+        return call
+    few = row.date < _WHOLE_BEFORE or call.shape.tokens < 1 << 12
+    return replace(call, intra=call.intra or ("gather" if few else "a2a"))
 
 
 def _with_links(row: Row, hardware: Hardware, call: AttentionCall) -> Hardware:

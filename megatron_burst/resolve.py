@@ -240,20 +240,18 @@ def _whole_heads(spec: Spec, asked: Spec) -> int:
 
     Backward's kernels are faster over whole documents than over the short chunks of many ranks. On
     long shards this makes up for sending more, if there are rounds to hide; on very long ones it
-    would take too much memory. cuDNN, which has heads of two dimensions, is slow in backward where
-    nothing is masked.
+    would take too much memory. cuDNN, used for two dimensions, is slow where nothing is masked.
     """
-    chosen = spec.intra == "gather" and asked.intra is None and asked.heads_per_round is None
-    if not chosen or spec.mask.windowed:
+    if spec.intra != "gather" or asked.intra or asked.heads_per_round is not None:
         return 0
     shape, row = spec.shape, spec.arranged
     heads = choose_heads_a2a(shape, row, spec.kernel.multiprocessors)
-    two = shape.dim_qk != shape.dim_v and not spec.kernel.rectangular_causal
-    if two and _gives_sequences(spec):
+    differ = shape.dim_qk != shape.dim_v and spec.mask.left is None
+    if differ and not spec.kernel.rectangular_causal and _gives_sequences(spec):
         return heads
     many = row.inter_size == 1 and row.intra_size >= _MANY and not row.spans_nodes
     fits = shape.tokens >= LONG_SHARD // 2 and bytes_over_all(shape, row) <= _WHOLE_BYTES
-    gains = many and fits and spec.layout is Layout.DOCUMENTS and _wants_whole(spec)
+    gains = many and fits and not spec.mask.windowed and _wants_whole(spec)
     return heads if gains and heads < most_heads(shape, row, "a2a") else 0
 
 

@@ -144,7 +144,7 @@ def choose_heads_gather(
         multiprocessors: of a GPU.
         asked: by the user, at most all of them; 0: all; None lets the rule decide.
         exposed: whether nothing hides the first round's keys and the last gradients: then one node
-            has four rounds, or two of up to 32 MiB.
+            has four rounds, or two of up to 32 MiB, up to 64 if it has four KV heads or fewer.
     """
     if asked is not None:
         return asked or shape.heads_kv
@@ -154,7 +154,8 @@ def choose_heads_gather(
     if topology.inter_size > 1:
         in_bytes = min(in_bytes, -(-shape.heads_kv // _PIECES))
     elif exposed:
-        rounds = 2 if head_bytes * shape.heads_kv <= _TWO_ROUNDS_BYTES else _ROUNDS
+        few = _TWO_ROUNDS_BYTES * (2 if shape.heads_kv <= _ROUNDS else 1)  # one head is slow
+        rounds = 2 if head_bytes * shape.heads_kv <= few else _ROUNDS
         in_bytes = min(in_bytes, -(-shape.heads_kv // rounds))
     elif shape.tokens >= LONG_SHARD and shape.heads_q > shape.heads_kv:
         in_bytes //= 2

@@ -55,15 +55,16 @@ def test_a_kernel_that_is_slow_where_nothing_is_masked_gets_whole_sequences():
 
     def chosen(tokens=1 << 15, ranks=2, dim_qk=192, right=0, kernel=cudnn, **asked):
         shape, row = replace(SHAPE, tokens=tokens, dim_qk=dim_qk), pretend_nodes(ranks, 1)
-        spec = Spec(row, shape, mask=Mask(None, right), kernel=kernel, inter="ring", **asked)
-        return resolve(spec).why["intra"].value
+        spec = resolve(Spec(row, shape, mask=Mask(None, right), kernel=kernel, **asked)).spec
+        return [spec.of(0, direction).intra for direction in Direction]
 
-    assert chosen() == chosen(ranks=4) == "a2a"
-    assert chosen(tokens=1 << 12) == chosen(tokens=1 << 18) == "a2a"
-    assert chosen(tokens=1 << 11) == "gather"  # forward, which may run twice, is faster
-    assert chosen(dim_qk=128) == chosen(kernel=Kernel()) == "gather"
-    assert chosen(right=None) == "gather"  # nothing is masked anyway
-    assert chosen(intra="gather") == chosen(heads_per_round=2) == chosen(ranks=3) == "gather"
+    both, whole = ["gather", "gather"], ["gather", "a2a"]  # in forward, in backward
+    assert chosen() == chosen(ranks=4) == chosen(inter="ring") == whole
+    assert chosen(tokens=1 << 10) == chosen(tokens=1 << 18) == whole
+    assert chosen(dim_qk=128) == chosen(kernel=Kernel()) == both
+    assert chosen(right=None) == both  # nothing is masked anyway
+    assert chosen(intra="gather") == chosen(heads_per_round=2) == chosen(ranks=3) == both
+    assert chosen(intra="a2a") == ["a2a", "a2a"]
 
 
 def test_what_is_lost_under_a_window_is_counted_from_its_tiles():
@@ -121,6 +122,8 @@ def test_where_nothing_hides_the_first_round_there_are_four_or_two_short_ones():
     assert heads(16384, 64, 8) == heads(32768, 32, 8) == 2
     assert heads(8192, 64, 8) == heads(8192, 32, 8) == 4  # two rounds of 32 MiB
     assert heads(8193, 64, 8) == 2
+    assert heads(32768, 32, 4) == 2 and heads(32769, 32, 4) == 1  # not one head, up to 128 MiB
+    assert heads(32768, 16, 2) == 1
     assert heads(131072, 64, 8) == 1  # 128 MiB
     assert heads(1024, 32, 8) == 8  # fewer would not fill the GPU
     assert heads(16384, 8, 1) == 1
