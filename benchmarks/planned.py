@@ -182,10 +182,11 @@ def _call(row: Row, hardware: Hardware) -> AttentionCall:
     if impl.config.backend != "auto":
         return run_by(call, impl.config.backend)
     call = by_auto(call, hardware)
-    if call.kernel.rectangular_causal or not "" < row.date < _BOTH_BEFORE:
+    changed = not call.kernel.rectangular_causal and resolved(call).whole_heads
+    if not changed or not "" < row.date < _BOTH_BEFORE:
         return call
     few = row.date < _WHOLE_BEFORE or call.shape.tokens < 1 << 12
-    return replace(call, intra=call.intra or ("gather" if few else "a2a"))
+    return replace(call, intra="gather" if few else "a2a")
 
 
 def _with_links(row: Row, hardware: Hardware, call: AttentionCall) -> Hardware:

@@ -240,7 +240,7 @@ def _whole_heads(spec: Spec, asked: Spec) -> int:
 
     Backward's kernels are faster over whole documents than over the short chunks of many ranks. On
     long shards this makes up for sending more, if there are rounds to hide; on very long ones it
-    would take too much memory. cuDNN, used for two dimensions, is slow where nothing is masked.
+    would take too much memory. With two head dimensions cuDNN's are faster at any length.
     """
     if spec.intra != "gather" or asked.intra or asked.heads_per_round is not None:
         return 0

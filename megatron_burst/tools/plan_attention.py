@@ -33,6 +33,8 @@ def attention_lines(job: Job, strategy: Strategy) -> Iterator[str]:
     call = attention_call(job, strategy)
     assert call.intra
     runs = f"attention of a layer{_which(job)} runs as {how_it_runs(call)}: {_MEANT[call.intra]}"
+    if call.whole_heads:
+        runs += f"; in backward {_MEANT['a2a']}"
     if call.intra == "ring" or call.arranged.inter_size > 1:
         runs += f"; backward circulates {resolve(open_call(job, strategy)).why['circulate']}"
     yield runs

@@ -93,14 +93,17 @@ def slower():
         f"{min(drawn):.2f} with documents",
     ]
     long = [row for row in wide if row.seq >= 8 << 10]
-    told += [span(as_auto(long)), f"{span(as_auto(long, 'fwd'))} times in forward"]
-    told.append(span(as_auto([row for row in wide if row not in long])))
+    today = [row for row in rows_of("gather_then_all_to_all_h200") if row.seq >= 8 << 10]
+    both, alone = (as_auto(long, each) + beside_te(today, each) for each in ("fwd_bwd", "fwd"))
+    told += [f"{span(both)} times as fast in both", f"{span(alone)} times in forward"]
+    short = [row for row in wide if row not in long]
+    told += [f"forward is {span(as_auto(short, 'fwd'))}", f"were {span(as_auto(short))} times"]
     told += [f"{min(beside_te(uneven)):.2f}", f"{max(losses().values()):.2f} times as long"]
     return {"- **Slower:**": told}
 
 
 def grouped_of_two_dimensions():
-    """Rows of 192/128."""
+    """Rows of 192/128, before `auto` gathered in forward."""
     sizes = [row for ranks in (2, 4) for row in rows_of(f"sizes_{ranks}xh200_one_node")]
     return [row for row in sizes if row.head_dim_qk == 192 and row.heads_kv < row.heads_q]
 
@@ -119,6 +122,7 @@ def as_auto(rows, pass_="fwd_bwd"):
 
 
 def test_a_gather_before_an_all_to_all_costs_nothing():
+    """Before it were all-to-alls in both passes, and with fewer tokens gathers."""
     rows = {(row.ranks, row.heads_kv, row.seq, row.pass_, row.impl): row.ms
             for row in rows_of("gather_then_all_to_all_h200") if row.impl != "te"}  # fmt: skip
     pairs = [(rows[*call, "before"], ms) for (*call, impl), ms in rows.items() if impl == "burst"]
@@ -260,7 +264,7 @@ def beside_ulysses():
 
 
 def repetitions():
-    """Which figures are of few repetitions: every such end of a span, and three others."""
+    """Which figures are of few repetitions: every such end of a span, and five others."""
     found = {}
     for sheet in (
         (f"attention_2xh200_one_node+{NODE}",), (NODES,), ("packed_4xh200_one_node", PACKED_CSV),
@@ -280,6 +284,9 @@ def repetitions():
     for pass_ in ("fwd_bwd", "fwd"):
         row, ratio = half_at_any_token(pass_)
         found[ratio] = count_of(row)
+    for each in compare([row for row in grouped_of_two_dimensions() if row.seq == 4 << 10]):
+        own = each.rows["burst:gather"]
+        found[f"{Ratio.of(own, each.best_te).value:.2f}"] = count_of(own)
     single = [end for end in sorted(found) if found[end] == 1]
     assert not [end for end in found if found[end] in (2, 3)]  # would be told apart
     return {"- **Rows:**": [f"({', '.join(single[:-1])} and {single[-1]}) are single repetitions"]}

@@ -53,16 +53,19 @@ def test_a_kernel_that_is_slow_where_nothing_is_masked_gets_whole_sequences():
     """cuDNN with heads of 192/128, causal."""
     cudnn = Kernel(rectangular_causal=False)
 
-    def chosen(tokens=1 << 15, ranks=2, dim_qk=192, right=0, kernel=cudnn, **asked):
-        shape, row = replace(SHAPE, tokens=tokens, dim_qk=dim_qk), pretend_nodes(ranks, 1)
-        spec = resolve(Spec(row, shape, mask=Mask(None, right), kernel=kernel, **asked)).spec
+    def chosen(
+        tokens=1 << 15, ranks=2, dim_qk=192, mask=Mask.CAUSAL, kernel=cudnn, nodes=1, **asked
+    ):
+        shape, row = replace(SHAPE, tokens=tokens, dim_qk=dim_qk), pretend_nodes(ranks, nodes)
+        spec = resolve(Spec(row, shape, mask=mask, kernel=kernel, **asked)).spec
         return [spec.of(0, direction).intra for direction in Direction]
 
     both, whole = ["gather", "gather"], ["gather", "a2a"]  # in forward, in backward
     assert chosen() == chosen(ranks=4) == chosen(inter="ring") == whole
     assert chosen(tokens=1 << 10) == chosen(tokens=1 << 18) == whole
     assert chosen(dim_qk=128) == chosen(kernel=Kernel()) == both
-    assert chosen(right=None) == both  # nothing is masked anyway
+    assert chosen(mask=Mask.FULL) == both  # nothing is masked anyway
+    assert chosen(mask=Mask(100, 0)) == chosen(ranks=4, nodes=2, inter="ring") == both
     assert chosen(intra="gather") == chosen(heads_per_round=2) == chosen(ranks=3) == both
     assert chosen(intra="a2a") == ["a2a", "a2a"]
 
