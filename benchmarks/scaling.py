@@ -30,6 +30,7 @@ from megatron_burst.tools.terminal import check_writable, in_one_sentence
 from megatron_burst.tools.units import in_units, whole_numbers
 
 _WHO = "benchmarks/scaling.py"
+_MARKERS = {"burst": "o", "megatron": "D", "tp": "s"}
 KINDS = {"weak": "TFLOP/s per GPU", "strong": "s per step"}
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -102,7 +103,7 @@ def draw(
 
 
 def draw_scaling(named: dict[str, list[SliceRow]], picture: Path) -> None:
-    """Write the picture: a panel for each kind; what was measured is a filled point, what was
+    """Write the picture: a panel for each kind; what was measured is an open point, what was
     planned a line."""
     from matplotlib.figure import Figure
 
@@ -132,7 +133,8 @@ def _draw_lines(axis: Any, lines: dict[str, list[tuple[int, float]]], name: str)
     first = next(iter(lines), "").rpartition(" ")[0]
     for label, points in lines.items():
         model, _, impl = label.rpartition(" ")
-        look: dict[str, Any] = {"marker": "o", "markersize": 8, "linestyle": "none"}
+        look: dict[str, Any] = {"marker": _MARKERS.get(impl, "^"), "linestyle": "none"}
+        look |= {"fillstyle": "none", "markersize": 8, "markeredgewidth": 2}
         if name == "planned":
             look = {"linestyle": "-" if model == first else "--", "alpha": 0.6}
         label = f"{label}, {name}"
