@@ -242,17 +242,17 @@ def _whole_heads(spec: Spec, asked: Spec) -> int:
     long shards this makes up for sending more, if there are rounds to hide; on very long ones it
     would take too much memory. With two head dimensions cuDNN's are faster at any length.
     """
-    if spec.intra != "gather" or asked.intra or asked.heads_per_round is not None:
+    taken = asked.intra or asked.heads_per_round is not None
+    if spec.intra != "gather" or taken or spec.mask.windowed:
         return 0
-    shape, row = spec.shape, spec.arranged
-    heads = choose_heads_a2a(shape, row, spec.kernel.multiprocessors)
-    differ = shape.dim_qk != shape.dim_v and spec.mask.left is None
-    if differ and not spec.kernel.rectangular_causal and _gives_sequences(spec):
-        return heads
+    shape, row, kernel = spec.shape, spec.arranged, spec.kernel
+    slow = shape.dim_qk != shape.dim_v and not kernel.rectangular_causal and _gives_sequences(spec)
     many = row.inter_size == 1 and row.intra_size >= _MANY and not row.spans_nodes
     fits = shape.tokens >= LONG_SHARD // 2 and bytes_over_all(shape, row) <= _WHOLE_BYTES
-    gains = many and fits and not spec.mask.windowed and _wants_whole(spec)
-    return heads if gains and heads < most_heads(shape, row, "a2a") else 0
+    if not (slow or (many and fits and _wants_whole(spec))):
+        return 0
+    heads = choose_heads_a2a(shape, row, kernel.multiprocessors)
+    return heads if slow or heads < most_heads(shape, row, "a2a") else 0
 
 
 # ---- backward -----------------------------------------------------------------------------------

@@ -154,8 +154,8 @@ def choose_heads_gather(
     if topology.inter_size > 1:
         in_bytes = min(in_bytes, -(-shape.heads_kv // _PIECES))
     elif exposed:
-        few = _TWO_ROUNDS_BYTES * (2 if shape.heads_kv <= _ROUNDS else 1)  # one head is slow
-        rounds = 2 if head_bytes * shape.heads_kv <= few else _ROUNDS
+        most = _TWO_ROUNDS_BYTES * (2 if shape.heads_kv <= _ROUNDS else 1)  # a head alone is slow
+        rounds = 2 if head_bytes * shape.heads_kv <= most else _ROUNDS
         in_bytes = min(in_bytes, -(-shape.heads_kv // rounds))
     elif shape.tokens >= LONG_SHARD and shape.heads_q > shape.heads_kv:
         in_bytes //= 2
