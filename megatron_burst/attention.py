@@ -122,12 +122,13 @@ def burst_attention(
     Raises:
         BurstError: if the input is not supported, or inside torch.func's transforms, vmap and
             forward-mode AD; before anything is sent, and on all ranks if they pass the same. If
-            ranks make different calls, or a different number of them, all ranks raise it: on CPUs
-            in the same pass, before anything is sent; on GPUs in the next pass, or before an
-            optimizer of torch's writes weights. The group raises it in all later calls too, unless
-            ranks that catch it can go on: if on CPUs they made the same call with other arguments.
-            If a pass fails on some ranks only (out of memory), the others raise it in their next
-            pass; if it fails on all, it can be made again.
+            ranks make different calls, or one skips a call (of several that look the same: with
+            `layer`), all raise it: on CPUs in the same pass, before anything is sent; on GPUs in
+            the next pass, or before an optimizer of torch's writes weights. The group raises it in
+            all later calls too, unless ranks that catch it can go on: if on CPUs they made the same
+            call with other arguments. If a pass fails on some ranks only (out of memory), the
+            others raise it, on CPUs in the same pass, on GPUs in the next; if on all, it can be
+            made again.
 
     Source: BurstAttention (arXiv 2403.09347), BurstEngine (arXiv 2509.19836).
     """
@@ -197,7 +198,8 @@ def _prepare(call: Call, group: dist.ProcessGroup, state: Group) -> Passes:
 def _choose(call: Call, group: dist.ProcessGroup, state: Group) -> tuple[Passes, list[Choice]]:
     """How a valid call runs, and why."""
     carrier = communicator_of(group, call.config)
-    state.board.agree(call.facts(), _WHO, ("facts", call.configuration()))
+    if not state.board.knows(about := ("facts", call.configuration())):  # with it others do too
+        state.board.agree(call.facts(), _WHO, about)
     backend, backend_choice = choose_backend(call.problem, call.config.backend)
     opened = call.spec(carrier.topology, kernel_of(backend, call.devices[0]))
     spec, why = resolve(opened)

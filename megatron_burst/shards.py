@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron_burst.call import brief, is_dense
 from megatron_burst.comm.alone import Ranks, given_or_default
-from megatron_burst.comm.group import announce, state_of
+from megatron_burst.comm.announce import announce, backward_of
+from megatron_burst.comm.group import state_of
 from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.sample import Sample, indices_of
 from megatron_burst.errors import BurstError, Need, unmet
@@ -245,13 +246,14 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.announce = group, backward_of(group)
         everyones = x.new_empty(group.size() * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(everyones, x.contiguous(), group)
         return everyones
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.announce()
         grad = grads[0].contiguous()
         mine = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(mine, grad, group=ctx.group)

@@ -52,8 +52,9 @@ def given_or_default(group: Ranks, who: str) -> dist.ProcessGroup:
     outside = dist.GroupMember.NON_GROUP_MEMBER
     if group not in (None, outside) and not isinstance(group, dist.ProcessGroup):
         raise BurstError(
-            f"{who}: group must be a process group, because ranks send each other their shards in "
-            f"it; got a {type(group).__name__}; pass one, or a DeviceMesh of one dimension"
+            f"{who}: group must be a process group, because ranks send each other what they "
+            f"compute in it; got a {type(group).__name__}; pass one, or a DeviceMesh of one "
+            "dimension"
         )
     if not dist.is_initialized():
         raise BurstError(
@@ -62,7 +63,14 @@ def given_or_default(group: Ranks, who: str) -> dist.ProcessGroup:
             "processes; call init_process_group"
         )
     group = group or dist.group.WORLD
-    if dist.get_rank(group) < 0:
+    try:
+        rank = dist.get_rank(group)
+    except ValueError as error:
+        raise BurstError(
+            f"{who}: the group must exist, because ranks send each other what they compute in it; "
+            "got one that was destroyed; pass a group that was made after that"
+        ) from error
+    if rank < 0:
         raise BurstError(
             f"{who}: the calling rank must belong to the group, because each rank passes its "
             f"own rows; got global rank {dist.get_rank()} outside of it; call it only on the "

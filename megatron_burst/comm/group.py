@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -197,16 +197,18 @@ class Group:
         self, terms: Mapping[str, str], who: str, key: Hashable = None, problem: str = "",
         of: Parallel = CP,
     ) -> bool:  # fmt: skip
-        """As `Board.agree`, for a call: also ranks that know the key hear of one that does not, or
-        that refuses the call, if the group has a log.
+        """As `Board.agree`, for a call; returns whether ranks have compared its terms now. With a
+        log they do so once per key, by default the terms: also ranks that know the key hear of one
+        that does not, or that refuses the call.
 
         A call gathers its terms and its problem without raising, and comes here first. So what is
         wrong on one rank is an error on all of them, before anything is computed or sent.
         """
         key = tuple(terms.items()) if key is None else key
-        if not self.board.knows(key):
+        if not (self.log and self.board.knows(key)):
             Marks(self.log, {**terms, PROBLEM: problem} if problem else terms).begin(Kind.AGREEMENT)
-            return self.board.agree(terms, who, key, problem, of)
+            self.board.agree(terms, who, key, problem, of)
+            return True
         if problem:
             self.refuse(BurstError(problem))
         return False
@@ -295,27 +297,9 @@ def symmetric_bytes(group: dist.ProcessGroup) -> int:
     return sum(pool.num_bytes for pool in pools)
 
 
-def announce(
-    group: dist.ProcessGroup, terms: Mapping[str, str], who: str, problem: str = "",
-    of: Parallel = CP, data: Mapping[str, str] | None = None,
-) -> None:  # fmt: skip
-    """Announce a call that ranks of a group make together, before it does anything; see
-    `Group.agree`, and `Marks.begin` for `data`.
-
-    Raises:
-        BurstError: on all ranks, if one refuses it or makes another call; on GPUs, if ranks know
-            the call, where stamps are compared.
-    """
-    state = state_of(group)
-    state.agree(terms, who, problem=problem, of=of)
-    if state.log is None and group.size() > 1:
-        state.open_log(group, WHO if of is CP else who, of)  # attention's calls share its log
-    Marks.of(state.log, terms).begin(Kind.FORWARD, data=data)
-
-
-def telling(group: dist.ProcessGroup) -> AbstractContextManager[None]:
-    """Context that tells the other ranks of a group of an error in it; see `Marks.telling`."""
-    return Marks(_STATES[group].log if group in _STATES else None).telling()
+def log_of(group: dist.ProcessGroup | None) -> PassLog | None:
+    """The pass log of a group; None if it has none yet, or a single rank."""
+    return _STATES[group].log if group in _STATES else None
 
 
 def check_in_step(group: dist.ProcessGroup) -> None:
@@ -328,5 +312,4 @@ def check_in_step(group: dist.ProcessGroup) -> None:
     Raises:
         BurstError: on all ranks, naming the ranks that made other calls.
     """
-    if group in _STATES:
-        Marks(_STATES[group].log).begin(Kind.END)
+    Marks(log_of(group)).begin(Kind.END)

@@ -121,14 +121,13 @@ class Board:
     def agree(
         self, terms: Mapping[str, str], who: str, key: Hashable = None, problem: str = "",
         of: Parallel = CP,
-    ) -> bool:  # fmt: skip
-        """Make sure that all ranks have the same terms and that none refuses the call; returns
-        whether the key was new.
+    ) -> None:  # fmt: skip
+        """Make sure that all ranks have the same terms and that none refuses the call.
 
         Args:
             terms: by name.
             who: begins the sentence of an error.
-            key: equal on ranks with equal terms, which then agree once per key; None: the terms.
+            key: by which `knows` remembers the agreement; equal on ranks with equal terms.
             problem: the sentence with which this rank refuses the call; empty if it does not.
             of: what the group is for.
 
@@ -136,9 +135,6 @@ class Board:
             BurstError: on all ranks, with the first rank's problem.
             DisagreementError: on all ranks, naming the first term that differs.
         """
-        key = tuple(terms.items()) if key is None else key
-        if self.knows(key) and not problem:
-            return False
         post = dict(terms) | ({PROBLEM: problem} if problem else {})
         everyones = [json.loads(text) for text in self.share(json.dumps(post), who, of)]
         for rank, theirs in enumerate(everyones):
@@ -149,10 +145,10 @@ class Board:
 
             refuse_differences(who, everyones, self._rank, of)
         self._agreed[key] = None
-        return True
 
     def knows(self, key: Hashable) -> bool:
-        """Whether ranks have agreed on terms with this key."""
+        """Whether ranks have agreed on terms with this key. A rank that relies on that leaves out
+        an agreement, for which others would wait if they do not know the key."""
         return key in self._agreed
 
     def _join(self, who: str, text: str, of: Parallel) -> str:

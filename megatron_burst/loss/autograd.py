@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_burst.comm.announce import backward_of
 from megatron_burst.errors import BurstError
 from megatron_burst.loss import passes
 from megatron_burst.loss.attempt import Attempt
@@ -31,7 +32,7 @@ class Recomputed(torch.autograd.Function):
             outputs = attempt(_outputs, head, rows, stats)
         ctx.save_for_backward(hidden, weight, stats)
         ctx.kept = buffer if head.keep and any(ctx.needs_input_grad[:2]) else None
-        ctx.rows, ctx.head = rows, head
+        ctx.rows, ctx.head, ctx.announce = rows, head, backward_of(head.tp.group)
         # after offloading, saved_tensors does not return the parameter itself: keep its buffer
         ctx.weight = weight
         ctx.set_materialize_grads(False)
@@ -41,6 +42,7 @@ class Recomputed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         refuse_transforms(WHO, *grads)
+        ctx.announce()
         hidden, weight, stats = ctx.saved_tensors
         head, rows = ctx.head, ctx.rows
         wants_weight = ctx.needs_input_grad[1]
@@ -81,6 +83,7 @@ class GradientsInForward(torch.autograd.Function):
             loss = attempt(lambda: rows.spread(passes.losses(head, stats)))
         ctx.sums = dhidden, total
         ctx.rows, ctx.row_weight, ctx.weight = rows, row_weight, weight
+        ctx.announce = backward_of(head.tp.group)
         return loss
 
     @staticmethod
@@ -92,6 +95,7 @@ class GradientsInForward(torch.autograd.Function):
                 f"{WHO}: backward must run only once if gradients were computed in forward, "
                 "because it scales them in place; got a second backward; pass grads='recompute'"
             )
+        ctx.announce()
         factor = common_factor(ctx.rows.collect(grad), ctx.row_weight)
         (dhidden, total), ctx.sums, dweight = ctx.sums, None, None
         if dhidden is not None:

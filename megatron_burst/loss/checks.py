@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.call import brief, is_dense
-from megatron_burst.comm.group import announce, telling
+from megatron_burst.comm.announce import announce, telling
 from megatron_burst.comm.watch import TP
 from megatron_burst.errors import BurstError, DisagreementError, Need, unmet
 from megatron_burst.loss.attempt import failed_elsewhere

@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.errors import require
+from megatron_burst.comm.alone import Ranks, given_or_default
+from megatron_burst.comm.announce import announce
+from megatron_burst.comm.watch import TP
 from megatron_burst.loss.attempt import Attempt
 from megatron_burst.loss.statistics import WHO, Stat
 from megatron_burst.loss.tiles import Sizes
@@ -125,6 +127,7 @@ def count_supervised(
     tp = TensorParallel.of(tp_group, sequence_parallel)
     most = most_valid(valid_tokens(labels, loss_mask, ignore_index), tp.blocks)
     if tp.group is not None:
+        announce(tp.group, {"counted": str(tuple(labels.shape))}, WHO, of=TP)
         dist.all_reduce(most, dist.ReduceOp.MAX, tp.group)  # all ranks gather equally many
     if not most.is_cuda:
         return SupervisedCount(tp.blocks, most)
@@ -153,10 +156,8 @@ class TensorParallel:
     sequence_parallel: bool = False  # whether the sequence is sharded over them too
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None, sequence_parallel: bool) -> "TensorParallel":
-        given = isinstance(group, dist.ProcessGroup | None)
-        require(WHO, [(given, "tp_group must be a process group, because ranks communicate in it",
-                       type(group).__name__, "for a DeviceMesh, pass get_group()")])  # fmt: skip
+    def of(cls, group: Ranks, sequence_parallel: bool) -> "TensorParallel":
+        group = None if group is None else given_or_default(group, WHO)
         return cls() if group is None or group.size() == 1 else cls(group, sequence_parallel)
 
     @property

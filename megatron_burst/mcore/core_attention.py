@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.call import attention_shape, spec_of, window_of
+from megatron_burst.comm.announce import telling
 from megatron_burst.comm.communicator import communicator_of
-from megatron_burst.comm.group import telling
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.slice_checks import sees_later
 from megatron_burst.errors import BurstError

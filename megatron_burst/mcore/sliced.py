@@ -15,8 +15,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_burst import slices as masks
+from megatron_burst.comm.announce import telling
 from megatron_burst.comm.carrier import Where
-from megatron_burst.comm.group import telling
 from megatron_burst.errors import Need, require
 from megatron_burst.mcore import packed, patches
 

@@ -129,14 +129,15 @@ def first_of_a_kind(rank, attend, end):
     attend(causal=rank != ODD)
 
 
-# what the odd rank begins, and what the others do
+# what the odd rank begins, and what the others do; where a pass ends, ranks on CPUs compare again:
+# a second forward is pass 3
 ASTRAY = {
     backward_twice: ("the backward of pass", "a forward"),
     no_backward: ("a forward", "the backward of pass"),
     skipped_between_layers: ("a forward in layer 3", "a forward in layer 2"),
     skipped_before_backward: ("the backward of pass", "a forward"),
     skipped_before_the_end: ("the end of a step", "a forward"),
-    backward_of_another: ("the backward of pass 2", "the backward of pass 1"),
+    backward_of_another: ("the backward of pass 3", "the backward of pass 1"),
     first_of_a_kind: ("a call that is new to it.* causal=False", "a forward.* causal=True"),
 }
 
@@ -169,23 +170,37 @@ def test_a_rank_that_makes_a_call_or_a_backward_too_many_or_too_few_is_named_on_
                     assert ("in a new group" in sentence) == bool(later)
 
 
+def ended(calls, group):
+    """What calls of these keys, configurations and masks end with."""
+    q, endings = torch.ones(1, 4, 4, 8), []
+    for kv, config, causal in calls:
+        try:
+            burst_attention(q, kv, kv, group=group, config=config, causal=causal)
+            endings.append("ok")
+        except BurstError as error:
+            endings.append(f"{type(error).__name__}: {error}")
+    return endings
+
+
 def with_unlike_agreements(rank):
     """What calls end with after one that no rank can run: another on one rank, that again on all,
     and one that is right."""
-    group, q, ended = dist.new_group(), torch.ones(1, 4, 4, 8), []
+    kv = torch.ones(1, 4, 4, 8)
     pulls = BurstConfig(transfer="pull", intra="gather", timeout_s=5)  # refused: these are CPUs
     rings = BurstConfig(intra="ring", timeout_s=5)
-    for config, causal in ((pulls, True), (pulls, rank == 0), (pulls, True), (rings, True)):
-        try:
-            burst_attention(q, q, q, group=group, config=config, causal=causal)
-            ended.append("ok")
-        except BurstError as error:
-            ended.append(f"{type(error).__name__}: {error}")
-    return ended
+    options = (pulls, True), (pulls, rank == 0), (pulls, True), (rings, True)
+    of_communicator = ended([(kv, *each) for each in options], dist.new_group())
+    uneven = torch.ones(1, 4, 3, 8)  # refused before there is a communicator
+    calls = uneven, uneven if rank == 0 else kv, uneven, kv
+    of_call = ended([(each, rings, True) for each in calls], dist.new_group())
+    return of_communicator, of_call
 
 
 def test_agreements_on_a_call_and_on_a_communicator_are_told_apart():
     """Guards against ranks that read each other's words of something else."""
-    for first, other, again, right in run_ranks(with_unlike_agreements, 2):
-        assert first == again and "the ranks must use GPUs" in first
-        assert other.startswith("DisagreementError") and right == "ok"
+    for found in run_ranks(with_unlike_agreements, 2):
+        for words, (first, other, again, right) in zip(
+            ("the ranks must use GPUs", "KV heads must divide"), found, strict=True
+        ):
+            assert first == again and words in first
+            assert other.startswith("DisagreementError") and right == "ok"

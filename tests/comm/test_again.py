@@ -20,7 +20,10 @@ from megatron_burst.comm import group as state
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.group import state_of
 from megatron_burst.config import BurstConfig
+from megatron_burst.errors import BurstError
+from megatron_burst.loss.linear import linear_cross_entropy
 from megatron_burst.schedule.layout import Layout
+from megatron_burst.shards import shard
 from tests.attention.test_processes import inputs, run, truth_of, worst
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
@@ -107,12 +110,19 @@ def held_by_the_user(rank):
     made = ref(communicator_of(old, BurstConfig()))
     before = made() is not None
     dist.destroy_process_group(old)
+    refused, x = [], torch.ones(1, 4, 2, 8)
+    for call in (
+        lambda: burst_attention(x, x, x, group=old), lambda: shard(x, group=old),
+        lambda: linear_cross_entropy(x[0, 0], x[0, 0], torch.zeros(2).long(), tp_group=old),
+    ):  # fmt: skip
+        with pytest.raises(BurstError, match="the group must exist.*got one that was destroyed"):
+            refused.append(call())
     communicator_of(dist.group.WORLD, BurstConfig())
-    return before, made() is None, old in state._STATES
+    return before, made() is None, old in state._STATES, refused
 
 
-def test_a_destroyed_group_that_is_still_held_keeps_no_buffers():
-    assert run_ranks(held_by_the_user, 2) == [(True, True, False)] * 2
+def test_a_destroyed_group_that_is_still_held_keeps_no_buffers_and_is_refused():
+    assert run_ranks(held_by_the_user, 2) == [(True, True, False, [])] * 2
 
 
 def held_by_process():

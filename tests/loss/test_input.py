@@ -176,7 +176,7 @@ REFUSED = {
     "no hidden": ((None, W, L), {}, r"hidden must be a dense tensor.*got None"),
     "mask as a list": ((H, W, L), {"loss_mask": [1.0]}, r"loss_mask must be a dense.*got .1.0"),
     "a number": ((H, W, L), {"supervised": 8}, r"supervised must be a count.*got int; pass"),
-    "a mesh": ((H, W, L), {"tp_group": "tp"}, r"tp_group must be a process group.*got str"),
+    "a mesh": ((H, W, L), {"tp_group": "tp"}, r"group must be a process group.*got a str"),
     "softcap": ((H, W, L), {"softcap": -3.0}, r"softcap must be 0 or positive.*got -3.0"),
     "scale": ((H, W, L), {"logit_scale": 0.0}, r"logit_scale must be positive and finite.*got 0"),
 }

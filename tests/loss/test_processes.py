@@ -4,14 +4,18 @@ Guards against a vocabulary or sequence split differently than the ranks hold it
 wrongly, collectives in a different order across ranks, and errors that only one rank sees.
 """
 
+import re
 import time
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch import ones
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.statistics import LossOptions
@@ -97,6 +101,49 @@ def collectives(rank):
 
 def test_statistics_of_all_tokens_are_combined_in_one_collective():
     assert run_ranks(collectives, 2) == [{"recompute": 1, "forward": 4}] * 2
+
+
+def lone_passes(rank):
+    """What ranks are told where rank 0 runs a backward, or counts tokens, and rank 1 makes the next
+    call; and where rank 1 makes none."""
+    from megatron_burst import count_supervised, linear_cross_entropy, unshard
+
+    ours, x = shard(random_problem(mask=False), rank, 2, False), ones(4, requires_grad=True)
+    told, groups = {}, [dist.new_group() for _ in range(7)]
+
+    def loss(group, grads):
+        given = ours.hidden, ours.weight, ours.labels
+        return linear_cross_entropy(*given, tp_group=group, grads=grads, return_lse=False)
+
+    for name, call in {
+        "recompute": partial(loss, grads="recompute"), "forward": partial(loss, grads="forward"),
+        "unshard": lambda group: unshard(x, group=group, dim=0).sum(),
+    }.items():  # fmt: skip
+        for comes in (True, False):
+            group = groups.pop()
+            out = call(group)
+            _set_pg_timeout(timedelta(seconds=3), group)
+            try:
+                if rank == 0:
+                    out.backward()
+                elif comes:
+                    call(group)
+            except BurstError as error:
+                told[name, comes] = str(error)
+    _set_pg_timeout(timedelta(seconds=3), groups[0])
+    if rank == 0:
+        with pytest.raises(BurstError) as error:
+            count_supervised(ours.labels, tp_group=groups[0])
+        told["count", False] = str(error.value)
+    return told
+
+
+def test_a_rank_that_runs_a_backward_alone_is_told_which_rank_did_not_come():
+    first, second = run_ranks(lone_passes, 2)
+    assert len(first) == 7 and len(second) == 3
+    for (name, comes), sentence in first.items():
+        words = rf"{'cp' if name == 'unshard' else 'tp'} ranks \[1\]"
+        assert re.search(f"a forward on {words}" if comes else f"no word from {words}", sentence)
 
 
 def refusals(rank):

@@ -256,6 +256,7 @@ def refused(rank: int) -> list[str]:
 
     pipeline.start(TENSOR)
     config, said = config_for(TENSOR), []
+    BalancedBatches(documents(), sampler_of(TENSOR, config, None), config)  # later ones may differ
     for name in ("lengths", "seed", "consumed"):
         given = sampler_of(TENSOR, config, None)
         if rank == 2 and name == "lengths":

@@ -1,0 +1,41 @@
+"""Calls beside attention's that ranks of a group make together, such as the loss and `shard`."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch.distributed as dist
+
+from megatron_burst.comm.group import log_of, state_of
+from megatron_burst.comm.pass_log import Kind, Marks
+from megatron_burst.comm.watch import CP, WHO, Parallel
+
+
+def announce(
+    group: dist.ProcessGroup, terms: Mapping[str, str], who: str, problem: str = "",
+    of: Parallel = CP, data: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Announce a call that ranks of a group make together, before it does anything; see
+    `Group.agree`, and `Marks.begin` for `data`.
+
+    Raises:
+        BurstError: on all ranks, if one refuses it or makes another call; on GPUs, if ranks know
+            the call, where stamps are compared.
+    """
+    state = state_of(group)
+    state.agree(terms, who, problem=problem, of=of)
+    if state.log is None and group.size() > 1:
+        state.open_log(group, WHO if of is CP else who, of)  # attention's calls share its log
+    Marks.of(state.log, terms).begin(Kind.FORWARD, data=data)
+
+
+def backward_of(group: dist.ProcessGroup | None) -> Callable[[], int]:
+    """What announces the backward of the call that a group's ranks announced last, before its
+    collectives; raises as `PassLog.begin`."""
+    log = log_of(group)
+    return partial(Marks(log).begin, Kind.BACKWARD, log.number if log else 0)
+
+
+def telling(group: dist.ProcessGroup) -> AbstractContextManager[None]:
+    """Context that tells the other ranks of a group of an error in it; see `Marks.telling`."""
+    return Marks(log_of(group)).telling()
