@@ -174,13 +174,13 @@ def _intra(spec: Spec) -> Choice:
         BurstError: if gather or a2a was asked for across nodes or in the striped layout.
     """
     row, over_all = spec.arranged, spec.inter == "a2a"
+    if row.cp_size == 1:
+        return Choice("ring", "one rank")
     if spec.intra is None and row.inter_size == 1 and not over_all:
         if spec.layout is Layout.DOCUMENTS and spec.mask.right == 0:
             return Choice("gather", "chunks of each document are equal work on all ranks")
         if _wants_whole(spec):
             return Choice("a2a", "each rank has all rows of some heads: equal work")
-    if row.cp_size == 1:
-        return Choice("ring", "one rank")
     if spec.inter == "flat":
         return Choice("ring", "one ring over all ranks")
     cannot, asked = _no_gather(spec), "a2a" if over_all else spec.intra
@@ -316,8 +316,6 @@ def _check(spec: Spec) -> None:
     if spec.topology.cp_size > 1:
         check_mask(spec.mask, spec.layout, spec.intra or "", spec.arranged.inter_size == 1)
         require(_WHO, _needs_of_rings(spec) if spec.intra == "ring" else _needs_of_heads(spec))
-    elif spec.intra != "ring":
-        require(_WHO, _needs_of_heads(spec))
     if len(set(spec.topology.node_of)) > 1:
         require(_WHO, _needs_between_nodes(spec))
 

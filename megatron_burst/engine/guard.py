@@ -3,19 +3,30 @@
 Each check waits for the GPU, so it is for finding an error.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from megatron_burst.engine.executor import Executor
-from megatron_burst.engine.operations import part
+from megatron_burst.engine.operations import Part, part
 from megatron_burst.engine.run import Binder, Run, Step
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.program import Add, Attend, AttendBackward, Merge, Op, Ref
+from megatron_burst.schedule.program import (
+    Add,
+    Attend,
+    AttendBackward,
+    FromRanks,
+    Merge,
+    Op,
+    Program,
+    Ref,
+    Restore,
+)
 
-_CHECKED = Attend, AttendBackward, Merge, Add
+type Places = list[tuple[Ref, str]]  # fields of rows of buffers
+_RESULTS, _KEYS = ("out", "lse"), ("k", "v")
 
 
 class GuardedExecutor(Executor):
@@ -31,9 +42,10 @@ class GuardedExecutor(Executor):
 
 
 def _guarded(binder: Binder, step: Step, op: Op, number: int) -> Step:
-    if not isinstance(op, _CHECKED):
+    places = _accessed(op, binder.program)
+    if places is None:
         return step
-    writes, reads = _parts(binder, op.writes), _parts(binder, op.reads)
+    writes, reads = (_parts(binder, some) for some in places)
     total, direction = len(binder.program.ops), binder.program.direction
 
     def run(of: Run) -> Any:
@@ -53,16 +65,45 @@ def _guarded(binder: Binder, step: Step, op: Op, number: int) -> Step:
     return replace(step, run=run)
 
 
-def _parts(binder: Binder, refs: Iterable[Ref]) -> list[tuple[Ref, Callable]]:
-    return [(ref, part(binder, ref)) for ref in dict.fromkeys(refs)]
+def _accessed(op: Op, program: Program) -> tuple[Places, Places] | None:
+    """Fields that an operation writes, and that it reads; None if it is not checked. Other fields
+    of the same rows may not be written yet: their memory may hold NaN."""
+    fields = {name: [f.name for f in buffer.fields] for name, buffer in program.buffers.items()}
+
+    def first(refs: Iterable[Ref], names: Iterable[str]) -> Places:
+        """Of several buffers each field is in the first that has it, as in `first_of`."""
+        found = {name: ref for ref in reversed([*refs]) for name in fields[ref.buffer]}
+        return [(found[name], name) for name in names if name in found]
+
+    match op:
+        case Attend():
+            return first(op.into, _RESULTS), first((op.q,), ("q",)) + first((op.kv,), _KEYS)
+        case AttendBackward():
+            sides = first(op.sides, ("q", "dout", "lse", "delta", "out"))
+            grads = first((op.dq,), ("dq",)) + first((op.dkv,), ("dk", "dv"))
+            return grads, sides + first((op.kv,), _KEYS)
+        case Merge():
+            return first(op.into, _RESULTS), [(ref, x) for ref in op.parts for x in _RESULTS]
+        case Add():
+            names = [x for x in fields[op.into.buffer]
+                     if all(x in fields[ref.buffer] for ref in op.parts)]  # fmt: skip
+            return first((op.into,), names), [(ref, x) for ref in op.parts for x in names]
+        case FromRanks() | Restore():
+            names = [x for ref in op.writes for x in fields[ref.buffer]]
+            return first(op.writes, names), first((op.source,), names)
+    return None
 
 
-def _first_nan(run: Run, parts: list[tuple[Ref, Callable]]) -> str:
+def _parts(binder: Binder, places: Places) -> list[tuple[Ref, str, Part]]:
+    return [(ref, name, part(binder, ref)) for ref, name in dict.fromkeys(places)]
+
+
+def _first_nan(run: Run, parts: list[tuple[Ref, str, Part]]) -> str:
     """The first field with a NaN, in words; "" if none has any."""
-    for ref, of in parts:
-        for name, x in of(run).items():
-            if x.isnan().any():
-                return f"{name} of {_tile(ref, run.unit)}"
+    for ref, name, of in parts:
+        x = of(run).get(name)  # a call omits tensors that no operation reads
+        if x is not None and x.isnan().any():
+            return f"{name} of {_tile(ref, run.unit)}"
     return ""
 
 

@@ -70,6 +70,19 @@ def readers(results: Any, nodes: list[Node]) -> Iterable[Node]:
     return (node for node in found if any(map(_is_float, _saved_by(node))))
 
 
+def leaves_of(nodes: Iterable[Node]) -> Iterable[Tensor]:
+    """The leaves of the graph behind some nodes, as parameters are."""
+    stack, seen = list(nodes), set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        stack += [before for before, _ in node.next_functions if before is not None]
+
+
 def _homes(others: list[Tensor]) -> set[int]:
     """Where tensors are that live on anyway, and Megatron's buffers of their gradients, to which
     fused products refer."""

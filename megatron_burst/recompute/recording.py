@@ -19,6 +19,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from megatron_burst.engine.passes import lean
 from megatron_burst.errors import BurstError
+from megatron_burst.recompute.graph import leaves_of
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Tensors, Watch, without_frames
 from megatron_burst.transforms import refuse_transforms
 
@@ -156,8 +157,8 @@ class Recording:
         one_each = {x.device: x for x in inputs}.values()
         cpu, (devices, states) = torch.get_rng_state(), get_device_states(*one_each)
         with without_frames(), torch.enable_grad(), saved_tensors_hooks(pack, unpack):
-            token = torch.empty(0, requires_grad=True)
-            entered = iter(_Enter.apply(self._ends, token, *floating))
+            self._token = torch.empty(0, requires_grad=True)
+            entered = iter(_Enter.apply(self._ends, self._token, *floating))
             outs = function(*(next(entered) if x.is_floating_point() else x for x in inputs))
         after = torch.get_rng_state(), *get_device_states(*one_each)[1]
         self._random = None if all(map(torch.equal, (cpu, *states), after)) else (devices, after)
@@ -233,11 +234,19 @@ class Recording:
         if torch.is_grad_enabled():
             again = [x if reads else None for x, reads in zip(outs, self._reads_outs, strict=True)]
             self._handed = Watch([x for x in again if x is not None])
-            outs = _Played.apply(self, (*self._read(inputs), *again, *extras), outs, *inputs)
+            token = None if any(x.requires_grad for x in inputs) else self._token_of_leaves()
+            saved = *self._read(inputs), *again, *extras
+            outs = _Played.apply(self, saved, outs, token, *inputs)
         leaves = list(outs)
         for hole in self._holes:
             leaves.insert(hole, None)
         return tree_unflatten(leaves, self._tree)
+
+    def _token_of_leaves(self) -> Tensor | None:
+        """A tensor that asks for backward where no input does, if the graph has parameters."""
+        nodes = [edge.node for edge in self._edges if edge is not None]
+        has_any = any(leaf is not self._token for leaf in leaves_of(nodes))
+        return torch.empty(0, requires_grad=True) if has_any else None
 
     def _read(self, inputs: Tensors) -> list[Tensor | None]:
         """What backward reads of the inputs, with as little memory as possible."""
@@ -313,7 +322,7 @@ class _Played(torch.autograd.Function):
     """The outputs of a recording, as if its function had run on these inputs."""
 
     @staticmethod
-    def forward(ctx, recording, saved, outs, *inputs):
+    def forward(ctx, recording, saved, outs, _token, *inputs):
         outs = tuple(x.detach() for x in outs)
         ctx.recording, ctx.num_inputs, ctx.num_outs = recording, len(inputs), len(outs)
         ctx.save_for_backward(*saved)
@@ -327,4 +336,5 @@ class _Played(torch.autograd.Function):
         refuse_transforms(WHO, *grads)
         saved, middle = ctx.saved_tensors, ctx.num_inputs + ctx.num_outs
         inputs, outs = saved[: ctx.num_inputs], saved[ctx.num_inputs : middle]
-        return None, None, None, *ctx.recording.backward(inputs, outs, saved[middle:], grads)
+        found = ctx.recording.backward(inputs, outs, saved[middle:], grads)
+        return None, None, None, None, *found

@@ -11,6 +11,7 @@ import torch
 from megatron_burst.call import attention_shape
 from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.executor import Executor
+from megatron_burst.engine.guard import GuardedExecutor
 from megatron_burst.engine.memory import empty_like_rows
 from megatron_burst.engine.sample import Sample
 from megatron_burst.engine.slices import Slices
@@ -72,6 +73,7 @@ class Way:
     slices: tuple[tuple[int, ...], ...] = ()  # say alone what is seen; edges then where rows are
     invariant: bool = False
     whole_heads: int = 0
+    guarded: bool = False  # whether results are checked for NaN
 
     def sink(self, q):
         """An attention sink for each head, some larger than all scores; one changes nothing."""
@@ -122,8 +124,9 @@ class Passes:
             self.documents = Slices(
                 given, causal, (*sizes, batch, k.shape[1]), way.layout, q.device, self.documents
             )
+        kind = GuardedExecutor if way.guarded else Executor
         self.executors = [
-            Executor(program, backend, carrier, way.scale, dtypes, False, unit)
+            kind(program, backend, carrier, way.scale, dtypes, False, unit)
             for program in self.programs
         ]
 

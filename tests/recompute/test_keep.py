@@ -239,6 +239,57 @@ def test_a_module_is_called_once_and_its_parameters_are_no_part_of_what_is_kept(
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+class Adapted(torch.nn.Module):
+    """A frozen linear layer with a trained one beside it, as of LoRA."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        torch.manual_seed(5)
+        self.base, self.added = (torch.nn.Linear(6, 24, dtype=torch.float64) for _ in range(2))
+        self.base.requires_grad_(False)
+        self.added.requires_grad_(not frozen)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.base(x) + self.added(x)
+
+
+CALLED = {
+    "module": lambda layer, wrap: wrap(layer),
+    "nested": lambda layer, wrap: (
+        lambda x: wrap(lambda more, none: (layer(more["x"][0]), None))({"x": [x]}, None)[0]
+    ),
+    "no input": lambda layer, wrap: lambda x: wrap(lambda: layer(x))(),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@REENTRANT
+@pytest.mark.parametrize("called", CALLED)
+def test_a_module_has_gradients_where_no_input_of_it_needs_one(called, reentrant, frozen):
+    """Behind a frozen embedding. A reentrant checkpoint, which torch gives no backward then, has
+    another input that needs one."""
+    x, y = (torch.linspace(-1, n, 30, dtype=torch.float64).view(5, 6) for n in (1, 2))
+    y, found = y.requires_grad_(reentrant or frozen), []
+    for wrap in (lambda function: function, keep):
+        layer, y.grad = Adapted(frozen), None
+        up = CALLED[called](layer, wrap)
+        seen = []
+
+        def run(x, y, up=up, seen=seen):
+            rows = up(x)
+            seen.append(rows.requires_grad)
+            return F.gelu(rows).sum(-1, keepdim=True) * y
+
+        checkpoint(run, x, y, use_reentrant=reentrant).square().sum().backward()
+        assert layer.calls == (2 if wrap is not keep else 1)
+        found.append([y.grad, *(weight.grad for weight in layer.parameters()), seen[-1]])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one is other
+    assert (found[0][3] is None) == frozen
+
+
 class Grouped(torch.nn.Module):
     """A linear layer for each part of the rows, some of which have none, as experts are called."""
 
