@@ -4,7 +4,6 @@ Guards against files of another kind, cut off, of other types, too deep, with nu
 without end, and with what a terminal would obey.
 """
 
-import io
 import json
 import signal
 import struct
@@ -13,6 +12,8 @@ import time
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import BytesIO, StringIO
 from pathlib import Path
 from zlib import crc32
 
@@ -23,11 +24,21 @@ from typer.testing import CliRunner
 
 from megatron_burst.balance import Costs
 from megatron_burst.errors import BurstError
+from megatron_burst.files import harmless
 from megatron_burst.mcore.launch import with_flags
 from megatron_burst.mcore.plan_file import check_plan, own_flags
 from megatron_burst.tools.hardware import Calibration, KernelRow, LinkRow
-from megatron_burst.tools.hardware_file import preset_text, to_toml
+from megatron_burst.tools.hardware_file import preset, preset_text, to_toml
+from megatron_burst.tools.job.candidate import candidate
+from megatron_burst.tools.job.flags import as_json
+from megatron_burst.tools.job.model_file import model_of
+from megatron_burst.tools.job.script import arguments_in, given, read_script
+from megatron_burst.tools.job.strategy import Job, Strategy
+from megatron_burst.tools.lengths import lengths_in
 from megatron_burst.tools.main import app
+from megatron_burst.tools.plan_flags import Shown
+from megatron_burst.tools.plan_notes import warnings_of
+from megatron_burst.tools.plan_table import show
 from tests.mcore.test_plan_file import FLAGS, megatron_arguments
 from tests.plan import configs
 from tests.tools import planning
@@ -54,21 +65,37 @@ _CALIBRATION = Calibration(
 )  # fmt: skip
 
 
+def check_harmless(text: str) -> None:
+    """Nothing that a terminal obeys, and no text without end."""
+    strange = {char for char in text if not char.isprintable() and char != "\n"}
+    assert not strange, strange
+    assert len(text) < 20_000
+
+
 def command(*words: object) -> int:
     """Run it in this process; what it prints must be harmless and, if it is refused, an error."""
     done = CliRunner().invoke(app, [*map(str, words)])
     if done.exception and not isinstance(done.exception, SystemExit):
         raise done.exception
     assert done.exit_code in (0, 1, 2, 3)
-    strange = {char for char in done.output if not char.isprintable() and char not in "\n"}
-    assert not strange, strange
-    assert len(done.output) < 20_000
+    check_harmless(done.output)
     assert done.exit_code != 2 or "error: " in done.output
     return done.exit_code
 
 
 def of_model(path: Path) -> int:
-    return command("plan", path, *_JOB, "--json", path.with_suffix(".out"))
+    """What `plan` does for one strategy; a search, also for more GPUs, would take longer."""
+    asked = {"tp": 1, "cp": 4, "pp": 1, "recompute": "full", "keep": "none"}
+    described, in_file = model_of(str(path)), arguments_in(str(path))
+    script = read_script(in_file, asked)
+    strategy = Strategy(**dict(given(script, asked)))
+    job = Job(described, 16384, 4, 4, 4, preset("h200"))
+    found = [candidate(job, strategy)]
+    warnings = [*script.notes, *warnings_of(job, found, (), in_file)]
+    with redirect_stdout(StringIO()) as printed:
+        show(Shown(job, found, script, in_file, warnings, "", True, "", "", True, None))
+    check_harmless(printed.getvalue() + as_json(job, found, script.flags))
+    return 0
 
 
 def of_machine(path: Path) -> int:
@@ -80,7 +107,9 @@ def of_documents(path: Path) -> int:
 
 
 def of_lengths(path: Path) -> int:
-    return command("plan", "qwen3-0.6b", *_JOB, "--lengths", path)
+    """With a draw of a step's documents; to compare assignments of them would take longer."""
+    assert len(lengths_in(path).of_step(16384, 4, 32, seed=0)) > 0
+    return 0
 
 
 def of_run(path: Path) -> int:
@@ -111,12 +140,12 @@ def of_cache(path: Path) -> int:
 
 
 def _npy() -> bytes:
-    np.save(file := io.BytesIO(), np.array([0, 4096, 6144, 8192]))
+    np.save(file := BytesIO(), np.array([0, 4096, 6144, 8192]))
     return file.getvalue()
 
 
 def _pt() -> bytes:
-    torch.save(torch.tensor([0, 4096, 6144, 8192]), file := io.BytesIO())
+    torch.save(torch.tensor([0, 4096, 6144, 8192]), file := BytesIO())
     return file.getvalue()
 
 
@@ -193,10 +222,10 @@ def faults_of(kind: str, seeds, folder: Path) -> tuple[Counter, dict[str, int]]:
             end = "refused" if read(path) == 2 else "read"
         except BurstError as error:
             end = "refused"
-            if bad := [char for char in str(error) if not char.isprintable() and char != "\n"]:
-                end = faults[f"prints {bad}"] = seed
-            if len(str(error)) > 20_000:
-                end = faults["a sentence without end"] = seed
+            try:
+                check_harmless(harmless(str(error)))
+            except AssertionError as wrong:
+                faults.setdefault(end := str(wrong), seed)
         except BaseException as error:
             end = f"{type(error).__name__}: {str(error)[:90]}"
             faults.setdefault(end, seed)

@@ -141,7 +141,7 @@ def _statements(text: str) -> Iterator[tuple[list[str], str]]:
 
 def _with_environment(text: str) -> str:
     """With the values, or defaults, of variables that the script does not set."""
-    own = {*re.findall(r"([A-Za-z_]\w*)\+?=", text), *re.findall(r"\bfor (\w+)", text)}
+    own = {*re.findall(r"(?<!\w)([A-Za-z_]\w*)\+?=", text), *re.findall(r"\bfor (\w+)", text)}
 
     def known(found: re.Match[str]) -> str:
         name, default = found[1] or found[2], found[3]

@@ -137,6 +137,8 @@ def _rotary(config: Config, kind: Type) -> tuple[Flags, list[str]]:
         if not isinstance(more, Mapping):
             return {}, [key]
         said |= more
+    if wrong := [key for key in said if not _is_plain(key, said[key])]:
+        return {}, [f"{excerpt(key)} of rotary embeddings" for key in wrong]
     part = said.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1))
     base, scaling = said.pop("rope_theta"), said.pop("type", None)
     scaling = said.pop("rope_type", scaling) or "default"
@@ -156,6 +158,13 @@ def _rotary(config: Config, kind: Type) -> tuple[Flags, list[str]]:
     elif part != config.get("partial_rotary_factor", 1):  # else that key is named
         unknown.append(f"partial_rotary_factor {part}")
     return flags, unknown
+
+
+def _is_plain(key: str, value: Any) -> bool:
+    """Whether a value of a table of rotary embeddings is of its kind: most are numbers."""
+    if key.endswith(("type", "section", "_factor")) and not isinstance(value, dict):
+        return True
+    return value is None or isinstance(value, int | float)
 
 
 def _sections(said: dict[str, Any]) -> Flags | None:

@@ -27,7 +27,8 @@ _ENTRIES: Mapping[str, Any] = {
     **dict.fromkeys(("first_k_dense_replace", "max_window_layers", "full_attention_interval",
                      "no_rope_layer_interval", "topk_group", "num_experts_per_tok"), Count),
     "moe_layer_freq": Count | tuple[int, ...], "sliding_window_pattern": Count | str,
-    "rope_theta": float,
+    **dict.fromkeys(("rope_theta", "routed_scaling_factor", "swiglu_limit"), float),
+    "n_group": Count,
 }  # fmt: skip
 # of experts, which a hybrid's config has without any of them too
 _OF_EXPERTS = ("n_routed_experts", "n_group", "topk_group", "routed_scaling_factor")
