@@ -1,6 +1,5 @@
 """Seconds of a micro-batch, as a few coefficients: from a plan, or fitted to measured ones."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
@@ -9,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_burst.errors import BurstError, Need, require
+from megatron_burst.errors import Need, require
+from megatron_burst.files import Reader
 
 WHO = "megatron_burst.balance"
 IN_PLAN = "micro_batch_s"  # where a plan has them
@@ -54,17 +54,14 @@ class Costs:
         Raises:
             BurstError: if the file is not such a plan.
         """
-        try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))[IN_PLAN]
-            transfer = {int(size): value for size, value in found.pop("transfer").items()}
-            return cls(transfer=transfer, **found)
-        except BurstError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BurstError(
-                f'{WHO}: {path} must be a plan with "{IN_PLAN}", because costs are read from it; '
-                f"got {type(error).__name__}: {error}; make it with megatron-burst plan --json"
-            ) from None
+        reader = Reader(
+            WHO, str(path), "costs are read from it", "make it with megatron-burst plan --json"
+        )
+        plan = reader.json()
+        if not isinstance(plan, dict) or not plan.get(IN_PLAN):
+            raise reader.refusal(f'be a plan with "{IN_PLAN}"', plan)
+        found: Costs = reader.typed(cls, plan[IN_PLAN], IN_PLAN)
+        return found
 
 
 def pairs_of(lengths: np.ndarray) -> np.ndarray:

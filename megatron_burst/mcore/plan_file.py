@@ -6,11 +6,13 @@ import os
 import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from megatron_burst.errors import BurstError
+from megatron_burst.files import Count, Limits, LongText, Reader, excerpt
 from megatron_burst.rates import Rates
 from megatron_burst.say import say, say_once
 
@@ -24,8 +26,48 @@ _SIZES = {  # Megatron's names of a planned model's sizes
     "num_attention_heads": "heads_q",
     "ffn_hidden_size": "ffn",
 }
-_SHOWN = 80  # characters shown of a file that is not a plan
+_WHY, _CHANGE = "its options are taken from there", "make it with megatron-burst plan"
+_ANY = Limits(-1e15)
+_Word = str | bool | Annotated[int, _ANY] | Annotated[float, _ANY]
+_Size = Count | None
 _Parse = Callable[..., tuple[Namespace, list[str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    count: _Size = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    layers: _Size = None
+    hidden: _Size = None
+    heads_q: _Size = None
+    heads_kv: _Size = None
+    ffn: _Size = None
+    experts: _Experts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    model: _Model | None = None
+    gpus: _Size = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Best:
+    fits: bool | None = None
+    why: LongText | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run needs to know of the JSON of `megatron-burst plan`."""
+
+    flags: Mapping[str, _Word | tuple[_Word, ...]]
+    job: _Job | None = None
+    rates: Rates | None = None
+    best: _Best | None = None
 
 
 def take_plans(parser: ArgumentParser, then: Callable[[Namespace], None]) -> None:
@@ -75,7 +117,7 @@ def _dump(parser: ArgumentParser, parse: _Parse, found: Namespace, words: Sequen
 
 def _fill(parser: ArgumentParser, parse: _Parse, found: Namespace, words: Sequence[str]) -> None:
     path, known = found.burst_plan, parser._option_string_actions
-    flags = read_plan(Path(path))["flags"]
+    flags = read_plan(Path(path)).flags
     _check_names(flags, [flag for flag in known if flag not in (FLAG, DUMP_FLAG)], path)
     planned = _parsed(parser, parse, flags, path)
     given, taken = {word.partition("=")[0] for word in words}, []
@@ -120,27 +162,24 @@ def _parsed(
         parser.exit_on_error = exits
 
 
-def read_plan(path: Path) -> dict[str, Any]:
-    """A plan that `megatron-burst plan` wrote, or a file with only the same `flags`."""
-    try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        got = error.strerror or str(error)
-        raise _refusal(f"{path} must be a readable file", got) from None
-    except ValueError as error:  # JSON's own errors and those of text
-        raise _refusal(f"{path} must be JSON", str(error)) from None
-    flags = plan.get("flags") if isinstance(plan, dict) else None
-    if not isinstance(flags, dict):
-        raise _refusal(f'{path} must hold an object "flags"', json.dumps(plan)[:_SHOWN])
-    for flag, value in flags.items():
-        if not flag.startswith("--") or not _is_simple(value):
-            raise _refusal(f"{path} must map flags to values", f"{flag}: {json.dumps(value)}")
+def read_plan(path: Path) -> Plan:
+    """What a run needs to know of a plan.
+
+    Raises:
+        BurstError: if the file cannot be read, or is no plan.
+    """
+    reader = _reader(path)
+    plan: Plan = reader.typed(Plan, data := reader.json(), closed=False)
+    reader.typed(Rates | None, data.get("rates"), "rates")  # no others
+    for flag in plan.flags:
+        if not flag.startswith("--"):
+            raise reader.refusal("map flags to values", flag, "flags")
     return plan
 
 
 def own_flags(path: Path) -> dict[str, Any]:
     """Burst's own flags in a plan: what a framework without Megatron's command line takes of it."""
-    flags = {flag: value for flag, value in read_plan(path)["flags"].items()
+    flags = {flag: value for flag, value in read_plan(path).flags.items()
              if flag.startswith(OWN)}  # fmt: skip
     tunings = flags.get("--burst-tune")
     return flags | ({"--burst-tune": [tunings]} if isinstance(tunings, str) else {})
@@ -152,7 +191,7 @@ def rates_of(args: Namespace) -> Rates:
     `args`: Megatron's parsed arguments.
     """
     path = getattr(args, "burst_plan", None)
-    return Rates() if path is None else Rates.of(read_plan(Path(path)).get("rates") or {}, path)
+    return (read_plan(Path(path)).rates if path is not None else None) or Rates()
 
 
 def check_plan(args: Namespace) -> None:
@@ -164,49 +203,44 @@ def check_plan(args: Namespace) -> None:
     if path is None:
         return
     plan = read_plan(Path(path))
-    for name, size, found in _sizes(args, plan.get("job") or {}):
+    for name, size, found in _sizes(args, plan.job or _Job()):
         if None not in (size, found) and size != found:
             raise _refusal(
                 f"the run must be the one that {path} was made for",
                 f"{name} {size} in the plan and {found} in the run",
                 "plan again for this run",
             )
-    rates_of(args)
-    best = plan.get("best") or {}
-    if best.get("fits") is False:
+    if plan.best and plan.best.fits is False:
         must = f"the strategy of {path} must be one that fits in memory"
-        raise _refusal(must, best.get("why"), "plan other sizes, or leave the file out")
+        raise _refusal(must, plan.best.why or "", "plan other sizes, or leave the file out")
 
 
-def _sizes(args: Namespace, job: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def _sizes(args: Namespace, job: _Job) -> list[tuple[str, Any, Any]]:
     """Names, sizes in the plan and in the run; None if unknown."""
-    model = job.get("model") or {}
-    planned = {name: model.get(size) for name, size in _SIZES.items()}
-    planned |= {"world_size": job.get("gpus")}
+    model = job.model or _Model()
+    planned = {name: getattr(model, size) for name, size in _SIZES.items()}
+    planned |= {"world_size": job.gpus}
     if getattr(args, "group_query_attention", False):
-        planned["num_query_groups"] = model.get("heads_kv")
-    if model.get("experts"):
-        planned["num_experts"] = model["experts"].get("count")
+        planned["num_query_groups"] = model.heads_kv
+    if model.experts:
+        planned["num_experts"] = model.experts.count
     return [(name, size, getattr(args, name, None)) for name, size in planned.items()]
-
-
-def _is_simple(value: Any) -> bool:
-    items = value if isinstance(value, list) else [value]
-    return all(isinstance(item, str | int | float | bool) for item in items)
 
 
 def words_of(flag: str, value: Any) -> list[str]:
     """A plan's flag as words of a command line."""
     if isinstance(value, bool):
         return [flag] if value else []
-    return [flag, *map(str, value if isinstance(value, list) else [value])]
+    return [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
 
 
 def _in_words(flag: str, value: Any) -> str:
     return " ".join(words_of(flag, value)) or f"no {flag}"
 
 
-def _refusal(must: str, got: str, change: str = "make it with megatron-burst plan") -> BurstError:
-    return BurstError(
-        f"{FLAG}: {must}, because its options are taken from there; got {got}; {change}"
-    )
+def _reader(path: Path) -> Reader:
+    return Reader(FLAG, str(path), _WHY, _CHANGE)
+
+
+def _refusal(must: str, got: str, change: str = _CHANGE) -> BurstError:
+    return BurstError(f"{FLAG}: {must}, because {_WHY}; got {excerpt(got, 500)}; {change}")

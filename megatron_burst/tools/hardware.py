@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from megatron_burst.files import Count, Limits, LongText, Positive
 
 MIB, GIB = 1 << 20, 1 << 30
+Share = Annotated[float, Limits(high=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,20 @@ class Curve:
     """A measured quantity: linear in log x between its points, flat beyond them."""
 
     points: tuple[tuple[float, float], ...]  # (x, y), x positive and ascending
+
+    @classmethod
+    def of_data(cls, value: Any) -> "Curve":
+        """From a number, or [x, y] of each point; a ValueError says what it must be."""
+        pairs = [[1, value]] if isinstance(value, int | float) else value
+        good = isinstance(pairs, list) and pairs and all(
+            isinstance(p, list) and len(p) == 2
+            and all(type(n) in (int, float) and 0 < n < 1e15 for n in p)
+            for p in pairs
+        )  # fmt: skip
+        xs = [p[0] for p in pairs] if good else []
+        if not good or xs != sorted(set(xs)):
+            raise ValueError("be a number or a list of [x, y] of positive numbers, x ascending")
+        return cls(tuple((float(x), float(y)) for x, y in pairs))
 
     def at(self, x: float) -> float:
         """The value at x."""
@@ -57,28 +74,28 @@ class KernelSpeed:
     """
 
     backend: str  # its name in `--burst-backend`
-    head_dim: int
+    head_dim: Count
     forward: Curve
     backward: Curve
     # speed of a tile in which nothing is masked over that of a causal one
-    unmasked_forward: float = 1.0
-    unmasked_backward: float = 1.0
+    unmasked_forward: Positive = 1.0
+    unmasked_backward: Positive = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU."""
 
-    memory_gib: float  # that a process sees
+    memory_gib: Positive  # that a process sees
     reserved_gib: float  # of it for the CUDA context, NCCL, libraries and fragmentation
-    multiprocessors: int  # that a kernel's blocks run on
-    peak_tflops: float  # dense bf16; what MFU is relative to
-    matmul_tflops: float  # dense bf16 in the GEMMs of a transformer's layers, sustained
-    memory_gbs: float  # GB/s that element-wise kernels reach
+    multiprocessors: Count  # that a kernel's blocks run on
+    peak_tflops: Positive  # dense bf16; what MFU is relative to
+    matmul_tflops: Positive  # dense bf16 in the GEMMs of a transformer's layers, sustained
+    memory_gbs: Positive  # GB/s that element-wise kernels reach
     launch_us: float  # between two dependent kernels
-    nccl_share: float  # of the multiprocessors, during an NCCL transfer
-    host_gbs: float  # GB/s to pinned host memory while all GPUs of the node copy
-    capability: int = 9  # major compute capability, which decides what kernels there are
+    nccl_share: Share  # of the multiprocessors, during an NCCL transfer
+    host_gbs: Positive  # GB/s to pinned host memory while all GPUs of the node copy
+    capability: Count = 9  # major compute capability, which decides what kernels there are
 
     @property
     def usable_bytes(self) -> float:
@@ -90,9 +107,9 @@ class Gpu:
 class Node:
     """One NVLink domain: a server, or a rack that is one domain."""
 
-    gpus: int
-    nics: int  # shared evenly by GPUs that send at the same time
-    memory_gib: float
+    gpus: Count
+    nics: Count  # shared evenly by GPUs that send at the same time
+    memory_gib: Positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +129,10 @@ class Hardware:
     gpu: Gpu
     node: Node
     links: Links
-    kernels: tuple[KernelSpeed, ...]  # attention kernels, the one that `auto` takes first
+    # attention kernels, the one that `auto` takes first
+    kernels: Annotated[tuple[KernelSpeed, ...], Limits(1)]
     # where figures come from, by dotted name, e.g. "gpu.memory_gib"
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, LongText] = field(default_factory=dict)
 
     def __hash__(self) -> int:
         return self._hash
@@ -163,9 +181,9 @@ class KernelRow:
 
     backend: str
     direction: Literal["forward", "backward"]  # backward without the forward that it needs
-    head_dim: int
-    seq: int  # tokens, all on one rank
-    tflops: float  # masked pairs do not count: 2 products forward, 5 backward
+    head_dim: Count
+    seq: Count  # tokens, all on one rank
+    tflops: Positive  # masked pairs do not count: 2 products forward, 5 backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +195,8 @@ class LinkRow:
     """
 
     kind: Literal["intra", "inter", "copy_engine", "host"]
-    message_bytes: int  # that a rank sends in the call
-    gb_per_s: float  # message_bytes over the time of the call, start included
+    message_bytes: Count  # that a rank sends in the call
+    gb_per_s: Positive  # message_bytes over the time of the call, start included
     latency_us: float  # of the same call with a tiny message
 
 
@@ -188,7 +206,7 @@ class Calibration:
 
     name: str  # what the user calls it
     gpu: str  # the GPU's own name
-    memory_gib: float  # of a GPU
-    matmul_tflops: float  # of a large dense product; bf16 on GPUs, fp32 on CPU
+    memory_gib: Positive  # of a GPU
+    matmul_tflops: Positive  # of a large dense product; bf16 on GPUs, fp32 on CPU
     kernels: tuple[KernelRow, ...] = ()
     links: tuple[LinkRow, ...] = ()

@@ -1,16 +1,14 @@
 """Hardware from TOML: presets, files in their format, and output of `megatron-burst calibrate`."""
 
-import math
-import tomllib
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from importlib.resources import files
 from json import dumps
-from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
 
 from megatron_burst.errors import BurstError, nearest
+from megatron_burst.files import Reader, excerpt
 from megatron_burst.tools.hardware import (
     MIB,
     Calibration,
@@ -23,7 +21,6 @@ from megatron_burst.tools.hardware import (
 )
 
 _FOLDER = files("megatron_burst.tools") / "machines"
-_MAY_BE_ZERO = ("latency_us", "launch_us", "_share", "reserved_gib")
 _LINKS = {"intra": "intra", "copy_engine": "pull", "inter": "inter"}  # measured: the planner's
 _LEAST = 0.05  # least share of a message's time spent on bytes, however noisy the measured latency
 
@@ -68,17 +65,17 @@ def hardware(name_or_path: str) -> Hardware:
     Raises:
         BurstError: if it is neither, cannot be read, or lacks or has too many figures.
     """
-    names, path = preset_names(), Path(name_or_path)
+    names = preset_names()
     if name_or_path.lower() in names:
         return preset(name_or_path.lower())
-    try:
-        return parse_hardware(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
+    if not os.path.exists(name_or_path):
         raise BurstError(
             "hardware: --hardware must be a preset or a readable TOML file, because speeds come "
-            f"from there; got {name_or_path!r}{nearest(name_or_path.lower(), names)} ({error}); "
-            f"choose one of {', '.join(names)} or a file that megatron-burst calibrate wrote"
-        ) from None
+            f"from there; got {excerpt(name_or_path)!r}{nearest(name_or_path.lower(), names)} (No "
+            f"such file); choose one of {', '.join(names)} or a file that megatron-burst "
+            "calibrate wrote"
+        )
+    return parse_hardware(_reader(name_or_path).text(), name_or_path)
 
 
 def parse_hardware(text: str, name: str) -> Hardware:
@@ -91,97 +88,24 @@ def parse_hardware(text: str, name: str) -> Hardware:
     Raises:
         BurstError: if it is no TOML, or lacks or has too many figures.
     """
-    table = _toml(text, name)
+    reader = _reader(name)
+    table = reader.toml(text)
     if isinstance(table.get("gpu"), str):  # calibrate names the GPU, presets describe it
-        return _measured(_read(Calibration, table, f"{name}:"), name)
-    return _read(Hardware, table, f"{name}:")
+        return _measured(reader.typed(Calibration, table), name)
+    found: Hardware = reader.typed(Hardware, table)
+    return found
 
 
 def parse_calibration(text: str, name: str) -> Calibration:
     """What calibrate wrote; refuses as `parse_hardware` does."""
-    return _read(Calibration, _toml(text, name), f"{name}:")
+    reader = _reader(name)
+    found: Calibration = reader.typed(Calibration, reader.toml(text))
+    return found
 
 
-def _toml(text: str, name: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise BurstError(
-            f"hardware: {name} must be TOML, because figures are read from tables; got: {error}; "
-            "correct that line"
-        ) from None
-
-
-def _check(good: object, at: str, must: str, got: object) -> None:
-    if not good:
-        raise BurstError(
-            f"hardware: {at} must {must}, because the planner uses all figures and no others; got "
-            f"{got}; correct it"
-        )
-
-
-def _read(kind: Any, value: Any, at: str) -> Any:
-    """A value of a field's type; `at` is where it is: "FILE: gpu.launch_us"."""
-    if kind is Curve:
-        return _curve(value, at)
-    if is_dataclass(kind):
-        return _table(kind, value, at)
-    if get_origin(kind) is tuple:
-        name = at.rpartition(".")[2].rpartition(" ")[2]
-        _check(isinstance(value, list) and value, at, f"be a list of tables, [[{name}]]", value)
-        one = get_args(kind)[0]
-        return tuple(_read(one, each, f"{at} {number}") for number, each in enumerate(value, 1))
-    if get_origin(kind) is Literal:
-        words = get_args(kind)
-        _check(value in words, at, f"be one of {', '.join(words)}", repr(value))
-        return value
-    if kind is str:
-        _check(isinstance(value, str), at, "be a text", repr(value))
-        return value
-    if get_origin(kind) is not None:  # a mapping of texts
-        texts = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-        _check(texts, at, "hold texts", value)
-        return value
-    return _number(kind, value, at)
-
-
-def _table(kind: Any, table: Any, at: str) -> Any:
-    _check(isinstance(table, dict), at, "be a table", repr(table))
-    known = {f.name: f for f in fields(kind)}
-    inside = f"{at} " if at.endswith(":") else f"{at}."
-    for key in table:
-        got = f"the unknown key {key!r}{nearest(key, known)}"
-        _check(key in known, at, f"hold only {', '.join(known)}", got)
-    for key, its in known.items():
-        optional = its.default is not MISSING or its.default_factory is not MISSING
-        _check(key in table or optional, at, f"hold {', '.join(known)}", f"no {key!r}")
-    return kind(**{key: _read(known[key].type, table[key], inside + key) for key in table})
-
-
-def _number(kind: type, value: Any, at: str) -> Any:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    good = good and (value > 0 or (value == 0 and at.endswith(_MAY_BE_ZERO)))
-    what = "positive number"
-    if kind is int:
-        good, what = good and value == int(value), "positive whole number"
-    if at.endswith("_share"):
-        good, what = good and value < 1, "share from 0 to below 1"
-    _check(good, at, f"be a {what}", repr(value))
-    return kind(value)
-
-
-def _curve(value: Any, at: str) -> Curve:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = [[1, value]]
-    pairs = isinstance(value, list) and value and all(
-        isinstance(p, list) and len(p) == 2
-        and all(isinstance(n, int | float) and 0 < n < math.inf for n in p)
-        for p in value
-    )  # fmt: skip
-    xs = [p[0] for p in value] if pairs else []
-    must = "be a number or a list of [x, y] of positive numbers, x ascending"
-    _check(pairs and xs == sorted(set(xs)), at, must, repr(value))
-    return Curve(tuple((float(x), float(y)) for x, y in value))
+def _reader(name: str) -> Reader:
+    why = "the planner uses all figures and no others"
+    return Reader("hardware", name, why, "correct it", most=64 << 10)
 
 
 def _measured(found: Calibration, name: str) -> Hardware:

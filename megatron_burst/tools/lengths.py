@@ -1,7 +1,6 @@
 """How long the documents of a data set are: a histogram, a list, or Megatron's index; and draws."""
 
 import csv
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,16 @@ import numpy as np
 
 from megatron_burst.balance.packing import starts_in_order
 from megatron_burst.errors import BurstError
+from megatron_burst.files import Reader, excerpt
 
 _MOST = 1 << 40  # tokens or documents: sums stay below 64 bits
+_BYTES = 64 << 20  # of a text; an index may be longer
+_WHY = "the documents of steps are drawn from it"
+_MUST = (
+    "be a histogram (.csv with the columns shortest, longest and documents, or length and "
+    'documents), lengths (.jsonl of numbers, or of objects with "length") or the index of a '
+    "Megatron data set (.idx)"
+)
 _BINS = {"shortest", "longest", "documents"}, {"length", "documents"}
 _MAGIC = b"MMIDIDX\x00\x00"  # Megatron's index (megatron/core/datasets/indexed_dataset.py)
 _HEADER = np.dtype([("magic", "V9"), ("version", "<u8"), ("dtype", "u1"),
@@ -76,30 +83,26 @@ def lengths_in(path: Path) -> Lengths:
         BurstError: if it has something else, or no documents.
     """
     readers = {".csv": _histogram, ".jsonl": _list, ".idx": _index}
+    reader = Reader("plan: --lengths", str(path), _WHY, "name or write such a file", most=_BYTES)
+    if path.suffix not in readers:
+        raise reader.refusal(_MUST, f"a name that ends in {path.suffix or 'nothing'}")
     try:
-        if path.suffix not in readers:
-            raise ValueError(f"a name that ends in {path.suffix or 'nothing'}")
-        found = readers[path.suffix](path)
-        if not found.documents:
-            raise ValueError("no documents")
+        found = readers[path.suffix](reader)
     except (OSError, ValueError, csv.Error) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise BurstError(
-            "plan: --lengths must name a histogram (.csv with the columns shortest, longest and "
-            "documents, or length and documents), lengths (.jsonl of numbers, or of objects with "
-            '"length") or the index of a Megatron data set (.idx), because the documents of steps '
-            f"are drawn from it; got {path}: {why}; name or write such a file"
-        ) from None
+        if isinstance(error, BurstError):
+            raise
+        raise reader.refusal(_MUST, error) from None
+    if not found.documents:
+        raise reader.refusal(_MUST, "no documents")
     return found
 
 
-def _histogram(path: Path) -> Lengths:
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = csv.DictReader(file)
-        columns = set(rows.fieldnames or ())
-        if columns not in _BINS:
-            raise ValueError(f"the columns {', '.join(rows.fieldnames or ()) or 'of no line'}")
-        bins = [_bin(row, f"line {rows.line_num}") for row in rows]
+def _histogram(reader: Reader) -> Lengths:
+    rows = csv.DictReader(reader.text().splitlines())
+    columns = set(rows.fieldnames or ())
+    if columns not in _BINS:
+        raise ValueError(f"the columns {', '.join(rows.fieldnames or ()) or 'of no line'}")
+    bins = [_bin(row, f"line {rows.line_num}") for row in rows]
     return Lengths(*np.array(bins, dtype=np.int64).reshape(-1, 3).T)
 
 
@@ -115,20 +118,17 @@ def _bin(row: dict[str, str], where: str) -> tuple[int, int, int]:
     return max(low, 1), high, numbers["documents"]
 
 
-def _list(path: Path) -> Lengths:
-    with path.open(encoding="utf-8") as file:
-        return _of_each(_length(*line) for line in enumerate(file, 1) if line[1].strip())
+def _list(reader: Reader) -> Lengths:
+    lines = enumerate(reader.text().splitlines(), 1)
+    return _of_each(_length(reader, *line) for line in lines if line[1].strip())
 
 
-def _length(number: int, line: str) -> int:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        raise ValueError(f"line {number}: no JSON") from None
-    found = found.get("length") if isinstance(found, dict) else found
-    if type(found) is not int or not 1 <= found <= _MOST:
-        raise ValueError(f"line {number}: {line.strip()[:40]}, no length from 1 on")
-    return found
+def _length(reader: Reader, number: int, line: str) -> int:
+    found = reader.json(line, f"line {number}")
+    length = found.get("length") if isinstance(found, dict) else found
+    if type(length) is not int or not 1 <= length <= _MOST:
+        raise ValueError(f"line {number}: {excerpt(line.strip(), 40)}, no length from 1 on")
+    return length
 
 
 def _of_each(lengths: Iterable[int]) -> Lengths:
@@ -136,8 +136,9 @@ def _of_each(lengths: Iterable[int]) -> Lengths:
     return Lengths(each, each, counts)
 
 
-def _index(path: Path) -> Lengths:
+def _index(reader: Reader) -> Lengths:
     """A document has all sequences up to the next document's first one."""
+    path = Path(reader.name)
     with path.open("rb") as file:
         head = file.read(_HEADER.itemsize)
         if len(head) < _HEADER.itemsize or not head.startswith(_MAGIC):

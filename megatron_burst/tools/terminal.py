@@ -17,6 +17,7 @@ from rich.text import Text
 from typer import Option
 
 from megatron_burst.errors import BurstError
+from megatron_burst.files import harmless
 
 Nodes = Annotated[int | None, Option(min=1, metavar="N", help="treat this machine as N nodes")]
 Device = Annotated[Literal["cuda", "cpu"] | None, Option(help="default: cuda if there are GPUs")]
@@ -32,7 +33,7 @@ def new_console() -> Console:
 def say(console: Console, text: str, head: str = "", style: str = "") -> None:
     """A line that the terminal wraps, so that pipes and copies get it whole."""
     console.print(head, style=style or None, end="", markup=False)
-    console.print(text, soft_wrap=True, highlight=False, markup=False)
+    console.print(harmless(text), soft_wrap=True, highlight=False, markup=False)
 
 
 def check_writable(who: str, option: str, path: Path) -> None:
@@ -70,7 +71,7 @@ def in_one_sentence() -> Iterator[None]:
         yield
     except BurstError as error:
         if os.environ.get("RANK", "0") == "0":
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(f"error: {harmless(str(error))}", err=True)
         raise typer.Exit(2) from None
 
 

@@ -86,7 +86,7 @@ def test_a_plan_has_the_costs_of_its_strategy(tmp_path):
     assert found == costs_of(job, Strategy(cp=4, dp=4, recompute="selective"))
     for text in ("{}", "[", json.dumps({"micro_batch_s": {"token": 1}}), '{"micro_batch_s": null}'):
         path.write_text(text)
-        with pytest.raises(BurstError, match="must be a plan with"):
+        with pytest.raises(BurstError, match="must be (a plan with|JSON|a number)|must hold"):
             Costs.from_plan(path)
 
 

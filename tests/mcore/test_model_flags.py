@@ -6,13 +6,17 @@ Guards against flags that Megatron reads otherwise than the model means them, or
 import dataclasses
 import shlex
 from argparse import ArgumentParser
+from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 
-from megatron_burst.tools.job.flags import as_words
+from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.job.flags import as_words, fast_experts, flag_values
 from megatron_burst.tools.job.hugging_face import from_hugging_face
 from megatron_burst.tools.job.model_flags import model_flags
+from megatron_burst.tools.job.strategy import Job, Strategy
 from tests.plan.configs import PRINTED
 
 # a CPU has no fused rotary embedding
@@ -194,3 +198,40 @@ def test_megatron_builds_the_model_of_the_config(name):
 def test_a_model_of_every_type_whose_flags_are_printed_is_here():
     every = {config["model_type"] for config, _ in PRINTED.values()}
     assert {PRINTED[name][0]["model_type"] for name in EXPECTED} == every
+
+
+def model_of(config):
+    return from_hugging_face(config, "x")
+
+
+WITH_EXPERTS = [name for name, (config, *_) in PRINTED.items() if model_of(config).experts]
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_what_is_predicted_of_experts_is_switched_on(name, monkeypatch):
+    """Megatron accepts the flags where there are a GPU and TransformerEngine's kernels, and
+    TEGroupedMLP finds a config that it does not refuse."""
+    from megatron.core.transformer.moe import moe_utils
+
+    model = model_of(PRINTED[name][0])
+    flags = flag_values(Job(model, 8192, 8, 8, 8, preset("h200")), Strategy(cp=8))
+    fast = fast_experts(model)
+    assert (
+        fast["--moe-grouped-gemm"]
+        and fast["--moe-permute-fusion"]
+        and fast.items() <= flags.items()
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for kernel in ("permute", "permute_with_probs", "unpermute", "sort_chunks_by_index",
+                   "sort_chunks_by_index_with_probs"):  # fmt: skip
+        monkeypatch.setattr(moe_utils, f"fused_{kernel}", print)
+    config = built.__wrapped__(" ".join([*as_words(model_flags(model)), *as_words(fast)]))
+    assert config["moe_grouped_gemm"] and config["moe_permute_fusion"]
+    assert not (config["add_bias_linear"] and config["bias_dropout_fusion"])
+    fused = config["bias_activation_fusion"]
+    assert not fused or config["activation_func"] in ("silu", "quick_gelu")
+
+
+def test_experts_whose_activation_no_grouped_product_has_get_no_such_flag():
+    model = model_of(PRINTED["Mixtral-8x7B"][0])
+    assert fast_experts(replace(model, gated=False)) == {}

@@ -139,7 +139,7 @@ def test_values_that_a_class_never_has_withhold_the_flags(name, changes, named):
     ],
 )
 def test_values_of_another_kind_are_refused_in_a_sentence(name, changes):
-    with pytest.raises(BurstError, match="values as transformers writes them, because .*; got one"):
+    with pytest.raises(BurstError, match="must (be|hold) .*, because .*; got .*; correct it"):
         model(PRINTED[name][0] | changes)
 
 

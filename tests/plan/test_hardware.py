@@ -80,8 +80,8 @@ def test_time_of_a_message():
         ("nics = 8\n", "", r": node must hold gpus, nics, memory_gib.*no 'nics'"),
         ("nics = 8", "nics = 8.5", r": node.nics must be a positive whole.*got 8.5"),
         ("nics = 8", "nics = true", "node.nics must be a positive whole number"),
-        ("nccl_share = 0.2", "nccl_share = 1.0", "share from 0 to below 1"),
-        ("launch_us = 20", "launch_us = 'soon'", ": gpu.launch_us must be a positive.*got 'soon'"),
+        ("nccl_share = 0.2", "nccl_share = 1.0", "nccl_share must be a number from 0 to below 1,"),
+        ("launch_us = 20", "launch_us = 'soon'", ": gpu.launch_us must be a number.*got 'soon'"),
         ("peak_tflops = 989.5", "peak_tflops = -1", ": gpu.peak_tflops must.*number.*got -1"),
         ("peak_tflops = 989.5", "peak_tflops = 'many'", "positive number"),
         ("head_dim = 64", "head_dim = 64\nspeed = 3", ": kernels 4 must .*unknown key 'speed'"),
@@ -238,7 +238,7 @@ def test_a_card_that_several_ranks_shared_while_it_was_measured_is_faster():
 @pytest.mark.parametrize(
     ("old", "new", "match"),
     [
-        ("matmul_tflops = 700.0", "", ": must hold name, gpu.*got no 'matmul_tflops'"),
+        ("matmul_tflops = 700.0", "", "must hold name, gpu.*got no 'matmul_tflops'"),
         ("seq = 2048", "", ": kernels 1 must hold .*got no 'seq'"),
         ("NVIDIA H200", "Riva 128", "must be for a GPU with a preset.*got 'Riva 128'"),
     ],

@@ -166,8 +166,8 @@ def test_latent_attention_and_experts_of_megatron():
 @pytest.mark.parametrize(
     ("name", "text", "match"),
     [
-        ("config.json", "{\n 'a': 1}", "config.json must hold a JSON object.*line 2 column 2"),
-        ("config.json", "[1]", "must hold a JSON object.*got: a list"),
+        ("config.json", "{\n 'a': 1}", "config.json must be JSON.*line 2 column 2"),
+        ("config.json", "[1]", r"must be a table.*got \[1\]"),
         ("config.json", json.dumps({**LLAMA, "hidden_size": "wide"}), "'hidden_size'.*'wide'"),
         ("config.json", '{"num_attention_head": 4}', "heads, .*did you mean 'num_att"),
         ("config.json", json.dumps({**LLAMA, "num_key_value_heads": 5}), "KV heads divide query"),

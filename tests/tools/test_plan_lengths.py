@@ -72,8 +72,8 @@ def test_histograms_and_lists_are_read(tmp_path, histogram):
         ("a.jsonl", "5\n0\n", "line 2: 0, no length from 1 on"),
         ("a.jsonl", "5\ntrue\n", "line 2: true, no length"),
         ("a.jsonl", '{"text": "a"}\n', "no length from 1 on"),
-        ("a.jsonl", "5 6\n", "line 1: no JSON"),
-        ("a.jsonl", f"{1 << 80}\n", "no length"),
+        ("a.jsonl", "5 6\n", "line 1 must be JSON"),
+        ("a.jsonl", f"{1 << 80}\n", "below 2^64"),
         ("a.idx", "not an index, but long enough to have a header", "no index of Megatron's"),
         ("a.txt", "5\n", "a name that ends in .txt"),
         ("a.csv", None, "No such file"),
@@ -85,7 +85,7 @@ def test_files_without_lengths_are_refused(name, content, said, tmp_path):
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     text = " ".join(run(*JOB, "--lengths", path, code=2).split())
-    assert text.startswith("error: plan: --lengths must name") and text.count("error: ") == 1
+    assert text.startswith("error: plan: --lengths: ") and text.count("error: ") == 1
     assert said in text and "; got " in text and ", because " in text
 
 

@@ -191,7 +191,7 @@ def test_a_batch_that_nobody_gave_and_documents_that_are_repeated_are_said(tmp_p
     assert "600 tokens in 3 documents, repeated 219 times" in text
     path.write_text(SCRIPT + FULL)
     assert "(default)" not in run(str(path), "--gpus", "8")
-    assert "got no file nope.txt" in run(str(path), "--gpus", "8", "--cu-seqlens", "nope.txt",
+    assert "nope.txt must be a readable file" in run(str(path), "--gpus", "8", "--cu-seqlens", "nope.txt",
                                          code=2)  # fmt: skip
 
 

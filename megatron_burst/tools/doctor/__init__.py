@@ -16,6 +16,7 @@ import typer
 from typer import Option
 
 from megatron_burst.errors import BurstError, require
+from megatron_burst.files import harmless
 from megatron_burst.tools.terminal import shown, without_warnings
 
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
@@ -63,7 +64,7 @@ def doctor(
                 _explain(explain, as_json) if explain else _examine(nodes, ssh, timeout_s, as_json)
             )
     except BurstError as error:  # by every rank: each may see something else
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {harmless(str(error))}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(int(breaks))
 
@@ -82,7 +83,7 @@ def _explain(folder: Path, as_json: bool) -> bool:
             "launcher ended them first, as torchrun does where a rank of their node has ended; "
             "torchrun's output names that rank"
         )
-        typer.echo(sentence or nothing)
+        typer.echo(harmless(sentence or nothing))
     return bool(sentence)
 
 

@@ -1,6 +1,5 @@
-"""Megatron's arguments in a text: what --burst-dump-args wrote, a shell script, or YAML."""
+"""Megatron's arguments in what --burst-dump-args wrote, a shell script, or YAML."""
 
-import json
 import os
 import re
 import shlex
@@ -29,17 +28,15 @@ _YAML_KEY = r"^[ \t]*-{0,2}([A-Za-z][\w-]*)[ \t]*:"
 def megatron_arguments(text: str) -> dict[str, Any]:
     """Arguments in a text, dashes as underscores; a flag without a value is True.
 
-    Understood are JSON that --burst-dump-args wrote; `--flag value` anywhere in a shell script, on
-    continued lines and in arrays and quotes too; and YAML lines `flag: value`, with or without
-    dashes and indentation; of YAML lists in brackets and with an item a line, truths and null,
-    which is left out. Shell variables that the script does not set have the environment's value, or
-    their default (`${X:-1}`). A value that only a shell would know has a `$` in it.
+    Understood are `--flag value` anywhere in a shell script, on continued lines and in arrays and
+    quotes too; and YAML lines `flag: value`, with or without dashes and indentation; of YAML lists
+    in brackets and with an item a line, truths and null, which is left out. Shell variables that
+    the script does not set have the environment's value, or their default (`${X:-1}`). A value that
+    only a shell would know has a `$` in it.
 
     Raises:
         BurstError: if a script sources another one.
     """
-    if (dumped := _dumped(text)) is not None:
-        return dumped
     if re.search(r"^\s*--[\w-]+:\s", text, re.MULTILINE):
         return _yaml(text)
     if sourced := re.search(r"^\s*(?:source|\.)\s+(.*)", text, re.MULTILINE):
@@ -51,14 +48,13 @@ def megatron_arguments(text: str) -> dict[str, Any]:
     return (_shell(text) if is_shell else {}) or _yaml(text)
 
 
-def _dumped(text: str) -> dict[str, Any] | None:
+def arguments_in_json(data: Any) -> dict[str, Any] | None:
     """What --burst-dump-args wrote, as words; None if it is anything else."""
-    try:
-        found = json.loads(text)[DUMPED]
-    except (ValueError, TypeError, KeyError):
+    found = data.get(DUMPED) if isinstance(data, dict) else None
+    if not isinstance(found, dict):
         return None
     lists = {
-        name: " ".join(map(str, found[name])) for name in _LISTS if found.get(name) is not None
+        name: " ".join(map(str, found[name])) for name in _LISTS if type(found.get(name)) is list
     }
     given = {name: value for name, value in found.items() if value is not None} | lists
     return {name: v if isinstance(v, bool) else str(v) for name, v in given.items()}
@@ -145,7 +141,7 @@ def _statements(text: str) -> Iterator[tuple[list[str], str]]:
 
 def _with_environment(text: str) -> str:
     """With the values, or defaults, of variables that the script does not set."""
-    own = {*re.findall(r"([A-Za-z_]\w*)\+?=", text), *re.findall(r"\bfor (\w+)", text)}
+    own = {*re.findall(r"(?<!\w)([A-Za-z_]\w*)\+?=", text), *re.findall(r"\bfor (\w+)", text)}
 
     def known(found: re.Match[str]) -> str:
         name, default = found[1] or found[2], found[3]

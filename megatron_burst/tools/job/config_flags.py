@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
+from megatron_burst.files import excerpt
+
 Config = Mapping[str, Any]
 Flags = dict[str, int | float | str | bool | tuple[int, ...]]
 _NOTHING = (None, False, 0)
@@ -90,7 +92,7 @@ def _unread(config: Config, kind: Type) -> Iterator[str]:
         if read or off or (key in harmless and value == harmless[key]):
             continue
         plain = isinstance(value, str | int | float) and len(str(value)) < 30
-        yield f"{key} {value}" if plain else key
+        yield f"{excerpt(key)} {excerpt(value)}" if plain else excerpt(key)
 
 
 def _of_groups(config: Config, kind: Type) -> Iterator[str]:
@@ -135,12 +137,14 @@ def _rotary(config: Config, kind: Type) -> tuple[Flags, list[str]]:
         if not isinstance(more, Mapping):
             return {}, [key]
         said |= more
+    if wrong := [key for key in said if not _is_plain(key, said[key])]:
+        return {}, [f"{excerpt(key)} of rotary embeddings" for key in wrong]
     part = said.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1))
     base, scaling = said.pop("rope_theta"), said.pop("type", None)
     scaling = said.pop("rope_type", scaling) or "default"
     if "mrope_section" in said and scaling == "default":
         scaling = "mrope"  # positions of images
-    if not isinstance(base, int | float) or base != int(base):
+    if not isinstance(base, int | float) or base % 1:
         return {}, ["no rope_theta that is a whole number"]
     if scaling == "mrope":
         scaled = _sections(said) if "mrope_section" in kind.reads else None
@@ -154,6 +158,13 @@ def _rotary(config: Config, kind: Type) -> tuple[Flags, list[str]]:
     elif part != config.get("partial_rotary_factor", 1):  # else that key is named
         unknown.append(f"partial_rotary_factor {part}")
     return flags, unknown
+
+
+def _is_plain(key: str, value: Any) -> bool:
+    """Whether a value of a table of rotary embeddings is of its kind: most are numbers."""
+    if key.endswith(("type", "section", "_factor")) and not isinstance(value, dict):
+        return True
+    return value is None or isinstance(value, int | float)
 
 
 def _sections(said: dict[str, Any]) -> Flags | None:

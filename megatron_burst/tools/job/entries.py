@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_burst.errors import BurstError, nearest
+from megatron_burst.files import excerpt
+
+_LAYERS, _LARGEST = 10_000, 1 << 31  # of a model, and of any of its sizes
 
 
 class Sizes:
@@ -24,13 +27,15 @@ class Sizes:
             value = value[0]
         if value is None and default is not None:
             return default
-        if value is None or not re.fullmatch(r"\d+(\.0*)?", str(value)):
+        digits = re.fullmatch(r"(\d{1,15})(\.0*)?", str(value))
+        most = _LAYERS if "layers" in key else _LARGEST
+        if value is None or not digits or int(digits[1]) > most:
             close = "" if value is not None else nearest(key, self._table)
             raise BurstError(
-                f"plan: {self._name} must hold a number {key!r}, because a model's time and "
-                f"memory depend on it; got {value!r}{close}; add it"
+                f"plan: {self._name} must hold a number {key!r} up to {most}, because a model's "
+                f"time and memory depend on it; got {excerpt(repr(value))}{close}; add it"
             )
-        return int(float(value))
+        return int(digits[1])
 
     def truth(self, key: str, default: bool = False) -> bool:
         """Whether a key is on."""
@@ -46,9 +51,9 @@ def positive(value: Any, option: str, name: str) -> int:
     """
     try:
         number = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = -1
-    if number < 1 or isinstance(value, bool):
+    if not 1 <= number <= _LARGEST or isinstance(value, bool):
         raise unread(name, option, repr(value))
     return number
 
@@ -57,5 +62,5 @@ def unread(name: str, option: str, got: str) -> BurstError:
     """The refusal of an option of a file."""
     return BurstError(
         f"plan: {name} must hold a {option} that can be read, because the time of attention "
-        f"depends on it; got {got}; correct it"
+        f"depends on it; got {excerpt(got)}; correct it"
     )

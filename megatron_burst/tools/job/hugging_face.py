@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_burst.errors import BurstError, nearest
+from megatron_burst.files import Count, LongText, Reader, excerpt
 from megatron_burst.tools.job.config_flags import KEYS, TYPES, Config, Type, flags_of, table
 from megatron_burst.tools.job.entries import Sizes, positive, unread
 from megatron_burst.tools.job.layers import Experts, Latent, Windows
@@ -18,6 +19,17 @@ _TIED = "tie_word_embeddings"  # of a model with other parts too, that of the wh
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _NAMES = {"attention": _FULL, "mamba": _LINEAR}  # of kinds of layers, of hybrids
 _LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
+# types of entries that are no sizes; such as are null, false or 0 say nothing
+_ENTRIES: Mapping[str, Any] = {
+    **dict.fromkeys(("model_type", "_name_or_path", _PATTERN), LongText),
+    **dict.fromkeys(("architectures", "layer_types", "layers_block_type"), tuple[str, ...]),
+    **dict.fromkeys(("mlp_only_layers", "no_rope_layers", "attn_type_list"), tuple[int, ...]),
+    **dict.fromkeys(("first_k_dense_replace", "max_window_layers", "full_attention_interval",
+                     "no_rope_layer_interval", "topk_group", "num_experts_per_tok"), Count),
+    "moe_layer_freq": Count | tuple[int, ...], "sliding_window_pattern": Count | str,
+    **dict.fromkeys(("rope_theta", "routed_scaling_factor", "swiglu_limit"), float),
+    "n_group": Count,
+}  # fmt: skip
 # of experts, which a hybrid's config has without any of them too
 _OF_EXPERTS = ("n_routed_experts", "n_group", "topk_group", "routed_scaling_factor")
 
@@ -28,21 +40,23 @@ def from_hugging_face(config: Config, name: str) -> Model:
     Raises:
         BurstError: if it lacks something, or has layers that the planner does not count.
     """
+    reader = Reader("plan", name, "sizes and flags are read from it", "correct it")
     try:
-        return _model(config, name)
+        return _model(config, name, reader)
     except BurstError:
         raise
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise BurstError(
-            f"plan: {name} must hold values as transformers writes them, because sizes and flags "
-            f"are read from them; got one of another kind ({error}); correct it"
-        ) from error
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        got = f"one of another kind ({error})"
+        raise reader.refusal("hold values as transformers writes them", got) from error
 
 
-def _model(config: Config, name: str) -> Model:
+def _model(config: Config, name: str, reader: Reader) -> Model:
     inner = [config.get(key) for key in KEYS["language"]]  # the model of one with other parts too
     whole = {} if config.get(_TIED) is None else {_TIED: config[_TIED]}
     config = {**config, **next((one for one in inner if isinstance(one, Mapping)), {}), **whole}
+    for key in _ENTRIES.keys() & config.keys():
+        if config[key]:
+            reader.typed(_ENTRIES[key], config[key], key)
     kind = TYPES.get(str(config.get("model_type")), Type())
     config = _with_layer_types({**kind.usual, **config, **_renamed(config, kind)}, kind)
     _check_layers(config, kind, name)
@@ -70,7 +84,7 @@ def _model(config: Config, name: str) -> Model:
     ffn = 0 if experts else size("shared_intermediate_size", 0)  # Granite's, without experts
     flags, unknown = flags_of(config, kind)
     return Model(
-        config.get("_name_or_path") or name, layers, hidden, heads, heads_kv,
+        excerpt(config.get("_name_or_path") or name), layers, hidden, heads, heads_kv,
         *dims, ffn or size("intermediate_size", unused), size("vocab_size"), gated=kind.gated,
         tied=size.truth(_TIED), experts=experts, latent=latent,
         windows=_windows(config, kind, layers, name),

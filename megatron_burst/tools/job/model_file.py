@@ -1,18 +1,19 @@
 """Models by name, from Hugging Face's config.json, or from Megatron's arguments."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_burst.errors import BurstError, nearest
-from megatron_burst.tools.job.arguments import DUMPED, megatron_arguments
+from megatron_burst.files import Reader, excerpt
+from megatron_burst.tools.job.arguments import DUMPED, arguments_in_json, megatron_arguments
 from megatron_burst.tools.job.hugging_face import PRESETS, from_hugging_face, preset_name
 from megatron_burst.tools.job.megatron import from_megatron
 from megatron_burst.tools.job.model import Model
 
 _HUB = "hf:"
+_CONFIG, _SCRIPT, _REVISION = 4 << 20, 64 << 10, 1 << 10  # bytes of a file
 
 
 def model_of(name_or_path: str) -> Model:
@@ -30,18 +31,18 @@ def model_of(name_or_path: str) -> Model:
         return PRESETS[preset]
     on_hub = name_or_path.startswith(_HUB)
     path = _cached_config(name_or_path) if on_hub else Path(name_or_path)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    path = path / "config.json" if os.path.isdir(path) else path
+    if not os.path.exists(path):
         close = nearest(name_or_path.lower().rpartition("/")[2], PRESETS)
         raise BurstError(
             "plan: MODEL must be a preset or a file, because sizes come from there; got "
-            f"{name_or_path!r}{close}; choose one of those that plan --help lists, hf:ORG/NAME, "
-            "a config.json or its folder, or a file of Megatron's arguments"
+            f"{excerpt(name_or_path)!r}{close}; choose one of those that plan --help lists, "
+            "hf:ORG/NAME, a config.json or its folder, or a file of Megatron's arguments"
         )
-    text = text_of(path)
-    if path.suffix == ".json" and DUMPED not in _json(text, path):
-        return from_hugging_face(_json(text, path), name_or_path)
-    return from_megatron(megatron_arguments(text), str(path))
+    arguments = arguments_of(path)
+    if arguments is not None:
+        return from_megatron(arguments, str(path))
+    return from_hugging_face(_config(path), name_or_path)
 
 
 def _cached_config(name: str) -> Path:
@@ -56,14 +57,16 @@ def _cached_config(name: str) -> Path:
     repository, _, revision = name.removeprefix(_HUB).partition("@")
     folder = Path(cache).expanduser() / f"models--{repository.replace('/', '--')}"
     reference = folder / "refs" / (revision or "main")
-    commit = reference.read_text().strip() if reference.is_file() else revision or "main"
+    commit = revision or "main"
+    if os.path.isfile(reference):
+        commit = _reader(reference, most=_REVISION).text().strip()
     path = folder / "snapshots" / commit / "config.json"
     if not repository:
         raise BurstError(
             "plan: hf: must be followed by a name, because the cache has models by name; got "
             f"{name!r}; write e.g. hf:Qwen/Qwen3-8B"
         )
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise BurstError(
             f"plan: {name} must be in the local cache, because nothing is downloaded here; got no "
             f"{path}; run: hf download {repository} config.json"
@@ -71,33 +74,25 @@ def _cached_config(name: str) -> Path:
     return path
 
 
-def text_of(path: Path) -> str:
-    """The text of a model's file; bytes that are not UTF-8, as in old comments, are replaced.
+def arguments_of(path: Path) -> dict[str, Any] | None:
+    """What a file of Megatron's arguments has; None of a config.json.
 
     Raises:
-        BurstError: if it cannot be read, or is a binary file.
+        BurstError: if it cannot be read, is no text, or sources another script.
     """
-    try:
-        data, got = path.read_bytes(), "a binary file"
-    except OSError as error:
-        data, got = b"\0", error.strerror or str(error)
-    if b"\0" in data:
-        raise BurstError(
-            "plan: MODEL must name a text file, because sizes are read from its words; got "
-            f"{path}: {got}; name a config.json, a file of Megatron's arguments, or a preset"
-        )
-    return data.decode(errors="replace")
+    if path.suffix == ".json":
+        return arguments_in_json(_config(path))
+    text = (reader := _reader(path, most=_SCRIPT)).text(errors="replace")
+    dumped = f'"{DUMPED}"' in text
+    return arguments_in_json(reader.json(text)) if dumped else megatron_arguments(text)
 
 
-def _json(text: str, path: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(text)
-        got = f"a {type(found).__name__}"
-    except json.JSONDecodeError as error:
-        found, got = None, str(error)
-    if not isinstance(found, dict):
-        raise BurstError(
-            f"plan: {path} must hold a JSON object, because it is read as a Hugging Face config; "
-            f"got: {got}; name a model's config.json"
-        )
+def _config(path: Path) -> dict[str, Any]:
+    reader = _reader(path)
+    found: dict[str, Any] = reader.typed(Mapping[str, Any], reader.json())
     return found
+
+
+def _reader(path: Path, most: int = _CONFIG) -> Reader:
+    change = "name a model's config.json, a file of Megatron's arguments, or a preset"
+    return Reader("plan", str(path), "a model's sizes are read from it", change, most)

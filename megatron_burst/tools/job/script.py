@@ -1,6 +1,7 @@
 """What a script, or a YAML, with Megatron's arguments says of a job: sizes, recomputation, what is
 kept of it, and how samples are packed."""
 
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,11 +10,11 @@ from typing import Any
 
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.tools.job.arguments import DUMP, DUMPED, SWITCHES, megatron_arguments
+from megatron_burst.tools.job.arguments import DUMP, SWITCHES
 from megatron_burst.tools.job.flags import OFFLOADED, SIZES
 from megatron_burst.tools.job.hugging_face import preset_name
 from megatron_burst.tools.job.megatron import MODEL_ARGUMENTS, Arguments
-from megatron_burst.tools.job.model_file import text_of
+from megatron_burst.tools.job.model_file import arguments_of
 from megatron_burst.tools.job.strategy import FSDP_ARGUMENTS, Strategy, policy_words
 from megatron_burst.tools.units import whole_number
 
@@ -67,12 +68,9 @@ def arguments_in(model: str, options: Collection[str] = ()) -> Arguments:
         BurstError: if a plan depends on a value that only a shell would know.
     """
     path = Path(model)
-    if preset_name(model) or not path.is_file():
+    found = None if preset_name(model) or not os.path.isfile(path) else arguments_of(path)
+    if found is None:
         return {}
-    text = text_of(path)
-    if path.suffix == ".json" and f'"{DUMPED}"' not in text:
-        return {}
-    found = megatron_arguments(text)
     open_ones = [name for name, value in found.items() if "$" in str(value)]
     for name in open_ones:
         option = _OPTIONS.get(name)

@@ -8,13 +8,17 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from io import BytesIO
 from itertools import accumulate, pairwise
 from math import log2
 from pathlib import Path
 
 from megatron_burst.errors import BurstError
+from megatron_burst.files import Reader
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Places, Tile, meet
+
+_MOST = 1 << 40  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,32 +145,30 @@ def numbers_in(path: Path) -> list[int]:
     Raises:
         BurstError: if it cannot be read, or has something else.
     """
-    if not path.is_file():
-        raise BurstError(
-            "plan: --cu-seqlens must name a file, because documents are read from it; got no file "
-            f"{path}; check the path"
-        )
+    reader = Reader(
+        "plan: --cu-seqlens", str(path), "they are document boundaries or lengths",
+        "write for example 0, 4096, 6144", most=64 << 20,
+    )  # fmt: skip
+    data = reader.data()
+    must = "be a file of whole numbers up to 1024G (text, .csv, .npy or .pt)"
     try:
         if path.suffix == ".npy":
             from numpy import load
 
-            found = load(path, allow_pickle=False).ravel().tolist()
+            found = load(BytesIO(data), allow_pickle=False).ravel().tolist()
         elif path.suffix == ".pt":
             import torch
 
-            found = torch.as_tensor(torch.load(path, weights_only=True)).flatten().tolist()
+            found = torch.as_tensor(torch.load(BytesIO(data), weights_only=True)).ravel().tolist()
         else:
-            found = path.read_text(encoding="utf-8").replace(",", " ").split()
+            found = data.decode().replace(",", " ").split()
         numbers = [int(number) for number in found]
         if not all(float(number) == float(one) for number, one in zip(found, numbers, strict=True)):
             raise ValueError("a fraction")
     except Exception as error:  # what files and their readers raise has no common type
-        raise BurstError(
-            "plan: --cu-seqlens must name a file of whole numbers (text, .csv, .npy or .pt), "
-            f"because they are document boundaries or lengths; got {path}: "
-            f"{str(error).splitlines()[0] if str(error) else error!r}; write for example 0, "
-            "4096, 6144"
-        ) from None
+        raise reader.refusal(must, str(error) or repr(error)) from None
+    if max(map(abs, numbers), default=0) > _MOST:
+        raise reader.refusal(must, max(numbers, key=abs))
     return numbers
 
 
