@@ -149,11 +149,11 @@ def burst_attention(
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     documents = None
     try:
-        if layout != state.layout != "" and (causal or given or window):
-            from megatron_burst.engine.sample import refuse_layout
-
-            refuse_layout(layout, state.layout)
         q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
+        if state.sharded is not None:
+            from megatron_burst.engine.sample import check_rows
+
+            check_rows(state.sharded, (layout, bool(causal or window), given), (q, k), group.size())
         if given:
             sizes = q.shape[1], group.size(), k.shape[1]
             documents = _documents(state, sample, causal, sizes, layout, q)

@@ -441,12 +441,14 @@ def _of_shapes(call: Call) -> Iterator[Need]:
         (q[1 - batch] == k[1 - batch] or (call.mask.full and not call.packed),
          "q and k must have equally many tokens if the mask is causal, a window or documents, "
          "because these compare positions in one sequence", got,
+         "pass [b, s, h, d]: x.transpose(1, 2) of [b, h, s, d] as for scaled_dot_product_attention"
+         if not batch and q[2] == k[2] > q[1] > k[1] else
          "for cross-attention pass causal=False, without a window and cu_seqlens; slices may say "
          "what a query sees"),
         (0 not in (*q, *k, *v) and q[2] % k[2] == 0,
          "the number of KV heads must divide that of query heads and no axis may be empty, because "
          "each KV head serves equally many query heads", got,
-         "change the heads (--num-query-groups) or the batch"),
+         "change the heads (in Megatron --num-query-groups) or the batch"),
     )  # fmt: skip
 
 
