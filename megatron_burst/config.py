@@ -210,10 +210,9 @@ def parse_tunings(text: str, who: str = "--burst-tune") -> dict[str, Any]:
         value = _value(_TYPES[name], word) if fresh else None
         if value is None:
             legal = f"{name}={_legal(_TYPES[name])}" if name in TUNINGS else "name=value"
-            meant = "" if name in TUNINGS else nearest(name, TUNINGS)
             raise BurstError(
                 f"{who}: each tuning must be given once, as {legal}, because a misspelt one would "
-                f"be silently ignored; got {pair!r}{meant}; correct it (docs/tuning.md lists all)"
+                f"be silently ignored; got {pair!r}{nearest(name, TUNINGS)}; see docs/tuning.md"
             )
         given[name] = value
     require("burst attention", _needs_of_tunings(given))
