@@ -67,7 +67,7 @@ found = token_log_probs(hidden, weight, labels, entropy=True)
 ratio = (found.log_probs - found.log_probs.detach()).exp()
 
 # %% next_tokens
-following = next_tokens(tokens, cp_group=cp_group, cu_seqlens=boundaries, dim=1)
+following = next_tokens(tokens, group=cp_group, cu_seqlens=boundaries, dim=1)
 assert following[0, 23] == -100  # a document's last token has no next one
 
 # %% count_supervised

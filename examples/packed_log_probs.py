@@ -39,7 +39,7 @@ def main() -> None:
     table, head = (torch.randn(VOCAB, WIDTH, generator=random).to(device, dtype) for _ in range(2))
     x = table[tokens.clamp(min=0)].view(-1, HEADS, WIDTH // HEADS)
     hidden = burst_attention(x, x, x, group=group, qkv_format="thd", **sample).flatten(1)
-    found = token_log_probs(hidden, head, next_tokens(tokens, cp_group=group, **sample))
+    found = token_log_probs(hidden, head, next_tokens(tokens, group=group, **sample))
 
     sums = found.log_probs.new_zeros(2, len(LENGTHS))
     sums[0].index_add_(0, document, found.log_probs)

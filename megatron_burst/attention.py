@@ -80,10 +80,10 @@ def burst_attention(
         window: (left, right): the number of earlier and of later positions that a query attends to;
             None or -1: no bound. With `causal` it attends to no later ones, whatever `right` is.
         cu_seqlens: int32 or int64 [documents + 1], for one packed sample with batch size 1: 0, then
-            the end of each document in the whole sample. Queries attend to keys of their own
-            document only; rows after the last document attend to nothing and get zeros. Tensors on
-            the CPU are checked immediately, tensors on a GPU in backward, without synchronizing;
-            on a GPU, writes that torch does not count (`.data`, DLPack) are not noticed.
+            the end of each document in the whole sample; needed if the last `shard` had it. Queries
+            attend to keys of their own document only; rows after the last one attend to nothing and
+            get zeros. Tensors on the CPU are checked at once, on a GPU in backward, without
+            synchronizing; there, writes that torch does not count (`.data`, DLPack) are missed.
         cu_seqlens_padded: the same, including each document's padding, which is at its end and gets
             zeros; `cu_seqlens` then has the lengths without padding.
         max_seqlen: number of tokens of the longest document, or more. None computes it, which
@@ -150,11 +150,11 @@ def burst_attention(
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     documents = None
     try:
-        if layout != state.layout != "" and (causal or given or window):
-            from megatron_burst.engine.sample import refuse_layout
-
-            refuse_layout(layout, state.layout)
         q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
+        if state.sharded is not None:
+            from megatron_burst.engine.sample import check_rows
+
+            check_rows(state.sharded, (layout, bool(causal or window), given), (q, k), group.size())
         if given:
             sizes = q.shape[1], group.size(), k.shape[1]
             documents = _documents(state, sample, causal, sizes, layout, q)

@@ -339,8 +339,7 @@ _WORD = _Kind(
 _KINDS = {
     **dict.fromkeys("qkv", _TENSOR),
     "sink": _TENSOR._replace(holds=_is_sink, change="pass one, or leave it out"),
-    "causal": _SWITCH,
-    "return_lse": _SWITCH,
+    **dict.fromkeys(("causal", "return_lse"), _SWITCH),
     "window": _Kind(
         _is_window,
         "must be (left, right), the number of earlier and of later positions that a query attends "
@@ -352,8 +351,7 @@ _KINDS = {
         "must be a number within float32, because kernels scale in that and return no gradient",
         "pass a float; if it is learned, multiply q by it and pass softmax_scale=1.0",
     ),
-    "layout": _WORD,
-    "qkv_format": _WORD,
+    **dict.fromkeys(("layout", "qkv_format"), _WORD),
     "config": _Kind(
         lambda x: isinstance(x, BurstConfig),
         "must be a BurstConfig, because that checks its options",
@@ -438,15 +436,17 @@ def _of_shapes(call: Call) -> Iterator[Need]:
         (q[batch] == k[batch] and k[:3] == v[:3] and q[3] == k[3],
          "q, k and v must agree in batch, k and v in heads and tokens, q and k in head dimension, "
          "because each key is compared with queries and has a value", got, "pass matching shards"),
+        (batch or call.mask.full or not q[2] == k[2] > q[1] > k[1],
+         "q, k and v must be [b, s, h, d], because the sequence is the second axis", got,
+         "pass x.transpose(1, 2) of [b, h, s, d], as for scaled_dot_product_attention"),
         (q[1 - batch] == k[1 - batch] or (call.mask.full and not call.packed),
          "q and k must have equally many tokens if the mask is causal, a window or documents, "
          "because these compare positions in one sequence", got,
-         "for cross-attention pass causal=False, without a window and cu_seqlens; slices may say "
-         "what a query sees"),
+         "for cross-attention pass causal=False, without a window and cu_seqlens, or slices"),
         (0 not in (*q, *k, *v) and q[2] % k[2] == 0,
          "the number of KV heads must divide that of query heads and no axis may be empty, because "
          "each KV head serves equally many query heads", got,
-         "change the heads (--num-query-groups) or the batch"),
+         "change the heads (in Megatron --num-query-groups) or the batch"),
     )  # fmt: skip
 
 

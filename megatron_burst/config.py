@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
-from megatron_burst.errors import BurstError, Need, require
+from megatron_burst.errors import BurstError, Need, nearest, require
 
 _ENDLESS = 1e9  # timers and counts of bytes overflow somewhere above
 _NUMBERS = {int: re.compile(r"-?\d+"), float: re.compile(r"-?\d*\.?\d+(e-?\d+)?")}
@@ -209,10 +209,10 @@ def parse_tunings(text: str, who: str = "--burst-tune") -> dict[str, Any]:
         fresh = name in TUNINGS and name not in given
         value = _value(_TYPES[name], word) if fresh else None
         if value is None:
+            legal = f"{name}={_legal(_TYPES[name])}" if name in TUNINGS else "name=value"
             raise BurstError(
-                f"{who}: each tuning must be given once, as name=value among {legal_tunings()}, "
-                f"because a misspelt one would be silently ignored; got {pair!r}; correct it, or "
-                "leave it out"
+                f"{who}: each tuning must be given once, as {legal}, because a misspelt one would "
+                f"be silently ignored; got {pair!r}{nearest(name, TUNINGS)}; see docs/tuning.md"
             )
         given[name] = value
     require("burst attention", _needs_of_tunings(given))

@@ -47,7 +47,7 @@ def require(who: str, needs: Iterable[Need]) -> None:
 def nearest(word: str, names: Iterable[str]) -> str:
     """ ", did you mean ...?" or nothing."""
     close = get_close_matches(word, list(names), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
+    return f", did you mean {close[0]!r}?" if close not in ([], [word]) else ""
 
 
 def nearest_multiples(number: int, divisor: int) -> str:

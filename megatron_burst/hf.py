@@ -20,11 +20,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from megatron_burst.attention import burst_attention
 from megatron_burst.call import brief, is_dense
 from megatron_burst.comm.alone import Ranks, given_or_default
-from megatron_burst.comm.group import state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import Need, require, unmet
 from megatron_burst.hf_refusals import WHO, no_mask, of_attention
-from megatron_burst.loss.next_tokens import next_tokens
+from megatron_burst.loss.next_tokens import labels_of
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.shards import LayoutName, Sizes, in_documents, shards_of
 
@@ -98,11 +97,11 @@ def shard_batch(
 
     documents = shards.opened(problem, sizes, {"rows": ", ".join(rows)}, {"batch": _digest(rows)})
     ids = rows["input_ids"]
-    if shards.group is not None:
-        state_of(shards.group).layout = shards.layout
+    shards.remember(False, ids.shape[1])  # each batch brings its own boundaries to attention
     if "shift_labels" not in rows:
         labels = rows.get("labels", ids)
-        rows["shift_labels"] = next_tokens(labels, dim=1, cu_seqlens=cu_seqlens)
+        whole = shards_of(_WHO, None, layout, (cu_seqlens, None), True)
+        rows["shift_labels"] = labels_of(whole, labels, 1)
     if "position_ids" not in rows:
         places = in_documents(torch.arange(ids.shape[1], device=ids.device), cu_seqlens)
         rows["position_ids"] = places.expand(ids.shape)

@@ -1,7 +1,8 @@
 """Shards of a whole sample, and the whole sample again: for programs without Megatron."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ from megatron_burst.comm.alone import Ranks, given_or_default
 from megatron_burst.comm.announce import announce, backward_of
 from megatron_burst.comm.group import state_of
 from megatron_burst.engine.documents import Documents
-from megatron_burst.engine.sample import Sample, indices_of
+from megatron_burst.engine.sample import Sample, indices_of, of_last_shard
 from megatron_burst.errors import BurstError, Need, unmet
 from megatron_burst.schedule.layout import Layout, positions
 
@@ -80,6 +81,16 @@ class Shards:
             f"the sample's length must be a multiple of {pieces} tokens, because the layout "
             f"{self.layout} has equal chunks", got, "pad it",
         )  # fmt: skip
+
+    def follows(self, packed: bool) -> Iterator[Need]:
+        """Checks against the group's last `shard`; `packed`: as for `of_last_shard`."""
+        if self.group is not None:
+            yield from of_last_shard(state_of(self.group).sharded, self.layout, packed)
+
+    def remember(self, packed: bool, tokens: int) -> None:
+        """Make it the group's last `shard`."""
+        if self.group is not None:
+            state_of(self.group).sharded = self.layout, packed, tokens
 
     def documents(self, rows: int, device: torch.device) -> Documents:
         """The documents of a packed sample with so many rows per rank.
@@ -169,12 +180,12 @@ def _of_tensor(x: Tensor, dim: int) -> Iterator[Need]:
     )  # fmt: skip
 
 
-def _opened(shards: Shards, x: Tensor, dim: int) -> Documents | None:
+def _opened(shards: Shards, x: Tensor, dim: int, needs: Iterable[Need] = ()) -> Documents | None:
     def sizes() -> Sizes:
         batch = x.shape[0] if dim % x.dim() == 1 else 1
         return x.shape[dim], batch, f"shape {tuple(x.shape)} and {shards.size} ranks", x.device
 
-    return shards.opened(unmet(shards.who, _of_tensor(x, dim)), sizes)
+    return shards.opened(unmet(shards.who, chain(_of_tensor(x, dim), needs)), sizes)
 
 
 def shard(
@@ -183,8 +194,11 @@ def shard(
 ) -> Tensor:  # fmt: skip
     """This rank's rows of a whole sample, in the order that `burst_attention` expects.
 
-    The group remembers the layout: from now on `burst_attention` refuses another one, whose rows
-    look the same. Nothing is sent; gradients reach the rows that were taken.
+    The group remembers the call. Until its next `shard`, `burst_attention`, `position_ids`,
+    `next_tokens` and `unshard` refuse another layout, whose rows look the same, and all but
+    `unshard` refuse to go without `cu_seqlens` if the sample is packed. To take a packed sample for
+    one document on purpose, pass them boundaries [0, s]; attention to keys of another length needs
+    none. Nothing is sent; gradients reach the rows that were taken.
 
     Args:
         x: any dtype, the same sample on all ranks, with `dim` axes before the sequence's.
@@ -207,7 +221,7 @@ def shard(
     documents = _opened(shards, x, dim)
     if shards.group is None:
         return x.clone()
-    state_of(shards.group).layout = shards.layout
+    shards.remember(shards.sample is not None, x.shape[dim])
     return x.index_select(dim, shards.mine(shards.rows(x.shape[dim]), documents, x.device))
 
 
@@ -233,7 +247,7 @@ def unshard(
     """
     group, boundaries = given_or_default(group, "unshard"), (cu_seqlens, cu_seqlens_padded)
     shards = shards_of("unshard", group, layout, boundaries, False)
-    documents = _opened(shards, x, dim)
+    documents = _opened(shards, x, dim, shards.follows(packed=True))
     if shards.group is None:
         return x.clone()
     everyones = _Gathered.apply(x.movedim(dim, 0), shards.group)
@@ -283,7 +297,8 @@ def position_ids(
     shards = shards_of(who, given_or_default(group, who), layout, boundaries, True)
     got = f"{tokens} tokens and {shards.size} ranks"
     whole = isinstance(tokens, int), "tokens must be a whole number, because it counts rows"
-    problem = unmet(who, [(*whole, brief(tokens), "pass the sample's length")])
+    needs = shards.follows(shards.sample is not None)
+    problem = unmet(who, chain([(*whole, brief(tokens), "pass the sample's length")], needs))
     documents = shards.opened(problem, lambda: (tokens, 1, got, device))
     places = shards.mine(shards.rows(tokens), documents, device)
     return in_documents(places, cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded)

@@ -87,12 +87,18 @@ def test_every_tuning_is_among_those_that_are_read():
         ("timeout_s=", "timeout_s="), ("timeout_s=nan", "timeout_s=nan"),
     ],
 )  # fmt: skip
-def test_what_is_no_tuning_is_refused_beside_all_that_are(text, pair):
-    with pytest.raises(BurstError, match=r"^HERE: each tuning must") as refusal:
+def test_what_is_no_tuning_is_refused_beside_the_nearest(text, pair):
+    with pytest.raises(BurstError, match=r"^HERE: each tuning must.*docs/tuning.md") as refusal:
         parse_tunings(text, "HERE")
-    said = str(refusal.value)
-    assert f"; got '{pair}" in said and legal_tunings() in said
-    assert all(f"{name}=" in legal_tunings() for name in TUNINGS)
+    said, name = str(refusal.value), pair.partition("=")[0]
+    assert f"; got '{pair}" in said
+    legal = dict(pair.partition("=")[::2] for pair in legal_tunings().split(", "))
+    assert legal.keys() == set(TUNINGS)
+    assert f", as {name}={legal[name]}," in said if name in legal else ", as name=value," in said
+    meant = {"circulat": "circulate", "timeout": "timeout_s", " flat": "flat"}.get(name)
+    assert said.count("did you mean") == (meant is not None)
+    assert meant is None or f", did you mean '{meant}'?" in said
+    assert "keep_debug" not in said
 
 
 @pytest.mark.parametrize(

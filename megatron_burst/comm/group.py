@@ -191,7 +191,7 @@ class Group:
     samples: Latest[Hashable, Any] = field(default_factory=partial(Latest, _SAMPLES))  # packed
     # its ranks' pass log; None before the first communicator, and for a single rank
     log: PassLog | None = None
-    layout: str = ""  # of the latest `shard`
+    sharded: tuple[str, bool, int] | None = None  # layout, packed, tokens: of the last `shard`
 
     def agree(
         self, terms: Mapping[str, str], who: str, key: Hashable = None, problem: str = "",

@@ -8,7 +8,6 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_burst.comm.alone import is_first
 from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.watch import Latest
 from megatron_burst.engine.sample import (
@@ -23,7 +22,6 @@ from megatron_burst.engine.sample import (
 from megatron_burst.errors import require
 from megatron_burst.kernels.backends import Backend
 from megatron_burst.kernels.visible import Segments, Visible
-from megatron_burst.say import say_once
 from megatron_burst.schedule.chunks import Between
 from megatron_burst.schedule.layout import Layout, Numbers, Runs, chunks_of, places_of_chunks
 from megatron_burst.schedule.mask import Band, Places
@@ -114,8 +112,6 @@ class Documents:
             starts, padded = self._host
             sizes = self._tokens, self._cp_size, self._sample.longest
             require(self._who, of_values(starts, padded, self._layout, sizes))
-            end = int((starts if padded is None else padded)[-1])
-            doubt_end("cu_seqlens", end, self._tokens, self._cp_size, self._who)
             text = f"{starts.tolist()} {padded.tolist() if padded is not None else ''}"
             self._told = {"cu_seqlens": told_briefly(text, len(starts) - 1)}
             if self.parents is not None:
@@ -299,16 +295,6 @@ def rows_before(edges: Tensor, places: Places) -> Tensor:
     return torch.stack([(edges - at.start).clamp(0, len(at)) for at in places]).sum(
         0, dtype=torch.int32
     )
-
-
-def doubt_end(what: str, end: int, tokens: int, cp_size: int, who: str = _WHO) -> None:
-    """Warn of boundaries or slices (`what`) that end where a shard does, not the sample."""
-    if cp_size > 1 and end * cp_size == tokens and is_first():
-        say_once(
-            f"{who}: warning: {what} ends at {end}, the number of tokens of one rank, so the "
-            f"sample's other {tokens - end} tokens attend to nothing; if they are not padding, "
-            f"pass {what} of the whole sample"
-        )
 
 
 def _to_host(x: Tensor, device: torch.device) -> Tensor:

@@ -1,18 +1,20 @@
 """A packed sample as passed to `burst_attention`, and the checks on it."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import chain
 from numbers import Integral
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_burst.call import brief, is_strided
-from megatron_burst.errors import BurstError, Need
+from megatron_burst.errors import Need, require
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Places
 
 _WHOLE = torch.int32, torch.int64
+type Sharded = tuple[str, bool, int]  # layout, whether packed, and tokens, of a `shard`
 
 
 class Sample(NamedTuple):
@@ -32,17 +34,54 @@ def in_rows(places: Places, unit: int) -> Places:
     return places if unit == 1 else tuple(range(p.start * unit, p.stop * unit) for p in places)
 
 
-def refuse_layout(got: str, sharded: str) -> NoReturn:
-    """Refuse a call in another layout than that of the group's latest `shard`.
+def of_last_shard(last: Sharded | None, layout: str, packed: bool) -> Iterator[Need]:
+    """Checks of a call on rows against its group's last `shard`; layout "" and packed True: they
+    make no difference to the call."""
+    if last is None:
+        return
+    sharded, documents, _ = last
+    yield (
+        layout in ("", sharded),
+        "layout must be that of the group's last shard, because the same rows are other positions "
+        "in another layout",
+        f'layout "{layout}" after shard(..., layout="{sharded}")', "pass the same",
+    )  # fmt: skip
+    yield (
+        packed or not documents,
+        "cu_seqlens must be given after a shard of a packed sample, because its documents would "
+        "be taken for one",
+        "no cu_seqlens after shard(..., cu_seqlens=...)",
+        "pass it; to take the whole sample for one document, pass torch.tensor([0, tokens])",
+    )  # fmt: skip
+
+
+def check_rows(
+    last: Sharded, mask: tuple[str, bool, tuple[str, ...]], tensors: tuple[Tensor, Tensor],
+    cp_size: int,
+) -> None:  # fmt: skip
+    """Check attention against its group's last `shard`.
+
+    Args:
+        last: that `shard`.
+        mask: the layout; whether there is a mask besides what the next names say; and which
+            arguments say something of the sample.
+        tensors: q and k, "bshd". Keys of another length are of another sequence.
+        cp_size: ranks.
 
     Raises:
-        BurstError: always.
+        BurstError: if they do not fit; never in recomputation, whose first pass was checked.
     """
-    raise BurstError(
-        "burst attention: layout must be that of the group's last shard, because the same rows are "
-        f'other positions in another layout; got layout "{got}" after shard(..., '
-        f'layout="{sharded}"); pass the same'
-    )
+    if torch._C._current_graph_task_id() != -1:  # in backward
+        return
+    (layout, masked, given), (q, k), rows = mask, tensors, last[2] // cp_size
+    packed = bool(given) or q.shape[1] != k.shape[1]
+    swapped = q.shape[2] == rows != q.shape[1]
+    require("burst attention", chain(
+        of_last_shard(last, layout if masked or given else "", packed),
+        [(not swapped, "q, k and v must be [b, s, h, d], because the sequence is the second axis",
+          f"q {tuple(q.shape)} after a shard into {rows} rows, as if for "
+          "scaled_dot_product_attention", "pass x.transpose(1, 2)")],
+    ))  # fmt: skip
 
 
 def identity(x: object) -> Hashable:
@@ -140,6 +179,12 @@ def of_values(
          "max_seqlen must be at least the longest document's number of tokens, because kernels "
          "are launched for that many", f"{longest} and a document of {int(room.max())}",
          "pass the longest document's tokens, including padding"),
+        (not ends_in_one_rank(end, tokens, cp_size),
+         "cu_seqlens must have the boundaries of the whole sample, because all ranks pass the same "
+         "and rows after the last document attend to nothing",
+         f"an end at {end}, within the {tokens // cp_size} rows of one of {cp_size} ranks",
+         "pass those of the whole sample; if its other rows are padding, end cu_seqlens_padded at "
+         f"{tokens}, or make them a document"),
         (layout is not Layout.DOCUMENTS or cp_size == 1 or (end == tokens and cut),
          "in the layout zigzag-documents each document must be padded to a multiple of "
          f"{2 * cp_size} tokens and the last one must end the sample of {tokens}, because each "
@@ -147,6 +192,12 @@ def of_values(
          f"lengths {_some(room)} and an end at {end}",
          "pad them (cu_seqlens_padded), or pass another layout"),
     )  # fmt: skip
+
+
+def ends_in_one_rank(end: int, tokens: int, cp_size: int) -> bool:
+    """Whether boundaries end within the rows of one of several ranks, as those of a shard do; not
+    if the rows after them are so few that they pad a sample to equal chunks."""
+    return cp_size > 1 and end * cp_size <= tokens and tokens - end >= 2 * cp_size
 
 
 def _some(x: Tensor) -> str:

@@ -30,7 +30,9 @@ def need_of_tensor(slices: object) -> Iterator[Need]:
     )
 
 
-def need_of_pairs(slices: np.ndarray, sizes: tuple[int, int], causal: bool) -> Iterator[Need]:
+def need_of_pairs(
+    slices: np.ndarray, sizes: tuple[int, int], causal: bool, cp_size: int
+) -> Iterator[Need]:
     """Checks of slices; `sizes`: queries and keys of the sample."""
     q_start, q_stop, k_start, k_stop, kind = slices.T
     queries, keys = sizes
@@ -71,6 +73,15 @@ def need_of_pairs(slices: np.ndarray, sizes: tuple[int, int], causal: bool) -> I
         "keys is undefined",
         f"query {blind}",
         "add a slice for it",
+    )
+    end = int(q_stop.max())
+    yield (
+        cp_size == 1 or end * cp_size != queries,
+        "slices must be those of the whole sample, because all ranks pass the same and queries "
+        "after the last slice attend to nothing",
+        f"an end at {end}, the number of queries of one of {cp_size} ranks",
+        "pass those of the whole sample; if its other rows are padding, add a slice of them and "
+        "one key",
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_burst.comm.alone import is_first
 from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.group import Group
-from megatron_burst.engine.documents import Documents, documents_of, doubt_end
+from megatron_burst.engine.documents import Documents, documents_of
 from megatron_burst.engine.sample import Sample, identity, in_rows
 from megatron_burst.engine.slice_calls import Calls
 from megatron_burst.engine.slice_checks import need_of_pairs, need_of_tensor, work_of_ranks
@@ -98,8 +98,7 @@ class Slices:
             known = {"slices": _told(given.numpy())} | dict((documents and documents.known) or {})
         slices = given.numpy().astype(np.int64)
         if "slices" in known:
-            require(_WHO, need_of_pairs(slices, (self._tokens, self._keys), causal))
-            doubt_end("slices", int(slices[:, 1].max()), self._tokens, sizes[1])
+            require(_WHO, need_of_pairs(slices, (self._tokens, self._keys), causal, sizes[1]))
         self._batch = sizes[2]
         self.known, self.slices, self._device, self.documents = known, slices, device, documents
         self._bands = Bands(slices)

@@ -139,7 +139,8 @@ def _needs(
          shapes, "pass the weight of the output layer"),
         (tuple(labels.shape) == expected, "labels must have the leading axes of hidden, the first "
          "times tp with sequence parallelism, because each token has one", f"labels "
-         f"{tuple(labels.shape)} instead of {expected}", "transpose or gather them"),
+         f"{tuple(labels.shape)} instead of {expected}", "transpose or gather them; if these are "
+         "of the whole sample and hidden is a shard, pass whole_sample=True to next_tokens"),
         (not (labels.dtype.is_floating_point or labels.dtype == torch.bool),
          "labels must be integers, because they name classes", str(labels.dtype), "cast them"),
         (not any(mask.is_complex() for mask in masks), "loss_mask must be real, because it weighs "

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megatron_burst.call import brief, is_dense
 from megatron_burst.comm.alone import Ranks, given_or_default
+from megatron_burst.comm.group import state_of
 from megatron_burst.engine.documents import Documents
-from megatron_burst.engine.sample import Sample
+from megatron_burst.engine.sample import Sample, ends_in_one_rank, holds_whole
 from megatron_burst.errors import Need, unmet
 from megatron_burst.loss.checks import digest
 from megatron_burst.shards import LayoutName, Shards, Sizes, shards_of
@@ -21,7 +22,7 @@ _NO_CLASS = torch.iinfo(torch.int64).max  # not in any vocabulary
 
 
 def next_tokens(
-    tokens: Tensor, *, cp_group: Ranks = None, layout: LayoutName = "zigzag",
+    tokens: Tensor, *, group: Ranks = None, layout: LayoutName = "zigzag",
     cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
     whole_sample: bool = False, ignore_index: int = -100, dim: int = 0,
 ) -> Tensor:  # fmt: skip
@@ -34,12 +35,13 @@ def next_tokens(
     Args:
         tokens: [t] or [s, b] integers, not shifted: this rank's rows, in the order of its hidden
             states; with sequence parallelism, the rows of all tensor-parallel ranks.
-        cp_group: ranks that the sample is sharded over; None: this rank has all of it.
+        group: the context-parallel group, as for `shard`.
         layout: how it is sharded, as in `burst_attention`.
         cu_seqlens: int32 or int64 [documents + 1], on the CPU or on the tokens' device: 0, then the
             end of each document of one packed sample; None: each of b sequences is one document.
         cu_seqlens_padded: the same, including each document's padding.
-        whole_sample: whether `tokens` is the whole sample, in order; then no ids are sent.
+        whole_sample: whether `tokens` is the whole sample, in order, from which this rank's rows
+            are taken; then no ids are sent.
         ignore_index: label of rows without a next token.
         dim: the axis of the sequence; 1 for tokens [b, s].
 
@@ -47,15 +49,19 @@ def next_tokens(
         labels of this rank's rows, int64, with the axes of `tokens`.
 
     Raises:
-        BurstError: on all ranks of the group, before anything is computed. On a GPU nothing
+        BurstError: on all ranks of the group, before anything is computed, also after a `shard` in
+            another layout, or of a packed sample without its boundaries. On a GPU nothing
             synchronizes: boundaries on a GPU are not checked, because attention over the same
             sample checks them. If they differ between ranks, all labels are out of range, so
             losses become NaN.
     """
-    if isinstance(cp_group, dist.DeviceMesh):
-        cp_group = given_or_default(cp_group, WHO)
-    boundaries = cu_seqlens, cu_seqlens_padded
-    shards = shards_of(WHO, cp_group, layout, boundaries, whole_sample)
+    group, boundaries = given_or_default(group, WHO), (cu_seqlens, cu_seqlens_padded)
+    return labels_of(shards_of(WHO, group, layout, boundaries, whole_sample), tokens, dim,
+                     ignore_index)  # fmt: skip
+
+
+def labels_of(shards: Shards, tokens: Tensor, dim: int, ignore_index: int = -100) -> Tensor:
+    """As `next_tokens`, of a sample that is sharded so."""
 
     def sizes() -> Sizes:
         others = 1 if tokens.dim() == 1 else tokens.shape[1 - dim]
@@ -67,10 +73,13 @@ def next_tokens(
         "ignore_index must be a whole number, because it is a label",
         repr(ignore_index), "pass an int",
     )  # fmt: skip
-    terms = {"whole_sample": str(whole_sample), "dim": str(dim)}
+    terms = {"whole_sample": str(shards.whole), "dim": str(dim)}
     if is_dense(tokens):
         terms["tokens"] = f"{tokens.dim()} axes {tokens.dtype} {tokens.device.type}"
-    problem = unmet(WHO, chain([whole], _of_ids(tokens, dim)))
+    follows = shards.follows(shards.sample is not None)
+    problem = unmet(
+        WHO, chain([whole], _of_ids(tokens, dim), follows, _of_rows(shards, tokens, dim))
+    )
     documents = shards.opened(problem, sizes, terms)
     return _labels(shards, tokens.movedim(dim, 0), documents, ignore_index).movedim(0, dim)
 
@@ -90,6 +99,24 @@ def _of_ids(tokens: Tensor, dim: int) -> Iterator[Need]:
         dim == 0 or (dim == 1 and tokens.dim() == 2),
         "dim must be the axis of the sequence, because the next token is there",
         f"dim={dim!r} and shape {tuple(tokens.shape)}", "pass 0 for [t] and [s, b], 1 for [b, s]",
+    )  # fmt: skip
+
+
+def _of_rows(shards: Shards, tokens: Tensor, dim: int) -> Iterator[Need]:
+    """Whether they may be a rank's rows: not if the sample has as many, by the group's last `shard`
+    or by boundaries on the CPU."""
+    if shards.group is None or shards.whole:
+        return
+    rows, last = tokens.shape[dim], state_of(shards.group).sharded
+    given = [] if shards.sample is None else [shards.sample.padded, shards.sample.cu_seqlens]
+    ends = [int(x.max()) for x in given if holds_whole(x) and x.numel() and not x.is_cuda][:1]
+    whole = last is not None and last[2] == rows
+    whole |= ends == [rows] and ends_in_one_rank(rows, rows * shards.size, shards.size)
+    yield (
+        not whole,
+        "tokens must be this rank's rows without whole_sample=True, because those of all ranks "
+        "are gathered", f"the {rows} tokens of the whole sample",
+        "pass whole_sample=True, or shard them",
     )  # fmt: skip
 
 

@@ -222,15 +222,19 @@ def wants_fused_loss(args: Namespace) -> bool:
 
 def force_args(args: Namespace) -> None:
     """Set arguments that burst implies and that change no result; logs it once."""
-    forced = []
+    replaced, added = "", []
     if args.cp_comm_type in (None, ["p2p"]):
         args.cp_comm_type = ["burst"]
-        forced.append("--cp-comm-type burst")
+        if any(word.partition("=")[0] == "--cp-comm-type" for word in sys.argv):
+            replaced = "replaces --cp-comm-type p2p by burst"
+        else:
+            added.append("--cp-comm-type burst")
     if args.create_attention_mask_in_dataloader:
         args.create_attention_mask_in_dataloader = False
-        forced.append("--no-create-attention-mask-in-dataloader")
-    if forced and args.rank == 0:
-        say(f"burst attention: adds {' '.join(forced)}")
+        added.append("--no-create-attention-mask-in-dataloader")
+    forced = filter(None, (replaced, added and f"adds {' '.join(added)}"))
+    if (text := "; ".join(forced)) and args.rank == 0:
+        say(f"burst attention: {text}")
 
 
 _FAMILIES: dict[object, str] = {  # of --attention-backend, in burst's kernels

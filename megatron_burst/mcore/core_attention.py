@@ -287,6 +287,7 @@ class BurstForward:
             is_told = slices is not None or packed.is_packed(packed_seq_params)
             config = self._resolved(query, key, value, window, causal, is_told)
             sample = packed.sample_of(packed_seq_params, group.size())
+            packed.shards_itself(group)
         out = burst_attention(
             query, key, value, group=group, causal=causal, window=window, sink=sink,
             softmax_scale=self.softmax_scale, config=config, layer=self.layer_number, **sample,

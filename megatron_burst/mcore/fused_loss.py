@@ -181,7 +181,8 @@ def _next_of(input_ids: Tensor, params: PackedSeqParams | None, group: dist.Proc
     sample = packed.sample_of(params, group.size())
     given = ("layout", "cu_seqlens", "cu_seqlens_padded")
     options = {name: sample[name] for name in given if name in sample}
-    return next_tokens(input_ids.t(), cp_group=group, **options)
+    packed.shards_itself(group)
+    return next_tokens(input_ids.t(), group=group, **options)
 
 
 def check_model(model: Any, config: FusedLossConfig) -> None:

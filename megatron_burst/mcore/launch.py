@@ -34,7 +34,7 @@ from megatron_burst.mcore.args import (
 )
 from megatron_burst.mcore.options import VARIABLE, environment_args, with_environment
 from megatron_burst.mcore.plan_file import DUMP_FLAG, check_plan, take_plans
-from megatron_burst.mcore.refusals import FLAG, names_burst, refuse
+from megatron_burst.mcore.refusals import FLAG, KEEP_FLAG, names_burst, refuse
 from megatron_burst.patching import Patch, on_undo
 from megatron_burst.say import say
 
@@ -192,6 +192,7 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
         check_command(args)
         force_args(args)
     if burst.keep != "none" or burst.offloads_inputs:
+        _hint_at_kept(args)
         check_keep_args(args)
     if has_loss:
         check_loss_args(args)
@@ -240,6 +241,16 @@ def _hint_at_burst(args: Namespace) -> None:
             "Megatron's local attention: the context parallel size must be 1, because it only "
             f"attends within a rank; got --context-parallel-size {args.context_parallel_size}; "
             f"pass {FLAG}, or install transformer-engine"
+        )
+
+
+def _hint_at_kept(args: Namespace) -> None:
+    """Log whose results are kept where burst is not selected: perhaps its flag was forgotten."""
+    size = args.context_parallel_size
+    if size > 1 and args.rank == 0 and not (wants_burst(args) or names_burst(args.cp_comm_type)):
+        say(
+            f"{KEEP_FLAG}: burst attention is not selected, so what is kept is of Megatron's own "
+            f"attention; got --context-parallel-size {size} without {FLAG}; pass it to run burst"
         )
 
 

@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_burst.comm.carrier import Where
+from megatron_burst.comm.group import state_of
 from megatron_burst.comm.watch import Latest
 from megatron_burst.engine.sample import identity, indices_of
 from megatron_burst.errors import require
@@ -128,6 +129,13 @@ def _longest(max_seqlen: int | Tensor | None) -> int | None:
     if max_seqlen is None or (isinstance(max_seqlen, Tensor) and max_seqlen.is_cuda):
         return None
     return int(max_seqlen)
+
+
+def shards_itself(group: dist.ProcessGroup) -> None:
+    """Have calls of a group not ask for boundaries after a `shard` of the user's that had some:
+    Megatron shards its samples itself, and its parameters say which are packed."""
+    state = state_of(group)
+    state.sharded = state.sharded and (state.sharded[0], False, 0)
 
 
 def keys_are_alike(params: PackedSeqParams) -> bool:

@@ -110,6 +110,6 @@ def check_tokens(layout: Layout, cp_size: int, tokens: int) -> None:
         raise BurstError(
             "burst attention: the number of tokens on a rank must be a multiple of 2, because "
             f"zigzag holds two chunks on each; got {tokens} tokens on a rank and context parallel "
-            f"size {cp_size}; choose a --seq-length that is a "
-            f"{nearest_multiples(tokens * cp_size, 2 * cp_size)}"
+            f"size {cp_size}; pad the sample to a "
+            f"{nearest_multiples(tokens * cp_size, 2 * cp_size)} (in Megatron --seq-length)"
         )

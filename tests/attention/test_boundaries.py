@@ -7,12 +7,13 @@ from array import array
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 
+from megatron_burst import BurstError, position_ids
 from megatron_burst.attention import burst_attention
 from megatron_burst.engine.sample import identity
 from tests.ranks import run_ranks
-from tests.said import hearing
 
 FIRST, SECOND = [0, 5, 8, 16], [0, 3, 12, 16]
 
@@ -155,18 +156,38 @@ def test_so_are_parents_in_a_buffer_and_slices():
     assert run_ranks(another_list, 2) == [[True] * 12] * 2
 
 
-def doubted(rank):
-    """What is said of boundaries and slices that end with a rank's shard, and of others."""
-    with hearing() as lines:
-        for ends in ([0, 5, 8], [0, 5, 7], [0, 5, 16]):
-            attend(shards(), torch.tensor(ends))
-        for end in (8, 7, 16):
-            burst_attention(*shards(), slices=torch.tensor([[0, end, 0, end, 1]]))
-    return [line for line in lines if "warning" in line]
+SHORT = ([0, 5, 8], [0, 5, 7], [0, 1])  # of a sample of 16 rows, 8 on a rank
+CLOSE = torch.tensor([0, 2])  # rows after it pad a sample of 4 to equal chunks
 
 
-def test_boundaries_and_slices_of_a_shard_are_doubted_once():
-    first, other = run_ranks(doubted, 2)
-    assert other == [] and len(first) == 2
-    for line, what in zip(first, ("cu_seqlens", "slices"), strict=True):
-        assert f"{what} ends at 8, the number of tokens of one rank" in line
+def short(rank):
+    """What is said of boundaries and slices that end within one rank's rows; and whether rows are
+    right where the others are told as padding."""
+
+    def of_slices(end, *more):
+        return burst_attention(*shards(), slices=torch.tensor([[0, end, 0, end, 1], *more]))
+
+    calls = [partial(attend, shards(), torch.tensor(ends)) for ends in SHORT]
+    calls += [partial(of_slices, 8), partial(position_ids, 16, cu_seqlens=torch.tensor([0, 8]))]
+    said = []
+    for call in calls:
+        with pytest.raises(BurstError) as raised:
+            call()
+        said.append(str(raised.value))
+    padded = attend(shards(), torch.tensor([0, 5, 8]), cu_seqlens_padded=torch.tensor([0, 5, 16]))
+    apart = attend(shards(), torch.tensor([0, 5, 8, 16]))
+    attend([x[:, :2] for x in shards()], CLOSE)
+    rows = slice(None, 4) if rank == 0 else slice(0)  # of 8 in zigzag, those of documents
+    found = of_slices(8, [8, 16, 8, 9, 0])[:, rows], of_slices(9)[:, rows]
+    return said, torch.equal(padded[:, rows], apart[:, rows]) and torch.equal(*found)
+
+
+def test_boundaries_and_slices_of_a_shard_are_refused_on_all_ranks():
+    for said, right in run_ranks(short, 2):
+        for text, (*_, end) in zip(said, SHORT, strict=False):
+            assert "cu_seqlens must have the boundaries of the whole sample" in text
+            assert f"an end at {end}, within the 8 rows of one of 2 ranks" in text
+        *_, slices, positions = said
+        assert "slices must be those of the whole sample" in slices and "an end at 8," in slices
+        assert positions.startswith("position ids: cu_seqlens must have the boundaries of the")
+        assert right

@@ -25,7 +25,7 @@ def default_call():
 CASES = {  # what differs from a good call, and words of the message
     "odd zigzag shard": (
         {n: shard(3) for n in "qkv"},
-        "multiple of 2.*multiple of 4, such as 4 or 8",
+        r"multiple of 2.*; pad the sample to a multiple of 4, such as 4 or 8 \(in Megatron",
     ),
     "empty shard": ({n: shard(0) for n in "qkv"}, "no axis may be empty"),
     "heads": ({"q": shard(heads=3)}, "KV heads must divide.*--num-query-groups"),
@@ -35,6 +35,10 @@ CASES = {  # what differs from a good call, and words of the message
     "causal of two sequences": (
         {"q": shard(6)},
         r"q and k must have equally many tokens.*got q \(1, 6.*pass causal=False",
+    ),
+    "the axes of SDPA": (
+        {"q": torch.ones(1, 4, 8, 8)} | {name: torch.ones(1, 2, 8, 8) for name in "kv"},
+        r"must be \[b, s, h, d\].*got q \(1, 4, 8, 8\), k \(1, 2, .*transpose\(1, 2\) of \[b, h,",
     ),
     "a window of two sequences": (
         {"q": shard(6), "causal": False, "window": (2, 2)},

@@ -26,7 +26,7 @@ def unwaited(packed, rank: int, group) -> bool:
     places = packed.places(rank)
     ids = packed.ids[places].cuda()
     boundaries = {name: x.cuda() for name, x in packed.boundaries.items()}
-    options = dict(cp_group=group, layout=packed.layout, **boundaries)
+    options = dict(group=group, layout=packed.layout, **boundaries)
     next_tokens(ids, **options)  # ranks agree once
     torch.cuda.set_sync_debug_mode("error")
     try:

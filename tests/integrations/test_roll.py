@@ -91,7 +91,7 @@ def packed_by_roll(rank):
     with mock.patch.object(torch, "tensor", lambda *a, pin_memory=False, **o: tensor(*a, **o)):
         rows, params, lengths, _ = packing_of(gpt)._pack_sequences(tokens, mask.long())
     labels = next_tokens(
-        rows[0], cp_group=parallel_state.get_context_parallel_group(), layout="zigzag-documents",
+        rows[0], group=parallel_state.get_context_parallel_group(), layout="zigzag-documents",
         cu_seqlens=lengths, cu_seqlens_padded=params.cu_seqlens_q_padded,
     )  # fmt: skip
     logits = gpt(rows, None, None, packed_seq_params=params)

@@ -113,7 +113,7 @@ def packed_by_slime(rank):
     params = batch["packed_seq_params"]
     tail = len(params.cu_seqlens_q) - 1 - len(LENGTHS)  # slime's own padding, as a document
     labels = next_tokens(
-        batch["tokens"][0], cp_group=parallel_state.get_context_parallel_group(),
+        batch["tokens"][0], group=parallel_state.get_context_parallel_group(),
         layout="zigzag-documents", cu_seqlens_padded=params.cu_seqlens_q,
         cu_seqlens=torch.cat([boundaries(), boundaries()[-1:].expand(tail)]),
     )  # fmt: skip

@@ -122,7 +122,7 @@ def labels_and_log_probs(tokens, gpt, hidden, label, log_probs):
 
     rows, params, _ = preprocess_thd_engine(tokens)
     labels = next_tokens(
-        rows[0], cp_group=parallel_state.get_context_parallel_group(), layout="zigzag-documents",
+        rows[0], group=parallel_state.get_context_parallel_group(), layout="zigzag-documents",
         cu_seqlens=boundaries(), cu_seqlens_padded=params.cu_seqlens_q_padded,
     )  # fmt: skip
     burst = token_log_probs(hidden, gpt.output_layer.weight, labels[:, None], entropy=False)

@@ -87,7 +87,13 @@ def random_packed(seed: int, size: int, layout: str, vocab: int = 40) -> Packed:
         begin += room
     tokens = begin
     if layout != Layout.DOCUMENTS or tokens == 0:  # a tail outside all documents
-        tokens = max(grain, -(-begin // grain) * grain + grain * draw.randint(0, 1))
+        if begin == 0:
+            spans.append((0, 1, 1))
+            begin = 1
+        tokens = -(-begin // grain) * grain
+        longer = tokens + grain * draw.randint(0, 1)
+        if begin * size > longer or size == 1:  # else it must be told as padding
+            tokens = longer
     if layout == Layout.DOCUMENTS and tokens > begin:
         spans[-1] = (spans[-1][0], spans[-1][0] + 1, tokens)
     ids = torch.randint(vocab, (tokens,), generator=_torch(seed))

@@ -160,6 +160,7 @@ REFUSED = {
     "integers": ((H.int(), W.int(), L), {}, r"must have one dtype among.*got torch.int32"),
     "weight transposed": ((H, W.t(), L), {}, r"same width.*weight \(8, 10\); pass the weight"),
     "no vocabulary": ((H, W[:0], L), {}, r"the vocabulary must not be empty.*got"),
+    "whole labels": ((H[:2], W, L), {}, "instead of .2, 2.; .*pass whole_sample=True to next_tok"),
     "labels transposed": ((H, W, L.t()), {}, r"labels \(2, 4\) instead of \(4, 2\); transpose"),
     "labels are no integers": ((H, W, L.float()), {}, r"must be integers.*got torch.float32"),
     "mask": ((H, W, L), {"loss_mask": L[0]}, r"loss_mask must have the shape.*got \[\(2,\)\]"),

@@ -38,19 +38,20 @@ def test_labels_are_the_next_tokens_of_documents(seed, size, layout, whole, dtyp
     shards = torch.cat([packed.ids[packed.places(rank)] for rank in range(size)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards_module, "announce", lambda *arguments, **options: None)
+        for of in (shards_module, module):
+            patch.setattr(of, "given_or_default", lambda group, who: group)
+            patch.setattr(of, "state_of", lambda group: SimpleNamespace(sharded=None))
         patch.setattr(module, "_gather", lambda ids, *_: (shards.long(), torch.tensor(True)))
         for rank in range(size):
             group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size)
             mine = packed.ids if whole else packed.ids[packed.places(rank)]
             got = next_tokens(
-                mine.to(dtype), cp_group=group, layout=layout, whole_sample=whole,
+                mine.to(dtype), group=group, layout=layout, whole_sample=whole,
                 **packed.boundaries,
             )  # fmt: skip
             assert torch.equal(got, truth[packed.places(rank)]), (rank, packed)
             if packed.ids.dim() == 2:
-                same = next_tokens(
-                    mine.t(), cp_group=group, layout=layout, whole_sample=whole, dim=1
-                )
+                same = next_tokens(mine.t(), group=group, layout=layout, whole_sample=whole, dim=1)
                 assert torch.equal(same, got.t())
 
 
@@ -75,7 +76,7 @@ def log_prob_errors(
     part = leaf(weight.chunk(parts)[at])
     boundaries = {name: x.to(device) for name, x in packed.boundaries.items()}
     ids = packed.ids[places].to(device)
-    labels = next_tokens(ids, cp_group=cp, layout=packed.layout, **boundaries)
+    labels = next_tokens(ids, group=cp, layout=packed.layout, **boundaries)
     got = token_log_probs(mine, part, labels, tp_group=tp, sequence_parallel=sequence_parallel)
     (2 * got.entropy + got.log_probs).sum().backward()
     grad = truth.hidden.grad[places]
@@ -162,10 +163,10 @@ def refusals(rank: int) -> list[str]:
     )
     for call in calls:
         with pytest.raises(BurstError) as raised:
-            next_tokens(cp_group=world, **call)
+            next_tokens(group=world, **call)
         said.append(str(raised.value))
     rows = [0, 1, 6, 7] if rank == 0 else [2, 3, 4, 5]
-    assert next_tokens(IDS[rows], cp_group=world).tolist() == (
+    assert next_tokens(IDS[rows], group=world).tolist() == (
         [1, 2, 7, -100] if rank == 0 else [3, 4, 5, 6]
     )
     return said
@@ -193,7 +194,7 @@ def differing(rank: int, device: str = "cpu") -> tuple:
         shards_module.announce = lambda *arguments, **options: None
     cu_seqlens = torch.tensor([0, 3 + rank, 8], device=device)
     tokens = IDS[:4].to(device)
-    labels = next_tokens(tokens, cp_group=dist.group.WORLD, cu_seqlens=cu_seqlens)
+    labels = next_tokens(tokens, group=dist.group.WORLD, cu_seqlens=cu_seqlens)
     hidden, weight = torch.randn(4, 8, device=device), torch.randn(40, 8, device=device)
     return bool(token_log_probs(hidden, weight, labels).log_probs.isnan().all()), len(labels)
 

@@ -130,7 +130,7 @@ def labels_and_shards(rank):
     whole, ends = torch.arange(8), torch.tensor([0, 3, 8])
     ids, mine = whole.view(4, 2)[[rank, 3 - rank]].flatten(), {"group": group, "cu_seqlens": ends}
     calls = (
-        (module, "_digest", lambda: next_tokens(ids, cp_group=group, cu_seqlens=ends)),
+        (module, "_digest", lambda: next_tokens(ids, group=group, cu_seqlens=ends)),
         (shards, "Documents", lambda: shard(whole[None], **mine)[0]),
         (shards, "positions", lambda: shard(whole[None], **mine)[0]),
     )
@@ -143,7 +143,7 @@ def labels_and_shards(rank):
             got = type(error)
         found.append((name, got, call().tolist()))
     with pytest.raises(BurstError, match="tokens must be a whole number.*got None"):
-        position_ids(None if rank else 8, group=group)
+        position_ids(None if rank else 8, **mine)
     return found
 
 

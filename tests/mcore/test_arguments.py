@@ -143,8 +143,9 @@ GIVEN = f"{BURST} --cp-comm-type burst --no-create-attention-mask-in-dataloader"
 @pytest.mark.parametrize(
     "flags, as_rank, lines",
     [
-        (BURST, "0", ["--cp-comm-type burst --no-create-attention-mask-in-dataloader"]),
-        (f"{BURST} --cp-comm-type burst", "0", ["--no-create-attention-mask-in-dataloader"]),
+        (BURST, "0", ["adds --cp-comm-type burst --no-create-attention-mask-in-dataloader"]),
+        (f"{BURST} --cp-comm-type burst", "0", ["adds --no-create-attention-mask-in-dataloader"]),
+        (f"{GIVEN} --cp-comm-type p2p", "0", ["replaces --cp-comm-type p2p by burst"]),
         (BURST, "1", []),
         (GIVEN, "0", []),
     ],
@@ -153,7 +154,23 @@ def test_what_follows_from_burst_is_set_and_said_once(flags, as_rank, lines):
     """Otherwise layers would run Megatron's ring, and the loader would make an s x s mask."""
     ((values, said, attention),) = run_ranks(forced, 1, flags, as_rank)
     assert values == [["burst"], False] and attention == [True] * 3
-    assert said == [f"burst attention: adds {flags}" for flags in lines]
+    assert said == [f"burst attention: {flags}" for flags in lines]
+
+
+def kept(rank, flags):
+    start()
+    with hearing() as lines, contextlib.suppress(BurstError):  # of dropout: it is said before that
+        parse(flags)
+    return [line for line in lines if "not selected" in line]
+
+
+@pytest.mark.parametrize(
+    "flags, count",
+    [(CP4, 1), (f"{CP4} --cp-comm-type burst", 0), (BURST, 0), (STOCK, 0)],
+)
+def test_what_is_kept_without_burst_is_said_to_be_megatrons(flags, count):
+    (said,) = run_ranks(kept, 1, f"{flags} --burst-keep all")
+    assert len(said) == count and all(ASKED in line for line in said)
 
 
 def last_impl(rank):
