@@ -7,6 +7,7 @@ from array import array
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 
 from megatron_burst.attention import burst_attention
@@ -14,6 +15,7 @@ from megatron_burst.engine.sample import identity
 from tests.ranks import run_ranks
 from tests.said import hearing
 
+pytestmark = pytest.mark.numeric
 FIRST, SECOND = [0, 5, 8, 16], [0, 3, 12, 16]
 
 

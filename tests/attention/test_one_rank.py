@@ -5,6 +5,7 @@ from itertools import product
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +17,7 @@ from tests.oracle import full_attention
 from tests.ranks import run_ranks
 from tests.schedule.cases import LAYOUTS
 
+pytestmark = pytest.mark.numeric
 TOKENS = 17  # odd, which zigzag refuses on several ranks
 CONFIGS = {  # options that one rank has no use for are no error
     "default": BurstConfig(),

@@ -16,11 +16,11 @@ from tests.mcore.older_pretrain import EXAMPLES, provide
 from tests.ranks import preload, run_ranks
 from tests.said import hearing
 
-# Rounding must not grow from step to step. Adam's step is lr * m / (sqrt(v) + eps), so rounding of a
-# gradient moves a weight by up to lr / eps times as much: with the usual eps of 1e-8 by lr, wherever
-# a gradient is no larger than its rounding. Losses after three steps were 1e-5 apart on some CPUs.
-# An eps of 1 is above all gradients, as their norm is clipped to 1. Then the factor is at most 0.5,
-# and a wrong gradient moves weights in proportion, as under SGD with momentum.
+# Rounding must not grow from step to step. Adam's step is lr * m / (sqrt(v) + eps), so rounding of
+# a gradient moves a weight by up to lr / eps times as much: with the usual eps of 1e-8 by lr, if
+# the gradient is no larger than its rounding. Losses after three steps were 1e-5 apart on some
+# CPUs. An eps of 1 is above all gradients, as their norm is clipped to 1. Then the factor is at
+# most 0.5, and a wrong gradient moves weights in proportion, as under SGD with momentum.
 FLAGS = """
 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention
 --num-query-groups 2 --ffn-hidden-size 128 --seq-length 32 --max-position-embeddings 32

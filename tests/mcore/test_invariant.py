@@ -23,6 +23,8 @@ from tests.mcore.invariant import (
 from tests.ranks import run_ranks
 from tests.sampling import whole
 
+pytestmark = pytest.mark.numeric
+
 
 def values_on(rank, dtype):
     """By number of ranks: values, the path that they took, and how far gradients are from those of

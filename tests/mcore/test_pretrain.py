@@ -23,7 +23,7 @@ from tests.mcore.patched import patch_megatron
 from tests.mcore.pretraining import FLAGS, pretrain
 from tests.ranks import new_store
 
-pytestmark = needs("training")
+pytestmark = [pytest.mark.numeric, needs("training")]
 MEGATRONS_DOCUMENTS = 100_000  # of mock data, where it is not replaced
 LONGER = """--seq-length 64 --max-position-embeddings 64 --global-batch-size 8 --train-iters 3
     --calculate-per-token-loss"""
