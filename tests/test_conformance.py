@@ -25,7 +25,6 @@ from conformance.suites import SUITES, Suite, named
 from megatron_burst.errors import BurstError
 from tests.ranks import preload, run_ranks
 
-pytestmark = pytest.mark.numeric
 preload("conformance.in_place")
 REAL, PADDED = (698, 30), (704, 32)  # document lengths without and with padding: 8 | PADDED
 HEADS, KV_HEADS, DIM = 4, 2, 16

@@ -23,8 +23,6 @@ from tests.attention.engine import problem
 from tests.oracle import full_attention, rows_of, seen_by
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
-
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_order_of_a_sample_of_documents(size):

@@ -31,7 +31,6 @@ from tests.ranks import run_ranks
 from tests.sampling import whole
 from tests.schedule.cases import Case
 
-pytestmark = pytest.mark.numeric
 GROUPS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3)]
 CASES = 15  # in each test
 DTYPES = [torch.float64, torch.float64, torch.float32, torch.bfloat16]

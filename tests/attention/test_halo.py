@@ -14,8 +14,6 @@ from tests.attention.engine import problem, truth
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
-
 
 def errors_of_halos(rank, world, layout):
     """Errors of out, dq, dk and dv by what backward resends; one rank per node."""

@@ -26,7 +26,6 @@ from tests.oracle import rows_of
 from tests.ranks import run_ranks
 from tests.said import hearing
 
-pytestmark = pytest.mark.numeric
 LENGTHS = range(2, 302, 2)
 
 

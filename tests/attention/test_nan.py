@@ -13,7 +13,6 @@ from megatron_burst.kernels.backends import backends
 from tests.faults.acts import told_in
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
 ODD = 1
 WAYS = {"ring": {"intra": "ring"}, "gather": {"intra": "gather"}, "nested": {"nodes": 2}}
 

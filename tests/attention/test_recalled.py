@@ -18,7 +18,6 @@ from tests.attention.test_processes import inputs, truth_of, worst
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
 WORLD, TOKENS = 4, 6
 HEADS, DIMS = (16, 8), (6, 4)
 WAYS = {

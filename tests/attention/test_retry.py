@@ -35,7 +35,6 @@ from tests.attention.test_processes import inputs, run, truth_of, worst
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
 WORLD = 4
 RINGS = [{"intra": "ring", "circulate": c, "nodes": n} for n in (1, 2) for c in ("kv", "q")]
 OTHERS = [

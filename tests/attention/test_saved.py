@@ -12,8 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from megatron_burst import BurstConfig, burst_attention
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
-
 
 def saved(rank: int, rotated: bool) -> tuple[list[float], bool]:
     """For each saved tensor, the bytes it keeps alive relative to its own; and whether dv is right.

@@ -18,7 +18,6 @@ from megatron_burst.schedule.layout import Layout
 from tests.loss.packed import random_packed
 from tests.ranks import preload, run_ranks
 
-pytestmark = pytest.mark.numeric
 preload("megatron_burst.loss.next_tokens", "tests.loss.packed")
 LAYOUTS = [str(layout) for layout in Layout]
 

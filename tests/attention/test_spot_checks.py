@@ -23,7 +23,6 @@ from tests.faults.acts import told_in
 from tests.masks import Cell, assert_as_declared, cells, outcomes
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
 ODD = 1
 WAYS = {"ring": {"intra": "ring"}, "gather": {"intra": "gather"}, "a2a": {"intra": "a2a"},
         "nested": {"nodes": 2}}  # fmt: skip

@@ -25,7 +25,6 @@ from tests.attention.test_processes import inputs, run, truth_of, worst
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
 WORLD = 4
 RUNS = (  # of one group after another: options of the calls
     {"nodes": 2},

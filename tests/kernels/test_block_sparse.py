@@ -16,7 +16,6 @@ from megatron_burst.kernels.parts import Parts
 from tests.kernels.test_block_lists import grid
 from tests.oracle import seen_by_slices
 
-pytestmark = pytest.mark.numeric
 CPU = torch.device("cpu")
 
 

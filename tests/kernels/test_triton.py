@@ -17,10 +17,7 @@ from tests.kernels.bands import Band
 from tests.ranks import run_ranks
 from tests.sampling import crossed, whole
 
-pytestmark = [
-    pytest.mark.numeric,
-    pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
-]
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 BOUNDS = {torch.float16: 1e-3, torch.float32: 2e-6}
 SHAPES = {

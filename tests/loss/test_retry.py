@@ -26,7 +26,6 @@ from tests.loss.oracle import Problem, chunks_of, oracle, random_problem, relati
 from tests.loss.test_processes import shard
 from tests.ranks import preload, run_ranks
 
-pytestmark = pytest.mark.numeric
 preload("megatron_burst.loss.linear", "tests.loss.oracle")
 WORLD, TIMEOUT_S = 2, 60
 # before a pass: labels are compared, tokens chosen, weighted; its memory; what ranks gathered; its

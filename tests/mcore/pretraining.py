@@ -75,11 +75,12 @@ def pretrain(
 
 
 def assert_same(got: Pretrained, truth: Pretrained) -> None:
-    """Equal to float32 rounding, in which losses near 5 are stored to 5e-7."""
+    """Equal to float32 rounding: of losses near 5, which are stored to 5e-7, four such steps; of
+    gradient norms, sums of squares, sixteen."""
     for step, true in zip(got.steps, truth.steps, strict=True):
         assert step["iteration"] == true["iteration"]
         assert step["lm loss"] == pytest.approx(true["lm loss"], abs=2e-6)
-        assert step["grad norm"] == pytest.approx(true["grad norm"], rel=2e-5)
+        assert step["grad norm"] == pytest.approx(true["grad norm"], rel=2e-6)
     assert got.evaluated == pytest.approx(truth.evaluated, abs=2e-6)
 
 

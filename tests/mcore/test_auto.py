@@ -33,7 +33,6 @@ from tests.mcore.test_arguments import CP4, parse
 from tests.ranks import run_ranks
 from tests.said import hearing
 
-pytestmark = pytest.mark.numeric
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 OPTIONS = "keep=all, fused_loss=1,loss_z_loss=1e-4,circulate=q,overlap=false,invariant=0"
 

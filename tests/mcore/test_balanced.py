@@ -23,7 +23,6 @@ from tests.mcore.lacking import needs
 from tests.mcore.packed_sample import with_sequence_parallel
 from tests.ranks import preload, run_ranks
 
-pytestmark = pytest.mark.numeric
 preload("megatron_burst.mcore.balanced")
 TOLERANCE = 1e-12
 COSTS = Costs(1e-4, 1e-6, 0.001, {2: 1e-4, 4: 2e-4})

@@ -29,7 +29,6 @@ from tests.mcore.lacking import needs, no_option
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
 CAUSAL = AttnMaskType.causal
 CP4 = Parallel(cp=4)
 

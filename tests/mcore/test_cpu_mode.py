@@ -22,7 +22,6 @@ from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron lo
 from tests.mcore.lacking import needs
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
 FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 3
     --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --swiglu
     --tokenizer-type NullTokenizer --vocab-size 127 --distributed-backend gloo --bf16

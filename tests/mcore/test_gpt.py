@@ -27,7 +27,6 @@ from tests.mcore.gpt import (
 from tests.mcore.lacking import parameters, present, why_not
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
 FLAT = Parallel(cp=4)
 TP_AND_CP, ALONE = Parallel(cp=2, tp=2), Parallel()
 

@@ -25,7 +25,6 @@ from tests.mcore.pipeline import (
 from tests.ranks import run_ranks
 from tests.sampling import whole
 
-pytestmark = pytest.mark.numeric
 # three micro-batches: the first stage of 1F1B has warm-up, steady state and cool-down
 HAS_MTP = not (why_not("MTP") or why_not("recomputed MTP"))
 MTP = Setting(pp=2, cp=2, mtp=HAS_MTP, micro_batches=3)

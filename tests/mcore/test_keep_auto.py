@@ -4,7 +4,6 @@ Guards against layers that keep though nothing recomputes them, stages that exce
 ranks of one sequence that choose differently.
 """
 
-import pytest
 import torch
 
 from megatron_burst.config import BurstConfig
@@ -23,7 +22,6 @@ from tests.mcore.lacking import needs, why_not
 from tests.mcore.pipeline import LAYERS, Setting, build, config_for, relative_error, run_step
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
 ALL = BurstConfig(keep="all")
 TWO, VPP = Setting(pp=2, cp=2), Setting(pp=2, vp=2, cp=2)
 

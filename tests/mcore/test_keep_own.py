@@ -15,7 +15,6 @@ from tests.mcore.gpt import FULL_RECOMPUTE, SEQ
 from tests.mcore.pipeline import LAYERS, Setting, build, config_for, relative_error, run_step
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
 ALL, HALF = BurstConfig(keep="all"), BurstConfig(keep="half")
 AUTO = dict(keep="auto", keep_budget_gib=1.0, keep_host_gib=1.0)
 

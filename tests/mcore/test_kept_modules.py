@@ -22,7 +22,6 @@ from tests.mcore.lacking import why_not
 from tests.ranks import run_ranks
 from tests.sampling import whole
 
-pytestmark = pytest.mark.numeric
 DENSE = ("linear_qkv", "linear_proj", "linear_fc1")
 LATENT = ("linear_q_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1")
 EXPERTS = dict(

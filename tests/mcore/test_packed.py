@@ -15,7 +15,6 @@ from tests.mcore.lacking import parameters, present, why_not
 from tests.mcore.packed_sample import SAMPLE, one_by_one, packed, params_of, shard, spec_of
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
 # Float64: 2.2e-16 a rounding, sums of 4096 terms (64 tokens by 64 channels), some 20 of them in a
 # row, and a gradient ten times smaller than its terms.
 TOLERANCE = 1e-9

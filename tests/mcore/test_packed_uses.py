@@ -47,7 +47,6 @@ from tests.mcore.packed_sample import (
 from tests.mcore.test_packed import GQA, RECOMPUTED, TOLERANCE
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
 ALL = BurstConfig(keep="all")
 NO_MTP = why_not("MTP") or why_not("MTP of an empty document")
 TWO_GROUPS = Model()  # fewer KV heads than four ranks

@@ -37,7 +37,7 @@ from tests.oracle import seen_by_slices
 from tests.ranks import run_ranks
 from tests.sampling import whole
 
-pytestmark = [pytest.mark.numeric, needs("model classes")]
+pytestmark = needs("model classes")
 # A prompt with three answers, of which the second has two ends. A branch begins with the token that
 # the segment above it ends before, so that each row predicts one token.
 LENGTHS, PARENTS = [20, 10, 11, 8, 9, 6], [-1, 0, 0, 2, 2, 0]

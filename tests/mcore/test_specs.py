@@ -36,8 +36,6 @@ from tests.mcore.gpt import (
 from tests.mcore.lacking import needs
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
-
 
 def core_of(layer_spec):
     return layer_spec.submodules.self_attention.submodules.core_attention

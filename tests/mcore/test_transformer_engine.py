@@ -22,7 +22,6 @@ from megatron_burst.mcore.patches import TABLE
 from tests.mcore.gpt import Model, Parallel, config_of, start
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
 WRAPPERS = "megatron.core.extensions.transformer_engine"
 CP2 = Parallel(cp=2)
 OPTIONS = dict(layer_number=1, attention_type="self", k_channels=8, v_channels=5, num_splits=1)

@@ -25,8 +25,6 @@ from tests.mcore.test_kept_modules import (
 from tests.mcore.test_whole_layers import AUTO, CASES, FOUR, countable, living_bytes
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
-
 
 @contextmanager
 def sequences(count: int):

@@ -44,7 +44,6 @@ from tests.mcore.test_kept_modules import (
 from tests.ranks import run_ranks
 from tests.sampling import whole
 
-pytestmark = pytest.mark.numeric
 AUTO = BurstConfig(keep="auto", keep_host_gib=1e-6)
 NONE = dict.fromkeys(FULL_RECOMPUTE)
 FOUR, DROPS = dict(num_layers=4), dict(hidden_dropout=0.1)

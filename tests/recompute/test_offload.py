@@ -12,7 +12,6 @@ import torch
 from megatron_burst.recompute.keeping import Frame, Resident
 from megatron_burst.recompute.offload import HostMemory, HostParcel, host_memory
 
-pytestmark = pytest.mark.numeric
 CPU = torch.device("cpu")
 
 

@@ -13,7 +13,6 @@ from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.errors import BurstError, DisagreementError
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.numeric
 ODD = 1  # the rank that differs
 WAYS = {
     "a2a": {"intra": "a2a"},
