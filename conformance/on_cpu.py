@@ -35,9 +35,11 @@ def share_one_device(threads: int = 2) -> None:
     """
     make, device = dist.ProcessGroupGloo.__init__, dist.ProcessGroupGloo.create_default_device()
 
-    def on_one_device(self, store, rank, size, timeout):
+    def on_one_device(self, store, rank, size, timeout, **added):
         options = dist.ProcessGroupGloo._Options()
         options._devices, options._timeout, options._threads = [device], timeout, threads
+        for name in added.keys() & set(dir(options)):  # 2.15: enable_reconfigure
+            setattr(options, name, added[name])
         make(self, store, rank, size, options)
 
     dist.ProcessGroupGloo.__init__ = on_one_device

@@ -31,6 +31,7 @@ from megatron_burst.errors import BurstError
 from tests.oracle import full_attention
 from tests.ranks import preload, run_ranks
 
+pytestmark = pytest.mark.numeric
 preload("megatron_burst.compat")
 
 TOKENS, HEADS, DIM = 24, (4, 2), 6

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from conformance import results, run, shared_gpus
+from conformance import on_cpu, results, run, shared_gpus
 from conformance.in_place import MODES, TE_FUNCTION, attend, choose_kernel, turned
 from conformance.results import Outcome
 from conformance.suites import SUITES, Suite, named
@@ -372,3 +373,11 @@ def test_expressions_of_the_table_compile_and_reasons_are_given(suite: Suite):
         assert row.reason
     assert all(axis.reason and axis.values for axis in suite.axes)
     assert suite in list(named((suite.name,)))
+
+
+def test_groups_on_one_device_accept_what_torch_adds(monkeypatch):
+    monkeypatch.setattr(dist.ProcessGroupGloo, "__init__", dist.ProcessGroupGloo.__init__)
+    on_cpu.share_one_device()
+    added = {"timeout": timedelta(seconds=5), "group_name": "ours", "of_a_later_torch": False}
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, **added)
+    assert (group.size(), group.options.group_name) == (1, "ours")

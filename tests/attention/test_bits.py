@@ -29,6 +29,7 @@ from tests.oracle import full_attention
 from tests.ranks import run_ranks
 from tests.sampling import whole
 
+pytestmark = pytest.mark.numeric
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "accuracy.md"
 CONFIGS = {"`--burst-invariant`": {"invariant": True}, "all-to-all": {"intra": "a2a"},
            "gather": {"intra": "gather"}, "ring": {"intra": "ring"}}  # fmt: skip
@@ -44,6 +45,7 @@ def table() -> dict[tuple[str, str], dict[str, bool]]:
         words = out, out, dq, dk, dv
         for name in mode.split(", "):
             found[name, heads] = {n: w == "equal" for n, w in zip(NAMES, words, strict=True)}
+            assert {*words} <= {"equal", "may differ"}
     return found
 
 
@@ -63,12 +65,26 @@ def found_on(rank, names) -> dict:
 
 @pytest.mark.parametrize("names", [FEW, *whole((tuple(CASES),))])
 def test_bits_are_those_of_one_rank_where_the_page_says_so(names):
+    """Elsewhere they may differ, and on some CPUs do not."""
     ranks, said = run_ranks(found_on, 4, names), table()
     assert ranks[0].keys() == said.keys()
     for row, which in said.items():
-        every = [equal for found in ranks for equal in found[row].values()]
-        for name in NAMES:
-            assert all(equal[name] for equal in every) == which[name], (row, name)
+        for found, name in product(ranks, NAMES):
+            differing = [case for case, equal in found[row].items() if not equal[name]]
+            assert not (which[name] and differing), (row, name, differing)
+
+
+def test_every_promise_is_of_results_that_one_kernel_computes():
+    """The page's promises are those of this list: no fewer, and none that a merge of rows or a sum
+    over ranks could break."""
+    promised = {row: {name for name in NAMES if equal[name]} for row, equal in table().items()}
+    rows, shared = {"out", "lse"}, "shared by ranks"
+    assert promised == {
+        ("`--burst-invariant`", "sharded"): {*NAMES},
+        ("`--burst-invariant`", shared): {*rows, "dq"},
+        ("all-to-all", "sharded"): {*rows, "dv"}, ("all-to-all", shared): rows,
+        **{(mode, heads): set() for mode in ("gather", "ring") for heads in ("sharded", shared)},
+    }  # fmt: skip
 
 
 def expanded_on(rank) -> dict:

@@ -15,6 +15,7 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.engine.sample import identity
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.numeric
 FIRST, SECOND = [0, 5, 8, 16], [0, 3, 12, 16]
 
 

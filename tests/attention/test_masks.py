@@ -27,6 +27,7 @@ from tests.attention.engine import Way, assert_exact, problem
 from tests.sampling import seeds
 from tests.schedule.cases import LAYOUTS
 
+pytestmark = pytest.mark.numeric
 GROUPS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3)]
 CASES = 30  # in each test
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -5,6 +5,7 @@ from itertools import cycle, pairwise, product
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +22,7 @@ from tests.oracle import full_attention, seen_by, seen_by_slices
 from tests.ranks import run_ranks
 from tests.schedule.cases import LAYOUTS
 
+pytestmark = pytest.mark.numeric
 TOKENS = 17  # odd, which zigzag refuses on several ranks
 CONFIGS = {  # options that one rank has no use for are no error
     "default": BurstConfig(),

@@ -19,6 +19,7 @@ from tests.ranks import run_ranks
 from tests.sampling import whole
 from tests.schedule.cases import LAYOUTS
 
+pytestmark = pytest.mark.numeric
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 
 

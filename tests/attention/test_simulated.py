@@ -24,6 +24,7 @@ from tests.oracle import rows_of
 from tests.sampling import examples, whole
 from tests.schedule.cases import LAYOUTS, MASKS
 
+pytestmark = pytest.mark.numeric
 DIMS = st.sampled_from([(4, 4), (6, 3), (2, 5)])
 
 

@@ -19,6 +19,7 @@ from tests.attention.test_processes import inputs
 from tests.oracle import full_attention, rows_of, seen_by
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.numeric
 WORLD, TOKENS, HEADS, DIMS = 4, 8, (8, 4), (4, 6)
 WAYS = {
     "ring": {"intra": "ring"},

@@ -33,6 +33,7 @@ from tests.oracle import full_attention, rows_of, seen_by_slices
 from tests.ranks import run_ranks
 from tests.sampling import seeds
 
+pytestmark = pytest.mark.numeric
 GROUPS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3)]
 CASES = 30  # in each test
 CPU = torch.device("cpu")

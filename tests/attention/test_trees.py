@@ -39,6 +39,7 @@ from tests.oracle import rows_of, seen_by, seen_by_slices
 from tests.ranks import run_ranks
 from tests.sampling import seeds, whole
 
+pytestmark = pytest.mark.numeric
 ROOT = Path(__file__).parents[2]
 MASK = Mask(right=0, documents=True)
 TREES = {  # parents, and segment lengths

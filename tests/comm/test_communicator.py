@@ -17,6 +17,8 @@ from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.numeric
+
 
 def sub_groups(rank):
     """Ranks of each communicator of a 2 x 2 group, with nodes given and detected."""

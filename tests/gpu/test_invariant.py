@@ -9,7 +9,7 @@ import torch
 
 from megatron_burst.config import BurstConfig
 from tests.gpu import needs_gpus, needs_transformer_engine
-from tests.mcore.invariant import SIZES, model_of, spread, token_values
+from tests.mcore.invariant import SIZES, model_of, path_of, paths_taken, spread, token_values
 from tests.ranks import run_ranks
 from tests.sampling import whole
 
@@ -27,8 +27,9 @@ def spec_of(layers: str):
     return burst_spec(specs.get_gpt_layer_with_transformer_engine_spec())
 
 
-def values_on(rank: int, layers: str) -> tuple[dict, dict]:
-    """Values by options and number of ranks, and how far gradients are from those of one rank."""
+def values_on(rank: int, layers: str) -> dict[int, tuple]:
+    """By number of ranks: values, the path that they took, and how far gradients are from those of
+    one rank."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.custom_layers.batch_invariant_kernels import (
@@ -40,24 +41,20 @@ def values_on(rank: int, layers: str) -> tuple[dict, dict]:
 
     models.SEQ = TOKENS  # the process is this test's own
     patches.apply("invariant")
-    found, spreads, one = {}, {}, None
-    for name, config in (
-        ("invariant", BurstConfig(invariant=True, nodes=1, transfer="send")),
-        ("gather", BurstConfig(intra="gather", nodes=1, transfer="send")),
-    ):
-        for size in SIZES:
-            parallel_state.destroy_model_parallel()
-            parallel_state.initialize_model_parallel(context_parallel_size=size)
-            model_parallel_cuda_manual_seed(7)
-            options = dict(params_dtype=torch.bfloat16, bf16=True, kv_channels=64)
-            options |= dict(use_cpu_initialization=False, hidden_size=256, ffn_hidden_size=512)
-            parallel = models.Parallel(cp=size)
-            model = model_of(parallel, config, spec_of(layers), **options).cuda().bfloat16()
-            with set_batch_invariant_mode(True):
-                found[name, size], grads = token_values(model, "cuda")
-            one = one or grads
-            spreads[name, size] = spread(grads, one)
-    return found, spreads
+    found, one, config = {}, None, BurstConfig(invariant=True, nodes=1, transfer="send")
+    for size in SIZES:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(context_parallel_size=size)
+        model_parallel_cuda_manual_seed(7)
+        options = dict(params_dtype=torch.bfloat16, bf16=True, kv_channels=64)
+        options |= dict(use_cpu_initialization=False, hidden_size=256, ffn_hidden_size=512)
+        parallel = models.Parallel(cp=size)
+        model = model_of(parallel, config, spec_of(layers), **options).cuda().bfloat16()
+        with set_batch_invariant_mode(True), paths_taken() as taken:
+            values, grads = token_values(model, "cuda")
+        one = one or grads
+        found[size] = values, taken, spread(grads, one)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -66,9 +63,8 @@ def values_on(rank: int, layers: str) -> tuple[dict, dict]:
 )
 def test_log_probabilities_have_the_same_bits_on_any_number_of_ranks(layers):
     settings = dict(backend="nccl", timeout_s=300, fresh=True)
-    for found, spreads in run_ranks(values_on, 4, layers, **settings):
-        print(layers, spreads)
-        for size in SIZES:
-            assert torch.equal(found["invariant", size], found["invariant", 1]), size
-            assert spreads["invariant", size] <= 4 * torch.finfo(torch.bfloat16).eps
-        assert not torch.equal(found["gather", 4], found["invariant", 1])
+    for found in run_ranks(values_on, 4, layers, **settings):
+        for size, (values, taken, gradients) in found.items():
+            print(layers, size, gradients)
+            assert torch.equal(values, found[1][0]) and taken == path_of(size), size
+            assert gradients <= 4 * torch.finfo(torch.bfloat16).eps

@@ -21,6 +21,7 @@ from megatron_burst.tools.simulate.call import _RECTANGULAR
 from megatron_burst.tools.speeds import problem_of
 from tests.oracle import full_attention
 
+pytestmark = pytest.mark.numeric
 ON_CPU = ["reference", "torch-cpu"]
 SHAPES = [  # batch, query rows, key rows, heads, KV heads, d_qk, d_v, causal
     (2, 7, 7, 4, 2, 8, 8, True),

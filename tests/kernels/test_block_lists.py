@@ -13,6 +13,7 @@ from megatron_burst.kernels.block_lists import HEADER, RECORD, lists_of, regroup
 from megatron_burst.kernels.parts import Parts
 from tests.oracle import seen_by_slices
 
+pytestmark = pytest.mark.numeric
 CPU = torch.device("cpu")
 
 

@@ -26,7 +26,10 @@ MANY = {"17 of fp16": [FP16] * 17, "40 of two": [FP32, BF16] * 20}
 PLACES_AND_SINKS = list(product((False, True), (False, True)))
 DELTAS = {"bf16": [BF16, BF16], "fp16": [FP16, FP16], "two": [FP32, BF16]}
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
+]
 
 
 def cut(x, how):

@@ -16,6 +16,7 @@ from megatron_burst.kernels.reference import Reference
 from megatron_burst.kernels.visible import CAUSAL, FULL
 from tests.kernels.attention import Tile, inputs_of, lay, relative, truth_of
 
+pytestmark = pytest.mark.numeric
 TILES = {
     "square": Tile(9, 9, heads=4, heads_kv=2, batch=2, dim_qk=8, dim_v=8, dtype=torch.float64),
     "full": Tile(5, 12, heads=2, heads_kv=2, dim_qk=8, dim_v=8, causal=False, dtype=torch.float64),

@@ -15,6 +15,8 @@ from megatron_burst.kernels.partial import (
     sum_parts,
 )
 
+pytestmark = pytest.mark.numeric
+
 
 @settings(deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([1.0, 30.0, 2000.0]))

@@ -27,6 +27,8 @@ from megatron_burst.kernels.visible import Segments, Visible
 from tests.kernels.bands import Band, Composed, errors_of
 from tests.kernels.test_visible import bands
 
+pytestmark = pytest.mark.numeric
+
 
 def forward(q, k, v, scale, visible, empty):
     """(out [t, h, d], lse [h, t]) with `empty` in rows without a key."""

@@ -12,6 +12,7 @@ from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS, Mask
 from megatron_burst.tools.speeds import problem_of
 from tests.kernels.bands import Band, errors_of
 
+pytestmark = pytest.mark.numeric
 BOUND = st.none() | st.integers(0, 12) | st.just(2**40)
 
 

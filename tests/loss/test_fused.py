@@ -12,7 +12,10 @@ import torch
 from megatron_burst.loss import statistics
 from megatron_burst.loss.statistics import Factor, LossOptions, Stat
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
+]
 SHAPES = [(3, 5), (4, 64), (2, 5000)]  # rows, classes: less than, one and more than a block
 CAPPED = LossOptions(softcap=4.0, logit_scale=1.5)
 TRANSFORMS = [LossOptions(), LossOptions(logit_scale=0.5), CAPPED]

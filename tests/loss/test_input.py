@@ -10,6 +10,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.loss import checks, passes
 from tests.loss.oracle import chunks_of, oracle, random_problem, relative_error
 
+pytestmark = pytest.mark.numeric
 BOTH = pytest.mark.parametrize("grads", ["recompute", "forward"])
 
 

@@ -18,6 +18,7 @@ from megatron_burst.loss import tiles
 from megatron_burst.loss.statistics import LossOptions
 from tests.loss.oracle import chunks_of, oracle, random_problem, relative_error
 
+pytestmark = pytest.mark.numeric
 PLAIN = LossOptions()
 ALL = LossOptions(label_smoothing=0.1, z_loss=1e-2, softcap=5.0, logit_scale=0.7)
 OPTIONS = {

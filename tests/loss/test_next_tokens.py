@@ -23,6 +23,7 @@ from tests.loss.oracle import PLAIN, Problem, oracle, relative_error
 from tests.loss.packed import Packed, random_packed
 from tests.ranks import preload, run_ranks
 
+pytestmark = pytest.mark.numeric
 preload("megatron_burst.loss.linear", "tests.loss.packed", "tests.loss.oracle")
 LAYOUTS = [str(layout) for layout in Layout]
 

@@ -22,6 +22,7 @@ from megatron_burst.loss.statistics import LossOptions
 from tests.loss.oracle import PLAIN, Problem, chunks_of, oracle, random_problem, relative_error
 from tests.ranks import preload, run_ranks
 
+pytestmark = pytest.mark.numeric
 preload("megatron_burst.loss.linear", "tests.loss.oracle")
 ALL = LossOptions(label_smoothing=0.1, z_loss=1e-2, softcap=5.0, logit_scale=0.7)
 

@@ -3,7 +3,9 @@
 Import it at the top of a test module, as tests.mcore.gpt.
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -61,6 +63,34 @@ def token_values(gpt, device: str = "cpu") -> tuple[torch.Tensor, dict[str, torc
         grads[name] = parameter.grad.float()
         dist.all_reduce(grads[name], group=group)
     return whole, {name: grad.cpu() for name, grad in grads.items()}
+
+
+@contextmanager
+def paths_taken() -> Iterator[set]:
+    """What runs meanwhile: of each kind of call the mode of attention, and whether its bits are
+    promised; and the loss's "tiles", and whether they are the same for any number of rows. Bits
+    alone do not tell: on some CPUs those of other paths are the same."""
+    from megatron_burst import attention
+    from megatron_burst.loss import linear
+
+    resolve, make, taken = attention.resolve, linear.Head, set()
+
+    def resolved(spec):
+        found = resolve(spec)
+        taken.add((found.spec.intra, found.spec.invariant))
+        return found
+
+    def made(options, tp, tiles, *rest):
+        taken.add(("tiles", tiles.fixed))
+        return make(options, tp, tiles, *rest)
+
+    with patch.object(attention, "resolve", resolved), patch.object(linear, "Head", made):
+        yield taken
+
+
+def path_of(size: int) -> set:
+    """The one that is promised to have the same bits on any number of ranks."""
+    return {("a2a" if size > 1 else "ring", True), ("tiles", True)}
 
 
 def spread(grads: dict, of_one: dict) -> float:

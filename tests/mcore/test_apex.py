@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -19,6 +20,7 @@ from tests.mcore.loss_model import FORWARD, Case, batch_of, begin, model_of
 from tests.mcore.test_loss import step, wrapped
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.numeric
 CASES = [
     Case(cp=2, tied=tied, ddp=True, fused=fused, options={"normalization": "LayerNorm"})
     for tied in (False, True)

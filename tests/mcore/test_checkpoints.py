@@ -14,7 +14,7 @@ from tests.mcore.lacking import needs
 from tests.mcore.pretraining import Pretrained, assert_same, pretrain
 from tests.sampling import whole
 
-pytestmark = needs("training")
+pytestmark = [pytest.mark.numeric, needs("training")]
 BURST = "--context-parallel-impl burst --context-parallel-size 2"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 PIPELINE = "--pipeline-model-parallel-size 2"

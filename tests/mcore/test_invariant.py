@@ -11,42 +11,49 @@ import torch
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from tests.mcore.gpt import Parallel, config_of, start
-from tests.mcore.invariant import SIZES, invariant_products, model_of, spread, token_values
+from tests.mcore.invariant import (
+    SIZES,
+    invariant_products,
+    model_of,
+    path_of,
+    paths_taken,
+    spread,
+    token_values,
+)
 from tests.ranks import run_ranks
 from tests.sampling import whole
 
-INVARIANT = BurstConfig(invariant=True)
+pytestmark = pytest.mark.numeric
 
 
 def values_on(rank, dtype):
-    """Values by options and number of ranks, and how far gradients are from those of one rank."""
+    """By number of ranks: values, the path that they took, and how far gradients are from those of
+    one rank."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from megatron_burst import burst_spec
     from megatron_burst.mcore import patches
 
     patches.apply("invariant")
-    found, spreads, one = {}, {}, None
-    for name, burst in (("invariant", INVARIANT), ("ring", BurstConfig(intra="ring"))):
-        for size in SIZES:
-            start(Parallel(cp=size))
-            spec = burst_spec(get_gpt_layer_local_spec(normalization="RMSNorm"))
-            gpt = model_of(Parallel(cp=size), burst, spec, params_dtype=dtype).to(dtype)
-            with invariant_products():
-                found[name, size], grads = token_values(gpt)
-            one = one or grads
-            spreads[name, size] = spread(grads, one)
-    return found, spreads
+    found, one, burst = {}, None, BurstConfig(invariant=True)
+    for size in SIZES:
+        start(Parallel(cp=size))
+        spec = burst_spec(get_gpt_layer_local_spec(normalization="RMSNorm"))
+        gpt = model_of(Parallel(cp=size), burst, spec, params_dtype=dtype).to(dtype)
+        with invariant_products(), paths_taken() as taken:
+            values, grads = token_values(gpt)
+        one = one or grads
+        found[size] = values, taken, spread(grads, one)
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *whole(torch.float32)])
 def test_log_probabilities_have_the_same_bits_on_any_number_of_ranks(dtype):
-    for found, spreads in run_ranks(values_on, 4, dtype):
-        print(spreads)
-        for size in SIZES:
-            assert torch.equal(found["invariant", size], found["invariant", 1])
-            assert spreads["invariant", size] <= 4 * torch.finfo(dtype).eps
-        assert not torch.equal(found["ring", 4], found["invariant", 1])
+    for found in run_ranks(values_on, 4, dtype):
+        for size, (values, taken, gradients) in found.items():
+            print(size, gradients)
+            assert torch.equal(values, found[1][0]) and taken == path_of(size)
+            assert gradients <= 4 * torch.finfo(dtype).eps
 
 
 def asserted(rank):

@@ -18,6 +18,7 @@ from tests.mcore.lacking import no_option, parameters, present, why_not
 from tests.mcore.loss_model import FORWARD, Case, batch_of, begin, model_of
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.numeric
 PER_TOKEN = {"calculate_per_token_loss": True}
 MUP = {"use_mup": True, "mup_width_mult": 4.0}
 NATIVE_FUSED = {"cross_entropy_loss_fusion": True}

@@ -19,6 +19,7 @@ from tests.mcore.lacking import needs, no_option, parameters, present, why_not
 from tests.mcore.loss_model import FORWARD, Case, batch_of, begin, model_of
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.numeric
 PER_TOKEN = {"calculate_per_token_loss": True}
 DETACHED = {"mtp_detach_heads": True}
 

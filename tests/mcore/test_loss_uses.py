@@ -17,6 +17,8 @@ from tests.mcore.lacking import why_not
 from tests.mcore.loss_model import FORWARD, Case, batch_of, begin, model_of
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.numeric
+
 
 def other_uses(rank):
     """Errors by name for what is neither a grid case nor a refusal."""

@@ -32,7 +32,7 @@ from tests.mcore.gpt import (
 from tests.mcore.lacking import needs
 from tests.ranks import run_ranks
 
-pytestmark = needs("model classes")
+pytestmark = [pytest.mark.numeric, needs("model classes")]
 ALONE, CP2, CP4 = Parallel(), Parallel(cp=2), Parallel(cp=4)
 LATENT = Model(latent=True)
 EXACT = 1e-9

@@ -19,7 +19,7 @@ from tests.mcore.patched import DIFF, git_apply, patch_megatron
 from tests.mcore.pretraining import FLAGS as MODEL
 from tests.ranks import run_ranks
 
-pytestmark = needs("training")
+pytestmark = [pytest.mark.numeric, needs("training")]
 MODULE = "megatron.training.arguments"
 FLAGS = "--context-parallel-impl burst --burst-tune circulate=q --burst-keep all --burst-fused-loss"
 

@@ -12,7 +12,7 @@ import pytest
 from tests.mcore.lacking import needs
 from tests.mcore.pretraining import Pretrained, assert_same, pretrain
 
-pytestmark = [needs("training"), needs("model configurations")]
+pytestmark = [pytest.mark.numeric, needs("training"), needs("model configurations")]
 FLAGS = """--data-path documents --seq-length 64 --max-position-embeddings 64 --eval-iters 0
     --micro-batch-size 2 --global-batch-size 12 --train-iters 4 --lr-decay-iters 4"""
 BURST = "--context-parallel-impl burst --context-parallel-size 2"

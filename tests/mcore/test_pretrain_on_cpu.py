@@ -37,7 +37,7 @@ RUNS = {  # ranks and flags of the truth, ranks and flags of a run that must giv
     "distributed optimizer, two CP groups": ((1, ""), (4, f"{SHARDED_STATES} {CP2}")),
     "evaluation alone": ((1, "--skip-train"), (2, f"--skip-train {CP2} --burst-fused-loss")),
 }
-pytestmark = needs("training")
+pytestmark = [pytest.mark.numeric, needs("training")]
 
 
 def why(run: tuple) -> str:

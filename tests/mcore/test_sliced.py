@@ -28,7 +28,7 @@ from tests.oracle import seen_by_slices
 from tests.ranks import run_ranks
 from tests.sampling import whole
 
-pytestmark = needs("model classes")
+pytestmark = [pytest.mark.numeric, needs("model classes")]
 MASKS = {
     "prefix": slices.prefix_lm(21, SEQ),
     "frames": slices.block_causal([7, 16, 9, 32]),

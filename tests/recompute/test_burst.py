@@ -23,6 +23,7 @@ from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
 from tests.said import hearing
 
+pytestmark = pytest.mark.numeric
 SIZE, TOKENS = 2, 8
 CASES = {
     "none": (BurstConfig(), {}),

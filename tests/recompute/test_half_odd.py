@@ -6,6 +6,7 @@ Guards against an NCCL communicator that waits for a rank with nothing to send.
 from functools import partial
 from unittest import mock
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -16,6 +17,7 @@ from megatron_burst.schedule.layout import Layout
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.numeric
 TOKENS = 8
 
 

@@ -28,6 +28,8 @@ from tests.recompute.layers import (
     truth_of,
 )
 
+pytestmark = pytest.mark.numeric
+
 
 @REENTRANT
 @pytest.mark.parametrize("attention", [flash, plain])

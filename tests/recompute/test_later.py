@@ -20,6 +20,7 @@ from tests.attention.engine import problem
 from tests.attention.simulated import run_simulated
 from tests.oracle import rows_of
 
+pytestmark = pytest.mark.numeric
 CASES = [  # layout, nodes, ranks, rows per rank, early rows, whether they are resharded
     (layout, nodes, size, tokens, early, reshard)
     for layout, reshard in (
