@@ -31,9 +31,11 @@ def announce(
 
 def backward_of(group: dist.ProcessGroup | None) -> Callable[[], int]:
     """What announces the backward of the call that a group's ranks announced last, before its
-    collectives; raises as `PassLog.begin`."""
+    collectives; raises as `PassLog.begin`. Only on CPUs: on GPUs a rank may have failed in that
+    call while the others go on with NaN, and nothing may end the group that can still be used."""
     log = log_of(group)
-    return partial(Marks(log).begin, Kind.BACKWARD, log.number if log else 0)
+    marks = Marks(log if log and log.waits else None)
+    return partial(marks.begin, Kind.BACKWARD, log.number if log else 0)
 
 
 def telling(group: dist.ProcessGroup) -> AbstractContextManager[None]:

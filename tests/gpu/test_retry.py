@@ -168,9 +168,18 @@ def groups(rank, device):
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        held = torch.cuda.memory_allocated() if device == "cuda" else 0
-        found.append((len(distributed_c10d._world.pg_map), held))
+        found.append((len(distributed_c10d._world.pg_map), least_held(device)))
     return found
+
+
+def least_held(device):
+    """Bytes on the GPU once the thread that looks at a group's passes has let go of it: it may hold
+    them for a moment."""
+    held = []
+    for _ in range(15):
+        held.append(torch.cuda.memory_allocated() if device == "cuda" else 0)
+        time.sleep(0.1)
+    return min(held)
 
 
 def test_groups_that_are_destroyed_leave_nothing_behind():
