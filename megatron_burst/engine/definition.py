@@ -5,9 +5,9 @@ its own shard adds to their results, some of it at a time, in float64, and the r
 no shard travels, and memory is bounded at any length.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from random import Random
+from random import Random, SystemRandom
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor
 from megatron_burst.engine.passes import Passes
 from megatron_burst.engine.sample import indices_of
 from megatron_burst.engine.seen import seen_at
+from megatron_burst.schedule.inter_node import heads_in_rounds
 from megatron_burst.schedule.layout import Layout, chunks_of, positions
+from megatron_burst.schedule.spec import Direction, Spec
 
 _ROWS = 128  # of all ranks together
 _SCORES = 1 << 20  # computed at a time: 8 MiB, and about six times as much beside
@@ -49,7 +51,7 @@ class Definition:
         number: draws the rows; the same on all ranks.
 
     Attributes:
-        head: the KV head.
+        head: the KV head, which `out` draws.
         group: query heads of a KV head.
         size: ranks.
     """
@@ -58,10 +60,8 @@ class Definition:
         self._passes, self._sample, self._number = passes, sample, number
         self._log, self._scale, shape = passes.marks.log, passes.scale, passes.spec.shape
         self._rank, self.size = passes.carrier.cp_rank, passes.spec.topology.cp_size
-        draw = Random(number)
-        self.head, self._of = draw.randrange(shape.heads_kv), draw.randrange(shape.batch)
+        self.head, self._of = 0, Random(number).randrange(shape.batch)
         self.group = shape.heads_q // shape.heads_kv
-        self._heads = slice(self.head * self.group, (self.head + 1) * self.group)
 
     # ---- rows ----
 
@@ -72,6 +72,7 @@ class Definition:
             given: q, k, v, out and lse of this rank.
             sink: of the call, or None.
         """
+        self.head = self._next_head()
         rows, of = self._drawn(given["q"]), self._of
         places = self._gathered(self._places(given["q"])[rows]).long()
         q, out = (self._gathered(given[name][of, rows, self._heads]) for name in ("q", "out"))
@@ -138,6 +139,22 @@ class Definition:
 
     # ---- shards ----
 
+    @property
+    def _heads(self) -> slice:
+        """The query heads of the KV head."""
+        return slice(self.head * self.group, (self.head + 1) * self.group)
+
+    def _next_head(self) -> int:
+        """The KV head of the group's next check, by the first rank's number: ranks that failed in
+        between may have counted others."""
+        carrier: Any = self._passes.carrier
+        by_rank = heads_by_rank(self._passes.spec)
+        if carrier.checks is None:
+            carrier.checks = SystemRandom().getrandbits(32) * len(by_rank)
+        mine = torch.tensor([carrier.checks], dtype=torch.float64)
+        carrier.checks += 1
+        return head_in_turn(int(self._gathered(mine)[0]), by_rank)
+
     def _drawn(self, x: Tensor) -> list[int]:
         """Some of this rank's rows; equally many on all ranks."""
         draw = Random(f"{self._number} {self._rank}")
@@ -196,6 +213,35 @@ class Definition:
             collective(*tensors, group=carrier.beside)
         except RuntimeError as error:
             raise self._log.lost_hop(error) from error  # type: ignore[union-attr]
+
+
+def heads_by_rank(spec: Spec) -> list[list[int]]:
+    """The KV heads that each rank of a node computes in an all-to-all, which a gather's backward
+    may be; in other modes all ranks compute all, so that they count as one."""
+    spec = spec.of(0, Direction.BACKWARD)
+    if spec.intra != "a2a":
+        return [list(range(spec.shape.heads_kv))]
+    size = spec.topology.intra_size
+    heads_kv = spec.shape.replicated(size).heads_kv
+    copies, found = heads_kv // spec.shape.heads_kv, [set[int]() for _ in range(size)]
+    for heads in heads_in_rounds(heads_kv, (spec.heads_per_round or heads_kv) * size):
+        part = len(heads) // size
+        for head in range(heads.start, heads.stop):
+            found[(head - heads.start) // part].add(head // copies)
+    return [sorted(heads) for heads in found]
+
+
+def head_in_turn(number: int, by_rank: Sequence[Sequence[int]]) -> int:
+    """A head of another rank in each of as many checks as there are ranks, in an order that changes
+    from then on; of a rank's heads each in turn."""
+    turn, place = divmod(number, len(by_rank))
+    heads = _shuffled(by_rank, turn)[place]
+    turn, place = divmod(turn, len(heads))
+    return _shuffled(heads, turn)[place]
+
+
+def _shuffled[T](values: Sequence[T], seed: int) -> list[T]:
+    return Random(seed).sample(values, len(values))
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ def of_nan(rank):
 
 def test_the_first_tile_with_a_nan_is_named():
     """Causal: some ranks do not see the key, and are told."""
-    tile = (r"got NaN in out of '.*'.*, which (k|out) of '.*?'.* had before, after (Attend|FromRanks)"
-            r" of .*, step \d+ of \d+, forward; look")  # fmt: skip
+    tile = (r"got NaN in out of '.*'.*, which (k|out) of '.*?'.* had before, after "
+            r"(Attend|FromRanks) of .*, step \d+ of \d+, forward; look")  # fmt: skip
     every = run_ranks(of_nan, 4)
     for way, (rank, found) in product(WAYS, enumerate(every)):
         said, same = found[way]
@@ -106,7 +106,9 @@ def with_nan(topology, tensors, way):
     ranks see, or do not."""
     tensors = [x.clone() for x in tensors]
     tensors[1][0, 2, 1, 2] = torch.nan
-    whole, *_ = truth(*tensors, way.mask, way.scale, way.edges, (), way.sink(tensors[0]), way.slices)
+    whole, *_ = truth(
+        *tensors, way.mask, way.scale, way.edges, (), way.sink(tensors[0]), way.slices
+    )
 
     def one(rank, carrier):
         shard = [x[:, rows_in(x, way, rank, 4)] for x in (*tensors, whole)]

@@ -13,11 +13,15 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.attention import burst_attention
+from megatron_burst.call import attention_shape
 from megatron_burst.config import BurstConfig
+from megatron_burst.engine.definition import head_in_turn, heads_by_rank
 from megatron_burst.engine.operations import part
 from megatron_burst.engine.spot_checks import SpotCheck
 from megatron_burst.kernels.backends import backends
-from megatron_burst.schedule.spec import Direction
+from megatron_burst.schedule.a2a_rounds import AllToAllEmitter
+from megatron_burst.schedule.spec import Direction, Spec
+from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.failing import failing
 from tests.faults.acts import told_in
 from tests.masks import Cell, assert_as_declared, cells, outcomes
@@ -128,6 +132,62 @@ def test_a_wrong_tile_of_one_rank_is_an_error_on_all_ranks(way):
                          rf"rank \d \(rank \d\), and \d+ of \d+ rows.* in layer 7, {direction}",
                          sentences[0]), sentences[0]  # fmt: skip
     assert "on cp rank 1 (rank 1)" in forward[0]
+
+
+WORK = {  # KV heads of a call, and of a round, ranks, nodes, and the heads that each place computes
+    "rounds": ((8, 1), (4, 1), [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    "one round": ((8, 0), (4, 1), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    "shared heads": ((2, 0), (4, 1), [[0], [0], [1], [1]]),
+    "nodes": ((4, 1), (4, 2), [[0, 2], [1, 3]]),
+}
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_as_many_checks_as_ranks_see_heads_of_each(work):
+    """Counts are those of the programs; the first check of a group is not always of one head."""
+    (heads, a_round), (size, nodes), expected = WORK[work]
+    shape = attention_shape([(1, 8, n, 8) for n in (8, heads, heads)], torch.float32)
+    kept = Spec(pretend_nodes(size, nodes), shape, intra="a2a", heads_per_round=a_round)
+    assert heads_by_rank(kept) == expected
+    emitter, group = AllToAllEmitter(kept.of(0, Direction.FORWARD)), 8 // heads
+    emitted = [emitter.own_heads(r) for r in range(len(emitter.rounds))]
+    assert sorted({head // group for some in emitted for head in some}) == expected[0]
+    firsts = set()
+    for first in range(40):
+        numbers = range(first * len(expected), (first + 8) * len(expected))
+        drawn = [head_in_turn(number, expected) for number in numbers]
+        firsts.add(drawn[0])
+        for start in range(0, len(drawn), len(expected)):
+            some = {*drawn[start : start + len(expected)]}
+            assert all(some & {*own} for own in expected)
+        assert {*drawn} == {*range(heads)}
+    assert firsts == {*range(heads)}
+
+
+def of_faulty(rank):
+    """By faulty rank, whose kernel is wrong, at which call it is found; an all-to-all."""
+    q, k, v = (torch.randn(1, 8, heads, 8) for heads in (8, 4, 4))
+    kernel, found = type(backends()["reference"]), []
+    right, config = kernel.forward, BurstConfig(
+        check=1, timeout_s=60, intra="a2a", backend="reference"
+    )  # fmt: skip
+
+    def wrong(*args, **options):
+        out, lse = right(*args, **options)
+        out.mul_(1.01)
+        return out, lse
+
+    for faulty in range(4):
+        with patch.object(kernel, "forward", wrong) if rank == faulty else nullcontext():
+            calls = (told_in(partial(burst_attention, q, k, v, config=config)) for _ in range(8))
+            found.append(next((number for number, said in enumerate(calls, 1) if said), None))
+    return found
+
+
+def test_a_faulty_rank_of_any_number_is_found_within_few_calls_of_an_all_to_all():
+    first, *rest = run_ranks(of_faulty, 4)
+    assert all(other == first for other in rest) and None not in first
+    assert first[0] <= 4 and max(first) <= 7, first
 
 
 def of_failure(rank, direction):
