@@ -5,6 +5,7 @@ Guards against a rank that is named because it gave up first, and files that can
 
 import json
 import random
+from time import process_time
 
 import pytest
 from typer.testing import CliRunner
@@ -64,6 +65,26 @@ def test_thousands_of_ranks_of_other_groups_that_wait_for_these_change_nothing(t
     assert len(lines) > 3800
     said = explained(write(tmp_path, lines))
     assert said.startswith("rank 13 on node 1 never started step 3 of layer 7, backward")
+
+
+def test_a_chain_through_all_ranks_is_followed_once(tmp_path):
+    """Each rank waits for the next one, in a group with it; so thrice as many ranks take thrice as
+    long, where each rank's own way to the end would take nine times."""
+
+    def seconds(ranks):
+        text = json.dumps(line(0, "hop", [1], [1]) | {"ranks": [0, 1], "nodes": [0, 0]})
+        chain = (
+            text.replace('"rank": 0', f'"rank": {rank}').replace(
+                '"ranks": [0, 1]', f'"ranks": [{rank}, {rank + 1}]'
+            )
+            for rank in range(ranks)
+        )
+        (tmp_path / "rank-0.jsonl").write_text("\n".join(chain))
+        begin = process_time()
+        assert explained(tmp_path).startswith(f"rank {ranks} on node 0 never started step 3")
+        return process_time() - begin
+
+    assert seconds(4500) < 6 * seconds(1500)
 
 
 def test_a_rank_that_failed_itself_is_named_with_its_error(tmp_path):
