@@ -5,8 +5,9 @@ What comes of one is plain data within limits, or a sentence that says what is w
 
 import json
 import tomllib
-from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -39,6 +40,7 @@ class Limits:
         return f"{noun} {'above' if self.above else 'from'} {self.low:g} to below {self.high:g}"
 
 
+_PLAIN = (str, bool, int, float)
 _USUAL, _SHORT = Limits(), Limits(high=201)  # of numbers, of texts
 Positive = Annotated[float, Limits(above=True)]
 Count = Annotated[int, Limits(high=1 << 40, above=True)]
@@ -164,6 +166,8 @@ class _Typed:
     closed: bool
 
     def of(self, kind: Any, value: Any, at: str, limits: Limits) -> Any:
+        if kind in _PLAIN:
+            return self._plain(kind, value, at, limits)
         origin, inner = get_origin(kind), get_args(kind)
         if kind is Any:
             return value
@@ -181,6 +185,8 @@ class _Typed:
         if origin is tuple:
             self._check(isinstance(value, list), "be a list", value, at)
             self._check(limits.hold(len(value)), "have entries", value, at)
+            if inner[0] is int and all(type(one) is int and 0 <= one < 1e15 for one in value):
+                return tuple(value)  # thousands of ranks, without a call for each
             return tuple(
                 self.of(inner[0], each, f"{at} {number}", _USUAL)
                 for number, each in enumerate(value, 1)
@@ -212,14 +218,14 @@ class _Typed:
         return self.of(last, value, at, limits)
 
     def _table(self, kind: Any, table: Any, at: str) -> Any:
-        self._check(isinstance(table, dict), "be a table", repr(table), at)
-        known = {field.name: field for field in fields(kind)}
-        for key in table if self.closed else ():
+        self._check(isinstance(table, dict), "be a table", table, at)
+        known = _fields(kind)
+        for key in table.keys() - known.keys() if self.closed else ():
             got = f"the unknown key {excerpt(key)!r}{nearest(excerpt(key), known)}"
-            self._check(key in known, f"hold only {', '.join(known)}", got, at)
-        for key, its in known.items():
-            optional = its.default is not MISSING or its.default_factory is not MISSING
-            self._check(key in table or optional, f"hold {', '.join(known)}", f"no {key!r}", at)
+            raise self.reader.refusal(f"hold only {', '.join(known)}", got, at)
+        for key in known.keys() - table.keys():
+            if known[key].default is MISSING and known[key].default_factory is MISSING:
+                raise self.reader.refusal(f"hold {', '.join(known)}", f"no {key!r}", at)
         inside = f"{at}." if at else ""
         return kind(**{
             key: self.of(its.type, table[key], inside + key, _USUAL)
@@ -229,14 +235,15 @@ class _Typed:
     def _plain(self, kind: Any, value: Any, at: str, limits: Limits) -> Any:
         if get_origin(kind) is Literal:
             words = get_args(kind)
-            self._check(value in words, f"be one of {', '.join(words)}", repr(value), at)
+            if value not in words:
+                raise self.reader.refusal(f"be one of {', '.join(words)}", repr(value), at)
         elif kind is str:
-            self._check(isinstance(value, str), "be a text", repr(value), at)
+            self._check(isinstance(value, str), "be a text", value, at)
             most = _SHORT if limits is _USUAL else limits
-            must = f"have less than {most.high:g} characters"
-            self._check(most.hold(len(value)), must, value, at)
+            if not most.hold(len(value)):
+                raise self.reader.refusal(f"have less than {most.high:g} characters", value, at)
         elif kind is bool:
-            self._check(isinstance(value, bool), "be true or false", repr(value), at)
+            self._check(isinstance(value, bool), "be true or false", value, at)
         else:
             return self._number(kind, value, at, limits)
         return value
@@ -248,10 +255,15 @@ class _Typed:
 
     def _number(self, kind: type, value: Any, at: str, limits: Limits) -> Any:
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        good = good and limits.hold(value) and (kind is not int or value == int(value))
+        if good and limits.hold(value) and (kind is not int or value == int(value)):
+            return kind(value)
         what = limits.words("whole number" if kind is int else "number")
-        self._check(good, f"be a {what}", repr(value), at)
-        return kind(value)
+        raise self.reader.refusal(f"be a {what}", repr(value), at)
+
+
+@cache
+def _fields(kind: Any) -> Mapping[str, Field]:
+    return {field.name: field for field in fields(kind)}
 
 
 def _reason(error: Exception) -> str:

@@ -66,7 +66,7 @@ def show_flags(console: Console, shown: Shown) -> None:
 
 def _no_model_flags(unknown: Sequence[str]) -> str:
     return (
-        "no flags of Megatron-LM say what these entries of the model's config mean: "
+        "the planner knows no flags of Megatron-LM for these entries of the model's config: "
         f"{', '.join(unknown)}. Flags of the other entries alone would train another model, so "
         "build this one with Megatron Bridge, or write its flags yourself. Time and memory above "
         "count the sizes and the kinds of layers of this config, and none of these entries"

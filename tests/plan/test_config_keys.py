@@ -210,6 +210,7 @@ def test_layers_without_experts_are_counted_and_only_usual_ones_printed(changes,
         ),
         ({"full_attention_interval": 4}, "full_attention_interval 4"),
         ({"index_topk": 2048}, "index_topk 2048"),
+        ({"model_type": "minicpm", "sparse_config": {"topk": 64}}, "sparse_config {'topk': 64}"),
         ({"attn_type_list": [0, 1]}, "attn_type_list with others than 1"),
     ],
 )

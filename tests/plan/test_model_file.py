@@ -187,6 +187,9 @@ def test_an_unknown_model_is_answered_with_the_nearest():
         model_of("llama-8b")
     with pytest.raises(BurstError, match="did you mean 'qwen3-8b'.*, hf:ORG/NAME"):
         model_of("Qwen/Qwen3-8")
+    for other in ("llama2-7b", "deepseek-v2", "internlm3-8b", "minicpm4-8b"):
+        with pytest.raises(BurstError, match=f"got '{other}'; choose"):
+            model_of(other)
 
 
 @pytest.mark.parametrize(

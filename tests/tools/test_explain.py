@@ -5,11 +5,14 @@ Guards against a rank that is named because it gave up first, and files that can
 
 import json
 import random
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from megatron_burst.errors import BurstError
+from megatron_burst.tools.doctor import explain
 from megatron_burst.tools.doctor.explain import explained
 from megatron_burst.tools.main import app
 
@@ -64,6 +67,20 @@ def test_thousands_of_ranks_of_other_groups_that_wait_for_these_change_nothing(t
     assert len(lines) > 3800
     said = explained(write(tmp_path, lines))
     assert said.startswith("rank 13 on node 1 never started step 3 of layer 7, backward")
+
+
+def test_a_chain_through_all_ranks_is_followed_once():
+    """Each of 20,000 ranks waits for the next one: no rank is looked up for each before it."""
+    lookups = Counter()
+
+    class Lines(dict):
+        def __getitem__(self, rank):
+            lookups[rank] += 1
+            return dict.__getitem__(self, rank)
+
+    lines, last = Lines({rank: SimpleNamespace(culprits=(rank + 1,)) for rank in range(20_000)}), {}
+    assert {explain._end(rank, lines, last) for rank in lines} == {20_000}
+    assert max(lookups.values()) == 1
 
 
 def test_a_rank_that_failed_itself_is_named_with_its_error(tmp_path):

@@ -26,7 +26,7 @@ def megatron_flags(*of):
 def test_a_search_prints_the_best_the_others_and_flags():
     text = run("llama3-8b", "--seq-length", "256k", "--gpus", "16", "--cp", "8", "--search")
     assert "8.03 B weights; 16 sequences of 256K tokens" in text
-    assert "slower, mostly by" in text and "other layouts" in text
+    assert "% slower (" in text and "other layouts" in text
     assert "--context-parallel-impl burst" in text and "--seq-length 262144" in text
 
 
@@ -35,7 +35,7 @@ def test_without_search_the_best_is_shown_with_its_reason():
     alone, searched = run(*options), run(*options, "--search")
     best = search(JOB_OF_16)[0]
     assert f"{best.strategy.layout}, {best.strategy.policy}" in alone
-    assert "chosen: of" in alone and "slower, mostly by" in run(*options, "--tp", "2")
+    assert "chosen: of" in alone and "% slower (" in run(*options, "--tp", "2")
     assert "why not" not in alone and "why not" in searched
     assert alone[alone.index("Megatron flags") :] == searched[searched.index("Megatron flags") :]
     assert "the only strategy" in run(

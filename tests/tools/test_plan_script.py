@@ -191,8 +191,8 @@ def test_a_batch_that_nobody_gave_and_documents_that_are_repeated_are_said(tmp_p
     assert "600 tokens in 3 documents, repeated 219 times" in text
     path.write_text(SCRIPT + FULL)
     assert "(default)" not in run(str(path), "--gpus", "8")
-    assert "nope.txt must be a readable file" in run(str(path), "--gpus", "8", "--cu-seqlens", "nope.txt",
-                                         code=2)  # fmt: skip
+    refused = run(str(path), "--gpus", "8", "--cu-seqlens", "nope.txt", code=2)
+    assert "nope.txt must be a readable file" in refused
 
 
 def test_pictures_name_the_file_without_folders(tmp_path):

@@ -8,6 +8,7 @@ from megatron_burst.tools.job.auto import placed_by_auto
 from megatron_burst.tools.job.memory import NAMES, Memory, memory_of
 from megatron_burst.tools.job.step import StepTime, step_time
 from megatron_burst.tools.job.strategy import Job, Strategy, misfit
+from megatron_burst.tools.units import digits
 
 # share of the usable memory that a plan needs at most, if anything fits in that; the rest is for
 # what is not counted: fragmentation, uneven experts
@@ -93,4 +94,8 @@ def loses(one: Candidate, best: Candidate) -> str:
     if slower < 0.0005:
         same = one.strategy.layout == best.strategy.layout
         return "as fast, with other copies to host memory" if same else "as fast"
-    return f"{slower:.1%} slower, mostly by {part} ({extra[part]:.2f} s more a step)"
+    more = one.time.seconds - best.time.seconds
+    rest = extra[part] - more
+    less = f", {digits(rest, 3)} s less for the rest" if rest > 0.1 * more else ""
+    says = f"{slower:.1%} slower ({digits(more, 3)} s a step)"
+    return f"{says}: {digits(extra[part], 3)} s more for {part}{less}"

@@ -137,8 +137,6 @@ def _rotary(config: Config, kind: Type) -> tuple[Flags, list[str]]:
         if not isinstance(more, Mapping):
             return {}, [key]
         said |= more
-    if wrong := [key for key in said if not _is_plain(key, said[key])]:
-        return {}, [f"{excerpt(key)} of rotary embeddings" for key in wrong]
     part = said.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1))
     base, scaling = said.pop("rope_theta"), said.pop("type", None)
     scaling = said.pop("rope_type", scaling) or "default"
@@ -146,12 +144,14 @@ def _rotary(config: Config, kind: Type) -> tuple[Flags, list[str]]:
         scaling = "mrope"  # positions of images
     if not isinstance(base, int | float) or base % 1:
         return {}, ["no rope_theta that is a whole number"]
-    if scaling == "mrope":
+    if not all(_is_plain(key, value) for key, value in said.items()):
+        scaled = None
+    elif scaling == "mrope":
         scaled = _sections(said) if "mrope_section" in kind.reads else None
     else:
         latent = "kv_lora_rank" in config
         scaled = _scaled_latent(scaling, said) if latent else _scaled(scaling, said)
-    unknown = [f"{scaling} scaling of rotary embeddings"] if scaled is None else []
+    unknown = [f"{excerpt(scaling)} scaling of rotary embeddings"] if scaled is None else []
     flags: Flags = {"--rotary-base": int(base)} | (scaled or {})
     if part != 1 and "partial_rotary_factor" in kind.reads:
         flags["--rotary-percent"] = part

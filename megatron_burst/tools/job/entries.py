@@ -7,7 +7,7 @@ from typing import Any
 from megatron_burst.errors import BurstError, nearest
 from megatron_burst.files import excerpt
 
-_LAYERS, _LARGEST = 10_000, 1 << 31  # of a model, and of any of its sizes
+MOST_LAYERS, _HEADS, _LARGEST = 10_000, 4096, 1 << 31  # of a model, and any of its sizes
 
 
 class Sizes:
@@ -28,7 +28,8 @@ class Sizes:
         if value is None and default is not None:
             return default
         digits = re.fullmatch(r"(\d{1,15})(\.0*)?", str(value))
-        most = _LAYERS if "layers" in key else _LARGEST
+        most = MOST_LAYERS if "layers" in key else _LARGEST
+        most = _HEADS if "heads" in key or "groups" in key else most
         if value is None or not digits or int(digits[1]) > most:
             close = "" if value is not None else nearest(key, self._table)
             raise BurstError(

@@ -170,7 +170,7 @@ def _linear(config: Config, kind: Type, size: Sizes) -> Linear | None:
 def _check_layers(config: Config, kind: Type, name: str) -> None:
     """Refuse layers that the planner has no times for."""
     others = [key for key in KEYS["not_counted"] if config.get(key) and key not in kind.reads]
-    found = [f"{key} {config[key]}" for key in others]
+    found = [f"{key} {excerpt(config[key])}" for key in others]
     kinds = {str(kind) for kind in config.get("layer_types") or ()}
     known = {_FULL, _SLIDING, _LINEAR} if kind.delta or kind.mamba else {_FULL, _SLIDING}
     if unknown := sorted(kinds - known):

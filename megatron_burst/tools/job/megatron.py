@@ -8,7 +8,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_burst.tools.job.entries import Sizes, positive, unread
+from megatron_burst.tools.job.entries import MOST_LAYERS, Sizes, positive, unread
 from megatron_burst.tools.job.layers import Experts, Latent, Windows
 from megatron_burst.tools.job.linear import DeltaNet, Linear, Mamba
 from megatron_burst.tools.job.model import Model
@@ -151,8 +151,10 @@ def _freq(value: Any, option: str, name: str) -> int | list[int] | None:
     if "[" not in str(value):
         return positive(value, option, name)
     try:
+        if len(str(value)) > 2 * MOST_LAYERS:
+            raise ValueError
         return [int(one) for one in _value(ast.parse(str(value).strip(), mode="eval").body)]
-    except (SyntaxError, ValueError, TypeError, ZeroDivisionError):
+    except (SyntaxError, ValueError, TypeError, ArithmeticError, MemoryError, RecursionError):
         raise unread(name, option, str(value)) from None
 
 
@@ -164,5 +166,8 @@ def _value(node: ast.AST) -> Any:
         case ast.List(elts=items):
             return [_value(item) for item in items]
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
-            return _OPERATORS[type(sign)](_value(left), _value(right))
+            both = _value(left), _value(right)
+            lengths = [len(one) if isinstance(one, list) else one for one in both]
+            if max(_OPERATORS[type(sign)](*lengths), *lengths) <= MOST_LAYERS:
+                return _OPERATORS[type(sign)](*both)
     raise ValueError(ast.unparse(node))

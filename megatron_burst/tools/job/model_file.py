@@ -1,6 +1,7 @@
 """Models by name, from Hugging Face's config.json, or from Megatron's arguments."""
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def model_of(name_or_path: str) -> Model:
     path = _cached_config(name_or_path) if on_hub else Path(name_or_path)
     path = path / "config.json" if os.path.isdir(path) else path
     if not os.path.exists(path):
-        close = nearest(name_or_path.lower().rpartition("/")[2], PRESETS)
+        close = _near(name_or_path.lower().rpartition("/")[2])
         raise BurstError(
             "plan: MODEL must be a preset or a file, because sizes come from there; got "
             f"{excerpt(name_or_path)!r}{close}; choose one of those that plan --help lists, "
@@ -43,6 +44,19 @@ def model_of(name_or_path: str) -> Model:
     if arguments is not None:
         return from_megatron(arguments, str(path))
     return from_hugging_face(_config(path), name_or_path)
+
+
+def _near(name: str) -> str:
+    """ ", did you mean ...?" with a preset of the same family and version, or nothing."""
+    letters, version = _family(name)
+    same = (preset for preset in PRESETS if version in ("", _family(preset)[1]))
+    return nearest(name, [one for one in same if nearest(letters, [_family(one)[0]])])
+
+
+def _family(name: str) -> tuple[str, str]:
+    """("qwen", "3") of "qwen3-8b"; a number of weights is no version."""
+    found = re.match(r"([a-z]*)[-_]?v?(\d+(?:\.\d+)?(?![\d.]*b))?", name)
+    return (found[1], found[2] or "") if found else ("", "")
 
 
 def _cached_config(name: str) -> Path:
