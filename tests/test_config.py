@@ -95,7 +95,7 @@ def test_what_is_no_tuning_is_refused_beside_the_nearest(text, pair):
     legal = dict(pair.partition("=")[::2] for pair in legal_tunings().split(", "))
     assert legal.keys() == set(TUNINGS)
     assert f", as {name}={legal[name]}," in said if name in legal else ", as name=value," in said
-    meant = {"circulat": "circulate", "timeout": "timeout_s", " flat": "flat"}.get(name)
+    meant = {"circulat": "circulate", "timeout": "timeout_s", " f": "flat"}.get(name)
     assert said.count("did you mean") == (meant is not None)
     assert meant is None or f", did you mean '{meant}'?" in said
     assert "keep_debug" not in said

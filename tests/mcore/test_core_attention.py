@@ -24,6 +24,7 @@ from megatron_burst.mcore.checks import check_call, check_decoding, check_layer
 from megatron_burst.mcore.core_attention import BurstCoreAttention, window_of_layer
 from megatron_burst.mcore.specs import burst_spec
 from megatron_burst.schedule.layout import Layout
+from megatron_burst.shards import shard
 from tests.mcore.gpt import Parallel, config_of, start
 from tests.mcore.lacking import needs, no_option
 from tests.oracle import full_attention, rows_of
@@ -262,6 +263,8 @@ def errors_of_a_layer(rank):
         k_channels=8, v_channels=5, pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )  # fmt: skip
     for mask_type, causal in ((CAUSAL, True), (AttnMaskType.no_mask, False)):
+        # a packed sample of the user's says nothing of Megatron's
+        shard(torch.zeros(1, 16), group=core.cp_group, cu_seqlens=torch.tensor([0, 4, 16]))
         tensors, truth = whole_sequence(0.5, causal)
         *leaves, dout = (x.detach()[:, rows].transpose(0, 1).requires_grad_() for x in tensors)
         out = core(*leaves, **PLAIN_CALL | dict(attn_mask_type=mask_type))
