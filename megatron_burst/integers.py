@@ -1,7 +1,7 @@
 """Integers as users pass them: Python's, numpy's, or in an array or tensor.
 
-A bool counts nothing, so it is refused; and so is a float, also 4.0: it comes from a division, which
-leaves a rest for other sizes.
+A bool counts nothing, so it is refused; and so is a float, also 4.0: it comes from a
+division, which leaves a rest for other sizes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -80,8 +80,8 @@ def integers(
 
 def shown(value: Any) -> str:
     """A value in one short line."""
-    if shape := getattr(value, "shape", ()):
-        return f"shape {tuple(shape)} of {value.dtype}"
+    if hasattr(value, "dtype") and getattr(value, "shape", ()):
+        return f"shape {tuple(value.shape)} of {value.dtype}"
     try:
         return " ".join(repr(value).split())[:80]
     except Exception:  # an int of more digits than Python prints

@@ -139,6 +139,9 @@ def of_trie(trie: Any) -> Tensor:
 
     Args:
         trie: its root.
+
+    Raises:
+        BurstError: if it is none.
     """
     try:
         number = {id(node): place for place, node in enumerate(trie.nodes)}
