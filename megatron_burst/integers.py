@@ -17,6 +17,8 @@ TOKENS = "it counts tokens"
 
 def as_integer(value: Any) -> int | None:
     """The int that a value is; None if it is none."""
+    if type(value) is int:  # most are, and there may be millions
+        return value
     is_bool = "bool" in str(getattr(value, "dtype", type(value).__name__))
     if is_bool or getattr(value, "ndim", 0):
         return None

@@ -200,13 +200,11 @@ def choose_modules(
     host = min(host_bytes / flying, _hidden_bytes(problem, rates)) - copied
     some = (module for module in modules if module.num_bytes)  # not experts without a token
     best_first = sorted(some, key=lambda x: (not x.waits, -x.flops / x.num_bytes))
-    whole, best = max(
-        (
-            (whole, _best_beside(problem, whole, best_first, (left, host), rates))
-            for whole, left in enumerate(_left_by_whole(problem, spare, kept.offload))
-        ),
-        key=lambda each: _saved(problem, *each, rates),
-    )
+    choices = [
+        (whole, _best_beside(problem, whole, best_first, (left, host), rates))
+        for whole, left in enumerate(_left_by_whole(problem, spare, kept.offload))
+    ]
+    whole, best = max(choices, key=lambda choice: _saved(problem, *choice, rates))
     placed = [*best, (ModuleCost(WHOLE, problem.whole_bytes, 0), Placed(whole))]
     return {module.name: each for module, each in placed if each.device}
 

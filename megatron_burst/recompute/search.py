@@ -14,37 +14,38 @@ def best_ways[Way](
     """One of `ways` for each of so many things, with the highest value that the search finds: the
     same wherever values are the same.
 
-    Each thing gets its way in turn, and the best beginnings go on. Then one thing or two at a time
-    change theirs, as long as that helps.
+    All are tried if they are few. Else from one way for all, things change theirs one at a time, as
+    long as that helps; then each gets its way in turn, and the best beginnings go on; then the best
+    of all changes one thing or two at a time.
     """
     values: dict[tuple[Way, ...], Any] = {}
+    most = TRIALS * number - 1  # the caller makes the best one again
 
     def valued(choice: tuple[Way, ...]) -> Any:
         if choice not in values:
             values[choice] = value(choice)
         return values[choice]
 
-    best, before = max(_beginnings(number, ways, valued), key=valued), None
-    changes = [places for size in (1, 2) for places in combinations(range(number), size)]
-    while best != before:
-        before = best
-        for places in changes:
-            if len(values) + len(ways) ** len(places) < TRIALS * number:
-                options = [ways if at in places else best[at : at + 1] for at in range(number)]
-                best = max(product(*options), key=valued)
-    return best
+    def climbed(best: tuple[Way, ...], sizes: Sequence[int]) -> tuple[Way, ...]:
+        before = None
+        while best != before:
+            before = best
+            for places in (some for size in sizes for some in combinations(range(number), size)):
+                if len(values) + len(ways) ** len(places) <= most:
+                    options = [ways if at in places else best[at : at + 1] for at in range(number)]
+                    best = max(product(*options), key=valued)
+        return best
 
-
-def _beginnings[Way](
-    number: int, ways: Sequence[Way], valued: Callable[[tuple[Way, ...]], Any]
-) -> list[tuple[Way, ...]]:
-    """The best beginnings, grown to their end; one is worth what it is with the first of `ways` for
-    all that follow, or with the second."""
+    if len(ways) ** number <= most or not number:
+        return max(product(ways, repeat=number), key=value)
+    for way in ways:
+        climbed((way,) * number, (1,))
     beginnings: list[tuple[Way, ...]] = [()]
-    for after in reversed(range(number)):
+    for after in reversed(range(number)):  # worth what they are with the first or the second way
         worth = {
             longer: sorted((valued((*longer, *(way,) * after)) for way in ways[:2]), reverse=True)
             for longer in ((*begun, way) for begun in beginnings for way in ways)
+            if len(values) + 2 <= most
         }
         beginnings = sorted(worth, key=worth.__getitem__, reverse=True)[:_WIDTH]
-    return beginnings
+    return climbed(max(values, key=valued), (1, 2))

@@ -14,7 +14,7 @@ from tests.plan.keep_problems import ANSWERS, COUNT, answers, drawn, every_way
 def share(seed, best):
     """Of the seconds that the best way saves, those that the choice saves; 0 if it waits more."""
     waits, seconds = drawn(seed).choose()
-    assert (waits <= best[0] and seconds <= best[1] * (1 + 1e-6)) or waits < best[0]
+    assert (waits, seconds) <= (best[0], best[1] * (1 + 1e-6))
     return (seconds / best[1] if best[1] else 1.0) if waits == best[0] else 0.0
 
 
