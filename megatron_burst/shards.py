@@ -16,6 +16,7 @@ from megatron_burst.comm.group import state_of
 from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.sample import Sample, indices_of, of_last_shard
 from megatron_burst.errors import BurstError, Need, unmet
+from megatron_burst.integers import MOST, as_integer
 from megatron_burst.schedule.layout import Layout, positions
 
 type LayoutName = Literal["zigzag", "contiguous", "striped", "zigzag-documents"]
@@ -174,7 +175,7 @@ def _of_tensor(x: Tensor, dim: int) -> Iterator[Need]:
         brief(x), "make it dense, or call to_local() on a DTensor",
     )  # fmt: skip
     yield (
-        isinstance(dim, int) and -x.dim() <= dim < x.dim(),
+        isinstance(dim, int) and not isinstance(dim, bool) and -x.dim() <= dim < x.dim(),
         "dim must be an axis of the tensor, because it is the one that is sharded",
         f"dim={dim!r} and shape {tuple(x.shape)}", "pass the axis of the sequence",
     )  # fmt: skip
@@ -296,9 +297,11 @@ def position_ids(
     who, boundaries, device = "position ids", (cu_seqlens, cu_seqlens_padded), torch.device(device)
     shards = shards_of(who, given_or_default(group, who), layout, boundaries, True)
     got = f"{tokens} tokens and {shards.size} ranks"
-    whole = isinstance(tokens, int), "tokens must be a whole number, because it counts rows"
+    number, must = as_integer(tokens), "tokens must be an integer from 0 on, because it counts rows"
+    fits = number is not None and 0 <= number <= MOST
     needs = shards.follows(shards.sample is not None)
-    problem = unmet(who, chain([(*whole, brief(tokens), "pass the sample's length")], needs))
+    problem = unmet(who, chain([(fits, must, brief(tokens), "pass the sample's length")], needs))
+    tokens = number or 0
     documents = shards.opened(problem, lambda: (tokens, 1, got, device))
     places = shards.mine(shards.rows(tokens), documents, device)
     return in_documents(places, cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded)

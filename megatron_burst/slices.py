@@ -3,6 +3,9 @@
 A slice is (first query, end of queries, first key, end of keys, kind); kinds are FULL, CAUSAL (the
 last query is level with the last key), INVERSE (the first query is level with the first key) and
 BOTH. A maker describes one sample from its position 0 on; `packed` puts several into one.
+
+Integers are Python's, numpy's or torch's; bools and floats are refused. All makers raise BurstError
+if an argument is none that they describe.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_burst.errors import Need, require
+from megatron_burst.errors import BurstError, Need, require
+from megatron_burst.integers import MOST, as_integer, as_list, integer, integers, shown
 
 FULL, CAUSAL, INVERSE, BOTH = range(4)
 _KINDS = {"full": FULL, "causal": CAUSAL, "inverse_causal": INVERSE, "bi_causal": BOTH}
-_WHO = "burst attention"
+_PLACE = "it is a position in the sample"
 
 
 def prefix_lm(prefix: int, tokens: int) -> Tensor:
@@ -26,8 +30,9 @@ def prefix_lm(prefix: int, tokens: int) -> Tensor:
         prefix: its tokens.
         tokens: of the sample.
     """
-    parts = [(0, prefix, 0, prefix, FULL), (prefix, tokens, 0, tokens, CAUSAL)]
-    return _table(part for part in parts if part[0] < part[1])
+    tokens = _sample("prefix_lm", tokens)
+    prefix = integer("prefix_lm", "prefix", prefix, 0, tokens, "it is the beginning of the sample")
+    return _table([(0, prefix, 0, prefix, FULL), (prefix, tokens, 0, tokens, CAUSAL)])
 
 
 def block_causal(lengths: Sequence[int]) -> Tensor:
@@ -36,7 +41,8 @@ def block_causal(lengths: Sequence[int]) -> Tensor:
     Args:
         lengths: of the blocks, in tokens.
     """
-    return _table((start, stop, 0, stop, FULL) for start, stop in _spans(lengths))
+    spans = _spans("block_causal", lengths)
+    return _table((start, stop, 0, stop, FULL) for start, stop in spans)
 
 
 def chunked(tokens: int, chunk: int) -> Tensor:
@@ -45,11 +51,9 @@ def chunked(tokens: int, chunk: int) -> Tensor:
     Args:
         tokens: of the sample.
         chunk: tokens of a chunk; the last one may be shorter.
-
-    Raises:
-        BurstError: if `chunk` is no size.
     """
-    require(_WHO, [_size("a chunk", chunk)])
+    tokens = _sample("chunked", tokens)
+    chunk = integer("chunked", "chunk", chunk, 1, why="the sample is cut into chunks of as many")
     starts = range(0, tokens, chunk)
     ends = (min(start + chunk, tokens) for start in starts)
     return _table((s, e, s, e, CAUSAL) for s, e in zip(starts, ends, strict=True))
@@ -62,11 +66,15 @@ def causal_with_spans(spans: Iterable[tuple[int, int]], tokens: int) -> Tensor:
         spans: (start, stop) of each, ascending.
         tokens: of the sample.
     """
-    found, end = [], 0
-    for start, stop in (*spans, (tokens, tokens)):
-        found += [(end, start, 0, start, CAUSAL), (start, stop, 0, stop, FULL)]
+    who = "causal_with_spans"
+    tokens, parts, end = _sample(who, tokens), [], 0
+    for start, stop in (*_ranges(who, "spans", spans), (tokens, tokens)):
+        must = f"spans must ascend within the {tokens} tokens of the sample, because each is a part"
+        got = f"({start}, {stop}) after position {end}"
+        require(who, [(end <= start and stop <= tokens, must, got, "sort them, and cut overlaps")])
+        parts += [(end, start, 0, start, CAUSAL), (start, stop, 0, stop, FULL)]
         end = stop
-    return _table(one for one in found if one[0] < one[1])
+    return _table(parts)
 
 
 def documents(lengths: Sequence[int]) -> Tensor:
@@ -75,7 +83,8 @@ def documents(lengths: Sequence[int]) -> Tensor:
     Args:
         lengths: of the documents, in tokens.
     """
-    return _table((start, stop, start, stop, CAUSAL) for start, stop in _spans(lengths))
+    spans = _spans("documents", lengths)
+    return _table((start, stop, start, stop, CAUSAL) for start, stop in spans)
 
 
 def tree(
@@ -90,15 +99,15 @@ def tree(
     Args:
         lengths: of the segments, in tokens.
         parents: of each segment, -1 for none.
-        starts: of the segments; None: one after the other.
+        starts: of the segments, which must not overlap; None: one after the other.
 
     Raises:
         BurstError: if the parents are no tree, or not one for each segment.
     """
-    found = []
-    for own, ancestors in _segments(lengths, parents, starts):
-        found += [(*own, *own, CAUSAL), *((*own, *ancestor, FULL) for ancestor in ancestors)]
-    return _table(one for one in found if one[0] < one[1] and one[2] < one[3])
+    parts = []
+    for own, ancestors in _segments("tree", lengths, parents, starts):
+        parts += [(*own, *own, CAUSAL), *((*own, *ancestor, FULL) for ancestor in ancestors)]
+    return _table(parts)
 
 
 def tree_positions(
@@ -116,7 +125,7 @@ def tree_positions(
     Raises:
         BurstError: as `tree`.
     """
-    segments = list(_segments(lengths, parents, starts))
+    segments = list(_segments("tree_positions", lengths, parents, starts))
     found = torch.zeros(max((stop for (_, stop), _ in segments), default=0), dtype=torch.int64)
     for (start, stop), ancestors in segments:
         before = sum(end - begin for begin, end in ancestors)
@@ -130,11 +139,20 @@ def of_trie(trie: Any) -> Tensor:
 
     Args:
         trie: its root.
+
+    Raises:
+        BurstError: if it is none.
     """
-    number = {id(node): place for place, node in enumerate(trie.nodes)}
-    parents = [number[id(node.ancestors[-1])] if node.ancestors else -1 for node in trie.nodes]
-    starts = [node.start_idx for node in trie.nodes]
-    return tree([node.end_idx + 1 - node.start_idx for node in trie.nodes], parents, starts)
+    try:
+        number = {id(node): place for place, node in enumerate(trie.nodes)}
+        parents = [number[id(node.ancestors[-1])] if node.ancestors else -1 for node in trie.nodes]
+        starts = [node.start_idx for node in trie.nodes]
+        lengths = [node.end_idx + 1 - node.start_idx for node in trie.nodes]
+    except (AttributeError, TypeError, LookupError) as error:
+        must = "a trie must have nodes with start_idx, end_idx and ancestors among them, as AReaL's"
+        got = f"{type(error).__name__}: {error}"
+        raise BurstError(f"of_trie: {must}; got {got}; pass the root of one") from None
+    return tree(lengths, parents, starts)
 
 
 def of_ranges(
@@ -152,14 +170,15 @@ def of_ranges(
     Raises:
         BurstError: if a kind is none of its words, or a range is missing.
     """
-    require(_WHO, [_alike(q_ranges=q_ranges, k_ranges=k_ranges, kinds=kinds)])
-    named = [kind if isinstance(kind, int) else _KINDS.get(kind) for kind in kinds]
-    wrong = [kind for kind, number in zip(kinds, named, strict=True) if number is None]
-    must = f"the kind of a slice must be one of {', '.join(_KINDS)}, because these are its words"
-    require(_WHO, [(not wrong, must, ", ".join(map(str, wrong[:1])), "pass one of them")])
-    return _table(
-        (*q, *k, kind) for q, k, kind in zip(q_ranges, k_ranges, named, strict=True)
-    )  # fmt: skip
+    who, given = "of_ranges", as_list(kinds)
+    must = f"kinds must be a sequence of {', '.join(_KINDS)}, or of 0 to 3, because a slice has one"
+    require(who, [(given is not None, must, shown(kinds), "pass a list")])
+    words = [_KINDS.get(x) if isinstance(x, str) else as_integer(x) for x in given or []]
+    wrong = [x for x, kind in zip(given or [], words, strict=True) if kind not in range(4)]
+    require(who, [(not wrong, must, ", ".join(map(shown, wrong[:1])), "pass one of them")])
+    queries, keys = _ranges(who, "q_ranges", q_ranges), _ranges(who, "k_ranges", k_ranges)
+    require(who, [_alike(q_ranges=queries, k_ranges=keys, kinds=words)])
+    return _table((*q, *k, kind) for q, k, kind in zip(queries, keys, words, strict=True))
 
 
 def blocks(alive: Tensor, block: int, tokens: int, causal: bool = False) -> Tensor:
@@ -174,28 +193,27 @@ def blocks(alive: Tensor, block: int, tokens: int, causal: bool = False) -> Tens
     Raises:
         BurstError: if the bitmap is not that of the sample.
     """
-    require(_WHO, [_size("a block", block)])
+    who, tokens = "blocks", _sample("blocks", tokens)
+    block = integer(who, "block", block, 1, why="the sample is cut into blocks of as many tokens")
     number = -(-tokens // block)
-    fits = alive.dtype == torch.bool and tuple(alive.shape) == (number, number)
+    fits = _is_bitmap(alive) and tuple(alive.shape) == (number, number)
     must = f"a block mask must be bool [{number}, {number}], because {tokens} tokens are so many "
     must += f"blocks of {block}"
-    got, change = f"{alive.dtype} {tuple(alive.shape)}", "pass one entry for each pair of blocks"
     later = bool(alive.triu(1).any()) if fits and causal else False
-    require(_WHO, [
-        (fits, must, got, change),
+    require(who, [
+        (fits, must, shown(alive), "pass one entry for each pair of blocks"),
         (not later, "a causal block mask must have no block above the diagonal, because its keys "
          "are later", "some", "leave out causal, or call tril() first"),
     ])  # fmt: skip
-    found = []
+    parts = []
     for row, first, last in _runs(alive):
         begin, end = row * block, min((row + 1) * block, tokens)
         diagonal = causal and last == row + 1
         stop = row * block if diagonal else min(last * block, tokens)
-        if first * block < stop:
-            found.append((begin, end, first * block, stop, FULL))
+        parts.append((begin, end, first * block, stop, FULL))
         if diagonal:
-            found.append((begin, end, begin, end, CAUSAL))
-    return _table(found)
+            parts.append((begin, end, begin, end, CAUSAL))
+    return _table(parts)
 
 
 def of_block_mask(mask: Any, causal: bool = False) -> Tensor:
@@ -209,11 +227,15 @@ def of_block_mask(mask: Any, causal: bool = False) -> Tensor:
     Raises:
         BurstError: if sequences or heads have masks of their own, or blocks are not square.
     """
+    who, kind = "of_block_mask", "mask must be a BlockMask of torch's FlexAttention"
+    need = all(hasattr(mask, name) for name in ("seq_lengths", "kv_num_blocks", "mask_mod"))
+    must = f"{kind}, because its blocks are read"
+    require(who, [(need, must, shown(mask), "make it with create_block_mask")])
     (tokens, keys), (block, wide) = mask.seq_lengths, mask.BLOCK_SIZE
     must = "a BlockMask must be one square mask of square blocks, because all heads share slices"
     fits = (*mask.shape[:-2], keys, wide) == (1, 1, tokens, block)
     got = f"shape {tuple(mask.shape)}, blocks {mask.BLOCK_SIZE}"
-    require(_WHO, [(fits, must, got, "pass None for B and H, and one number for BLOCK_SIZE")])
+    require(who, [(fits, must, got, "pass None for B and H, and one number for BLOCK_SIZE")])
     listed = torch.zeros(2, -(-tokens // block), mask.kv_indices.shape[-1], dtype=torch.int64)
     for bitmap, counts, columns in (
         (listed[0], mask.full_kv_num_blocks, mask.full_kv_indices),
@@ -243,6 +265,8 @@ def of_pairs(seen: Tensor) -> Tensor:
     Args:
         seen: bool [queries, keys].
     """
+    must = "seen must be a bool tensor [queries, keys], because it says which pairs count"
+    require("of_pairs", [(_is_bitmap(seen), must, shown(seen), "pass one with two axes")])
     strips: list[list] = []  # of each: first row, end, first key; keys of its last row; kind
     for row, start, stop in _runs(seen):
         for strip in strips:
@@ -264,45 +288,102 @@ def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
         lengths: of the samples, in tokens.
 
     Raises:
-        BurstError: if there is not one length for each sample.
+        BurstError: if there is not one length for each sample, or slices are not within theirs.
     """
-    require(_WHO, [_alike(samples=samples, lengths=lengths)])
-    shifts = (torch.tensor([start] * 4 + [0]) for start, _ in _spans(lengths))
-    return torch.cat([sample + shift for sample, shift in zip(samples, shifts, strict=True)])
+    who, spans = "packed", _spans("packed", lengths, least=1)
+    given = list(samples) if isinstance(samples, Iterable) else []
+    require(who, [_alike(samples=given, lengths=spans)])
+    for at, (sample, (start, stop)) in enumerate(zip(given, spans, strict=True)):
+        must = (
+            "samples must be slices [slices, 5], each within its sample, because they are shifted"
+        )
+        got = f"{shown(sample)} as sample {at} of {stop - start} tokens"
+        fits = _are_slices(sample, stop - start)
+        require(who, [(fits, must, got, "pass what makers make, with the tokens of each sample")])
+    shifts = (torch.tensor([start] * 4 + [0]) for start, _ in spans)
+    return torch.cat([sample.long() + by for sample, by in zip(given, shifts, strict=True)])
 
 
 def _segments(
-    lengths: Sequence[int], parents: Sequence[int], starts: Sequence[int] | None
+    who: str, lengths: Sequence[int], parents: Sequence[int], starts: Sequence[int] | None
 ) -> Iterator[tuple[tuple[int, int], list[tuple[int, int]]]]:
     """Where each segment of a tree is, and where its ancestors are."""
-    require(_WHO, [_alike(lengths=lengths, parents=parents)])
-    spans = _spans(lengths)
+    spans = _spans(who, lengths)
+    why = "parents are -1, or another segment"
+    parents = integers(who, "parents", parents, -1, len(spans) - 1, why)
+    require(who, [_alike(lengths=spans, parents=parents)])
     if starts is not None:
-        require(_WHO, [_alike(lengths=lengths, starts=starts)])
-        spans = [(start, start + n) for start, n in zip(starts, lengths, strict=True)]
+        starts = integers(who, "starts", starts, why=_PLACE)
+        require(who, [_alike(lengths=spans, starts=starts)])
+        spans = [(at, at + stop - start) for at, (start, stop) in zip(starts, spans, strict=True)]
+        _require_apart(who, spans)
     for segment, own in enumerate(spans):
         way, ancestor = {segment: own}, parents[segment]
         while ancestor != -1:
-            is_new = 0 <= ancestor < len(spans) and ancestor not in way
             must = "parents must be those of a tree: -1, or another segment, without a cycle"
             got = f"parent {ancestor} on the way up from segment {segment}"
-            require(_WHO, [(is_new, must, got, "number segments from 0")])
+            require(who, [(ancestor not in way, must, got, "number segments from 0")])
             way[ancestor] = spans[ancestor]
             ancestor = parents[ancestor]
         yield own, list(way.values())[1:]
 
 
+def _require_apart(who: str, spans: Sequence[tuple[int, int]]) -> None:
+    for (start, stop), (after, _) in pairwise(sorted(x for x in spans if x[0] < x[1])):
+        must = "segments must not overlap, because each token is in one"
+        got = f"segments from {start} to {stop} and from {after} on"
+        require(who, [(stop <= after, must, got, "change starts or lengths")])
+
+
 def _alike(**given: Sequence) -> Need:
     """That there are equally many of all."""
-    counts = {name: len(some) for name, some in given.items()}
+    counts = {name: len(entries) for name, entries in given.items()}
     must = f"{', '.join(counts)} must be equally many, because they belong together one by one"
     got = ", ".join(f"{count} {name}" for name, count in counts.items())
     return len(set(counts.values())) == 1, must, got, "pass one of each"
 
 
-def _size(what: str, tokens: int) -> Need:
-    must = f"{what} must have at least 1 token, because the sample is cut into them"
-    return tokens >= 1, must, tokens, "pass its tokens"
+def _sample(who: str, tokens: int) -> int:
+    return integer(who, "tokens", tokens, 1)
+
+
+def _spans(who: str, lengths: Sequence[int], least: int = 0) -> list[tuple[int, int]]:
+    """Where parts of these lengths begin and end, one after the other."""
+    lengths = integers(who, "lengths", lengths, least, why="they count tokens")
+    integer(who, "the sum of lengths", sum(lengths), 1)
+    return list(pairwise((0, *accumulate(lengths))))
+
+
+def _ranges(who: str, name: str, given: Iterable[Any]) -> list[tuple[int, int]]:
+    """(start, stop) of each."""
+    given = given.tolist() if isinstance(given, Tensor) else given
+    must = f"{name} must be pairs (start, stop) of positions, because each is a part of the sample"
+    change = "pass a list of pairs of int, of which the second is not smaller"
+    listed = isinstance(given, Iterable) and not isinstance(given, str | bytes)
+    require(who, [(listed, must, shown(given), change)])
+    pairs = [(pair, [as_integer(x) for x in as_list(pair) or ()]) for pair in given]
+    for pair, numbers in pairs:
+        fits = len(numbers) == 2 and None not in numbers and 0 <= numbers[0] <= numbers[1] <= MOST
+        require(who, [(fits, must, shown(pair), change)])
+    return [(start, stop) for _, (start, stop) in pairs]
+
+
+def _has_data(x: object) -> bool:
+    return isinstance(x, Tensor) and x.layout == torch.strided and x.device.type != "meta"
+
+
+def _is_bitmap(x: object) -> bool:
+    return _has_data(x) and x.dtype == torch.bool and x.dim() == 2
+
+
+def _are_slices(x: object, tokens: int) -> bool:
+    """Whether these are slices of positions in a sample."""
+    shaped = _has_data(x) and x.dtype in (torch.int32, torch.int64) and x.dim() == 2
+    if not shaped or x.shape[1] != 5 or x.device.type != "cpu":
+        return False
+    starts, stops, kinds = x[:, 0:4:2], x[:, 1:4:2], x[:, 4]
+    inside = (starts >= 0) & (starts <= stops) & (stops <= tokens)
+    return bool(inside.all() and (kinds >= FULL).all() and (kinds <= BOTH).all())
 
 
 def _runs(bits: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -313,9 +394,7 @@ def _runs(bits: Tensor) -> Iterator[tuple[int, int, int]]:
         yield row, first, end
 
 
-def _spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    return list(pairwise((0, *accumulate(lengths))))
-
-
 def _table(slices: Iterable[tuple[int, int, int, int, int]]) -> Tensor:
-    return torch.tensor(list(slices), dtype=torch.int64).view(-1, 5)
+    """Those that are not empty."""
+    full = [each for each in slices if each[0] < each[1] and each[2] < each[3]]
+    return torch.tensor(full, dtype=torch.int64).view(-1, 5)

@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "megatron_burst"
 LAYERS = (  # a new module without a layer fails on purpose
-    {"version", "errors", "say", "imports", "files"},
+    {"version", "errors", "integers", "say", "imports", "files"},
     {"installed"},
     {"patching"},
     {"schedule"},

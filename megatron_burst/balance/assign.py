@@ -18,6 +18,7 @@ from megatron_burst.balance.grid import (
 from megatron_burst.balance.pipeline import alike
 from megatron_burst.balance.slots import SlotLayout, Units, patterned
 from megatron_burst.errors import require
+from megatron_burst.integers import integer
 
 _ALIKE = 1e-3  # of a step: layouts that are to gain no more are not filled
 
@@ -56,6 +57,9 @@ class Assignment:
 
     def of_rank(self, dp_rank: int, cp_rank: int) -> tuple[MicroBatch, ...]:
         """The micro-batches of one rank, in order."""
+        ranks = len(self.micro_batches), self.micro_batches[0][0][-1].ranks.stop
+        dp_rank = integer(WHO, "dp_rank", dp_rank, 0, ranks[0] - 1, "it is a rank of the grid")
+        cp_rank = integer(WHO, "cp_rank", cp_rank, 0, ranks[1] - 1, "it is a rank of the grid")
         slots = self.micro_batches[dp_rank]
         return tuple(next(one for one in slot if cp_rank in one.ranks) for slot in slots)
 
@@ -81,8 +85,7 @@ def assign(
     Raises:
         BurstError: if a size, a length or the grid is refused, or documents do not fit.
     """
-    sizes = tuple(cp_sizes or (grid.cp,))
-    check_sizes(grid, sizes)
+    sizes = check_sizes(grid, costs, cp_sizes)
     given = checked_lengths(lengths, grid)
     found = _found(given, grid, costs, sizes)
     require(WHO, [(
@@ -112,20 +115,17 @@ def assign_fewest(
         BurstError: if a length or the multiple is refused, or documents do not fit however many
             micro-batches there are.
     """
-    given = np.asarray(lengths)
-    check_documents(given, grid)
-    require(WHO, [(
-        isinstance(multiple, int) and multiple > 0,
-        "micro-batches must come in whole groups, because an interleaved pipeline runs so many",
-        f"multiple={multiple!r}", "pass the size of a group, or 1",
-    )])  # fmt: skip
-    tokens = int(given.sum(dtype=np.int64))
+    check_sizes(grid, costs, None)
+    given = check_documents(lengths, grid)
+    why = "an interleaved pipeline runs so many micro-batches at a time"
+    multiple = integer(WHO, "multiple", multiple, 1, why=why)
+    tokens = int(given.sum())
     least = max(grid.micro_batches, ceil(tokens / (grid.token_limit * grid.cp * grid.dp)))
     for some in count(ceil(least / multiple) * multiple, multiple):
         tried = replace(grid, micro_batches=some)
         if (some + multiple) * grid.dp > len(given):  # more would leave some empty
             break
-        if found := _found(given.astype(np.int64), tried, costs, (grid.cp,)):
+        if found := _found(given, tried, costs, (grid.cp,)):
             return found
     return assign(given, tried, costs)
 

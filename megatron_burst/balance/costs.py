@@ -1,15 +1,16 @@
 """Seconds of a micro-batch, as a few coefficients: from a plan, or fitted to measured ones."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from math import isfinite
+from dataclasses import asdict, dataclass, field, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_burst.errors import Need, require
+from megatron_burst.errors import BurstError, Need, require
 from megatron_burst.files import Reader
+from megatron_burst.integers import MOST, as_integer, shown
 
 WHO = "megatron_burst.balance"
 IN_PLAN = "micro_batch_s"  # where a plan has them
@@ -32,8 +33,7 @@ class Costs:
     transfer: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        values = (self.token, self.pair, self.fixed, *self.transfer.values())
-        require(WHO, _of_costs(values, self))
+        require(WHO, _of_costs(self))
 
     def per_token(self, cp: int) -> float:
         """Seconds of a token of a micro-batch at a context-parallel size."""
@@ -65,7 +65,17 @@ class Costs:
 
 
 def pairs_of(lengths: np.ndarray) -> np.ndarray:
-    """(query, key) pairs of causal documents of these lengths."""
+    """(query, key) pairs of causal documents of these lengths, int64.
+
+    Raises:
+        BurstError: if they are no integers from 0 to 2^31.
+    """
+    lengths = np.asarray(lengths)
+    whole = np.issubdtype(lengths.dtype, np.integer)
+    fits = whole and (lengths >= 0).all() and (lengths <= MOST).all()
+    must = f"lengths must be integers from 0 to {MOST}, because pairs are counted in 64 bits"
+    require(WHO, [(fits, must, shown(lengths), "pass an array of integers")])
+    lengths = lengths.astype(np.int64)
     return lengths * (lengths + 1) // 2
 
 
@@ -115,23 +125,36 @@ def _least_squares(matrix: np.ndarray) -> np.ndarray:
         used &= found > 0
 
 
-def _of_costs(values: Iterable[Any], costs: Costs) -> Iterable[Need]:
-    sane = all(isinstance(v, int | float) and isfinite(v) and v >= 0 for v in values)
+def _is_number(value: Any, most: float = 1e18) -> bool:
+    """Whether it is a real number from 0 on, and not too large to be summed up."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def _of_costs(costs: Costs) -> Iterable[Need]:
+    at = costs.transfer if isinstance(costs.transfer, Mapping) else {0: None}
+    sane = all(_is_number(v, 1e9) for v in (costs.token, costs.pair, costs.fixed, *at.values()))
+    sizes = all((as_integer(size) or 0) > 0 for size in at)
     yield (
-        sane and costs.token + costs.pair > 0,
-        "costs must be seconds, above 0 for a token or a pair, because work is compared by them",
+        sane and sizes and costs.token + costs.pair > 1e-30,
+        "costs must be seconds up to 1e9, above 0 for a token or a pair, and transfer a mapping of "
+        "them by context-parallel size, because work is compared by them",
         costs,
         "measure micro-batches and call fit, or read a plan",
     )
 
 
 def _of_measured(measured: Sequence[Measured]) -> Iterable[Need]:
-    wrong = [one for one in measured if min(one.tokens, one.area, one.cp, one.seconds) <= 0]
+    names = [field.name for field in fields(Measured)]
+    listed = isinstance(measured, Sequence)
+    wrong = [
+        x for x in (measured if listed else ()) if not isinstance(x, Measured)
+        or not all(_is_number(value := getattr(x, name)) and value > 0 for name in names)
+    ]  # fmt: skip
     yield (
-        measured and not wrong,
+        listed and measured and not wrong,
         "measured micro-batches must have tokens, area, a context-parallel size and seconds above "
         "0, because coefficients are fitted to them",
-        wrong[0] if wrong else "none",
+        shown(wrong[0]) if wrong else "none" if listed else shown(measured),
         "leave out those that did not run",
     )
 

@@ -2,11 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from megatron_burst.balance.costs import WHO
+from megatron_burst.balance.costs import WHO, Costs
 from megatron_burst.errors import Need, require
+from megatron_burst.integers import MOST, integer, integers
+
+_COUNTED = "ranks and tokens are counted"
+_RANKS = 1 << 20
+_INT64 = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,9 @@ class BatchGrid:
     ep: int = 1
 
     def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            size = getattr(self, name)
+            object.__setattr__(self, name, integer(WHO, name, size, 1, why=_COUNTED))
         require(WHO, self._needs())
 
     @property
@@ -41,17 +50,20 @@ class BatchGrid:
         return self.pp > 1 or self.ep > 1
 
     def _needs(self) -> Iterable[Need]:
-        sizes = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        wrong = {name: size for name, size in sizes.items()
-                 if not isinstance(size, int) or isinstance(size, bool) or size < 1}  # fmt: skip
-        yield (
-            not wrong,
-            "sizes of the grid must be whole numbers from 1 on, because ranks and tokens are "
-            "counted",
-            wrong,
-            "pass those of the job",
-        )
         ranks = self.dp * self.cp
+        yield (
+            ranks * self.pp <= _RANKS,
+            f"a job must have at most {_RANKS} ranks, because times are kept for each",
+            f"DP {self.dp}, CP {self.cp}, PP {self.pp}",
+            "pass the job's sizes",
+        )
+        yield (
+            self.token_limit * self.cp <= MOST,
+            f"a micro-batch must have at most {MOST} tokens, because its pairs are counted in 64 "
+            "bits",
+            f"a token limit of {self.token_limit} on {self.cp} ranks",
+            "pass the tokens that a rank has memory for",
+        )
         yield (
             ranks % self.ep == 0 and (self.ep <= self.cp or self.ep % self.cp == 0),
             "the expert-parallel size must divide DP x CP, and be a multiple of CP if it is "
@@ -61,12 +73,21 @@ class BatchGrid:
         )
 
 
-def check_sizes(grid: BatchGrid, cp_sizes: Sequence[int]) -> None:
-    """Refuse context-parallel sizes that are no sub-groups of the grid's.
+def check_sizes(grid: BatchGrid, costs: Costs, cp_sizes: Any) -> tuple[int, ...]:
+    """The context-parallel sizes, by default the group's own.
 
     Raises:
-        BurstError: if one does not divide the group, or the group's own is missing.
+        BurstError: if one does not divide the group, or the group's own is missing; or if grid and
+            costs are none.
     """
+    require(WHO, [(
+        isinstance(grid, BatchGrid) and isinstance(costs, Costs),
+        "grid and costs must be a BatchGrid and Costs, because documents are assigned by them",
+        f"{type(grid).__name__} and {type(costs).__name__}", "make them first",
+    )])  # fmt: skip
+    if cp_sizes is None:
+        return (grid.cp,)
+    cp_sizes = tuple(integers(WHO, "cp_sizes", cp_sizes, 1, why=_COUNTED))
     require(WHO, [(
         set(cp_sizes) <= set(grid.cp_sizes) and grid.cp in cp_sizes,
         "context-parallel sizes must be powers of two that divide the group's, with the group's "
@@ -74,6 +95,7 @@ def check_sizes(grid: BatchGrid, cp_sizes: Sequence[int]) -> None:
         list(cp_sizes),
         f"choose among {', '.join(map(str, grid.cp_sizes))}",
     )])  # fmt: skip
+    return cp_sizes
 
 
 def checked_lengths(lengths: Sequence[int] | np.ndarray, grid: BatchGrid) -> np.ndarray:
@@ -83,21 +105,23 @@ def checked_lengths(lengths: Sequence[int] | np.ndarray, grid: BatchGrid) -> np.
         BurstError: if they are no positive whole numbers, are fewer than the step has
             micro-batches, or if one is longer, or all are more, than the ranks can hold.
     """
-    found = np.asarray(lengths)
-    check_documents(found, grid)
-    tokens = int(found.sum(dtype=np.int64))
-    require(WHO, (enough_documents(found.size, grid), room_for(tokens, grid)))
-    return found.astype(np.int64)
+    checked = check_documents(lengths, grid)
+    require(WHO, (enough_documents(checked.size, grid), room_for(int(checked.sum()), grid)))
+    return checked
 
 
-def check_documents(lengths: np.ndarray, grid: BatchGrid) -> None:
-    """Refuse lengths of documents that no batch could have.
+def check_documents(lengths: Sequence[int] | np.ndarray, grid: BatchGrid) -> np.ndarray:
+    """Lengths of documents as int64.
 
     Raises:
         BurstError: if they are no positive whole numbers, or one is longer than the widest group
             can hold.
     """
-    require(WHO, _of_documents(lengths, grid))
+    given = lengths if isinstance(lengths, np.ndarray) else None
+    if given is None:  # checked one by one: numpy would make numbers of bools
+        given = np.array(integers(WHO, "lengths", lengths, 0, _INT64), dtype=np.int64)
+    require(WHO, _of_documents(given, grid))
+    return given.astype(np.int64)
 
 
 def enough_documents(count: int, grid: BatchGrid) -> Need:

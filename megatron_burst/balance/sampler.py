@@ -15,6 +15,7 @@ from megatron_burst.balance.grid import (
     room_for,
 )
 from megatron_burst.errors import Need, require
+from megatron_burst.integers import integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +67,17 @@ class Sampler(Iterator[AssignedStep]):
             BurstError: if a document is longer than the widest group can hold, or a step of the
                 first epoch has too few documents or too many tokens.
         """
-        check_sizes(grid, cp_sizes or (grid.cp,))
-        self.lengths = np.asarray(lengths)
-        check_documents(self.lengths, grid)
+        self.cp_sizes = check_sizes(grid, costs, cp_sizes)
+        self.lengths = check_documents(lengths, grid)
         # as sharding at the widest size needs; narrower sizes need less
-        self._padded = -(-self.lengths.astype(np.int64) // (2 * grid.cp)) * (2 * grid.cp)
+        self._padded = -(-self.lengths // (2 * grid.cp)) * (2 * grid.cp)
         check_documents(self._padded, grid)
-        self.grid, self.costs, self.documents = grid, costs, documents
-        self.cp_sizes, self.seed, self.consumed = tuple(cp_sizes or (grid.cp,)), seed, consumed
+        self.grid, self.costs = grid, costs
+        why = "it counts documents: Megatron's global batch size, its consumed_train_samples"
+        self.documents = integer(WHO, "documents", documents, 1, why=why)
+        self.consumed = integer(WHO, "consumed", consumed, 0, 1 << 62, why)
+        why = "it begins the order of documents; None leaves them in the data set's"
+        self.seed = None if seed is None else integer(WHO, "seed", seed, 0, 1 << 62, why)
         self._epoch, self._order = -1, np.arange(0)
         require(WHO, self._needs())
 
@@ -107,15 +111,8 @@ class Sampler(Iterator[AssignedStep]):
         return self._order
 
     def _needs(self) -> Iterable[Need]:
-        counted = [self.documents, self.consumed]
-        yield (
-            all(isinstance(one, int) and one >= 0 for one in counted),
-            "documents of a step, and those consumed, must be whole numbers, because they are "
-            "counted",
-            counted,
-            "pass Megatron's global batch size and its consumed_train_samples",
-        )
         yield enough_documents(self.documents, self.grid)
+        yield room_for(self.documents * int(self._padded.min()), self.grid)
         steps = max(len(self.lengths) // self.documents, 1)
         tokens = self._padded[self._following(steps * self.documents)].reshape(steps, -1)
         yield room_for(int(tokens.sum(axis=1).max()), self.grid)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import chain
-from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from megatron_burst.comm.group import state_of
 from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.sample import Sample, ends_in_one_rank, holds_whole
 from megatron_burst.errors import Need, unmet
+from megatron_burst.integers import as_integer
 from megatron_burst.loss.checks import digest
 from megatron_burst.shards import LayoutName, Shards, Sizes, shards_of
 
@@ -69,8 +69,8 @@ def labels_of(shards: Shards, tokens: Tensor, dim: int, ignore_index: int = -100
         return tokens.shape[dim], others, got, tokens.device
 
     whole = (
-        isinstance(ignore_index, Integral),
-        "ignore_index must be a whole number, because it is a label",
+        as_integer(ignore_index) is not None,
+        "ignore_index must be an integer, because it is a label",
         repr(ignore_index), "pass an int",
     )  # fmt: skip
     terms = {"whole_sample": str(shards.whole), "dim": str(dim)}
@@ -96,7 +96,7 @@ def _of_ids(tokens: Tensor, dim: int) -> Iterator[Need]:
         f"{tokens.dtype} of shape {tuple(tokens.shape)}", "pass ids",
     )  # fmt: skip
     yield (
-        dim == 0 or (dim == 1 and tokens.dim() == 2),
+        type(dim) is int and (dim == 0 or (dim == 1 and tokens.dim() == 2)),
         "dim must be the axis of the sequence, because the next token is there",
         f"dim={dim!r} and shape {tuple(tokens.shape)}", "pass 0 for [t] and [s, b], 1 for [b, s]",
     )  # fmt: skip

@@ -18,6 +18,7 @@ from megatron_burst import slices as masks
 from megatron_burst.comm.announce import telling
 from megatron_burst.comm.carrier import Where
 from megatron_burst.errors import Need, require
+from megatron_burst.integers import integer
 from megatron_burst.mcore import packed, patches
 
 WHO = "SlicedSeqParams"
@@ -64,6 +65,7 @@ class SlicedSeqParams(PackedSeqParams):
             tokens: of a whole sequence.
             positions: see the attribute.
         """
+        tokens = integer(WHO, "tokens", tokens, 1)
         return cls(
             qkv_format="sbhd", max_seqlen_q=tokens, max_seqlen_kv=tokens, slices=slices,
             positions=positions,
@@ -86,7 +88,7 @@ class SlicedSeqParams(PackedSeqParams):
             BurstError: if the parents are no tree, or the segments longer than the sequence.
         """
         slices, own = masks.tree(lengths, parents), masks.tree_positions(lengths, parents)
-        tokens = len(own) if tokens is None else tokens
+        tokens = len(own) if tokens is None else integer(WHO, "tokens", tokens, 1)
         must = "a sequence must hold all segments of its tree, because each is a part of it"
         got = f"{len(own)} tokens of segments in {tokens}"
         require(WHO, [(len(own) <= tokens, must, got, "pass the tokens of the whole sequence")])

@@ -5,10 +5,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from itertools import chain, product
+from itertools import chain
 from math import inf
 
 from megatron_burst.rates import Rates
+from megatron_burst.recompute.search import best_ways
 
 WHOLE = "layer"  # all of a layer, which is then not recomputed: the name among those of modules
 _USUAL = Rates()
@@ -199,13 +200,11 @@ def choose_modules(
     host = min(host_bytes / flying, _hidden_bytes(problem, rates)) - copied
     some = (module for module in modules if module.num_bytes)  # not experts without a token
     best_first = sorted(some, key=lambda x: (not x.waits, -x.flops / x.num_bytes))
-    ways = list(product(_Way, repeat=len(best_first)))
-    found = []
-    for whole, left in enumerate(_left_by_whole(problem, spare, kept.offload)):
-        free = 0.0 if whole else problem.free_bytes
-        rest = replace(problem, layers=layers - whole, free_bytes=free)
-        found += [(whole, _placed(rest, best_first, way, left, host)) for way in ways]
-    whole, best = max(found, key=lambda each: _saved(problem, *each, rates))
+    choices = [
+        (whole, _best_beside(problem, whole, best_first, (left, host), rates))
+        for whole, left in enumerate(_left_by_whole(problem, spare, kept.offload))
+    ]
+    whole, best = max(choices, key=lambda choice: _saved(problem, *choice, rates))
     placed = [*best, (ModuleCost(WHOLE, problem.whole_bytes, 0), Placed(whole))]
     return {module.name: each for module, each in placed if each.device}
 
@@ -245,6 +244,23 @@ class _Way(Enum):
     DEVICE = auto()  # as much as the device has room for
     HOST = auto()  # one layer on the device, the others on the host
     LEFT = auto()  # one layer on the device, and what others leave of it
+
+
+def _best_beside(
+    problem: KeepProblem, whole: int, modules: Sequence[ModuleCost], spare: tuple[float, float],
+    rates: Rates,
+) -> list[tuple[ModuleCost, Placed]]:  # fmt: skip
+    """What saves most beside so many whole layers, with what is left of the device and the host."""
+    free = 0.0 if whole else problem.free_bytes
+    rest = replace(problem, layers=problem.layers - whole, free_bytes=free)
+
+    def placed(ways: Sequence[_Way]) -> list[tuple[ModuleCost, Placed]]:
+        return _placed(rest, modules, ways, *spare)
+
+    def saved(ways: Sequence[_Way]) -> tuple[int, float]:
+        return _saved(problem, whole, placed(ways), rates)
+
+    return placed(best_ways(len(modules), tuple(_Way), saved))
 
 
 def _placed(

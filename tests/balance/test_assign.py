@@ -217,15 +217,15 @@ def test_ranks_that_share_experts_wait_in_every_micro_batch():
     ("sizes", "lengths", "said"),
     [
         ({}, [], "one for each document"),
-        ({}, [3.5, 2.0], "whole numbers"),
+        ({}, [3.5, 2.0], "a sequence of integers.*got 3.5 at index 0"),
         ({}, [16, 0, 16, 16], "got a length of 0 at index 1"),
-        ({}, [16, -1, 16, 16], "got a length of -1 at index 1"),
+        ({}, [16, -1, 16, 16], "got -1 at index 1"),
         ({}, [16, 16, 16], "a document for each of its 2 x 2 micro-batches"),
         ({}, [16, 16, 401, 16], "got 401 tokens at index 2; raise the limit"),
         ({}, [400] * 5, "a batch must fit into 4 micro-batches of 400 tokens"),
         ({}, [201] * 6, "were not found to fit"),
-        ({"dp": 0}, [16] * 4, "whole numbers from 1 on"),
-        ({"cp": 2.0}, [16] * 4, "whole numbers from 1 on"),
+        ({"dp": 0}, [16] * 4, "dp must be an integer from 1 .*got 0"),
+        ({"cp": 2.0}, [16] * 4, "cp must be an integer from 1 .*got 2.0"),
         ({"ep": 3}, [16] * 4, "must divide DP x CP"),
         ({"cp_sizes": (1, 2)}, [16] * 4, "with the group's own"),
         ({"cp_sizes": (3, 4)}, [16] * 4, "powers of two that divide"),
@@ -265,7 +265,7 @@ def test_the_fewest_micro_batches_that_hold_documents(lengths, least, multiple, 
         ([201] * 7, 1, "were not found to fit"),  # three micro-batches a rank, a document each
         ([16] * 3, 2, "got 3 documents"),
         ([16, 401, 16], 1, "got 401 tokens at index 1"),
-        ([16] * 4, 0, "got multiple=0"),
+        ([16] * 4, 0, "multiple must be an integer from 1 .*got 0"),
     ],
 )
 def test_what_no_number_of_micro_batches_could_hold_is_refused(lengths, multiple, said):

@@ -93,10 +93,10 @@ def test_padding_counts_towards_the_limit():
     [
         (dict(lengths=[5] * 90 + [2049]), "fit into the 4 ranks of the widest group.*got 2049 tok"),
         (dict(lengths=[5] * 90 + [0]), "documents must have tokens.*got a length of 0 at index 90"),
-        (dict(lengths=[5.0] * 90), "lengths must be whole numbers.*float64"),
+        (dict(lengths=[5.0] * 90), "lengths must be a sequence of integers.*got 5.0 at index 0"),
         (dict(documents=5), "a document for each of its 2 x 3 micro-batches.*got 5 documents"),
         (dict(lengths=[5] * 66 + [2048] * 24, seed=None), "6 micro-batches of 2048 tokens.*; got "),
-        (dict(consumed=-1), r"those consumed, must be whole numbers.*got \[24, -1\]"),
+        (dict(consumed=-1), "consumed must be an integer from 0.*got -1"),
         (dict(cp_sizes=(2,)), r"powers of two that divide the group's.*got \[2\]"),
     ],
 )
