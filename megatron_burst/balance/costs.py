@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_burst.errors import BurstError, Need, require
+from megatron_burst.errors import Need, require
 from megatron_burst.files import Reader
 from megatron_burst.integers import MOST, as_integer, shown
 
@@ -127,7 +127,7 @@ def _least_squares(matrix: np.ndarray) -> np.ndarray:
 
 def _is_number(value: Any, most: float = 1e18) -> bool:
     """Whether it is a real number from 0 on, and not too large to be summed up."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value <= most
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= most
 
 
 def _of_costs(costs: Costs) -> Iterable[Need]:
