@@ -196,8 +196,8 @@ def of_values(
 
 def ends_in_one_rank(end: int, tokens: int, cp_size: int) -> bool:
     """Whether boundaries end within the rows of one of several ranks, as those of a shard do; not
-    if the rows after them are so few that they pad a sample to equal chunks."""
-    return cp_size > 1 and end * cp_size <= tokens and tokens - end >= 2 * cp_size
+    if there are none, or the rows after them are so few that they pad it to equal chunks."""
+    return cp_size > 1 and 0 < end * cp_size <= tokens and tokens - end >= 2 * cp_size
 
 
 def _some(x: Tensor) -> str:

@@ -128,7 +128,7 @@ def test_padding_is_no_document():
 @pytest.mark.parametrize("told", [None, 4])
 def test_segments_behind_the_last_document_are_no_longer_than_kernels_are_told(told):
     """FlashAttention-2 writes no longer ones. `told`: boundaries on a GPU, not waited for."""
-    sample = Sample(torch.tensor([0, 3, 7]), None, told)
+    sample = Sample(torch.tensor([0, 3, 7, 11]), None, told)
     documents = Documents(sample, (10, 2), Layout.ZIGZAG, torch.device("cpu"))
     if told:
         documents._longest, documents._tail_segments = told, 20 // told
@@ -137,4 +137,4 @@ def test_segments_behind_the_last_document_are_no_longer_than_kernels_are_told(t
     assert segments.cu_k.diff().max() <= segments.max_k
     assert segments.cu_q[-1] == segments.cu_k[-1] == 20
     queries, keys = segments.cu_q.diff(), segments.cu_k.diff()
-    assert (queries * keys).sum() == 3**2 + 4**2
+    assert (queries * keys).sum() == 3**2 + 4**2 + 4**2
