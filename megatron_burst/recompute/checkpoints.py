@@ -1,8 +1,12 @@
 """torch's checkpoints, which burst replaces where results are kept; loads no torch."""
 
+from megatron_burst.installed import minor, version_of
 from megatron_burst.patching import Patch
 
 _KEEP = "megatron_burst.recompute.keep"
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+_IS_NEW = minor(version_of("torch")) >= (2, 15)  # torch calls another function there
+_OPTIONS = "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"
 
 CHECKPOINTS = (
     Patch(
@@ -12,10 +16,10 @@ CHECKPOINTS = (
         package="torch",
     ),
     Patch(
-        "checkpoints", "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
+        "checkpoints", f"torch.utils.checkpoint:{_GENERATOR}{'_impl' * _IS_NEW}",
         f"{_KEEP}:with_contexts",
-        ("fn", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop",
-         "args", "kwargs"),
+        ("fn", "args", "kwargs", *_OPTIONS, "respect_saved_tensors_hooks")
+        if _IS_NEW else ("fn", *_OPTIONS, "args", "kwargs"),
         "other checkpoints have context_fn, which each caller would have to pass",
         package="torch",
     ),

@@ -120,14 +120,18 @@ def in_frames(forward, /, ctx, run_function, *args):
     return forward(ctx, framed(run_function) if any(ctx.needs_input_grad) else run_function, *args)
 
 
-def with_contexts(generator, /, fn, preserve_rng_state, context_fn, *args, **options):
+def with_contexts(generator, /, *args, **options):
     """The generator of other checkpoints: each call runs in a new frame."""
+    by_name = "context_fn" in options  # since torch 2.15
+    context_fn = options["context_fn"] if by_name else args[2]
 
     def contexts():
         frame: Frame[Any] = Frame(stops_early=True)
         return tuple(_Both(context, frame) for context in context_fn())
 
-    return generator(fn, preserve_rng_state, contexts, *args, **options)
+    if by_name:
+        return generator(*args, **options | {"context_fn": contexts})
+    return generator(*args[:2], contexts, *args[3:], **options)
 
 
 class _Both:

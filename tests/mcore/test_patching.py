@@ -22,6 +22,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.patches import TABLE
 from megatron_burst.patching import Patch, _owner_of, undo_all
+from megatron_burst.recompute.checkpoints import CHECKPOINTS
 from megatron_burst.tools import cpu_rows
 from tests.mcore import gpt
 from tests.mcore.test_arguments import STOCK
@@ -316,7 +317,7 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         "megatron.core.models.common.embeddings.rope_utils.apply_rotary_pos_emb",
         "megatron.core.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.get_rotary_seq_len",
         "torch.utils.checkpoint.CheckpointFunction.forward",
-        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        CHECKPOINTS[1].target,
         "megatron.core.tensor_parallel.random.CheckpointFunction.forward",
         "megatron.core.transformer.dot_product_attention.DotProductAttention.forward",
         "megatron.core.transformer.transformer_layer.TransformerLayer.forward",
