@@ -110,7 +110,7 @@ def lone_passes(rank):
     from megatron_burst import count_supervised, linear_cross_entropy, unshard
 
     ours, x = shard(random_problem(mask=False), rank, 2, False), ones(4, requires_grad=True)
-    told, groups = {}, [dist.new_group() for _ in range(7)]
+    told, groups = {}, [dist.new_group() for _ in range(5)]
 
     def loss(group, grads):
         given = ours.hidden, ours.weight, ours.labels
@@ -120,7 +120,7 @@ def lone_passes(rank):
         "recompute": partial(loss, grads="recompute"), "forward": partial(loss, grads="forward"),
         "unshard": lambda group: unshard(x, group=group, dim=0).sum(),
     }.items():  # fmt: skip
-        for comes in (True, False):
+        for comes in (True, False)[: 1 + (name == "recompute")]:
             group = groups.pop()
             out = call(group)
             _set_pg_timeout(timedelta(seconds=3), group)
@@ -141,7 +141,7 @@ def lone_passes(rank):
 
 def test_a_rank_that_runs_a_backward_alone_is_told_which_rank_did_not_come():
     first, second = run_ranks(lone_passes, 2)
-    assert len(first) == 7 and len(second) == 3
+    assert len(first) == 5 and len(second) == 3
     for (name, comes), sentence in first.items():
         words = rf"{'cp' if name == 'unshard' else 'tp'} ranks \[1\]"
         assert re.search(f"a forward on {words}" if comes else f"no word from {words}", sentence)
