@@ -59,7 +59,7 @@ def harmless(text: str) -> str:
 def excerpt(value: object, most: int = 80) -> str:
     """The beginning of a value of a file, in one harmless line."""
     text = value if isinstance(value, str) else repr(value)
-    cut = " ".join(harmless(text[:most]).split("\n"))
+    cut = " ".join(harmless(text[:most]).split())
     return f"{cut}..." if len(text) > most else cut
 
 
