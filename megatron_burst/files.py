@@ -5,20 +5,20 @@ What comes of one is plain data within limits, or a sentence that says what is w
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from megatron_burst.errors import BurstError, nearest
 
-_KIB, _MIB = 1 << 10, 1 << 20
+_MIB = 1 << 20
 _DEEPEST = 40  # lists and tables in each other
 _LARGEST = 1 << 64  # a whole number
 _LONGEST = 1000  # a line of TOML: tomllib takes quadratic time for the parts of a name
-_BLANKS = "\n\t"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +43,23 @@ class Limits:
 _PLAIN = (str, bool, int, float)
 _USUAL, _SHORT = Limits(), Limits(high=201)  # of numbers, of texts
 Positive = Annotated[float, Limits(above=True)]
-Count = Annotated[int, Limits(high=1 << 40, above=True)]
+Count = Annotated[int, Limits(high=1 << 41, above=True)]
 LongText = Annotated[str, Limits(high=_MIB)]
 
 
 def harmless(text: str) -> str:
     """A text with its control characters written out, so that no terminal obeys them; ends of
     lines stay."""
-    if text.isprintable():
-        return text
     return "".join(
-        char if char.isprintable() or char in _BLANKS
-        else char.encode("unicode_escape").decode() for char in text
-    )  # fmt: skip
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
 def excerpt(value: object, most: int = 80) -> str:
     """The beginning of a value of a file, in one harmless line."""
     text = value if isinstance(value, str) else repr(value)
-    cut = " ".join(harmless(text[:most]).split("\n"))
+    cut = " ".join(harmless(text[:most]).split())
     return f"{cut}..." if len(text) > most else cut
 
 
@@ -86,64 +84,53 @@ class Reader:
             f"{change or self.change}"
         )
 
-    def data(self) -> bytes:
-        """All bytes."""
+    def data(self, of_text: bool = False) -> bytes:
+        """All bytes; `of_text`: whether they must be some text's."""
         try:
             with Path(self.name).open("rb") as file:
                 found = file.read(self.most + 1)
         except (OSError, ValueError) as error:  # ValueError: what no path may have
             raise self.refusal("be a readable file", _reason(error)) from None
+        if of_text and b"\0" in found:  # said before its size, which would be no use to change
+            raise self.refusal("be a text file", "a binary file")
         if len(found) > self.most:
-            size = f"{self.most // _MIB} MiB" if self.most >= _MIB else f"{self.most // _KIB} KiB"
-            raise self.refusal(f"have at most {size}", "more")
+            raise self.refusal(f"have at most {self.most >> 10} KiB", "more")
         return found
 
     def text(self, errors: str = "strict") -> str:
         """As text in UTF-8; `errors`: as for `bytes.decode`."""
-        data = self.data()
-        if b"\0" in data:
-            raise self.refusal("be a text file", "a binary file")
         try:
-            return data.decode(errors=errors).replace("\r\n", "\n")
+            return self.data(of_text=True).decode(errors=errors).replace("\r\n", "\n")
         except UnicodeDecodeError as error:
-            raise self.refusal("be a text file in UTF-8", error) from None
+            raise self.refusal("be a text file in UTF-8", _reason(error)) from None
 
     def json(self, text: str | None = None, at: str = "") -> Any:
         """Plain data from JSON: of the file, or of a text of it at a place."""
-        try:
-            found = json.loads(self.text() if text is None else text)
-        except BurstError:
-            raise
-        except (ValueError, RecursionError) as error:
-            raise self.refusal("be JSON", _reason(error), at) from None
-        return self._plain(found, at)
+        return self._parsed("JSON", json.loads, self.text() if text is None else text, at)
 
     def toml(self, text: str | None = None) -> dict[str, Any]:
         """Plain data from TOML: of the file, or of a text."""
         text = self.text() if text is None else text
         if any(len(line) > _LONGEST for line in text.splitlines()):
             raise self.refusal(f"have at most {_LONGEST} characters a line", "more")
-        try:
-            found = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise self.refusal("be TOML", _reason(error), change="correct that line") from None
-        return self._plain(found, "")
+        return dict(self._parsed("TOML", tomllib.loads, text, ""))
 
-    def _plain(self, found: Any, at: str) -> Any:
-        """What was parsed, if it is neither too deep nor has a number that is none."""
-        left: list[tuple[Any, int]] = [(found, 0)]
+    def _parsed(self, form: str, parse: Callable[[str], Any], text: str, at: str) -> Any:
+        """What was parsed, if it is neither too deep nor has too large numbers."""
+        try:
+            found = parse(text)
+        except (ValueError, RecursionError) as error:
+            raise self.refusal(f"be {form}", _reason(error), at) from None
+        left = [(found, 0)]
         while left:
-            one, depth = left.pop()
-            inside: Iterable[Any] = one.values() if isinstance(one, dict) else ()
-            inside = one if isinstance(one, list) else inside
-            left += [(each, depth + 1) for each in inside]
+            value, depth = left.pop()
+            inside = value.values() if isinstance(value, dict) else value
+            if isinstance(value, list | dict):
+                left += [(part, depth + 1) for part in inside]
             if depth > _DEEPEST:
-                must = f"have at most {_DEEPEST} lists and tables in each other"
-                raise self.refusal(must, "more", at)
-            if isinstance(one, int) and abs(one) >= _LARGEST:
+                raise self.refusal(f"be at most {_DEEPEST} lists and tables deep", "more", at)
+            if isinstance(value, int) and abs(value) >= _LARGEST:
                 raise self.refusal("have whole numbers below 2^64", "a larger one", at)
-            if one != one:
-                raise self.refusal("have numbers", one, at)
         return found
 
     def typed(self, kind: Any, value: Any, at: str = "", closed: bool = True) -> Any:
@@ -166,11 +153,11 @@ class _Typed:
     closed: bool
 
     def of(self, kind: Any, value: Any, at: str, limits: Limits) -> Any:
-        if kind in _PLAIN:
-            return self._plain(kind, value, at, limits)
         origin, inner = get_origin(kind), get_args(kind)
         if kind is Any:
             return value
+        if kind in _PLAIN or origin is Literal:
+            return self._plain(kind, value, at, limits)
         if origin is Annotated:
             return self.of(inner[0], value, at, inner[1])
         if origin in (Union, UnionType):
@@ -183,7 +170,8 @@ class _Typed:
         if is_dataclass(kind):
             return self._table(kind, value, at)
         if origin is tuple:
-            self._check(isinstance(value, list), "be a list", value, at)
+            what = f"list of tables, [[{at}]] in TOML" if is_dataclass(inner[0]) else "list"
+            self._check(isinstance(value, list), f"be a {what}", value, at)
             self._check(limits.hold(len(value)), "have entries", value, at)
             if inner[0] is int and all(type(one) is int and 0 <= one < 1e15 for one in value):
                 return tuple(value)  # thousands of ranks, without a call for each
@@ -191,30 +179,27 @@ class _Typed:
                 self.of(inner[0], each, f"{at} {number}", _USUAL)
                 for number, each in enumerate(value, 1)
             )
-        if origin is not None and origin is not Literal:  # a mapping
-            self._check(isinstance(value, dict), "be a table", value, at)
-            return {
-                self._key(inner[0], key, at): self.of(inner[1], one, f"{at}.{key}", _USUAL)
-                for key, one in value.items()
-            }
-        return self._plain(kind, value, at, limits)
+        self._check(isinstance(value, dict), "be a table", value, at)
+        digits = inner[0] is int and all(len(key) < 20 and key.isdecimal() for key in value)
+        return {  # JSON's names of entries are texts
+            self.of(inner[0], int(key) if digits else key, at, _USUAL):
+            self.of(inner[1], one, f"{at}.{key}", _USUAL) for key, one in value.items()
+        }  # fmt: skip
 
     def _check(self, good: object, must: str, got: object, at: str) -> None:
         if not good:
             raise self.reader.refusal(must, got, at)
 
     def _one_of(self, kinds: tuple[Any, ...], value: Any, at: str, limits: Limits) -> Any:
-        if value is None and type(None) in kinds:
+        if value is None and NoneType in kinds:
             return None
-        own = type(value)  # a whole number is no float, where there is a kind for each
-        kinds = tuple(kind for kind in kinds if kind is not type(None))
-        other = [own not in (kind, *get_args(kind)[:1]) for kind in kinds]
-        *others, last = (kinds[at] for at in sorted(range(len(kinds)), key=lambda at: other[at]))
+        *others, last = sorted(  # a whole number is no float, where there is a kind for each
+            (kind for kind in kinds if kind is not NoneType),
+            key=lambda kind: type(value) not in (kind, *get_args(kind)[:1]),
+        )
         for kind in others:
-            try:
+            with suppress(BurstError):
                 return self.of(kind, value, at, limits)
-            except BurstError:
-                continue
         return self.of(last, value, at, limits)
 
     def _table(self, kind: Any, table: Any, at: str) -> Any:
@@ -234,24 +219,15 @@ class _Typed:
 
     def _plain(self, kind: Any, value: Any, at: str, limits: Limits) -> Any:
         if get_origin(kind) is Literal:
-            words = get_args(kind)
-            if value not in words:
-                raise self.reader.refusal(f"be one of {', '.join(words)}", repr(value), at)
+            must = f"be one of {', '.join(get_args(kind))}"
+            self._check(value in get_args(kind), must, repr(value), at)
         elif kind is str:
             self._check(isinstance(value, str), "be a text", value, at)
             most = _SHORT if limits is _USUAL else limits
-            if not most.hold(len(value)):
-                raise self.reader.refusal(f"have less than {most.high:g} characters", value, at)
+            self._check(most.hold(len(value)), f"be under {most.high:g} characters", value, at)
         elif kind is bool:
             self._check(isinstance(value, bool), "be true or false", value, at)
-        else:
-            return self._number(kind, value, at, limits)
-        return value
-
-    def _key(self, kind: type, key: str, at: str) -> Any:
-        """JSON's names of entries are texts."""
-        whole = kind is int and key.isdecimal() and len(key) < 20
-        return self.of(kind, int(key) if whole else key, at, _USUAL)
+        return value if kind not in (int, float) else self._number(kind, value, at, limits)
 
     def _number(self, kind: type, value: Any, at: str, limits: Limits) -> Any:
         good = isinstance(value, int | float) and not isinstance(value, bool)

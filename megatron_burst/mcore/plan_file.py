@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from megatron_burst.errors import BurstError
-from megatron_burst.files import Count, Limits, LongText, Reader, excerpt
+from megatron_burst.files import Count, Limits, LongText, Reader, excerpt, harmless
 from megatron_burst.rates import Rates
 from megatron_burst.say import say, say_once
 
@@ -137,7 +137,7 @@ def _fill(parser: ArgumentParser, parse: _Parse, found: Namespace, words: Sequen
             )
     if taken and os.environ.get("RANK", "0") == "0":
         # Megatron parses thrice (training/inprocess_restart.py:133, ft_integration.py:78)
-        say_once(f"burst attention: {path} adds {' '.join(taken)}")
+        say_once(harmless(f"burst attention: {path} adds {' '.join(taken)}"))
 
 
 def _check_names(flags: Iterable[str], known: Collection[str], path: str) -> None:

@@ -460,8 +460,6 @@ TABLE: tuple[Refusal, ...] = (
     _on_gpus("fp8", "8-bit kernels", asked="--fp8-format"),
     _on_gpus("fp4", "4-bit kernels", asked="--fp4-format"),
     _on_gpus("tp_comm_overlap", "TransformerEngine's layers"),
-    _on_gpus("moe_grouped_gemm", "grouped matrix products"),
-    _on_gpus("moe_permute_fusion", "TransformerEngine's kernels"),
     _on_gpus("moe_token_dispatcher_type", "all-to-alls by DeepEP or HybridEP",
              ("allgather", "alltoall")),
     _on_gpus("optimizer_cpu_offload", "memory of their own"),

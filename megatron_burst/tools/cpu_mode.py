@@ -93,6 +93,9 @@ def adjust_args(args: Namespace) -> list[str]:
         "masked_softmax_fusion": (False, "--no-masked-softmax-fusion"),
         # TransformerEngine's: core/transformer/transformer_config.py:2184
         "apply_rope_fusion": (False, "--no-rope-fusion"),
+        # the same experts one after the other, the same tokens in PyTorch
+        "moe_grouped_gemm": (False, "no --moe-grouped-gemm"),
+        "moe_permute_fusion": (False, "no --moe-permute-fusion"),
     }
     if getattr(args, "use_megatron_fsdp", False):
         # NCCL's: core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:4748
@@ -207,7 +210,7 @@ def validate_adjusted(validate_args, /, args: Namespace, *rest, **options):
     """`validate_args` that adjusts the arguments first."""
     changed = adjust_args(args)
     if changed and args.rank == 0:
-        say(f"megatron_burst CPU mode adds: {' '.join(changed)}")
+        say(f"megatron_burst CPU mode runs with {', '.join(changed)}")
     return validate_args(args, *rest, **options)
 
 

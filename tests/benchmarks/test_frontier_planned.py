@@ -45,8 +45,8 @@ def test_time_and_peak_of_one_h200_are_within_a_few_per_cent():
     slices = [abs(one.errors[0]) for one in some if one.row.model == "qwen3-8b"]
     assert len(slices) >= 3 and median(slices) < 0.02 and max(slices) < 0.035
     small = [one for one in some if one.row.model == "qwen3-1.7b" and one.row.documents]
-    assert max(abs(one.errors[0]) for one in some if one not in small) < 0.045
-    assert len(small) == 3 and all(0.045 < one.errors[0] < 0.1 for one in small)
+    assert max(abs(one.errors[0]) for one in some if one not in small) < 0.04
+    assert len(small) == 3 and all(0.04 < one.errors[0] < 0.09 for one in small)
     assert max(abs(one.errors[1]) for one in some) < 0.02
 
 

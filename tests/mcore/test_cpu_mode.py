@@ -110,6 +110,13 @@ def test_what_only_gpus_have_is_refused():
     assert cpu_mode.adjust_args(Namespace()) == []
 
 
+def test_experts_of_a_plan_for_gpus_run_one_after_the_other():
+    """A plan's flags of speed compute the same without them; a run on CPUs hears of it."""
+    given = Namespace(moe_grouped_gemm=True, moe_permute_fusion=True)
+    assert cpu_mode.adjust_args(given) == ["no --moe-grouped-gemm", "no --moe-permute-fusion"]
+    assert not given.moe_grouped_gemm and not given.moe_permute_fusion
+
+
 def test_megatron_fsdp_scales_gradients_without_nccl():
     given = Namespace(use_megatron_fsdp=True, gradient_reduce_div_fusion=True)
     assert cpu_mode.adjust_args(given) == ["--no-gradient-reduce-div-fusion"]

@@ -280,8 +280,6 @@ CASES = {
         "fp8": (["hybrid"], []),
         "fp4": (["e2m1"], []),
         "tp_comm_overlap": FLAG,
-        "moe_grouped_gemm": FLAG,
-        "moe_permute_fusion": FLAG,
         "moe_token_dispatcher_type": (["flex"], ["allgather", "alltoall"]),
         "optimizer_cpu_offload": FLAG,
         "batch_invariant_mode": FLAG,

@@ -198,7 +198,7 @@ def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
         (["llama9", "--seq-length", ""], "MODEL must be a preset or a file"),
         (
             [PICTURE],
-            "MODEL must name a text file, .*accuracy.png: a binary file; name",
+            "accuracy.png must be a text file, because .*got a binary file; name",
         ),
         (["--hardware", "h300"], "did you mean"),
         (["--gpus", "12", "--gpus-per-node", "8"], "--gpus must be a multiple of --gpus-per-node"),

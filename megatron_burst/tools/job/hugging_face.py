@@ -84,7 +84,7 @@ def _model(config: Config, name: str, reader: Reader) -> Model:
     ffn = 0 if experts else size("shared_intermediate_size", 0)  # Granite's, without experts
     flags, unknown = flags_of(config, kind)
     return Model(
-        excerpt(config.get("_name_or_path") or name), layers, hidden, heads, heads_kv,
+        excerpt(config.get("_name_or_path") or name, 300), layers, hidden, heads, heads_kv,
         *dims, ffn or size("intermediate_size", unused), size("vocab_size"), gated=kind.gated,
         tied=size.truth(_TIED), experts=experts, latent=latent,
         windows=_windows(config, kind, layers, name),

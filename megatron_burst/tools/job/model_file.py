@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def _near(name: str) -> str:
     """ ", did you mean ...?" with a preset of the same family and version, or nothing."""
     letters, version = _family(name)
     same = (preset for preset in PRESETS if version in ("", _family(preset)[1]))
-    return nearest(name, [one for one in same if nearest(letters, [_family(one)[0]])])
+    return nearest(name, [one for one in same if get_close_matches(letters, [_family(one)[0]])])
 
 
 def _family(name: str) -> tuple[str, str]:
