@@ -128,7 +128,8 @@ def _least_squares(matrix: np.ndarray) -> np.ndarray:
 
 def _is_number(value: Any, most: float = 1e18) -> bool:
     """Whether it is a real number from 0 on, and not too large to be summed up."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value <= most
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    return is_real and bool(0 <= value <= most)
 
 
 def _of_costs(costs: Costs) -> Iterable[Need]:
