@@ -4,7 +4,7 @@ A bool counts nothing, so it is refused; and so is a float, also 4.0: it comes f
 division, which leaves a rest for other sizes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from operator import index
 from typing import Any
@@ -28,12 +28,12 @@ def as_integer(value: Any) -> int | None:
         return None
 
 
-def as_list(values: Any) -> list[Any] | None:
-    """The entries of a sequence, array or tensor with one axis; None if it is none."""
+def as_list(values: Any, axes: tuple[int, ...] = (1,)) -> list[Any] | None:
+    """The entries of a sequence, or of an array or tensor with so many axes; None if it is none."""
     ordered = isinstance(values, Iterable) and not isinstance(
         values, str | bytes | Mapping | AbstractSet
     )
-    if not ordered or getattr(values, "ndim", 1) != 1:
+    if not ordered or getattr(values, "ndim", 1) not in axes:
         return None
     try:
         return values.tolist() if hasattr(values, "tolist") else list(values)
@@ -65,26 +65,42 @@ def integers(
     Raises:
         BurstError: if it is none, or one is not from `least` to `most`.
     """
-    entries = as_list(values)
+
+    def read(entry: Any) -> int | None:
+        number = as_integer(entry)
+        return number if number is not None and least <= number <= most else None
+
     must = f"{name} must be a sequence of integers from {least} to {most}, because {why}"
     change = "pass a list of int, or an array or tensor of integers with one axis"
-    require(who, [(entries is not None, must, shown(values), change)])
-    assert entries is not None
-    numbers = [as_integer(entry) for entry in entries]
-    wrong = [
-        f"{shown(entry)} at index {at}"
-        for at, (entry, number) in enumerate(zip(entries, numbers, strict=True))
-        if number is None or not least <= number <= most
-    ]
-    require(who, [(not wrong, must, "".join(wrong[:1]), change)])
-    return [number for number in numbers if number is not None]
+    return entries(who, must, values, read, change)
+
+
+def entries[Entry](
+    who: str, must: str, values: Any, read: Callable[[Any], Entry | None], change: str,
+    axes: tuple[int, ...] = (1,),
+) -> list[Entry]:  # fmt: skip
+    """What `read` makes of each entry of a sequence, or of an array or tensor with so many axes.
+
+    Raises:
+        BurstError: if it is none, or if an entry makes None.
+    """
+    given = as_list(values, axes)
+    require(who, [(given is not None, must, shown(values), change)])
+    assert given is not None
+    made = [read(entry) for entry in given]
+    if None in made:
+        at = made.index(None)
+        require(who, [(False, must, f"{shown(given[at])} at index {at}", change)])
+    return [entry for entry in made if entry is not None]
 
 
 def shown(value: Any) -> str:
     """A value in one short line."""
+    if type(value) is int and value.bit_length() > 256:  # Python prints no more than 4,300 digits
+        return f"an int of {value.bit_length()} bits"
     if hasattr(value, "dtype") and getattr(value, "shape", ()):
         return f"shape {tuple(value.shape)} of {value.dtype}"
     try:
         return " ".join(repr(value).split())[:80]
-    except Exception:  # an int of more digits than Python prints
+    except Exception:  # of the value's own, or of such an int in it
         return f"a {type(value).__name__}"

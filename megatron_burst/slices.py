@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from megatron_burst.errors import BurstError, Need, require
-from megatron_burst.integers import MOST, as_integer, as_list, integer, integers, shown
+from megatron_burst.integers import MOST, as_integer, as_list, entries, integer, integers, shown
 
 FULL, CAUSAL, INVERSE, BOTH = range(4)
 _KINDS = {"full": FULL, "causal": CAUSAL, "inverse_causal": INVERSE, "bi_causal": BOTH}
-_PLACE = "it is a position in the sample"
 
 
 def prefix_lm(prefix: int, tokens: int) -> Tensor:
@@ -30,7 +29,7 @@ def prefix_lm(prefix: int, tokens: int) -> Tensor:
         prefix: its tokens.
         tokens: of the sample.
     """
-    tokens = _sample("prefix_lm", tokens)
+    tokens = integer("prefix_lm", "tokens", tokens, 1)
     prefix = integer("prefix_lm", "prefix", prefix, 0, tokens, "it is the beginning of the sample")
     return _table([(0, prefix, 0, prefix, FULL), (prefix, tokens, 0, tokens, CAUSAL)])
 
@@ -52,7 +51,7 @@ def chunked(tokens: int, chunk: int) -> Tensor:
         tokens: of the sample.
         chunk: tokens of a chunk; the last one may be shorter.
     """
-    tokens = _sample("chunked", tokens)
+    tokens = integer("chunked", "tokens", tokens, 1)
     chunk = integer("chunked", "chunk", chunk, 1, why="the sample is cut into chunks of as many")
     starts = range(0, tokens, chunk)
     ends = (min(start + chunk, tokens) for start in starts)
@@ -67,7 +66,7 @@ def causal_with_spans(spans: Iterable[tuple[int, int]], tokens: int) -> Tensor:
         tokens: of the sample.
     """
     who = "causal_with_spans"
-    tokens, parts, end = _sample(who, tokens), [], 0
+    tokens, parts, end = integer(who, "tokens", tokens, 1), [], 0
     for start, stop in (*_ranges(who, "spans", spans), (tokens, tokens)):
         must = f"spans must ascend within the {tokens} tokens of the sample, because each is a part"
         got = f"({start}, {stop}) after position {end}"
@@ -170,15 +169,17 @@ def of_ranges(
     Raises:
         BurstError: if a kind is none of its words, or a range is missing.
     """
-    who, given = "of_ranges", as_list(kinds)
+
+    def kind_of(word: Any) -> int | None:
+        kind = _KINDS.get(word) if isinstance(word, str) else as_integer(word)
+        return kind if kind in range(4) else None
+
+    who = "of_ranges"
     must = f"kinds must be a sequence of {', '.join(_KINDS)}, or of 0 to 3, because a slice has one"
-    require(who, [(given is not None, must, shown(kinds), "pass a list")])
-    words = [_KINDS.get(x) if isinstance(x, str) else as_integer(x) for x in given or []]
-    wrong = [x for x, kind in zip(given or [], words, strict=True) if kind not in range(4)]
-    require(who, [(not wrong, must, ", ".join(map(shown, wrong[:1])), "pass one of them")])
+    numbers = entries(who, must, kinds, kind_of, "pass a list of them")
     queries, keys = _ranges(who, "q_ranges", q_ranges), _ranges(who, "k_ranges", k_ranges)
-    require(who, [_alike(q_ranges=queries, k_ranges=keys, kinds=words)])
-    return _table((*q, *k, kind) for q, k, kind in zip(queries, keys, words, strict=True))
+    require(who, [_alike(q_ranges=queries, k_ranges=keys, kinds=numbers)])
+    return _table((*q, *k, kind) for q, k, kind in zip(queries, keys, numbers, strict=True))
 
 
 def blocks(alive: Tensor, block: int, tokens: int, causal: bool = False) -> Tensor:
@@ -193,7 +194,7 @@ def blocks(alive: Tensor, block: int, tokens: int, causal: bool = False) -> Tens
     Raises:
         BurstError: if the bitmap is not that of the sample.
     """
-    who, tokens = "blocks", _sample("blocks", tokens)
+    who, tokens = "blocks", integer("blocks", "tokens", tokens, 1)
     block = integer(who, "block", block, 1, why="the sample is cut into blocks of as many tokens")
     number = -(-tokens // block)
     fits = _is_bitmap(alive) and tuple(alive.shape) == (number, number)
@@ -291,15 +292,13 @@ def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
         BurstError: if there is not one length for each sample, or slices are not within theirs.
     """
     who, spans = "packed", _spans("packed", lengths, least=1)
-    given = list(samples) if isinstance(samples, Iterable) else []
+    given = list(samples) if isinstance(samples, Iterable) and getattr(samples, "ndim", 1) else []
     require(who, [_alike(samples=given, lengths=spans)])
     for at, (sample, (start, stop)) in enumerate(zip(given, spans, strict=True)):
-        must = (
-            "samples must be slices [slices, 5], each within its sample, because they are shifted"
-        )
+        must = "samples must be slices [slices, 5] of positions in them, because they are shifted"
         got = f"{shown(sample)} as sample {at} of {stop - start} tokens"
-        fits = _are_slices(sample, stop - start)
-        require(who, [(fits, must, got, "pass what makers make, with the tokens of each sample")])
+        change = "pass what makers make, with the tokens of each sample"
+        require(who, [(_are_slices(sample, stop - start), must, got, change)])
     shifts = (torch.tensor([start] * 4 + [0]) for start, _ in spans)
     return torch.cat([sample.long() + by for sample, by in zip(given, shifts, strict=True)])
 
@@ -311,12 +310,12 @@ def _segments(
     spans = _spans(who, lengths)
     why = "parents are -1, or another segment"
     parents = integers(who, "parents", parents, -1, len(spans) - 1, why)
-    require(who, [_alike(lengths=spans, parents=parents)])
-    if starts is not None:
-        starts = integers(who, "starts", starts, why=_PLACE)
-        require(who, [_alike(lengths=spans, starts=starts)])
-        spans = [(at, at + stop - start) for at, (start, stop) in zip(starts, spans, strict=True)]
-        _require_apart(who, spans)
+    if starts is None:
+        starts = [start for start, _ in spans]
+    starts = integers(who, "starts", starts, why="they are positions in the sample")
+    require(who, [_alike(lengths=spans, parents=parents, starts=starts)])
+    spans = [(at, at + stop - start) for at, (start, stop) in zip(starts, spans, strict=True)]
+    _require_apart(who, spans)
     for segment, own in enumerate(spans):
         way, ancestor = {segment: own}, parents[segment]
         while ancestor != -1:
@@ -343,10 +342,6 @@ def _alike(**given: Sequence) -> Need:
     return len(set(counts.values())) == 1, must, got, "pass one of each"
 
 
-def _sample(who: str, tokens: int) -> int:
-    return integer(who, "tokens", tokens, 1)
-
-
 def _spans(who: str, lengths: Sequence[int], least: int = 0) -> list[tuple[int, int]]:
     """Where parts of these lengths begin and end, one after the other."""
     lengths = integers(who, "lengths", lengths, least, why="they count tokens")
@@ -356,16 +351,16 @@ def _spans(who: str, lengths: Sequence[int], least: int = 0) -> list[tuple[int, 
 
 def _ranges(who: str, name: str, given: Iterable[Any]) -> list[tuple[int, int]]:
     """(start, stop) of each."""
-    given = given.tolist() if isinstance(given, Tensor) else given
+
+    def pair_of(entry: Any) -> tuple[int, int] | None:
+        match [as_integer(x) for x in as_list(entry) or ()]:
+            case [int(start), int(stop)] if 0 <= start <= stop <= MOST:
+                return start, stop
+        return None
+
     must = f"{name} must be pairs (start, stop) of positions, because each is a part of the sample"
     change = "pass a list of pairs of int, of which the second is not smaller"
-    listed = isinstance(given, Iterable) and not isinstance(given, str | bytes)
-    require(who, [(listed, must, shown(given), change)])
-    pairs = [(pair, [as_integer(x) for x in as_list(pair) or ()]) for pair in given]
-    for pair, numbers in pairs:
-        fits = len(numbers) == 2 and None not in numbers and 0 <= numbers[0] <= numbers[1] <= MOST
-        require(who, [(fits, must, shown(pair), change)])
-    return [(start, stop) for _, (start, stop) in pairs]
+    return entries(who, must, given, pair_of, change, axes=(1, 2))
 
 
 def _has_data(x: object) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_burst.errors import Need, require
 from megatron_burst.files import Reader
-from megatron_burst.integers import MOST, as_integer, shown
+from megatron_burst.integers import MOST, as_integer, integers, shown
 
 WHO = "megatron_burst.balance"
 IN_PLAN = "micro_batch_s"  # where a plan has them
@@ -70,7 +70,8 @@ def pairs_of(lengths: np.ndarray) -> np.ndarray:
     Raises:
         BurstError: if they are no integers from 0 to 2^31.
     """
-    lengths = np.asarray(lengths)
+    if not isinstance(lengths, np.ndarray | np.generic):
+        lengths = np.array(integers(WHO, "lengths", lengths), dtype=np.int64)
     whole = np.issubdtype(lengths.dtype, np.integer)
     fits = whole and (lengths >= 0).all() and (lengths <= MOST).all()
     must = f"lengths must be integers from 0 to {MOST}, because pairs are counted in 64 bits"
@@ -127,18 +128,19 @@ def _least_squares(matrix: np.ndarray) -> np.ndarray:
 
 def _is_number(value: Any, most: float = 1e18) -> bool:
     """Whether it is a real number from 0 on, and not too large to be summed up."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= most
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    return is_real and bool(0 <= value <= most)
 
 
 def _of_costs(costs: Costs) -> Iterable[Need]:
     at = costs.transfer if isinstance(costs.transfer, Mapping) else {0: None}
     sane = all(_is_number(v, 1e9) for v in (costs.token, costs.pair, costs.fixed, *at.values()))
-    sizes = all((as_integer(size) or 0) > 0 for size in at)
+    sizes = all(isinstance(size, Integral) and (as_integer(size) or 0) > 0 for size in at)
     yield (
         sane and sizes and costs.token + costs.pair > 1e-30,
         "costs must be seconds up to 1e9, above 0 for a token or a pair, and transfer a mapping of "
         "them by context-parallel size, because work is compared by them",
-        costs,
+        shown(costs),
         "measure micro-batches and call fit, or read a plan",
     )
 
