@@ -50,6 +50,8 @@ LongText = Annotated[str, Limits(high=_MIB)]
 def harmless(text: str) -> str:
     """A text with its control characters written out, so that no terminal obeys them; ends of
     lines stay."""
+    if text.isprintable():
+        return text
     return "".join(
         char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
         for char in text
@@ -59,8 +61,7 @@ def harmless(text: str) -> str:
 def excerpt(value: object, most: int = 80) -> str:
     """The beginning of a value of a file, in one harmless line."""
     text = value if isinstance(value, str) else repr(value)
-    cut = " ".join(harmless(text[:most]).split())
-    return f"{cut}..." if len(text) > most else cut
+    return " ".join(harmless(text[:most]).split()) + "..." * (len(text) > most)
 
 
 @dataclass(frozen=True, slots=True)
