@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from megatron_burst.errors import BurstError, nearest
 
 _MIB = 1 << 20
-_DEEPEST = 40  # lists and tables in each other
-_LARGEST = 1 << 64  # a whole number
+_DEEPEST, _LARGEST = 40, 1 << 64  # lists and tables in each other; a whole number
 _LONGEST = 1000  # a line of TOML: tomllib takes quadratic time for the parts of a name
 
 
@@ -130,8 +129,9 @@ class Reader:
                 left += [(part, depth + 1) for part in inside]
             if depth > _DEEPEST:
                 raise self.refusal(f"be at most {_DEEPEST} lists and tables deep", "more", at)
-            if isinstance(value, int) and abs(value) >= _LARGEST:
-                raise self.refusal("have whole numbers below 2^64", "a larger one", at)
+            large = isinstance(value, int) and abs(value) >= _LARGEST
+            if large or (value != value and form == "JSON"):  # whose NaN not all readers type
+                raise self.refusal("have numbers, whole ones below 2^64", value, at)
         return found
 
     def typed(self, kind: Any, value: Any, at: str = "", closed: bool = True) -> Any:
