@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from megatron_burst.errors import BurstError, nearest
 
 _MIB = 1 << 20
-_DEEPEST = 40  # lists and tables in each other
-_LARGEST = 1 << 64  # a whole number
+_DEEPEST, _LARGEST = 40, 1 << 64  # lists and tables in each other; a whole number
 _LONGEST = 1000  # a line of TOML: tomllib takes quadratic time for the parts of a name
 
 
@@ -50,6 +49,8 @@ LongText = Annotated[str, Limits(high=_MIB)]
 def harmless(text: str) -> str:
     """A text with its control characters written out, so that no terminal obeys them; ends of
     lines stay."""
+    if text.isprintable():
+        return text
     return "".join(
         char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
         for char in text
@@ -59,8 +60,7 @@ def harmless(text: str) -> str:
 def excerpt(value: object, most: int = 80) -> str:
     """The beginning of a value of a file, in one harmless line."""
     text = value if isinstance(value, str) else repr(value)
-    cut = " ".join(harmless(text[:most]).split())
-    return f"{cut}..." if len(text) > most else cut
+    return " ".join(harmless(text[:most]).split()) + "..." * (len(text) > most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,9 @@ class Reader:
                 left += [(part, depth + 1) for part in inside]
             if depth > _DEEPEST:
                 raise self.refusal(f"be at most {_DEEPEST} lists and tables deep", "more", at)
-            if isinstance(value, int) and abs(value) >= _LARGEST:
-                raise self.refusal("have whole numbers below 2^64", "a larger one", at)
+            large = isinstance(value, int) and abs(value) >= _LARGEST
+            if large or (value != value and form == "JSON"):  # whose NaN not all readers type
+                raise self.refusal("have numbers, whole ones below 2^64", value, at)
         return found
 
     def typed(self, kind: Any, value: Any, at: str = "", closed: bool = True) -> Any:

@@ -167,6 +167,7 @@ def test_latent_attention_and_experts_of_megatron():
     ("name", "text", "match"),
     [
         ("config.json", "{\n 'a': 1}", "config.json must be JSON.*line 2 column 2"),
+        ("config.json", json.dumps({**LLAMA, "rope_theta": float("nan")}), "have numbers.*got nan"),
         ("config.json", "[1]", r"must be a table.*got \[1\]"),
         ("config.json", json.dumps({**LLAMA, "hidden_size": "wide"}), "'hidden_size'.*'wide'"),
         ("config.json", '{"num_attention_head": 4}', "heads, .*did you mean 'num_att"),

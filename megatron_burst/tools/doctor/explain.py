@@ -110,7 +110,8 @@ def _read(folder: Path) -> Iterator[Line]:
     for path in sorted(folder.glob("*.jsonl")):
         why = "ranks wrote there what they waited for"
         reader = Reader("doctor", str(path), why, "name another folder", most=_MOST)
-        for text in reader.text(errors="replace").splitlines() if path.is_file() else ():
+        whole = reader.text(errors="replace") if path.is_file() else ""
+        for text in filter(str.strip, whole.splitlines()):
             with suppress(BurstError, IndexError):  # a process ended as it wrote
                 yield Line.of(reader.typed(_Written, reader.json(text), closed=False))
 
