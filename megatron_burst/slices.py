@@ -310,12 +310,12 @@ def _segments(
     spans = _spans(who, lengths)
     why = "parents are -1, or another segment"
     parents = integers(who, "parents", parents, -1, len(spans) - 1, why)
-    if starts is None:
-        starts = [start for start, _ in spans]
-    starts = integers(who, "starts", starts, why="they are positions in the sample")
-    require(who, [_alike(lengths=spans, parents=parents, starts=starts)])
-    spans = [(at, at + stop - start) for at, (start, stop) in zip(starts, spans, strict=True)]
-    _require_apart(who, spans)
+    require(who, [_alike(lengths=spans, parents=parents)])
+    if starts is not None:
+        starts = integers(who, "starts", starts, why="they are positions in the sample")
+        require(who, [_alike(lengths=spans, starts=starts)])
+        spans = [(at, at + stop - start) for at, (start, stop) in zip(starts, spans, strict=True)]
+        _require_apart(who, spans)
     for segment, own in enumerate(spans):
         way, ancestor = {segment: own}, parents[segment]
         while ancestor != -1:
