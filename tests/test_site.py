@@ -117,7 +117,7 @@ def test_every_option_and_refusal_has_its_line(site):
     errors = (site / "reference" / "errors.html").read_text()
     assert errors.count("<tr>") > 200
     assert "the calling rank must belong to the group" in errors  # a need of attention.py
-    assert "--cu-seqlens must name a file of whole numbers" in errors  # a BurstError of tools/
+    assert "--cu-seqlens must fit into --seq-length" in errors  # a BurstError of tools/
     commands = (site / "reference" / "command-line.html").read_text()
     assert all(f"megatron-burst {name}" in commands for name in ("plan", "doctor", "calibrate"))
 
