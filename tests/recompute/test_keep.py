@@ -274,6 +274,7 @@ def test_a_module_has_gradients_where_no_input_of_it_needs_one(called, reentrant
     another input that needs one."""
     x, y = (torch.linspace(-1, n, 30, dtype=torch.float64).view(5, 6) for n in (1, 2))
     y, found = y.requires_grad_(reentrant or frozen), []
+    keep(Adapted(frozen))  # sets up checkpoints, if none was kept in this process yet
     for wrap in (lambda function: function, keep):
         layer, y.grad = Adapted(frozen), None
         up = CALLED[called](layer, wrap)
