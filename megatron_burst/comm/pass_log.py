@@ -6,8 +6,8 @@ GPU takes part, and a mismatch is found even if GPU transfers hang. The sum goes
 ranks twice, so a rank sends two messages, however many ranks there are. It is over only when all
 ranks have begun, and each sees from it whether all are alike. If not, they tell each other their
 stamps through the store. On CPU ranks wait for the sum before anything is sent, because a gloo
-receive of another size ends the process, and again at the end of the pass, so that all of them
-hear of one that failed before anybody uses a result. On GPUs nothing waits: the sum of a pass is
+receive of another size ends the process, and again at the end of a backward, so that all of them
+hear of one that failed before anybody writes weights. On GPUs nothing waits: the sum of a pass is
 looked at when a later one begins, before an optimizer writes weights, and once a second by a
 thread, which logs what it finds, as this process may be waiting for a hung GPU.
 """
@@ -284,7 +284,7 @@ class Marks:
 
 class Pass:
     """A pass of a call on this rank: `begin` announces it; as a context it tells the other ranks
-    if it fails, and where stamps are waited for raises on all of them if one failed.
+    if it fails, and where stamps are waited for a backward raises on all of them if one failed.
 
     Attributes:
         number: of the pass, once it has begun.
@@ -309,5 +309,5 @@ class Pass:
             error.add_note(f"in layer {layer}, {what.name.lower()}")
         if self._tells and log and isinstance(error, Exception):
             log.fail(error)
-        elif error is None and self.number and log and log.waits:
-            self._marks.begin(Kind.OVER, self.number, layer)
+        elif error is None and self.number and log and log.waits and what is Kind.BACKWARD:
+            self._marks.begin(Kind.OVER, self.number, layer)  # an optimizer's step may be next

@@ -30,7 +30,7 @@ IN_WORDS = (
     "a call that is new to it", "a forward", "the backward of", "the passing on of later rows",
     "the recomputation of early rows", "the end of a step", "a call that it refuses",
     "a pass that failed", "a forward whose results are kept for recomputation",
-    "the check of a call", "the end of a pass",
+    "the check of a call", "the end of a backward",
 )  # fmt: skip
 
 
