@@ -129,15 +129,14 @@ def first_of_a_kind(rank, attend, end):
     attend(causal=rank != ODD)
 
 
-# what the odd rank begins, and what the others do; where a pass ends, ranks on CPUs compare again:
-# a second forward is pass 3
+# what the odd rank begins, and what the others do
 ASTRAY = {
     backward_twice: ("the backward of pass", "a forward"),
     no_backward: ("a forward", "the backward of pass"),
     skipped_between_layers: ("a forward in layer 3", "a forward in layer 2"),
     skipped_before_backward: ("the backward of pass", "a forward"),
     skipped_before_the_end: ("the end of a step", "a forward"),
-    backward_of_another: ("the backward of pass 3", "the backward of pass 1"),
+    backward_of_another: ("the backward of pass 2", "the backward of pass 1"),
     first_of_a_kind: ("a call that is new to it.* causal=False", "a forward.* causal=True"),
 }
 
