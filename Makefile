@@ -6,7 +6,7 @@ RUN := scripts/bootstrap.sh .venv/bin/python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-fast test-cpus gpu-test test-matrix test-integrations conformance docs lint format clean
+.PHONY: help install demo test test-all test-fast test-cpus same-as gpu-test test-matrix test-integrations conformance docs lint format clean
 
 # Plans, kernels, simulated ranks, recomputation, parts of the loss, the rules about the code; without
 # Megatron, the command line and most real processes, which take most of the time.
@@ -37,6 +37,9 @@ test-fast: ## run a part of the tests, under 3 minutes
 
 test-cpus: ## run the tests whose numbers depend on the processor as other processors would
 	@$(RUN) scripts/test_cpus.py $(ARGS)
+
+same-as: ## compare programs, bits, times, plans and refusals with COMMIT=...
+	@$(RUN) -m tests.frozen compare $(COMMIT)
 
 # Twelve tests at a time (more do not fit in 80 GB), those that share ranks in
 # one worker: most of their time is starting processes and compiling kernels.
