@@ -1,6 +1,7 @@
 """Imports point one way: a module imports only its own layer or earlier ones."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -79,6 +80,20 @@ def test_imports_only_from_its_own_layer_or_earlier(path):
     for imported in imports_of(path):
         lazy = imported in LAZY.get(module_of(path), ())
         assert lazy or layer_of(imported) <= layer_of(module_of(path)), imported
+
+
+def test_package_docstrings_and_contributing_name_modules_that_exist():
+    """They are the first text that a reader of a folder opens."""
+    for path in PACKAGE.rglob("__init__.py"):
+        package = module_of(path)
+        words = re.findall(r"`([\w.]+)`", ast.get_docstring(ast.parse(path.read_text())) or "")
+        for word in words:
+            name = word.removeprefix("megatron_burst.")
+            known = {name, f"{package}.{name}"} & MODULES.keys() or (path.parent / name).is_file()
+            assert known, (package, word)
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    for folder in re.findall(r"`([\w/]+)/`", text):
+        assert (PACKAGE / folder).is_dir() or (PACKAGE.parent / folder).is_dir(), folder
 
 
 def test_only_mcore_imports_megatron():

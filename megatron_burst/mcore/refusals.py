@@ -1,7 +1,7 @@
 """What burst does not support: one table, checked against arguments, configurations, layers, calls
 and models.
 
-Every entry point calls `check`. Nothing here loads Megatron.
+Every entry point calls `refuse`. Nothing here loads Megatron.
 """
 
 from collections.abc import Callable, Container, Iterator
