@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from benchmarks.one_rank import Silent
 from benchmarks.stack import config_of
 from megatron_burst.attention import BurstAttentionFunction
-from megatron_burst.engine.documents import Documents
 from megatron_burst.engine.passes import Passes
-from megatron_burst.engine.sample import Sample
 from megatron_burst.kernels.backends import choose_backend, kernel_of
+from megatron_burst.masks.documents import Documents
+from megatron_burst.masks.sample import Sample
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.packed import consecutive_part
 from megatron_burst.mcore.specs import burst_spec

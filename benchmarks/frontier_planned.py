@@ -37,7 +37,7 @@ from benchmarks.frontier_cases import (
 from benchmarks.rows import append, check_appendable, read
 from benchmarks.sweep import new_app
 from megatron_burst.config import BurstConfig
-from megatron_burst.recompute.budget import Placed
+from megatron_burst.recompute.auto.budget import Placed
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.tools.hardware import GIB, Hardware
 from megatron_burst.tools.hardware_file import hardware as hardware_of

@@ -10,13 +10,13 @@ from benchmarks.library_peers import Ulysses
 from benchmarks.packed_cases import PackedCase
 from benchmarks.peers import Autograd, Burst, Ceiling, Shard
 from benchmarks.te_peer import TransformerEngine
-from megatron_burst.engine.sample import indices_of
-from megatron_burst.engine.slice_calls import Calls
-from megatron_burst.engine.slice_parts import Bands
-from megatron_burst.engine.tree import slices_of_tree
 from megatron_burst.kernels.backends import QuerySide
-from megatron_burst.kernels.parts import Parts
+from megatron_burst.kernels.masks.parts import Parts
 from megatron_burst.kernels.visible import Segments, Visible
+from megatron_burst.masks.sample import indices_of
+from megatron_burst.masks.slice_calls import Calls
+from megatron_burst.masks.slice_parts import Bands
+from megatron_burst.masks.tree import slices_of_tree
 from megatron_burst.schedule.layout import Layout, places_in_documents, positions
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.tools.world import World

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_burst.schedule.grid import nodes_of
+from megatron_burst.comm.grid import nodes_of
 from megatron_burst.schedule.topology import Topology, topology_of
 
 INTRA, INTER, OTHER = "#1f3d66", "#c2410c", "#d6d6d2"

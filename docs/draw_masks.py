@@ -7,7 +7,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from megatron_burst import slices
-from megatron_burst.engine.slice_checks import work_of_ranks
+from megatron_burst.masks.slice_checks import work_of_ranks
 from megatron_burst.schedule.layout import Layout, positions
 
 TOKENS, RANKS = 256, 4

@@ -152,7 +152,7 @@ def burst_attention(
     try:
         q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
         if state.sharded is not None:
-            from megatron_burst.engine.sample import check_rows
+            from megatron_burst.masks.sample import check_rows
 
             check_rows(state.sharded, (layout, bool(causal or window), given), (q, k), group.size())
         if given:
@@ -258,13 +258,13 @@ def _documents(
         BurstError: if they are refused.
     """
     # most runs never load these
-    from megatron_burst.engine.documents import documents_of
-    from megatron_burst.engine.sample import Sample
+    from megatron_burst.masks.documents import documents_of
+    from megatron_burst.masks.sample import Sample
 
     sample = Sample(*given)
     if sample.slices is sample.parents is None:
         return documents_of(state.samples, sample, sizes[:2], layout, like)
-    from megatron_burst.engine.slices import slices_of
+    from megatron_burst.masks.slices import slices_of
 
     return slices_of(state, sample, causal, sizes, layout, like)
 
@@ -284,7 +284,7 @@ def _attend(
     run = passes if followed else passes.recomputed or passes
     if not passes.check:
         return BurstAttentionFunction.apply(q, k, v, sink, run, documents, layer)
-    from megatron_burst.engine.spot_checks import checked  # which most runs never load
+    from megatron_burst.checks.spot_checks import checked  # which most runs never load
 
     return checked(BurstAttentionFunction.apply, (q, k, v, sink), run, documents, layer)
 

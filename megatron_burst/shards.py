@@ -13,10 +13,10 @@ from megatron_burst.call import brief, is_dense
 from megatron_burst.comm.alone import Ranks, given_or_default
 from megatron_burst.comm.announce import announce, backward_of
 from megatron_burst.comm.group import state_of
-from megatron_burst.engine.documents import Documents
-from megatron_burst.engine.sample import Sample, indices_of, of_last_shard
 from megatron_burst.errors import BurstError, Need, unmet
 from megatron_burst.integers import MOST, as_integer
+from megatron_burst.masks.documents import Documents
+from megatron_burst.masks.sample import Sample, indices_of, of_last_shard
 from megatron_burst.schedule.layout import Layout, positions
 
 type LayoutName = Literal["zigzag", "contiguous", "striped", "zigzag-documents"]

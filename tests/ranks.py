@@ -18,8 +18,8 @@ _ALWAYS += ["pytest", "hypothesis", "torch._dynamo", "tests.dynamo_table"]
 _PRELOAD = [f"megatron_burst.kernels.{name}" for name in (
     "fa4", "flash_attn", "reference", "torch_cpu", "torch_gpu", "triton",
 )]  # fmt: skip
-_PRELOAD += ["megatron_burst.comm.hops", "megatron_burst.comm.symmetric"]
-_PRELOAD += ["megatron_burst.comm.verdict", "megatron_burst.engine.slices"]
+_PRELOAD += ["megatron_burst.desync.hops", "megatron_burst.comm.symmetric"]
+_PRELOAD += ["megatron_burst.desync.verdict", "megatron_burst.masks.slices"]
 # The process's only cache: GPU crews, by their settings, the latest last. A CUDA context, NCCL
 # and compiled kernels take 10 s per process, so tests share them; and up to 2 GiB of a GPU, so only
 # a few processes stay.

@@ -1,4 +1,4 @@
-"""Calls beside attention's that ranks of a group make together, such as the loss and `shard`."""
+"""Calls beside attention's that ranks make together: loss, `shard` (not on the reading path)."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager

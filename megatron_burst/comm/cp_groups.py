@@ -1,4 +1,4 @@
-"""The nodes of a context-parallel group, and the process groups inside and between them."""
+"""Nodes of a context-parallel group, and groups inside and between (not on the reading path)."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from megatron_burst.comm.alone import given_or_default
 from megatron_burst.comm.communicator import communicator_of
+from megatron_burst.comm.grid import grid, nodes_of
 from megatron_burst.config import BurstConfig
-from megatron_burst.schedule.grid import grid, nodes_of
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link, Topology
 

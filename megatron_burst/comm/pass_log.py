@@ -115,7 +115,7 @@ class PassLog(Members):
                 return
             self._tell_of(error, lost)
         if not lost:
-            from megatron_burst.comm.verdict import own_failure
+            from megatron_burst.desync.verdict import own_failure
 
             own_failure(self, error)
 
@@ -130,7 +130,7 @@ class PassLog(Members):
 
     def lost_hop(self, error: Exception) -> BurstError:
         """The error of a transfer that failed, which later passes raise too."""
-        from megatron_burst.comm.verdict import lost_hop
+        from megatron_burst.desync.verdict import lost_hop
 
         return self.end(*lost_hop(self, error))
 
@@ -213,14 +213,14 @@ class PassLog(Members):
                 self.store.set(self.waiting(self.rank), "")
 
     def _disagreement(self, entry: Entry) -> BurstError:
-        from megatron_burst.comm.differing import disagreement
+        from megatron_burst.desync.differing import disagreement
 
         error, goes_on = disagreement(self, entry)
         self._break(None if goes_on else error)
         return error
 
     def _lost(self, entry: Entry, why: str) -> BurstError:
-        from megatron_burst.comm.verdict import lost_pass
+        from megatron_burst.desync.verdict import lost_pass
 
         error, lost = lost_pass(self, entry, why)
         self._tell_of(error, lost)  # a rank that comes later
@@ -238,7 +238,7 @@ def _await_watch(ident: int | None) -> None:
 
 
 def _watch(*watched: Any) -> None:
-    from megatron_burst.comm.verdict import watch
+    from megatron_burst.desync.verdict import watch
 
     watch(*watched)
 

@@ -1,4 +1,4 @@
-"""Slots that other ranks of the node read directly; loaded where ranks share memory of GPUs."""
+"""Slots that other ranks of the node read directly, of GPUs alone (not on the reading path)."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass

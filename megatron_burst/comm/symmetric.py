@@ -1,4 +1,4 @@
-"""Slots in torch's symmetric memory: GPUs of one node read each other's, by copy engine."""
+"""Slots in torch's symmetric memory, read by copy engine (not on the reading path)."""
 
 import re
 import weakref

@@ -141,7 +141,7 @@ class Board:
             if wrong := theirs.get(PROBLEM):
                 raise BurstError(f"{wrong} ({of.rank} {rank})")
         if any(theirs != post for theirs in everyones):
-            from megatron_burst.comm.terms import refuse_differences
+            from megatron_burst.desync.terms import refuse_differences
 
             refuse_differences(who, everyones, self._rank, of)
         self._agreed[key] = None

@@ -21,7 +21,7 @@ from megatron_burst.engine.watch import METER, profiled, with_ranges
 from megatron_burst.schedule.program import Home, Op, Program, Stream, Transfer
 
 if TYPE_CHECKING:
-    from megatron_burst.engine.documents import Documents
+    from megatron_burst.masks.documents import Documents
 
 
 class Executor(Bound):

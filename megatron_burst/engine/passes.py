@@ -20,7 +20,7 @@ from megatron_burst.schedule.program import Home
 from megatron_burst.schedule.spec import Direction, Dtype, Spec
 
 if TYPE_CHECKING:  # most runs have none
-    from megatron_burst.engine.documents import Documents
+    from megatron_burst.masks.documents import Documents
 
 # Checkpoints' frames that run in this thread, outermost first, like a call stack; None while an
 # attention function is being recorded. `recompute.keeping` sets it.
@@ -77,7 +77,7 @@ class Passes:
         wire = self.dtype if narrow else sums
         kind: type[Executor] = Executor
         if self.nan_guard:
-            from megatron_burst.engine.guard import GuardedExecutor
+            from megatron_burst.checks.guard import GuardedExecutor
 
             kind = GuardedExecutor
         return kind(

@@ -15,7 +15,7 @@ from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import Arrange, Buffer, Home, Program, Restore, uses_of
 
 if TYPE_CHECKING:
-    from megatron_burst.engine.documents import Documents
+    from megatron_burst.masks.documents import Documents
 
 _OWN = Home.CALL, Home.PART  # tensors of their own; all other buffers are raw bytes
 _APART = 512  # bytes to whose multiples buffers are aligned, as torch's allocator does

@@ -21,7 +21,7 @@ from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
 
 if TYPE_CHECKING:
-    from megatron_burst.engine.clock import Clock
+    from megatron_burst.checks.clock import Clock
 
 _NONE = nullcontext()
 
@@ -126,7 +126,7 @@ class Meter:
         if not self._timed or before is None or profiled() or number not in (0, before // 2):
             return None
         if executor not in self._made:
-            from megatron_burst.engine.clock import Clock
+            from megatron_burst.checks.clock import Clock
 
             self._made[executor] = Clock(executor)
         return self._clocks.setdefault(executor, self._made[executor])

@@ -1,4 +1,4 @@
-"""FlashAttention-4 (the CuTe DSL kernels of the flash-attn-4 package) for Hopper and Blackwell."""
+"""FlashAttention-4: CuTe DSL kernels for Hopper and Blackwell (not on the reading path)."""
 
 import importlib
 import inspect
@@ -15,7 +15,7 @@ from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
 
 if TYPE_CHECKING:  # most runs never load it
-    from megatron_burst.kernels.parts import Parts
+    from megatron_burst.kernels.masks.parts import Parts
 
 _WHERE = (
     "window_size_left", "window_size_right",
@@ -146,8 +146,8 @@ def _blocks(parts: "Parts", q: Tensor, k: Tensor, of_keys: bool) -> dict[str, An
     """Parts as blocks."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    from megatron_burst.kernels.block_sparse import SIZE, block_sparse_of
-    from megatron_burst.kernels.fa4_mask import is_seen
+    from megatron_burst.kernels.masks.block_sparse import SIZE, block_sparse_of
+    from megatron_burst.kernels.masks.fa4_mask import is_seen
 
     blocks = block_sparse_of(parts, q.shape[1], k.shape[1], q.device)
     lists = blocks.of_keys if of_keys else blocks.of_rows

@@ -1,4 +1,4 @@
-"""FlashAttention-2 and -3 from the packages that users build from source, if installed.
+"""FlashAttention-2 and -3 of the packages built from source (not on the reading path).
 
 A call passes some arguments by name. A function is understood if it has those, and if for every
 other argument we know a value that switches it off. A new option without a default, or a missing

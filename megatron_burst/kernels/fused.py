@@ -1,4 +1,4 @@
-"""Triton kernels: partials, sums of gradients, delta; each is one launch, one pass over memory.
+"""Partials, sums of gradients and delta, each one Triton launch (not on the reading path).
 
 `partial` documents each and has it in plain torch; sums are in float32 here. Tensors may have any
 strides. A program works on a block of tokens of one head.

@@ -1,4 +1,4 @@
-"""Plain torch attention in blocks of query rows: any device, any dtype; the oracle in float64."""
+"""Attention in plain torch, any device and dtype; the oracle (not on the reading path)."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

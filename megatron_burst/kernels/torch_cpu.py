@@ -1,4 +1,4 @@
-"""torch's own flash attention for CPUs: its fastest attention there."""
+"""torch's own flash attention for CPUs, its fastest there (not on the reading path)."""
 
 from collections.abc import Sequence
 from typing import Any

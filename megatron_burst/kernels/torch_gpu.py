@@ -1,4 +1,4 @@
-"""cuDNN and FlashAttention-2, as torch ships them; what FlashAttention's varlen kernels take."""
+"""cuDNN and FlashAttention-2 of torch, and varlen calls (not on the reading path)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Our own FlashAttention in Triton: portable, with backward from lse and delta, any strides."""
+"""Our own FlashAttention in Triton, for any strides (not on the reading path)."""
 
 from importlib.util import find_spec
 

@@ -1,8 +1,9 @@
-"""Launches of our Triton kernels for backward, and the statistics that they read.
+"""Launches of our Triton kernels for backward (not on the reading path).
 
-In one kernel a program loops over the query rows that see its block of keys and accumulates dk and
-dv; in the other it loops over the keys of its block of query rows and accumulates dq. Both compute
-scores, so there are 7 products instead of 5, but nothing is accumulated in memory.
+Also the statistics that they read. In one kernel a program loops over the query rows that see its
+block of keys and accumulates dk and dv; in the other it loops over the keys of its block of query
+rows and accumulates dq. Both compute scores, so there are 7 products instead of 5, but nothing is
+accumulated in memory.
 """
 
 import torch
@@ -11,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from megatron_burst.kernels.block_lists import lists_of
+from megatron_burst.kernels.masks.block_lists import lists_of
 from megatron_burst.kernels.triton_grads import key_grads_kernel, query_grads_kernel
 from megatron_burst.kernels.triton_tiles import (
     LOG2_E,

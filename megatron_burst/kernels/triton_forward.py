@@ -1,11 +1,11 @@
-"""Attention forward in Triton: a program loops over the keys of a block of query rows."""
+"""Attention forward in Triton, by blocks of query rows (not on the reading path)."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_burst.kernels.block_lists import lists_of
+from megatron_burst.kernels.masks.block_lists import lists_of
 from megatron_burst.kernels.triton_tiles import (
     LN_2,
     LOG2_E,

@@ -1,4 +1,4 @@
-"""Our backward kernels in Triton: gradients of keys and values, and of queries."""
+"""Our backward kernels in Triton: dk and dv, and dq (not on the reading path)."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""What our Triton kernels share: tiles, the band that a block sees, block sizes by GPU.
+"""What our Triton kernels share: tiles, bands, block sizes (not on the reading path).
 
 An operand is (tensor, stride of b, stride of n, stride of h), for a statistic [b, h, n]
 (tensor, stride of b, stride of h, stride of n). Tensors may have more than 2^31 elements, so a

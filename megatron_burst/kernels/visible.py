@@ -11,7 +11,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.schedule.mask import Band
 
 if TYPE_CHECKING:  # most runs never load it
-    from megatron_burst.kernels.parts import Parts
+    from megatron_burst.kernels.masks.parts import Parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # tensors cannot be compared by ==

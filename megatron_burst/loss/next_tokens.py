@@ -10,11 +10,11 @@ from torch import Tensor
 from megatron_burst.call import brief, is_dense
 from megatron_burst.comm.alone import Ranks, given_or_default
 from megatron_burst.comm.group import state_of
-from megatron_burst.engine.documents import Documents
-from megatron_burst.engine.sample import Sample, ends_in_one_rank, holds_whole
 from megatron_burst.errors import Need, unmet
 from megatron_burst.integers import as_integer
 from megatron_burst.loss.checks import digest
+from megatron_burst.masks.documents import Documents
+from megatron_burst.masks.sample import Sample, ends_in_one_rank, holds_whole
 from megatron_burst.shards import LayoutName, Shards, Sizes, shards_of
 
 WHO = "next tokens"

@@ -20,8 +20,8 @@ from megatron_burst.call import attention_shape, spec_of, window_of
 from megatron_burst.comm.announce import telling
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.slice_checks import sees_later
 from megatron_burst.errors import BurstError
+from megatron_burst.masks.slice_checks import sees_later
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.checks import (
     WHO,
@@ -33,9 +33,9 @@ from megatron_burst.mcore.checks import (
     check_slices,
     say_if_keep_is_idle,
 )
+from megatron_burst.mcore.keep.recompute import for_calls, keeping_nothing, resolved
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.patches import apply, switch_on_keep
-from megatron_burst.mcore.recompute import for_calls, keeping_nothing, resolved
 from megatron_burst.mcore.refusals import refuse
 from megatron_burst.mcore.sliced import check_placed
 from megatron_burst.recompute.keeping import running

@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.group import state_of
 from megatron_burst.comm.watch import Latest
-from megatron_burst.engine.sample import identity, indices_of
 from megatron_burst.errors import require
+from megatron_burst.masks.sample import identity, indices_of
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.args import global_args
 from megatron_burst.mcore.refusals import CUDA_GRAPHS, OFF

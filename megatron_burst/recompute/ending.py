@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import _StopRecomputationError
 
 from megatron_burst.errors import BurstError
-from megatron_burst.recompute.graph import makers_of, readers
+from megatron_burst.recompute.auto.graph import makers_of, readers
 from megatron_burst.recompute.keep import call_kept
 from megatron_burst.recompute.keeping import WHO, Keeping, RunningFrame, Tensors, running
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_burst.comm.alone import is_first
 from megatron_burst.environment import available_host_bytes
-from megatron_burst.recompute.budget import LAYERS_BEHIND
+from megatron_burst.recompute.auto.budget import LAYERS_BEHIND
 from megatron_burst.recompute.keeping import WHO, Frame, Resident, Tensors, Watch, running
 from megatron_burst.say import say
 

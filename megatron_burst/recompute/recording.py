@@ -19,7 +19,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from megatron_burst.engine.passes import lean
 from megatron_burst.errors import BurstError
-from megatron_burst.recompute.graph import leaves_of
+from megatron_burst.recompute.auto.graph import leaves_of
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Tensors, Watch, without_frames
 from megatron_burst.transforms import refuse_transforms
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from megatron_burst.comm.grid import grid
 from megatron_burst.resolve import how_it_runs, resolve
-from megatron_burst.schedule.grid import grid
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import GIB

@@ -9,15 +9,15 @@ from unittest.mock import patch
 import torch
 
 from megatron_burst.call import attention_shape
-from megatron_burst.engine.documents import Documents
+from megatron_burst.checks.guard import GuardedExecutor
 from megatron_burst.engine.executor import Executor
-from megatron_burst.engine.guard import GuardedExecutor
 from megatron_burst.engine.memory import empty_like_rows
-from megatron_burst.engine.sample import Sample
-from megatron_burst.engine.slices import Slices
 from megatron_burst.kernels.backends import backends
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.kernels.reference import Reference
+from megatron_burst.masks.documents import Documents
+from megatron_burst.masks.sample import Sample
+from megatron_burst.masks.slices import Slices
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS, Mask
 from megatron_burst.schedule.modes import MODES

@@ -12,7 +12,7 @@ import torch
 
 from megatron_burst import BurstError, position_ids
 from megatron_burst.attention import burst_attention
-from megatron_burst.engine.sample import identity
+from megatron_burst.masks.sample import identity
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.numeric

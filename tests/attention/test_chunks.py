@@ -9,8 +9,8 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.watch import Latest
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.documents import Documents, documents_of
-from megatron_burst.engine.sample import Sample
+from megatron_burst.masks.documents import Documents, documents_of
+from megatron_burst.masks.sample import Sample
 from megatron_burst.schedule.chunks import by_rank, in_order, meeting
 from megatron_burst.schedule.layout import (
     Layout,

@@ -13,9 +13,9 @@ from random import Random
 import pytest
 import torch
 
-from megatron_burst.engine.documents import Documents
-from megatron_burst.engine.sample import Sample
 from megatron_burst.errors import BurstError
+from megatron_burst.masks.documents import Documents
+from megatron_burst.masks.sample import Sample
 from megatron_burst.schedule.layout import (
     Layout,
 )

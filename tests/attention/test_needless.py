@@ -8,9 +8,9 @@ from random import Random
 import pytest
 import torch
 
-from megatron_burst.engine.documents import Documents
-from megatron_burst.engine.sample import Sample
-from megatron_burst.engine.slices import Slices
+from megatron_burst.masks.documents import Documents
+from megatron_burst.masks.sample import Sample
+from megatron_burst.masks.slices import Slices
 from megatron_burst.schedule.chunks import Between
 from megatron_burst.schedule.layout import Layout, chunks_held
 from megatron_burst.schedule.mask import Mask

@@ -141,8 +141,8 @@ def test_all_ranks_hear_of_a_failure_in_the_last_backward_before_they_write_weig
 
 SLICES = torch.tensor([[0, 16, 0, 16, 0]])
 BEFORE = {  # what runs before a pass is announced, and arguments of a call that runs it
-    "megatron_burst.engine.slices.Slices": {"slices": SLICES, "causal": False},
-    "megatron_burst.engine.documents.Documents": {"cu_seqlens": torch.tensor([0, 9, 16])},
+    "megatron_burst.masks.slices.Slices": {"slices": SLICES, "causal": False},
+    "megatron_burst.masks.documents.Documents": {"cu_seqlens": torch.tensor([0, 9, 16])},
     "megatron_burst.attention._readable": {},
     "megatron_burst.attention._choose": {"window": (3, 0)},
 }

@@ -14,15 +14,15 @@ import torch
 
 from megatron_burst import slices as makers
 from megatron_burst.attention import burst_attention
-from megatron_burst.engine import slice_calls
-from megatron_burst.engine.slice_calls import Calls
-from megatron_burst.engine.slice_checks import counted_twice, sees_nothing, work_of_ranks
-from megatron_burst.engine.slice_parts import Bands
-from megatron_burst.engine.slices import Slices
 from megatron_burst.errors import BurstError
-from megatron_burst.kernels.parts import Parts
+from megatron_burst.kernels.masks.parts import Parts
 from megatron_burst.kernels.reference import hidden
 from megatron_burst.kernels.visible import Visible, segments_of
+from megatron_burst.masks import slice_calls
+from megatron_burst.masks.slice_calls import Calls
+from megatron_burst.masks.slice_checks import counted_twice, sees_nothing, work_of_ranks
+from megatron_burst.masks.slice_parts import Bands
+from megatron_burst.masks.slices import Slices
 from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES

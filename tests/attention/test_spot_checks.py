@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.call import attention_shape
+from megatron_burst.checks.definition import head_in_turn, heads_by_rank
+from megatron_burst.checks.spot_checks import SpotCheck
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.definition import head_in_turn, heads_by_rank
 from megatron_burst.engine.operations import part
-from megatron_burst.engine.spot_checks import SpotCheck
 from megatron_burst.kernels.backends import backends
 from megatron_burst.schedule.a2a_rounds import AllToAllEmitter
 from megatron_burst.schedule.spec import Direction, Spec

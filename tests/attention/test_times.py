@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
+from megatron_burst.checks import clock as times
+from megatron_burst.checks.clock import Clock
 from megatron_burst.comm.carrier import OneQueue, Where
 from megatron_burst.comm.communicator import Communicator, Sends
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine import clock as times
-from megatron_burst.engine.clock import Clock
 from megatron_burst.engine.executor import Executor
 from megatron_burst.engine.watch import METER
 from megatron_burst.schedule.topology import Link, pretend_nodes

@@ -20,14 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.documents import Documents
-from megatron_burst.engine.sample import Sample
-from megatron_burst.engine.slice_calls import Calls
-from megatron_burst.engine.slice_parts import Bands
-from megatron_burst.engine.tree import slices_of_tree
 from megatron_burst.errors import BurstError
-from megatron_burst.kernels.parts import Parts
+from megatron_burst.kernels.masks.parts import Parts
 from megatron_burst.kernels.reference import Reference
+from megatron_burst.masks.documents import Documents
+from megatron_burst.masks.sample import Sample
+from megatron_burst.masks.slice_calls import Calls
+from megatron_burst.masks.slice_parts import Bands
+from megatron_burst.masks.tree import slices_of_tree
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import MODES

@@ -7,7 +7,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from benchmarks.masks import cases, main
-from megatron_burst.engine.slice_checks import counted_twice, sees_nothing
+from megatron_burst.masks.slice_checks import counted_twice, sees_nothing
 from tests.oracle import seen_by_slices
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron_burst import BurstConfig, BurstError, burst_attention, cp_groups
 from megatron_burst.comm.communicator import communicator_of
+from megatron_burst.comm.grid import grid, nodes_of
 from megatron_burst.compat import burst_attn_func
-from megatron_burst.schedule.grid import grid, nodes_of
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link, pretend_nodes, topology_of
 from tests.ranks import preload, run_ranks

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from megatron_burst.comm import verdict
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.group import state_of
-from megatron_burst.comm.hops import Waits, ends_of
 from megatron_burst.config import BurstConfig
+from megatron_burst.desync import verdict
+from megatron_burst.desync.hops import Waits, ends_of
 from megatron_burst.errors import DisagreementError
 from tests.ranks import run_ranks
 

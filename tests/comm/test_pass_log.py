@@ -34,7 +34,7 @@ import sys, time
 from threading import Event
 from unittest import mock
 import torch.distributed as dist
-from megatron_burst.comm import verdict
+from megatron_burst.desync import verdict
 from tests.comm.test_pass_log import log_of
 inside, over = Event(), Event()
 def busy(*_):

@@ -21,8 +21,8 @@ from torch.distributed import distributed_c10d
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.comm.group import check_in_step, state_of
-from megatron_burst.comm.hops import awaited_hop
 from megatron_burst.config import BurstConfig
+from megatron_burst.desync.hops import awaited_hop
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.tools.doctor.explain import explained

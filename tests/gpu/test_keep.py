@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.mcore import patches
-from megatron_burst.recompute.budget import LAYERS_BEHIND
+from megatron_burst.recompute.auto.budget import LAYERS_BEHIND
 from megatron_burst.recompute.keep import call_kept
 from megatron_burst.recompute.keeping import Keeping
 from megatron_burst.recompute.offload import HostMemory, host_memory

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_burst.attention import burst_attention
+from megatron_burst.checks.spot_checks import SpotCheck
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.spot_checks import SpotCheck
 from megatron_burst.schedule.spec import Direction
 from tests.attention.failing import failing
 from tests.attention.test_spot_checks import ALL, ODD, Checked, scaled

@@ -39,7 +39,7 @@ class Steps:
 
     def __init__(self, model: Model) -> None:
         from benchmarks.frontier_step import Trainer
-        from megatron_burst.mcore import recompute
+        from megatron_burst.mcore.keep import recompute
 
         self.trainer, self.chosen = Trainer(model, Sample(TOKENS), torch.bfloat16), None
         self._full = settings_of(model)["burst:full"]

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_burst.engine.slice_calls import Calls
-from megatron_burst.engine.slice_parts import Bands
 from megatron_burst.kernels.backends import Backend, QuerySide
+from megatron_burst.kernels.masks.parts import Parts
 from megatron_burst.kernels.partial import delta_stand_in
-from megatron_burst.kernels.parts import Parts
 from megatron_burst.kernels.visible import Segments, Visible
+from megatron_burst.masks.slice_calls import Calls
+from megatron_burst.masks.slice_parts import Bands
 from tests.kernels.attention import relative
 from tests.oracle import seen_by_slices
 

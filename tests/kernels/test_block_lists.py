@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_burst import slices as makers
-from megatron_burst.engine.slice_parts import Bands
-from megatron_burst.kernels.block_lists import HEADER, RECORD, lists_of, regrouped
-from megatron_burst.kernels.parts import Parts
+from megatron_burst.kernels.masks.block_lists import HEADER, RECORD, lists_of, regrouped
+from megatron_burst.kernels.masks.parts import Parts
+from megatron_burst.masks.slice_parts import Bands
 from tests.oracle import seen_by_slices
 
 pytestmark = pytest.mark.numeric

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron_burst import slices as makers
-from megatron_burst.engine.slice_calls import Calls
-from megatron_burst.engine.slice_parts import Bands
 from megatron_burst.kernels.backends import Problem, backends
-from megatron_burst.kernels.block_sparse import SIZE, block_sparse_of, is_worth
-from megatron_burst.kernels.parts import Parts
+from megatron_burst.kernels.masks.block_sparse import SIZE, block_sparse_of, is_worth
+from megatron_burst.kernels.masks.parts import Parts
+from megatron_burst.masks.slice_calls import Calls
+from megatron_burst.masks.slice_parts import Bands
 from tests.kernels.test_block_lists import grid
 from tests.oracle import seen_by_slices
 

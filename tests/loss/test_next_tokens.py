@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from megatron_burst import linear_cross_entropy, next_tokens, token_log_probs
 from megatron_burst import shards as shards_module
-from megatron_burst.engine.sample import Sample
 from megatron_burst.errors import BurstError
 from megatron_burst.loss import next_tokens as module
+from megatron_burst.masks.sample import Sample
 from megatron_burst.schedule.layout import Layout
 from tests.loss.oracle import PLAIN, Problem, oracle, relative_error
 from tests.loss.packed import Packed, random_packed

@@ -30,8 +30,8 @@ def layers_and_recomputations(rank: int) -> tuple:
     """By kind of recomputation, a stage's layers and which keep if two may; attention calls of
     recomputed calls within budgets."""
     from megatron_burst.mcore import patches
-    from megatron_burst.mcore.recompute import resolved
-    from megatron_burst.mcore.stage import stage_layers
+    from megatron_burst.mcore.keep.recompute import resolved
+    from megatron_burst.mcore.keep.stage import stage_layers
 
     numbers, keeping = [], []
     for setting in (TWO, VPP):
@@ -73,11 +73,11 @@ def free_memory_differs(rank: int) -> tuple:
     calls and hops of recomputation. For layers on 2 x 2 ranks: options, how often they asked, and
     how often they had when PyTorch gave its cache back."""
     from megatron_burst.comm.watch import Board
-    from megatron_burst.mcore.recompute import resolved
-    from megatron_burst.mcore.stage import stage_of
-    from megatron_burst.recompute import budget as keep
+    from megatron_burst.mcore.keep.recompute import resolved
+    from megatron_burst.mcore.keep.stage import stage_of
     from megatron_burst.recompute import offload
-    from megatron_burst.recompute.first_step import FirstStep
+    from megatron_burst.recompute.auto import budget as keep
+    from megatron_burst.recompute.auto.first_step import FirstStep
 
     keep.hides_copy = lambda tokens, rates: True
     offload.available_host_bytes = lambda: (rank % 2 == 0) << 30

@@ -122,7 +122,7 @@ class TheirCheckpoint(torch.autograd.Function):
 def transformer_engines_checkpoint(rank: int) -> list:
     """Attention calls, host bytes and gradients without and with patches of its checkpoint."""
     from megatron_burst import keep
-    from megatron_burst.mcore.recompute import inputs_on_host, te_in_frames
+    from megatron_burst.mcore.keep.recompute import inputs_on_host, te_in_frames
     from megatron_burst.recompute.offload import host_memory
 
     def checkpoint(function, *args, **options):

@@ -38,7 +38,7 @@ def counted_by_a_run(rank: int, parallel: Parallel, name: str) -> dict:
     """What a run counts of each module, if those of TransformerEngine's that contain a norm do."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
-    from megatron_burst.mcore.kept_modules import LayerModules
+    from megatron_burst.mcore.keep.kept_modules import LayerModules
 
     gpt.start(parallel)
     _, model, options = CASES[name]
@@ -82,7 +82,7 @@ class Config:
 
 def test_layers_of_a_model_are_found_by_its_configuration_and_models_do_not_mix():
     """A policy and its reference model share a process; heterogeneous layers, a model."""
-    from megatron_burst.mcore.module_costs import layers_of
+    from megatron_burst.mcore.keep.module_costs import layers_of
 
     models, blocks = [], dict(heterogeneous_block_specs=True)
     ours, theirs, some, others = Config(), Config(), Config(**blocks), Config(**blocks)
@@ -107,6 +107,6 @@ def test_layers_of_a_model_are_found_by_its_configuration_and_models_do_not_mix(
     ],
 )  # fmt: skip
 def test_configurations_say_that_layers_may_differ(given, differ):
-    from megatron_burst.mcore.module_costs import may_differ
+    from megatron_burst.mcore.keep.module_costs import may_differ
 
     assert may_differ(Config(**given)) == differ

@@ -215,8 +215,9 @@ def within_budgets(rank: int, parallel: Parallel, names: list[str]) -> dict:
     """By case and share of what all modules take: in how many layers each module is kept; bytes
     that recordings of modules have, and those that were counted; parameters whose gradients
     differ."""
-    from megatron_burst.mcore import patches, recompute
-    from megatron_burst.mcore.module_costs import shared_shape
+    from megatron_burst.mcore import patches
+    from megatron_burst.mcore.keep import recompute
+    from megatron_burst.mcore.keep.module_costs import shared_shape
 
     gpt.start(parallel)
     counted, chosen, found = [], [], {}
@@ -233,7 +234,9 @@ def within_budgets(rank: int, parallel: Parallel, names: list[str]) -> dict:
             burst = BurstConfig(keep="auto", keep_budget_gib=budget, keep_host_gib=1e-6)
             burst = burst if share else BurstConfig(keep="all")
             patches.switch_on_keep(burst)
-            with mock.patch("megatron_burst.mcore.kept_modules.modules_within", modules_within):
+            with mock.patch(
+                "megatron_burst.mcore.keep.kept_modules.modules_within", modules_within
+            ):
                 got, _ = two_steps(case, parallel, burst)
                 config = config_of(parallel, case.model, **(FULL_RECOMPUTE | case.options))
                 config.burst = burst
@@ -315,7 +318,8 @@ def where_layers_differ(rank: int) -> tuple:
     """Parameters whose gradients differ; calls of linear layers with full recomputation and with
     "auto"; bytes of recordings after each forward; what the budget has for modules beside the
     running layer's, which are those of the largest one at most."""
-    from megatron_burst.mcore import patches, recompute
+    from megatron_burst.mcore import patches
+    from megatron_burst.mcore.keep import recompute
 
     gpt.start(Parallel())
     options = dict(num_layers=6, moe_layer_freq=[0, 0, 0, 0, 1, 1], ffn_hidden_size=16)
@@ -330,7 +334,7 @@ def where_layers_differ(rank: int) -> tuple:
         counted.append(burst.keep_budget_gib * 2**30 - results + running)
         return recompute.modules_within(burst, config, stage, x, costs, may_be_whole)
 
-    with mock.patch("megatron_burst.mcore.kept_modules.modules_within", modules_within):
+    with mock.patch("megatron_burst.mcore.keep.kept_modules.modules_within", modules_within):
         got, calls = two_steps(
             case, Parallel(), burst, between=lambda: held.append(recorded_bytes())
         )
@@ -360,7 +364,8 @@ def after_a_first_step(rank: int, parallel: Parallel) -> tuple:
     """Without a budget: what was called again in a step before the optimizer's and in one after
     it; what says so in the log. With room on the host: where modules went. Parameters whose
     gradients differ, of both."""
-    from megatron_burst.mcore import patches, recompute, stage
+    from megatron_burst.mcore import patches
+    from megatron_burst.mcore.keep import recompute, stage
     from megatron_burst.say import say
 
     gpt.start(parallel)
@@ -435,7 +440,8 @@ def test_a_forward_without_gradients_counts_no_tokens():
 def with_a_step_in_between(rank: int) -> list[str]:
     """Parameters whose gradients differ where another optimizer's step ends the first step between
     a forward and its backward. Outputs of modules have one size, so could be taken for others'."""
-    from megatron_burst.mcore import patches, stage
+    from megatron_burst.mcore import patches
+    from megatron_burst.mcore.keep import stage
 
     gpt.start(Parallel())
     case = Case(options=dict(num_layers=6, ffn_hidden_size=64))

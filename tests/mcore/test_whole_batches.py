@@ -40,7 +40,8 @@ def with_a_longer_one(rank: int) -> tuple:
     much, with micro-batches that are twice as long: the budget, and what a layer is said to hold,
     by that; how many are whole; bytes of all tensors before backward, beyond full recomputation's,
     by the budget; parameters whose gradients differ, and the log."""
-    from megatron_burst.mcore import patches, recompute, stage
+    from megatron_burst.mcore import patches
+    from megatron_burst.mcore.keep import recompute, stage
 
     gpt.start(Parallel())
     case, chosen, said, choose = CASES["dense"], [], [], recompute.choose_modules
@@ -86,7 +87,8 @@ def beside_other_sequences(rank: int) -> tuple:
     keep all layers, the other half of them: parameters whose gradients differ, how many layers
     are whole, what is said of a micro-batch that is longer than any of the first step, and the
     bytes and bandwidth of host memory that the choice is made with."""
-    from megatron_burst.mcore import kept_modules, patches, recompute, stage
+    from megatron_burst.mcore import patches
+    from megatron_burst.mcore.keep import kept_modules, recompute, stage
     from megatron_burst.tools import cpu_mode
 
     parallel, case = Parallel(ep=2), CASES["routed experts"]
@@ -176,7 +178,8 @@ def test_padding_of_one_replica_changes_nothing_on_the_other():
 
 def of_two_models(rank: int) -> tuple[int, list[float]]:
     """How many models the first step recomputed, and shares of what it left that they then have."""
-    from megatron_burst.mcore import patches, recompute, stage
+    from megatron_burst.mcore import patches
+    from megatron_burst.mcore.keep import recompute, stage
 
     gpt.start(Parallel())
     patches.switch_on_keep(AUTO)

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.recompute.budget import Placed
+from megatron_burst.recompute.auto.budget import Placed
 from tests.mcore import fsdp, gpt, loss_model, pipeline
 from tests.mcore.gpt import BLOCK_RECOMPUTE, FULL_RECOMPUTE, Model, Parallel
 from tests.mcore.lacking import needs, why_not
@@ -142,7 +142,8 @@ def states() -> dict[str, torch.Tensor]:
 @countable()
 def compared(case: Case, parallel: Parallel) -> list[Found]:
     """Steps in which all layers fit, and in which about half of their bytes do."""
-    from megatron_burst.mcore import patches, recompute, stage
+    from megatron_burst.mcore import patches
+    from megatron_burst.mcore.keep import recompute, stage
 
     stage._STAGES.clear()
     recompute._modules.cache_clear()
@@ -164,7 +165,7 @@ def second_step(
 ) -> Found:
     """Compared with gradients and generators' states, with the calls of one that recomputes
     nothing, and with bytes of full recomputation."""
-    from megatron_burst.mcore import recompute
+    from megatron_burst.mcore.keep import recompute
 
     chosen, held, choose = [], [], recompute.choose_modules
 
@@ -246,7 +247,8 @@ def in_pipelines(rank: int, names: list[str]) -> dict[str, list[tuple]]:
 
 
 def with_schedule(setting: Setting) -> list[tuple]:
-    from megatron_burst.mcore import patches, stage
+    from megatron_burst.mcore import patches
+    from megatron_burst.mcore.keep import stage
 
     pipeline.start(setting)
     stage._STAGES.clear()
@@ -378,7 +380,8 @@ def under_fsdp(rank: int, names: list[str]) -> dict[str, tuple]:
 
 @countable()
 def with_sharded_weights(strategy: str) -> tuple:
-    from megatron_burst.mcore import patches, recompute, stage
+    from megatron_burst.mcore import patches
+    from megatron_burst.mcore.keep import recompute, stage
 
     chosen, choose = [], recompute.choose_modules
 
@@ -436,7 +439,8 @@ def on_two_nodes(rank: int) -> tuple[list[int], list[str], float]:
     attention's kernels beyond those without recomputation, in a first step and in a second;
     parameters whose gradients differ; bytes that tensors take more before the second backward than
     with full recomputation, by those that were counted."""
-    from megatron_burst.mcore import patches, recompute
+    from megatron_burst.mcore import patches
+    from megatron_burst.mcore.keep import recompute
 
     setting, living, chosen = Setting(cp=4, micro_batches=1), [], []
     pipeline.start(setting)
@@ -488,7 +492,8 @@ def test_other_nodes_keys_and_values_are_counted():
 def with_a_shared_number(rank: int) -> list[tuple]:
     """For budgets that let some layers, and all, be kept whole: how many are; parameters whose
     gradients differ; bytes that are held in the last layer's backward, by the budget's."""
-    from megatron_burst.mcore import patches, recompute
+    from megatron_burst.mcore import patches
+    from megatron_burst.mcore.keep import recompute
 
     setting, found, choose = Setting(mtp=True, micro_batches=1), [], recompute.choose_modules
     pipeline.start(setting)

@@ -1,7 +1,7 @@
 """10,000 problems of what to keep beside attention's results, and what the best of all ways saves.
 
 `python -m tests.plan.keep_problems` writes the answers again, in some minutes: only where the rules
-of `recompute/budget.py` change, never because a search does.
+of `recompute/auto/budget.py` change, never because a search does.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,14 @@ from unittest import mock
 import numpy as np
 
 from megatron_burst.rates import Rates
-from megatron_burst.recompute import budget
-from megatron_burst.recompute.budget import WHOLE, KeepProblem, ModuleCost, Placed, choose_modules
+from megatron_burst.recompute.auto import budget
+from megatron_burst.recompute.auto.budget import (
+    WHOLE,
+    KeepProblem,
+    ModuleCost,
+    Placed,
+    choose_modules,
+)
 
 COUNT = 10_000
 ANSWERS = Path(__file__).with_name("keep_answers.npz")

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_burst.recompute.budget import Placed, in_flight
+from megatron_burst.recompute.auto.budget import Placed, in_flight
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.auto import budget_bytes, frontier, placed_by_auto, rows_of

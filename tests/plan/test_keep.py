@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.rates import Rates
-from megatron_burst.recompute.budget import (
+from megatron_burst.recompute.auto.budget import (
     KeepProblem,
     ModuleCost,
     Placed,

@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 
-from megatron_burst.recompute import budget
-from megatron_burst.recompute.search import TRIALS, best_ways
+from megatron_burst.recompute.auto import budget
+from megatron_burst.recompute.auto.search import TRIALS, best_ways
 from tests.plan.keep_problems import ANSWERS, COUNT, answers, drawn, every_way
 
 

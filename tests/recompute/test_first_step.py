@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_burst.recompute.first_step import FirstStep, host_gbs
+from megatron_burst.recompute.auto.first_step import FirstStep, host_gbs
 from megatron_burst.recompute.keeping import Frame, RunningFrame
 
 CPU = torch.device("cpu")
@@ -35,7 +35,9 @@ def test_the_first_step_is_over_once_any_optimizer_has_made_it():
 
 
 def test_without_a_gpu_half_of_the_available_memory_is_left(monkeypatch):
-    monkeypatch.setattr("megatron_burst.recompute.first_step.available_host_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(
+        "megatron_burst.recompute.auto.first_step.available_host_bytes", lambda: 1 << 20
+    )
     assert FirstStep(CPU).left_bytes(8) == 1 << 19 and host_gbs(CPU) is None
 
 
@@ -192,9 +194,11 @@ def weighed(monkeypatch, grown: int, found: int) -> float:
         1: "no tensors",
         2: SimpleNamespace(num_bytes=gib),
     }  # of another layer
-    monkeypatch.setattr("megatron_burst.recompute.first_step.graph_bytes",
+    monkeypatch.setattr("megatron_burst.recompute.auto.first_step.graph_bytes",
                         lambda results, others: found * gib)  # fmt: skip
-    monkeypatch.setattr("megatron_burst.recompute.first_step.storages", lambda results: {1: gib})
+    monkeypatch.setattr(
+        "megatron_burst.recompute.auto.first_step.storages", lambda results: {1: gib}
+    )
 
     def layer():
         assert gpu.has_workspace

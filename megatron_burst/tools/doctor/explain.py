@@ -22,7 +22,7 @@ _MOST = 256 << 20  # bytes of a rank's file
 
 @dataclass(frozen=True, slots=True)
 class _Waits:
-    """What a line has of `comm.hops.Waits`."""
+    """What a line has of `desync.hops.Waits`."""
 
     number: int
     what: str
@@ -38,7 +38,7 @@ class _Waits:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a line has of `comm.verdict.report`."""
+    """What a line has of `desync.verdict.report`."""
 
     time: float
     rank: int
@@ -60,7 +60,7 @@ class Line:
             "difference" of calls; "heard", from a rank that gave up.
         began: when, in seconds since 1970: of a wait, its begin.
         culprits: for whom it waited in the end, or who failed.
-        waits: as in `comm.hops.Waits`, with ranks of the job.
+        waits: as in `desync.hops.Waits`, with ranks of the job.
         error: the sentence that the user saw.
         nodes: of the group's ranks, if known.
     """

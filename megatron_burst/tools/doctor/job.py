@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_burst.comm.grid import grid
 from megatron_burst.comm.nodes import my_home, topology_of_homes
-from megatron_burst.schedule.grid import grid
 from megatron_burst.tools.doctor import compare
 from megatron_burst.tools.doctor.machine import check_machine
 from megatron_burst.tools.doctor.meeting import Launch, Meeting, Watch, meet, open_store

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_burst.rates import Rates
-from megatron_burst.recompute.budget import (
+from megatron_burst.recompute.auto.budget import (
     MOST_USED,
     WHOLE,
     KeepProblem,

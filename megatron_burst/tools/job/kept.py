@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_burst.recompute.budget import ModuleCost, Placed, most, router_bytes
+from megatron_burst.recompute.auto.budget import ModuleCost, Placed, most, router_bytes
 from megatron_burst.tools.job.layers import Experts
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.strategy import Job, Strategy, again_layers, first_stage_layers

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from megatron_burst.recompute.budget import LAYERS_BEHIND
+from megatron_burst.recompute.auto.budget import LAYERS_BEHIND
 from megatron_burst.recompute.later_plan import recomputed_share
 from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.schedule.topology import Link

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from megatron_burst.recompute.budget import in_flight
+from megatron_burst.recompute.auto.budget import in_flight
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.job.kept import items_of
 from megatron_burst.tools.job.layer_time import late_bytes

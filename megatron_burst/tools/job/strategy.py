@@ -6,7 +6,7 @@ from math import ceil, prod
 from typing import Any, Literal
 
 from megatron_burst.errors import BurstError, nearest_multiples
-from megatron_burst.recompute.budget import Placed
+from megatron_burst.recompute.auto.budget import Placed
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.spec import AttentionShape, Kernel

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.engine.passes import Passes
-from megatron_burst.engine.sample import indices_of
-from megatron_burst.engine.seen import seen_at
+from megatron_burst.masks.sample import indices_of
+from megatron_burst.masks.seen import seen_at
 from megatron_burst.schedule.inter_node import heads_in_rounds
 from megatron_burst.schedule.layout import Layout, chunks_of, positions
 from megatron_burst.schedule.spec import Direction, Spec

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.block_lists import few_parts, records_of
-from megatron_burst.kernels.parts import Parts, listed, on_device
+from megatron_burst.kernels.masks.block_lists import few_parts, records_of
+from megatron_burst.kernels.masks.parts import Parts, listed, on_device
 
 SIZE = 128  # rows and keys of a block
 _MOST_BLOCKS = 1 << 23  # of a tile: what they are sorted by has 8 bytes for each

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_burst.kernels.parts import FAR, is_full, listed, trimmed
+from megatron_burst.kernels.masks.parts import FAR, is_full, listed, trimmed
 from megatron_burst.schedule.mask import Places
 
 CAUSAL, INVERSE = 1, 2  # bits of a slice's kind

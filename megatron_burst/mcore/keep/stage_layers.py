@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_burst.recompute.budget import WHOLE, Placed
+from megatron_burst.recompute.auto.budget import WHOLE, Placed
 
 _NOWHERE = Placed()
 _SIZES = (  # of a configuration

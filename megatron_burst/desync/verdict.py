@@ -16,8 +16,8 @@ from weakref import ReferenceType
 
 import torch
 
-from megatron_burst.comm.hops import Waits, awaited_hop, culprits, issued_hop, named_ranks, tell
 from megatron_burst.comm.stamps import Entry, Members, Told
+from megatron_burst.desync.hops import Waits, awaited_hop, culprits, issued_hop, named_ranks, tell
 from megatron_burst.environment import fault_folder
 from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.rules import in_unit

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 from torch import Tensor
 
-from megatron_burst.engine.sample import holds_whole, kind_of
-from megatron_burst.engine.slice_parts import CAUSAL, INVERSE
 from megatron_burst.errors import Need, require
-from megatron_burst.kernels.parts import listed
+from megatron_burst.kernels.masks.parts import listed
+from megatron_burst.masks.sample import holds_whole, kind_of
+from megatron_burst.masks.slice_parts import CAUSAL, INVERSE
 from megatron_burst.schedule.layout import Layout, positions
 
 

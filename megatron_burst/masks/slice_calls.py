@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.backends import Backend, Problem, QuerySide, arch_of, in_one_call
-from megatron_burst.kernels.block_sparse import is_worth
+from megatron_burst.kernels.masks.block_sparse import is_worth
+from megatron_burst.kernels.masks.parts import Parts, on_device
 from megatron_burst.kernels.partial import accumulate_dtype, merge_parts, sum_parts
-from megatron_burst.kernels.parts import Parts, on_device
 from megatron_burst.kernels.visible import Segments, Visible
 from megatron_burst.schedule.mask import Span, cut
 

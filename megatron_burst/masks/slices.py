@@ -16,16 +16,16 @@ from torch import Tensor
 from megatron_burst.comm.alone import is_first
 from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.group import Group
-from megatron_burst.engine.documents import Documents, documents_of
-from megatron_burst.engine.sample import Sample, identity, in_rows
-from megatron_burst.engine.slice_calls import Calls
-from megatron_burst.engine.slice_checks import need_of_pairs, need_of_tensor, work_of_ranks
-from megatron_burst.engine.slice_parts import Bands
-from megatron_burst.engine.tree import slices_of_tree
 from megatron_burst.errors import require
 from megatron_burst.kernels.backends import Backend
-from megatron_burst.kernels.parts import Parts
+from megatron_burst.kernels.masks.parts import Parts
 from megatron_burst.kernels.visible import Visible
+from megatron_burst.masks.documents import Documents, documents_of
+from megatron_burst.masks.sample import Sample, identity, in_rows
+from megatron_burst.masks.slice_calls import Calls
+from megatron_burst.masks.slice_checks import need_of_pairs, need_of_tensor, work_of_ranks
+from megatron_burst.masks.slice_parts import Bands
+from megatron_burst.masks.tree import slices_of_tree
 from megatron_burst.say import say
 from megatron_burst.schedule.chunks import Between
 from megatron_burst.schedule.layout import Layout, Numbers, Runs, chunks_held

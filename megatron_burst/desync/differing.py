@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from megatron_burst.comm.hops import Waits
 from megatron_burst.comm.stamps import IN_WORDS, Entry, Kind, Members, Stamp, Told
-from megatron_burst.comm.verdict import report, told_by_all
 from megatron_burst.comm.watch import PROBLEM, Parallel
+from megatron_burst.desync.hops import Waits
+from megatron_burst.desync.verdict import report, told_by_all
 from megatron_burst.errors import BurstError, DisagreementError
 
 _TELL_S = 5.0  # how long a rank waits for what others tell of a pass that all have begun

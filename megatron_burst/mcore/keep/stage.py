@@ -14,13 +14,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_burst.comm.group import state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.args import global_args
-from megatron_burst.mcore.module_costs import ModelLayers
+from megatron_burst.mcore.keep.module_costs import ModelLayers
+from megatron_burst.mcore.keep.stage_layers import mtp_layers, stage_layers
 from megatron_burst.mcore.options import with_environment
 from megatron_burst.mcore.plan_file import rates_of
-from megatron_burst.mcore.stage_layers import mtp_layers, stage_layers
 from megatron_burst.rates import Rates
-from megatron_burst.recompute.budget import KeepProblem, growth, in_flight
-from megatron_burst.recompute.first_step import FirstStep, host_gbs
+from megatron_burst.recompute.auto.budget import KeepProblem, growth, in_flight
+from megatron_burst.recompute.auto.first_step import FirstStep, host_gbs
 from megatron_burst.recompute.keeping import WHO, Frame, running
 from megatron_burst.recompute.offload import host_limit_bytes
 from megatron_burst.say import say

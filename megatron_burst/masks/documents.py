@@ -10,7 +10,10 @@ from torch import Tensor
 
 from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.watch import Latest
-from megatron_burst.engine.sample import (
+from megatron_burst.errors import require
+from megatron_burst.kernels.backends import Backend
+from megatron_burst.kernels.visible import Segments, Visible
+from megatron_burst.masks.sample import (
     Sample,
     identity,
     in_rows,
@@ -19,9 +22,6 @@ from megatron_burst.engine.sample import (
     of_tensors,
     of_values,
 )
-from megatron_burst.errors import require
-from megatron_burst.kernels.backends import Backend
-from megatron_burst.kernels.visible import Segments, Visible
 from megatron_burst.schedule.chunks import Between
 from megatron_burst.schedule.layout import Layout, Numbers, Runs, chunks_of, places_of_chunks
 from megatron_burst.schedule.mask import Band, Places

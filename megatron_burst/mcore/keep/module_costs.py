@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_burst.recompute.budget import ModuleCost, Placed, router_bytes
+from megatron_burst.recompute.auto.budget import ModuleCost, Placed, router_bytes
 from megatron_burst.recompute.keeping import Frame
 
 ROUTER = "router"

@@ -17,25 +17,25 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.mcore.module_costs import (
+from megatron_burst.mcore.keep.module_costs import (
     ROUTER,
     costs_of,
     layers_of,
     may_differ,
     shared_shape,
 )
-from megatron_burst.mcore.options import burst_config_of
-from megatron_burst.mcore.recompute import modules_within
-from megatron_burst.mcore.refusals import CUDA_GRAPHS, KEEP_MODULES, refuse, refuses
-from megatron_burst.mcore.stage import Stage, stage_of
-from megatron_burst.mcore.stage_layers import (
+from megatron_burst.mcore.keep.recompute import modules_within
+from megatron_burst.mcore.keep.stage import Stage, stage_of
+from megatron_burst.mcore.keep.stage_layers import (
     is_among,
     is_last,
     is_on_host,
     layer_kind,
     meets_other_sequences,
 )
-from megatron_burst.recompute.budget import WHOLE, ModuleCost, Placed, most
+from megatron_burst.mcore.options import burst_config_of
+from megatron_burst.mcore.refusals import CUDA_GRAPHS, KEEP_MODULES, refuse, refuses
+from megatron_burst.recompute.auto.budget import WHOLE, ModuleCost, Placed, most
 from megatron_burst.recompute.ending import Ending
 from megatron_burst.recompute.keep import call_kept, once
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Resident, Tensors, running

@@ -8,10 +8,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, is_grad_enabled
 from torch.nn import Module
 
-from megatron_burst.mcore.kept_modules import LayerModules, modules_of
-from megatron_burst.mcore.module_costs import layers_of, repeats_decisions
-from megatron_burst.mcore.recompute import whole_bytes
-from megatron_burst.mcore.stage import stage_of
+from megatron_burst.mcore.keep.kept_modules import LayerModules, modules_of
+from megatron_burst.mcore.keep.module_costs import layers_of, repeats_decisions
+from megatron_burst.mcore.keep.recompute import whole_bytes
+from megatron_burst.mcore.keep.stage import stage_of
 from megatron_burst.recompute.keeping import running
 
 

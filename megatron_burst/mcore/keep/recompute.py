@@ -10,19 +10,19 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.mcore.module_costs import may_differ, shared_shape
-from megatron_burst.mcore.options import burst_config_of
-from megatron_burst.mcore.refusals import refuse
-from megatron_burst.mcore.stage import Stage, problem_of, say_of_stage, stage_of
-from megatron_burst.mcore.stage_layers import (
+from megatron_burst.mcore.keep.module_costs import may_differ, shared_shape
+from megatron_burst.mcore.keep.stage import Stage, problem_of, say_of_stage, stage_of
+from megatron_burst.mcore.keep.stage_layers import (
     input_share,
     is_among,
     layer_kind,
     of_decoder,
     sharing,
 )
+from megatron_burst.mcore.options import burst_config_of
+from megatron_burst.mcore.refusals import refuse
 from megatron_burst.rates import Rates
-from megatron_burst.recompute.budget import (
+from megatron_burst.recompute.auto.budget import (
     WHOLE,
     KeepChoice,
     KeepProblem,

@@ -14,8 +14,8 @@ from torch.nn import Module
 from torch.optim import optimizer
 
 from megatron_burst.environment import available_host_bytes
-from megatron_burst.recompute.budget import MOST_USED, growth
-from megatron_burst.recompute.graph import graph_bytes, storages
+from megatron_burst.recompute.auto.budget import MOST_USED, growth
+from megatron_burst.recompute.auto.graph import graph_bytes, storages
 from megatron_burst.recompute.keeping import WHO, RunningFrame
 from megatron_burst.say import say
 

@@ -9,7 +9,7 @@ from itertools import chain
 from math import inf
 
 from megatron_burst.rates import Rates
-from megatron_burst.recompute.search import best_ways
+from megatron_burst.recompute.auto.search import best_ways
 
 WHOLE = "layer"  # all of a layer, which is then not recomputed: the name among those of modules
 _USUAL = Rates()

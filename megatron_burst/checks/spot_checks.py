@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
+from megatron_burst.checks.definition import Compared, Definition
 from megatron_burst.comm.pass_log import Kind, Pass
-from megatron_burst.engine.definition import Compared, Definition
 from megatron_burst.engine.passes import Passes
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.partial import row_delta

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from megatron_burst.engine.documents import Documents
-from megatron_burst.engine.slices import Slices
+from megatron_burst.masks.documents import Documents
+from megatron_burst.masks.slices import Slices
 from megatron_burst.schedule.mask import Mask
 
 

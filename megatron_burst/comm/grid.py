@@ -1,4 +1,4 @@
-"""The ranks of a context-parallel group as a table: a row for each node, a column for each rail."""
+"""A group's ranks as a table: a row a node, a column a rail (not on the reading path)."""
 
 from collections.abc import Sequence
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.parts import FAR, Parts, listed, on_device, transposed, trimmed
+from megatron_burst.kernels.masks.parts import FAR, Parts, listed, on_device, transposed, trimmed
 
 HEADER, RECORD = 4, 8  # int32 of a block, of a record
 _MANY = 4  # records for each block and part; with more, parts are regrouped first
