@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 from benchmarks.candidates import candidates
 from benchmarks.ratios import Ratio
 from benchmarks.rows import Sheet, append, check_appendable
-from megatron_burst.kernels.backends import QuerySide, backends
+from megatron_burst.kernels.backends import backends
+from megatron_burst.kernels.interface import QuerySide
 from megatron_burst.kernels.triton_tiles import Blocks, KernelPass, blocks_for
 from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
 from megatron_burst.tools.speeds import problem_of

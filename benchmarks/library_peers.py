@@ -18,7 +18,7 @@ from benchmarks.cases import Case
 from benchmarks.impls import Impl
 from benchmarks.peers import Autograd, Shard, kernel_for, seen
 from benchmarks.results import sample_of
-from megatron_burst.kernels.backends import Backend, QuerySide
+from megatron_burst.kernels.interface import Backend, QuerySide
 from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
 from megatron_burst.masks.sample import indices_of
 from megatron_burst.schedule.layout import Layout, positions

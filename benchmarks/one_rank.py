@@ -26,7 +26,8 @@ from benchmarks.rows import Sheet, append, check_appendable
 from megatron_burst.comm.carrier import OVER, Memory, OneQueue, Queues, SentSlots, Where
 from megatron_burst.comm.group import GroupMemory
 from megatron_burst.engine.passes import Passes
-from megatron_burst.kernels.backends import QuerySide, choose_backend, kernel_of
+from megatron_burst.kernels.backends import choose_backend, kernel_of
+from megatron_burst.kernels.interface import QuerySide
 from megatron_burst.kernels.visible import CAUSAL
 from megatron_burst.resolve import resolve
 from megatron_burst.schedule.mask import Mask

@@ -10,7 +10,7 @@ from benchmarks.library_peers import Ulysses
 from benchmarks.packed_cases import PackedCase
 from benchmarks.peers import Autograd, Burst, Ceiling, Shard
 from benchmarks.te_peer import TransformerEngine
-from megatron_burst.kernels.backends import QuerySide
+from megatron_burst.kernels.interface import QuerySide
 from megatron_burst.kernels.masks.parts import Parts
 from megatron_burst.kernels.visible import Segments, Visible
 from megatron_burst.masks.sample import indices_of

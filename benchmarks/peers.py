@@ -13,7 +13,8 @@ from benchmarks.before import TODAY, earlier
 from benchmarks.cases import Case
 from benchmarks.impls import Impl
 from benchmarks.results import sample_of
-from megatron_burst.kernels.backends import Backend, QuerySide, choose_backend
+from megatron_burst.kernels.backends import choose_backend
+from megatron_burst.kernels.interface import Backend, QuerySide
 from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.tools.speeds import problem_of

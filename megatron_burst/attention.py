@@ -4,20 +4,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.call import Asked, Call, call_of, given_in, key_of
+from megatron_burst.arguments import Asked, given_in
+from megatron_burst.call import Call, call_of, key_of
+from megatron_burst.call_checks import check
 from megatron_burst.comm.alone import Ranks, given_or_default, is_first
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.group import Group, state_of
 from megatron_burst.comm.pass_log import Kind, Marks, Pass
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.passes import Passes, recording
+from megatron_burst.engine.sample_mask import SampleMask
 from megatron_burst.engine.watch import range_of_pass
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import choose_backend, kernel_of
@@ -148,7 +151,7 @@ def burst_attention(
         passes = state.resolved[key or call] = _prepare(call, group, state)
     if qkv_format == "thd":
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    documents = None
+    documents: SampleMask | None = None
     try:
         q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
         if state.sharded is not None:
@@ -182,7 +185,7 @@ def _prepare(call: Call, group: dist.ProcessGroup, state: Group) -> Passes:
     configuration, words = call.configuration(), call.in_words()
     is_new = state.agree(words, _WHO, configuration)
     try:
-        call.check(group.size())
+        check(call, group.size())
         passes, choices = _choose(call, group, state)
     except Exception as error:
         if not (is_new and isinstance(error, BurstError)):  # which all ranks raise
@@ -251,7 +254,7 @@ def _named(what: str, choice: Choice) -> Choice:
 
 def _documents(
     state: Group, given: tuple, causal: bool, sizes: tuple[int, int, int], layout: str, like: Tensor
-) -> Any:
+) -> SampleMask:
     """The documents of a sample, or its slices.
 
     Raises:
@@ -276,7 +279,7 @@ def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, passes: Passes,
-    documents: Any, layer: int,
+    documents: SampleMask | None, layer: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tensors = (q, k, v) if sink is None else (q, k, v, sink)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

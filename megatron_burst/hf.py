@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 from torch.utils.data import Sampler, get_worker_info
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from megatron_burst.arguments import brief, is_dense
 from megatron_burst.attention import burst_attention
-from megatron_burst.call import brief, is_dense
 from megatron_burst.comm.alone import Ranks, given_or_default
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import Need, require, unmet

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.call import brief, is_dense
+from megatron_burst.arguments import brief, is_dense
 from megatron_burst.comm.alone import Ranks, given_or_default
 from megatron_burst.comm.announce import announce, backward_of
 from megatron_burst.comm.group import state_of

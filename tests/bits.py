@@ -9,7 +9,8 @@ import torch.distributed as dist
 from megatron_burst import slices
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
-from megatron_burst.kernels.backends import QuerySide, backends, deliver
+from megatron_burst.kernels.backends import backends
+from megatron_burst.kernels.interface import QuerySide, deliver
 from megatron_burst.schedule.layout import Layout
 from tests.oracle import rows_of
 

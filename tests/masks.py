@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst import slices as makers
+from megatron_burst.arguments import Asked, given_in
 from megatron_burst.attention import burst_attention
-from megatron_burst.call import Asked, Call, call_of, given_in
+from megatron_burst.call import Call, call_of
+from megatron_burst.call_checks import check
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.kernels.backends import Capability, Problem, backends
+from megatron_burst.kernels.backends import backends
+from megatron_burst.kernels.interface import Capability, Problem
 from megatron_burst.resolve import resolve
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.modes import MODES
@@ -125,7 +128,7 @@ def refusal(
     cell = Cell(mask, layout, mode, nodes, "auto", False)
     call = called(MASKS[mask], layout, cell.config, unit)
     try:
-        call.check(ranks)
+        check(call, ranks)
         spec, _ = resolve(call.spec(pretend_nodes(ranks, nodes), Kernel()))
         for direction in Direction:
             MODES[mode](spec.of(0, direction))

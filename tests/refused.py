@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import torch
 
 from megatron_burst.errors import BurstError
-from megatron_burst.kernels.backends import Problem, choose_backend
+from megatron_burst.kernels.backends import choose_backend
+from megatron_burst.kernels.interface import Problem
 from megatron_burst.mcore.refusals import refuse
 
 

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_burst.call import Asked, call_of
+from megatron_burst.arguments import Asked
+from megatron_burst.call import call_of
 from megatron_burst.kernels.backends import backends
 from megatron_burst.kernels.fa4 import FlashAttention4
 from megatron_burst.mcore.offsets import rope_fits

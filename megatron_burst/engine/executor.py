@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -17,11 +17,9 @@ from megatron_burst.comm.carrier import OneQueue, Queues
 from megatron_burst.engine.memory import Fields
 from megatron_burst.engine.operations import BIND
 from megatron_burst.engine.run import Binder, Bound, Run, Step
+from megatron_burst.engine.sample_mask import SampleMask
 from megatron_burst.engine.watch import METER, profiled, with_ranges
 from megatron_burst.schedule.program import Home, Op, Program, Stream, Transfer
-
-if TYPE_CHECKING:
-    from megatron_burst.masks.documents import Documents
 
 
 class Executor(Bound):
@@ -38,7 +36,7 @@ class Executor(Bound):
 
     def run(
         self, given: Mapping[str, Fields], left: Mapping[str, Tensor] | None = None,
-        documents: "Documents | None" = None, results: Callable[[], dict[str, Fields]] = dict,
+        documents: SampleMask | None = None, results: Callable[[], dict[str, Fields]] = dict,
         begin: Callable[[], object] = dict, sink: Tensor | None = None,
     ) -> Run:  # fmt: skip
         """Run the program.

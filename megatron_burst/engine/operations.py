@@ -13,7 +13,8 @@ from torch import Tensor
 from megatron_burst.comm.carrier import UnderWay
 from megatron_burst.engine.memory import Fields, fields_at
 from megatron_burst.engine.run import Binder, Run
-from megatron_burst.kernels.backends import QuerySide
+from megatron_burst.engine.sample_mask import TileCalls
+from megatron_burst.kernels.interface import QuerySide
 from megatron_burst.kernels.partial import (
     copy_rows,
     delta_stand_in,
@@ -267,7 +268,9 @@ def fill(binder: Binder, op: ops.Fill) -> Bound:
     return bound
 
 
-def visible(binder: Binder, op: ops.Attend | ops.AttendBackward) -> Callable[[Run], Any]:
+def visible(
+    binder: Binder, op: ops.Attend | ops.AttendBackward
+) -> Callable[[Run], Visible | TileCalls]:
     """Which keys the queries of a kernel call see; with documents, known only at run time. For
     slices it may take several calls."""
     band, places = Visible(op.mask.left, op.mask.right), op.places

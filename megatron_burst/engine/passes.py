@@ -13,14 +13,15 @@ from megatron_burst.comm.carrier import Carrier
 from megatron_burst.comm.pass_log import Marks
 from megatron_burst.engine.executor import Executor
 from megatron_burst.engine.memory import Fields, empty_like_rows
-from megatron_burst.kernels.backends import Backend
+from megatron_burst.engine.sample_mask import SampleMask
+from megatron_burst.kernels.interface import Backend
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.program import Home
 from megatron_burst.schedule.spec import Direction, Dtype, Spec
 
 if TYPE_CHECKING:  # most runs have none
-    from megatron_burst.masks.documents import Documents
+    pass
 
 # Checkpoints' frames that run in this thread, outermost first, like a call stack; None while an
 # attention function is being recorded. `recompute.keeping` sets it.
@@ -94,7 +95,7 @@ class Passes:
         return self._executor(Direction.BACKWARD)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: "Documents | None" = None,
+        self, q: Tensor, k: Tensor, v: Tensor, documents: SampleMask | None = None,
         begin: Callable[[], object] = dict, sink: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensors]:  # fmt: skip
         """Attention of this rank's queries over the keys of all ranks.
@@ -124,7 +125,7 @@ class Passes:
 
     def backward(
         self, left: Sequence[Tensor], out: Tensor, dout: Tensor,
-        documents: "Documents | None" = None, begin: Callable[[], object] = dict,
+        documents: SampleMask | None = None, begin: Callable[[], object] = dict,
         delta: Tensor | None = None,
     ) -> Tensors:  # fmt: skip
         """Gradients of this rank's q, k and v, in their dtype or the accumulation dtype.

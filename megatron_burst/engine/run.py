@@ -3,19 +3,17 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_burst.comm.carrier import Carrier, OneQueue, Queues, UnderWay
 from megatron_burst.engine.memory import ByteLayout, Dtypes, Fields, shape_of
-from megatron_burst.kernels.backends import Backend
+from megatron_burst.engine.sample_mask import SampleMask
+from megatron_burst.kernels.interface import Backend
 from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import Arrange, Buffer, Home, Program, Restore, uses_of
-
-if TYPE_CHECKING:
-    from megatron_burst.masks.documents import Documents
 
 _OWN = Home.CALL, Home.PART  # tensors of their own; all other buffers are raw bytes
 _APART = 512  # bytes to whose multiples buffers are aligned, as torch's allocator does
@@ -129,7 +127,7 @@ class Run:
 
     def __init__(
         self, executor: Bound, given: dict[str, Fields], left: dict[str, Tensor],
-        queues: OneQueue | Queues, documents: "Documents | None" = None,
+        queues: OneQueue | Queues, documents: SampleMask | None = None,
         sink: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.sink = None if sink is None else sink.contiguous()

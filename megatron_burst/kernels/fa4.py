@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.environment import share_kernel_cache
-from megatron_burst.kernels.backends import Capability, QuerySide
+from megatron_burst.kernels.interface import Capability, QuerySide
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.backends import QuerySide, deliver
+from megatron_burst.kernels.interface import QuerySide, deliver
 from megatron_burst.kernels.torch_gpu import (
     Flash,
     flat,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.backends import Capability, QuerySide, deliver
+from megatron_burst.kernels.interface import Capability, QuerySide, deliver
 from megatron_burst.kernels.partial import accumulate_dtype, row_delta
 from megatron_burst.kernels.visible import Visible, segments_of
 from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_burst.kernels.backends import Capability, QuerySide, deliver
+from megatron_burst.kernels.interface import Capability, QuerySide, deliver
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.kernels.reference import hidden
 from megatron_burst.kernels.visible import Visible, plain_causal, segments_of

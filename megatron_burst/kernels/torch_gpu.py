@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.backends import Capability, QuerySide, deliver
+from megatron_burst.kernels.interface import Capability, QuerySide, deliver
 from megatron_burst.kernels.visible import Segments, Visible, plain_causal
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
 

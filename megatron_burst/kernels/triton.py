@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import torch
 
-from megatron_burst.kernels.backends import Capability, QuerySide
+from megatron_burst.kernels.interface import Capability, QuerySide
 from megatron_burst.kernels.partial import row_delta
 from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS
 

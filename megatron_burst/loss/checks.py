@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.call import brief, is_dense
+from megatron_burst.arguments import brief, is_dense
 from megatron_burst.comm.announce import announce, telling
 from megatron_burst.comm.watch import TP
 from megatron_burst.errors import BurstError, DisagreementError, Need, unmet

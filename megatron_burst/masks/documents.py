@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.watch import Latest
 from megatron_burst.errors import require
-from megatron_burst.kernels.backends import Backend
+from megatron_burst.kernels.interface import Backend
 from megatron_burst.kernels.visible import Segments, Visible
 from megatron_burst.masks.sample import (
     Sample,

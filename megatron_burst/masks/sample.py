@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_burst.call import brief, is_strided
+from megatron_burst.arguments import brief, is_strided
 from megatron_burst.errors import Need, require
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Places

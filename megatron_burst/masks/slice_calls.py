@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.backends import Backend, Problem, QuerySide, arch_of, in_one_call
+from megatron_burst.kernels.backends import in_one_call
+from megatron_burst.kernels.interface import Backend, Problem, QuerySide, arch_of
 from megatron_burst.kernels.masks.block_sparse import is_worth
 from megatron_burst.kernels.masks.parts import Parts, on_device
 from megatron_burst.kernels.partial import accumulate_dtype, merge_parts, sum_parts

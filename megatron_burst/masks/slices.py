@@ -17,7 +17,7 @@ from megatron_burst.comm.alone import is_first
 from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.group import Group
 from megatron_burst.errors import require
-from megatron_burst.kernels.backends import Backend
+from megatron_burst.kernels.interface import Backend
 from megatron_burst.kernels.masks.parts import Parts
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.masks.documents import Documents, documents_of

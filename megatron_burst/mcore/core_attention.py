@@ -15,8 +15,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from megatron_burst.arguments import window_of
 from megatron_burst.attention import burst_attention
-from megatron_burst.call import attention_shape, spec_of, window_of
+from megatron_burst.call import attention_shape, spec_of
 from megatron_burst.comm.announce import telling
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.config import BurstConfig

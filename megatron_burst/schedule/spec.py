@@ -123,7 +123,7 @@ def power_below(number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Properties of the attention kernel (`kernels.backends.Capability`) and of its device that
+    """Properties of the attention kernel (`kernels.interface.Capability`) and of its device that
     choices and programs depend on."""
 
     rectangular_causal: bool = True

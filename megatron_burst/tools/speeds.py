@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from megatron_burst.call import attention_shape
-from megatron_burst.kernels.backends import Backend, Problem, QuerySide, arch_of, choose_backend
+from megatron_burst.kernels.backends import choose_backend
+from megatron_burst.kernels.interface import Backend, Problem, QuerySide, arch_of
 from megatron_burst.kernels.visible import CAUSAL
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.topology import Link, Topology

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron_burst.call import attention_shape, spec_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.kernels.backends import Problem as Kernels
 from megatron_burst.kernels.backends import backends
+from megatron_burst.kernels.interface import Problem as Kernels
 from megatron_burst.resolve import resolve
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from megatron_burst import attention
 from megatron_burst import call as facts
+from megatron_burst.arguments import Asked
 from megatron_burst.attention import burst_attention
-from megatron_burst.call import Asked, call_of
+from megatron_burst.call import call_of
 from megatron_burst.comm.group import state_of
 from megatron_burst.comm.pass_log import Marks
 from megatron_burst.comm.watch import Board

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
-from megatron_burst.kernels.backends import Problem, backends
+from megatron_burst.kernels.backends import backends
+from megatron_burst.kernels.interface import Problem
 from megatron_burst.schedule.layout import Layout
 from tests.gpu import GPUS, SEVERAL, needs_gpus
 from tests.gpu.test_nccl import alone, relative

@@ -11,7 +11,8 @@ from random import Random
 import pytest
 import torch
 
-from megatron_burst.kernels.backends import QuerySide, backends
+from megatron_burst.kernels.backends import backends
+from megatron_burst.kernels.interface import QuerySide
 from megatron_burst.kernels.partial import row_delta
 from megatron_burst.kernels.visible import CAUSAL, FULL, Segments
 from megatron_burst.schedule.mask import SLICES, Mask

@@ -14,7 +14,8 @@ from megatron_burst import slices
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import DisagreementError
-from megatron_burst.kernels.backends import arch_of, backends
+from megatron_burst.kernels.backends import backends
+from megatron_burst.kernels.interface import arch_of
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from tests.gpu import needs_gpus

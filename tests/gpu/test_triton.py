@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_burst.kernels.backends import QuerySide
+from megatron_burst.kernels.interface import QuerySide
 from megatron_burst.kernels.triton import Triton
 from megatron_burst.kernels.visible import CAUSAL
 from tests.gpu import needs_gpus

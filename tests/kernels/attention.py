@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.backends import Backend, QuerySide
+from megatron_burst.kernels.interface import Backend, QuerySide
 from megatron_burst.kernels.partial import row_delta
 from megatron_burst.kernels.reference import Reference
 from megatron_burst.kernels.visible import CAUSAL, FULL, Visible

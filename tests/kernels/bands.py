@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.backends import Backend, QuerySide
+from megatron_burst.kernels.interface import Backend, QuerySide
 from megatron_burst.kernels.masks.parts import Parts
 from megatron_burst.kernels.partial import delta_stand_in
 from megatron_burst.kernels.visible import Segments, Visible

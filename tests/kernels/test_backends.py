@@ -11,9 +11,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_burst.call import Asked, call_of
+from megatron_burst.arguments import Asked
+from megatron_burst.call import call_of
 from megatron_burst.errors import BurstError
-from megatron_burst.kernels.backends import Problem, QuerySide, backends, choose_backend
+from megatron_burst.kernels.backends import backends, choose_backend
+from megatron_burst.kernels.interface import Problem, QuerySide
 from megatron_burst.kernels.partial import delta_stand_in, row_delta
 from megatron_burst.kernels.torch_cpu import TorchCpu
 from megatron_burst.kernels.visible import CAUSAL, FULL

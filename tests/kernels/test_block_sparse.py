@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron_burst import slices as makers
-from megatron_burst.kernels.backends import Problem, backends
+from megatron_burst.kernels.backends import backends
+from megatron_burst.kernels.interface import Problem
 from megatron_burst.kernels.masks.block_sparse import SIZE, block_sparse_of, is_worth
 from megatron_burst.kernels.masks.parts import Parts
 from megatron_burst.masks.slice_calls import Calls

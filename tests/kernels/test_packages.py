@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_burst.kernels.backends import Problem, QuerySide, choose_backend
+from megatron_burst.kernels.backends import choose_backend
 from megatron_burst.kernels.flash_attn import FlashAttention2, FlashAttention3
+from megatron_burst.kernels.interface import Problem, QuerySide
 from megatron_burst.kernels.partial import delta_stand_in
 from megatron_burst.kernels.reference import Reference
 from megatron_burst.kernels.visible import CAUSAL, FULL

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from megatron_burst.kernels.backends import QuerySide
+from megatron_burst.kernels.interface import QuerySide
 from megatron_burst.kernels.triton import Triton
 from megatron_burst.kernels.visible import CAUSAL
 from tests.kernels.attention import Tile, inputs_of

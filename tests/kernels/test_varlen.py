@@ -17,9 +17,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.kernels import torch_gpu as flash
-from megatron_burst.kernels.backends import QuerySide
 from megatron_burst.kernels.fa4 import FlashAttention4
 from megatron_burst.kernels.flash_attn import FlashAttention2, FlashAttention3
+from megatron_burst.kernels.interface import QuerySide
 from megatron_burst.kernels.partial import merge_parts
 from megatron_burst.kernels.reference import Reference
 from megatron_burst.kernels.torch_gpu import Flash

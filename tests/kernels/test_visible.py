@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.kernels.backends import Problem, QuerySide, backends, choose_backend
+from megatron_burst.kernels.backends import backends, choose_backend
+from megatron_burst.kernels.interface import Problem, QuerySide
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS, Mask
 from megatron_burst.tools.speeds import problem_of

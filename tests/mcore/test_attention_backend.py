@@ -6,7 +6,8 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.kernels.backends import Problem, backends, choose_backend
+from megatron_burst.kernels.backends import backends, choose_backend
+from megatron_burst.kernels.interface import Problem
 from megatron_burst.mcore.args import with_attention_backend
 from megatron_burst.mcore.options import burst_config_of
 from tests.mcore.gpt import config_of

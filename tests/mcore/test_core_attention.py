@@ -18,7 +18,7 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch._dynamo.backends.debugging import ExplainWithBackend
 
-from megatron_burst.call import window_of
+from megatron_burst.arguments import window_of
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.checks import check_call, check_decoding, check_layer
 from megatron_burst.mcore.core_attention import BurstCoreAttention, window_of_layer

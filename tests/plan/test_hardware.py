@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
-from megatron_burst.kernels.backends import Problem, backends
+from megatron_burst.kernels.backends import backends
+from megatron_burst.kernels.interface import Problem
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.schedule.topology import pretend_nodes

@@ -10,7 +10,8 @@ import torch
 
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import FIRST, LAST, find_megatron, minor, require_megatron
-from megatron_burst.kernels.backends import Problem, backends, in_words
+from megatron_burst.kernels.backends import backends, in_words
+from megatron_burst.kernels.interface import Problem
 from megatron_burst.tools.doctor.report import Check, fail, ok, skip, warn
 from megatron_burst.version import __version__
 

@@ -1,0 +1,138 @@
+"""What the arguments of a call must be, one by one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Number, Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_burst.config import BurstConfig
+from megatron_burst.errors import Need, require
+
+_WHO = "burst attention"
+
+
+class Asked(NamedTuple):
+    """Arguments of `burst_attention` besides tensors, as the caller passed them."""
+
+    causal: bool = True
+    window: tuple[int | None, int | None] | None = None
+    softmax_scale: float | None = None
+    layout: str = "zigzag"
+    qkv_format: str = "bshd"
+    return_lse: bool = False
+    config: BurstConfig = BurstConfig()
+    layer: int = 0
+    given: tuple[str, ...] = ()  # from `given_in`
+
+
+def is_strided(x: object) -> bool:
+    """Whether it is a tensor in rows: not sparse, nested or a DTensor (which has `to_local`)."""
+    if not isinstance(x, Tensor):
+        return False
+    return x.layout is torch.strided and not (x.is_nested or hasattr(x, "to_local"))
+
+
+def is_dense(x: object) -> bool:
+    """Whether it is such a tensor with data."""
+    return is_strided(x) and not x.is_meta
+
+
+def is_sink(x: object) -> bool:
+    return x is None or is_dense(x)
+
+
+def _is_whole(x: object) -> bool:
+    return isinstance(x, Integral) and not isinstance(x, bool)
+
+
+def is_window(x: object) -> bool:
+    if not isinstance(x, Sequence):
+        return x is None
+    return len(x) == 2 and all(y is None or (_is_whole(y) and y >= -1) for y in x)
+
+
+class _Kind(NamedTuple):
+    """What an argument must be."""
+
+    holds: Callable[[Any], bool]
+    must: str  # be, and why
+    change: str
+
+
+_TENSOR = _Kind(
+    is_dense,
+    "must be a dense tensor with data, because kernels read its rows",
+    "pass one, or call to_local() on a DTensor",
+)
+_SWITCH = _Kind(
+    lambda x: isinstance(x, bool),
+    "must be True or False, because anything else could mean either", "pass one of them",
+)  # fmt: skip
+_WORD = _Kind(
+    lambda x: isinstance(x, str),
+    "must be a word, because it names one of several ways", "pass one of them",
+)  # fmt: skip
+KINDS = {
+    **dict.fromkeys("qkv", _TENSOR),
+    "sink": _TENSOR._replace(holds=is_sink, change="pass one, or leave it out"),
+    **dict.fromkeys(("causal", "return_lse"), _SWITCH),
+    "window": _Kind(
+        is_window,
+        "must be (left, right), the number of earlier and of later positions that a query attends "
+        "to, each at least 0, or None or -1 for no bound",
+        "pass such a pair",
+    ),
+    "softmax_scale": _Kind(
+        lambda x: x is None or (isinstance(x, Real) and x is not True and not abs(x) > 3e38),
+        "must be a number within float32, because kernels scale in that and return no gradient",
+        "pass a float; if it is learned, multiply q by it and pass softmax_scale=1.0",
+    ),
+    **dict.fromkeys(("layout", "qkv_format"), _WORD),
+    "config": _Kind(
+        lambda x: isinstance(x, BurstConfig),
+        "must be a BurstConfig, because that checks its options",
+        "pass BurstConfig(...), or leave it out",
+    ),
+    "layer": _Kind(_is_whole, "must be a whole number, because ranks compare it", "pass one"),
+    "given": _Kind(lambda given: True, "", ""),
+}
+
+
+def need_of(name: str, got: str) -> Need:
+    return False, f"{name} {KINDS[name].must}", got, KINDS[name].change
+
+
+def brief(x: object) -> str:
+    """What an argument is, in one short line."""
+    if isinstance(x, Tensor):
+        return f"a {'nested ' * x.is_nested}{type(x).__name__} ({x.layout}, {x.device.type})"
+    plain = isinstance(x, str | Number | Sequence | Mapping | None)
+    return " ".join(repr(x).split())[:80] if plain else f"a {type(x).__name__}"
+
+
+def window_of(
+    window: tuple[int | None, int | None] | None, causal: bool
+) -> tuple[int | None, int | None]:
+    """(left, right) as masks take it: None for no bound.
+
+    Raises:
+        BurstError: if it is not a pair of numbers of positions.
+    """
+    require(_WHO, () if is_window(window) else [need_of("window", brief(window))])
+    bounds = (None, None) if window is None else window
+    left, right = (None if bound in (None, -1) else int(bound) for bound in bounds)
+    return left, 0 if causal else right
+
+
+def given_in(
+    cu_seqlens: object, padded: object, longest: object, parents: object, slices: object
+) -> tuple[str, ...]:
+    """Which arguments describe a packed sample or a mask of slices; beside boundaries ranks need
+    not all say the longest."""
+    if cu_seqlens is slices is padded is longest is parents is None:
+        return ()
+    names = "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "prefix_tree", "slices"
+    given = cu_seqlens, padded, longest if cu_seqlens is None else None, parents, slices
+    return tuple(name for name, x in zip(names, given, strict=True) if x is not None)
