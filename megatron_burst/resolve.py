@@ -117,6 +117,10 @@ def _inter(spec: Spec) -> Choice:
         return Choice(spec.inter, "asked for")
     if spec.topology.inter_size == 1:
         return Choice("ring", "one row of ranks")
+    if spec.shape.tokens_kv:
+        return Choice("ring", "queries and keys have different lengths")
+    if spec.intra == "a2a":
+        return Choice("a2a", "intra=a2a was asked for")
     if given := _only_in_rings(spec):
         return Choice("ring", f"{given} was asked for")
     if spec.mask.windowed and _wants_whole(spec):
@@ -176,6 +180,16 @@ def _intra(spec: Spec) -> Choice:
     row, over_all = spec.arranged, spec.inter == "a2a"
     if row.cp_size == 1:
         return Choice("ring", "one rank")
+    if spec.shape.tokens_kv and (over_all or spec.intra in ("gather", "a2a")):
+        raise BurstError(
+            f"{_WHO}: queries and keys of different lengths must run in rings, because gather and "
+            f"a2a pair a rank's queries with as many keys; got {spec.shape.tokens} queries and "
+            f"{spec.shape.tokens_kv} keys on a rank with intra={spec.intra or 'a2a'}; pass "
+            "--burst-intra ring (intra='ring') or auto, and no --burst-inter a2a or "
+            "--burst-invariant"
+        )
+    if spec.shape.tokens_kv:
+        return Choice("ring", "queries and keys have different lengths")
     if spec.intra is None and row.inter_size == 1 and not over_all:
         if spec.layout is Layout.DOCUMENTS and spec.mask.right == 0:
             return Choice("gather", "chunks of each document are equal work on all ranks")
@@ -188,6 +202,12 @@ def _intra(spec: Spec) -> Choice:
         raise BurstError(
             f"{_WHO}: for intra={asked} {cannot}; pass --burst-intra ring (intra='ring') or auto, "
             "and no --burst-invariant"
+        )
+    if asked == "a2a" and row.inter_size > 1:
+        raise BurstError(
+            f"{_WHO}: an all-to-all must run over all ranks, because no ring between nodes "
+            f"continues it; got intra=a2a and inter={spec.inter} on {row}; pass --burst-inter a2a "
+            "(inter='a2a') or auto"
         )
     if asked is not None:
         return Choice(asked, "over all ranks" if over_all else "asked for")
@@ -280,7 +300,7 @@ def _circulate(spec: Spec, asked: Circulate | None) -> Choice:
     if spec.intra != "ring" and spec.arranged.inter_size == 1:
         return Choice(Circulate.KV, "one node")
     share = travelling_share(spec) if spec.intra == "gather" else 1.0
-    shape = spec.shape.replicated(spec.arranged.intra_size if spec.intra == "a2a" else 1)
+    shape = spec.shape
     if spec.arranged.inter_size == 1 and spec.summed_dtype is Dtype.SUM:  # all hops are the ring's
         shape = replace(shape, grad_bytes=shape.stat_bytes)
     return choose_circulate(shape, asked, share)

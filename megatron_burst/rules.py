@@ -148,7 +148,7 @@ def choose_heads_gather(
     """
     if asked is not None:
         return asked or shape.heads_kv
-    row = shape.batch * shape.keys * topology.intra_size
+    row = shape.batch * shape.tokens * topology.intra_size
     head_bytes = row * (shape.dim_qk + shape.dim_v) * shape.itemsize
     in_bytes = _ROUND_BYTES // head_bytes
     if topology.inter_size > 1:
@@ -198,8 +198,8 @@ def _whole_group(shape: AttentionShape, topology: Topology) -> int:
 
 def bytes_over_all(shape: AttentionShape, topology: Topology) -> int:
     """Bytes of a KV head over all rows of a node: queries and outputs, keys and values."""
-    heads_and_rows = _whole_group(shape, topology) * shape.tokens + shape.keys
-    rows = shape.batch * topology.intra_size * heads_and_rows
+    heads = _whole_group(shape, topology) + 1
+    rows = shape.batch * topology.intra_size * shape.tokens * heads
     return rows * (shape.dim_qk + shape.dim_v) * shape.itemsize
 
 

@@ -205,7 +205,7 @@ def bits(size: tuple[int, int], way: Way) -> str:
         lse = passes.forward(*shard[:3]).fields["out"]["lse"].clone()
         return [lse, *passes.both(*shard)]
 
-    results, _ = run_simulated(one, nodes * ranks, pulls=bool(way.pulls), timeout_s=5)
+    results, _ = run_simulated(one, nodes * ranks, pulls=bool(way.pulls), timeout_s=20)
     every = b"".join(x.contiguous().numpy().tobytes() for rank in results for x in rank)
     return blake2b(every, digest_size=8).hexdigest()
 

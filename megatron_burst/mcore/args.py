@@ -28,7 +28,7 @@ from megatron_burst.say import say
 
 _ATTENTION = {
     "intra": "inside a node: ring (pass shards from rank to rank), gather (all K and V of a few "
-    "KV heads at a time) or a2a (all-to-all of heads)",
+    "KV heads at a time) or a2a (all-to-all of heads, on several nodes over all ranks)",
     "inter": "between nodes: ring (around the mode inside nodes) or a2a (all-to-all of heads "
     "over all ranks); auto compares the bytes and what kernels can hide",
     "invariant": "give the same bits on any number of ranks that divides the heads, with an "

@@ -1,4 +1,4 @@
-"""All-to-all: each rank of a node computes all rows of the node for some heads.
+"""All-to-all: each rank computes all rows of the sequence for some heads.
 
 A round is a group of KV heads with the query heads that use them, sharded over the ranks. Their Q,
 K and V go to the rank that computes them, and results come back. While a round is computed, the
@@ -10,39 +10,51 @@ If the ranks do not divide the KV heads, for example if there are fewer heads th
 head goes to several ranks, which share its query heads; the rank that holds the rows sums their
 gradients of it. Rounds count heads with these copies.
 
-On several nodes, what was received circulates between nodes (`inter_node`): K and V of a rank's
-heads, or in backward its queries. In a flat topology all ranks take part in one all-to-all and
-nothing circulates.
+All ranks are in one row: on several nodes they take part in one all-to-all.
 
 Source: Ulysses (arXiv 2309.14509), here in rounds.
 """
 
+from collections.abc import Sequence
+
+from megatron_burst.errors import BurstError
 from megatron_burst.schedule.a2a_rounds import AllToAllEmitter
-from megatron_burst.schedule.a2a_transfers import Results, RoundSides, Wholes
-from megatron_burst.schedule.emitter import Gradients, Outputs, Sinks, restored, seen, sums_of
-from megatron_burst.schedule.inter_node import Circulating, sums, whole_halo
-from megatron_burst.schedule.mask import Span, check_mask, cut
+from megatron_burst.schedule.mask import check_mask
 from megatron_burst.schedule.program import (
+    Arrange,
+    Attend,
     AttendBackward,
     Copy,
+    Field,
+    FromRanks,
+    Give,
+    Home,
     Program,
     Ref,
+    Restore,
     Stream,
+    Take,
+    ToRanks,
     dkv_fields,
     dq_fields,
-    kv_fields,
-    travelling_side_fields,
+    out_fields,
 )
-from megatron_burst.schedule.spec import Circulate, Spec
+from megatron_burst.schedule.spec import Cargo, Dtype, Spec
 
 
 def a2a(spec: Spec) -> Program:
     """The program of one rank.
 
     Raises:
-        BurstError: if the heads cannot be sharded evenly, or the layout is striped.
+        BurstError: if the heads cannot be sharded evenly, the layout is striped, or ranks are in
+            several rows.
     """
-    check_mask(spec.mask, spec.layout, "a2a", spec.topology.inter_size == 1)
+    check_mask(spec.mask, spec.layout, "a2a", one_call=True)
+    if spec.topology.inter_size > 1:
+        raise BurstError(
+            "burst attention: an all-to-all must run over all ranks, because no ring between nodes "
+            f"continues it; got {spec.topology}; pass a flat topology"
+        )
     emitter = _AllToAll(spec)
     (emitter.backward if spec.backward else emitter.forward)()
     return emitter.program()
@@ -50,120 +62,201 @@ def a2a(spec: Spec) -> Program:
 
 class _AllToAll(AllToAllEmitter):
     def forward(self) -> None:
-        there, back = Wholes(self), Results(self)
-        keys = self.circulating_keys(there)
-        for index, step in enumerate(self.order):
-            if step.first:
-                q, own = there.of(step.round), there.keys(step.round)
-                lse = self.lse(step.round)
-                tiles = self.tiles_of_round(step.round)
-                results = back.of(step.round)
-                name, sinks = f"round {step.round}", Sinks(tiles, self.own_heads(step.round))
-                outputs = Outputs(self, name, tiles, sinks, q, lse, results)
-            if keys:
-                keys.set_out(index)
-                keys.pass_on(index)
-            kv = keys.piece(step.round, step.distance) if keys and step.distance else own
-            if self.reorders:
-                kv = seen(self, f"{index}", kv, self.met[index], self.heads_of(step.round)[1])
-            for tile in self.tiles[index]:
-                outputs.compute(tile, kv)
-            if step.first:
-                there.post(step.round + 1)
-            if step.last:  # in front of operations that wait for the kernels
-                back.collect(Stream.SIDE)
-                there.arrive(step.round + 1)
-                outputs.merge()
-                self.emit(Copy((lse,), results))
-                back.post(step.round)
-        back.collect()
-
-    def circulating_keys(self, there: Wholes) -> Circulating | None:
-        if self.alone or (self.spec.backward and self.spec.circulate is Circulate.Q):
-            return None
-        return Circulating(
-            self, self.order, lambda round_: (there.keys(round_),),
-            lambda round_: kv_fields(self.heads_of(round_)[1], self.spec.shape),
-            whole_halo(self, self.rows_kv),
-        )  # fmt: skip
-
-    def circulating_queries(self, sides: RoundSides) -> Circulating | None:
-        if self.alone or self.spec.circulate is Circulate.KV:
-            return None
-        return Circulating(
-            self, self.order, sides.bare,
-            lambda round_: travelling_side_fields(self.heads_of(round_)[0], self.spec.shape),
-            whole_halo(self, self.rows),
-        )  # fmt: skip
+        inputs, outputs = HeadsAllToAll(self), OutputAllToAll(self)
+        for round_ in range(len(self.rounds)):
+            q, kv = inputs.queries(round_), inputs.keys(round_)
+            lse, out = self.lse(round_), outputs.of(round_)
+            q, kv = q.at(self.tile.q), kv.at(self.tile.kv)
+            into = lse.at(self.tile.q), out.at(self.tile.q)
+            sinks = self.own_heads(round_)
+            self.emit(Attend(q, kv, self.tile.mask, into, self.tile.places, sinks))
+            inputs.post(round_ + 1)
+            # in front of operations that wait for the kernel
+            outputs.collect(Stream.SIDE)
+            inputs.arrive(round_ + 1)
+            self.emit(Copy((lse,), out))
+            outputs.post(round_)
+        outputs.collect()
 
     def backward(self) -> None:
-        there = Wholes(self)
-        back, sides = Results(self), RoundSides(self, there)
-        keys, queries = self.circulating_keys(there), self.circulating_queries(sides)
-        of_queries, of_keys = self.sums_of_both(back)
-        for index, step in enumerate(self.order):
-            if self.alone:
-                self.compute_alone(index, there, back, sides)
-                continue
-            there.arrive(step.round)
-            for circulating in (keys, queries):
-                if circulating:
-                    circulating.set_out(index)
-                    circulating.pass_on(index)
-            visits = step.distance > 0
-            side = sides.of(step.round)
-            if visits and queries:
-                side = self.side_for_kernel(queries.piece(step.round, step.distance))
-            kv = there.keys(step.round)
-            if visits and keys:
-                kv = keys.piece(step.round, step.distance)
-            both = self.compute(index, side, kv)
-            if step.first:
-                there.post(step.round + 1)
-            if step.last:
-                there.arrive(step.round + 1)
-            travelling, local = (of_keys, of_queries) if keys else (of_queries, of_keys)
-            of_both = reversed(both) if keys else both
-            # gradients returned to this node go to their owners before the next round's results
-            first, second = of_both
-            travelling.add(index, first)
-            back.post(*travelling.come_home(index))
-            local.add(index, second)
-        if not self.alone:
-            travelling = of_keys if keys else of_queries
-            back.post(*travelling.come_home(len(self.order)))
-        back.collect()
+        inputs = HeadsAllToAll(self)
+        outputs, sides = OutputAllToAll(self), QuerySides(self, inputs)
+        for round_ in range(len(self.rounds)):
+            dq, dkv = outputs.of(round_), outputs.of(round_)
+            side, kv = sides.of(round_), inputs.keys(round_)
+            # behind this kernel are those that convert its sums: what they hold up is issued before
+            inputs.post(round_ + 1)
+            self.emit(AttendBackward(side, kv, self.tile.mask, dq, dkv, self.tile.places))
+            inputs.arrive(round_ + 1)
+            outputs.post(round_)
+        outputs.collect()
 
-    def sums_of_both(self, back: Results) -> tuple:
-        shape = self.spec.shape
-        return (
-            sums(self, self.order, False, back.of,
-                 lambda r, dtype: dq_fields(self.heads_of(r)[0], shape, dtype), self.rows),
-            sums(self, self.order, True, back.of_keys,
-                 lambda r, dtype: dkv_fields(self.heads_of(r)[1], shape, dtype), self.rows_kv),
+
+class HeadsAllToAll:
+    """From shards of the sequence to shards of the heads: Q, K, V, and in backward dO and its
+    statistics, a round at a time. A slot has this rank's rows once for each rank, with that rank's
+    heads. In backward, what forward saved is not sent again."""
+
+    def __init__(self, emitter: AllToAllEmitter) -> None:
+        self._emitter, spec = emitter, emitter.spec
+        self._saves = spec.left and not spec.backward
+        self._reuses = spec.left and spec.backward
+        self._arrived: set[int] = set()
+        self._sources: tuple[str, ...] = ("q", "kv")
+        if spec.backward:
+            delta = emitter.delta().buffer
+            self._sources = ("side", delta) if self._reuses else ("side", "kv", delta)
+        self._slots = slot_count(emitter, Cargo.READ, self._fields(0))
+        self.post(0)
+
+    def _fields(self, round_: int) -> tuple[Field, ...]:
+        """Fields of a row that is sent."""
+        spec, qkv = self._emitter.spec, self._emitter.qkv_fields(round_)
+        if not spec.backward:
+            return qkv
+        heads_q, _ = self._emitter.heads_of(round_)
+        lse, delta = (Field(name, heads_q, 0, Dtype.SUM) for name in ("lse", "delta"))
+        dout = Field("dout", heads_q, spec.shape.dim_v)
+        return (dout, delta) if self._reuses else (*qkv, dout, lse, delta)
+
+    def post(self, round_: int) -> None:
+        """Start the all-to-all of a round's heads, if there is such a round."""
+        emitter = self._emitter
+        if round_ >= len(emitter.rounds):
+            return
+        ranks, stream = emitter.ranks, Stream.beside(round_)
+        slot = emitter.slot("heads", round_, Cargo.READ, self._fields(round_), self._slots)
+        sources = emitter.refs(round_, self._sources)
+        heads_kv = emitter.heads_of(round_)[1]
+        emitter.emit(ToRanks(sources, slot, len(ranks), heads_kv, emitter.copies, stream))
+        into = self._received(round_) if emitter.reorders else self._in_order(round_)
+        to_others, own = emitter.by_rank(slot)
+        for piece, rows in own:
+            emitter.emit(Copy((rows,), into.at(piece.whole), stream))
+        gives = [Give(rank, rows) for rank, _, rows in to_others]
+        offset = ranks.index(emitter.spec.cp_rank) * emitter.spec.shape.tokens
+        takes = [
+            Take(piece.holder, slot.at(piece.rows.moved(offset)), into.at(piece.whole))
+            for piece in emitter.pieces
+            if piece.holder != emitter.spec.cp_rank
+        ]
+        emitter.exchange(Cargo.READ, slot, gives, takes)
+
+    def arrive(self, round_: int) -> None:
+        """Put a round's received rows in order, once, if there is such a round."""
+        emitter = self._emitter
+        if emitter.reorders and round_ < len(emitter.rounds) and round_ not in self._arrived:
+            self._arrived.add(round_)
+            received, in_order = self._received(round_), self._in_order(round_)
+            emitter.emit(Arrange(received, in_order, *emitter.orders, Stream.beside(round_)))
+
+    def _received(self, round_: int) -> Ref:
+        """Where a round is received, rank by rank: one for all, as each is soon put in order."""
+        return self._emitter.staging("came", round_, "came", self._fields(round_), 1, round_)
+
+    def _in_order(self, round_: int) -> Ref:
+        """Where a round's rows are in order."""
+        if self._saves:
+            return self._emitter.saved(round_)
+        count = min(2, len(self._emitter.rounds))
+        return self._emitter.staging(
+            "whole", round_, "heads", self._fields(round_), count, round_
         )  # fmt: skip
 
-    def compute_alone(self, index: int, there: Wholes, back: Results, sides: RoundSides) -> None:
-        """A round on one node: one tile, whose results are sent back at once."""
-        round_, (tile,) = self.order[index].round, self.tiles[index]
-        into = back.of(round_), back.of_keys(round_)
-        side, kv = sides.of(round_), there.keys(round_)
-        # behind this kernel are those that convert its sums: what they hold up is issued before
-        there.post(round_ + 1)
-        self.emit(AttendBackward(side, kv, tile.mask, *into, tile.places))
-        there.arrive(round_ + 1)
-        back.post(round_)
+    def queries(self, round_: int) -> Ref:
+        """The buffer of a round with the query side: what was received."""
+        self.arrive(round_)
+        return self._in_order(round_)
 
-    def compute(self, index: int, side: tuple[Ref, ...], kv: Ref) -> tuple[list, list]:
-        """Compute a step's tiles; returns gradients to sum: of queries, and of keys."""
-        tiles, heads = self.tiles[index], self.heads_of(self.order[index].round)
-        grads = Gradients(self, f"{index}", tiles, side, None, heads, self.rows)
-        if self.reorders:
-            met, name = self.met[index], f"{index}"
-            made = grads.compute(met.tile, seen(self, name, kv, met, heads[1]))
-            return grads.sums(), [
-                (Span(0, self.rows), (restored(self, name, made, met, heads[1]),))
-            ]
-        parts = [(tile.kv, grads.compute(tile, kv)) for tile in tiles]
-        of_keys = sums_of(parts, cut((seen for seen, _ in parts), self.rows_kv))
-        return grads.sums(), of_keys
+    def keys(self, round_: int) -> Ref:
+        """The buffer of a round with k and v: received, or saved by forward."""
+        return self._emitter.saved(round_) if self._reuses else self.queries(round_)
+
+
+class QuerySides:
+    """The query side of this rank's heads for all rows, round by round. Delta is sent, whatever
+    the kernel needs: it is 4 bytes where a bf16 output is 2 dv, and the surrogate output made from
+    it is closer to the true delta than a rounded output."""
+
+    def __init__(self, emitter: AllToAllEmitter, inputs: HeadsAllToAll) -> None:
+        self._emitter, self._inputs = emitter, inputs
+
+    def of(self, round_: int) -> tuple[Ref, ...]:
+        """A round's query side for kernels, with dense statistics."""
+        emitter, spec = self._emitter, self._emitter.spec
+        lse, delta = (
+            Field(name, emitter.heads_of(round_)[0], 0, Dtype.SUM) for name in ("lse", "delta")
+        )
+        saved = (emitter.lse(round_),) if spec.left else ()
+        fields = (delta,) if saved else (lse, delta)
+        name = f"statistics {round_}"
+        statistics = emitter.buffer(name, Home.PART, emitter.rows, fields, "statistics")
+        received = self._inputs.queries(round_)
+        emitter.emit(Copy((received,), statistics))
+        qkv = (emitter.saved(round_), *saved) if saved else ()
+        return emitter.side_for_kernel(statistics, *qkv, received)
+
+
+class OutputAllToAll:
+    """From shards of the heads back to shards of the sequence: out, or dq, dk and dv. A slot has
+    this rank's heads of all rows, and a rank gets its own rows of them."""
+
+    def __init__(self, emitter: AllToAllEmitter) -> None:
+        self._emitter = emitter
+        self._targets = ("dq", "dkv") if emitter.spec.backward else ("out",)
+        # with one slot the next round's kernels would wait until all ranks have pulled
+        least = 2 if len(emitter.rounds) > 1 else 1
+        self._slots = max(least, slot_count(emitter, Cargo.GRAD, self._fields(0)))
+        self._in_flight: int | None = None
+
+    def _fields(self, round_: int) -> tuple[Field, ...]:
+        spec, (heads_q, heads_kv) = self._emitter.spec, self._emitter.heads_of(round_)
+        if not spec.backward:
+            return out_fields(heads_q, spec.shape, Dtype.INPUT)
+        dtype = spec.share_dtype
+        return (*dq_fields(heads_q, spec.shape, dtype), *dkv_fields(heads_kv, spec.shape, dtype))
+
+    def of(self, round_: int) -> Ref:
+        """Where a round's results are written: in the slot that is sent next, unless they are put
+        back in the ranks' order first."""
+        if self._emitter.reorders:
+            return self._emitter.staging("made", round_, "made", self._fields(round_))
+        return self._slot(round_)
+
+    def _slot(self, round_: int) -> Ref:
+        fields = self._fields(round_)
+        return self._emitter.slot("results", round_, Cargo.GRAD, fields, self._slots)
+
+    def post(self, round_: int) -> None:
+        """Start a round's transfer, once the previous one's results are in place."""
+        self.collect(Stream.SIDE)
+        emitter, slot = self._emitter, self._slot(round_)
+        if emitter.reorders:
+            emitter.emit(Restore(self.of(round_), slot, *emitter.orders))
+        arrived = emitter.staging("home", round_, "results", self._fields(round_))
+        from_others, own = emitter.by_rank(arrived)
+        for piece, rows in own:
+            emitter.emit(Copy((slot.at(piece.whole),), rows))
+        gives = [
+            Give(piece.holder, slot.at(piece.whole))
+            for piece in emitter.pieces
+            if piece.holder != emitter.spec.cp_rank
+        ]
+        takes = [Take(rank, slot.at(piece.whole), rows) for rank, piece, rows in from_others]
+        emitter.exchange(Cargo.GRAD, slot, gives, takes)
+        self._in_flight = round_
+
+    def collect(self, stream: Stream = Stream.COMPUTE) -> None:
+        """Put the results of the transfer in flight, if any, where they belong."""
+        if self._in_flight is None:
+            return
+        round_, self._in_flight = self._in_flight, None
+        emitter, targets = self._emitter, self._emitter.refs(round_, self._targets)
+        ranks, (_, heads_kv) = len(emitter.ranks), emitter.heads_of(round_)
+        arrived = Ref(f"home {round_}")
+        emitter.emit(FromRanks(arrived, targets, ranks, heads_kv, emitter.copies, stream))
+
+
+def slot_count(emitter: AllToAllEmitter, cargo: Cargo, fields: Sequence[Field]) -> int:
+    """How many slots the transfers of all rounds cycle through."""
+    return emitter.slot_count(cargo, len(emitter.rounds), emitter.rows, fields)

@@ -117,20 +117,16 @@ class Between:
         return cls.ranks(spec, *((ranks, owners) if spec.keys_travel else (owners, ranks)))
 
     @classmethod
-    def nodes(
-        cls, spec: Spec, away: int, distances: Iterable[int], whole: bool
-    ) -> "Between | None":
-        """Of what comes from another node, and of the nodes that it visits.
+    def nodes(cls, spec: Spec, away: int, distances: Iterable[int]) -> "Between | None":
+        """Of what comes from a rank of another node, and of the nodes that it visits.
 
         Args:
             spec: of the program.
             away: how many nodes away that node is.
             distances: how many nodes away from it are those that it visits.
-            whole: whether it is of all ranks of the node, or of one.
         """
         topology = spec.topology
         row, column = topology.coord(spec.cp_rank)
         nodes = (topology.grid[(row - away + n) % topology.inter_size] for n in distances)
-        owners = topology.grid[(row - away) % topology.inter_size]
-        ranks = (rank for node in nodes for rank in node)
-        return cls.visits(spec, owners if whole else owners[column : column + 1], ranks)
+        owner = topology.rank_at(row - away, column)
+        return cls.visits(spec, (owner,), (rank for node in nodes for rank in node))

@@ -92,7 +92,7 @@ class _Gather(Emitter):
         self.by_rank = spec.layout is Layout.DOCUMENTS
         row, column = topology.coord(spec.cp_rank)
         owners = (topology.rank_at(row - away, column) for away in range(topology.inter_size))
-        terms = topology, spec.layout, spec.mask, shape.keys
+        terms = topology, spec.layout, spec.mask, shape.tokens
         self.halos = tuple(halo(*terms, owner) for owner in owners)
         self.keys = Keys(self)
 
@@ -425,7 +425,7 @@ class Shares:
             parts += [(p.rows, share.at(p.whole.moved(-whole.start))) for p in held if p]
         parts += [(leaf.piece.rows, rows) for _, leaf, rows in self._arrivals(index)]
         edges = *(piece.rows for piece in own), *(rows for rows, _ in parts)
-        return sums_of(parts, cut(edges, emitter.spec.shape.keys))
+        return sums_of(parts, cut(edges, emitter.spec.shape.tokens))
 
 
 Moment = Literal["before", "amid", "after"]  # of a step: its tiles over gathered keys

@@ -63,7 +63,7 @@ class _Tiling:
 
     def _own_tiles(self, queries: Sequence[Piece], first: bool, last: bool) -> StepTiles:
         """The tiles of a rank with its own node's keys."""
-        keys = self.here.keys
+        keys = self.here.pieces
         if self.mask.full or (self.mask.causal and len(keys) == len(queries)):
             every = Span(0, queries[-1].rows.stop), Span(0, keys[-1].whole.stop)
             places = (_places(queries), _places(keys)) if self.mask.documents else None
@@ -96,7 +96,7 @@ class _Tiling:
 
     def _others(self, queries: Sequence[Piece]) -> tuple[Tile, ...]:
         """Tiles over the gathered keys before and after each piece."""
-        every = self.here.keys
+        every = self.here.pieces
         before = self._over(queries, lambda p: [k for k in every if k.whole.stop <= p.whole.start])
         if self.mask.right == 0:
             return before
@@ -203,8 +203,8 @@ def gather_steps(spec: Spec, order: Sequence[Turn]) -> GatherSteps:
 def _steps(spec: Spec, ranks: Sequence[int], order: Sequence[Turn]) -> tuple[GatherStep, ...]:
     """With keys in sequence order."""
     topology, (row, _) = spec.topology, spec.topology.coord(spec.cp_rank)
-    shape, terms = spec.shape, (topology, row, spec.layout)
-    visits = node_visits(*terms, shape.tokens, spec.mask.placed, shape.tokens_kv)
+    terms = topology, row, spec.layout
+    visits = node_visits(*terms, spec.shape.tokens, spec.mask.placed)
     tiling = _Tiling(spec, visits[0])
     kinds = [(visits[step.distance], index == 0, index == len(order) - 1)
              for index, step in enumerate(order)]  # fmt: skip
@@ -313,7 +313,7 @@ def sent_for(spec: Spec, turns: Iterable[Turn], computing: int, piece: Piece) ->
     if found is None or spec.layout is Layout.DOCUMENTS:
         return found
     chunks = len(chunks_held(spec.layout, piece.holder, topology.cp_size))
-    return replace(found, keys=(piece.place * chunks // spec.shape.keys,))
+    return replace(found, keys=(piece.place * chunks // spec.shape.tokens,))
 
 
 def end_to_end(lengths: Iterable[int]) -> list[Span]:

@@ -112,7 +112,7 @@ class Circulating:
     def _send(self, step: Turn) -> None:
         sends, brings = (self.piece(step.round, step.distance + n) for n in (0, 1))
         readers = range(step.distance + 1, self._nodes)
-        both = [_between(self._emitter, step.distance + n, readers) for n in (0, 1)]
+        both = [Between.nodes(self._emitter.spec, step.distance + n, readers) for n in (0, 1)]
         self._emitter.hop(Link.INTER, Cargo.READ, sends, brings, both)
 
 
@@ -159,12 +159,12 @@ class SumsAtHome:
             for name, owner in (("leaves", step.distance), ("arrives", 0))
         )  # fmt: skip
         add_up(emitter, leaves, away, True, stream)
-        both = [_between(emitter, away, (step.distance,)) for away in (step.distance, 0)]
+        both = [Between.nodes(emitter.spec, away, (step.distance,)) for away in (step.distance, 0)]
         emitter.hop(Link.INTER, Cargo.GRAD, leaves, arrives, both, -step.distance)
 
-    def come_home(self, turn: int, stream: Stream = Stream.COMPUTE) -> list[int]:
-        """Add what other nodes sent for this rank's rows; returns the rounds that are complete."""
-        halo, done = self._halos[0], []
+    def come_home(self, turn: int, stream: Stream = Stream.COMPUTE) -> None:
+        """Add what other nodes sent for this rank's rows."""
+        halo = self._halos[0]
         for step in self._arriving[turn]:
             arrived = Ref(f"arrives {step.round}+{step.distance}")
             parts = [
@@ -172,8 +172,6 @@ class SumsAtHome:
                 for span in cut(halo.spans, halo.of)
             ]
             self._add(step.round, parts, stream)
-            done += [step.round] * (not self._missing[step.round])
-        return done
 
     def _add(self, round_: int, sums: Sequence[Sum], stream: Stream) -> None:
         """Add a contribution; the last one completes the rank's gradients of the round."""
@@ -187,11 +185,6 @@ class SumsAtHome:
         else:
             for span, parts in sums:
                 emitter.emit(Add((total.at(span), *parts), self._target(round_).at(span), stream))
-
-
-def _between(emitter: Emitter, away: int, distances: Sequence[int]) -> Between | None:
-    """As of `Between.nodes`; in an all-to-all a piece has rows of all ranks of its node."""
-    return Between.nodes(emitter.spec, away, distances, emitter.spec.intra == "a2a")
 
 
 class LocalSums:
@@ -229,9 +222,8 @@ class LocalSums:
         for span, parts in sums:
             emitter.emit(Add((Ref(name).at(span), *parts), target.at(span), stream))
 
-    def come_home(self, turn: int, stream: Stream = Stream.COMPUTE) -> list[int]:
+    def come_home(self, turn: int, stream: Stream = Stream.COMPUTE) -> None:
         """Nothing is returned."""
-        return []
 
 
 def sums(

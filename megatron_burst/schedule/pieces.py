@@ -42,14 +42,12 @@ class Visit:
     """The shards of a node, held by the ranks of another or of its own.
 
     Attributes:
-        queries: pieces in sequence order.
-        keys: the same of keys; in cross-attention of other lengths.
+        pieces: in sequence order.
         before: for each of the working node's own pieces, how many of these come before it.
         after: for each of these, how many of the working node's own come before it.
     """
 
-    queries: tuple[Piece, ...]
-    keys: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]
     before: tuple[int, ...]
     after: tuple[int, ...]
 
@@ -127,9 +125,8 @@ def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=1024)
 def node_visits(
-    topology: Topology, row: int, layout: Layout, tokens: int, placed: bool = False,
-    keys: int | None = None,
-) -> tuple[Visit, ...]:  # fmt: skip
+    topology: Topology, row: int, layout: Layout, tokens: int, placed: bool = False
+) -> tuple[Visit, ...]:
     """What the ranks of a node work with, by how many nodes away it is from; first their own
     shards.
 
@@ -142,7 +139,6 @@ def node_visits(
         layout: how tokens are sharded.
         tokens: rows on each rank.
         placed: whether positions matter, not only their order: then no two visits are equal.
-        keys: rows of keys on each rank, if not as many.
 
     Raises:
         BurstError: if the layout is striped or cannot hold that many rows.
@@ -165,8 +161,7 @@ def node_visits(
         lie = tuple((piece.holder, piece.rows.start) for piece in pieces)
         kind = lie, before, after, starts if placed else ()
         if kind not in alike:
-            of_keys = _pieces(layout, topology.cp_size, keys, *terms) if keys else pieces
-            alike[kind] = Visit(pieces, of_keys, before, after)
+            alike[kind] = Visit(pieces, before, after)
         visits.append(alike[kind])
     return tuple(visits)
 
@@ -198,8 +193,8 @@ def sides(
         circulate: what circulates.
     """
     if circulate is Circulate.Q:
-        return tuple(zip(visit.queries, visit.after, strict=True)), here.keys
-    return tuple(zip(here.queries, visit.before, strict=True)), visit.keys
+        return tuple(zip(visit.pieces, visit.after, strict=True)), here.pieces
+    return tuple(zip(here.pieces, visit.before, strict=True)), visit.pieces
 
 
 def tiles_between(

@@ -94,6 +94,7 @@ class Passes:
 
     def __init__(self, way, topology, shard, carrier, grad_dtype=torch.float64):
         q, k, v, _ = shard
+        topology = topology.flat() if way.mode == "a2a" else topology
         backend = ByCalls() if way.backend == "calls" else backends()[way.backend]
         can = backend.capability
         kernel = Kernel(way.rectangular and can.rectangular_causal, can.takes_delta, can.wide_grads)

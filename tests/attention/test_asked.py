@@ -42,12 +42,12 @@ WAYS = {  # name: topology, options
 }
 RINGS = {"ring", "CPU", "2 nodes, ring", "2 nodes, flat", "2 nodes, CPU", "uneven nodes"}
 REFUSED = {  # option: the modes that do not have it
-    ("resend", "never"): RINGS - {"ring", "CPU"} | {"2 nodes, q", "2 nodes, a2a"},
+    ("resend", "never"): RINGS - {"ring", "CPU"} | {"2 nodes, q"},
     ("resend", "always"): set(),
     ("heads_per_round", 1): RINGS,
-    ("heads_per_round", 3): RINGS | {"a2a", "2 nodes, over all"},
+    ("heads_per_round", 3): RINGS | {"a2a", "2 nodes, a2a", "2 nodes, over all"},
     ("heads_per_round", 9): WAYS.keys() - {"one rank"},
-    ("circulate", "kv"): {"2 nodes, over all"},
+    ("circulate", "kv"): {"2 nodes, a2a", "2 nodes, over all"},
     ("transfer", "pull"): RINGS,
     ("transfer", "send"): set(),
     ("pieces", False): set(),
@@ -100,7 +100,7 @@ CALLS = {  # nodes, options of a call on the CPU, words of its refusal
     "never, Q": (
         2, {"intra": "gather", "circulate": "q", "resend": "never"}, "never must.*got circulate=q;",
     ),
-    "never, a2a": (2, {"intra": "a2a", "resend": "never"}, "never must.*got a2a inside nodes"),
+    "a2a in a ring": (2, {"intra": "a2a", "inter": "ring"}, "all-to-all must run over all ranks"),
     "never, flat": (2, {"flat": True, "resend": "never"}, "never must.*got ring over all"),
     "a ring's heads": (1, {"heads_per_round": 1}, "heads_per_round must come with.*got heads_per"),
     "heads": (1, {"intra": "gather", "heads_per_round": 9}, "gathers, because.*got 9 of 8; leave"),

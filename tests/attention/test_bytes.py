@@ -113,7 +113,7 @@ def test_bytes_on_each_link_are_exactly_the_plans_and_three_stamps(world):
             assert stamps == [8] * 3  # where forward and backward begin, and where backward ends
 
 
-MODES_BETWEEN = [(intra, c) for intra in ("gather", "a2a", "ring") for c in Circulate]
+MODES_BETWEEN = [(intra, c) for intra in ("gather", "ring") for c in Circulate]
 
 
 def sent_between(rank, world):
@@ -187,12 +187,7 @@ def test_bytes_of_gathering_are_exactly_the_plans():
             assert sent == planned and sum(sent.values()) > 0
 
 
-EXCHANGES = [
-    (nodes, inter, circulate, keep)
-    for nodes, inter in ((1, "auto"), (2, "ring"), (4, "ring"), (2, "a2a"))
-    for circulate in (Circulate if inter == "ring" else (Circulate.KV,))
-    for keep in ("plain", "none", "all")
-]
+EXCHANGES = [(nodes, keep) for nodes in (1, 2, 4) for keep in ("plain", "none", "all")]
 
 
 def exchanged_and_planned(rank, world):
@@ -203,11 +198,10 @@ def exchanged_and_planned(rank, world):
     restore = dict(vars(dist))
     found = []
     patch_checkpoints()
-    for nodes, inter, circulate, keep in EXCHANGES:
+    for nodes, keep in EXCHANGES:
         topology = pretend_nodes(world, nodes)
         config = BurstConfig(
-            nodes=nodes, intra="a2a", inter=inter, heads_per_round=1,
-            circulate=circulate.value if inter == "ring" else "auto",
+            nodes=nodes, intra="a2a", heads_per_round=1,
             keep="all" if keep == "all" else "none",
         )  # fmt: skip
         q, k, v = (torch.randn(2, 6, h, d) for h, d in ((16, 8), (4, 8), (4, 4)))
@@ -222,12 +216,12 @@ def exchanged_and_planned(rank, world):
         out.sum().backward()
         vars(dist).update(restore)
         shape = shape_of(q, k, v, torch.float32)
-        flat = topology.flat() if inter == "a2a" else topology
-        there, back = planned_of("a2a", flat, rank, shape, circulate, left=keep != "all")
+        flat = topology.flat()
+        there, back = planned_of("a2a", flat, rank, shape, Circulate.KV, left=keep != "all")
         if keep == "none":  # backward recomputes it
             back += there
         planned = [dict(+there), dict(+back)]
-        over_all = a2a_bytes(shape, topology, keep == "all") if inter == "a2a" else None
+        over_all = a2a_bytes(shape, topology, keep == "all")
         found.append(([forward, dict(+sent)], planned, over_all))
     return found
 
@@ -238,5 +232,5 @@ def test_bytes_of_exchanging_are_exactly_the_plans():
         assert len(found) == len(EXCHANGES)
         for (*_, keep), (sent, planned, over_all) in zip(EXCHANGES, found, strict=True):
             assert sent == planned and all(sent)
-            if over_all and keep != "none":
-                assert sum(of_links[Link.INTER] for of_links in sent) == over_all
+            if keep != "none":
+                assert sum(of_links.get(Link.INTER, 0) for of_links in sent) == over_all

@@ -1,13 +1,12 @@
-"""Cross-attention: K and V of another length than Q, sharded on their own.
+"""Cross-attention: K and V of another length than Q, sharded on their own, in rings.
 
-Random lengths, modes, layouts, groups, heads and slices on simulated ranks, and calls of real
-processes, against full attention in float64; one query; the bytes that choices count.
+Random lengths, layouts, groups, heads and slices on simulated ranks, and calls of real processes,
+against full attention in float64; one query; what is refused; the bytes that choices count.
 """
 
 import re
 from dataclasses import replace
 from functools import partial
-from math import gcd, lcm
 from random import Random
 
 import pytest
@@ -16,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
-from megatron_burst.errors import DisagreementError
+from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.resolve import choose_circulate, resolve
-from megatron_burst.rules import a2a_bytes, nested_bytes, on_wire
+from megatron_burst.rules import nested_bytes, on_wire
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.modes import MODES, program_of
+from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Spec
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.attention.engine import Way, assert_exact, problem
@@ -54,23 +53,19 @@ def drawn_slices(random, queries, keys):
 def drawn(random):
     """Nodes and ranks, queries and keys on a rank, heads, and how the call runs."""
     nodes, ranks = random.choice(GROUPS)
-    mode = random.choice(list(MODES)) if nodes * ranks > 1 else "ring"
     layout = random.choice([Layout.ZIGZAG, Layout.CONTIGUOUS])
     even = 2 if layout is Layout.ZIGZAG else 1
     tokens, keys = (even * rows for rows in random.sample(range(1, 7), 2))
     heads_kv, circulate = random.choice([1, 2, 3, 4]), random.choice(list(Circulate))
-    leaves = mode == "a2a" or (mode == "gather" and nodes > 1 and circulate is Circulate.KV)
     slices = random.random() < 0.4
     sizes = nodes * ranks * tokens, nodes * ranks * keys
     way = Way(
-        mode, circulate, random.randint(1, heads_kv // gcd(heads_kv, ranks)), True,
-        leaves and random.random() < 0.5, layout, Mask(documents=slices),
-        random.choice(["reference", "torch-cpu", *["calls"] * slices]), 0.7,
-        random.choice([False, True, "one slot"]) if nodes == 1 and mode != "ring" else False,
+        "ring", circulate, layout=layout, mask=Mask(documents=slices), scale=0.7,
+        backend=random.choice(["reference", "torch-cpu", *["calls"] * slices]),
         sinks=random.random() < 0.3, slices=drawn_slices(random, *sizes) if slices else (),
     )  # fmt: skip
-    heads_q = lcm(heads_kv, ranks if mode == "a2a" else 1) * random.choice([1, 2])
-    return (nodes, ranks), (tokens, keys), (heads_q, heads_kv), way
+    heads = heads_kv * random.choice([1, 2]), heads_kv
+    return (nodes, ranks), (tokens, keys), heads, way
 
 
 @pytest.mark.parametrize("seed", [*range(4), *whole(*range(4, 40))])
@@ -91,11 +86,9 @@ CALLS = [
     (1, 5, "bshd", False, {}),  # a query on each rank; keys in no whole chunks
     (6, 2, "sbhd", False, {"circulate": "q"}),
     (2, 8, "thd", True, {"backend": "reference"}),
-    (4, 6, "bshd", True, {"nodes": 2, "intra": "gather", "heads_per_round": 1}),
-    (1, 7, "bshd", False, {"nodes": 2, "intra": "gather", "circulate": "q"}),
-    (8, 2, "sbhd", True, {"nodes": 2, "intra": "a2a", "circulate": "q"}),
-    (3, 4, "bshd", False, {"nodes": 2, "inter": "a2a", "heads_per_round": 1}),
-    (2, 6, "bshd", False, {"nodes": 2, "intra": "a2a", "keep": "all"}),
+    (4, 6, "bshd", True, {"nodes": 2}),
+    (1, 7, "bshd", False, {"nodes": 2, "circulate": "q"}),
+    (2, 6, "bshd", False, {"nodes": 2, "keep": "all"}),
     (6, 4, "bshd", False, {"keep": "half", "deterministic": True}),
 ]
 
@@ -190,9 +183,25 @@ def test_one_query_is_passed_on_all_ranks():
 # --- programs and choices ---
 
 
-@pytest.mark.parametrize("mode", list(MODES))
-def test_one_program_serves_all_lengths_of_a_ratio(mode):
-    case = Case(mode, pretend_nodes(4, 2), Layout.ZIGZAG, Mask.FULL, tokens=6, tokens_kv=4)
+def refused(rank):
+    """What each way says that pairs a rank's queries with as many keys."""
+    q, kv = torch.ones(1, 2, 4, 8), torch.ones(1, 4, 4, 8)
+    sentences = []
+    for options in ({"intra": "gather"}, {"intra": "a2a"}, {"inter": "a2a"}, {"invariant": True}):
+        with pytest.raises(BurstError) as error:
+            burst_attention(q, kv, kv, causal=False, config=BurstConfig(**options))
+        sentences.append(str(error.value))
+    return sentences
+
+
+def test_other_modes_are_refused_in_a_sentence():
+    for sentences in run_ranks(refused, 2):
+        for sentence in sentences:
+            assert re.search("different lengths must run in rings.*got 2 queries and 4", sentence)
+
+
+def test_one_program_serves_all_lengths_of_a_ratio():
+    case = Case("ring", pretend_nodes(4, 2), Layout.ZIGZAG, Mask.FULL, tokens=6, tokens_kv=4)
     for direction in Direction:
         small = case.spec(direction).in_units()
         longer = replace(case, tokens=6 << 10, tokens_kv=4 << 10).spec(direction).in_units()
@@ -202,22 +211,19 @@ def test_one_program_serves_all_lengths_of_a_ratio(mode):
 
 
 @pytest.mark.parametrize("keys", [128, 1024, 8192])
-@pytest.mark.parametrize("again", [False, True])
-def test_the_choice_counts_the_bytes_that_are_sent(keys, again):
+def test_the_choice_counts_the_bytes_that_are_sent(keys):
     """Between two nodes of one rank, where everything is sent there."""
     shape, topology = AttentionShape(1, 1024, 8, 8, 128, 128, 2, 4, 4, keys), pretend_nodes(2, 2)
 
     def sent(**options):
-        spec = resolve(Spec(topology, shape, mask=Mask.FULL, again=again, **options)).spec
+        spec = resolve(Spec(topology, shape, mask=Mask.FULL, **options)).spec
         ways = (spec.of(0, direction) for direction in Direction)
         return sum(program_of(way).sent_bytes()[Link.INTER] for way in ways)
 
     on = on_wire(shape, None)
-    assert sent(inter="a2a") == a2a_bytes(on, topology, again)
     rings = {}
     for circulate in Circulate:
         rings[circulate] = nested_bytes(on, topology, circulate)
-        ring = {"inter": "ring", "intra": "gather", "left": False, "circulate": circulate}
-        assert sent(**ring) == rings[circulate]
+        assert sent(circulate=circulate) == rings[circulate]
     assert choose_circulate(on).value == min(rings, key=rings.__getitem__)
     assert choose_circulate(on).value == ("kv" if keys < 1024 else "q")

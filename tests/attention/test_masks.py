@@ -53,7 +53,7 @@ class Drawn:
             return True
         if mask.documents and mask.windowed:
             gathers = self.way.mode == "gather" and mask.right == 0
-            return not (one_node and (gathers or self.way.mode == "a2a"))
+            return not (self.way.mode == "a2a" or (one_node and gathers))
         return False
 
 
@@ -74,7 +74,8 @@ def drawn(random: Random) -> Drawn:
         inside = [random.randint(0, size * tokens) for _ in range(random.randint(0, 5))]
         edges = (0, *sorted([*inside, size * tokens - random.randint(0, 1)]))
     heads_kv = random.choice([1, 2, 3, 4, 8])
-    per_rank = heads_kv // gcd(heads_kv, ranks)
+    sharing = size if mode == "a2a" else ranks
+    per_rank = heads_kv // gcd(heads_kv, sharing)
     circulate = random.choice(list(Circulate))
     sharded = layout in (Layout.DOCUMENTS, Layout.ZIGZAG) and not mask.windowed
     whole = mode == "gather" and sharded and nodes == 1
@@ -85,7 +86,7 @@ def drawn(random: Random) -> Drawn:
         random.choice([False, True, "one slot"]) if nodes == 1 and mode != "ring" else False,
         edges, sinks=random.random() < 0.3, whole_heads=random.randint(0, per_rank) * whole,
     )  # fmt: skip
-    ranks_of_heads = ranks if mode == "a2a" or way.whole_heads else 1
+    ranks_of_heads = sharing if mode == "a2a" or way.whole_heads else 1
     heads_q = lcm(heads_kv, ranks_of_heads) * random.choice([1, 2])
     return Drawn(nodes, ranks, tokens, (heads_q, heads_kv), way)
 

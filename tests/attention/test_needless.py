@@ -169,5 +169,5 @@ def test_sparse_masks_are_exact(mode, nodes, ranks, draw):
             pulls=option and nodes == 1 and mode != "ring",
             slices=drawn_slices(random, chunks, later),
         )  # fmt: skip
-        tensors = problem(size, chunks // size * CHUNK, (2 * ranks, ranks), (4, 4), number, 1)
+        tensors = problem(size, chunks // size * CHUNK, (2 * size, size), (4, 4), number, 1)
         assert_exact(pretend_nodes(size, nodes), tensors, way, number)

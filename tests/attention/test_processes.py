@@ -117,7 +117,7 @@ def test_float64_error_is_at_most_1e_12(world):
 
 
 WAYS = [  # modes over several nodes
-    *({"intra": intra, "circulate": c} for intra in ("gather", "a2a") for c in ("kv", "q")),
+    *({"intra": "gather", "circulate": c} for c in ("kv", "q")),
     {"inter": "a2a"},
     {"flat": True, "circulate": "q"},
     {"intra": "gather", "pieces": False},

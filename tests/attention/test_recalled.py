@@ -22,8 +22,6 @@ WORLD, TOKENS = 4, 6
 HEADS, DIMS = (16, 8), (6, 4)
 WAYS = {
     "one node": BurstConfig(intra="a2a", heads_per_round=1),
-    "nested, kv": BurstConfig(intra="a2a", nodes=2, heads_per_round=1, circulate="kv"),
-    "nested, q": BurstConfig(intra="a2a", nodes=2, heads_per_round=1, circulate="q"),
     "over all ranks": BurstConfig(inter="a2a", nodes=2, heads_per_round=1),
 }
 GATHERED = {
@@ -32,7 +30,7 @@ GATHERED = {
     )
     for nodes in (2, 4)
 }
-ROUNDS = {"one node": 2, "nested, kv": 4, "nested, q": 4, "over all ranks": 2}
+ROUNDS = {"one node": 2, "over all ranks": 2}
 OUT = 2 * TOKENS * HEADS[0] * DIMS[1] * 8
 INPUTS = 2 * TOKENS * (HEADS[0] * DIMS[0] + HEADS[1] * sum(DIMS)) * 8
 LSE = 2 * TOKENS * HEADS[0] * 8

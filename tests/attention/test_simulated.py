@@ -103,9 +103,10 @@ def test_any_gathering_case_is_exact(case):
 @st.composite
 def a2a_cases(draw):
     nodes, ranks = draw(st.sampled_from(EXCHANGING_NODES))
-    heads_kv, group = draw(st.integers(1, 2 * ranks + 1)), draw(st.sampled_from([1, 2]))
-    heads = (lcm(ranks, heads_kv) * group, heads_kv)
-    per_rank = heads_kv // gcd(ranks, heads_kv)
+    size = nodes * ranks
+    heads_kv, group = draw(st.integers(1, 2 * size + 1)), draw(st.sampled_from([1, 2]))
+    heads = (lcm(size, heads_kv) * group, heads_kv)
+    per_rank = heads_kv // gcd(size, heads_kv)
     seed = draw(st.integers(0, 9))
     way = Way(
         "a2a", draw(st.sampled_from(list(Circulate))), draw(st.integers(1, per_rank)),

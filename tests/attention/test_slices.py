@@ -85,14 +85,15 @@ def drawn_way(random: Random) -> tuple[tuple[int, int], int, tuple[int, int], Wa
     heads_kv = random.choice([1, 2, 3, 4])
     circulate = random.choice(list(Circulate))
     leaves = mode == "a2a" or (mode == "gather" and nodes > 1 and circulate is Circulate.KV)
+    sharing = size if mode == "a2a" else ranks
     way = Way(
-        mode, circulate, random.randint(1, heads_kv // gcd(heads_kv, ranks)), True,
+        mode, circulate, random.randint(1, heads_kv // gcd(heads_kv, sharing)), True,
         leaves and random.random() < 0.5, layout, Mask(None, 0 if in_order else None, True),
         random.choice(["reference", "torch-cpu", "calls", "calls"]), 0.7,
         random.choice([False, True]) if nodes == 1 and mode != "ring" else False,
         edges, sinks=random.random() < 0.3, slices=drawn_slices(random, size * tokens, causal),
     )  # fmt: skip
-    heads_q = lcm(heads_kv, ranks if mode == "a2a" else 1) * random.choice([1, 2])
+    heads_q = lcm(heads_kv, sharing if mode == "a2a" else 1) * random.choice([1, 2])
     return (nodes, ranks), tokens, (heads_q, heads_kv), way
 
 

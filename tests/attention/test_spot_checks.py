@@ -138,7 +138,7 @@ WORK = {  # KV heads of a call, and of a round, ranks, nodes, and the heads that
     "rounds": ((8, 1), (4, 1), [[0, 4], [1, 5], [2, 6], [3, 7]]),
     "one round": ((8, 0), (4, 1), [[0, 1], [2, 3], [4, 5], [6, 7]]),
     "shared heads": ((2, 0), (4, 1), [[0], [0], [1], [1]]),
-    "nodes": ((4, 1), (4, 2), [[0, 2], [1, 3]]),
+    "nodes": ((8, 1), (4, 2), [[0, 4], [1, 5], [2, 6], [3, 7]]),
 }
 
 
@@ -147,7 +147,9 @@ def test_as_many_checks_as_ranks_see_heads_of_each(work):
     """Counts are those of the programs; the first check of a group is not always of one head."""
     (heads, a_round), (size, nodes), expected = WORK[work]
     shape = attention_shape([(1, 8, n, 8) for n in (8, heads, heads)], torch.float32)
-    kept = Spec(pretend_nodes(size, nodes), shape, intra="a2a", heads_per_round=a_round)
+    kept = Spec(
+        pretend_nodes(size, nodes), shape, inter="a2a", intra="a2a", heads_per_round=a_round
+    )
     assert heads_by_rank(kept) == expected
     emitter, group = AllToAllEmitter(kept.of(0, Direction.FORWARD)), 8 // heads
     emitted = [emitter.own_heads(r) for r in range(len(emitter.rounds))]

@@ -166,7 +166,8 @@ def races(monkeypatch, nodes, ranks, way):
     """Unordered uses in two back-to-back calls on each rank."""
     monkeypatch.setattr(simulated, "SimulatedCarrier", StreamCarrier)
     topology, tokens = pretend_nodes(nodes * ranks, nodes), 8
-    tensors = problem(topology.cp_size, tokens, (8, 4), (4, 4), 0)
+    heads = (12, 12) if topology.cp_size == 6 else (8, 4)
+    tensors = problem(topology.cp_size, tokens, heads, (4, 4), 0)
 
     def one(rank, carrier):
         rows = rows_of(Layout.ZIGZAG, rank, topology.cp_size, tokens)

@@ -70,7 +70,8 @@ def ways(nodes, ranks):
     if nodes * ranks > 1:
         yield (4, 2), Way(**one_kv, circulate=Circulate.KV, pulls=nodes == 1)
         yield (2, 2), Way(**one_kv, circulate=Circulate.Q, rectangular=False)
-        yield (2 * ranks, ranks), Way("a2a", Circulate.KV, backend="torch-cpu")
+        size = nodes * ranks
+        yield (2 * size, size), Way("a2a", Circulate.KV, backend="torch-cpu")
 
 
 @pytest.mark.parametrize("nodes, ranks", [*GROUPS, *whole((1, 7), (2, 4))])

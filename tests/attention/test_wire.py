@@ -15,7 +15,7 @@ from tests.attention.simulated import run_simulated
 from tests.oracle import rows_of
 from tests.sampling import crossed
 
-WAYS = [Way(*each) for each in product(("gather", "a2a", "ring"), Circulate)]
+WAYS = [Way(*each) for each in product(("gather", "ring"), Circulate)]
 GRIDS = crossed(WAYS, [(8, 1), (4, 2)], 1) + crossed(WAYS, [(2, 1), (16, 1), (8, 2)], 0)
 
 

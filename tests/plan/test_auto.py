@@ -26,16 +26,15 @@ ROOT = Path(__file__).parents[2]
 H200 = preset("h200")
 
 
-@pytest.mark.parametrize("intra", ["gather", "a2a"])
 @pytest.mark.parametrize("circulate", ["kv", "q"])
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_more_nodes_need_no_more_buffers(intra, circulate, heads, monkeypatch):
+def test_more_nodes_need_no_more_buffers(circulate, heads, monkeypatch):
     shape = AttentionShape(1, 8192, 32, 8, 128, 128, 2, 4, 4)
     monkeypatch.setattr(attention_cost, "_MOST_NODES", 100)
     sizes = {
         buffer_bytes.__wrapped__(
             call_of(
-                shape, pretend_nodes(2 * nodes, nodes), intra=intra, inter="ring",
+                shape, pretend_nodes(2 * nodes, nodes), intra="gather", inter="ring",
                 circulate=circulate, heads_per_round=heads,
             )
         )
@@ -99,7 +98,7 @@ def test_a_slow_network_changes_the_choice():
     "options",
     [
         {"inter": "ring", "intra": "ring"}, {"inter": "ring", "intra": "gather"},
-        {"inter": "ring", "intra": "a2a"}, {"inter": "a2a"}, {"inter": "flat"},
+        {"intra": "a2a"}, {"inter": "a2a"}, {"inter": "flat"},
         {"inter": "ring", "intra": "gather", "pieces": False},
         {"inter": "ring", "intra": "gather", "circulate": "q"},
     ],

@@ -96,7 +96,8 @@ def cases_on(topology: Topology, masks: Sequence[Mask] = MASKS) -> Iterator[Case
     """All distinct cases on a topology."""
     tokens = 4 if topology.cp_size <= 3 else 2  # chunks of two rows, where causal is not full
     for mode, layout, mask, circulate in product(MODES, LAYOUTS, masks, Circulate):
-        case = Case(mode, topology, layout, mask, circulate, tokens=tokens)
+        row = topology.flat() if mode == "a2a" else topology
+        case = Case(mode, row, layout, mask, circulate, tokens=tokens)
         if mode == "ring":
             yield from _rings(replace(case, rounds=1))
         elif layout is not Layout.STRIPED:
@@ -111,12 +112,13 @@ def _rings(case: Case) -> Iterator[Case]:
 def _gathers(case: Case) -> Iterator[Case]:
     """Gather and a2a: rounds, remainders, transports, kernel abilities."""
     size, nodes = case.topology.intra_size, case.topology.inter_size
-    if case.mode == "a2a" and nodes == 1 and case.circulate is Circulate.Q:
+    if case.mode == "a2a" and case.circulate is Circulate.Q:
         return  # nothing circulates: the programs are those of circulating keys
     lefts = (False, True) if case.mode == "a2a" or nodes > 1 else (False,)
     if case.mode == "gather" and case.circulate is Circulate.Q:
         lefts = (False,)
-    ways = ((False, False), (True, False), (True, True)) if size > 1 else ((False, False),)
+    pulls = size > 1 and not case.topology.spans_nodes
+    ways = ((False, False), (True, False), (True, True)) if pulls else ((False, False),)
     for left, (pulled, one_slot) in product(lefts, ways):
         for rounds, kernel in ((1, Kernel()), (2, Kernel(False, False)), (3, Kernel())):
             wide = replace(kernel, wide_grads=rounds == 2)
