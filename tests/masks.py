@@ -99,7 +99,7 @@ class Cell(NamedTuple):
 
     @property
     def config(self) -> BurstConfig:
-        inter = "ring" if self.nodes > 1 else "auto"
+        inter = "ring" if self.nodes > 1 and self.mode != "a2a" else "auto"
         return BurstConfig(nodes=self.nodes, intra=self.mode, inter=inter, backend=self.kernel)
 
 
