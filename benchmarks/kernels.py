@@ -93,7 +93,7 @@ class Row:
 
 
 KERNELS_CSV = Sheet("benchmarks/kernels.py", Row)
-Runs = dict[str, Callable[[], object]]
+ChunkSegments = dict[str, Callable[[], object]]
 
 
 def main(
@@ -151,7 +151,7 @@ def _able(case: Case) -> list[str]:
     ]  # fmt: skip
 
 
-def _runs(case: Case, names: list[str], backward: bool) -> Runs:
+def _runs(case: Case, names: list[str], backward: bool) -> ChunkSegments:
     """Forward or backward of each backend, on the same tensors."""
     q, k, v, dout = case.tensors()
     scale, runs = case.dim**-0.5, {}
@@ -194,7 +194,7 @@ def compile_all(jobs: list[tuple], deadline: float) -> list[str]:
     return failures
 
 
-def _measure(out: Path, case: Case, runs: Runs, backward: bool, deadline: float) -> dict:
+def _measure(out: Path, case: Case, runs: ChunkSegments, backward: bool, deadline: float) -> dict:
     """Time runs in turns, write a row for each; medians by name."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     notes = {name: _attempt(run) for name, run in runs.items()}

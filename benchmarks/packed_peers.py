@@ -17,7 +17,7 @@ from megatron_burst.masks.sample import indices_of
 from megatron_burst.masks.slice_calls import Calls
 from megatron_burst.masks.slice_parts import Bands
 from megatron_burst.masks.tree import slices_of_tree
-from megatron_burst.schedule.layout import Layout, places_in_documents, positions
+from megatron_burst.schedule.layout import Layout, positions, positions_in_documents
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.tools.world import World
 
@@ -64,7 +64,7 @@ class Sample:
     def _cut(self, layout: Layout) -> PackedShard:
         case, world = self.case, self.world
         if layout is Layout.DOCUMENTS:
-            ranges = places_in_documents(case.edges, world.rank, world.size)
+            ranges = positions_in_documents(case.edges, world.rank, world.size)
         else:
             ranges = positions(layout, world.rank, world.size, case.seq // world.size)
         return self.rows(indices_of(ranges))

@@ -58,7 +58,7 @@ def label(program: Program, row: list[int]) -> str:
 def sources(op: Op) -> list[str]:
     """What an operation reads; a transfer brings what others have."""
     if isinstance(op, Transfer):
-        return [f"rank {take.peer}'s {take.theirs.buffer}" for take in op.takes]
+        return [f"rank {take.peer}'s {take.remote_rows.buffer}" for take in op.recvs]
     return [ref.buffer for ref in op.reads]
 
 

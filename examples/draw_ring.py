@@ -46,7 +46,7 @@ def _number(name: str) -> int:
 def _steps(program: Program) -> int:
     """Steps of a rank; after those with kernels, gradients return."""
     hops = (op for op in program.ops if isinstance(op, Transfer))
-    landed = (_number(take.rows.buffer) for op in hops for take in op.takes)
+    landed = (_number(take.rows.buffer) for op in hops for take in op.recvs)
     return max(program.topology.cp_size, 1 + max(landed, default=0))
 
 
@@ -153,7 +153,7 @@ def _draw_hop(
 ) -> None:  # fmt: skip
     """Draw from the end of the step whose buffer is sent to the start of the one that needs it; a
     gradient from the `latest` step, in which its sum was complete."""
-    ((give,), (take,)) = hop.gives, hop.takes
+    ((give,), (take,)) = hop.sends, hop.recvs
     sent = _number(give.rows.buffer)
     start = sent if hop.cargo is Cargo.READ else max(sent, latest)
     link = program.topology.link(program.cp_rank, give.peer)

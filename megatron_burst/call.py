@@ -75,7 +75,7 @@ class Call:
             device.type, self.dtypes[0], shape.dim_qk, shape.dim_v,
             shape.heads_q != shape.heads_kv, self.config.reproducible, arch_of(device),
             frozenset({SLICES}) if self.sliced else mask.needs, self.config.invariant,
-            shape.is_huge,
+            shape.exceeds_int32,
         )  # fmt: skip
 
     def facts(self) -> dict[str, str]:

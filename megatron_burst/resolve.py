@@ -11,13 +11,13 @@ from megatron_burst.rules import (
     bytes_over_all,
     choose_heads_a2a,
     choose_heads_gather,
-    few_come,
     hop_bytes,
-    idle_under,
     in_unit,
     most_heads,
     nested_bytes,
-    on_wire,
+    remote_kv_fits,
+    window_imbalance,
+    with_wire_dtype,
 )
 from megatron_burst.say import Choice
 from megatron_burst.schedule.layout import Layout
@@ -63,7 +63,7 @@ def resolve(spec: Spec) -> Resolved:
     _check(spec)
     together = spec.arranged.intra_size > 1 and not spec.arranged.spans_nodes
     spec = replace(
-        spec, shape=on_wire(spec.shape, spec.grad_wire), heads_per_round=_heads(spec),
+        spec, shape=with_wire_dtype(spec.shape, spec.grad_wire), heads_per_round=_heads(spec),
         pulled=spec.pulled is not False and together,
     )  # fmt: skip
     spec = replace(spec, left=_left(spec), whole_heads=_whole_heads(spec, asked))
@@ -81,12 +81,12 @@ def how_it_runs(spec: Spec) -> str:
     return f"{spec.intra} over all ranks of {spec.topology}"
 
 
-def recalls(spec: Spec) -> bool:
+def reuses_remote(spec: Spec) -> bool:
     """Whether K and V that a gather received from other nodes stay until backward."""
     return bool(spec.left) and spec.intra == "gather"
 
 
-def travelling_share(spec: Spec) -> float:
+def circulating_share(spec: Spec) -> float:
     """Share of a shard's keys that circulates between nodes if they are gathered inside: under a
     window, what queries of other nodes see."""
     gathers = spec.intra == "gather" or (spec.intra is None and spec.kernel.device != "cpu")
@@ -135,8 +135,8 @@ def _inter(spec: Spec) -> Choice:
 
 def _fewer_bytes(spec: Spec) -> Choice:
     over_all = replace(spec, inter="a2a").arranged
-    shape = on_wire(spec.shape, spec.grad_wire)
-    share = travelling_share(spec)
+    shape = with_wire_dtype(spec.shape, spec.grad_wire)
+    share = circulating_share(spec)
     ring = min(nested_bytes(shape, spec.topology, circulate, share) for circulate in Circulate)
     sent = a2a_bytes(shape, spec.topology, spec.again)
     heads = choose_heads_a2a(shape, over_all, spec.kernel.multiprocessors, spec.heads_per_round)
@@ -231,7 +231,7 @@ def _idle(spec: Spec) -> bool:
     """Whether ranks wait under a window, and an all-to-all fits that would keep them busy."""
     left, row, shape = spec.mask.left, spec.arranged, spec.shape
     fits = shape.tokens >= LONG_SHARD // 2 and bytes_over_all(shape, row) <= _SEQUENCE_BYTES
-    return left is not None and fits and idle_under(left, row.cp_size, shape.tokens) > _IDLE
+    return left is not None and fits and window_imbalance(left, row.cp_size, shape.tokens) > _IDLE
 
 
 def _no_gather(spec: Spec) -> str:
@@ -286,7 +286,7 @@ def _left(spec: Spec) -> bool:
     others = spec.arranged.inter_size - 1 if spec.intra == "gather" else 0
     if not others or spec.again or spec.circulate is Circulate.Q or spec.left is False:
         return False
-    return bool(spec.left) or few_come(spec.shape, others, travelling_share(spec))
+    return bool(spec.left) or remote_kv_fits(spec.shape, others, circulating_share(spec))
 
 
 def _circulate(spec: Spec, asked: Circulate | None) -> Choice:
@@ -295,11 +295,11 @@ def _circulate(spec: Spec, asked: Circulate | None) -> Choice:
     Source: break-even of (K,V,dK,dV) against (Q,dO,lse,delta,dQ), BurstAttention
     (arXiv 2403.09347) generalised to grouped heads and to the dtype of the gradient on the wire.
     """
-    if recalls(spec):
+    if reuses_remote(spec):
         return Choice(Circulate.KV, "K and V stay in memory; only gradients are sent back")
     if spec.intra != "ring" and spec.arranged.inter_size == 1:
         return Choice(Circulate.KV, "one node")
-    share = travelling_share(spec) if spec.intra == "gather" else 1.0
+    share = circulating_share(spec) if spec.intra == "gather" else 1.0
     shape = spec.shape
     if spec.arranged.inter_size == 1 and spec.summed_dtype is Dtype.SUM:  # all hops are the ring's
         shape = replace(shape, grad_bytes=shape.stat_bytes)

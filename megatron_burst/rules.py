@@ -18,14 +18,14 @@ _WAVES = 1.9  # of thread blocks, at least, per tile: shorter tiles are ineffici
 _BUSY = 0.9  # share of the multiprocessors, over the waves of all rounds
 
 
-def on_wire(shape: AttentionShape, grad_wire: str | None) -> AttentionShape:
+def with_wire_dtype(shape: AttentionShape, grad_wire: str | None) -> AttentionShape:
     """The shape with gradients as wide as on the wire: the model's dtype, unless "accumulate" is
     asked for. A contribution is rounded once, like the kernels' results, and added in float32."""
     narrow = grad_wire != "accumulate"
     return replace(shape, grad_bytes=shape.itemsize if narrow else shape.stat_bytes)
 
 
-def few_come(shape: AttentionShape, others: int, share: float = 1.0) -> bool:
+def remote_kv_fits(shape: AttentionShape, others: int, share: float = 1.0) -> bool:
     """Whether K and V of all other nodes' pieces (the share that circulates) take no more memory
     than the queries, and returning their gradients takes no longer than with circulating Q."""
     keys = share * shape.rows_kv * (shape.dim_qk + shape.dim_v)
@@ -88,7 +88,7 @@ def a2a_whole(shape: AttentionShape, again: bool = False) -> dict[Direction, tup
     }
 
 
-def idle_under(left: int, cp_size: int, tokens: int) -> float:
+def window_imbalance(left: int, cp_size: int, tokens: int) -> float:
     """Share of the ranks' time that waits for the slowest one under a causal window, with `tokens`
     rows on each in zigzag order: the first rows of a sequence see fewer keys."""
 

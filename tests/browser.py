@@ -64,7 +64,7 @@ class Page(QWebEnginePage):
         self.said.append(f"{source}:{line}: {message}")
 
 
-class Visit:
+class NodeShards:
     """Opens pages one after another, and calls `ended` after the last."""
 
     def __init__(self, shots: Path, pages: list[Path], ended: Callable[[], None]) -> None:
@@ -108,7 +108,7 @@ def look_at(shots: Path, pages: list[Path]) -> dict[str, dict]:
             application.quit()
 
     parts = [pages[first::_AT_ONCE] for first in range(min(_AT_ONCE, len(pages)))]
-    visits = [Visit(shots, part, quit_after_the_last) for part in parts]
+    visits = [NodeShards(shots, part, quit_after_the_last) for part in parts]
     application.exec()
     return {page: found for visit in visits for page, found in visit.found.items()}
 

@@ -45,7 +45,16 @@ from tests.schedule.cases import BANDS, DOCUMENTS, MASKS, cases_on, grid
 
 ROOT = Path(__file__).parents[1]
 DRAWN, PARTS = 20_000, 8
-RENAMED: dict[str, str] = {}  # classes: name now, and before
+RENAMED = {  # classes and values of enums: name now, and before
+    "Recv": "Take",
+    "Send": "Give",
+    "NeededBy": "Between",
+    "ChunkSegments": "Runs",
+    "SurrogateOut": "StandIn",
+    "Space.saved": "left",
+    "Space.temp": "part",
+    "Space.ring": "hop",
+}
 
 type Record = dict[str, str | float | dict[str, str]]
 
@@ -53,7 +62,7 @@ type Record = dict[str, str | float | dict[str, str]]
 def values(x: Any) -> Any:
     """An object as nested tuples of plain values."""
     if isinstance(x, Enum):
-        return x.value
+        return RENAMED.get(f"{type(x).__name__}.{x.value}", x.value)
     if is_dataclass(x):
         name = type(x).__name__
         return RENAMED.get(name, name), *(values(getattr(x, field.name)) for field in fields(x))

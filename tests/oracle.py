@@ -6,7 +6,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from megatron_burst.schedule.layout import Layout, places_in_documents, positions
+from megatron_burst.schedule.layout import Layout, positions, positions_in_documents
 from megatron_burst.schedule.mask import Mask
 
 
@@ -110,6 +110,6 @@ def rows_of(
 ) -> Tensor:
     """Positions that a rank holds, as an index; `edges`: of documents, where these tell."""
     if layout is Layout.DOCUMENTS:
-        places = places_in_documents(edges, cp_rank, cp_size)
+        places = positions_in_documents(edges, cp_rank, cp_size)
         return torch.tensor([p for span in places for p in span], dtype=torch.long)
     return torch.tensor([p for span in positions(layout, cp_rank, cp_size, tokens) for p in span])

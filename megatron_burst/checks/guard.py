@@ -25,7 +25,7 @@ from megatron_burst.schedule.program import (
     Restore,
 )
 
-type Places = list[tuple[Ref, str]]  # fields of rows of buffers
+type Positions = list[tuple[Ref, str]]  # fields of rows of buffers
 _RESULTS, _KEYS = ("out", "lse"), ("k", "v")
 
 
@@ -65,12 +65,12 @@ def _guarded(binder: Binder, step: Step, op: Op, number: int) -> Step:
     return replace(step, run=run)
 
 
-def _accessed(op: Op, program: Program) -> tuple[Places, Places] | None:
+def _accessed(op: Op, program: Program) -> tuple[Positions, Positions] | None:
     """Fields that an operation writes, and that it reads; None if it is not checked. Other fields
     of the same rows may not be written yet: their memory may hold NaN."""
     fields = {name: [f.name for f in buffer.fields] for name, buffer in program.buffers.items()}
 
-    def first(refs: Iterable[Ref], names: Iterable[str]) -> Places:
+    def first(refs: Iterable[Ref], names: Iterable[str]) -> Positions:
         """Of several buffers each field is in the first that has it, as in `first_of`."""
         found = {name: ref for ref in reversed([*refs]) for name in fields[ref.buffer]}
         return [(found[name], name) for name in names if name in found]
@@ -94,7 +94,7 @@ def _accessed(op: Op, program: Program) -> tuple[Places, Places] | None:
     return None
 
 
-def _parts(binder: Binder, places: Places) -> list[tuple[Ref, str, Part]]:
+def _parts(binder: Binder, places: Positions) -> list[tuple[Ref, str, Part]]:
     return [(ref, name, part(binder, ref)) for ref, name in dict.fromkeys(places)]
 
 

@@ -90,9 +90,9 @@ def issued_hop(log: Members) -> Waits | None:
 
 def _waits(run: Running, index: int, peer: int | None) -> Waits:
     program, op = run.program, run.program.ops[index]
-    peers = dict.fromkeys(end.peer for end in (*op.takes, *op.gives))
+    peers = dict.fromkeys(end.peer for end in (*op.recvs, *op.sends))
     peers = (peer,) if peer is not None else tuple(peers)
-    ends = [end for end in op.takes if end.peer in peers] or op.gives
+    ends = [end for end in op.recvs if end.peer in peers] or op.sends
     links = {program.topology.link(program.cp_rank, other) for other in peers}
     return Waits(
         run.number, run.stamp.word, run.stamp.layer, peers, index + 1, len(program.ops),

@@ -19,7 +19,7 @@ from megatron_burst.engine.operations import BIND
 from megatron_burst.engine.run import Binder, Bound, Run, Step
 from megatron_burst.engine.sample_mask import SampleMask
 from megatron_burst.engine.watch import METER, profiled, with_ranges
-from megatron_burst.schedule.program import Home, Op, Program, Stream, Transfer
+from megatron_burst.schedule.program import Op, Program, Space, Stream, Transfer
 
 
 class Executor(Bound):
@@ -161,7 +161,7 @@ def _opens(program: Program) -> list[list[tuple[str, int]]]:
     seen, found, buffers = set(), [], program.buffers
     for reads, writes in program.accesses:
         names = dict.fromkeys(ref.buffer for ref in (*reads, *writes))
-        new = [n for n in names if n not in seen and buffers[n].home is Home.SLOT]
+        new = [n for n in names if n not in seen and buffers[n].space is Space.SLOT]
         seen.update(new)
         found.append([(buffers[name].use, buffers[name].number) for name in new])
     return found

@@ -25,7 +25,7 @@ from megatron_burst.kernels.partial import (
 )
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule import program as ops
-from megatron_burst.schedule.program import Buffer, Home, Ref
+from megatron_burst.schedule.program import Buffer, Ref, Space
 
 _NAN = 0xFF  # each byte of a NaN, in every dtype
 Bound = Callable[[Run], Any]
@@ -55,7 +55,7 @@ def part(binder: Binder, ref: Ref) -> Part:
             found[field] = x.narrow(of_heads, *heads) if heads else x
         return found
 
-    return some if buffer.home is Home.PART else kept(binder, ref, buffer, some)
+    return some if buffer.space is Space.TEMP else kept(binder, ref, buffer, some)
 
 
 def _narrowed(ref: Ref, buffer: Buffer) -> Ref:
@@ -70,7 +70,7 @@ def _narrowed(ref: Ref, buffer: Buffer) -> Ref:
 
 def whole(binder: Binder, buffer: Buffer) -> Part:
     """How a run gets the tensors of a buffer."""
-    if buffer.home not in (Home.CALL, Home.PART):
+    if buffer.space not in (Space.CALL, Space.TEMP):
         make = lambda run: fields_at(run.bytes_of(buffer), run.layout(buffer).places)  # noqa: E731
         return kept(binder, Ref(buffer.name), buffer, make)
     name = buffer.name
@@ -112,7 +112,7 @@ def first_of(binder: Binder, refs: Sequence[Ref]) -> Part:
 
 def is_made(binder: Binder, ref: Ref) -> Callable[[Run], bool]:
     """Whether a buffer has memory: a part is allocated by the kernel that first writes it."""
-    name, apart = ref.buffer, binder.program.buffers[ref.buffer].home is not Home.PART
+    name, apart = ref.buffer, binder.program.buffers[ref.buffer].space is not Space.TEMP
     return lambda run: apart or name in run.fields
 
 
@@ -155,18 +155,20 @@ def _alike(binder: Binder, source: Ref, target: Ref) -> bool:
 
 def arrange(binder: Binder, op: ops.Arrange) -> Bound:
     select = _selecting(binder, op)
-    return lambda run: select(run, run.documents.arranged(op.lies, op.numbers))
+    return lambda run: select(run, run.documents.arranged(op.src_blocks, op.dst_chunks))
 
 
 def restore(binder: Binder, op: ops.Restore) -> Bound:
-    each_once = sorted(op.numbers) == sorted(number for block in op.lies for number in block)
+    each_once = sorted(op.dst_chunks) == sorted(
+        number for block in op.src_blocks for number in block
+    )
     if each_once and _alike(binder, op.source, op.target):
         select = _selecting(binder, op)
-        return lambda run: select(run, run.documents.restored(op.lies, op.numbers)[0])
+        return lambda run: select(run, run.documents.restored(op.src_blocks, op.dst_chunks)[0])
     sources, targets = part(binder, op.source), part(binder, op.target)
 
     def bound(run: Run) -> None:
-        copies, source = run.documents.restored(op.lies, op.numbers), sources(run)
+        copies, source = run.documents.restored(op.src_blocks, op.dst_chunks), sources(run)
         for name, target in targets(run).items():
             sum_rows(target, source[name], copies)
 
@@ -370,7 +372,7 @@ def delta(binder: Binder, op: ops.Delta) -> Bound:
     return bound
 
 
-def stand_in(binder: Binder, op: ops.StandIn) -> Bound:
+def stand_in(binder: Binder, op: ops.SurrogateOut) -> Bound:
     sides = first_of(binder, op.sides)
 
     def bound(run: Run) -> None:
@@ -383,10 +385,10 @@ def stand_in(binder: Binder, op: ops.StandIn) -> Bound:
 def transfer(binder: Binder, op: ops.Transfer) -> Bound:
     """What no rank needs is not sent. There the receiver has zeros: gradients that are zero, or
     rows that nobody reads, but a kernel may multiply by a weight of 0."""
-    every_take = [(take, raw(binder, take.rows)) for take in op.takes]
+    every_take = [(take, raw(binder, take.rows)) for take in op.recvs]
     if op.slot is not None:
         return _exchange(binder, op, every_take)
-    every_give = [(give, raw(binder, give.rows)) for give in op.gives]
+    every_give = [(give, raw(binder, give.rows)) for give in op.sends]
 
     def bound(run: Run) -> UnderWay:
         gives, takes = _needed(run, every_give), _needed(run, every_take)
@@ -404,18 +406,20 @@ def transfer(binder: Binder, op: ops.Transfer) -> Bound:
     return bound
 
 
-def _needed[T: (ops.Give, ops.Take)](
+def _needed[T: (ops.Send, ops.Recv)](
     run: Run, ends: list[tuple[T, Source]]
 ) -> list[tuple[T, Source]]:
     """Those of the ends of a transfer, each with its rows, that some rank needs. All ranks find the
     same from their slices."""
     if run.documents is None:
         return ends
-    return [(end, of) for end, of in ends if end.between is None or run.documents.meet(end.between)]
+    return [
+        (end, of) for end, of in ends if end.needed_by is None or run.documents.meet(end.needed_by)
+    ]
 
 
 def _clear_rest(
-    run: Run, every: list[tuple[ops.Take, Source]], taken: list[tuple[ops.Take, Source]]
+    run: Run, every: list[tuple[ops.Recv, Source]], taken: list[tuple[ops.Recv, Source]]
 ) -> None:
     """Zero what is not received, on the transfer's own queue."""
     received = {id(of) for _, of in taken}
@@ -424,15 +428,15 @@ def _clear_rest(
             of(run).zero_()
 
 
-def _exchange(binder: Binder, op: ops.Transfer, every_take: list[tuple[ops.Take, Source]]) -> Bound:
+def _exchange(binder: Binder, op: ops.Transfer, every_take: list[tuple[ops.Recv, Source]]) -> Bound:
     """Ranks of a node read, or are sent, parts of each other's slots."""
     buffer, slot = binder.program.buffers[op.slot.buffer], raw(binder, op.slot)
     use, number = buffer.use, buffer.number
-    every_give = [(give, slot) for give in op.gives]
+    every_give = [(give, slot) for give in op.sends]
 
-    def made(run: Run, gives: list[tuple[ops.Give, Source]], takes: list[tuple[ops.Take, Source]]):
+    def made(run: Run, gives: list[tuple[ops.Send, Source]], takes: list[tuple[ops.Recv, Source]]):
         given = [(give.peer, give.rows.rows.times(run.unit).slice) for give, _ in gives]
-        taken = [(take.peer, take.theirs.rows.times(run.unit).slice) for take, _ in takes]
+        taken = [(take.peer, take.remote_rows.rows.times(run.unit).slice) for take, _ in takes]
         return run.slots[use].ends(number, slot(run), given, taken)
 
     every = kept(binder, object(), buffer, lambda run: made(run, every_give, every_take))
@@ -460,5 +464,5 @@ BIND: Mapping[type, Callable[[Binder, Any], Bound]] = {
     ops.ToRanks: to_ranks, ops.FromRanks: from_ranks,
     ops.Fill: fill, ops.Attend: attend, ops.AttendBackward: attend_backward, ops.Merge: merge,
     ops.Add: add, ops.Delta: delta,
-    ops.StandIn: stand_in, ops.Transfer: transfer,
+    ops.SurrogateOut: stand_in, ops.Transfer: transfer,
 }  # fmt: skip

@@ -17,7 +17,7 @@ from megatron_burst.engine.sample_mask import SampleMask
 from megatron_burst.kernels.interface import Backend
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.schedule.modes import program_of
-from megatron_burst.schedule.program import Home
+from megatron_burst.schedule.program import Space
 from megatron_burst.schedule.spec import Direction, Dtype, Spec
 
 if TYPE_CHECKING:  # most runs have none
@@ -161,7 +161,7 @@ def _results(executor: Executor, like: dict[str, tuple[Tensor, int]]) -> dict[st
     x, _ = next(iter(like.values()))
     for name in ("out", "dq", "dkv"):
         buffer = executor.buffers.get(name)
-        if buffer is None or buffer.home is not Home.CALL:
+        if buffer is None or buffer.space is not Space.CALL:
             continue
         fields = found[name] = {}
         for of in buffer.fields:

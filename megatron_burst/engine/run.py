@@ -13,9 +13,9 @@ from megatron_burst.engine.memory import ByteLayout, Dtypes, Fields, shape_of
 from megatron_burst.engine.sample_mask import SampleMask
 from megatron_burst.kernels.interface import Backend
 from megatron_burst.schedule.order import order
-from megatron_burst.schedule.program import Arrange, Buffer, Home, Program, Restore, uses_of
+from megatron_burst.schedule.program import Arrange, Buffer, Program, Restore, Space, uses_of
 
-_OWN = Home.CALL, Home.PART  # tensors of their own; all other buffers are raw bytes
+_OWN = Space.CALL, Space.TEMP  # tensors of their own; all other buffers are raw bytes
 _APART = 512  # bytes to whose multiples buffers are aligned, as torch's allocator does
 
 
@@ -49,7 +49,7 @@ class Binder:
         self.program, self.order = program, order(program)
         self.names: dict[Hashable, int] = {}
         ops = (op for op in program.ops if isinstance(op, Arrange))
-        self.orders = {(isinstance(op, Restore), op.lies, op.numbers): None for op in ops}
+        self.orders = {(isinstance(op, Restore), op.src_blocks, op.dst_chunks): None for op in ops}
         self.steps: tuple[Step, ...] = ()
 
     def name_of(self, what: Hashable) -> int:
@@ -86,22 +86,22 @@ class Bound:
         return {
             name: ByteLayout.of(buffer, self.program.batch, self.dtypes)
             for name, buffer in self.buffers.items()
-            if buffer.home not in _OWN
+            if buffer.space not in _OWN
         }
 
     @cached_property
-    def uses(self) -> dict[tuple[Home, str], tuple[int, int]]:
+    def uses(self) -> dict[tuple[Space, str], tuple[int, int]]:
         """How many buffers the group must have for each use, and their bytes."""
         layouts = self.layouts.items()
         return uses_of((self.buffers[name], layout.num_bytes) for name, layout in layouts)
 
     @cached_property
-    def places(self) -> tuple[dict[tuple[Home, str], int], int]:
+    def places(self) -> tuple[dict[tuple[Space, str], int], int]:
         """By use, where its buffers begin in the group's memory; how many bytes that needs. Other
         ranks read slots, so these have memory of their own."""
         begins, end = {}, 0
         for (home, use), (count, size) in self.uses.items():
-            if home is not Home.SLOT:
+            if home is not Space.SLOT:
                 begins[home, use] = end
                 end += count * _aligned(size)
         return begins, end
@@ -137,7 +137,7 @@ class Run:
         self.slots = {
             use: carrier.slots(use, count, size, queues.where)
             for (home, use), (count, size) in executor.uses.items()
-            if home is Home.SLOT
+            if home is Space.SLOT
         }
         memory = carrier.buffers("all", 1, executor.places[1], queues.where)
         self._flat = memory.flats[0]
@@ -182,9 +182,9 @@ class Run:
     def keep(self, name: int, buffer: Buffer, view: Any) -> Any:
         """Cache a view of a buffer for as long as its memory lives."""
         self.views[name] = view
-        if buffer.home is Home.SLOT:
+        if buffer.space is Space.SLOT:
             self._kept[buffer.use][name] = view
-        elif buffer.home not in (*_OWN, Home.LEFT):
+        elif buffer.space not in (*_OWN, Space.SAVED):
             self._kept[None][name] = view
         return view
 
@@ -195,12 +195,12 @@ class Run:
     def bytes_of(self, buffer: Buffer) -> Tensor:
         """The bytes of a whole buffer that is not a part."""
         size = self.layout(buffer).num_bytes
-        if buffer.home is Home.SLOT:
+        if buffer.space is Space.SLOT:
             return self.slots[buffer.use].flat(buffer.number)[:size]
-        if buffer.home is Home.LEFT:
+        if buffer.space is Space.SAVED:
             return self.left[buffer.name]
-        number = buffer.number if buffer.home is Home.HOP else buffer.number % buffer.count
-        use = buffer.home, buffer.use
+        number = buffer.number if buffer.space is Space.RING else buffer.number % buffer.count
+        use = buffer.space, buffer.use
         begin = self.executor.places[0][use] + number * _aligned(self.executor.uses[use][1])
         return self._flat[begin : begin + size]
 

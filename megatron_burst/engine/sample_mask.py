@@ -7,9 +7,9 @@ from torch import Tensor
 
 from megatron_burst.kernels.interface import Backend, QuerySide
 from megatron_burst.kernels.visible import Visible
-from megatron_burst.schedule.chunks import Between
-from megatron_burst.schedule.layout import Numbers, Runs
-from megatron_burst.schedule.mask import Band, Places
+from megatron_burst.schedule.chunks import NeededBy
+from megatron_burst.schedule.layout import Chunks, ChunkSegments
+from megatron_burst.schedule.mask import Band, Positions
 
 
 class TileCalls(Protocol):
@@ -44,22 +44,26 @@ class SampleMask(Protocol):
         """The text that ranks compare; waits for a GPU. Raises BurstError if it is invalid."""
         ...
 
-    def meet(self, between: Between) -> bool:
+    def meet(self, between: NeededBy) -> bool:
         """Whether any query of some chunks sees any key of some; True if that is not known."""
         ...
 
     def visible(
-        self, band: Band, places: tuple[Places, Places] | Runs, unit: int, run: Backend
+        self,
+        band: Band,
+        places: tuple[Positions, Positions] | ChunkSegments,
+        unit: int,
+        run: Backend,
     ) -> "Visible | TileCalls":
         """What a kernel call sees whose queries and keys are at these positions, in units of rows,
         or in these chunks of every document; or the calls that take its place."""
         ...
 
-    def arranged(self, lies: tuple[Numbers, ...], numbers: Numbers) -> Tensor:
+    def arranged(self, src_blocks: tuple[Chunks, ...], dst_chunks: Chunks) -> Tensor:
         """Row indices that arrange chunks of every document: int64 [rows]."""
         ...
 
-    def restored(self, lies: tuple[Numbers, ...], numbers: Numbers) -> Tensor:
+    def restored(self, src_blocks: tuple[Chunks, ...], dst_chunks: Chunks) -> Tensor:
         """For each source row, the arranged rows that are copies of it: int64 [copies, rows]; -1
         for none."""
         ...

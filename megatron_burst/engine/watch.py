@@ -63,15 +63,15 @@ def with_ranges(executor: Bound) -> tuple[Step, ...]:
 def _in_words(executor: Bound, op: Op) -> str:
     if not isinstance(op, Transfer):
         return f"burst {type(op).__name__}: {_names(op.reads)} -> {_names(op.writes)}"
-    came = dict.fromkeys(f"{take.theirs.buffer} of {take.peer}" for take in op.takes)
-    sent = sum(executor.program.num_bytes(give.rows) for give in op.gives) * executor.unit
+    came = dict.fromkeys(f"{take.remote_rows.buffer} of {take.peer}" for take in op.recvs)
+    sent = sum(executor.program.num_bytes(give.rows) for give in op.sends) * executor.unit
     link = link_of(executor.program, op)
     return f"burst Transfer {link} {op.cargo}: {_listed(came)}; {sent / 2**20:.3g} MiB sent"
 
 
 def link_of(program: Program, op: Transfer) -> Link:
     """The slowest link that a transfer uses."""
-    links = [program.topology.link(program.cp_rank, end.peer) for end in (*op.gives, *op.takes)]
+    links = [program.topology.link(program.cp_rank, end.peer) for end in (*op.sends, *op.recvs)]
     return Link.INTER if Link.INTER in links else Link.INTRA
 
 

@@ -26,7 +26,7 @@ class Problem:
     arch: int = 0  # major number of the GPU's compute capability
     needs: frozenset[str] = frozenset()  # of the mask: `Mask.needs`
     invariant: bool = False  # bits must not depend on the number of heads
-    huge: bool = False  # `AttentionShape.is_huge`
+    huge: bool = False  # `AttentionShape.exceeds_int32`
 
 
 @lru_cache

@@ -22,9 +22,15 @@ from megatron_burst.masks.sample import (
     of_tensors,
     of_values,
 )
-from megatron_burst.schedule.chunks import Between
-from megatron_burst.schedule.layout import Layout, Numbers, Runs, chunks_of, places_of_chunks
-from megatron_burst.schedule.mask import Band, Places
+from megatron_burst.schedule.chunks import NeededBy
+from megatron_burst.schedule.layout import (
+    Chunks,
+    ChunkSegments,
+    Layout,
+    chunks_of,
+    positions_of_chunks,
+)
+from megatron_burst.schedule.mask import Band, Positions
 
 _WHO = "burst attention"
 
@@ -75,7 +81,7 @@ class Documents:
         self._who, self._sample, self._layout = who, sample, layout
         (rows, self._cp_size), self._told = sizes, None
         self._tokens = rows * self._cp_size
-        self._found: dict[tuple[Places, Places, int] | Runs, Segments] = {}
+        self._found: dict[tuple[Positions, Positions, int] | ChunkSegments, Segments] = {}
         self._arranged: dict[tuple, Tensor] = {}
         self._restored: dict[tuple, Tensor] = {}
         given = sample.cu_seqlens, sample.padded
@@ -118,21 +124,25 @@ class Documents:
                 self._told["prefix_tree"] = told_briefly(f"{self.parents}", len(starts) - 1)
         return self._told
 
-    def meet(self, between: Between) -> bool:
+    def meet(self, between: NeededBy) -> bool:
         """Whether some queries see some keys: not decided, because that is not known of boundaries
         on a GPU."""
         return True
 
     def visible(
-        self, band: Band, places: tuple[Places, Places] | Runs, unit: int, run: Backend
+        self,
+        band: Band,
+        places: tuple[Positions, Positions] | ChunkSegments,
+        unit: int,
+        run: Backend,
     ) -> Visible:
         """What a kernel call sees with queries and keys at these positions, in units of rows, or in
         these chunks of every document."""
-        if isinstance(places, Runs):
+        if isinstance(places, ChunkSegments):
             return Visible(band.left, band.right, self.segments_of(places))
         return Visible(band.left, band.right, self.segments(*places, unit))
 
-    def segments(self, q: Places, keys: Places, unit: int = 1) -> Segments:
+    def segments(self, q: Positions, keys: Positions, unit: int = 1) -> Segments:
         """Segments of a kernel call with queries and keys at these positions, in units of rows."""
         call = q, keys, unit
         if call not in self._found:
@@ -161,7 +171,7 @@ class Documents:
         edges = _with_padding((full, real), (full, real))
         return tuple(torch.cat((begins[:-1], begins[-1:] + each)) for each in edges)
 
-    def segments_of(self, runs: Runs) -> Segments:
+    def segments_of(self, runs: ChunkSegments) -> Segments:
         """Segments of a kernel call over chunks of every document."""
         if runs not in self._found:
             sides = tuple(zip(*runs.pairs, strict=True))
@@ -176,7 +186,7 @@ class Documents:
             self._found[runs] = Segments(*(edge.int() for edge in edges), *most)
         return self._found[runs]
 
-    def _lengths_of(self, segments: Sequence[Numbers]) -> tuple[Tensor, Tensor | None]:
+    def _lengths_of(self, segments: Sequence[Chunks]) -> tuple[Tensor, Tensor | None]:
         """Rows of each segment, with padding and without: [segments]."""
         chunk = self._chunk_starts.diff()
         full = torch.stack([chunk * len(numbers) for numbers in segments], 1).flatten()
@@ -188,43 +198,43 @@ class Documents:
         parts = real.split([len(numbers) for numbers in segments], 1)
         return full, torch.stack([part.sum(1) for part in parts], 1).flatten()
 
-    def arranged(self, lies: tuple[Numbers, ...], numbers: Numbers) -> Tensor:
+    def arranged(self, src_blocks: tuple[Chunks, ...], dst_chunks: Chunks) -> Tensor:
         """Row indices that arrange chunks of every document: int64 [rows].
 
         Args:
-            lies: the chunks present, by block.
-            numbers: the chunks wanted.
+            src_blocks: the chunks present, by block.
+            dst_chunks: the chunks wanted.
         """
-        if (lies, numbers) not in self._arranged:
+        if (src_blocks, dst_chunks) not in self._arranged:
             where, first = {}, 0
-            for block in lies:
+            for block in src_blocks:
                 where |= {n: (first, len(block), place) for place, n in enumerate(block)}
                 first += len(block) * self._chunk_rows
-            table = self._table([where[number] for number in numbers])
-            begin, entry, chunk, row = self._rows_of(len(numbers))
+            table = self._table([where[number] for number in dst_chunks])
+            begin, entry, chunk, row = self._rows_of(len(dst_chunks))
             begins, counts, places = table[entry].unbind(1)
             found = begins + begin * counts + places * chunk + row
-            self._arranged[lies, numbers] = found.clamp_(0, first - 1)
-        return self._arranged[lies, numbers]
+            self._arranged[src_blocks, dst_chunks] = found.clamp_(0, first - 1)
+        return self._arranged[src_blocks, dst_chunks]
 
-    def restored(self, lies: tuple[Numbers, ...], numbers: Numbers) -> Tensor:
+    def restored(self, src_blocks: tuple[Chunks, ...], dst_chunks: Chunks) -> Tensor:
         """For each source row, the arranged rows that are copies of it: int64 [copies, rows]; -1
         for none."""
-        if (lies, numbers) not in self._restored:
-            most, count, found = max(map(numbers.count, numbers)), len(numbers), []
-            for block in lies:
-                copies = [[i for i, n in enumerate(numbers) if n == one] for one in block]
+        if (src_blocks, dst_chunks) not in self._restored:
+            most, count, found = max(map(dst_chunks.count, dst_chunks)), len(dst_chunks), []
+            for block in src_blocks:
+                copies = [[i for i, n in enumerate(dst_chunks) if n == one] for one in block]
                 table = self._table([(*some, *[-1] * (most - len(some))) for some in copies])
                 begin, entry, chunk, row = self._rows_of(len(block))
                 at = table[entry].T
                 found.append(torch.where(at < 0, -1, begin * count + at * chunk + row))
             most_rows = count * self._chunk_rows
-            self._restored[lies, numbers] = torch.cat(found, 1).clamp_(-1, most_rows - 1)
-        return self._restored[lies, numbers]
+            self._restored[src_blocks, dst_chunks] = torch.cat(found, 1).clamp_(-1, most_rows - 1)
+        return self._restored[src_blocks, dst_chunks]
 
-    def places_of(self, numbers: Numbers) -> Places:
+    def places_of(self, chunks: Chunks) -> Positions:
         """The positions of the rows of some chunks; waits for boundaries that are on a GPU."""
-        return places_of_chunks(self.starts, numbers, self._cp_size)
+        return positions_of_chunks(self.starts, chunks, self._cp_size)
 
     @property
     def starts(self) -> list[int]:
@@ -271,8 +281,8 @@ class Documents:
     @property
     def rank_order(self) -> Tensor:
         """The position of each row of all ranks' shards, rank by rank: int64 [tokens]."""
-        lies = tuple(chunks_of(rank, self._cp_size) for rank in range(self._cp_size))
-        return self.restored(lies, tuple(range(2 * self._cp_size)))[0]
+        src_blocks = tuple(chunks_of(rank, self._cp_size) for rank in range(self._cp_size))
+        return self.restored(src_blocks, tuple(range(2 * self._cp_size)))[0]
 
     def _table(self, values: Sequence) -> Tensor:
         """The values on the device, copied asynchronously."""
@@ -288,7 +298,7 @@ def told_briefly(text: str, count: int, what: str = "documents") -> str:
     return f"{text if count < 10 else f'{text[:40]} ... of {count} {what}'} ({digest})"
 
 
-def rows_before(edges: Tensor, places: Places) -> Tensor:
+def rows_before(edges: Tensor, places: Positions) -> Tensor:
     """How many of the rows at these ascending positions are before each edge: int32."""
     if len(places) == 1 and places[0].start == 0:
         return edges.clamp(max=len(places[0])).int()

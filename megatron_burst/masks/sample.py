@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_burst.arguments import brief, is_strided
 from megatron_burst.errors import Need, require
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Places
+from megatron_burst.schedule.mask import Positions
 
 _WHOLE = torch.int32, torch.int64
 type Sharded = tuple[str, bool, int]  # layout, whether packed, and tokens, of a `shard`
@@ -28,7 +28,7 @@ class Sample(NamedTuple):
     slices: Tensor | None = None
 
 
-def in_rows(places: Places, unit: int) -> Places:
+def in_rows(places: Positions, unit: int) -> Positions:
     """Positions in rows, given positions in units of `unit` rows; with unit 1, ranges may have
     gaps."""
     return places if unit == 1 else tuple(range(p.start * unit, p.stop * unit) for p in places)
@@ -159,14 +159,14 @@ def of_values(
         layout: how tokens are sharded.
         sizes: tokens of the sample, ranks, and the length given for the longest document.
     """
-    (tokens, cp_size, longest), lies = sizes, starts if padded is None else padded
-    lengths, room, end = starts.diff(), lies.diff(), int(lies[-1])
+    (tokens, cp_size, longest), padded_starts = sizes, starts if padded is None else padded
+    lengths, room, end = starts.diff(), padded_starts.diff(), int(padded_starts[-1])
     cut = not bool((room % (2 * cp_size)).any())
     yield from (
-        (starts[0] == 0 == lies[0] and bool((lengths >= 0).all()) and bool((room >= 0).all()),
+        (starts[0] == 0 == padded_starts[0] and not bool((lengths < 0).any() or (room < 0).any()),
          "cu_seqlens must begin with 0 and not decrease, because each document begins where the "
          "one before it ends",
-         _some(starts if lengths.min() < 0 or starts[0] else lies),
+         _some(starts if lengths.min() < 0 or starts[0] else padded_starts),
          "pass the running sum of lengths"),
         (end <= tokens,
          f"documents must end within the sample of {tokens} tokens (of all ranks together), "

@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron_burst.kernels.masks.parts import FAR, is_full, listed, trimmed
-from megatron_burst.schedule.mask import Places
+from megatron_burst.schedule.mask import Positions
 
 CAUSAL, INVERSE = 1, 2  # bits of a slice's kind
 
@@ -22,9 +22,9 @@ class Bands:
         low = np.where(kind & INVERSE, k_start - q_start, -FAR)  # without a bound it is far
         high = np.where(kind & CAUSAL, k_stop - q_stop, FAR)
         self._table = np.stack((q_start, q_stop, k_start, k_stop, low, high), 1)
-        self._of_q: dict[Places, tuple[np.ndarray, np.ndarray]] = {}
+        self._of_q: dict[Positions, tuple[np.ndarray, np.ndarray]] = {}
 
-    def parts(self, q: Places, keys: Places) -> np.ndarray:
+    def parts(self, q: Positions, keys: Positions) -> np.ndarray:
         """The parts of a tile, as of `Parts`, by first row and first key.
 
         Args:
@@ -69,7 +69,7 @@ class Bands:
 class _Rows:
     """Ranges of positions, adjacent ones joined, and the row where each begins."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Positions) -> None:
         some = [(place.start, place.stop) for place in places if len(place)]
         edges = np.array(some or [(0, 0)], dtype=np.int64)
         apart = np.flatnonzero(edges[1:, 0] != edges[:-1, 1])

@@ -27,9 +27,9 @@ from megatron_burst.masks.slice_checks import need_of_pairs, need_of_tensor, wor
 from megatron_burst.masks.slice_parts import Bands
 from megatron_burst.masks.tree import slices_of_tree
 from megatron_burst.say import say
-from megatron_burst.schedule.chunks import Between
-from megatron_burst.schedule.layout import Layout, Numbers, Runs, chunks_held
-from megatron_burst.schedule.mask import SLICES, Band, Places
+from megatron_burst.schedule.chunks import NeededBy
+from megatron_burst.schedule.layout import Chunks, ChunkSegments, Layout, chunks_held
+from megatron_burst.schedule.mask import SLICES, Band, Positions
 
 _WHO = "burst attention"
 _FEW = 10  # slices that are named in errors
@@ -103,7 +103,7 @@ class Slices:
         self.known, self.slices, self._device, self.documents = known, slices, device, documents
         self._bands = Bands(slices)
         self._found: dict[tuple, Visible | Calls] = {}
-        self._met: dict[Between, bool] = {}
+        self._met: dict[NeededBy, bool] = {}
         if documents is not None:
             self.arranged, self.restored = documents.arranged, documents.restored
 
@@ -129,7 +129,7 @@ class Slices:
         """A text that ranks compare; what came on a GPU is checked now."""
         return self.known | dict(self.documents.checked() if self.documents else {})
 
-    def meet(self, between: Between) -> bool:
+    def meet(self, between: NeededBy) -> bool:
         """Whether any query of some chunks sees any key of some."""
         found = self._met.get(between)
         if found is None:
@@ -153,12 +153,16 @@ class Slices:
         return self._bands.chunks(*sides, count)
 
     def visible(
-        self, band: Band, places: tuple[Places, Places] | Runs, unit: int, run: Backend
+        self,
+        band: Band,
+        places: tuple[Positions, Positions] | ChunkSegments,
+        unit: int,
+        run: Backend,
     ) -> Visible | Calls:
         """What a kernel call sees whose queries and keys are at these positions, in units of rows;
         or the calls, for a backend that takes no parts. The slices say more than the band."""
         native = SLICES in run.capability.masks
-        key = (places if isinstance(places, Runs) else (*places, unit)), native
+        key = (places if isinstance(places, ChunkSegments) else (*places, unit)), native
         if key not in self._found:
             q, keys = (self._places(side, unit) for side in _sides(places))
             parts = Parts(self._bands.parts(q, keys))
@@ -166,15 +170,15 @@ class Slices:
             self._found[key] = Visible(parts=parts) if native else calls
         return self._found[key]
 
-    def _places(self, side: Places | Numbers, unit: int) -> Places:
+    def _places(self, side: Positions | Chunks, unit: int) -> Positions:
         """The positions of rows as ranges."""
         of_chunks = isinstance(side[0], int)
         return self.documents.places_of(side) if of_chunks else in_rows(side, unit)
 
 
-def _sides(places: tuple[Places, Places] | Runs) -> tuple:
+def _sides(places: tuple[Positions, Positions] | ChunkSegments) -> tuple:
     """Queries and keys: their positions, or their chunks of every document."""
-    if not isinstance(places, Runs):
+    if not isinstance(places, ChunkSegments):
         return places
     ((queries, keys),) = places.pairs  # of a mask that is not causal
     return queries, keys

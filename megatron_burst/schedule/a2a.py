@@ -27,13 +27,13 @@ from megatron_burst.schedule.program import (
     Copy,
     Field,
     FromRanks,
-    Give,
-    Home,
     Program,
+    Recv,
     Ref,
     Restore,
+    Send,
+    Space,
     Stream,
-    Take,
     ToRanks,
     dkv_fields,
     dq_fields,
@@ -133,14 +133,14 @@ class HeadsAllToAll:
         to_others, own = emitter.by_rank(slot)
         for piece, rows in own:
             emitter.emit(Copy((rows,), into.at(piece.whole), stream))
-        gives = [Give(rank, rows) for rank, _, rows in to_others]
+        sends = [Send(rank, rows) for rank, _, rows in to_others]
         offset = ranks.index(emitter.spec.cp_rank) * emitter.spec.shape.tokens
-        takes = [
-            Take(piece.holder, slot.at(piece.rows.moved(offset)), into.at(piece.whole))
+        recvs = [
+            Recv(piece.holder, slot.at(piece.rows.moved(offset)), into.at(piece.whole))
             for piece in emitter.pieces
             if piece.holder != emitter.spec.cp_rank
         ]
-        emitter.exchange(Cargo.READ, slot, gives, takes)
+        emitter.exchange(Cargo.READ, slot, sends, recvs)
 
     def arrive(self, round_: int) -> None:
         """Put a round's received rows in order, once, if there is such a round."""
@@ -190,7 +190,7 @@ class QuerySides:
         saved = (emitter.lse(round_),) if spec.left else ()
         fields = (delta,) if saved else (lse, delta)
         name = f"statistics {round_}"
-        statistics = emitter.buffer(name, Home.PART, emitter.rows, fields, "statistics")
+        statistics = emitter.buffer(name, Space.TEMP, emitter.rows, fields, "statistics")
         received = self._inputs.queries(round_)
         emitter.emit(Copy((received,), statistics))
         qkv = (emitter.saved(round_), *saved) if saved else ()
@@ -237,13 +237,13 @@ class OutputAllToAll:
         from_others, own = emitter.by_rank(arrived)
         for piece, rows in own:
             emitter.emit(Copy((slot.at(piece.whole),), rows))
-        gives = [
-            Give(piece.holder, slot.at(piece.whole))
+        sends = [
+            Send(piece.holder, slot.at(piece.whole))
             for piece in emitter.pieces
             if piece.holder != emitter.spec.cp_rank
         ]
-        takes = [Take(rank, slot.at(piece.whole), rows) for rank, piece, rows in from_others]
-        emitter.exchange(Cargo.GRAD, slot, gives, takes)
+        recvs = [Recv(rank, slot.at(piece.whole), rows) for rank, piece, rows in from_others]
+        emitter.exchange(Cargo.GRAD, slot, sends, recvs)
         self._in_flight = round_
 
     def collect(self, stream: Stream = Stream.COMPUTE) -> None:

@@ -6,10 +6,10 @@ from megatron_burst.errors import BurstError
 from megatron_burst.schedule.chunks import by_rank, in_order, meeting
 from megatron_burst.schedule.emitter import Emitter
 from megatron_burst.schedule.inter_node import heads_in_rounds
-from megatron_burst.schedule.layout import Layout, Numbers
+from megatron_burst.schedule.layout import Chunks, Layout
 from megatron_burst.schedule.mask import Span, Tile
-from megatron_burst.schedule.pieces import Piece, node_visits, runs
-from megatron_burst.schedule.program import Field, Home, Ref, kv_fields, q_fields
+from megatron_burst.schedule.pieces import Piece, node_shards, runs
+from megatron_burst.schedule.program import Field, Ref, Space, kv_fields, q_fields
 from megatron_burst.schedule.spec import Cargo, Dtype, Spec
 
 
@@ -38,7 +38,7 @@ class AllToAllEmitter(Emitter):
         self.rounds = heads_in_rounds(heads_kv, per_round)
         self.reorders = spec.layout is Layout.DOCUMENTS
         received = Layout.CONTIGUOUS if self.reorders else spec.layout
-        self.pieces = node_visits(topology, 0, received, tokens, spec.mask.placed)[0].pieces
+        self.pieces = node_shards(topology, 0, received, tokens, spec.mask.positional)[0].pieces
         self.rows = self.pieces[-1].whole.stop
         if self.reorders:
             chunks = in_order(self.ranks, topology.cp_size)
@@ -49,7 +49,7 @@ class AllToAllEmitter(Emitter):
             self.tile = Tile(Span(0, self.rows), Span(0, self.rows), spec.mask, places)
 
     @property
-    def orders(self) -> tuple[tuple[Numbers, ...], Numbers]:
+    def orders(self) -> tuple[tuple[Chunks, ...], Chunks]:
         """Chunk orders: as received from the ranks, and as computed with."""
         ranks, size = sorted(self.ranks), self.spec.topology.cp_size
         return by_rank(ranks, size), in_order(ranks, size)
@@ -78,14 +78,14 @@ class AllToAllEmitter(Emitter):
 
     def lse(self, round_: int) -> Ref:
         """lse of a round's heads, dense, as kernels need it."""
-        home = Home.LEFT if self.spec.left else Home.PART
+        home = Space.SAVED if self.spec.left else Space.TEMP
         fields = (Field("lse", self.heads_of(round_)[0], 0, Dtype.SUM),)
         return self.buffer(f"lse {round_}", home, self.rows, fields)
 
     def saved(self, round_: int) -> Ref:
         """q, k and v of a round's heads that forward saves."""
         fields = self.qkv_fields(round_)
-        return self.buffer(f"left {round_}", Home.LEFT, self.rows, fields, interleaved=True)
+        return self.buffer(f"left {round_}", Space.SAVED, self.rows, fields, interleaved=True)
 
     def staging(
         self, name: str, round_: int, use: str, fields: Sequence[Field], count: int = 1,
@@ -93,14 +93,14 @@ class AllToAllEmitter(Emitter):
     ) -> Ref:  # fmt: skip
         """A round's buffer on this rank with all rows; `count` rounds take turns in its memory."""
         name = f"{name} {round_}"
-        return self.buffer(name, Home.STAGING, self.rows, fields, use, number, count)
+        return self.buffer(name, Space.STAGING, self.rows, fields, use, number, count)
 
     def slot(
         self, name: str, round_: int, cargo: Cargo, fields: Sequence[Field], count: int
     ) -> Ref:
         """A round's slot, of which ranks exchange rows."""
         name = f"{name} {round_}"
-        return self.buffer(name, Home.SLOT, self.rows, fields, cargo, round_, count)
+        return self.buffer(name, Space.SLOT, self.rows, fields, cargo, round_, count)
 
     def qkv_fields(self, round_: int) -> tuple[Field, ...]:
         shape, (heads_q, heads_kv) = self.spec.shape, self.heads_of(round_)

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from megatron_burst.schedule.layout import Numbers, Runs, chunks_held, chunks_of
+from megatron_burst.schedule.layout import Chunks, ChunkSegments, chunks_held, chunks_of
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.spec import Spec
 
 
 @dataclass(frozen=True)
-class Meeting:
+class ChunkPairs:
     """Queries and keys of every document that meet in one kernel call.
 
     Attributes:
@@ -27,43 +27,45 @@ class Meeting:
         tile: all queries, and keys in the order that the queries need.
     """
 
-    lies: tuple[Numbers, ...]
+    src_blocks: tuple[Chunks, ...]
     tile: Tile
 
     @cached_property
-    def numbers(self) -> Numbers:
+    def dst_chunks(self) -> Chunks:
         """The key chunks in the order that the queries need."""
-        assert isinstance(self.tile.places, Runs)
+        assert isinstance(self.tile.places, ChunkSegments)
         return tuple(number for _, keys in self.tile.places.pairs for number in keys)
 
     @property
-    def as_they_lie(self) -> bool:
+    def is_identity(self) -> bool:
         """Whether the keys present are seen in their order, each once."""
-        return self.lies == (self.numbers,)
+        return self.src_blocks == (self.dst_chunks,)
 
 
 @lru_cache(maxsize=1024)
-def meeting(queries: Numbers, lies: tuple[Numbers, ...], mask: Mask, size: int) -> Meeting:
+def meeting(queries: Chunks, src_blocks: tuple[Chunks, ...], mask: Mask, size: int) -> ChunkPairs:
     """How queries and keys meet.
 
     Args:
         queries: their chunks, ascending.
-        lies: key chunks, by block; ascending in each. They include all chunks of the queries or
-            none.
+        src_blocks: key chunks, by block; ascending in each. They include all chunks of the queries
+            or none.
         mask: of the sequence: causal, full, or a window if keys of all ranks are present.
         size: rows of one chunk of all documents together.
     """
-    keys = tuple(sorted(number for block in lies for number in block))
+    keys = tuple(sorted(number for block in src_blocks for number in block))
     alike = mask.full or queries == keys
     pairs = ((queries, keys),) if alike else tuple(_pairs(queries, keys))
     seen = mask if queries[0] in keys else Mask(documents=True)
     rows = sum(len(some) for _, some in pairs) * size
-    return Meeting(lies, Tile(Span(0, len(queries) * size), Span(0, rows), seen, Runs(pairs)))
+    return ChunkPairs(
+        src_blocks, Tile(Span(0, len(queries) * size), Span(0, rows), seen, ChunkSegments(pairs))
+    )
 
 
-def _pairs(queries: Numbers, keys: Numbers) -> list[tuple[Numbers, Numbers]]:
+def _pairs(queries: Chunks, keys: Chunks) -> list[tuple[Chunks, Chunks]]:
     """Segments under a causal mask: queries that see the same keys, excluding their own."""
-    found: list[tuple[Numbers, Numbers]] = []
+    found: list[tuple[Chunks, Chunks]] = []
     for number in queries:
         seen = tuple(key for key in keys if key <= number)
         if found and found[-1][1] == seen:
@@ -73,18 +75,18 @@ def _pairs(queries: Numbers, keys: Numbers) -> list[tuple[Numbers, Numbers]]:
     return found
 
 
-def in_order(ranks: Iterable[int], cp_size: int) -> Numbers:
+def in_order(ranks: Iterable[int], cp_size: int) -> Chunks:
     """Chunks of every document that these ranks hold together, ascending."""
     return tuple(sorted(number for rank in ranks for number in chunks_of(rank, cp_size)))
 
 
-def by_rank(ranks: Sequence[int], cp_size: int) -> tuple[Numbers, ...]:
+def by_rank(ranks: Sequence[int], cp_size: int) -> tuple[Chunks, ...]:
     """The same, rank by rank."""
     return tuple(chunks_of(rank, cp_size) for rank in ranks)
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
+class NeededBy:
     """Queries and keys that some rows are sent for, in programs of documents, which slices run too.
 
     They are the same for all samples. If none of these queries sees any of these keys, nobody reads
@@ -96,11 +98,11 @@ class Between:
         keys: their chunks.
     """
 
-    queries: Numbers
-    keys: Numbers
+    queries: Chunks
+    keys: Chunks
 
     @classmethod
-    def ranks(cls, spec: Spec, queries: Iterable[int], keys: Iterable[int]) -> "Between | None":
+    def ranks(cls, spec: Spec, queries: Iterable[int], keys: Iterable[int]) -> "NeededBy | None":
         """Those of some ranks; None if the program knows which keys are seen."""
         if not spec.mask.documents:
             return None
@@ -112,12 +114,12 @@ class Between:
         return cls(*sides)
 
     @classmethod
-    def visits(cls, spec: Spec, owners: Iterable[int], ranks: Iterable[int]) -> "Between | None":
+    def visits(cls, spec: Spec, owners: Iterable[int], ranks: Iterable[int]) -> "NeededBy | None":
         """Of what circulates and belongs to some ranks, and of the ranks that it visits."""
         return cls.ranks(spec, *((ranks, owners) if spec.keys_travel else (owners, ranks)))
 
     @classmethod
-    def nodes(cls, spec: Spec, away: int, distances: Iterable[int]) -> "Between | None":
+    def nodes(cls, spec: Spec, away: int, distances: Iterable[int]) -> "NeededBy | None":
         """Of what comes from a rank of another node, and of the nodes that it visits.
 
         Args:

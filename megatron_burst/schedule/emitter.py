@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_burst.schedule.chunks import Between, Meeting
+from megatron_burst.schedule.chunks import ChunkPairs, NeededBy
 from megatron_burst.schedule.mask import Span, Tile, covers_its_rows, cut
-from megatron_burst.schedule.order import placed
+from megatron_burst.schedule.order import assign_buffers
 from megatron_burst.schedule.program import (
     Add,
     Arrange,
@@ -14,16 +14,16 @@ from megatron_burst.schedule.program import (
     Buffer,
     Delta,
     Field,
-    Give,
-    Home,
     Merge,
     Op,
     Program,
+    Recv,
     Ref,
     Restore,
-    StandIn,
+    Send,
+    Space,
     Stream,
-    Take,
+    SurrogateOut,
     Transfer,
     dkv_fields,
     dq_fields,
@@ -48,13 +48,13 @@ class Emitter:
     def __post_init__(self) -> None:
         shape, result = self.spec.shape, self.result_dtype
         if self.spec.backward:
-            self.buffer("side", Home.CALL, shape.tokens, side_fields(shape.heads_q, shape))
-            self.buffer("dq", Home.CALL, shape.tokens, dq_fields(shape.heads_q, shape, result))
-            self.buffer("dkv", Home.CALL, shape.keys, dkv_fields(shape.heads_kv, shape, result))
+            self.buffer("side", Space.CALL, shape.tokens, side_fields(shape.heads_q, shape))
+            self.buffer("dq", Space.CALL, shape.tokens, dq_fields(shape.heads_q, shape, result))
+            self.buffer("dkv", Space.CALL, shape.keys, dkv_fields(shape.heads_kv, shape, result))
         else:
-            self.buffer("q", Home.CALL, shape.tokens, q_fields(shape.heads_q, shape))
-            self.buffer("out", Home.CALL, shape.tokens, out_fields(shape.heads_q, shape, result))
-        self.buffer("kv", Home.CALL, shape.keys, kv_fields(shape.heads_kv, shape))
+            self.buffer("q", Space.CALL, shape.tokens, q_fields(shape.heads_q, shape))
+            self.buffer("out", Space.CALL, shape.tokens, out_fields(shape.heads_q, shape, result))
+        self.buffer("kv", Space.CALL, shape.keys, kv_fields(shape.heads_kv, shape))
 
     @property
     def result_dtype(self) -> Dtype:
@@ -62,13 +62,13 @@ class Emitter:
         return Dtype.INPUT
 
     def buffer(
-        self, name: str, home: Home, rows: int, fields: Sequence[Field], use: str = "",
+        self, name: str, space: Space, rows: int, fields: Sequence[Field], use: str = "",
         number: int = 0, count: int = 1, interleaved: bool = False,
     ) -> Ref:  # fmt: skip
         """Declare a buffer; returns a ref to all of it."""
-        interleaved |= home in (Home.SLOT, Home.STAGING)
+        interleaved |= space in (Space.SLOT, Space.STAGING)
         self.buffers[name] = Buffer(
-            name, home, rows, tuple(fields), use, number, count, interleaved
+            name, space, rows, tuple(fields), use, number, count, interleaved
         )
         return Ref(name)
 
@@ -84,7 +84,7 @@ class Emitter:
             spec.topology, spec.cp_rank, spec.direction, shape.batch, widths, buffers,
             tuple(self.ops),
         )  # fmt: skip
-        return placed(made)
+        return assign_buffers(made)
 
     def slot_count(self, cargo: Cargo, exchanges: int, rows: int, fields: Sequence[Field]) -> int:
         """How many slots are cycled through."""
@@ -99,36 +99,36 @@ class Emitter:
         return pulled_count(cargo, exchanges, num_bytes, tokens)
 
     def exchange(
-        self, cargo: Cargo, slot: Ref, gives: Sequence[Give], takes: Sequence[Take]
+        self, cargo: Cargo, slot: Ref, sends: Sequence[Send], recvs: Sequence[Recv]
     ) -> None:
         """A transfer between the ranks of a node, whose pulls begin at different ranks."""
         others, pulled = self.spec.topology.others(self.spec.cp_rank), bool(self.spec.pulled)
-        if others and (gives or takes or pulled):
-            takes = sorted(takes, key=lambda take: others.index(take.peer))
-            self.emit(Transfer(Link.INTRA, cargo, tuple(gives), tuple(takes), slot, pulled))
+        if others and (sends or recvs or pulled):
+            recvs = sorted(recvs, key=lambda recv: others.index(recv.peer))
+            self.emit(Transfer(Link.INTRA, cargo, tuple(sends), tuple(recvs), slot, pulled))
 
     def hop(
-        self, link: Link, cargo: Cargo, sends: Ref, brings: Ref,
-        between: Sequence[Between | None], by: int = 1,
+        self, link: Link, cargo: Cargo, source: Ref, target: Ref,
+        needed_by: Sequence[NeededBy | None], by: int = 1,
     ) -> None:  # fmt: skip
         """Send to the rank that is `by` places on in the row, or column; the one as far behind
         sends its buffer of the same name. Buffers without rows are not sent.
 
-        `between`: for which queries and keys, here and there.
+        `needed_by`: for which queries and keys, here and there.
         """
         down, right = (by, 0) if link is Link.INTER else (0, by)
         topology = self.spec.topology
         row, column = topology.coord(self.spec.cp_rank)
-        give = Give(topology.rank_at(row + down, column + right), sends, between[0])
-        take = Take(topology.rank_at(row - down, column - right), sends, brings, between[1])
-        gives = (give,) if self.buffers[sends.buffer].rows else ()
-        takes = (take,) if self.buffers[brings.buffer].rows else ()
-        if gives or takes:
-            self.emit(Transfer(link, cargo, gives, takes))
+        send = Send(topology.rank_at(row + down, column + right), source, needed_by[0])
+        recv = Recv(topology.rank_at(row - down, column - right), source, target, needed_by[1])
+        sends = (send,) if self.buffers[source.buffer].rows else ()
+        recvs = (recv,) if self.buffers[target.buffer].rows else ()
+        if sends or recvs:
+            self.emit(Transfer(link, cargo, sends, recvs))
 
     def part(self, name: str, rows: int, fields: Sequence[Field]) -> Ref:
         """Declare an output of a kernel."""
-        return self.buffer(name, Home.PART, rows, fields)
+        return self.buffer(name, Space.TEMP, rows, fields)
 
     def queries(self, heads: Span) -> Span:
         """The query heads of some KV heads."""
@@ -138,7 +138,7 @@ class Emitter:
         """Delta of the rank's own query side."""
         shape = self.spec.shape
         fields = (Field("delta", shape.heads_q, 0, Dtype.SUM),)
-        delta = self.buffer("delta", Home.PART, shape.tokens, fields)
+        delta = self.buffer("delta", Space.TEMP, shape.tokens, fields)
         self.emit(Delta(Ref("side"), delta))
         return delta
 
@@ -151,7 +151,7 @@ class Emitter:
         fields = (f for side in sides for f in self.buffers[side.buffer].fields)
         heads = next(field.heads for field in fields if field.name == "dout")
         made = self.part(name, rows, (Field("out", heads, self.spec.shape.dim_v),))
-        self.emit(StandIn(sides, made))
+        self.emit(SurrogateOut(sides, made))
         return made, *sides
 
 
@@ -293,23 +293,23 @@ def add_up(
             emitter.emit(Add(parts if fresh else (rows, *parts), rows, stream))
 
 
-def seen(emitter: Emitter, name: str, keys: Ref, met: Meeting, heads: int) -> Ref:
+def seen(emitter: Emitter, name: str, keys: Ref, met: ChunkPairs, heads: int) -> Ref:
     """Keys of `heads` heads in the order that the queries need; in a part, unless already so."""
-    if met.as_they_lie:
+    if met.is_identity:
         return keys
     fields = kv_fields(heads, emitter.spec.shape)
     made = emitter.part(f"seen {name}", len(met.tile.kv), fields)
-    emitter.emit(Arrange(keys, made, met.lies, met.numbers))
+    emitter.emit(Arrange(keys, made, met.src_blocks, met.dst_chunks))
     return made
 
 
-def restored(emitter: Emitter, name: str, dkv: Ref, met: Meeting, heads: int) -> Ref:
+def restored(emitter: Emitter, name: str, dkv: Ref, met: ChunkPairs, heads: int) -> Ref:
     """Gradients of keys, in the order before `seen`."""
-    if met.as_they_lie:
+    if met.is_identity:
         return dkv
-    size = len(met.tile.kv) // len(met.numbers)
-    rows = size * sum(map(len, met.lies))
+    size = len(met.tile.kv) // len(met.dst_chunks)
+    rows = size * sum(map(len, met.src_blocks))
     fields = dkv_fields(heads, emitter.spec.shape, emitter.spec.grad_dtype)
     made = emitter.part(f"restored {name}", rows, fields)
-    emitter.emit(Restore(dkv, made, met.lies, met.numbers))
+    emitter.emit(Restore(dkv, made, met.src_blocks, met.dst_chunks))
     return made

@@ -25,10 +25,15 @@ from functools import partial
 from typing import Literal
 
 from megatron_burst.schedule.emitter import Emitter, Gradients, Outputs, Sinks, Sum, sums_of
-from megatron_burst.schedule.gather_steps import Leaf, end_to_end, gather_steps, sent_for
+from megatron_burst.schedule.gather_steps import (
+    GradSend,
+    consecutive_spans,
+    gather_steps,
+    needed_by,
+)
 from megatron_burst.schedule.inter_node import (
-    Circulating,
-    Turn,
+    InterNodeRing,
+    NodeStep,
     heads_in_rounds,
     steps,
     sums,
@@ -41,17 +46,17 @@ from megatron_burst.schedule.program import (
     Arrange,
     Copy,
     Field,
-    Give,
-    Home,
     Program,
+    Recv,
     Ref,
     Restore,
+    Send,
+    Space,
     Stream,
-    Take,
+    circulating_side_fields,
     dkv_fields,
     dq_fields,
     kv_fields,
-    travelling_side_fields,
 )
 from megatron_burst.schedule.spec import Cargo, Circulate, Dtype, Spec
 
@@ -94,7 +99,7 @@ class _Gather(Emitter):
         owners = (topology.rank_at(row - away, column) for away in range(topology.inter_size))
         terms = topology, spec.layout, spec.mask, shape.tokens
         self.halos = tuple(halo(*terms, owner) for owner in owners)
-        self.keys = Keys(self)
+        self.keys = KVGather(self)
 
     def forward(self) -> None:
         keys = self.keys
@@ -120,10 +125,10 @@ class _Gather(Emitter):
         return Outputs(self, f"round {round_}", tiles, sinks, q, out)
 
     def backward(self) -> None:
-        sides, keys, shares = Sides(self), self.keys, Shares(self)
+        sides, keys, shares = QueryInputs(self), self.keys, PartialKVGrads(self)
         dq = partial(self.of_queries, "dq"), self.dq_fields_of
         of_queries = sums(self, self.order, False, *dq, self.spec.shape.tokens)
-        of_keys = KeySums(self, shares)
+        of_keys = KVGradReducer(self, shares)
         sides.prepare(0)
         keys.prepare_late(0)
         for index in range(len(self.order)):
@@ -146,8 +151,8 @@ class _Gather(Emitter):
             shares.leave(index)
             shares.compute_own(index, grads, tiles.after)
             of_queries.add(index, grads.sums())
-            of_queries.come_home(index)
-        of_queries.come_home(len(self.order))
+            of_queries.recv_grads(index)
+        of_queries.recv_grads(len(self.order))
         of_keys.finish()
 
     def _gradients(self, index: int, side: tuple[Ref, ...]) -> Gradients:
@@ -176,10 +181,10 @@ class _Gather(Emitter):
     def pair(self, what: str, index: int, rows: int, fields: Sequence[Field]) -> Ref:
         """A step's buffer on this rank; two take turns."""
         count = min(2, len(self.order))
-        return self.buffer(f"{what} {index}", Home.STAGING, rows, fields, what, index, count)
+        return self.buffer(f"{what} {index}", Space.STAGING, rows, fields, what, index, count)
 
 
-class Keys:
+class KVGather:
     """Keys and values of all ranks of a node, step by step, fetched a step ahead.
 
     Rows that no tile of this rank reads are not fetched, so their contents are undefined.
@@ -189,7 +194,7 @@ class Keys:
         self._emitter, self._plan, spec = emitter, emitter.plan, emitter.spec
         self._circulating = None
         if spec.keys_travel and not (spec.left and spec.backward) and not emitter.alone:
-            self._circulating = Circulating(
+            self._circulating = InterNodeRing(
                 emitter, emitter.order, lambda round_: (emitter.of_keys("kv", round_),),
                 emitter.kv_fields_of, emitter.halos,
             )  # fmt: skip
@@ -216,11 +221,11 @@ class Keys:
         if not self._comes(index):
             self._gather(index)
         if self._circulating:
-            self._circulating.set_out(index)
+            self._circulating.send_own(index)
         self._gather(index)
         self._arrange(index)
         if self._circulating:
-            self._circulating.pass_on(index)
+            self._circulating.send_on(index)
 
     def _comes(self, index: int) -> bool:
         """Whether another node sends a step's keys in this pass."""
@@ -236,26 +241,26 @@ class Keys:
         if emitter.by_rank and not emitter.others:
             return
         slot = self._gathered[number] = emitter.buffer(
-            f"keys {number}", Home.SLOT, self._plan.num_rows, emitter.kv_fields_of(turn.round),
+            f"keys {number}", Space.SLOT, self._plan.num_rows, emitter.kv_fields_of(turn.round),
             Cargo.READ, number, self._slots,
         )  # fmt: skip
         self._contribute(index, source, slot)
         turns = [turn] if spec.keys_travel else [t for t in emitter.order if t.round == turn.round]
-        gives = [
-            Give(peer, slot.at(piece.whole), sent_for(spec, turns, peer, piece))
+        sends = [
+            Send(peer, slot.at(piece.whole), needed_by(spec, turns, peer, piece))
             for peer in emitter.others
             for piece in reads[peer]
         ]
-        takes = [
-            Take(peer, rows, rows, sent_for(spec, turns, mine, piece))
+        recvs = [
+            Recv(peer, rows, rows, needed_by(spec, turns, mine, piece))
             for peer in emitter.others
             for piece in reads[mine]
             if piece.holder == peer
             for rows in (slot.at(piece.whole),)
         ]
-        emitter.exchange(Cargo.READ, slot, gives, takes)
+        emitter.exchange(Cargo.READ, slot, sends, recvs)
 
-    def _source(self, turn: Turn) -> Ref:
+    def _source(self, turn: NodeStep) -> Ref:
         """The shard that this rank contributes: its own, one it received, or one it saved."""
         emitter = self._emitter
         if not (turn.distance and emitter.spec.keys_travel):
@@ -266,7 +271,7 @@ class Keys:
             return came
         rows = emitter.halos[turn.distance].rows
         name, fields = f"left {turn.round}+{turn.distance}", emitter.kv_fields_of(turn.round)
-        left = emitter.buffer(name, Home.LEFT, rows, fields)
+        left = emitter.buffer(name, Space.SAVED, rows, fields)
         if came and rows:
             emitter.emit(Copy((came,), left, Stream.SIDE))
         return left
@@ -286,13 +291,13 @@ class Keys:
     def _arrange(self, index: int) -> None:
         """Put a step's gathered keys in the order that its queries need."""
         emitter, met = self._emitter, self._plan.steps[index].met
-        if met and not met.as_they_lie:
+        if met and not met.is_identity:
             there, fields = self.of(index), emitter.kv_fields_of(emitter.order[index].round)
             seen = self._arranged[index] = emitter.pair("seen", index, len(met.tile.kv), fields)
-            emitter.emit(Arrange(there, seen, met.lies, met.numbers, Stream.beside(index)))
+            emitter.emit(Arrange(there, seen, met.src_blocks, met.dst_chunks, Stream.beside(index)))
 
 
-class Sides:
+class QueryInputs:
     """The query side of each step, including remote queries if queries circulate."""
 
     def __init__(self, emitter: _Gather) -> None:
@@ -301,7 +306,7 @@ class Sides:
         self._circulating = None
         if spec.circulate is Circulate.Q:
             self._own = "side", emitter.delta().buffer
-            self._circulating = Circulating(
+            self._circulating = InterNodeRing(
                 emitter, emitter.order, self._of_round, self._fields,
                 whole_halo(emitter, spec.shape.tokens),
             )  # fmt: skip
@@ -311,13 +316,13 @@ class Sides:
 
     def _fields(self, round_: int) -> tuple[Field, ...]:
         heads = len(self._emitter.queries(self._emitter.rounds[round_]))
-        return travelling_side_fields(heads, self._emitter.spec.shape)
+        return circulating_side_fields(heads, self._emitter.spec.shape)
 
     def prepare(self, index: int) -> None:
         """Start receiving the remote queries of a step."""
         if self._circulating and index < len(self._emitter.order):
-            self._circulating.set_out(index)
-            self._circulating.pass_on(index)
+            self._circulating.send_own(index)
+            self._circulating.send_on(index)
 
     def of(self, index: int) -> tuple[Ref, ...]:
         """The side of a step."""
@@ -327,7 +332,7 @@ class Sides:
         return self._emitter.side_for_kernel(self._circulating.piece(turn.round, turn.distance))
 
 
-class Shares:
+class PartialKVGrads:
     """Gradients of gathered keys, sent to the ranks that hold these keys.
 
     A share is in the kernel's dtype (or the wire's) and rounded once; all shares of a row are
@@ -354,11 +359,11 @@ class Shares:
             fields = emitter.dkv_fields_of(emitter.order[index].round, dtype)
             return [emitter.pair("made", index, len(step.met.tile.kv), fields)]
         slot = self._slot(index)
-        return [slot.at(span) for span in end_to_end(len(t.kv) for t in step.tiles.gathered)]
+        return [slot.at(span) for span in consecutive_spans(len(t.kv) for t in step.tiles.gathered)]
 
     def _slot(self, index: int) -> Ref:
         return self._emitter.buffer(
-            f"shares {index}", Home.SLOT, self._plan.share_rows, self._fields(index), Cargo.GRAD,
+            f"shares {index}", Space.SLOT, self._plan.share_rows, self._fields(index), Cargo.GRAD,
             index, self.slots,
         )  # fmt: skip
 
@@ -372,41 +377,41 @@ class Shares:
         emitter, leaves = self._emitter, self._plan.steps[index].leaves
         slot = self._left[index] = self._put_back(index)
         spec, mine, turns = emitter.spec, emitter.spec.cp_rank, emitter.order[index : index + 1]
-        gives = [
-            Give(leaf.piece.holder, slot.at(leaf.rows), sent_for(spec, turns, mine, leaf.piece))
+        sends = [
+            Send(leaf.piece.holder, slot.at(leaf.rows), needed_by(spec, turns, mine, leaf.piece))
             for leaf in leaves[mine]
         ]
-        takes = [
-            Take(rank, slot.at(leaf.rows), rows, sent_for(spec, turns, rank, leaf.piece))
+        recvs = [
+            Recv(rank, slot.at(leaf.rows), rows, needed_by(spec, turns, rank, leaf.piece))
             for rank, leaf, rows in self._arrivals(index)
         ]
-        emitter.exchange(Cargo.GRAD, slot, gives, takes)
+        emitter.exchange(Cargo.GRAD, slot, sends, recvs)
 
     def _put_back(self, index: int) -> Ref:
         """A step's shares in the order of the gathered keys."""
         emitter, met, made = self._emitter, self._plan.steps[index].met, Ref(f"made {index}")
         if not met:
             return Ref(f"shares {index}")
-        if met.as_they_lie:
+        if met.is_identity:
             return made
         if emitter.others:
             slot = self._slot(index)
         else:
             slot = emitter.pair("whole", index, self._plan.share_rows, self._fields(index))
-        emitter.emit(Restore(made, slot, met.lies, met.numbers, Stream.SIDE))
+        emitter.emit(Restore(made, slot, met.src_blocks, met.dst_chunks, Stream.SIDE))
         return slot
 
-    def _arrivals(self, index: int) -> list[tuple[int, Leaf, Ref]]:
+    def _arrivals(self, index: int) -> list[tuple[int, GradSend, Ref]]:
         """(rank, what it sends, where that is received)."""
         emitter, step = self._emitter, self._plan.steps[index]
         coming = [(rank, leaf) for rank in emitter.others for leaf in step.leaves[rank]]
-        spans = end_to_end(len(leaf.rows) for _, leaf in coming)
+        spans = consecutive_spans(len(leaf.rows) for _, leaf in coming)
         total = sum(map(len, spans))
         if step.met:
             whole = {piece.holder: piece.whole for piece in step.keys}
             spans, total = [whole[rank] for rank, _ in coming], self._plan.num_rows
         name, fields = f"came {index}", self._fields(index)
-        staged = emitter.buffer(name, Home.STAGING, total, fields, "shares")
+        staged = emitter.buffer(name, Space.STAGING, total, fields, "shares")
         return [(*sent, staged.at(span)) for sent, span in zip(coming, spans, strict=True)]
 
     def sums(self, index: int) -> list[Sum]:
@@ -431,7 +436,7 @@ class Shares:
 Moment = Literal["before", "amid", "after"]  # of a step: its tiles over gathered keys
 
 
-class KeySums:
+class KVGradReducer:
     """Sums of each step's key gradients, computed during the next step.
 
     Those that go on to other nodes are summed in parallel with its kernels, so that they are sent
@@ -439,7 +444,7 @@ class KeySums:
     before it is filled again.
     """
 
-    def __init__(self, emitter: _Gather, shares: Shares) -> None:
+    def __init__(self, emitter: _Gather, shares: PartialKVGrads) -> None:
         self._shares, self._last, by_rank = shares, len(emitter.order) - 1, emitter.by_rank
         dkv = partial(emitter.of_keys, "dkv"), emitter.dkv_fields_of
         self._sums = sums(emitter, emitter.order, True, *dkv, emitter.halos)
@@ -455,10 +460,10 @@ class KeySums:
         if index >= 0 and moment == self._adds:
             self._sums.add(index, self._shares.sums(index), self._stream)
         if index >= 0 and moment == self._ends:
-            self._sums.come_home(index, self._stream)
+            self._sums.recv_grads(index, self._stream)
 
     def finish(self) -> None:
         """The last sums, and the last return transfer."""
         self._sums.add(self._last, self._shares.sums(self._last), self._last_stream)
         for turn in (self._last, self._last + 1):
-            self._sums.come_home(turn, self._last_stream)
+            self._sums.recv_grads(turn, self._last_stream)

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 
-from megatron_burst.schedule.chunks import Between, Meeting, by_rank, meeting
-from megatron_burst.schedule.inter_node import Turn
+from megatron_burst.schedule.chunks import ChunkPairs, NeededBy, by_rank, meeting
+from megatron_burst.schedule.inter_node import NodeStep
 from megatron_burst.schedule.layout import Layout, chunks_held, chunks_of
-from megatron_burst.schedule.mask import Mask, Places, Span, Tile, joined, meet
+from megatron_burst.schedule.mask import Mask, Positions, Span, Tile, joined, meet
 from megatron_burst.schedule.pieces import (
+    NodeShards,
     Piece,
-    Visit,
-    node_visits,
+    node_shards,
     runs,
     sides,
     tiles_between,
@@ -46,13 +46,13 @@ class _Tiling:
     """Makes the tiles of all ranks of a node, whose own shards are `here`."""
 
     spec: Spec
-    here: Visit
+    here: NodeShards
 
     @property
     def mask(self) -> Mask:
         return self.spec.mask
 
-    def tiles(self, rank: int, visit: Visit, first: bool, last: bool) -> StepTiles:
+    def tiles(self, rank: int, visit: NodeShards, first: bool, last: bool) -> StepTiles:
         """The tiles of a rank in a step with some shards, maybe the first or last of the pass."""
         queries, keys = sides(self.here, visit, self.spec.circulate)
         own = [(piece, before) for piece, before in queries if piece.holder == rank]
@@ -107,7 +107,7 @@ class _Tiling:
         self, queries: Sequence[Piece], keys_of: Callable[[Piece], Sequence[Piece]]
     ) -> tuple[Tile, ...]:
         """Tiles of queries over some of the gathered keys."""
-        if self.mask.placed:
+        if self.mask.positional:
             return joined(t for p in queries for t in tiles_over(p.rows, p, keys_of(p), self.mask))
         prefixes = ((p, [key for key in keys_of(p) if key.whole.start <= p.whole.start])
                     for p in queries)  # fmt: skip
@@ -118,12 +118,12 @@ class _Tiling:
         )  # fmt: skip
 
 
-def _places(pieces: Sequence[Piece]) -> Places:
+def _places(pieces: Sequence[Piece]) -> Positions:
     return tuple(at for at, _ in runs(pieces))
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class GradSend:
     """Key gradients that a rank computes for another rank's piece.
 
     Attributes:
@@ -153,9 +153,9 @@ class GatherStep:
     keys: tuple[Piece, ...]
     tiles: StepTiles
     needed: Mapping[int, tuple[Piece, ...]]
-    leaves: Mapping[int, tuple[Leaf, ...]]
+    leaves: Mapping[int, tuple[GradSend, ...]]
     share_rows: int
-    met: Meeting | None = None
+    met: ChunkPairs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class GatherSteps:
     share_rows: int
 
 
-def gather_steps(spec: Spec, order: Sequence[Turn]) -> GatherSteps:
+def gather_steps(spec: Spec, order: Sequence[NodeStep]) -> GatherSteps:
     """The steps of one rank that gathers keys from all ranks of its node.
 
     Args:
@@ -200,11 +200,11 @@ def gather_steps(spec: Spec, order: Sequence[Turn]) -> GatherSteps:
     )  # fmt: skip
 
 
-def _steps(spec: Spec, ranks: Sequence[int], order: Sequence[Turn]) -> tuple[GatherStep, ...]:
+def _steps(spec: Spec, ranks: Sequence[int], order: Sequence[NodeStep]) -> tuple[GatherStep, ...]:
     """With keys in sequence order."""
     topology, (row, _) = spec.topology, spec.topology.coord(spec.cp_rank)
     terms = topology, row, spec.layout
-    visits = node_visits(*terms, spec.shape.tokens, spec.mask.placed)
+    visits = node_shards(*terms, spec.shape.tokens, spec.mask.positional)
     tiling = _Tiling(spec, visits[0])
     kinds = [(visits[step.distance], index == 0, index == len(order) - 1)
              for index, step in enumerate(order)]  # fmt: skip
@@ -213,16 +213,16 @@ def _steps(spec: Spec, ranks: Sequence[int], order: Sequence[Turn]) -> tuple[Gat
 
 
 def _steps_by_rank(
-    spec: Spec, ranks: Sequence[int], order: Sequence[Turn]
+    spec: Spec, ranks: Sequence[int], order: Sequence[NodeStep]
 ) -> tuple[GatherStep, ...]:
     """With two chunks of every document on each rank."""
     topology, mine, rows = spec.topology, spec.cp_rank, spec.shape.tokens
     (row, column), size = topology.coord(mine), topology.cp_size
-    shards = zip(ranks, end_to_end(rows for _ in ranks), strict=True)
+    shards = zip(ranks, consecutive_spans(rows for _ in ranks), strict=True)
     keys = tuple(Piece(rank, Span(0, rows), whole) for rank, whole in shards)
     needed = {mine: (*keys[column + 1 :], *keys[:column])}
     needed |= dict.fromkeys(topology.others(mine), (keys[column],))
-    leaves = {rank: tuple(Leaf(p.whole, p) for p in some) for rank, some in needed.items()}
+    leaves = {rank: tuple(GradSend(p.whole, p) for p in some) for rank, some in needed.items()}
     alike = []
     for away in range(topology.inter_size):
         there = topology.grid[(row - away) % topology.inter_size]
@@ -235,7 +235,7 @@ def _steps_by_rank(
 
 
 def _step(
-    tiling: _Tiling, ranks: Sequence[int], visit: Visit, first: bool, last: bool
+    tiling: _Tiling, ranks: Sequence[int], visit: NodeShards, first: bool, last: bool
 ) -> GatherStep:
     """What the rank does with the shards of a node."""
     spec, mine = tiling.spec, tiling.spec.cp_rank
@@ -265,11 +265,11 @@ def _needed(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> Itera
             yield part
 
 
-def _leaving(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> tuple[Leaf, ...]:
+def _leaving(keys: Sequence[Piece], cp_rank: int, tiles: Sequence[Tile]) -> tuple[GradSend, ...]:
     """Which rows of a rank's shares belong to which rows of other ranks."""
-    starts = (span.start for span in end_to_end(len(tile.kv) for tile in tiles))
+    starts = (span.start for span in consecutive_spans(len(tile.kv) for tile in tiles))
     return tuple(
-        Leaf(part.whole.moved(start - tile.kv.start), part)
+        GradSend(part.whole.moved(start - tile.kv.start), part)
         for tile, start in zip(tiles, starts, strict=True)
         for piece in keys
         if piece.holder != cp_rank and (part := piece.part(tile.kv))
@@ -301,7 +301,9 @@ def _all_needed(steps: Iterable[GatherStep], rank: int) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-def sent_for(spec: Spec, turns: Iterable[Turn], computing: int, piece: Piece) -> Between | None:
+def needed_by(
+    spec: Spec, turns: Iterable[NodeStep], computing: int, piece: Piece
+) -> NeededBy | None:
     """What a piece, or its gradients, are sent for between its holder and a rank of the node that
     computes in some steps."""
     topology, travel = spec.topology, spec.keys_travel
@@ -309,13 +311,13 @@ def sent_for(spec: Spec, turns: Iterable[Turn], computing: int, piece: Piece) ->
     away = [turn.distance for turn in turns]
     queries = (topology.rank_at(row - (0 if travel else n), column) for n in away)
     keys = (topology.rank_at(row - (n if travel else 0), place) for n in away)
-    found = Between.ranks(spec, queries, keys)
+    found = NeededBy.ranks(spec, queries, keys)
     if found is None or spec.layout is Layout.DOCUMENTS:
         return found
     chunks = len(chunks_held(spec.layout, piece.holder, topology.cp_size))
     return replace(found, keys=(piece.place * chunks // spec.shape.tokens,))
 
 
-def end_to_end(lengths: Iterable[int]) -> list[Span]:
+def consecutive_spans(lengths: Iterable[int]) -> list[Span]:
     """Spans of these lengths, one after the other."""
     return [Span(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]

@@ -16,17 +16,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_burst.schedule.chunks import Between
+from megatron_burst.schedule.chunks import NeededBy
 from megatron_burst.schedule.emitter import Emitter, Sum, add_up
 from megatron_burst.schedule.mask import Span, cut
 from megatron_burst.schedule.pieces import Halo
-from megatron_burst.schedule.program import Add, Copy, Field, Home, Ref, Stream
+from megatron_burst.schedule.program import Add, Copy, Field, Ref, Space, Stream
 from megatron_burst.schedule.spec import Cargo, Circulate, Dtype
 from megatron_burst.schedule.topology import Link
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class NodeStep:
     """One step of a round: `distance` is how many nodes away the circulating piece is from."""
 
     round: int
@@ -36,7 +36,7 @@ class Turn:
 
 
 @lru_cache(maxsize=1024)
-def steps(nodes: int, rounds: int, backward: bool, here: bool) -> tuple[Turn, ...]:
+def steps(nodes: int, rounds: int, backward: bool, here: bool) -> tuple[NodeStep, ...]:
     """The steps of a pass.
 
     Each round begins with the node's own shards. In backward the last round ends with them, so that
@@ -49,7 +49,7 @@ def steps(nodes: int, rounds: int, backward: bool, here: bool) -> tuple[Turn, ..
         ends_at_home = here or 0 < round_ == rounds - 1
         turn = (*range(1, nodes), 0) if backward and ends_at_home else range(nodes)
         places = list(enumerate(turn))
-        found += [Turn(round_, away, place == 0, place == nodes - 1) for place, away in places]
+        found += [NodeStep(round_, away, place == 0, place == nodes - 1) for place, away in places]
     return tuple(found)
 
 
@@ -59,7 +59,7 @@ def heads_in_rounds(heads_kv: int, heads_per_round: int) -> tuple[Span, ...]:
     return tuple(Span(start, min(start + heads_per_round, heads_kv)) for start in starts)
 
 
-class Circulating:
+class InterNodeRing:
     """The pieces of each round that circulate between nodes.
 
     Args:
@@ -71,13 +71,13 @@ class Circulating:
     """
 
     def __init__(
-        self, emitter: Emitter, order: Sequence[Turn],
+        self, emitter: Emitter, order: Sequence[NodeStep],
         own: Callable[[int], tuple[Ref, ...]], fields: Callable[[int], tuple[Field, ...]],
         halos: Sequence[Halo],
     ) -> None:  # fmt: skip
         self._emitter, self._order, self._own, self._fields = emitter, order, own, fields
         self._halos, self._nodes = halos, emitter.spec.topology.inter_size
-        self._leaving: dict[int, list[Turn]] = defaultdict(list)
+        self._leaving: dict[int, list[NodeStep]] = defaultdict(list)
         at = {(step.round, step.distance): index for index, step in enumerate(order)}
         for step in order:
             if step.distance < self._nodes - 1:
@@ -90,10 +90,10 @@ class Circulating:
         name = f"piece {round_}+{distance}"
         if name not in self._emitter.buffers:
             rows = self._halos[distance].rows
-            self._emitter.buffer(name, Home.HOP, rows, self._fields(round_), Cargo.READ)
+            self._emitter.buffer(name, Space.RING, rows, self._fields(round_), Cargo.READ)
         return Ref(name)
 
-    def set_out(self, index: int) -> None:
+    def send_own(self, index: int) -> None:
         """Send the rank's own piece, if it is due while this step is prepared."""
         for step in self._leaving[index]:
             if step.distance == 0:
@@ -103,20 +103,20 @@ class Circulating:
                     self._emitter.emit(Copy(sources, piece.at(packed), Stream.SIDE))
                 self._send(step)
 
-    def pass_on(self, index: int) -> None:
+    def send_on(self, index: int) -> None:
         """Send on the piece of a step, if it goes further."""
         for step in self._leaving[index]:
             if step.distance:
                 self._send(step)
 
-    def _send(self, step: Turn) -> None:
+    def _send(self, step: NodeStep) -> None:
         sends, brings = (self.piece(step.round, step.distance + n) for n in (0, 1))
         readers = range(step.distance + 1, self._nodes)
-        both = [Between.nodes(self._emitter.spec, step.distance + n, readers) for n in (0, 1)]
+        both = [NeededBy.nodes(self._emitter.spec, step.distance + n, readers) for n in (0, 1)]
         self._emitter.hop(Link.INTER, Cargo.READ, sends, brings, both)
 
 
-class SumsAtHome:
+class RemoteGradReduce:
     """Gradients of what circulates: each node's go straight home, and are summed there.
 
     Args:
@@ -128,13 +128,13 @@ class SumsAtHome:
     """
 
     def __init__(
-        self, emitter: Emitter, order: Sequence[Turn], target: Callable[[int], Ref],
+        self, emitter: Emitter, order: Sequence[NodeStep], target: Callable[[int], Ref],
         fields: Callable[[int, Dtype], tuple[Field, ...]], halos: Sequence[Halo],
     ) -> None:  # fmt: skip
         self._emitter, self._order, self._target = emitter, order, target
         self._fields, self._halos = fields, halos
         self._nodes = emitter.spec.topology.inter_size
-        self._arriving: dict[int, list[Turn]] = defaultdict(list)  # added at a turn
+        self._arriving: dict[int, list[NodeStep]] = defaultdict(list)  # added at a turn
         for index, step in enumerate(order):
             if step.distance:  # one more step hides the transfer
                 self._arriving[min(len(order), index + 2)].append(step)
@@ -153,16 +153,16 @@ class SumsAtHome:
         ]
         leaves, arrives = (
             emitter.buffer(
-                f"{name} {step.round}+{step.distance}", Home.HOP, self._halos[owner].rows,
+                f"{name} {step.round}+{step.distance}", Space.RING, self._halos[owner].rows,
                 self._fields(step.round, Dtype.WIRE), Cargo.GRAD,
             )
             for name, owner in (("leaves", step.distance), ("arrives", 0))
         )  # fmt: skip
         add_up(emitter, leaves, away, True, stream)
-        both = [Between.nodes(emitter.spec, away, (step.distance,)) for away in (step.distance, 0)]
+        both = [NeededBy.nodes(emitter.spec, away, (step.distance,)) for away in (step.distance, 0)]
         emitter.hop(Link.INTER, Cargo.GRAD, leaves, arrives, both, -step.distance)
 
-    def come_home(self, turn: int, stream: Stream = Stream.COMPUTE) -> None:
+    def recv_grads(self, turn: int, stream: Stream = Stream.COMPUTE) -> None:
         """Add what other nodes sent for this rank's rows."""
         halo = self._halos[0]
         for step in self._arriving[turn]:
@@ -180,14 +180,14 @@ class SumsAtHome:
         if left:
             if total.buffer not in emitter.buffers:
                 fields = self._fields(round_, Dtype.SUM)
-                emitter.buffer(total.buffer, Home.HOP, self._halos[0].of, fields, "sums")
+                emitter.buffer(total.buffer, Space.RING, self._halos[0].of, fields, "sums")
             add_up(emitter, total, sums, left == self._nodes - 1, stream)
         else:
             for span, parts in sums:
                 emitter.emit(Add((total.at(span), *parts), self._target(round_).at(span), stream))
 
 
-class LocalSums:
+class LocalGradSum:
     """Gradients that stay: summed over the steps of a round, then rounded.
 
     Args:
@@ -199,7 +199,7 @@ class LocalSums:
     """
 
     def __init__(
-        self, emitter: Emitter, order: Sequence[Turn], target: Callable[[int], Ref],
+        self, emitter: Emitter, order: Sequence[NodeStep], target: Callable[[int], Ref],
         fields: Callable[[int], tuple[Field, ...]], rows: int,
     ) -> None:  # fmt: skip
         self._emitter, self._order, self._target = emitter, order, target
@@ -215,28 +215,28 @@ class LocalSums:
         name = f"local sum {step.round}"
         if name not in emitter.buffers:
             fields = self._fields(step.round)
-            emitter.buffer(name, Home.SUM, self._rows, fields, "local", step.round)
+            emitter.buffer(name, Space.SUM, self._rows, fields, "local", step.round)
         if not step.last:
             add_up(emitter, Ref(name), sums, step.first, stream)
             return
         for span, parts in sums:
             emitter.emit(Add((Ref(name).at(span), *parts), target.at(span), stream))
 
-    def come_home(self, turn: int, stream: Stream = Stream.COMPUTE) -> None:
+    def recv_grads(self, turn: int, stream: Stream = Stream.COMPUTE) -> None:
         """Nothing is returned."""
 
 
 def sums(
-    emitter: Emitter, order: Sequence[Turn], of_keys: bool, target: Callable[[int], Ref],
+    emitter: Emitter, order: Sequence[NodeStep], of_keys: bool, target: Callable[[int], Ref],
     fields: Callable[[int, Dtype], tuple[Field, ...]], rows: int | Sequence[Halo],
-) -> LocalSums | SumsAtHome:  # fmt: skip
+) -> LocalGradSum | RemoteGradReduce:  # fmt: skip
     """Sums of key or query gradients; those of what circulates come from all nodes. `rows`: how
     many, or those that circulate."""
     halos = whole_halo(emitter, rows) if isinstance(rows, int) else rows
     circulates = of_keys == (emitter.spec.circulate is Circulate.KV)
     if circulates and emitter.spec.topology.inter_size > 1:
-        return SumsAtHome(emitter, order, target, fields, halos)
-    return LocalSums(emitter, order, target, lambda r: fields(r, Dtype.SUM), halos[0].of)
+        return RemoteGradReduce(emitter, order, target, fields, halos)
+    return LocalGradSum(emitter, order, target, lambda r: fields(r, Dtype.SUM), halos[0].of)
 
 
 def whole_halo(emitter: Emitter, rows: int) -> tuple[Halo, ...]:

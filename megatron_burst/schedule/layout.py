@@ -17,25 +17,25 @@ class Layout(StrEnum):
     DOCUMENTS = "zigzag-documents"  # rank r holds chunks r and 2P-1-r of each document
 
 
-Numbers = tuple[int, ...]  # indices of chunks, of which every document has 2P; for DOCUMENTS
+Chunks = tuple[int, ...]  # indices of chunks, of which every document has 2P; for DOCUMENTS
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class ChunkSegments:
     """The segments of each document in a kernel call for DOCUMENTS.
 
     Attributes:
         pairs: by segment, its query chunks and its key chunks, in memory order.
     """
 
-    pairs: tuple[tuple[Numbers, Numbers], ...]
+    pairs: tuple[tuple[Chunks, Chunks], ...]
 
 
 def positions(layout: Layout, cp_rank: int, cp_size: int, tokens: int) -> tuple[range, ...]:
     """Positions in the whole sequence of a rank's rows, in the order of the rows.
 
     Args:
-        layout: how tokens are sharded; not DOCUMENTS (see `places_in_documents`).
+        layout: how tokens are sharded; not DOCUMENTS (see `positions_in_documents`).
         cp_rank: rank in the context-parallel group.
         cp_size: size of that group.
         tokens: rows on each rank.
@@ -60,19 +60,19 @@ def positions(layout: Layout, cp_rank: int, cp_size: int, tokens: int) -> tuple[
             raise ValueError("only a run knows where documents begin")
 
 
-def chunks_of(cp_rank: int, cp_size: int) -> Numbers:
+def chunks_of(cp_rank: int, cp_size: int) -> Chunks:
     """Chunks of every document that a rank holds for DOCUMENTS."""
     return cp_rank, 2 * cp_size - 1 - cp_rank
 
 
-def chunks_held(layout: Layout, cp_rank: int, cp_size: int) -> Numbers:
+def chunks_held(layout: Layout, cp_rank: int, cp_size: int) -> Chunks:
     """Which chunks of the sample a rank holds, or of every document for DOCUMENTS, numbered in
     sequence order; not for STRIPED."""
     return (cp_rank,) if layout is Layout.CONTIGUOUS else chunks_of(cp_rank, cp_size)
 
 
-def places_of_chunks(
-    boundaries: Sequence[int], numbers: Numbers, cp_size: int
+def positions_of_chunks(
+    boundaries: Sequence[int], numbers: Chunks, cp_size: int
 ) -> tuple[range, ...]:
     """Positions of some chunks of every document, document by document.
 
@@ -89,9 +89,11 @@ def places_of_chunks(
     return tuple(found)
 
 
-def places_in_documents(boundaries: Sequence[int], cp_rank: int, cp_size: int) -> tuple[range, ...]:
-    """`positions` for DOCUMENTS; arguments as for `places_of_chunks`."""
-    return places_of_chunks(boundaries, chunks_of(cp_rank, cp_size), cp_size)
+def positions_in_documents(
+    boundaries: Sequence[int], cp_rank: int, cp_size: int
+) -> tuple[range, ...]:
+    """`positions` for DOCUMENTS; arguments as for `positions_of_chunks`."""
+    return positions_of_chunks(boundaries, chunks_of(cp_rank, cp_size), cp_size)
 
 
 def check_tokens(layout: Layout, cp_size: int, tokens: int) -> None:

@@ -6,10 +6,10 @@ from itertools import pairwise
 from typing import ClassVar
 
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.layout import Layout, Runs, positions
+from megatron_burst.schedule.layout import ChunkSegments, Layout, positions
 
 WINDOWS, DOCUMENTS, SLICES = "windows", "packed documents", "slices"  # of kernels, in words
-Places = tuple[range, ...]  # positions in the sequence of consecutive rows
+Positions = tuple[range, ...]  # positions in the sequence of consecutive rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Mask(Band):
         return frozenset([WINDOWS] * self.windowed + [DOCUMENTS] * self.documents)
 
     @property
-    def placed(self) -> bool:
+    def positional(self) -> bool:
         """Whether tiles depend on where rows are in the sequence, not on their order alone."""
         return self.windowed or self.documents
 
@@ -161,12 +161,12 @@ class Tile:
     q: Span
     kv: Span
     mask: Mask
-    places: tuple[Places, Places] | Runs | None = None
+    places: tuple[Positions, Positions] | ChunkSegments | None = None
 
     @property
     def pairs(self) -> int:
         """Number of (query, key) pairs in the tile, if it is all one document."""
-        if isinstance(self.places, Runs):
+        if isinstance(self.places, ChunkSegments):
             return sum(segment.pairs for segment in self._segments(self.places))
         num_q, num_kv = len(self.q), len(self.kv)
         stop = num_kv if self.mask.right is None else num_kv - num_q + self.mask.right + 1
@@ -175,7 +175,7 @@ class Tile:
             return seen
         return seen - _below(num_q, num_kv, num_kv - num_q - self.mask.left)
 
-    def _segments(self, runs: Runs) -> Iterator["Tile"]:
+    def _segments(self, runs: ChunkSegments) -> Iterator["Tile"]:
         """Tiles of the segments, if one document fills all rows."""
         row, chunk = 0, len(self.q) // sum(len(queries) for queries, _ in runs.pairs)
         for queries, keys in runs.pairs:
@@ -259,7 +259,7 @@ def tiles(
     return joined(tile for row, some in _in_shard(q) for tile in _over(row, some, kv, mask))
 
 
-def _in_shard(places: Places) -> Iterator[tuple[int, range]]:
+def _in_shard(places: Positions) -> Iterator[tuple[int, range]]:
     """Each range with its first row in the shard."""
     row = 0
     for some in places:
@@ -267,7 +267,7 @@ def _in_shard(places: Places) -> Iterator[tuple[int, range]]:
         row += len(some)
 
 
-def _over(row: int, q: range, kv: Places, mask: Mask) -> Iterator[Tile]:
+def _over(row: int, q: range, kv: Positions, mask: Mask) -> Iterator[Tile]:
     """Tiles of queries, which begin at a row of their shard, over all keys of a shard."""
     for key_row, some in _in_shard(kv):
         if found := meet(q, some, mask):
@@ -290,7 +290,7 @@ def _as_one(one: Tile, other: Tile) -> Tile | None:
     """Two full tiles as one, if the second continues the first."""
     if not (one.mask.full and other.mask.full):
         return None
-    if isinstance(one.places, Runs) or isinstance(other.places, Runs):
+    if isinstance(one.places, ChunkSegments) or isinstance(other.places, ChunkSegments):
         return None
     q, kv, places = one.q, one.kv, one.places
     if q == other.q and kv.stop == other.kv.start:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_burst.schedule.mask import Span
 from megatron_burst.schedule.pieces import union
-from megatron_burst.schedule.program import Buffer, Home, Op, Program, Ref, Stream, Transfer
+from megatron_burst.schedule.program import Buffer, Op, Program, Ref, Space, Stream, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def stream_of(index: int, op: Op) -> Hashable:
     return index if isinstance(op, Transfer) else op.stream
 
 
-def placed(program: Program) -> Program:
+def assign_buffers(program: Program) -> Program:
     """The program with hop buffers numbered. Buffers of the same number share memory, so their
     lifetimes do not overlap.
 
@@ -65,7 +65,7 @@ def placed(program: Program) -> Program:
 
 def _ends(program: Program) -> dict[str, int]:
     """For each hop buffer, the operation after which its memory may be used again."""
-    hops = {name for name, buffer in program.buffers.items() if buffer.home is Home.HOP}
+    hops = {name for name, buffer in program.buffers.items() if buffer.space is Space.RING}
     accesses: dict[str, list[int]] = defaultdict(list)
     for index, refs in enumerate(program.accesses):
         for some in refs:
@@ -115,7 +115,7 @@ class _Builder:
         # a part that nothing reads is a result: it is not freed
         every = enumerate(program.accesses)
         last = {ref.buffer: index for index, (reads, _) in every for ref in reads}
-        self.last = {n: i for n, i in last.items() if program.buffers[n].home is Home.PART}
+        self.last = {n: i for n, i in last.items() if program.buffers[n].space is Space.TEMP}
 
     def add(self, index: int, op: Op) -> None:
         stream = stream_of(index, op)
@@ -130,7 +130,7 @@ class _Builder:
         self.waits.append(tuple(sorted(waits)))
         # waiting for a transfer that sends and receives nothing orders nothing. This holds for
         # pulls too: if a rank lacks symmetric memory, their rows are sent instead
-        empty = isinstance(op, Transfer) and not (op.gives or op.takes)
+        empty = isinstance(op, Transfer) and not (op.sends or op.recvs)
         self.after.append(1 << index if empty else known)
         if stream in self.known:
             self.known[stream] = known

@@ -38,7 +38,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Visit:
+class NodeShards:
     """The shards of a node, held by the ranks of another or of its own.
 
     Attributes:
@@ -124,9 +124,9 @@ def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=1024)
-def node_visits(
+def node_shards(
     topology: Topology, row: int, layout: Layout, tokens: int, placed: bool = False
-) -> tuple[Visit, ...]:
+) -> tuple[NodeShards, ...]:
     """What the ranks of a node work with, by how many nodes away it is from; first their own
     shards.
 
@@ -149,7 +149,7 @@ def node_visits(
             "attend to a single range of them; got layout striped; pass intra='ring' "
             "(--burst-intra ring), or shard the tokens in zigzag"
         )
-    alike: dict[tuple, Visit] = {}
+    alike: dict[tuple, NodeShards] = {}
     visits, own = [], None
     for away in range(topology.inter_size):
         terms = topology.grid[(row - away) % topology.inter_size], topology.grid[row]
@@ -161,7 +161,7 @@ def node_visits(
         lie = tuple((piece.holder, piece.rows.start) for piece in pieces)
         kind = lie, before, after, starts if placed else ()
         if kind not in alike:
-            alike[kind] = Visit(pieces, before, after)
+            alike[kind] = NodeShards(pieces, before, after)
         visits.append(alike[kind])
     return tuple(visits)
 
@@ -183,7 +183,7 @@ def _pieces(
 
 
 def sides(
-    here: Visit, visit: Visit, circulate: Circulate | None
+    here: NodeShards, visit: NodeShards, circulate: Circulate | None
 ) -> tuple[tuple[tuple[Piece, int], ...], tuple[Piece, ...]]:
     """The query pieces, each with how many key pieces come before it, and the key pieces.
 
@@ -208,7 +208,7 @@ def tiles_between(
         keys: of the other node; no query is within a piece's range of positions.
         mask: which keys a query may see.
     """
-    if mask.placed:
+    if mask.positional:
         return joined(
             tile for rows, piece, _ in queries for tile in tiles_over(rows, piece, keys, mask)
         )

@@ -14,9 +14,9 @@ from enum import StrEnum
 from functools import cached_property
 from math import prod
 
-from megatron_burst.schedule.chunks import Between
-from megatron_burst.schedule.layout import Numbers, Runs
-from megatron_burst.schedule.mask import Mask, Places, Span
+from megatron_burst.schedule.chunks import NeededBy
+from megatron_burst.schedule.layout import Chunks, ChunkSegments
+from megatron_burst.schedule.mask import Mask, Positions, Span
 from megatron_burst.schedule.spec import AttentionShape, Cargo, Direction, Dtype
 from megatron_burst.schedule.topology import Link, Topology
 
@@ -66,15 +66,15 @@ class Arrange:
 
     Attributes:
         source: its rows are in blocks.
-        target: gets the chunks `numbers` of each document; a chunk listed twice is copied twice.
+        target: gets the chunks `dst_chunks` of each document; a chunk listed twice is copied twice.
         lies: by block, the chunks of every document in the source.
         numbers: of the target.
     """
 
     source: Ref
     target: Ref
-    lies: tuple[Numbers, ...]
-    numbers: Numbers
+    src_blocks: tuple[Chunks, ...]
+    dst_chunks: Chunks
     stream: Stream = Stream.COMPUTE
 
     reads = property(lambda self: (self.source,))
@@ -83,7 +83,7 @@ class Arrange:
 
 @dataclass(frozen=True, slots=True)
 class Restore(Arrange):
-    """The inverse, from `numbers` to `lies`: sums copies; zeros for chunks that were left out."""
+    """The inverse, from `dst_chunks` to `src_blocks`: sums copies; zeros for chunks left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Attend:
     kv: Ref
     mask: Mask
     into: tuple[Ref, ...]
-    places: tuple[Places, Places] | Runs | None = None
+    places: tuple[Positions, Positions] | ChunkSegments | None = None
     sinks: tuple[int, ...] = ()
     stream: Stream = Stream.COMPUTE
 
@@ -168,7 +168,7 @@ class AttendBackward:
     mask: Mask
     dq: Ref
     dkv: Ref
-    places: tuple[Places, Places] | Runs | None = None
+    places: tuple[Positions, Positions] | ChunkSegments | None = None
     stream: Stream = Stream.COMPUTE
 
     reads = property(lambda self: (*self.sides, self.kv))
@@ -212,7 +212,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class StandIn:
+class SurrogateOut:
     """An output that has the same delta, for kernels that want an output."""
 
     sides: tuple[Ref, ...]
@@ -224,23 +224,23 @@ class StandIn:
 
 
 @dataclass(frozen=True, slots=True)
-class Give:
-    """What another rank receives; `between`: for which queries and keys."""
+class Send:
+    """What another rank receives; `needed_by`: for which queries and keys."""
 
     peer: int
     rows: Ref
-    between: Between | None = None
+    needed_by: NeededBy | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
-    """What is received from another rank: its rows there, and where they go here; `between` as of
-    the other's `Give`."""
+class Recv:
+    """What is received from another rank: its rows there, and where they go here; `needed_by` as of
+    the other's `Send`."""
 
     peer: int
-    theirs: Ref
+    remote_rows: Ref
     rows: Ref
-    between: Between | None = None
+    needed_by: NeededBy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,46 +250,46 @@ class Transfer:
     Attributes:
         link: whose communicators carry it.
         cargo: data to read, or gradients.
-        gives: what this rank sends, or others pull.
-        takes: what it receives, or pulls.
-        slot: of this rank, if ranks of a node share theirs; it holds what this rank gives.
+        sends: what this rank sends, or others pull.
+        recvs: what it receives, or pulls.
+        slot: of this rank, if ranks of a node share theirs; it holds what this rank sends.
         pulled: whether it reads the others' slots by copy engine, instead of sending.
     """
 
     link: Link
     cargo: Cargo
-    gives: tuple[Give, ...]
-    takes: tuple[Take, ...]
+    sends: tuple[Send, ...]
+    recvs: tuple[Recv, ...]
     slot: Ref | None = None
     pulled: bool = False
 
     @property
     def reads(self) -> tuple[Ref, ...]:
-        given = tuple(give.rows for give in self.gives)
+        given = tuple(send.rows for send in self.sends)
         return (*given, self.slot) if self.slot else given
 
-    writes = property(lambda self: tuple(take.rows for take in self.takes))
+    writes = property(lambda self: tuple(recv.rows for recv in self.recvs))
 
 
 Op = (
     Copy | Arrange | Restore | ToRanks | FromRanks | Fill | Attend | AttendBackward | Merge | Add
-    | Delta | StandIn | Transfer
+    | Delta | SurrogateOut | Transfer
 )  # fmt: skip
 
 
-class Home(StrEnum):
+class Space(StrEnum):
     """Where a buffer lives."""
 
     CALL = "call"  # given by the caller, or returned to it
-    LEFT = "left"  # made by forward, read by the backward that follows it
-    PART = "part"  # made by the operation that writes it first
-    HOP = "hop"  # of the group, reused by every call; memory is assigned by lifetime
+    SAVED = "saved"  # made by forward, read by the backward that follows it
+    TEMP = "temp"  # made by the operation that writes it first
+    RING = "ring"  # of the group, reused by every call; memory is assigned by lifetime
     SLOT = "slot"  # the same, numbered; other ranks of the node read rows of it, or are sent them
     STAGING = "staging"  # the same, numbered; receives what comes for this rank
     SUM = "sum"  # the same, numbered
 
 
-NUMBERED = (Home.SLOT, Home.STAGING, Home.SUM)
+NUMBERED = (Space.SLOT, Space.STAGING, Space.SUM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,18 +313,18 @@ class Buffer:
 
     Attributes:
         name: in the program.
-        home: where it lives.
+        space: where it lives.
         rows: of each tensor.
         fields: its tensors.
         use: buffers of one use share memory, according to their numbers.
-        number: of slots, staging and sums; for hop buffers `order.placed` sets it.
+        number: of slots, staging and sums; for hop buffers `order.positional` sets it.
         count: after how many numbers memory is reused.
         interleaved: whether the fields are side by side in each row, so that rows can be sent; else
             each is dense.
     """
 
     name: str
-    home: Home
+    space: Space
     rows: int
     fields: tuple[Field, ...]
     use: str = ""
@@ -335,10 +335,10 @@ class Buffer:
     @property
     def storage(self) -> tuple:
         """A key for its memory: buffers with equal keys overlap."""
-        if self.home is Home.HOP:
-            return self.home, self.use, self.number
-        shared = self.home in NUMBERED
-        return (self.home, self.use, self.number % self.count) if shared else (self.name,)
+        if self.space is Space.RING:
+            return self.space, self.use, self.number
+        shared = self.space in NUMBERED
+        return (self.space, self.use, self.number % self.count) if shared else (self.name,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -380,25 +380,25 @@ class Program:
     @cached_property
     def left(self) -> tuple[str, ...]:
         """Names of buffers that forward saves for backward."""
-        return tuple(b.name for b in self.buffers.values() if b.home is Home.LEFT)
+        return tuple(b.name for b in self.buffers.values() if b.space is Space.SAVED)
 
     def sent_bytes(self) -> dict[Link, int]:
         """Bytes that the rank sends (or others pull from it), by link."""
         sent = dict.fromkeys(Link, 0)
         for op in self.ops:
-            for give in op.gives if isinstance(op, Transfer) else ():
-                sent[self.topology.link(self.cp_rank, give.peer)] += self.num_bytes(give.rows)
+            for send in op.sends if isinstance(op, Transfer) else ():
+                sent[self.topology.link(self.cp_rank, send.peer)] += self.num_bytes(send.rows)
         return sent
 
 
-def uses_of(sizes: Iterable[tuple[Buffer, int]]) -> dict[tuple[Home, str], tuple[int, int]]:
+def uses_of(sizes: Iterable[tuple[Buffer, int]]) -> dict[tuple[Space, str], tuple[int, int]]:
     """How many buffers the group must have for each use, and their bytes; `sizes`: of each."""
-    uses: dict[tuple[Home, str], tuple[int, int]] = {}
+    uses: dict[tuple[Space, str], tuple[int, int]] = {}
     for buffer, size in sizes:
-        if buffer.home is Home.HOP or buffer.home in NUMBERED:
-            count = buffer.count if buffer.home is not Home.HOP else buffer.number + 1
-            most, largest = uses.get((buffer.home, buffer.use), (0, 0))
-            uses[buffer.home, buffer.use] = max(most, count), max(largest, size)
+        if buffer.space is Space.RING or buffer.space in NUMBERED:
+            count = buffer.count if buffer.space is not Space.RING else buffer.number + 1
+            most, largest = uses.get((buffer.space, buffer.use), (0, 0))
+            uses[buffer.space, buffer.use] = max(most, count), max(largest, size)
     return uses
 
 
@@ -427,7 +427,7 @@ def side_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
             Field("lse", heads, 0, Dtype.SUM))  # fmt: skip
 
 
-def travelling_side_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
+def circulating_side_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
     """Fields of a query side sent to other ranks: delta replaces the output."""
     lse, delta = (Field(name, heads, 0, Dtype.SUM) for name in ("lse", "delta"))
     return lse, delta, *q_fields(heads, shape), Field("dout", heads, shape.dim_v)

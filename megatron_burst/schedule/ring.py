@@ -13,7 +13,7 @@ contribution never leaves it. So N(L-1) intra and N-1 inter hops, as for the inp
 Source: BurstEngine (arXiv 2509.19836) for the double ring; the return transfer is our own.
 """
 
-from megatron_burst.schedule.chunks import Between, Meeting, meeting
+from megatron_burst.schedule.chunks import ChunkPairs, NeededBy, meeting
 from megatron_burst.schedule.emitter import Emitter, Sinks, restored, seen
 from megatron_burst.schedule.layout import Layout, chunks_of
 from megatron_burst.schedule.mask import Span, Tile, check_mask, tiles
@@ -23,15 +23,15 @@ from megatron_burst.schedule.program import (
     AttendBackward,
     Copy,
     Fill,
-    Home,
     Merge,
     Program,
     Ref,
+    Space,
+    circulating_side_fields,
     dkv_fields,
     dq_fields,
     kv_fields,
     out_fields,
-    travelling_side_fields,
 )
 from megatron_burst.schedule.spec import Cargo, Dtype, Spec
 from megatron_burst.schedule.topology import Link
@@ -85,7 +85,7 @@ class _Ring(Emitter):
         own = ("kv",) if self.keys_travel else tuple(side.buffer for side in sides)
         circulating = self.own_circulating(own)
         self.emit(Fill(Ref("dq")), Fill(Ref("dkv")))
-        home = GradientsHome(self)
+        home = GradRing(self)
         for step in range(self.spec.topology.cp_size):
             circulating = self.read_hops(step, circulating)
             home.hops(step)
@@ -148,16 +148,16 @@ class _Ring(Emitter):
         round_, place = divmod(step, self.places)
         return self.spec.topology.rank_at(self.row - round_, self.column - place)
 
-    def visits(self, step: int, begin: int, end: int) -> Between | None:
+    def visits(self, step: int, begin: int, end: int) -> NeededBy | None:
         """What the owner of a step's shard has to do with the ranks where that shard is in the
         steps from `begin` to before `end`."""
         topology, owner = self.spec.topology, self.owner(step)
         row, column = topology.coord(owner)
         turns = (divmod(step, self.places) for step in range(begin, end))
         met = [topology.rank_at(row + round_, column + place) for round_, place in turns]
-        return Between.visits(self.spec, (owner,), met)
+        return NeededBy.visits(self.spec, (owner,), met)
 
-    def meeting(self, step: int) -> Meeting:
+    def meeting(self, step: int) -> ChunkPairs:
         """How their chunks of documents meet."""
         spec, size = self.spec, self.spec.topology.cp_size
         queries, keys = (chunks_of(rank, size) for rank in self.pair(step))
@@ -172,9 +172,9 @@ class _Ring(Emitter):
     def hop_buffer(self, step: int) -> Ref:
         shape = self.spec.shape
         fields = (kv_fields(shape.heads_kv, shape) if self.keys_travel
-                  else travelling_side_fields(shape.heads_q, shape))  # fmt: skip
+                  else circulating_side_fields(shape.heads_q, shape))  # fmt: skip
         rows = shape.keys if self.keys_travel else shape.tokens
-        return self.buffer(f"circulating {step}", Home.HOP, rows, fields, Cargo.READ)
+        return self.buffer(f"circulating {step}", Space.RING, rows, fields, Cargo.READ)
 
     def circulating(self, step: int) -> Ref:
         """What circulates in a step; the rank's own shard is read where it is."""
@@ -201,7 +201,7 @@ class _Ring(Emitter):
         return arriving
 
 
-class GradientsHome:
+class GradRing:
     """Gradients of the circulating shards, one step behind them."""
 
     def __init__(self, ring: _Ring) -> None:
@@ -217,7 +217,7 @@ class GradientsHome:
         fields = (dkv_fields(shape.heads_kv, shape, dtype) if keys
                   else dq_fields(shape.heads_q, shape, dtype))  # fmt: skip
         rows = shape.keys if keys else shape.tokens
-        return self.ring.buffer(f"{what} {step}", Home.HOP, rows, fields, Cargo.GRAD)
+        return self.ring.buffer(f"{what} {step}", Space.RING, rows, fields, Cargo.GRAD)
 
     def hops(self, step: int) -> None:
         """Before a step's tiles: send on the previous step's sum."""
@@ -279,7 +279,7 @@ def _alone(spec: Spec) -> Program:
     names = ("dq", "dkv") if spec.backward else ("out",)
     for name in () if spec.invariant else names:
         made = emitter.buffers[name]
-        emitter.buffer(name, Home.PART, made.rows, made.fields)
+        emitter.buffer(name, Space.TEMP, made.rows, made.fields)
     (tile,) = tiles(spec.layout, spec.mask, 0, 0, 1, spec.shape.tokens, spec.shape.keys)
     kv = Ref("kv")
     if spec.backward:

@@ -69,7 +69,7 @@ class AttentionShape:
     tokens_kv: int | None = None
 
     @property
-    def is_huge(self) -> bool:
+    def exceeds_int32(self) -> bool:
         """Whether a rank's output has more than 2^31 elements, padded as FlashAttention-2 pads its
         sums of dQ: tokens to multiples of 128, head dimensions of 32, above 128 of 64."""
         dim, tokens = 32 if self.dim_v <= 128 else 64, -(-self.tokens // 128) * 128

@@ -9,8 +9,8 @@ from rich.table import Table
 from megatron_burst.errors import BurstError
 from megatron_burst.resolve import how_it_runs, resolve
 from megatron_burst.say import Choice
-from megatron_burst.schedule.layout import Layout, places_in_documents, positions
-from megatron_burst.schedule.mask import Mask, Places
+from megatron_burst.schedule.layout import Layout, positions, positions_in_documents
+from megatron_burst.schedule.mask import Mask, Positions
 from megatron_burst.schedule.program import Attend, Program
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
@@ -90,11 +90,11 @@ def _work(program: Program, timer: Timer, heads: int) -> float:
     return sum(timer.pairs(tile) * shape.heads_q / heads for tile, shape in kernels)
 
 
-def rows_of_rank(way: Way, rank: int) -> Places:
+def rows_of_rank(way: Way, rank: int) -> Positions:
     """Positions of the queries that a rank holds."""
     size = way.call.topology.cp_size
     if way.call.layout is Layout.DOCUMENTS:
-        return places_in_documents(way.sample.edges, rank, size)
+        return positions_in_documents(way.sample.edges, rank, size)
     return positions(way.call.layout, rank, size, way.call.shape.tokens)
 
 

@@ -39,7 +39,7 @@ def problem_of(
     grouped, arch = q.shape[2] != k.shape[2], arch_of(q.device)
     return Problem(
         q.device.type, q.dtype, q.shape[3], v.shape[3], grouped, deterministic, arch, mask.needs,
-        huge=attention_shape([x.shape for x in (q, k, v)], q.dtype).is_huge,
+        huge=attention_shape([x.shape for x in (q, k, v)], q.dtype).exceeds_int32,
     )  # fmt: skip
 
 

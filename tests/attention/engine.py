@@ -21,7 +21,7 @@ from megatron_burst.masks.slices import Slices
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS, Mask
 from megatron_burst.schedule.modes import MODES
-from megatron_burst.schedule.program import Home, Transfer
+from megatron_burst.schedule.program import Space, Transfer
 from megatron_burst.schedule.spec import Circulate, Direction, Dtype, Kernel, Spec
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.simulated import run_simulated
@@ -151,7 +151,7 @@ class Passes:
                 for field in buffer.fields
             }
             for buffer in executor.buffers.values()
-            if buffer.home is Home.CALL and buffer.name in ("out", "dq", "dkv")
+            if buffer.space is Space.CALL and buffer.name in ("out", "dq", "dkv")
         }
 
     def both(self, q, k, v, dout):
@@ -204,8 +204,8 @@ def run_engine(topology, tensors, way, seed=0):
             executor.program.num_bytes(give.rows) * executor.unit
             for executor in passes.executors
             for op in executor.program.ops
-            for give in (op.gives if isinstance(op, Transfer) else ())
-            if not (way.slices or way.parents) or give.between is None or seen[give.between]
+            for give in (op.sends if isinstance(op, Transfer) else ())
+            if not (way.slices or way.parents) or give.needed_by is None or seen[give.needed_by]
         )
         return passes.both(q, k, v, dout), counted
 

@@ -16,7 +16,7 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.recompute.checkpoints import patch_checkpoints
-from megatron_burst.resolve import recalls
+from megatron_burst.resolve import reuses_remote
 from megatron_burst.schedule.spec import AttentionShape
 from megatron_burst.schedule.topology import Topology, pretend_nodes
 from tests.plan.calls import call_of
@@ -77,7 +77,7 @@ def test_an_option_is_refused_where_the_way_does_not_have_it(way, option):
 
 def test_what_is_kept_for_recomputation_follows_no_forward_directly():
     call = call_of(SHAPE, pretend_nodes(4, 2), intra="gather", resend="never", again=True)
-    assert not recalls(call)
+    assert not reuses_remote(call)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from megatron_burst.schedule.chunks import by_rank, in_order, meeting
 from megatron_burst.schedule.layout import (
     Layout,
     chunks_of,
-    places_in_documents,
-    places_of_chunks,
+    positions_in_documents,
+    positions_of_chunks,
 )
 from megatron_burst.schedule.mask import Mask
 from tests.attention.engine import problem
@@ -33,12 +33,12 @@ def test_the_order_of_a_sample_of_documents(size):
         Sample(torch.tensor(edges), None, None), (edges[-1] // size, size), Layout.DOCUMENTS,
         torch.device("cpu"),
     )  # fmt: skip
-    lies, every = by_rank(range(size), size), in_order(range(size), size)
-    ranks = [places_in_documents(edges, rank, size) for rank in range(size)]
+    src_blocks, every = by_rank(range(size), size), in_order(range(size), size)
+    ranks = [positions_in_documents(edges, rank, size) for rank in range(size)]
     places = torch.tensor([place for rank in ranks for some in rank for place in some])
-    assert places[documents.arranged(lies, every)].tolist() == list(range(edges[-1]))
-    (back,) = documents.restored(lies, every)
-    assert documents.arranged(lies, every)[back].tolist() == list(range(edges[-1]))
+    assert places[documents.arranged(src_blocks, every)].tolist() == list(range(edges[-1]))
+    (back,) = documents.restored(src_blocks, every)
+    assert documents.arranged(src_blocks, every)[back].tolist() == list(range(edges[-1]))
 
 
 def test_a_sample_is_known_again_on_the_stream_that_has_made_it(monkeypatch):
@@ -56,9 +56,9 @@ def test_chunks_that_are_seen_twice_and_never():
     documents = Documents(
         Sample(torch.tensor([0, 8, 12]), None, None), (6, 2), Layout.DOCUMENTS, torch.device("cpu")
     )
-    lies, seen = ((0, 3), (1, 2)), (0, 0, 2)  # chunks of two rows and of one
-    assert documents.arranged(lies, seen).tolist() == [0, 1, 0, 1, 8, 9, 4, 4, 11]
-    assert documents.restored(lies, seen).tolist() == [
+    src_blocks, seen = ((0, 3), (1, 2)), (0, 0, 2)  # chunks of two rows and of one
+    assert documents.arranged(src_blocks, seen).tolist() == [0, 1, 0, 1, 8, 9, 4, 4, 11]
+    assert documents.restored(src_blocks, seen).tolist() == [
         [0, 1, -1, -1, 6, -1, -1, -1, 4, 5, -1, 8],
         [2, 3, -1, -1, 7, -1, -1, -1, -1, -1, -1, -1],
     ]
@@ -72,8 +72,8 @@ def test_padded_chunks_meet_as_documents_do(mask, owners):
     sample = Sample(torch.tensor(starts), torch.tensor(padded), None)
     documents = Documents(sample, (12, 4), Layout.DOCUMENTS, torch.device("cpu"))
     met = meeting(chunks_of(1, 4), by_rank(owners, 4), mask, 6)
-    numbers = chunks_of(1, 4), met.numbers
-    q, k = ([p for span in places_of_chunks(padded, some, 4) for p in span] for some in numbers)
+    numbers = chunks_of(1, 4), met.dst_chunks
+    q, k = ([p for span in positions_of_chunks(padded, some, 4) for p in span] for some in numbers)
     found, band = [], met.tile.mask
     segments = documents.segments_of(met.tile.places)
     assert (segments.cu_q[-1], segments.cu_k[-1]) == (len(q), len(k))
@@ -85,11 +85,11 @@ def test_padded_chunks_meet_as_documents_do(mask, owners):
             seen = len(keys) if band.full else len(keys) - len(rows) + n + 1
             found += [(q[row], k[key]) for key in keys[:seen]]
     lengths = torch.tensor(starts).diff().tolist()
-    lies = [(at, at + length) for at, length in zip(padded, lengths, strict=False)]
-    held = [p for span in places_of_chunks(padded, in_order(owners, 4), 4) for p in span]
+    src_blocks = [(at, at + length) for at, length in zip(padded, lengths, strict=False)]
+    held = [p for span in positions_of_chunks(padded, in_order(owners, 4), 4) for p in span]
     assert sorted(found) == sorted(
         (one, other)
-        for start, stop in lies
+        for start, stop in src_blocks
         for one in q
         for other in held
         if start <= one < stop and start <= other < stop and (mask.full or other <= one)
@@ -108,10 +108,10 @@ def errors_of_chunks(rank, world, nodes):
     lengths = [2 * world * count for count in (3, 0, 1, 4)]
     padded = list(accumulate([0, *lengths]))
     starts = list(accumulate([0, *(max(0, length - 3) for length in lengths)]))
-    lies = [(at, at + b - a) for at, (a, b) in zip(padded, pairwise(starts), strict=False)]
+    src_blocks = [(at, at + b - a) for at, (a, b) in zip(padded, pairwise(starts), strict=False)]
     tensors = problem(world, padded[-1] // world, (2 * world, world), (6, 4), 1, batch=1)
     real = torch.zeros(padded[-1], dtype=torch.bool)
-    for span in lies:
+    for span in src_blocks:
         real[slice(*span)] = True
     tensors[3][:, ~real] = 0
     rows, errors = rows_of(Layout.DOCUMENTS, rank, world, 0, padded), {}

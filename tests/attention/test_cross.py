@@ -17,7 +17,7 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.resolve import choose_circulate, resolve
-from megatron_burst.rules import nested_bytes, on_wire
+from megatron_burst.rules import nested_bytes, with_wire_dtype
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import program_of
@@ -220,7 +220,7 @@ def test_the_choice_counts_the_bytes_that_are_sent(keys):
         ways = (spec.of(0, direction) for direction in Direction)
         return sum(program_of(way).sent_bytes()[Link.INTER] for way in ways)
 
-    on = on_wire(shape, None)
+    on = with_wire_dtype(shape, None)
     rings = {}
     for circulate in Circulate:
         rings[circulate] = nested_bytes(on, topology, circulate)

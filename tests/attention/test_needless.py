@@ -11,7 +11,7 @@ import torch
 from megatron_burst.masks.documents import Documents
 from megatron_burst.masks.sample import Sample
 from megatron_burst.masks.slices import Slices
-from megatron_burst.schedule.chunks import Between
+from megatron_burst.schedule.chunks import NeededBy
 from megatron_burst.schedule.layout import Layout, chunks_held
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.spec import Circulate
@@ -78,7 +78,7 @@ def test_which_chunks_meet_is_known_exactly(seed):
         truth = SeenPairs(way, size, [size * tokens] * 2)
         count = size * len(chunks_held(way.layout, 0, size))
         for one, other in product(range(count), repeat=2):
-            between = Between((one,), (other,))
+            between = NeededBy((one,), (other,))
             assert slices.meet(between) == truth[between]
             found[way.layout, truth[between]] += 1
     assert len(found) == 6 and min(found.values()) > 50  # layouts, meeting or not

@@ -58,7 +58,7 @@ def profiled(rank, options):
 
 
 def _mib(program, op, unit):
-    return sum(program.num_bytes(give.rows) for give in op.gives) * unit / 2**20
+    return sum(program.num_bytes(give.rows) for give in op.sends) * unit / 2**20
 
 
 @pytest.mark.parametrize("options", CONFIGS, ids=str)

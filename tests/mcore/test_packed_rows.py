@@ -14,7 +14,7 @@ from megatron.core import utils
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.packed import format_of, keys_are_alike, partitioned_indices
 from megatron_burst.patching import undo_all
-from megatron_burst.schedule.layout import places_in_documents
+from megatron_burst.schedule.layout import positions_in_documents
 from tests.mcore.gpt import sharded
 from tests.mcore.lacking import needs
 
@@ -57,7 +57,7 @@ def test_rows_are_those_of_transformer_engines_kernel(name, world_size):
         assert got.dtype == torch.int32 and got.shape == (tokens // world_size,)
         assert got.tolist() == kernel(boundaries.tolist(), tokens, world_size, rank)
         if name != "a tail":  # which rows burst assumes
-            places = places_in_documents(boundaries.tolist(), rank, world_size)
+            places = positions_in_documents(boundaries.tolist(), rank, world_size)
             assert got.tolist() == [row for span in places for row in span]
 
 

@@ -155,7 +155,7 @@ def test_bytes_that_arrive_on_each_link_are_those_that_are_sent(call, direction)
         found = program(call, rank, direction)
         gone.update(found.sent_bytes())
         for op in found.ops:
-            for take in op.takes if isinstance(op, Transfer) else ():
+            for take in op.recvs if isinstance(op, Transfer) else ():
                 come[topology.link(take.peer, rank)] += found.num_bytes(take.rows)
     assert {link: come[link] for link in Link} == {link: gone[link] for link in Link}
     if topology.inter_size > 1:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_burst.attention import burst_attention
 from megatron_burst.comm.group import state_of
 from megatron_burst.config import BurstConfig
-from megatron_burst.resolve import recalls
+from megatron_burst.resolve import reuses_remote
 from megatron_burst.rules import a2a_bytes, most_heads
 from megatron_burst.schedule.spec import AttentionShape, Direction, Spec
 from megatron_burst.schedule.topology import pretend_nodes
@@ -58,7 +58,7 @@ def test_where_keys_that_stay_would_turn_the_bytes_the_exchange_is_no_slower(
     topology = pretend_nodes(nodes * row, nodes)
     call = opened(shape, topology, resend="never")
     ring = resolved(replace(call, inter="ring"))
-    assert recalls(ring)
+    assert reuses_remote(ring)
     stays = (nodes - 1) * shape.rows_kv * 256 * (2 + ring.shape.grad_bytes)
     sent, over_all = a2a_bytes(shape, topology), resolved(call)
     rounds = most_heads(shape, over_all.arranged, "a2a") / over_all.heads_per_round

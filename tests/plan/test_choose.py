@@ -8,7 +8,7 @@ import pytest
 from megatron_burst.comm.communicator import choose_transfer
 from megatron_burst.errors import BurstError
 from megatron_burst.resolve import resolve
-from megatron_burst.rules import choose_heads_gather, idle_under
+from megatron_burst.rules import choose_heads_gather, window_imbalance
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, tiles
 from megatron_burst.schedule.spec import AttentionShape, Direction, Kernel, Spec
@@ -72,7 +72,7 @@ def test_a_kernel_that_is_slow_where_nothing_is_masked_gets_whole_sequences():
 
 def test_what_is_lost_under_a_window_is_counted_from_its_tiles():
     # of 128 queries with a window of 32 the first 32 see half as much: one rank has 3/4 of the work
-    assert idle_under(31, 2, 64) == pytest.approx(1 - 0.875, abs=0.01)
+    assert window_imbalance(31, 2, 64) == pytest.approx(1 - 0.875, abs=0.01)
     for left, size in product((0, 3, 31, 40, 127), (1, 2, 4)):
         tokens = 128 // size
         work = [
@@ -81,7 +81,7 @@ def test_what_is_lost_under_a_window_is_counted_from_its_tiles():
             for rank in range(size)
         ]  # fmt: skip
         idle = 1 - sum(work) / (size * max(work))
-        assert idle_under(left, size, tokens) == pytest.approx(idle)
+        assert window_imbalance(left, size, tokens) == pytest.approx(idle)
 
 
 @pytest.mark.parametrize(

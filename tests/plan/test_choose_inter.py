@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.documents import SEED, lengths_of
-from megatron_burst.resolve import recalls, resolve, travelling_share
+from megatron_burst.resolve import circulating_share, resolve, reuses_remote
 from megatron_burst.rules import a2a_bytes, nested_bytes
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
@@ -175,7 +175,7 @@ def test_of_windows_the_halo_goes_round_and_stays_whatever_the_heads(grid, layou
     """An all-to-all sends all heads; K and V of 4K rows are less than any rank's queries."""
     asked = documents_call(131072, heads, grid, layout, Mask(4096, 0))
     call = resolved(asked)
-    assert (call.inter, call.intra, recalls(call)) == ("ring", "gather", True)
+    assert (call.inter, call.intra, reuses_remote(call)) == ("ring", "gather", True)
     rows = 4096 * heads[1] * 256
     assert left_bytes(call) == 2 * rows
     sent = [
@@ -183,4 +183,4 @@ def test_of_windows_the_halo_goes_round_and_stays_whatever_the_heads(grid, layou
         for rank in range(grid[0] * grid[1])
     ]
     assert max(sent) == 2 * rows * (2 if layout is Layout.ZIGZAG and grid[1] == 1 else 1)
-    assert travelling_share(replace(asked, intra="ring")) == 1.0
+    assert circulating_share(replace(asked, intra="ring")) == 1.0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.resolve import choose_circulate
-from megatron_burst.rules import hop_bytes, nested_bytes, on_wire
+from megatron_burst.rules import hop_bytes, nested_bytes, with_wire_dtype
 from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.topology import pretend_nodes
 
@@ -59,7 +59,7 @@ def test_the_table_of_bytes_between_nodes_is_what_is_sent():
     assert len(rows) == 6
     for name, nodes, *figures in rows:
         heads_kv = 4 if name == "MHA" else 1
-        shape = on_wire(AttentionShape(1, 1, 4, heads_kv, 128, 128, 2, 4, 4), None)
+        shape = with_wire_dtype(AttentionShape(1, 1, 4, heads_kv, 128, 128, 2, 4, 4), None)
         sent = [
             sum(hop_bytes(shape, Direction.BACKWARD, circulate).values()) * (int(nodes) - 1) / 4
             for circulate in Circulate

@@ -10,12 +10,12 @@ from megatron_burst.schedule.program import (
     Buffer,
     Copy,
     Field,
-    Give,
-    Home,
     Program,
+    Recv,
     Ref,
+    Send,
+    Space,
     Stream,
-    Take,
     Transfer,
 )
 from megatron_burst.schedule.spec import Cargo, Direction, Dtype
@@ -35,8 +35,8 @@ def program(*ops, rank=0, ranks=2, nodes=1) -> Program:
     """A program on buffers of 1 GB; kernels have buffers of 1024 rows."""
     names = {ref.buffer for op in ops for ref in (*op.reads, *op.writes)}
     buffers = {
-        name: Buffer(name, Home.CALL, 1024, FULL) if name.startswith("kernel")
-        else Buffer(name, Home.CALL, int(float(name.split()[-1]) * GB), (Field("x", 1, 1),))
+        name: Buffer(name, Space.CALL, 1024, FULL) if name.startswith("kernel")
+        else Buffer(name, Space.CALL, int(float(name.split()[-1]) * GB), (Field("x", 1, 1),))
         for name in names
     }  # fmt: skip
     topology = pretend_nodes(ranks, nodes)
@@ -67,12 +67,12 @@ def kernel(kv="kernel kv", out="kernel out", stream=Stream.COMPUTE) -> Attend:
 def hop(name: str, seconds: float, peer=1, link=Link.INTRA, cargo=READ, **options) -> Transfer:
     """A transfer that brings a buffer in `seconds` seconds."""
     sends, brings = Ref(f"from {name} {seconds}"), Ref(f"to {name} {seconds}")
-    return Transfer(link, cargo, (Give(peer, sends),), (Take(peer, sends, brings),), **options)
+    return Transfer(link, cargo, (Send(peer, sends),), (Recv(peer, sends, brings),), **options)
 
 
 def use(*transfers: Transfer) -> Copy:
     """A copy of nothing that waits for transfers."""
-    return Copy(tuple(t.takes[0].rows for t in transfers), Ref("kernel used"))
+    return Copy(tuple(t.recvs[0].rows for t in transfers), Ref("kernel used"))
 
 
 def test_a_transfer_runs_beside_kernels_and_the_rest_of_it_is_waited_for():
@@ -101,14 +101,14 @@ def test_nccl_slows_kernels_while_it_moves_something():
     pulled = hop("a", 1, pulled=True)
     two = program(pulled, kernel(), kernel(out="kernel 2"), use(pulled))
     assert run({0: two}, nccl_share=0.5).seconds == pytest.approx(2.0)
-    late = program(kernel(), replace(sent, gives=(Give(1, Ref("kernel out")),)), use(sent))
+    late = program(kernel(), replace(sent, sends=(Send(1, Ref("kernel out")),)), use(sent))
     assert run({0: late}, nccl_share=0.5).seconds == pytest.approx(2.0)
 
 
 def test_a_transfer_waits_for_the_rank_that_is_late():
     ranks = {}
     for rank in (0, 1):
-        sends = replace(hop("a", 1, peer=1 - rank), gives=(Give(1 - rank, Ref("kernel out")),))
+        sends = replace(hop("a", 1, peer=1 - rank), sends=(Send(1 - rank, Ref("kernel out")),))
         late = [kernel()] * (5 if rank else 1)
         ranks[rank] = program(*late, sends, use(sends), rank=rank)
     found = run(ranks)
@@ -122,7 +122,7 @@ def test_ranks_of_one_node_do_not_wait_for_another_node():
     programs = {}
     for rank, late in ((0, 1), (1, 2), (2, 9)):
         pulled = replace(
-            hop("a", 1, peer=rank ^ 1, pulled=True), gives=(Give(rank ^ 1, Ref("kernel out")),)
+            hop("a", 1, peer=rank ^ 1, pulled=True), sends=(Send(rank ^ 1, Ref("kernel out")),)
         )
         ops = *[kernel()] * late, pulled, use(pulled)
         programs[rank] = program(*ops, rank=rank, ranks=4, nodes=2)
@@ -132,7 +132,7 @@ def test_ranks_of_one_node_do_not_wait_for_another_node():
 
 def test_a_transfer_that_comes_after_another_does_not_hold_kernels_up():
     first = hop("a", 2, peer=2, link=Link.INTER)
-    second = replace(hop("b", 1), gives=(Give(1, first.takes[0].rows),))
+    second = replace(hop("b", 1), sends=(Send(1, first.recvs[0].rows),))
     ops = first, second, *[kernel()] * 5, use(second)
     found = run({0: program(*ops, ranks=4, nodes=2)})
     assert found.seconds == pytest.approx(5.0)
@@ -144,7 +144,7 @@ def test_a_transfer_that_comes_after_another_does_not_hold_kernels_up():
 
 def test_the_side_stream_waits_for_itself_and_runs_beside_the_kernels():
     came = hop("a", 3)
-    beside = Copy((came.takes[0].rows,), Ref("of 3"), Stream.SIDE)  # 6 GB are moved
+    beside = Copy((came.recvs[0].rows,), Ref("of 3"), Stream.SIDE)  # 6 GB are moved
     many = program(came, beside, *[kernel()] * 10)
     assert run({0: many}).seconds == pytest.approx(10.0)
     assert run({0: many}).exposed(Link.INTRA) == 0.0
@@ -157,8 +157,8 @@ def test_ranks_that_wait_for_each_other_for_ever_are_noticed():
     def waits(rank: int, cargo: Cargo, other: Cargo) -> Program:
         """What a rank sends is what the other receives."""
         comes = Ref(f"to {rank} 1")
-        takes = Transfer(Link.INTRA, cargo, (), (Take(1 - rank, comes, comes),))
-        gives = Transfer(Link.INTRA, other, (Give(1 - rank, comes),), ())
+        takes = Transfer(Link.INTRA, cargo, (), (Recv(1 - rank, comes, comes),))
+        gives = Transfer(Link.INTRA, other, (Send(1 - rank, comes),), ())
         return program(takes, gives, rank=rank)
 
     with pytest.raises(AssertionError, match="forever"):

@@ -19,14 +19,20 @@ from random import Random
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.order import Order, order
-from megatron_burst.schedule.program import Home, Op, Program, Ref, Stream, Transfer
+from megatron_burst.schedule.program import Op, Program, Ref, Space, Stream, Transfer
 from megatron_burst.schedule.spec import Cargo
 from tests.proof.links import How, Links, meet, run
 from tests.proof.values import Values
 
 Passes = Sequence[Sequence[Program]]
-_OWN = (Home.CALL, Home.PART)  # memory of one pass
-_CARRIED = (Home.HOP, Home.SLOT, Home.STAGING, Home.SUM, Home.LEFT)  # what can be sent
+_OWN = (Space.CALL, Space.TEMP)  # memory of one pass
+_CARRIED = (
+    Space.RING,
+    Space.SLOT,
+    Space.STAGING,
+    Space.SUM,
+    Space.SAVED,
+)  # what can be sent
 
 
 def check(
@@ -93,7 +99,7 @@ def _slots(passes: Passes) -> dict[str, int]:
     every = (b for programs in passes for program in programs for b in program.buffers.values())
     counts: dict[str, int] = {}
     for buffer in every:
-        if buffer.home is Home.SLOT:
+        if buffer.space is Space.SLOT:
             counts[buffer.use] = max(counts.get(buffer.use, 0), buffer.count)
     return counts
 
@@ -222,11 +228,11 @@ class _Rank:
             pull.drained = given
             pull.rounds += 1
             self.exchanges[op.cargo].append(index)
-        tells = op.gives or op.takes  # waiting for an empty one orders nothing
+        tells = op.sends or op.recvs  # waiting for an empty one orders nothing
         self.after.append(past | bit if tells else 0)
-        for give in op.gives:
+        for give in op.sends:
             self._touch(_Access(give.rows, False, given, (self.program, index)), past)
-        for take in op.takes:
+        for take in op.recvs:
             self._touch(_Access(take.rows, True, bit, (self.program, index)), past)
 
     def _views(self, op: Op) -> tuple[int, list[int]]:
@@ -234,7 +240,7 @@ class _Rank:
         past, waits = 0, []
         for name in [ref.buffer for ref in (*op.reads, *op.writes)] if self.pulled else ():
             buffer = self.program.buffers[name]
-            pulls = buffer.home is Home.SLOT and buffer.use in self.pulled
+            pulls = buffer.space is Space.SLOT and buffer.use in self.pulled
             if not pulls or name in self.touched:
                 continue
             self.touched.add(name)
@@ -247,11 +253,11 @@ class _Rank:
 
     def _storage(self, name: str) -> tuple:
         buffer = self.program.buffers[name]
-        if buffer.home in _OWN:
+        if buffer.space in _OWN:
             return name, self.turn
-        if buffer.home is Home.SLOT and buffer.use in self.pulled:
+        if buffer.space is Space.SLOT and buffer.use in self.pulled:
             number = self.pulls[buffer.use].first + buffer.number
-            return Home.SLOT, buffer.use, number % self.slots[buffer.use]
+            return Space.SLOT, buffer.use, number % self.slots[buffer.use]
         return buffer.storage
 
     def _touch(self, access: _Access, past: int) -> None:
@@ -268,11 +274,11 @@ class _Rank:
         """Check that parts are allocated and written on the compute stream, and never sent."""
         for refs, writes in ((op.reads, False), (op.writes, True)):
             for ref in refs:
-                home = self.program.buffers[ref.buffer].home
+                home = self.program.buffers[ref.buffer].space
                 if isinstance(op, Transfer):
                     if home not in _CARRIED:
                         self._fault(index, f"carries {ref.buffer}, which is a {home} buffer")
-                elif home is Home.PART and writes and op.stream is not Stream.COMPUTE:
+                elif home is Space.TEMP and writes and op.stream is not Stream.COMPUTE:
                     self._fault(index, f"writes the part {ref.buffer} on stream {op.stream}")
                 if ref.buffer in self.freed:
                     self._fault(index, f"uses {ref.buffer}, which was freed")
@@ -280,7 +286,7 @@ class _Rank:
 
     def _free(self, index: int, part: str) -> None:
         known = self.known[Stream.COMPUTE]
-        if self.program.buffers[part].home is not Home.PART:
+        if self.program.buffers[part].space is not Space.TEMP:
             self._fault(index, f"frees {part}, which is no part")
         for use in self.uses[part]:
             if self.after[use] & ~known:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_burst.schedule import program as ops
-from megatron_burst.schedule.layout import Runs
+from megatron_burst.schedule.layout import ChunkSegments
 from megatron_burst.schedule.program import Program, Ref
 
 
@@ -58,28 +58,31 @@ def _copy(values, program: Program, op: ops.Copy) -> None:
 def _arranged(values, program: Program, op: ops.Arrange) -> tuple[list[int], list[int]]:
     """Positions of the rows before, and after arranging."""
     size = program.topology.cp_size
-    lies = [place for block in op.lies for place in values.places(block, size)]
-    return lies, values.places(op.numbers, size)
+    src_blocks = [place for block in op.src_blocks for place in values.places(block, size)]
+    return src_blocks, values.places(op.dst_chunks, size)
 
 
 def _arrange(values, program: Program, op: ops.Arrange) -> None:
-    lies, wanted = _arranged(values, program, op)
-    rows, source = {place: row for row, place in enumerate(lies)}, values.read(program, op.source)
+    src_blocks, wanted = _arranged(values, program, op)
+    rows, source = (
+        {place: row for row, place in enumerate(src_blocks)},
+        values.read(program, op.source),
+    )
     for name in values.names(program, op.target):
         cells = _taken(source, name, (op.source,))
-        if [row[0].position for row in cells] != lies:
-            raise WrongError(f"rows of {op.source} are said to be at {lies}")
+        if [row[0].position for row in cells] != src_blocks:
+            raise WrongError(f"rows of {op.source} are said to be at {src_blocks}")
         values.write(program, op.target, name, [cells[rows[place]] for place in wanted])
 
 
 def _restore(values, program: Program, op: ops.Restore) -> None:
-    lies, arranged = _arranged(values, program, op)
+    src_blocks, arranged = _arranged(values, program, op)
     for name, cells in values.read(program, op.source).items():
-        copies: dict[int, list] = {place: [] for place in lies}
+        copies: dict[int, list] = {place: [] for place in src_blocks}
         for place, row in zip(arranged, written(name, cells, op.source), strict=True):
             copies[place].append(row)
         none = [Cell(name, -1, -1)] * len(cells[0])
-        made = [_join(name, [[row] for row in copies[place] or [none]])[0] for place in lies]
+        made = [_join(name, [[row] for row in copies[place] or [none]])[0] for place in src_blocks]
         values.write(program, op.target, name, made)
 
 
@@ -134,7 +137,7 @@ def _seen(
         WrongError: if a query row has no key, or rows are not at the positions in `op.places`.
     """
     documents = [(range(len(q)), range(len(k)))]
-    if isinstance(op.places, Runs):
+    if isinstance(op.places, ChunkSegments):
         documents = _segments(values, program.topology.cp_size, op.places, q, k)
     elif op.mask.documents:
         of_q, of_k = (_documents(values, *both) for both in zip((q, k), op.places, strict=True))
@@ -154,7 +157,9 @@ def _seen(
     return found
 
 
-def _segments(values, size: int, runs: Runs, q: Rows, k: Rows) -> list[tuple[range, range]]:
+def _segments(
+    values, size: int, runs: ChunkSegments, q: Rows, k: Rows
+) -> list[tuple[range, range]]:
     """Rows of queries and of keys of each segment."""
     found, rows = [], [0, 0]
     for edges in values.edges():
@@ -345,7 +350,7 @@ def _delta(values, program: Program, op: ops.Delta) -> None:
     values.write(program, op.into, "delta", made)
 
 
-def _stand_in(values, program: Program, op: ops.StandIn) -> None:
+def _stand_in(values, program: Program, op: ops.SurrogateOut) -> None:
     side = values.first_of(program, op.sides)
     dout, delta = (_taken(side, name, op.sides) for name in ("dout", "delta"))
     made = [[Cell("delta", *cell[1:3]) for cell in row] for row in dout]
@@ -365,5 +370,5 @@ APPLY: Mapping[type, Callable] = {
     ops.ToRanks: _to_ranks, ops.FromRanks: _from_ranks,
     ops.Fill: _fill, ops.Attend: _attend, ops.AttendBackward: _attend_backward, ops.Merge: _merge,
     ops.Add: _add,
-    ops.Delta: _delta, ops.StandIn: _stand_in,
+    ops.Delta: _delta, ops.SurrogateOut: _stand_in,
 }  # fmt: skip

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megatron_burst.schedule.mask import Span
-from megatron_burst.schedule.program import Give, Program, Ref, Take, Transfer
+from megatron_burst.schedule.program import Program, Recv, Ref, Send, Transfer
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
 
@@ -45,7 +45,7 @@ class Links:
     """
 
     partners: dict[At, set[At]] = field(default_factory=lambda: defaultdict(set))
-    sources: dict[At, list[tuple[At, Take]]] = field(default_factory=lambda: defaultdict(list))
+    sources: dict[At, list[tuple[At, Recv]]] = field(default_factory=lambda: defaultdict(list))
     faults: list[str] = field(default_factory=list)
 
 
@@ -66,9 +66,9 @@ def meet(programs: Sequence[Program]) -> Links:
                 row, _ = program.topology.coord(program.cp_rank)
                 rows[row, *key][program.cp_rank] = at
                 links.faults += _slot_faults(program, index, key[-1])
-            for give in op.gives:
+            for give in op.sends:
                 sent[*key, program.cp_rank, give.peer].append((at, give))
-            for take in op.takes:
+            for take in op.recvs:
                 taken[*key, take.peer, program.cp_rank].append((at, take))
     _match(programs, links, sent, taken)
     for (row, *key), found in rows.items():
@@ -117,15 +117,15 @@ def _joined(program: Program, link: Link, one: int, other: int) -> bool:
     return program.topology.coord(one)[which] == program.topology.coord(other)[which]
 
 
-def _difference(source: Program, give: Give, target: Program, take: Take) -> str:
+def _difference(source: Program, give: Send, target: Program, take: Recv) -> str:
     """How a message differs from what is expected."""
-    mine, theirs = _region(source, give.rows), _region(source, take.theirs)
+    mine, theirs = _region(source, give.rows), _region(source, take.remote_rows)
     if mine != theirs:
         return f"gives {mine} where {theirs} is expected"
     if source.num_bytes(give.rows) != target.num_bytes(take.rows):
         return f"{source.num_bytes(give.rows)} bytes for {target.num_bytes(take.rows)}"
-    if give.between != take.between:
-        return f"is for {give.between} there and {take.between} here"
+    if give.needed_by != take.needed_by:
+        return f"is for {give.needed_by} there and {take.needed_by} here"
     one, other = source.buffers[give.rows.buffer], target.buffers[take.rows.buffer]
     if (one.fields, one.interleaved) != (other.fields, other.interleaved):
         return f"{one.name} and {other.name} have other fields"
@@ -195,7 +195,7 @@ class _Run:
             due = [other for other in due if other not in waited]
             yield index
             if self._frees(program, op):
-                copies = any(not self._is_left_out(program, index, end) for end in op.takes)
+                copies = any(not self._is_left_out(program, index, end) for end in op.recvs)
                 if copies and self._overlaps:
                     due.append(index)
                 else:
@@ -210,11 +210,11 @@ class _Run:
         pulls = isinstance(op, Transfer) and op.pulled
         return pulls and program.buffers[op.slot.buffer].use in self.single
 
-    def _is_left_out(self, program: Program, index: int, end: Give | Take) -> bool:
+    def _is_left_out(self, program: Program, index: int, end: Send | Recv) -> bool:
         op, here = program.ops[index], program.cp_rank
         if self.left_out is None or not op.pulled:
             return False
-        way = (end.peer, here) if isinstance(end, Take) else (here, end.peer)
+        way = (end.peer, here) if isinstance(end, Recv) else (here, end.peer)
         return self.left_out(op.cargo, program.buffers[op.slot.buffer].number, *way)
 
     def stuck(self) -> list[str]:
@@ -274,7 +274,7 @@ class _Run:
         self.last[key], self.moved = index, True
         self.launched.add((rank, index))
         program = self.programs[rank]
-        if all(self._is_left_out(program, index, end) for end in (*op.gives, *op.takes)):
+        if all(self._is_left_out(program, index, end) for end in (*op.sends, *op.recvs)):
             self.done[rank].add(index)  # what waits for it need not wait for its barriers
         if self.values:
             self.values.give(rank, index)

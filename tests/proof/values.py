@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from megatron_burst.schedule.layout import (
+    Chunks,
     Layout,
-    Numbers,
-    places_in_documents,
-    places_of_chunks,
     positions,
+    positions_in_documents,
+    positions_of_chunks,
 )
 from megatron_burst.schedule.mask import Mask, Span
-from megatron_burst.schedule.program import Give, Home, Program, Ref, Take
+from megatron_burst.schedule.program import Program, Recv, Ref, Send, Space
 from megatron_burst.schedule.spec import Direction
 from tests.proof.kernels import APPLY, Cell, Rows, WrongError, bits, written
 from tests.proof.links import Links
@@ -69,15 +69,15 @@ class Values:
         """Positions of a rank's rows."""
         if self.layout is not Layout.DOCUMENTS:
             return positions(self.layout, rank, size, rows)
-        return places_in_documents((0, *self.boundaries, size * rows), rank, size)
+        return positions_in_documents((0, *self.boundaries, size * rows), rank, size)
 
     def edges(self) -> Iterator[tuple[int, int]]:
         """Where each document begins and ends."""
         return pairwise((0, *self.boundaries, self.size))
 
-    def places(self, numbers: Numbers, size: int, edges: Sequence[int] = ()) -> list[int]:
+    def places(self, numbers: Chunks, size: int, edges: Sequence[int] = ()) -> list[int]:
         """Positions of some chunks of every document, or of the document between `edges`."""
-        spans = places_of_chunks(edges or (0, *self.boundaries, self.size), numbers, size)
+        spans = positions_of_chunks(edges or (0, *self.boundaries, self.size), numbers, size)
         return [place for span in spans for place in span]
 
     def _lay_in(self, program: Program, name: str) -> None:
@@ -146,14 +146,14 @@ class Values:
 
     def storage(self, program: Program, name: str) -> tuple:
         buffer = program.buffers[name]
-        passing = buffer.home in (Home.CALL, Home.PART)
+        passing = buffer.space in (Space.CALL, Space.TEMP)
         return (name, self.turn) if passing else buffer.storage
 
     def fields(self, program: Program, name: str, writes: bool) -> dict[str, Rows]:
         """A buffer's cells; empty if another buffer was written to its memory since."""
         key, buffer = (program.cp_rank, *self.storage(program, name)), program.buffers[name]
         owner, found = self.memory.get(key, (None, {}))
-        mine = name, 0 if buffer.home is Home.LEFT else self.turn
+        mine = name, 0 if buffer.space is Space.SAVED else self.turn
         if owner != mine:
             found = {f.name: [[None] * f.heads for _ in range(buffer.rows)] for f in buffer.fields}
             if writes:
@@ -202,10 +202,10 @@ class Values:
         """Launch a transfer: what it sends is read now."""
         program = self.programs[rank]
         op = program.ops[index]
-        for number, give in enumerate(op.gives):
+        for number, give in enumerate(op.sends):
             self._guarded(rank, index, lambda n=number, g=give: self._lay(program, index, n, g))
 
-    def _lay(self, program: Program, index: int, number: int, give: Give) -> None:
+    def _lay(self, program: Program, index: int, number: int, give: Send) -> None:
         found = self.read(program, give.rows)
         self.given[program.cp_rank, index, number] = (give.peer, found)
         for name, cells in found.items():
@@ -226,11 +226,11 @@ class Values:
         for name, cells in fields.items():
             self.write(program, rows, name, cells)
 
-    def _sent(self, peer: int, other: int, rank: int, take: Take) -> dict[str, Rows]:
+    def _sent(self, peer: int, other: int, rank: int, take: Recv) -> dict[str, Rows]:
         """What the peer sent, as of the start of the transfer."""
-        gives = self.programs[peer].ops[other].gives
+        gives = self.programs[peer].ops[other].sends
         for number, give in enumerate(gives):
-            if give.peer == rank and give.rows == take.theirs:
+            if give.peer == rank and give.rows == take.remote_rows:
                 return self.given.get((peer, other, number), (rank, {}))[1]
         return {}
 

@@ -14,11 +14,11 @@ from megatron_burst.schedule.program import (
     Add,
     Attend,
     AttendBackward,
-    Home,
     Merge,
     Op,
     Program,
     Ref,
+    Space,
     Stream,
     ToRanks,
     Transfer,
@@ -100,7 +100,7 @@ def summed_twice(passes: Passes, orders: Orders) -> Iterator[Mutant]:
 def no_part(passes: Passes, orders: Orders) -> Iterator[Mutant]:
     for turn, index, op in _ops(passes, (Add, Merge)):
         for part in op.parts:
-            if passes[turn][RANK].buffers[part.buffer].home is Home.PART:
+            if passes[turn][RANK].buffers[part.buffer].space is Space.TEMP:
                 new = replace(op, parts=_without(op.parts, part))
                 yield f"{turn}:{index} less {part}", _with_ops(passes, turn, index, new), None
 
@@ -124,7 +124,7 @@ def early_reuse(passes: Passes, orders: Orders) -> Iterator[Mutant]:
     for turn, programs in enumerate(passes):
         program = programs[RANK]
         for name, buffer in program.buffers.items():
-            if buffer.home is Home.HOP and buffer.number:
+            if buffer.space is Space.RING and buffer.number:
                 moved = replace(buffer, number=buffer.number - 1)
                 new = replace(program, buffers={**program.buffers, name: moved})
                 yield f"{turn}: {name} at {moved.number}", _put(passes, turn, new), orders
@@ -150,15 +150,15 @@ def wrong_rows(passes: Passes, orders: Orders) -> Iterator[Mutant]:
 
 def wrong_message(passes: Passes, orders: Orders) -> Iterator[Mutant]:
     for turn, index, op in _ops(passes, Transfer):
-        for number, take in enumerate(op.takes):
-            for name in ("rows", "theirs"):
+        for number, take in enumerate(op.recvs):
+            for name in ("rows", "remote_rows"):
                 ref = getattr(take, name)
                 if ref.rows is None:
                     continue
                 moved = replace(ref, rows=ref.rows.moved(-1 if ref.rows.start else 1))
-                takes = list(op.takes)
+                takes = list(op.recvs)
                 takes[number] = replace(take, **{name: moved})
-                new = replace(op, takes=tuple(takes))
+                new = replace(op, recvs=tuple(takes))
                 yield f"{turn}:{index} takes {moved}", _with_ops(passes, turn, index, new), None
 
 
@@ -199,8 +199,8 @@ def freed_part(passes: Passes, orders: Orders) -> Iterator[Mutant]:
 def part_beside(passes: Passes, orders: Orders) -> Iterator[Mutant]:
     """Write a part on a stream other than the one that allocates it."""
     for turn, index, op in _ops(passes):
-        homes = {passes[turn][RANK].buffers[ref.buffer].home for ref in op.writes}
-        if Home.PART in homes:
+        homes = {passes[turn][RANK].buffers[ref.buffer].space for ref in op.writes}
+        if Space.TEMP in homes:
             new = replace(op, stream=Stream.SIDE)
             yield f"{turn}: {index} beside", _with_ops(passes, turn, index, new), None
 

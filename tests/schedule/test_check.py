@@ -15,11 +15,11 @@ from megatron_burst.schedule.program import (
     Buffer,
     Copy,
     Field,
-    Give,
-    Home,
     Program,
+    Recv,
     Ref,
-    Take,
+    Send,
+    Space,
     Transfer,
 )
 from megatron_burst.schedule.spec import Cargo, Circulate, Direction, Dtype, Kernel
@@ -237,7 +237,7 @@ ROW = grid(1, 3)
 
 def program_of(rank, *ops):
     """Transfers of one row each with a peer, of a cargo; and a copy that waits for one."""
-    buffers = {name: Buffer(name, Home.HOP, 1, (Field("k", 1, 1),), name, interleaved=True)
+    buffers = {name: Buffer(name, Space.RING, 1, (Field("k", 1, 1),), name, interleaved=True)
                for name in ("sent", "came 0", "came 1", "copy")}  # fmt: skip
     widths = dict.fromkeys(Dtype, 1)
     return Program(ROW, rank, Direction.FORWARD, 1, widths, buffers, tuple(ops))
@@ -245,8 +245,8 @@ def program_of(rank, *ops):
 
 def swap_with(peer, cargo=Cargo.READ, number=0):
     came = Ref(f"came {number}")
-    take = Take(peer, Ref("sent"), came)
-    return Transfer(Link.INTRA, cargo, (Give(peer, Ref("sent")),), (take,))
+    take = Recv(peer, Ref("sent"), came)
+    return Transfer(Link.INTRA, cargo, (Send(peer, Ref("sent")),), (take,))
 
 
 def hangs(*programs):
@@ -291,7 +291,7 @@ class WaitsForBarriers(links_module._Run):
         program, waits = self.programs[rank], self.waits[rank][index] if index >= 0 else ()
         for other in (other for other in waits if other >= 0):
             op = program.ops[other]
-            ends = (*op.gives, *op.takes) if isinstance(op, Transfer) else ()
+            ends = (*op.sends, *op.recvs) if isinstance(op, Transfer) else ()
             out = ends and all(self._is_left_out(program, other, end) for end in ends)
             if out and self._frees(program, op) and ~other not in self.done[rank]:
                 return False

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst.schedule.layout import Layout, Runs, positions
+from megatron_burst.schedule.layout import ChunkSegments, Layout, positions
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.order import order, stream_of
 from megatron_burst.schedule.program import (
@@ -16,8 +16,8 @@ from megatron_burst.schedule.program import (
     AttendBackward,
     Buffer,
     FromRanks,
-    Home,
     Ref,
+    Space,
     ToRanks,
     Transfer,
 )
@@ -78,11 +78,11 @@ def in_rows(x, unit):
             return replace(x, rows=in_rows(x.rows, unit))  # heads are none
         case Buffer():
             return replace(x, rows=x.rows * unit)
-        case Mask() | Runs() | str():
+        case Mask() | ChunkSegments() | str():
             return x
         case tuple():
             return tuple(in_rows(one, unit) for one in x)
-    names = {f.name for f in fields(x)} - {"lies", "numbers"} if is_dataclass(x) else ()
+    names = {f.name for f in fields(x)} - {"src_blocks", "dst_chunks"} if is_dataclass(x) else ()
     return replace(x, **{name: in_rows(getattr(x, name), unit) for name in names}) if names else x
 
 
@@ -183,7 +183,7 @@ def test_on_one_node_a_rank_gathers_only_what_a_causal_mask_shows(ranks, rounds)
     """Rank r sees the chunks before its late one, 2L-1-r; one of them is its own."""
     case = Case("gather", grid(1, ranks), Layout.ZIGZAG, Mask.CAUSAL, rounds=rounds, tokens=4)
     for rank, program in enumerate(case.programs(FORWARD)):
-        taken = sum(program.num_bytes(take.rows) for op in transfers(program) for take in op.takes)
+        taken = sum(program.num_bytes(take.rows) for op in transfers(program) for take in op.recvs)
         chunks = 2 * ranks - 2 - rank if ranks > 1 else 0
         assert taken == chunks * keys(case.shape, case.shape.itemsize) / 2
 
@@ -244,7 +244,7 @@ def test_between_nodes_only_the_halo_of_a_window_travels(case, mask, direction):
         expected = 0 if recalled else sum(rows[:-1]) * row_bytes[0]
         expected += sum(rows[1:]) * row_bytes[1] if direction is BACKWARD else 0
         assert program.sent_bytes()[Link.INTER] == expected
-        assert all(op.gives or op.takes for op in transfers(program, link=Link.INTER))
+        assert all(op.sends or op.recvs for op in transfers(program, link=Link.INTER))
 
 
 def test_a_halo_of_4k_at_128k_is_a_sixteenth_of_a_shard_and_nobody_reads_the_last_one():
@@ -300,7 +300,7 @@ def most_buffers(case):
 
 def hops_in_memory(program, use):
     """How many distinct hop buffers of a use there are."""
-    every = (b for b in program.buffers.values() if (b.home, b.use) == (Home.HOP, use))
+    every = (b for b in program.buffers.values() if (b.space, b.use) == (Space.RING, use))
     return len({buffer.storage for buffer in every})
 
 
@@ -328,7 +328,7 @@ def hidden(program, cargo, link=None):
     for index, op in enumerate(program.ops):
         if op not in transfers(program, cargo=cargo, link=link):
             continue
-        brought = {take.rows.buffer for take in op.takes}
+        brought = {take.rows.buffer for take in op.recvs}
         later = enumerate(program.ops[index + 1 :], index + 1)
         uses = [n for n, other in later if brought & {ref.buffer for ref in other.reads}]
         until = program.ops[index : uses[0] if uses else len(program.ops)]
@@ -443,4 +443,4 @@ def _number(op):
         return op.target.buffer
     if isinstance(op, FromRanks):
         return op.source.buffer
-    return (op.slot or op.gives[0].rows).buffer
+    return (op.slot or op.sends[0].rows).buffer

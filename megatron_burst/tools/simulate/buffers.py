@@ -5,7 +5,14 @@ from collections.abc import Iterable
 
 from megatron_burst.schedule.mask import Tile
 from megatron_burst.schedule.order import order
-from megatron_burst.schedule.program import AttendBackward, Buffer, Home, Program, Ref, uses_of
+from megatron_burst.schedule.program import (
+    AttendBackward,
+    Buffer,
+    Program,
+    Ref,
+    Space,
+    uses_of,
+)
 from megatron_burst.schedule.spec import AttentionShape, Dtype
 from megatron_burst.tools.simulate.kernels import Parts
 
@@ -20,7 +27,7 @@ def kept_bytes(programs: Iterable[Program]) -> int:
         shared = 0
         sizes = ((buffer, _size(program, buffer)) for buffer in program.buffers.values())
         for (home, use), (count, size) in uses_of(sizes).items():
-            if home is Home.SLOT:
+            if home is Space.SLOT:
                 most, largest = slots.get(use, (0, 0))
                 slots[use] = max(most, count), max(largest, size)
             else:
@@ -42,7 +49,7 @@ def passing_bytes(program: Program, backend: str) -> int:
     for op, freed in zip(program.ops, frees, strict=True):
         for ref in op.writes:
             buffer = program.buffers[ref.buffer]
-            if buffer.home is Home.PART and ref.buffer in read:  # else it is a result
+            if buffer.space is Space.TEMP and ref.buffer in read:  # else it is a result
                 alive[ref.buffer] = _size(program, buffer)
         parts = max(parts, sum(alive.values()))
         if isinstance(op, AttendBackward):
@@ -57,7 +64,7 @@ def passing_bytes(program: Program, backend: str) -> int:
 def _wider_bytes(program: Program) -> int:
     """Extra bytes of sums that are returned in the inputs' dtype."""
     wide, narrow = program.widths[Dtype.SUM], program.widths[Dtype.INPUT]
-    results = (buffer for buffer in program.buffers.values() if buffer.home is Home.CALL)
+    results = (buffer for buffer in program.buffers.values() if buffer.space is Space.CALL)
     sums = (buffer for buffer in results if all(f.dtype is Dtype.SUM for f in buffer.fields))
     return sum(_size(program, buffer) * (wide - narrow) // wide for buffer in sums)
 
@@ -79,19 +86,19 @@ def _cudnn_bytes(program: Program, op: AttendBackward, tile: Tile, shape: Attent
     """The same of cuDNN's, and of copies: it returns new tensors, which are then copied to the
     group's buffers, and dO from another rank is copied, so that it lies in memory as O does."""
     own = cudnn_workspace(shape, len(tile.q), len(tile.kv))
-    beside = Home.CALL, Home.PART
+    beside = Space.CALL, Space.TEMP
     written = {ref.buffer: ref for ref in op.writes}
     copied = sum(
         program.num_bytes(ref)
         for name, ref in written.items()
-        if program.buffers[name].home not in beside
+        if program.buffers[name].space not in beside
     )
     came = (program.buffers[ref.buffer] for ref in op.sides)
     douts = sum(
         field.elements * program.widths[field.dtype]
         for buffer in came
         for field in buffer.fields
-        if field.name == "dout" and buffer.home not in beside
+        if field.name == "dout" and buffer.space not in beside
     )
     return own + shape.batch * len(tile.q) * douts + copied
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import inf
 
-from megatron_burst.resolve import recalls, resolve, travelling_share
+from megatron_burst.resolve import circulating_share, resolve, reuses_remote
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.program import Program
@@ -59,7 +59,7 @@ def by_auto(call: AttentionCall, hardware: Hardware) -> AttentionCall:
     shape, mask = call.shape, call.mask
     differ = shape.heads_q != shape.heads_kv and shape.dim_qk != shape.dim_v
     has_cudnn = hardware.gpu.capability == 9 and not (mask.documents or mask.windowed)
-    return on_cudnn(call, hardware) if differ and has_cudnn and not shape.is_huge else call
+    return on_cudnn(call, hardware) if differ and has_cudnn and not shape.exceeds_int32 else call
 
 
 def resolved(call: AttentionCall) -> AttentionCall:
@@ -81,10 +81,10 @@ def program(call: AttentionCall, cp_rank: int, direction: Direction) -> Program:
 
 def left_bytes(call: AttentionCall) -> int:
     """Memory of other nodes' K and V kept until backward, of a resolved call."""
-    if not recalls(call):
+    if not reuses_remote(call):
         return 0
     shape = call.shape
-    rows = round(travelling_share(call) * shape.rows_kv)
+    rows = round(circulating_share(call) * shape.rows_kv)
     return (call.arranged.inter_size - 1) * rows * (shape.dim_qk + shape.dim_v) * shape.itemsize
 
 

@@ -6,9 +6,9 @@ from math import inf
 
 from megatron_burst.rules import BLOCK, share_busy, thread_blocks
 from megatron_burst.schedule import program as ops
-from megatron_burst.schedule.layout import Runs
+from megatron_burst.schedule.layout import ChunkSegments
 from megatron_burst.schedule.mask import Span, Tile
-from megatron_burst.schedule.program import Home, Op, Program, Ref
+from megatron_burst.schedule.program import Op, Program, Ref, Space
 from megatron_burst.schedule.spec import AttentionShape, Direction
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.simulate.sample import Sample, slowest_share, typical_share
@@ -171,7 +171,7 @@ class Parts:
                 return _sum(set.intersection(*map(set, every)), *every)
             case ops.Delta():
                 return _sum(("dout", "out"), fields(op.side)) + fields(op.into)["delta"]
-            case ops.StandIn():
+            case ops.SurrogateOut():
                 made = fields(op.into)["out"]
                 return _sum(("dout", "delta"), self._first(op.sides)) + made
         raise AssertionError(op)
@@ -193,7 +193,7 @@ class OpTimer(Parts):
 
     def _tile(self, op: ops.Attend | ops.AttendBackward) -> float:
         q, kv = self.sides(op)
-        matter = self._timer.sample or isinstance(op.places, Runs)
+        matter = self._timer.sample or isinstance(op.places, ChunkSegments)
         heads = self._heads(q, "q"), self._heads(kv, "k")
         key = self._rows(q), self._rows(kv), (op.mask, op.places if matter else None), heads
         if key not in self._tiles:
@@ -201,7 +201,7 @@ class OpTimer(Parts):
             # windows are short compared with documents
             usual = op.mask.documents and not (op.mask.windowed or self._timer.sample)
             share = self._share(tile) if usual else 1.0
-            chunks = isinstance(tile.places, Runs) and len(tile.q) < self._all_rows
+            chunks = isinstance(tile.places, ChunkSegments) and len(tile.q) < self._all_rows
             self._tiles[key] = self._timer.tile(tile, shape, self._program.direction, share, chunks)
         return self._tiles[key]
 
@@ -209,7 +209,7 @@ class OpTimer(Parts):
     def _all_rows(self) -> int:
         """Of all ranks."""
         own = next(
-            buffer.rows for buffer in self._program.buffers.values() if buffer.home is Home.CALL
+            buffer.rows for buffer in self._program.buffers.values() if buffer.space is Space.CALL
         )
         return self._program.topology.cp_size * own
 
@@ -217,7 +217,7 @@ class OpTimer(Parts):
         """Share of a tile's pairs in typical documents. All ranks have equal work if each has
         chunks of every document, or all rows; else each is assumed to be the slowest."""
         size, every = self._program.topology.cp_size, self._all_rows
-        even = isinstance(tile.places, Runs) or len(tile.q) == every
+        even = isinstance(tile.places, ChunkSegments) or len(tile.q) == every
         own, tokens = every // size, self._timer.tokens or every
         return typical_share(tokens) * (1.0 if even else slowest_share(tokens // own))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_burst.errors import BurstError
 from megatron_burst.files import Reader
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask, Places, Tile, meet
+from megatron_burst.schedule.mask import Mask, Positions, Tile, meet
 
 _MOST = 1 << 40  # tokens
 
@@ -83,7 +83,7 @@ class Sample:
         more = -self.tokens % multiple
         return Sample((*self.edges, self.tokens + more)) if more else self
 
-    def within(self, places: Places) -> Iterator[tuple[int, range]]:
+    def within(self, places: Positions) -> Iterator[tuple[int, range]]:
         """Ranges of positions split at documents, each with its document's index."""
         for some in places:
             at = some.start
@@ -106,7 +106,7 @@ class Sample:
 
 
 @lru_cache(maxsize=1 << 16)
-def _pairs(sample: Sample, queries: Places, keys: Places) -> int:
+def _pairs(sample: Sample, queries: Positions, keys: Positions) -> int:
     """Pairs of queries and keys at or before their positions, in the same document."""
     by_document: dict[int, list[range]] = {}
     for document, some in sample.within(keys):

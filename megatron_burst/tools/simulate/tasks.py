@@ -90,9 +90,9 @@ def join(
                 meetings[_next(turns, (row, op.link, op.cargo))].append(task)
                 taking.append((task, []))
                 continue
-            for peer in dict.fromkeys(give.peer for give in op.gives):
+            for peer in dict.fromkeys(give.peer for give in op.sends):
                 sending[_next(turns, (rank, peer, op.link, op.cargo))] = task
-            peers = dict.fromkeys(take.peer for take in op.takes)
+            peers = dict.fromkeys(take.peer for take in op.recvs)
             keys = [_next(turns, (peer, rank, op.link, op.cargo)) for peer in peers]
             taking.append((task, keys))
     for together in meetings.values():
@@ -132,7 +132,7 @@ def _take(
     op, rank = task.op, task.rank
     assert isinstance(op, Transfer)
     come: Counter[Link] = Counter()
-    for take in op.takes:
+    for take in op.recvs:
         come[program.topology.link(take.peer, rank)] += program.num_bytes(take.rows)
     passes_on = op.slot is None
     for link in sorted(come, key=list(Link).index) or [op.link]:
