@@ -4,12 +4,12 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 GPU_FIELDS = (
     "index", "uuid", "name", "compute_cap", "driver_version", "memory.total", "memory.used",
-    "clocks.sm", "clocks.max.sm", "clocks_throttle_reasons.active", "ecc.mode.current",
-    "ecc.errors.uncorrected.volatile.total", "temperature.gpu", "mig.mode.current", "compute_mode",
+    "clocks.max.sm", "clocks_throttle_reasons.active", "ecc.mode.current",
+    "ecc.errors.uncorrected.volatile.total", "mig.mode.current", "compute_mode",
 )  # fmt: skip
 _MARK = "== "
 _BUSY_SHARE = 0.05  # of memory: what drivers and idle contexts take stays below
@@ -21,8 +21,6 @@ echo '{_MARK}processes'
 nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv,noheader,nounits 2>/dev/null
 echo '{_MARK}topology'
 nvidia-smi topo -m 2>/dev/null
-echo '{_MARK}nvlink'
-nvidia-smi nvlink --status 2>/dev/null
 echo '{_MARK}hcas'
 for port in /sys/class/infiniband/*/ports/*; do
   [ -d "$port" ] || continue
@@ -37,7 +35,7 @@ ip -o -4 route show default 2>/dev/null
 echo '{_MARK}modules'
 cut -d' ' -f1 /proc/modules 2>/dev/null | grep -E '^(nvidia_peermem|nv_peer_mem|gdrdrv)$'
 echo '{_MARK}shm'
-df -Pk /dev/shm 2>/dev/null | tail -n 1
+df -Pk /dev/shm 2>/dev/null | awk 'END {{ print $4 }}'
 echo '{_MARK}memlock'
 ulimit -l
 echo '{_MARK}nofile'
@@ -72,15 +70,12 @@ def run_command(command: Sequence[str], timeout_s: float) -> Answer:
     return Answer(done.returncode, done.stdout, done.stderr.strip())
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
+class Survey(dict[str, str]):
     """The sections of the script's output, by name; empty where a command was missing."""
-
-    sections: dict[str, str]
 
     def lines(self, section: str) -> list[str]:
         """The lines of a section that hold something."""
-        return [line for line in self.sections.get(section, "").splitlines() if line.strip()]
+        return [line for line in self.get(section, "").splitlines() if line.strip()]
 
     def word(self, section: str) -> str:
         """The first line of a section, or ""."""
@@ -89,15 +84,9 @@ class Survey:
 
 def parse_survey(text: str) -> Survey | None:
     """The sections; None if the script did not reach its end."""
-    sections: dict[str, str] = {}
-    name = ""
-    for line in text.splitlines(keepends=True):
-        if line.startswith(_MARK):
-            name = line.removeprefix(_MARK).strip()
-            sections[name] = ""
-        elif name:  # what a login prints first is no answer
-            sections[name] += line
-    return Survey(sections) if "end" in sections else None
+    parts = re.split(rf"^{_MARK}(\w+)\n", text, flags=re.MULTILINE)  # a login's words come first
+    found = Survey(zip(parts[1::2], parts[2::2], strict=True))
+    return found if "end" in found else None
 
 
 def survey_of(run: Runner, timeout_s: float, reach: Sequence[str] = ()) -> Survey | Answer:
@@ -107,83 +96,43 @@ def survey_of(run: Runner, timeout_s: float, reach: Sequence[str] = ()) -> Surve
     return parse_survey(answer.out) or answer
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU, in the order of GPU_FIELDS; numbers are None where the driver does not tell."""
-
-    index: int
-    uuid: str
-    name: str
-    compute_cap: float | None
-    driver: str
-    memory_mib: float | None
-    used_mib: float | None
-    clock_mhz: float | None
-    max_clock_mhz: float | None
-    throttles: int
-    ecc: str
-    ecc_errors: float | None
-    heat_c: float | None
-    mig: str
-    compute_mode: str
+def gpus_of(survey: Survey) -> list[dict[str, str]]:
+    """The GPUs, by the names of `GPU_FIELDS`; none where nvidia-smi is missing or answers
+    otherwise."""
+    rows = ([cell.strip() for cell in line.split(",")] for line in survey.lines("gpus"))
+    whole = (cells for cells in rows if len(cells) == len(GPU_FIELDS) and cells[0].isdigit())
+    return [dict(zip(GPU_FIELDS, cells, strict=True)) for cells in whole]
 
 
-def _read(kind: object, text: str) -> object:
-    """A cell of nvidia-smi's; [N/A] and [Not Supported] are no numbers."""
-    if kind is int:
-        return int(text, 0) if re.fullmatch(r"0x[0-9a-fA-F]+|\d+", text) else 0
-    if kind is str:
-        return text
-    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
-
-
-def gpus_of(survey: Survey) -> list[Gpu]:
-    """The GPUs; none where nvidia-smi is missing or answers otherwise."""
-    kinds = [field.type for field in fields(Gpu)]
-    lines = ([cell.strip() for cell in line.split(",")] for line in survey.lines("gpus"))
-    return [
-        Gpu(*map(_read, kinds, cells))
-        for cells in lines
-        if len(cells) == len(kinds) and cells[0].isdigit()
-    ]
+def number(cell: str) -> float:
+    """Of a cell of nvidia-smi's; 0 where the driver does not tell ([N/A], [Not Supported])."""
+    if re.fullmatch("0x[0-9a-fA-F]+", cell):
+        return int(cell, 16)
+    return float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else 0.0
 
 
 def free_gpus(survey: Survey) -> list[int]:
     """Indices of GPUs on which nothing runs."""
     busy = {line.split(",")[0].strip() for line in survey.lines("processes")}
     return [
-        gpu.index
+        int(gpu["index"])
         for gpu in gpus_of(survey)
-        if gpu.uuid not in busy and (gpu.used_mib or 0) <= _BUSY_SHARE * (gpu.memory_mib or 1e9)
+        if gpu["uuid"] not in busy
+        and number(gpu["memory.used"]) <= _BUSY_SHARE * (number(gpu["memory.total"]) or 1e9)
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """What `nvidia-smi topo -m` prints: the relation of two devices (X, NV#, PIX, PXB, PHB, NODE or
-    SYS), and the device of each NIC label."""
-
-    cells: dict[tuple[str, str], str]
-    names: dict[str, str]
-
-    def labels(self, gpus: bool) -> list[str]:
-        """Labels of GPUs, or of NICs, in order."""
-        rows = [row for row, column in self.cells if row == column]
-        return [row for row in rows if row.startswith("GPU") is gpus]
+def capability_of(survey: Survey) -> float:
+    """The least compute capability of the GPUs; 0 without one."""
+    return min(filter(None, (number(gpu["compute_cap"]) for gpu in gpus_of(survey))), default=0.0)
 
 
-def matrix_of(survey: Survey) -> Matrix:
-    """The matrix of links between GPUs and NICs; empty where there is none."""
-    cells: dict[tuple[str, str], str] = {}
-    names: dict[str, str] = {}
-    columns: list[str] = []
-    for line in survey.lines("topology"):
-        line = re.sub(r"\x1b\[[0-9;]*m", "", line)
-        first, *rest = line.split()
-        if legend := re.fullmatch(r"\s*(NIC\d+):\s*(\S+)\s*", line):
-            names[legend[1]] = legend[2]
-        elif not columns and first == "GPU0":
-            columns = [word for word in line.split() if re.fullmatch(r"(GPU|NIC)\d+|mlx\S+", word)]
-        elif first in columns:
-            cells |= {(first, column): cell for column, cell in zip(columns, rest, strict=False)}
-    return Matrix(cells, names)
+def gpu_links(survey: Survey) -> dict[tuple[str, str], str]:
+    """What joins each two GPUs, as `nvidia-smi topo -m` says it: NV#, PIX, PXB, PHB, NODE, SYS."""
+    lines = (re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in survey.lines("topology"))
+    rows = {cells[0]: cells[1:] for cells in lines if re.fullmatch(r"GPU\d+", cells[0])
+            and "X" in cells}  # fmt: skip
+    return {
+        (a, b): cell for a, cells in rows.items() for b, cell in zip(rows, cells, strict=False)
+        if a < b
+    }  # fmt: skip
