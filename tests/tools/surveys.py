@@ -41,6 +41,11 @@ def matrix(nvlinks: int, nics: list[str], relation: Callable[[int, int], str]) -
     return "\n".join([*lines, *words, "NIC Legend:", "", *legend])
 
 
+def on_a100(gpu: int, nic: int) -> str:
+    """Two GPUs share a switch with two HCAs; the last two HCAs are far from all GPUs."""
+    return "PXB" if gpu // 2 == nic // 2 else "SYS"
+
+
 def on_h200(gpu: int, nic: int) -> str:
     """One HCA per GPU; the bond hangs off the first socket."""
     if nic == gpu:

@@ -28,7 +28,7 @@ from megatron_burst.tools.doctor.survey import (
     SCRIPT,
     Answer,
     free_gpus,
-    gpu_links,
+    links_of,
     parse_survey,
     run_command,
     survey_of,
@@ -42,6 +42,7 @@ from tests.tools.surveys import (
     h200,
     hca_line,
     matrix,
+    on_a100,
 )
 
 
@@ -118,9 +119,10 @@ def test_nvlink_that_is_missing():
 
 
 def test_the_links_of_gpus():
-    assert gpu_links(survey()) == {
-        (f"GPU{a}", f"GPU{b}"): "NV18" for a in range(8) for b in range(a + 1, 8)
-    }
+    read = links_of(survey())
+    assert len(read) == 8 * 17
+    assert read["GPU2", "GPU2"] == "X" and read["GPU2", "GPU3"] == "NV18"
+    assert read["GPU2", "mlx5_4"] == "PIX" and read["GPU4", "mlx5_bond_0"] == "SYS"
 
 
 def test_hcas_of_the_fastest_network_are_used_and_the_bond_is_left_out():
@@ -130,12 +132,21 @@ def test_hcas_of_the_fastest_network_are_used_and_the_bond_is_left_out():
     assert found.what.endswith("; leave out mlx5_bond_0:1: Ethernet at 100 Gbit/s")
 
 
+def test_storage_hcas_of_the_same_speed_are_left_out():
+    hcas = "\n".join(hca_line(n) for n in A100_NICS)
+    a100 = survey(topology=matrix(12, A100_NICS, on_a100), hcas=hcas)
+    assert [hca.name for hca in used_hcas(a100)] == [f"{name}:1" for name in A100_NICS[:8]]
+    assert "leave out mlx5_8:1: no GPU is near" in check_network(a100)[0].what
+    virtual = survey(topology=matrix(18, A100_NICS, lambda gpu, nic: "SYS"), hcas=hcas)
+    assert len(used_hcas(virtual)) == 10
+
+
 def test_ports_that_are_down_or_slower_are_left_out_with_the_reason():
     hcas = [hca_line(n) for n in A100_NICS]
     hcas[3] = hca_line("mlx5_3", state="1: DOWN")
     hcas[6] = hca_line("mlx5_6", layer="Ethernet", rate="100 Gb/sec (4X EDR)")
-    machine = survey(hcas="\n".join(hcas))
-    assert len(used_hcas(machine)) == 8
+    machine = survey(topology=matrix(12, A100_NICS, on_a100), hcas="\n".join(hcas))
+    assert len(used_hcas(machine)) == 6
     (found,) = check_network(machine)
     assert found.status is Status.OK
     assert "leave out mlx5_3:1: down; leave out mlx5_6:1: Ethernet at 100 Gbit/s" in found.what

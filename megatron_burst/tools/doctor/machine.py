@@ -10,8 +10,8 @@ from megatron_burst.tools.doctor.survey import (
     Answer,
     Survey,
     free_gpus,
-    gpu_links,
     gpus_of,
+    links_of,
     number,
 )
 
@@ -81,7 +81,8 @@ def check_state(survey: Survey) -> list[Check]:
 
 def check_nvlink(survey: Survey) -> Check:
     """NVLink between all GPUs."""
-    links = gpu_links(survey)
+    links = {(a, b): link for (a, b), link in links_of(survey).items()
+             if b.startswith("GPU") and a < b}  # fmt: skip
     if not links:
         return skip("nvlink", "no two GPUs to join")
     if without := [pair for pair, link in links.items() if not link.startswith("NV")]:

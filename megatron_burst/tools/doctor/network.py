@@ -12,7 +12,7 @@ from ipaddress import IPv4Interface, IPv4Network
 from typing import NamedTuple
 
 from megatron_burst.tools.doctor.report import Check, fail, few, ok, skip, warn
-from megatron_burst.tools.doctor.survey import Survey, gpus_of, number
+from megatron_burst.tools.doctor.survey import Survey, gpus_of, links_of, number
 
 _SIOCGIFADDR = 0x8915  # asks for an interface's IPv4 address
 _AT_ONCE = 64
@@ -40,8 +40,11 @@ def hcas_of(survey: Survey) -> list[Hca]:
 
 
 def used_hcas(survey: Survey) -> list[Hca]:
-    """The ports that are up, of the network whose ports have the highest total rate."""
+    """The ports that are up and near a GPU, below the same CPU, as those of storage are not; where
+    no port is (virtual machines hide it), all. Of these the network with the highest total rate."""
+    near = {name for (_, name), link in links_of(survey).items() if link in ("PIX", "PXB")}
     up = [hca for hca in hcas_of(survey) if hca.is_up]
+    up = [hca for hca in up if hca.name.partition(":")[0] in near] or up
     totals: Counter[str] = Counter()
     for hca in up:
         totals[hca.network] += hca.gbit_per_s
@@ -56,8 +59,10 @@ def check_network(survey: Survey) -> list[Check]:
         what = "no InfiniBand or RoCE device in /sys/class/infiniband"
         return [skip("hcas", f"{what}: nodes talk over TCP, if at all")]
     what = f"use {', '.join(hca.name for hca in used) or 'none'}"
-    others = (f"{h.name}: {h.network if h.is_up else 'down'}" for h in hcas if h not in used)
-    what += "".join(f"; leave out {other}" for other in others)
+    fastest = {hca.network for hca in used}
+    for hca in (hca for hca in hcas if hca not in used):
+        why = "no GPU is near" if hca.network in fastest else hca.network
+        what += f"; leave out {hca.name}: {why if hca.is_up else 'down'}"
     if not used:
         return [fail("hcas", what, "have a port brought up")]
     if gpus_of(survey) and not survey.lines("modules"):

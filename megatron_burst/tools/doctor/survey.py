@@ -127,12 +127,15 @@ def capability_of(survey: Survey) -> float:
     return min(filter(None, (number(gpu["compute_cap"]) for gpu in gpus_of(survey))), default=0.0)
 
 
-def gpu_links(survey: Survey) -> dict[tuple[str, str], str]:
-    """What joins each two GPUs, as `nvidia-smi topo -m` says it: NV#, PIX, PXB, PHB, NODE, SYS."""
-    lines = (re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in survey.lines("topology"))
-    rows = {cells[0]: cells[1:] for cells in lines if re.fullmatch(r"GPU\d+", cells[0])
-            and "X" in cells}  # fmt: skip
+def links_of(survey: Survey) -> dict[tuple[str, str], str]:
+    """What joins a GPU and another one or an HCA, as `nvidia-smi topo -m` says it: X, NV#, PIX,
+    PXB, PHB, NODE or SYS; HCAs by their names."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", survey.get("topology", ""))
+    names = dict(re.findall(r"^\s*(NIC\d+): *(\S+)", text, re.MULTILINE))
+    lines = [line.split() for line in text.splitlines() if line.strip().startswith("GPU")]
+    head = next(iter(lines), [])
+    columns = [names.get(word, word) for word in head if re.fullmatch(r"[GN].*\d|mlx\S+", word)]
     return {
-        (a, b): cell for a, cells in rows.items() for b, cell in zip(rows, cells, strict=False)
-        if a < b
+        (row[0], column): cell for row in lines[1:]
+        for column, cell in zip(columns, row[1:], strict=False)
     }  # fmt: skip
