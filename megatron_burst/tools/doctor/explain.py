@@ -23,27 +23,18 @@ _MOST = 256 << 20  # bytes of a rank's file
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What a rank wrote (`desync.verdict.report`), with ranks of the job.
+    """What a rank wrote (`desync.verdict.report`), with ranks of the job."""
 
-    Attributes:
-        time: when, in seconds since 1970: of a wait, its begin.
-        rank: who wrote it.
-        ranks, nodes: of the group's ranks; nodes if known.
-        what: "hop" or "pass" that it gave up; "failure" of its own or "failure of others";
-            "difference" of calls; "heard", from a rank that gave up.
-        waits: what for.
-        culprits: for whom it waited in the end, or who failed.
-        error: the sentence that the user saw.
-    """
-
-    time: float
-    rank: int
-    ranks: tuple[int, ...]
-    nodes: tuple[int, ...]
+    time: float  # in seconds since 1970: of a wait, its begin
+    rank: int  # who wrote it
+    ranks: tuple[int, ...]  # of its group
+    nodes: tuple[int, ...]  # of these, if known
+    # "hop" or "pass" that it gave up; "failure" of its own or "failure of others"; "difference" of
+    # calls; "heard", from a rank that gave up
     what: str
     waits: Waits
-    culprits: tuple[int, ...]
-    error: LongText
+    culprits: tuple[int, ...]  # for whom it waited in the end, or who failed
+    error: LongText  # the sentence that the user saw
 
     def of_job(self) -> "Line":
         """From ranks of the group; an IndexError where one is none."""

@@ -13,35 +13,26 @@ GPU_FIELDS = (
 )  # fmt: skip
 _MARK = "== "
 _BUSY_SHARE = 0.05  # of memory: what drivers and idle contexts take stays below
-# Every command of it prints; none writes, stops or changes anything.
-SCRIPT = f"""
-echo '{_MARK}gpus'
-nvidia-smi --query-gpu={",".join(GPU_FIELDS)} --format=csv,noheader,nounits 2>&1
-echo '{_MARK}processes'
-nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv,noheader,nounits 2>/dev/null
-echo '{_MARK}topology'
-nvidia-smi topo -m 2>/dev/null
-echo '{_MARK}hcas'
-for port in /sys/class/infiniband/*/ports/*; do
+_SMI, _CSV = "nvidia-smi --query-", "--format=csv,noheader,nounits"
+_COMMANDS = {  # by section; every one prints, none writes, stops or changes anything
+    "gpus": f"{_SMI}gpu={','.join(GPU_FIELDS)} {_CSV} 2>&1",
+    "processes": f"{_SMI}compute-apps=gpu_uuid,pid,used_memory {_CSV} 2>/dev/null",
+    "topology": "nvidia-smi topo -m 2>/dev/null",
+    "hcas": """for port in /sys/class/infiniband/*/ports/*; do
   [ -d "$port" ] || continue
-  name=${{port#/sys/class/infiniband/}}
-  echo "${{name%%/*}}|${{port##*/}}|$(cat "$port/state" "$port/link_layer" "$port/rate" |
-    tr '\\n' '|')"
-done 2>/dev/null
-echo '{_MARK}addresses'
-ip -o -4 addr show up 2>/dev/null
-echo '{_MARK}route'
-ip -o -4 route show default 2>/dev/null
-echo '{_MARK}modules'
-cut -d' ' -f1 /proc/modules 2>/dev/null | grep -E '^(nvidia_peermem|nv_peer_mem|gdrdrv)$'
-echo '{_MARK}shm'
-df -Pk /dev/shm 2>/dev/null | awk 'END {{ print $4 }}'
-echo '{_MARK}memlock'
-ulimit -l
-echo '{_MARK}nofile'
-ulimit -n
-echo '{_MARK}end'
-"""
+  name=${port#/sys/class/infiniband/}
+  echo "${name%%/*}|${port##*/}|$(cat "$port/state" "$port/link_layer" "$port/rate" | tr '\\n' '|')"
+done 2>/dev/null""",
+    "addresses": "ip -o -4 addr show up 2>/dev/null",
+    "route": "ip -o -4 route show default 2>/dev/null",
+    "modules": "cut -d' ' -f1 /proc/modules 2>/dev/null | "
+               "grep -E '^(nvidia_peermem|nv_peer_mem|gdrdrv)$'",
+    "shm": "df -Pk /dev/shm 2>/dev/null | awk 'END { print $4 }'",
+    "memlock": "ulimit -l",
+    "nofile": "ulimit -n",
+    "end": "echo",
+}  # fmt: skip
+SCRIPT = "\n".join(f"echo '{_MARK}{name}'\n{command}" for name, command in _COMMANDS.items())
 
 
 @dataclass(frozen=True, slots=True)
