@@ -184,8 +184,8 @@ def test_the_environment_to_paste():
 def test_room_and_limits():
     assert {check.status for check in check_room(survey())} == {Status.OK}
     shm, locked, files = check_room(survey(shm="65536", memlock="8192", nofile="1024"))
-    assert shm.status is Status.WARN and shm.what == "65536 KiB free in /dev/shm"
-    assert locked.status is Status.FAIL and "8192 KiB" in locked.what
+    assert shm.status is Status.WARN and shm.what == "KiB free in /dev/shm: 65536"
+    assert locked.status is Status.FAIL and "8192" in locked.what
     assert files.status is Status.WARN and files.change
     unknown, locked, _ = check_room(survey(shm="", memlock="8192", hcas=""))  # nothing to pin for
     assert unknown.status is locked.status is Status.OK and not locked.change

@@ -31,12 +31,12 @@ _FAULTS: _Faults = (  # fields of GPUs: what is wrong with a value, and what to 
      "slowed down by heat or power", "look at cooling and power: one slow GPU slows all ranks"),
 )  # fmt: skip
 
-_ROOM = (  # sections of a survey: the least that is enough, what has so much, and what to do
+_ROOM = (  # sections of a survey: the least that is enough, what is counted, and what to do
     ("shm", 1 << 20, Status.WARN, "KiB free in /dev/shm",  # a container's default is 64 MiB
      "give it 1 GiB or more, with docker: --ipc=host or --shm-size=16g"),
-    ("memlock", inf, Status.FAIL, "KiB of memory may be locked, and RDMA locks its buffers",
+    ("memlock", inf, Status.FAIL, "locked memory in KiB (RDMA locks its buffers)",
      "raise ulimit -l to unlimited (docker: --ulimit memlock=-1)"),
-    ("nofile", 4096, Status.WARN, "files may be open",
+    ("nofile", 4096, Status.WARN, "open files",
      "raise ulimit -n to 4096 or more: each rank opens sockets to many others"),
 )  # fmt: skip
 
@@ -98,11 +98,10 @@ def check_room(survey: Survey) -> list[Check]:
     found = []
     for name, least, status, what, change in _ROOM:
         word = survey.word(name)
-        is_low = word.isdigit() and int(word) < least
-        if name == "memlock" and not hcas_of(survey):
-            is_low = False
-        what, change = f"{word or 'unknown'} {what}", change if is_low else ""
-        found.append(Check(status if is_low else Status.OK, name, what, change))
+        is_needed = name != "memlock" or hcas_of(survey)
+        is_low = is_needed and word.isdigit() and int(word) < least
+        what = f"{what}: {word or 'unknown'}"
+        found.append(Check(status, name, what, change) if is_low else ok(name, what))
     return found
 
 
