@@ -46,8 +46,8 @@ _NOT_RUN = 3  # exit code; 2 is refused input
 Framework = Literal["megatron", "bridge", "verl", "ms-swift", "slime", "nemo-rl", "roll"]
 Size = partial(Option, min=1, metavar="N")
 _MODEL = (
-    f"{', '.join(PRESETS)}, hf:ORG/NAME (cached), a config.json or its folder, or Megatron's "
-    "arguments"
+    f"{', '.join(PRESETS)}, hf:ORG/NAME (cached), a config.json or its folder, or what "
+    "--burst-dump-args wrote of your job"
 )
 
 
@@ -157,8 +157,7 @@ def plan(
         asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "recompute": recompute}
         asked |= {"keep": keep, "offload": offload, "offload_inputs": offload_inputs, "fsdp": fsdp}
         asked["keep_budget_gib"] = keep_budget_gib
-        sizes = {"seq_length": seq_length, "global_batch_size": global_batch_size}
-        in_file = arguments_in(model, [name for name, value in (asked | sizes).items() if value])
+        in_file = arguments_in(model)
         described = model_of(model)
         script = read_script(in_file, asked)
         fixed = given(script, asked)

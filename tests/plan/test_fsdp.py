@@ -131,9 +131,9 @@ def test_a_script_says_it_and_an_option_counts_before_it(tmp_path):
     assert read_script(megatron_arguments("--use-megatron-fsdp")).policy == {"fsdp": "megatron"}
     from megatron_burst.tools.job.flags import as_words, model_flags
 
-    script = tmp_path / "train.sh"
+    script = tmp_path / "flags.txt"
     flags = as_words(model_flags(PRESETS["burstengine-7b"]))
-    script.write_text(" \\\n ".join([*flags, "--use-torch-fsdp2 --bf16 --seq-length 1048576"]))
+    script.write_text("\n".join([*flags, "--use-torch-fsdp2 --bf16 --seq-length 1048576"]))
     options = ["plan", str(script), "--gpus", "32", "--cp", "32", "--keep", "all"]
     said = CliRunner().invoke(app, options, env={"COLUMNS": "200"}).output
     assert "read from the script: torch's FSDP" in said and "DP 1 FSDP, recompute full" in said

@@ -140,14 +140,14 @@ def test_the_flags_of_a_model_describe_it(described):
 def test_windows_of_megatron_that_cannot_be_read_are_refused(flags, match):
     sizes = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 9"
     with pytest.raises(BurstError, match=match):
-        from_megatron(megatron_arguments(f"{sizes} {flags}"), "run.sh")
+        from_megatron(megatron_arguments(f"{sizes} {flags}"), "flags.txt")
 
 
 def test_every_pattern_of_expert_layers_is_counted():
     sizes = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --vocab-size 9 --num-experts 4"
     for freq, dense in (("", 0), ("1", 0), ("2", 4), ("3", 5), ("[0]*3+[1]*5", 3), ("[0,1]*4", 4)):
         flag = f"--moe-layer-freq {freq}" if freq else ""
-        found = from_megatron(megatron_arguments(f"{sizes} {flag}"), "run.sh")
+        found = from_megatron(megatron_arguments(f"{sizes} {flag}"), "flags.txt")
         assert found.experts.dense_layers == dense, freq
 
 

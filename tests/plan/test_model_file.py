@@ -28,27 +28,19 @@ from tests.plan.configs import (
 )
 from tests.plan.configs import LLAMA_3_8B as LLAMA
 
-SHELL = """#!/bin/bash
+FLAGS = """
 # --num-layers 7
-torchrun --nproc-per-node 8 pretrain_gpt.py \\
     --num-layers 32 --hidden-size 4096 --num-attention-heads 32 \\
     --group-query-attention --num-query-groups 8 --ffn-hidden-size=14336 \\
     --disable-bias-linear \\
     --swiglu --vocab-size 128256 --untie-embeddings-and-output-weights # the head
 """
-YAML = """
-MODEL_ARGS:
-  --num-layers: 32
-  --hidden-size: 4096   # width
-  --num-attention-heads: 32
-  --group-query-attention: true
-  --num-query-groups: 8
-  --ffn-hidden-size: "14336"
-  --swiglu: true
-  --vocab-size: 128256
-  --untie-embeddings-and-output-weights: true
-  --add-bias-linear: false
-"""
+DUMPED = json.dumps({"megatron_arguments": {
+    "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "group_query_attention": True, "num_query_groups": 8, "ffn_hidden_size": 14336,
+    "swiglu": True, "vocab_size": 128256, "untie_embeddings_and_output_weights": True,
+    "add_bias_linear": False,
+}})  # fmt: skip
 
 
 FAMILIES = json.loads((Path(__file__).parent / "families.json").read_text())
@@ -130,21 +122,10 @@ def test_a_model_of_the_local_cache(where, tmp_path, monkeypatch):
     assert model_of("hf:meta-llama/Meta-Llama-3-8B@older").layers == 2
 
 
-@pytest.mark.parametrize(("text", "suffix"), [(SHELL, "sh"), (YAML, "yaml")])
-def test_megatron_arguments_are_the_preset(text, suffix, tmp_path):
-    (tmp_path / f"run.{suffix}").write_text(text)
-    assert alike(model_of(str(tmp_path / f"run.{suffix}")), "llama3-8b")
-
-
-def test_arguments_in_a_shell_array_and_in_quotes():
-    text = (
-        'ARGS=(\n  --num-layers "2"\n  --bf16\n)\nOTHER="--hidden-size 64 --swiglu"\n'
-        "MORE=\"\n  --kv-channels='32' \n\"\nrun ${ARGS[@]} $OTHER"
-    )
-    assert megatron_arguments(text) == {
-        "num_layers": "2", "bf16": True, "hidden_size": "64", "swiglu": True,
-        "kv_channels": "32",
-    }  # fmt: skip
+@pytest.mark.parametrize(("text", "name"), [(FLAGS, "flags.txt"), (DUMPED, "args.json")])
+def test_megatron_arguments_are_the_preset(text, name, tmp_path):
+    (tmp_path / name).write_text(text)
+    assert alike(model_of(str(tmp_path / name)), "llama3-8b")
 
 
 def test_latent_attention_and_experts_of_megatron():
@@ -173,8 +154,8 @@ def test_latent_attention_and_experts_of_megatron():
         ("config.json", '{"num_attention_head": 4}', "heads, .*did you mean 'num_att"),
         ("config.json", json.dumps({**LLAMA, "num_key_value_heads": 5}), "KV heads divide query"),
         ("config.json", json.dumps({**LLAMA, "vocab_size": 0}), "vocab 0; correct .*config.json$"),
-        ("run.sh", "--num-layers 2 --hidden-size 8", "a number 'num_attention_heads'"),
-        ("run.sh", SHELL.replace("--vocab-size 128256", ""), "'vocab_size'.*got None"),
+        ("flags.txt", "--num-layers 2 --hidden-size 8", "a number 'num_attention_heads'"),
+        ("flags.txt", FLAGS.replace("--vocab-size 128256", ""), "'vocab_size'.*got None"),
     ],
 )  # fmt: skip
 def test_wrong_files_are_refused_in_a_sentence(name, text, match, tmp_path):

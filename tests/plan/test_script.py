@@ -1,11 +1,14 @@
 """What a script says about a job: a plan with other recomputation, or for one causal sequence where
 documents are packed, is for another job."""
 
+import json
+
 import pytest
 
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.tools.job.arguments import megatron_arguments
+from megatron_burst.tools.job.model_file import model_of
 from megatron_burst.tools.job.script import arguments_in, read_script
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -29,7 +32,7 @@ def read(text, **options):
         ("--recompute-granularity selective", "recompute core_attn"),
         ("--recompute-granularity selective --burst-keep all", "recompute none"),
         ("--recompute-granularity selective --recompute-modules mlp", "recompute selective"),
-        ("ARGS=(--recompute-granularity selective \\\n --recompute-modules mlp core_attn)",
+        ("--recompute-granularity selective \\\n --recompute-modules mlp core_attn",
          "recompute selective and core_attn"),
         ("--num-experts 8 --recompute-granularity selective --recompute-modules moe layernorm",
          "recompute selective"),
@@ -49,10 +52,6 @@ def test_recomputation_is_read(text, words):
         ("--dataloader-inter-document-masking", Layout.ZIGZAG),
         ("--reset-attention-mask", Layout.ZIGZAG),
         ("--reset-position-ids", None),
-        ("sft: true", Layout.DOCUMENTS),
-        ("sft: false", None),
-        ("reset_attention_mask: False", None),
-        ("dataloader_inter_document_masking: null", None),
     ],
 )
 def test_packing_is_read(text, layout):
@@ -93,27 +92,27 @@ def test_keep_auto_has_its_budget_and_block_its_layers():
         read(f"{FULL} --burst-keep auto --burst-keep-budget-gib much")
 
 
+SELECTIVE = {"recompute_granularity": "selective"}
+
+
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("written", "words"),
     [
-        ("recompute_activations: false", ""),
-        ("recompute_activations: true", "recompute core_attn"),
-        ("recompute_granularity: null\nrecompute_activations: true", "recompute core_attn"),
-        ("recompute_granularity: selective\nrecompute_modules: null", "recompute core_attn"),
-        ("recompute_granularity: selective\nrecompute_modules: []", "recompute none"),
-        ("recompute_granularity: selective\nrecompute_modules: [mlp, core_attn]  # both",
+        ({"recompute_activations": False}, ""),
+        ({"recompute_activations": True}, "recompute core_attn"),
+        ({"recompute_granularity": None, "recompute_activations": True}, "recompute core_attn"),
+        (SELECTIVE | {"recompute_modules": None}, "recompute core_attn"),
+        (SELECTIVE | {"recompute_modules": []}, "recompute none"),
+        (SELECTIVE | {"recompute_modules": ["mlp", "core_attn"]},
          "recompute selective and core_attn"),
-        ("recompute_granularity: selective\nrecompute_modules: ['mlp',\n  \"core_attn\"]",
-         "recompute selective and core_attn"),
-        ("train:\n  recompute_granularity: selective\n  recompute_modules:  # both\n"
-         "  - mlp\n\n  # and\n  - 'core_attn'\n  tensor_model_parallel_size: 2",
-         "TP 2, recompute selective and core_attn"),
-        ("recompute_modules:\n    - mlp\nrecompute_granularity: selective", "recompute selective"),
+        ({"tensor_model_parallel_size": 2, "sft": False, "reset_attention_mask": None}, "TP 2"),
+        ({"sft": True}, "packed samples, THD"),
     ],
 )  # fmt: skip
-def test_truths_and_lists_of_yaml_are_read(text, words):
-    assert read(text).in_words == words
-    assert read(text).notes == ()
+def test_what_a_run_wrote_down_is_read(tmp_path, written, words):
+    (path := tmp_path / "args.json").write_text(json.dumps({"megatron_arguments": written}))
+    found = read_script(arguments_in(str(path)))
+    assert found.in_words == words and found.notes == ()
 
 
 @pytest.mark.parametrize(
@@ -122,8 +121,6 @@ def test_truths_and_lists_of_yaml_are_read(text, words):
         ("--recompute-granularity selective --recompute-modules mlp,moe", "mlp,moe"),
         ("--recompute-granularity selective --recompute-modules mlp moe,layernorm",
          "mlp moe,layernorm"),
-        ("--recompute-granularity selective --recompute-modules $MODULES", r"\$MODULES"),
-        ("recompute_granularity: selective\nrecompute_modules: *modules", r"\*modules"),
     ],
 )  # fmt: skip
 def test_modules_that_cannot_be_read_are_refused(text, got):
@@ -132,67 +129,49 @@ def test_modules_that_cannot_be_read_are_refused(text, got):
 
 
 def test_modules_matter_to_selective_recomputation_alone():
-    found = read(f"{FULL} --recompute-modules $MODULES")
+    found = read(f"{FULL} --recompute-modules mlp,moe")
     assert found.in_words == "recompute full, keep none"
     assert "--recompute-modules" not in found.flags
-    none = read("recompute_granularity: selective\nrecompute_modules: []")
-    assert none.flags["--recompute-modules"] == []
 
 
-SHELL = """#!/bin/bash
-# a comment's quote
-MODEL=(--num-layers 32 \\
-  --hidden-size "4096"  # of a layer
-  --swiglu)
-OPTIONS="--bf16 --tensor-model-parallel-size $TP_OF_MINE
-  --seq-length ${LENGTH_OF_MINE} --lr ${LR_OF_MINE:-2}"
-CP=4
-cd here && torchrun x.py ${MODEL[@]} $OPTIONS --foo=3 --context-parallel-size $CP \\
-  --data "$(cat --baz 3)" | tee log; echo done
+def test_lines_of_flags_are_read():
+    text = """# a comment's quote
+--num-layers 32 --hidden-size "4096"  # of a layer
+  --swiglu \\
+
+--foo=3 --moe-layer-freq '([0]*3+[1]*58)' --window-size 127 0
+--bar-
 """
-
-
-def test_a_script_has_its_flags_and_what_the_environment_says(monkeypatch):
-    monkeypatch.setenv("TP_OF_MINE", "2")
-    monkeypatch.setenv("CP", "8")  # which the script sets
-    assert megatron_arguments(SHELL) == {
-        "num_layers": "32", "hidden_size": "4096", "swiglu": True, "bf16": True,
-        "tensor_model_parallel_size": "2", "seq_length": "${LENGTH_OF_MINE}", "lr": "2", "foo": "3",
-        "context_parallel_size": "$CP", "data": "$?",
+    assert megatron_arguments(text) == {
+        "num_layers": "32", "hidden_size": "4096", "swiglu": True, "foo": "3",
+        "moe_layer_freq": "([0]*3+[1]*58)", "window_size": "127 0", "bar_": True,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("text", "got"),
+    "line",
     [
-        ("--tensor-model-parallel-size $MINE", r'"\$MINE" in run.sh; pass --tp, or start it with'),
-        ("--hidden-size $1", r'"\$1" in run.sh; write its value there, or start it with'),
-        ("X; if [ $X ]; then Y=--sft; fi", r'"True if \$\(...\)" in run.sh; write its'),
-        ("X; [[ $X ]] && Y=--sft", "--sft must have a value.*True if"),
-        ("X; for cp in 2 4; do run --context-parallel-size 4; done", r"--context-par.*4 if \$"),
-        (
-            "--a\nsource common.sh",
-            "sources common.sh; write them there, or start it with --burst-d",
-        ),
-        ("--a\n. ./common.sh", "sources ./common.sh; write them there"),
+        "torchrun pretrain_gpt.py --num-layers 2",
+        "ARGS=(",
+        "--tensor-model-parallel-size $TP",
+        "--train-iters `cat steps`",
+        '--data "a',
+        '--data="a',
+        "4096",
+        "source common.sh",
+        "num_layers: 2",
+        "--num-layers: 2",
+        "- mlp",
     ],
 )
-def test_what_only_a_shell_knows_is_refused(tmp_path, text, got):
+def test_shell_scripts_and_yaml_are_refused(tmp_path, line):
     path = tmp_path / "run.sh"
-    path.write_text(text.replace("X;", "run --num-layers 2\n"))
-    with pytest.raises(BurstError, match=f"^plan: .*{got}"):
-        arguments_in(str(path))
-
-
-def test_options_say_what_a_script_leaves_open(tmp_path):
-    path = tmp_path / "run.sh"
-    path.write_text("run --seq-length $1 --num-layers 2 --train-iters $2")
-    assert arguments_in(str(path), ["seq_length"]) == {"num_layers": "2"}
-
-
-def test_modules_end_where_a_shell_goes_on():
-    text = "--recompute-granularity selective --recompute-modules mlp ${MORE[@]} 2>&1 | tee log"
-    assert read(text).in_words == "recompute selective"
+    path.write_text(f"--num-layers 2\n{line}\n")
+    change = "start the job once with --burst-dump-args args.json, and plan args.json"
+    for read_file in (arguments_in, model_of):
+        with pytest.raises(BurstError) as refused:
+            read_file(str(path))
+        assert f"got {line}; {change}" in str(refused.value)
 
 
 def test_nothing_is_said_of_what_an_option_overrules():

@@ -15,8 +15,8 @@ def gpu_line(index: int, **changes: str) -> str:
     """A line of nvidia-smi --query-gpu; `changes` by field."""
     fields = {
         "index": str(index), "uuid": UUID.format(index), "name": "NVIDIA H200", "cap": "9.0",
-        "driver": "570.86.15", "total": "143771", "used": "1", "clock": "345", "max": "1980",
-        "throttles": "0x0000000000000001", "ecc": "Enabled", "errors": "0", "heat": "31",
+        "driver": "570.86.15", "total": "143771", "used": "1", "max": "1980",
+        "throttles": "0x0000000000000001", "ecc": "Enabled", "errors": "0",
         "mig": "Disabled", "mode": "Default",
     }  # fmt: skip
     return ", ".join((fields | changes).values())
@@ -68,7 +68,6 @@ def h200(**changes: str) -> str:
         "gpus": "\n".join(gpu_line(i) for i in range(8)),
         "processes": "",
         "topology": matrix(18, H200_NICS, on_h200),
-        "nvlink": nvlink(dict.fromkeys(range(8), 18)),
         "hcas": "\n".join(
             [
                 *(hca_line(name) for name in H200_NICS[:-1]),
@@ -78,7 +77,7 @@ def h200(**changes: str) -> str:
         "addresses": addresses(1),
         "route": "default via 10.1.0.1 dev bond0 proto static",
         "modules": "nvidia_peermem",
-        "shm": "tmpfs 1056575324 0 1056575324 0% /dev/shm",
+        "shm": "1056575324",
         "memlock": "unlimited",
         "nofile": "1048576",
         "end": "",
@@ -95,18 +94,6 @@ def addresses(node: int) -> str:
     return "\n".join(
         ADDRESS.format(i, name, address, name) for i, (name, address) in enumerate(devices.items())
     )
-
-
-def nvlink(live: Mapping[int, int]) -> str:
-    """What nvidia-smi nvlink --status prints."""
-    lines = []
-    for gpu, count in live.items():
-        lines.append(f"GPU {gpu}: NVIDIA H200 (UUID: {UUID.format(gpu)})")
-        lines += [
-            f"\t Link {link}: {'26.562 GB/s' if link < count else '<inactive>'}"
-            for link in range(18)
-        ]
-    return "\n".join(lines)
 
 
 def text_of(sections: Mapping[str, str]) -> str:

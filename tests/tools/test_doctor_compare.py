@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.doctor.compare import (
-    Facts,
     check_alike,
     check_compute,
     check_links,
@@ -17,15 +16,13 @@ from megatron_burst.tools.doctor.compare import (
     link_rates,
 )
 from megatron_burst.tools.doctor.meeting import Launch, expand_nodes, launch_of
-from megatron_burst.tools.doctor.network import check_pairs, knock, open_door, own_address
+from megatron_burst.tools.doctor.network import check_pairs, knock, own_address
 from megatron_burst.tools.doctor.report import Status
 
-
-def facts(node="a", gpu_id="", versions=None, variables=None, **changes):
-    hardware = {"gpu": "H200", "gpus": "8", "ranks": "8", "clock": "1980 MHz", "driver": "570"}
-    usual = {"torch": "2.11.0"} if versions is None else versions
-    set_ = {"NCCL_DEBUG": "WARN"} if variables is None else variables
-    return Facts(node, gpu_id, hardware | changes, usual, set_)
+USUAL = {
+    "gpu": "H200", "gpus": "8", "ranks": "8", "clock": "1980", "driver": "570",
+    "hcas": "8 x InfiniBand at 400 Gbit/s", "torch": "2.11.0", "NCCL_DEBUG": "WARN",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -34,33 +31,34 @@ def facts(node="a", gpu_id="", versions=None, variables=None, **changes):
         ({"gpu": "H100"}, Status.WARN, "gpu differs: d has H100; the others H200"),
         ({"gpus": "4"}, Status.WARN, "gpus differs: d has 4; the others 8"),
         ({"ranks": "4"}, Status.WARN, "ranks differs: d has 4; the others 8"),
-        ({"clock": "1755 MHz"}, Status.WARN, "clock differs: d has 1755 MHz; the others 1980 MHz"),
+        ({"clock": "1755"}, Status.WARN, "clock differs: d has 1755; the others 1980"),
+        ({"hcas": "7 x InfiniBand at 400 Gbit/s"}, Status.WARN, "hcas differs: d has "
+         "7 x InfiniBand at 400 Gbit/s; the others 8 x InfiniBand at 400 Gbit/s"),
         ({"driver": "550"}, Status.WARN, "driver differs: d has 550; the others 570"),
-        ({"versions": {"torch": "2.10.0"}}, Status.FAIL,
+        ({"torch": "2.10.0"}, Status.FAIL,
          "torch differs: d has 2.10.0; the others 2.11.0"),
-        ({"versions": {"torch": "2.11.0", "te": "2.20"}}, Status.FAIL,
-         "te differs: d has 2.20; the others none"),
-        ({"variables": {}}, Status.WARN, "NCCL_DEBUG differs: d has unset; the others WARN"),
+        ({"te": "2.20"}, Status.FAIL, "te differs: d has 2.20; the others none"),
+        ({"NCCL_PROTO": "LL"}, Status.WARN, "NCCL_PROTO differs: d has LL; the others unset"),
     ],
 )  # fmt: skip
 def test_the_odd_node_is_named(changes, status, what):
-    (found,) = check_alike([facts(h) for h in "abc"] + [facts("d", **changes)])
+    (found,) = check_alike(dict.fromkeys("abc", USUAL) | {"d": USUAL | changes})
     assert (found.status, found.what, found.where) == (status, what, "d")
     assert found.change
 
 
 def test_equal_nodes_and_names_of_nodes_are_no_difference():
-    own = [facts(h, variables={"NCCL_HOSTID": h, "NCCL_IB_HCA": h}) for h in "ab"]
+    own = {h: USUAL | {"NCCL_HOSTID": h, "NCCL_IB_HCA": h} for h in "ab"}
     assert [check.status for check in check_alike(own)] == [Status.OK]
 
 
 def test_ranks_need_a_gpu_each():
-    assert check_seats({0: facts(gpu_id="x"), 1: facts(gpu_id="y")}).status is Status.OK
-    shared = check_seats({0: facts(gpu_id="x"), 4: facts(gpu_id="x")})
-    assert shared.status is Status.FAIL and shared.what == "ranks [0, 4] share a GPU"
-    some = check_seats({0: facts(gpu_id="x"), 1: facts()})
-    assert some.status is Status.FAIL and "ranks [1] have no GPU" in some.what
-    assert check_seats({0: facts(), 1: facts()}).status is Status.SKIP
+    assert check_seats({0: "x", 1: "y"}).status is Status.OK
+    for gpus, ranks in (({0: "x", 1: "y", 4: "x"}, [0, 4]), ({0: "x", 1: ""}, [1])):
+        found = check_seats(gpus)
+        assert found.status is Status.FAIL
+        assert found.what == f"ranks {ranks} have no GPU of their own"
+    assert check_seats({0: "", 1: ""}).status is Status.SKIP
 
 
 @given(st.integers(3, 8), st.data())
@@ -103,8 +101,7 @@ def test_slow_compute_is_named():
 
 
 def test_nodes_knock_at_each_others_doors():
-    door = open_door("127.0.0.1")
-    closed = open_door("127.0.0.1")
+    door, closed = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
     shut = closed.getsockname()[:2]
     closed.close()
     unreached = knock({"b": door.getsockname()[:2], "c": shut}, 2.0)

@@ -166,9 +166,9 @@ def _plan() -> bytes:
     return _text(found | {"flags": FLAGS})
 
 
-def _flags(separator: str, comment: str) -> bytes:
-    lines = [f"--{name.replace('_', '-')}{separator}{value}" for name, value in _SCRIPT.items()]
-    return (comment + " \\\n".join(lines) if separator == " " else "\n".join(lines)).encode()
+def _flags() -> bytes:
+    lines = (f"--{name.replace('_', '-')} {value}" for name, value in _SCRIPT.items())
+    return "\n".join(lines).encode()
 
 
 def _text(value: object) -> bytes:
@@ -187,8 +187,7 @@ KINDS: dict[str, tuple[str, Callable[[], bytes], Callable[[Path], int]]] = {
     "delta": ("config.json", lambda: _text(configs.QWEN_3_5_35B), of_model),
     "hybrid": ("config.json", lambda: _text(configs.NEMOTRON_3_NANO), of_model),
     "dumped": ("args.json", lambda: _text({"megatron_arguments": _SCRIPT}), of_model),
-    "shell": ("run.sh", lambda: _flags(" ", "python pretrain_gpt.py "), of_model),
-    "yaml": ("run.yaml", lambda: _flags(": ", ""), of_model),
+    "flags": ("flags.txt", _flags, of_model),
     "commit": ("main", lambda: b"c0ffee\n", of_cache),
     "hardware": ("ours.toml", lambda: preset_text("h200").encode(), of_machine),
     "calibration": ("ours.toml", lambda: to_toml(_CALIBRATION).encode(), of_machine),

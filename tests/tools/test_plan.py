@@ -177,7 +177,7 @@ def test_pictures_are_drawn(cp, keep, tmp_path):
 
 
 def test_sizes_come_from_a_file_of_megatron_arguments(tmp_path):
-    path = tmp_path / "run.sh"
+    path = tmp_path / "flags.txt"
     path.write_text(
         "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --ffn-hidden-size 4096 "
         "--vocab-size 32000 --seq-length 65536 --context-parallel-size 2 "

@@ -239,7 +239,7 @@ def test_a_picture_of_many_ranks_has_the_slowest(histogram):
 
 
 def test_a_script_whose_documents_start_at_any_token_is_warned(tmp_path, histogram):
-    script = tmp_path / "run.sh"
+    script = tmp_path / "flags.txt"
     script.write_text(
         "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --ffn-hidden-size 4096 "
         "--vocab-size 32000 --seq-length 65536 --bf16 --dataloader-inter-document-masking"

@@ -1,5 +1,5 @@
-"""`megatron-burst plan` for a script: plans what the script specifies, options override it, and the
-script accepts its plan."""
+"""`megatron-burst plan` for the arguments of a script: plans what they specify, options override
+them, and the script accepts its plan."""
 
 import re
 import shlex
@@ -11,14 +11,14 @@ from tests.test_examples import megatrons_parser
 from tests.tools.test_plan import run
 
 SCRIPT = """
-torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --swiglu \\
-  --num-attention-heads 32 --group-query-attention --num-query-groups 8 --vocab-size 128256 \\
-  --ffn-hidden-size 14336 --untie-embeddings-and-output-weights --seq-length 131072 \\
+--num-layers 32 --hidden-size 4096 --swiglu
+  --num-attention-heads 32 --group-query-attention --num-query-groups 8 --vocab-size 128256
+  --ffn-hidden-size 14336 --untie-embeddings-and-output-weights --seq-length 131072
   --global-batch-size 8 --tensor-model-parallel-size 2 --context-parallel-size 4 """
 
 
 def test_a_script_is_planned_as_it_says(tmp_path):
-    path = tmp_path / "run.sh"
+    path = tmp_path / "flags.txt"
     path.write_text(
         SCRIPT + "--recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1 --burst-keep all --burst-keep-offload results --sft"
@@ -35,7 +35,7 @@ def test_a_script_is_planned_as_it_says(tmp_path):
 
 
 def test_a_plan_has_recomputation_in_the_words_of_its_script(tmp_path):
-    path = tmp_path / "run.sh"
+    path = tmp_path / "flags.txt"
     path.write_text(SCRIPT + "--recompute-activations")
     text = run(str(path), "--gpus", "8")
     assert "recompute core_attn" in text and "recomputation of attention" in text
@@ -70,7 +70,7 @@ def plan_of(tmp_path):
     """Plans the script's job with extra arguments and options; writes `plan.json`."""
 
     def plan(more, options="", code=0):
-        path = tmp_path / "run.sh"
+        path = tmp_path / "flags.txt"
         path.write_text(SCRIPT + more)
         out = tmp_path / "plan.json"
         return run(str(path), "--gpus", "8", "--json", str(out), *options.split(), code=code)
@@ -96,7 +96,7 @@ def plan_of(tmp_path):
 )  # fmt: skip
 def test_a_script_takes_the_plan_that_was_made_of_it(plan_of, tmp_path, more, options, words):
     assert f"TP 2 CP 4 PP 1 DP 1, {words}" in plan_of(more, options)
-    words = shlex.split((SCRIPT + more).replace("\\\n", " "))[4:]
+    words = shlex.split(SCRIPT + more)
     parser = megatrons_parser()
     args = parser.parse_args([*words, "--burst-plan", str(tmp_path / "plan.json")])
     check_plan(args)
@@ -183,7 +183,7 @@ def test_attention_adds_up(plan_of):
 
 
 def test_a_batch_that_nobody_gave_and_documents_that_are_repeated_are_said(tmp_path):
-    lengths, path = tmp_path / "lengths.txt", tmp_path / "run.sh"
+    lengths, path = tmp_path / "lengths.txt", tmp_path / "flags.txt"
     lengths.write_text("100 200 300")
     path.write_text(SCRIPT.replace("--global-batch-size 8", "") + FULL)
     text = run(str(path), "--gpus", "8", "--cu-seqlens", str(lengths))
@@ -196,13 +196,13 @@ def test_a_batch_that_nobody_gave_and_documents_that_are_repeated_are_said(tmp_p
 
 
 def test_pictures_name_the_file_without_folders(tmp_path):
-    path, lengths = tmp_path / "a-script-with-a-long-name.sh", tmp_path / "lengths.txt"
+    path, lengths = tmp_path / "a-script-with-a-long-name.txt", tmp_path / "lengths.txt"
     path.write_text(SCRIPT + f"{FULL}--sft")
     lengths.write_text("30000 2000 33536")
     job, sample = tmp_path / "job.svg", tmp_path / "sample.svg"
     run(str(path), "--gpus", "8", "--picture", str(job))
     title = (
-        "a-script-with-a-long-name.sh 128K, predicted for h200, packed documents, "
+        "a-script-with-a-long-name.txt 128K, predicted for h200, packed documents, "
         "TP 2 CP 4 PP 1 DP 1: one layer's attention"
     )
     assert title in job.read_text() and "<!-- gather on 1 node x 4 ranks -->" in job.read_text()
@@ -210,6 +210,6 @@ def test_pictures_name_the_file_without_folders(tmp_path):
     path.write_text((SCRIPT + FULL).replace("--seq-length 131072", ""))
     run(str(path), "--gpus", "8", "--cu-seqlens", str(lengths), "--picture", str(sample))
     assert (
-        "<!-- a-script-with-a-long-name.sh, h200: a packed sample of 65,536" in sample.read_text()
+        "<!-- a-script-with-a-long-name.txt, h200: a packed sample of 65,536" in sample.read_text()
     )
     assert str(tmp_path) not in job.read_text() + sample.read_text()

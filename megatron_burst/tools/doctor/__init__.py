@@ -60,9 +60,11 @@ def doctor(
     """
     try:
         with nullcontext() if verbose else without_warnings():
-            breaks = (
-                _explain(explain, as_json) if explain else _examine(nodes, ssh, timeout_s, as_json)
-            )
+            if explain:
+                breaks = _explain(explain, as_json)
+            else:
+                _check(ssh, nodes)
+                breaks = _examine(nodes, ssh, timeout_s, as_json)
     except BurstError as error:  # by every rank: each may see something else
         typer.echo(f"error: {harmless(str(error))}", err=True)
         raise typer.Exit(2) from None
@@ -77,13 +79,13 @@ def _explain(folder: Path, as_json: bool) -> bool:
     sentence = explained(folder)
     if as_json:
         print_report(Report((fail("job", sentence),) if sentence else ()), as_json)
-    else:
-        nothing = (
-            f"no rank wrote anything in {folder}: none met an error of another rank, or their "
-            "launcher ended them first, as torchrun does where a rank of their node has ended; "
-            "torchrun's output names that rank"
-        )
-        typer.echo(harmless(sentence or nothing))
+        return bool(sentence)
+    nothing = (
+        f"no rank wrote anything in {folder}: none met an error of another rank, or their launcher "
+        "ended them first, as torchrun does where a rank of their node has ended; torchrun's "
+        "output names that rank"
+    )
+    typer.echo(harmless(sentence or nothing))
     return bool(sentence)
 
 
@@ -93,9 +95,8 @@ def _examine(nodes: str | None, ssh: str, timeout_s: float, as_json: bool) -> bo
     from megatron_burst.tools.doctor.report import Report, print_report
     from megatron_burst.tools.doctor.survey import run_command, survey_of
 
-    _check(ssh, nodes)
     launch = None if nodes is not None else launch_of(os.environ)
-    with shown(0 if launch is None else launch.rank) as progress:
+    with shown(launch.rank if launch else 0) as progress:
 
         def say(report: Report) -> bool:
             progress.end()
@@ -113,14 +114,14 @@ def _examine(nodes: str | None, ssh: str, timeout_s: float, as_json: bool) -> bo
             return say(check_nodes(nodes_in(nodes), run_command, ssh, timeout_s))
         from megatron_burst.tools.doctor.machine import check_machine
 
-        return say(Report(tuple(check_machine(survey_of(run_command, timeout_s), os.environ))))
+        return say(Report(check_machine(survey_of(run_command, timeout_s), os.environ)))
 
 
 def _check(ssh: str, nodes: str | None) -> None:
     """Refuse a command that cannot be split, and one that would be ignored."""
+    unread = ""
     try:
         shlex.split(ssh)
-        unread = ""
     except ValueError as error:
         unread = f"{ssh!r}: {error}"
     needs = [

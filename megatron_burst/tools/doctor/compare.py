@@ -2,93 +2,65 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 
-from megatron_burst.comm.nodes import RankHome
 from megatron_burst.schedule.topology import Link
-from megatron_burst.tools.doctor.report import (
-    Check,
-    LinkRate,
-    Status,
-    fail,
-    few,
-    odd,
-    ok,
-    skip,
-    warn,
-)
+from megatron_burst.tools.doctor.network import used_hcas
+from megatron_burst.tools.doctor.report import Check, LinkRate, Status, fail, few, ok, skip, warn
+from megatron_burst.tools.doctor.survey import Survey, gpus_of
 
 _SLOW = 0.7  # of the median
 _MAY_DIFFER = {"NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_TOPO_FILE"}
 _SLOWEST = "the slowest sets the pace: take nodes of one kind"
-HARDWARE = {  # what should be the same on all nodes, and what to do where it is not
-    "gpu": _SLOWEST,
+_HARDWARE = {  # what should be the same on all nodes, and what to do where it is not
+    "gpu": _SLOWEST, "clock": _SLOWEST,
     "gpus": "take nodes with equally many GPUs",
     "ranks": "start equally many ranks on each node: uneven ones get a flat ring",
-    "clock": _SLOWEST,
     "driver": "install the same driver on all nodes",
-}
+    "hcas": "have ports that are down looked at, or take nodes of one kind",
+}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What a rank says of itself, its node and its GPU."""
-
-    node: str
-    gpu_id: str  # tells GPUs apart; "" without one
-    hardware: Mapping[str, str]  # by the names of `HARDWARE`
-    versions: Mapping[str, str]  # of software, by name
-    variables: Mapping[str, str]  # of NCCL and CUDA that are set
-    home: RankHome | None = None  # as the trainer sees it
-    door: tuple[str, int] = ("", 0)  # address and port where other nodes can knock
+def hardware_of(survey: Survey) -> dict[str, str]:
+    """What should be the same on all nodes."""
+    gpus, hcas = gpus_of(survey), used_hcas(survey)
+    have = {name: "/".join(sorted({gpu[field] for gpu in gpus})) or "none" for name, field in (
+        ("gpu", "name"), ("clock", "clocks.max.sm"), ("driver", "driver_version"))}  # fmt: skip
+    ports = f"{len(hcas)} x {hcas[0].network}" if hcas else "none"
+    return {**have, "gpus": str(len(gpus)), "hcas": ports}
 
 
-def facts_of(fields: Mapping) -> Facts:
-    """What a rank said, from the fields that it sent (`dataclasses.asdict`)."""
-    home = fields["home"] and RankHome(**fields["home"])
-    return Facts(**{**fields, "home": home, "door": tuple(fields["door"])})
-
-
-def check_alike(facts: Sequence[Facts]) -> list[Check]:
-    """Nodes that differ from most in what should be the same."""
-    nodes = {fact.node: fact for fact in reversed(facts)}
+def check_alike(nodes: Mapping[str, Mapping[str, str]]) -> list[Check]:
+    """Nodes that differ from most in what should be the same: hardware, versions, variables."""
     if len(nodes) < 2:
         return [skip("alike", "one node")]
+    found, names = [], sorted({name for have in nodes.values() for name in have} - _MAY_DIFFER)
+    for name in names:
+        status, change, absent = Status.FAIL, f"install the same {name} on all nodes", "none"
+        if name in _HARDWARE:
+            status, change = Status.WARN, _HARDWARE[name]
+        elif name.isupper():
+            status, change, absent = Status.WARN, "export the same value on all nodes", "unset"
+        values = {node: have.get(name, absent) for node, have in nodes.items()}
+        (common, _), *others = Counter(values.values()).most_common()
+        if others:
+            odd = {node: value for node, value in values.items() if value != common}
+            named = few([f"{node} has {value}" for node, value in odd.items()])
+            what = f"{name} differs: {named}; the others {common}"
+            found.append(Check(status, "alike", what, change, ", ".join(odd)))
+    return found or [ok("alike", f"{len(nodes)} nodes have the same {', '.join(names)}")]
 
-    def check(kind: str, name: str, status: Status, change: str, absent: str) -> Check | None:
-        have = {node: getattr(fact, kind).get(name, absent) for node, fact in nodes.items()}
-        return odd(name, status, change, have)
 
-    found = [
-        check("hardware", name, Status.WARN, change, "none") for name, change in HARDWARE.items()
-    ]
-    for name in sorted({name for fact in facts for name in fact.versions}):
-        change = f"install the same {name} on all nodes"
-        found.append(check("versions", name, Status.FAIL, change, "none"))
-    for name in sorted({name for fact in facts for name in fact.variables} - _MAY_DIFFER):
-        change = "export the same value on all nodes"
-        found.append(check("variables", name, Status.WARN, change, "unset"))
-    same = ok("alike", f"{len(nodes)} nodes have the same hardware, versions and variables")
-    return [one for one in found if one] or [same]
-
-
-def check_seats(facts: Mapping[int, Facts]) -> Check:
-    """That each rank has a GPU of its own."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, fact in facts.items():
-        ranks_of.setdefault(fact.gpu_id, []).append(rank)
-    without = ranks_of.pop("", [])
-    shared = next((ranks for ranks in ranks_of.values() if len(ranks) > 1), None)
-    change = "start no more ranks on a node than it has GPUs"
-    if shared:
-        return fail("seats", f"ranks {shared} share a GPU", change, f"ranks {shared}")
-    if without and ranks_of:
-        what = f"ranks {without} have no GPU, the others have"
-        return fail("seats", what, change, f"ranks {without}")
-    if without:
+def check_seats(gpu_ids: Mapping[int, str]) -> Check:
+    """That each rank has a GPU of its own; `gpu_ids`: "" of a rank without one."""
+    counts = Counter(gpu_ids.values())
+    if not any(counts):
         return skip("seats", "no rank has a GPU: the job runs on the CPU")
-    return ok("seats", f"each of {len(facts)} ranks has a GPU of its own")
+    if without := [rank for rank, gpu in gpu_ids.items() if not gpu or counts[gpu] > 1]:
+        change = "start no more ranks on a node than it has GPUs"
+        what = f"ranks {without} have no GPU of their own"
+        return fail("seats", what, change, f"ranks {without}")
+    return ok("seats", f"each of {len(gpu_ids)} ranks has a GPU of its own")
 
 
 def link_rates(
@@ -126,9 +98,8 @@ def check_links(kind: Link, links: Sequence[LinkRate]) -> Check:
         for link in slow
     ]
     ends = Counter(rank for link in slow for rank in {link.source, link.dest})
-    shared = sorted(rank for rank, count in ends.items() if count > 1)
     change = "look at NVLink and clocks" if kind is Link.INTRA else "look at its HCA and cable"
-    if shared:
+    if shared := sorted(rank for rank, count in ends.items() if count > 1):
         change += f" of ranks {shared}, which slow links have in common"
     where = ", ".join(sorted({node for link in slow for node in link.nodes}))
     return warn(name, f"{len(slow)} slow: {few(named)}; of {what}", change, where)

@@ -2,25 +2,30 @@
 
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_burst.comm.grid import grid
-from megatron_burst.comm.nodes import my_home, topology_of_homes
+from megatron_burst.comm.nodes import RankHome, my_home, topology_of_homes
 from megatron_burst.tools.doctor import compare
 from megatron_burst.tools.doctor.machine import check_machine
-from megatron_burst.tools.doctor.meeting import Launch, Meeting, Watch, meet, open_store
-from megatron_burst.tools.doctor.network import check_pairs, knock, open_door, own_address
-from megatron_burst.tools.doctor.report import Check, LinkRate, Report, Status, check_of, merged
+from megatron_burst.tools.doctor.meeting import Launch, Meeting, meet, open_store, watched
+from megatron_burst.tools.doctor.network import check_pairs, knock, own_address
+from megatron_burst.tools.doctor.report import Check, LinkRate, Report, Status, merged
 from megatron_burst.tools.doctor.software import software
-from megatron_burst.tools.doctor.survey import Answer, Runner, Survey, gpus_of, survey_of
+from megatron_burst.tools.doctor.survey import Answer, Runner, Survey, survey_of
 from megatron_burst.tools.speeds import Mover, matmul, rank_ms, rings
 from megatron_burst.tools.terminal import Progress
 from megatron_burst.tools.world import World, world_of
 
+# what a rank says of itself, as JSON: its node, its GPU ("" without one), what should be the same
+# on all nodes, its `RankHome`, and the door where other nodes can knock
+Facts = dict[str, Any]
 _KNOCK_S = 5.0
 _WATCHED = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_")
 _SHIFT_BYTES = {"cuda": 64 << 20, "cpu": 1 << 20}
@@ -50,48 +55,39 @@ def check_job(launch: Launch, job: Job) -> bool:
     survey = Answer(0, "", "the first rank of this node is not there")
     if launch.local_rank == 0:  # one rank of a node is enough
         survey = survey_of(job.run, job.timeout_s)
-    with open_door(own_address(launch.address, job.environ)) as door:
+    own = own_address(launch.address, job.environ), 0
+    with socket.create_server(own, backlog=1024) as door:  # connections to it are left waiting
         mine = _facts(launch, job, survey, door.getsockname()[:2])
         job.progress.now("waiting for all ranks")
-        meeting, told = meet(launch, store, job.timeout_s, asdict(mine))
-        facts = {rank: compare.facts_of(fields) for rank, fields in told.items()}
-        checks = _Checks(meeting, job, facts)
+        checks = _Checks(*meet(launch, store, job.timeout_s, mine), job)
         checks.before_groups(survey)
     if checks.may_measure:
         checks.measure()
-    report = Report(tuple(checks.found), tuple(checks.links), ranks=checks.table)
-    if meeting.leads:
+    report = Report(checks.found, checks.links, ranks=checks.table)
+    if launch.rank == 0:
         job.say(report)
-    return meeting.part(report.breaks if meeting.leads else None)
+    return checks.meeting.part(report.breaks)
 
 
-def _facts(
-    launch: Launch, job: Job, survey: Survey | Answer, door: tuple[str, int]
-) -> compare.Facts:
-    gpus = [] if isinstance(survey, Answer) else gpus_of(survey)
-    name, uuid = "CPU", ""
+def _facts(launch: Launch, job: Job, survey: Survey | Answer, door: tuple[str, int]) -> Facts:
+    gpu_id, alike = "", software() | {"ranks": str(launch.local_size)}
     if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        name, uuid = properties.name, str(properties.uuid)
-    clock_mhz = min((gpu.max_clock_mhz or 0 for gpu in gpus), default=0.0)
-    values = (
-        name, torch.cuda.device_count(), launch.local_size, f"{clock_mhz:.0f} MHz",
-        gpus[0].driver if gpus else "none",
-    )  # fmt: skip
-    return compare.Facts(
-        job.environ.get("NCCL_HOSTID") or socket.gethostname(), uuid,
-        dict(zip(compare.HARDWARE, map(str, values), strict=True)), software(),
-        {n: v for n, v in job.environ.items() if n.startswith(_WATCHED)}, my_home(), door,
-    )  # fmt: skip
+        gpu_id = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    if isinstance(survey, Survey):
+        alike |= compare.hardware_of(survey)
+    alike |= {n: v for n, v in job.environ.items() if n.startswith(_WATCHED)}
+    node = job.environ.get("NCCL_HOSTID") or socket.gethostname()
+    return {
+        "node": node, "gpu": gpu_id, "alike": alike, "home": asdict(my_home()), "door": door
+    }  # fmt: skip
 
 
 class _Checks:
     """Collects what is found; the same steps on all ranks, who said something of themselves."""
 
-    def __init__(self, meeting: Meeting, job: Job, facts: Mapping[int, compare.Facts]) -> None:
+    def __init__(self, meeting: Meeting, facts: Mapping[int, Facts], job: Job) -> None:
         self.meeting, self.job, self.facts, self.ranks = meeting, job, facts, list(facts)
-        self.homes = [fact.home for fact in facts.values()]
-        self.nodes = {rank: fact.node for rank, fact in facts.items()}
+        self.nodes = {rank: fact["node"] for rank, fact in facts.items()}
         # the first rank of each node speaks for it
         self.speakers = {node: rank for rank, node in reversed(self.nodes.items())}
         self.found: list[Check] = []
@@ -108,24 +104,29 @@ class _Checks:
     def before_groups(self, survey: Survey | Answer) -> None:
         """What needs no process group; the first rank of each machine has its survey."""
         meeting, node = self.meeting, self.nodes[self.meeting.launch.rank]
-        self.found += [meeting.attendance(), compare.check_seats(self.facts)]
+        gpus = {rank: fact["gpu"] for rank, fact in self.facts.items()}
+        self.found += [meeting.attendance(), compare.check_seats(gpus)]
         speaks = self.speakers[node] == meeting.launch.rank
-        others = {name: rank for name, rank in self.speakers.items() if name != node}
-        doors = {name: self.facts[rank].door for name, rank in others.items()}
+        doors = {n: self.facts[rank]["door"] for n, rank in self.speakers.items() if n != node}
         reached = meeting.share("unreached", knock(doors, _KNOCK_S) if speaks else None)
-        told = {self.nodes[rank]: why for rank, why in reached.items() if why is not None}
-        self.found.append(check_pairs(told))
+        self.found.append(
+            check_pairs({n: reached.get(rank, {}) for n, rank in self.speakers.items()})
+        )
         own = check_machine(survey, self.job.environ, in_job=True) if speaks else []
         said = meeting.share("machine", [asdict(check) for check in own])
-        checks = {rank: [check_of(fields) for fields in found] for rank, found in said.items()}
-        self.found += merged({name: checks.get(rank, ()) for name, rank in self.speakers.items()})
-        self.found += compare.check_alike(list(self.facts.values()))
+        self.found += merged({
+            node: [Check(**fields | {"status": Status(fields["status"])})
+                   for fields in said.get(rank, ())]
+            for node, rank in self.speakers.items()
+        })  # fmt: skip
+        alike = {node: self.facts[rank]["alike"] for node, rank in self.speakers.items()}
+        self.found += compare.check_alike(alike)
 
     def measure(self) -> None:
         """Compute and links, with a process group of those who came."""
         with self._watch("starting the process group"):
             world = self._world()
-            topology = topology_of_homes(self.homes)
+            topology = topology_of_homes([RankHome(**fact["home"]) for fact in self.facts.values()])
             self.table = grid(topology, self.ranks)
             mover = Mover(world, topology)
         with self._watch("the matrix product"):
@@ -148,7 +149,7 @@ class _Checks:
 
     def _world(self) -> World:
         """The process group of those who came, numbered anew."""
-        device = "cuda" if all(fact.gpu_id for fact in self.facts.values()) else "cpu"
+        device = "cuda" if all(fact["gpu"] for fact in self.facts.values()) else "cpu"
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             store=dist.PrefixStore("doctor/group", self.meeting.store),
@@ -157,9 +158,9 @@ class _Checks:
         )  # fmt: skip
         return world_of(device)
 
-    def _watch(self, stage: str) -> Watch:
-        def give_up(failure: Check) -> None:
-            self.job.say(Report((*self.found, failure), tuple(self.links)))
-
+    def _watch(self, stage: str) -> AbstractContextManager:
         self.job.progress.now(stage)
-        return Watch(self.meeting, stage, self.job.timeout_s, give_up)
+        return watched(self.meeting, stage, self._give_up)
+
+    def _give_up(self, failure: Check) -> None:
+        self.job.say(Report([*self.found, failure], self.links))

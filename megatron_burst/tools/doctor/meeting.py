@@ -6,9 +6,11 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import count, product
 from threading import Timer
 
 import torch.distributed as dist
@@ -60,12 +62,10 @@ def launch_of(environ: Mapping[str, str]) -> Launch | None:
         return int(text)
 
     if "RANK" in environ:
-        size = number("WORLD_SIZE")
-        return Launch(
-            number("RANK"), size, number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", size),
-            environ.get("MASTER_ADDR", "localhost"), number("MASTER_PORT"),
-            joins=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        )  # fmt: skip
+        size, address = number("WORLD_SIZE"), environ.get("MASTER_ADDR", "localhost")
+        local = number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", size)
+        joins = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return Launch(number("RANK"), size, *local, address, number("MASTER_PORT"), joins)
     if not {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID"} <= environ.keys():
         return None
     nodes = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
@@ -82,19 +82,19 @@ def launch_of(environ: Mapping[str, str]) -> Launch | None:
 
 def expand_nodes(text: str) -> tuple[str, ...]:
     """The node names of a Slurm list such as "gpu[01-03,7],login"."""
-    found: list[str] = []
-    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text):
-        names = [""]
-        for plain, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", part):
-            spans = [one.partition("-") for one in ranges.split(",")] if ranges else []
-            numbers = [
-                f"{number:0{len(first)}d}"
-                for first, _, last in spans
-                for number in range(int(first), int(last or first) + 1)
-            ]
-            names = [f"{name}{plain}{number}" for name in names for number in numbers or [""]]
-        found += names
-    return tuple(found)
+
+    def choices(place: int, piece: str) -> list[str]:
+        if place % 2 == 0:  # outside of brackets
+            return [piece]
+        spans = [one.partition("-") for one in piece.split(",")]
+        return [f"{number:0{len(first)}d}" for first, _, last in spans
+                for number in range(int(first), int(last or first) + 1)]  # fmt: skip
+
+    return tuple(
+        "".join(name)
+        for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text)
+        for name in product(*map(choices, count(), re.split(r"[\[\]]", part)))
+    )
 
 
 @dataclass(slots=True)
@@ -105,11 +105,6 @@ class Meeting:
     store: dist.Store
     timeout_s: float  # for each step
     present: tuple[int, ...] = ()  # global ranks that came in time; the same on all of them
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank says what was found."""
-        return self.launch.rank == 0
 
     def post(self, topic: str, value: object) -> None:
         """Say something under a topic: data that JSON holds, so that reading it runs no code."""
@@ -127,12 +122,12 @@ class Meeting:
         self.post(topic, value)
         return self.collect(topic, self.present)
 
-    def part(self, verdict: bool | None) -> bool:
+    def part(self, verdict: bool) -> bool:
         """End together: rank 0's verdict on all; it stays until the others have read it."""
-        if self.leads:
+        if self.launch.rank == 0:
             self.post("verdict", verdict)
             self.collect("bye", [rank for rank in self.present if rank])
-            return bool(verdict)
+            return verdict
         found = self.collect("verdict", [0])
         self.post("bye", True)
         return bool(found.get(0, True))  # no word from rank 0 breaks a run
@@ -177,7 +172,7 @@ def meet(launch: Launch, store: dist.Store, timeout_s: float, mine: object) -> t
     """
     meeting = Meeting(launch, store, timeout_s)
     meeting.post("here", mine)
-    if meeting.leads:
+    if launch.rank == 0:
         meeting.post("present", tuple(meeting.collect("here", range(launch.size))))
     # rank 0 may have come last
     meeting.present = tuple(meeting.collect("present", [0], patience=2.0).get(0, ()))
@@ -190,51 +185,45 @@ def meet(launch: Launch, store: dist.Store, timeout_s: float, mine: object) -> t
     return meeting, meeting.collect("here", meeting.present)
 
 
-@dataclass
-class Watch:
-    """Ends the process if a stage hangs; rank 0 first gives up with a check of who is late.
+@contextmanager
+def watched(meeting: Meeting, stage: str, give_up: Callable[[Check], None]) -> Iterator[None]:
+    """Ends the process if a stage takes too long; rank 0 first gives up with a check of who is
+    late. A collective that waits for a lost rank cannot be called off; on GPUs it blocks for
+    minutes."""
 
-    A collective that waits for a lost rank cannot be called off; on GPUs it blocks for minutes.
-    """
-
-    meeting: Meeting
-    stage: str
-    limit_s: float
-    give_up: Callable[[Check], None]
-
-    def __enter__(self) -> None:
-        self.timer = Timer(self.limit_s, self._expire)
-        self.timer.daemon = True
-        self.timer.start()
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, RuntimeError):  # a peer is gone; the others still wait for theirs
-            self.meeting.post(f"failed {self.stage}", str(error).splitlines()[0][:200])
-            self.timer.join()
-        self.timer.cancel()
-        if kind is None:
-            self.meeting.post(f"done {self.stage}", True)
-
-    def _expire(self) -> None:
-        meeting = self.meeting
+    def expire() -> None:
         try:
             # the main thread may hold the other connection's lock
             store = open_store(replace(meeting.launch, joins=True), meeting.timeout_s)
-            if meeting.leads:
-                self.give_up(self._failure(Meeting(meeting.launch, store, 1.0, meeting.present)))
+            if meeting.launch.rank == 0:
+                asked = Meeting(meeting.launch, store, 1.0, meeting.present)
+                give_up(_failure(asked, stage, meeting.timeout_s))
                 sys.stdout.flush()
             else:
                 time.sleep(_LAST_WORD_S)  # rank 0 keeps the store and has the floor
         finally:
             os._exit(1)
 
-    def _failure(self, asked: Meeting) -> Check:
-        done = asked.collect(f"done {self.stage}", asked.present)
-        late = [rank for rank in asked.present if rank not in done]
-        reasons = asked.collect(f"failed {self.stage}", late, patience=0.0)
-        what = f"ranks {late} did not finish {self.stage} within {self.limit_s:g} s"
-        what += "".join(f"; rank {rank}: {reason}" for rank, reason in reasons.items())
-        stuck = [rank for rank in late if rank not in reasons]
-        nodes = ", ".join(sorted({asked.launch.node_of(rank) for rank in stuck or late}))
-        change = f"look at the links and logs of {nodes}, with NCCL_DEBUG=INFO"
-        return fail("time-out", what, change, f"ranks {late}")
+    timer = Timer(meeting.timeout_s, expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except RuntimeError as error:  # a peer is gone; the others still wait for theirs
+        meeting.post(f"failed {stage}", str(error).splitlines()[0][:200])
+        timer.join()
+    finally:
+        timer.cancel()
+    meeting.post(f"done {stage}", True)
+
+
+def _failure(asked: Meeting, stage: str, limit_s: float) -> Check:
+    done = asked.collect(f"done {stage}", asked.present)
+    late = [rank for rank in asked.present if rank not in done]
+    reasons = asked.collect(f"failed {stage}", late, patience=0.0)
+    what = f"ranks {late} did not finish {stage} within {limit_s:g} s"
+    what += "".join(f"; rank {rank}: {reason}" for rank, reason in reasons.items())
+    stuck = [rank for rank in late if rank not in reasons]
+    nodes = ", ".join(sorted({asked.launch.node_of(rank) for rank in stuck or late}))
+    change = f"look at the links and logs of {nodes}, with NCCL_DEBUG=INFO"
+    return fail("time-out", what, change, f"ranks {late}")

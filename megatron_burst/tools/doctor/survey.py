@@ -4,46 +4,35 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 GPU_FIELDS = (
     "index", "uuid", "name", "compute_cap", "driver_version", "memory.total", "memory.used",
-    "clocks.sm", "clocks.max.sm", "clocks_throttle_reasons.active", "ecc.mode.current",
-    "ecc.errors.uncorrected.volatile.total", "temperature.gpu", "mig.mode.current", "compute_mode",
+    "clocks.max.sm", "clocks_throttle_reasons.active", "ecc.mode.current",
+    "ecc.errors.uncorrected.volatile.total", "mig.mode.current", "compute_mode",
 )  # fmt: skip
 _MARK = "== "
 _BUSY_SHARE = 0.05  # of memory: what drivers and idle contexts take stays below
-# Every command of it prints; none writes, stops or changes anything.
-SCRIPT = f"""
-echo '{_MARK}gpus'
-nvidia-smi --query-gpu={",".join(GPU_FIELDS)} --format=csv,noheader,nounits 2>&1
-echo '{_MARK}processes'
-nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv,noheader,nounits 2>/dev/null
-echo '{_MARK}topology'
-nvidia-smi topo -m 2>/dev/null
-echo '{_MARK}nvlink'
-nvidia-smi nvlink --status 2>/dev/null
-echo '{_MARK}hcas'
-for port in /sys/class/infiniband/*/ports/*; do
+_SMI, _CSV = "nvidia-smi --query-", "--format=csv,noheader,nounits"
+_COMMANDS = {  # by section; every one prints, none writes, stops or changes anything
+    "gpus": f"{_SMI}gpu={','.join(GPU_FIELDS)} {_CSV} 2>&1",
+    "processes": f"{_SMI}compute-apps=gpu_uuid,pid,used_memory {_CSV} 2>/dev/null",
+    "topology": "nvidia-smi topo -m 2>/dev/null",
+    "hcas": """for port in /sys/class/infiniband/*/ports/*; do
   [ -d "$port" ] || continue
-  name=${{port#/sys/class/infiniband/}}
-  echo "${{name%%/*}}|${{port##*/}}|$(cat "$port/state" "$port/link_layer" "$port/rate" |
-    tr '\\n' '|')"
-done 2>/dev/null
-echo '{_MARK}addresses'
-ip -o -4 addr show up 2>/dev/null
-echo '{_MARK}route'
-ip -o -4 route show default 2>/dev/null
-echo '{_MARK}modules'
-cut -d' ' -f1 /proc/modules 2>/dev/null | grep -E '^(nvidia_peermem|nv_peer_mem|gdrdrv)$'
-echo '{_MARK}shm'
-df -Pk /dev/shm 2>/dev/null | tail -n 1
-echo '{_MARK}memlock'
-ulimit -l
-echo '{_MARK}nofile'
-ulimit -n
-echo '{_MARK}end'
-"""
+  name=${port#/sys/class/infiniband/}
+  echo "${name%%/*}|${port##*/}|$(cat "$port/state" "$port/link_layer" "$port/rate" | tr '\\n' '|')"
+done 2>/dev/null""",
+    "addresses": "ip -o -4 addr show up 2>/dev/null",
+    "route": "ip -o -4 route show default 2>/dev/null",
+    "modules": "cut -d' ' -f1 /proc/modules 2>/dev/null | "
+               "grep -E '^(nvidia_peermem|nv_peer_mem|gdrdrv)$'",
+    "shm": "df -Pk /dev/shm 2>/dev/null | awk 'END { print $4 }'",
+    "memlock": "ulimit -l",
+    "nofile": "ulimit -n",
+    "end": "echo",
+}  # fmt: skip
+SCRIPT = "\n".join(f"echo '{_MARK}{name}'\n{command}" for name, command in _COMMANDS.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +61,12 @@ def run_command(command: Sequence[str], timeout_s: float) -> Answer:
     return Answer(done.returncode, done.stdout, done.stderr.strip())
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
+class Survey(dict[str, str]):
     """The sections of the script's output, by name; empty where a command was missing."""
-
-    sections: dict[str, str]
 
     def lines(self, section: str) -> list[str]:
         """The lines of a section that hold something."""
-        return [line for line in self.sections.get(section, "").splitlines() if line.strip()]
+        return [line for line in self.get(section, "").splitlines() if line.strip()]
 
     def word(self, section: str) -> str:
         """The first line of a section, or ""."""
@@ -89,15 +75,9 @@ class Survey:
 
 def parse_survey(text: str) -> Survey | None:
     """The sections; None if the script did not reach its end."""
-    sections: dict[str, str] = {}
-    name = ""
-    for line in text.splitlines(keepends=True):
-        if line.startswith(_MARK):
-            name = line.removeprefix(_MARK).strip()
-            sections[name] = ""
-        elif name:  # what a login prints first is no answer
-            sections[name] += line
-    return Survey(sections) if "end" in sections else None
+    parts = re.split(rf"^{_MARK}(\w+)\n", text, flags=re.MULTILINE)  # a login's words come first
+    found = Survey(zip(parts[1::2], parts[2::2], strict=True))
+    return found if "end" in found else None
 
 
 def survey_of(run: Runner, timeout_s: float, reach: Sequence[str] = ()) -> Survey | Answer:
@@ -107,83 +87,46 @@ def survey_of(run: Runner, timeout_s: float, reach: Sequence[str] = ()) -> Surve
     return parse_survey(answer.out) or answer
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU, in the order of GPU_FIELDS; numbers are None where the driver does not tell."""
-
-    index: int
-    uuid: str
-    name: str
-    compute_cap: float | None
-    driver: str
-    memory_mib: float | None
-    used_mib: float | None
-    clock_mhz: float | None
-    max_clock_mhz: float | None
-    throttles: int
-    ecc: str
-    ecc_errors: float | None
-    heat_c: float | None
-    mig: str
-    compute_mode: str
+def gpus_of(survey: Survey) -> list[dict[str, str]]:
+    """The GPUs, by the names of `GPU_FIELDS`; none where nvidia-smi is missing or answers
+    otherwise."""
+    rows = ([cell.strip() for cell in line.split(",")] for line in survey.lines("gpus"))
+    whole = (cells for cells in rows if len(cells) == len(GPU_FIELDS) and cells[0].isdigit())
+    return [dict(zip(GPU_FIELDS, cells, strict=True)) for cells in whole]
 
 
-def _read(kind: object, text: str) -> object:
-    """A cell of nvidia-smi's; [N/A] and [Not Supported] are no numbers."""
-    if kind is int:
-        return int(text, 0) if re.fullmatch(r"0x[0-9a-fA-F]+|\d+", text) else 0
-    if kind is str:
-        return text
-    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
-
-
-def gpus_of(survey: Survey) -> list[Gpu]:
-    """The GPUs; none where nvidia-smi is missing or answers otherwise."""
-    kinds = [field.type for field in fields(Gpu)]
-    lines = ([cell.strip() for cell in line.split(",")] for line in survey.lines("gpus"))
-    return [
-        Gpu(*map(_read, kinds, cells))
-        for cells in lines
-        if len(cells) == len(kinds) and cells[0].isdigit()
-    ]
+def number(cell: str) -> float:
+    """Of a cell of nvidia-smi's; 0 where the driver does not tell ([N/A], [Not Supported])."""
+    if re.fullmatch("0x[0-9a-fA-F]+", cell):
+        return int(cell, 16)
+    return float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else 0.0
 
 
 def free_gpus(survey: Survey) -> list[int]:
     """Indices of GPUs on which nothing runs."""
     busy = {line.split(",")[0].strip() for line in survey.lines("processes")}
     return [
-        gpu.index
+        int(gpu["index"])
         for gpu in gpus_of(survey)
-        if gpu.uuid not in busy and (gpu.used_mib or 0) <= _BUSY_SHARE * (gpu.memory_mib or 1e9)
+        if gpu["uuid"] not in busy
+        and number(gpu["memory.used"]) <= _BUSY_SHARE * (number(gpu["memory.total"]) or 1e9)
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """What `nvidia-smi topo -m` prints: the relation of two devices (X, NV#, PIX, PXB, PHB, NODE or
-    SYS), and the device of each NIC label."""
-
-    cells: dict[tuple[str, str], str]
-    names: dict[str, str]
-
-    def labels(self, gpus: bool) -> list[str]:
-        """Labels of GPUs, or of NICs, in order."""
-        rows = [row for row, column in self.cells if row == column]
-        return [row for row in rows if row.startswith("GPU") is gpus]
+def capability_of(survey: Survey) -> float:
+    """The least compute capability of the GPUs; 0 without one."""
+    return min(filter(None, (number(gpu["compute_cap"]) for gpu in gpus_of(survey))), default=0.0)
 
 
-def matrix_of(survey: Survey) -> Matrix:
-    """The matrix of links between GPUs and NICs; empty where there is none."""
-    cells: dict[tuple[str, str], str] = {}
-    names: dict[str, str] = {}
-    columns: list[str] = []
-    for line in survey.lines("topology"):
-        line = re.sub(r"\x1b\[[0-9;]*m", "", line)
-        first, *rest = line.split()
-        if legend := re.fullmatch(r"\s*(NIC\d+):\s*(\S+)\s*", line):
-            names[legend[1]] = legend[2]
-        elif not columns and first == "GPU0":
-            columns = [word for word in line.split() if re.fullmatch(r"(GPU|NIC)\d+|mlx\S+", word)]
-        elif first in columns:
-            cells |= {(first, column): cell for column, cell in zip(columns, rest, strict=False)}
-    return Matrix(cells, names)
+def links_of(survey: Survey) -> dict[tuple[str, str], str]:
+    """What joins a GPU and another one or an HCA, as `nvidia-smi topo -m` says it: X, NV#, PIX,
+    PXB, PHB, NODE or SYS; HCAs by their names."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", survey.get("topology", ""))
+    names = dict(re.findall(r"^\s*(NIC\d+): *(\S+)", text, re.MULTILINE))
+    lines = [line.split() for line in text.splitlines() if line.strip().startswith("GPU")]
+    head = next(iter(lines), [])
+    columns = [names.get(word, word) for word in head if re.fullmatch(r"[GN].*\d|mlx\S+", word)]
+    return {
+        (row[0], column): cell for row in lines[1:]
+        for column, cell in zip(columns, row[1:], strict=False)
+    }  # fmt: skip

@@ -14,18 +14,6 @@ from megatron_burst.tools.job.linear import DeltaNet, Linear, Mamba
 from megatron_burst.tools.job.model import Model
 
 Arguments = Mapping[str, Any]
-MODEL_ARGUMENTS = {  # Megatron's, of which a model's figures depend
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-    "kv_channels", "vocab_size", "padded_vocab_size", "num_experts", "moe_router_topk",
-    "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_layer_freq",
-    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
-    "window_size", "window_attn_skip_freq", "softmax_type", "mtp_num_layers",
-    "experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim",
-    "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
-    "linear_num_value_heads", "attention_output_gate", "hybrid_layer_pattern",
-    "hybrid_override_pattern", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups",
-    "mamba_num_heads",
-}  # fmt: skip
 _OPERATORS: dict[type, Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from megatron_burst.tools.job.megatron import from_megatron
 from megatron_burst.tools.job.model import Model
 
 _HUB = "hf:"
-_CONFIG, _SCRIPT, _REVISION = 4 << 20, 64 << 10, 1 << 10  # bytes of a file
+_CONFIG, _ARGUMENTS, _REVISION = 4 << 20, 64 << 10, 1 << 10  # bytes of a file
 
 
 def model_of(name_or_path: str) -> Model:
@@ -23,8 +24,8 @@ def model_of(name_or_path: str) -> Model:
 
     Args:
         name_or_path: one of `PRESETS`; hf:ORG/NAME, which the local cache must have; a config.json
-            or its folder; or a file with Megatron's arguments, as --burst-dump-args writes them, as
-            `--flag value` text (a shell script) or as YAML (`flag: value`).
+            or its folder; or a file with Megatron's arguments, as --burst-dump-args writes them or
+            as lines of `--flag value`.
 
     Raises:
         BurstError: if it is none of them, or the file lacks something.
@@ -93,13 +94,21 @@ def arguments_of(path: Path) -> dict[str, Any] | None:
     """What a file of Megatron's arguments has; None of a config.json.
 
     Raises:
-        BurstError: if it cannot be read, is no text, or sources another script.
+        BurstError: if it cannot be read, or is neither, as a shell script or YAML is.
     """
     if path.suffix == ".json":
         return arguments_in_json(_config(path))
-    text = (reader := _reader(path, most=_SCRIPT)).text(errors="replace")
-    dumped = f'"{DUMPED}"' in text
-    return arguments_in_json(reader.json(text)) if dumped else megatron_arguments(text)
+    reader = _reader(path, most=_ARGUMENTS)
+    text = reader.text(errors="replace")
+    if f'"{DUMPED}"' in text:
+        return arguments_in_json(reader.json(text))
+    try:
+        return megatron_arguments(text)
+    except ValueError as error:
+        change = "start the job once with --burst-dump-args args.json, and plan args.json"
+        other = replace(reader, why="shell scripts and YAML are not read", change=change)
+        must = "be a config.json, what --burst-dump-args wrote, or lines of --flag value"
+        raise other.refusal(must, str(error)) from None
 
 
 def _config(path: Path) -> dict[str, Any]:

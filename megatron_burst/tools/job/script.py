@@ -1,29 +1,23 @@
-"""What a script, or a YAML, with Megatron's arguments says of a job: sizes, recomputation, what is
-kept of it, and how samples are packed."""
+"""What the arguments of a user's script say of a job: sizes, recomputation, what is kept of it, and
+how samples are packed."""
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.tools.job.arguments import DUMP, SWITCHES
 from megatron_burst.tools.job.flags import OFFLOADED, SIZES
 from megatron_burst.tools.job.hugging_face import preset_name
-from megatron_burst.tools.job.megatron import MODEL_ARGUMENTS, Arguments
+from megatron_burst.tools.job.megatron import Arguments
 from megatron_burst.tools.job.model_file import arguments_of
 from megatron_burst.tools.job.strategy import FSDP_ARGUMENTS, Strategy, policy_words
 from megatron_burst.tools.units import whole_number
 
-_OPTIONS = {flag.lstrip("-").replace("-", "_"): option for option, flag in SIZES.items()} | {
-    "seq_length": "seq_length", "global_batch_size": "global_batch_size",
-    "recompute_granularity": "recompute", "burst_keep": "keep", "burst_keep_offload": "offload",
-    "burst_keep_budget_gib": "keep_budget_gib",
-    "use_torch_fsdp2": "fsdp", "use_megatron_fsdp": "fsdp",
-}  # fmt: skip
+_OPTIONS = {flag.lstrip("-").replace("-", "_"): option for option, flag in SIZES.items()}
 _OFFLOADS = {value: pair for pair, value in OFFLOADED.items()}
 _COUNTED = {"core_attn", "mlp", "moe"}  # modules of selective recomputation
 _MODULES = "recompute_modules"
@@ -57,32 +51,12 @@ class Script:
         return ", ".join(said)
 
 
-def arguments_in(model: str, options: Collection[str] = ()) -> Arguments:
-    """What a file of Megatron's arguments says.
-
-    Args:
-        model: as in `model_of`; {} for what is no such file.
-        options: of the planner that are given, and count before it.
-
-    Raises:
-        BurstError: if a plan depends on a value that only a shell would know.
-    """
+def arguments_in(model: str) -> Arguments:
+    """What a file of Megatron's arguments has; {} for what is no such file. `model`: as in
+    `model_of`, which raises the same errors."""
     path = Path(model)
     found = None if preset_name(model) or not os.path.isfile(path) else arguments_of(path)
-    if found is None:
-        return {}
-    open_ones = [name for name, value in found.items() if "$" in str(value)]
-    for name in open_ones:
-        option = _OPTIONS.get(name)
-        if option not in options and (option or name in MODEL_ARGUMENTS | SWITCHES):
-            flag = f"--{name.replace('_', '-')}"
-            change = f"pass --{option.replace('_', '-')}" if option else "write its value there"
-            raise BurstError(
-                f"plan: {flag} must have a value that a plan can read, because time and memory "
-                f'depend on it; got "{found[name]}" in {path.name}; {change}, {DUMP}'
-            )
-    # without its modules, selective recomputation would be another
-    return {name: found[name] for name in found if name == _MODULES or name not in open_ones}
+    return found or {}
 
 
 def read_script(arguments: Arguments, options: Arguments | None = None) -> Script:
@@ -95,7 +69,7 @@ def read_script(arguments: Arguments, options: Arguments | None = None) -> Scrip
     sizes = {
         name: whole_number(str(arguments[argument]), SIZES[name])
         for argument, name in _OPTIONS.items()
-        if name in SIZES and argument in arguments and name not in asked
+        if argument in arguments and name not in asked
     }
     policy = {name: value for name, value in _policy(arguments, asked).items() if name not in asked}
     kinds = [kind for kind, name in FSDP_ARGUMENTS.items() if arguments.get(name)]
