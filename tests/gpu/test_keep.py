@@ -37,7 +37,7 @@ MODES = {
     # recomputing fewer rows can need more buffers, which the group then has: "none" follows
     "half, two nodes": BurstConfig(deterministic=True, keep="half", nodes=2),
     "none, two nodes": BurstConfig(deterministic=True, nodes=2),
-    "share, one node": BurstConfig(deterministic=True, keep=0.75, nodes=1),
+    "half, one node": BurstConfig(deterministic=True, keep="half", nodes=1),
     "none, one node": BurstConfig(deterministic=True, nodes=1),  # if ranks share a GPU too
 }
 
@@ -127,10 +127,10 @@ def check(results, kept_bytes: int, slack: int) -> None:
     """Args: bytes kept in mode "all"; bound on the difference in bytes. Backward begins with the
     last layers, so they are still there when they are offloaded."""
     added = dict(none=0, all=kept_bytes, offload=kept_bytes * LAYERS_BEHIND / LAYERS,
-                 half=kept_bytes / 2, share=0.75 * kept_bytes)  # fmt: skip
+                 half=kept_bytes / 2)  # fmt: skip
     for found in results:
         assert found["all"][0] and found["offload"][0]
-        for name in ("half", "half, two nodes", "share, one node"):
+        for name in ("half", "half, two nodes", "half, one node"):
             assert 0 < found[name][1] <= 2 * found["none"][1], (name, found)
         for name in MODES:
             kind, comma, nodes = name.partition(", ")  # each number of nodes has its own buffers

@@ -17,7 +17,6 @@ from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.comm.communicator import Communicator
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
-from megatron_burst.recompute.later_plan import kept_share
 from megatron_burst.schedule.layout import Layout
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
@@ -38,24 +37,15 @@ CASES = {
     "half, two nodes, a2a": (BurstConfig(keep="half", nodes=2, inter="a2a"), {}),
     "half, striped": (BurstConfig(keep="half"), dict(layout="striped")),
     "half, contiguous": (BurstConfig(keep="half"), dict(layout="contiguous")),
-    "half, two nodes, contiguous": (
-        BurstConfig(keep="half", nodes=2),
-        dict(layout="contiguous"),
-    ),
-    "a share": (BurstConfig(keep=0.75), {}),
-    "a share, gather": (BurstConfig(keep=0.25, intra="gather"), {}),
-    "a share, a2a": (BurstConfig(keep=0.75, intra="a2a"), {}),
-    "a share, contiguous": (BurstConfig(keep=0.75), dict(layout="contiguous")),
     "half, no mask": (BurstConfig(keep="half"), dict(causal=False)),
     "half, offload": (BurstConfig(keep="half", keep_offload="results", keep_debug=True), {}),
 }
 SAID = {
-    "half": "keep half: resharded (the early rows are resharded",
+    "half": "keep half: resharded (the early rows are resharded, 0.25 of a forward on each rank)",
     "half, two nodes": "keep half: plain (not resharded: rows would go between nodes)",
     "half, striped": "keep half: plain (the early rows are spread evenly)",
     "half, a2a": "keep half: plain (the early rows are spread evenly)",
-    "half, two nodes, contiguous": "keep half: none (later ranks would keep all of their rows",
-    "a share": "keep 0.75: resharded (the early rows are resharded, 0.0625 of a forward on each",
+    "half, contiguous": "keep half: none (in the contiguous layout later ranks would keep all of",
     "half, no mask": "keep half: none (only for a single causal document does recomputing",
 }
 
@@ -145,14 +135,13 @@ def test_gradients_are_those_of_full_attention(results, name):
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_kept_and_whether_recomputation_communicates(results, name):
     whole = 2 * TOKENS * 4 * (3 + 1) * 8  # out and lse
-    falls_back = name in ("none", "none, a2a", "half, no mask", "half, two nodes, contiguous")
+    falls_back = name in ("none", "none, a2a", "half, no mask", "half, contiguous")
     for found in results:
         _, (recomputed,), kept, _ = found[name]
         if name.startswith("all"):
             assert (kept, recomputed) == (whole, 0)
         else:
-            share = 0.5 if name.startswith("half") else kept_share(CASES[name][0].keep)
-            assert kept == (0 if falls_back else whole * share) and recomputed > 0
+            assert kept == (0 if falls_back else whole / 2) and recomputed > 0
 
 
 def sent_by_steps(rank: int) -> dict:
@@ -198,6 +187,10 @@ def test_what_half_comes_to_is_said_once(results, name):
 
 REFUSED = [
     (dict(keep="most"), "option keep must be one of none, half, all, auto.*'most'; choose one"),
+    *(
+        (dict(keep=number), f"keep must be one of none, half, all, auto.*got {number}; pass half$")
+        for number in (0.75, 0.5, 1)
+    ),
     (dict(keep="all", keep_layers=-1), "keep_layers must not be negative.*got -1; leave it out"),
     (dict(keep="all", keep_host_gib=0.0), "keep_host_gib must be positive.*got 0.0; leave it"),
     (

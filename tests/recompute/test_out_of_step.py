@@ -77,22 +77,6 @@ def test_a_rank_that_was_set_up_to_keep_before_others_is_named_and_the_next_step
         assert "a forward whose results are kept for recomputation on cp ranks [1]" in sentence
 
 
-def another_length(rank):
-    """Keeping half of this length needs rows of all ranks, which meet once for that."""
-    config = BurstConfig(timeout_s=60, keep="half")
-    short, long = (torch.randn(2, tokens, 4, 8) for tokens in (6, 8))
-    options = {"layout": "contiguous"}
-    attend(short, config, **options)
-    said = raised(attend, long if rank == ODD else short, config, **options)
-    return said, raised(attend, long, config, **options)
-
-
-def test_a_rank_with_a_length_that_ranks_must_meet_for_does_not_wait_for_the_others():
-    for (kind, sentence), (_, later) in run_ranks(another_length, 3):
-        assert kind is DisagreementError and not later
-        assert "a call that is new to it with q=(2, 8, 4, 8)" in sentence
-
-
 def twice(x, config):
     return attend(attend(x, config), config)
 
