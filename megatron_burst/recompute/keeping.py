@@ -86,8 +86,8 @@ class RunningFrame[T]:
 
     def end(self, outs: Any) -> None:
         """Tell calls of a recomputation what its results are."""
-        for hear in self.at_end:
-            hear(outs)
+        for notify in self.at_end:
+            notify(outs)
 
     def kept_bytes(self) -> int:
         """Bytes of what the first pass kept and recomputation has not taken yet."""

@@ -61,13 +61,13 @@ def problem():
 
 def run(rank: int) -> dict:
     """By case: error of gradients, hops of recomputation, bytes kept, log lines."""
-    found = {}
+    by_case = {}
     for name, (config, options) in CASES.items():
         layout, causal = Layout(options.get("layout", "zigzag")), options.get("causal", True)
         rows = rows_of(layout, rank, SIZE, TOKENS)
-        whole = [x.requires_grad_() for x in problem()]
-        full_attention(*whole, causal, 6**-0.5).square().sum().backward()
-        leaves = [x.detach()[:, rows].requires_grad_() for x in whole]
+        full = [x.requires_grad_() for x in problem()]
+        full_attention(*full, causal, 6**-0.5).square().sum().backward()
+        leaves = [x.detach()[:, rows].requires_grad_() for x in full]
         hops = []
 
         def attend(q, k, v, config=config, options=options, hops=hops):
@@ -78,11 +78,11 @@ def run(rank: int) -> dict:
                 hops.append(("recomputation", len(hops) - before))
             return out, lines
 
-        said = []
+        log = []
 
-        def layer(q, k, v, attend=attend, said=said):
+        def layer(q, k, v, attend=attend, log=log):
             out, lines = attend(q, k, v)
-            said.extend(lines)
+            log.extend(lines)
             return out
 
         with watched(hops):
@@ -92,11 +92,10 @@ def run(rank: int) -> dict:
             loss.backward()
         recomputed = [x[1] for x in hops if x[0] == "recomputation"]
         errors = [
-            float((x.grad - y.grad[:, rows]).abs().max())
-            for x, y in zip(leaves, whole, strict=True)
+            float((x.grad - y.grad[:, rows]).abs().max()) for x, y in zip(leaves, full, strict=True)
         ]
-        found[name] = max(errors), recomputed, kept, "".join(said)
-    return found
+        by_case[name] = max(errors), recomputed, kept, "".join(log)
+    return by_case
 
 
 @contextlib.contextmanager
@@ -128,25 +127,25 @@ def results():
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_full_attention(results, name):
-    for found in results:
-        assert found[name][0] <= 1e-12
+    for by_case in results:
+        assert by_case[name][0] <= 1e-12
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_kept_and_whether_recomputation_communicates(results, name):
-    whole = 2 * TOKENS * 4 * (3 + 1) * 8  # out and lse
+    all_bytes = 2 * TOKENS * 4 * (3 + 1) * 8  # out and lse
     falls_back = name in ("none", "none, a2a", "half, no mask", "half, contiguous")
-    for found in results:
-        _, (recomputed,), kept, _ = found[name]
+    for by_case in results:
+        _, (recomputed,), kept, _ = by_case[name]
         if name.startswith("all"):
-            assert (kept, recomputed) == (whole, 0)
+            assert (kept, recomputed) == (all_bytes, 0)
         else:
-            assert kept == (0 if falls_back else whole / 2) and recomputed > 0
+            assert kept == (0 if falls_back else all_bytes / 2) and recomputed > 0
 
 
 def sent_by_steps(rank: int) -> dict:
     """By mode: bytes that forward and backward send without recomputation, and with all kept."""
-    inner, sent, found = dist.batch_isend_irecv, [], {}
+    inner, sent, by_mode = dist.batch_isend_irecv, [], {}
 
     def counting(operations):
         sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
@@ -164,17 +163,17 @@ def sent_by_steps(rank: int) -> dict:
                 ]
                 sent.clear()
                 run(*leaves).square().sum().backward()
-                found[intra, keep] = sum(sent)
-    return found
+                by_mode[intra, keep] = sum(sent)
+    return by_mode
 
 
 def test_recomputation_sends_nothing_more_but_what_backward_of_exchanged_heads_needs():
     inputs = sum(x.nbytes for x in problem()) // SIZE  # a rank's q, k and v
     lse = 2 * TOKENS * 4 * 8
-    for found in run_ranks(sent_by_steps, SIZE):
+    for by_mode in run_ranks(sent_by_steps, SIZE):
         for intra in ("ring", "gather"):
-            assert found[intra, "all"] == found[intra, "none"] > 0
-        more = found["a2a", "all"] - found["a2a", "none"]
+            assert by_mode[intra, "all"] == by_mode[intra, "none"] > 0
+        more = by_mode["a2a", "all"] - by_mode["a2a", "none"]
         padding = more - (inputs + lse) * (SIZE - 1) // SIZE
         assert 0 <= padding < 2 * 128  # of two rounds
 
@@ -222,13 +221,13 @@ def test_refuses_options_that_contradict_each_other(options, message):
 
 
 def refused_calls(rank: int) -> list[str]:
-    found = []
+    sentences = []
     for options in (dict(keep="auto", keep_budget_gib=1.0), dict(keep="all", keep_layers=1)):
         try:
             burst_attention(*problem(), config=BurstConfig(**options))
         except BurstError as error:
-            found.append(str(error))
-    return found
+            sentences.append(str(error))
+    return sentences
 
 
 def test_refuses_in_a_single_call_what_needs_to_know_of_layers():
