@@ -10,7 +10,6 @@ from megatron_burst.errors import BurstError, Need, nearest, require
 
 _ENDLESS = 1e9  # timers and counts of bytes overflow somewhere above
 _NUMBERS = {int: re.compile(r"-?\d+"), float: re.compile(r"-?\d*\.?\d+(e-?\d+)?")}
-KEEP_WORDS = ("none", "half", "all", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +30,9 @@ class BurstConfig:
         invariant: the same bits on any number of ranks, by an all-to-all over all of them, but for
             dk and dv of KV heads that ranks share. Implies `deterministic`, save FlashAttention-3.
         keep: which of attention's results (out, lse) to keep for a layer's recomputation: "none",
-            "all", or those of a share of the sequence's rows: the later ones, whose recomputation
-            costs most ("half" is 0.5). "auto" chooses what saves most time, outputs of other
-            modules too, on the device and in host memory; under Megatron only.
+            "all", or "half": those of the later half of the sequence's rows, whose recomputation
+            costs most. "auto" chooses what saves most time, outputs of other modules too, on the
+            device and in host memory; under Megatron only.
         keep_layers: keep only in the first N layers of a pipeline stage; None: in all of them.
             Under Megatron only.
         keep_offload: what to offload to pinned host memory: kept "results", "inputs" of recomputed
@@ -84,7 +83,7 @@ class BurstConfig:
     inter: Literal["auto", "ring", "a2a"] = "auto"
     backend: str = "auto"
     invariant: bool = False
-    keep: str | float = "none"
+    keep: Literal["none", "half", "all", "auto"] = "none"
     keep_layers: int | None = None
     keep_offload: Literal["none", "results", "inputs", "both"] = "none"
     keep_budget_gib: float | None = None
@@ -107,6 +106,7 @@ class BurstConfig:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
+        require("burst keep", _needs_of_share(self.keep))
         _check_words(self)
         require("burst attention", self._needs_of_modes())
         require("burst attention", _needs_of_tunings({n: getattr(self, n) for n in TUNINGS}))
@@ -151,12 +151,7 @@ class BurstConfig:
             keep_modules=self.keep_modules or None, keep_layers=layers,
             keep_offload=results and self.keep_offload, keep_debug=self.keep_debug,
         )  # fmt: skip
-        share = isinstance(self.keep, float) and 0 < self.keep < 1
         return [
-            (self.keep in KEEP_WORDS or share,
-             f"the option keep must be one of {', '.join(KEEP_WORDS)} or a share of the rows, "
-             "between 0 and 1, because a misspelt one would be silently ignored", repr(self.keep),
-             "choose one of these"),
             (layers is None or layers >= 0,
              "keep_layers must not be negative, because it counts layers", layers, "leave it out"),
             (room is None or 0 < room < _ENDLESS,
@@ -217,6 +212,14 @@ def parse_tunings(text: str, who: str = "--burst-tune") -> dict[str, Any]:
         given[name] = value
     require("burst attention", _needs_of_tunings(given))
     return given
+
+
+def _needs_of_share(keep: object) -> Iterator[Need]:
+    yield (
+        not isinstance(keep, int | float),
+        "the option keep must be one of none, half, all, auto, because no other share of the rows "
+        "can be kept", keep, "pass half",
+    )  # fmt: skip
 
 
 def _needs_of_tunings(given: Mapping[str, Any]) -> Iterator[Need]:

@@ -51,7 +51,6 @@ class Communicator:
         if state.log:  # one rank has none, and sends nothing
             state.log.nodes = topology.node_of
         self.cp_rank = group.rank()
-        self.has_met = False  # whether all its ranks have sent to each other
         self.checks: int | None = None  # the number of its next spot check
         self.ranks = dist.get_process_group_ranks(group)
         self._streams: dict[torch.device, dict[Hashable, torch.cuda.Stream]] = {}

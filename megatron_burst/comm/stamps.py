@@ -22,15 +22,15 @@ _RUNS = 64  # passes that a CPU may be ahead of its GPU
 class Kind(IntEnum):
     """What a stamp announces; in words below, in the same order."""
 
-    AGREEMENT, FORWARD, BACKWARD, LATER_ROWS, EARLY_ROWS = range(5)
-    END, REFUSAL, FAILURE, KEPT, CHECK, OVER = range(5, 11)
+    AGREEMENT, FORWARD, BACKWARD, EARLY_ROWS, END = range(5)
+    REFUSAL, FAILURE, KEPT, CHECK, OVER = range(5, 10)
 
 
 IN_WORDS = (
-    "a call that is new to it", "a forward", "the backward of", "the passing on of later rows",
-    "the recomputation of early rows", "the end of a step", "a call that it refuses",
-    "a pass that failed", "a forward whose results are kept for recomputation",
-    "the check of a call", "the end of a backward",
+    "a call that is new to it", "a forward", "the backward of", "the recomputation of early rows",
+    "the end of a step", "a call that it refuses", "a pass that failed",
+    "a forward whose results are kept for recomputation", "the check of a call",
+    "the end of a backward",
 )  # fmt: skip
 
 

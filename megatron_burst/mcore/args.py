@@ -7,12 +7,10 @@ are here. Nothing here loads Megatron.
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_burst.config import (
-    KEEP_WORDS,
     OPTIONS,
     BurstConfig,
     FusedLossConfig,
@@ -35,8 +33,8 @@ _ATTENTION = {
     "all-to-all over all ranks; allows --batch-invariant-mode",
     "backend": "attention kernel",
     "keep": "which attention results to keep, so that attention is not recomputed: all, or those "
-    "of the last share of the rows (half is 0.5); auto: what saves the most time in the memory "
-    "that the first step leaves, including outputs of modules",
+    "of the later half of the sequence; auto: what saves the most time in the memory that the "
+    "first step leaves, including outputs of modules",
     "keep_layers": "keep only in the first N layers of a pipeline stage; the others recompute "
     "attention",
     "keep_offload": "offload to pinned host memory: kept results, the inputs of recomputed "
@@ -97,16 +95,6 @@ def _tuning(text: str) -> str:
     return text
 
 
-def _kept(text: str) -> str | float:
-    """A value of --burst-keep: a word, or a share of the rows."""
-    if text in KEEP_WORDS:
-        return text
-    with suppress(ValueError):
-        if 0 < float(text) < 1:
-            return float(text)
-    raise ArgumentTypeError(f"{text!r} is none of {', '.join(KEEP_WORDS)}, nor between 0 and 1")
-
-
 def _add_fields(group, prefix: str, config: type, meanings: Mapping[str, str]) -> None:
     kinds = get_type_hints(config)
     for name, meaning in meanings.items():
@@ -118,8 +106,6 @@ def _options(name: str, kind: object) -> dict:
     """argparse options for a field's value; None if not given."""
     if name == "backend":
         return {"choices": ["auto", *backends()]}
-    if name == "keep":
-        return {"type": _kept, "metavar": "|".join((*KEEP_WORDS, "SHARE"))}
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
     if kind is bool:
@@ -159,8 +145,8 @@ def check_keep_args(args: Namespace) -> None:
     refuse("recompute", args, KEEP_FLAG if keeps else f"{KEEP_FLAG}-offload inputs")
     if keeps:
         refuse("keep", args, KEEP_FLAG)
-    if args.burst_keep not in (None, "none", "all", "auto"):
-        refuse("share", args, f"{KEEP_FLAG} {args.burst_keep}")
+    if args.burst_keep == "half":
+        refuse("half", args, f"{KEEP_FLAG} half")
     if modules := given_tunings(args).get("keep_modules"):
         who = "--burst-tune keep_modules"
         refuse("modules", Namespace(**vars(args), burst_keep_modules=modules), who)

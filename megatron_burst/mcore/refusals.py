@@ -71,7 +71,7 @@ def refuse(feature: str, options: Options, who: str, skip: Container[str] = ()) 
             when a script may have changed arguments), "attention" (also of a configuration or
             a layer), "invariant" (beside batch-invariant kernels), "built" (once arguments are
             set), "model", "spec", "call", "cache";
-            "recompute" (anything kept or offloaded), "keep", "share" (of the rows is kept),
+            "recompute" (anything kept or offloaded), "keep", "half" (of the rows is kept),
             "modules" (whose outputs are kept), "own" (Megatron's attention); "loss" (the fused
             one), "head"; "cpu" (CPU mode).
         options: Megatron's arguments, or anything with fields of the same names; missing fields are
@@ -394,11 +394,11 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("keep", "use_kitchen_attention", OFF,
         "only burst's attention, TransformerEngine's and Megatron's own can be kept",
         f"leave {KEEP_FLAG} out"),
-    Refusal("share", "context_parallel_impl",
+    Refusal("half", "context_parallel_impl",
         lambda impl, o: impl == "burst" or "burst" in (o.cp_comm_type or ()),
         "only burst's attention can reshard rows", f"pass {KEEP_FLAG} all, or {FLAG}",
         got="--context-parallel-impl {value}"),
-    Refusal("share", "cp_comm_type",
+    Refusal("half", "cp_comm_type",
         lambda kinds, o: "burst" not in (kinds or ()) or {*kinds} == {"burst"}
         or o.burst_keep_layers is not None,
         "only burst's attention can reshard rows", f"pass {KEEP_FLAG} all, or {FLAG}",
@@ -430,7 +430,7 @@ TABLE: tuple[Refusal, ...] = (
         lambda ranks, o: ranks != 1 or not _keeps_dispatch(o), "a single rank sends no tokens",
         _NO_DISPATCH),
     Refusal("own", "keep", ("none", "all"), "only burst's attention can reshard rows",
-        f"pass {KEEP_FLAG} all, or {FLAG}", asked="a share of the rows",
+        f"pass {KEEP_FLAG} all, or {FLAG}", asked="half of the rows",
         got="Megatron's own attention in layer {o.layer_number}"),
     # the fused loss
     Refusal("head", "burst_loss_grads",

@@ -66,10 +66,10 @@ def call_kept(function: Callable[..., Any], args: tuple, options: dict, keeping:
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def of_tensors(*tensors: Tensor) -> Any:
-        given = list(leaves)
+        arguments = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
-            given[place] = tensor
-        positional, named = tree_unflatten(given, tree)
+            arguments[place] = tensor
+        positional, named = tree_unflatten(arguments, tree)
         return function(*positional, **named)
 
     return run_kept(of_tensors, tuple(leaves[place] for place in places), keeping)
@@ -80,14 +80,14 @@ def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) ->
     runs = running()
     if not runs or torch.is_inference_mode_enabled():
         return function(*inputs)
-    found = [kept for kept in _taken(runs) if not kept.is_spent]
-    recording = found[0] if found else Recording(function, inputs, keeping)
+    recordings = [kept for kept in _taken(runs) if not kept.is_spent]
+    recording = recordings[0] if recordings else Recording(function, inputs, keeping)
     if any(run.rounds for run in runs):
         recording.compare_no_bits()
     for run in runs:
         if not run.recomputes:
             run.put(recording)
-        elif found:
+        elif recordings:
             run.rounds |= keeping.policy is not None and keeping.policy.rounds
     return recording.play(inputs, last=all(run.recomputes for run in runs))
 
@@ -105,12 +105,12 @@ def once[T](make: Callable[[], T]) -> T:
     if torch.is_inference_mode_enabled():
         return make()
     runs = running()
-    found = _taken(runs)
-    made = found[0] if found else make()
+    kept = _taken(runs)
+    result = kept[0] if kept else make()
     for run in runs:
         if not run.recomputes:
-            run.put(made)
-    return made
+            run.put(result)
+    return result
 
 
 def in_frames(forward, /, ctx, run_function, *args):

@@ -86,8 +86,8 @@ class RunningFrame[T]:
 
     def end(self, outs: Any) -> None:
         """Tell calls of a recomputation what its results are."""
-        for told in self.at_end:
-            told(outs)
+        for notify in self.at_end:
+            notify(outs)
 
     def kept_bytes(self) -> int:
         """Bytes of what the first pass kept and recomputation has not taken yet."""
@@ -181,7 +181,7 @@ class Resident:
 class Keeping:
     """How calls are kept."""
 
-    # what of the outputs is kept: `later.LaterRows`, `ending.Nothing`; None: all of them
+    # what of the outputs is kept: `later.KeepTail`, `ending.Nothing`; None: all of them
     policy: Any = None
     pack: Callable[[Tensors], Parcel] = Resident  # stores kept tensors until recomputation
     debug: bool = False  # whether its inputs are compared with the first pass's, bit by bit

@@ -1,4 +1,4 @@
-"""Keeps the later rows of a sequence; recomputes the early ones, evenly over ranks."""
+"""Keeps the later half of a sequence; recomputes the early half, evenly over ranks."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,14 +18,7 @@ from megatron_burst.engine.watch import range_of
 from megatron_burst.recompute.checkpoints import patch_checkpoints
 from megatron_burst.recompute.keep import run_kept
 from megatron_burst.recompute.keeping import Keeping, Parcel, Resident, Tensors
-from megatron_burst.recompute.later_plan import (
-    EarlyRows,
-    Move,
-    choose_later,
-    early_rows,
-    early_tokens,
-    kept_share,
-)
+from megatron_burst.recompute.later_plan import EarlyRows, RowMove, choose_later, early_rows
 from megatron_burst.recompute.offload import host_memory
 from megatron_burst.say import Choice
 from megatron_burst.schedule.spec import Cargo, Spec
@@ -33,118 +26,137 @@ from megatron_burst.schedule.topology import Link
 
 
 @dataclass(frozen=True, slots=True)
-class LaterRows:
-    """The policy that keeps (out, lse) of the later rows. Recomputation is collective, and so is
-    the first pass if other ranks keep a rank's rows."""
+class KeepTail:
+    """The policy that keeps (out, lse) of the later half of a shard's rows, its tail.
 
-    plan: EarlyRows  # which ranks recompute which rows; who keeps the others
+    The early rows of all ranks are a smaller causal sequence, which all ranks recompute together.
+    """
+
+    plan: EarlyRows  # which ranks recompute which rows
     passes: Passes  # over the early rows as a separate sequence
-    carrier: Carrier  # sends rows between any two ranks of the group, which share a node
+    carrier: Carrier  # sends the rows that the plan moves between ranks, which share a node
     marks: Marks = field(default_factory=Marks)  # of the whole call
     rounds: ClassVar[bool] = True  # whether results are other bits in recomputation
 
     @property
     def _early(self) -> slice:
-        return self.plan.early[self.carrier.cp_rank].slice
+        return slice(self.plan.tokens)
+
+    @property
+    def _tail(self) -> slice:
+        return slice(self.plan.tokens, None)
 
     def trim(self, outs: Tensors) -> Tensors:
-        """The later rows of out [b, n, h, d] and lse [b, h, n]."""
+        """The tail of out [b, n, h, d] and of lse [b, h, n], as copies: a view would hold the
+        memory of all rows."""
         out, lse = outs
-        if not self.plan.kept:
-            late = slice(self._early.stop, None)
-            return out[:, late].clone(), lse[:, :, late].clone()
-        with torch.no_grad(), Pass(self.marks, Kind.LATER_ROWS) as this:
-            rows = out.shape[1] - self.plan.tokens
-            kept = _with_rows(out, rows), _with_rows(lse, rows, axis=2)
-            there = Moving(self.plan.kept, self.carrier, _rows_first(*kept))
-            this.begin()
-            there.run(_rows_first(out, lse))
-        return kept
+        return out[:, self._tail].clone(), lse[:, :, self._tail].clone()
 
     def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
-        """Out and lse of all rows; the early ones recomputed from q, k and v."""
-        tokens, late = inputs[0].shape[1], slice(self._early.stop, None)
-        here = range_of("burst recomputation of early rows")
-        this = Pass(self.marks, Kind.EARLY_ROWS)
-        with here, torch.no_grad(), torch.autocast(kept[0].device.type, enabled=False), this:
+        """Out [b, n, h, d] and lse [b, h, n] of all rows, in the dtypes of what was kept.
+
+        Args:
+            kept: what `trim` returned.
+            inputs: q, k and v [b, n, heads, d] of all rows, and the call's sink if it has one.
+        """
+        tokens, device = inputs[0].shape[1], kept[0].device.type
+        span = range_of("burst recomputation of early rows")
+        collective = Pass(self.marks, Kind.EARLY_ROWS)
+        with span, torch.no_grad(), torch.autocast(device, enabled=False), collective:
             out, lse = _with_rows(kept[0], tokens), _with_rows(kept[1], tokens, axis=2)
-            whole = _rows_first(out, lse)
-            home = Moving([move.home for move in self.plan.kept], self.carrier, whole)
-            if not self.plan.kept:
-                out[:, late], lse[:, :, late] = kept
-
-            def begin() -> None:
-                this.begin()
-                home.run(_rows_first(*kept))
-
-            self._compute(inputs[:3], whole, begin, *inputs[3:])
+            out[:, self._tail], lse[:, :, self._tail] = kept
+            self._recompute(inputs[:3], _rows_first(out, lse), collective.begin, *inputs[3:])
         return out, lse
 
-    def _compute(
-        self, shard: Sequence[Tensor], whole: Sequence[Tensor], begin: Callable[[], None],
+    def _recompute(
+        self, shard: Sequence[Tensor], results: Sequence[Tensor], begin: Callable[[], None],
         sink: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Out and lse, rows first, of this rank's early rows, from its q, k and v.
+        """Fill the early rows of the results, out [b, n, h, d] and lse [b, n, h].
 
-        As a program does, a rank that fails after `begin` makes its transfers nevertheless.
+        A rank that fails after `begin` makes its transfers nevertheless, as in a program: the other
+        ranks wait for them.
+
+        Args:
+            shard: q, k and v of all rows of this rank.
+            results: of all rows.
+            begin: announces the pass to the other ranks.
+            sink: of the call.
         """
         if not self.plan.moves:
-            early = self._forward((x[:, self._early] for x in shard), begin, sink)
-            for target, rows in zip(whole, early, strict=True):
+            early = self._attend((x[:, self._early] for x in shard), begin, sink)
+            for target, rows in zip(results, early, strict=True):
                 target[:, self._early] = rows
             return
-        evenly = [_dense_rows(x, self.plan.tokens) for x in shard]
-        there = Moving(self.plan.moves, self.carrier, evenly)
-        home = Moving([move.home for move in self.plan.moves], self.carrier, whole)
+        resharded = [_dense_rows(x, self.plan.tokens) for x in shard]
+        outward = RowReshard(self.plan.moves, self.carrier, resharded)
+        back = RowReshard([move.reverse() for move in self.plan.moves], self.carrier, results)
 
         def begin_and_send() -> None:
             begin()
-            there.run(shard)
+            outward.run(shard)
 
         try:
-            early = self._forward(evenly, begin_and_send, sink)
+            early = self._attend(resharded, begin_and_send, sink)
         except Exception:
-            if there.has_run:
-                home.run(None)
+            if outward.has_run:
+                back.run(None)
             raise
-        home.run(early)
+        back.run(early)
 
-    def _forward(
+    def _attend(
         self, shard: Iterable[Tensor], begin: Callable[[], None], sink: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """Out [b, n, h, d] and lse [b, n, h] of the rows that this rank computes."""
         return _rows_first(*self.passes.forward(*shard, begin=begin, sink=sink)[:2])
 
 
-class Moving:
-    """Rows that move between ranks: their memory first, so that nothing else can fail in `run`,
-    which is collective. Rows of the targets [b, n, ...] that are sent to this rank are filled.
+class RowReshard:
+    """Sends rows of some tensors from rank to rank.
+
+    It allocates the memory of all transfers when it is made, so that nothing can run out of memory
+    in `run`, which is collective: the other ranks would wait.
+
+    Args:
+        moves: of all ranks.
+        carrier: of this rank.
+        targets: tensors [b, n, ...] of this rank that get the rows sent to it, also its own.
     """
 
-    def __init__(self, moves: Sequence[Move], carrier: Carrier, targets: Sequence[Tensor]) -> None:
+    def __init__(
+        self, moves: Sequence[RowMove], carrier: Carrier, targets: Sequence[Tensor]
+    ) -> None:
         self._carrier, self._targets, self.has_run = carrier, targets, False
-        mine = carrier.cp_rank
-        each = [(move, place) for move in moves for place in range(len(targets))]
-        self._own = [one for one in each if one[0].source == one[0].dest == mine]
-        sent = [
-            (move, place, _dense_rows(targets[place], len(move.rows)))
-            for move, place in each
-            if move.source != move.dest and mine in (move.source, move.dest)
+        rank = carrier.cp_rank
+        self._stays = [move for move in moves if move.source == move.dest == rank]
+        self._sends = self._with_memory(m for m in moves if m.source == rank != m.dest)
+        self._arrivals = self._with_memory(m for m in moves if m.dest == rank != m.source)
+
+    def _with_memory(self, moves: Iterable[RowMove]) -> list[tuple[RowMove, int, Tensor]]:
+        """For each move and target: the move, the target's index, and memory for the rows."""
+        return [
+            (move, index, _dense_rows(target, len(move.rows)))
+            for move in moves
+            for index, target in enumerate(self._targets)
         ]
-        self._sends = [one for one in sent if one[0].source == mine]
-        self._arrivals = [one for one in sent if one[0].dest == mine]
 
     def run(self, sources: Sequence[Tensor] | None) -> None:
-        """Send rows of the sources, in the order of targets; None: NaN, as there are none."""
+        """Send rows of the sources, tensors [b, n, ...] in the order of the targets. Without
+        sources, because this rank failed to compute them, send NaN."""
         self.has_run = True
-        for move, place in self._own if sources else ():
-            self._targets[place][:, move.dest_rows.slice] = sources[place][:, move.rows.slice]
-        for move, place, rows in self._sends:
-            rows.copy_(sources[place][:, move.rows.slice]) if sources else rows.fill_(torch.nan)
+        for move in self._stays if sources else ():
+            for target, source in zip(self._targets, sources, strict=True):
+                target[:, move.dest_rows.slice] = source[:, move.rows.slice]
+        for move, index, rows in self._sends:
+            if sources:
+                rows.copy_(sources[index][:, move.rows.slice])
+            else:
+                rows.fill_(torch.nan)
         sends = [(move.dest, rows) for move, _, rows in self._sends]
         recvs = [(move.source, rows) for move, _, rows in self._arrivals]
         self._carrier.send(Link.INTRA, Cargo.READ, sends, recvs).wait(None)
-        for move, place, rows in self._arrivals:
-            self._targets[place][:, move.dest_rows.slice] = rows
+        for move, index, rows in self._arrivals:
+            self._targets[index][:, move.dest_rows.slice] = rows
 
 
 def keep_of(
@@ -158,36 +170,20 @@ def keep_of(
         opened, spec: how the call runs, without the choices made and with them.
         passes_of: makes the passes of another spec.
     """
-    config, device, policy, said = call.config, call.devices[0], None, []
+    config, policy, choices = call.config, None, []
     patch_checkpoints()
-    share = kept_share(config.keep)
-    if 0 < share < 1:
-        choice = choose_later(spec, share)
-        said = [replace(choice, value=f"keep {config.keep}: {choice.value}")]
+    if config.keep == "half":
+        choice = choose_later(spec)
+        choices = [replace(choice, value=f"keep half: {choice.value}")]
         if choice.value == "none":
-            return None, said
-        cp_size, tokens = spec.topology.cp_size, opened.shape.tokens
-        early = early_tokens(spec, share)
-        plan = early_rows(spec.layout, cp_size, tokens, early, choice.value == "resharded")
-        if plan.kept and not carrier.has_met:
-            # others may be in a call without
-            Marks(marks.log, marks.terms, digest=2).begin(Kind.AGREEMENT)
-            _meet(carrier, cp_size, device)
-            carrier.has_met = True
-        shape = replace(opened.shape, tokens=early)
+            return None, choices
+        cp_size, tokens = spec.topology.cp_size, spec.shape.tokens
+        plan = early_rows(spec.layout, cp_size, tokens, choice.value == "resharded")
+        shape = replace(opened.shape, tokens=plan.tokens)
         smaller = replace(opened, shape=shape, layout=plan.layout)
-        policy = LaterRows(plan, passes_of(smaller), carrier, marks)
-    keeping = Keeping(policy, packer(device, config), config.keep_debug, marks)
-    return partial(run_kept, keeping=keeping), said
-
-
-def _meet(carrier: Carrier, cp_size: int, device: torch.device) -> None:
-    """Pass a byte around all ranks. NCCL creates a communicator at its first transfer,
-    collectively; with an odd number of ranks, one has nothing to send when later rows are kept."""
-    mine = carrier.cp_rank
-    sent, received = torch.zeros(2, 1, dtype=torch.uint8, device=device)
-    sends, recvs = [((mine + 1) % cp_size, sent)], [((mine - 1) % cp_size, received)]
-    carrier.send(Link.INTRA, Cargo.READ, sends, recvs).wait(None)
+        policy = KeepTail(plan, passes_of(smaller), carrier, marks)
+    keeping = Keeping(policy, packer(call.devices[0], config), config.keep_debug, marks)
+    return partial(run_kept, keeping=keeping), choices
 
 
 def packer(device: torch.device, config: BurstConfig) -> Callable[[Tensors], Parcel]:
@@ -203,6 +199,7 @@ def _rows_first(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _dense_rows(x: Tensor, rows: int) -> Tensor:
+    """An empty contiguous tensor like x [b, n, ...] of `rows` rows."""
     return x.new_empty(x.shape[0], rows, *x.shape[2:])
 
 

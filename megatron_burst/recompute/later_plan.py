@@ -1,177 +1,131 @@
-"""Recomputation that keeps the later rows of a causal sequence, as data: which ranks recompute the
-early rows, which keep the later ones, and whether rows are resharded for it."""
+"""Recomputation that keeps the later half of a causal sequence, as data: which rank recomputes
+which early rows, and whether they are resharded for it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_burst.errors import BurstError
 from megatron_burst.say import Choice
 from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.mask import Span
 from megatron_burst.schedule.spec import Spec
 
-_HALF = 0.5
-
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """Rows that one rank computes or keeps for another (or for itself)."""
+class RowMove:
+    """Adjacent rows of one rank's shard, and the rank that computes them.
 
-    source: int  # rank that holds them
-    rows: Span  # of its shard
-    dest: int  # rank that computes or keeps them
-    dest_rows: Span  # of the rows that rank computes or keeps
+    Attributes:
+        source: rank that sends the rows.
+        rows: where they are in its tensors.
+        dest: rank that receives them; it may be the source.
+        dest_rows: where they are in the tensors of that rank.
+    """
 
-    @property
-    def home(self) -> "Move":
-        """The return transfer."""
-        return Move(self.dest, self.dest_rows, self.source, self.rows)
+    source: int
+    rows: Span
+    dest: int
+    dest_rows: Span
+
+    def reverse(self) -> "RowMove":
+        """The return transfer, of what was computed for these rows."""
+        return RowMove(self.dest, self.dest_rows, self.source, self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyRows:
-    """The early rows as a smaller causal problem of its own, equally many on every rank."""
+    """The early half of a sequence as a smaller causal problem of its own.
 
-    layout: Layout  # of its tokens over the ranks while it is computed
-    tokens: int  # that each rank computes
-    early: tuple[Span, ...]  # by rank, rows of its shard that belong to it: the first, all or none
-    moves: tuple[Move, ...] = ()  # which rank computes whose rows; empty: each its own
-    kept: tuple[Move, ...] = ()  # which rank keeps whose later rows; empty: each its own
+    Attributes:
+        layout: of its rows over the ranks while they are computed.
+        tokens: how many rows each rank computes. It also has as many, the first of its shard.
+        moves: which rank computes whose rows; empty: each its own.
+    """
+
+    layout: Layout
+    tokens: int
+    moves: tuple[RowMove, ...] = ()
 
 
-def early_rows(layout: Layout, cp_size: int, tokens: int, early: int, reshard: bool) -> EarlyRows:
-    """The first `early * cp_size` rows of a sequence.
+def early_rows(layout: Layout, cp_size: int, tokens: int, reshard: bool) -> EarlyRows:
+    """The first half of each rank's rows, which together are the first half of the sequence.
 
-    In zigzag every rank holds one chunk of the early half's P: contiguous, so the last rank would
-    pay (2P - 1)/(4P) of a forward. Resharded in zigzag, all pay alike. Of any other share, or in
-    the contiguous layout, ranks hold unequal numbers of early rows: they are resharded, and ranks
-    with many later rows give some to those with few, so that all keep equally many.
+    In zigzag each rank has one chunk of that half: contiguous, so the last of P ranks would compute
+    (2P - 1)/(4P) of a forward. Resharded in zigzag, all compute a quarter.
 
     Args:
-        layout: of the sequence; striped rows are even as they are.
-        cp_size: ranks.
+        layout: of the whole sequence; contiguous only on one rank, because elsewhere the first
+            ranks have all of the first half.
+        cp_size: number of ranks.
         tokens: rows on each of them.
-        early: rows that each of them recomputes, an even number if they are resharded.
-        reshard: whether rows go to other ranks; if not, ranks must hold equally many early ones.
+        reshard: whether rows in zigzag go to other ranks; then `tokens` is a multiple of 4.
     """
+    early = _early_tokens(tokens)
     if layout is Layout.STRIPED:
-        return EarlyRows(Layout.STRIPED, early, (Span(0, early),) * cp_size)
-    ranks, first = range(cp_size), Span(0, cp_size * early)
-    held = {rank: list(_runs(layout, rank, cp_size, tokens)) for rank in ranks}
-    counts = [sum(len(run.both(first) or ()) for run, _ in held[rank]) for rank in ranks]
-    spans = tuple(Span(0, count) for count in counts)
+        return EarlyRows(Layout.STRIPED, early)
     if not reshard:
-        return EarlyRows(Layout.CONTIGUOUS, early, spans)
+        return EarlyRows(Layout.CONTIGUOUS, early)
+    ranks = range(cp_size)
     moves = tuple(
-        Move(source, both.moved(row), dest, both.moved(place))
+        RowMove(source, common.moved(-source * early), dest, common.moved(shift))
         for source in ranks
-        for run, row in held[source]
         for dest in ranks
-        for there, place in _runs(Layout.ZIGZAG, dest, cp_size, early)
-        if (both := run.both(there))
+        for chunk, shift in _chunks(dest, cp_size, early)
+        if (common := chunk.both(Span(source * early, (source + 1) * early)))
     )
-    own = all(count == early for count in counts)
-    kept = () if own else tuple(_shared(counts, tokens, early))
-    return EarlyRows(Layout.ZIGZAG, early, spans, moves, kept)
+    return EarlyRows(Layout.ZIGZAG, early, moves)
 
 
-def _runs(layout: Layout, rank: int, cp_size: int, tokens: int) -> Iterator[tuple[Span, int]]:
-    """The positions of a rank's rows in runs, and what turns these positions into its rows."""
+def _early_tokens(tokens: int) -> int:
+    """How many of a rank's rows are recomputed."""
+    return round(tokens / 2)
+
+
+def _chunks(rank: int, cp_size: int, tokens: int) -> Iterator[tuple[Span, int]]:
+    """Positions of a rank's chunks in zigzag, and what is added to a position to get its row."""
     row = 0
-    for run in positions(layout, rank, cp_size, tokens):
-        yield Span(run.start, run.stop), row - run.start
-        row += len(run)
+    for chunk in positions(Layout.ZIGZAG, rank, cp_size, tokens):
+        yield Span(chunk.start, chunk.stop), row - chunk.start
+        row += len(chunk)
 
 
-def _shared(counts: Sequence[int], tokens: int, early: int) -> Iterator[Move]:
-    """Who keeps whose later rows, so that each keeps equally many, its own first.
-
-    Args:
-        counts: early rows of each rank; its later ones are the rest.
-        tokens: rows of each.
-        early: how many each recomputes; it keeps the rest.
-    """
-    rooms = []
-    for rank, count in enumerate(counts):
-        own = min(tokens - count, tokens - early)
-        if own:
-            yield Move(rank, Span(count, count + own), rank, Span(0, own))
-        rooms.append([own, count + own])  # the next row to keep, and to give
-    dest = 0
-    for source, (_, start) in enumerate(rooms):
-        while start < tokens:
-            while rooms[dest][0] == tokens - early:
-                dest += 1
-            place = rooms[dest][0]
-            size = min(tokens - start, tokens - early - place)
-            yield Move(source, Span(start, start + size), dest, Span(place, place + size))
-            start, rooms[dest][0] = start + size, place + size
-
-
-def kept_share(keep: str | float) -> float:
-    """Share of the rows whose results are kept, the later ones; of "auto" 0."""
-    return {"half": 0.5, "all": 1.0}.get(keep, 0.0) if isinstance(keep, str) else keep
-
-
-def early_tokens(spec: Spec, share: float) -> int:
-    """Rows that each rank recomputes if it keeps a share of them: an even number, except of halves
-    and of rows that need not be resharded."""
-    early = round(spec.shape.tokens * (1 - share))
-    return early if share == _HALF or _is_even(spec, share) else early - early % 2
-
-
-def _is_even(spec: Spec, share: float) -> bool:
-    """Whether all ranks of a resolved spec have equal work on the early rows without resharding."""
+def _is_even(spec: Spec) -> bool:
+    """Whether all ranks of a resolved spec have equal work on the early rows where they are."""
     if spec.topology.cp_size == 1 or spec.layout is Layout.STRIPED:
         return True
-    of_heads = spec.intra == "a2a" and spec.arranged.inter_size == 1
-    return of_heads and spec.layout is Layout.ZIGZAG and share == _HALF
+    trades_heads = spec.intra == "a2a" and spec.arranged.inter_size == 1
+    return trades_heads and spec.layout is Layout.ZIGZAG
 
 
 @lru_cache(maxsize=256)
-def choose_later(spec: Spec, share: float = _HALF) -> Choice:
-    """How a share of the rows of a resolved spec is kept, the later ones: "resharded", "plain", or
-    "none" if there is no gain.
-
-    Raises:
-        BurstError: if rows would go between nodes; halves need not.
-    """
-    tokens, early = spec.shape.tokens, early_tokens(spec, share)
+def choose_later(spec: Spec) -> Choice:
+    """How a resolved spec keeps the later half of its rows: "resharded" or "plain", by where the
+    early rows are recomputed, or "none" if keeping half gains nothing."""
+    tokens = spec.shape.tokens
     if spec.mask.documents or not spec.mask.causal:
         return Choice(
             "none",
             "only for a single causal document does recomputing early rows cost less than their "
             "share of the time",
         )
-    if not 0 < early < tokens:
-        return Choice("none", f"{tokens} rows per rank cannot be divided so")
-    if _is_even(spec, share):
+    if tokens < 2:
+        return Choice("none", "one row per rank cannot be halved")
+    if _is_even(spec):
         return Choice("plain", "the early rows are spread evenly")
-    if len(set(spec.topology.node_of)) > 1 and share != _HALF:
-        raise BurstError(
-            "burst keep: ranks that keep a share of the rows, other than a half, must be in one "
-            f"node, because rows are resharded; got keep={share} and {spec.topology}; pass "
-            "--burst-keep half or all"
-        )
-    otherwise, loses = "plain", "not resharded"
     if spec.layout is Layout.CONTIGUOUS:
-        otherwise, loses = "none", "later ranks would keep all of their rows"
-    if early % 2 or (share == _HALF and tokens % 4):
-        return Choice(otherwise, f"{loses}: {tokens} rows per rank are not a multiple of 4")
+        return Choice("none", "in the contiguous layout later ranks would keep all of their rows")
+    if tokens % 4:
+        return Choice("plain", f"not resharded: {tokens} rows per rank are not a multiple of 4")
     if len(set(spec.topology.node_of)) > 1:
-        return Choice(otherwise, f"{loses}: rows would go between nodes")
-    part = early / tokens
-    return Choice(
-        "resharded", f"the early rows are resharded, {part**2:.3g} of a forward on each rank"
-    )
+        return Choice("plain", "not resharded: rows would go between nodes")
+    return Choice("resharded", "the early rows are resharded, 0.25 of a forward on each rank")
 
 
-def recomputed_share(spec: Spec, share: float = _HALF) -> float:
-    """Share of a forward that the slowest rank recomputes if it keeps a share of the rows."""
-    how, size = choose_later(spec, share).value, spec.topology.cp_size
-    if how == "none":
+def recomputed_share(spec: Spec) -> float:
+    """Share of a forward that the slowest rank of a resolved spec recomputes if it keeps half."""
+    choice, cp_size = choose_later(spec), spec.topology.cp_size
+    if choice.value == "none":
         return 1.0
-    if how == "plain" and not _is_even(spec, share):
-        return (2 * size - 1) / (4 * size)
-    return (early_tokens(spec, share) / spec.shape.tokens) ** 2
+    if choice.value == "plain" and not _is_even(spec):
+        return (2 * cp_size - 1) / (4 * cp_size)
+    return (_early_tokens(spec.shape.tokens) / spec.shape.tokens) ** 2

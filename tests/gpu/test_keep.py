@@ -37,7 +37,7 @@ MODES = {
     # recomputing fewer rows can need more buffers, which the group then has: "none" follows
     "half, two nodes": BurstConfig(deterministic=True, keep="half", nodes=2),
     "none, two nodes": BurstConfig(deterministic=True, nodes=2),
-    "share, one node": BurstConfig(deterministic=True, keep=0.75, nodes=1),
+    "half, one node": BurstConfig(deterministic=True, keep="half", nodes=1),
     "none, one node": BurstConfig(deterministic=True, nodes=1),  # if ranks share a GPU too
 }
 
@@ -103,7 +103,7 @@ def run(rank: int, device: str, dtype: torch.dtype, tokens: int) -> dict:
     The reference is the same in the next larger dtype, without keeping.
     """
     patches.apply("checkpoints")
-    found, plain = {}, []
+    by_mode, plain = {}, []
     generator, shape = torch.Generator().manual_seed(rank), (SIZES[0], sum(SIZES))
     weights = [
         (torch.randn(shape, generator=generator) / SIZES[0] ** 0.5).to(device, dtype)
@@ -115,26 +115,26 @@ def run(rank: int, device: str, dtype: torch.dtype, tokens: int) -> dict:
         for name, config in MODES.items():
             grads, between = steps(rank, weights, tokens, config, live)
             plain = plain or grads
-            same = all((got == one).all() for got, one in zip(grads, plain, strict=True))
+            same = all((got == first).all() for got, first in zip(grads, plain, strict=True))
             error = max(
                 norm(got - true) / norm(true) for got, true in zip(grads, truth, strict=True)
             )
-            found[name] = same, error, between
-    return found
+            by_mode[name] = same, error, between
+    return by_mode
 
 
 def check(results, kept_bytes: int, slack: int) -> None:
     """Args: bytes kept in mode "all"; bound on the difference in bytes. Backward begins with the
     last layers, so they are still there when they are offloaded."""
     added = dict(none=0, all=kept_bytes, offload=kept_bytes * LAYERS_BEHIND / LAYERS,
-                 half=kept_bytes / 2, share=0.75 * kept_bytes)  # fmt: skip
-    for found in results:
-        assert found["all"][0] and found["offload"][0]
-        for name in ("half", "half, two nodes", "share, one node"):
-            assert 0 < found[name][1] <= 2 * found["none"][1], (name, found)
+                 half=kept_bytes / 2)  # fmt: skip
+    for by_mode in results:
+        assert by_mode["all"][0] and by_mode["offload"][0]
+        for name in ("half", "half, two nodes", "half, one node"):
+            assert 0 < by_mode[name][1] <= 2 * by_mode["none"][1], (name, by_mode)
         for name in MODES:
             kind, comma, nodes = name.partition(", ")  # each number of nodes has its own buffers
-            extra = found[name][-1] - found[f"none{comma}{nodes}"][-1]
+            extra = by_mode[name][-1] - by_mode[f"none{comma}{nodes}"][-1]
             assert abs(extra - added[kind]) <= slack, name
 
 
@@ -165,8 +165,8 @@ def test_copies_take_no_more_memory_the_further_the_cpu_is_ahead():
         y = checkpoint(layer, y, use_reentrant=True)
     y.sum().backward()
     torch.cuda.synchronize()
-    found = torch.cuda.memory_stats()
-    active, allocated = (found[f"{name}_bytes.all.peak"] for name in ("active", "allocated"))
+    stats = torch.cuda.memory_stats()
+    active, allocated = (stats[f"{name}_bytes.all.peak"] for name in ("active", "allocated"))
     assert active - allocated < x.nbytes, (active, allocated)
 
 

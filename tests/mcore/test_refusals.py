@@ -198,7 +198,7 @@ CASES = {
         ),
         "local_cp_size": ([2], [4]),
         "mtp_num_layers": ([1], [0]),
-        "keep": (["auto"], ["none", "half", 0.75, "all"]),
+        "keep": (["auto"], ["none", "half", "all"]),
     },
     "cache": {
         "key_tokens": (
@@ -221,7 +221,7 @@ CASES = {
         "fp8_dot_product_attention": FLAG,
         "fp8_multi_head_attention": FLAG,
     },
-    "share": {
+    "half": {
         "context_parallel_impl": (
             [dict(context_parallel_impl="megatron", cp_comm_type=None)],
             ["burst", dict(context_parallel_impl="megatron")],  # by --cp-comm-type burst
@@ -255,7 +255,7 @@ CASES = {
             [dict(expert_model_parallel_size=1, burst_keep_modules=SENT)], [1],
         ),
     },
-    "own": {"keep": (["half", 0.75], ["none", "all"])},
+    "own": {"keep": (["half"], ["none", "all"])},
     "loss": GRAPHS_OF_LOSS | ENDLESS | {
         "fp16_lm_cross_entropy": FLAG,
         "defer_embedding_wgrad_compute": FLAG,
@@ -368,8 +368,6 @@ def arguments(**changes) -> Namespace:
         (check_keep_args, dict(attention_dropout=0.1), "--burst-keep"),
         (check_keep_args, dict(burst_keep="half", cp_comm_type=["p2p", "burst"]),
          "--burst-keep half"),
-        (check_keep_args, dict(burst_keep=0.75, cp_comm_type=["p2p", "burst"]),
-         "--burst-keep 0.75"),
         (check_keep_args, dict(burst_tune=["keep_modules=linear_fc1"], fp8="hybrid"),
          "--burst-tune keep_modules"),
         (check_keep_args, dict(burst_keep=None, cuda_graph_impl="local"),

@@ -17,7 +17,6 @@ from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.comm.communicator import Communicator
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
-from megatron_burst.recompute.later_plan import kept_share
 from megatron_burst.schedule.layout import Layout
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
@@ -38,24 +37,15 @@ CASES = {
     "half, two nodes, a2a": (BurstConfig(keep="half", nodes=2, inter="a2a"), {}),
     "half, striped": (BurstConfig(keep="half"), dict(layout="striped")),
     "half, contiguous": (BurstConfig(keep="half"), dict(layout="contiguous")),
-    "half, two nodes, contiguous": (
-        BurstConfig(keep="half", nodes=2),
-        dict(layout="contiguous"),
-    ),
-    "a share": (BurstConfig(keep=0.75), {}),
-    "a share, gather": (BurstConfig(keep=0.25, intra="gather"), {}),
-    "a share, a2a": (BurstConfig(keep=0.75, intra="a2a"), {}),
-    "a share, contiguous": (BurstConfig(keep=0.75), dict(layout="contiguous")),
     "half, no mask": (BurstConfig(keep="half"), dict(causal=False)),
     "half, offload": (BurstConfig(keep="half", keep_offload="results", keep_debug=True), {}),
 }
 SAID = {
-    "half": "keep half: resharded (the early rows are resharded",
+    "half": "keep half: resharded (the early rows are resharded, 0.25 of a forward on each rank)",
     "half, two nodes": "keep half: plain (not resharded: rows would go between nodes)",
     "half, striped": "keep half: plain (the early rows are spread evenly)",
     "half, a2a": "keep half: plain (the early rows are spread evenly)",
-    "half, two nodes, contiguous": "keep half: none (later ranks would keep all of their rows",
-    "a share": "keep 0.75: resharded (the early rows are resharded, 0.0625 of a forward on each",
+    "half, contiguous": "keep half: none (in the contiguous layout later ranks would keep all of",
     "half, no mask": "keep half: none (only for a single causal document does recomputing",
 }
 
@@ -71,13 +61,13 @@ def problem():
 
 def run(rank: int) -> dict:
     """By case: error of gradients, hops of recomputation, bytes kept, log lines."""
-    found = {}
+    by_case = {}
     for name, (config, options) in CASES.items():
         layout, causal = Layout(options.get("layout", "zigzag")), options.get("causal", True)
         rows = rows_of(layout, rank, SIZE, TOKENS)
-        whole = [x.requires_grad_() for x in problem()]
-        full_attention(*whole, causal, 6**-0.5).square().sum().backward()
-        leaves = [x.detach()[:, rows].requires_grad_() for x in whole]
+        full = [x.requires_grad_() for x in problem()]
+        full_attention(*full, causal, 6**-0.5).square().sum().backward()
+        leaves = [x.detach()[:, rows].requires_grad_() for x in full]
         hops = []
 
         def attend(q, k, v, config=config, options=options, hops=hops):
@@ -88,11 +78,11 @@ def run(rank: int) -> dict:
                 hops.append(("recomputation", len(hops) - before))
             return out, lines
 
-        said = []
+        log = []
 
-        def layer(q, k, v, attend=attend, said=said):
+        def layer(q, k, v, attend=attend, log=log):
             out, lines = attend(q, k, v)
-            said.extend(lines)
+            log.extend(lines)
             return out
 
         with watched(hops):
@@ -102,11 +92,10 @@ def run(rank: int) -> dict:
             loss.backward()
         recomputed = [x[1] for x in hops if x[0] == "recomputation"]
         errors = [
-            float((x.grad - y.grad[:, rows]).abs().max())
-            for x, y in zip(leaves, whole, strict=True)
+            float((x.grad - y.grad[:, rows]).abs().max()) for x, y in zip(leaves, full, strict=True)
         ]
-        found[name] = max(errors), recomputed, kept, "".join(said)
-    return found
+        by_case[name] = max(errors), recomputed, kept, "".join(log)
+    return by_case
 
 
 @contextlib.contextmanager
@@ -138,26 +127,25 @@ def results():
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_full_attention(results, name):
-    for found in results:
-        assert found[name][0] <= 1e-12
+    for by_case in results:
+        assert by_case[name][0] <= 1e-12
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_kept_and_whether_recomputation_communicates(results, name):
-    whole = 2 * TOKENS * 4 * (3 + 1) * 8  # out and lse
-    falls_back = name in ("none", "none, a2a", "half, no mask", "half, two nodes, contiguous")
-    for found in results:
-        _, (recomputed,), kept, _ = found[name]
+    all_bytes = 2 * TOKENS * 4 * (3 + 1) * 8  # out and lse
+    falls_back = name in ("none", "none, a2a", "half, no mask", "half, contiguous")
+    for by_case in results:
+        _, (recomputed,), kept, _ = by_case[name]
         if name.startswith("all"):
-            assert (kept, recomputed) == (whole, 0)
+            assert (kept, recomputed) == (all_bytes, 0)
         else:
-            share = 0.5 if name.startswith("half") else kept_share(CASES[name][0].keep)
-            assert kept == (0 if falls_back else whole * share) and recomputed > 0
+            assert kept == (0 if falls_back else all_bytes / 2) and recomputed > 0
 
 
 def sent_by_steps(rank: int) -> dict:
     """By mode: bytes that forward and backward send without recomputation, and with all kept."""
-    inner, sent, found = dist.batch_isend_irecv, [], {}
+    inner, sent, by_mode = dist.batch_isend_irecv, [], {}
 
     def counting(operations):
         sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
@@ -175,17 +163,17 @@ def sent_by_steps(rank: int) -> dict:
                 ]
                 sent.clear()
                 run(*leaves).square().sum().backward()
-                found[intra, keep] = sum(sent)
-    return found
+                by_mode[intra, keep] = sum(sent)
+    return by_mode
 
 
 def test_recomputation_sends_nothing_more_but_what_backward_of_exchanged_heads_needs():
     inputs = sum(x.nbytes for x in problem()) // SIZE  # a rank's q, k and v
     lse = 2 * TOKENS * 4 * 8
-    for found in run_ranks(sent_by_steps, SIZE):
+    for by_mode in run_ranks(sent_by_steps, SIZE):
         for intra in ("ring", "gather"):
-            assert found[intra, "all"] == found[intra, "none"] > 0
-        more = found["a2a", "all"] - found["a2a", "none"]
+            assert by_mode[intra, "all"] == by_mode[intra, "none"] > 0
+        more = by_mode["a2a", "all"] - by_mode["a2a", "none"]
         padding = more - (inputs + lse) * (SIZE - 1) // SIZE
         assert 0 <= padding < 2 * 128  # of two rounds
 
@@ -198,6 +186,10 @@ def test_what_half_comes_to_is_said_once(results, name):
 
 REFUSED = [
     (dict(keep="most"), "option keep must be one of none, half, all, auto.*'most'; choose one"),
+    *(
+        (dict(keep=number), f"keep must be one of none, half, all, auto.*got {number}; pass half$")
+        for number in (0.75, 0.5, 1)
+    ),
     (dict(keep="all", keep_layers=-1), "keep_layers must not be negative.*got -1; leave it out"),
     (dict(keep="all", keep_host_gib=0.0), "keep_host_gib must be positive.*got 0.0; leave it"),
     (
@@ -229,13 +221,13 @@ def test_refuses_options_that_contradict_each_other(options, message):
 
 
 def refused_calls(rank: int) -> list[str]:
-    found = []
+    sentences = []
     for options in (dict(keep="auto", keep_budget_gib=1.0), dict(keep="all", keep_layers=1)):
         try:
             burst_attention(*problem(), config=BurstConfig(**options))
         except BurstError as error:
-            found.append(str(error))
-    return found
+            sentences.append(str(error))
+    return sentences
 
 
 def test_refuses_in_a_single_call_what_needs_to_know_of_layers():

@@ -193,7 +193,7 @@ def burst_written(rank: int) -> dict:
 
 
 def test_a_write_to_burst_attentions_output_is_refused_however_it_is_kept():
-    """Half's later rows are stored elsewhere; the whole is rebuilt, and is what backward reads."""
+    """Half's tail is stored elsewhere; all rows are rebuilt, and are what backward reads."""
     for found in run_ranks(burst_written, 2):
         assert found.pop(("half", True)) == "torch"
         assert len(found) == 5 and set(found.values()) == {"burst"}

@@ -1,4 +1,4 @@
-"""Keeping the later rows, on simulated ranks: row order, bytes, memory.
+"""Keeping the later half, on simulated ranks: row order, bytes, memory.
 
 Guards against rows returned to the wrong place, a call over the wrong keys, and buffers read too
 early.
@@ -10,7 +10,7 @@ import torch
 from megatron_burst.call import attention_shape
 from megatron_burst.engine.passes import Passes
 from megatron_burst.kernels.backends import backends
-from megatron_burst.recompute.later import LaterRows
+from megatron_burst.recompute.later import KeepTail
 from megatron_burst.recompute.later_plan import early_rows
 from megatron_burst.resolve import resolve
 from megatron_burst.schedule.layout import Layout
@@ -21,18 +21,15 @@ from tests.attention.simulated import run_simulated
 from tests.oracle import rows_of
 
 pytestmark = pytest.mark.numeric
-CASES = [  # layout, nodes, ranks, rows per rank, early rows, whether they are resharded
-    (layout, nodes, size, tokens, early, reshard)
-    for layout, reshard in (
-        (Layout.ZIGZAG, False),
-        (Layout.ZIGZAG, True),
-        (Layout.STRIPED, False),
-        (Layout.CONTIGUOUS, True),
+CASES = [  # layout, whether early rows are resharded, nodes, ranks, rows per rank
+    (layout, reshard, nodes, size, tokens)
+    for layout, reshard, lengths in (
+        (Layout.ZIGZAG, False, (8, 6)),
+        (Layout.ZIGZAG, True, (8, 4)),
+        (Layout.STRIPED, False, (8, 6, 5, 7)),
     )
     for nodes, size in ((1, 1), (1, 2), (1, 3), (1, 4), (2, 4), (3, 6), (1, 7))
-    for tokens, early in ((8, 4), (6, 3), (8, 2), (6, 4))
-    if (early % 2 == 0 or not reshard)
-    and (reshard or layout is Layout.STRIPED or 2 * early == tokens)
+    for tokens in lengths
 ]
 
 
@@ -44,27 +41,30 @@ def passes_of(topology, layout, shard, carrier):
     return Passes(resolve(spec).spec, backends()["reference"], carrier, 0.3, torch.float64)
 
 
-@pytest.mark.parametrize("layout, nodes, size, tokens, early, reshard", CASES)
-def test_the_whole_is_restored_from_its_later_rows(layout, nodes, size, tokens, early, reshard):
-    topology, plan = pretend_nodes(size, nodes), early_rows(layout, size, tokens, early, reshard)
+@pytest.mark.parametrize("layout, reshard, nodes, size, tokens", CASES)
+def test_all_rows_are_restored_from_the_tail(layout, reshard, nodes, size, tokens):
+    topology, plan = pretend_nodes(size, nodes), early_rows(layout, size, tokens, reshard)
     tensors = problem(size, tokens, (4, 2), (6, 3), seed=0)[:3]
 
-    def one(rank, carrier):
+    def run(rank, carrier):
         shard = tuple(x[:, rows_of(layout, rank, size, tokens)] for x in tensors)
-        whole = passes_of(topology, layout, shard, carrier).forward(*shard)[:2]
-        smaller = passes_of(topology, plan.layout, [x[:, :early] for x in shard], carrier)
-        policy, before = LaterRows(plan, smaller, carrier), carrier.sent_bytes
-        kept = policy.trim(whole)
+        outs = passes_of(topology, layout, shard, carrier).forward(*shard)[:2]
+        early = [x[:, : plan.tokens] for x in shard]
+        policy = KeepTail(plan, passes_of(topology, plan.layout, early, carrier), carrier)
+        before = carrier.sent_bytes
+        kept = policy.trim(outs)
+        assert carrier.sent_bytes == before
         restored = policy.restore(kept, shard)
-        return whole, kept, restored, carrier.sent_bytes - before, before
+        return outs, kept, restored, carrier.sent_bytes - before, before
 
-    results, _ = run_simulated(one, size, seed=tokens)
-    for whole, kept, restored, sent, sent_whole in results:
-        for x, y in zip(restored, whole, strict=True):
+    results, _ = run_simulated(run, size, seed=tokens)
+    for outs, kept, restored, sent, sent_by_all in results:
+        for x, y in zip(restored, outs, strict=True):
             assert (x - y).abs().max() <= 1e-12 and x.dtype == y.dtype
-        assert sum(map(_bytes, kept)) * tokens == sum(map(_bytes, whole)) * (tokens - early)
+        tail = tokens - plan.tokens
+        assert sum(map(_bytes, kept)) * tokens == sum(map(_bytes, outs)) * tail
         if not reshard:
-            assert tokens * sent == early * sent_whole
+            assert tokens * sent == plan.tokens * sent_by_all
 
 
 def _bytes(x):
