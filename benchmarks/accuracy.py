@@ -1,9 +1,9 @@
 """Errors of attention and its gradients against float64, by the number of ranks.
 
-torchrun --nproc-per-node 4 benchmarks/accuracy.py OUT.csv      measure, on GPUs
-python benchmarks/accuracy.py OUT.csv --seq 2048                simulate, on a CPU
-python benchmarks/accuracy.py OUT.csv --nodes                   measure gradients between nodes
-python benchmarks/accuracy.py A.csv B.csv --plot docs/accuracy.png --title "4 x H200, 2026-11-21"
+torchrun --nproc-per-node 4 -m benchmarks.accuracy OUT.csv      measure, on GPUs
+python -m benchmarks.accuracy OUT.csv --seq 2048                simulate, on a CPU
+python -m benchmarks.accuracy OUT.csv --nodes                   measure gradients between nodes
+python -m benchmarks.accuracy A.csv B.csv --plot docs/accuracy.png --title "4 x H200, 2026-11-21"
 
 The last one draws real ranks of all these files, and simulated ones of the last. Sequences are
 sharded over 1, 2, 4 and 8 simulated ranks, which are threads of one process and run burst's own
@@ -15,25 +15,22 @@ With --nodes, over 1 to 16 simulated nodes of 4 ranks, and gradients in the mode
 float32 between them; of a CPU's kernels gradients alone are rounded.
 """
 
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated
 
-import matplotlib.pyplot as plt
 import torch
-import typer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
+from typer import Argument, Option
 
 from benchmarks.cases import Case
 from benchmarks.impls import impls_of
 from benchmarks.peers import Burst, Shard
-from benchmarks.rows import Sheet, read
-from benchmarks.style import colours_of, legend_below
-from benchmarks.sweep import check_out, save
-from benchmarks.te_peer import TransformerEngine
+from benchmarks.rows import read
+from benchmarks.runner import App, check_out, save
+from benchmarks.sheets import ACCURACY_CSV, AccuracyRow
+from benchmarks.style import colours_of, legend_below, picture
+from benchmarks.te import TransformerEngine
 from megatron_burst.call import attention_shape, spec_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.passes import Passes
@@ -46,30 +43,14 @@ from megatron_burst.tools.speeds import problem_of
 from megatron_burst.tools.world import attempt, started
 from tests.attention.simulated import run_simulated
 from tests.bits import by_heads
-from tests.oracle import full_attention, rows_of
+from tests.oracle import full_attention
+from tests.oracle import rows_of as places_of
 
 TENSORS = ("out", "dq", "dk", "dv")
 HEADS = ((8, 8), (8, 2))
 DIM = 128
 _ASIDE = 0.045  # of a number of ranks, between two markers in the picture
-
-
-@dataclass(frozen=True, slots=True)
-class AccuracyRow:
-    """The error of one tensor; `simulated`: ranks are threads of one process."""
-
-    impl: str
-    mode: str
-    ranks: int
-    simulated: bool
-    heads_q: int
-    heads_kv: int
-    seq: int
-    tensor: str
-    error: float | None
-
-
-ACCURACY_CSV = Sheet("benchmarks/accuracy.py", AccuracyRow)
+app = App()
 
 
 def draw(heads, seq, device):
@@ -87,9 +68,8 @@ def truth_of(tensors):
     parts = []
     for head in range(k.shape[2]):
         queries, keys = slice(head * group, head * group + group), slice(head, head + 1)
-        leaves = [
-            x.clone().requires_grad_() for x in (q[:, :, queries], k[:, :, keys], v[:, :, keys])
-        ]
+        own = q[:, :, queries], k[:, :, keys], v[:, :, keys]
+        leaves = [x.clone().requires_grad_() for x in own]
         with torch.device(q.device):
             out = full_attention(*leaves, True, DIM**-0.5)
         parts.append((out.detach(), *torch.autograd.grad(out, leaves, dout[:, :, queries])))
@@ -104,7 +84,7 @@ def simulated(tensors, where, config):
     def one(rank, carrier):
         if tensors[0].is_cuda:
             torch.cuda.set_device(tensors[0].device)  # a thread begins with the first one
-        rows = rows_of(Layout.ZIGZAG, rank, ranks, tokens).to(tensors[0].device)
+        rows = places_of(Layout.ZIGZAG, rank, ranks, tokens).to(tensors[0].device)
         q, k, v, dout = (x[:, rows] for x in tensors)
         backend, _ = choose_backend(problem_of(q, k, v, mask=Mask.CAUSAL), config.backend)
         shape = attention_shape([x.shape for x in (q, k, v)], q.dtype)
@@ -126,11 +106,9 @@ def simulated(tensors, where, config):
 
 def relative(got, truth, group=None):
     """Errors over the whole sequence; summed over the ranks of a group if they hold its parts."""
-    sums = [
-        torch.stack([(a.double() - b).square().sum(), b.square().sum()])
-        for a, b in zip(got, truth, strict=True)
-    ]
-    sums = torch.stack(sums)
+    pairs = zip(got, truth, strict=True)
+    squares = [((a.double() - b).square().sum(), b.square().sum()) for a, b in pairs]
+    sums = torch.stack([torch.stack(each) for each in squares])
     if group is not None:
         torch.distributed.all_reduce(sums, group=group)
     return (sums[:, 0] / sums[:, 1]).sqrt().tolist()
@@ -141,7 +119,7 @@ def real(peer_class, text, tensors, truth, world):
     (impl,) = impls_of((text,))
     peer, seq = peer_class(impl, world), tensors[0].shape[1]
     case = Case(seq, 1, tensors[0].shape[2], tensors[1].shape[2], DIM, DIM)
-    rows = rows_of(Layout.ZIGZAG, world.rank, world.size, seq // world.size).to(world.device)
+    rows = places_of(Layout.ZIGZAG, world.rank, world.size, seq // world.size).to(world.device)
     shards = [x[:, rows].transpose(0, 1).contiguous() for x in tensors]
     shard = Shard(case, *(x.requires_grad_() for x in shards[:3]), shards[3])
     results = []
@@ -159,28 +137,31 @@ def real(peer_class, text, tensors, truth, world):
     return impl, errors
 
 
+def rows_of(impl, mode, ranks, is_simulated, tensors, errors):
+    """A row for each tensor."""
+    heads, seq = (tensors[0].shape[2], tensors[1].shape[2]), tensors[0].shape[1]
+    same = {"impl": impl, "mode": mode, "ranks": ranks, "simulated": is_simulated, "seq": seq}
+    same |= dict(zip(("heads_q", "heads_kv"), heads, strict=True))
+    return [
+        AccuracyRow(**same, tensor=name, error=error)
+        for name, error in zip(TENSORS, errors, strict=True)
+    ]
+
+
 def measure(path, seq):
     """Add a row for each implementation, number of ranks, head count and tensor."""
     rows = []
     with started("accuracy", None) as world:
         check_out(path, world, ACCURACY_CSV)
+        kernel = "auto" if world.device.type == "cuda" else by_heads("torch-cpu")
         for heads in HEADS:
             tensors = draw(heads, seq, world.device)
             truth = truth_of(tensors)
-
-            def add(impl, mode, ranks, is_simulated, errors, heads=heads):
-                for name, error in zip(TENSORS, errors, strict=True):
-                    rows.append(
-                        AccuracyRow(impl, mode, ranks, is_simulated, *heads, seq, name, error)
-                    )
-
-            kernel = "auto" if world.device.type == "cuda" else by_heads("torch-cpu")
-            for ranks in (1, 2, 4, 8):
-                for mode in ("gather", "ring", "a2a"):
-                    rounds = None if mode == "ring" else 1
-                    config = BurstConfig(intra=mode, heads_per_round=rounds, backend=kernel)
-                    got = simulated(tensors, pretend_nodes(ranks, 1), config)
-                    add("burst", mode, ranks, True, relative(got, truth))
+            for ranks, mode in product((1, 2, 4, 8), ("gather", "ring", "a2a")):
+                rounds = None if mode == "ring" else 1
+                config = BurstConfig(intra=mode, heads_per_round=rounds, backend=kernel)
+                got = simulated(tensors, pretend_nodes(ranks, 1), config)
+                rows += rows_of("burst", mode, ranks, True, tensors, relative(got, truth))
             peers = [(Burst, f"burst:{mode}") for mode in ("gather", "ring", "a2a")]
             peers += [(TransformerEngine, f"te:{mode}") for mode in ("p2p", "all_gather", "a2a")]
             for peer_class, text in peers if world.size > 1 else ():
@@ -188,7 +169,7 @@ def measure(path, seq):
                 if isinstance(errors, str):
                     print(f"{impl}: {errors}") if world.rank == 0 else None
                 else:
-                    add(impl.name, impl.mode, world.size, False, errors)
+                    rows += rows_of(impl.name, impl.mode, world.size, False, tensors, errors)
         save(path, world, rows, ACCURACY_CSV)
 
 
@@ -196,8 +177,7 @@ def measure_nodes(path, seq):
     """Add rows for gradients between simulated nodes, in the model's dtype and in float32."""
     with started("accuracy", None) as world:
         check_out(path, world, ACCURACY_CSV)
-        heads = (2, 2)
-        tensors = draw(heads, seq, world.device)
+        tensors = draw((2, 2), seq, world.device)
         truth = truth_of(tensors)
         for nodes, wire in product((1, 2, 4, 8, 16), ("input", "accumulate")):
             config = BurstConfig(
@@ -205,10 +185,7 @@ def measure_nodes(path, seq):
             )
             errors = relative(simulated(tensors, pretend_nodes(4 * nodes, nodes), config), truth)
             mode = f"gather in nodes of 4, grad_wire={wire}"
-            rows = [
-                AccuracyRow("burst", mode, 4 * nodes, True, *heads, seq, name, error)
-                for name, error in zip(TENSORS, errors, strict=True)
-            ]
+            rows = rows_of("burst", mode, 4 * nodes, True, tensors, errors)
             save(path, world, rows, ACCURACY_CSV)
 
 
@@ -218,9 +195,8 @@ def curves(paths):
     found = {}
     for path in paths:
         rows, where = read([path], ACCURACY_CSV), path.stem.rpartition("_")[2]
-        alone = {
-            (r.heads_q, r.heads_kv, r.tensor): r.error for r in rows if r.ranks == 1 and r.simulated
-        }
+        first = (r for r in rows if r.ranks == 1 and r.simulated)
+        alone = {(r.heads_q, r.heads_kv, r.tensor): r.error for r in first}
         drawn = (r for r in rows if r.error and (not r.simulated or path == paths[-1]))
         for r in drawn:
             what = r.heads_q, r.heads_kv, r.tensor
@@ -229,27 +205,27 @@ def curves(paths):
     return found
 
 
-def plot(paths, picture, title):
+def plot(paths, path, title):
     """Errors over ranks, a panel for each tensor and head count."""
     lines = curves(paths)
     labels = sorted({label for errors in lines.values() for label in errors})
-    figure, axes = plt.subplots(
-        len(HEADS), len(TENSORS), figsize=(13, 6.2), sharex=True, sharey=True, layout="constrained"
-    )
-    for panels, heads in zip(axes, HEADS, strict=True):
-        for axis, tensor in zip(panels, TENSORS, strict=True):
+    with picture(path, 13, 6.2) as figure:
+        axes = figure.subplots(len(HEADS), len(TENSORS), sharex=True, sharey=True)
+        for (panels, heads), (place, tensor) in product(
+            zip(axes, HEADS, strict=True), enumerate(TENSORS)
+        ):
+            axis = panels[place]
             draw_errors(axis, lines[*heads, tensor], labels)
             axis.set(title=f"{tensor}, heads {heads[0]}/{heads[1]}", xscale="log")
             axis.set_xticks([1, 2, 4, 8], labels=["1", "2", "4", "8"])
             axis.minorticks_off()
             axis.grid(alpha=0.3)
-    for panels in axes:
-        panels[0].set_ylabel("error / that of one rank")
-    for axis in axes[-1]:
-        axis.set_xlabel("ranks")
-    legend_below(figure, columns=4)
-    figure.suptitle(title)
-    figure.savefig(picture, dpi=130)
+        for panels in axes:
+            panels[0].set_ylabel("error / that of one rank")
+        for axis in axes[-1]:
+            axis.set_xlabel("ranks")
+        legend_below(figure, columns=4)
+        figure.suptitle(title)
 
 
 def draw_errors(axis, errors, labels):
@@ -267,17 +243,18 @@ def draw_errors(axis, errors, labels):
             )  # fmt: skip
 
 
+@app.command()
 def main(
-    paths: Annotated[list[Path], typer.Argument(help="the CSV; rows are appended")],
-    nodes: Annotated[bool, typer.Option(help="measure gradients between nodes")] = False,
-    seq: Annotated[int | None, typer.Option(help="tokens")] = None,
-    picture: Annotated[Path | None, typer.Option("--plot", help="PNG to draw of CSVs")] = None,
-    title: Annotated[str, typer.Option(help="of the PNG: GPUs and days, which CSVs lack")] = "",
+    paths: Annotated[list[Path], Argument(help="the CSV; rows are appended")],
+    nodes: Annotated[bool, Option(help="measure gradients between nodes")] = False,
+    seq: Annotated[int | None, Option(help="tokens")] = None,
+    png: Annotated[Path | None, Option("--plot", help="PNG to draw of CSVs")] = None,
+    title: Annotated[str, Option(help="of the PNG: GPUs and days, which CSVs lack")] = "",
 ) -> None:
     """Measure errors, on all ranks together; or draw what was measured."""
     gpus = torch.cuda.is_available()
-    if picture:
-        plot(paths, picture, title)
+    if png:
+        plot(paths, png, title)
     elif nodes:
         measure_nodes(paths[0], seq or (8192 if gpus else 2048))
     else:
@@ -285,4 +262,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -13,112 +13,66 @@ from rich.console import Console
 from typer import Option
 
 from benchmarks.bench import Bench
-from benchmarks.cases import PRESETS, Case, Grid, grid_of, head_dims, problems
+from benchmarks.cases import PRESETS, Case, grid_of, head_dims, problems
+from benchmarks.compared import reasons, terminal_table
 from benchmarks.impls import Impl, impls_of
 from benchmarks.library_peers import TorchContextParallel, Ulysses, Yunchang
 from benchmarks.peers import Burst, Ceiling, OneGpu, Peer, draw_shard
-from benchmarks.rows import ATTENTION_CSV, Sheet
-from benchmarks.sweep import (
-    Budget,
-    Dtype,
-    Out,
-    check_out,
-    clock,
-    new_app,
-    sweep,
-    usual_dtype,
-)
-from benchmarks.tables import reasons, terminal_table
-from benchmarks.te_peer import TransformerEngine
-from megatron_burst.tools.terminal import Device, Nodes, in_one_sentence
+from benchmarks.runner import App, Budget, Dtype, Out, Plan, check_out, clock, sweep, usual_dtype
+from benchmarks.sheets import ATTENTION_CSV, Sheet
+from benchmarks.te import TransformerEngine
+from megatron_burst.tools.terminal import Device, Nodes
 from megatron_burst.tools.world import World, started
 
 _WHO = "benchmarks.attention"
-app = new_app()
+app = App()
+FewReps = Annotated[
+    int | None, Option(min=1, help="default: 10, or 3 of what takes over 0.5 s")
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of problems: attention of sequences, or of packed samples.
+    """A kind of problems: attention of sequences, or of packed samples."""
 
-    Attributes:
-        peers: by name, what implementations are called with.
-        draw: makes a rank's tensors of a problem.
-        sheet: the kind of CSV.
-    """
-
+    # by name, what implementations are called with
     peers: Mapping[str, Callable[[Impl, World], Peer]]
-    draw: Callable[[Any, World], Any]
-    sheet: Sheet
+    draw: Callable[[Any, World], Any]  # makes a rank's tensors of a problem
+    sheet: Sheet  # the kind of CSV
 
 
 ATTENTION = Kind(
     {
-        "burst": Burst,
-        "before": Burst,
-        "te": TransformerEngine,
-        "torch": TorchContextParallel,
-        "ulysses": Ulysses,
-        "yunchang": Yunchang,
-        "ceiling": Ceiling,
-        "one_gpu": OneGpu,
+        "burst": Burst, "before": Burst, "te": TransformerEngine, "torch": TorchContextParallel,
+        "ulysses": Ulysses, "yunchang": Yunchang, "ceiling": Ceiling, "one_gpu": OneGpu,
     },
-    draw_shard,
-    ATTENTION_CSV,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a run measures.
-
-    Attributes:
-        cases: problems, in order.
-        impls: what each is measured with; the same for all, or per problem.
-        reps: repetitions; None: 10, or 3 of what takes over 0.5 s.
-        budget_s: seconds after which no problem and no repetition is started; None: no end.
-        out: CSV that rank 0 appends to; None: nowhere.
-        kind: of the problems.
-    """
-
-    cases: Sequence[Case]
-    impls: Sequence[Impl] | Mapping[Case, Sequence[Impl]]
-    reps: int | None = None
-    budget_s: float | None = None
-    out: Path | None = None
-    kind: Kind = ATTENTION
-
-    def of(self, case: Case) -> Sequence[Impl]:
-        """The implementations that a problem is measured with."""
-        return self.impls[case] if isinstance(self.impls, Mapping) else self.impls
+    draw_shard, ATTENTION_CSV,
+)  # fmt: skip
 
 
 def measure(plan: Plan, world: World, say: Callable[[str], None] | None = None) -> list[Any]:
-    """Run a plan on all ranks together.
-
-    Args:
-        plan: the same on all ranks.
-        world: all ranks.
-        say: see `sweep`.
-
-    Returns:
-        the rows, on every rank.
-
-    Raises:
-        BurstError: if a problem cannot be sharded, or `plan.out` has other columns.
-    """
-    kind = plan.kind
+    """Run a plan on all ranks together; returns the rows, on every rank. BurstError if a problem
+    cannot be sharded, or `plan.out` has other columns."""
+    plan = replace(plan, kind=plan.kind or ATTENTION)
     for case in plan.cases:
         case.check(world.size)
-    check_out(plan.out, world, kind.sheet)
-    bench = Bench(world, kind.draw, clock(plan.budget_s), plan.reps, plan.out, kind.sheet)
+    check_out(plan.out, world, plan.kind.sheet)
+    bench = Bench(plan, world, clock(plan.budget_s))
     every = dict.fromkeys(impl for case in plan.cases for impl in plan.of(case))
-    peers = {impl: kind.peers[impl.name](impl, world) for impl in every}
+    peers = {impl: plan.kind.peers[impl.name](impl, world) for impl in every}
 
     def rows_of(case: Case) -> list[Any]:
         return bench.run(case, [peers[impl] for impl in plan.of(case)])
 
     return sweep(plan.cases, rows_of, world, bench.out_of_time, say)
+
+
+def show(plan: Plan, tables: Sequence[Sequence[Any]], rows: Sequence[Any]) -> None:
+    """Print what was measured: a table for each of these lists of rows."""
+    width = None if Console().is_terminal else 200
+    console = Console(width=width, markup=False, highlight=False)
+    console.print(*map(terminal_table, filter(None, tables)), *reasons(rows), sep="\n")
+    console.print(f"rows were appended to {plan.out}")
 
 
 @app.command()
@@ -141,38 +95,20 @@ def main(
         str, Option(help=f"{', '.join(PRESETS)}; lists given beside it narrow it down")
     ] = "",
     out: Out = Path("attention.csv"),
-    reps: Annotated[
-        int | None, Option(min=1, help="default: 10, or 3 of what takes over 0.5 s")
-    ] = None,
+    reps: FewReps = None,
     budget_s: Budget = None,
     nodes: Nodes = None,
     device: Device = None,
 ) -> None:
     """Attention over all ranks, compared with its peers; alone or under torchrun."""
-    with in_one_sentence():
-        grid = grid_of(seq, heads, batch, mask)
-        plan = _plan(preset, grid, tuple(impl or ()), reps=reps, budget_s=budget_s, out=out)
-        _run(plan, head_dims(head_dim), dtype, device, nodes)
-
-
-def _plan(preset: str, grid: Grid, impls: tuple[str, ...], **limits) -> Plan:
-    """Problems and implementations of a preset or of lists."""
-    cases, usual = problems(preset, grid)
-    return Plan(cases, impls_of(impls or usual), **limits)
-
-
-def _run(plan: Plan, dims: tuple[int, int], dtype, device, nodes) -> None:
-    """Measure, then show what was measured."""
-    width = None if Console().is_terminal else 200
-    console = Console(width=width, markup=False, highlight=False)
+    cases, usual = problems(preset, grid_of(seq, heads, batch, mask))
+    impls, (dim_qk, dim_v) = impls_of(tuple(impl or usual)), head_dims(head_dim)
     with started(_WHO, device, nodes) as world:
-        dtype = dtype or usual_dtype(world)
-        sizes = {"head_dim_qk": dims[0], "head_dim_v": dims[1], "dtype": dtype}
-        plan = replace(plan, cases=tuple(replace(case, **sizes) for case in plan.cases))
+        sizes = {"head_dim_qk": dim_qk, "head_dim_v": dim_v, "dtype": dtype or usual_dtype(world)}
+        plan = Plan([replace(case, **sizes) for case in cases], impls, reps, budget_s, out)
         rows = measure(plan, world)
         if world.rank == 0 and rows:
-            console.print(terminal_table(rows), *reasons(rows), sep="\n")
-            console.print(f"rows were appended to {plan.out}")
+            show(plan, [rows], rows)
 
 
 if __name__ == "__main__":

@@ -1,34 +1,34 @@
 """Steps of packed jobs by the rule that says which document goes where: simulated, not measured.
 
-python benchmarks/balance.py simulate benchmarks/predictions/balance_h200.csv
-python benchmarks/balance.py table benchmarks/predictions/balance_h200.csv
+python -m benchmarks.balance simulate benchmarks/predictions/balance_h200.csv
+python -m benchmarks.balance table benchmarks/predictions/balance_h200.csv
+python -m benchmarks.balance ahead      if documents of several global batches may change places
 
 Costs are those that the planner fits for the model. A batch has as many whole documents as fill all
 micro-batches of 128K tokens when they are packed in sequence; every rule gets the same. Pipelines
-are simulated (1F1B), the update of weights is left out. See docs/how-to/balance.md.
+are simulated (1F1B), the update of weights is left out. Other projects' rules are for comparison
+only. See docs/how-to/balance.md.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from itertools import product
-from pathlib import Path
+from itertools import accumulate, chain, product
 from statistics import fmean
 from time import process_time
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import typer
-from typer import Argument, Option
+from typer import Option
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
-
-from benchmarks.balance_documents import KINDS, draw
-from benchmarks.balance_peers import dynamic_cp, fills, wlb
-from benchmarks.facts import commit
-from benchmarks.rows import Sheet, append, check_appendable, read
-from megatron_burst.balance import BatchGrid, Costs, assign
-from megatron_burst.balance.packing import best_fit, sequential
+from benchmarks.documents import BATCHES, draw
+from benchmarks.facts import planner_stamp
+from benchmarks.rows import append, check_appendable, read
+from benchmarks.runner import App, Csvs, Machine, OutFile
+from benchmarks.sheets import BALANCE_CSV, BalanceRow
+from benchmarks.tables import markdown
+from megatron_burst.balance import BatchGrid, Costs, assign, pairs_of
+from megatron_burst.balance.packing import Packs, best_fit, sequential
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.job.costs import costs_of
@@ -37,7 +37,6 @@ from megatron_burst.tools.job.layers import Experts
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.strategy import Job, Strategy
 from megatron_burst.tools.simulate.micro_batches import in_turn, step_of
-from megatron_burst.tools.terminal import in_one_sentence
 
 _CP, _MICRO_BATCHES = 8, 8
 _DRAWN = 300  # documents for each micro-batch; no kind needs more to fill it
@@ -46,49 +45,9 @@ RULES = "sequential", "best-fit", "WLB", "dynamic CP", "balanced", "balanced, ch
 _MOE = Model("qwen3-30b-a3b", layers=48, hidden=2048, heads_q=32, heads_kv=4, dim_qk=128, dim_v=128,
              ffn=6144, vocab=151936, experts=Experts(count=128, active=8, ffn=768))  # fmt: skip
 MODELS = {"qwen3-8b": PRESETS["qwen3-8b"], "qwen3-30b-a3b": _MOE}
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BalanceRow:
-    """One rule's mean over draws of a batch.
-
-    Attributes:
-        date, versions, gpu: when, by which commit's planner, of which GPU.
-        documents: kind of the draw.
-        gpus: DP x CP x PP.
-        token_limit: of a rank's shard of a micro-batch; sequential and best-fit pack 128K tokens.
-        draws: batches, with seeds from 0 on.
-        step_s: simulated step; None where a rule does not apply.
-        bound_s: of the same draws, with all work spread perfectly at the best sizes.
-        longest_s: of a rank that has little besides the longest document.
-        cpu_ms: process time of the rule, the least over draws.
-        note: why there is no step.
-    """
-
-    date: str
-    versions: str
-    gpu: str
-    model: str
-    documents: str
-    gpus: int
-    dp: int
-    cp: int
-    pp: int
-    ep: int
-    micro_batches: int
-    token_limit: int
-    draws: int
-    num_documents: float
-    rule: str
-    step_s: float | None
-    bound_s: float
-    longest_s: float
-    cpu_ms: float | None
-    note: str = ""
-
-
-BALANCE_CSV = Sheet("benchmarks/balance.py simulate", BalanceRow)
+app = App()
+Dp = Annotated[list[int] | None, Option(help="default: 8 and 32")]
+Packed = Annotated[int, Option(help="tokens of a packed micro-batch", min=64)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +76,65 @@ class Batch:
         return step_of(in_turn(packs, lengths, grid, costs), grid).seconds if packs else None
 
 
+def wlb(lengths: Sequence[int], grid: BatchGrid, costs: Costs) -> Packs:
+    """WLB-LLM's packing of variable length (2503.17924, algorithm 1): the longest first to the
+    micro-batch with the least work, or, if it does not fit there, with the fewest tokens.
+
+    Its queue, which delays long documents to later steps, is left out: the batch stays whole.
+    """
+    packs: Packs = [[] for _ in range(grid.slots)]
+    work, tokens = np.zeros(grid.slots), np.zeros(grid.slots, dtype=np.int64)
+    limit = grid.token_limit * grid.cp
+    for document in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+        length = lengths[document]
+        pack = int(work.argmin())
+        if tokens[pack] + length > limit:
+            pack = int(tokens.argmin())
+        if tokens[pack] + length > limit:
+            return []
+        packs[pack].append(document)
+        tokens[pack] += length
+        area = int(pairs_of(np.int64(length)))
+        work[pack] += costs.seconds(length, area, grid.cp) - costs.fixed
+    return packs
+
+
+def dynamic_cp(lengths: Sequence[int], grid: BatchGrid, costs: Costs) -> float:
+    """Seconds of a step with Megatron-Core's own scheduler of `--hybrid-context-parallel`.
+
+    It has groups of samples, after each of which all ranks of DP x CP wait for each other. Samples
+    of a rank run one after the other; a group's fixed time counts once, as if they were packed.
+    """
+    from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
+
+    class Ranks:
+        def size(self) -> int:
+            return grid.dp * grid.cp
+
+    scheduler = BalancedCPScheduler(grid.token_limit, Ranks())
+    _, groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths)), None)
+    seen: list[int] = []
+    step = 0.0
+    for group in groups:
+        ranks_of: dict[int, int] = {}
+        for document in chain(*group):
+            ranks_of[document] = ranks_of.get(document, 0) + 1
+        seen += ranks_of
+        work = {
+            d: costs.seconds(lengths[d], int(pairs_of(np.int64(lengths[d]))), count) - costs.fixed
+            for d, count in ranks_of.items()
+        }
+        step += max(0.0, *(costs.fixed + sum(map(work.get, documents)) for documents in group))
+    assert sorted(seen) == list(range(len(lengths)))
+    return step
+
+
+def fills(lengths: Sequence[int], limit: int, packs: int) -> int:
+    """How many documents, from the first on, fill so many packs in sequence."""
+    found = sequential(lengths, limit)
+    return list(accumulate(map(len, found)))[packs - 1]
+
+
 def case_of(name: str, dp: int, pp: int, packed: int, machine: Hardware) -> tuple[BatchGrid, Costs]:
     """The grid and the planner's costs of one of `MODELS`; its token limit is what is packed."""
     model = MODELS[name]
@@ -133,9 +151,7 @@ def batches(kind: str, grid: BatchGrid, costs: Costs, packed: int, draws: int) -
         yield Batch(lengths[: fills(lengths, packed, grid.slots)], grid, costs, packed, seed)
 
 
-def measure(
-    drawn: Sequence[Batch], rules: Sequence[str], **columns: object
-) -> Iterator[BalanceRow]:
+def measure(drawn: Sequence[Batch], rules: Sequence[str], **columns: Any) -> Iterator[BalanceRow]:
     """A row for each rule; Megatron's scheduler, which is slow, gets the first draw alone."""
     first = drawn[0]
     best = [assign(b.lengths, b.grid, b.costs, b.grid.cp_sizes) for b in drawn]
@@ -161,45 +177,76 @@ def measure(
         )  # fmt: skip
 
 
+def mixed(drawn: list[Batch]) -> list[Batch]:
+    """The same batches, with each other's documents."""
+    every = np.sort(np.concatenate([one.lengths for one in drawn]))[::-1]
+    turn, at = np.divmod(np.arange(len(every)), len(drawn))
+    step = np.where(turn % 2, len(drawn) - 1 - at, at)
+    return [
+        Batch(every[step == number].tolist(), one.grid, one.costs, one.packed, one.seed)
+        for number, one in enumerate(drawn)
+    ]
+
+
 @app.command()
 def simulate(
-    out: Annotated[Path, Argument(help="CSV to append to")],
-    dp: Annotated[list[int] | None, Option(help="default: 8 and 32")] = None,
+    out: OutFile,
+    dp: Dp = None,
     pp: Annotated[list[int] | None, Option(help="default: 1 and 4")] = None,
-    packed: Annotated[int, Option(help="tokens of a packed micro-batch", min=64)] = 128 << 10,
+    packed: Packed = 128 << 10,
     limit: Annotated[list[float] | None, Option(help="token limit / packed: 1 and 1.5")] = None,
     draws: Annotated[int, Option(min=1)] = 5,
     rule: Annotated[list[str] | None, Option(help=f"default: {', '.join(RULES)}")] = None,
-    hardware: Annotated[str, Option(help="preset or TOML of calibrate's")] = "h200",
+    hardware: Machine = "h200",
 ) -> None:
     """Append a row for each case and rule."""
-    with in_one_sentence():
-        check_appendable(out, BALANCE_CSV, "OUT")
-        machine, now = hardware_of(hardware), datetime.now(UTC).isoformat(timespec="seconds")
-        cases = product(MODELS, KINDS, limit or (1.0, 1.5), dp or (8, 32), pp or (1, 4))
-        for name, kind, more, ranks, stages in cases:
-            grid, costs = case_of(name, ranks, stages, packed, machine)
-            gpus = ranks * _CP * stages
-            grid = replace(grid, token_limit=int(packed * more) // _CP)
-            columns = {
-                "date": now, "versions": f"planner at commit {commit()}", "model": name,
-                "gpu": f"predicted for {machine.name}", "documents": kind, "gpus": gpus,
-            }  # fmt: skip
-            rows = list(
-                measure(list(batches(kind, grid, costs, packed, draws)), rule or RULES, **columns)
-            )
-            append(out, rows, BALANCE_CSV)
-            typer.echo(f"{name}, {kind}, {gpus} GPUs, PP {stages}, limit {grid.token_limit}: done")
+    check_appendable(out, BALANCE_CSV, "OUT")
+    machine = hardware_of(hardware)
+    stamp = planner_stamp(machine.name)
+    cases = product(MODELS, BATCHES, limit or (1.0, 1.5), dp or (8, 32), pp or (1, 4))
+    for name, kind, more, ranks, stages in cases:
+        grid, costs = case_of(name, ranks, stages, packed, machine)
+        gpus = ranks * _CP * stages
+        grid = replace(grid, token_limit=int(packed * more) // _CP)
+        columns = stamp | {"model": name, "documents": kind, "gpus": gpus}
+        drawn = list(batches(kind, grid, costs, packed, draws))
+        append(out, list(measure(drawn, rule or RULES, **columns)), BALANCE_CSV)
+        typer.echo(f"{name}, {kind}, {gpus} GPUs, PP {stages}, limit {grid.token_limit}: done")
 
 
 @app.command()
-def table(paths: Annotated[list[Path], Argument(help="of the command simulate")]) -> None:
+def ahead(
+    count: Annotated[int, Option("--ahead", min=2, help="batches")] = 4,
+    dp: Dp = None,
+    packed: Packed = 128 << 10,
+    hardware: Machine = "h200",
+) -> None:
+    """What steps gain if documents of several global batches may change places, as Markdown.
+
+    The documents of the batches, from the longest on, are given to the steps in turns, back and
+    forth; then each step is assigned as usual. Steps are means over as many draws as batches.
+    """
+    machine, lines = hardware_of(hardware), []
+    for name, kind, ranks, stages in product(MODELS, BATCHES, dp or (8, 32), (1, 4)):
+        grid, costs = case_of(name, ranks, stages, packed, machine)
+        drawn = list(batches(kind, grid, costs, packed, count))
+        plain, other = (
+            fmean(one.step("balanced, changing CP") or 0.0 for one in some)
+            for some in (drawn, mixed(drawn))
+        )
+        figures = f"{plain:.2f}", f"{other:.2f}", f"{plain / other:.3f}"
+        lines.append((name, kind, ranks, stages, *figures))
+    head = "model", "documents", "DP", "PP", "step, s", "looking ahead, s", "times as fast"
+    typer.echo(markdown([head, *lines]))
+
+
+@app.command()
+def table(csvs: Csvs) -> None:
     """Markdown: each rule's step over the bound's."""
-    with in_one_sentence():
-        typer.echo("\n".join(lines_of(read(paths, BALANCE_CSV))))
+    typer.echo(table_of(read(csvs, BALANCE_CSV)))
 
 
-def lines_of(rows: Sequence[BalanceRow]) -> list[str]:
+def table_of(rows: Sequence[BalanceRow]) -> str:
     """A line for each case: the bound over each rule's step; of the two balanced ones the better,
     its gains, and the longest document's step over the bound."""
     cases: dict[tuple[object, ...], dict[str, BalanceRow]] = {}
@@ -208,18 +255,15 @@ def lines_of(rows: Sequence[BalanceRow]) -> list[str]:
         cases.setdefault(key, {})[row.rule] = row
     head = ["model", "documents", "GPUs", "PP", "limit, K", *RULES, "x sequential", "x best-fit",
             "longest / bound"]  # fmt: skip
-    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    lines = []
     for key, found in cases.items():
         steps = {rule: row.step_s for rule, row in found.items() if row.step_s}
         first = next(iter(found.values()))
         ours = min(seconds for rule, seconds in steps.items() if rule.startswith("balanced"))
-        cells = [
-            f"{found[rule].bound_s / steps[rule]:.2f}" if rule in steps else "" for rule in RULES
-        ]
+        cells = [f"{found[one].bound_s / steps[one]:.2f}" if one in steps else "" for one in RULES]
         gains = [f"{steps[rule] / ours:.2f}" for rule in ("sequential", "best-fit")]
-        longest = f"{first.longest_s / first.bound_s:.2f}"
-        lines.append(f"| {' | '.join([*map(str, key), *cells, *gains, longest])} |")
-    return lines
+        lines.append((*key, *cells, *gains, f"{first.longest_s / first.bound_s:.2f}"))
+    return markdown([head, *lines])
 
 
 if __name__ == "__main__":

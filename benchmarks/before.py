@@ -19,51 +19,38 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typer import Argument
 
-from benchmarks.sweep import new_app
+from benchmarks.runner import App
 from megatron_burst.attention import burst_attention
 from megatron_burst.comm.group import release_buffers, symmetric_bytes
-from megatron_burst.errors import BurstError
-from megatron_burst.tools.terminal import in_one_sentence
+from megatron_burst.errors import BurstError, require
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".cache" / "before"
 _NOW, _THEN = "megatron_burst", "burst_before"  # both must be importable in one process
 _WHO = "benchmarks.before"
-app = new_app()
+app = App()
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One commit's burst, as peers call it.
+    """One commit's burst, as peers call it."""
 
-    Attributes:
-        burst_attention: its call.
-        release_buffers: frees a group's buffers.
-        symmetric_bytes: of a group, outside torch's caching allocator.
-        note: what rows say of it.
-    """
-
-    burst_attention: Callable[..., Tensor]
-    release_buffers: Callable[[ProcessGroup], None]
-    symmetric_bytes: Callable[[ProcessGroup], int]
-    note: str = ""
+    burst_attention: Callable[..., Tensor]  # its call
+    release_buffers: Callable[[ProcessGroup], None]  # frees a group's buffers
+    symmetric_bytes: Callable[[ProcessGroup], int]  # of a group, outside torch's caching allocator
+    note: str = ""  # what rows say of it
 
 
 TODAY = Package(burst_attention, release_buffers, symmetric_bytes)
 
 
 def earlier() -> Package:
-    """The package in `FOLDER`, which `write` wrote.
-
-    Raises:
-        BurstError: if there is none.
-    """
-    if not (FOLDER / _THEN).is_dir():
-        raise BurstError(
-            f"{_WHO}: --impl before must find a commit's package, because it is measured "
-            f"beside today's; got no {FOLDER / _THEN}; write it with "
-            "`python -m benchmarks.before COMMIT`"
-        )
+    """The package in `FOLDER`, which `write` wrote; BurstError if there is none."""
+    require(_WHO, [(
+        (FOLDER / _THEN).is_dir(), "--impl before must find a commit's package, because it is "
+        "measured beside today's", f"no {FOLDER / _THEN}", "write it with `python -m "
+        "benchmarks.before COMMIT`",
+    )])  # fmt: skip
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     newer = (FOLDER / _THEN / "comm" / "group.py").exists()  # comm/state.py until 24 November 2026
@@ -77,11 +64,6 @@ def earlier() -> Package:
 
 def write(commit: str, folder: Path = FOLDER, root: Path = ROOT) -> str:
     """Write a commit's package under another name, replacing the last one; returns its hash.
-
-    Args:
-        commit: as git names it.
-        folder: where the package goes.
-        root: of the repository.
 
     Raises:
         BurstError: if git does not know the commit, or it has no package.
@@ -112,8 +94,7 @@ def _git(root: Path, *words: str) -> bytes:
 @app.command()
 def main(commit: Annotated[str, Argument(help="to compare with, as git names it")]) -> None:
     """Write an earlier commit's package where `--impl before` finds it."""
-    with in_one_sentence():
-        print(f"{write(commit)} is in {FOLDER}")
+    print(f"{write(commit)} is in {FOLDER}")
 
 
 if __name__ == "__main__":

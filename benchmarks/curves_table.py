@@ -7,9 +7,9 @@ from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.cells import markdown
-from benchmarks.rows import Sheet
-from benchmarks.style import colour_of, legend_below, measured_on
+from benchmarks.sheets import CurveRow
+from benchmarks.style import colour_of, legend_below, measured_on, optional, picture
+from benchmarks.tables import markdown
 
 _END = 10  # the end of a run is its last tenth
 # What burst is compared with; the second, without keeping and fused loss, where no GPU is: Megatron
@@ -17,55 +17,19 @@ _END = 10  # the end of a run is its last tenth
 PEERS = "megatron", "burst-plain"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurveRow:
-    """One training step; fields are columns.
-
-    Attributes:
-        date, versions, gpu: on a run's first row; later ones have the date alone.
-        sample: "whole", one sequence, or "packed", of documents each for itself; with the model if
-            it is not two layers of Llama-3-8B's widths: "whole, llama3.2-1b".
-        order: of the text: "same" or "other"; "again" is the same.
-        step: from 1 on; 0 in the row that says why a run failed or was cut short.
-        loss: of the step's batch, before its update.
-        ms: of the step.
-    """
-
-    date: str
-    versions: str = ""
-    gpu: str = ""
-    gpus: int
-    sample: str
-    impl: str
-    order: str
-    step: int
-    loss: float | None = None
-    grad_norm: float | None = None
-    ms: float | None = None
-    note: str = ""
-
-
-CURVES_CSV = Sheet("loss_curves", CurveRow)
 type Curve = Mapping[int, float]  # losses by step
 
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """Loss curves for one kind of sample.
-
-    Attributes:
-        peer: Megatron's curve; its name.
-        burst: burst's, of the same batches.
-        other: the peer's, of batches in another order.
-        again: the peer's own, a second time; empty if it was not run.
-    """
+    """Loss curves for one kind of sample."""
 
     sample: str
     name: str
-    peer: Curve
-    burst: Curve
-    other: Curve
-    again: Curve
+    peer: Curve  # Megatron's curve; its name
+    burst: Curve  # burst's, of the same batches
+    other: Curve  # the peer's, of batches in another order
+    again: Curve  # the peer's own, a second time; empty if it was not run
 
     def apart(self, curve: Curve) -> dict[int, float]:
         """How far another curve is from the peer's, by step."""
@@ -117,29 +81,20 @@ def curves_table(rows: Sequence[CurveRow]) -> str:
     return markdown(lines)
 
 
-def draw_if_possible(rows: Sequence[CurveRow], stem: Path) -> list[Path]:
-    """Write `STEM.png`: curves on top, their distance below, one column a
-    kind of sample.
-
-    Returns:
-        the file, or nothing where Matplotlib is missing or nothing has three runs.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        return []
-    found = overlays(rows)
+@optional
+def draw_curves(rows: Sequence[CurveRow], stem: Path) -> list[Path]:
+    """Write `STEM.png`: curves on top, their distance below, one column a kind of sample; returns
+    the file, or nothing where Matplotlib is missing or nothing has three runs."""
+    found, path = overlays(rows), stem.with_name(f"{stem.name}.png")
     if not found:
         return []
-    figure = Figure(figsize=(6 * len(found), 6.5), layout="constrained")
-    panels = figure.subplots(2, len(found), squeeze=False, sharex="col", height_ratios=(3, 2))
-    for upper, lower, overlay in zip(*panels, found, strict=True):
-        _losses(upper, overlay)
-        _differences(lower, overlay)
-    legend_below(figure)
-    figure.suptitle(f"losses in training: {measured_on(row for row in rows if row.gpu)}")
-    path = stem.with_name(f"{stem.name}.png")
-    figure.savefig(path, dpi=130)
+    with picture(path, 6 * len(found), 6.5) as figure:
+        panels = figure.subplots(2, len(found), squeeze=False, sharex="col", height_ratios=(3, 2))
+        for upper, lower, overlay in zip(*panels, found, strict=True):
+            _losses(upper, overlay)
+            _differences(lower, overlay)
+        legend_below(figure)
+        figure.suptitle(f"losses in training: {measured_on(row for row in rows if row.gpu)}")
     return [path]
 
 
@@ -148,7 +103,7 @@ def _losses(axis, overlay: Overlay) -> None:
     for name, curve in curves:
         # burst's lies in the peer's, which is seen on both sides of it
         style = {"lw": 5, "alpha": 0.4} if curve is overlay.peer else {"lw": 0.9}
-        axis.plot(*_points(curve), label=name, color=colour_of(name), **style)
+        axis.plot(curve.keys(), curve.values(), label=name, color=colour_of(name), **style)
     axis.set(title=f"{overlay.sample} samples", ylabel="loss of the step's batch")
     axis.grid(alpha=0.3)
 
@@ -156,12 +111,7 @@ def _losses(axis, overlay: Overlay) -> None:
 def _differences(axis, overlay: Overlay) -> None:
     others = {"other order": overlay.other, "again": overlay.again, "burst": overlay.burst}
     for name, curve in ((name, curve) for name, curve in others.items() if curve):
-        points = _points(overlay.apart(curve))
-        label = f"{overlay.name} again" if name == "again" else name
-        axis.semilogy(*points, label=label, lw=0.9, color=colour_of(name))
+        apart, label = overlay.apart(curve), f"{overlay.name} again" if name == "again" else name
+        axis.semilogy(apart.keys(), apart.values(), label=label, lw=0.9, color=colour_of(name))
     axis.set(xlabel="step", ylabel=f"|difference| from {overlay.name}")
     axis.grid(alpha=0.3)
-
-
-def _points(curve: Curve) -> tuple[list[int], list[float]]:
-    return list(curve), list(curve.values())

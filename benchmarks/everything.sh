@@ -112,7 +112,7 @@ steps() { # seconds, file, GPUs, implementations, more options: of BurstEngine's
     local runs=() what="burstengine-14b-$((32 * $3))K"
     if [[ -n $tiny ]]; then what=tiny-256 && runs=(--tiny); fi
     for impl in $4; do runs+=(--only "$what:$impl"); done
-    within "$1" python3 benchmarks/slices.py measure "$out/$2.csv" --gpus "$3" "${runs[@]}" "${@:5}"
+    within "$1" python3 -m benchmarks.slices measure "$out/$2.csv" --gpus "$3" "${runs[@]}" "${@:5}"
 }
 
 scaling() { # weak or strong, on 1, 2, 4, ... GPUs; then the picture, with what the planner says
@@ -121,12 +121,12 @@ scaling() { # weak or strong, on 1, 2, 4, ... GPUs; then the picture, with what 
         if [[ $1 == weak || -n $tiny ]]; then
             steps 110 scaling "$count" burst
         else
-            within 110 python3 benchmarks/slices.py measure "$out/scaling.csv" --gpus "$count" \
+            within 110 python3 -m benchmarks.slices measure "$out/scaling.csv" --gpus "$count" \
                 --only burstengine-14b-256K:burst
         fi
     done
-    [[ -f "$out/planned.csv" ]] || python3 benchmarks/scaling.py plan "$out/planned.csv"
-    python3 benchmarks/scaling.py draw "$out/scaling.png" --measured "$out/scaling.csv" --planned "$out/planned.csv"
+    [[ -f "$out/planned.csv" ]] || python3 -m benchmarks.scaling plan "$out/planned.csv"
+    python3 -m benchmarks.scaling draw "$out/scaling.png" --measured "$out/scaling.csv" --planned "$out/planned.csv"
 }
 
 ablation() { # implementations; of one GPU those that it tells apart
@@ -157,7 +157,7 @@ slices() { # seconds, runs
     local runs=()
     for name in "${@:2}"; do runs+=(--only "$name"); done
     # shellcheck disable=SC2046
-    within "$1" python3 benchmarks/slices.py measure "$out/slices.csv" --gpus "$gpus" $(sized "${runs[*]}" --tiny)
+    within "$1" python3 -m benchmarks.slices measure "$out/slices.csv" --gpus "$gpus" $(sized "${runs[*]}" --tiny)
 }
 
 frontier() { # seconds, thousands of tokens a GPU, arguments of a full run, of a tiny one
@@ -177,7 +177,7 @@ whole_models() { # more options
 curves() { # of which samples, more options; tiny: of both
     local runs=(--only="$1":{megatron,burst,megatron-other,megatron-again})
     # shellcheck disable=SC2046
-    within 480 python3 benchmarks/loss_curves.py "$out/loss_curves.csv" --gpus "$(sized "$gpus" 2)" \
+    within 480 python3 -m benchmarks.loss_curves "$out/loss_curves.csv" --gpus "$(sized "$gpus" 2)" \
         $(sized "${runs[*]} ${*:2}" "--tiny --steps 10")
 }
 
@@ -258,7 +258,7 @@ part() {
         curves_packed) [[ -n $tiny ]] || curves packed ;;
         curves_1b) [[ -n $tiny ]] || curves whole --model llama3.2-1b ;;
         balance) balance ;;
-        accuracy) timeout "$(most 60)" torchrun --nproc-per-node "$gpus" benchmarks/accuracy.py "$out/accuracy.csv" ;;
+        accuracy) timeout "$(most 60)" torchrun --nproc-per-node "$gpus" -m benchmarks.accuracy "$out/accuracy.csv" ;;
         million) attention 190 1M 32/8,32/32 one_node "${burst[@]}" --impl te:p2p --impl te:a2a --reps 1 ;;
         loss) # shellcheck disable=SC2046
             bench 60 loss $(sized "--tokens 128K --hidden 4096 --vocab 128K" "--tokens 1K --hidden 32 --vocab 1K") \
@@ -267,9 +267,9 @@ part() {
         loss_peers) # shellcheck disable=SC2046
             within 300 python3 -m benchmarks.loss --out "$out/loss_peers.csv" \
                 $(sized "--tokens 8K,32K,128K --hidden 4096 --vocab 128K" "--tokens 1K --hidden 32 --vocab 1K") ;;
-        kernels) within 300 python3 benchmarks/kernels.py "$out/kernels.csv" --seqs "$(sized 8192,16384,32768 1024)" ;;
-        limits) timeout "$(most 60)" python3 -m benchmarks.gpu_limits --out "$out/limits.csv" ;;
-        masks) timeout "$(most 300)" python3 benchmarks/masks.py "$out/masks.csv" ;; # reads TINY
+        kernels) within 300 python3 -m benchmarks.kernels "$out/kernels.csv" --seqs "$(sized 8192,16384,32768 1024)" ;;
+        limits) timeout "$(most 60)" python3 -m benchmarks.limits --out "$out/limits.csv" ;;
+        masks) timeout "$(most 300)" python3 -m benchmarks.masks "$out/masks.csv" ;; # reads TINY
         *)
             echo "everything.sh: no part $1; see the first lines of it" >&2
             exit 1

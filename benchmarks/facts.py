@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import lru_cache, partial
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +24,22 @@ _LIBRARIES = (
     "deepspeed", "yunchang", "quack-kernels", "liger-kernel", "cut-cross-entropy", "flash-attn-3",
 )  # fmt: skip
 _NUM_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
+
+
+def now() -> str:
+    """Date and time, UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def stamp(device: torch.device) -> dict[str, str]:
+    """Columns that any measured row has: when, of what, on what."""
+    return {"date": now(), "versions": versions(), "gpu": gpu_state(device)}
+
+
+def planner_stamp(machine: str) -> dict[str, str]:
+    """The same columns of a prediction for a machine."""
+    said = f"planner at commit {commit()}"
+    return {"date": now(), "versions": said, "gpu": f"predicted for {machine}"}
 
 
 def versions() -> str:
@@ -67,10 +84,8 @@ def commit() -> str:
 def loaded_cudnn(maps: Path = Path("/proc/self/maps")) -> list[str]:
     """Versions of the cuDNN libraries in this process, as they report them.
 
-    Torch and TransformerEngine may each have loaded one of their own.
-
-    Args:
-        maps: lists the files that the process has mapped.
+    Torch and TransformerEngine may each have loaded one of their own; `maps` lists the files that
+    the process has mapped.
     """
     if not maps.is_file():
         return []
@@ -128,5 +143,4 @@ def link_speed(world: World) -> str:
 def _gbs(run, num_bytes: float, world: World) -> float:
     """GB/s of the slowest rank, median over repetitions."""
     mine = world.gather(times_ms(run, world))
-    slowest = [max(times) for times in zip(*mine, strict=True)]
-    return num_bytes / (median(slowest) * 1e6)
+    return num_bytes / (median(max(times) for times in zip(*mine, strict=True)) * 1e6)

@@ -16,38 +16,23 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 from typer import Argument, Option
 
-from benchmarks.facts import gpu_state, versions
-from benchmarks.frontier_cases import (
-    FRONTIER_CSV,
-    WHO,
-    Documents,
-    FrontierRow,
-    Layers,
-    ModelName,
-    Sample,
-    Setting,
-    Tokens,
-    chosen,
-    columns_of,
-    flops_of,
-    models_of,
-    problem_of,
-)
+from benchmarks import frontier_cases as cases
+from benchmarks import runner
+from benchmarks.facts import now, stamp
 from benchmarks.frontier_table import frontier_table
 from benchmarks.rows import check_appendable, read
-from benchmarks.sweep import Budget, clock, new_app, save, usual_dtype
+from benchmarks.sheets import FRONTIER_CSV, FrontierRow
+from benchmarks.tables import spread
 from megatron_burst.recompute.offload import host_memory
 from megatron_burst.tools.job.model import Model
-from megatron_burst.tools.terminal import Device, in_one_sentence
+from megatron_burst.tools.terminal import Device
 from megatron_burst.tools.units import whole_number
 from megatron_burst.tools.world import World, attempt, clean_up, started, timed_ms
 
@@ -56,34 +41,25 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _LEFT_GIB = 0.1  # memory that a setting leaves allocated, from which on its row says so
-app = new_app()
+app = runner.App()
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run measures.
+    """What a run measures."""
 
-    Attributes:
-        model: the sizes.
-        sample: what a step trains on.
-        settings: in the order of the first turn.
-        turns: how often each has its turn.
-        steps: timed in each turn.
-        budget_s: seconds after which nothing new is started; None: no end.
-    """
-
-    model: Model
-    sample: Sample
-    settings: Sequence[Setting]
-    turns: int = 3
-    steps: int = 2
-    budget_s: float | None = None
+    model: Model  # the sizes
+    sample: cases.Sample  # what a step trains on
+    settings: Sequence[cases.Setting]  # in the order of the first turn
+    turns: int = 3  # how often each has its turn
+    steps: int = 2  # timed in each turn
+    budget_s: float | None = None  # seconds after which nothing new is started; None: no end
 
 
 def measure(plan: Plan, world: World) -> Iterator[FrontierRow]:
     """The rows of a run, each as soon as it is measured."""
     os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")  # for Megatron's offloading; TE reads it once
-    out_of_time = clock(plan.budget_s)
+    out_of_time = runner.clock(plan.budget_s)
     if world.device.type == "cpu":
         from megatron_burst.tools import cpu_mode
 
@@ -94,11 +70,11 @@ def measure(plan: Plan, world: World) -> Iterator[FrontierRow]:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it tells of every model built
     from benchmarks.frontier_step import Trainer
 
-    dtype = getattr(torch, usual_dtype(world))
+    dtype = getattr(torch, runner.usual_dtype(world))
     run = _Run(Trainer(plan.model, plan.sample, dtype), plan, world)
     failed: set[str] = set()
     for turn in range(plan.turns):
-        for setting in plan.settings[:: -1 if turn % 2 else 1]:
+        for setting in runner.in_turn(plan.settings, turn):
             if str(setting) in failed:
                 continue
             if world.decide(out_of_time()):
@@ -110,10 +86,6 @@ def measure(plan: Plan, world: World) -> Iterator[FrontierRow]:
             yield row
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 @dataclass
 class _Run:
     """One run: its trainer, and what is the same in all of its rows."""
@@ -121,9 +93,9 @@ class _Run:
     trainer: "Trainer"
     plan: Plan
     world: World
-    began: str = field(default_factory=_now)
+    began: str = field(default_factory=now)
 
-    def row(self, setting: Setting, turn: int) -> FrontierRow:
+    def row(self, setting: cases.Setting, turn: int) -> FrontierRow:
         """A setting's turn."""
         before, measured = self._allocated_gib(), {}
         failure = attempt(lambda: measured.update(self._columns(setting)), self.world)
@@ -133,13 +105,13 @@ class _Run:
         stays = turn > 1 and more > _LEFT_GIB  # in the first one the optimizer's states do
         notes = failure, f"{more:.2f} GiB more are allocated after it" if stays else None
         return FrontierRow(
-            run=self.began, date=_now(), versions=versions(), gpu=gpu_state(self.world.device),
-            **columns_of(self.plan.model, self.plan.sample), impl=setting.impl,
-            setting=setting.name, turn=turn, status="failed" if failure else "ok",
-            note="; ".join(filter(None, notes)), **measured,
+            run=self.began, **stamp(self.world.device),
+            **cases.columns_of(self.plan.model, self.plan.sample),
+            impl=setting.impl, setting=setting.name, turn=turn, **measured,
+            status="failed" if failure else "ok", note="; ".join(filter(None, notes)),
         )  # fmt: skip
 
-    def _columns(self, setting: Setting) -> dict[str, Any]:
+    def _columns(self, setting: cases.Setting) -> dict[str, Any]:
         """Warm up, then time each step; what a row says of them."""
         left = self._pinned("current")  # Megatron's offloading keeps its buffers for ever
         self.trainer.use(setting)
@@ -153,21 +125,20 @@ class _Run:
             timed_ms(lambda: results.append(self.trainer.step()), self.world)
             for _ in range(self.plan.steps)
         ]
-        times = [max(each) for each in zip(*self.world.gather(own), strict=True)]
-        loss, norm = results[-1]
-        middle, flops = median(times), flops_of(self.plan.model, self.plan.sample)
-        columns = {
-            "ms": middle, "ms_min": min(times), "ms_max": max(times),
-            "tflops": flops / middle / 1e9, "each": " ".join(f"{ms:.2f}" for ms in times),
-            "loss": loss, "grad_norm": norm,
-        }  # fmt: skip
+        times = runner.slowest(self.world.gather(own))
+        columns = spread(times) | {"each": " ".join(f"{ms:.2f}" for ms in times)}
+        columns["tflops"] = cases.flops_of(self.plan.model, self.plan.sample) / columns["ms"] / 1e9
+        columns["loss"], columns["grad_norm"] = results[-1]
         if self._on_gpu:
             active = torch.cuda.memory_stats()["active_bytes.all.peak"]
             host = self._pinned("peak") - left
             host += host_memory(self.world.device, None).taken_bytes  # burst pins its own
-            of_ranks = self.world.gather((torch.cuda.max_memory_allocated(), active, host))
-            peaks = [max(each) / _GIB for each in zip(*of_ranks, strict=True)]
-            columns |= dict(zip(("peak_gib", "active_gib", "host_gib"), peaks, strict=True))
+            mine = torch.cuda.max_memory_allocated(), active, host
+            names, peaks = (
+                ("peak_gib", "active_gib", "host_gib"),
+                runner.slowest(self.world.gather(mine)),
+            )
+            columns |= {name: peak / _GIB for name, peak in zip(names, peaks, strict=True)}
         return columns
 
     def _pinned(self, when: str) -> int:
@@ -182,35 +153,30 @@ class _Run:
         return torch.cuda.memory_allocated() / _GIB if self._on_gpu else 0.0
 
 
-Csvs = Annotated[list[Path], Argument(help="CSV files that `measure` wrote")]
-
-
 @app.command("measure")
 def measure_command(
-    out: Annotated[Path, Argument(help="CSV to append to")],
-    model: ModelName = "qwen3-8b",
-    layers: Layers = None,
-    seq: Tokens = "64K",
-    documents: Documents = "drawn",
+    out: runner.OutFile,
+    model: cases.ModelName = "qwen3-8b",
+    layers: cases.Layers = None,
+    seq: cases.Tokens = "64K",
+    documents: cases.Documents = "drawn",
     only: Annotated[str, Option(help="settings, or words in their names; default: all")] = "",
     turns: Annotated[int, Option(min=1, help="of each setting")] = 3,
     steps: Annotated[int, Option(min=1, help="timed in each turn")] = 2,
-    budget_s: Budget = None,
+    budget_s: runner.Budget = None,
     device: Device = None,
-) -> None:  # fmt: skip
+) -> None:
     """Measure settings in turns, then show the table."""
-    with in_one_sentence():
-        check_appendable(out, FRONTIER_CSV, "OUT")
-        sizes, sample = problem_of(model, layers, seq, documents)
-        settings, rows = chosen(sizes, only), []
-        with started(WHO, device) as world:
-            sample = replace(sample, ranks=world.size)
-            for row in measure(Plan(sizes, sample, settings, turns, steps, budget_s), world):
-                save(out, world, [row], FRONTIER_CSV)
-                rows.append(row)
-                world.progress.say(_line(row))
-            if world.rank == 0:
-                typer.echo(frontier_table(rows))
+    check_appendable(out, FRONTIER_CSV, "OUT")
+    sizes, sample = cases.problem_of(model, layers, seq, documents)
+    settings, rows = cases.chosen(sizes, only), []
+    with started(cases.WHO, device) as world:
+        sample = replace(sample, ranks=world.size)
+        for row in measure(Plan(sizes, sample, settings, turns, steps, budget_s), world):
+            rows += runner.save(out, world, [row], FRONTIER_CSV)
+            world.progress.say(_line(row))
+        if world.rank == 0:
+            typer.echo(frontier_table(rows))
 
 
 def _line(row: FrontierRow) -> str:
@@ -220,37 +186,35 @@ def _line(row: FrontierRow) -> str:
 
 
 @app.command()
-def table(csvs: Csvs) -> None:
+def table(csvs: runner.Csvs) -> None:
     """Time, peak memory and what they come to beside nothing recomputed, as Markdown."""
-    with in_one_sentence():
-        typer.echo(frontier_table(read(csvs, FRONTIER_CSV)))
+    typer.echo(frontier_table(read(csvs, FRONTIER_CSV)))
 
 
 @app.command()
 def plot(
     picture: Annotated[Path, Argument(help="what is written, such as docs/frontier.png")],
-    csvs: Csvs,
+    csvs: runner.Csvs,
     model: Annotated[
         list[str] | None,
         Option(help="repeatable, default all; qwen3-1.7b:32K is of that many tokens alone"),
     ] = None,
 ) -> None:
     """Peak memory across and time upwards, one panel for each problem's last run."""
-    with in_one_sentence():
-        from benchmarks.frontier_plot import draw_frontier
+    from benchmarks.frontier_plot import draw_frontier
 
-        asked = [each.partition(":")[::2] for each in model or ()]
-        models_of([name for name, _ in asked])  # there are such
-        shown = [
-            (name, whole_number(tokens, "--model", WHO) if tokens else None)
-            for name, tokens in asked
-        ]
-        rows = [
-            row for row in read(csvs, FRONTIER_CSV)
-            if not shown or (row.model, row.seq) in shown or (row.model, None) in shown
-        ]  # fmt: skip
-        draw_frontier(rows, picture)
-        typer.echo(picture)
+    asked = [each.partition(":")[::2] for each in model or ()]
+    cases.models_of([name for name, _ in asked])  # there are such
+    wanted = {
+        (name, whole_number(tokens, "--model", cases.WHO) if tokens else None)
+        for name, tokens in asked
+    }
+    rows = [
+        row for row in read(csvs, FRONTIER_CSV)
+        if not wanted or {(row.model, row.seq), (row.model, None)} & wanted
+    ]  # fmt: skip
+    draw_frontier(rows, picture)
+    typer.echo(picture)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,16 @@ Megatron."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any
 
 from typer import Option
 
 from benchmarks.documents import SEED, lengths_of, multiple_for
 from benchmarks.impls import pick
-from benchmarks.rows import Sheet
+from benchmarks.sheets import FrontierRow
 from megatron_burst.config import BurstConfig
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import require
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.layers import Experts
 from megatron_burst.tools.job.model import Model
@@ -46,19 +47,13 @@ _OF_EXPERTS = "expert_fc1", "moe_act"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way to save memory in layers.
+    """One way to save memory in layers."""
 
-    Attributes:
-        impl: "burst" or "megatron": whose attention, and whose way it is.
-        name: of the setting.
-        config: fields of Megatron's TransformerConfig.
-        burst: burst's options; Megatron's own settings have none.
-    """
-
-    impl: str
-    name: str
+    impl: str  # "burst" or "megatron": whose attention, and whose way it is
+    name: str  # of the setting
+    # fields of Megatron's TransformerConfig
     config: Mapping[str, Any] = field(default_factory=dict)
-    burst: BurstConfig | None = None
+    burst: BurstConfig | None = None  # burst's options; Megatron's own settings have none
 
     def __str__(self) -> str:
         return f"{self.impl}:{self.name}"
@@ -77,39 +72,38 @@ FULL_OF_BURST = "burst:full"  # a = 0 where Megatron's was not measured
 
 def settings_of(model: Model) -> dict[str, Setting]:
     """All settings that a model can have, by name."""
-    found = [
-        Setting("burst", "off", burst=BurstConfig()),
-        Setting("burst", "full", _FULL, BurstConfig()),
-    ]
+    auto = partial(BurstConfig, keep="auto")
+    burst = {"off": ({}, BurstConfig()), "full": (_FULL, BurstConfig())}
     for suffix, place in (("", "none"), ("@host", "results")):
         for name, modules in (_KEPT | (_KEPT_OF_EXPERTS if model.experts else {})).items():
-            burst = BurstConfig(keep="all", keep_modules=modules, keep_offload=place)
-            found.append(Setting("burst", f"{name}{suffix}", _FULL, burst))
-    found.append(Setting("burst", "auto", _FULL, BurstConfig(keep="auto")))
-    for gib in _BUDGETS:
-        burst = BurstConfig(keep="auto", keep_budget_gib=gib)
-        found.append(Setting("burst", f"auto-{gib}", _FULL, burst))
-    block = _FULL | {"recompute_method": "block", "recompute_num_layers": model.layers - 1}
-    for name, burst in (("keep", BurstConfig(keep="all")),
-                        ("auto-12", BurstConfig(keep="auto", keep_budget_gib=12))):  # fmt: skip
-        found.append(Setting("burst", f"{name}+block-{model.layers - 1}", block, burst))
-    found += [Setting("megatron", "off"), Setting("megatron", "full", _FULL)]
+            config = BurstConfig(keep="all", keep_modules=modules, keep_offload=place)
+            burst[f"{name}{suffix}"] = _FULL, config
+    burst["auto"] = _FULL, auto()
+    burst |= {f"auto-{gib}": (_FULL, auto(keep_budget_gib=gib)) for gib in _BUDGETS}
+    first = model.layers - 1
+    burst[f"keep+block-{first}"] = _block(first), BurstConfig(keep="all")
+    burst[f"auto-12+block-{first}"] = _block(first), auto(keep_budget_gib=12)
     some = {round(model.layers * part) for part in (0.25, 0.5, 0.75)} - {0, model.layers}
-    for count in sorted(some):
-        block = _FULL | {"recompute_method": "block", "recompute_num_layers": count}
-        found.append(Setting("megatron", f"block-{count}", block))
     offloads, part = _offloading(_OFFLOADED), "moe" if model.experts else "mlp"
     again = {
         name: {"recompute_granularity": "selective", "recompute_modules": [name]}
         for name in (part, *["moe_act"] * bool(model.experts))
     }
-    found += [Setting("burst", name, config, BurstConfig()) for name, config in again.items()]
-    found += [Setting("megatron", name, config) for name, config in again.items()]
-    found.append(Setting("megatron", "offload", offloads))
-    found.append(Setting("megatron", f"offload+{part}", offloads | again[part]))
+    offloading = {"offload": offloads, f"offload+{part}": offloads | again[part]}
     if model.experts:
-        found.append(Setting("megatron", "offload+experts", _offloading(_OFFLOADED + _OF_EXPERTS)))
+        offloading["offload+experts"] = _offloading(_OFFLOADED + _OF_EXPERTS)
+    blocks = {f"block-{count}": _block(count) for count in sorted(some)}
+    found = [Setting("burst", name, *how) for name, how in burst.items()]
+    for impl, configs, *options in (
+        ("megatron", {"off": {}, "full": _FULL, **blocks}), ("burst", again, BurstConfig()),
+        ("megatron", again | offloading),
+    ):  # fmt: skip
+        found += [Setting(impl, name, config, *options) for name, config in configs.items()]
     return {str(one): one for one in found}
+
+
+def _block(layers: int) -> dict[str, Any]:
+    return _FULL | {"recompute_method": "block", "recompute_num_layers": layers}
 
 
 def _offloading(modules: Sequence[str]) -> dict[str, Any]:
@@ -118,37 +112,28 @@ def _offloading(modules: Sequence[str]) -> dict[str, Any]:
 
 def chosen(model: Model, only: str) -> list[Setting]:
     """The settings with one of these names, or with one of these words in theirs; "": all.
-
-    Raises:
-        BurstError: if a word is in no name.
-    """
+    BurstError if a word is in no name."""
     every = settings_of(model)
     words = [word.strip() for word in only.split(",") if word.strip()]
-    found = {}
-    for word in words:
-        matching = [word] if word in every else [name for name in every if word in name]
-        if not matching:
-            raise BurstError(
-                f"{WHO}: --only must list words of settings, because it chooses among them; got "
-                f"{word!r}; choose among {', '.join(every)}"
-            )
-        found |= dict.fromkeys(matching)
-    return [every[name] for name in every if name in found or not words]
+    found = {
+        word: [word] if word in every else [name for name in every if word in name]
+        for word in words
+    }
+    require(WHO, [(
+        names, "--only must list words of settings, because it chooses among them", repr(word),
+        f"choose among {', '.join(every)}",
+    ) for word, names in found.items()])  # fmt: skip
+    some = {name for names in found.values() for name in names}
+    return [every[name] for name in every if name in some or not words]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a step trains on.
+    """What a step trains on."""
 
-    Attributes:
-        seq: tokens, over all ranks.
-        documents: kind of a packed sample (`benchmarks.documents`); "": one document.
-        ranks: of the one context-parallel group, which hold each document in zigzag order.
-    """
-
-    seq: int
-    documents: str = ""
-    ranks: int = 1
+    seq: int  # tokens, over all ranks
+    documents: str = ""  # kind of a packed sample (`benchmarks.documents`); "": one document
+    ranks: int = 1  # of the one context-parallel group, which hold each document in zigzag order
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -165,17 +150,12 @@ class Sample:
 ModelName = Annotated[str, Option(help=f"one of {', '.join(MODELS)}")]
 Layers = Annotated[int | None, Option(min=1, help="default: the model's in MODELS")]
 Tokens = Annotated[str, Option(help="tokens of the sample")]
-Documents = Annotated[
-    str, Option(help="kind of a packed sample, as in benchmarks.packed; none: one document")
-]
+_KIND = "kind of a packed sample, as in benchmarks.packed; none: one document"
+Documents = Annotated[str, Option(help=_KIND)]
 
 
 def models_of(names: Sequence[str]) -> tuple[Model, ...]:
-    """The models of a list of names; none named means all.
-
-    Raises:
-        BurstError: if there is no such model.
-    """
+    """The models of a list of names; none named means all."""
     must = f"{WHO}: --model must name one that there is, because each has sizes of its own"
     return pick(names, MODELS, must)
 
@@ -183,78 +163,12 @@ def models_of(names: Sequence[str]) -> tuple[Model, ...]:
 def problem_of(
     model: ModelName, layers: Layers, seq: Tokens, documents: Documents
 ) -> tuple[Model, Sample]:
-    """The model and the sample that options name.
-
-    Raises:
-        BurstError: if there is no such model or kind of documents, or the length is no number.
-    """
+    """The model and the sample that options name; BurstError if there is no such model or kind of
+    documents, or the length is no number."""
     (sizes,) = models_of([model])
     sample = Sample(whole_number(seq, "--seq", WHO), "" if documents == "none" else documents)
     assert sample.lengths  # refuses a kind that there is not
     return replace(sizes, layers=layers or sizes.layers), sample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrontierRow:
-    """One setting in one turn of a run; fields are columns.
-
-    Attributes:
-        run: when the run began; only rows of one run are compared.
-        experts: of each layer; 0: dense ones.
-        documents: kind and number of a packed sample's documents; "" for one document.
-        ranks: GPUs of the run, one context-parallel group on one node.
-        impl, setting: see `Setting`.
-        turn: from 1.
-        ms: of the slowest rank; median over the turn's steps, with minimum and maximum.
-        tflops: model FLOPs per GPU, counting attention per document, recomputation not counted.
-        each: ms of every step, in their order.
-        peak_gib: PyTorch's peak in these steps, of the worst rank: weights, gradients and
-            optimizer included.
-        active_gib: the same with memory that was freed but that a copy still read, to the host
-            for instance; None in rows from before it was measured.
-        host_gib: peak of pinned host memory in use, of the worst rank, in blocks of powers of two.
-        loss: of the last step. All steps see the same weights: the learning rate is 0.
-        grad_norm: of all gradients.
-    """
-
-    run: str
-    date: str
-    versions: str
-    gpu: str
-    model: str
-    layers: int
-    hidden: int
-    ffn: int
-    experts: int
-    heads_q: int
-    heads_kv: int
-    vocab: int
-    seq: int
-    documents: str
-    ranks: int
-    impl: str
-    setting: str
-    turn: int
-    ms: float | None = None
-    ms_min: float | None = None
-    ms_max: float | None = None
-    tflops: float | None = None
-    each: str = ""
-    peak_gib: float | None = None
-    active_gib: float | None = None
-    host_gib: float | None = None
-    loss: float | None = None
-    grad_norm: float | None = None
-    status: str = "ok"
-    note: str = ""
-
-    @property
-    def gib(self) -> float | None:
-        """The memory that the step needs, as far as it was measured."""
-        return self.active_gib or self.peak_gib
-
-
-FRONTIER_CSV = Sheet(WHO, FrontierRow)
 
 
 def problem_in(row: FrontierRow) -> str:

@@ -9,33 +9,19 @@ Rows of Megatron's own attention are predicted with cuDNN's speed.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
+from benchmarks import frontier_cases as cases
 from benchmarks.documents import SEED
-from benchmarks.facts import commit
-from benchmarks.frontier_cases import (
-    FRONTIER_CSV,
-    MODELS,
-    Documents,
-    FrontierRow,
-    Layers,
-    ModelName,
-    Sample,
-    Setting,
-    Tokens,
-    chosen,
-    columns_of,
-    problem_of,
-    settings_of,
-)
+from benchmarks.facts import planner_stamp
 from benchmarks.rows import append, check_appendable, read
-from benchmarks.sweep import new_app
+from benchmarks.runner import App, Csvs, Machine, OutFile
+from benchmarks.sheets import FRONTIER_CSV, FrontierRow
 from megatron_burst.config import BurstConfig
 from megatron_burst.recompute.auto.budget import Placed
 from megatron_burst.schedule.layout import Layout
@@ -49,15 +35,13 @@ from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy, open_call
 from megatron_burst.tools.simulate.sample import Packing
 from megatron_burst.tools.simulate.sample import Sample as Lengths
-from megatron_burst.tools.terminal import in_one_sentence
 
 _COUNTED = {"mlp"}, {"moe"}  # modules of selective recomputation
 _PROBLEM = "model", "layers", "seq", "documents", "ranks", "impl", "setting"
-app = new_app()
-Machine = Annotated[str, Option(help="preset or TOML of calibrate's")]
+app = App()
 
 
-def strategy_of(setting: Setting, model: Model) -> Strategy | None:
+def strategy_of(setting: cases.Setting, model: Model) -> Strategy | None:
     """A setting as the planner has it; None: it does not count it."""
     config, burst = setting.config, setting.burst or BurstConfig()
     if "offload_modules" in config:
@@ -78,24 +62,15 @@ def strategy_of(setting: Setting, model: Model) -> Strategy | None:
     )  # fmt: skip
 
 
-def job_of(model: Model, sample: Sample, hardware: Hardware) -> Job:
+def job_of(model: Model, sample: cases.Sample, hardware: Hardware) -> Job:
     """A step of the benchmark, on ranks of one node."""
     lengths = Lengths.of(sample.lengths)
     packing = Packing(Layout.DOCUMENTS, lengths) if sample.documents else None
     return Job(model, sample.seq, sample.ranks, sample.ranks, 1, hardware, packing)
 
 
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """A setting's step."""
-
-    ms: float
-    peak_gib: float
-    host_gib: float
-
-
-def predict(job: Job, setting: Setting) -> Predicted | None:
-    """What a setting takes; None: the planner does not count it."""
+def predict(job: Job, setting: cases.Setting) -> dict[str, float] | None:
+    """Columns of a setting's step; None: the planner does not count it."""
     strategy = strategy_of(setting, job.model)
     if strategy is None:
         return None
@@ -104,23 +79,20 @@ def predict(job: Job, setting: Setting) -> Predicted | None:
     call = as_megatron(open_call(job, strategy), job.hardware) if own else None
     memory = memory_of(job, strategy)
     seconds = step_time(job, strategy, memory, call).seconds
-    return Predicted(1e3 * seconds, memory.peak / GIB, memory.node / GIB)
+    return {"ms": 1e3 * seconds, "peak_gib": memory.peak / GIB, "host_gib": memory.node / GIB}
 
 
 def predicted_rows(
-    model: Model, sample: Sample, hardware: Hardware, settings: Sequence[Setting]
+    model: Model, sample: cases.Sample, hardware: Hardware, settings: Sequence[cases.Setting]
 ) -> Iterator[FrontierRow]:
     """A row for each setting that the planner counts."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    said, job = f"planner at commit {commit()}", job_of(model, sample, hardware)
+    facts, job = planner_stamp(hardware.name), job_of(model, sample, hardware)
     for setting in settings:
         if found := predict(job, setting):
-            fits = found.peak_gib <= hardware.gpu.memory_gib
+            fits = found["peak_gib"] <= hardware.gpu.memory_gib
             yield FrontierRow(
-                run=now, date=now, versions=said, gpu=f"predicted for {hardware.name}",
-                **columns_of(model, sample), impl=setting.impl, setting=setting.name, turn=1,
-                ms=found.ms, peak_gib=found.peak_gib, host_gib=found.host_gib,
-                note="" if fits else "more than the GPU has",
+                run=facts["date"], **facts, **cases.columns_of(model, sample), impl=setting.impl,
+                setting=setting.name, turn=1, **found, note="" if fits else "more than the GPU has",
             )  # fmt: skip
 
 
@@ -134,10 +106,7 @@ class Compared:
     @property
     def errors(self) -> tuple[float, float]:
         """Relative errors of time and of the peak."""
-        return (
-            self.predicted.ms / self.row.ms - 1,
-            self.predicted.gib / self.row.gib - 1,
-        )
+        return self.predicted.ms / self.row.ms - 1, self.predicted.gib / self.row.gib - 1
 
 
 def compare(rows: Sequence[FrontierRow], made: Sequence[FrontierRow]) -> list[Compared]:
@@ -170,9 +139,9 @@ def predicted_now(rows: Sequence[FrontierRow], hardware: Hardware) -> list[Front
     """Predictions of all problems that there are rows of, as if written before."""
     made = []
     for name, layers, seq, documents, ranks in dict.fromkeys(_problem(row)[:-2] for row in rows):
-        model = replace(MODELS[name], layers=layers)
-        sample = Sample(seq, documents.rpartition(f"-{SEED}")[0], ranks)
-        every = settings_of(model).values()
+        model = replace(cases.MODELS[name], layers=layers)
+        sample = cases.Sample(seq, documents.rpartition(f"-{SEED}")[0], ranks)
+        every = cases.settings_of(model).values()
         made += predicted_rows(model, sample, hardware, list(every))
     return [replace(row, date="") for row in made]
 
@@ -199,37 +168,35 @@ def report(compared: Sequence[Compared]) -> str:
 
 @app.command("predict")
 def predict_command(
-    out: Annotated[Path, Argument(help="CSV to append to")],
-    model: ModelName = "qwen3-8b",
-    layers: Layers = None,
-    seq: Tokens = "64K",
-    documents: Documents = "drawn",
+    out: OutFile,
+    model: cases.ModelName = "qwen3-8b",
+    layers: cases.Layers = None,
+    seq: cases.Tokens = "64K",
+    documents: cases.Documents = "drawn",
     ranks: Annotated[int, Option(min=1, help="GPUs of one node, all context-parallel")] = 1,
     hardware: Machine = "h200",
 ) -> None:
     """Predict all settings of a problem, options as in `benchmarks.frontier measure`."""
-    with in_one_sentence():
-        check_appendable(out, FRONTIER_CSV, "OUT")
-        sizes, sample = problem_of(model, layers, seq, documents)
-        sample = replace(sample, ranks=ranks)
-        rows = list(predicted_rows(sizes, sample, hardware_of(hardware), chosen(sizes, "")))
-        append(out, rows, FRONTIER_CSV)
+    check_appendable(out, FRONTIER_CSV, "OUT")
+    sizes, sample = cases.problem_of(model, layers, seq, documents)
+    sample = replace(sample, ranks=ranks)
+    rows = list(predicted_rows(sizes, sample, hardware_of(hardware), cases.chosen(sizes, "")))
+    append(out, rows, FRONTIER_CSV)
     typer.echo(f"{len(rows)} predictions were appended to {out}")
 
 
 @app.command("compare")
 def compare_command(
-    csvs: Annotated[list[Path], Argument(help="CSV files of `frontier measure`")],
+    csvs: Csvs,
     predictions: Annotated[
         list[Path] | None, Option(help="of `predict`; default: predicted now")
     ] = None,
     hardware: Machine = "h200",
 ) -> None:
     """Errors of time and peak memory, for the latest run of each setting of each problem."""
-    with in_one_sentence():
-        rows = read(csvs, FRONTIER_CSV)
-        written = read(predictions, FRONTIER_CSV) if predictions else None
-        made = predicted_now(rows, hardware_of(hardware)) if written is None else written
+    rows = read(csvs, FRONTIER_CSV)
+    written = read(predictions, FRONTIER_CSV) if predictions else None
+    made = predicted_now(rows, hardware_of(hardware)) if written is None else written
     typer.echo(report(compare(rows, made)))
 
 

@@ -16,9 +16,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt import gpt_layer_specs as specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
     FineGrainedActivationOffloadingInterface as Offloading,
@@ -28,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.documents import SEED
 from benchmarks.frontier_cases import Sample, Setting
-from benchmarks.stack import config_of
+from benchmarks.stack import config_of, layer_spec, packed_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.fused_loss import fuse_loss
 from megatron_burst.mcore.packed import partitioned_indices
@@ -43,18 +41,17 @@ class Trainer:
     """Steps of one model on one sample: forward, backward, and Megatron's distributed optimizer
     with Adam, master weights in fp32 and clipping. The loss is burst's fused one in all settings.
 
-    The learning rate is 0, so that every step of every setting has the same loss and gradients.
-
-    Args:
-        model: the sizes.
-        sample: its tokens are random; its ranks are all of this run's.
-        dtype: of weights and activations.
+    The learning rate is 0, so that every step of every setting has the same loss and gradients. The
+    sample's tokens are random; its ranks are all of this run's.
     """
 
     def __init__(self, model: Model, sample: Sample, dtype: torch.dtype) -> None:
         self._sizes, self._sample, self._dtype = model, sample, dtype
         self._source = self._built(_SAME)
-        self._ddp = _wrapped(self._source)
+        buffers = DistributedDataParallelConfig(  # in fp32, one each for dense weights and experts
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+        )
+        self._ddp = DistributedDataParallel(self._source.config, buffers, self._source)
         options = OptimizerConfig(
             optimizer="adam", lr=0.0, min_lr=0.0, bf16=dtype is torch.bfloat16, params_dtype=dtype,
             use_distributed_optimizer=True, clip_grad=1.0,
@@ -141,22 +138,11 @@ class Trainer:
         return config
 
 
-def _wrapped(model: GPTModel) -> DistributedDataParallel:
-    """With gradients in fp32, in one buffer each for dense weights and experts."""
-    options = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
-    )
-    return DistributedDataParallel(model.config, options, model)
-
-
 def _spec_of(sizes: Model, setting: Setting):
-    make = specs.get_gpt_layer_local_spec
-    options = {"normalization": "RMSNorm"}
-    if HAVE_TE:
-        make, options = specs.get_gpt_layer_with_transformer_engine_spec, {}
+    options = {}
     if sizes.experts:
-        options |= {"num_experts": sizes.experts.count, "moe_grouped_gemm": HAVE_TE}
-    spec = make(qk_layernorm=sizes.norms_heads, **options)
+        options = {"num_experts": sizes.experts.count, "moe_grouped_gemm": HAVE_TE}
+    spec = layer_spec(qk_layernorm=sizes.norms_heads, **options)
     return spec if setting.burst is None else burst_spec(spec)
 
 
@@ -186,9 +172,5 @@ def _batch_of(model: Model, sample: Sample, device: torch.device) -> dict:
     batch = {name: x[:, rows].to(device) for name, x in whole.items()}
     batch["loss_mask"] = torch.ones(batch["labels"].shape, device=device)
     if sample.documents:
-        ends, longest = ends.to(device), max(sample.lengths)
-        batch["packed_seq_params"] = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=ends,
-            cu_seqlens_kv_padded=ends, max_seqlen_q=longest, max_seqlen_kv=longest,
-        )  # fmt: skip
+        batch["packed_seq_params"] = packed_of(ends.to(device), max(sample.lengths))
     return batch

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import geometric_mean, median
 
-from benchmarks.cells import markdown
-from benchmarks.frontier_cases import FULL, FULL_OF_BURST, NOTHING, FrontierRow
-from benchmarks.ratios import Ratio, share_of_peak
+from benchmarks.frontier_cases import FULL, FULL_OF_BURST, NOTHING
+from benchmarks.sheets import FrontierRow
+from benchmarks.tables import Ratio, markdown, share_of_peak, shown
 from megatron_burst.tools.units import in_units
 
 HEAD = [
@@ -19,34 +19,24 @@ _EQUAL_GIB = 0.1  # by which peaks may differ and count as equal: an allocator's
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What the turns of one setting come to.
+    """What the turns of one setting come to."""
 
-    Attributes:
-        name: of the setting, with whose it is.
-        steps: how many were timed.
-        ms: median over all of them, with minimum and maximum; None if it failed.
-        turns: ms of each turn's steps, by its number.
-        tokens_per_s: of each GPU, at the median.
-        mfu: model FLOPs, recomputation not counted, as a share of the GPU's peak; None on CPUs.
-        peak_gib: median over turns of the rows' `gib`, as `host_gib`.
-        ratio: how many times as fast nothing recomputed is.
-        share: a = (peak - peak of full) / (peak of nothing recomputed - peak of full).
-        note: why it failed.
-    """
-
-    name: str
-    steps: int = 0
-    ms: float | None = None
+    name: str  # of the setting, with whose it is
+    steps: int = 0  # how many were timed
+    ms: float | None = None  # median over all of them, with minimum and maximum; None if it failed
     ms_min: float | None = None
     ms_max: float | None = None
+    # ms of each turn's steps, by its number
     turns: dict[int, list[float]] = field(default_factory=dict)
-    tokens_per_s: float | None = None
+    tokens_per_s: float | None = None  # of each GPU, at the median
+    # model FLOPs, recomputation not counted, as a share of the GPU's peak; None on CPUs
     mfu: float | None = None
-    peak_gib: float | None = None
+    peak_gib: float | None = None  # median over turns of the rows' `gib`, as `host_gib`
     host_gib: float | None = None
-    ratio: float | None = None
+    ratio: float | None = None  # how many times as fast nothing recomputed is
+    # a = (peak - peak of full) / (peak of nothing recomputed - peak of full)
     share: float | None = None
-    note: str = ""
+    note: str = ""  # why it failed
 
     @property
     def is_burst(self) -> bool:
@@ -175,11 +165,6 @@ def line_of(point: Point, gains: dict[str, tuple[float, str]]) -> list[str]:
         shown(point.peak_gib, 2), shown(point.share, 2), shown(point.host_gib, 1),
         f"{gain:.3f} ({best})" if gain else "-",
     ]  # fmt: skip
-
-
-def shown(value: float | None, digits: int) -> str:
-    """A figure in a cell, or "-"."""
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def hull_of(points: Sequence[Point]) -> list[Point]:

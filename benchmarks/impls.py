@@ -5,11 +5,11 @@ from dataclasses import dataclass, fields
 from itertools import product
 from typing import get_args
 
-from benchmarks import te
 from megatron_burst.config import BurstConfig
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import BurstError, require
 
 _WHO = "benchmarks.attention"
+TE_MODES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _SHORT = ("auto", "gather", "ring", "a2a")  # of intra=...
 # Other libraries' ways and the kernels that each is measured with; behind a + other kernels too.
 _WAYS = {
@@ -21,17 +21,11 @@ _SDPA = ("cudnn", "flash", "efficient")  # what torch's context parallelism take
 
 @dataclass(frozen=True, slots=True)
 class Impl:
-    """One implementation in one mode.
+    """One implementation in one mode."""
 
-    Attributes:
-        name: column `impl`: burst, te, torch, ulysses, yunchang, ceiling, one_gpu or before.
-        mode: column `mode`; for the kernels alone and ulysses the backend's name, or auto.
-        config: of burst only.
-    """
-
-    name: str
-    mode: str
-    config: BurstConfig | None = None
+    name: str  # column `impl`: burst, te, torch, ulysses, yunchang, ceiling, one_gpu or before
+    mode: str  # column `mode`; for the kernels alone and ulysses the backend's name, or auto
+    config: BurstConfig | None = None  # of burst only
 
     def __str__(self) -> str:
         return f"{self.name}:{self.mode}"
@@ -50,8 +44,8 @@ def _parse(text: str) -> tuple[Impl, ...]:
         mode = mode or "auto"
         config = burst_config(f"intra={mode}" if mode in _SHORT else mode)
         return (Impl(name, mode, config),)
-    if name == "te" and mode in ("", *te.MODES):
-        return tuple(Impl(name, each) for each in ([mode] if mode else te.MODES))
+    if name == "te" and mode in ("", *TE_MODES):
+        return tuple(Impl(name, each) for each in ([mode] if mode else TE_MODES))
     if name in ("ceiling", "one_gpu", "ulysses") or text == "before":
         return (Impl(name, mode or "auto"),)
     if found := _ways(name, mode):
@@ -59,7 +53,7 @@ def _parse(text: str) -> tuple[Impl, ...]:
     raise BurstError(
         f"{_WHO}: --impl must name an implementation, because each is called in its own way; got "
         f"{text!r}; choose among burst[:auto|gather|ring|a2a|FIELD=VALUE,...], "
-        f"te[:{'|'.join(te.MODES)}], torch[:{'|'.join(_WAYS['torch'][0])}[+{'|'.join(_SDPA)}]], "
+        f"te[:{'|'.join(TE_MODES)}], torch[:{'|'.join(_WAYS['torch'][0])}[+{'|'.join(_SDPA)}]], "
         f"ulysses[:BACKEND], yunchang[:{'|'.join(_WAYS['yunchang'][0])}[+BACKEND]], "
         "ceiling[:BACKEND], one-gpu[:BACKEND], before"
     )
@@ -76,19 +70,11 @@ def _ways(name: str, mode: str) -> tuple[Impl, ...]:
 
 
 def pick[T](names: Sequence[str], known: Mapping[str, T], must: str) -> tuple[T, ...]:
-    """The known things in a list of names; an empty list means all.
-
-    Args:
-        names: what was asked for.
-        known: by name.
-        must: who asks, what must hold and why.
-
-    Raises:
-        BurstError: if a name is not known.
-    """
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise BurstError(f"{must}; got {unknown[0]!r}; choose among {', '.join(known)}")
+    """The known things in a list of names, an empty one means all; `must`: who asks, what must hold
+    and why."""
+    who, _, what = must.partition(": ")
+    others = f"choose among {', '.join(known)}"
+    require(who, [(name in known, what, repr(name), others) for name in names])
     return tuple(known[name] for name in names or known)
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from benchmarks.cases import Case
 from benchmarks.impls import Impl
-from benchmarks.peers import Autograd, Shard, kernel_for, seen
-from benchmarks.results import sample_of
+from benchmarks.peers import Autograd, Shard, kernel_for, sample_of, seen
 from megatron_burst.kernels.interface import Backend, QuerySide
 from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
 from megatron_burst.masks.sample import indices_of
@@ -32,14 +31,11 @@ def missing(module: str, name: str) -> str | None:
 
 
 class Library(Autograd):
-    """Another library's attention over the ranks' shards.
+    """Another library's attention over the ranks' shards."""
 
-    Attributes:
-        degree: how many consecutive ranks exchange heads. Together they have the rows that zigzag
-            gives to one rank in a ring of such groups. The harness draws rows of degree 1:
-            `prepare` and `sample` move them, which is not timed.
-    """
-
+    # how many consecutive ranks exchange heads. Together they have the rows that zigzag gives to
+    # one rank in a ring of such groups. The harness draws rows of degree 1: `prepare` and `sample`
+    # move them, which is not timed
     degree = 1
 
     def prepare(self, shard: Shard) -> None:

@@ -1,21 +1,31 @@
 """What the hardware allows beside what burst reaches: tables of docs/benchmarks/limits.md, which
-`benchmarks.show docs` makes."""
+`benchmarks.show docs` makes; and what one GPU reaches without attention, as CSV:
+
+python -m benchmarks.limits --out limits.csv     a matrix product, and a copy in its own memory
+"""
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 
-from benchmarks.gpu_limits import LIMITS_CSV
-from benchmarks.loss_table import LOSS_CSV
+import torch
+import typer
+
+from benchmarks import sheets
+from benchmarks.compared import check_alike, compare
+from benchmarks.facts import stamp
 from benchmarks.planned import sent_by
-from benchmarks.ratios import Ratio, share_of_peak
-from benchmarks.rows import ATTENTION_CSV, PACKED_CSV, Row, read
-from benchmarks.slice_cases import SLICES_CSV
-from benchmarks.tables import check_alike, compare
+from benchmarks.rows import read
+from benchmarks.runner import App, Out, check_out, save
+from benchmarks.tables import Ratio, repetitions, share_of_peak, spread
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware_file import preset_of
+from megatron_burst.tools.speeds import Run, matmul, times_ms
+from megatron_burst.tools.terminal import Device
 from megatron_burst.tools.units import in_units
+from megatron_burst.tools.world import World, started
 
 RESULTS = Path(__file__).parent / "results"
 _LINK = re.compile(r"ring ([\d.]+), all-to-all ([\d.]+) GB/s (on one|between 2)")
@@ -27,10 +37,13 @@ CAUSAL = (
 )  # fmt: skip
 _MEMORY_GBS = 4800.0  # of an H200, in its data sheet
 NVLINK_GBS = 300.0  # a ring shift inside emulated nodes, where rows have only that between them
+_SIDES = {"cuda": (4096, 8192, 16384), "cpu": (256,)}
+_COPIED = {"cuda": (2**30, 2**32), "cpu": (2**20,)}  # bytes
 Lines = Iterator[tuple[str, ...]]
+app = App()
 
 
-def sheet(name: str, kind=ATTENTION_CSV) -> list:
+def sheet(name: str, kind=sheets.ATTENTION_CSV) -> list:
     """The rows of a CSV of benchmarks/results, or of several, joined by "+"."""
     return read([RESULTS / f"{one}.csv" for one in name.split("+")], kind)
 
@@ -44,50 +57,38 @@ def machine() -> Lines:
 
 def _gpu() -> Lines:
     gpu = preset_of("NVIDIA H200", "limits").gpu
-    square = sorted({row.matmul_tflops for row in sheet("loss_h200", LOSS_CSV) if row.ms})
-    yield (
-        "matrix product, bf16, TFLOP/s", f"{gpu.peak_tflops:.0f}",
-        _span(square), "`loss_h200.csv`, `matmul_tflops`",
-    )  # fmt: skip
-    alone = {(row.what, row.size): row for row in sheet("gpu_limits_1xh200", LIMITS_CSV)}
-    kinds = {
-        "matmul": ("matrix product of side {}, bf16, TFLOP/s", gpu.peak_tflops),
-        "copy": ("copy of {} GiB in the H200's memory, GB/s read and written", _MEMORY_GBS),
-    }
-    for (kind, size), row in alone.items():
-        (what, most), work = kinds[kind], row.rate * row.ms
-        yield (
-            what.format(size if kind == "matmul" else size >> 30), f"{most:.0f}",
-            _span([work / ms for ms in (row.ms_max, row.ms, row.ms_min)]),
-            _files("gpu_limits_1xh200"),
-        )  # fmt: skip
+    peak = f"{gpu.peak_tflops:.0f}"
+    square = sorted({row.matmul_tflops for row in sheet("loss_h200", sheets.LOSS_CSV) if row.ms})
+    rows = "`loss_h200.csv`, `matmul_tflops`"
+    yield "matrix product, bf16, TFLOP/s", peak, _span(square), rows
+    own, rows = "gpu_limits_1xh200", _files("gpu_limits_1xh200")
+    for row in {(row.what, row.size): row for row in sheet(own, sheets.LIMITS_CSV)}.values():
+        span = _span([row.rate * row.ms / ms for ms in (row.ms_max, row.ms, row.ms_min)])
+        if row.what == "matmul":
+            yield f"matrix product of side {row.size}, bf16, TFLOP/s", peak, span, rows
+        else:
+            what = f"copy of {row.size >> 30} GiB in the H200's memory, GB/s read and written"
+            yield what, f"{_MEMORY_GBS:.0f}", span, rows
     causal = [row for row in sheet(FOUR) if (row.impl, row.mode) == ("ceiling", "auto") and row.ms]
     for pass_, name in (("fwd", "forward"), ("fwd_bwd", "forward and backward")):
-        found = [row.tflops_per_gpu for row in causal if row.pass_ == pass_]
-        yield (
-            f"FlashAttention-4 alone, causal, {name}, TFLOP/s", f"{gpu.peak_tflops:.0f}",
-            _span(found), f"{_files(FOUR)}, `ceiling`",
-        )  # fmt: skip
+        span = _span([row.tflops_per_gpu for row in causal if row.pass_ == pass_])
+        what = f"FlashAttention-4 alone, causal, {name}, TFLOP/s"
+        yield what, peak, span, f"{_files(FOUR)}, `ceiling`"
 
 
 def _links() -> Lines:
     for gpus, names in (("H200", "attention_4xh200_one_node+attention_2xh200_one_node"),
                         ("H100", "before_2xh100")):  # fmt: skip
         rings, exchanges = zip(*map(rates, sheet(names)), strict=True)
-        where = _files(names)
-        yield f"NVLink, {gpus}, ring shift by NCCL, GB/s a rank", "450", _span(rings), where
-        yield f"NVLink, {gpus}, all-to-all by NCCL, GB/s a rank", "450", _span(exchanges), where
-    for name, gpus in (("h200", "H200"), ("h100", "H100")):
-        host = preset_of(gpus, "limits").gpu.host_gbs
-        yield (
-            f"copies to host memory, {gpus}, GB/s", "64", f"{host:.0f}",
-            _files(f"frontier_1x{name}"),
-        )  # fmt: skip
+        for way, found in (("ring shift", rings), ("all-to-all", exchanges)):
+            what = f"NVLink, {gpus}, {way} by NCCL, GB/s a rank"
+            yield what, "450", _span(found), _files(names)
+    for gpus in ("H200", "H100"):
+        host, rows = preset_of(gpus, "limits").gpu.host_gbs, _files(f"frontier_1x{gpus.lower()}")
+        yield f"copies to host memory, {gpus}, GB/s", "64", f"{host:.0f}", rows
     rings, _ = zip(*map(rates, sheet("attention_2x2xh200")), strict=True)
-    yield (
-        "sockets between emulated nodes, ring shift, GB/s a rank", "",
-        _span(rings), "`attention_2x2xh200.csv`",
-    )  # fmt: skip
+    what = "sockets between emulated nodes, ring shift, GB/s a rank"
+    yield what, "", _span(rings), "`attention_2x2xh200.csv`"
 
 
 def attention() -> Lines:
@@ -116,7 +117,7 @@ def attention() -> Lines:
 def packed() -> Lines:
     """Packed documents on two GPUs."""
     yield "heads", "tokens", "documents", "TFLOP/s", "of the kernel alone", "of the data sheet"
-    for one in compare(sheet("packed_2xh200_one_node", PACKED_CSV)):
+    for one in compare(sheet("packed_2xh200_one_node", sheets.PACKED_CSV)):
         row, alone = one.burst, one.ceiling
         if one.problem.pass_ == "fwd_bwd" and row.mask.startswith("drawn") and alone:
             yield (
@@ -128,20 +129,18 @@ def packed() -> Lines:
 def steps() -> Lines:
     """Whole training steps of two Llama-3-8B layers on two GPUs, and the LM head alone."""
     yield "what", "tokens", "TFLOP/s a GPU", "of the matrix product", "of the data sheet"
-    losses = [row for row in sheet("loss_h200", LOSS_CSV) if row.ms]
+    losses = [row for row in sheet("loss_h200", sheets.LOSS_CSV) if row.ms]
     square = median({row.matmul_tflops for row in losses})
     names = {
-        "megatron": "step, Megatron, full recomputation",
+        "megatron": "step, Megatron, full recomputation", "burst": "step, burst, attention kept",
         "megatron-keep": "step, Megatron, attention kept",
-        "burst": "step, burst, attention kept",
         "burst-recompute": "step, burst, full recomputation, packed",
-    }
-    newest = {(row.seq, row.impl): row for row in sheet("slices_2xh200", SLICES_CSV)}
+    }  # fmt: skip
+    newest = {(row.seq, row.impl): row for row in sheet("slices_2xh200", sheets.SLICES_CSV)}
     for row in newest.values():
         if row.impl in names:
-            kind = names[row.impl] + (
-                ", packed" if row.documents and row.impl == "megatron" else ""
-            )
+            packed = row.documents and row.impl == "megatron"
+            kind = names[row.impl] + ", packed" * bool(packed)
             rate = row.tflops_per_gpu
             yield kind, in_units(row.seq), f"{rate:.0f}", f"{rate / square:.2f}", _share(row)
     heads = {
@@ -167,7 +166,7 @@ def _files(name: str) -> str:
     return ", ".join(f"`{one}.csv`" for one in name.split("+"))
 
 
-def rates(row: Row) -> tuple[float, float]:
+def rates(row: sheets.Row) -> tuple[float, float]:
     """Measured ring shift and all-to-all of a row's run, GB/s a rank."""
     found = _LINK.match(row.link)
     return float(found[1]), float(found[2])
@@ -182,3 +181,38 @@ def _span(values) -> str:
 def _share(row) -> str:
     """Of the data sheet's bf16 peak of the row's GPU."""
     return f"{share_of_peak(row.tflops_per_gpu, row.gpu):.2f}"
+
+
+@app.command()
+def main(out: Out = Path("gpu_limits.csv"), device: Device = None) -> None:
+    """Measure a matrix product and a copy on one GPU."""
+    with started("benchmarks.limits", device) as world:
+        check_out(out, world, sheets.LIMITS_CSV)
+        for row in limit_rows(world):
+            save(out, world, [row], sheets.LIMITS_CSV)
+            typer.echo(f"{row.what} {row.size}: {row.rate:.0f}")
+
+
+def limit_rows(world: World) -> Iterator[sheets.LimitRow]:
+    """All operations, one after another."""
+    kind = world.device.type
+    for side in _SIDES[kind]:
+        run, flops = matmul(world, side, torch.bfloat16)
+        yield _limit("matmul", side, run, flops / 1e9, world)
+    for count in _COPIED[kind]:
+        source = torch.ones(count, dtype=torch.uint8, device=world.device)
+        target = torch.empty_like(source)
+        yield _limit("copy", count, partial(target.copy_, source), 2 * count / 1e6, world)
+
+
+def _limit(what: str, size: int, run: Run, work: float, world: World) -> sheets.LimitRow:
+    """Times one; `work` divided by milliseconds is its rate."""
+    ms = times_ms(run, world, reps=10)
+    rate = work / median(ms)
+    return sheets.LimitRow(
+        **stamp(world.device), what=what, size=size, **spread(ms), rate=rate, note=repetitions(ms)
+    )
+
+
+if __name__ == "__main__":
+    app()

@@ -4,94 +4,47 @@ torchrun --nproc-per-node 4 -m benchmarks.loss --tokens 32K,128K --hidden 8192 -
 python -m benchmarks.loss --help
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Literal
 
 import torch
 import typer
 from typer import Option
 
-from benchmarks.facts import gpu_state, versions
-from benchmarks.loss_heads import (
-    HeadTensors,
-    LossCase,
-    cases_of,
-    draw,
-    listed_cases,
-    truth_of,
-)
-from benchmarks.loss_peers import LossPeer, peers_of, usual_peers
-from benchmarks.loss_table import LOSS_CSV, LossRow, draw_if_possible, loss_table
-from benchmarks.results import Memory, repetitions
-from benchmarks.sweep import (
-    Budget,
-    Dtype,
-    Out,
-    check_out,
-    clock,
-    interleave,
-    new_app,
-    save,
-    sweep,
-    usual_dtype,
-)
+from benchmarks import loss_heads as heads
+from benchmarks import runner
+from benchmarks.bench import Memory
+from benchmarks.facts import stamp
+from benchmarks.loss_table import draw_loss, loss_table
+from benchmarks.sheets import LOSS_CSV, LossRow
+from benchmarks.tables import repetitions, spread
 from megatron_burst.tools.speeds import matmul
-from megatron_burst.tools.terminal import Device, in_one_sentence
+from megatron_burst.tools.terminal import Device
 from megatron_burst.tools.world import World, attempt, clean_up, started, timed_ms
 
 _WHO = "benchmarks.loss"
-_CHECKED_TOKENS = 1024
+_REPS, _CHECKED_TOKENS = 5, 1024
 _TOLERANCE = 0.05
 _MATMUL = {"cuda": 8192, "cpu": 512}  # side of the square product that the rate is measured with
-app = new_app()
-
-
-@dataclass(frozen=True, slots=True)
-class LossPlan:
-    """What a run measures.
-
-    Attributes:
-        cases: heads, in order.
-        peers: what each is measured with.
-        reps: repetitions.
-        budget_s: seconds after which nothing new is started; None: no end.
-        out: CSV that rank 0 appends to; None: nowhere.
-    """
-
-    cases: Sequence[LossCase]
-    peers: Sequence[LossPeer]
-    reps: int = 5
-    budget_s: float | None = None
-    out: Path | None = None
+app = runner.App()
 
 
 def measure(
-    plan: LossPlan, world: World, say: Callable[[str], None] | None = None
+    plan: runner.Plan, world: World, say: Callable[[str], None] | None = None
 ) -> list[LossRow]:
-    """Run a plan on all ranks together; returns the rows, on every rank.
+    """Run a plan on all ranks together, which share the vocabulary; returns the rows, on each.
+    BurstError if `plan.out` has other columns."""
+    runner.check_out(plan.out, world, LOSS_CSV)
+    out_of_time, rate = runner.clock(plan.budget_s), matmul_tflops(world, plan.cases[0].dtype)
 
-    Args:
-        plan: the same on all ranks.
-        world: all ranks; they share the vocabulary.
-        say: see `sweep`.
-
-    Raises:
-        BurstError: if `plan.out` has other columns.
-    """
-    check_out(plan.out, world, LOSS_CSV)
-    out_of_time, rate = clock(plan.budget_s), matmul_tflops(world, plan.cases[0].dtype)
-
-    def rows_of(case: LossCase) -> list[LossRow]:
+    def rows_of(case: heads.LossCase) -> list[LossRow]:
         made = _Head(case, plan, world, rate, out_of_time).rows()
-        save(plan.out, world, made, LOSS_CSV)
-        return made
+        return runner.save(plan.out, world, made, LOSS_CSV)
 
-    return sweep(plan.cases, rows_of, world, out_of_time, say)
+    return runner.sweep(plan.cases, rows_of, world, out_of_time, say)
 
 
 def matmul_tflops(world: World, dtype: str) -> float:
@@ -115,8 +68,8 @@ class _Trial:
 class _Head:
     """All implementations on one head."""
 
-    case: LossCase
-    plan: LossPlan
+    case: heads.LossCase
+    plan: runner.Plan
     world: World
     rate: float
     out_of_time: Callable[[], bool]
@@ -126,31 +79,30 @@ class _Head:
     def rows(self) -> list[LossRow]:
         """Measure, then free everything."""
         world = self.world
-        x = draw(self.case, world.rank, world.device, world.group)
+        x = heads.draw(self.case, world.rank, world.device, world.group)
         small = x.first(_CHECKED_TOKENS)
-        truth = truth_of(small)
-        for peer in self.plan.peers:
+        truth = heads.truth_of(small)
+        for peer in self.plan.impls:
             world.progress.now(f"{peer.name}: trying it out")
             self.trials[peer.name] = self._try_out(peer, x, small, truth)
-        able = [peer for peer in self.plan.peers if not self.trials[peer.name].failure]
-        runs = {peer.name: partial(peer.run, x) for peer in able}
-        reps = dict.fromkeys(runs, self.plan.reps)
-        times = interleave(runs, reps, world, self.out_of_time, partial(self._ready, x))
-        gpu = gpu_state(world.device)
-        made = [self._row(peer, times.get(peer.name), gpu) for peer in self.plan.peers]
+        able = [peer for peer in self.plan.impls if not self.trials[peer.name].failure]
+        runs, reps = {peer.name: partial(peer.run, x) for peer in able}, self.plan.reps or _REPS
+        times = runner.interleave(runs, reps, world, self.out_of_time, partial(self._ready, x))
+        facts = stamp(world.device)
+        made = [self._row(peer, times.get(peer.name), facts) for peer in self.plan.impls]
         del x, small, truth, runs
         clean_up(world)
         return made
 
-    def _ready(self, x: HeadTensors, name: str) -> None:
+    def _ready(self, x: heads.HeadTensors, name: str) -> None:
         """Set the stage for one repetition: buffers, and at its first the allocator's memory."""
-        (peer,) = (peer for peer in self.plan.peers if peer.name == name)
+        (peer,) = (peer for peer in self.plan.impls if peer.name == name)
         self._give_buffer(peer, x)
         if name not in self.warm:
             self.warm.add(name)
             peer.run(x)
 
-    def _give_buffer(self, peer: LossPeer, x: HeadTensors) -> None:
+    def _give_buffer(self, peer: heads.LossPeer, x: heads.HeadTensors) -> None:
         """Give Megatron's buffer to implementations that add to it; zeroing it is not timed.
 
         Megatron sets it to zero once a step, whatever the loss is.
@@ -162,7 +114,9 @@ class _Head:
             del x.weight.main_grad, x.weight.grad_added_to_main_grad
         peer.prepare(x)
 
-    def _try_out(self, peer: LossPeer, x: HeadTensors, small: HeadTensors, truth) -> _Trial:
+    def _try_out(
+        self, peer: heads.LossPeer, x: heads.HeadTensors, small: heads.HeadTensors, truth
+    ) -> _Trial:
         world = self.world
         failure = next(filter(None, world.gather(peer.refusal(world.size))), None)
         errors: list[float] = []
@@ -173,7 +127,7 @@ class _Head:
             errors[:] = [float((a.double() - b).norm() / b.norm()) for a, b in got]
 
         failure = failure or attempt(check, world)
-        worst = [max(each) for each in zip(*world.gather(errors), strict=True)]
+        worst = runner.slowest(world.gather(errors))
         if not failure and not max(worst) <= _TOLERANCE:
             failure = f"its results are wrong: loss, dX, dW are off by {worst}"
         failure = failure or attempt(lambda: self._give_buffer(peer, x), world)
@@ -187,24 +141,17 @@ class _Head:
         clean_up(world)
         return _Trial(tuple(worst) or (None,) * 3, peak, failure)
 
-    def _row(self, peer: LossPeer, ms: list[float] | None, gpu: str) -> LossRow:
+    def _row(self, peer: heads.LossPeer, ms: list[float] | None, facts: dict[str, str]) -> LossRow:
         trial, measured = self.trials[peer.name], {}
         if ms:
-            middle = median(ms)
-            tflops = self.case.flops(self.world.size) / middle / 1e9
-            measured = {
-                "ms": middle,
-                "ms_min": min(ms),
-                "ms_max": max(ms),
-                "gemm_efficiency": tflops / self.rate,
-                "peak_gib": None if trial.peak_gib is None else max(trial.peak_gib, 0.0),
-            }
+            measured = spread(ms)
+            tflops = self.case.flops(self.world.size) / measured["ms"] / 1e9
+            measured["gemm_efficiency"] = tflops / self.rate
+            measured["peak_gib"] = None if trial.peak_gib is None else max(trial.peak_gib, 0.0)
         names = ("error_loss", "error_dhidden", "error_dweight")
         return LossRow(
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions=versions(), gpu=gpu, ranks=self.world.size, **asdict(self.case),
-            impl=peer.name, matmul_tflops=self.rate, **measured,
-            **dict(zip(names, trial.errors, strict=True)),
+            **facts, ranks=self.world.size, **asdict(self.case), impl=peer.name,
+            matmul_tflops=self.rate, **measured, **dict(zip(names, trial.errors, strict=True)),
             status="ok" if ms else "failed",
             note=trial.failure or (repetitions(ms) if ms else "time was up"),
         )  # fmt: skip
@@ -224,23 +171,23 @@ def main(
         list[str] | None,
         Option(help="repeatable, e.g. burst:forward, megatron:fused, liger; default: all that can"),
     ] = None,
-    dtype: Dtype = None,
-    out: Out = Path("loss.csv"),
-    reps: Annotated[int, Option(min=1)] = 5,
-    budget_s: Budget = None,
+    dtype: runner.Dtype = None,
+    out: runner.Out = Path("loss.csv"),
+    reps: runner.Reps = _REPS,
+    budget_s: runner.Budget = None,
     device: Device = None,
 ) -> None:
     """LM head and loss, forward and backward; all ranks share the vocabulary (TP)."""
-    with in_one_sentence(), started(_WHO, device) as world:
-        dtype = dtype or usual_dtype(world)
-        cases = listed_cases(case or (), dtype) or cases_of(preset, tokens, hidden, vocab, dtype)
-        check_out(out, world, LOSS_CSV)
-        peers = peers_of(impl) if impl else usual_peers(world)
-        plan = LossPlan(cases, peers, reps=reps, budget_s=budget_s, out=out)
-        rows = measure(plan, world)
+    with started(_WHO, device) as world:
+        dtype = dtype or runner.usual_dtype(world)
+        cases = heads.listed_cases(case or (), dtype)
+        cases = cases or heads.cases_of(preset, tokens, hidden, vocab, dtype)
+        runner.check_out(out, world, LOSS_CSV)
+        peers = heads.peers_of(impl) if impl else heads.usual_peers(world)
+        rows = measure(runner.Plan(cases, peers, reps, budget_s, out), world)
         if world.rank == 0 and rows:
             typer.echo(loss_table(rows))
-            for path in draw_if_possible(rows, out.with_suffix("")):
+            for path in draw_loss(rows, out.with_suffix("")):
                 typer.echo(path)
 
 

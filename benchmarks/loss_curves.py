@@ -1,6 +1,6 @@
 """Loss curves of training on real text: Megatron with TransformerEngine's ring beside burst.
 
-python benchmarks/loss_curves.py OUT.csv --gpus 2     on GPUs; --tiny: anywhere
+python -m benchmarks.loss_curves OUT.csv --gpus 2     on GPUs; --tiny: anywhere
 
 Each run is examples/pretrain_gpt.py under torchrun: two layers of Llama-3-8B's widths with 32K
 tokens a step, or all of Llama-3.2-1B with 16K (`--model llama3.2-1b`), from the same weights, 300
@@ -19,7 +19,6 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic, sleep
@@ -27,19 +26,17 @@ from typing import Annotated
 
 import torch
 import typer
-from typer import Argument, Option
+from typer import Option
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
-
-from benchmarks.curves_table import CURVES_CSV, PEERS, CurveRow
-from benchmarks.facts import gpu_state, versions
+from benchmarks.curves_table import PEERS
+from benchmarks.facts import now, stamp
 from benchmarks.impls import pick
 from benchmarks.rows import append, check_appendable
+from benchmarks.runner import App, Budget, OutFile, best_device, clock
+from benchmarks.sheets import CURVES_CSV, CurveRow
 from benchmarks.slice_cases import IMPLS, RECOMPUTE, Slice
 from benchmarks.slices import ROOT, Gpus, reason_in, start, steps_in, training
-from benchmarks.sweep import Budget
-from megatron_burst.errors import BurstError
-from megatron_burst.tools.terminal import in_one_sentence
+from megatron_burst.errors import require
 
 CLASSES = 258  # bytes and the end of a document
 MODELS = {
@@ -54,6 +51,7 @@ FLAGS = {
     "burst-plain": "--context-parallel-impl burst",
 }
 _DATA_SEEDS = {"same": 1234, "again": 1234, "other": 4321}
+app = App()
 _NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
@@ -86,28 +84,20 @@ def text_files() -> list[Path]:
     """Source code of Python's library, without its tests, and of PyTorch: some 50 MB that every
     machine has, of which 300 steps see 10."""
     library = Path(sysconfig.get_path("stdlib"))
-    ours = (
-        path
-        for path in sorted(library.rglob("*.py"))
-        if _NOT_READ.isdisjoint(path.relative_to(library).parts)
-    )
+    every = sorted(library.rglob("*.py"))
+    ours = (path for path in every if _NOT_READ.isdisjoint(path.relative_to(library).parts))
     return [*ours, *sorted(Path(torch.__file__).parent.rglob("*.py"))]
 
 
 def make_text(prefix: Path, files: Sequence[Path], gpus: int) -> None:
-    """Write Megatron's data set of documents that packing can shard.
-
-    Raises:
-        BurstError: if there is none afterwards.
-    """
+    """Write Megatron's data set of documents that packing can shard."""
     command = [sys.executable, str(ROOT / "examples" / "data.py"), "--multiple", str(2 * gpus)]
     command += [str(prefix), *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BurstError(
-            "loss_curves: text must become a data set, because runs train on it; got "
-            f"{[*done.stderr.splitlines(), 'no reason'][-1]}; run examples/data.py by itself"
-        )
+    require("loss_curves", [(
+        not done.returncode, "text must become a data set, because runs train on it",
+        ["no reason", *done.stderr.splitlines()][-1], "run examples/data.py by itself",
+    )])  # fmt: skip
 
 
 def flags_of(run: Run, what: Slice, steps: int, text: Path) -> list[str]:
@@ -153,29 +143,22 @@ def train(
     return f"{run}: {steps} steps, loss {logged[-1]['lm loss']:.4f}, {monotonic() - begun:.0f} s"
 
 
-def _row(
-    run: Run, what: Slice, gpus: int, number: int, step: dict | None, note: str = ""
-) -> CurveRow:
+def _row(run: Run, what: Slice, gpus: int, number: int, step: dict | None, note="") -> CurveRow:
     """Of a step, or of a run that was cut short; the first has what the run depends on."""
-    facts = {"versions": versions(), "gpu": _gpu()} if number == 0 else {}
-    found = {
-        "step": step["iteration"], "loss": step["lm loss"], "grad_norm": step["grad norm"],
-        "ms": 1e3 * step["seconds"],
-    } if step else {"step": 0}  # fmt: skip
+    found = {"step": 0}
+    if step:
+        found = {"step": step["iteration"], "loss": step["lm loss"], "ms": 1e3 * step["seconds"]}
+        found["grad_norm"] = step["grad norm"]
     return CurveRow(
-        date=datetime.now(UTC).isoformat(timespec="seconds"), gpus=gpus,
+        **({"date": now()} if number else stamp(best_device()[0])), gpus=gpus,
         sample=run.sample if what.name in _UNNAMED else f"{run.sample}, {what.name}",
-        impl=run.impl, order=run.order, note=note, **facts, **found,
+        impl=run.impl, order=run.order, note=note, **found,
     )  # fmt: skip
 
 
-def _gpu() -> str:
-    on_gpu = torch.cuda.is_available()
-    return gpu_state(torch.device("cuda", 0) if on_gpu else torch.device("cpu"))
-
-
+@app.command()
 def main(
-    out: Annotated[Path, Argument(help="CSV to append to")],
+    out: OutFile,
     gpus: Gpus = 2,
     steps: Annotated[int, Option(min=10, help="of each run")] = 300,
     only: Annotated[
@@ -187,22 +170,22 @@ def main(
     model: Annotated[str, Option(help=f"one of {', '.join(MODELS)}")] = "8b",
 ) -> None:
     """Train all, and append rows as steps end."""
-    with in_one_sentence(), TemporaryDirectory() as folder:
-        check_appendable(out, CURVES_CSV, "OUT")
-        every = {str(run): run for run in runs(peer())}
-        must = "loss_curves: --only must name a run that there is, because each is its own command"
-        wanted = pick(only or (), every, must)
-        must = "loss_curves: --model must name a model that there is, because its sizes are listed"
-        (what,) = (TINY,) if tiny else pick((model,), MODELS, must)
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # under CP Megatron refuses others
-        begun, text = monotonic(), Path(folder) / "text"
+    check_appendable(out, CURVES_CSV, "OUT")
+    every = {str(run): run for run in runs(peer())}
+    must = "loss_curves: --only must name a run that there is, because each is its own command"
+    wanted = pick(only or (), every, must)
+    must = "loss_curves: --model must name a model that there is, because its sizes are listed"
+    (what,) = (TINY,) if tiny else pick((model,), MODELS, must)
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # under CP Megatron refuses others
+    with TemporaryDirectory() as folder:
+        is_over, text = clock(budget_s), Path(folder) / "text"
         make_text(text, text_files()[: 200 if tiny else None], gpus)
         for run in wanted:
-            if budget_s is not None and monotonic() - begun > budget_s:
+            if is_over():
                 typer.echo(f"time is up: {run} was not started")
                 continue
             typer.echo(train(run, what, gpus, steps, text, out, run_s))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

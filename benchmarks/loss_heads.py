@@ -1,33 +1,34 @@
-"""LM heads that `benchmarks.loss` measures: their sizes, tensors and true gradients."""
+"""LM heads that `benchmarks.loss` measures, their tensors and true gradients, and ways to compute
+these."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_burst.errors import BurstError
+from benchmarks.impls import pick
+from megatron_burst.errors import require
+from megatron_burst.loss.linear import linear_cross_entropy
 from megatron_burst.tools.units import in_units, whole_numbers
+from megatron_burst.tools.world import World
 
 _WHO = "benchmarks.loss"
 
 
 @dataclass(frozen=True, slots=True)
 class LossCase:
-    """One head and batch.
+    """One head and batch."""
 
-    Attributes:
-        tokens: of all tensor-parallel ranks together; each has all of them.
-        hidden: width of the hidden states.
-        vocab: classes of all ranks.
-        dtype: torch's name.
-    """
-
-    tokens: int
-    hidden: int
-    vocab: int
-    dtype: str
+    tokens: int  # of all tensor-parallel ranks together; each has all of them
+    hidden: int  # width of the hidden states
+    vocab: int  # classes of all ranks
+    dtype: str  # torch's name
 
     def __str__(self) -> str:
         return (
@@ -50,11 +51,7 @@ LOSS_PRESETS = {  # widths, vocabularies, tokens: what a run that is cut short s
 
 
 def cases_of(preset: str, tokens: str, hidden: str, vocab: str, dtype: str) -> list[LossCase]:
-    """Every combination of the lists, and of the preset's where one is empty.
-
-    Raises:
-        BurstError: if a list is none.
-    """
+    """Every combination of the lists, and of the preset's where one is empty."""
     given = ((hidden, "--hidden"), (vocab, "--vocab"), (tokens, "--tokens"))
     widths, vocabularies, lengths = (
         whole_numbers(text, option, _WHO) if text else default
@@ -64,38 +61,23 @@ def cases_of(preset: str, tokens: str, hidden: str, vocab: str, dtype: str) -> l
 
 
 def listed_cases(texts: Sequence[str], dtype: str) -> list[LossCase]:
-    """Heads such as "32K,4096,128K": tokens, width, classes.
-
-    Raises:
-        BurstError: if one has another number of sizes.
-    """
-    found = []
-    for text in texts:
-        sizes = whole_numbers(text, "--case", _WHO)
-        if len(sizes) != 3:
-            raise BurstError(
-                f"{_WHO}: --case must name tokens, width and classes, because these make a "
-                f"problem; got {text!r}; write for example 32K,4096,128K"
-            )
-        found.append(LossCase(*sizes, dtype))
-    return found
+    """Heads such as "32K,4096,128K": tokens, width, classes; BurstError if one has other sizes."""
+    found = {text: whole_numbers(text, "--case", _WHO) for text in texts}
+    require(_WHO, [(
+        len(sizes) == 3, "--case must name tokens, width and classes, because these make a problem",
+        repr(text), "write for example 32K,4096,128K",
+    ) for text, sizes in found.items()])  # fmt: skip
+    return [LossCase(*sizes, dtype) for sizes in found.values()]
 
 
 @dataclass(slots=True)
 class HeadTensors:
-    """A rank's tensors.
+    """A rank's tensors."""
 
-    Attributes:
-        hidden: [tokens, h], the same on all ranks; takes a gradient.
-        weight: [vocab / ranks, h]; takes a gradient.
-        labels: [tokens] int64.
-        group: of the ranks that share the vocabulary.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    labels: Tensor
-    group: dist.ProcessGroup
+    hidden: Tensor  # [tokens, h], the same on all ranks; takes a gradient
+    weight: Tensor  # [vocab / ranks, h]; takes a gradient
+    labels: Tensor  # [tokens] int64
+    group: dist.ProcessGroup  # of the ranks that share the vocabulary
 
     def first(self, tokens: int) -> "HeadTensors":
         """The same head with the first tokens only; shares no gradient."""
@@ -136,3 +118,123 @@ def truth_of(x: HeadTensors) -> tuple[Tensor, Tensor, Tensor]:
     dhidden = dlogits @ weight
     dist.all_reduce(dhidden, group=x.group)
     return (lse - picked).mean(), dhidden, dlogits.t() @ hidden
+
+
+Mean = Callable[[HeadTensors], Tensor]  # the mean loss, differentiable
+
+
+def burst(grads: str, x: HeadTensors) -> Tensor:
+    """Ours; "auto" is what it does for a mean, and without main_grad it returns dW as others do."""
+    return linear_cross_entropy(x.hidden, x.weight, x.labels, tp_group=x.group, grads=grads)
+
+
+def megatron(fused: bool, x: HeadTensors) -> Tensor:
+    """Megatron's own head and loss with all logits in memory, combined as in GPTModel; fused: with
+    --cross-entropy-loss-fusion, whose steps torch compiles."""
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+
+    from megatron_burst.tools import cpu_mode
+
+    if not x.hidden.is_cuda:
+        cpu_mode.install(training=False)
+    hidden, labels = copy_to_tensor_model_parallel_region(x.hidden, x.group), x.labels.unsqueeze(1)
+    logits = F.linear(hidden, x.weight).unsqueeze(1)
+    if fused:
+        return fused_vocab_parallel_cross_entropy(logits, labels, x.group).mean()
+    return vocab_parallel_cross_entropy(logits, labels, 0.0, x.group).mean()
+
+
+def liger(x: HeadTensors) -> Tensor:
+    """Liger-Kernel's, chunk by chunk; gradients along with the loss."""
+    module = import_module("liger_kernel.transformers.fused_linear_cross_entropy")
+    return module.LigerFusedLinearCrossEntropyLoss()(x.weight, x.hidden, x.labels)
+
+
+def cut(x: HeadTensors) -> Tensor:
+    """Apple's Cut Cross-Entropy: no logits in memory."""
+    return import_module("cut_cross_entropy").linear_cross_entropy(x.hidden, x.weight, x.labels)
+
+
+def quack(x: HeadTensors) -> Tensor:
+    """QuACK's, a chunk of rows at a time."""
+    rows = 3072 if x.hidden.shape[-1] == 4096 else 4096  # its own 4096; square products fail in it
+    module = import_module("quack.linear_cross_entropy")
+    loss = module.chunked_linear_cross_entropy
+    return loss(x.hidden, x.weight, x.labels, chunk_size=rows, reduction="mean")
+
+
+@dataclass(frozen=True, slots=True)
+class LossPeer:
+    """One implementation."""
+
+    name: str  # what the user calls it
+    mean: Mean  # computes the mean loss
+    package: str | None = None  # that must be installed; None: nothing more
+    shards: bool = False  # whether it knows of a vocabulary that is sharded
+    # whether it adds to Megatron's float32 buffer of the weight's gradient
+    into_main_grad: bool = False
+
+    def refusal(self, ranks: int) -> str | None:
+        """Why it cannot run, or None."""
+        if self.package and find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        if self.name == "torch:linear" and not hasattr(F, "linear_cross_entropy"):
+            return f"torch {torch.__version__} has no linear_cross_entropy"
+        if ranks > 1 and not self.shards:
+            return f"it wants the whole vocabulary on one rank; got {ranks} ranks"
+        return None
+
+    def prepare(self, x: HeadTensors) -> None:
+        """Make the buffer that gradients are added to, where it has one."""
+        if self.into_main_grad and x.weight.dtype != torch.float64:
+            x.weight.main_grad = torch.zeros_like(x.weight, dtype=torch.float32)
+            x.weight.grad_added_to_main_grad = False
+
+    def run(self, x: HeadTensors) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, dX, dW) of a forward and a backward pass; main_grad has what it had besides."""
+        x.hidden.grad = x.weight.grad = None
+        main_grad = getattr(x.weight, "main_grad", None)
+        loss = self.mean(x)
+        loss.backward()
+        dhidden, x.hidden.grad = x.hidden.grad, None
+        dweight, x.weight.grad = x.weight.grad, None
+        return loss.detach(), dhidden, dweight if main_grad is None else main_grad
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        LossPeer("burst:recompute", partial(burst, "recompute"), None, True, True),
+        LossPeer("burst:forward", partial(burst, "forward"), None, True, True),
+        LossPeer("burst:plain", partial(burst, "auto"), None, True),
+        LossPeer("megatron:fused", partial(megatron, True), "megatron", True),
+        LossPeer("megatron:unfused", partial(megatron, False), "megatron", True),
+        # all logits, then torch's loss in fp32; torch's own in one, of its newer versions
+        LossPeer(
+            "torch", lambda x: F.cross_entropy(F.linear(x.hidden, x.weight).float(), x.labels)
+        ),
+        LossPeer("torch:linear", lambda x: F.linear_cross_entropy(x.hidden, x.weight, x.labels)),
+        LossPeer("liger", liger, "liger_kernel"),
+        LossPeer("cce", cut, "cut_cross_entropy"),
+        LossPeer("quack", quack, "quack"),
+    )
+}
+
+
+def usual_peers(world: World) -> tuple[LossPeer, ...]:
+    """All implementations that can run; says which others there are, and why they cannot."""
+    refused = {name: peer.refusal(world.size) for name, peer in PEERS.items()}
+    reasons = [f"{name} ({reason})" for name, reason in refused.items() if reason]
+    if reasons:
+        world.progress.say(f"left out: {'; '.join(reasons)}")
+    return tuple(peer for name, peer in PEERS.items() if not refused[name])
+
+
+def peers_of(names) -> tuple[LossPeer, ...]:
+    """The implementations of a list of names; none named means all."""
+    return pick(
+        names, PEERS, f"{_WHO}: --impl must name an implementation that there is, because each "
+        "is called in its own way",
+    )  # fmt: skip

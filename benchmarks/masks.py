@@ -1,80 +1,37 @@
 """Masks on one GPU: sinks beside the same call without, slices and trees beside a causal sequence.
 
-python benchmarks/masks.py OUT.csv --seq 64K --heads 32/8
-TINY=1 python benchmarks/masks.py OUT.csv     small sizes, to see that it runs; on a CPU too
+python -m benchmarks.masks OUT.csv --seq 64K --heads 32/8
+TINY=1 python -m benchmarks.masks OUT.csv     small sizes, to see that it runs; on a CPU too
 
 Each mask and what it stands beside are one call of `burst_attention` on one rank, in turns. The
 ratio is of speeds on the (query, key) pairs that the mask leaves: at 1 a mask costs what its pairs
 cost.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import accumulate
-from pathlib import Path
 from random import Random
-from statistics import median
 from typing import Annotated, Any
 
 import torch
-import typer
+from typer import Option
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
-
-from benchmarks.facts import gpu_state, versions
-from benchmarks.one_rank import tensors_of, timed_ms
-from benchmarks.ratios import Ratio
-from benchmarks.rows import Sheet, append, check_appendable
+from benchmarks.cases import one_head_count
+from benchmarks.facts import stamp
+from benchmarks.one_rank import tensors_of
+from benchmarks.rows import append, check_appendable
+from benchmarks.runner import App, OutFile, best_device, on_one
+from benchmarks.sheets import MASKS_CSV, MaskRow
+from benchmarks.tables import Ratio, spread
 from megatron_burst import slices
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
-from megatron_burst.tools.terminal import in_one_sentence
 from megatron_burst.tools.units import whole_number
 
-_WHO, _TURNS = "benchmarks/masks.py", 7
+_WHO, _TURNS = "benchmarks.masks", 7
 _TINY = 512, (2, 1), 8, 2  # tokens, heads, their dimension, turns
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskRow:
-    """One measurement; fields are columns.
-
-    Attributes:
-        beside: the mask that it took turns with.
-        pass_: "fwd", or "bwd" alone.
-        pairs: (query, key) pairs of the mask.
-        ms: median over repetitions, with minimum and maximum.
-        tflops: on the pairs: two products in forward, five in backward.
-        ratio: of tflops to those of `beside`, median over turns.
-        each: ms of every repetition, in their order; `each_beside` those of the other mask.
-    """
-
-    date: str
-    versions: str
-    gpu: str
-    seq: int
-    heads_q: int
-    heads_kv: int
-    dim: int
-    dtype: str
-    backend: str
-    mask: str
-    beside: str
-    pass_: str
-    pairs: int
-    ms: float
-    ms_min: float
-    ms_max: float
-    tflops: float
-    ratio: float
-    reps: int
-    each: str
-    each_beside: str
-
-
-MASKS_CSV = Sheet(_WHO, MaskRow)
+app = App()
 
 
 @dataclass(frozen=True)
@@ -157,59 +114,51 @@ def runs_of(case: Case, tensors: list[torch.Tensor], config: BurstConfig) -> dic
     }
 
 
-def in_ms(times: list[float]) -> str:
-    """Times in one cell."""
-    return " ".join(f"{ms:.4f}" for ms in times)
-
-
+@app.command()
 def main(
-    out: Annotated[Path, typer.Argument(help="the CSV; rows are appended")],
-    seq: Annotated[str, typer.Option(help="tokens, a multiple of 2048")] = "64K",
-    heads: Annotated[str, typer.Option(help="query heads / KV heads")] = "32/8",
-    dim: Annotated[int, typer.Option(help="of a head")] = 128,
-    only: Annotated[str, typer.Option(help="words that a mask's name must have one of")] = "",
-    backend: Annotated[str, typer.Option(help="the kernel")] = "auto",
+    out: OutFile,
+    seq: Annotated[str, Option(help="tokens, a multiple of 2048")] = "64K",
+    heads: Annotated[str, Option(help="query heads / KV heads")] = "32/8",
+    dim: Annotated[int, Option(help="of a head")] = 128,
+    only: Annotated[str, Option(help="words that a mask's name must have one of")] = "",
+    backend: Annotated[str, Option(help="the kernel")] = "auto",
     tiny: Annotated[
-        bool, typer.Option("--tiny", envvar="TINY", help="small sizes, to try this out")
+        bool, Option("--tiny", envvar="TINY", help="small sizes, to try this out")
     ] = False,
 ) -> None:
     """Measure forward and backward of each mask, in turns with what it stands beside."""
-    with in_one_sentence():
-        check_appendable(out, MASKS_CSV, "OUT")
-        tokens = whole_number(seq, "--seq", _WHO)
-    (heads_q, heads_kv), turns = map(int, heads.split("/")), _TURNS
+    check_appendable(out, MASKS_CSV, "OUT")
+    tokens, counts, turns = whole_number(seq, "--seq", _WHO), one_head_count(heads, _WHO), _TURNS
     if tiny:
-        tokens, (heads_q, heads_kv), dim, turns = _TINY
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    tensors, config = tensors_of(tokens, (heads_q, heads_kv), dim, device, dtype), BurstConfig(
-        backend=backend)  # fmt: skip
-    every = cases(tokens, heads_q, device, dtype)
+        tokens, counts, dim, turns = _TINY
+    device, dtype = best_device()
+    tensors, config = tensors_of(tokens, counts, dim, device, dtype), BurstConfig(backend=backend)
+    every = cases(tokens, counts[0], device, dtype)
     for name, case in every.items():
         if not case.beside or not any(word in name for word in only.split(",")):
             continue
         other = every[case.beside]
         both = [runs_of(one, tensors, config) for one in (case, other)]
         for pass_, products in (("fwd", 4), ("bwd", 10)):
-            times: list[list[float]] = [[], []]
-            for turn in range(turns + 2):
-                for which in (0, 1)[:: -1 if turn % 2 else 1]:
-                    times[which].append(timed_ms(both[which][pass_], device))
-            kept = [some[2:] for some in times]  # the first two compile, warm up
-            flops = [products * one.pairs * heads_q * dim for one in (case, other)]
-            ratio = Ratio.paired(*kept).value * flops[0] / flops[1]
+            runs = {"own": both[0][pass_], "other": both[1][pass_]}
+            own, others = on_one(runs, turns, device).values()
+            flops = [products * one.pairs * counts[0] * dim for one in (case, other)]
+            ratio, measured = Ratio.paired(own, others).value * flops[0] / flops[1], spread(own)
             row = MaskRow(
-                date=datetime.now(UTC).isoformat(timespec="seconds"), versions=versions(),
-                gpu=gpu_state(device), seq=tokens, heads_q=heads_q, heads_kv=heads_kv, dim=dim,
+                **stamp(device), seq=tokens, heads_q=counts[0], heads_kv=counts[1], dim=dim,
                 dtype=str(dtype).removeprefix("torch."), backend=backend, mask=name,
-                beside=case.beside, pass_=pass_, pairs=case.pairs, ms=median(kept[0]),
-                ms_min=min(kept[0]), ms_max=max(kept[0]),
-                tflops=flops[0] / median(kept[0]) / 1e9, ratio=ratio, reps=len(kept[0]),
-                each=in_ms(kept[0]), each_beside=in_ms(kept[1]),
+                beside=case.beside, pass_=pass_, pairs=case.pairs, **measured,
+                tflops=flops[0] / measured["ms"] / 1e9, ratio=ratio, reps=len(own),
+                each=in_ms(own), each_beside=in_ms(others),
             )  # fmt: skip
             append(out, [row], MASKS_CSV)
             print(f"{name}, {pass_}: {row.ms:.2f} ms, {ratio:.3f} of {case.beside}", flush=True)
 
 
+def in_ms(times: list[float]) -> str:
+    """Times in one cell."""
+    return " ".join(f"{ms:.4f}" for ms in times)
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -1,28 +1,24 @@
 """What one rank of a context-parallel group computes, on one GPU: nothing is sent.
 
-python benchmarks/one_rank.py OUT.csv --ranks 2,4,8
+python -m benchmarks.one_rank OUT.csv --ranks 2,4,8
 
 The last rank runs its own programs: kernels, merges, sums and copies, on memory that holds noise
 where others' keys would be. Beside it, in turns, the kernel alone computes as much: the whole
 sequence with as many heads as one of the ranks has on average. With 1 rank both are the same call.
 """
 
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
-from statistics import median
 from typing import Annotated
 
 import torch
-import typer
+from torch import Tensor
+from typer import Option
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
-
-from benchmarks.facts import gpu_state, versions
-from benchmarks.ratios import Ratio
-from benchmarks.rows import Sheet, append, check_appendable
+from benchmarks.cases import one_head_count
+from benchmarks.facts import stamp
+from benchmarks.rows import append, check_appendable
+from benchmarks.runner import App, OutFile, best_device, on_one
+from benchmarks.sheets import RANK_CSV, RankRow
+from benchmarks.tables import Ratio, spread
 from megatron_burst.comm.carrier import OVER, Memory, OneQueue, Queues, SentSlots, Where
 from megatron_burst.comm.group import GroupMemory
 from megatron_burst.engine.passes import Passes
@@ -30,47 +26,15 @@ from megatron_burst.kernels.backends import choose_backend, kernel_of
 from megatron_burst.kernels.interface import QuerySide
 from megatron_burst.kernels.visible import CAUSAL
 from megatron_burst.resolve import resolve
+from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.spec import AttentionShape, Spec
 from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.speeds import problem_of
-from megatron_burst.tools.terminal import in_one_sentence
 from megatron_burst.tools.units import whole_number, whole_numbers
 
-_WHO, _TURNS = "benchmarks/one_rank.py", 7
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankRow:
-    """One measurement of both passes; fields are columns.
-
-    Attributes:
-        what: "rank", or "kernel": the kernel alone.
-        mode: of the rank.
-        ms: median over repetitions, with minimum and maximum.
-        ratio: ms of the kernel / ms of the rank, median over turns.
-    """
-
-    date: str
-    versions: str
-    gpu: str
-    ranks: int
-    seq: int
-    heads_q: int
-    heads_kv: int
-    dim: int
-    dtype: str
-    what: str
-    mode: str
-    backend: str
-    ms: float
-    ms_min: float
-    ms_max: float
-    ratio: float
-    reps: int
-
-
-RANK_CSV = Sheet(_WHO, RankRow)
+_WHO, _TURNS = "benchmarks.one_rank", 7
+app = App()
 
 
 class Silent:
@@ -107,25 +71,29 @@ class Silent:
         return Queues(device, self._streams)
 
 
-def tensors_of(rows: int, heads: tuple[int, int], dim: int, device, dtype) -> list[torch.Tensor]:
+def tensors_of(rows: int, heads: tuple[int, int], dim: int, device, dtype) -> list[Tensor]:
     """q, k, v, dout."""
     counts = heads[0], heads[1], heads[1], heads[0]
     return [torch.randn(1, rows, n, dim, device=device, dtype=dtype) for n in counts]
 
 
-def passes_of_last(ranks: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Passes:
-    """The passes of the last rank over its rows, [1, s_local, heads, d]; nothing is sent."""
-    backend, _ = choose_backend(problem_of(q, k, v, mask=Mask.CAUSAL), "auto")
+def passes_of_last(
+    carrier: Silent, ranks: int, q: Tensor, k: Tensor, v: Tensor, layout: Layout = Layout.ZIGZAG
+) -> Passes:
+    """The passes of the last rank over its rows, [1, s_local, heads, d], in causal attention of a
+    sequence, or of documents in their layout; nothing is sent."""
+    mask = Mask(right=0, documents=layout is Layout.DOCUMENTS)
+    backend, _ = choose_backend(problem_of(q, k, v, mask=mask), "auto")
     (_, rows, heads, dim), heads_kv = q.shape, k.shape[2]
     shape = AttentionShape(1, rows, heads, heads_kv, dim, dim, q.dtype.itemsize, 4, 4)
-    opened = Spec(pretend_nodes(ranks, 1), shape, kernel=kernel_of(backend, q.device))
-    return Passes(resolve(opened)[0], backend, Silent(ranks - 1), dim**-0.5, q.dtype)
+    opened = Spec(pretend_nodes(ranks, 1), shape, layout, mask, kernel_of(backend, q.device))
+    return Passes(resolve(opened)[0], backend, carrier, dim**-0.5, q.dtype)
 
 
 def rank_runs(ranks: int, seq: int, heads: tuple[int, int], dim: int, device, dtype):
     """(the passes of the last rank, those of the kernel alone, mode, backend)."""
     q, k, v, dout = tensors_of(seq // ranks, heads, dim, device, dtype)
-    passes = passes_of_last(ranks, q, k, v)
+    passes = passes_of_last(Silent(ranks - 1), ranks, q, k, v)
     spec, backend = passes.spec, passes.backend
 
     def rank() -> None:
@@ -143,58 +111,34 @@ def rank_runs(ranks: int, seq: int, heads: tuple[int, int], dim: int, device, dt
     return rank, kernel, spec.intra or "", backend.capability.name
 
 
-def timed_ms(run: Callable[[], None], device: torch.device) -> float:
-    """Milliseconds of one run."""
-    if device.type != "cuda":
-        begin = datetime.now(UTC)
-        run()
-        return 1e3 * (datetime.now(UTC) - begin).total_seconds()
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(20_000_000)  # so that the CPU has queued it all
-    first.record()
-    run()
-    last.record()
-    torch.cuda.synchronize()
-    return first.elapsed_time(last)
-
-
+@app.command()
 def main(
-    out: Annotated[Path, typer.Argument(help="the CSV; rows are appended")],
-    ranks: Annotated[str, typer.Option(help="sizes of the group, with commas")] = "2,4,8",
-    seq: Annotated[str, typer.Option(help="tokens of the whole sequence")] = "64K",
-    heads: Annotated[str, typer.Option(help="query heads / KV heads")] = "32/8",
-    dim: Annotated[int, typer.Option(help="of a head")] = 128,
+    out: OutFile,
+    ranks: Annotated[str, Option(help="sizes of the group, with commas")] = "2,4,8",
+    seq: Annotated[str, Option(help="tokens of the whole sequence")] = "64K",
+    heads: Annotated[str, Option(help="query heads / KV heads")] = "32/8",
+    dim: Annotated[int, Option(help="of a head")] = 128,
 ) -> None:
     """Measure both passes of the last rank, and of the kernel alone."""
-    with in_one_sentence():
-        check_appendable(out, RANK_CSV, "OUT")
-        sizes, tokens = whole_numbers(ranks, "--ranks", _WHO), whole_number(seq, "--seq", _WHO)
-    heads_q, heads_kv = map(int, heads.split("/"))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    check_appendable(out, RANK_CSV, "OUT")
+    sizes, tokens = whole_numbers(ranks, "--ranks", _WHO), whole_number(seq, "--seq", _WHO)
+    counts, (device, dtype) = one_head_count(heads, _WHO), best_device()
     for size in sizes:
-        rank, kernel, mode, backend = rank_runs(
-            size, tokens, (heads_q, heads_kv), dim, device, dtype
-        )
-        times: dict[str, list[float]] = {"rank": [], "kernel": []}
-        for turn in range(_TURNS + 2):
-            for what, run in (("rank", rank), ("kernel", kernel))[:: -1 if turn % 2 else 1]:
-                times[what].append(timed_ms(run, device))
-        kept = {what: some[2:] for what, some in times.items()}  # the first two compile, warm up
-        ratio = Ratio.paired(*kept.values()).value
+        rank, kernel, mode, backend = rank_runs(size, tokens, counts, dim, device, dtype)
+        times = on_one({"rank": rank, "kernel": kernel}, _TURNS, device)
+        ratio = Ratio.paired(*times.values()).value
         rows = [
             RankRow(
-                date=datetime.now(UTC).isoformat(timespec="seconds"), versions=versions(),
-                gpu=gpu_state(device), ranks=size, seq=tokens, heads_q=heads_q, heads_kv=heads_kv,
+                **stamp(device), ranks=size, seq=tokens, heads_q=counts[0], heads_kv=counts[1],
                 dim=dim, dtype=str(dtype).removeprefix("torch."), what=what, mode=mode,
-                backend=backend, ms=median(ms), ms_min=min(ms), ms_max=max(ms),
-                ratio=ratio if what == "rank" else 1.0, reps=len(ms),
+                backend=backend, **spread(ms), ratio=ratio if what == "rank" else 1.0,
+                reps=len(ms),
             )
-            for what, ms in kept.items()
+            for what, ms in times.items()
         ]  # fmt: skip
         append(out, rows, RANK_CSV)
         print(f"{size} ranks: {rows[0].ms:.2f} ms, the kernel alone {rows[1].ms:.2f}: {ratio:.3f}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -9,16 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.console import Console
 from typer import Option
 
-from benchmarks.attention import Kind, Plan, measure
-from benchmarks.cases import head_counts
+from benchmarks.attention import FewReps, Kind, measure, show
 from benchmarks.documents import KINDS, SEED, multiple_for
-from benchmarks.flex_peer import Flex
 from benchmarks.impls import Impl, impls_of
-from benchmarks.packed_cases import PRESETS, PackedGrid, Problem, packed_problems
+from benchmarks.packed_cases import PRESETS, Problem, grid_of, packed_problems
 from benchmarks.packed_peers import (
+    Flex,
     PackedBurst,
     PackedCeiling,
     PackedTransformerEngine,
@@ -26,27 +24,21 @@ from benchmarks.packed_peers import (
     Sample,
 )
 from benchmarks.peers import Peer
-from benchmarks.rows import PACKED_CSV
-from benchmarks.sweep import Budget, Dtype, Out, new_app, usual_dtype
-from benchmarks.tables import reasons, terminal_table
+from benchmarks.runner import App, Budget, Dtype, Out, Plan, usual_dtype
+from benchmarks.sheets import PACKED_CSV
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.tools.terminal import Device, Nodes, in_one_sentence
-from megatron_burst.tools.units import whole_numbers
-from megatron_burst.tools.world import World, started
+from megatron_burst.tools.terminal import Device, Nodes
+from megatron_burst.tools.world import started
 
 _WHO = "benchmarks.packed"
 _LAYOUTS = ("", Layout.ZIGZAG, Layout.CONTIGUOUS, Layout.DOCUMENTS)
-app = new_app()
+app = App()
 
 PEERS: dict[str, type[Peer]] = {
-    "burst": PackedBurst,
-    "before": PackedBurst,
-    "te": PackedTransformerEngine,
-    "ulysses": PackedUlysses,
-    "flex": Flex,
-    "ceiling": PackedCeiling,
-}
+    "burst": PackedBurst, "before": PackedBurst, "te": PackedTransformerEngine,
+    "ulysses": PackedUlysses, "flex": Flex, "ceiling": PackedCeiling,
+}  # fmt: skip
 PACKED = Kind(PEERS, Sample, PACKED_CSV)
 
 
@@ -85,53 +77,28 @@ def main(
     dtype: Dtype = None,
     impl: Annotated[
         list[str] | None,
-        Option(
-            help="repeatable: burst:MODE or burst:MODE@LAYOUT, te, ulysses, flex, ceiling, before"
-        ),
+        Option(help="repeatable: burst:MODE[@LAYOUT], te, ulysses, flex, ceiling, before"),
     ] = None,
     preset: Annotated[
         str, Option(help=f"{', '.join(PRESETS)}; lists given beside it narrow it down")
     ] = "",
     out: Out = Path("packed.csv"),
-    reps: Annotated[
-        int | None, Option(min=1, help="default: 10, or 3 of what takes over 0.5 s")
-    ] = None,
+    reps: FewReps = None,
     budget_s: Budget = None,
     nodes: Nodes = None,
     device: Device = None,
 ) -> None:
     """Packed samples and windows over all ranks, compared with peers; alone or under torchrun."""
-    with in_one_sentence():
-        problems = packed_problems(preset, _grid(seq, heads, documents, window), impl or ())
-        sizes = {"head_dim_qk": head_dim, "head_dim_v": head_dim, "seed": seed, "dtype": dtype}
-        limits = {"reps": reps, "budget_s": budget_s, "out": out}
-        with started(_WHO, device, nodes) as world:
-            _run(problems, sizes, limits, world)
-
-
-def _grid(seq: str, heads: str, documents: str, window: str) -> PackedGrid:
-    """The lists that were given as options."""
-    return PackedGrid(
-        seqs=whole_numbers(seq, "--seq", _WHO) if seq else (),
-        heads=head_counts(heads, _WHO) if heads else (),
-        documents=tuple(documents.split(",")) if documents else (),
-        windows=whole_numbers(window, "--window", _WHO) if window else (),
-    )
-
-
-def _run(problems: Sequence[Problem], sizes: dict, limits: dict, world: World) -> None:
-    """Measure, then show what was measured."""
-    sizes |= {"dtype": sizes["dtype"] or usual_dtype(world), "multiple": multiple_for(world.size)}
-    problems = [Problem(replace(each.case, **sizes), each.impls) for each in problems]
-    rows = measure(plan_of(problems, **limits), world)
-    if world.rank == 0 and rows:
-        width = None if Console().is_terminal else 200
-        console = Console(width=width, markup=False, highlight=False)
-        of_windows = [row for row in rows if row.mask.startswith("window")]
-        of_documents = [row for row in rows if row not in of_windows]
-        tables = [terminal_table(some) for some in (of_documents, of_windows) if some]
-        console.print(*tables, *reasons(rows), sep="\n")
-        console.print(f"rows were appended to {limits['out']}")
+    problems = packed_problems(preset, grid_of(seq, heads, documents, window), impl or ())
+    with started(_WHO, device, nodes) as world:
+        sizes = {"head_dim_qk": head_dim, "head_dim_v": head_dim, "seed": seed}
+        sizes |= {"dtype": dtype or usual_dtype(world), "multiple": multiple_for(world.size)}
+        problems = [Problem(replace(each.case, **sizes), each.impls) for each in problems]
+        plan = plan_of(problems, reps=reps, budget_s=budget_s, out=out)
+        rows = measure(plan, world)
+        if world.rank == 0 and rows:
+            of_windows = [row for row in rows if row.mask.startswith("window")]
+            show(plan, [[row for row in rows if row not in of_windows], of_windows], rows)
 
 
 if __name__ == "__main__":

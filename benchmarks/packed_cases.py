@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 
-from benchmarks.cases import Case, Heads, Pass
+from benchmarks.cases import Case, Heads, Pass, head_counts, narrowed, numbers, preset_of
 from benchmarks.documents import SEED, area, lengths_of, parents_of
 from megatron_burst.errors import BurstError, nearest_multiples
 from megatron_burst.schedule.layout import Layout
@@ -28,14 +28,9 @@ _WINDOWS_BETWEEN = ("burst:auto", "burst:inter=a2a", "te:a2a", "te:all_gather", 
 
 @dataclass(frozen=True, slots=True)
 class PackedCase(Case):
-    """Causal attention in a packed sample, or with a window; a batch of one.
-
-    Attributes:
-        documents: how long they are: see `benchmarks.documents.lengths_of`; "" for windows.
-        window: how many keys before its own a query sees; None: all of its document.
-        seed: of lengths that are drawn.
-        multiple: lengths of documents are multiples of it.
-    """
+    """Causal attention in a packed sample of these kinds of documents (`documents.lengths_of`),
+    whose lengths are multiples of `multiple`; or, without, with a window: how many keys before its
+    own a query sees. A batch of one."""
 
     documents: str = ""
     window: int | None = None
@@ -84,16 +79,9 @@ class PackedCase(Case):
         return forward * (3.5 if pass_ == "fwd_bwd" else 1.0)
 
     def columns(self) -> dict[str, object]:
-        names = (
-            "seq", "batch", "heads_q", "heads_kv", "head_dim_qk", "head_dim_v", "dtype", "seed",
-        )  # fmt: skip
-        return {
-            **{name: getattr(self, name) for name in names},
-            "mask": self.kind,
-            "num_documents": len(self.lengths),
-            "longest": max(self.lengths),
-            "area": 2 * self.area / self.seq**2,
-        }
+        columns = {"seed": self.seed, **Case.columns(self), "mask": self.kind}
+        columns |= {"num_documents": len(self.lengths), "longest": max(self.lengths)}
+        return columns | {"area": 2 * self.area / self.seq**2}
 
     def check(self, ranks: int) -> None:
         """Refuse what cannot be sharded, and unknown kinds of documents."""
@@ -126,9 +114,7 @@ class Problem:
 
 def _case(seq: int, heads: Heads, what: str | int) -> PackedCase:
     window, documents = (what, "") if isinstance(what, int) else (None, what)
-    return PackedCase(
-        seq=seq, heads_q=heads[0], heads_kv=heads[1], documents=documents, window=window
-    )
+    return PackedCase(seq, 1, *heads, documents=documents, window=window)
 
 
 _MANY, _FEW = (64, 8), (32, 8)
@@ -151,14 +137,7 @@ PRESETS = {
 
 @dataclass(frozen=True, slots=True)
 class PackedGrid:
-    """Lists whose product is a list of problems; beside a preset they narrow it down.
-
-    Attributes:
-        seqs: tokens of the sample.
-        heads: query and KV heads.
-        documents: their kinds.
-        windows: how many keys before its own a query sees.
-    """
+    """Lists whose product is a list of problems; beside a preset they narrow it down."""
 
     seqs: Sequence[int] = ()
     heads: Sequence[Heads] = ()
@@ -173,40 +152,24 @@ class PackedGrid:
 
     def admits(self, case: PackedCase) -> bool:
         """Whether a case is in the lists."""
-        what = (*self.documents, *self.windows)
-        return (
-            (not self.seqs or case.seq in self.seqs)
-            and (not self.heads or (case.heads_q, case.heads_kv) in self.heads)
-            and (not what or case.documents in what or case.window in what)
-        )
+        what = {*self.documents, *self.windows}
+        listed = not self.heads or (case.heads_q, case.heads_kv) in self.heads
+        listed &= not self.seqs or case.seq in self.seqs
+        return listed and (not what or bool({case.documents, case.window} & what))
+
+
+def grid_of(seq: str, heads: str, documents: str, window: str) -> PackedGrid:
+    """The lists that were given as options."""
+    kinds, windows = documents.split(",") if documents else (), numbers(window, "--window", _WHO)
+    return PackedGrid(numbers(seq, "--seq", _WHO), head_counts(heads, _WHO), tuple(kinds), windows)
 
 
 def packed_problems(preset: str, grid: PackedGrid, impls: Sequence[str]) -> tuple[Problem, ...]:
-    """Problems of a preset, or of lists alone if it is "".
-
-    Args:
-        preset: its name.
-        grid: lists that were given.
-        impls: instead of the usual ones.
-
-    Raises:
-        BurstError: if there is no such preset, or the lists leave nothing of it.
-    """
-    if preset and preset not in PRESETS:
-        raise BurstError(
-            f"{_WHO}: --preset must be one that there is, because it stands for a list of "
-            f"problems; got {preset!r}; choose among {', '.join(PRESETS)}"
-        )
-    every, documents, windows = PRESETS[preset or "one-node"]
+    """Problems of a preset, or of lists alone if it is ""; `impls` instead of the usual ones.
+    BurstError if there is no such preset, or the lists leave nothing of it."""
+    every, documents, windows = preset_of(preset or "one-node", PRESETS, _WHO)
     cases = grid.cases()
     if preset:
-        cases = tuple(filter(grid.admits, (_case(seq * _K, *rest) for seq, *rest in every)))
-        if not cases:
-            raise BurstError(
-                f"{_WHO}: options beside --preset must leave some of its problems, because they "
-                f"narrow it down; got none of {preset} with {grid}; change them or leave --preset "
-                "out"
-            )
-    return tuple(
-        Problem(case, tuple(impls) or (documents if case.documents else windows)) for case in cases
-    )
+        cases = narrowed([_case(seq * _K, *rest) for seq, *rest in every], grid, _WHO)
+    usual = {True: documents, False: windows}
+    return tuple(Problem(case, tuple(impls) or usual[bool(case.documents)]) for case in cases)

@@ -1,15 +1,18 @@
 """Attention for packed samples and windows: burst, its peers, the kernel alone."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from benchmarks.impls import Impl
-from benchmarks.library_peers import Ulysses
+from benchmarks.library_peers import Ulysses, mesh_of, over_ranks
 from benchmarks.packed_cases import PackedCase
 from benchmarks.peers import Autograd, Burst, Ceiling, Shard
-from benchmarks.te_peer import TransformerEngine
+from benchmarks.te import TransformerEngine
 from megatron_burst.kernels.interface import QuerySide
 from megatron_burst.kernels.masks.parts import Parts
 from megatron_burst.kernels.visible import Segments, Visible
@@ -23,35 +26,25 @@ from megatron_burst.tools.world import World
 
 NO_TREES = "it has no prefix trees"
 _SAMPLED = 128  # positions whose results are compared
+_BLOCK = 128  # rows that FlexAttention's masks, and so a rank's share, are made of
 
 
 @dataclass(frozen=True, slots=True)
 class PackedShard(Shard):
-    """This rank's part in one layout; a batch of one: [s_local, 1, h, d].
+    """This rank's part in one layout; a batch of one: [s_local, 1, h, d]."""
 
-    Attributes:
-        places: positions of the rows in the sample, int64 on the CPU.
-        cu_seqlens: where documents begin and the last one ends, int32 on the device.
-        longest: tokens of the longest document.
-    """
-
-    places: Tensor
-    cu_seqlens: Tensor
-    longest: int
+    places: Tensor  # positions of the rows in the sample, int64 on the CPU
+    cu_seqlens: Tensor  # where documents begin and the last one ends, int32 on the device
+    longest: int  # tokens of the longest document
 
 
 @dataclass(slots=True)
 class Sample:
-    """This rank's parts of one sample, the same sample in each layout.
+    """This rank's parts of one sample, the same sample in each layout."""
 
-    Attributes:
-        case: the problem.
-        world: all ranks.
-        parts: by layout, made when first asked for.
-    """
-
-    case: PackedCase
-    world: World
+    case: PackedCase  # the problem
+    world: World  # all ranks
+    # by layout, made when first asked for
     parts: dict[str, PackedShard] = field(default_factory=dict)
 
     def shard(self, layout: str) -> PackedShard:
@@ -80,11 +73,8 @@ class Sample:
     def _tensors(self, places: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v as views of a fused projection's output, and dout; see `draw_shard`."""
         case, device = self.case, self.world.device
-        options = {
-            "generator": torch.Generator(device).manual_seed(case.seed),
-            "device": device,
-            "dtype": getattr(torch, case.dtype),
-        }
+        generator = torch.Generator(device).manual_seed(case.seed)
+        options = {"generator": generator, "device": device, "dtype": getattr(torch, case.dtype)}
         group = case.heads_q // case.heads_kv * case.head_dim_qk
         widths = (group, case.head_dim_qk, case.head_dim_v)
         mixed = torch.randn(case.seq, 1, case.heads_kv, sum(widths), **options)[places]
@@ -95,13 +85,9 @@ class Sample:
 
 
 class Packed(Autograd):
-    """Attention over the ranks' shards of a sample.
+    """Attention over the ranks' shards of a sample."""
 
-    Attributes:
-        layout: in which it takes them; "" is the usual one.
-    """
-
-    layout = ""
+    layout = ""  # in which it takes them; "" is the usual one
     shard: PackedShard | None = None
 
     def prepare(self, sample: Sample) -> None:
@@ -148,32 +134,21 @@ class PackedTransformerEngine(Packed, TransformerEngine):
 
     def prepare(self, sample: Sample) -> None:
         Packed.prepare(self, sample)
-        self.note, case = "", sample.case
-        dims = case.head_dim_qk, case.head_dim_v
-        self.attention.prepare((case.heads_q, case.heads_kv), dims, True)
+        self.set_up(sample.case, True)
 
     def refusal(self, case: PackedCase) -> str | None:
         return NO_TREES if case.parents else super().refusal(case)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        case = self.shard.case
-        if case.documents:
-            out = self.attention(*(x.squeeze(1) for x in (q, k, v)), **self._of_documents())
-        else:
-            out = self.attention(q, k, v, window_size=(case.window, 0))
-        self.note = self.note or self.kernel_note()
-        return out
-
-    def _of_documents(self) -> dict[str, object]:
+        if not self.shard.case.documents:
+            return super().attend(q, k, v, window_size=(self.shard.case.window, 0))
         starts, longest = self.shard.cu_seqlens, self.shard.longest
         names = ("q", "kv", "q_padded", "kv_padded")
-        return {
-            "qkv_format": "thd",
-            "attn_mask_type": "padding_causal",
-            "max_seqlen_q": longest,
-            "max_seqlen_kv": longest,
+        return super().attend(
+            *(x.squeeze(1) for x in (q, k, v)), qkv_format="thd", attn_mask_type="padding_causal",
+            max_seqlen_q=longest, max_seqlen_kv=longest,
             **{f"cu_seqlens_{name}": starts for name in names},
-        }
+        )  # fmt: skip
 
 
 def packed_seen(case: PackedCase, device: torch.device) -> tuple[Mask, Visible]:
@@ -232,3 +207,75 @@ class PackedUlysses(Packed, Ulysses):
 
     def refusal(self, case: PackedCase) -> str | None:
         return NO_TREES if case.parents else super().refusal(case)
+
+
+class Flex(Packed):
+    """torch's context parallelism of FlexAttention: gathers all keys; ranks have blocks of rows,
+    assigned by work (torch's PTRR)."""
+
+    def __init__(self, impl: Impl, world: World) -> None:
+        super().__init__(impl, world)
+        # positions of a rank's rows, and what they see: compiled once for each problem
+        self.assigned: dict[PackedCase, tuple[Tensor, BlockMask]] = {}
+        self.mask: BlockMask | None = None
+
+    def refusal(self, case: PackedCase) -> str | None:
+        if self.world.device.type != "cuda":
+            return "FlexAttention has no backward on CPUs"
+        if case.seq % (_BLOCK * self.world.size):
+            return f"FlexAttention's ranks need whole blocks of {_BLOCK} rows; got {case.seq}"
+        return NO_TREES if case.parents else None
+
+    def prepare(self, sample: Sample) -> None:
+        case = sample.case
+        if case not in self.assigned:
+            self.assigned[case] = self._assign(case)
+        places, self.mask = self.assigned[case]
+        self.shard = sample.rows(places)
+
+    def _assign(self, case: PackedCase) -> tuple[Tensor, BlockMask]:
+        from torch.distributed.tensor.experimental import _attention as cp
+
+        torch._dynamo.config.recompile_limit = 64  # instead of 8: each problem is compiled for
+        rank, size, device = self.world.rank, self.world.size, self.world.device
+        compiled = torch.compile(create_block_mask, dynamic=False)
+        whole = compiled(_seen(case, device), 1, 1, case.seq, case.seq, device=device)
+        balancer = cp._PTRRLoadBalancer(whole, size)
+        (mask,) = cp._context_parallel_shard(self.mesh, [whole], [2], balancer)
+        return balancer._generate_indices()[0].chunk(size)[rank].cpu(), mask
+
+    @cached_property
+    def mesh(self) -> torch.distributed.device_mesh.DeviceMesh:
+        return mesh_of(self.world)
+
+    @cached_property
+    def attention(self) -> torch.nn.Module:
+        """Compiled as torchtitan does."""
+        kernel = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs", dynamic=False)
+        return over_ranks(_Attention(kernel), "FLEX", self.mesh)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = self.attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), self.mask)
+        return out.permute(2, 0, 1, 3)
+
+    def release(self) -> None:
+        super().release()
+        self.mask = None
+
+
+class _Attention(torch.nn.Module):
+    def __init__(self, kernel: Callable) -> None:
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+        return self.kernel(q, k, v, block_mask=mask, enable_gqa=True)
+
+
+def _seen(case: PackedCase, device: torch.device) -> Callable[..., Tensor]:
+    """Which keys a query sees, by positions, as FlexAttention asks."""
+    if not case.documents:
+        return lambda batch, head, query, key: (key <= query) & (query - key <= case.window)
+    lengths = torch.tensor(case.lengths, device=device)
+    document = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+    return lambda batch, head, query, key: (key <= query) & (document[key] == document[query])

@@ -4,6 +4,7 @@ Each is prepared for a problem, run, and releases what it holds.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from benchmarks.before import TODAY, earlier
 from benchmarks.cases import Case
 from benchmarks.impls import Impl
-from benchmarks.results import sample_of
 from megatron_burst.kernels.backends import choose_backend
 from megatron_burst.kernels.interface import Backend, QuerySide
 from megatron_burst.kernels.visible import CAUSAL, FULL, Visible
@@ -20,24 +20,24 @@ from megatron_burst.schedule.mask import Mask
 from megatron_burst.tools.speeds import problem_of
 from megatron_burst.tools.world import World
 
+_SAMPLED_ROWS = 64
+
+
+def sample_of(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """A few rows of each, [rows, b * h * d] in float32."""
+    flat = [x.reshape(x.shape[0], -1) for x in results]
+    return tuple(x[:: max(1, len(x) // _SAMPLED_ROWS)].float() for x in flat)
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This rank's part of a problem, in the views that Megatron's self-attention makes.
+    """This rank's part of a problem, in the views that Megatron's self-attention makes."""
 
-    Attributes:
-        case: the problem.
-        q: [s_local, b, h, d_qk]; a copy where heads are grouped, else a view like k.
-        k: [s_local, b, h_kv, d_qk]; a view of the fused projection's output, strided in heads.
-        v: [s_local, b, h_kv, d_v]; the same.
-        dout: [s_local, b, h, d_v].
-    """
-
-    case: Case
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
+    case: Case  # the problem
+    q: Tensor  # [s_local, b, h, d_qk]; a copy where heads are grouped, else a view like k
+    k: Tensor  # [s_local, b, h_kv, d_qk]; a view of the fused projection's output, strided in heads
+    v: Tensor  # [s_local, b, h_kv, d_v]; the same
+    dout: Tensor  # [s_local, b, h, d_v]
 
 
 def draw_shard(case: Case, world: World) -> Shard:
@@ -57,17 +57,11 @@ def draw_shard(case: Case, world: World) -> Shard:
 
 
 class Peer(ABC):
-    """One implementation in one mode, on one rank.
+    """One implementation in one mode, on one rank."""
 
-    Attributes:
-        alone: it holds so much that nobody else may hold anything meanwhile.
-        comparable: its results are for this shard and must match other comparable peers'.
-        note: what its rows say besides.
-    """
-
-    alone = False
-    comparable = False
-    note = ""
+    alone = False  # it holds so much that nobody else may hold anything meanwhile
+    comparable = False  # its results are for this shard and must match other comparable peers'
+    note = ""  # what its rows say besides
 
     def __init__(self, impl: Impl, world: World) -> None:
         self.impl, self.world = impl, world
@@ -254,9 +248,8 @@ class OneGpu(Kernel):
         if self.world.rank != 0 or self.world.device.type != "cuda":
             return None
         needed, free = self.num_bytes(case), torch.cuda.mem_get_info(self.world.device)[0]
-        if needed <= free:
-            return None
-        return f"needs about {needed / 2**30:.0f} GiB; {free / 2**30:.0f} GiB are free on one GPU"
+        words = f"needs about {needed / 2**30:.0f} GiB; {free / 2**30:.0f} GiB are free on one GPU"
+        return None if needed <= free else words
 
     @staticmethod
     def num_bytes(case: Case) -> int:

@@ -1,13 +1,14 @@
 """The planner's prediction for a benchmark row, before or after it is measured."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf
 
 from benchmarks.documents import lengths_of, multiple_for
 from benchmarks.impls import impls_of
 from benchmarks.layers import ATTENTION, MODES, Mode, writes
-from benchmarks.rows import PackedRow, Row
+from benchmarks.sheets import PackedRow, Row
 from megatron_burst.call import spec_of
 from megatron_burst.rules import a2a_whole, most_heads
 from megatron_burst.schedule.layout import Layout
@@ -72,17 +73,8 @@ def is_standin(row: Row) -> bool:
 
 
 def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
-    """The prediction for a row; None if the planner has none.
-
-    Links between nodes are those that the row's run measured, if it did.
-
-    Args:
-        row: its measurements are not looked at.
-        hardware: None: the preset of the row's GPU.
-
-    Raises:
-        BurstError: if there is no preset of it.
-    """
+    """The prediction for a row, whose measurements are not looked at but for those of links between
+    nodes; None if the planner has none. BurstError without hardware and a preset of its GPU."""
     on_cpu, narrow = row.gpu.startswith("CPU"), row.dtype in ("bfloat16", "float16")
     if on_cpu or not narrow or "nan_guard" in row.mode:
         return None
@@ -101,11 +93,7 @@ def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
 def sent_by(row: Row) -> dict[Link, int]:
     """Bytes that the fullest rank of a row's run of burst sends on each kind of link."""
     call = resolved(_call(row, preset_of(row.gpu, "a benchmark's row")))
-    sums: dict[Link, int] = {}
-    for direction in _passes(row):
-        for link, num_bytes in sent_bytes(call, direction).items():
-            sums[link] = sums.get(link, 0) + num_bytes
-    return sums
+    return sum((Counter(sent_bytes(call, direction)) for direction in _passes(row)), Counter())
 
 
 def _of_attention(row: Row, hardware: Hardware) -> Prediction:
@@ -114,20 +102,15 @@ def _of_attention(row: Row, hardware: Hardware) -> Prediction:
     hardware = _with_links(row, hardware, call)
     work = _tflop(call, Direction.FORWARD)
     seconds = attention_time(call, hardware, Direction.FORWARD, work).seconds
-    gib = None
+    gib, known = None, "backend=" not in row.mode or row.mode == "backend=cudnn"  # its workspace
     if row.pass_ == "fwd_bwd":
         work += _tflop(call, Direction.BACKWARD)
         seconds += attention_time(call, hardware, Direction.BACKWARD, work).seconds
         if is_standin(row):
             gib = megatron_bytes(call.shape) / GIB
-        elif _is_counted(row) and not _is_outdated(row, opened, call):
+        elif known and not _is_outdated(row, opened, call):
             gib = (buffer_bytes(call) + _left_bytes(call)) / GIB
     return Prediction(1e3 * seconds, gib)
-
-
-def _is_counted(row: Row) -> bool:
-    """Whether the planner knows the workspace of a row's kernel."""
-    return "backend=" not in row.mode or row.mode == "backend=cudnn"
 
 
 def _tflop(call: AttentionCall, direction: Direction) -> float:
@@ -200,11 +183,8 @@ def _with_links(row: Row, hardware: Hardware, call: AttentionCall) -> Hardware:
     if measured[3]:  # sockets share its cores: a rank that sends alone has the others' part too
         gbs, nics = gbs * own, 1
     inter = LinkSpeed(hardware.links.inter.latency_us, Curve(((1.0, gbs),)))
-    return replace(
-        hardware,
-        links=replace(hardware.links, inter=inter),
-        node=replace(hardware.node, gpus=own, nics=nics),
-    )
+    node = replace(hardware.node, gpus=own, nics=nics)
+    return replace(hardware, links=replace(hardware.links, inter=inter), node=node)
 
 
 def _passes(row: Row) -> tuple[Direction, ...]:
@@ -215,11 +195,8 @@ def _passes(row: Row) -> tuple[Direction, ...]:
 def _of_kernel(row: Row, hardware: Hardware, sample: Sample | None = None) -> Prediction:
     """The kernel alone: the whole sequence, or its documents, 1/P of the heads."""
     call = _call(row, hardware)
-    shape = replace(
-        call.shape,
-        heads_q=row.heads_q // row.ranks,
-        heads_kv=max(1, row.heads_kv // row.ranks),
-    )
+    own = row.heads_q // row.ranks, max(1, row.heads_kv // row.ranks)
+    shape = replace(call.shape, heads_q=own[0], heads_kv=own[1])
     rows = Span(0, row.seq)
     tile = Tile(rows, rows, call.mask)
     work = seconds = 0.0
@@ -272,16 +249,11 @@ def _of_layers(row: Row, hardware: Hardware) -> Prediction:
         on_links = replace(job, hardware=links)
         seconds += share * layers * layer_seconds(on_links, strategy, call)
         if strategy.keep != "none" and "" < row.date < _ENDS_BEFORE:
-            seconds += share * layers * _last_product(job, strategy)
+            flops = 2 * hidden * ffn * (job.seq // strategy.cp)  # of the last product
+            seconds += share * layers * Timer(job.hardware).matmul(flops)
         if mode.recompute == "selective":  # attention alone is computed again
             seconds += share * layers * again
     return Prediction(1e3 * seconds, _layer_bytes(job, strategies, mode) / GIB)
-
-
-def _last_product(job: Job, strategy: Strategy) -> float:
-    """Seconds of the last product of a layer, which is not recomputed any more."""
-    flops = 2 * job.model.hidden * job.model.ffn * (job.seq // strategy.cp)
-    return Timer(job.hardware).matmul(flops)
 
 
 def _layer_bytes(job: Job, strategies: list[tuple[float, Strategy]], mode: Mode) -> float:
@@ -305,9 +277,8 @@ def _strategies(row: Row, layers: int, mode: Mode) -> list[tuple[float, Strategy
     """Shares of the layers and how they recompute."""
     recompute = "full" if mode.recompute == "full" else "none"
     intra = "ring" if row.impl == "megatron" else "auto"
-    one = Strategy(
-        cp=row.ranks, recompute=recompute, keep=mode.keep, offload=mode.offload, intra=intra
-    )
+    kept = {"keep": mode.keep, "offload": mode.offload}
+    one = Strategy(cp=row.ranks, recompute=recompute, intra=intra, **kept)
     if not mode.half_of_layers:
         return [(1.0, one)]
     share = max(1, layers // 2) / layers

@@ -1,36 +1,35 @@
-"""Pictures of results: TFLOP/s and memory over the sequence length, one panel a kind of problem."""
+"""Pictures of attention: TFLOP/s and memory over the sequence length, one panel a kind of problem;
+and one of all gains: burst against TransformerEngine's best mode, in time and in memory."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Literal
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from benchmarks.rows import Row
-from benchmarks.style import colours_of, legend_below, mark_impossible, measured_on
-from benchmarks.tables import LIBRARIES, Comparison, compare, differing
+from benchmarks import style as look
+from benchmarks.compared import LIBRARIES, Comparison, Problem, check_alike, compare, differing
+from benchmarks.sheets import Row
+from benchmarks.tables import Ratio
 
 _LINES = {"ceiling": "--", "one_gpu": ":"}  # bounds, not competitors: drawn as lines
 _COLUMNS = 2
 _ALONE = "one length of each"
-_UNITS = {
-    "tflops": "TFLOP/s per GPU",
-    "memory": "GiB above inputs and outputs, worst rank",
-}
+_UNITS = {"tflops": "TFLOP/s per GPU", "memory": "GiB above inputs and outputs, worst rank"}
 type Kind = Literal["tflops", "memory"]
+_DPI = 200  # twice a README's column, for sharp screens
+_ON_CUDNN = "burst:backend=cudnn"
+_MEAN = "burst: mean, least and most of several problems"
+_BOUND, _SAME = "burst's kernel alone, no transfers", "burst on TransformerEngine's kernel"
 
 
 def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
-    """Write `STEM_tflops.png` and, where memory was measured, `STEM_memory.png`.
+    """Write `STEM_tflops.png` and, where memory was measured, `STEM_memory.png`; returns the files.
 
-    Args:
-        rows: of results; of their forward and backward passes, without other libraries, without
-            modes that none of them could run, and of each problem only what is of one run.
-        stem: path without an ending.
-
-    Returns:
-        the files.
+    Of forward and backward passes, without other libraries, without modes that none of the rows
+    could run, and of each problem only what is of one run.
     """
     ran = {(row.impl, row.mode) for row in rows if row.ms and row.pass_ == "fwd_bwd"}
     rows = [row for row in rows if row.impl not in LIBRARIES and (row.impl, row.mode) in ran]
@@ -41,30 +40,29 @@ def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
     written = []
     for kind in kinds if comparisons else ():
         path = stem.with_name(f"{stem.name}_{kind}.png")
-        _figure(comparisons, kind).savefig(path, dpi=130)
+        _draw(comparisons, kind, path)
         written.append(path)
     return written
 
 
-def _figure(comparisons: list[Comparison], kind: Kind) -> Figure:
+def _draw(comparisons: list[Comparison], kind: Kind, path: Path) -> None:
     """Small multiples with one legend; the last of a line fills it."""
     panels = _panels(comparisons)
-    colours = colours_of(name for each in comparisons for name in each.rows)
+    colours = look.colours_of(name for each in comparisons for name in each.rows)
     several = len(panels) - (_ALONE in panels)
     lines = -(-several // _COLUMNS) + (_ALONE in panels)
-    figure = Figure(figsize=(13, 3.3 * lines + 0.9), layout="constrained")
-    grid = figure.add_gridspec(lines, min(_COLUMNS, several) or 1)
-    for place, (title, members) in enumerate(panels.items()):
-        line, column = (lines - 1, 0) if title == _ALONE else divmod(place, _COLUMNS)
-        ends = place in (several - 1, len(panels) - 1)
-        axis = figure.add_subplot(grid[line, column:] if ends else grid[line, column])
-        _panel(axis, list(members.values()), kind, colours)
-        axis.set(title=title, xlabel="tokens of the sequence")
-        axis.set_xticks(range(len(members)), list(members))
-    legend_below(figure)
-    where = measured_on(row for each in comparisons for row in each.rows.values())
-    figure.suptitle(f"attention, forward and backward, {_UNITS[kind]}: {where}")
-    return figure
+    with look.picture(path, 13, 3.3 * lines + 0.9) as figure:
+        grid = figure.add_gridspec(lines, min(_COLUMNS, several) or 1)
+        for place, (title, members) in enumerate(panels.items()):
+            line, column = (lines - 1, 0) if title == _ALONE else divmod(place, _COLUMNS)
+            ends = place in (several - 1, len(panels) - 1)
+            axis = figure.add_subplot(grid[line, column:] if ends else grid[line, column])
+            _panel(axis, list(members.values()), kind, colours)
+            axis.set(title=title, xlabel="tokens of the sequence")
+            axis.set_xticks(range(len(members)), list(members))
+        look.legend_below(figure)
+        where = look.measured_on(row for each in comparisons for row in each.rows.values())
+        figure.suptitle(f"attention, forward and backward, {_UNITS[kind]}: {where}")
 
 
 def _panels(comparisons: list[Comparison]) -> dict[str, dict[str, Comparison]]:
@@ -108,7 +106,7 @@ def _panel(axis: Axes, members: list[Comparison], kind: Kind, colours: Mapping[s
 def _bar(axis: Axes, at: float, width: float, row: Row, kind: Kind, **style: str) -> None:
     value = row.tflops_per_gpu if kind == "tflops" else row.peak_gib
     if not row.ms:
-        mark_impossible(axis, at, 0, style["color"])
+        look.mark_impossible(axis, at, 0, style["color"])
     elif value is not None:
         spread = spread_of(row) if kind == "tflops" else None
         axis.bar(at, value, width, yerr=spread, error_kw={"elinewidth": 0.8}, **style)
@@ -119,3 +117,109 @@ def spread_of(row: Row) -> list[list[float]]:
     slow, fast = (row.ms / end for end in (row.ms_max, row.ms_min))
     off = max(0.0, 1 - slow), max(0.0, fast - 1)  # a CSV's figures are rounded
     return [[row.tflops_per_gpu * share] for share in off]
+
+
+@dataclass(frozen=True, slots=True)
+class Gains:
+    """The problems of one kind on one set of GPUs."""
+
+    label: str  # the kind and the GPUs
+    # for each problem, burst's ratio to TransformerEngine's fastest mode
+    speed: list[float] = field(default_factory=list)
+    # for each problem, peak memory of that mode / burst's
+    memory: list[float] = field(default_factory=list)
+    # as speed, of burst's kernel alone, without transfers: what burst could reach
+    kernel: list[float] = field(default_factory=list)
+    # as speed, of burst on cuDNN, TransformerEngine's kernel, where it ran
+    same_kernel: list[float] = field(default_factory=list)
+
+
+def gains_of(rows: Sequence[Row]) -> list[Gains]:
+    """Gains in forward and backward by kind of mask, nodes and GPUs; one node first.
+
+    A kind of which only one problem was measured is left out: it has no spread.
+    """
+    kinds: dict[str, Gains] = {}
+    for each in sorted(compare(rows), key=_place):
+        burst, te = each.burst, each.best_te
+        if each.problem.pass_ != "fwd_bwd" or burst is None or te is None:
+            continue
+        check_alike(each, [burst, te, each.ceiling, each.rows.get(_ON_CUDNN)])
+        label = _label(each.problem)
+        gains = kinds.setdefault(label, Gains(label))
+        gains.speed.append(Ratio.of(burst, te).value)
+        gains.memory.extend(_memory(each))
+        others = (gains.kernel, each.ceiling), (gains.same_kernel, each.rows.get(_ON_CUDNN))
+        for found, row in others:
+            found += [ratio.value] if (ratio := Ratio.of(row, te)) else []
+    return [gains for gains in kinds.values() if len(gains.speed) > 1]
+
+
+def _place(each: Comparison) -> tuple:
+    return each.problem.nodes, _kind(each.problem), each.problem.ranks
+
+
+def _kind(problem: Problem) -> str:
+    if problem.mask == "causal":
+        return "causal"
+    return "sliding window" if problem.mask.startswith("window") else "packed documents"
+
+
+def _label(problem: Problem) -> str:
+    gpus = problem.ranks // problem.nodes
+    place = f"{gpus} GPU" if gpus == 1 else f"{gpus} GPUs"
+    if problem.nodes > 1:
+        place = f"{problem.nodes} emulated nodes x {place}"
+    return f"{_kind(problem)}\n{place}"
+
+
+def _memory(each: Comparison) -> list[float]:
+    ours, theirs = each.burst.peak_gib, each.best_te.peak_gib
+    return [theirs / ours] if ours and theirs else []
+
+
+def draw_gains(rows: Sequence[Row], path: Path) -> None:
+    """Draw a bar for each kind: its mean, with a line from the least to the most of its
+    problems."""
+    gains = gains_of(rows)
+    with look.picture(path, 8, 0.62 * len(gains) + 1.8, _DPI) as figure:
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+        _bars(left, [each.speed for each in gains], "times as fast")
+        _bars(right, [each.memory for each in gains], "TransformerEngine's memory / burst's")
+        alone, same = (
+            {y: geometric_mean(found) for y, found in enumerate(every) if found}
+            for every in ([each.kernel for each in gains], [each.same_kernel for each in gains])
+        )
+        ends = [y - 0.4 for y in alone], [y + 0.4 for y in alone]
+        left.vlines(list(alone.values()), *ends, colors="black", ls="--", lw=1.4, label=_BOUND)
+        marks = {"color": "white", "markeredgecolor": look.INK, "label": _SAME}
+        left.plot(same.values(), same.keys(), "D", **marks)
+        for axis in (left, right):
+            axis.set_xlim(0, None)
+        left.set_yticks(range(len(gains)), [each.label for each in gains])
+        left.invert_yaxis()
+        look.legend_below(figure, columns=2, fontsize=9)
+        title = "attention, forward and backward: TransformerEngine's fastest mode / burst"
+        figure.suptitle(f"{title}\n{look.measured_on(rows)}", fontsize=11)
+
+
+def _bars(axis: Axes, kinds: Sequence[Sequence[float]], unit: str) -> None:
+    """Geometric means as bars, and as figures in a column; 1 as a line."""
+    for y, values in enumerate(kinds):
+        if not values:
+            continue
+        mean = geometric_mean(values)
+        spread = [[mean - min(values)], [max(values) - mean]]
+        axis.barh(
+            y, mean, 0.62, color=look.BURST, alpha=0.75, xerr=spread, label=_MEAN,
+            error_kw={"ecolor": look.INK, "capsize": 3, "elinewidth": 1.2},
+        )  # fmt: skip
+        axis.text(
+            1.02, y, f"{mean:.2f}", transform=axis.get_yaxis_transform(), va="center",
+            fontweight="bold",
+        )  # fmt: skip
+    axis.text(1.02, -0.62, "mean", transform=axis.get_yaxis_transform(), fontsize=9)
+    axis.axvline(1, color="black", lw=1)
+    axis.set(xlabel=unit)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="x", alpha=0.3)

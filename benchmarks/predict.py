@@ -1,72 +1,72 @@
 """The planner's predictions for problems not yet measured, as a benchmark CSV.
 
-python benchmarks/predict.py attention --ranks 8 --preset one-node --out attention_8xh200.csv
-python benchmarks/predict.py packed --ranks 4 --seq 64K,1M --heads 64/8 --out packed_4xh200.csv
-python benchmarks/predict.py recompute --ranks 8 --seq 1M --layers 1 --out recompute_8xh200.csv
+python -m benchmarks.predict attention --ranks 8 --preset one-node --out attention_8xh200.csv
+python -m benchmarks.predict packed --ranks 4 --seq 64K,1M --heads 64/8 --out packed_4xh200.csv
+python -m benchmarks.predict recompute --ranks 8 --seq 1M --layers 1 --out recompute_8xh200.csv
+
+python -m benchmarks.predict published [--auto]     others' set-ups, as they ran, or as burst would
 
 Options are those of `benchmarks.attention`, `.packed` and `.recompute`. Commit the CSV, measure,
 and compare:
-python benchmarks/validate_plan.py MEASURED.csv --predictions PREDICTED.csv
+python -m benchmarks.validate_plan MEASURED.csv --predictions PREDICTED.csv
 """
 
-import sys
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import typer
 from typer import Option
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
-
-from benchmarks.cases import Case, Grid, Pass, head_counts, one_head_count, problems
+from benchmarks.cases import Case, Grid, Pass, head_counts, numbers, one_head_count, problems
 from benchmarks.documents import multiple_for
-from benchmarks.facts import commit
-from benchmarks.impls import impls_of
+from benchmarks.facts import planner_stamp
+from benchmarks.impls import Impl, impls_of
 from benchmarks.layers import ATTENTION, Mode, modes_of
 from benchmarks.packed import packed_impls
-from benchmarks.packed_cases import PackedGrid
+from benchmarks.packed_cases import grid_of
 from benchmarks.planned import predict
-from benchmarks.rows import PackedRow, Row, Sheet, append, check_appendable
-from benchmarks.sweep import Out
+from benchmarks.rows import append, check_appendable
+from benchmarks.runner import App, Machine, Out
+from benchmarks.sheets import PREDICTED_CSV, PREDICTED_PACKED_CSV, Sheet
+from benchmarks.tables import markdown
 from megatron_burst.tools.hardware_file import hardware as hardware_of
-from megatron_burst.tools.terminal import in_one_sentence
-from megatron_burst.tools.units import whole_numbers
+from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.job.candidate import Candidate, candidate
+from megatron_burst.tools.job.hugging_face import PRESETS
+from megatron_burst.tools.job.strategy import Job, Strategy
+from megatron_burst.tools.units import in_units, whole_numbers
 
-_WHO = "predict.py"
-PREDICTED_CSV, PREDICTED_PACKED_CSV = Sheet(_WHO), Sheet(_WHO, PackedRow)
+_WHO, _M = "predict.py", 1 << 20
 _IMPLS = "burst:auto", "burst:auto@zigzag", "te:p2p", "ceiling"  # of packed samples
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = App()
 Ranks = Annotated[int, Option(min=1)]
-Machine = Annotated[str, Option(help="preset or TOML of calibrate's")]
-Link = Annotated[
-    str, Option(help="'ring 4.5, all-to-all 6.5 GB/s between 2 nodes of one machine', if known")
-]
+_LINK = "'ring 4.5, all-to-all 6.5 GB/s between 2 nodes of one machine', if known"
+Link = Annotated[str, Option(help=_LINK)]
 
 
-def _write(rows: list[Row], hardware: str, out: Path, sheet: Sheet = PREDICTED_CSV) -> None:
-    """Fill in predictions, and append the rows that have one."""
-    machine, said = hardware_of(hardware), f"planner at commit {commit()}"
+def _write(
+    out: Path, hardware: str, problems: Iterable[dict[str, Any]], sheet: Sheet = PREDICTED_CSV,
+    **same: Any,
+) -> None:  # fmt: skip
+    """Append rows with the predictions of the problems that have one."""
+    machine = hardware_of(hardware)
     check_appendable(out, sheet)
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    done = []
-    for row in rows:
-        if found := predict(row, machine):  # None: of others the planner knows nothing
-            gpu = f"predicted for {machine.name}"
-            row = replace(row, date=now, versions=said, gpu=gpu, ms=found.ms, peak_gib=found.gib)
-            done.append(row)
+    stamp = planner_stamp(machine.name)
+    unmade = {"date": "", "versions": "", "gpu": ""} | same
+    rows = (sheet.kind(**unmade, **columns) for columns in problems)
+    made = ((row, predict(row, machine)) for row in rows)  # None: of others it knows nothing
+    done = [replace(row, **stamp, ms=one.ms, peak_gib=one.gib) for row, one in made if one]
     append(out, done, sheet)
-    typer.echo(f"{len(done)} predictions, {said}, were appended to {out}")
+    typer.echo(f"{len(done)} predictions, {stamp['versions']}, were appended to {out}")
 
 
-def _lengths(text: str) -> tuple[int, ...]:
-    return whole_numbers(text, "--seq", _WHO)
-
-
-def _row(**columns: object) -> Row:
-    return Row(date="", versions="", gpu="", **columns)
+def _columns(cases: Iterable[Case], impls: Iterable[Impl]) -> Iterator[dict[str, Any]]:
+    """Of both passes of each case with each implementation."""
+    for case, one, pass_ in product(cases, impls, get_args(Pass)):
+        yield case.columns() | {"impl": one.name, "mode": one.mode, "pass_": pass_}
 
 
 @app.command()
@@ -82,18 +82,9 @@ def attention(
     link: Link = "",
 ) -> None:
     """Problems of `benchmarks.attention`, forward and both passes."""
-    with in_one_sentence():
-        grid = Grid(_lengths(seq) if seq else (), head_counts(heads, _WHO) if heads else ())
-        cases, usual = problems(preset, grid)
-        every = product(cases, impls_of(tuple(impl or usual)), get_args(Pass))
-        rows = [
-            _row(
-                nodes=nodes, ranks=ranks, link=link, **asdict(case), impl=one.name, mode=one.mode,
-                pass_=pass_,
-            )
-            for case, one, pass_ in every
-        ]  # fmt: skip
-        _write(rows, hardware, out)
+    cases, usual = problems(preset, Grid(numbers(seq, "--seq", _WHO), head_counts(heads, _WHO)))
+    columns = _columns(cases, impls_of(tuple(impl or usual)))
+    _write(out, hardware, columns, nodes=nodes, ranks=ranks, link=link)
 
 
 @app.command()
@@ -109,19 +100,10 @@ def packed(
     link: Link = "",
 ) -> None:
     """Documents of `benchmarks.packed`, forward and both passes."""
-    with in_one_sentence():
-        kinds = tuple(documents.split(","))
-        cases = PackedGrid(_lengths(seq), head_counts(heads, _WHO), kinds).cases()
-        cases = [replace(case, multiple=multiple_for(ranks)) for case in cases]
-        impls = packed_impls(tuple(impl or _IMPLS))
-        rows = [
-            PackedRow(
-                date="", versions="", gpu="", nodes=nodes, ranks=ranks, link=link,
-                **case.columns(), impl=one.name, mode=one.mode, pass_=pass_,
-            )
-            for case, one, pass_ in product(cases, impls, get_args(Pass))
-        ]  # fmt: skip
-        _write(rows, hardware, out, PREDICTED_PACKED_CSV)
+    cases = grid_of(seq, heads, documents, "").cases()
+    cases = [replace(case, multiple=multiple_for(ranks)) for case in cases]
+    columns = _columns(cases, packed_impls(tuple(impl or _IMPLS)))
+    _write(out, hardware, columns, PREDICTED_PACKED_CSV, nodes=nodes, ranks=ranks, link=link)
 
 
 @app.command()
@@ -139,21 +121,94 @@ def recompute(
     link: Link = "",
 ) -> None:
     """Problems of `benchmarks.recompute`, and attention's forward alone."""
-    with in_one_sentence():
-        heads_q, heads_kv = one_head_count(heads, _WHO)
-        note = f"{layers} layers, hidden {hidden}, ffn {ffn}"
-        modes = modes_of(mode or ())
-        alone = [Mode(impl, ATTENTION) for impl in dict.fromkeys(one.impl for one in modes)]
-        every = product(_lengths(seq), [*modes, *alone])
-        rows = [
-            _row(
-                nodes=nodes, ranks=ranks, link=link, **asdict(Case(tokens, 1, heads_q, heads_kv)),
-                impl=one.impl, mode=one.name, note=note,
-                pass_="fwd" if one.name == ATTENTION else "fwd_bwd",
-            )
-            for tokens, one in every
-        ]  # fmt: skip
-        _write(rows, hardware, out)
+    counts, note = one_head_count(heads, _WHO), f"{layers} layers, hidden {hidden}, ffn {ffn}"
+    modes = modes_of(mode or ())
+    alone = [Mode(impl, ATTENTION) for impl in dict.fromkeys(one.impl for one in modes)]
+    columns = (
+        Case(tokens, 1, *counts).columns() | {"impl": one.impl, "mode": one.name}
+        | {"pass_": "fwd" if one.name == ATTENTION else "fwd_bwd"}
+        for tokens, one in product(whole_numbers(seq, "--seq", _WHO), [*modes, *alone])
+    )  # fmt: skip
+    _write(out, hardware, columns, nodes=nodes, ranks=ranks, link=link, note=note)
+
+
+class Published(NamedTuple):
+    """A published measurement of so many GPUs, 8 a node, and a strategy like theirs; `tokens` a
+    second and GPU, and 1e9 bytes, None where they are not published."""
+
+    who: str
+    model: str
+    seq: int
+    gpus: int
+    hardware: str
+    strategy: Strategy
+    tokens: float | None
+    gb: float | None = None
+
+
+def _burst_engine(model: str, seq: int, gpus: int, **rows: tuple[float, float | None]):
+    for keep, (tokens, gb) in rows.items():
+        strategy = Strategy(cp=gpus, keep=keep, fsdp="torch", intra="ring")
+        yield Published(f"BurstEngine, {keep}", model, seq, gpus, "a800", strategy, tokens, gb)
+
+
+_ULYSSES = Strategy(cp=8, offload_inputs=True, fsdp="torch")
+_ON_HOST = Strategy(cp=8, keep="all", offload=True, offload_inputs=True, fsdp="torch")
+_MEGATRON = Strategy(tp=2, cp=4, keep="all", offload=True, offload_inputs=True)
+PUBLISHED = (
+    *_burst_engine("burstengine-7b", 2 * _M, 32, all=(100.1, 55.4), half=(92.41, 49.6)),
+    *_burst_engine("burstengine-7b", 2 * _M, 32, none=(79.54, None)),
+    *_burst_engine("burstengine-14b", _M, 32, all=(118.36, 54.0), half=(108.82, 45.9)),
+    *_burst_engine("burstengine-14b", _M, 32, none=(94.81, 41.45)),
+    *_burst_engine("burstengine-7b", 4 * _M, 64, all=(50.28, 56.3), half=(46.5, 48.8)),
+    *_burst_engine("burstengine-7b", 4 * _M, 64, none=(35.8, None)),
+    *_burst_engine("burstengine-14b", 2 * _M, 64, all=(60.49, 51.0), half=(55.67, 43.2)),
+    *_burst_engine("burstengine-14b", 2 * _M, 64, none=(44.4, None)),
+    Published("Ulysses, recomputed", "llama3-8b", _M, 8, "h100", _ULYSSES, 475.3),
+    Published("burst, kept on host, FSDP", "llama3-8b", _M, 8, "h100", _ON_HOST, None),
+    Published("burst, kept on host, Megatron", "llama3-8b", _M, 8, "h100", _MEGATRON, None),
+)
+
+
+def predicted(row: Published) -> Candidate:
+    """The planner's prediction for it; BurstError if its sizes do not fit."""
+    job = Job(PRESETS[row.model], row.seq, row.gpus, 8, 1, preset(row.hardware))
+    return candidate(job, row.strategy)
+
+
+def _line(row: Published) -> tuple[str, ...]:
+    """One row of the table."""
+    found = predicted(row)
+    gb, time = found.memory.peak / 1e9, found.time
+    tokens = ("", f"{time.tokens}", "")
+    if row.tokens:
+        error = time.tokens_per_gpu / row.tokens - 1
+        tokens = f"{row.tokens:.4g}", f"{time.tokens}", f"{error:+.1%}"
+    memory = ("", f"{gb:.1f}", "")
+    if row.gb:
+        memory = f"{row.gb:.1f}", f"{gb:.1f}", f"{gb / row.gb - 1:+.0%}"
+    where = f"{row.gpus} x {row.hardware}"
+    return row.who, row.model, in_units(row.seq), where, *tokens, f"{time.mfu:.1%}", *memory
+
+
+@app.command()
+def published(
+    auto: Annotated[
+        bool, Option("--auto", help="rings as burst's `auto` would run them instead")
+    ] = False,
+) -> None:
+    """Published measurements against predictions for the same set-ups, as they ran, in Markdown.
+
+    BurstEngine (arXiv 2509.19836, plot_code/burst_attn/burst_exp.xlsx of its repository): A800-80G,
+    8 a node, one sequence, ZeRO-3, nested rings, layers recomputed; whole: attention's output kept,
+    half: that of the later half, none. Ulysses: untied_ulysses (H100-80G, 8 a node, FSDP, layers
+    recomputed, inputs offloaded, FlashAttention-3).
+    """
+    intra = {"intra": "auto"} if auto else {}
+    rows = [row._replace(strategy=replace(row.strategy, **intra)) for row in PUBLISHED]
+    head = ("", "model", "seq", "GPUs", "tok/s/GPU published", "predicted", "", "MFU predicted",
+            "GB published", "predicted", "")  # fmt: skip
+    typer.echo(markdown([head, *map(_line, rows)]).replace("|  |", "| |"))
 
 
 if __name__ == "__main__":

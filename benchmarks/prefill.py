@@ -10,7 +10,6 @@ Megatron's sequence parallelism does; both leave K and V sharded by heads.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -20,71 +19,54 @@ import torch
 import typer
 from typer import Option
 
+from benchmarks import runner
 from benchmarks.impls import pick
-from benchmarks.prefill_cases import (
-    IMPLS,
-    MODELS,
-    PREFILL_CSV,
-    WHO,
-    Prefill,
-    PrefillRow,
-    Ranks,
-    row_of,
-)
-from benchmarks.sweep import Budget, Out, check_out, clock, interleave, new_app, save, sweep
-from megatron_burst.errors import BurstError
-from megatron_burst.tools.terminal import Device, Nodes, in_one_sentence
+from benchmarks.prefill_cases import IMPLS, MODELS, WHO, Prefill, Ranks, row_of
+from benchmarks.sheets import PREFILL_CSV, PrefillRow
+from megatron_burst.errors import require
+from megatron_burst.tools.terminal import Device, Nodes
 from megatron_burst.tools.units import in_units, whole_numbers
 from megatron_burst.tools.world import attempt, clean_up, started
 
-app = new_app()
+_REPS = 3
+app = runner.App()
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a run measures: `problems` are of model, length and implementation."""
+def measure(
+    plan: runner.Plan, ranks: Ranks, dtype: torch.dtype, say: Callable[[str], None] | None = None
+) -> list[PrefillRow]:
+    """Run a plan on all ranks together, whose cases are of model, length and implementation;
+    returns the rows, on every rank. BurstError if `plan.out` has other columns."""
+    world, out_of_time = ranks.world, runner.clock(plan.budget_s)
+    runner.check_out(plan.out, world, PREFILL_CSV)
 
-    problems: Sequence[tuple[str, int, str]]
-    ranks: Ranks
-    dtype: torch.dtype
-    reps: int = 3
-    budget_s: float | None = None
-    out: Path | None = None
-
-
-def measure(plan: Plan, say: Callable[[str], None] | None = None) -> list[PrefillRow]:
-    """Run a plan on all ranks together; returns the rows, on every rank.
-
-    Raises:
-        BurstError: if `plan.out` has other columns.
-    """
-    world, out_of_time = plan.ranks.world, clock(plan.budget_s)
-    check_out(plan.out, world, PREFILL_CSV)
-
-    def rows_of(problem: tuple[str, int, str]) -> list[PrefillRow]:
-        made = [_measured(plan, *problem, out_of_time)]
+    def rows_of(case: tuple[str, int, str]) -> list[PrefillRow]:
+        times, others = _measured(case, ranks, dtype, plan.reps or _REPS, out_of_time)
         clean_up(world)
-        save(plan.out, world, made, PREFILL_CSV)
-        return made
+        row = row_of(*case, ranks, dtype, times, **others)
+        return runner.save(plan.out, world, [row], PREFILL_CSV)
 
     with torch.inference_mode():
-        return sweep(plan.problems, rows_of, world, out_of_time, say)
+        return runner.sweep(plan.cases, rows_of, world, out_of_time, say)
 
 
-def _measured(plan: Plan, name: str, seq: int, impl: str, out_of_time) -> PrefillRow:
-    world, made = plan.ranks.world, []
+def _measured(
+    case: tuple[str, int, str], ranks: Ranks, dtype: torch.dtype, reps: int,
+    out_of_time: Callable[[], bool],
+) -> tuple[list[float], dict[str, object]]:  # fmt: skip
+    """Milliseconds of each repetition, and other columns of the row."""
+    (name, seq, impl), world, made = case, ranks.world, []
     cuda = world.device.type == "cuda"
-    build = partial(Prefill, MODELS[name], seq, impl, plan.ranks, plan.dtype)
+    build = partial(Prefill, MODELS[name], seq, impl, ranks, dtype)
     failure = attempt(lambda: made.append(build()), world)
     failure = failure or attempt(made[0].run, world)  # compiles, allocates what stays
-    row = partial(row_of, name, seq, impl, plan.ranks, plan.dtype)
     if failure:
-        return row([], status="failed", note=failure)
+        return [], {"status": "failed", "note": failure}
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    (ms,) = interleave({impl: made[0].run}, {impl: plan.reps}, world, out_of_time).values()
+    (ms,) = runner.interleave({impl: made[0].run}, reps, world, out_of_time).values()
     peak = max(world.gather(torch.cuda.max_memory_allocated())) / 2**30 if cuda else None
-    return row(ms, peak_gib=peak, kv_gib=made[0].kv_gib)
+    return ms, {"peak_gib": peak, "kv_gib": made[0].kv_gib}
 
 
 @app.command()
@@ -95,49 +77,41 @@ def main(
     rank_of: Annotated[
         int | None, Option(min=1, help="run one of so many ranks alone, without the others")
     ] = None,
-    reps: Annotated[int, Option(min=1)] = 3,
-    out: Out = Path("prefill.csv"),
-    budget_s: Budget = None,
+    reps: runner.Reps = _REPS,
+    out: runner.Out = Path("prefill.csv"),
+    budget_s: runner.Budget = None,
     nodes: Nodes = None,
     device: Device = None,
 ) -> None:
     """Time to the first token of a prompt."""
-    with in_one_sentence():
-        models = pick(model.split(","), {m: m for m in MODELS}, f"{WHO}: --model must name one "
-                      "that there is, because each has sizes of its own")  # fmt: skip
-        impls = pick(impl or (), IMPLS, f"{WHO}: --impl must name one that there is, because each "
-                     "shards a prompt in its own way")  # fmt: skip
-        lengths = whole_numbers(seq, "--seq", WHO)
-        with started(WHO, device, nodes) as world:
-            ranks = Ranks(world, rank_of or world.size)
-            _check(lengths, ranks)
-            dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-            known = [name for name in impls if not (ranks.alone and name == "burst-gathered")]
-            problems = [(m, s, i) for s, m, i in product(lengths, models, known)]
-            for row in measure(Plan(problems, ranks, dtype, reps, budget_s, out)):
-                if world.rank == 0:
-                    what = f"{row.model}, {in_units(row.seq)}, {row.impl}, {row.ranks} ranks"
-                    result = f"{row.ms / 1e3:.3f} s" if row.ms else row.note
-                    typer.echo(f"{what}: {result}")
+    models = pick(model.split(","), {m: m for m in MODELS}, f"{WHO}: --model must name one that "
+                  "there is, because each has sizes of its own")  # fmt: skip
+    impls = pick(impl or (), IMPLS, f"{WHO}: --impl must name one that there is, because each "
+                 "shards a prompt in its own way")  # fmt: skip
+    lengths = whole_numbers(seq, "--seq", WHO)
+    with started(WHO, device, nodes) as world:
+        ranks = Ranks(world, rank_of or world.size)
+        _check(lengths, ranks)
+        dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+        known = [name for name in impls if not (ranks.alone and name == "burst-gathered")]
+        problems = [(m, s, i) for s, m, i in product(lengths, models, known)]
+        plan = runner.Plan(problems, (), reps, budget_s, out)
+        for row in measure(plan, ranks, dtype):
+            if world.rank == 0:
+                what = f"{row.model}, {in_units(row.seq)}, {row.impl}, {row.ranks} ranks"
+                result = f"{row.ms / 1e3:.3f} s" if row.ms else row.note
+                typer.echo(f"{what}: {result}")
 
 
 def _check(lengths: Sequence[int], ranks: Ranks) -> None:
-    """Refuse lengths and ranks that do not fit.
-
-    Raises:
-        BurstError: if a length has no equal shards, or several processes are to be one rank.
-    """
+    """Refuse lengths without equal shards, and several processes that are to be one rank."""
     odd = [length for length in lengths if length % (2 * ranks.size)]
-    if odd:
-        raise BurstError(
-            f"{WHO}: --seq must be a multiple of twice the ranks, because zigzag gives each rank "
-            f"two chunks; got {odd[0]} on {ranks.size} ranks; choose another"
-        )
-    if ranks.alone and ranks.world.size > 1:
-        raise BurstError(
-            f"{WHO}: --rank-of must run on one process, because the others have no part in it; "
-            f"got {ranks.world.size}; leave torchrun out"
-        )
+    require(WHO, [
+        (not odd, "--seq must be a multiple of twice the ranks, because zigzag gives each rank two "
+         "chunks", f"{next(iter(odd), 0)} on {ranks.size} ranks", "choose another"),
+        (not ranks.alone or ranks.world.size == 1, "--rank-of must run on one process, because the "
+         "others have no part in it", f"{ranks.world.size}", "leave torchrun out"),
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -2,22 +2,20 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.facts import gpu_state, versions
-from benchmarks.one_rank import passes_of_last
-from benchmarks.results import repetitions
-from benchmarks.rows import Sheet
+from benchmarks.facts import stamp
+from benchmarks.one_rank import Silent, passes_of_last
+from benchmarks.sheets import PrefillRow
+from benchmarks.tables import repetitions, spread
 from megatron_burst.engine.passes import Passes
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import require
 from megatron_burst.kernels.backends import choose_backend
 from megatron_burst.kernels.visible import CAUSAL
 from megatron_burst.schedule.mask import Mask
@@ -37,44 +35,6 @@ MODELS = {
     "tiny": Model("tiny", 2, 64, 4, 4, 16, 16, 128, 128),
 }
 IMPLS = {name: name for name in ("burst", "burst-gathered", "tp-v1", "tp-v3")}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillRow:
-    """One measurement; fields are columns.
-
-    Attributes:
-        ranks: that share the prompt.
-        runs: "all" of the ranks, or "one" of them, which sends and receives nothing.
-        ms: from the prompt on the device to the logits of its last token, on the slowest rank;
-            median over repetitions, with minimum and maximum.
-        tflops_per_gpu: of a causal forward pass; the head counts for one token.
-        peak_gib: PyTorch's peak on the worst rank, weights included; None on CPU.
-        kv_gib: K and V that a rank holds afterwards.
-    """
-
-    date: str
-    versions: str
-    gpu: str
-    model: str
-    seq: int
-    ranks: int
-    nodes: int
-    runs: str
-    dtype: str
-    impl: str
-    ms: float | None = None
-    ms_min: float | None = None
-    ms_max: float | None = None
-    tokens_per_s: float | None = None
-    tflops_per_gpu: float | None = None
-    peak_gib: float | None = None
-    kv_gib: float | None = None
-    status: str = "ok"
-    note: str = ""
-
-
-PREFILL_CSV = Sheet(WHO, PrefillRow)
 
 
 class Ranks(NamedTuple):
@@ -117,18 +77,13 @@ class Ranks(NamedTuple):
 
 
 def sizes_of(model: Model, tp: int) -> Sizes:
-    """Of the part of a model that one of `tp` ranks has.
-
-    Raises:
-        BurstError: if heads and features cannot be sharded evenly.
-    """
+    """Of the part of a model that one of `tp` ranks has; BurstError if heads and features cannot be
+    sharded evenly."""
     shared = {"query heads": model.heads_q, "KV heads": model.heads_kv, "features": model.ffn}
-    odd = [f"{count} {name}" for name, count in shared.items() if count % tp]
-    if odd:
-        raise BurstError(
-            f"{WHO}: tensor parallelism must divide heads and features, because each rank has "
-            f"equally many; got {odd[0]} on {tp} ranks; leave tp-v1 and tp-v3 out"
-        )
+    require(WHO, [(
+        count % tp == 0, "tensor parallelism must divide heads and features, because each rank has "
+        "equally many", f"{count} {name} on {tp} ranks", "leave tp-v1 and tp-v3 out",
+    ) for name, count in shared.items()])  # fmt: skip
     heads = model.heads_q // tp, model.heads_kv // tp
     return Sizes(model.layers, model.hidden, *heads, model.dim_qk, model.ffn // tp, model.vocab)
 
@@ -147,11 +102,11 @@ class LoneRank:
     """Attention of the last context-parallel rank, which sends nothing; made by its first call."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.carrier = size, Silent(size - 1)
         self.passes: Passes | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.passes = self.passes or passes_of_last(self.size, q, k, v)
+        self.passes = self.passes or passes_of_last(self.carrier, self.size, q, k, v)
         return self.passes.forward(q, k, v)[0].to(q.dtype)
 
 
@@ -218,15 +173,14 @@ def row_of(
     """A row from the milliseconds of its repetitions; none: one that failed."""
     model, world = MODELS[name], ranks.world
     if times:
-        ms, head = median(times), model.embedding_params
+        others |= spread(times) | {"note": repetitions(times)}
+        ms, head = others["ms"], model.embedding_params
         flops = 2 * (model.matmul_params - head) * seq + 2 * head
         flops += 2 * model.layers * model.heads_q * model.dim_qk * seq**2
-        others |= {"ms": ms, "ms_min": min(times), "ms_max": max(times)}
-        others |= {"tokens_per_s": 1e3 * seq / ms, "note": repetitions(times)}
-        others |= {"tflops_per_gpu": flops / ranks.size / ms / 1e9}
+        others["tokens_per_s"] = 1e3 * seq / ms
+        others["tflops_per_gpu"] = flops / ranks.size / ms / 1e9
     return PrefillRow(
-        date=datetime.now(UTC).isoformat(timespec="seconds"), versions=versions(),
-        gpu=gpu_state(world.device), model=name, seq=seq, ranks=ranks.size, nodes=world.nodes,
+        **stamp(world.device), model=name, seq=seq, ranks=ranks.size, nodes=world.nodes,
         runs="one" if ranks.alone else "all", dtype=str(dtype).removeprefix("torch."), impl=impl,
         **others,
     )  # fmt: skip

@@ -30,15 +30,15 @@ for name in loss_curves_1xh200 loss_curves_2xh200 loss_curves_2xh200_defaults; d
     run "$python" -m benchmarks.show curves $rows/$name.csv
 done
 run "$python" -m benchmarks.show loss $rows/loss_h200.csv # loss_h200_loss.png
-run "$python" benchmarks/accuracy.py $rows/accuracy_4xh200.csv $rows/accuracy_cpu.csv --plot docs/accuracy.png \
+run "$python" -m benchmarks.accuracy $rows/accuracy_4xh200.csv $rows/accuracy_cpu.csv --plot docs/accuracy.png \
     --title "error of attention against float64: 4 x H200, 2026-11-21; simulated ranks, 2026-11-26"
-run "$python" benchmarks/timeline.py draw $rows/timeline_4xh200_128k_32_32.csv docs/timeline.png \
+run "$python" -m benchmarks.timeline draw $rows/timeline_4xh200_128k_32_32.csv docs/timeline.png \
     --title "one GPU in a forward and a backward, 128K tokens, 32/32 heads; 4 x H200, 2026-11-21"
 run "$python" docs/draw_soak.py # soak.png, soak_gpu.png
 
 # what was predicted
-run "$python" benchmarks/validate_plan.py # planner_errors.csv, planner_errors.png
-run "$python" benchmarks/scaling.py draw docs/scaling.png --measured $rows/tensor_4xh200.csv --measured $rows/weak_4xh200.csv \
+run "$python" -m benchmarks.validate_plan # planner_errors.csv, planner_errors.png
+run "$python" -m benchmarks.scaling draw docs/scaling.png --measured $rows/tensor_4xh200.csv --measured $rows/weak_4xh200.csv \
     --measured $rows/strong_4xh200.csv --planned benchmarks/predictions/scaling_h200.csv
 run "${plan[@]}" llama3-8b --seq-length 128K --gpus 8 --cp 8 --picture docs/plan_8_ranks.png
 run "${plan[@]}" llama3-8b --seq-length 1M --gpus 64 --cp 64 --picture docs/plan_64_ranks.png

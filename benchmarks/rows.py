@@ -1,18 +1,17 @@
-"""Rows of results: one a measurement, in a CSV that is appended to.
+"""CSVs of results, one row a measurement: read, checked, appended to.
 
 No row is deleted. A CSV may have a last column `superseded`, with the commit that replaced a row
 because the code had changed; such a row stays in the file, and `read` leaves it out.
 """
 
 import csv
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import Field, asdict, fields
 from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import cells_of, row_of
-from benchmarks.layers import writes
+from benchmarks.sheets import ATTENTION_CSV, Sheet, columns_of
 from megatron_burst.errors import BurstError, nearest
 from megatron_burst.tools.terminal import check_writable
 
@@ -21,128 +20,11 @@ _FEW = 3  # columns that differ and are named
 SUPERSEDED = "superseded"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One implementation's measurement of one pass over one problem; fields are columns.
-
-    Attributes:
-        date: date and time, UTC.
-        versions: versions of the packages involved.
-        gpu: name, clock and temperature of rank 0's device after the last repetition, and a hash
-            that tells machines apart.
-        nodes: number of nodes, real or emulated.
-        ranks: number of ranks in the run; `one_gpu` computes on one of them.
-        link: measured ring shift and all-to-all, GB/s per rank.
-        pass_: "fwd" (under no_grad) or "fwd_bwd".
-        ms: milliseconds of the slowest rank, median over repetitions; None unless ok.
-        ms_min, ms_max: minimum and maximum over repetitions.
-        tflops_per_gpu: the pass's operations / GPUs that compute / ms.
-        peak_gib: peak memory above inputs and outputs in fwd_bwd, worst rank; None on CPU.
-        status: "ok", "failed" or "skipped".
-        note: milliseconds of each repetition; the reason if it is not ok.
-    """
-
-    date: str
-    versions: str
-    gpu: str
-    nodes: int
-    ranks: int
-    link: str
-    seq: int
-    batch: int
-    heads_q: int
-    heads_kv: int
-    head_dim_qk: int
-    head_dim_v: int
-    mask: str
-    dtype: str
-    impl: str
-    mode: str
-    pass_: str
-    ms: float | None = None
-    ms_min: float | None = None
-    ms_max: float | None = None
-    tflops_per_gpu: float | None = None
-    peak_gib: float | None = None
-    status: str = "ok"
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedRow(Row):
-    """The same for a packed sample or a window, which `mask` names.
-
-    Attributes:
-        num_documents: documents in the sample; 1 for a window.
-        longest: tokens of the longest document.
-        area: query-key pairs of the mask / pairs of one causal document.
-        seed: seed of the drawn lengths.
-    """
-
-    num_documents: int
-    longest: int
-    area: float | None
-    seed: int
-
-
-def columns_of(kind: type) -> tuple[str, ...]:
-    """Columns of a CSV of such rows."""
-    return tuple(field.name.rstrip("_") for field in fields(kind))
-
-
-COLUMNS = columns_of(Row)
-
-
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """A kind of CSV.
-
-    Attributes:
-        writer: who writes it.
-        kind: dataclass of its rows; fields of int, float | None, bool and str are columns.
-        beside_ms: columns that a row with `ms` has too; predictions lack them.
-        holds: whether a row is its own, where another writer's have the same columns.
-        shows_others: what shows those.
-    """
-
-    writer: str
-    kind: type = Row
-    beside_ms: tuple[str, ...] = ()
-    holds: Callable[[Any], bool] | None = None
-    shows_others: str = ""
-
-
-def _of_layers(row: Row) -> bool:
-    return writes(row.impl, row.mode)
-
-
-def _of_attention(row: Row) -> bool:
-    return not _of_layers(row)
-
-
-_BESIDE_MS = "ms_min", "ms_max", "tflops_per_gpu"
-ATTENTION_CSV = Sheet(
-    "benchmarks.attention", Row, _BESIDE_MS, _of_attention, "benchmarks.show recompute"
-)
-PACKED_CSV = Sheet("benchmarks.packed", PackedRow, _BESIDE_MS)
-RECOMPUTE_CSV = Sheet("benchmarks.recompute", Row, _BESIDE_MS, _of_layers, "benchmarks.show table")
-ANY_CSV = Sheet("benchmarks.attention, benchmarks.recompute or predict.py")
-ANY_PACKED_CSV = Sheet("benchmarks.packed or predict.py", PackedRow)
-
-
 def append(path: Path, rows: Iterable[Any], sheet: Sheet = ATTENTION_CSV) -> None:
     """Add rows to a CSV, with a head line where it is new; on disk when this returns.
 
-    Checks the first and last line only; before measuring, `check_appendable` checks all.
-
-    Args:
-        path: of the file.
-        rows: all of the sheet's kind.
-        sheet: the kind of CSV.
-
-    Raises:
-        BurstError: if the file's folder is missing, or it is there with other columns or cut off.
-    """
+    Checks the first and last line only; before measuring, `check_appendable` checks all. BurstError
+    if the file's folder is missing, or it is there with other columns or cut off."""
     is_new = not path.exists()
     check_writable(sheet.writer, _OUT, path)
     mark = []
@@ -153,20 +35,12 @@ def append(path: Path, rows: Iterable[Any], sheet: Sheet = ATTENTION_CSV) -> Non
         writer = csv.writer(file)
         if is_new:
             writer.writerow(columns_of(sheet.kind))
-        writer.writerows(cells_of(row) + mark for row in rows)
+        writer.writerows([*map(_cell, asdict(row).values()), *mark] for row in rows)
 
 
 def check_appendable(path: Path, sheet: Sheet = ATTENTION_CSV, option: str = _OUT) -> None:
-    """Refuse a file that rows cannot be added to.
-
-    Args:
-        path: of the file.
-        sheet: the kind of CSV.
-        option: that named it.
-
-    Raises:
-        BurstError: if its folder is missing, or it is there and is no whole CSV of that kind.
-    """
+    """Refuse a file that rows cannot be added to; BurstError if its folder is missing, or it is
+    there and is no whole CSV of that kind."""
     check_writable(sheet.writer, option, path)
     if not path.exists():
         return
@@ -205,7 +79,7 @@ def _rows(path: Path, sheet: Sheet) -> Iterator[tuple[Any, str]]:
     for number, cells in lines:
         where = f"{_WHO}: {path}, line {number},"
         mark = cells.pop() if is_marked else ""
-        row = row_of(cells, sheet.kind, where)
+        row = _row_of(cells, sheet.kind, where)
         _check_row(row, sheet, where)
         yield row, mark
 
@@ -254,14 +128,10 @@ def _lines(path: Path, sheet: Sheet) -> Iterator[tuple[int, list[str]]]:
             for cells in reader:
                 if cells:
                     yield reader.line_num, cells
-    except FileNotFoundError:
-        raise _other_file(path, sheet, "no such file") from None
-    except IsADirectoryError:
-        raise _other_file(path, sheet, "a folder") from None
-    except UnicodeDecodeError:
-        raise _other_file(path, sheet, "a binary file") from None
-    except (OSError, csv.Error) as error:
-        raise _other_file(path, sheet, str(error)) from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        words = {FileNotFoundError: "no such file", IsADirectoryError: "a folder",
+                 UnicodeDecodeError: "a binary file"}  # fmt: skip
+        raise _other_file(path, sheet, words.get(type(error), str(error))) from None
 
 
 def _other_file(path: Path, sheet: Sheet, got: str) -> BurstError:
@@ -284,3 +154,42 @@ def _difference(head: Sequence[str], columns: Sequence[str]) -> str:
     said = [f"no column {', '.join(missing)}"] if missing else []
     said += [f"the unknown column {name!r}{nearest(name, missing)}" for name in unknown]
     return " and ".join(said) or "them twice or in another order"
+
+
+def _row_of(cells: Sequence[str], kind: type, where: str) -> Any:
+    """The row that cells of one line stand for; `where` they stand begins a sentence.
+
+    Raises:
+        BurstError: if there are more or fewer than fields, or one is not of its field's type.
+    """
+    columns = fields(kind)
+    if len(cells) != len(columns):
+        raise BurstError(
+            f"{where} must have {len(columns)} cells, because each column has one; got "
+            f"{len(cells)}; fix or delete the line"
+        )
+    pairs = zip(columns, cells, strict=True)
+    return kind(**{column.name: _value(column, text, where) for column, text in pairs})
+
+
+def _value(column: Field, text: str, where: str) -> object:
+    if column.type is str:
+        return text
+    try:
+        if column.type is bool:
+            return {"True": True, "False": False}[text]
+        if column.type is int:
+            return int(text)
+        return float(text) if text else None
+    except (KeyError, ValueError):
+        what = {bool: "True or False", int: "a whole number"}.get(column.type, "a number")
+        raise BurstError(
+            f"{where} must have {what} under {column.name.rstrip('_')}, because that is compared; "
+            f"got {text!r}; fix or delete the line"
+        ) from None
+
+
+def _cell(value: object) -> object:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else value

@@ -1,14 +1,13 @@
 """Weak and strong scaling of training steps: the planner's rows, a picture with measured ones.
 
-python benchmarks/scaling.py plan PLANNED.csv --gpus 1,2,4,8,16,32,64
-python benchmarks/scaling.py draw scaling.png --measured slices.csv --planned PLANNED.csv
+python -m benchmarks.scaling plan PLANNED.csv --gpus 1,2,4,8,16,32,64
+python -m benchmarks.scaling draw scaling.png --measured slices.csv --planned PLANNED.csv
 
 The runs are those of benchmarks/slices.py: two layers of BurstEngine's models with 32K tokens a GPU
 (weak), or 256K in all (strong); burst keeps all of attention's results, tensor parallelism (tp)
 recomputes them. Measured steps are points, planned ones lines.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,22 +16,22 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
-
 from benchmarks.rows import append, check_appendable, read
-from benchmarks.slice_cases import PER_GPU, SEEDS, SLICES_CSV, STRONG, Slice, SliceRow
-from benchmarks.slices import predicted
-from benchmarks.style import colour_of, legend_below, measured_on
-from megatron_burst.errors import BurstError
+from benchmarks.runner import App, Machine, OutFile
+from benchmarks.sheets import SLICES_CSV, SliceRow
+from benchmarks.slice_cases import PER_GPU, SEEDS, STRONG, Slice
+from benchmarks.slices import predicted, result_of
+from benchmarks.style import colour_of, legend_below, measured_on, picture
+from megatron_burst.errors import require
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.hardware_file import hardware as hardware_of
-from megatron_burst.tools.terminal import check_writable, in_one_sentence
+from megatron_burst.tools.terminal import check_writable
 from megatron_burst.tools.units import in_units, whole_numbers
 
-_WHO = "benchmarks/scaling.py"
+_WHO = "benchmarks.scaling"
 _MARKERS = {"burst": "o", "megatron": "D", "tp": "s"}
 KINDS = {"weak": "TFLOP/s per GPU", "strong": "s per step"}
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = App()
 
 
 def of_kind(rows: Sequence[SliceRow], kind: str) -> list[SliceRow]:
@@ -65,67 +64,56 @@ def runs_of(gpus: Sequence[int], machine: Hardware) -> Iterator[tuple[Slice, str
 
 @app.command()
 def plan(
-    out: Annotated[Path, Argument(help="CSV to append to")],
+    out: OutFile,
     gpus: Annotated[str, Option(help="counts, with commas")] = "1,2,4,8,16,32,64",
-    hardware: Annotated[str, Option(help="preset or TOML of calibrate's")] = "h200",
+    hardware: Machine = "h200",
 ) -> None:
     """Append what the planner says of weak and strong scaling."""
-    with in_one_sentence():
-        check_appendable(out, SLICES_CSV, "OUT")
-        machine = hardware_of(hardware)
-        counts = whole_numbers(gpus, "--gpus", _WHO)
-        rows = [predicted(*run, machine) for run in runs_of(counts, machine)]
-        append(out, rows, SLICES_CSV)
-        for row in rows:
-            result = f"{row.ms:.0f} ms, {row.tflops_per_gpu:.3g} TFLOP/s" if row.ms else row.note
-            typer.echo(f"{row.model}, {in_units(row.seq)}, {row.impl}, {row.gpus} GPUs: {result}")
+    check_appendable(out, SLICES_CSV, "OUT")
+    machine = hardware_of(hardware)
+    counts = whole_numbers(gpus, "--gpus", _WHO)
+    rows = [predicted(*run, machine) for run in runs_of(counts, machine)]
+    append(out, rows, SLICES_CSV)
+    for row in rows:
+        what = f"{row.model}, {in_units(row.seq)}, {row.impl}, {row.gpus} GPUs"
+        typer.echo(f"{what}: {result_of(row)}")
 
 
 @app.command()
 def draw(
-    picture: Annotated[Path, Argument(help="what is written, such as scaling.png")],
+    path: Annotated[Path, Argument(metavar="PICTURE", help="what is written, e.g. scaling.png")],
     measured: Annotated[list[Path] | None, Option(help="of benchmarks/slices.py")] = None,
     planned: Annotated[list[Path] | None, Option(help="of the command plan")] = None,
 ) -> None:
-    """Draw weak and strong scaling: measured steps are points, planned ones lines."""
-    with in_one_sentence():
-        check_writable(_WHO, "PICTURE", picture)
-        files = {"measured": measured, "planned": planned}
-        named = {name: read(some, SLICES_CSV) for name, some in files.items() if some}
-        if not any(lines_of(rows, kind) for rows in named.values() for kind in KINDS):
-            raise BurstError(
-                f"{_WHO}: files must have rows of {' or '.join(what.name for what in SEEDS)} with "
-                "times, because these are the runs of scaling; got none; measure with "
-                "benchmarks/everything.sh OUT GPUS scaling"
-            )
-        draw_scaling(named, picture)
-        typer.echo(picture)
-
-
-def draw_scaling(named: dict[str, list[SliceRow]], picture: Path) -> None:
-    """Write the picture: a panel for each kind; what was measured is an open point, what was
-    planned a line."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    for (kind, unit), axis in zip(KINDS.items(), figure.subplots(1, len(KINDS)), strict=True):
-        for name, rows in named.items():
-            _draw_lines(axis, lines_of(rows, kind), name)
-        size = f"{in_units(PER_GPU)} tokens per GPU"
-        if kind == "strong":
-            size = f"{in_units(STRONG)} tokens"
-            axis.set_yscale("log", base=2)
-            axis.yaxis.set_major_formatter("{x:g}")
-        axis.set(title=f"{kind} scaling: {size}", xlabel="GPUs", ylabel=unit)
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.grid(alpha=0.3)
-        if kind == "weak":
-            axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
-    legend_below(figure, columns=3)
-    every = [row for rows in named.values() for kind in KINDS for row in of_kind(rows, kind)]
-    figure.suptitle(f"training steps of two layers: {measured_on(every)}")
-    figure.savefig(picture, dpi=120)
+    """Draw weak and strong scaling: measured steps are open points, planned ones lines."""
+    check_writable(_WHO, "PICTURE", path)
+    files = {"measured": measured, "planned": planned}
+    named = {name: read(some, SLICES_CSV) for name, some in files.items() if some}
+    require(_WHO, [(
+        any(lines_of(rows, kind) for rows in named.values() for kind in KINDS),
+        f"files must have rows of {' or '.join(what.name for what in SEEDS)} with times, because "
+        "these are the runs of scaling", "none", "measure with benchmarks/everything.sh OUT GPUS "
+        "scaling",
+    )])  # fmt: skip
+    with picture(path, 11, 4.2, 120) as figure:
+        for (kind, unit), axis in zip(KINDS.items(), figure.subplots(1, len(KINDS)), strict=True):
+            for name, rows in named.items():
+                _draw_lines(axis, lines_of(rows, kind), name)
+            size = f"{in_units(PER_GPU)} tokens per GPU"
+            if kind == "strong":
+                size = f"{in_units(STRONG)} tokens"
+                axis.set_yscale("log", base=2)
+                axis.yaxis.set_major_formatter("{x:g}")
+            axis.set(title=f"{kind} scaling: {size}", xlabel="GPUs", ylabel=unit)
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.grid(alpha=0.3)
+            if kind == "weak":
+                axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
+        legend_below(figure, columns=3)
+        every = [row for rows in named.values() for kind in KINDS for row in of_kind(rows, kind)]
+        figure.suptitle(f"training steps of two layers: {measured_on(every)}")
+    typer.echo(path)
 
 
 def _draw_lines(axis: Any, lines: dict[str, list[tuple[int, float]]], name: str) -> None:

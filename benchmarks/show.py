@@ -4,7 +4,7 @@ python -m benchmarks.show table benchmarks/results/attention_4xh200_one_node.csv
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,23 +12,25 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from benchmarks import curves_table, limits, loss_table, recompute_table
-from benchmarks.cells import markdown
-from benchmarks.rows import ATTENTION_CSV, PACKED_CSV, RECOMPUTE_CSV, Sheet, is_packed, read
-from benchmarks.steps_table import Lines, frontier_lines, overview_lines, slice_lines
-from benchmarks.sweep import new_app
-from benchmarks.tables import library_table, markdown_table
-from megatron_burst.errors import BurstError
-from megatron_burst.tools.terminal import in_one_sentence
+from benchmarks import curves_table, limits, loss_table, sheets, steps_table
+from benchmarks.compared import library_table, markdown_table
+from benchmarks.facts import now
+from benchmarks.rows import append, is_packed, read
+from benchmarks.runner import App, Csvs
+from benchmarks.tables import Ratio, markdown
+from megatron_burst.errors import BurstError, require
 
-app = new_app()
+app = App()
 ROOT = Path(__file__).parents[1]
+EXPECTED = Path(__file__).parent / "smoke_expected.csv"
+_STEPS = {  # settings of burst's, and Megatron's that they are compared with
+    "burst:off": "megatron:off", "burst:keep": "megatron:full", "burst:auto-12": "megatron:off",
+}  # fmt: skip
 _TABLE = re.compile(  # a line that names a kind of table and its rows, and the table below it
     r"(?P<mark>^<!-- benchmarks\.show (?P<kind>\w+) (?P<words>[^>]+) -->\n)"
     r"\n*(?:^\|.*\n)*\n*(?:^Rows: .*\n)?\n*",
     re.MULTILINE,
 )
-Csvs = Annotated[list[Path], Argument(help="CSV files of one kind")]
 
 
 @app.command()
@@ -38,42 +40,44 @@ def table(
 ) -> None:
     """Attention, packed documents and windows too: burst beside TransformerEngine's best mode and
     the kernel alone."""
-    with in_one_sentence():
-        typer.echo(markdown_table(_attention(csvs), pass_))
+    typer.echo(markdown_table(_attention(csvs), pass_))
 
 
 @app.command()
 def libraries(csvs: Csvs) -> None:
     """Attention and packed documents: burst beside torch's context parallelism, DeepSpeed's
     Ulysses, yunchang and TransformerEngine, as far as they were measured."""
-    with in_one_sentence():
-        typer.echo(library_table(_attention(csvs)))
+    typer.echo(library_table(_attention(csvs)))
 
 
 @app.command()
 def docs(files: Annotated[list[Path], Argument(help="Markdown files, such as README.md")]) -> None:
     """Make tables of documents again, below lines such as <!-- benchmarks.show table A.csv -->."""
-    with in_one_sentence():
-        for path in files:
-            path.write_text(refreshed(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in files:
+        path.write_text(refreshed(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def refreshed(text: str) -> str:
-    """A document with the tables that it names as they are today.
-
-    Raises:
-        BurstError: if a CSV is missing, or there is no such kind of table.
-    """
+    """A document with the tables that it names as they are today."""
 
     def made(found: re.Match) -> str:
-        if (make := _TABLES.get(found["kind"])) is None:
-            raise BurstError(
-                f"benchmarks.show: a mark must name one of {', '.join(_TABLES)}, because these are "
-                f"the tables that it makes; got {found['mark']}; correct it"
-            )
+        make = _TABLES.get(found["kind"])
+        require("benchmarks.show", [(
+            make, f"a mark must name one of {', '.join(_TABLES)}, because these are the tables "
+            "that it makes", found["mark"], "correct it",
+        )])  # fmt: skip
         return f"{found['mark']}\n{make(found['words'].split())}\n\n"
 
     return _TABLE.sub(made, text)
+
+
+def _attention(csvs: Sequence[Path]) -> list[Any]:
+    """Rows of files of either kind."""
+    return [
+        row
+        for csv in csvs
+        for row in read([csv], sheets.PACKED_CSV if is_packed(csv) else sheets.ATTENTION_CSV)
+    ]
 
 
 def _of_attention(table_of: Callable[[Sequence[Any]], str], csvs: Sequence[str]) -> str:
@@ -82,46 +86,36 @@ def _of_attention(table_of: Callable[[Sequence[Any]], str], csvs: Sequence[str])
     return f"{table}\n\n{lines[-1]}"
 
 
-def _of_steps(lines_of: Callable[[Path, Sequence[str]], Lines], words: Sequence[str]) -> str:
+def _of_steps(lines_of: Callable[..., steps_table.Lines], words: Sequence[str]) -> str:
     return markdown(lines_of(ROOT / words[0], words[1:]))
 
 
-def _of_heads(table_of: Callable[[Sequence[Any], str], str], words: Sequence[str]) -> str:
-    return table_of(read([ROOT / words[0]], loss_table.LOSS_CSV), words[1])
+def _of_rows(
+    sheet: sheets.Sheet, count: int, table_of: Callable[..., str], words: Sequence[str]
+) -> str:
+    """Of the rows of so many files, all if it is 0; what follows them are arguments."""
+    count = count or len(words)
+    return table_of(read([ROOT / csv for csv in words[:count]], sheet), *words[count:])
 
 
 _TABLES: dict[str, Callable[[Sequence[str]], str]] = {
     "table": partial(_of_attention, partial(markdown_table, pass_="fwd_bwd")),
     "libraries": partial(_of_attention, library_table),
-    "frontier": partial(_of_steps, frontier_lines),
-    "overview": partial(_of_steps, overview_lines),
-    "slices": partial(_of_steps, slice_lines),
-    "recompute": lambda words: recompute_table.modes_by_length(
-        read([ROOT / csv for csv in words], RECOMPUTE_CSV)
-    ),
-    "loss": partial(_of_heads, loss_table.heads_by_tokens),
-    "loss_rows": partial(_of_heads, loss_table.every_run),
+    "frontier": partial(_of_steps, steps_table.frontier_lines),
+    "overview": partial(_of_steps, steps_table.overview_lines),
+    "slices": partial(_of_steps, steps_table.slice_lines),
+    "recompute": partial(_of_rows, sheets.RECOMPUTE_CSV, 0, steps_table.modes_by_length),
+    "loss": partial(_of_rows, sheets.LOSS_CSV, 1, loss_table.heads_by_tokens),
+    "loss_rows": partial(_of_rows, sheets.LOSS_CSV, 1, loss_table.every_run),
     "limits": lambda words: markdown(limits.TABLES[words[0]]()),
 }
-
-
-def _attention(csvs: Sequence[Path]) -> list[Any]:
-    """Rows of files of either kind."""
-    return [
-        row for csv in csvs for row in read([csv], PACKED_CSV if is_packed(csv) else ATTENTION_CSV)
-    ]
 
 
 @app.command()
 def plot(csvs: Csvs) -> None:
     """Attention, packed documents and windows too: TFLOP/s and memory over the length, drawn."""
-    with in_one_sentence():
-        rows = _attention(csvs)
-        try:
-            from benchmarks.plots import draw
-        except ModuleNotFoundError as error:
-            raise _no_matplotlib("plot", error) from None
-        _echo(draw(rows, csvs[0].with_suffix("")))
+    rows = _attention(csvs)
+    _echo(_plots("plot").draw(rows, csvs[0].with_suffix("")))
 
 
 @app.command()
@@ -129,51 +123,131 @@ def gains(
     picture: Annotated[Path, Argument(help="what is written, such as docs/gains.png")], csvs: Csvs
 ) -> None:
     """Attention, packed documents and windows too: time and memory beside TransformerEngine's."""
-    with in_one_sentence():
-        rows = _attention(csvs)
-        try:
-            from benchmarks.gains import draw_gains
-        except ModuleNotFoundError as error:
-            raise _no_matplotlib("gains", error) from None
-        draw_gains(rows, picture)
-        typer.echo(picture)
+    rows = _attention(csvs)
+    _plots("gains").draw_gains(rows, picture)
+    _echo([picture])
 
 
 @app.command()
 def recompute(csvs: Csvs) -> None:
     """Recomputation: time and memory of each mode."""
-    _show(csvs, RECOMPUTE_CSV, recompute_table.trade_table, recompute_table.draw_if_possible)
+    _show(csvs, sheets.RECOMPUTE_CSV, steps_table.trade_table, steps_table.draw_trade)
 
 
 @app.command()
 def loss(csvs: Csvs) -> None:
     """The LM head and loss, compared with peers."""
-    _show(csvs, loss_table.LOSS_CSV, loss_table.loss_table, loss_table.draw_if_possible)
+    _show(csvs, sheets.LOSS_CSV, loss_table.loss_table, loss_table.draw_loss)
 
 
 @app.command()
 def curves(csvs: Csvs) -> None:
     """Loss curves: how far apart runs are at the end."""
-    _show(csvs, curves_table.CURVES_CSV, curves_table.curves_table, curves_table.draw_if_possible)
+    _show(csvs, sheets.CURVES_CSV, curves_table.curves_table, curves_table.draw_curves)
 
 
-def _show(csvs: list[Path], sheet: Sheet, table, draw) -> None:
-    with in_one_sentence():
-        rows = read(csvs, sheet)
-        typer.echo(table(rows))
-        _echo(draw(rows, csvs[0].with_suffix("")))
+def _show(csvs: list[Path], sheet: sheets.Sheet, table: Callable, draw: Callable) -> None:
+    rows = read(csvs, sheet)
+    typer.echo(table(rows))
+    _echo(draw(rows, csvs[0].with_suffix("")))
 
 
-def _no_matplotlib(command: str, error: ModuleNotFoundError) -> BurstError:
-    return BurstError(
-        f"benchmarks.show {command}: Matplotlib must be installed, because it draws the "
-        f"pictures; got {error}; pip install matplotlib"
-    )
+def _plots(command: str) -> Any:
+    """The module that needs Matplotlib; BurstError without."""
+    try:
+        from benchmarks import plots
+    except ModuleNotFoundError as error:
+        raise BurstError(
+            f"benchmarks.show {command}: Matplotlib must be installed, because it draws the "
+            f"pictures; got {error}; pip install matplotlib"
+        ) from None
+    return plots
 
 
 def _echo(files: list[Path]) -> None:
     for path in files:
         typer.echo(path)
+
+
+@app.command()
+def smoke(
+    out: Annotated[Path, Argument(help="folder of smoke.sh's CSVs")],
+    keep: Annotated[bool, Option(help="make these the expected ratios")] = False,
+) -> None:
+    """The ratios that benchmarks/smoke.sh measured, beside the expected ones.
+
+    A ratio is the speed of burst, or of one of its kernels, to that of a peer in the same run:
+    above 1 is faster. What is expected was measured on the GPU that its row names; clocks and heat
+    move ratios by about 2 %."""
+    found = ratios(out)
+    rows = read([EXPECTED], sheets.SMOKE_CSV) if EXPECTED.exists() else ()
+    known = {row.what: row for row in rows}
+    print(f"{'ratio':>7} {'expected':>9}   what")
+    for what, (ratio, *_) in found.items():
+        there = known.get(what)
+        said = f"{there.ratio:9.3f}" if there else f"{'-':>9}"
+        far = there and abs(ratio / there.ratio - 1) > 0.03
+        print(f"{ratio:7.3f} {said} {'!' if far else ' '} {what}")
+    if missing := [what for what in known if what not in found]:
+        print(f"not measured: {'; '.join(missing)}")
+    if keep:
+        date = now()
+        rows = [
+            sheets.SmokeRow(what=what, ratio=ratio, gpu=gpu, date=date, versions=versions)
+            for what, (ratio, gpu, versions) in found.items()
+        ]
+        append(EXPECTED, rows, sheets.SMOKE_CSV)
+
+
+def ratios(folder: Path) -> dict[str, tuple[float, str, str]]:
+    """(ratio, GPU, versions) by what was measured; of equal ones the last."""
+    found = {}
+    for name, of in _MEASURED.items():
+        path = folder / f"{name}.csv"
+        found |= {what: rest for what, *rest in of(path)} if path.exists() else {}
+    return {what: tuple(rest) for what, rest in found.items()}
+
+
+def _of_kernels(path: Path) -> Iterator[tuple]:
+    for row in read([path], sheets.KERNELS_CSV):
+        if row.ratio and row.what != "fa4":  # to which the others' ratios are
+            mask = "causal" if row.causal else "full"
+            case = f"{row.seq} tokens, {row.heads_q}/{row.heads_kv}, dim {row.dim}, {mask}"
+            yield f"{row.what} / fa4, {row.direction}, {case}", row.ratio, row.gpu, row.torch
+
+
+def _of_ranks(path: Path) -> Iterator[tuple]:
+    for row in read([path], sheets.RANK_CSV):
+        if row.what == "rank":
+            case = f"{row.seq} tokens, {row.heads_q}/{row.heads_kv}"
+            what = f"a rank of {row.ranks} / the kernel alone, {case}"
+            yield what, row.ratio, row.gpu, row.versions
+
+
+def _of_losses(path: Path) -> Iterator[tuple]:
+    rows = [row for row in read([path], sheets.LOSS_CSV) if row.ms]
+    peers = {row.tokens: row for row in rows if row.impl == "megatron:fused"}
+    for row in rows:
+        if row.impl.startswith("burst") and row.tokens in peers:
+            what = f"loss, {row.impl} / megatron:fused, {row.tokens} tokens, {row.vocab} classes"
+            yield what, Ratio.of(row, peers[row.tokens]).value, row.gpu, row.versions
+
+
+def _of_smoke_steps(path: Path) -> Iterator[tuple]:
+    rows = [row for row in read([path], sheets.FRONTIER_CSV) if row.ms]
+    times = {(row.documents, f"{row.impl}:{row.setting}"): row.ms for row in rows}
+    for row in rows:
+        own = f"{row.impl}:{row.setting}"
+        peer = _STEPS.get(own)
+        if other := times.get((row.documents, peer)):
+            sample = "packed documents" if row.documents else "one document"
+            what = f"step of {row.model}, {row.seq} tokens, {sample}, {own} / {peer}"
+            yield what, other / row.ms, row.gpu, row.versions
+
+
+_MEASURED = {
+    "kernels": _of_kernels, "rank": _of_ranks, "loss": _of_losses, "steps": _of_smoke_steps,
+}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from datetime import UTC, datetime
-from statistics import median
 
 from benchmarks.documents import SEED, lengths_of, multiple_for
-from benchmarks.rows import Sheet
+from benchmarks.facts import now
+from benchmarks.sheets import SliceRow
+from benchmarks.tables import spread
 from megatron_burst.tools.job.model import Model
 
 WARM_UP, STEPS = 1, 5  # steps that do not count, and that do
@@ -139,50 +139,6 @@ def flags_of(impl: str, gpus: int) -> list[str]:
     return IMPLS[impl].format(gpus=gpus).split()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SliceRow:
-    """One run; fields are columns.
-
-    Attributes:
-        documents: kind and number of a packed sample's documents; "" for one sequence.
-        ms: median over steps, with minimum and maximum.
-        tflops_per_gpu: model FLOPs, counting attention per document.
-        peak_gib: PyTorch's peak, including weights.
-        loss: loss of the last step.
-        speedup: ms of Megatron's fastest earlier run of this slice / ms of this run.
-        loss_difference: loss of this run / loss of that run - 1.
-    """
-
-    date: str
-    versions: str
-    gpu: str
-    gpus: int
-    model: str
-    layers: int
-    hidden: int
-    ffn: int
-    heads_q: int
-    heads_kv: int
-    vocab: int
-    seq: int
-    documents: str
-    impl: str
-    ms: float | None = None
-    ms_min: float | None = None
-    ms_max: float | None = None
-    tokens_per_s_per_gpu: float | None = None
-    tflops_per_gpu: float | None = None
-    peak_gib: float | None = None
-    loss: float | None = None
-    speedup: float | None = None
-    loss_difference: float | None = None
-    status: str = "ok"
-    note: str = ""
-
-
-SLICES_CSV = Sheet("slices", SliceRow)
-
-
 def row_of(what: Slice, impl: str, gpus: int, times: list[float], **others: object) -> SliceRow:
     """A row from the milliseconds of its steps; none: one that failed."""
     sizes = {field.name: getattr(what, field.name) for field in fields(what)[1:]}
@@ -190,16 +146,13 @@ def row_of(what: Slice, impl: str, gpus: int, times: list[float], **others: obje
     if what.documents:
         sizes["documents"] = f"{what.documents}-{SEED}: {len(lengths)}"
     if times:
-        ms = median(times)
-        per_second = 1e3 / ms / gpus
+        measured = spread(times)
+        per_second = 1e3 / measured["ms"] / gpus
         flops = sum(length * what.model.flops_per_token(length) for length in lengths)
-        others |= {"ms": ms, "ms_min": min(times), "ms_max": max(times)}
-        others |= {"tokens_per_s_per_gpu": what.seq * per_second}
+        others |= measured | {"tokens_per_s_per_gpu": what.seq * per_second}
         others |= {"tflops_per_gpu": flops * per_second / 1e12}
-    return SliceRow(
-        date=datetime.now(UTC).isoformat(timespec="seconds"), gpus=gpus, model=what.name,
-        impl=impl, **sizes, **others,
-    )  # fmt: skip
+    sizes |= {"date": now(), "gpus": gpus, "model": what.name, "impl": impl}
+    return SliceRow(**sizes | others)
 
 
 def beside_megatron(row: SliceRow, before: Sequence[SliceRow]) -> SliceRow:

@@ -1,7 +1,7 @@
 """Training steps, from embedding to optimizer, of models of real widths with few layers, as CSV.
 
-python benchmarks/slices.py measure OUT.csv --gpus 8     on GPUs; --tiny: anywhere
-python benchmarks/slices.py predict OUT.csv --gpus 8     what the planner says
+python -m benchmarks.slices measure OUT.csv --gpus 8     on GPUs; --tiny: anywhere
+python -m benchmarks.slices predict OUT.csv --gpus 8     what the planner says
 
 Each run is examples/pretrain_gpt.py under torchrun: burst with everything kept and the fused loss,
 beside Megatron with TransformerEngine's ring under full recomputation, with burst's fused loss
@@ -16,42 +16,29 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import monotonic
 from typing import Annotated
 
 import torch
 import typer
-from typer import Argument, Option
+from typer import Option
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
-
-from benchmarks.facts import commit, gpu_state, versions
+from benchmarks import slice_cases as cases
+from benchmarks.facts import planner_stamp, stamp
 from benchmarks.impls import pick
 from benchmarks.rows import append, check_appendable
-from benchmarks.slice_cases import (
-    RUNS,
-    SEED_RUNS,
-    SLICES_CSV,
-    TINY_RUNS,
-    WARM_UP,
-    Slice,
-    SliceRow,
-    beside_megatron,
-    flags_of,
-    row_of,
-)
-from benchmarks.sweep import Budget
-from megatron_burst.errors import BurstError
+from benchmarks.runner import App, Budget, Machine, OutFile, best_device, clock
+from benchmarks.sheets import SLICES_CSV, SliceRow
+from megatron_burst.errors import require
 from megatron_burst.tools.hardware import GIB, Hardware
 from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.job.candidate import candidate
 from megatron_burst.tools.job.strategy import Job, Strategy
-from megatron_burst.tools.terminal import Nodes, in_one_sentence
+from megatron_burst.tools.terminal import Nodes
 from megatron_burst.tools.units import in_units
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_S = 200  # of a run
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = App()
 
 
 def device_flags() -> list[str]:
@@ -69,15 +56,8 @@ def training(gpus: int, flags: Sequence[str], log: Path, nodes: int = 1) -> list
     program = ["-m", "megatron_burst", str(ROOT / "examples" / "pretrain_gpt.py")]
     if nodes > 1:  # each part of the ranks is a node to NCCL, and so to burst
         named = f"export NCCL_HOSTID=pretended-$((LOCAL_RANK * {nodes} / {gpus}))"
-        program = [
-            "--no-python",
-            "bash",
-            "-c",
-            f'{named}; exec "$@"',
-            "-",
-            sys.executable,
-            *program,
-        ]
+        shell = ["--no-python", "bash", "-c", f'{named}; exec "$@"', "-", sys.executable]
+        program = [*shell, *program]
     command += [*program, "--context-parallel-size", str(gpus), *flags, *device_flags()]
     return [*command, "--step-log", str(log)]
 
@@ -96,9 +76,10 @@ def steps_in(log: Path) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def command_of(what: Slice, impl: str, gpus: int, log: Path, nodes: int) -> list[str]:
+def command_of(what: cases.Slice, impl: str, gpus: int, log: Path, nodes: int) -> list[str]:
     """The training command; document lengths go to a file next to `log`."""
-    command = training(gpus, [*what.flags, *what.rope(gpus), *flags_of(impl, gpus)], log, nodes)
+    flags = [*what.flags, *what.rope(gpus), *cases.flags_of(impl, gpus)]
+    command = training(gpus, flags, log, nodes)
     if what.documents:
         lengths = log.with_suffix(".txt")
         lengths.write_text(" ".join(map(str, what.lengths(gpus))))
@@ -106,7 +87,7 @@ def command_of(what: Slice, impl: str, gpus: int, log: Path, nodes: int) -> list
     return command
 
 
-def run(what: Slice, impl: str, gpus: int, folder: Path, nodes: int = 1) -> SliceRow:
+def run(what: cases.Slice, impl: str, gpus: int, folder: Path, nodes: int = 1) -> SliceRow:
     """Train; the row, also of a run that failed."""
     log, output = folder / f"{what.name}-{what.seq}-{impl}.jsonl", folder / "output.txt"
     process = start(command_of(what, impl, gpus, log, nodes), output)
@@ -116,16 +97,15 @@ def run(what: Slice, impl: str, gpus: int, folder: Path, nodes: int = 1) -> Slic
         process.terminate()  # torchrun ends its workers
         process.wait()
         code = None
-    steps = steps_in(log)[WARM_UP:]
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    facts = {"versions": versions(), "gpu": gpu_state(device)}
+    steps = steps_in(log)[cases.WARM_UP :]
+    facts = stamp(best_device()[0])
     if not steps:
         reason = f"took over {LONGEST_S} s" if code is None else reason_in(output)
-        return row_of(what, impl, gpus, [], status="failed", note=reason, **facts)
+        return cases.row_of(what, impl, gpus, [], status="failed", note=reason, **facts)
     notes = [f"{len(steps)} steps"]
     notes += [f"{nodes} emulated nodes"] * (nodes > 1)
     notes += ["RoPE not fused"] * bool(what.rope(gpus))
-    return row_of(
+    return cases.row_of(
         what, impl, gpus, [1e3 * step["seconds"] for step in steps],
         peak_gib=steps[-1].get("peak GiB"), loss=steps[-1]["lm loss"],
         note=", ".join(notes), **facts,
@@ -142,14 +122,13 @@ def reason_in(output: Path) -> str:
     return [*told[:1], *codes[:1], *lines[-1:], "it said nothing"][0][:300]
 
 
-Out = Annotated[Path, Argument(help="CSV to append to")]
 Gpus = Annotated[int, Option(min=1, help="all of them one context-parallel group")]
 Only = Annotated[list[str] | None, Option(help="repeatable, e.g. 8b-1M:burst; default: all")]
 
 
-def _wanted(names: list[str] | None, tiny: bool) -> tuple[tuple[Slice, str], ...]:
+def _wanted(names: list[str] | None, tiny: bool) -> tuple[tuple[cases.Slice, str], ...]:
     """The named runs; none named: all but those of seeds."""
-    runs = TINY_RUNS if tiny else (*RUNS, *SEED_RUNS) if names else RUNS
+    runs = cases.TINY_RUNS if tiny else (*cases.RUNS, *cases.SEED_RUNS) if names else cases.RUNS
     every = {f"{what.name}-{in_units(what.seq)}:{impl}": (what, impl) for what, impl in runs}
     must = "slices: --only must name a run that there is, because each has sizes of its own"
     return pick(names or (), every, must)
@@ -157,7 +136,7 @@ def _wanted(names: list[str] | None, tiny: bool) -> tuple[tuple[Slice, str], ...
 
 @app.command()
 def measure(
-    out: Out,
+    out: OutFile,
     gpus: Gpus = 8,
     only: Only = None,
     tiny: Annotated[bool, Option("--tiny", help="small sizes, to try this out")] = False,
@@ -165,53 +144,52 @@ def measure(
     nodes: Nodes = 1,
 ) -> None:
     """Train each, and append its row."""
-    with in_one_sentence(), TemporaryDirectory() as folder:
-        check_appendable(out, SLICES_CSV, "OUT")
-        if gpus % nodes:
-            raise BurstError(
-                "slices: --nodes must divide --gpus, because each emulated node has equally many; "
-                f"got {nodes} and {gpus}; choose another"
-            )
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # under CP Megatron refuses others
-        started, rows = monotonic(), []
+    check_appendable(out, SLICES_CSV, "OUT")
+    require("slices", [(
+        gpus % nodes == 0,
+        "--nodes must divide --gpus, because each emulated node has equally many",
+        f"{nodes} and {gpus}", "choose another",
+    )])  # fmt: skip
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # under CP Megatron refuses others
+    is_over, rows = clock(budget_s), []
+    with TemporaryDirectory() as folder:
         for what, impl in _wanted(only, tiny):
-            if budget_s is not None and monotonic() - started > budget_s:
+            if is_over():
                 typer.echo(f"time is up: {what.name}, {in_units(what.seq)}, {impl} was not started")
                 continue
-            row = beside_megatron(run(what, impl, gpus, Path(folder), nodes), rows)
+            row = cases.beside_megatron(run(what, impl, gpus, Path(folder), nodes), rows)
             rows.append(row)
             append(out, [row], SLICES_CSV)
-            result = f"{row.ms:.0f} ms, {row.tflops_per_gpu:.3g} TFLOP/s" if row.ms else row.note
-            typer.echo(f"{what.name}, {in_units(what.seq)} tokens, {impl}: {row.status}, {result}")
+            said = f"{impl}: {row.status}, {result_of(row)}"
+            typer.echo(f"{what.name}, {in_units(what.seq)} tokens, {said}")
+
+
+def result_of(row: SliceRow) -> str:
+    """A row's result in words."""
+    return f"{row.ms:.0f} ms, {row.tflops_per_gpu:.3g} TFLOP/s" if row.ms else row.note
 
 
 @app.command()
-def predict(
-    out: Out,
-    gpus: Gpus = 8,
-    hardware: Annotated[str, Option(help="preset or TOML of calibrate's")] = "h200",
-) -> None:
+def predict(out: OutFile, gpus: Gpus = 8, hardware: Machine = "h200") -> None:
     """Append what the planner says of burst's runs; of Megatron's attention it knows nothing."""
-    with in_one_sentence():
-        check_appendable(out, SLICES_CSV, "OUT")
-        machine = hardware_of(hardware)
-        for what in (what for what, impl in RUNS if impl == "burst"):
-            row = predicted(what, "burst", gpus, machine)
-            append(out, [row], SLICES_CSV)
-            time = f"{row.ms:.0f} ms" if row.ms else row.note
-            typer.echo(f"{what.name}, {in_units(what.seq)}: {time}, {row.peak_gib:.1f} GiB")
+    check_appendable(out, SLICES_CSV, "OUT")
+    machine = hardware_of(hardware)
+    for what in (what for what, impl in cases.RUNS if impl == "burst"):
+        row = predicted(what, "burst", gpus, machine)
+        append(out, [row], SLICES_CSV)
+        time = f"{row.ms:.0f} ms" if row.ms else row.note
+        typer.echo(f"{what.name}, {in_units(what.seq)}: {time}, {row.peak_gib:.1f} GiB")
 
 
-def predicted(what: Slice, impl: str, gpus: int, machine: Hardware) -> SliceRow:
+def predicted(what: cases.Slice, impl: str, gpus: int, machine: Hardware) -> SliceRow:
     """What the planner says of a slice, with whole nodes: of `burst`, or of `tp`."""
     job = Job(what.model, what.seq, gpus, min(gpus, machine.node.gpus), 1, machine)
     strategy = Strategy(tp=gpus) if impl == "tp" else Strategy(cp=gpus, keep="all")
     found = candidate(job, strategy)
-    return row_of(
+    return cases.row_of(
         what, impl, gpus, [1e3 * found.time.seconds] if found.time else [],
-        peak_gib=found.memory.peak / GIB, gpu=f"predicted for {machine.name}",
-        versions=f"planner at commit {commit()}", status="ok" if found.fits else "failed",
-        note="" if found.fits else "it does not fit",
+        **planner_stamp(machine.name), peak_gib=found.memory.peak / GIB,
+        status="ok" if found.fits else "failed", note="" if found.fits else "it does not fit",
     )  # fmt: skip
 
 

@@ -23,9 +23,9 @@ for part in "${parts[@]}"; do
     case $part in
         kernels)
             if [[ -n $tiny ]]; then echo "kernels are timed on GPUs"; continue; fi
-            timeout 90 "$python" benchmarks/kernels.py "$out/kernels.csv" --dims 128 --seqs 16384 --budget-s 60 ;;
+            timeout 90 "$python" -m benchmarks.kernels "$out/kernels.csv" --dims 128 --seqs 16384 --budget-s 60 ;;
         rank)
-            timeout 90 "$python" benchmarks/one_rank.py "$out/rank.csv" --ranks 2,4,8 \
+            timeout 90 "$python" -m benchmarks.one_rank "$out/rank.csv" --ranks 2,4,8 \
                 $(sized "--seq 64K --heads 32/8" "--seq 1K --heads 8/4 --dim 16") ;;
         loss)
             timeout 90 "$python" -m benchmarks.loss --out "$out/loss.csv" --budget-s 40 --impl burst:recompute \
@@ -42,4 +42,4 @@ for part in "${parts[@]}"; do
         *) echo "no such part: $part"; exit 2 ;;
     esac
 done
-"$python" benchmarks/smoke.py "$out"
+"$python" -m benchmarks.show smoke "$out"

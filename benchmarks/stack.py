@@ -1,22 +1,36 @@
-"""A stack of Megatron's transformer layers to measure recomputation on."""
+"""Stacks of Megatron's transformer layers: to measure recomputation on, and packed micro-batches,
+on a group of ranks or as one rank of a group computes, where nothing is sent."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt import gpt_layer_specs as specs
-from megatron.core.transformer import TransformerConfig
-from torch import Tensor
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from torch import Tensor, nn
 
-from benchmarks.layers import Widths
+from benchmarks.layers import Mode, Widths
+from benchmarks.one_rank import Silent, passes_of_last
+from megatron_burst.attention import BurstAttentionFunction
 from megatron_burst.config import BurstConfig
+from megatron_burst.engine.passes import Passes
 from megatron_burst.errors import BurstError
+from megatron_burst.masks.documents import Documents
+from megatron_burst.masks.sample import Sample
+from megatron_burst.mcore import patches
+from megatron_burst.mcore.packed import consecutive_part
 from megatron_burst.mcore.patches import switch_on_keep
 from megatron_burst.mcore.specs import burst_spec
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.tools.job.model import Model
 
 
 def start(cpu: bool, cp_size: int) -> None:
@@ -32,13 +46,8 @@ def start(cpu: bool, cp_size: int) -> None:
 
 
 class Stack:
-    """The layers of a middle pipeline stage, without embedding and head.
-
-    Args:
-        widths: their sizes.
-        burst: whether attention is burst's; otherwise Megatron's own.
-        comm_type: `cp_comm_type` of Megatron's own.
-    """
+    """The layers of a middle pipeline stage, without embedding and head, with burst's attention, or
+    Megatron's own with this `cp_comm_type`."""
 
     def __init__(self, widths: Widths, burst: bool, comm_type: str = "p2p") -> None:
         cp_size = parallel_state.get_context_parallel_world_size()
@@ -49,14 +58,16 @@ class Stack:
                 "install --no-build-isolation -e '.[te]' in megatron_burst's checkout"
             )
         self.burst = burst and cp_size > 1
-        self._config = _config(widths, cp_size, "burst" if burst else comm_type)
-        make = specs.get_gpt_layer_with_transformer_engine_spec
-        spec = make() if HAVE_TE else specs.get_gpt_layer_local_spec(normalization="RMSNorm")
-        self._model = GPTModel(
-            self._config, burst_spec(spec) if self.burst else spec, vocab_size=8,
-            max_sequence_length=widths.seq, pre_process=False, post_process=False,
-            position_embedding_type="rope",
-        ).to(self._config.params_dtype)  # fmt: skip
+        comm_type = "burst" if burst else comm_type
+        self._config = config_of(
+            getattr(torch, widths.dtype),
+            num_layers=widths.layers, hidden_size=widths.hidden, ffn_hidden_size=widths.ffn,
+            num_attention_heads=widths.heads_q, num_query_groups=widths.heads_kv,
+            kv_channels=widths.head_dim, context_parallel_size=cp_size,
+            cp_comm_type=comm_type if cp_size > 1 else None,
+        )  # fmt: skip
+        spec = burst_spec(layer_spec()) if self.burst else layer_spec()
+        self._model = middle_stage(self._config, spec, widths.seq)
         shape = (widths.seq // cp_size, widths.batch, widths.hidden)
         device = next(self._model.parameters()).device
         self._hidden, self._dout = (
@@ -64,14 +75,15 @@ class Stack:
         )
         self._hidden.requires_grad_()
 
-    def set(self, recompute: str, burst: BurstConfig, layers: int | None = None) -> None:
-        """Choose how activations are recomputed, and what is kept.
+    def use(self, mode: Mode) -> None:
+        """Recompute and keep as a mode says."""
+        layers = max(1, len(self._model.decoder.layers) // 2) if mode.half_of_layers else None
+        offload = "results" if mode.offload else "none"
+        self.set(mode.recompute, BurstConfig(keep=mode.keep, keep_offload=offload), layers)
 
-        Args:
-            recompute: "full", "selective" (attention only) or "off".
-            burst: what is kept, and burst's other options.
-            layers: how many layers keep; None: all.
-        """
+    def set(self, recompute: str, burst: BurstConfig, layers: int | None = None) -> None:
+        """Choose how activations are recomputed ("full", "selective": attention only, or "off"),
+        what is kept with burst's other options, and in how many layers; None: all."""
         full = recompute == "full"
         self._config.recompute_granularity = "full" if full else None
         self._config.recompute_method = "uniform" if full else None
@@ -113,23 +125,31 @@ class Stack:
         return attend
 
 
-def _config(widths: Widths, cp_size: int, comm_type: str) -> TransformerConfig:
-    return config_of(
-        getattr(torch, widths.dtype),
-        num_layers=widths.layers, hidden_size=widths.hidden, ffn_hidden_size=widths.ffn,
-        num_attention_heads=widths.heads_q, num_query_groups=widths.heads_kv,
-        kv_channels=widths.head_dim, context_parallel_size=cp_size,
-        cp_comm_type=comm_type if cp_size > 1 else None,
+def layer_spec(**options: object) -> ModuleSpec:
+    """Megatron's spec of a layer with RMSNorm: TransformerEngine's where it is installed."""
+    if HAVE_TE:
+        return specs.get_gpt_layer_with_transformer_engine_spec(**options)
+    return specs.get_gpt_layer_local_spec(normalization="RMSNorm", **options)
+
+
+def packed_of(ends: Tensor, longest: int, **options: object) -> PackedSeqParams:
+    """Megatron's parameters of documents that end there, on the device; none is padded."""
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=ends,
+        cu_seqlens_kv_padded=ends, max_seqlen_q=longest, max_seqlen_kv=longest, **options,
     )  # fmt: skip
 
 
-def config_of(dtype: torch.dtype, **options: object) -> TransformerConfig:
-    """Megatron's configuration of a gated model with RMSNorm, without biases or dropout.
+def middle_stage(config: TransformerConfig, spec: ModuleSpec, rows: int) -> GPTModel:
+    """The layers of a middle pipeline stage, without embedding and head."""
+    return GPTModel(
+        config, spec, vocab_size=8, max_sequence_length=rows, pre_process=False,
+        post_process=False, position_embedding_type="rope",
+    ).to(config.params_dtype)  # fmt: skip
 
-    Args:
-        dtype: of weights and activations.
-        options: Megatron's, of sizes and all else.
-    """
+
+def config_of(dtype: torch.dtype, **options: object) -> TransformerConfig:
+    """Megatron's configuration of a gated model with RMSNorm, without biases or dropout."""
     cpu_mode = not torch.cuda.is_available()
     return TransformerConfig(
         gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
@@ -140,3 +160,85 @@ def config_of(dtype: torch.dtype, **options: object) -> TransformerConfig:
         apply_rope_fusion=HAVE_TE and not cpu_mode, persist_layer_norm=False,
         gradient_accumulation_fusion=False, **options,
     )  # fmt: skip
+
+
+@dataclass
+class Part:
+    """The micro-batch that one rank computes its part of; all layers share it."""
+
+    ends: Tensor  # boundaries of its documents, over all ranks
+    ranks: int  # how many
+    carrier: Silent  # between them
+    passes: Passes | None = None
+    documents: Documents | None = None
+
+
+class PartOfAttention(nn.Module):
+    """Core attention of the last rank of a group, without the others: on noise for their keys."""
+
+    part: Part  # set before each micro-batch
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Take what Megatron passes."""
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Attention of [t, h, d] tensors; returns [t, h * d]."""
+        part, q, k, v = self.part, query[None], key[None], value[None]
+        if part.passes is None:
+            part.passes = passes_of_last(part.carrier, part.ranks, q, k, v, Layout.DOCUMENTS)
+            sizes, sample = (q.shape[1], part.ranks), Sample(part.ends, None, None)
+            part.documents = Documents(sample, sizes, Layout.DOCUMENTS, q.device)
+        out, _ = BurstAttentionFunction.apply(q, k, v, None, part.passes, part.documents, 1)
+        return out[0].flatten(1)
+
+
+class PackedLayers:
+    """Layers with gradients, and the micro-batches of at most so many rows of a rank that they run;
+    `alone`: a rank's part of a group that is not there."""
+
+    def __init__(self, model: Model, dtype: torch.dtype, alone: bool, rows: int) -> None:
+        if not alone:
+            patches.apply("attention")  # RoPE follows a micro-batch's group
+        self._alone, ranks = alone, parallel_state.get_context_parallel_world_size()
+        self._carriers: dict[int, Silent] = {}  # whose memory is used again
+        config = config_of(
+            dtype, num_layers=model.layers, hidden_size=model.hidden, ffn_hidden_size=model.ffn,
+            num_attention_heads=model.heads_q, num_query_groups=model.heads_kv,
+            kv_channels=model.dim_qk, qk_layernorm=True, context_parallel_size=ranks,
+            cp_comm_type=None if alone else "burst",
+        )  # fmt: skip
+        spec = layer_spec(qk_layernorm=True)
+        if alone:
+            attention = spec.submodules.self_attention
+            attention.submodules = replace(attention.submodules, core_attention=PartOfAttention)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = middle_stage(config, spec if alone else burst_spec(spec), rows).to(device)
+        shape = rows, 1, model.hidden
+        self._hidden, self._dout = (torch.randn(shape, dtype=dtype, device=device) for _ in "io")
+
+    def micro_batch(self, lengths: Sequence[int], cp: int) -> Callable[[], None]:
+        """Forward and backward of documents on this rank, one of `cp`; lengths are multiples of
+        2 * cp."""
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        rows = int(ends[-1]) // cp
+        part = Part(ends, cp, self._carriers.setdefault(cp, Silent(cp - 1)))
+        hidden, dout = self._hidden[:rows].requires_grad_(), self._dout[:rows]
+        shared, options = (cp, {}) if self._alone else (1, _group(cp))
+        own = (ends // shared).to(hidden.device)
+        params = packed_of(own, max(lengths) // shared, **options)
+
+        def run() -> None:
+            PartOfAttention.part = part
+            self._model.set_input_tensor(hidden)
+            self._model(None, None, None, packed_seq_params=params).backward(dout)
+
+        return run
+
+
+def _group(cp: int) -> dict:
+    """What a micro-batch's parameters say of its group; none if it is all ranks."""
+    whole: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+    if cp == whole.size():
+        return {}
+    return {"cp_group": consecutive_part(whole, cp), "local_cp_size": cp}

@@ -1,22 +1,17 @@
-"""Whole training steps as tables of docs/benchmarks: `benchmarks.show docs` makes them."""
+"""Layers and whole training steps as tables of docs/benchmarks, which `benchmarks.show docs` makes,
+and layers' time against their memory as a picture."""
 
 from collections.abc import Sequence
 from itertools import compress
+from math import ceil
 from pathlib import Path
 
-from benchmarks.frontier_cases import FRONTIER_CSV, FULL, FrontierRow, problem_in
-from benchmarks.frontier_table import (
-    HEAD,
-    Point,
-    in_equal_memory,
-    line_of,
-    points_of,
-    shown,
-    speedup,
-)
-from benchmarks.ratios import Ratio, share_of_peak
+from benchmarks import tables
+from benchmarks.frontier_cases import FULL, problem_in
+from benchmarks.frontier_table import HEAD, Point, in_equal_memory, line_of, points_of, speedup
 from benchmarks.rows import read
-from benchmarks.slice_cases import SLICES_CSV, SliceRow
+from benchmarks.sheets import FRONTIER_CSV, SLICES_CSV, FrontierRow, Row, SliceRow
+from benchmarks.style import colours_of, legend_below, measured_on, optional, picture
 from megatron_burst.errors import require
 from megatron_burst.tools.units import in_units
 
@@ -27,16 +22,27 @@ _NAMES = {  # of settings of slices
     "megatron-keep": "Megatron, `p2p`, `--burst-keep all`",
 }  # fmt: skip
 _OURS = "burst", "burst-recompute"
+_FULL = {"burst": "none", "megatron": "full"}  # the mode that recomputes everything
+_A_LINE = 3  # panels
+_MODES = {  # of layers in pages, in their order
+    "megatron:full": "full recomputation, Megatron + TE p2p", "burst:none": "full recomputation",
+    "burst:half": "`--burst-keep half`",
+    "burst:all-half-layers": "`--burst-keep all`, half of the layers",
+    "burst:all": "`--burst-keep all`",
+    "burst:all-offload": "`--burst-keep all --burst-keep-offload results`",
+    "megatron:full-keep": "`--burst-keep all` with Megatron's TE p2p",
+    "burst:selective": "selective (attention only)",
+    "megatron:selective": "selective, Megatron + TE p2p", "burst:off": "no recomputation",
+    "megatron:off": "no recomputation, Megatron + TE p2p",
+    "burst:attention": "attention's forward alone",
+}  # fmt: skip
+_LEFT_OUT = ("megatron:attention",)
 Lines = list[list[str]]
 
 
 def frontier_lines(path: Path, runs: Sequence[str]) -> Lines:
-    """All settings of one run of `benchmarks/frontier.py`; its columns that have a figure.
-
-    Args:
-        path: of the CSV.
-        runs: the run, as its rows name it; its zone and seconds may be left out.
-    """
+    """All settings of one run of `benchmarks/frontier.py`, as its rows name it; zone and seconds
+    may be left out. Its columns that have a figure."""
     (rows,) = _runs(path, runs)
     points = points_of(rows)
     gains = in_equal_memory(points)
@@ -66,8 +72,8 @@ def _overview(rows: Sequence[FrontierRow]) -> list[str]:
     gain, best = gains[peer.name] if peer else (None, "")
     return [
         problem_in(rows[0]), _cell(full), _cell(auto),
-        shown(speedup(auto, full) if full else None, 2), _cell(peer), _cell(points.get(best)),
-        shown(gain, 3),
+        tables.shown(speedup(auto, full) if full else None, 2), _cell(peer),
+        _cell(points.get(best)), tables.shown(gain, 3),
     ]  # fmt: skip
 
 
@@ -80,13 +86,8 @@ def _cell(point: Point | None) -> str:
 
 
 def slice_lines(path: Path, sequences: Sequence[str]) -> Lines:
-    """Steps of `benchmarks/slices.py`, by length: burst beside each of Megatron's runs.
-
-    The last of burst's runs counts, and of Megatron's the last with each setting and commit.
-
-    Args:
-        path: of the CSV.
-        sequences: lengths in words, "256K".
+    """Steps of `benchmarks/slices.py`, by length in words, "256K": burst beside each of Megatron's
+    runs. The last of burst's runs counts, and of Megatron's the last with each setting and commit.
     """
     head = ["tokens, layers", "setting", "s (min-max)", "tokens/s a GPU", "TFLOP/s a GPU", "MFU",
             "GiB", "burst: times as fast"]  # fmt: skip
@@ -98,11 +99,11 @@ def slice_lines(path: Path, sequences: Sequence[str]) -> Lines:
 
 
 def _slice(row: SliceRow, ours: SliceRow) -> list[str]:
-    share = share_of_peak(row.tflops_per_gpu, row.gpu)
+    share = tables.share_of_peak(row.tflops_per_gpu, row.gpu)
     digits = 3 if ours.ms < 1e3 else 2
     times = row.ms, row.ms_min, row.ms_max
     middle, least, most = (f"{ms / 1e3:.{digits}f}" for ms in times)
-    gain = "-" if row is ours else f"{Ratio.of(ours, row).value:.{digits}f}"
+    gain = "-" if row is ours else f"{tables.Ratio.of(ours, row).value:.{digits}f}"
     return [
         f"{in_units(row.seq)}, {row.layers}", _NAMES[row.impl], f"{middle} ({least}-{most})",
         f"{row.tokens_per_s_per_gpu:.0f}", f"{row.tflops_per_gpu:.0f}", f"{100 * share:.1f} %",
@@ -120,3 +121,74 @@ def _runs(path: Path, names: Sequence[str]) -> list[list[FrontierRow]]:
             "their rows", name, "name one of its runs",
         )])  # fmt: skip
     return found
+
+
+def trade_table(rows: Sequence[Row]) -> str:
+    """Markdown: one line a length and mode, with time and memory beside full recomputation's."""
+
+    def of_full(row: Row) -> str:
+        mode = row.impl, _FULL[row.impl]
+        full = (one for one in rows if one.ms and (one.seq, one.impl, one.mode) == (row.seq, *mode))
+        ratio = tables.Ratio.of(next(full, None), row)
+        return f"{ratio.value:.3f}" if ratio else "-"
+
+    def times(row: Row) -> str:
+        return f"{row.ms:.1f} ({row.ms_min:.1f}-{row.ms_max:.1f})" if row.ms else "-"
+
+    columns = {
+        "S": lambda row: in_units(row.seq),
+        "mode": lambda row: f"{row.impl}:{row.mode}",
+        "ms (min-max)": times,
+        "of full recompute": of_full,
+        "TFLOP/s per GPU": lambda row: f"{row.tflops_per_gpu:.3g}" if row.ms else "-",
+        "GiB": lambda row: tables.shown(row.peak_gib if row.ms else None, 2),
+        "status": lambda row: row.status if row.status == "ok" else f"{row.status}: {row.note}",
+    }
+    return tables.listed(columns, sorted(rows, key=lambda row: row.seq))
+
+
+def modes_by_length(rows: Sequence[Row]) -> str:
+    """Markdown: a line a mode, a column a length, with milliseconds and GiB of its last row."""
+    cells = {(f"{row.impl}:{row.mode}", row.seq): row for row in rows if row.ms}
+    tables.check_named("mode", (mode for mode, _ in cells), {*_MODES, *_LEFT_OUT}, "steps_table.py")
+    layers = {row.seq: int(row.note.split()[0]) for row in cells.values()}
+    heads = {
+        n: f"{in_units(n)}, {layers[n]} layer{'s' * (layers[n] > 1)}"
+        for n in sorted({seq for _, seq in cells})
+    }
+    lines = {mode: [name] for mode, name in _MODES.items()}
+    return tables.crossed(
+        ["ms, GiB"], lines, heads, lambda *key: tables.time_and_peak(cells.get(key))
+    )
+
+
+@optional
+def draw_trade(rows: Sequence[Row], stem: Path) -> list[Path]:
+    """Write `STEM_trade.png`, memory across and time upwards, one panel a length; returns the file,
+    or nothing where Matplotlib is missing or nothing has both figures."""
+    able = [row for row in rows if row.ms and row.peak_gib is not None]
+    lengths = sorted({row.seq for row in able})
+    if not lengths:
+        return []
+    colours = colours_of(f"{row.impl}:{row.mode}" for row in able)
+    across = min(len(lengths), _A_LINE)
+    lines = ceil(len(lengths) / across)
+    path = stem.with_name(f"{stem.name}_trade.png")
+    with picture(path, 4 * across + 1, 4 * lines + 0.8) as figure:
+        for place, seq in enumerate(lengths):
+            axis = figure.add_subplot(lines, across, 1 + place)
+            own = [row for row in able if row.seq == seq]
+            for row in own:  # burst's in circles, Megatron's in squares
+                name, bars = f"{row.impl}:{row.mode}", (row.ms - row.ms_min, row.ms_max - row.ms)
+                axis.errorbar(
+                    row.peak_gib, row.ms, [[bar] for bar in bars], color=colours[name], label=name,
+                    marker="o" if row.impl == "burst" else "s", linestyle="none", capsize=3,
+                )  # fmt: skip
+            axis.set(title=f"{in_units(seq)} tokens", xlabel="peak GiB above weights and gradients")
+            axis.set(ylabel="ms, forward + backward")
+            axis.margins(0.08)
+            axis.set_xlim(0, 1.06 * max(row.peak_gib for row in own))
+            axis.grid(alpha=0.3)
+        legend_below(figure, fontsize=8)
+        figure.suptitle(f"layers with their ways to recompute: {measured_on(able)}")
+    return [path]

@@ -1,7 +1,11 @@
 """What all pictures of results share: one colour for each implementation and mode, and words for
 the GPUs and days of their rows."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -95,9 +99,8 @@ def legend_below(figure: Any, columns: int = 6, **style: Any) -> None:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     count = min(len(handles), columns) or 1
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=count, **style
-    )
+    where = {"loc": "outside lower center", "ncols": count, **style}
+    figure.legend(handles.values(), handles.keys(), **where)
 
 
 def _short(gpu: str) -> str:
@@ -105,3 +108,23 @@ def _short(gpu: str) -> str:
     name = gpu.partition(";")[0].removeprefix("NVIDIA ")
     preset = name.removeprefix("predicted for ")
     return f"predicted for {preset.upper()}" if preset != name else name.partition(" ")[0]
+
+
+def optional(draw: Callable[..., list[Path]]) -> Callable[..., list[Path]]:
+    """The same function, which draws no picture where Matplotlib is missing."""
+
+    @wraps(draw)
+    def drawn(*args: Any) -> list[Path]:
+        return draw(*args) if find_spec("matplotlib") else []
+
+    return drawn
+
+
+@contextmanager
+def picture(path: Path, width: float, height: float, dpi: int = 130) -> Iterator[Any]:
+    """A Matplotlib figure, written when its block ends."""
+    from matplotlib.figure import Figure  # which may be missing
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    yield figure
+    figure.savefig(path, dpi=dpi)

@@ -1,12 +1,11 @@
 """What one GPU does during one forward and backward pass of burst attention, as CSV and picture.
 
-torchrun --nproc-per-node 4 benchmarks/timeline.py record --seq 131072 --heads 32/8 OUT.csv
-python benchmarks/timeline.py draw OUT.csv docs/timeline.png --title "4 x H200, 2026-11-21: ..."
+torchrun --nproc-per-node 4 -m benchmarks.timeline record --seq 131072 --heads 32/8 OUT.csv
+python -m benchmarks.timeline draw OUT.csv docs/timeline.png --title "4 x H200, 2026-11-21: ..."
 """
 
 import csv
 import os
-import sys
 from math import inf
 from pathlib import Path
 from typing import Annotated
@@ -14,13 +13,13 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
-from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, profile
+from typer import Argument, Option
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
-
+from benchmarks.cases import one_head_count
 from benchmarks.impls import burst_config
-from benchmarks.style import SERIES, legend_below
+from benchmarks.runner import App
+from benchmarks.style import SERIES, legend_below, picture
 from megatron_burst.attention import burst_attention
 
 KINDS = (  # what a kernel's name contains, what it is, its colour; the first that fits counts
@@ -35,18 +34,18 @@ KINDS = (  # what a kernel's name contains, what it is, its colour; the first th
     ("mem", "copy, fill", SERIES[8]),
     ("", "other", SERIES[6]),
 )
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = App()
 
 
 @app.command()
 def record(
     out: Path,
-    seq: Annotated[int, typer.Option(help="tokens of the whole sequence")] = 65536,
-    heads: Annotated[str, typer.Option(help="query heads / KV heads")] = "32/8",
+    seq: Annotated[int, Option(help="tokens of the whole sequence")] = 65536,
+    heads: Annotated[str, Option(help="query heads / KV heads")] = "32/8",
     modes: Annotated[
-        str, typer.Option(help="configurations, separated by ;")
+        str, Option(help="configurations, separated by ;")
     ] = "intra=gather,transfer=pull;intra=gather,transfer=send;intra=ring",
-    nodes: Annotated[int, typer.Option(help="pretend so many, with sockets between them")] = 1,
+    nodes: Annotated[int, Option(help="pretend so many, with sockets between them")] = 1,
 ) -> None:
     """Profile one pass of each mode on every rank; rank 0 writes its own."""
     if out.exists():
@@ -57,7 +56,7 @@ def record(
         modes = ";".join(f"{mode},nodes={nodes}" for mode in modes.split(";"))
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    num_q, num_kv = map(int, heads.split("/"))
+    num_q, num_kv = one_head_count(heads, "benchmarks.timeline")
     q, k, v, dout = (
         torch.randn(seq // dist.get_world_size(), 1, h, 128, device="cuda").bfloat16()
         for h in (num_q, num_kv, num_kv, num_q)
@@ -88,42 +87,35 @@ def _one_pass(leaves, dout, mode) -> None:
 
 
 def _kernels(profiler) -> list[tuple]:
-    events = [
-        event
-        for event in profiler.profiler.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0
-    ]
+    cuda, every = torch.autograd.DeviceType.CUDA, profiler.profiler.kineto_results.events()
+    events = [one for one in every if one.device_type() == cuda and one.duration_ns() > 0]
     first = max(event.end_ns() for event in events if "spin" in event.name())  # ranks have met
     rows = [
         (
-            event.device_resource_id(),
-            event.name()[:80],
-            (event.start_ns() - first) / 1e3,
+            event.device_resource_id(), event.name()[:80], (event.start_ns() - first) / 1e3,
             event.duration_ns() / 1e3,
         )
-        for event in events
-        if event.start_ns() >= first
-    ]
+        for event in events if event.start_ns() >= first
+    ]  # fmt: skip
     return sorted(rows, key=lambda row: row[2])
 
 
 @app.command()
 def draw(
     source: Path,
-    picture: Path,
-    title: Annotated[str, typer.Option(help="GPUs, day and problem, which the CSV lacks")],
+    path: Annotated[Path, Argument(metavar="PICTURE")],
+    title: Annotated[str, Option(help="GPUs, day and problem, which the CSV lacks")],
 ) -> None:
     """One panel a mode, one line a stream, which is named for what it carries."""
     with source.open() as file:
         rows = list(csv.DictReader(file))
     modes = list(dict.fromkeys(row["mode"] for row in rows))
-    figure = Figure(figsize=(14, 2.2 * len(modes) + 1), layout="constrained")
-    axes = figure.subplots(len(modes), 1, squeeze=False)[:, 0]
-    for axis, mode in zip(axes, modes, strict=True):
-        _panel(axis, mode, [row for row in rows if row["mode"] == mode])
-    legend_below(figure, columns=5)
-    figure.suptitle(title)
-    figure.savefig(picture, dpi=130)
+    with picture(path, 14, 2.2 * len(modes) + 1) as figure:
+        axes = figure.subplots(len(modes), 1, squeeze=False)[:, 0]
+        for axis, mode in zip(axes, modes, strict=True):
+            _panel(axis, mode, [row for row in rows if row["mode"] == mode])
+        legend_below(figure, columns=5)
+        figure.suptitle(title)
 
 
 def _panel(axis, mode: str, rows: list[dict]) -> None:
@@ -132,14 +124,11 @@ def _panel(axis, mode: str, rows: list[dict]) -> None:
     for row in rows:
         _, label, colour = _kind(row["name"])
         span = ((float(row["start_us"]) - first) / 1e3, float(row["duration_us"]) / 1e3)
-        axis.broken_barh(
-            [span], (streams.index(row["stream"]) - 0.4, 0.8), color=colour, label=label
-        )
+        place = streams.index(row["stream"]) - 0.4, 0.8
+        axis.broken_barh([span], place, color=colour, label=label)
     end = max(float(row["start_us"]) + float(row["duration_us"]) for row in rows) - first
-    axis.set(
-        title=f"{mode}: {end / 1e3:.1f} ms", xlabel="ms", yticks=range(len(streams)), xlim=(0, None)
-    )
-    axis.set_yticklabels([lane_of(rows, stream) for stream in streams])
+    axis.set(title=f"{mode}: {end / 1e3:.1f} ms", xlabel="ms", xlim=(0, None))
+    axis.set_yticks(range(len(streams)), [lane_of(rows, stream) for stream in streams])
 
 
 def lane_of(rows: list[dict], stream: str) -> str:

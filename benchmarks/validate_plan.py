@@ -1,8 +1,8 @@
 """The planner's predictions against measurements: a table, a plot, and what was fitted.
 
-python benchmarks/validate_plan.py             all results; writes docs/planner_errors.*
-python benchmarks/validate_plan.py MINE.csv    prints the table
-python benchmarks/validate_plan.py MINE.csv --predictions P.csv    beside what predict.py wrote
+python -m benchmarks.validate_plan             all results; writes docs/planner_errors.*
+python -m benchmarks.validate_plan MINE.csv    prints the table
+python -m benchmarks.validate_plan MINE.csv --predictions P.csv    beside what predict.py wrote
 
 Speeds of the H200's preset were fitted to one node's rows of 64K and 256K tokens only. Rows of
 other implementations, of CPUs and failures are not predicted, and counted as such.
@@ -17,15 +17,14 @@ from statistics import median
 from typing import Annotated
 
 import typer
-from matplotlib.figure import Figure
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
+from typer import Argument, Option
 
 from benchmarks.planned import Prediction, is_of_layers, is_standin, predict
-from benchmarks.rows import ANY_CSV, ANY_PACKED_CSV, COLUMNS, SUPERSEDED, Row, is_packed, read
-from benchmarks.style import SERIES, legend_below, measured_on
+from benchmarks.rows import SUPERSEDED, is_packed, read
+from benchmarks.runner import App
+from benchmarks.sheets import ANY_CSV, ANY_PACKED_CSV, COLUMNS, Row
+from benchmarks.style import SERIES, legend_below, measured_on, picture
 from megatron_burst.tools.hardware_file import hardware as hardware_of
-from megatron_burst.tools.terminal import in_one_sentence
 from megatron_burst.tools.units import in_units
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +41,7 @@ KINDS = (  # what is summed up apart
     "TransformerEngine's p2p on several nodes",
 )  # fmt: skip
 Predictor = Callable[[Row], Prediction | None]
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = App()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,18 +132,13 @@ def _order(one: Compared) -> tuple:
 
 
 def choices(compared: Sequence[Compared]) -> list[float]:
-    """How much slower the schedule predicted fastest is than the best measured one.
-
-    One number for each problem and pass that was measured with several schedules in one run.
-    """
+    """How much slower the schedule predicted fastest is than the best measured one, for each
+    problem and pass that was measured with several schedules in one run."""
     problems: dict[tuple, list[Compared]] = {}
     for one in compared:
         row = one.row
-        if (
-            row.impl == "burst"
-            and not is_of_layers(row)
-            and not row.mode.startswith(("backend", "deterministic", "overlap"))
-        ):
+        varied = not row.mode.startswith(("backend", "deterministic", "overlap"))
+        if row.impl == "burst" and varied and not is_of_layers(row):
             key = (row.date, row.nodes, row.seq, row.heads_q, row.heads_kv, row.mask, row.pass_)
             problems.setdefault(key, []).append(one)
     losses = []
@@ -162,26 +156,26 @@ def choices(compared: Sequence[Compared]) -> list[float]:
 
 def draw(compared: Sequence[Compared], path: Path) -> None:
     """Predicted against measured time, and the errors beside it."""
-    figure = Figure(figsize=(11, 5.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for kind, colour in zip(KINDS, SERIES, strict=False):
-        for kernel, marker in ((False, "o"), (True, "^")):
-            some = [c for c in compared if c.kind == kind and (c.row.impl == "ceiling") == kernel]
-            if not some:
-                continue
-            name = f"{kind}{', the kernel alone' if kernel else ''}"
-            style = {"c": colour, "marker": marker, "s": 24, "alpha": 0.6, "label": name}
-            left.scatter([c.row.ms for c in some], [c.predicted.ms for c in some], **style)
-            right.scatter([c.row.ms for c in some], [100 * c.error for c in some], **style)
-    ends = [min(c.row.ms for c in compared), max(c.row.ms for c in compared)]
-    left.plot(ends, ends, c="0.5", lw=0.8)
-    left.set(xscale="log", yscale="log", xlabel="measured ms", ylabel="predicted ms")
-    right.axhspan(-10, 10, color="0.93", zorder=0)
-    right.axhline(0, c="0.5", lw=0.8)
-    right.set(xscale="log", xlabel="measured ms", ylabel="error of the prediction, %")
-    legend_below(figure, columns=2, fontsize=8)
-    figure.suptitle(f"predicted and measured: {measured_on(one.row for one in compared)}")
-    figure.savefig(path, dpi=110)
+    with picture(path, 11, 5.4, 110) as figure:
+        left, right = figure.subplots(1, 2)
+        for kind, colour in zip(KINDS, SERIES, strict=False):
+            for kernel, marker in ((False, "o"), (True, "^")):
+                own = (c for c in compared if c.kind == kind)
+                some = [c for c in own if (c.row.impl == "ceiling") == kernel]
+                if not some:
+                    continue
+                name = f"{kind}{', the kernel alone' if kernel else ''}"
+                style = {"c": colour, "marker": marker, "s": 24, "alpha": 0.6, "label": name}
+                left.scatter([c.row.ms for c in some], [c.predicted.ms for c in some], **style)
+                right.scatter([c.row.ms for c in some], [100 * c.error for c in some], **style)
+        ends = [min(c.row.ms for c in compared), max(c.row.ms for c in compared)]
+        left.plot(ends, ends, c="0.5", lw=0.8)
+        left.set(xscale="log", yscale="log", xlabel="measured ms", ylabel="predicted ms")
+        right.axhspan(-10, 10, color="0.93", zorder=0)
+        right.axhline(0, c="0.5", lw=0.8)
+        right.set(xscale="log", xlabel="measured ms", ylabel="error of the prediction, %")
+        legend_below(figure, columns=2, fontsize=8)
+        figure.suptitle(f"predicted and measured: {measured_on(one.row for one in compared)}")
 
 
 def report(rows: Sequence[Row], compared: Sequence[Compared]) -> list[str]:
@@ -219,24 +213,23 @@ def _read(csvs: Sequence[Path]) -> list[Row]:
 
 @app.command()
 def main(
-    csvs: Annotated[list[Path] | None, typer.Argument(help="default: benchmarks/results")] = None,
-    hardware: Annotated[str, typer.Option(help="default: the preset of each row's GPU")] = "",
+    csvs: Annotated[list[Path] | None, Argument(help="default: benchmarks/results")] = None,
+    hardware: Annotated[str, Option(help="default: the preset of each row's GPU")] = "",
     predictions: Annotated[
-        list[Path] | None, typer.Option(help="of predict.py; default: predicted now")
+        list[Path] | None, Option(help="of predict.py; default: predicted now")
     ] = None,
     docs: Annotated[
-        Path, typer.Option(help="folder of planner_errors.*, written for the default rows")
+        Path, Option(help="folder of planner_errors.*, written for the default rows")
     ] = ROOT / "docs",
 ) -> None:
     """Compare every row; print medians; write or print the table."""
-    with in_one_sentence():
-        rows = _read(csvs or results())
-        machine = hardware_of(hardware) if hardware else None
-        made = _read(predictions or ())
-        compared = compare(rows, written(made) if made else lambda row: predict(row, machine))
-    said = [f"Before it was measured, by the {one}." for one in {one.versions for one in made}]
-    said += report(rows, compared)
-    typer.echo("\n".join(said))
+    rows = _read(csvs or results())
+    machine = hardware_of(hardware) if hardware else None
+    made = _read(predictions or ())
+    compared = compare(rows, written(made) if made else lambda row: predict(row, machine))
+    by = dict.fromkeys(one.versions for one in made)
+    said = [f"Before it was measured, by the {one}." for one in by]
+    typer.echo("\n".join([*said, *report(rows, compared)]))
     if csvs or predictions or hardware:
         csv.writer(sys.stdout).writerows([HEAD, *table(compared)])
         return

@@ -1,10 +1,11 @@
-"""Generates pages from the code: flags, the command line, errors.
+"""Generates pages from the code: flags, the command line, errors, columns of CSVs.
 
 python docs/reference_pages.py
 """
 
 import ast
 import re
+import runpy
 from argparse import SUPPRESS, Action, ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
@@ -210,11 +211,41 @@ def _filled_in(node: ast.AST) -> str:
     return re.sub(r"\b(?:o|self)\.", "", ast.unparse(node))
 
 
+def csvs() -> str:
+    """Columns of the benchmarks' CSVs: which each kind has, and what they mean."""
+    sheets = runpy.run_path(str(DOCS.parent / "benchmarks" / "sheets.py"))
+    kinds = {}
+    for name, each in sheets.items():
+        if name.endswith("_CSV"):
+            kinds.setdefault(each.kind, each.writer)
+    lines = [
+        "# Columns of the CSVs",
+        "",
+        "All CSVs below `benchmarks/results` and `benchmarks/predictions` have rows of these "
+        "kinds, generated from `benchmarks/sheets.py`. A column has one meaning in all of them. A "
+        "last column `superseded`, where there is one, has the commit that made a row obsolete "
+        "([rows stay](../benchmarks/method.md#rows-stay)).",
+        "",
+        "| written by | columns |",
+        "| --- | --- |",
+    ]
+    for kind, writer in kinds.items():
+        columns = ", ".join(f"`{column}`" for column in sheets["columns_of"](kind))
+        lines.append(f"| `{writer}` | {columns} |")
+    lines += ["", "Numbers are empty where nothing was measured.", ""]
+    lines += ["| column | type | meaning |", "| --- | --- | --- |"]
+    for name, row in sheets["GLOSSARY"].items():
+        meaning = row["meaning"].replace("|", "\\|")
+        lines.append(f"| `{name.rstrip('_')}` | {row['type']} | {meaning} |")
+    return "\n".join([*lines, ""])
+
+
 PAGES = {
     "reference/api.md": python,
     "reference/flags.md": flags,
     "reference/command-line.md": command_line,
     "reference/errors.md": refusals,
+    "reference/csv.md": csvs,
 }
 
 if __name__ == "__main__":

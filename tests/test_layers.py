@@ -118,6 +118,29 @@ def test_package_docstrings_and_contributing_name_modules_that_exist():
         assert (PACKAGE / folder).is_dir() or (PACKAGE.parent / folder).is_dir(), folder
 
 
+def test_the_benchmarks_only_get_smaller():
+    """One runner, one row format and one table maker: a new benchmark declares its cases."""
+    files = [*(PACKAGE.parent / "benchmarks").rglob("*.py")]
+    lines = sum(len(path.read_text().splitlines()) for path in files)
+    print(f"benchmarks: {len(files)} files, {lines} lines")
+    assert 30 < len(files) <= 55 and lines <= 10_000
+
+
+def test_no_benchmarks_import_each_other_in_a_circle():
+    """Not even within functions, or for types."""
+    paths = {path.stem: path for path in (PACKAGE.parent / "benchmarks").glob("*.py")}
+    edges = {}
+    for name, path in paths.items():
+        nodes = [node for node in ast.walk(ast.parse(path.read_text()))
+                 if isinstance(node, ast.ImportFrom)]  # fmt: skip
+        named = {node.module.partition(".")[2] for node in nodes
+                 if (node.module or "").startswith("benchmarks.")}  # fmt: skip
+        named |= {a.name for node in nodes if node.module == "benchmarks" for a in node.names}
+        edges[name] = named & paths.keys()
+    assert sum(map(len, edges.values())) > 100
+    TopologicalSorter(edges).prepare()  # raises CycleError
+
+
 def test_only_mcore_imports_megatron():
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()

@@ -1,6 +1,6 @@
 """CSV rows as a run would write them, with times chosen by hand."""
 
-from benchmarks.rows import Row
+from benchmarks.sheets import Row
 
 COMMON = {
     "date": "2026-01-02T03:04:05+00:00",

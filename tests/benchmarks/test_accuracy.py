@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from benchmarks.accuracy import ACCURACY_CSV, HEADS, TENSORS, AccuracyRow, curves
+from benchmarks.accuracy import HEADS, TENSORS, curves
 from benchmarks.rows import append
+from benchmarks.sheets import ACCURACY_CSV, AccuracyRow
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -14,8 +15,18 @@ def test_real_ranks_of_all_files_and_simulated_ones_of_the_last(tmp_path):
         kinds = ("burst", "ring", 1, True), ("burst", "ring", 4, True), ("te", "p2p", 4, False)
         errors = of_one, 1.2 * of_one, 1.5 * of_one
         rows = [
-            AccuracyRow(*kind, 8, 8, 256, "dk", error)
-            for kind, error in zip(kinds, errors, strict=True)
+            AccuracyRow(
+                impl=impl,
+                mode=mode,
+                ranks=ranks,
+                simulated=simulated,
+                heads_q=8,
+                heads_kv=8,
+                seq=256,
+                tensor="dk",
+                error=error,
+            )
+            for (impl, mode, ranks, simulated), error in zip(kinds, errors, strict=True)
         ]
         append(path, rows, ACCURACY_CSV)
     found = curves(files)[8, 8, "dk"]

@@ -9,7 +9,8 @@ import torch
 
 from benchmarks.cases import Case
 from benchmarks.impls import impls_of
-from benchmarks.rows import COLUMNS, read
+from benchmarks.rows import read
+from benchmarks.sheets import COLUMNS
 from megatron_burst.tools.terminal import Progress
 from tests.ranks import preload, run_ranks
 
@@ -27,7 +28,8 @@ TOGETHER = ["burst", "burst", "te", "te", "te", "te", "ceiling"]
 def bench(rank, folder):
     """What every rank has after a run, after a run without timing, and after a failure on rank 0
     only."""
-    from benchmarks.attention import Plan, measure
+    from benchmarks.attention import measure
+    from benchmarks.runner import Plan
     from megatron_burst.tools.world import attempt, world_of
 
     world, said = world_of("cpu"), []
@@ -159,7 +161,7 @@ def stub_world(others, answers=()):
 
 
 def test_turns_alternate_in_order_and_the_slowest_rank_counts():
-    from benchmarks.sweep import interleave
+    from benchmarks.runner import interleave
 
     order = []
     runs = {name: lambda name=name: order.append(name) for name in "abc"}
@@ -172,7 +174,7 @@ def test_turns_alternate_in_order_and_the_slowest_rank_counts():
 
 
 def test_repetitions_end_when_time_is_up():
-    from benchmarks.sweep import interleave
+    from benchmarks.runner import interleave
 
     order = []
     world = stub_world({"a": [1.0, 1.0]}, answers=(False, True))
@@ -200,8 +202,8 @@ def test_tensors_are_the_views_of_one_projection(heads, is_view):
 
 def wrong_answers(rank):
     """Trials of a correct implementation and of one that drops a factor in dk."""
+    from benchmarks.bench import try_out
     from benchmarks.peers import Burst, draw_shard
-    from benchmarks.trial import try_out
     from megatron_burst.tools.world import world_of
 
     class Wrong(Burst):

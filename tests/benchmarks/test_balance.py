@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.balance import BALANCE_CSV, RULES, Batch, app
-from benchmarks.balance_ahead import mixed
-from benchmarks.balance_documents import KINDS, draw
-from benchmarks.balance_peers import dynamic_cp, fills, wlb
+from benchmarks.balance import RULES, Batch, app, dynamic_cp, fills, mixed, wlb
+from benchmarks.documents import BATCHES, draw
 from benchmarks.rows import read
+from benchmarks.sheets import BALANCE_CSV
 from megatron_burst.balance import BatchGrid, Costs
 from megatron_burst.balance.packing import best_fit, sequential
 
@@ -24,7 +23,7 @@ PREDICTED = Path(__file__).parents[2] / "benchmarks" / "predictions" / "balance_
 LIMIT = 1 << 14
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BATCHES)
 def test_peers_pack_each_document_once_within_the_limit(kind):
     lengths = draw(kind, 400, 0, LIMIT)
     assert lengths == draw(kind, 400, 0, LIMIT) != draw(kind, 400, 1, LIMIT)
@@ -64,7 +63,7 @@ def test_a_tiny_run_appends_rows_and_shows_them(tmp_path):
     done = CliRunner().invoke(app, ["simulate", str(out), *options.split()])
     assert done.exit_code == 0, done.output
     rows = read([out], BALANCE_CSV)
-    assert len(rows) == 2 * len(KINDS) * 2 * 3
+    assert len(rows) == 2 * len(BATCHES) * 2 * 3
     assert all(row.step_s >= row.bound_s for row in rows if row.pp == 1)
     shown = CliRunner().invoke(app, ["table", str(out)]).output.splitlines()
     assert len(shown) == 2 + len(rows) // 3
@@ -80,7 +79,7 @@ def test_the_rows_kept_have_every_rule_and_case():
         rows = list(csv.DictReader(file))
     assert {row["rule"] for row in rows} == set(RULES)
     assert {(row["dp"], row["pp"]) for row in rows} >= {("8", "1"), ("8", "4"), ("32", "1")}
-    assert {row["documents"] for row in rows} == set(KINDS)
+    assert {row["documents"] for row in rows} == set(BATCHES)
     ours = [row for row in rows if row["rule"].startswith("balanced")]
     assert np.isfinite([float(row["step_s"]) for row in ours]).all()
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.balance_table import COSTS_CSV, STEPS_CSV, CostRow, costs_in, table_of
+from benchmarks.balance_measured import costs_in, table_of
 from benchmarks.rows import append, read
+from benchmarks.sheets import COSTS_CSV, STEPS_CSV, CostRow
 from megatron_burst import burst_attention
 from megatron_burst.balance import Costs
 
@@ -45,7 +46,8 @@ def test_errors_are_of_drawn_micro_batches_and_costs_of_the_others():
 def test_a_rank_s_part_has_the_mask_of_its_documents():
     """With one rank the part is all: guards against documents that see each other, whose area is
     not that of the row."""
-    from benchmarks.balance_layers import Part, PartOfAttention, Silent
+    from benchmarks.one_rank import Silent
+    from benchmarks.stack import Part, PartOfAttention
 
     q, k, v = torch.randn(3, 24, 2, 16).unbind()
     ends = torch.tensor([0, 10, 24], dtype=torch.int32)

@@ -4,18 +4,16 @@ import re
 from dataclasses import replace
 from statistics import geometric_mean
 
-from benchmarks.balance_table import STEPS_CSV
-from benchmarks.frontier_cases import FRONTIER_CSV, FULL, MODELS
+from benchmarks.compared import compare
+from benchmarks.frontier_cases import FULL, MODELS
 from benchmarks.frontier_cases import FULL_OF_BURST as OURS
 from benchmarks.frontier_table import in_equal_memory, points_of, runs_in, speedup, spread_of
 from benchmarks.limits import FOUR as NODE
 from benchmarks.limits import sheet as rows_of
 from benchmarks.planned import predict
-from benchmarks.ratios import Ratio
-from benchmarks.rows import RECOMPUTE_CSV
+from benchmarks.sheets import FRONTIER_CSV, RECOMPUTE_CSV, SLICES_CSV, STEPS_CSV
 from benchmarks.show import ROOT
-from benchmarks.slice_cases import SLICES_CSV
-from benchmarks.tables import compare
+from benchmarks.tables import Ratio
 
 NODES = "attention_2x2xh200"
 README = ROOT / "README.md"

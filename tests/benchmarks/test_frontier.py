@@ -14,16 +14,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.frontier_cases import (
-    FRONTIER_CSV,
-    MODELS,
-    Sample,
-    chosen,
-    flops_of,
-    settings_of,
-)
+from benchmarks.frontier_cases import MODELS, Sample, chosen, flops_of, settings_of
 from benchmarks.frontier_table import spread_of
 from benchmarks.rows import append, read
+from benchmarks.sheets import FRONTIER_CSV
 from megatron_burst.errors import BurstError
 from tests.ranks import preload, run_ranks
 

@@ -7,9 +7,10 @@ from statistics import median
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.frontier_cases import FRONTIER_CSV, MODELS, settings_of
+from benchmarks.frontier_cases import MODELS, settings_of
 from benchmarks.frontier_planned import app, compare, predicted_now, strategy_of
 from benchmarks.rows import append, read
+from benchmarks.sheets import FRONTIER_CSV
 from megatron_burst.recompute.auto.budget import Placed
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.strategy import Strategy

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.frontier_cases import FRONTIER_CSV, MODELS, FrontierRow, Sample, columns_of
+from benchmarks.frontier_cases import MODELS, Sample, columns_of
 from benchmarks.frontier_table import (
     frontier_table,
     hull_of,
@@ -18,6 +18,7 @@ from benchmarks.frontier_table import (
     spread_of,
 )
 from benchmarks.rows import append, read
+from benchmarks.sheets import FRONTIER_CSV, FrontierRow
 
 
 def row(name: str, each: str, peak: float | None, **others) -> FrontierRow:
@@ -124,7 +125,7 @@ def test_names_of_points_cover_neither_lines_nor_each_other():
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    from benchmarks.labels import name_points
+    from benchmarks.frontier_plot import name_points
 
     figure = Figure()
     axis = figure.subplots()

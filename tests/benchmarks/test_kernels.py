@@ -5,12 +5,11 @@ from pathlib import Path
 from time import monotonic
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from benchmarks.candidates import candidates
-from benchmarks.kernels import Case, Row, compile_all, run_once, save
-from benchmarks.kernels_table import main, table
+from benchmarks.kernel_turns import Case, candidates, compile_all, save
+from benchmarks.kernels import app, run_once, table
+from benchmarks.sheets import KernelRow
 from megatron_burst.kernels.backends import backends
 from megatron_burst.kernels.triton_tiles import KernelPass
 
@@ -41,12 +40,12 @@ def test_tables_take_the_newest_rows_and_leave_out_what_failed(tmp_path):
     about = dict(
         gpu="g", torch="2", heads_q=32, heads_kv=8, dim=64, causal=True, direction="forward"
     )
-    standard = Row(**about, seq=8, what="fa4", ms=1.0, tflops=700.0)
+    standard = KernelRow(**about, seq=8, what="fa4", ms=1.0, tflops=700.0)
     standard = replace(standard, ratio=1.0, ratio_least=1.0, ratio_most=1.0)
     ours = replace(standard, what="triton", tflops=1.0, ratio=0.1, ratio_least=0.1, ratio_most=0.1)
     newer = replace(ours, tflops=300.0, ratio=0.5, ratio_least=0.4, ratio_most=0.6)
     longer = replace(newer, seq=16, tflops=500.0, ratio=0.7, ratio_most=0.8)
-    failed = Row(**about, seq=8, what="te", note="out of memory")
+    failed = KernelRow(**about, seq=8, what="te", note="out of memory")
     save(tmp_path / "rows.csv", [standard, ours, failed, newer, longer])
     head, _, line = table(tmp_path / "rows.csv").splitlines()
     assert head == "| head dimension | mask | direction | `fa4` | `triton` |"
@@ -64,10 +63,8 @@ def test_a_csv_of_another_benchmark_is_refused_in_one_sentence(tmp_path):
         tmp_path / "none.csv": "no such file",
         measured: "no column torch and 28 other differences; name",
     }
-    app = typer.Typer()
-    app.command()(main)
     for path, words in got.items():
-        done = CliRunner().invoke(app, [str(path)])
+        done = CliRunner().invoke(app, [str(path), "--table"])
         assert done.exit_code == 2 and not done.stdout
         assert done.stderr.startswith(
             f"error: benchmarks: {path} must be a CSV with the columns of "

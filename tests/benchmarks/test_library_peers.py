@@ -31,8 +31,7 @@ def errors(rank, impls, case, device="cpu"):
     """By implementation the largest relative error of out, dq, dk, dv, over 64 rows or all of
     fewer; or the refusal."""
     from benchmarks.attention import ATTENTION
-    from benchmarks.peers import Shard
-    from benchmarks.results import sample_of
+    from benchmarks.peers import Shard, sample_of
     from megatron_burst.tools.world import world_of
 
     here, heads = world_of(device), (case.heads_q, case.heads_kv)
@@ -98,7 +97,7 @@ def on_ulysses(rank):
 
 def on_torch(rank):
     """The same of torch's two ways, and of its FlexAttention."""
-    from benchmarks.flex_peer import Flex
+    from benchmarks.packed_peers import Flex
     from tests.benchmarks import torch_on_cpu
 
     torch_on_cpu.allow()

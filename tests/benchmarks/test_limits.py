@@ -5,12 +5,13 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import gpu_limits
+from benchmarks import limits as gpu_limits
 from benchmarks.limits import FOUR, NVLINK_GBS, TABLES, rates, sheet
 from benchmarks.planned import sent_by
-from benchmarks.ratios import Ratio, times_of
 from benchmarks.rows import read
+from benchmarks.sheets import LIMITS_CSV
 from benchmarks.show import ROOT, refreshed
+from benchmarks.tables import Ratio, times_of
 from megatron_burst.schedule.topology import Link
 
 PAGE = ROOT / "docs" / "benchmarks" / "limits.md"
@@ -110,7 +111,7 @@ def test_a_rate_is_work_per_time(tmp_path):
     out = tmp_path / "limits.csv"
     done = CliRunner().invoke(gpu_limits.app, ["--out", f"{out}", "--device", "cpu"])
     assert done.exit_code == 0, done.output
-    product, copy = read([out], gpu_limits.LIMITS_CSV)
+    product, copy = read([out], LIMITS_CSV)
     assert (product.what, copy.what) == ("matmul", "copy")
     for row in (product, copy):
         assert row.rate == pytest.approx(work_of(row) / row.ms, rel=1e-4)
@@ -118,5 +119,5 @@ def test_a_rate_is_work_per_time(tmp_path):
 
 
 def test_measured_rates_are_work_per_time():
-    for row in sheet("gpu_limits_1xh200", gpu_limits.LIMITS_CSV):
+    for row in sheet("gpu_limits_1xh200", LIMITS_CSV):
         assert row.rate == pytest.approx(work_of(row) / row.ms, rel=1e-4)

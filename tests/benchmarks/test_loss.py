@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import loss_peers
-from benchmarks.loss_heads import LossCase, cases_of, listed_cases
-from benchmarks.loss_peers import PEERS, peers_of, usual_peers
-from benchmarks.loss_table import LOSS_CSV, LossRow, draw_if_possible, every_run, native_of
-from benchmarks.ratios import Ratio
-from benchmarks.rows import columns_of, read
+from benchmarks import loss_heads as loss_peers
+from benchmarks.loss_heads import PEERS, LossCase, cases_of, listed_cases, peers_of, usual_peers
+from benchmarks.loss_table import draw_loss, every_run, native_of
+from benchmarks.rows import read
+from benchmarks.sheets import LOSS_CSV, LossRow, columns_of
 from benchmarks.show import ROOT
+from benchmarks.tables import Ratio
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.terminal import Progress
 from tests.ranks import preload, run_ranks
@@ -27,15 +27,16 @@ NAMES = (
 
 def bench(rank, folder):
     """Rows of a run, of one without timing, and of one with a wrong implementation."""
-    from benchmarks.loss import LossPlan, measure
+    from benchmarks.loss import measure
+    from benchmarks.runner import Plan
     from megatron_burst.tools.world import world_of
 
     world, out = world_of("cpu"), folder / "loss.csv"
-    rows = measure(LossPlan(CASES, peers_of(NAMES), reps=2, out=out), world, lambda text: None)
-    none = measure(LossPlan(CASES, peers_of(NAMES), budget_s=-1.0), world, lambda text: None)
+    rows = measure(Plan(CASES, peers_of(NAMES), reps=2, out=out), world, lambda text: None)
+    none = measure(Plan(CASES, peers_of(NAMES), budget_s=-1.0), world, lambda text: None)
     (right,) = peers_of(["burst:recompute"])
     wrong = replace(right, mean=lambda x: 1.2 * right.mean(x))
-    (bad,) = measure(LossPlan(CASES[:1], [wrong], reps=1), world, lambda text: None)
+    (bad,) = measure(Plan(CASES[:1], [wrong], reps=1), world, lambda text: None)
     return rows, none, bad
 
 
@@ -86,9 +87,9 @@ def test_table_and_picture(results, tmp_path):
     rows = read([results[1]], LOSS_CSV)
     text = loss_table(rows)
     assert text.count("\n") == 1 + len(rows) and "| 96 | 32 x 64 |" in text
-    (picture,) = draw_if_possible(rows, tmp_path / "a")
+    (picture,) = draw_loss(rows, tmp_path / "a")
     assert picture.stat().st_size > 10_000
-    (wider,) = draw_if_possible([replace(row, peak_gib=1.0) for row in rows], tmp_path / "b")
+    (wider,) = draw_loss([replace(row, peak_gib=1.0) for row in rows], tmp_path / "b")
     alone, beside = (int.from_bytes(path.read_bytes()[16:20]) for path in (picture, wider))
     assert beside > alone  # no memory panel where none was measured
 
@@ -138,8 +139,8 @@ PAGE = ROOT / "docs" / "benchmarks" / "loss.md"
 def test_the_picture_names_what_never_ran(monkeypatch, tmp_path):
     """Guards against crosses in a colour that the legend does not name, and a mode that is gone."""
     shown = []
-    monkeypatch.setattr("benchmarks.loss_table.legend_below", shown.append)
-    draw_if_possible(MEASURED, tmp_path / "a")
+    monkeypatch.setattr("benchmarks.style.legend_below", shown.append)
+    draw_loss(MEASURED, tmp_path / "a")
     named = {name for axis in shown[0].axes for name in axis.get_legend_handles_labels()[1]}
     assert named == {*(row.impl for row in MEASURED), "not possible"} - {"burst:auto"}
 

@@ -11,9 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import loss_curves, show
-from benchmarks.curves_table import CURVES_CSV, CurveRow, curves_table, overlays
+from benchmarks.curves_table import curves_table, overlays
 from benchmarks.loss_curves import TINY, flags_of, runs
 from benchmarks.rows import append, read
+from benchmarks.sheets import CURVES_CSV, CurveRow
 from tests.mcore.pretraining import EXAMPLES, pretrain
 
 STEPS = 10

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import attention, loss, recompute
-from benchmarks.cases import PRESETS, Case, Grid, head_counts, head_dims
+from benchmarks.cases import PRESETS, Case, Grid, head_counts, head_dims, narrowed
+from benchmarks.impls import TE_MODES as MODES
 from benchmarks.impls import impls_of
-from benchmarks.te import MODES
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.units import whole_numbers
@@ -43,20 +43,20 @@ def test_a_grid_is_the_product_of_its_lists_short_sequences_first():
 
 def test_presets_hold_what_they_promise():
     lengths = [64 * K, 128 * K, 256 * K, 512 * K]
-    one_node = PRESETS["one-node"]
-    assert sorted({case.seq for case in one_node.cases}) == lengths and len(one_node.cases) == 16
-    seeds = PRESETS["seeds"]
-    assert {case.batch for case in seeds.cases if case.seq == 64 * K} == {1, 2, 4, 8}
-    assert {case.seq for case in seeds.cases} == {*lengths, K * K}
-    assert {(case.heads_q, case.heads_kv, case.mask) for case in seeds.cases} == {
+    one_node, _ = PRESETS["one-node"]
+    assert sorted({case.seq for case in one_node}) == lengths and len(one_node) == 16
+    seeds, impls = PRESETS["seeds"]
+    assert {case.batch for case in seeds if case.seq == 64 * K} == {1, 2, 4, 8}
+    assert {case.seq for case in seeds} == {*lengths, K * K}
+    assert {(case.heads_q, case.heads_kv, case.mask) for case in seeds} == {
         (32, 32, "causal"),
         (32, 32, "full"),
     }
-    assert "one-gpu" in seeds.impls
-    for preset in PRESETS.values():
-        assert len(set(preset.cases)) == len(preset.cases)
-        assert any(impl.name == "burst" for impl in impls_of(preset.impls))
-    only = one_node.narrowed(Grid(seqs=(64 * K,), heads=((8, 1),)))
+    assert "one-gpu" in impls
+    for cases, impls in PRESETS.values():
+        assert len(set(cases)) == len(cases)
+        assert any(impl.name == "burst" for impl in impls_of(impls))
+    only = narrowed(one_node, Grid(seqs=(64 * K,), heads=((8, 1),)), "a test")
     assert only == (Case(64 * K, 1, 8, 1),)
 
 

@@ -15,7 +15,8 @@ from benchmarks.documents import area, lengths_of
 from benchmarks.impls import Impl
 from benchmarks.packed_cases import PackedCase, PackedGrid, Problem, packed_problems
 from benchmarks.packed_peers import PackedBurst, PackedCeiling, PackedTransformerEngine, Sample
-from benchmarks.rows import PACKED_CSV, read
+from benchmarks.rows import read
+from benchmarks.sheets import PACKED_CSV
 from benchmarks.show import app as show
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.tools.terminal import Progress

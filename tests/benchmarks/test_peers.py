@@ -15,7 +15,7 @@ from benchmarks import before, facts, te
 from benchmarks.cases import Case
 from benchmarks.impls import Impl
 from benchmarks.peers import Burst, Ceiling, OneGpu, draw_shard
-from benchmarks.te_peer import TransformerEngine
+from benchmarks.te import TransformerEngine
 from megatron_burst.errors import BurstError
 from tests.oracle import full_attention
 
@@ -156,7 +156,7 @@ def test_transformer_engine_gets_heads_mask_and_group(engine):
     assert shapes == [(32, 2, 32), (32, 2, 4, 8), (32, 2, 2, 8), (32, 2, 2, 8)]
     assert peer.note == "kernel unknown"
     peer.release()
-    assert peer.shard is peer.attention.attention is None
+    assert peer.shard is peer.attention is None
     assert os.environ["CUDNN_HOME"] == "the user's"
 
 

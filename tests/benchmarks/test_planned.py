@@ -16,7 +16,8 @@ from benchmarks import predict as predict_script
 from benchmarks import validate_plan as validate
 from benchmarks.layers import MODES
 from benchmarks.planned import predict
-from benchmarks.rows import ANY_CSV, ANY_PACKED_CSV, PACKED_CSV, PackedRow, Row, append, read
+from benchmarks.rows import append, read
+from benchmarks.sheets import ANY_CSV, ANY_PACKED_CSV, PACKED_CSV, PackedRow, Row
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.hardware_file import preset

@@ -110,19 +110,21 @@ def test_tensor_parallel_ranks_compute_the_same_model():
 
 
 def measured(rank, folder):
-    from benchmarks.prefill import Plan, measure
+    from benchmarks.prefill import measure
     from benchmarks.prefill_cases import IMPLS, Ranks
+    from benchmarks.runner import Plan
     from megatron_burst.tools.world import world_of
 
     world, said = world_of("cpu"), []
-    plan = Plan([("tiny", 64, impl) for impl in IMPLS], Ranks(world, world.size), torch.float32)
-    return measure(Plan(plan.problems, plan.ranks, plan.dtype, 2, None, Path(folder) / "p.csv"),
-                   said.append)  # fmt: skip
+    cases = [("tiny", 64, impl) for impl in IMPLS]
+    plan = Plan(cases, (), reps=2, out=Path(folder) / "p.csv")
+    return measure(plan, Ranks(world, world.size), torch.float32, said.append)
 
 
 def test_a_row_for_each_implementation(tmp_path):
-    from benchmarks.prefill_cases import IMPLS, PREFILL_CSV
+    from benchmarks.prefill_cases import IMPLS
     from benchmarks.rows import read
+    from benchmarks.sheets import PREFILL_CSV
 
     rows, _ = run_ranks(measured, 2, str(tmp_path))
     assert [row.impl for row in rows] == list(IMPLS) and {row.runs for row in rows} == {"all"}
@@ -140,8 +142,9 @@ def test_a_row_for_each_implementation(tmp_path):
 
 def test_one_rank_alone_is_measured_and_wrong_sizes_are_refused(tmp_path):
     from benchmarks.prefill import app
-    from benchmarks.prefill_cases import MODELS, PREFILL_CSV, sizes_of
+    from benchmarks.prefill_cases import MODELS, sizes_of
     from benchmarks.rows import read
+    from benchmarks.sheets import PREFILL_CSV
 
     out = tmp_path / "p.csv"
     run = partial(CliRunner().invoke, app)

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.ratios import Ratio, origins, times_of
-from benchmarks.results import repetitions
-from benchmarks.tables import markdown_table
+from benchmarks.compared import markdown_table
+from benchmarks.tables import Ratio, origins, repetitions, times_of
 from tests.benchmarks.rows import row
 from tests.benchmarks.test_frontier_table import row as step
 

@@ -6,13 +6,11 @@ from statistics import geometric_mean
 
 import pytest
 
-from benchmarks.frontier_cases import FRONTIER_CSV
+from benchmarks.compared import compare
 from benchmarks.frontier_table import points_of, runs_in, speedup
-from benchmarks.loss_table import LOSS_CSV, native_of
-from benchmarks.ratios import Ratio
-from benchmarks.rows import PACKED_CSV
-from benchmarks.slice_cases import SLICES_CSV
-from benchmarks.tables import compare
+from benchmarks.loss_table import native_of
+from benchmarks.sheets import FRONTIER_CSV, LOSS_CSV, PACKED_CSV, SLICES_CSV
+from benchmarks.tables import Ratio
 from tests.benchmarks.test_figures import (
     NODE,
     NODES,
@@ -37,7 +35,7 @@ RUNS = [f"2026-11-26T{time}+00:00" for time in ("06:48:15", "06:50:16")]
 
 def gains():
     """By kind of problem, from the CSVs of docs/gains.png."""
-    made = pytest.importorskip("benchmarks.gains", exc_type=ImportError)
+    made = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
     rows = [*rows_of("attention_2xh200_one_node"), *rows_of(NODE), *rows_of(NODES)]
     packed = "packed_2xh200_one_node+packed_4xh200_one_node+packed_2x1xh200"
     rows += rows_of(packed, PACKED_CSV)

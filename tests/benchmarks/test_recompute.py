@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.recompute_table import draw_if_possible, trade_table
-from benchmarks.rows import RECOMPUTE_CSV, read
+from benchmarks.rows import read
+from benchmarks.sheets import RECOMPUTE_CSV
+from benchmarks.steps_table import draw_trade, trade_table
 from megatron_burst.errors import BurstError
 from tests.ranks import preload, run_ranks
 
@@ -20,7 +21,8 @@ preload("megatron.core.models.gpt", "megatron_burst.mcore.launch")
 def bench(rank: int, folder: str) -> tuple:
     """Rows at CP=2, and how often each burst mode called attention kernels."""
     from benchmarks.layers import Widths, modes_of
-    from benchmarks.recompute import Plan, measure
+    from benchmarks.recompute import measure
+    from benchmarks.runner import Plan
     from benchmarks.stack import Stack
     from megatron_burst.tools.world import world_of
     from tests.mcore.pipeline import counted
@@ -32,12 +34,12 @@ def bench(rank: int, folder: str) -> tuple:
     )  # fmt: skip
     plan = Plan([widths], modes_of(()), reps=2, out=Path(folder) / "recompute.csv")
     rows = measure(plan, world, said.append)
-    once = measure(replace(plan, modes=modes_of(("burst:all",)), reps=1, out=None), world)
+    once = measure(replace(plan, impls=modes_of(("burst:all",)), reps=1, out=None), world)
     assert all(row.ms and row.note.endswith(f"1 repetitions: {row.ms:.6g}") for row in once), once
     stack = Stack(widths, burst=True)
-    for mode in plan.modes:
+    for mode in plan.impls:
         if mode.impl == "burst":
-            mode.apply(stack, widths, plan.options)
+            stack.use(mode)
             with counted() as count:
                 stack.run()
             calls[mode.name] = count["kernels"], count["hops"]
@@ -47,7 +49,6 @@ def bench(rank: int, folder: str) -> tuple:
 def alone(rank: int) -> dict:
     """Megatron's own attention at CP=1: kernel calls by mode."""
     from benchmarks.layers import Widths, modes_of
-    from benchmarks.recompute import Plan
     from benchmarks.stack import Stack, start
     from tests.mcore.pipeline import counted
 
@@ -57,9 +58,9 @@ def alone(rank: int) -> dict:
         dtype="float32",
     )  # fmt: skip
     stack, calls = Stack(widths, burst=False), {}
-    for mode in Plan([], modes_of(())).modes:
+    for mode in modes_of(()):
         if mode.impl == "megatron":
-            mode.apply(stack, widths, Plan([], ()).options)
+            stack.use(mode)
             with counted() as count:
                 stack.run()
             calls[mode.name] = count["kernels"]
@@ -116,9 +117,9 @@ def test_table_and_picture(results, tmp_path):
     lines = trade_table(rows).splitlines()
     assert len(lines) == 2 + len(rows) and lines[2].startswith("| 64 | burst:none | ")
     assert " | 1.000 | " in lines[2] and "failed: benchmarks.recompute: Megatron's own" in lines[-1]
-    assert draw_if_possible(rows, tmp_path / "a") == []  # no memory is measured on CPU
+    assert draw_trade(rows, tmp_path / "a") == []  # no memory is measured on CPU
     measured = [replace(row, peak_gib=1.5) for row in rows]
-    (picture,) = draw_if_possible(measured, tmp_path / "a")
+    (picture,) = draw_trade(measured, tmp_path / "a")
     assert picture.name == "a_trade.png" and picture.stat().st_size > 10_000
 
 

@@ -8,18 +8,11 @@ from functools import partial
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.loss_table import LOSS_CSV
-from benchmarks.ratios import Ratio
-from benchmarks.rows import (
-    ANY_CSV,
-    ATTENTION_CSV,
-    COLUMNS,
-    append,
-    check_appendable,
-    read,
-)
+from benchmarks.compared import compare, library_table, markdown_table
+from benchmarks.rows import append, check_appendable, read
+from benchmarks.sheets import ANY_CSV, ATTENTION_CSV, COLUMNS, LOSS_CSV
 from benchmarks.show import ROOT, app, refreshed
-from benchmarks.tables import compare, library_table, markdown_table
+from benchmarks.tables import Ratio
 from megatron_burst.errors import BurstError
 from tests.benchmarks.rows import one_problem, row
 
@@ -129,7 +122,7 @@ def test_the_same_kernel_on_both_sides_has_columns_of_its_own(tmp_path):
 def test_gains_are_by_kind_and_a_single_problem_is_none(tmp_path):
     """burst:auto takes 10 ms and 1.5 GiB, TransformerEngine's best mode 15 and 2.5, a kernel 8."""
     pytest.importorskip("matplotlib")
-    from benchmarks import gains
+    from benchmarks import plots as gains
 
     rows = [*one_problem(), *one_problem(seq=2**17), *one_problem(mask="window-4K")]
     (found,) = gains.gains_of(rows + one_problem(pass_="fwd"))

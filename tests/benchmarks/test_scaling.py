@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from benchmarks.rows import append, read
 from benchmarks.scaling import app, lines_of, runs_of
-from benchmarks.slice_cases import PER_GPU, SEEDS, SLICES_CSV, STRONG, TINY_RUNS, row_of
+from benchmarks.sheets import SLICES_CSV
+from benchmarks.slice_cases import PER_GPU, SEEDS, STRONG, TINY_RUNS, row_of
 from benchmarks.slices import app as slices
 from benchmarks.slices import reason_in, training
 from megatron_burst.tools.hardware_file import preset

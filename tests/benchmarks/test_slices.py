@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.rows import read
-from benchmarks.slice_cases import SLICES_CSV, TINY_RUNS, beside_megatron, flags_of, row_of
+from benchmarks.sheets import SLICES_CSV
+from benchmarks.slice_cases import TINY_RUNS, beside_megatron, flags_of, row_of
 from benchmarks.slices import app
 from tests.mcore.pretraining import pretrain
 

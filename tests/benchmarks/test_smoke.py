@@ -25,7 +25,7 @@ def measured(folder: Path, *parts: str) -> str:
 
 def test_what_a_rank_computes_is_measured_beside_the_kernel(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    from benchmarks import smoke
+    from benchmarks import show as smoke
 
     said = measured(tmp_path, "rank")
     rows = list(csv.DictReader((tmp_path / "rank.csv").open()))
@@ -35,13 +35,13 @@ def test_what_a_rank_computes_is_measured_beside_the_kernel(tmp_path, monkeypatc
     for row in rows[::2]:
         assert f"{float(row['ratio']):7.3f}         -   a rank of {row['ranks']} / the" in said
     monkeypatch.setattr(smoke, "EXPECTED", tmp_path / "expected.csv")
-    smoke.main(tmp_path, keep=True)
+    smoke.smoke(tmp_path, keep=True)
     kept = list(csv.DictReader((tmp_path / "expected.csv").open()))
     assert [row["ratio"] for row in kept] == [row["ratio"] for row in rows[::2]]
 
 
 def test_a_ratio_far_from_the_expected_one_is_marked(tmp_path, monkeypatch, capsys):
-    from benchmarks import smoke
+    from benchmarks import show as smoke
 
     found = {"a step": (0.9, "H100", "now"), "a rank": (1.01, "H100", "now")}
     monkeypatch.setattr(smoke, "ratios", lambda folder: found)
@@ -49,16 +49,17 @@ def test_a_ratio_far_from_the_expected_one_is_marked(tmp_path, monkeypatch, caps
     rows = [["what", "ratio", "gpu", "date", "versions"]]
     rows += [[what, "1.0", "H100", "then", "then"] for what in ("a step", "a rank", "a kernel")]
     csv.writer((tmp_path / "expected.csv").open("w")).writerows(rows)
-    smoke.main(tmp_path)
+    smoke.smoke(tmp_path)
     said = capsys.readouterr().out
     assert "  0.900     1.000 ! a step" in said and "  1.010     1.000   a rank" in said
     assert "not measured: a kernel" in said
 
 
 def test_a_step_is_compared_with_megatrons_of_the_same_sample(tmp_path):
-    from benchmarks import smoke
-    from benchmarks.frontier_cases import FRONTIER_CSV, MODELS, FrontierRow, Sample, columns_of
+    from benchmarks import show as smoke
+    from benchmarks.frontier_cases import MODELS, Sample, columns_of
     from benchmarks.rows import append
+    from benchmarks.sheets import FRONTIER_CSV, FrontierRow
 
     times = {("", "burst", "off"): 4.0, ("", "megatron", "off"): 5.0,
              ("drawn", "burst", "keep"): 2.0, ("drawn", "megatron", "full"): 3.0,

@@ -2,9 +2,8 @@
 
 import pytest
 
-from benchmarks.frontier_cases import FRONTIER_CSV
 from benchmarks.rows import append
-from benchmarks.slice_cases import SLICES_CSV, SliceRow
+from benchmarks.sheets import FRONTIER_CSV, SLICES_CSV, SliceRow
 from benchmarks.steps_table import frontier_lines, overview_lines, slice_lines
 from megatron_burst.errors import BurstError
 from tests.benchmarks.test_frontier_table import row

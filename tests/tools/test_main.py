@@ -8,7 +8,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from benchmarks.sweep import clock, sweep
+from benchmarks.runner import clock, sweep
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.main import app
 from megatron_burst.tools.terminal import shown
