@@ -208,6 +208,7 @@ def _read(csvs: Sequence[Path]) -> list[Row]:
     """Rows of all files, also of packed samples. Some are in two: beside those of earlier code."""
     return list(dict.fromkeys(
         row for path in csvs for row in read([path], ANY_PACKED_CSV if is_packed(path) else ANY_CSV)
+        if row.nodes == 1 or row.mode != "intra=a2a"  # all-to-alls inside nodes are gone
     ))  # fmt: skip
 
 

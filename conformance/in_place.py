@@ -26,7 +26,7 @@ MODES = {
     "p2p": ("ring", "ring"),
     "all_gather": ("gather", "ring"),
     "a2a": ("a2a", "a2a"),
-    "a2a+p2p": ("a2a", "ring"),
+    "a2a+p2p": ("gather", "ring"),  # burst has no all-to-all inside nodes
 }
 _DEFAULT_DROPOUT = 0.1  # of TransformerConfig.attention_dropout, and of Megatron's command line
 
