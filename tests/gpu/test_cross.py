@@ -32,8 +32,7 @@ CALLS = {
     "two keys on each rank": (256, 2, False),
     "slices": (256, 768, True),
 }
-WAYS = ({}, {"intra": "ring"}, {"intra": "gather", "heads_per_round": 1, "circulate": "q"},
-        {"intra": "a2a", "heads_per_round": 1})  # fmt: skip
+WAYS = {}, {"intra": "ring", "circulate": "kv"}, {"circulate": "q"}
 
 
 def errors(rank, world, tokens, keys, sliced):

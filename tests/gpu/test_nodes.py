@@ -31,7 +31,7 @@ SHAPES = {
 }  # query heads, KV heads, head dimension
 INSIDE = [
     {"intra": intra, "circulate": circulate}
-    for intra in ("ring", "gather", "a2a")
+    for intra in ("ring", "gather")
     for circulate in ("kv", "q")
 ]
 WAYS = [
