@@ -184,7 +184,7 @@ def choose_heads_a2a(
     if asked == 0:
         return most
     in_bytes = max(1, 2 * _ROUND_BYTES // bytes_over_all(shape, topology))
-    if topology.inter_size > 1 or topology.spans_nodes:
+    if topology.spans_nodes:
         in_bytes = min(in_bytes, -(-most // _PIECES))
     blocks = thread_blocks(shape.tokens * ranks) * shape.batch * group
     return min(most, asked or max(in_bytes, ceil(_WAVES * multiprocessors / blocks)))

@@ -276,9 +276,9 @@ BESIDE = {  # enums and machinery in the same modules
     "comm.pass_log": {"Pass", "PassLog"}, "comm.group": {"GroupMemory", "SubGroups"},
 }  # fmt: skip
 MOST = {  # modules, lines, and lines of code without imports
-    "reading path": (52, 9694, 5503),
-    "trainer": (169, 28245, 16618),
-    "package": (239, 38271, 23012),
+    "reading path": (52, 9676, 5494),
+    "trainer": (169, 28216, 16598),
+    "package": (239, 38241, 22991),
 }
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 

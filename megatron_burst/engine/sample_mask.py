@@ -8,8 +8,8 @@ from torch import Tensor
 from megatron_burst.kernels.interface import Backend, QuerySide
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule.chunks import NeededBy
-from megatron_burst.schedule.layout import Chunks, ChunkSegments
-from megatron_burst.schedule.mask import Band, Positions
+from megatron_burst.schedule.layout import Chunks
+from megatron_burst.schedule.mask import Band, TilePositions
 
 
 class TileCalls(Protocol):
@@ -49,11 +49,7 @@ class SampleMask(Protocol):
         ...
 
     def visible(
-        self,
-        band: Band,
-        places: tuple[Positions, Positions] | ChunkSegments,
-        unit: int,
-        run: Backend,
+        self, band: Band, places: TilePositions, unit: int, run: Backend
     ) -> "Visible | TileCalls":
         """What a kernel call sees whose queries and keys are at these positions, in units of rows,
         or in these chunks of every document; or the calls that take its place."""

@@ -30,7 +30,7 @@ from megatron_burst.schedule.layout import (
     chunks_of,
     positions_of_chunks,
 )
-from megatron_burst.schedule.mask import Band, Positions
+from megatron_burst.schedule.mask import Band, Positions, TilePositions
 
 _WHO = "burst attention"
 
@@ -129,13 +129,7 @@ class Documents:
         on a GPU."""
         return True
 
-    def visible(
-        self,
-        band: Band,
-        places: tuple[Positions, Positions] | ChunkSegments,
-        unit: int,
-        run: Backend,
-    ) -> Visible:
+    def visible(self, band: Band, places: TilePositions, unit: int, run: Backend) -> Visible:
         """What a kernel call sees with queries and keys at these positions, in units of rows, or in
         these chunks of every document."""
         if isinstance(places, ChunkSegments):

@@ -29,7 +29,7 @@ from megatron_burst.masks.tree import slices_of_tree
 from megatron_burst.say import say
 from megatron_burst.schedule.chunks import NeededBy
 from megatron_burst.schedule.layout import Chunks, ChunkSegments, Layout, chunks_held
-from megatron_burst.schedule.mask import SLICES, Band, Positions
+from megatron_burst.schedule.mask import SLICES, Band, Positions, TilePositions
 
 _WHO = "burst attention"
 _FEW = 10  # slices that are named in errors
@@ -153,11 +153,7 @@ class Slices:
         return self._bands.chunks(*sides, count)
 
     def visible(
-        self,
-        band: Band,
-        places: tuple[Positions, Positions] | ChunkSegments,
-        unit: int,
-        run: Backend,
+        self, band: Band, places: TilePositions, unit: int, run: Backend
     ) -> Visible | Calls:
         """What a kernel call sees whose queries and keys are at these positions, in units of rows;
         or the calls, for a backend that takes no parts. The slices say more than the band."""
@@ -176,7 +172,7 @@ class Slices:
         return self.documents.places_of(side) if of_chunks else in_rows(side, unit)
 
 
-def _sides(places: tuple[Positions, Positions] | ChunkSegments) -> tuple:
+def _sides(places: TilePositions) -> tuple:
     """Queries and keys: their positions, or their chunks of every document."""
     if not isinstance(places, ChunkSegments):
         return places

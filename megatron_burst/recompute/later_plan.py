@@ -93,8 +93,7 @@ def _is_even(spec: Spec) -> bool:
     """Whether all ranks of a resolved spec have equal work on the early rows where they are."""
     if spec.topology.cp_size == 1 or spec.layout is Layout.STRIPED:
         return True
-    trades_heads = spec.intra == "a2a" and spec.arranged.inter_size == 1
-    return trades_heads and spec.layout is Layout.ZIGZAG
+    return spec.intra == "a2a" and spec.layout is Layout.ZIGZAG
 
 
 @lru_cache(maxsize=256)

@@ -15,8 +15,6 @@ All ranks are in one row: on several nodes they take part in one all-to-all.
 Source: Ulysses (arXiv 2309.14509), here in rounds.
 """
 
-from collections.abc import Sequence
-
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.a2a_rounds import AllToAllEmitter
 from megatron_burst.schedule.mask import check_mask
@@ -82,11 +80,10 @@ class _AllToAll(AllToAllEmitter):
         inputs = HeadsAllToAll(self)
         outputs, sides = OutputAllToAll(self), QuerySides(self, inputs)
         for round_ in range(len(self.rounds)):
-            dq, dkv = outputs.of(round_), outputs.of(round_)
-            side, kv = sides.of(round_), inputs.keys(round_)
+            grads, side, kv = outputs.of(round_), sides.of(round_), inputs.keys(round_)
             # behind this kernel are those that convert its sums: what they hold up is issued before
             inputs.post(round_ + 1)
-            self.emit(AttendBackward(side, kv, self.tile.mask, dq, dkv, self.tile.places))
+            self.emit(AttendBackward(side, kv, self.tile.mask, grads, grads, self.tile.places))
             inputs.arrive(round_ + 1)
             outputs.post(round_)
         outputs.collect()
@@ -106,7 +103,7 @@ class HeadsAllToAll:
         if spec.backward:
             delta = emitter.delta().buffer
             self._sources = ("side", delta) if self._reuses else ("side", "kv", delta)
-        self._slots = slot_count(emitter, Cargo.READ, self._fields(0))
+        self._slots = emitter.slots(Cargo.READ, self._fields(0))
         self.post(0)
 
     def _fields(self, round_: int) -> tuple[Field, ...]:
@@ -206,7 +203,7 @@ class OutputAllToAll:
         self._targets = ("dq", "dkv") if emitter.spec.backward else ("out",)
         # with one slot the next round's kernels would wait until all ranks have pulled
         least = 2 if len(emitter.rounds) > 1 else 1
-        self._slots = max(least, slot_count(emitter, Cargo.GRAD, self._fields(0)))
+        self._slots = max(least, emitter.slots(Cargo.GRAD, self._fields(0)))
         self._in_flight: int | None = None
 
     def _fields(self, round_: int) -> tuple[Field, ...]:
@@ -255,8 +252,3 @@ class OutputAllToAll:
         ranks, (_, heads_kv) = len(emitter.ranks), emitter.heads_of(round_)
         arrived = Ref(f"home {round_}")
         emitter.emit(FromRanks(arrived, targets, ranks, heads_kv, emitter.copies, stream))
-
-
-def slot_count(emitter: AllToAllEmitter, cargo: Cargo, fields: Sequence[Field]) -> int:
-    """How many slots the transfers of all rounds cycle through."""
-    return emitter.slot_count(cargo, len(emitter.rounds), emitter.rows, fields)

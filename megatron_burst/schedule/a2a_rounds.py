@@ -95,6 +95,10 @@ class AllToAllEmitter(Emitter):
         name = f"{name} {round_}"
         return self.buffer(name, Space.STAGING, self.rows, fields, use, number, count)
 
+    def slots(self, cargo: Cargo, fields: Sequence[Field]) -> int:
+        """How many slots the transfers of all rounds cycle through."""
+        return self.slot_count(cargo, len(self.rounds), self.rows, fields)
+
     def slot(
         self, name: str, round_: int, cargo: Cargo, fields: Sequence[Field], count: int
     ) -> Ref:

@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_burst.schedule.chunks import ChunkPairs, NeededBy
+from megatron_burst.schedule.chunks import NeededBy
 from megatron_burst.schedule.mask import Span, Tile, covers_its_rows, cut
 from megatron_burst.schedule.order import assign_buffers
 from megatron_burst.schedule.program import (
     Add,
-    Arrange,
     Attend,
     AttendBackward,
     Buffer,
@@ -19,7 +18,6 @@ from megatron_burst.schedule.program import (
     Program,
     Recv,
     Ref,
-    Restore,
     Send,
     Space,
     Stream,
@@ -291,25 +289,3 @@ def add_up(
         rows = total.at(span)
         if parts or fresh:
             emitter.emit(Add(parts if fresh else (rows, *parts), rows, stream))
-
-
-def seen(emitter: Emitter, name: str, keys: Ref, met: ChunkPairs, heads: int) -> Ref:
-    """Keys of `heads` heads in the order that the queries need; in a part, unless already so."""
-    if met.is_identity:
-        return keys
-    fields = kv_fields(heads, emitter.spec.shape)
-    made = emitter.part(f"seen {name}", len(met.tile.kv), fields)
-    emitter.emit(Arrange(keys, made, met.src_blocks, met.dst_chunks))
-    return made
-
-
-def restored(emitter: Emitter, name: str, dkv: Ref, met: ChunkPairs, heads: int) -> Ref:
-    """Gradients of keys, in the order before `seen`."""
-    if met.is_identity:
-        return dkv
-    size = len(met.tile.kv) // len(met.dst_chunks)
-    rows = size * sum(map(len, met.src_blocks))
-    fields = dkv_fields(heads, emitter.spec.shape, emitter.spec.grad_dtype)
-    made = emitter.part(f"restored {name}", rows, fields)
-    emitter.emit(Restore(dkv, made, met.src_blocks, met.dst_chunks))
-    return made

@@ -10,6 +10,7 @@ from megatron_burst.schedule.layout import ChunkSegments, Layout, positions
 
 WINDOWS, DOCUMENTS, SLICES = "windows", "packed documents", "slices"  # of kernels, in words
 Positions = tuple[range, ...]  # positions in the sequence of consecutive rows
+TilePositions = tuple[Positions, Positions] | ChunkSegments  # of a tile's queries and keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class Tile:
     q: Span
     kv: Span
     mask: Mask
-    places: tuple[Positions, Positions] | ChunkSegments | None = None
+    places: TilePositions | None = None
 
     @property
     def pairs(self) -> int:

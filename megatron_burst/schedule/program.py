@@ -15,8 +15,8 @@ from functools import cached_property
 from math import prod
 
 from megatron_burst.schedule.chunks import NeededBy
-from megatron_burst.schedule.layout import Chunks, ChunkSegments
-from megatron_burst.schedule.mask import Mask, Positions, Span
+from megatron_burst.schedule.layout import Chunks
+from megatron_burst.schedule.mask import Mask, Span, TilePositions
 from megatron_burst.schedule.spec import AttentionShape, Cargo, Direction, Dtype
 from megatron_burst.schedule.topology import Link, Topology
 
@@ -151,7 +151,7 @@ class Attend:
     kv: Ref
     mask: Mask
     into: tuple[Ref, ...]
-    places: tuple[Positions, Positions] | ChunkSegments | None = None
+    places: TilePositions | None = None
     sinks: tuple[int, ...] = ()
     stream: Stream = Stream.COMPUTE
 
@@ -168,7 +168,7 @@ class AttendBackward:
     mask: Mask
     dq: Ref
     dkv: Ref
-    places: tuple[Positions, Positions] | ChunkSegments | None = None
+    places: TilePositions | None = None
     stream: Stream = Stream.COMPUTE
 
     reads = property(lambda self: (*self.sides, self.kv))

@@ -14,11 +14,12 @@ Source: BurstEngine (arXiv 2509.19836) for the double ring; the return transfer 
 """
 
 from megatron_burst.schedule.chunks import ChunkPairs, NeededBy, meeting
-from megatron_burst.schedule.emitter import Emitter, Sinks, restored, seen
+from megatron_burst.schedule.emitter import Emitter, Sinks
 from megatron_burst.schedule.layout import Layout, chunks_of
 from megatron_burst.schedule.mask import Span, Tile, check_mask, tiles
 from megatron_burst.schedule.program import (
     Add,
+    Arrange,
     Attend,
     AttendBackward,
     Copy,
@@ -26,6 +27,7 @@ from megatron_burst.schedule.program import (
     Merge,
     Program,
     Ref,
+    Restore,
     Space,
     circulating_side_fields,
     dkv_fields,
@@ -121,14 +123,25 @@ class _Ring(Emitter):
         """Keys in the order that tiles need."""
         if self.spec.layout is not Layout.DOCUMENTS:
             return keys
-        return seen(self, f"{step}", keys, self.meeting(step), self.spec.shape.heads_kv)
+        met = self.meeting(step)
+        if met.is_identity:
+            return keys
+        fields = kv_fields(self.spec.shape.heads_kv, self.spec.shape)
+        made = self.part(f"seen {step}", len(met.tile.kv), fields)
+        self.emit(Arrange(keys, made, met.src_blocks, met.dst_chunks))
+        return made
 
     def as_held(self, step: int, tile: Tile, dkv: Ref) -> tuple[Span, Ref]:
         """Gradients of a tile's keys, and the keys' rows in the shard that holds them."""
         if self.spec.layout is not Layout.DOCUMENTS:
             return tile.kv, dkv
-        met, heads = self.meeting(step), self.spec.shape.heads_kv
-        return Span(0, self.spec.shape.tokens), restored(self, f"{step}", dkv, met, heads)
+        met, shape, rows = self.meeting(step), self.spec.shape, Span(0, self.spec.shape.tokens)
+        if met.is_identity:
+            return rows, dkv
+        fields = dkv_fields(shape.heads_kv, shape, self.spec.grad_dtype)
+        made = self.part(f"restored {step}", len(rows), fields)
+        self.emit(Restore(dkv, made, met.src_blocks, met.dst_chunks))
+        return rows, made
 
     def tiles_of(self, step: int) -> tuple[Tile, ...]:
         """The tiles between this rank and the owner of what circulates."""

@@ -135,8 +135,7 @@ def pass_time(
 ) -> Timeline:  # fmt: skip
     """`attention_time` on any number of nodes, without spans; by default in training."""
     if sample:  # each shard's work depends on its documents
-        of_heads = call.intra == "a2a" and call.arranged.inter_size == 1
-        even = call.layout is Layout.DOCUMENTS or of_heads
+        even = call.layout is Layout.DOCUMENTS or call.intra == "a2a"
         ranks = _simulated(call) if even else range(call.topology.cp_size)
         return attention_time(call, hardware, direction, pass_tflop, ranks, sample=sample)
     tokens = call.shape.tokens * call.topology.cp_size if call.mask.documents else None
