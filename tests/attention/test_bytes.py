@@ -5,6 +5,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -70,17 +71,14 @@ def count_sends(topology, rank):
 @contextmanager
 def counted_stamps():
     """Wrap how stamps are sent; the bytes that each rank receives from each per pass."""
-    stamps, send = [], dist.ProcessGroup.alltoall_base
+    stamps, send = [], vars(dist.ProcessGroup)["alltoall_base"]
 
     def counted(group, stamps_of_all, mine, *options):
         stamps.append(mine.nbytes / group.size())
-        return send(group, stamps_of_all, mine, *options)
+        return send.__get__(group)(stamps_of_all, mine, *options)
 
-    dist.ProcessGroup.alltoall_base = counted
-    try:
+    with patch.object(dist.ProcessGroup, "alltoall_base", counted):
         yield stamps
-    finally:
-        dist.ProcessGroup.alltoall_base = send
 
 
 def counted_and_planned(rank, world):

@@ -13,6 +13,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed import distributed_c10d
 
 from megatron_burst.attention import burst_attention
@@ -29,6 +30,9 @@ from tests.oracle import rows_of
 from tests.ranks import run_ranks
 
 WORLD = 4
+# Where torch names a group by how many this rank has made, ranks that have made different numbers
+# wait for each other for ever, without burst too.
+GROUPS_OF_ONE_RANK = Version(torch.__version__) < Version("2.15")
 RUNS = (  # of one group after another: options of the calls
     {"nodes": 2},
     {"nodes": 4, "circulate": "q"},
@@ -136,7 +140,7 @@ def many_groups(rank):
     found = []
     for number in range(5):
         group = dist.new_group([0, 1])
-        if rank == number % 2:  # other groups of its own
+        if GROUPS_OF_ONE_RANK and rank == number % 2:  # other groups of its own
             dist.new_group([rank], use_local_synchronization=True)
         q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
         burst_attention(q, k, v, group=group)
@@ -150,9 +154,10 @@ def many_groups(rank):
 def test_groups_that_are_made_and_destroyed_leave_nothing_behind():
     """Sub-groups of the latest one exist until another is used."""
     for first, *_, last in run_ranks(many_groups, 2):
-        own = 2  # groups of a single rank, which the test itself left
+        own = 2 * GROUPS_OF_ONE_RANK  # groups of a single rank, which the test itself left
         assert last[2] - first[2] == own
-        assert last[0] - first[0] <= 3 * own and last[1] - first[1] <= 5 * own
+        # A thread of gloo may be about to end.
+        assert last[0] - first[0] <= 3 * own + 1 and last[1] - first[1] <= 5 * own
 
 
 def fewer_ranks(rank):
