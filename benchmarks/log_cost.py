@@ -22,7 +22,7 @@ from benchmarks.runner import App, Out, Reps, check_out, interleave, save
 from benchmarks.sheets import LOG_CSV, LogRow
 from benchmarks.tables import Ratio, spread
 from megatron_burst.attention import burst_attention
-from megatron_burst.engine.watch import METER
+from megatron_burst.engine.ranges import METER
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.terminal import Device
 from megatron_burst.tools.units import whole_number

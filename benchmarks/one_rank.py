@@ -19,8 +19,8 @@ from benchmarks.rows import append, check_appendable
 from benchmarks.runner import App, OutFile, best_device, on_one
 from benchmarks.sheets import RANK_CSV, RankRow
 from benchmarks.tables import Ratio, spread
-from megatron_burst.comm.carrier import OVER, Memory, OneQueue, Queues, SentSlots, Where
 from megatron_burst.comm.group import GroupMemory
+from megatron_burst.comm.transport import DONE, FlatBuffers, OneQueue, Placement, Queues, SentSlots
 from megatron_burst.engine.passes import Passes
 from megatron_burst.kernels.backends import choose_backend, kernel_of
 from megatron_burst.kernels.interface import QuerySide
@@ -47,7 +47,7 @@ class Silent:
         self._streams: dict = {}
         self._noisy: set[tuple[int, int]] = set()  # memory, by place and length
 
-    def buffers(self, use, count: int, num_bytes: int, where: Where) -> Memory:
+    def buffers(self, use, count: int, num_bytes: int, where: Placement) -> FlatBuffers:
         memory = self._memory.of(use, count, num_bytes, where)
         for flat in memory.flats:
             place = flat.data_ptr(), len(flat)
@@ -56,18 +56,18 @@ class Silent:
                 flat[: len(flat) // 2 * 2].view(torch.bfloat16).normal_()
         return memory
 
-    def slots(self, cargo, count: int, num_bytes: int, where: Where) -> SentSlots:
-        return SentSlots(self.buffers(cargo, count, num_bytes, where), count, lambda *_: OVER)
+    def slots(self, cargo, count: int, num_bytes: int, where: Placement) -> SentSlots:
+        return SentSlots(self.buffers(cargo, count, num_bytes, where), count, lambda *_: DONE)
 
     def send(self, link, cargo, sends, recvs):
-        return OVER
+        return DONE
 
     def run(self, *_: object) -> None:
         """Note nothing: no other rank is waited for."""
 
     def queues(self, device: torch.device) -> OneQueue | Queues:
         if device.type != "cuda":
-            return OneQueue(Where(device))
+            return OneQueue(Placement(device))
         return Queues(device, self._streams)
 
 

@@ -10,7 +10,7 @@ from benchmarks.impls import impls_of
 from benchmarks.layers import ATTENTION, MODES, Mode, writes
 from benchmarks.sheets import PackedRow, Row
 from megatron_burst.call import spec_of
-from megatron_burst.rules import a2a_whole, most_heads
+from megatron_burst.rules import a2a_pass_bytes, max_heads
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.spec import AttentionShape, Direction, Kernel
@@ -131,17 +131,17 @@ def _is_outdated(row: Row, opened: AttentionCall, call: AttentionCall) -> bool:
         return True
     if call.intra == "gather" and not opened.heads_per_round and row.date < _HEADS_BEFORE:
         return True
-    rounds = -(-most_heads(call.shape, call.arranged, call.intra) // call.heads_per_round)
+    rounds = -(-max_heads(call.shape, call.mode_topology, call.intra) // call.heads_per_round)
     changed = _SENT_BACK_BEFORE if call.intra == "a2a" and rounds == 2 else _SLOTS_BEFORE
     return rounds <= 2 and call.pulled and row.date < changed
 
 
 def _left_bytes(call: AttentionCall) -> int:
     """What forward leaves for backward, beside Q, K and V, which the benchmark holds."""
-    if call.intra != "a2a" or call.again:
+    if call.intra != "a2a" or call.resends:
         return left_bytes(call)
-    shape = call.shape.replicated(call.arranged.intra_size)
-    there, _ = a2a_whole(shape)[Direction.FORWARD]
+    shape = call.shape.replicated(call.mode_topology.intra_size)
+    there, _ = a2a_pass_bytes(shape)[Direction.FORWARD]
     return there
 
 
@@ -157,15 +157,15 @@ def _call(row: Row, hardware: Hardware) -> AttentionCall:
     nodes, mask = pretend_nodes(row.ranks, row.nodes), MASKS[row.mask]
     spec = spec_of(impl.config, nodes, shape, Layout.ZIGZAG, mask, kernel)
     spec = replace(
-        spec, again=spec.again or "" < row.date < _AGAIN_BEFORE,  # none: yet to be measured
-        left=False if "" < row.date < _RESENT_BEFORE else spec.left,
+        spec, resends=spec.resends or "" < row.date < _AGAIN_BEFORE,  # none: yet to be measured
+        saves_remote=False if "" < row.date < _RESENT_BEFORE else spec.saves_remote,
     )  # fmt: skip
     overlap = impl.config.overlap
     call = AttentionCall(**vars(spec), overlap=overlap)
     if impl.config.backend != "auto":
         return run_by(call, impl.config.backend)
     call = by_auto(call, hardware)
-    changed = not call.kernel.rectangular_causal and resolved(call).whole_heads
+    changed = not call.kernel.rectangular_causal and resolved(call).a2a_backward_heads
     if not changed or not "" < row.date < _BOTH_BEFORE:
         return call
     few = row.date < _WHOLE_BEFORE or call.shape.tokens < 1 << 12
@@ -177,7 +177,7 @@ def _with_links(row: Row, hardware: Hardware, call: AttentionCall) -> Hardware:
     measured = _LINK.match(row.link)
     if not measured:
         return hardware
-    over_all = call.intra == "a2a" and call.arranged.spans_nodes
+    over_all = call.intra == "a2a" and call.mode_topology.spans_nodes
     gbs, own = float(measured[2 if over_all else 1]), row.ranks // row.nodes
     nics = own
     if measured[3]:  # sockets share its cores: a rank that sends alone has the others' part too

@@ -13,7 +13,7 @@ from megatron_burst.errors import Need, require
 _WHO = "burst attention"
 
 
-class Asked(NamedTuple):
+class CallArgs(NamedTuple):
     """Arguments of `burst_attention` besides tensors, as the caller passed them."""
 
     causal: bool = True
@@ -24,7 +24,7 @@ class Asked(NamedTuple):
     return_lse: bool = False
     config: BurstConfig = BurstConfig()
     layer: int = 0
-    given: tuple[str, ...] = ()  # from `given_in`
+    sample_args: tuple[str, ...] = ()  # from `given_in`
 
 
 def is_strided(x: object) -> bool:
@@ -43,14 +43,14 @@ def is_sink(x: object) -> bool:
     return x is None or is_dense(x)
 
 
-def _is_whole(x: object) -> bool:
+def _is_integer(x: object) -> bool:
     return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def is_window(x: object) -> bool:
     if not isinstance(x, Sequence):
         return x is None
-    return len(x) == 2 and all(y is None or (_is_whole(y) and y >= -1) for y in x)
+    return len(x) == 2 and all(y is None or (_is_integer(y) and y >= -1) for y in x)
 
 
 class _Kind(NamedTuple):
@@ -95,16 +95,16 @@ KINDS = {
         "must be a BurstConfig, because that checks its options",
         "pass BurstConfig(...), or leave it out",
     ),
-    "layer": _Kind(_is_whole, "must be a whole number, because ranks compare it", "pass one"),
+    "layer": _Kind(_is_integer, "must be a whole number, because ranks compare it", "pass one"),
     "given": _Kind(lambda given: True, "", ""),
 }
 
 
-def need_of(name: str, got: str) -> Need:
+def need_of_argument(name: str, got: str) -> Need:
     return False, f"{name} {KINDS[name].must}", got, KINDS[name].change
 
 
-def brief(x: object) -> str:
+def short_repr(x: object) -> str:
     """What an argument is, in one short line."""
     if isinstance(x, Tensor):
         return f"a {'nested ' * x.is_nested}{type(x).__name__} ({x.layout}, {x.device.type})"
@@ -120,13 +120,13 @@ def window_of(
     Raises:
         BurstError: if it is not a pair of numbers of positions.
     """
-    require(_WHO, () if is_window(window) else [need_of("window", brief(window))])
+    require(_WHO, () if is_window(window) else [need_of_argument("window", short_repr(window))])
     bounds = (None, None) if window is None else window
     left, right = (None if bound in (None, -1) else int(bound) for bound in bounds)
     return left, 0 if causal else right
 
 
-def given_in(
+def sample_args_of(
     cu_seqlens: object, padded: object, longest: object, parents: object, slices: object
 ) -> tuple[str, ...]:
     """Which arguments describe a packed sample or a mask of slices; beside boundaries ranks need

@@ -11,22 +11,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.arguments import Asked, given_in
+from megatron_burst.arguments import CallArgs, sample_args_of
 from megatron_burst.call import Call, call_of, key_of
 from megatron_burst.call_checks import check
-from megatron_burst.comm.alone import Ranks, given_or_default, is_first
+from megatron_burst.comm.alone import Ranks, group_or_default, is_first
 from megatron_burst.comm.communicator import communicator_of
+from megatron_burst.comm.detector import Pass, PassAnnouncer, PassKind
 from megatron_burst.comm.group import Group, state_of
-from megatron_burst.comm.pass_log import Kind, Marks, Pass
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.passes import Passes, recording
+from megatron_burst.engine.ranges import range_of_pass
 from megatron_burst.engine.sample_mask import SampleMask
-from megatron_burst.engine.watch import range_of_pass
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import choose_backend, kernel_of
 from megatron_burst.kernels.partial import row_delta, sink_grad
+from megatron_burst.logs import Decision, log_message
 from megatron_burst.resolve import resolve
-from megatron_burst.say import Choice, say
 from megatron_burst.schedule.spec import Direction, Spec
 from megatron_burst.transforms import refuse_transforms, uncompiled
 
@@ -137,11 +137,11 @@ def burst_attention(
     """
     refuse_transforms(_WHO, q, k, v, sink)
     sample = cu_seqlens, cu_seqlens_padded, max_seqlen, prefix_tree, slices
-    config, given = _USUAL if config is None else config, given_in(*sample)
-    asked = Asked(
+    config, given = _USUAL if config is None else config, sample_args_of(*sample)
+    asked = CallArgs(
         causal, window, softmax_scale, layout, qkv_format, return_lse, config, layer, given
     )
-    group, key = given_or_default(group, _WHO), key_of(q, k, v, asked, sink)
+    group, key = group_or_default(group, _WHO), key_of(q, k, v, asked, sink)
     call = None if key else call_of((q, k, v), asked, sink)
     known = call.config if call else config
     state = state_of(group, known.timeout_s)
@@ -182,7 +182,7 @@ def _prepare(call: Call, group: dist.ProcessGroup, state: Group) -> Passes:
     Raises:
         BurstError: on all ranks, if they differ or the call cannot run.
     """
-    configuration, words = call.configuration(), call.in_words()
+    configuration, words = call.configuration(), call.describe()
     is_new = state.agree(words, _WHO, configuration)
     try:
         check(call, group.size())
@@ -192,21 +192,23 @@ def _prepare(call: Call, group: dist.ProcessGroup, state: Group) -> Passes:
             state.refuse(error, words)
         raise
     told = replace(configuration, gradients=True), tuple(choice.value for choice in choices)
-    if told not in state.said and is_first():
-        say(f"{_WHO}: {'; '.join(map(str, choices))}")
-    state.said[told] = None
+    if told not in state.logged and is_first():
+        log_message(f"{_WHO}: {'; '.join(map(str, choices))}")
+    state.logged[told] = None
     return passes
 
 
-def _choose(call: Call, group: dist.ProcessGroup, state: Group) -> tuple[Passes, list[Choice]]:
+def _choose(call: Call, group: dist.ProcessGroup, state: Group) -> tuple[Passes, list[Decision]]:
     """How a valid call runs, and why."""
     carrier = communicator_of(group, call.config)
-    if not state.board.knows(about := ("facts", call.configuration())):  # with it others do too
-        state.board.agree(call.facts(), _WHO, about)
+    if not state.consensus.has_agreed(
+        about := ("facts", call.configuration())
+    ):  # with it others do too
+        state.consensus.agree(call.facts(), _WHO, about)
     backend, backend_choice = choose_backend(call.problem, call.config.backend)
     opened = call.spec(carrier.topology, kernel_of(backend, call.devices[0]))
     spec, why = resolve(opened)
-    if spec.arranged != carrier.topology:
+    if spec.mode_topology != carrier.topology:
         carrier = communicator_of(group, call.config, flat=True)
 
     def passes_of(opened: Spec) -> Passes:
@@ -217,38 +219,44 @@ def _choose(call: Call, group: dist.ProcessGroup, state: Group) -> tuple[Passes,
         config = call.config
         return Passes(*what, config.reproducible, config.nan_guard, marks, check=config.check)
 
-    marks, keep = Marks.of(state.log, call.in_words()), None
-    kept: list[Choice] = []
+    marks, keep = PassAnnouncer.of(state.log, call.describe()), None
+    kept: list[Decision] = []
     if call.config.keep != "none":  # most runs never load it
         from megatron_burst.recompute.later import keep_of
 
-        keep, kept = keep_of(call, replace(opened, again=True), spec, carrier, passes_of, marks)
-    recomputed, followed = (passes_of(replace(opened, again=again)) for again in (True, False))
-    choices = [*_in_order(spec, why, carrier.transfer), _named("backend", backend_choice), *kept]
-    return replace(followed, recomputed=recomputed, keep=keep), choices
+        keep, kept = keep_of(call, replace(opened, resends=True), spec, carrier, passes_of, marks)
+    recomputed, followed = (passes_of(replace(opened, resends=again)) for again in (True, False))
+    choices = [
+        *_describe_choices(spec, why, carrier.transfer),
+        _labelled("backend", backend_choice),
+        *kept,
+    ]
+    return replace(followed, for_recompute=recomputed, keep=keep), choices
 
 
-def _in_order(spec: Spec, why: Mapping[str, Choice], transfer: Choice) -> list[Choice]:
+def _describe_choices(
+    spec: Spec, why: Mapping[str, Decision], transfer: Decision
+) -> list[Decision]:
     """The choices made for a call, as the user reads them."""
-    row, between = spec.arranged, spec.topology.inter_size > 1
-    choices = [_named("between nodes", why["inter"])] if between else []
+    row, between = spec.mode_topology, spec.topology.inter_size > 1
+    choices = [_labelled("between nodes", why["inter"])] if between else []
     if spec.topology.cp_size == 1:
-        return [*choices, Choice("one rank: the kernel alone")]
-    choices += [Choice(f"{row}"), why["intra"]]
+        return [*choices, Decision("one rank: the kernel alone")]
+    choices += [Decision(f"{row}"), why["intra"]]
     if spec.intra == "ring" or row.inter_size > 1:
-        choices.append(_named("circulate", why["circulate"]))
+        choices.append(_labelled("circulate", why["circulate"]))
     if spec.intra == "gather":
         heads = f"{spec.heads_per_round} of {spec.shape.heads_kv} KV heads per round"
-        choices += [Choice(heads), transfer]
-        if spec.whole_heads:
+        choices += [Decision(heads), transfer]
+        if spec.a2a_backward_heads:
             gain = "its kernels are faster over whole sequences than over chunks of them"
-            choices.append(Choice("backward a2a", gain))
+            choices.append(Decision("backward a2a", gain))
     elif spec.intra == "a2a":
-        choices += [Choice(f"{spec.heads_per_round} KV heads of a rank per round"), transfer]
+        choices += [Decision(f"{spec.heads_per_round} KV heads of a rank per round"), transfer]
     return choices
 
 
-def _named(what: str, choice: Choice) -> Choice:
+def _labelled(what: str, choice: Decision) -> Decision:
     return replace(choice, value=f"{what} {choice.value}")
 
 
@@ -284,7 +292,7 @@ def _attend(
     tensors = (q, k, v) if sink is None else (q, k, v, sink)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     followed = differentiated and not recording()  # backward follows without recomputation
-    run = passes if followed else passes.recomputed or passes
+    run = passes if followed else passes.for_recompute or passes
     if not passes.check:
         return BurstAttentionFunction.apply(q, k, v, sink, run, documents, layer)
     from megatron_burst.checks.spot_checks import checked  # which most runs never load
@@ -297,17 +305,17 @@ class BurstAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sink, passes, documents, layer):
-        known = documents.known if documents else None
+        known = documents.text if documents else None
         here = range_of_pass(Direction.FORWARD, layer, passes.spec.intra)
-        kind = Kind.KEPT if recording() else Kind.FORWARD  # they run different programs
-        with here, _without_autocast(q), Pass(passes.marks, kind, layer=layer) as this:
+        kind = PassKind.KEPT if recording() else PassKind.FORWARD  # they run different programs
+        with here, _without_autocast(q), Pass(passes.announcer, kind, layer=layer) as this:
             begin = partial(this.begin, known)
             out, lse, left = passes.forward(q, k, v, documents, begin, sink)
             out = out.to(q.dtype)
         of_sink = (sink, lse) if ctx.needs_input_grad[3] else (None, None)
         ctx.save_for_backward(out, *of_sink, *left)
         ctx.passes, ctx.documents, ctx.layer = passes, documents, layer
-        ctx.its_backward = partial(Pass, passes.marks, Kind.BACKWARD, this.number, layer)
+        ctx.its_backward = partial(Pass, passes.announcer, PassKind.BACKWARD, this.number, layer)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -321,7 +329,7 @@ class BurstAttentionFunction(torch.autograd.Function):
         out, sink, lse, *left = ctx.saved_tensors
         here = range_of_pass(Direction.BACKWARD, ctx.layer, ctx.passes.spec.intra)
         with here, _without_autocast(out), ctx.its_backward() as this:
-            begin = partial(this.begin, ctx.documents.checked() if ctx.documents else None)
+            begin = partial(this.begin, ctx.documents.checked_text() if ctx.documents else None)
             dout = _readable(dout)
             delta = row_delta(dout, out) if ctx.needs_input_grad[3] else None
             grads = ctx.passes.backward(left, out, dout, ctx.documents, begin, delta)
@@ -339,12 +347,12 @@ def _readable(x: Tensor) -> Tensor:
     """The tensor if kernels can read it, else a copy: of rows that overlap, are not dense or not
     aligned to the 16 bytes that the GPU's tensor copies move."""
     boundary = 16 if x.is_cuda else 1
-    fits = _fit(x.shape, x.stride(), x.itemsize, boundary) and x.data_ptr() % boundary == 0
+    fits = _is_readable(x.shape, x.stride(), x.itemsize, boundary) and x.data_ptr() % boundary == 0
     return x if fits else x.clone(memory_format=_DENSE)
 
 
 @lru_cache(maxsize=1024)
-def _fit(shape: torch.Size, strides: tuple[int, ...], itemsize: int, boundary: int) -> bool:
+def _is_readable(shape: torch.Size, strides: tuple[int, ...], itemsize: int, boundary: int) -> bool:
     """Whether rows are dense, do not overlap, and begin at multiples of `boundary` bytes if the
     first one does."""
     apart = all(size == 1 or stride for size, stride in zip(shape, strides, strict=True))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_burst.arguments import KINDS, Asked, brief, is_dense, is_sink, window_of
+from megatron_burst.arguments import KINDS, CallArgs, is_dense, is_sink, short_repr, window_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import choose_backend, pick
@@ -34,22 +34,22 @@ class Call:
     sink: tuple  # shape, dtype, device and whether it needs a gradient; () without
     causal: bool
     window: tuple[int | None, int | None]
-    given: tuple[str, ...]
+    sample_args: tuple[str, ...]
     softmax_scale: float
     layout: str
     qkv_format: str
     config: BurstConfig
-    wrong: tuple[tuple[str, str], ...]  # arguments of another kind, and what they are
+    wrong_kinds: tuple[tuple[str, str], ...]  # arguments of another kind, and what they are
 
     @property
     def packed(self) -> bool:
         """Whether the sequence is a packed sample."""
-        return "cu_seqlens" in self.given
+        return "cu_seqlens" in self.sample_args
 
     @property
     def sliced(self) -> bool:
         """Whether a run is told what a query sees by slices, which a tree becomes."""
-        return "slices" in self.given or "prefix_tree" in self.given
+        return "slices" in self.sample_args or "prefix_tree" in self.sample_args
 
     @property
     def mask(self) -> Mask:
@@ -94,29 +94,29 @@ class Call:
         return facts
 
     @property
-    def sharding(self) -> Layout:
+    def token_layout(self) -> Layout:
         """Where tokens are; in cross-attention without slices it makes no difference."""
-        free = self.shape.tokens_kv and not self.given
+        free = self.shape.tokens_kv and not self.sample_args
         return Layout.CONTIGUOUS if free else Layout(self.layout)
 
     def spec(self, topology: Topology, kernel: Kernel) -> Spec:
         """How the call runs, as far as its options say; choices that they leave open are None."""
-        return spec_of(self.config, topology, self.shape, self.sharding, self.mask, kernel)
+        return spec_of(self.config, topology, self.shape, self.token_layout, self.mask, kernel)
 
-    def in_words(self) -> dict[str, str]:
+    def describe(self) -> dict[str, str]:
         """By name; devices without what may differ between ranks."""
         words = {name: str(tuple(shape)) for name, shape in zip("qkv", self.shapes, strict=True)}
         words["dtype"] = ", ".join(map(str, self.dtypes))
         words["device"] = ", ".join(map(self._place_of, self.devices))
         for name in ("gradients", "causal", "softmax_scale", "layout", "qkv_format", "config"):
             words[name] = str(getattr(self, name))
-        words |= dict.fromkeys(self.given, "given")
+        words |= dict.fromkeys(self.sample_args, "given")
         if self.sink:
             shape, dtype, device, grad = self.sink
             words["sink"] = f"{shape}, {dtype}, {self._place_of(device)}, gradient {grad}"
         if self.window not in ((None, None), (None, 0)):
             words["window"] = str(self.window)
-        return words | dict(self.wrong)
+        return words | dict(self.wrong_kinds)
 
     def configuration(self) -> "Call":
         """The call with batch and tokens set to 0, since these vary from call to call; ranks
@@ -151,25 +151,25 @@ def spec_of(
     kernel: Kernel,
 ) -> Spec:  # fmt: skip
     """How a call runs, as far as options say; `Spec` explains the other arguments."""
-    circulate = _given(config.circulate)
+    circulate = _unless_auto(config.circulate)
     return Spec(
         topology, shape, layout, mask, kernel, config.keep != "none",
-        inter="flat" if config.flat else _given("a2a" if config.invariant else config.inter),
-        intra=_given(config.intra), invariant=config.invariant,
+        inter="flat" if config.flat else _unless_auto("a2a" if config.invariant else config.inter),
+        intra=_unless_auto(config.intra), invariant=config.invariant,
         heads_per_round=config.heads_per_round if config.pieces else 0,
-        grad_wire=_given(config.grad_wire), circulate=circulate and Circulate(circulate),
+        grad_wire=_unless_auto(config.grad_wire), circulate=circulate and Circulate(circulate),
         pulled={"pull": True, "send": False}.get(config.transfer),
-        left={"never": True, "always": False}.get(config.resend),
+        saves_remote={"never": True, "always": False}.get(config.resend),
     )  # fmt: skip
 
 
-def _given(option: str) -> str | None:
+def _unless_auto(option: str) -> str | None:
     """An option's value; None for "auto"."""
     return None if option == "auto" else option
 
 
 def key_of(
-    q: Tensor, k: Tensor, v: Tensor, asked: Asked, sink: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, asked: CallArgs, sink: Tensor | None = None
 ) -> Hashable | None:
     """A key of the call, found faster than the call itself; None if arguments are of unusual kinds.
 
@@ -189,11 +189,11 @@ def key_of(
     return (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         q.layout, k.layout, v.layout, torch.cuda.current_device() if q.is_cuda else None, grads,
-        _seen_of(sink), ways, asked.config, asked.given,
+        _sink_key(sink), ways, asked.config, asked.sample_args,
     )  # fmt: skip
 
 
-def _seen_of(sink: Tensor | None) -> tuple:
+def _sink_key(sink: Tensor | None) -> tuple:
     """What ranks compare of sinks."""
     if sink is None:
         return ()
@@ -201,17 +201,17 @@ def _seen_of(sink: Tensor | None) -> tuple:
     return tuple(sink.shape), sink.dtype, sink.device, grad
 
 
-def call_of(tensors: Sequence[Tensor], asked: Asked, sink: Tensor | None = None) -> Call:
+def call_of(tensors: Sequence[Tensor], asked: CallArgs, sink: Tensor | None = None) -> Call:
     """The call with q, k and v, and sinks.
 
     An argument of another kind is only named, so that ranks can still compare their calls.
     """
-    names = *"qkv", "sink", *Asked._fields
+    names = *"qkv", "sink", *CallArgs._fields
     given = zip(names, (*tensors, sink, *asked), strict=True)
-    wrong = tuple((name, brief(x)) for name, x in given if not KINDS[name].holds(x))
+    wrong = tuple((name, short_repr(x)) for name, x in given if not KINDS[name].holds(x))
     if wrong:
         tensors = [x if is_dense(x) else torch.empty(0) for x in tensors]
-        usual, sink = Asked._field_defaults, sink if is_sink(sink) else None
+        usual, sink = CallArgs._field_defaults, sink if is_sink(sink) else None
         asked = asked._replace(**{name: usual[name] for name, _ in wrong if name in usual})
     added = (1,) if asked.qkv_format == "thd" else ()
     scale, dim = asked.softmax_scale, tensors[0].shape[-1] if tensors[0].dim() else 1
@@ -221,13 +221,13 @@ def call_of(tensors: Sequence[Tensor], asked: Asked, sink: Tensor | None = None)
         devices=tuple(x.device for x in tensors),
         current_device=torch.cuda.current_device() if any(x.is_cuda for x in tensors) else None,
         gradients=torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
-        sink=_seen_of(sink),
+        sink=_sink_key(sink),
         causal=asked.causal,
         window=window_of(asked.window, asked.causal),
-        given=asked.given,
+        sample_args=asked.sample_args,
         softmax_scale=max(dim, 1) ** -0.5 if scale is None else float(scale),
         layout=asked.layout,
         qkv_format=asked.qkv_format,
         config=asked.config,
-        wrong=wrong,
+        wrong_kinds=wrong,
     )

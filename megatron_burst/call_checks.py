@@ -5,7 +5,7 @@ from itertools import chain
 
 import torch
 
-from megatron_burst.arguments import need_of
+from megatron_burst.arguments import need_of_argument
 from megatron_burst.call import Call
 from megatron_burst.errors import Need, require
 from megatron_burst.schedule.layout import Layout, check_tokens
@@ -29,8 +29,8 @@ def _of_names(call: Call) -> Iterator[Need]:
 
 
 def _of_sample(call: Call) -> Iterator[Need]:
-    tree, slices = "prefix_tree" in call.given, "slices" in call.given
-    others = ", ".join(name for name in call.given if name != "slices")
+    tree, slices = "prefix_tree" in call.sample_args, "slices" in call.sample_args
+    others = ", ".join(name for name in call.sample_args if name != "slices")
     yield from (
         (call.packed or not others,
          f"cu_seqlens must come with {others}, because it says where documents begin and end",
@@ -146,7 +146,7 @@ def check(call: Call, cp_size: int) -> None:
     Raises:
         BurstError: in one sentence.
     """
-    require(_WHO, (need_of(name, got) for name, got in call.wrong))
+    require(_WHO, (need_of_argument(name, got) for name, got in call.wrong_kinds))
     require(_WHO, chain.from_iterable(needs(call) for needs in _NEEDS))
     for tokens in (call.shape.tokens, call.shape.keys):
-        check_tokens(call.sharding, cp_size, tokens)
+        check_tokens(call.token_layout, cp_size, tokens)

@@ -180,7 +180,7 @@ class BurstConfig:
         """The configuration in Megatron's parsed arguments (`--burst-*`)."""
         given: dict[str, Any] = {name: getattr(args, f"burst_{name}", None) for name in OPTIONS}
         given = {name: value for name, value in given.items() if value is not None}
-        return cls(**given, **given_tunings(args))
+        return cls(**given, **tunings_of_args(args))
 
 
 _TYPES = {field.name: field.type for field in fields(BurstConfig)}
@@ -248,7 +248,7 @@ def legal_tunings() -> str:
     return ", ".join(f"{name}={_legal(_TYPES[name])}" for name in TUNINGS)
 
 
-def given_tunings(args: Namespace) -> dict[str, Any]:
+def tunings_of_args(args: Namespace) -> dict[str, Any]:
     """The tunings in Megatron's parsed arguments: all --burst-tune combined."""
     return parse_tunings(",".join(getattr(args, "burst_tune", None) or ()))
 

@@ -23,7 +23,7 @@ class DisagreementError(BurstError):
     """The ranks of a context-parallel group called with different shapes or options."""
 
 
-def unmet(who: str, needs: Iterable[Need]) -> str:
+def unmet_needs(who: str, needs: Iterable[Need]) -> str:
     """The sentence of the first unmet need; empty if all hold.
 
     Needs from a generator may rely on earlier ones.
@@ -40,7 +40,7 @@ def require(who: str, needs: Iterable[Need]) -> None:
     Raises:
         BurstError: with the sentence of the first such need.
     """
-    if sentence := unmet(who, needs):
+    if sentence := unmet_needs(who, needs):
         raise BurstError(sentence)
 
 

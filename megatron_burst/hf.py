@@ -17,11 +17,11 @@ from torch.nn.functional import pad
 from torch.utils.data import Sampler, get_worker_info
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from megatron_burst.arguments import brief, is_dense
+from megatron_burst.arguments import is_dense, short_repr
 from megatron_burst.attention import burst_attention
-from megatron_burst.comm.alone import Ranks, given_or_default
+from megatron_burst.comm.alone import Ranks, group_or_default
 from megatron_burst.config import BurstConfig
-from megatron_burst.errors import Need, require, unmet
+from megatron_burst.errors import Need, require, unmet_needs
 from megatron_burst.hf_refusals import WHO, no_mask, of_attention
 from megatron_burst.loss.next_tokens import labels_of
 from megatron_burst.schedule.layout import Layout
@@ -84,7 +84,7 @@ def shard_batch(
             different ones.
     """
     require(_WHO, [_not_in_a_worker()])
-    group, problem = given_or_default(group, _WHO), unmet(_WHO, _of_batch(batch))
+    group, problem = group_or_default(group, _WHO), unmet_needs(_WHO, _of_batch(batch))
     rows, cu_seqlens = {}, None
     if not problem:
         rows, cu_seqlens = _whole_chunks(*_rows_of(batch), group.size(), layout)
@@ -131,7 +131,7 @@ class RepeatedBatches(Sampler[int]):
 
     def __init__(self, sampler: Iterable[int], batch_size: int, group: Ranks = None) -> None:
         self._sampler, self._batch_size = sampler, batch_size
-        self._times = given_or_default(group, "RepeatedBatches").size()
+        self._times = group_or_default(group, "RepeatedBatches").size()
 
     def __iter__(self) -> Iterator[int]:
         for batch in batched(self._sampler, self._batch_size):
@@ -162,7 +162,8 @@ def _of_batch(batch: Mapping[str, Any]) -> Iterator[Need]:
         yield (
             is_dense(x) and x.dim() == 2 and is_dense(ids) and x.shape == ids.shape,
             f"{name} must be a tensor [b, s] like input_ids, because it is sharded like them",
-            f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else brief(x), "pass such a tensor",
+            f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else short_repr(x),
+            "pass such a tensor",
         )  # fmt: skip
     mask = batch.get("attention_mask")
     yield (

@@ -6,23 +6,23 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_burst.errors import BurstError, Need, require
+from megatron_burst.logs import Decision
 from megatron_burst.rules import (
     a2a_bytes,
-    bytes_over_all,
     choose_heads_a2a,
     choose_heads_gather,
+    format_bytes,
+    head_bytes_over_all_rows,
     hop_bytes,
-    in_unit,
-    most_heads,
-    nested_bytes,
+    inter_ring_bytes,
+    max_heads,
     remote_kv_fits,
     window_imbalance,
     with_wire_dtype,
 )
-from megatron_burst.say import Choice
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import check_mask
-from megatron_burst.schedule.pieces import halo
+from megatron_burst.schedule.node_shards import halo
 from megatron_burst.schedule.spec import (
     LONG_SHARD,
     AttentionShape,
@@ -43,7 +43,7 @@ class Resolved(NamedTuple):
     """A spec without open choices, and why they were made as they were."""
 
     spec: Spec
-    why: dict[str, Choice]  # of "inter", "intra" and "circulate"
+    reasons: dict[str, Decision]  # of "inter", "intra" and "circulate"
 
 
 @lru_cache(maxsize=4096)
@@ -61,20 +61,22 @@ def resolve(spec: Spec) -> Resolved:
     why["intra"] = _intra(spec)
     spec = replace(spec, intra=why["intra"].value)
     _check(spec)
-    together = spec.arranged.intra_size > 1 and not spec.arranged.spans_nodes
+    together = spec.mode_topology.intra_size > 1 and not spec.mode_topology.spans_nodes
     spec = replace(
         spec, shape=with_wire_dtype(spec.shape, spec.grad_wire), heads_per_round=_heads(spec),
         pulled=spec.pulled is not False and together,
     )  # fmt: skip
-    spec = replace(spec, left=_left(spec), whole_heads=_whole_heads(spec, asked))
+    spec = replace(
+        spec, saves_remote=_saves_remote(spec), a2a_backward_heads=_a2a_backward_heads(spec, asked)
+    )
     why["circulate"] = _circulate(spec, asked.circulate)
     return Resolved(replace(spec, circulate=Circulate(why["circulate"].value)), why)
 
 
-def how_it_runs(spec: Spec) -> str:
+def describe_mode(spec: Spec) -> str:
     """Mode and topology of a resolved spec."""
     if spec.topology.inter_size == 1:
-        both = " in forward and a2a in backward" if spec.whole_heads else ""
+        both = " in forward and a2a in backward" if spec.a2a_backward_heads else ""
         return f"{spec.intra}{both} on {spec.topology}"
     if spec.inter == "ring":
         return f"{spec.intra} inside nodes, ring between them, on {spec.topology}"
@@ -83,7 +85,7 @@ def how_it_runs(spec: Spec) -> str:
 
 def reuses_remote(spec: Spec) -> bool:
     """Whether K and V that a gather received from other nodes stay until backward."""
-    return bool(spec.left) and spec.intra == "gather"
+    return bool(spec.saves_remote) and spec.intra == "gather"
 
 
 def circulating_share(spec: Spec) -> float:
@@ -102,7 +104,7 @@ def circulating_share(spec: Spec) -> float:
 # ---- between nodes ------------------------------------------------------------------------------
 
 
-def _inter(spec: Spec) -> Choice:
+def _inter(spec: Spec) -> Decision:
     """Between nodes: "ring", "a2a" (over all ranks) or "flat".
 
     Bytes decide. On two nodes exposed ones count twice: for an all-to-all in R rounds, the first
@@ -114,52 +116,52 @@ def _inter(spec: Spec) -> Choice:
     ring has more work, but never so much that typical ones would change the choice.
     """
     if spec.inter is not None:
-        return Choice(spec.inter, "asked for")
+        return Decision(spec.inter, "asked for")
     if spec.topology.inter_size == 1:
-        return Choice("ring", "one row of ranks")
+        return Decision("ring", "one row of ranks")
     if spec.shape.tokens_kv:
-        return Choice("ring", "queries and keys have different lengths")
+        return Decision("ring", "queries and keys have different lengths")
     if spec.intra == "a2a":
-        return Choice("a2a", "intra=a2a was asked for")
+        return Decision("a2a", "intra=a2a was asked for")
     if given := _only_in_rings(spec):
-        return Choice("ring", f"{given} was asked for")
-    if spec.mask.windowed and _wants_whole(spec):
+        return Decision("ring", f"{given} was asked for")
+    if spec.mask.windowed and _prefers_whole_sequences(spec):
         why = "with an all-to-all over all ranks each rank has whole documents, which windows need"
-        return Choice("a2a", why)
+        return Decision("a2a", why)
     if spec.kernel.device == "cpu":
-        return Choice("ring", _ON_CPU)
+        return Decision("ring", _ON_CPU)
     if spec.layout is Layout.STRIPED or spec.shape.heads_q % spec.topology.cp_size:
-        return Choice("ring", "no all-to-all over all ranks has this layout or number of heads")
+        return Decision("ring", "no all-to-all over all ranks has this layout or number of heads")
     return _fewer_bytes(spec)
 
 
-def _fewer_bytes(spec: Spec) -> Choice:
-    over_all = replace(spec, inter="a2a").arranged
+def _fewer_bytes(spec: Spec) -> Decision:
+    over_all = replace(spec, inter="a2a").mode_topology
     shape = with_wire_dtype(spec.shape, spec.grad_wire)
     share = circulating_share(spec)
-    ring = min(nested_bytes(shape, spec.topology, circulate, share) for circulate in Circulate)
-    sent = a2a_bytes(shape, spec.topology, spec.again)
+    ring = min(inter_ring_bytes(shape, spec.topology, circulate, share) for circulate in Circulate)
+    sent = a2a_bytes(shape, spec.topology, spec.resends)
     heads = choose_heads_a2a(shape, over_all, spec.kernel.multiprocessors, spec.heads_per_round)
-    bare = sent // -(-most_heads(shape, over_all, "a2a") // heads)
+    bare = sent // -(-max_heads(shape, over_all, "a2a") // heads)
     figures = (
-        f"between nodes a ring sends {in_unit(ring)} a rank, an all-to-all {in_unit(sent)}, of "
-        f"which {in_unit(bare)} are exposed"
+        f"between nodes a ring sends {format_bytes(ring)} a rank, an all-to-all "
+        f"{format_bytes(sent)}, of which {format_bytes(bare)} are exposed"
     )
     counted = sent + bare * (spec.topology.inter_size == 2)
-    return Choice("a2a" if counted < ring else "ring", figures)
+    return Decision("a2a" if counted < ring else "ring", figures)
 
 
 def _only_in_rings(spec: Spec) -> str:
     """A given choice that an all-to-all over all ranks does not have, or ""."""
-    over_all = replace(spec, inter="a2a").arranged
+    over_all = replace(spec, inter="a2a").mode_topology
     given = {"intra": spec.intra, "circulate": spec.circulate}
     given["transfer"] = "pull" if spec.pulled else None
-    if (spec.heads_per_round or 0) > most_heads(spec.shape, over_all, "a2a"):
+    if (spec.heads_per_round or 0) > max_heads(spec.shape, over_all, "a2a"):
         given["heads_per_round"] = f"{spec.heads_per_round}"
     return next((f"{name}={value}" for name, value in given.items() if value is not None), "")
 
 
-def _wants_whole(spec: Spec) -> bool:
+def _prefers_whole_sequences(spec: Spec) -> bool:
     """Whether giving a rank the whole sample for some heads is possible and may be better:
     documents make shards unequal in work, and windows in them need all keys of a query at once."""
     size = spec.topology.cp_size
@@ -171,15 +173,15 @@ def _wants_whole(spec: Spec) -> bool:
 # ---- among the ranks of a row -------------------------------------------------------------------
 
 
-def _intra(spec: Spec) -> Choice:
+def _intra(spec: Spec) -> Decision:
     """Among the ranks of a row: "ring", "gather" or "a2a".
 
     Raises:
         BurstError: if gather or a2a was asked for across nodes or in the striped layout.
     """
-    row, over_all = spec.arranged, spec.inter == "a2a"
+    row, over_all = spec.mode_topology, spec.inter == "a2a"
     if row.cp_size == 1:
-        return Choice("ring", "one rank")
+        return Decision("ring", "one rank")
     if spec.shape.tokens_kv and (over_all or spec.intra in ("gather", "a2a")):
         raise BurstError(
             f"{_WHO}: queries and keys of different lengths must run in rings, because gather and "
@@ -189,15 +191,15 @@ def _intra(spec: Spec) -> Choice:
             "--burst-invariant"
         )
     if spec.shape.tokens_kv:
-        return Choice("ring", "queries and keys have different lengths")
+        return Decision("ring", "queries and keys have different lengths")
     if spec.intra is None and row.inter_size == 1 and not over_all:
         if spec.layout is Layout.DOCUMENTS and spec.mask.right == 0:
-            return Choice("gather", "chunks of each document are equal work on all ranks")
-        if _wants_whole(spec):
-            return Choice("a2a", "each rank has all rows of some heads: equal work")
+            return Decision("gather", "chunks of each document are equal work on all ranks")
+        if _prefers_whole_sequences(spec):
+            return Decision("a2a", "each rank has all rows of some heads: equal work")
     if spec.inter == "flat":
-        return Choice("ring", "one ring over all ranks")
-    cannot, asked = _no_gather(spec), "a2a" if over_all else spec.intra
+        return Decision("ring", "one ring over all ranks")
+    cannot, asked = _gather_refusal(spec), "a2a" if over_all else spec.intra
     if cannot and asked in ("gather", "a2a"):
         raise BurstError(
             f"{_WHO}: for intra={asked} {cannot}; pass --burst-intra ring (intra='ring') or auto, "
@@ -210,35 +212,37 @@ def _intra(spec: Spec) -> Choice:
             "(inter='a2a') or auto"
         )
     if asked is not None:
-        return Choice(asked, "over all ranks" if over_all else "asked for")
+        return Decision(asked, "over all ranks" if over_all else "asked for")
     if cannot:
-        return Choice("ring", "gathering does not support it")
+        return Decision("ring", "gathering does not support it")
     if spec.kernel.device == "cpu":
-        return Choice("ring", _ON_CPU)
-    if spec.heads_per_round is None and _gives_sequences(spec) and _idle(spec):
-        return Choice("a2a", "under this window ranks with the first rows would wait")
-    return Choice("gather", "few long kernel calls, merged once")
+        return Decision("ring", _ON_CPU)
+    if spec.heads_per_round is None and _gives_sequences(spec) and _window_leaves_ranks_idle(spec):
+        return Decision("a2a", "under this window ranks with the first rows would wait")
+    return Decision("gather", "few long kernel calls, merged once")
 
 
 def _gives_sequences(spec: Spec) -> bool:
     """Whether an all-to-all gives each rank of a node whole causal sequences."""
-    mask, row = spec.mask, spec.arranged
+    mask, row = spec.mask, spec.mode_topology
     causal = spec.layout is Layout.ZIGZAG and mask.right == 0 and not mask.documents
     return causal and row.inter_size == 1 and spec.shape.heads_q % row.cp_size == 0
 
 
-def _idle(spec: Spec) -> bool:
+def _window_leaves_ranks_idle(spec: Spec) -> bool:
     """Whether ranks wait under a window, and an all-to-all fits that would keep them busy."""
-    left, row, shape = spec.mask.left, spec.arranged, spec.shape
-    fits = shape.tokens >= LONG_SHARD // 2 and bytes_over_all(shape, row) <= _SEQUENCE_BYTES
+    left, row, shape = spec.mask.left, spec.mode_topology, spec.shape
+    fits = (
+        shape.tokens >= LONG_SHARD // 2 and head_bytes_over_all_rows(shape, row) <= _SEQUENCE_BYTES
+    )
     return left is not None and fits and window_imbalance(left, row.cp_size, shape.tokens) > _IDLE
 
 
-def _no_gather(spec: Spec) -> str:
+def _gather_refusal(spec: Spec) -> str:
     """Why neither keys can be gathered nor heads be exchanged for rows; "" if they can."""
-    if spec.arranged.spans_nodes and spec.inter != "a2a":
+    if spec.mode_topology.spans_nodes and spec.inter != "a2a":
         why = "a row of ranks must share a node, because keys or heads travel over NVLink"
-        return f"{why}; got {spec.arranged}"
+        return f"{why}; got {spec.mode_topology}"
     if spec.layout is Layout.STRIPED:
         return "the layout must not be striped, because whole sequences lie in order; got striped"
     return ""
@@ -246,7 +250,7 @@ def _no_gather(spec: Spec) -> str:
 
 def _heads(spec: Spec) -> int | None:
     """KV heads of a round; None in a ring."""
-    asked = spec.shape, spec.arranged, spec.kernel.multiprocessors, spec.heads_per_round
+    asked = spec.shape, spec.mode_topology, spec.kernel.multiprocessors, spec.heads_per_round
     if spec.intra == "ring":
         return None
     if spec.intra == "a2a":
@@ -255,7 +259,7 @@ def _heads(spec: Spec) -> int | None:
     return choose_heads_gather(*asked, exposed=spec.layout is Layout.DOCUMENTS)
 
 
-def _whole_heads(spec: Spec, asked: Spec) -> int:
+def _a2a_backward_heads(spec: Spec, asked: Spec) -> int:
     """KV heads that a rank computes at a time if backward of a gather is an all-to-all; 0 if not.
 
     Backward's kernels are faster over whole documents than over the short chunks of many ranks. On
@@ -265,60 +269,62 @@ def _whole_heads(spec: Spec, asked: Spec) -> int:
     taken = asked.intra or asked.heads_per_round is not None
     if spec.intra != "gather" or taken or spec.mask.windowed:
         return 0
-    shape, row, kernel = spec.shape, spec.arranged, spec.kernel
+    shape, row, kernel = spec.shape, spec.mode_topology, spec.kernel
     slow = shape.dim_qk != shape.dim_v and not kernel.rectangular_causal and _gives_sequences(spec)
     many = row.inter_size == 1 and row.intra_size >= _MANY and not row.spans_nodes
-    fits = shape.tokens >= LONG_SHARD // 2 and bytes_over_all(shape, row) <= _WHOLE_BYTES
-    if not (slow or (many and fits and _wants_whole(spec))):
+    fits = shape.tokens >= LONG_SHARD // 2 and head_bytes_over_all_rows(shape, row) <= _WHOLE_BYTES
+    if not (slow or (many and fits and _prefers_whole_sequences(spec))):
         return 0
     heads = choose_heads_a2a(shape, row, kernel.multiprocessors)
-    return heads if slow or heads < most_heads(shape, row, "a2a") else 0
+    return heads if slow or heads < max_heads(shape, row, "a2a") else 0
 
 
 # ---- backward -----------------------------------------------------------------------------------
 
 
-def _left(spec: Spec) -> bool:
+def _saves_remote(spec: Spec) -> bool:
     """Whether forward saves what it received: everything of an all-to-all; of a gather K and V of
     other nodes, if asked for or if they are few."""
     if spec.intra == "a2a":
-        return not spec.again
-    others = spec.arranged.inter_size - 1 if spec.intra == "gather" else 0
-    if not others or spec.again or spec.circulate is Circulate.Q or spec.left is False:
+        return not spec.resends
+    others = spec.mode_topology.inter_size - 1 if spec.intra == "gather" else 0
+    if not others or spec.resends or spec.circulate is Circulate.Q or spec.saves_remote is False:
         return False
-    return bool(spec.left) or remote_kv_fits(spec.shape, others, circulating_share(spec))
+    return bool(spec.saves_remote) or remote_kv_fits(spec.shape, others, circulating_share(spec))
 
 
-def _circulate(spec: Spec, asked: Circulate | None) -> Choice:
+def _circulate(spec: Spec, asked: Circulate | None) -> Decision:
     """What circulates in backward: what has fewer bytes per hop, unless asked for.
 
     Source: break-even of (K,V,dK,dV) against (Q,dO,lse,delta,dQ), BurstAttention
     (arXiv 2403.09347) generalised to grouped heads and to the dtype of the gradient on the wire.
     """
     if reuses_remote(spec):
-        return Choice(Circulate.KV, "K and V stay in memory; only gradients are sent back")
-    if spec.intra != "ring" and spec.arranged.inter_size == 1:
-        return Choice(Circulate.KV, "one node")
+        return Decision(Circulate.KV, "K and V stay in memory; only gradients are sent back")
+    if spec.intra != "ring" and spec.mode_topology.inter_size == 1:
+        return Decision(Circulate.KV, "one node")
     share = circulating_share(spec) if spec.intra == "gather" else 1.0
     shape = spec.shape
-    if spec.arranged.inter_size == 1 and spec.summed_dtype is Dtype.SUM:  # all hops are the ring's
+    if (
+        spec.mode_topology.inter_size == 1 and spec.ring_sum_dtype is Dtype.SUM
+    ):  # all hops are the ring's
         shape = replace(shape, grad_bytes=shape.stat_bytes)
     return choose_circulate(shape, asked, share)
 
 
 def choose_circulate(
     shape: AttentionShape, asked: Circulate | None = None, share: float = 1.0
-) -> Choice:
+) -> Decision:
     """What circulates; `share`: of the keys that would."""
     cost = {
         circulate: sum(hop_bytes(shape, Direction.BACKWARD, circulate, share).values())
         for circulate in Circulate
     }
-    of_kv, of_q = (in_unit(cost[what]) for what in (Circulate.KV, Circulate.Q))
+    of_kv, of_q = (format_bytes(cost[what]) for what in (Circulate.KV, Circulate.Q))
     figures = f"a hop of backward is {of_kv} for kv and {of_q} for q"
     if asked is not None:
-        return Choice(asked, f"asked for; {figures}")
-    return Choice(min(cost, key=cost.__getitem__), figures)
+        return Decision(asked, f"asked for; {figures}")
+    return Decision(min(cost, key=cost.__getitem__), figures)
 
 
 # ---- what was asked for -------------------------------------------------------------------------
@@ -334,7 +340,7 @@ def _check(spec: Spec) -> None:
         BurstError: if there is one, or the mode does not support the mask.
     """
     if spec.topology.cp_size > 1:
-        check_mask(spec.mask, spec.layout, spec.intra or "", spec.arranged.inter_size == 1)
+        check_mask(spec.mask, spec.layout, spec.intra or "", spec.mode_topology.inter_size == 1)
         require(_WHO, _needs_of_rings(spec) if spec.intra == "ring" else _needs_of_heads(spec))
     if len(set(spec.topology.node_of)) > 1:
         require(_WHO, _needs_between_nodes(spec))
@@ -344,19 +350,22 @@ def _needs_of_rings(spec: Spec) -> Iterator[Need]:
     yield from (
         (not spec.heads_per_round,
          "heads_per_round must come with gather or a2a, because a ring has no rounds of some heads",
-         f"heads_per_round={spec.heads_per_round} and {how_it_runs(spec)}",
+         f"heads_per_round={spec.heads_per_round} and {describe_mode(spec)}",
          "leave it out, or pass --burst-intra gather (intra='gather') or a2a"),
         (not spec.pulled,
          "transfer=pull must come with gather or a2a, because shards of a ring are sent by NCCL",
-         how_it_runs(spec),
+         describe_mode(spec),
          "pass --burst-tune transfer=send or transfer=auto, or --burst-intra gather"),
     )  # fmt: skip
 
 
 def _needs_of_heads(spec: Spec) -> Iterator[Need]:
-    heads, most = spec.heads_per_round or 0, most_heads(spec.shape, spec.arranged, spec.intra or "")
+    heads, most = (
+        spec.heads_per_round or 0,
+        max_heads(spec.shape, spec.mode_topology, spec.intra or ""),
+    )
     # heads that cannot be sharded evenly are refused with their program
-    uneven = spec.intra == "a2a" and spec.shape.heads_q % spec.arranged.intra_size
+    uneven = spec.intra == "a2a" and spec.shape.heads_q % spec.mode_topology.intra_size
     does = "gathers" if spec.intra == "gather" else "computes"
     yield (
         heads <= most or uneven,
@@ -374,11 +383,13 @@ def _needs_between_nodes(spec: Spec) -> Iterator[Need]:
     )  # fmt: skip
     # An all-to-all over all ranks keeps what it receives anyway. Where results are kept, backward
     # does not directly follow a forward; where it does, keys are kept.
-    gathers = spec.intra == "gather" and spec.arranged.inter_size > 1
+    gathers = spec.intra == "gather" and spec.mode_topology.inter_size > 1
     yield (
-        not spec.left or spec.inter == "a2a" or (gathers and spec.circulate is not Circulate.Q),
+        not spec.saves_remote
+        or spec.inter == "a2a"
+        or (gathers and spec.circulate is not Circulate.Q),
         "resend=never must come with keys that are gathered inside nodes while K and V circulate "
         "between nodes, because only those can stay until backward",
-        f"circulate={spec.circulate or 'auto'}" if gathers else how_it_runs(spec),
+        f"circulate={spec.circulate or 'auto'}" if gathers else describe_mode(spec),
         "leave it out, or pass --burst-intra gather (intra='gather') and no circulate=q",
     )

@@ -51,16 +51,16 @@ def hop_bytes(
     return {Cargo.READ: read, Cargo.GRAD: grad if direction is Direction.BACKWARD else 0}
 
 
-def a2a_bytes(shape: AttentionShape, topology: Topology, again: bool = False) -> int:
+def a2a_bytes(shape: AttentionShape, topology: Topology, resends: bool = False) -> int:
     """Bytes that a rank sends to other nodes in both passes of an all-to-all over all ranks.
 
     Of all that is sent (`a2a_whole`), copies of KV heads among it, 1 - 1/N goes to other nodes.
     """
-    every = sum(map(sum, a2a_whole(shape.replicated(topology.cp_size), again).values()))
+    every = sum(map(sum, a2a_pass_bytes(shape.replicated(topology.cp_size), resends).values()))
     return every - every // topology.inter_size
 
 
-def nested_bytes(
+def inter_ring_bytes(
     shape: AttentionShape, topology: Topology, circulate: Circulate, share: float = 1.0
 ) -> int:
     """Bytes that a rank sends to other nodes in both passes of a ring between nodes; `share`: of
@@ -70,7 +70,9 @@ def nested_bytes(
     return (topology.inter_size - 1) * sum((*forward.values(), *backward.values()))
 
 
-def a2a_whole(shape: AttentionShape, again: bool = False) -> dict[Direction, tuple[int, int]]:
+def a2a_pass_bytes(
+    shape: AttentionShape, resends: bool = False
+) -> dict[Direction, tuple[int, int]]:
     """Bytes of a rank's rows in an all-to-all, there and back, by direction; for a shape that is
     `replicated` for its ranks.
 
@@ -84,7 +86,7 @@ def a2a_whole(shape: AttentionShape, again: bool = False) -> dict[Direction, tup
     stats = shape.rows_q * shape.stat_bytes
     return {
         Direction.FORWARD: (q + kv, out + stats),
-        Direction.BACKWARD: (out + stats + (q + kv + stats if again else 0), q + kv),
+        Direction.BACKWARD: (out + stats + (q + kv + stats if resends else 0), q + kv),
     }
 
 
@@ -106,13 +108,13 @@ def thread_blocks(rows: int) -> int:
     return ceil(rows / BLOCK)
 
 
-def share_busy(kernels: Sequence[int], multiprocessors: int) -> float:
+def busy_share(kernels: Sequence[int], multiprocessors: int) -> float:
     """Share of the multiprocessors that are busy, over all waves of kernels with these blocks."""
     waves = sum(ceil(blocks / multiprocessors) for blocks in kernels)
     return sum(kernels) / (multiprocessors * waves)
 
 
-def most_heads(shape: AttentionShape, topology: Topology, mode: str) -> int:
+def max_heads(shape: AttentionShape, topology: Topology, mode: str) -> int:
     """The most KV heads that a round can have: all gathered ones, or all that a rank computes."""
     ranks = topology.intra_size if mode == "a2a" else 1
     return shape.replicated(ranks).heads_kv // ranks
@@ -165,7 +167,7 @@ def choose_heads_gather(
     a_head = thread_blocks(chunk) * shape.batch * shape.heads_q // shape.heads_kv
     for heads in range(min(shape.heads_kv, max(1, in_bytes)), shape.heads_kv):
         sizes = [heads] * (shape.heads_kv // heads) + [shape.heads_kv % heads]
-        busy = share_busy([a_head * some for some in sizes], multiprocessors)
+        busy = busy_share([a_head * some for some in sizes], multiprocessors)
         if heads * a_head >= _WAVES * multiprocessors and busy >= _BUSY:
             return heads
     return shape.heads_kv
@@ -179,31 +181,31 @@ def choose_heads_a2a(
     On several nodes there are eight rounds, if heads and kernels allow: nothing hides the first one
     there and the last one back. Arguments are those of `choose_heads_gather`.
     """
-    ranks, group = topology.intra_size, _whole_group(shape, topology)
-    most = most_heads(shape, topology, "a2a")
+    ranks, group = topology.intra_size, _q_heads_with_kv_head(shape, topology)
+    most = max_heads(shape, topology, "a2a")
     if asked == 0:
         return most
-    in_bytes = max(1, 2 * _ROUND_BYTES // bytes_over_all(shape, topology))
+    in_bytes = max(1, 2 * _ROUND_BYTES // head_bytes_over_all_rows(shape, topology))
     if topology.spans_nodes:
         in_bytes = min(in_bytes, -(-most // _PIECES))
     blocks = thread_blocks(shape.tokens * ranks) * shape.batch * group
     return min(most, asked or max(in_bytes, ceil(_WAVES * multiprocessors / blocks)))
 
 
-def _whole_group(shape: AttentionShape, topology: Topology) -> int:
+def _q_heads_with_kv_head(shape: AttentionShape, topology: Topology) -> int:
     """Query heads that a rank computes with a KV head in an all-to-all."""
     # 0 if heads cannot be sharded evenly, which is refused when the program is made
     return max(1, shape.heads_q // shape.replicated(topology.intra_size).heads_kv)
 
 
-def bytes_over_all(shape: AttentionShape, topology: Topology) -> int:
+def head_bytes_over_all_rows(shape: AttentionShape, topology: Topology) -> int:
     """Bytes of a KV head over all rows of a node: queries and outputs, keys and values."""
-    heads = _whole_group(shape, topology) + 1
+    heads = _q_heads_with_kv_head(shape, topology) + 1
     rows = shape.batch * topology.intra_size * shape.tokens * heads
     return rows * (shape.dim_qk + shape.dim_v) * shape.itemsize
 
 
-def in_unit(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """Bytes in the largest unit of which there is one."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= scale:

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.arguments import brief, is_dense
-from megatron_burst.comm.alone import Ranks, given_or_default
+from megatron_burst.arguments import is_dense, short_repr
+from megatron_burst.comm.alone import Ranks, group_or_default
 from megatron_burst.comm.announce import announce, backward_of
 from megatron_burst.comm.group import state_of
-from megatron_burst.errors import BurstError, Need, unmet
+from megatron_burst.errors import BurstError, Need, unmet_needs
 from megatron_burst.integers import MOST, as_integer
 from megatron_burst.masks.documents import Documents
 from megatron_burst.masks.sample import Sample, indices_of, of_last_shard
@@ -135,11 +135,11 @@ class Shards:
         try:
             if not problem:
                 tokens, batch, got, device = sizes()
-                problem = unmet(self.who, self.needs(tokens, batch, got))
+                problem = unmet_needs(self.who, self.needs(tokens, batch, got))
                 told = {"shape": got, **(data or {})}
             if self.sample is not None and not problem:
                 documents = self.documents(self.rows(tokens), device)
-                told |= (documents.known or {}) if device.type == "cpu" else {}
+                told |= (documents.text or {}) if device.type == "cpu" else {}
         except BurstError as error:
             problem = str(error)
         except Exception as error:  # out of memory too: other ranks must not wait for this one
@@ -172,7 +172,7 @@ def shards_of(
 def _of_tensor(x: Tensor, dim: int) -> Iterator[Need]:
     yield (
         is_dense(x), "the tensor must be dense and have data, because its rows are copied",
-        brief(x), "make it dense, or call to_local() on a DTensor",
+        short_repr(x), "make it dense, or call to_local() on a DTensor",
     )  # fmt: skip
     yield (
         isinstance(dim, int) and not isinstance(dim, bool) and -x.dim() <= dim < x.dim(),
@@ -186,7 +186,7 @@ def _opened(shards: Shards, x: Tensor, dim: int, needs: Iterable[Need] = ()) -> 
         batch = x.shape[0] if dim % x.dim() == 1 else 1
         return x.shape[dim], batch, f"shape {tuple(x.shape)} and {shards.size} ranks", x.device
 
-    return shards.opened(unmet(shards.who, chain(_of_tensor(x, dim), needs)), sizes)
+    return shards.opened(unmet_needs(shards.who, chain(_of_tensor(x, dim), needs)), sizes)
 
 
 def shard(
@@ -217,7 +217,7 @@ def shard(
         BurstError: on all ranks of the group, if the layout cannot shard the sample, or if they
             pass different layouts, lengths or boundaries.
     """
-    group, boundaries = given_or_default(group, "shard"), (cu_seqlens, cu_seqlens_padded)
+    group, boundaries = group_or_default(group, "shard"), (cu_seqlens, cu_seqlens_padded)
     shards = shards_of("shard", group, layout, boundaries, True)
     documents = _opened(shards, x, dim)
     if shards.group is None:
@@ -246,7 +246,7 @@ def unshard(
     Raises:
         BurstError: as `shard`.
     """
-    group, boundaries = given_or_default(group, "unshard"), (cu_seqlens, cu_seqlens_padded)
+    group, boundaries = group_or_default(group, "unshard"), (cu_seqlens, cu_seqlens_padded)
     shards = shards_of("unshard", group, layout, boundaries, False)
     documents = _opened(shards, x, dim, shards.follows(packed=True))
     if shards.group is None:
@@ -295,12 +295,14 @@ def position_ids(
         BurstError: as `shard`.
     """
     who, boundaries, device = "position ids", (cu_seqlens, cu_seqlens_padded), torch.device(device)
-    shards = shards_of(who, given_or_default(group, who), layout, boundaries, True)
+    shards = shards_of(who, group_or_default(group, who), layout, boundaries, True)
     got = f"{tokens} tokens and {shards.size} ranks"
     number, must = as_integer(tokens), "tokens must be an integer from 0 on, because it counts rows"
     fits = number is not None and 0 <= number <= MOST
     needs = shards.follows(shards.sample is not None)
-    problem = unmet(who, chain([(fits, must, brief(tokens), "pass the sample's length")], needs))
+    problem = unmet_needs(
+        who, chain([(fits, must, short_repr(tokens), "pass the sample's length")], needs)
+    )
     tokens = number or 0
     documents = shards.opened(problem, lambda: (tokens, 1, got, device))
     places = shards.mine(shards.rows(tokens), documents, device)

@@ -10,7 +10,7 @@ from megatron_burst import slices
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.kernels.backends import backends
-from megatron_burst.kernels.interface import QuerySide, deliver
+from megatron_burst.kernels.interface import QuerySide, copy_results
 from megatron_burst.schedule.layout import Layout
 from tests.oracle import rows_of
 
@@ -146,7 +146,7 @@ class ByHeads:
             tensors = _alone(head, q), *(_alone(head // group, x) for x in (k, v))
             found.append(self._kernel.forward(*tensors, scale, visible))
         outs, lses = zip(*found, strict=True)
-        return deliver((torch.cat(outs, 2).to(q.dtype), torch.cat(lses, 1)), into)
+        return copy_results((torch.cat(outs, 2).to(q.dtype), torch.cat(lses, 1)), into)
 
     def backward(self, side, k, v, scale, visible, into=None, deterministic=False):
         group, grads = side.q.shape[2] // k.shape[2], []
@@ -157,7 +157,7 @@ class ByHeads:
         dq, *of_keys = (torch.cat(x, 2) for x in zip(*grads, strict=True))
         parts = (x.unflatten(2, (-1, group)).unbind(3) for x in of_keys)
         sums = dq, *(sum(some[1:], some[0]) for some in parts)
-        return deliver(tuple(x.to(k.dtype) for x in sums), into)
+        return copy_results(tuple(x.to(k.dtype) for x in sums), into)
 
 
 def _alone(head: int, x: torch.Tensor) -> torch.Tensor:

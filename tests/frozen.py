@@ -52,6 +52,7 @@ RENAMED = {  # classes and values of enums: name now, and before
     "ChunkSegments": "Runs",
     "SurrogateOut": "StandIn",
     "Space.saved": "left",
+    "ShardChunk": "Piece",
     "Space.temp": "part",
     "Space.ring": "hop",
 }
@@ -141,7 +142,7 @@ def drawn_call(number: int) -> Spec:
         drawn_topology(draw), shape, draw.choice([*Layout, Layout.ZIGZAG]), draw.choice(masks),
         kernel, draw.random() < 0.3, asked("ring", "a2a", "flat"), asked("ring", "gather", "a2a"),
         asked(0, 1, 2, 3), grad_wire=asked("accumulate", "input"), circulate=asked(*Circulate),
-        pulled=asked(True, False), left=asked(True, False), invariant=draw.random() < 0.05,
+        pulled=asked(True, False), saves_remote=asked(True, False), invariant=draw.random() < 0.05,
     )  # fmt: skip
 
 
@@ -151,12 +152,12 @@ def of_drawn_call(number: int) -> Record:
         found, why = resolve(spec)
     except BurstError as error:
         return {f"drawn {number}": "refused", f"words of drawn {number}": digest(str(error))}
-    choices = (found.inter, found.intra, found.heads_per_round, found.whole_heads, found.grad_wire,
-               found.circulate, found.pulled, found.left)  # fmt: skip
+    choices = (found.inter, found.intra, found.heads_per_round, found.a2a_backward_heads,
+               found.grad_wire, found.circulate, found.pulled, found.saves_remote)  # fmt: skip
     rank = number % found.topology.cp_size
 
     def program(direction: Direction) -> str:
-        one, unit = found.of(rank, direction).in_units()
+        one, unit = found.program_spec(rank, direction).in_units()
         return digest((MODES[one.intra or "ring"](one), unit))
 
     return {

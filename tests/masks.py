@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst import slices as makers
-from megatron_burst.arguments import Asked, given_in
+from megatron_burst.arguments import CallArgs, sample_args_of
 from megatron_burst.attention import burst_attention
 from megatron_burst.call import Call, call_of
 from megatron_burst.call_checks import check
@@ -115,8 +115,8 @@ def called(
     """The call as its ranks compare it."""
     given = example.arguments(layout, unit)
     names = "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "prefix_tree", "slices"
-    named, window = given_in(*map(given.get, names)), given.get("window")
-    asked = Asked(example.causal, window, layout=layout, config=config, given=named)
+    named, window = sample_args_of(*map(given.get, names)), given.get("window")
+    asked = CallArgs(example.causal, window, layout=layout, config=config, sample_args=named)
     return call_of([torch.ones(1, 8, heads, 8) for heads in (4, 2, 2)], asked)
 
 
@@ -131,7 +131,7 @@ def refusal(
         check(call, ranks)
         spec, _ = resolve(call.spec(pretend_nodes(ranks, nodes), Kernel()))
         for direction in Direction:
-            MODES[mode](spec.of(0, direction))
+            MODES[mode](spec.program_spec(0, direction))
     except BurstError as error:
         return str(error)
     return None

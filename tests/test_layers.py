@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "megatron_burst"
 LAYERS = (  # a new module without a layer fails on purpose
-    {"version", "errors", "integers", "say", "imports", "files"},
+    {"version", "errors", "integers", "logs", "imports", "files"},
     {"installed"},
     {"patching"},
     {"schedule"},
@@ -52,11 +52,11 @@ EXITS = {
     ("attention", "recompute.later"): "keep",
     ("attention", "checks.spot_checks"): "check",
     ("engine.passes", "checks.guard"): "nan_guard",
-    ("engine.watch", "checks.clock"): "--burst-log",
+    ("engine.ranges", "checks.clock"): "--burst-log",
     ("comm.communicator", "comm.symmetric"): "GPUs of one node that pull",
-    ("comm.pass_log", "desync.verdict"): "a fault",
-    ("comm.pass_log", "desync.differing"): "a fault",
-    ("comm.watch", "desync.terms"): "ranks that differ",
+    ("comm.detector", "desync.verdict"): "a fault",
+    ("comm.detector", "desync.differing"): "a fault",
+    ("comm.store", "desync.terms"): "ranks that differ",
 }
 
 
@@ -255,17 +255,17 @@ BACKENDS = {f"kernels.{name}" for name in ("fa4", "flash_attn", "reference", "to
 # what says what a call is, and how it runs; nothing else may
 DESCRIBES = {
     "config": {"BurstConfig"},
-    "arguments": {"Asked"},
+    "arguments": {"CallArgs"},
     "call": {"Call"},
     "schedule.mask": {"Mask"},
     "schedule.spec": {"AttentionShape", "Kernel", "Spec"},
     "resolve": {"Resolved"},
-    "say": {"Choice"},
+    "logs": {"Decision"},
     "kernels.interface": {"Problem"},
     "engine.passes": {"Passes"},
     "masks.sample": {"Sample"},
     "masks.documents": {"Documents"},
-    "comm.pass_log": {"Marks"},
+    "comm.detector": {"PassAnnouncer"},
     "comm.group": {"Group"},
 }
 BESIDE = {  # enums and machinery in the same modules
@@ -273,7 +273,7 @@ BESIDE = {  # enums and machinery in the same modules
     "schedule.mask": {"Band", "Span", "Tile"},
     "schedule.spec": {"Cargo", "Circulate", "Direction", "Dtype"},
     "kernels.interface": {"Backend", "Capability", "QuerySide"},
-    "comm.pass_log": {"Pass", "PassLog"}, "comm.group": {"GroupMemory", "SubGroups"},
+    "comm.detector": {"Pass", "DesyncDetector"}, "comm.group": {"GroupMemory", "SubGroups"},
 }  # fmt: skip
 MOST = {  # modules, lines, and lines of code without imports
     "reading path": (52, 9676, 5494),

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-SAYS = "from megatron_burst.say import say; say('a line'); say('another'); "
+SAYS = "from megatron_burst.logs import say; say('a line'); say('another'); "
 MEGATRONS = "import sys, logging; logging.basicConfig(stream=sys.stdout, level=logging.INFO, format='%(message)s'); "  # noqa: E501
 
 

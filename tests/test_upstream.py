@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_burst.arguments import Asked
+from megatron_burst.arguments import CallArgs
 from megatron_burst.call import call_of
 from megatron_burst.kernels.backends import backends
 from megatron_burst.kernels.fa4 import FlashAttention4
@@ -56,7 +56,7 @@ def test_kernels_are_refused_where_the_report_found_their_gradients_wrong(monkey
         name, needs = masks[kind]
         sizes = (int(tokens) // DOCUMENT, DOCUMENT) if kind == "batch" else (1, int(tokens))
         q = one.expand(*sizes, HEADS, DIM)
-        asked = replace(call_of((q, q, q), Asked()).problem, device="cuda", arch=9, needs=needs)
+        asked = replace(call_of((q, q, q), CallArgs()).problem, device="cuda", arch=9, needs=needs)
         errors = [float(error) for error in re.findall(r"d[qkv] ([\d.]+)", found)] or [1.0]
         refused = backends()[name].capability.refusal(asked) is not None
         padded = sizes[0] * -(-sizes[1] // 128) * 128

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_burst.comm.carrier import OneQueue, Queues, UnderWay
-from megatron_burst.engine.run import Bound, Run, Step
+from megatron_burst.comm.transport import Handle, OneQueue, Queues
+from megatron_burst.engine.run import BoundProgram, Run, Step
 
 
 class Clock:
@@ -21,19 +21,19 @@ class Clock:
         executor: whose runs are timed, one at a time.
     """
 
-    def __init__(self, executor: Bound) -> None:
+    def __init__(self, executor: BoundProgram) -> None:
         self._events: list[torch.cuda.Event] = []
         self._used, self._on_gpu = 0, False
         self._stream: torch.cuda.Stream | None = None
         self._whole: list[Any] = []
         self._waits: list[tuple[Any, Any]] = []
-        self.steps = tuple(map(self._timed, executor.binder.steps))
+        self.steps = tuple(map(self._timed, executor.compiler.steps))
 
     def begin(self, queues: OneQueue | Queues) -> None:
         """Start timing a run, on the stream of the call."""
         self._clear()
         self._stream = queues.stream
-        self._on_gpu = queues.where.device.type == "cuda"
+        self._on_gpu = queues.placement.device.type == "cuda"
         self._whole.append(self._now())
 
     def end(self) -> None:
@@ -54,7 +54,7 @@ class Clock:
         self._clear()
         return found
 
-    def wait(self, what: UnderWay, stream: torch.cuda.Stream | None) -> None:
+    def wait(self, what: Handle, stream: torch.cuda.Stream | None) -> None:
         """Wait for an operation as the run would; timed where its kernels wait."""
         if stream != self._stream:
             what.wait(stream)
@@ -114,7 +114,7 @@ class _Watched(list):
 @dataclass(frozen=True, slots=True)
 class _Waited:
     clock: Clock
-    what: UnderWay
+    what: Handle
 
     def wait(self, stream: torch.cuda.Stream | None) -> None:
         self.clock.wait(self.what, stream)

@@ -58,8 +58,8 @@ class Definition:
 
     def __init__(self, passes: Passes, sample: Any, number: int) -> None:
         self._passes, self._sample, self._number = passes, sample, number
-        self._log, self._scale, shape = passes.marks.log, passes.scale, passes.spec.shape
-        self._rank, self.size = passes.carrier.cp_rank, passes.spec.topology.cp_size
+        self._log, self._scale, shape = passes.announcer.log, passes.scale, passes.spec.shape
+        self._rank, self.size = passes.transport.cp_rank, passes.spec.topology.cp_size
         self.head, self._of = 0, Random(number).randrange(shape.batch)
         self.group = shape.heads_q // shape.heads_kv
 
@@ -147,7 +147,7 @@ class Definition:
     def _next_head(self) -> int:
         """The KV head of the group's next check, by the first rank's number: ranks that failed in
         between may have counted others."""
-        carrier: Any = self._passes.carrier
+        carrier: Any = self._passes.transport
         by_rank = heads_by_rank(self._passes.spec)
         if carrier.checks is None:
             carrier.checks = SystemRandom().getrandbits(32) * len(by_rank)
@@ -208,9 +208,9 @@ class Definition:
 
     def _share(self, collective: Callable[..., object], *tensors: Any) -> None:
         """Through gloo, as all of this is small."""
-        carrier: Any = self._passes.carrier
+        carrier: Any = self._passes.transport
         try:
-            collective(*tensors, group=carrier.beside)
+            collective(*tensors, group=carrier.spot_check_group)
         except RuntimeError as error:
             raise self._log.lost_hop(error) from error  # type: ignore[union-attr]
 
@@ -218,7 +218,7 @@ class Definition:
 def heads_by_rank(spec: Spec) -> list[list[int]]:
     """The KV heads that each rank of a node computes in an all-to-all, which a gather's backward
     may be; in other modes all ranks compute all, so that they count as one."""
-    spec = spec.of(0, Direction.BACKWARD)
+    spec = spec.program_spec(0, Direction.BACKWARD)
     if spec.intra != "a2a":
         return [list(range(spec.shape.heads_kv))]
     size = spec.topology.intra_size

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_burst.engine.executor import Executor
 from megatron_burst.engine.operations import Part, part
-from megatron_burst.engine.run import Binder, Run, Step
+from megatron_burst.engine.run import Compiler, Run, Step
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.program import (
     Add,
@@ -33,15 +33,15 @@ class GuardedExecutor(Executor):
     """Runs a program and raises an error after the first operation that gives NaN."""
 
     @cached_property
-    def binder(self) -> Binder:
+    def binder(self) -> Compiler:
         """The program's binder with steps that check what they wrote."""
-        binder = copy(super().binder)  # other executors share it
+        binder = copy(super().compiler)  # other executors share it
         steps = enumerate(zip(binder.steps, self.program.ops, strict=True), 1)
         binder.steps = tuple(_guarded(binder, step, op, number) for number, (step, op) in steps)
         return binder
 
 
-def _guarded(binder: Binder, step: Step, op: Op, number: int) -> Step:
+def _guarded(binder: Compiler, step: Step, op: Op, number: int) -> Step:
     places = _accessed(op, binder.program)
     if places is None:
         return step
@@ -94,7 +94,7 @@ def _accessed(op: Op, program: Program) -> tuple[Positions, Positions] | None:
     return None
 
 
-def _parts(binder: Binder, places: Positions) -> list[tuple[Ref, str, Part]]:
+def _parts(binder: Compiler, places: Positions) -> list[tuple[Ref, str, Part]]:
     return [(ref, name, part(binder, ref)) for ref, name in dict.fromkeys(places)]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
 from megatron_burst.checks.definition import Compared, Definition
-from megatron_burst.comm.pass_log import Kind, Pass
+from megatron_burst.comm.detector import Pass, PassKind
 from megatron_burst.engine.passes import Passes
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.partial import row_delta
@@ -37,7 +37,7 @@ def checked(
     Raises:
         BurstError: on all ranks, also from backward, if a result is too far from the definition.
     """
-    log, every = passes.marks.log, passes.check
+    log, every = passes.announcer.log, passes.check
     number = log.number + 1 if log else getrandbits(32)  # the same on all ranks
     if not every or Random(number // every).randrange(every) != number % every:
         return attend(*tensors, passes, sample, layer)
@@ -93,7 +93,7 @@ class SpotCheck:
     def _together(self) -> Iterator[None]:
         """A context that all ranks enter, or none: who failed before is heard of now."""
         layer, number = self._where
-        with torch.no_grad(), Pass(self._passes.marks, Kind.CHECK, number, layer) as this:
+        with torch.no_grad(), Pass(self._passes.announcer, PassKind.CHECK, number, layer) as this:
             this.begin()
             yield
 
@@ -130,13 +130,13 @@ class SpotCheck:
         return (8 if name.startswith("d") else 4) * eps
 
     def _owner(self, row: int, count: int) -> str:
-        log, rank = self._passes.marks.log, row // (count // self._definition.size)
-        return f"{log.of.rank} {rank} (rank {log.ranks[rank]})" if log else "this rank"
+        log, rank = self._passes.announcer.log, row // (count // self._definition.size)
+        return f"{log.parallel_kind.rank} {rank} (rank {log.ranks[rank]})" if log else "this rank"
 
     def _sentence(self, direction: str, got: str) -> str:
         layer, number = self._where
         where = f"layer {layer}, {direction}" if layer else direction
-        of = f", pass {number} of the group" if self._passes.marks.log else ""
+        of = f", pass {number} of the group" if self._passes.announcer.log else ""
         return (
             f"burst attention: with check={self._passes.check} results must be those of attention "
             f"by its definition, because training continues with them; got {got}, in {where}{of}; "

@@ -26,14 +26,14 @@ def is_first() -> bool:
 
 def alone() -> dist.ProcessGroup:
     """A group of this process, which leaves the default group to the user."""
-    group = _made()
+    group = _make_group()
     # forgotten if torch.distributed was initialised and ended in between
     distributed_c10d._world.pg_group_ranks.setdefault(group, {0: 0})
     return group
 
 
 @cache  # of this process
-def _made() -> dist.ProcessGroup:
+def _make_group() -> dist.ProcessGroup:
     store = dist.HashStore()
     group = dist.ProcessGroup(store, 0, 1)
     gloo, backend = dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo(store, 0, 1, _LIMIT)
@@ -43,7 +43,7 @@ def _made() -> dist.ProcessGroup:
     return group
 
 
-def given_or_default(group: Ranks, who: str) -> dist.ProcessGroup:
+def group_or_default(group: Ranks, who: str) -> dist.ProcessGroup:
     """The group, else the default group, or this process alone; `who` refuses another one."""
     if isinstance(group, dist.DeviceMesh) and group.ndim == 1:
         group = group.get_group()

@@ -6,14 +6,14 @@ from functools import partial
 
 import torch.distributed as dist
 
+from megatron_burst.comm.detector import PassAnnouncer, PassKind
 from megatron_burst.comm.group import log_of, state_of
-from megatron_burst.comm.pass_log import Kind, Marks
-from megatron_burst.comm.watch import CP, WHO, Parallel
+from megatron_burst.comm.store import CP, WHO, ParallelKind
 
 
 def announce(
     group: dist.ProcessGroup, terms: Mapping[str, str], who: str, problem: str = "",
-    of: Parallel = CP, data: Mapping[str, str] | None = None,
+    of: ParallelKind = CP, data: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Announce a call that ranks of a group make together, before it does anything; see
     `Group.agree`, and `Marks.begin` for `data`.
@@ -26,7 +26,7 @@ def announce(
     state.agree(terms, who, problem=problem, of=of)
     if state.log is None and group.size() > 1:
         state.open_log(group, WHO if of is CP else who, of)  # attention's calls share its log
-    Marks.of(state.log, terms).begin(Kind.FORWARD, data=data)
+    PassAnnouncer.of(state.log, terms).begin(PassKind.FORWARD, data=data)
 
 
 def backward_of(group: dist.ProcessGroup | None) -> Callable[[], int]:
@@ -34,10 +34,10 @@ def backward_of(group: dist.ProcessGroup | None) -> Callable[[], int]:
     collectives; raises as `PassLog.begin`. Only on CPUs: on GPUs a rank may have failed in that
     call while the others go on with NaN, and nothing may end the group that can still be used."""
     log = log_of(group)
-    marks = Marks(log if log and log.waits else None)
-    return partial(marks.begin, Kind.BACKWARD, log.number if log else 0)
+    marks = PassAnnouncer(log if log and log.waits else None)
+    return partial(marks.begin, PassKind.BACKWARD, log.number if log else 0)
 
 
 def telling(group: dist.ProcessGroup) -> AbstractContextManager[None]:
     """Context that tells the other ranks of a group of an error in it; see `Marks.telling`."""
-    return Marks(log_of(group)).telling()
+    return PassAnnouncer(log_of(group)).reporting_errors()

@@ -9,24 +9,24 @@ from weakref import WeakMethod
 import torch
 import torch.distributed as dist
 
-from megatron_burst.comm.carrier import (
-    Memory,
-    OneQueue,
-    Parcels,
-    Queues,
-    Sends,
-    SentSlots,
-    Slots,
-    Where,
-)
+from megatron_burst.comm.detector import PassAnnouncer, PassKind
 from megatron_burst.comm.group import Group, SubGroups, state_of
 from megatron_burst.comm.nodes import check_devices, find_topology
-from megatron_burst.comm.pass_log import Kind, Marks
-from megatron_burst.comm.stamps import Running
-from megatron_burst.comm.watch import WHO, backend_of
+from megatron_burst.comm.stamps import RunningPass
+from megatron_burst.comm.store import WHO, backend_of
+from megatron_burst.comm.transport import (
+    FlatBuffers,
+    OneQueue,
+    Parcels,
+    Placement,
+    Queues,
+    SendRecvs,
+    SentSlots,
+    Slots,
+)
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.say import Choice, say
+from megatron_burst.logs import Decision, log_message
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link, Topology
 
@@ -45,7 +45,7 @@ class Communicator:
     def __init__(
         self, group: dist.ProcessGroup, topology: Topology, state: Group, config: BurstConfig
     ) -> None:
-        self.topology, self.board, self._memory = topology, state.board, state.memory
+        self.topology, self.consensus, self._memory = topology, state.consensus, state.memory
         self._log, self.overlaps, self._asked = state.log, config.overlap, config.transfer
         self._lost: Any = WeakMethod(state.log.lost_hop) if state.log else None
         if state.log:  # one rank has none, and sends nothing
@@ -61,10 +61,12 @@ class Communicator:
         wanted = {(link, cargo): ranks for link, ranks in several.items() for cargo in Cargo}
         self.groups = state.sub_groups.of(wanted, config.nccl_ctas)
         # what spot checks compare goes through a group of its own, so that nothing can mix with it
-        self.beside = state.sub_groups.beside() if config.check and state.log else None
+        self.spot_check_group = (
+            state.sub_groups.for_spot_checks() if config.check and state.log else None
+        )
         self._pool = self._pool_of(self.groups.get((Link.INTRA, Cargo.READ)), state.sub_groups)
         device = "cuda" if backend_of(group) == "nccl" else "cpu"
-        refusal = partial(self._pool.refusal, state.board) if self._pool else lambda: None
+        refusal = partial(self._pool.refusal, state.consensus) if self._pool else lambda: None
         self.transfer = choose_transfer(topology, device, self._asked, refusal)  # inside a node
 
     def _pool_of(
@@ -79,23 +81,23 @@ class Communicator:
         if name not in pools:
             # by rank in the group; torch sorts them, whatever the topology's order
             ranks = [self.ranks.index(rank) for rank in dist.get_process_group_ranks(together)]
-            board = state_of(together).board
+            board = state_of(together).consensus
             pools[name] = SymmetricPool(together, ranks, self.cp_rank, board)
         return pools[name]
 
-    def buffers(self, use: Hashable, count: int, num_bytes: int, where: Where) -> Memory:
+    def buffers(self, use: Hashable, count: int, num_bytes: int, where: Placement) -> FlatBuffers:
         """As `Carrier.buffers`."""
         return self._memory.of(use, count, num_bytes, where)
 
     def queues(self, device: torch.device) -> OneQueue | Queues:
         """As `Carrier.queues`; one queue where nothing overlaps."""
         if device.type != "cuda":
-            return OneQueue(Where(device))
+            return OneQueue(Placement(device))
         queues = Queues(device, self._streams.setdefault(device, {}))
         self._memory.begin(queues.stream)
-        return queues if self.overlaps else OneQueue(queues.where)
+        return queues if self.overlaps else OneQueue(queues.placement)
 
-    def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Where) -> Slots:
+    def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Placement) -> Slots:
         """As `Carrier.slots`; sizes are the same on all ranks of the node.
 
         If a rank lacks symmetric memory, all ranks of its node send from now on, unless the user
@@ -109,12 +111,12 @@ class Communicator:
             except SymmetricError as error:
                 if self._asked == "pull":
                     raise
-                self.transfer = Choice("send", error.reason)
-                say(f"{WHO}: from now on {self.transfer}", logging.WARNING)
+                self.transfer = Decision("send", error.reason)
+                log_message(f"{WHO}: from now on {self.transfer}", logging.WARNING)
         memory = self.buffers(cargo, count, num_bytes, where)
         return SentSlots(memory, count, partial(self.send, Link.INTRA, cargo))
 
-    def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Sends:
+    def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> SendRecvs:
         """As `Carrier.send`; returns at once."""
         group, ranks = self.groups.get((link, cargo)), self.ranks
         operations = [dist.P2POp(dist.isend, rows, ranks[peer], group) for peer, rows in sends]
@@ -125,19 +127,19 @@ class Communicator:
             raise self._lost()(error) from error
         # on a GPU a wait with a time-out would block the CPU; there NCCL's own watchdog looks on
         if operations and operations[0].tensor.is_cuda:
-            return Sends(works, (), None, self._lost)
+            return SendRecvs(works, (), None, self._lost)
         peers = [peer for peer, _ in (*sends, *recvs)]
-        return Sends(works, peers, self.board.timeout_s, self._lost)
+        return SendRecvs(works, peers, self.consensus.timeout_s, self._lost)
 
     def run(self, program: "Program", unit: int, over: list[Any], waits: Any) -> None:
         """As `Carrier.run`."""
         if log := self._log:
-            log.runs.append(Running(log.number, log.stamp, program, unit, over, waits))
+            log.runs.append(RunningPass(log.number, log.stamp, program, unit, over, waits))
 
 
 def choose_transfer(
     topology: Topology, device: str, asked: str, try_out: Callable[[], str | None]
-) -> Choice:
+) -> Decision:
     """How gathered keys move inside a node: "send" or "pull".
 
     `try_out` returns why ranks cannot pull here, or None; called only if nothing else rules it out.
@@ -146,9 +148,9 @@ def choose_transfer(
         BurstError: if pulling was asked for and cannot be done.
     """
     if topology.cp_size == 1:
-        return Choice("send", "one rank")
+        return Decision("send", "one rank")
     if asked == "send":
-        return Choice("send", "asked for")
+        return Decision("send", "asked for")
     cannot: str | None
     if device != "cuda":
         cannot = f"the ranks must use GPUs, because only GPUs have copy engines; got {device}"
@@ -165,8 +167,8 @@ def choose_transfer(
             f"burst attention: to pull, {cannot}; pass --burst-tune transfer=send or transfer=auto"
         )
     if cannot:
-        return Choice("send", cannot)
-    return Choice("pull", "asked for" if asked == "pull" else "by copy engine, while kernels run")
+        return Decision("send", cannot)
+    return Decision("pull", "asked for" if asked == "pull" else "by copy engine, while kernels run")
 
 
 def communicator_of(
@@ -180,12 +182,14 @@ def communicator_of(
         BurstError: if the nodes do not fit.
     """
     state = state_of(group, config.timeout_s)
-    made, board = state.communicators, state.board
+    made, board = state.communicators, state.consensus
     carried = (config.nodes, config.transfer, config.nccl_ctas, config.overlap)
     key = (*carried, bool(config.check), flat)
     if key not in made:
         terms = {"config": str(config)}
-        Marks(state.log, terms, digest=1).begin(Kind.AGREEMENT)  # others may agree on a call
+        PassAnnouncer(state.log, terms, digest=1).begin(
+            PassKind.AGREEMENT
+        )  # others may agree on a call
         board.agree(terms, WHO)
         check_devices(group, board)
         topology = find_topology(group, config, board)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron_burst.comm.alone import given_or_default
+from megatron_burst.comm.alone import group_or_default
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.grid import grid, nodes_of
 from megatron_burst.config import BurstConfig
@@ -79,7 +79,7 @@ def cp_groups(
         BurstError: if the group is no process group of this rank's, if ranks share a GPU, if they
             pass different options, or if the number of pretended nodes does not divide the ranks.
     """
-    group = given_or_default(group, _WHO)
+    group = group_or_default(group, _WHO)
     carrier = communicator_of(group, config or BurstConfig())
     intra, inter = (carrier.groups.get((link, Cargo.READ)) for link in (Link.INTRA, Link.INTER))
     return CPGroups(tuple(carrier.ranks), carrier.topology, intra, inter)

@@ -15,19 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from megatron_burst.comm.carrier import Held, Memory, Where
-from megatron_burst.comm.pass_log import Kind, Marks, PassLog
-from megatron_burst.comm.watch import (
+from megatron_burst.comm.detector import DesyncDetector, PassAnnouncer, PassKind
+from megatron_burst.comm.store import (
     CP,
     PREFIX,
     PROBLEM,
     WHO,
-    Board,
-    Latest,
-    Parallel,
+    BoundedDict,
+    ParallelKind,
+    StoreConsensus,
     backend_of,
     set_seconds,
 )
+from megatron_burst.comm.transport import BufferSize, FlatBuffers, Placement
 from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
@@ -51,7 +51,7 @@ class SubGroups:
     group's board. They are destroyed with the group: see `state_of`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, board: Board) -> None:
+    def __init__(self, group: dist.ProcessGroup, board: StoreConsensus) -> None:
         self._ranks, self._backend = dist.get_process_group_ranks(group), backend_of(group)
         self._board, self._timeout_s = board, 0.0
         self._made: dict[tuple, dist.ProcessGroup] = {}
@@ -69,26 +69,26 @@ class SubGroups:
         keys = {name: (*sorted(ranks), name[1], ctas) for name, ranks in wanted.items()}
         names = list(wanted)
         lacking = [place for place, name in enumerate(names) if keys[name] not in self._made]
-        for place in self._lacking_anywhere(lacking):
+        for place in self._missing_on_any_rank(lacking):
             ranks = [self._ranks[rank] for rank in wanted[names[place]]]
             made = self._new(ranks, self._timeout_s, self._backend, self._bounded(ctas))
             self._made[keys[names[place]]] = made
         return {name: self._made[key] for name, key in keys.items()}
 
-    def beside(self) -> dist.ProcessGroup:
+    def for_spot_checks(self) -> dist.ProcessGroup:
         """A gloo group of all ranks, for what bypasses the GPUs; all ranks call it together.
 
         Its time-out is twice that of others, because gloo's errors name no ranks.
         """
-        self._lacking_anywhere([0])
+        self._missing_on_any_rank([0])
         made = self._new(self._ranks, _CONNECT_S, "gloo")
         set_seconds(made, 2 * self._board.timeout_s)
         self._beside.append(made)
         return made
 
-    def _lacking_anywhere(self, lacking: Sequence[int]) -> list[int]:
+    def _missing_on_any_rank(self, lacking: Sequence[int]) -> list[int]:
         """The groups that any rank lacks; all ranks call it together."""
-        everyones = [json.loads(text) for text in self._board.share(json.dumps(lacking), WHO)]
+        everyones = [json.loads(text) for text in self._board.all_gather(json.dumps(lacking), WHO)]
         return sorted({place for theirs in everyones for place in theirs})
 
     def _bounded(self, ctas: int | None) -> Any:
@@ -138,11 +138,11 @@ class GroupMemory:
     """The buffers of a group's calls on this rank, which use them one after the other."""
 
     def __init__(self) -> None:
-        self._made: dict[Hashable, Memory] = {}
-        self._held: defaultdict[Hashable, Held] = defaultdict(Held)
+        self._made: dict[Hashable, FlatBuffers] = {}
+        self._held: defaultdict[Hashable, BufferSize] = defaultdict(BufferSize)
         self._stream: torch.cuda.Stream | None = None  # of the latest call
 
-    def of(self, use: Hashable, count: int, num_bytes: int, where: Where) -> Memory:
+    def of(self, use: Hashable, count: int, num_bytes: int, where: Placement) -> FlatBuffers:
         """As `Carrier.buffers`."""
         held = self._held[use]
         memory = None if held.changes(count, num_bytes) else self._made.get(use)
@@ -154,8 +154,8 @@ class GroupMemory:
             except RuntimeError:
                 del self._held[use]  # what the next call needs may fit
                 raise
-            memory = self._made[use] = Memory(made, where)
-        if memory.where != where:  # once freed, they must not be used before this call is over
+            memory = self._made[use] = FlatBuffers(made, where)
+        if memory.placement != where:  # once freed, they must not be used before this call is over
             for flat in memory.flats:
                 flat.record_stream(torch.cuda.current_stream(where.device))
         return memory
@@ -181,21 +181,25 @@ def _bytes(count: int, device: torch.device) -> Tensor:
 class Group:
     """All that lives as long as a process group, on this rank."""
 
-    board: Board  # out-of-band agreement of its ranks
+    consensus: StoreConsensus  # out-of-band agreement of its ranks
     sub_groups: SubGroups  # shared by its communicators
     memory: GroupMemory = field(default_factory=GroupMemory)  # likewise
     communicators: dict[Hashable, Any] = field(default_factory=dict)  # by how they carry data
     # results for calls that ranks agreed on and accepted, for when they are repeated
-    resolved: Latest[Hashable, Any] = field(default_factory=partial(Latest, _CALLS))
-    said: Latest[Hashable, None] = field(default_factory=partial(Latest, _CALLS))  # choices
-    samples: Latest[Hashable, Any] = field(default_factory=partial(Latest, _SAMPLES))  # packed
+    resolved: BoundedDict[Hashable, Any] = field(default_factory=partial(BoundedDict, _CALLS))
+    logged: BoundedDict[Hashable, None] = field(
+        default_factory=partial(BoundedDict, _CALLS)
+    )  # choices
+    samples: BoundedDict[Hashable, Any] = field(
+        default_factory=partial(BoundedDict, _SAMPLES)
+    )  # packed
     # its ranks' pass log; None before the first communicator, and for a single rank
-    log: PassLog | None = None
+    log: DesyncDetector | None = None
     sharded: tuple[str, bool, int] | None = None  # layout, packed, tokens: of the last `shard`
 
     def agree(
         self, terms: Mapping[str, str], who: str, key: Hashable = None, problem: str = "",
-        of: Parallel = CP,
+        of: ParallelKind = CP,
     ) -> bool:  # fmt: skip
         """As `Board.agree`, for a call; returns whether ranks have compared its terms now. With a
         log they do so once per key, by default the terms: also ranks that know the key hear of one
@@ -205,9 +209,11 @@ class Group:
         wrong on one rank is an error on all of them, before anything is computed or sent.
         """
         key = tuple(terms.items()) if key is None else key
-        if not (self.log and self.board.knows(key)):
-            Marks(self.log, {**terms, PROBLEM: problem} if problem else terms).begin(Kind.AGREEMENT)
-            self.board.agree(terms, who, key, problem, of)
+        if not (self.log and self.consensus.has_agreed(key)):
+            PassAnnouncer(self.log, {**terms, PROBLEM: problem} if problem else terms).begin(
+                PassKind.AGREEMENT
+            )
+            self.consensus.agree(terms, who, key, problem, of)
             return True
         if problem:
             self.refuse(BurstError(problem))
@@ -223,21 +229,23 @@ class Group:
         if self.log and not isinstance(error, BurstError):
             self.log.fail(error)
         elif isinstance(error, BurstError) and not isinstance(error, DisagreementError):
-            marks = Marks.of(self.log, terms or {})
-            replace(marks, terms={**marks.terms, PROBLEM: str(error)}).begin(Kind.REFUSAL)
+            marks = PassAnnouncer.of(self.log, terms or {})
+            replace(marks, terms={**marks.terms, PROBLEM: str(error)}).begin(PassKind.REFUSAL)
         try:
             raise error
         finally:
             del error  # whose traceback has this frame: else tensors live until the collector runs
 
-    def open_log(self, group: dist.ProcessGroup, who: str = WHO, of: Parallel = CP) -> None:
+    def open_log(self, group: dist.ProcessGroup, who: str = WHO, of: ParallelKind = CP) -> None:
         """Have the group's ranks compare their passes from now on; all ranks call it together.
 
         `who`, `of`: word its errors.
         """
         try:
-            beside, on_cpu = self.sub_groups.beside(), backend_of(group) == "gloo"
-            self.log = PassLog(beside, group.get_group_store(), self.board, on_cpu, who, of)
+            beside, on_cpu = self.sub_groups.for_spot_checks(), backend_of(group) == "gloo"
+            self.log = DesyncDetector(
+                beside, group.get_group_store(), self.consensus, on_cpu, who, of
+            )
         except RuntimeError as error:
             raise BurstError(
                 f"{WHO}: ranks must reach each other over gloo, because before each pass they "
@@ -256,10 +264,10 @@ def state_of(group: dist.ProcessGroup, timeout_s: float | None = _SAME) -> Group
     state = _STATES.get(group)
     if state is None:
         _drop_destroyed(group)
-        board = Board(group, None if timeout_s == _SAME else timeout_s)
+        board = StoreConsensus(group, None if timeout_s == _SAME else timeout_s)
         state = _STATES[group] = Group(board, SubGroups(group, board))
     if timeout_s != _SAME:
-        state.board.given_timeout_s = timeout_s
+        state.consensus.own_timeout_s = timeout_s
     state.sub_groups.follow()
     return state
 
@@ -274,7 +282,7 @@ def _drop_destroyed(new: dist.ProcessGroup) -> None:
     world = distributed_c10d._world
     for group in [group for group in _STATES if group not in world.pg_map]:
         del _STATES[group]
-    owners = tuple(f"{state.board.name}/" for state in _STATES.values() if state.board.name)
+    owners = tuple(f"{state.consensus.name}/" for state in _STATES.values() if state.consensus.name)
     here = set(dist.get_process_group_ranks(new))
     for group, name in [*world.pg_names.items()]:
         if not name.startswith(f"{PREFIX}/") or name.startswith(owners):
@@ -297,7 +305,7 @@ def symmetric_bytes(group: dist.ProcessGroup) -> int:
     return sum(pool.num_bytes for pool in pools)
 
 
-def log_of(group: dist.ProcessGroup | None) -> PassLog | None:
+def log_of(group: dist.ProcessGroup | None) -> DesyncDetector | None:
     """The pass log of a group; None if it has none yet, or a single rank."""
     return _STATES[group].log if group in _STATES else None
 
@@ -312,4 +320,4 @@ def check_in_step(group: dist.ProcessGroup) -> None:
     Raises:
         BurstError: on all ranks, naming the ranks that made other calls.
     """
-    Marks(log_of(group)).begin(Kind.END)
+    PassAnnouncer(log_of(group)).begin(PassKind.END)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_burst.comm.watch import WHO, Board, backend_of
+from megatron_burst.comm.store import WHO, StoreConsensus, backend_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.environment import host_name, local_rank, spans_nodes
 from megatron_burst.errors import BurstError
@@ -17,7 +17,7 @@ from megatron_burst.schedule.topology import Topology, pretend_nodes, topology_o
 
 
 @dataclass(frozen=True, slots=True)
-class RankHome:
+class RankLocation:
     """Where a rank runs."""
 
     node: str  # identifies its node
@@ -25,7 +25,7 @@ class RankHome:
     place: int  # its GPU's index on the node
 
 
-def check_devices(group: dist.ProcessGroup, board: Board) -> None:
+def check_devices(group: dist.ProcessGroup, board: StoreConsensus) -> None:
     """Make sure that no two ranks share a GPU: NCCL would fail or hang.
 
     As in NCCL, ranks with different NCCL_HOSTID may share one; tests use that.
@@ -35,7 +35,7 @@ def check_devices(group: dist.ProcessGroup, board: Board) -> None:
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     named = os.environ.get("NCCL_HOSTID", "")
     ranks_of: dict[str, list[int]] = {}
-    for cp_rank, gpu in enumerate(board.share(f"{uuid} {named}".rstrip(), WHO)):
+    for cp_rank, gpu in enumerate(board.all_gather(f"{uuid} {named}".rstrip(), WHO)):
         ranks_of.setdefault(gpu, []).append(cp_rank)
     for gpu, cp_ranks in ranks_of.items():
         if len(cp_ranks) > 1:
@@ -46,7 +46,7 @@ def check_devices(group: dist.ProcessGroup, board: Board) -> None:
             )
 
 
-def find_topology(group: dist.ProcessGroup, config: BurstConfig, board: Board) -> Topology:
+def find_topology(group: dist.ProcessGroup, config: BurstConfig, board: StoreConsensus) -> Topology:
     """The nodes of a group's ranks: pretended, or as the ranks report.
 
     Raises:
@@ -55,29 +55,30 @@ def find_topology(group: dist.ProcessGroup, config: BurstConfig, board: Board) -
     if config.nodes is not None:
         return pretend_nodes(group.size(), config.nodes)
     homes = [
-        RankHome(**json.loads(text)) for text in board.share(json.dumps(asdict(my_home())), WHO)
+        RankLocation(**json.loads(text))
+        for text in board.all_gather(json.dumps(asdict(my_location())), WHO)
     ]
-    return topology_of_homes(homes)
+    return topology_of_locations(homes)
 
 
-def my_home() -> RankHome:
+def my_location() -> RankLocation:
     """Where this process runs."""
     if not torch.cuda.is_available():
-        return RankHome(host_name(), None, local_rank())
+        return RankLocation(host_name(), None, local_rank())
     index = torch.cuda.current_device()
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     # if each process sees one GPU, its index is 0 everywhere
     place = index if torch.cuda.device_count() > 1 else local_rank()
-    return RankHome(host_name(), fabric_of(uuid) if spans_nodes() else None, place)
+    return RankLocation(host_name(), fabric_of(uuid) if spans_nodes() else None, place)
 
 
-def topology_of_homes(homes: Sequence[RankHome]) -> Topology:
+def topology_of_locations(homes: Sequence[RankLocation]) -> Topology:
     """The topology of ranks with these homes; uneven nodes are flattened with a warning."""
     first = {home.node: rank for rank, home in reversed(list(enumerate(homes)))}
     return topology_of(nvlink_domains(homes), [(first[x.node], x.place) for x in homes])
 
 
-def nvlink_domains(homes: Sequence[RankHome]) -> list[str]:
+def nvlink_domains(homes: Sequence[RankLocation]) -> list[str]:
     """What counts as the node of each rank: its NVLink domain where that spans machines."""
     nodes_in = {home.fabric: {h.node for h in homes if h.fabric == home.fabric} for home in homes}
     wide = {fabric for fabric, nodes in nodes_in.items() if fabric and len(nodes) > 1}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_burst.comm.carrier import OneQueue, Queues, SlotRows, UnderWay, Views
+from megatron_burst.comm.transport import Handle, OneQueue, Queues, SlotRows, Views
 
 
 class PulledSlots(Views):
@@ -37,7 +37,7 @@ class PulledSlots(Views):
         self._buffers, self._barriers, self._cp_rank = buffers, barriers, cp_rank
         self._rounds = self._first = 0  # in total, and at the start of this call
         # by slot, the event after its last round's barrier, which frees another slot
-        self._passed: list[UnderWay | None] = [None] * len(buffers)
+        self._passed: list[Handle | None] = [None] * len(buffers)
         self._copied: Copied | None = None  # of a single slot, the last round
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class PulledSlots(Views):
         """As `SentSlots.flat`."""
         return self._buffers[self._number(index)][self._cp_rank]
 
-    def ends(self, index: int, view: Tensor, gives: SlotRows, takes: SlotRows) -> "Pulls":
+    def prepare(self, index: int, view: Tensor, gives: SlotRows, takes: SlotRows) -> "Pulls":
         """As `SentSlots.ends`."""
         of_rank, width = self._buffers[self._number(index)], prod(view.shape[1:])
         # the other rank's slot may have more rows than this one's, of the same width
@@ -83,17 +83,17 @@ class PulledSlots(Views):
             for peer, rows in takes
         ])  # fmt: skip
 
-    def exchange(
+    def transfer(
         self, index: int, ends: "Pulls", targets: Sequence[Tensor], queues: OneQueue | Queues
-    ) -> UnderWay:
+    ) -> Handle:
         """As `SentSlots.exchange`."""
         number = self._number(index)
         self._barriers[number]()
         if len(self) > 1:
-            self._passed[number] = queues.mark(self._passed[number])
+            self._passed[number] = queues.record(self._passed[number])
         for target, theirs in zip(targets, ends.sources, strict=True):
             target.copy_(theirs, non_blocking=True)
-        done = ends.done = queues.mark(ends.done)
+        done = ends.done = queues.record(ends.done)
         self._rounds += 1
         if len(self) > 1:
             return done
@@ -105,17 +105,17 @@ class PulledSlots(Views):
     def _free(self, queues: OneQueue | Queues, name: Hashable | None) -> None:
         """Issue the barrier behind the copies out of a single slot, on the queue of that name."""
         self._copied, before = None, queues.name
-        queues.go(name)
+        queues.switch(name)
         self._barriers[0]()
-        self._passed[0] = queues.mark(self._passed[0])
-        queues.go(before)
+        self._passed[0] = queues.record(self._passed[0])
+        queues.switch(before)
 
 
 @dataclass(slots=True)
 class Copied:
     """A handle of the copies out of a single slot, which is freed once something waits for it."""
 
-    done: UnderWay
+    done: Handle
     free: Callable[[], None] | None  # once; then forgotten, as a log holds handles
 
     def free_slot(self) -> None:
@@ -137,4 +137,4 @@ class Pulls:
     """What an exchange copies, and its last completion."""
 
     sources: Sequence[Tensor]  # rows of other ranks' slots
-    done: UnderWay | None = None  # the mark of the last time, to be reused
+    done: Handle | None = None  # the mark of the last time, to be reused

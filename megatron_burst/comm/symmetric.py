@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from megatron_burst.comm.carrier import Held, Where
 from megatron_burst.comm.pulled import PulledSlots
-from megatron_burst.comm.watch import PREFIX, WHO, Board
+from megatron_burst.comm.store import PREFIX, WHO, StoreConsensus
+from megatron_burst.comm.transport import BufferSize, Placement
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.spec import Cargo
 
@@ -103,7 +103,7 @@ class SymmetricPool:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, cp_ranks: Sequence[int], cp_rank: int, board: Board
+        self, group: dist.ProcessGroup, cp_ranks: Sequence[int], cp_rank: int, board: StoreConsensus
     ) -> None:
         self._numbered = Numbered(group.get_group_store())
         self._name, self._registered = _register(self._numbered, group.rank(), group.size())
@@ -111,14 +111,14 @@ class SymmetricPool:
         self._cp_ranks, self._cp_rank = cp_ranks, cp_rank
         self._board = board
         self._slots: dict[Cargo, PulledSlots] = {}
-        self._held: defaultdict[Cargo, Held] = defaultdict(Held)
+        self._held: defaultdict[Cargo, BufferSize] = defaultdict(BufferSize)
 
     @property
     def num_bytes(self) -> int:
         """Device memory of this rank's buffers, not counted by the caching allocator."""
         return sum(len(slots) * slots.slot_bytes for slots in self._slots.values())
 
-    def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Where) -> PulledSlots:
+    def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Placement) -> PulledSlots:
         """At least `count` slots of at least `num_bytes`; the same ones if they suffice.
 
         Raises:
@@ -132,7 +132,7 @@ class SymmetricPool:
         self._slots.pop(cargo, None)
         own, reason = self._allocate(count, num_bytes, device)
         # other ranks would hang in the rendezvous if one cannot allocate
-        if reason := next(filter(None, self._board.share(reason, WHO)), None):
+        if reason := next(filter(None, self._board.all_gather(reason, WHO)), None):
             del self._held[cargo]  # what the next call needs may fit
             raise SymmetricError(count * num_bytes, reason)
         self._slots[cargo] = self._meet(own)
@@ -178,7 +178,7 @@ class SymmetricPool:
     def _wait_for_all(self, device: torch.device) -> None:
         """Wait until no rank reads memory that is about to be freed."""
         torch.cuda.synchronize(device)
-        self._board.share("symmetric memory", WHO)
+        self._board.all_gather("symmetric memory", WHO)
 
     def release(self) -> None:
         """Free the memory; all ranks call it together."""
@@ -187,7 +187,7 @@ class SymmetricPool:
             self._slots.clear()
             self._held.clear()
 
-    def refusal(self, everyone: Board) -> str | None:
+    def refusal(self, everyone: StoreConsensus) -> str | None:
         """Why ranks of some node cannot read each other's memory, or None; all ranks call it
         together.
 
@@ -195,11 +195,11 @@ class SymmetricPool:
         """
         device = torch.device("cuda", torch.cuda.current_device())
         own, reason = self._allocate(1, 1 << 12, device)
-        found = next(filter(None, everyone.share(reason, WHO)), None)
+        found = next(filter(None, everyone.all_gather(reason, WHO)), None)
         if found is None:
             try:
                 self._meet(own)
             except _FAILURES as error:
                 reason = str(error).splitlines()[0]
-            found = next(filter(None, everyone.share(reason, WHO)), None)
+            found = next(filter(None, everyone.all_gather(reason, WHO)), None)
         return found

@@ -2,21 +2,33 @@
 
 from collections.abc import Sequence
 
-from megatron_burst.comm.stamps import IN_WORDS, Entry, Kind, Members, Stamp, Told
-from megatron_burst.comm.watch import PROBLEM, Parallel
+from megatron_burst.comm.stamps import (
+    KIND_TEXTS,
+    Members,
+    PassKind,
+    PendingPass,
+    PostedTerms,
+    Stamp,
+)
+from megatron_burst.comm.store import PROBLEM, ParallelKind
 from megatron_burst.desync.hops import Waits
 from megatron_burst.desync.verdict import report, told_by_all
 from megatron_burst.errors import BurstError, DisagreementError
 
 _TELL_S = 5.0  # how long a rank waits for what others tell of a pass that all have begun
-_CALLS = Kind.AGREEMENT, Kind.FORWARD, Kind.KEPT, Kind.REFUSAL  # a call begins, one way or another
+_CALLS = (
+    PassKind.AGREEMENT,
+    PassKind.FORWARD,
+    PassKind.KEPT,
+    PassKind.REFUSAL,
+)  # a call begins, one way or another
 
 
-def disagreement(log: Members, entry: Entry) -> tuple[BurstError, bool]:
+def disagreement(log: Members, entry: PendingPass) -> tuple[BurstError, bool]:
     """The error of a pass whose stamps differ; and whether ranks that catch it can go on."""
-    posts = told_by_all(log, entry, min(_TELL_S, log.board.timeout_s / 2))
-    told, of = [theirs or Told(None, {}) for theirs in posts], log.of
-    others = [stamp for stamp, _ in told if stamp is None or stamp.kind is not Kind.FAILURE]
+    posts = told_by_all(log, entry, min(_TELL_S, log.consensus.timeout_s / 2))
+    told, of = [theirs or PostedTerms(None, {}) for theirs in posts], log.parallel_kind
+    others = [stamp for stamp, _ in told if stamp is None or stamp.kind is not PassKind.FAILURE]
     # on GPUs some ranks are ahead, or hang
     goes_on = log.waits and None not in others and at_one_place([each for each in others if each])
     if any("lost" in terms for _, terms in told):
@@ -26,7 +38,7 @@ def disagreement(log: Members, entry: Entry) -> tuple[BurstError, bool]:
     where = "" if goes_on else ", in a new group, as ranks of this one are not at the same call"
     error = DisagreementError(
         f"{log.who}: all ranks of a {of.group} group must make the same calls in the same "
-        f"order, with the same shapes and options, because {of.why}; got, as pass "
+        f"order, with the same shapes and options, because {of.reason}; got, as pass "
         f"{entry.number} of the group, {differences(told, of)}; pass the same on all "
         f"ranks, and run every forward and every backward on all of them{where}"
     )
@@ -34,15 +46,15 @@ def disagreement(log: Members, entry: Entry) -> tuple[BurstError, bool]:
     return error, goes_on
 
 
-def _failure(log: Members, entry: Entry, told: Sequence[Told]) -> DisagreementError:
+def _failure(log: Members, entry: PendingPass, told: Sequence[PostedTerms]) -> DisagreementError:
     """The error if ranks failed."""
-    rank_word = log.of.rank
+    rank_word = log.parallel_kind.rank
     failed = {
         rank: f"{terms['failure']} on {rank_word} {rank}"
         for rank, (stamp, terms) in enumerate(told)
-        if stamp and stamp.kind is Kind.FAILURE
+        if stamp and stamp.kind is PassKind.FAILURE
     }
-    begun = IN_WORDS[entry.stamp.kind]
+    begun = KIND_TEXTS[entry.stamp.kind]
     go_on = "catch it on all ranks and repeat the step on all of them"
     if not log.waits:  # transfers may wait for ever
         go_on = "start the processes again"
@@ -56,20 +68,21 @@ def _failure(log: Members, entry: Entry, told: Sequence[Told]) -> DisagreementEr
     return error
 
 
-def _heard_of_lost(log: Members, entry: Entry, told: Sequence[Told]) -> BurstError:
+def _heard_of_lost(log: Members, entry: PendingPass, told: Sequence[PostedTerms]) -> BurstError:
     """The error if other ranks waited in vain for some."""
     lost = next(terms["lost"] for _, terms in told if "lost" in terms)
+    kind = log.parallel_kind
     by = [rank for rank, (_, terms) in enumerate(told) if "lost" in terms]
     error = BurstError(
-        f"{log.who}: all ranks of a {log.of.group} group must take part in every pass, because "
-        f"{log.of.why}; got {lost}, as {log.of.rank}s {by} say before pass {entry.number} of the "
+        f"{log.who}: all ranks of a {kind.group} group must take part in every pass, because "
+        f"{kind.reason}; got {lost}, as {kind.rank}s {by} say before pass {entry.number} of the "
         "group; check the output of these ranks first, and start the processes again"
     )
     report(log, "heard", error, _at(entry), [])
     return error
 
 
-def _at(entry: Entry) -> Waits:
+def _at(entry: PendingPass) -> Waits:
     return Waits(entry.number, entry.stamp.word, entry.stamp.layer, ())
 
 
@@ -77,11 +90,13 @@ def at_one_place(stamps: Sequence[Stamp]) -> bool:
     """Whether ranks are in the same call of a step, whatever its terms: then they can go on if all
     of them give it up."""
     places = {(stamp.kind not in _CALLS and stamp.kind, stamp.call) for stamp in stamps}
-    layers = {stamp.layer for stamp in stamps if stamp.kind not in (Kind.AGREEMENT, Kind.REFUSAL)}
+    layers = {
+        stamp.layer for stamp in stamps if stamp.kind not in (PassKind.AGREEMENT, PassKind.REFUSAL)
+    }
     return len(places) == 1 and len(layers) <= 1
 
 
-def differences(told: Sequence[Told], of: Parallel) -> str:
+def differences(told: Sequence[PostedTerms], of: ParallelKind) -> str:
     """What each rank has begun, as text, without what all have in common."""
     known = [terms for _, terms in told if terms and terms.keys() != {PROBLEM}]
     names = dict.fromkeys(name for terms in known for name in terms if name != PROBLEM)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_burst.comm.stamps import Members, Running
+from megatron_burst.comm.stamps import Members, RunningPass
 from megatron_burst.schedule.program import Transfer
 from megatron_burst.schedule.topology import Link
 
@@ -66,9 +66,9 @@ def awaited_hop(log: Members) -> Waits | None:
     return None
 
 
-def _hop_of(run: Running) -> Waits | None:
+def _hop_of(run: RunningPass) -> Waits | None:
     """A transfer that others must take part in, and for which nothing on this rank is left."""
-    over = [getattr(handle, "what", handle) for handle in run.over]  # a clock has others
+    over = [getattr(handle, "what", handle) for handle in run.handles]  # a clock has others
     count = len(run.program.ops)
     if len(over) <= count or not over[count].query():
         return None
@@ -82,13 +82,13 @@ def _hop_of(run: Running) -> Waits | None:
 def issued_hop(log: Members) -> Waits | None:
     """The transfer that the latest pass could not start."""
     for run in [*log.runs][-1:]:
-        for index, (op, handle) in enumerate(zip(run.program.ops, [*run.over], strict=False)):
+        for index, (op, handle) in enumerate(zip(run.program.ops, [*run.handles], strict=False)):
             if isinstance(op, Transfer) and handle is None:
                 return _waits(run, index, None)
     return None
 
 
-def _waits(run: Running, index: int, peer: int | None) -> Waits:
+def _waits(run: RunningPass, index: int, peer: int | None) -> Waits:
     program, op = run.program, run.program.ops[index]
     peers = dict.fromkeys(end.peer for end in (*op.recvs, *op.sends))
     peers = (peer,) if peer is not None else tuple(peers)
@@ -165,4 +165,4 @@ def named_ranks(log: Members, ranks: Sequence[int]) -> str:
     world = log.ranks
     nodes = [f" on node {log.nodes[rank]}" if log.nodes else "" for rank in ranks]
     where = [f"rank {world[rank]}{node}" for rank, node in zip(ranks, nodes, strict=True)]
-    return f"{log.of.rank}s {[*ranks]} ({', '.join(where)})"
+    return f"{log.parallel_kind.rank}s {[*ranks]} ({', '.join(where)})"

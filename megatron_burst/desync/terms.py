@@ -19,6 +19,6 @@ def refuse_differences(
         change = of.changes.get(term, "give all ranks the same")
         raise DisagreementError(
             f"{who}: all ranks of a {of.group} group must call with the same shapes and options, "
-            f"because {of.why}; got {term}={mine.get(term)} on {of.rank} {rank} and "
+            f"because {of.reason}; got {term}={mine.get(term)} on {of.rank} {rank} and "
             f"{term}={theirs.get(term)} on {of.rank} {their_rank}; {change}"
         )

@@ -16,12 +16,12 @@ from weakref import ReferenceType
 
 import torch
 
-from megatron_burst.comm.stamps import Entry, Members, Told
+from megatron_burst.comm.stamps import Members, PendingPass, PostedTerms
 from megatron_burst.desync.hops import Waits, awaited_hop, culprits, issued_hop, named_ranks, tell
 from megatron_burst.environment import fault_folder
 from megatron_burst.errors import BurstError, DisagreementError
-from megatron_burst.rules import in_unit
-from megatron_burst.say import say
+from megatron_burst.logs import log_message
+from megatron_burst.rules import format_bytes
 
 _GRACE_S = 1.5  # how long it waits for a word of others before it says that they are missing
 _CHAIN_S = 0.5  # how long for whom others wait; who waits for long has told already
@@ -33,12 +33,12 @@ _EARLY = 0.9  # of the time-out after which hops of GPUs are late: before NCCL's
 # ---- who is missing ----
 
 
-def lost_pass(log: Members, entry: Entry, why: str) -> tuple[BurstError, str]:
+def lost_pass(log: Members, entry: PendingPass, why: str) -> tuple[BurstError, str]:
     """The error of a pass that not all ranks have begun; and for which this one waits, in words."""
     with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
         log.store.set(log.waiting(log.rank), "")
     missing = _silent_in(log, told_by_all(log, entry, _GRACE_S))
-    since = time() - (monotonic() - entry.begun)
+    since = time() - (monotonic() - entry.begin_s)
     waits = Waits(entry.number, entry.stamp.word, entry.stamp.layer, missing, since=since)
     waits = _with_broken(log, waits)
     found = culprits(log, waits) if waits.peers else []
@@ -47,7 +47,7 @@ def lost_pass(log: Members, entry: Entry, why: str) -> tuple[BurstError, str]:
     return error, _whom(log, found, waits)
 
 
-def _silent_in(log: Members, posts: Sequence[Told | None]) -> tuple[int, ...]:
+def _silent_in(log: Members, posts: Sequence[PostedTerms | None]) -> tuple[int, ...]:
     """The ranks that have posted nothing of a pass; of several, those that wait in no other one."""
     silent = tuple(rank for rank, theirs in enumerate(posts) if theirs is None)
     found = silent
@@ -63,20 +63,20 @@ def lost_hop(log: Members, error: Exception) -> tuple[BurstError, str]:
     why = str(error).splitlines()[0]
     waits = awaited_hop(log) or issued_hop(log)
     waits = waits or Waits(log.number, log.stamp.word, log.stamp.layer, ())
-    waited_s = log.board.timeout_s if "imed out" in why else 0.0
+    waited_s = log.consensus.timeout_s if "imed out" in why else 0.0
     return late_hop(log, replace(waits, since=time() - waited_s), why)
 
 
 def late_hop(log: Members, waits: Waits, why: str) -> tuple[BurstError, str]:
     """The error of a hop that this rank gives up; and for which ranks it waits, in words."""
-    peers, word = ", ".join(map(str, waits.peers)), log.of.rank
+    peers, word = ", ".join(map(str, waits.peers)), log.parallel_kind.rank
     tell(log, _with_broken(log, waits))
     sleep(_CHAIN_S)
     waits = _with_broken(log, waits)
     found = culprits(log, waits)
     layer = f" of layer {waits.layer}" if waits.layer else ""
     where = (
-        f"the {waits.link} {waits.cargo} hop of {in_unit(waits.num_bytes)} between {word} "
+        f"the {waits.link} {waits.cargo} hop of {format_bytes(waits.num_bytes)} between {word} "
         f"{peers} and {word} {log.rank}, step {waits.step} of {waits.steps}{layer}, {waits.what}, "
         f"in pass {waits.number} of the group: {why}"
     )
@@ -86,10 +86,10 @@ def late_hop(log: Members, waits: Waits, why: str) -> tuple[BurstError, str]:
 
 
 def _missing(log: Members, found: Sequence[int], waits: Waits, where: str) -> BurstError:
-    of = log.of
+    of = log.parallel_kind
     return BurstError(
         f"{log.who}: all ranks of a {of.group} group must take part in every pass, because "
-        f"{of.why}; got {_whom(log, found, waits)} in {where}; check the output of these ranks "
+        f"{of.reason}; got {_whom(log, found, waits)} in {where}; check the output of these ranks "
         "first, and start the processes again"
     )
 
@@ -118,17 +118,18 @@ def _with_broken(log: Members, waits: Waits) -> Waits:
 
 def _news(log: Members) -> tuple[int, str] | None:
     """A rank that wants to agree on something that this one has not reached, and on what."""
-    for rank, key in enumerate(log.board.keys() if log.board.name else ()):
+    for rank, key in enumerate(log.consensus.keys() if log.consensus.name else ()):
         if rank != log.rank and log.store.check([key]):
             return rank, log.store.get(key).decode()
     return None
 
 
 def _strayed(log: Members, rank: int, news: str) -> DisagreementError:
+    kind = log.parallel_kind
     return DisagreementError(
-        f"{log.who}: all ranks of a {log.of.group} group must make the same calls, because every "
-        f"call sends shards between them; got a call from {log.of.rank} {rank} that this rank "
-        f"({log.of.rank} {log.rank}) did not make: {news}; give all ranks batches of the same "
+        f"{log.who}: all ranks of a {kind.group} group must make the same calls, because every "
+        f"call sends shards between them; got a call from {kind.rank} {rank} that this rank "
+        f"({kind.rank} {log.rank}) did not make: {news}; give all ranks batches of the same "
         "shape and the same options"
     )
 
@@ -139,18 +140,18 @@ def own_failure(log: Members, error: Exception) -> None:
     report(log, "failure", error, Waits(log.number, stamp.word, stamp.layer, ()), [log.rank])
 
 
-def told_by_all(log: Members, entry: Entry, patience_s: float) -> list[Told | None]:
+def told_by_all(log: Members, entry: PendingPass, patience_s: float) -> list[PostedTerms | None]:
     """Post this rank's stamp and terms; returns those of all ranks that post them soon, by rank."""
     keys = [f"{log.name}/{entry.number}/{rank}" for rank in range(log.size)]
-    found: list[Told | None] = [Told(None, {})] * log.size  # nothing is known
+    found: list[PostedTerms | None] = [PostedTerms(None, {})] * log.size  # nothing is known
     with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
         log.post_terms(entry)
         log.store.set(log.alarm(entry), "")
         with suppress(RuntimeError):
             log.store.wait(keys, timedelta(seconds=patience_s))
         for rank, key in enumerate(keys):
-            found[rank] = log.told(key)
-    found[log.rank] = Told(entry.stamp, entry.terms)
+            found[rank] = log.posted_terms(key)
+    found[log.rank] = PostedTerms(entry.stamp, entry.terms)
     return found
 
 
@@ -173,7 +174,7 @@ def report(log: Members, what: str, error: Exception, waits: Waits, found: Seque
         with (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     except OSError as problem:  # a full disk must not hide what is wrong
-        say(f"{log.who}: {folder} could not be written: {problem}", logging.WARNING)
+        log_message(f"{log.who}: {folder} could not be written: {problem}", logging.WARNING)
 
 
 # ---- hops that take long ----
@@ -198,7 +199,7 @@ class HopWatch:
     def late(self, log: Members) -> tuple[BurstError, str] | None:
         """Tell others of a hop that takes half of the time-out. On GPUs, where nothing else gives
         up, returns what `lost_hop` does for one that takes nearly all of it."""
-        hop, limit = None if self._is_blind else awaited_hop(log), log.board.timeout_s
+        hop, limit = None if self._is_blind else awaited_hop(log), log.consensus.timeout_s
         if hop != self._hop:
             if self._told:
                 tell(log, None)
@@ -215,14 +216,14 @@ class HopWatch:
 def watch(log: ReferenceType, ended: Event, on_gpu: bool) -> None:
     """Look at a `PassLog` as long as it lives; log what is found, once."""
     hops, pause_s = HopWatch(on_gpu), 0.0
-    while not ended.wait(pause_s) and (living := log()) and not living.broken:
+    while not ended.wait(pause_s) and (living := log()) and not living.later_error:
         try:
             if not living.waits:
-                living.look()
+                living.poll()
             if late := hops.late(living):
                 raise living.end(*late)
         except BurstError as error:
             logging.getLogger(__name__).error("%s", error)
             return
-        pause_s = min(_WATCH_S, living.board.timeout_s / 8)
+        pause_s = min(_WATCH_S, living.consensus.timeout_s / 8)
         del living

@@ -13,20 +13,20 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_burst.comm.carrier import OneQueue, Queues
+from megatron_burst.comm.transport import OneQueue, Queues
 from megatron_burst.engine.memory import Fields
-from megatron_burst.engine.operations import BIND
-from megatron_burst.engine.run import Binder, Bound, Run, Step
+from megatron_burst.engine.operations import COMPILE
+from megatron_burst.engine.ranges import METER, profiled, with_ranges
+from megatron_burst.engine.run import BoundProgram, Compiler, Run, Step
 from megatron_burst.engine.sample_mask import SampleMask
-from megatron_burst.engine.watch import METER, profiled, with_ranges
 from megatron_burst.schedule.program import Op, Program, Space, Stream, Transfer
 
 
-class Executor(Bound):
+class Executor(BoundProgram):
     """Runs a program at one length."""
 
     @cached_property
-    def binder(self) -> Binder:
+    def compiler(self) -> Compiler:
         return _binder_of(self.program)
 
     @cached_property
@@ -54,37 +54,37 @@ class Executor(Bound):
             sink: [h], attention sinks of the call's query heads.
         """
         device = next(iter(next(iter(given.values())).values())).device
-        queues = self.carrier.queues(device)
+        queues = self.transport.queues(device)
         run = Run(self, dict(given), dict(left or {}), queues, documents, sink)
         begin()
         clock = METER.clock(self) if METER.on else None
-        steps = self.ranged if profiled() else clock.steps if clock else self.binder.steps
+        steps = self.ranged if profiled() else clock.steps if clock else self.compiler.steps
         over: list[Any] = [None] * len(steps)
         if clock:
             clock.begin(queues)
             over = clock.over(len(steps))
-        self.carrier.run(self.program, self.unit, over, self.binder.order.waits)
+        self.transport.run(self.program, self.unit, over, self.compiler.order.waits)
         try:
             try:
                 run.prepare(results)
             except Exception as error:
                 run.failure = error
             self._issue(run, queues, steps, over)
-            for earlier in self.binder.order.joins:
+            for earlier in self.compiler.order.joins:
                 over[earlier].wait(queues.stream)
             if run.failure is not None:
                 raise run.failure
         except Exception as error:
             with suppress(RuntimeError):  # if the GPU itself has failed
-                queues.go(Stream.SIDE)  # whose copies may use the call's tensors
-                side = queues.mark()
-                queues.go(None)
+                queues.switch(Stream.SIDE)  # whose copies may use the call's tensors
+                side = queues.record()
+                queues.switch(None)
                 side.wait(queues.stream)
             if run.failure is None or error is run.failure:
                 raise
             raise error from run.failure  # transfers failed too
         finally:
-            queues.go(None)
+            queues.switch(None)
             run.failure = None  # its frames hold the run, and so all tensors
             if queues.stream is None:
                 over.clear()  # on a CPU all is over
@@ -99,14 +99,14 @@ class Executor(Bound):
 
         `over`: gets completion handles, by operation, and of what came before.
         """
-        marks, waits = self.marks, not self.carrier.overlaps
+        marks, waits = self.events, not self.transport.overlaps
         # work of earlier calls is ordered before this call's kernels
-        begin = marks[-1] = queues.mark(marks[-1])
+        begin = marks[-1] = queues.record(marks[-1])
         over.append(begin)
         for index in range(len(steps)):
-            step = steps[index] if run.failure is None else self.binder.steps[index]
+            step = steps[index] if run.failure is None else self.compiler.steps[index]
             if step.moves:
-                queues.go(step.queue)
+                queues.switch(step.queue)
                 if step.begins:
                     begin.wait(queues.stream)
             for earlier in step.waits:
@@ -123,20 +123,20 @@ class Executor(Bound):
                 except Exception as error:
                     run.failure = error
             if step.waited_for and not step.transfers:
-                over[index] = marks[index] = queues.mark(marks[index])
+                over[index] = marks[index] = queues.record(marks[index])
             for name in step.frees:
                 run.fields.pop(name, None)
-        queues.go(None)
+        queues.switch(None)
 
 
 @lru_cache(maxsize=64)  # as many as there are programs
-def _binder_of(program: Program) -> Binder:
-    binder = Binder(program)
+def _binder_of(program: Program) -> Compiler:
+    binder = Compiler(program)
     binder.steps = _steps(binder)
     return binder
 
 
-def _steps(binder: Binder) -> tuple[Step, ...]:
+def _steps(binder: Compiler) -> tuple[Step, ...]:
     """Its operations, bound."""
     every = (*binder.order.waits, binder.order.joins)
     waited_for = {earlier for waits in every for earlier in waits}
@@ -147,7 +147,7 @@ def _steps(binder: Binder) -> tuple[Step, ...]:
     ):
         found.append(
             Step(
-                BIND[type(op)](binder, op), queue, queue != before, queue not in begun,
+                COMPILE[type(op)](binder, op), queue, queue != before, queue not in begun,
                 binder.order.waits[index], opens[index], isinstance(op, Transfer),
                 index in waited_for, binder.order.frees[index],
             )

@@ -25,7 +25,7 @@ def row_bytes(buffer: Buffer, dtypes: Dtypes) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FieldLayout:
     """Where a field is in its buffer, in elements of its dtype."""
 
     name: str
@@ -41,7 +41,7 @@ class ByteLayout:
 
     num_bytes: int  # of the whole buffer
     rows: tuple[int, int, int]  # shape in which it is sent, if interleaved: [rows, b, bytes]
-    places: tuple[Place, ...]  # of its fields
+    fields: tuple[FieldLayout, ...]  # of its fields
 
     @staticmethod
     def of(buffer: Buffer, batch: int, dtypes: Dtypes) -> "ByteLayout":
@@ -52,7 +52,7 @@ class ByteLayout:
         return ByteLayout(prod(rows), rows, tuple(lie(buffer, batch, dtypes)))
 
 
-def fields_at(flat: Tensor, where: Sequence[Place]) -> Fields:
+def fields_at(flat: Tensor, where: Sequence[FieldLayout]) -> Fields:
     """Views of a buffer's fields in its bytes."""
     found = {}
     for place in where:
@@ -63,7 +63,7 @@ def fields_at(flat: Tensor, where: Sequence[Place]) -> Fields:
     return found
 
 
-def _interleaved(buffer: Buffer, batch: int, dtypes: Dtypes) -> Iterator[Place]:
+def _interleaved(buffer: Buffer, batch: int, dtypes: Dtypes) -> Iterator[FieldLayout]:
     sizes, offset = row_bytes(buffer, dtypes), 0
     for field, taken in zip(buffer.fields, sizes, strict=True):
         dtype, width = dtypes[field.dtype], dtypes[field.dtype].itemsize
@@ -71,11 +71,11 @@ def _interleaved(buffer: Buffer, batch: int, dtypes: Dtypes) -> Iterator[Place]:
         strides = in_row, batch * in_row, field.dim, 1
         if not field.dim:
             strides = in_row, 1, batch * in_row
-        yield Place(field.name, dtype, shape_of(field, batch, buffer.rows), strides, begin)
+        yield FieldLayout(field.name, dtype, shape_of(field, batch, buffer.rows), strides, begin)
         offset += taken
 
 
-def _dense(buffer: Buffer, batch: int, dtypes: Dtypes) -> list[Place]:
+def _dense(buffer: Buffer, batch: int, dtypes: Dtypes) -> list[FieldLayout]:
     """Fields in descending order of the power of two that divides their size. So each is aligned to
     its dtype, and fields whose head dimension is a multiple of 8 to the 16 bytes that kernels
     need."""
@@ -87,7 +87,9 @@ def _dense(buffer: Buffer, batch: int, dtypes: Dtypes) -> list[Place]:
         begins[name] = offset // widths[name]
         offset += sizes[name]
     return [
-        Place(f.name, dtypes[f.dtype], shapes[f.name], _strides(shapes[f.name]), begins[f.name])
+        FieldLayout(
+            f.name, dtypes[f.dtype], shapes[f.name], _strides(shapes[f.name]), begins[f.name]
+        )
         for f in buffer.fields
     ]
 

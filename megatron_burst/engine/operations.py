@@ -10,30 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_burst.comm.carrier import UnderWay
+from megatron_burst.comm.transport import Handle
 from megatron_burst.engine.memory import Fields, fields_at
-from megatron_burst.engine.run import Binder, Run
+from megatron_burst.engine.run import Compiler, Run
 from megatron_burst.engine.sample_mask import TileCalls
 from megatron_burst.kernels.interface import QuerySide
 from megatron_burst.kernels.partial import (
     copy_rows,
-    delta_stand_in,
     merge_parts,
     row_delta,
     sum_parts,
     sum_rows,
+    surrogate_out,
 )
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.program import Buffer, Ref, Space
 
 _NAN = 0xFF  # each byte of a NaN, in every dtype
-Bound = Callable[[Run], Any]
+BoundOp = Callable[[Run], Any]
 Part = Callable[[Run], Fields]
 Source = Callable[[Run], Tensor]
 
 
-def part(binder: Binder, ref: Ref) -> Part:
+def part(binder: Compiler, ref: Ref) -> Part:
     """How a run gets the tensors of some rows and heads of a buffer."""
     buffer = binder.program.buffers[ref.buffer]
     ref, all_of = _narrowed(ref, buffer), whole(binder, buffer)
@@ -55,7 +55,7 @@ def part(binder: Binder, ref: Ref) -> Part:
             found[field] = x.narrow(of_heads, *heads) if heads else x
         return found
 
-    return some if buffer.space is Space.TEMP else kept(binder, ref, buffer, some)
+    return some if buffer.space is Space.TEMP else cached_view(binder, ref, buffer, some)
 
 
 def _narrowed(ref: Ref, buffer: Buffer) -> Ref:
@@ -68,11 +68,11 @@ def _narrowed(ref: Ref, buffer: Buffer) -> Ref:
     return Ref(ref.buffer, rows, heads)
 
 
-def whole(binder: Binder, buffer: Buffer) -> Part:
+def whole(binder: Compiler, buffer: Buffer) -> Part:
     """How a run gets the tensors of a buffer."""
     if buffer.space not in (Space.CALL, Space.TEMP):
-        make = lambda run: fields_at(run.bytes_of(buffer), run.layout(buffer).places)  # noqa: E731
-        return kept(binder, Ref(buffer.name), buffer, make)
+        make = lambda run: fields_at(run.bytes_of(buffer), run.layout(buffer).fields)  # noqa: E731
+        return cached_view(binder, Ref(buffer.name), buffer, make)
     name = buffer.name
 
     def found(run: Run) -> Fields:
@@ -82,20 +82,20 @@ def whole(binder: Binder, buffer: Buffer) -> Part:
     return found
 
 
-def kept[T](
-    binder: Binder, what: Hashable, buffer: Buffer, make: Callable[[Run], T]
+def cached_view[T](
+    binder: Compiler, what: Hashable, buffer: Buffer, make: Callable[[Run], T]
 ) -> Callable[[Run], T]:
     """Something derived once from a buffer that lives as long as the run, or longer."""
     name = binder.name_of(what)
 
     def found(run: Run) -> T:
         view = run.views.get(name)
-        return run.keep(name, buffer, make(run)) if view is None else view
+        return run.cache_view(name, buffer, make(run)) if view is None else view
 
     return found
 
 
-def first_of(binder: Binder, refs: Sequence[Ref]) -> Part:
+def merged_fields(binder: Compiler, refs: Sequence[Ref]) -> Part:
     """Fields of several buffers by name; the first of each name."""
     parts = [part(binder, ref) for ref in reversed(refs)]
     if len(parts) == 1:
@@ -110,32 +110,32 @@ def first_of(binder: Binder, refs: Sequence[Ref]) -> Part:
     return found
 
 
-def is_made(binder: Binder, ref: Ref) -> Callable[[Run], bool]:
+def is_allocated(binder: Compiler, ref: Ref) -> Callable[[Run], bool]:
     """Whether a buffer has memory: a part is allocated by the kernel that first writes it."""
     name, apart = ref.buffer, binder.program.buffers[ref.buffer].space is not Space.TEMP
     return lambda run: apart or name in run.fields
 
 
-def raw(binder: Binder, ref: Ref) -> Source:
+def raw_bytes(binder: Compiler, ref: Ref) -> Source:
     """What is sent: a whole buffer as bytes, or rows of an interleaved one: [rows, b, bytes]."""
     buffer = binder.program.buffers[ref.buffer]
     if not buffer.interleaved:
         assert ref.rows is None and ref.heads is None
-        return kept(binder, (ref, "bytes"), buffer, lambda run: run.bytes_of(buffer))
+        return cached_view(binder, (ref, "bytes"), buffer, lambda run: run.bytes_of(buffer))
     rows = ref.rows
 
     def view(run: Run) -> Tensor:
         every, unit = run.bytes_of(buffer).view(run.layout(buffer).rows), run.unit
         return every if rows is None else every.narrow(0, rows.start * unit, len(rows) * unit)
 
-    return kept(binder, (ref, "bytes"), buffer, view)
+    return cached_view(binder, (ref, "bytes"), buffer, view)
 
 
-def copy(binder: Binder, op: ops.Copy) -> Bound:
-    if len(op.sources) == 1 and _alike(binder, op.sources[0], op.target):
-        rows, target_rows = raw(binder, op.sources[0]), raw(binder, op.target)
+def copy(binder: Compiler, op: ops.Copy) -> BoundOp:
+    if len(op.sources) == 1 and _same_rows(binder, op.sources[0], op.target):
+        rows, target_rows = raw_bytes(binder, op.sources[0]), raw_bytes(binder, op.target)
         return lambda run: target_rows(run).copy_(rows(run))
-    sources, targets = first_of(binder, op.sources), part(binder, op.target)
+    sources, targets = merged_fields(binder, op.sources), part(binder, op.target)
 
     def bound(run: Run) -> None:
         target = targets(run)
@@ -146,39 +146,39 @@ def copy(binder: Binder, op: ops.Copy) -> Bound:
     return bound
 
 
-def _alike(binder: Binder, source: Ref, target: Ref) -> bool:
+def _same_rows(binder: Compiler, source: Ref, target: Ref) -> bool:
     """Whether both are rows of the same kind."""
     one, other = (binder.program.buffers[ref.buffer] for ref in (source, target))
     whole = source.heads is None and target.heads is None
     return one.interleaved and other.interleaved and one.fields == other.fields and whole
 
 
-def arrange(binder: Binder, op: ops.Arrange) -> Bound:
+def arrange(binder: Compiler, op: ops.Arrange) -> BoundOp:
     select = _selecting(binder, op)
-    return lambda run: select(run, run.documents.arranged(op.src_blocks, op.dst_chunks))
+    return lambda run: select(run, run.documents.arrange_index(op.src_blocks, op.dst_chunks))
 
 
-def restore(binder: Binder, op: ops.Restore) -> Bound:
+def restore(binder: Compiler, op: ops.Restore) -> BoundOp:
     each_once = sorted(op.dst_chunks) == sorted(
         number for block in op.src_blocks for number in block
     )
-    if each_once and _alike(binder, op.source, op.target):
+    if each_once and _same_rows(binder, op.source, op.target):
         select = _selecting(binder, op)
-        return lambda run: select(run, run.documents.restored(op.src_blocks, op.dst_chunks)[0])
+        return lambda run: select(run, run.documents.restore_index(op.src_blocks, op.dst_chunks)[0])
     sources, targets = part(binder, op.source), part(binder, op.target)
 
     def bound(run: Run) -> None:
-        copies, source = run.documents.restored(op.src_blocks, op.dst_chunks), sources(run)
+        copies, source = run.documents.restore_index(op.src_blocks, op.dst_chunks), sources(run)
         for name, target in targets(run).items():
             sum_rows(target, source[name], copies)
 
     return bound
 
 
-def _selecting(binder: Binder, op: ops.Arrange) -> Callable[[Run, Tensor], None]:
+def _selecting(binder: Compiler, op: ops.Arrange) -> Callable[[Run, Tensor], None]:
     """Copies rows of the source by an index: as raw bytes, or field by field."""
-    if _alike(binder, op.source, op.target):
-        rows, target_rows = raw(binder, op.source), raw(binder, op.target)
+    if _same_rows(binder, op.source, op.target):
+        rows, target_rows = raw_bytes(binder, op.source), raw_bytes(binder, op.target)
 
         def raw_rows(run: Run, index: Tensor) -> None:
             source, target = (_wide(of(run)) for of in (rows, target_rows))
@@ -201,8 +201,8 @@ def _wide(rows: Tensor) -> Tensor:
     return rows.view(next(dtype for dtype in integers if width % dtype.itemsize == 0))
 
 
-def to_ranks(binder: Binder, op: ops.ToRanks) -> Bound:
-    sources, targets = first_of(binder, op.sources), part(binder, op.target)
+def to_ranks(binder: Compiler, op: ops.ToRanks) -> BoundOp:
+    sources, targets = merged_fields(binder, op.sources), part(binder, op.target)
 
     def bound(run: Run) -> None:
         source = sources(run)
@@ -212,8 +212,8 @@ def to_ranks(binder: Binder, op: ops.ToRanks) -> Bound:
     return bound
 
 
-def from_ranks(binder: Binder, op: ops.FromRanks) -> Bound:
-    source, targets = part(binder, op.source), first_of(binder, op.targets)
+def from_ranks(binder: Compiler, op: ops.FromRanks) -> BoundOp:
+    source, targets = part(binder, op.source), merged_fields(binder, op.targets)
 
     def bound(run: Run) -> None:
         came = source(run)
@@ -260,7 +260,7 @@ def _by_heads(x: Tensor, op: ops.ToRanks | ops.FromRanks) -> Tensor:
     return x.permute((0, 2, 4, 1, 3, 5, 6) if axis == 2 else (0, 1, 3, 2, 4, 5))
 
 
-def fill(binder: Binder, op: ops.Fill) -> Bound:
+def fill(binder: Compiler, op: ops.Fill) -> BoundOp:
     target = part(binder, op.target)
 
     def bound(run: Run) -> None:
@@ -271,19 +271,19 @@ def fill(binder: Binder, op: ops.Fill) -> Bound:
 
 
 def visible(
-    binder: Binder, op: ops.Attend | ops.AttendBackward
+    binder: Compiler, op: ops.Attend | ops.AttendBackward
 ) -> Callable[[Run], Visible | TileCalls]:
     """Which keys the queries of a kernel call see; with documents, known only at run time. For
     slices it may take several calls."""
-    band, places = Visible(op.mask.left, op.mask.right), op.places
+    band, places = Visible(op.mask.left, op.mask.right), op.positions
     if not op.mask.documents:
         return lambda run: band
     return lambda run: run.documents.visible(band, places, run.unit, run.executor.backend)
 
 
-def attend(binder: Binder, op: ops.Attend) -> Bound:
-    q, kv, into = part(binder, op.q), part(binder, op.kv), first_of(binder, op.into)
-    sees, made = visible(binder, op), is_made(binder, op.into[0])
+def attend(binder: Compiler, op: ops.Attend) -> BoundOp:
+    q, kv, into = part(binder, op.q), part(binder, op.kv), merged_fields(binder, op.into)
+    sees, made = visible(binder, op), is_allocated(binder, op.into[0])
     own = op.into[0].buffer if len(op.into) == 1 else None
 
     def bound(run: Run) -> None:
@@ -306,10 +306,10 @@ def attend(binder: Binder, op: ops.Attend) -> Bound:
     return bound
 
 
-def attend_backward(binder: Binder, op: ops.AttendBackward) -> Bound:
-    sides, kv = first_of(binder, op.sides), part(binder, op.kv)
+def attend_backward(binder: Compiler, op: ops.AttendBackward) -> BoundOp:
+    sides, kv = merged_fields(binder, op.sides), part(binder, op.kv)
     dq, dkv = part(binder, op.dq), part(binder, op.dkv)
-    dq_made, dkv_made = is_made(binder, op.dq), is_made(binder, op.dkv)
+    dq_made, dkv_made = is_allocated(binder, op.dq), is_allocated(binder, op.dkv)
     sees = visible(binder, op)
 
     def bound(run: Run) -> None:
@@ -333,8 +333,8 @@ def attend_backward(binder: Binder, op: ops.AttendBackward) -> Bound:
     return bound
 
 
-def merge(binder: Binder, op: ops.Merge) -> Bound:
-    into, parts = first_of(binder, op.into), [part(binder, ref) for ref in op.parts]
+def merge(binder: Compiler, op: ops.Merge) -> BoundOp:
+    into, parts = merged_fields(binder, op.into), [part(binder, ref) for ref in op.parts]
 
     def bound(run: Run) -> None:
         target, found = into(run), [of(run) for of in parts]
@@ -343,7 +343,7 @@ def merge(binder: Binder, op: ops.Merge) -> Bound:
     return bound
 
 
-def add(binder: Binder, op: ops.Add) -> Bound:
+def add(binder: Compiler, op: ops.Add) -> BoundOp:
     into, parts = part(binder, op.into), [part(binder, ref) for ref in op.parts]
 
     def bound(run: Run) -> None:
@@ -359,7 +359,7 @@ def add(binder: Binder, op: ops.Add) -> Bound:
     return bound
 
 
-def delta(binder: Binder, op: ops.Delta) -> Bound:
+def delta(binder: Compiler, op: ops.Delta) -> BoundOp:
     side = part(binder, op.side)
 
     def bound(run: Run) -> None:
@@ -372,25 +372,25 @@ def delta(binder: Binder, op: ops.Delta) -> Bound:
     return bound
 
 
-def stand_in(binder: Binder, op: ops.SurrogateOut) -> Bound:
-    sides = first_of(binder, op.sides)
+def fill_surrogate_out(binder: Compiler, op: ops.SurrogateOut) -> BoundOp:
+    sides = merged_fields(binder, op.sides)
 
     def bound(run: Run) -> None:
         side = sides(run)
-        run.fields[op.into.buffer] = {"out": delta_stand_in(side["dout"], side["delta"])}
+        run.fields[op.into.buffer] = {"out": surrogate_out(side["dout"], side["delta"])}
 
     return bound
 
 
-def transfer(binder: Binder, op: ops.Transfer) -> Bound:
+def transfer(binder: Compiler, op: ops.Transfer) -> BoundOp:
     """What no rank needs is not sent. There the receiver has zeros: gradients that are zero, or
     rows that nobody reads, but a kernel may multiply by a weight of 0."""
-    every_take = [(take, raw(binder, take.rows)) for take in op.recvs]
+    every_take = [(take, raw_bytes(binder, take.rows)) for take in op.recvs]
     if op.slot is not None:
-        return _exchange(binder, op, every_take)
-    every_give = [(give, raw(binder, give.rows)) for give in op.sends]
+        return _slot_transfer(binder, op, every_take)
+    every_give = [(give, raw_bytes(binder, give.rows)) for give in op.sends]
 
-    def bound(run: Run) -> UnderWay:
+    def bound(run: Run) -> Handle:
         gives, takes = _needed(run, every_give), _needed(run, every_take)
         given = [(give.peer, of(run)) for give, of in gives]
         taken = [(take.peer, of(run)) for take, of in takes]
@@ -400,8 +400,8 @@ def transfer(binder: Binder, op: ops.Transfer) -> Bound:
         if len(takes) < len(every_take):
             _clear_rest(run, every_take, takes)
         if not (given or taken):
-            return run.queues.mark()
-        return run.executor.carrier.send(op.link, op.cargo, given, taken)
+            return run.queues.record()
+        return run.executor.transport.send(op.link, op.cargo, given, taken)
 
     return bound
 
@@ -414,7 +414,9 @@ def _needed[T: (ops.Send, ops.Recv)](
     if run.documents is None:
         return ends
     return [
-        (end, of) for end, of in ends if end.needed_by is None or run.documents.meet(end.needed_by)
+        (end, of)
+        for end, of in ends
+        if end.needed_by is None or run.documents.is_seen(end.needed_by)
     ]
 
 
@@ -428,20 +430,22 @@ def _clear_rest(
             of(run).zero_()
 
 
-def _exchange(binder: Binder, op: ops.Transfer, every_take: list[tuple[ops.Recv, Source]]) -> Bound:
+def _slot_transfer(
+    binder: Compiler, op: ops.Transfer, every_take: list[tuple[ops.Recv, Source]]
+) -> BoundOp:
     """Ranks of a node read, or are sent, parts of each other's slots."""
-    buffer, slot = binder.program.buffers[op.slot.buffer], raw(binder, op.slot)
+    buffer, slot = binder.program.buffers[op.slot.buffer], raw_bytes(binder, op.slot)
     use, number = buffer.use, buffer.number
     every_give = [(give, slot) for give in op.sends]
 
     def made(run: Run, gives: list[tuple[ops.Send, Source]], takes: list[tuple[ops.Recv, Source]]):
-        given = [(give.peer, give.rows.rows.times(run.unit).slice) for give, _ in gives]
-        taken = [(take.peer, take.remote_rows.rows.times(run.unit).slice) for take, _ in takes]
-        return run.slots[use].ends(number, slot(run), given, taken)
+        given = [(give.peer, give.rows.rows.scaled(run.unit).slice) for give, _ in gives]
+        taken = [(take.peer, take.remote_rows.rows.scaled(run.unit).slice) for take, _ in takes]
+        return run.slots[use].prepare(number, slot(run), given, taken)
 
-    every = kept(binder, object(), buffer, lambda run: made(run, every_give, every_take))
+    every = cached_view(binder, object(), buffer, lambda run: made(run, every_give, every_take))
 
-    def bound(run: Run) -> UnderWay:
+    def bound(run: Run) -> Handle:
         gives, takes = _needed(run, every_give), _needed(run, every_take)
         all_are = len(gives) == len(every_give) and len(takes) == len(every_take)
         ends = every(run) if all_are else made(run, gives, takes)
@@ -450,19 +454,19 @@ def _exchange(binder: Binder, op: ops.Transfer, every_take: list[tuple[ops.Recv,
         if len(takes) < len(every_take):
             _clear_rest(run, every_take, takes)
         some = gives or takes
-        done = cleared = None if some else run.queues.mark()  # before a barrier that others await
+        done = cleared = None if some else run.queues.record()  # before a barrier that others await
         if some or op.pulled:
             into = [of(run) for _, of in takes]
-            done = run.slots[use].exchange(number, ends, into, run.queues)
+            done = run.slots[use].transfer(number, ends, into, run.queues)
         return done if some else cleared
 
     return bound
 
 
-BIND: Mapping[type, Callable[[Binder, Any], Bound]] = {
+COMPILE: Mapping[type, Callable[[Compiler, Any], BoundOp]] = {
     ops.Copy: copy, ops.Arrange: arrange, ops.Restore: restore,
     ops.ToRanks: to_ranks, ops.FromRanks: from_ranks,
     ops.Fill: fill, ops.Attend: attend, ops.AttendBackward: attend_backward, ops.Merge: merge,
     ops.Add: add, ops.Delta: delta,
-    ops.SurrogateOut: stand_in, ops.Transfer: transfer,
+    ops.SurrogateOut: fill_surrogate_out, ops.Transfer: transfer,
 }  # fmt: skip

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_burst.comm.carrier import Carrier
-from megatron_burst.comm.pass_log import Marks
+from megatron_burst.comm.detector import PassAnnouncer
+from megatron_burst.comm.transport import Transport
 from megatron_burst.engine.executor import Executor
 from megatron_burst.engine.memory import Fields, empty_like_rows
 from megatron_burst.engine.sample_mask import SampleMask
@@ -34,7 +34,7 @@ def recording() -> bool:
     return FRAMES.get() is None
 
 
-def lean(x: Tensor, *others: Tensor) -> Tensor:
+def compact_copy(x: Tensor, *others: Tensor) -> Tensor:
     """A copy of x if x is at most a quarter of storage that only x keeps alive, else x.
 
     V is a slice of the fused QKV projection, while rotary embedding copies Q and K out of it:
@@ -60,20 +60,22 @@ class Passes:
 
     spec: Spec  # how they run; every choice is made
     backend: Backend  # computes the tiles
-    carrier: Carrier  # moves data between ranks
+    transport: Transport  # moves data between ranks
     scale: float  # of the scores
     dtype: torch.dtype  # of q, k and v
     deterministic: bool = False  # whether gradients must be bitwise the same every time
     nan_guard: bool = False  # whether results are checked for NaN
-    marks: Marks = field(default_factory=Marks)  # announce the passes to the other ranks
+    announcer: PassAnnouncer = field(
+        default_factory=PassAnnouncer
+    )  # announce the passes to the other ranks
     # the same call without a backward that follows its forward, because results are kept or there
     # is none; its forward saves nothing received
-    recomputed: "Passes | None" = None
+    for_recompute: "Passes | None" = None
     keep: Callable[..., Any] | None = None  # runs the call and keeps its results
     check: int | None = None  # one of so many calls is compared with the definition
 
     def _executor(self, direction: Direction) -> Executor:
-        spec, unit = self.spec.of(self.carrier.cp_rank, direction).in_units()
+        spec, unit = self.spec.program_spec(self.transport.cp_rank, direction).in_units()
         sums, narrow = accumulate_dtype(self.dtype), spec.shape.grad_bytes == self.dtype.itemsize
         wire = self.dtype if narrow else sums
         kind: type[Executor] = Executor
@@ -82,7 +84,7 @@ class Passes:
 
             kind = GuardedExecutor
         return kind(
-            program_of(spec), self.backend, self.carrier, self.scale,
+            program_of(spec), self.backend, self.transport, self.scale,
             {Dtype.INPUT: self.dtype, Dtype.SUM: sums, Dtype.WIRE: wire}, self.deterministic, unit,
         )  # fmt: skip
 
@@ -113,9 +115,9 @@ class Passes:
         results = partial(_results, executor, {"out": (q, v.shape[-1])})
         run = executor.run(given, None, documents, results, begin, sink)
         out, lse = run.fields["out"]["out"], run.fields["out"]["lse"]
-        left = tuple(run.left[name] for name in executor.program.left)
+        left = tuple(run.saved[name] for name in executor.program.saved)
         if self._takes_inputs:
-            left = (q, k, lean(v, q, k) if not self.spec.again else v, lse, *left)
+            left = (q, k, compact_copy(v, q, k) if not self.spec.resends else v, lse, *left)
         return out, lse, left
 
     @property
@@ -145,7 +147,7 @@ class Passes:
         dims = {"dq": shape.dim_qk, "dk": shape.dim_qk, "dv": shape.dim_v}
         rows = {name: (x, dim) for (name, dim), x in zip(dims.items(), like, strict=True)}
         given["side"] = side | ({} if delta is None else {"delta": delta})
-        of_forward = dict(zip(self.forward_executor.program.left, left, strict=True))
+        of_forward = dict(zip(self.forward_executor.program.saved, left, strict=True))
         run = executor.run(given, of_forward, documents, partial(_results, executor, rows), begin)
         return run.fields["dq"]["dq"], run.fields["dkv"]["dk"], run.fields["dkv"]["dv"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_burst.comm.carrier import Carrier, OneQueue, Queues, UnderWay
+from megatron_burst.comm.transport import Handle, OneQueue, Queues, Transport
 from megatron_burst.engine.memory import ByteLayout, Dtypes, Fields, shape_of
 from megatron_burst.engine.sample_mask import SampleMask
 from megatron_burst.kernels.interface import Backend
@@ -16,14 +16,14 @@ from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import Arrange, Buffer, Program, Restore, Space, uses_of
 
 _OWN = Space.CALL, Space.TEMP  # tensors of their own; all other buffers are raw bytes
-_APART = 512  # bytes to whose multiples buffers are aligned, as torch's allocator does
+_ALIGNMENT = 512  # bytes to whose multiples buffers are aligned, as torch's allocator does
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """An operation, bound."""
 
-    run: Callable[["Run"], UnderWay | None]  # a transfer returns its handle
+    run: Callable[["Run"], Handle | None]  # a transfer returns its handle
     queue: Hashable | None  # where it runs; None: the queue of the call's kernels
     moves: bool  # whether the previous operation is on another queue
     begins: bool  # whether it is the first on its queue
@@ -34,7 +34,7 @@ class Step:
     frees: tuple[str, ...]  # parts that are no longer needed
 
 
-class Binder:
+class Compiler:
     """Makes a program ready to run at any length.
 
     Attributes:
@@ -58,19 +58,19 @@ class Binder:
 
 
 @dataclass(frozen=True, eq=False)
-class Bound:
+class BoundProgram:
     """A program at one length: its buffers, and what its operations call."""
 
     program: Program  # of this rank
     backend: Backend  # computes the tiles
-    carrier: Carrier  # moves data between ranks
+    transport: Transport  # moves data between ranks
     scale: float  # of the scores
     dtypes: Dtypes
     deterministic: bool  # whether gradients must be bitwise the same every time
     unit: int = 1  # how many rows one row of the program stands for
 
     @cached_property
-    def binder(self) -> Binder:
+    def compiler(self) -> Compiler:
         """The program's binder, which all lengths share."""
         raise NotImplementedError
 
@@ -96,7 +96,7 @@ class Bound:
         return uses_of((self.buffers[name], layout.num_bytes) for name, layout in layouts)
 
     @cached_property
-    def places(self) -> tuple[dict[tuple[Space, str], int], int]:
+    def arena_offsets(self) -> tuple[dict[tuple[Space, str], int], int]:
         """By use, where its buffers begin in the group's memory; how many bytes that needs. Other
         ranks read slots, so these have memory of their own."""
         begins, end = {}, 0
@@ -107,7 +107,7 @@ class Bound:
         return begins, end
 
     @cached_property
-    def marks(self) -> list[UnderWay | None]:
+    def events(self) -> list[Handle | None]:
         """The previous run's mark for each operation and for the start, to be reused."""
         return [None] * (len(self.program.ops) + 1)
 
@@ -126,38 +126,38 @@ class Run:
     """
 
     def __init__(
-        self, executor: Bound, given: dict[str, Fields], left: dict[str, Tensor],
+        self, executor: BoundProgram, given: dict[str, Fields], left: dict[str, Tensor],
         queues: OneQueue | Queues, documents: SampleMask | None = None,
         sink: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.sink = None if sink is None else sink.contiguous()
-        self.fields, self.left, self.documents = given, left, documents
-        self.executor, self.queues, carrier = executor, queues, executor.carrier
+        self.fields, self.saved, self.documents = given, left, documents
+        self.executor, self.queues, carrier = executor, queues, executor.transport
         self.unit, self.failure = executor.unit, None
         self.slots = {
-            use: carrier.slots(use, count, size, queues.where)
+            use: carrier.slots(use, count, size, queues.placement)
             for (home, use), (count, size) in executor.uses.items()
             if home is Space.SLOT
         }
-        memory = carrier.buffers("all", 1, executor.places[1], queues.where)
+        memory = carrier.buffers("all", 1, executor.arena_offsets[1], queues.placement)
         self._flat = memory.flats[0]
         self._kept = {use: slots.views(executor) for use, slots in self.slots.items()}
         self._kept[None] = memory.views(executor)
         self.views: dict[int, Any] = {}
         for kept in self._kept.values():
             self.views.update(kept)
-        for name in executor.program.left:  # here, because it is allocated on the compute stream
+        for name in executor.program.saved:  # here, because it is allocated on the compute stream
             if name not in left:
                 size = executor.layouts[name].num_bytes
-                device = queues.where.device
+                device = queues.placement.device
                 left[name] = torch.empty(size, dtype=torch.uint8, device=device)
 
     def prepare(self, results: Callable[[], dict[str, Fields]]) -> None:
         """Allocate results and indices before the loop, as they belong to the compute stream."""
         self.fields |= results()
         if self.documents is not None:
-            for back, *chunks in self.executor.binder.orders:
-                (self.documents.restored if back else self.documents.arranged)(*chunks)
+            for back, *chunks in self.executor.compiler.orders:
+                (self.documents.restore_index if back else self.documents.arrange_index)(*chunks)
 
     def sink_of(self, heads: tuple[int, ...]) -> Tensor | None:
         """Sinks of some heads that follow each other in groups; None if none join."""
@@ -170,7 +170,7 @@ class Run:
     def make(self, name: str) -> Fields:
         """Allocate a part, or results, at first use in this run."""
         batch, dtypes = self.executor.program.batch, self.executor.dtypes
-        device, buffer = self.queues.where.device, self.executor.buffers[name]
+        device, buffer = self.queues.placement.device, self.executor.buffers[name]
         fields = self.fields[name] = {
             field.name: torch.empty(
                 shape_of(field, batch, buffer.rows), dtype=dtypes[field.dtype], device=device
@@ -179,7 +179,7 @@ class Run:
         }
         return fields
 
-    def keep(self, name: int, buffer: Buffer, view: Any) -> Any:
+    def cache_view(self, name: int, buffer: Buffer, view: Any) -> Any:
         """Cache a view of a buffer for as long as its memory lives."""
         self.views[name] = view
         if buffer.space is Space.SLOT:
@@ -198,12 +198,12 @@ class Run:
         if buffer.space is Space.SLOT:
             return self.slots[buffer.use].flat(buffer.number)[:size]
         if buffer.space is Space.SAVED:
-            return self.left[buffer.name]
+            return self.saved[buffer.name]
         number = buffer.number if buffer.space is Space.RING else buffer.number % buffer.count
         use = buffer.space, buffer.use
-        begin = self.executor.places[0][use] + number * _aligned(self.executor.uses[use][1])
+        begin = self.executor.arena_offsets[0][use] + number * _aligned(self.executor.uses[use][1])
         return self._flat[begin : begin + size]
 
 
 def _aligned(size: int) -> int:
-    return -(-size // _APART) * _APART
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -38,13 +38,13 @@ class SampleMask(Protocol):
         known: a text that ranks compare, by name; None if it is still on its way from a GPU.
     """
 
-    known: Mapping[str, str] | None
+    text: Mapping[str, str] | None
 
-    def checked(self) -> Mapping[str, str]:
+    def checked_text(self) -> Mapping[str, str]:
         """The text that ranks compare; waits for a GPU. Raises BurstError if it is invalid."""
         ...
 
-    def meet(self, between: NeededBy) -> bool:
+    def is_seen(self, between: NeededBy) -> bool:
         """Whether any query of some chunks sees any key of some; True if that is not known."""
         ...
 
@@ -55,11 +55,11 @@ class SampleMask(Protocol):
         or in these chunks of every document; or the calls that take its place."""
         ...
 
-    def arranged(self, src_blocks: tuple[Chunks, ...], dst_chunks: Chunks) -> Tensor:
+    def arrange_index(self, src_blocks: tuple[Chunks, ...], dst_chunks: Chunks) -> Tensor:
         """Row indices that arrange chunks of every document: int64 [rows]."""
         ...
 
-    def restored(self, src_blocks: tuple[Chunks, ...], dst_chunks: Chunks) -> Tensor:
+    def restore_index(self, src_blocks: tuple[Chunks, ...], dst_chunks: Chunks) -> Tensor:
         """For each source row, the arranged rows that are copies of it: int64 [copies, rows]; -1
         for none."""
         ...

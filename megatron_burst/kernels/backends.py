@@ -8,7 +8,7 @@ import torch
 
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.interface import Backend, Problem, multiprocessors
-from megatron_burst.say import Choice
+from megatron_burst.logs import Decision
 from megatron_burst.schedule.mask import SLICES
 from megatron_burst.schedule.spec import Kernel
 
@@ -36,7 +36,7 @@ def kernel_of(backend: Backend, device: torch.device) -> Kernel:
     return Kernel(*supports, device.type, multiprocessors(device))
 
 
-def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Choice]:
+def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Decision]:
     """The first backend that supports the problem, with the reason.
 
     With head dimensions above those of all GPU kernels only plain torch is left, which is many
@@ -95,18 +95,18 @@ def _refusal(name: str, problem: Problem) -> str | None:
     return backend.capability.refusal(problem) or backend.missing()
 
 
-def _first(problem: Problem, names: Sequence[str]) -> Choice | None:
+def _first(problem: Problem, names: Sequence[str]) -> Decision | None:
     """The first that supports the problem; later ones are not asked, as that may import a lot."""
     refusals = {}
     for name in names:
         if (why := _refusal(name, problem)) is None:
-            skipped = f"; {in_words(refusals)}" if refusals else ""
-            return Choice(name, backends()[name].capability.speed + skipped)
+            skipped = f"; {describe_refusals(refusals)}" if refusals else ""
+            return Decision(name, backends()[name].capability.speed + skipped)
         refusals[name] = why
     return None
 
 
-def in_words(refusals: Mapping[str, str]) -> str:
+def describe_refusals(refusals: Mapping[str, str]) -> str:
     """Why backends cannot be used, each reason once: "not fa4, fa3: it runs on cuda only"."""
     names = {why: [n for n in refusals if refusals[n] == why] for why in refusals.values()}
     return "; ".join(f"not {', '.join(them)}: {why}" for why, them in names.items())
@@ -120,7 +120,7 @@ def _nothing_can(problem: Problem, asked: str, names: Sequence[str]) -> BurstErr
     got = f"{what} on {problem.device} with head dimensions {problem.dim_qk}/{problem.dim_v}"
     got += "".join(f" and {need}" for need in sorted(problem.needs, reverse=True))
     why = {name: refusals.get(name, _UNKNOWN) for name in names}
-    because = "".join(why.values()) if len(why) == 1 else in_words(why)
+    because = "".join(why.values()) if len(why) == 1 else describe_refusals(why)
     instead = "choose another dtype"
     if able:
         auto = "" if asked == "auto" else ", or auto"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.interface import QuerySide, deliver
+from megatron_burst.kernels.interface import QuerySide, copy_results
 from megatron_burst.kernels.torch_gpu import (
     Flash,
     flat,
@@ -124,10 +124,10 @@ class FlashAttention2:
             run = self._functions[self._varlen[0]]
             where = _where(run, visible, q, k)
             out, lse = run(q=flat(q), k=flat(k), v=flat(v), softmax_scale=scale, **where)[:2]
-            return deliver(results(q, out, lse), into)
+            return copy_results(results(q, out, lse), into)
         run = self._functions[_DENSE[0]]
         out, lse = run(q=q, k=k, v=v, softmax_scale=scale, causal=visible.causal)[:2]
-        return deliver((out, lse), into)
+        return copy_results((out, lse), into)
 
     def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
         inputs, varlen = (side.q, k, v), is_varlen(visible)
@@ -146,7 +146,7 @@ class FlashAttention2:
             run = self._functions[_DENSE[1]]
             lse, where = side.lse.contiguous(), {"causal": visible.causal}
         run(softmax_scale=scale, **{self._lse: lse}, **tensors, **where, **flags)
-        return grads if grads is into else deliver(grads, into)
+        return grads if grads is into else copy_results(grads, into)
 
 
 def _where(run: partial, visible: Visible, q: Tensor, k: Tensor) -> dict[str, Any]:

@@ -173,7 +173,9 @@ class Backend(Protocol):
         ...
 
 
-def deliver(results: tuple[Tensor, ...], into: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+def copy_results(
+    results: tuple[Tensor, ...], into: tuple[Tensor, ...] | None
+) -> tuple[Tensor, ...]:
     """Results of a kernel that cannot write to given tensors, copied into `into` if given."""
     if into is None:
         return results

@@ -121,7 +121,7 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     return (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2).contiguous()
 
 
-def delta_stand_in(dout: Tensor, delta: Tensor, nonzeros: int = 3) -> Tensor:
+def surrogate_out(dout: Tensor, delta: Tensor, nonzeros: int = 3) -> Tensor:
     """An output O' with rowsum(dO * O') = delta, for kernels that compute delta from the output.
 
     Three non-zeros per row, placed greedily at the largest |dO|: each is the rest of delta divided

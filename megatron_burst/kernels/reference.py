@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.interface import Capability, QuerySide, deliver
+from megatron_burst.kernels.interface import Capability, QuerySide, copy_results
 from megatron_burst.kernels.partial import accumulate_dtype, row_delta
 from megatron_burst.kernels.visible import Visible, segments_of
 from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS
@@ -45,7 +45,7 @@ class Reference:
             values = torch.einsum("bkgqs,bskd->bqkgd", weights, v[:, block.keys])
             out[:, block.rows] = _ungroup(values)
             lse[:, :, block.rows] = block_lse.squeeze(-1).flatten(1, 2)
-        return deliver((out, lse), into)
+        return copy_results((out, lse), into)
 
     def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
         dtype, heads_kv = accumulate_dtype(side.q.dtype), k.shape[2]
@@ -64,7 +64,7 @@ class Reference:
             dscores = weights * (dweights - _group_stat(rows.delta, heads_kv)) * scale
             dq[:, block.rows] = _ungroup(torch.einsum("bkgqs,bskd->bqkgd", dscores, keys))
             dk[:, block.keys] += torch.einsum("bkgqs,bqkgd->bskd", dscores, _group(q, heads_kv))
-        return deliver((dq, dk, dv), into)
+        return copy_results((dq, dk, dv), into)
 
 
 class _Block(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_burst.kernels.interface import Capability, QuerySide, deliver
+from megatron_burst.kernels.interface import Capability, QuerySide, copy_results
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.kernels.reference import hidden
 from megatron_burst.kernels.visible import Visible, plain_causal, segments_of
@@ -46,14 +46,14 @@ class TorchCpu:
             for rows, keys in segments_of(visible, q.shape[1], k.shape[1])
         ]
         outs, lses = zip(*parts, strict=True)
-        return deliver((_joined(outs, 1), _joined(lses, 2)), into)
+        return copy_results((_joined(outs, 1), _joined(lses, 2)), into)
 
     def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
         parts = [
             _backward(side.rows(rows), k[:, keys], v[:, keys], scale, visible)
             for rows, keys in segments_of(visible, side.q.shape[1], k.shape[1])
         ]
-        return deliver(tuple(_joined(each, 1) for each in zip(*parts, strict=True)), into)
+        return copy_results(tuple(_joined(each, 1) for each in zip(*parts, strict=True)), into)
 
 
 def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:

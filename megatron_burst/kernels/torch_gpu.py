@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.interface import Capability, QuerySide, deliver
+from megatron_burst.kernels.interface import Capability, QuerySide, copy_results
 from megatron_burst.kernels.visible import Segments, Visible, plain_causal
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
 
@@ -62,7 +62,7 @@ class Cudnn:
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, plain_causal(visible, "cudnn"), False, scale=scale
         )
-        return deliver((out.transpose(1, 2), lse.view(q.shape[:3])), into)
+        return copy_results((out.transpose(1, 2), lse.view(q.shape[:3])), into)
 
     def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
         q, k, v, dout, out = (x.transpose(1, 2) for x in (side.q, k, v, side.dout, side.out))
@@ -72,7 +72,7 @@ class Cudnn:
             None, None, None, q.shape[2], k.shape[2], 0.0, plain_causal(visible, "cudnn"),
             scale=scale,
         )  # fmt: skip
-        return deliver(tuple(grad.transpose(1, 2) for grad in grads), into)
+        return copy_results(tuple(grad.transpose(1, 2) for grad in grads), into)
 
 
 class Flash:
@@ -104,21 +104,21 @@ class Flash:
 
     def forward(self, q, k, v, scale, visible, into=None):
         if is_varlen(visible):
-            return deliver(_forward_varlen(q, k, v, scale, visible), into)
+            return copy_results(_forward_varlen(q, k, v, scale, visible), into)
         out, lse, *_ = _aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, visible.causal, False, scale=scale
         )
-        return deliver((out, lse), into)
+        return copy_results((out, lse), into)
 
     def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
         with deterministic_algorithms(deterministic):
             if is_varlen(visible):
-                return deliver(_backward_varlen(side, k, v, scale, visible), into)
+                return copy_results(_backward_varlen(side, k, v, scale, visible), into)
             grads = _aten._flash_attention_backward(
                 side.dout, side.q, k, v, side.out, side.lse.contiguous(), None, None,
                 side.q.shape[1], k.shape[1], 0.0, visible.causal, *_no_dropout(k), scale=scale,
             )  # fmt: skip
-        return deliver(grads, into)
+        return copy_results(grads, into)
 
 
 def _no_dropout(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.arguments import brief, is_dense
+from megatron_burst.arguments import is_dense, short_repr
 from megatron_burst.comm.announce import announce, telling
-from megatron_burst.comm.watch import TP
-from megatron_burst.errors import BurstError, DisagreementError, Need, unmet
+from megatron_burst.comm.store import TP
+from megatron_burst.errors import BurstError, DisagreementError, Need, unmet_needs
 from megatron_burst.loss.attempt import failed_elsewhere
 from megatron_burst.loss.autograd import held_bytes
 from megatron_burst.loss.rows import (
@@ -59,7 +59,7 @@ def checked_rows(
         BurstError: on all ranks; DisagreementError if they call differently; inside of torch.func's
             transforms, vmap and forward-mode AD.
     """
-    problem = unmet(WHO, chain(_kinds(given), _needs_of(options), _switches(tp, settings),
+    problem = unmet_needs(WHO, chain(_kinds(given), _needs_of(options), _switches(tp, settings),
                                _needs(given, tp, options, settings)))  # fmt: skip
     try:
         refuse_transforms(WHO, given.hidden, given.weight)
@@ -85,7 +85,7 @@ def _kinds(given: Given) -> Iterator[Need]:
     for name, x in given.tensors.items():
         yield (
             is_dense(x), f"{name} must be a dense tensor with data, because nothing is converted "
-            "silently", brief(x), "make it one, or call to_local() on a DTensor",
+            "silently", short_repr(x), "make it one, or call to_local() on a DTensor",
         )  # fmt: skip
     yield (
         isinstance(given.supervised, SupervisedCount | None), "supervised must be a count that "
@@ -100,7 +100,7 @@ def _needs_of(options: object) -> Iterator[Need]:
         yield from options.needs()
         return
     yield (
-        False, "options must be LossOptions, because others would be ignored", brief(options),
+        False, "options must be LossOptions, because others would be ignored", short_repr(options),
         "pass LossOptions(...)",
     )  # fmt: skip
 

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.arguments import brief, is_dense
-from megatron_burst.comm.alone import Ranks, given_or_default
+from megatron_burst.arguments import is_dense, short_repr
+from megatron_burst.comm.alone import Ranks, group_or_default
 from megatron_burst.comm.group import state_of
-from megatron_burst.errors import Need, unmet
+from megatron_burst.errors import Need, unmet_needs
 from megatron_burst.integers import as_integer
 from megatron_burst.loss.checks import digest
 from megatron_burst.masks.documents import Documents
@@ -55,7 +55,7 @@ def next_tokens(
             sample checks them. If they differ between ranks, all labels are out of range, so
             losses become NaN.
     """
-    group, boundaries = given_or_default(group, WHO), (cu_seqlens, cu_seqlens_padded)
+    group, boundaries = group_or_default(group, WHO), (cu_seqlens, cu_seqlens_padded)
     return labels_of(shards_of(WHO, group, layout, boundaries, whole_sample), tokens, dim,
                      ignore_index)  # fmt: skip
 
@@ -77,7 +77,7 @@ def labels_of(shards: Shards, tokens: Tensor, dim: int, ignore_index: int = -100
     if is_dense(tokens):
         terms["tokens"] = f"{tokens.dim()} axes {tokens.dtype} {tokens.device.type}"
     follows = shards.follows(shards.sample is not None)
-    problem = unmet(
+    problem = unmet_needs(
         WHO, chain([whole], _of_ids(tokens, dim), follows, _of_rows(shards, tokens, dim))
     )
     documents = shards.opened(problem, sizes, terms)
@@ -87,7 +87,7 @@ def labels_of(shards: Shards, tokens: Tensor, dim: int, ignore_index: int = -100
 def _of_ids(tokens: Tensor, dim: int) -> Iterator[Need]:
     yield (
         is_dense(tokens), "tokens must be a dense tensor with data, because nothing is "
-        "converted silently", brief(tokens), "make it one, or call to_local() on a DTensor",
+        "converted silently", short_repr(tokens), "make it one, or call to_local() on a DTensor",
     )  # fmt: skip
     yield (
         tokens.dim() in (1, 2) and not tokens.dtype.is_floating_point

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.comm.alone import Ranks, given_or_default
+from megatron_burst.comm.alone import Ranks, group_or_default
 from megatron_burst.comm.announce import announce
-from megatron_burst.comm.watch import TP
+from megatron_burst.comm.store import TP
 from megatron_burst.loss.attempt import Attempt
 from megatron_burst.loss.statistics import WHO, Stat
 from megatron_burst.loss.tiles import Sizes
@@ -157,7 +157,7 @@ class TensorParallel:
 
     @classmethod
     def of(cls, group: Ranks, sequence_parallel: bool) -> "TensorParallel":
-        group = None if group is None else given_or_default(group, WHO)
+        group = None if group is None else group_or_default(group, WHO)
         return cls() if group is None or group.size() == 1 else cls(group, sequence_parallel)
 
     @property

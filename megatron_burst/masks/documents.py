@@ -8,8 +8,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_burst.comm.carrier import Where
-from megatron_burst.comm.watch import Latest
+from megatron_burst.comm.store import BoundedDict
+from megatron_burst.comm.transport import Placement
 from megatron_burst.errors import require
 from megatron_burst.kernels.interface import Backend
 from megatron_burst.kernels.visible import Segments, Visible
@@ -36,16 +36,16 @@ _WHO = "burst attention"
 
 
 def documents_of(
-    cache: Latest, sample: Sample, sizes: tuple[int, int], layout: str, like: Tensor
+    cache: BoundedDict, sample: Sample, sizes: tuple[int, int], layout: str, like: Tensor
 ) -> "Documents":
     """The documents of a sample, built once for all layers, which pass the same boundaries, on the
     device of a tensor and its current stream; other arguments and errors as of `Documents`."""
     # by stream too: tensors are ready, and their memory safe to use, on the stream that made them
-    key = *map(identity, sample), sizes, layout, Where.of(like)
+    key = *map(identity, sample), sizes, layout, Placement.of(like)
     found = cache.recent(key)
     if found is None:
         for before in cache.values():
-            before.checked()
+            before.checked_text()
         found = cache[key] = Documents(sample, sizes, Layout(layout), like.device)
     return found
 
@@ -88,8 +88,8 @@ class Documents:
         on_cpu = all(x is None or x.device.type == "cpu" for x in given)
         self._host = [x if x is None else _to_host(x, device) for x in given]
         self._copied = None if on_cpu else torch.cuda.current_stream().record_event()
-        self.known = self.checked() if on_cpu else None
-        told = sample.longest if self.known is None else None
+        self.text = self.checked_text() if on_cpu else None
+        told = sample.longest if self.text is None else None
         self._longest = told or self._find_longest()
         self._tail_segments = -(-self._tokens // told) if told else 1
         to_device = dict(device=device, dtype=torch.int32, non_blocking=True, copy=True)
@@ -99,14 +99,14 @@ class Documents:
         self._lengths = None if padded is None else starts.diff()
 
     def _find_longest(self) -> int:
-        self.checked()
+        self.checked_text()
         return self._most_rows(next(x for x in reversed(self._host) if x is not None))
 
     def _most_rows(self, starts: Tensor) -> int:
         """Rows of the longest document; rows after the last one count as a document."""
         return max(int(starts.diff().max()), self._tokens - int(starts[-1]))
 
-    def checked(self) -> Mapping[str, str]:
+    def checked_text(self) -> Mapping[str, str]:
         """A text that ranks compare.
 
         Raises:
@@ -124,7 +124,7 @@ class Documents:
                 self._told["prefix_tree"] = told_briefly(f"{self.parents}", len(starts) - 1)
         return self._told
 
-    def meet(self, between: NeededBy) -> bool:
+    def is_seen(self, between: NeededBy) -> bool:
         """Whether some queries see some keys: not decided, because that is not known of boundaries
         on a GPU."""
         return True
@@ -192,7 +192,7 @@ class Documents:
         parts = real.split([len(numbers) for numbers in segments], 1)
         return full, torch.stack([part.sum(1) for part in parts], 1).flatten()
 
-    def arranged(self, src_blocks: tuple[Chunks, ...], dst_chunks: Chunks) -> Tensor:
+    def arrange_index(self, src_blocks: tuple[Chunks, ...], dst_chunks: Chunks) -> Tensor:
         """Row indices that arrange chunks of every document: int64 [rows].
 
         Args:
@@ -211,7 +211,7 @@ class Documents:
             self._arranged[src_blocks, dst_chunks] = found.clamp_(0, first - 1)
         return self._arranged[src_blocks, dst_chunks]
 
-    def restored(self, src_blocks: tuple[Chunks, ...], dst_chunks: Chunks) -> Tensor:
+    def restore_index(self, src_blocks: tuple[Chunks, ...], dst_chunks: Chunks) -> Tensor:
         """For each source row, the arranged rows that are copies of it: int64 [copies, rows]; -1
         for none."""
         if (src_blocks, dst_chunks) not in self._restored:
@@ -233,7 +233,7 @@ class Documents:
     @property
     def starts(self) -> list[int]:
         """Where documents begin and the last one ends, padding included; waits like `places_of`."""
-        self.checked()
+        self.checked_text()
         return next(x for x in reversed(self._host) if x is not None).tolist()
 
     @property
@@ -276,7 +276,7 @@ class Documents:
     def rank_order(self) -> Tensor:
         """The position of each row of all ranks' shards, rank by rank: int64 [tokens]."""
         src_blocks = tuple(chunks_of(rank, self._cp_size) for rank in range(self._cp_size))
-        return self.restored(src_blocks, tuple(range(2 * self._cp_size)))[0]
+        return self.restore_index(src_blocks, tuple(range(2 * self._cp_size)))[0]
 
     def _table(self, values: Sequence) -> Tensor:
         """The values on the device, copied asynchronously."""

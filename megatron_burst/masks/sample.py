@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_burst.arguments import brief, is_strided
+from megatron_burst.arguments import is_strided, short_repr
 from megatron_burst.errors import Need, require
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Positions
@@ -117,7 +117,7 @@ def kind_of(x: object) -> str:
     """What it is, where a tensor of whole numbers is needed."""
     if not isinstance(x, Tensor):
         return type(x).__name__
-    return f"{x.dtype} of shape {tuple(x.shape)}" if is_strided(x) else brief(x)
+    return f"{x.dtype} of shape {tuple(x.shape)}" if is_strided(x) else short_repr(x)
 
 
 def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:

@@ -22,7 +22,7 @@ from megatron_burst.kernels.masks.block_sparse import is_worth
 from megatron_burst.kernels.masks.parts import Parts, on_device
 from megatron_burst.kernels.partial import accumulate_dtype, merge_parts, sum_parts
 from megatron_burst.kernels.visible import Segments, Visible
-from megatron_burst.schedule.mask import Span, cut
+from megatron_burst.schedule.mask import Span, split_at_edges
 
 _RECENT = 16  # groups that a part may continue: bounds the search
 _MANY = 64  # calls of a tile; more are one call of a kernel that takes parts
@@ -188,9 +188,11 @@ def _add(total: Tensor, spans: Sequence[Span], parts: Sequence[Tensor], anew: bo
 
 def _overlaps(spans: Sequence[Span]) -> Iterator[tuple[slice, list[tuple[int, slice]]]]:
     """Runs of rows covered by the same spans, so that each is rounded once: which spans, where."""
-    for rows in cut(spans, max(span.stop for span in spans)):
+    for rows in split_at_edges(spans, max(span.stop for span in spans)):
         found = [
-            (i, rows.moved(-span.start).slice) for i, span in enumerate(spans) if span.holds(rows)
+            (i, rows.shifted(-span.start).slice)
+            for i, span in enumerate(spans)
+            if span.contains(rows)
         ]
         if found:
             yield rows.slice, found

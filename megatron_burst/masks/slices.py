@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from megatron_burst.comm.alone import is_first
-from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.group import Group
+from megatron_burst.comm.transport import Placement
 from megatron_burst.errors import require
 from megatron_burst.kernels.interface import Backend
 from megatron_burst.kernels.masks.parts import Parts
 from megatron_burst.kernels.visible import Visible
+from megatron_burst.logs import log_message
 from megatron_burst.masks.documents import Documents, documents_of
 from megatron_burst.masks.sample import Sample, identity, in_rows
 from megatron_burst.masks.slice_calls import Calls
 from megatron_burst.masks.slice_checks import need_of_pairs, need_of_tensor, work_of_ranks
 from megatron_burst.masks.slice_parts import Bands
 from megatron_burst.masks.tree import slices_of_tree
-from megatron_burst.say import say
 from megatron_burst.schedule.chunks import NeededBy
 from megatron_burst.schedule.layout import Chunks, ChunkSegments, Layout, chunks_held
 from megatron_burst.schedule.mask import SLICES, Band, Positions, TilePositions
@@ -46,7 +46,7 @@ def slices_of(
     if sample.cu_seqlens is not None:  # where rows are, or segments of a tree
         documents = documents_of(cache, sample._replace(slices=None), sizes[:2], layout, like)
     key = identity(sample.slices), id(documents), causal, sizes, like.shape[0], layout
-    key = *key, Where.of(like)
+    key = *key, Placement.of(like)
     found = cache.recent(key)
     if found is None:
         found = cache[key] = Slices(
@@ -57,9 +57,9 @@ def slices_of(
             like.device,
             documents,
         )
-        if "slices" not in group.said and is_first():
-            say(f"{_WHO}: slices of the first sample: {found.balance}")
-        group.said["slices"] = None
+        if "slices" not in group.logged and is_first():
+            log_message(f"{_WHO}: slices of the first sample: {found.balance}")
+        group.logged["slices"] = None
     return found
 
 
@@ -92,20 +92,26 @@ class Slices:
         self._tokens, self._shards = sizes[0] * sizes[1], (sizes[1], layout)
         self._keys = sizes[3] * sizes[1]
         if given is None:
-            known, given = documents.checked(), slices_of_tree(documents.starts, documents.parents)
+            known, given = (
+                documents.checked_text(),
+                slices_of_tree(documents.starts, documents.parents),
+            )
         else:
             require(_WHO, need_of_tensor(given))
-            known = {"slices": _told(given.numpy())} | dict((documents and documents.known) or {})
+            known = {"slices": _told(given.numpy())} | dict((documents and documents.text) or {})
         slices = given.numpy().astype(np.int64)
         if "slices" in known:
             require(_WHO, need_of_pairs(slices, (self._tokens, self._keys), causal, sizes[1]))
         self._batch = sizes[2]
-        self.known, self.slices, self._device, self.documents = known, slices, device, documents
+        self.text, self.slices, self._device, self.documents = known, slices, device, documents
         self._bands = Bands(slices)
         self._found: dict[tuple, Visible | Calls] = {}
         self._met: dict[NeededBy, bool] = {}
         if documents is not None:
-            self.arranged, self.restored = documents.arranged, documents.restored
+            self.arrange_index, self.restore_index = (
+                documents.arrange_index,
+                documents.restore_index,
+            )
 
     @property
     def balance(self) -> str:
@@ -125,11 +131,11 @@ class Slices:
             f"{np.mean(needed):.0%}, and a gather sends no others"
         )
 
-    def checked(self) -> dict[str, str]:
+    def checked_text(self) -> dict[str, str]:
         """A text that ranks compare; what came on a GPU is checked now."""
-        return self.known | dict(self.documents.checked() if self.documents else {})
+        return self.text | dict(self.documents.checked_text() if self.documents else {})
 
-    def meet(self, between: NeededBy) -> bool:
+    def is_seen(self, between: NeededBy) -> bool:
         """Whether any query of some chunks sees any key of some."""
         found = self._met.get(between)
         if found is None:

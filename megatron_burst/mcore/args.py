@@ -14,15 +14,15 @@ from megatron_burst.config import (
     OPTIONS,
     BurstConfig,
     FusedLossConfig,
-    given_tunings,
     legal_tunings,
     parse_tunings,
+    tunings_of_args,
 )
 from megatron_burst.errors import BurstError, require
 from megatron_burst.kernels.backends import backends
+from megatron_burst.logs import log_message
 from megatron_burst.loss.statistics import LossOptions
 from megatron_burst.mcore.refusals import FLAG, KEEP_FLAG, LOSS_FLAG, refuse
-from megatron_burst.say import say
 
 _ATTENTION = {
     "intra": "inside a node: ring (pass shards from rank to rank), gather (all K and V of a few "
@@ -133,7 +133,7 @@ def check_args(args: Namespace, who: str = FLAG) -> None:
     Every entry point calls this: the flag before Megatron validates, all when core attention is
     built.
     """
-    nodes = given_tunings(args).get("nodes")
+    nodes = tunings_of_args(args).get("nodes")
     refuse("run", Namespace(**vars(args) | {"burst_nodes": nodes}), who)
     with_attention_backend(BurstConfig.from_args(args), *attention_kernel_of(args))
     refuse("attention", args, who)
@@ -147,7 +147,7 @@ def check_keep_args(args: Namespace) -> None:
         refuse("keep", args, KEEP_FLAG)
     if args.burst_keep == "half":
         refuse("half", args, f"{KEEP_FLAG} half")
-    if modules := given_tunings(args).get("keep_modules"):
+    if modules := tunings_of_args(args).get("keep_modules"):
         who = "--burst-tune keep_modules"
         refuse("modules", Namespace(**vars(args), burst_keep_modules=modules), who)
 
@@ -167,7 +167,7 @@ def check_unused(args: Namespace) -> None:
     runs_burst = getattr(args, "context_parallel_impl", None) == "burst"
     if not runs_burst and "burst" not in (getattr(args, "cp_comm_type", None) or ()):
         names = [name for name in OPTIONS if not name.startswith("keep")]
-        tunings = {n: x for n, x in given_tunings(args).items() if not n.startswith("keep")}
+        tunings = {n: x for n, x in tunings_of_args(args).items() if not n.startswith("keep")}
         if BurstConfig(**tunings) != BurstConfig():
             names.append("tune")
         names.append("log")
@@ -220,7 +220,7 @@ def force_args(args: Namespace) -> None:
         added.append("--no-create-attention-mask-in-dataloader")
     forced = filter(None, (replaced, added and f"adds {' '.join(added)}"))
     if (text := "; ".join(forced)) and args.rank == 0:
-        say(f"burst attention: {text}")
+        log_message(f"burst attention: {text}")
 
 
 _FAMILIES: dict[object, str] = {  # of --attention-backend, in burst's kernels
@@ -270,7 +270,7 @@ def say_attention_backend(args: Namespace) -> None:
     only = BurstConfig(invariant=BurstConfig.from_args(args).invariant)
     backend = with_attention_backend(only, asked, version).backend
     if backend != "auto" and args.rank == 0:
-        say(
+        log_message(
             f"burst attention: --attention-backend {getattr(asked, 'name', asked)} selects the "
             f"first of the kernels {backend} that supports a call"
         )

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_burst.balance import BatchGrid, MicroBatch, Sampler
 from megatron_burst.comm.group import state_of
-from megatron_burst.comm.watch import Parallel
-from megatron_burst.errors import Need, require, unmet
+from megatron_burst.comm.store import ParallelKind
+from megatron_burst.errors import Need, require, unmet_needs
 from megatron_burst.mcore.args import global_args
 from megatron_burst.mcore.packed import (
     consecutive_part,
@@ -26,7 +26,7 @@ from megatron_burst.mcore.packed import (
 from megatron_burst.mcore.refusals import names_burst
 
 WHO = "balanced batches"
-_JOB = Parallel("job's", "rank", "each runs its part of the same steps")
+_JOB = ParallelKind("job's", "rank", "each runs its part of the same steps")
 type Batch = dict[str, Any]
 
 
@@ -58,7 +58,7 @@ class BalancedBatches(Iterator[Batch]):
                 ones.
         """
         self._documents, self._sampler, self._config = documents, sampler, config
-        self._agree(unmet(WHO, self._needs()))
+        self._agree(unmet_needs(WHO, self._needs()))
         self._cp_group = parallel_state.get_context_parallel_group()
         self._groups = {
             size: consecutive_part(self._cp_group, size) for size in sorted(sampler.cp_sizes)
@@ -174,7 +174,7 @@ class BalancedBatches(Iterator[Batch]):
         }  # fmt: skip
         world = dist.group.WORLD
         assert world is not None  # Megatron's groups are parts of it
-        state_of(world).board.agree(terms, WHO, problem=problem, of=_JOB)
+        state_of(world).consensus.agree(terms, WHO, problem=problem, of=_JOB)
 
     def _needs(self) -> Iterable[Need]:
         config, grid, args = self._config, self._sampler.grid, global_args()

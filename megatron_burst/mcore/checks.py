@@ -12,11 +12,11 @@ from torch import Tensor
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import require_megatron
+from megatron_burst.logs import log_message_once
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import check_args, global_args
 from megatron_burst.mcore.options import burst_config_of, with_environment
 from megatron_burst.mcore.refusals import refuse, refuses
-from megatron_burst.say import say_once
 
 try:
     from megatron.core.inference.utils import InferenceMode
@@ -41,7 +41,7 @@ def check_run() -> None:
 def _tell(sentence: str) -> None:
     """Log it on the first rank, once per process."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        say_once(sentence)
+        log_message_once(sentence)
 
 
 def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:

@@ -19,6 +19,7 @@ from megatron_burst.config import BurstConfig, FusedLossConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.imports import when_imported
 from megatron_burst.installed import require_megatron
+from megatron_burst.logs import log_message
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.args import (
     add_flags,
@@ -36,7 +37,6 @@ from megatron_burst.mcore.options import VARIABLE, environment_args, with_enviro
 from megatron_burst.mcore.plan_file import DUMP_FLAG, check_plan, take_plans
 from megatron_burst.mcore.refusals import FLAG, KEEP_FLAG, names_burst, refuse
 from megatron_burst.patching import Patch, on_undo
-from megatron_burst.say import say
 
 _ENTRY = "python -m megatron_burst"
 _USAGE = "[torchrun ...] python -m megatron_burst SCRIPT [script's arguments]"
@@ -126,7 +126,7 @@ def switch_on_automatically() -> None:
         loss = FusedLossConfig.from_args(options), True
         check_unused(Namespace(**vars(options) | {"cp_comm_type": ["burst"]}))
     except BurstError as error:
-        say(str(error), logging.ERROR)
+        log_message(str(error), logging.ERROR)
         raise
     patches.apply_when_imported("attention", "layers", *["invariant"] * burst.invariant)
     if wants_fused_loss(options):
@@ -138,7 +138,7 @@ def switch_on_automatically() -> None:
 def _say_active(patch: Patch) -> None:
     if patch.live and os.environ.get("RANK", "0") == "0":
         given = os.environ.get(VARIABLE) or "defaults"
-        say(f"burst attention: layers with cp_comm_type=burst run it ({VARIABLE}: {given})")
+        log_message(f"burst attention: layers with cp_comm_type=burst run it ({VARIABLE}: {given})")
 
 
 def take_args(args: Namespace) -> None:
@@ -217,7 +217,7 @@ def _take_environment(args: Namespace) -> None:
     """Set burst's options that the command line leaves open from MEGATRON_BURST; log it."""
     vars(args).update(vars(with_environment(args)))
     if (given := os.environ.get(VARIABLE)) and args.rank == 0:
-        say(f"burst attention: options that no flag sets come from {VARIABLE}: {given}")
+        log_message(f"burst attention: options that no flag sets come from {VARIABLE}: {given}")
 
 
 def _refuse_yaml() -> None:
@@ -237,7 +237,7 @@ def _hint_at_burst(args: Namespace) -> None:
     local = getattr(args, "transformer_impl", None) == "local"
     alone = args.context_parallel_size == 1 or names_burst(args.cp_comm_type)
     if local and not alone and args.rank == 0:
-        say(
+        log_message(
             "Megatron's local attention: the context parallel size must be 1, because it only "
             f"attends within a rank; got --context-parallel-size {args.context_parallel_size}; "
             f"pass {FLAG}, or install transformer-engine"
@@ -248,7 +248,7 @@ def _hint_at_kept(args: Namespace) -> None:
     """Log whose results are kept where burst is not selected: perhaps its flag was forgotten."""
     size = args.context_parallel_size
     if size > 1 and args.rank == 0 and not (wants_burst(args) or names_burst(args.cp_comm_type)):
-        say(
+        log_message(
             f"{KEEP_FLAG}: burst attention is not selected, so what is kept is of Megatron's own "
             f"attention; got --context-parallel-size {size} without {FLAG}; pass it to run burst"
         )
@@ -259,7 +259,7 @@ def _warn_of_sums(args: Namespace) -> None:
     `scale_gradients` does nothing (core/distributed/data_parallel_base.py:45)."""
     summed = getattr(args, "calculate_per_token_loss", False)
     if summed and getattr(args, "use_torch_fsdp2", False) and args.rank == 0:
-        say(
+        log_message(
             "Megatron's FSDP2: --calculate-per-token-loss must be left out, because gradients are "
             "then not divided by the number of tokens, with burst or without it; got both, so "
             "gradients and their norm are too large by a step's tokens / (data-parallel x "

@@ -14,9 +14,9 @@ from megatron.core import parallel_state, utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.group import state_of
-from megatron_burst.comm.watch import Latest
+from megatron_burst.comm.store import BoundedDict
+from megatron_burst.comm.transport import Placement
 from megatron_burst.errors import require
 from megatron_burst.masks.sample import identity, indices_of
 from megatron_burst.mcore import patches
@@ -25,7 +25,7 @@ from megatron_burst.mcore.refusals import CUDA_GRAPHS, OFF
 from megatron_burst.schedule.layout import Layout, positions
 
 # Caches of this process. Results derived from boundaries, once per sample instead of per layer:
-_FOUND: Latest[Hashable, tuple[Any, Any]] = Latest(32)
+_FOUND: BoundedDict[Hashable, tuple[Any, Any]] = BoundedDict(32)
 # a group of this rank alone, for the life of the default group
 _ALONE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 # by size, this rank's sub-group of a context-parallel group, for the life of that
@@ -155,7 +155,7 @@ def _alike(q: Tensor | None, kv: Tensor | None) -> bool:
 def found_once[T](find: Callable[[], T], what: Hashable, *boundaries: Tensor) -> T:
     """The cached result of `find` for these boundaries on the current stream; the entry also holds
     the boundaries, to recognize them."""
-    key = what, Where.of(boundaries[0]), *map(identity, boundaries)
+    key = what, Placement.of(boundaries[0]), *map(identity, boundaries)
     found = _FOUND.recent(key)
     if found is None:
         found = _FOUND[key] = find(), boundaries

@@ -16,9 +16,9 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.imports import when_imported
 from megatron_burst.installed import find_megatron, minor
+from megatron_burst.logs import log_message
 from megatron_burst.patching import EVERY_RELEASE, NEWEST, Patch, Releases, on_undo
 from megatron_burst.recompute.checkpoints import CHECKPOINTS
-from megatron_burst.say import say
 
 _CORE = "megatron.core"
 _ARGUMENTS = "megatron.training.arguments"
@@ -193,7 +193,7 @@ def _try(patch: Patch, given: tuple[Any, ...]) -> None:
     try:
         patch.apply(*given)
     except BurstError as error:
-        say(str(error), logging.WARNING)
+        log_message(str(error), logging.WARNING)
 
 
 def switch_on_keep(burst: BurstConfig) -> None:

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 from megatron_burst.errors import BurstError
 from megatron_burst.files import Count, Limits, LongText, Reader, excerpt, harmless
+from megatron_burst.logs import log_message, log_message_once
 from megatron_burst.rates import Rates
-from megatron_burst.say import say, say_once
 
 FLAG, DUMP_FLAG = "--burst-plan", "--burst-dump-args"
 OWN = "--burst-"  # burst's options on the command line win
@@ -111,7 +111,7 @@ def _dump(parser: ArgumentParser, parse: _Parse, found: Namespace, words: Sequen
                 f"{DUMP_FLAG}: the file must be writable, because the arguments go there; got "
                 f"{path}: {error.strerror}; name another"
             ) from None
-        say(f"{DUMP_FLAG}: wrote {path}; this run ends here")
+        log_message(f"{DUMP_FLAG}: wrote {path}; this run ends here")
     sys.exit(0)
 
 
@@ -137,7 +137,7 @@ def _fill(parser: ArgumentParser, parse: _Parse, found: Namespace, words: Sequen
             )
     if taken and os.environ.get("RANK", "0") == "0":
         # Megatron parses thrice (training/inprocess_restart.py:133, ft_integration.py:78)
-        say_once(harmless(f"burst attention: {path} adds {' '.join(taken)}"))
+        log_message_once(harmless(f"burst attention: {path} adds {' '.join(taken)}"))
 
 
 def _check_names(flags: Iterable[str], known: Collection[str], path: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_burst import slices as masks
 from megatron_burst.comm.announce import telling
-from megatron_burst.comm.carrier import Where
+from megatron_burst.comm.transport import Placement
 from megatron_burst.errors import Need, require
 from megatron_burst.integers import integer
 from megatron_burst.mcore import packed, patches
@@ -182,14 +182,16 @@ def _place(rotary: RotaryEmbedding, args: tuple, options: dict[str, Any], table:
     params = getattr(args[0] if args else None, "params", lambda: None)()
     if params is None:
         return None
-    where = Where.of(table[0] if isinstance(table, tuple) else table)
+    where = Placement.of(table[0] if isinstance(table, tuple) else table)
     places, longest = _places(params, packed.group_of(params, _group_of(rotary)), where)
     made = rotary.get_emb(longest)  # not kept: the next sample has other positions
     params.are_placed = True
     return (made[0][places], *made[1:]) if isinstance(made, tuple) else made[places]
 
 
-def _places(params: SlicedSeqParams, group: dist.ProcessGroup, where: Where) -> tuple[Tensor, int]:
+def _places(
+    params: SlicedSeqParams, group: dist.ProcessGroup, where: Placement
+) -> tuple[Tensor, int]:
     """Rows of the table, and how many it must have."""
     given, is_packed = params.positions, packed.is_packed(params)
 

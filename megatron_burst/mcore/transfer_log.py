@@ -20,7 +20,7 @@ from megatron.training.global_vars import (
 )
 from megatron.training.utils import print_rank_last
 
-from megatron_burst.engine.watch import METER
+from megatron_burst.engine.ranges import METER
 from megatron_burst.mcore import imbalance
 from megatron_burst.mcore.imbalance import PART
 from megatron_burst.schedule.topology import Link

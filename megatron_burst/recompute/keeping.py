@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron_burst.comm.pass_log import Marks
+from megatron_burst.comm.detector import PassAnnouncer
 from megatron_burst.engine.passes import FRAMES
 from megatron_burst.errors import BurstError
 
@@ -185,5 +185,7 @@ class Keeping:
     policy: Any = None
     pack: Callable[[Tensors], Parcel] = Resident  # stores kept tensors until recomputation
     debug: bool = False  # whether its inputs are compared with the first pass's, bit by bit
-    marks: Marks = field(default_factory=Marks)  # of the call: tell other ranks of errors
+    announcer: PassAnnouncer = field(
+        default_factory=PassAnnouncer
+    )  # of the call: tell other ranks of errors
     parameters: Tensors = ()  # that the function reads: they live on, so they are not kept

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from megatron_burst.call import Call
-from megatron_burst.comm.carrier import Carrier
 from megatron_burst.comm.communicator import Communicator
-from megatron_burst.comm.pass_log import Kind, Marks, Pass
+from megatron_burst.comm.detector import Pass, PassAnnouncer, PassKind
+from megatron_burst.comm.transport import Transport
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.passes import Passes
-from megatron_burst.engine.watch import range_of
+from megatron_burst.engine.ranges import range_of
+from megatron_burst.logs import Decision
 from megatron_burst.recompute.checkpoints import patch_checkpoints
 from megatron_burst.recompute.keep import run_kept
 from megatron_burst.recompute.keeping import Keeping, Parcel, Resident, Tensors
 from megatron_burst.recompute.later_plan import EarlyRows, RowMove, choose_later, early_rows
 from megatron_burst.recompute.offload import host_memory
-from megatron_burst.say import Choice
 from megatron_burst.schedule.spec import Cargo, Spec
 from megatron_burst.schedule.topology import Link
 
@@ -34,8 +34,8 @@ class KeepTail:
 
     plan: EarlyRows  # which ranks recompute which rows
     passes: Passes  # over the early rows as a separate sequence
-    carrier: Carrier  # sends the rows that the plan moves between ranks, which share a node
-    marks: Marks = field(default_factory=Marks)  # of the whole call
+    transport: Transport  # sends the rows that the plan moves between ranks, which share a node
+    announcer: PassAnnouncer = field(default_factory=PassAnnouncer)  # of the whole call
     rounds: ClassVar[bool] = True  # whether results are other bits in recomputation
 
     @property
@@ -61,7 +61,7 @@ class KeepTail:
         """
         tokens, device = inputs[0].shape[1], kept[0].device.type
         span = range_of("burst recomputation of early rows")
-        collective = Pass(self.marks, Kind.EARLY_ROWS)
+        collective = Pass(self.announcer, PassKind.EARLY_ROWS)
         with span, torch.no_grad(), torch.autocast(device, enabled=False), collective:
             out, lse = _with_rows(kept[0], tokens), _with_rows(kept[1], tokens, axis=2)
             out[:, self._tail], lse[:, :, self._tail] = kept
@@ -89,8 +89,8 @@ class KeepTail:
                 target[:, self._early] = rows
             return
         resharded = [_dense_rows(x, self.plan.tokens) for x in shard]
-        outward = RowReshard(self.plan.moves, self.carrier, resharded)
-        back = RowReshard([move.reverse() for move in self.plan.moves], self.carrier, results)
+        outward = RowReshard(self.plan.moves, self.transport, resharded)
+        back = RowReshard([move.reverse() for move in self.plan.moves], self.transport, results)
 
         def begin_and_send() -> None:
             begin()
@@ -124,7 +124,7 @@ class RowReshard:
     """
 
     def __init__(
-        self, moves: Sequence[RowMove], carrier: Carrier, targets: Sequence[Tensor]
+        self, moves: Sequence[RowMove], carrier: Transport, targets: Sequence[Tensor]
     ) -> None:
         self._carrier, self._targets, self.has_run = carrier, targets, False
         rank = carrier.cp_rank
@@ -161,8 +161,8 @@ class RowReshard:
 
 def keep_of(
     call: Call, opened: Spec, spec: Spec, carrier: Communicator,
-    passes_of: Callable[[Spec], Passes], marks: Marks,
-) -> tuple[Callable[..., Any] | None, list[Choice]]:  # fmt: skip
+    passes_of: Callable[[Spec], Passes], marks: PassAnnouncer,
+) -> tuple[Callable[..., Any] | None, list[Decision]]:  # fmt: skip
     """The function that runs a call and keeps its results (`run_kept`), or None if none are kept;
     the choices made.
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_burst.say import Choice
+from megatron_burst.logs import Decision
 from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.mask import Span
 from megatron_burst.schedule.spec import Spec
@@ -67,11 +67,11 @@ def early_rows(layout: Layout, cp_size: int, tokens: int, reshard: bool) -> Earl
         return EarlyRows(Layout.CONTIGUOUS, early)
     ranks = range(cp_size)
     moves = tuple(
-        RowMove(source, common.moved(-source * early), dest, common.moved(shift))
+        RowMove(source, common.shifted(-source * early), dest, common.shifted(shift))
         for source in ranks
         for dest in ranks
         for chunk, shift in _chunks(dest, cp_size, early)
-        if (common := chunk.both(Span(source * early, (source + 1) * early)))
+        if (common := chunk.intersection(Span(source * early, (source + 1) * early)))
     )
     return EarlyRows(Layout.ZIGZAG, early, moves)
 
@@ -97,27 +97,27 @@ def _is_even(spec: Spec) -> bool:
 
 
 @lru_cache(maxsize=256)
-def choose_later(spec: Spec) -> Choice:
+def choose_later(spec: Spec) -> Decision:
     """How a resolved spec keeps the later half of its rows: "resharded" or "plain", by where the
     early rows are recomputed, or "none" if keeping half gains nothing."""
     tokens = spec.shape.tokens
     if spec.mask.documents or not spec.mask.causal:
-        return Choice(
+        return Decision(
             "none",
             "only for a single causal document does recomputing early rows cost less than their "
             "share of the time",
         )
     if tokens < 2:
-        return Choice("none", "one row per rank cannot be halved")
+        return Decision("none", "one row per rank cannot be halved")
     if _is_even(spec):
-        return Choice("plain", "the early rows are spread evenly")
+        return Decision("plain", "the early rows are spread evenly")
     if spec.layout is Layout.CONTIGUOUS:
-        return Choice("none", "in the contiguous layout later ranks would keep all of their rows")
+        return Decision("none", "in the contiguous layout later ranks would keep all of their rows")
     if tokens % 4:
-        return Choice("plain", f"not resharded: {tokens} rows per rank are not a multiple of 4")
+        return Decision("plain", f"not resharded: {tokens} rows per rank are not a multiple of 4")
     if len(set(spec.topology.node_of)) > 1:
-        return Choice("plain", "not resharded: rows would go between nodes")
-    return Choice("resharded", "the early rows are resharded, 0.25 of a forward on each rank")
+        return Decision("plain", "not resharded: rows would go between nodes")
+    return Decision("resharded", "the early rows are resharded, 0.25 of a forward on each rank")
 
 
 def recomputed_share(spec: Spec) -> float:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatron_burst.comm.alone import is_first
 from megatron_burst.environment import available_host_bytes
+from megatron_burst.logs import log_message
 from megatron_burst.recompute.auto.budget import LAYERS_BEHIND
 from megatron_burst.recompute.keeping import WHO, Frame, Resident, Tensors, Watch, running
-from megatron_burst.say import say
 
 _ALIGNMENT = 256  # bytes; every dtype's width divides it
 _GIB = 1 << 30
@@ -39,7 +39,9 @@ def host_memory(device: torch.device, limit_gib: float | None) -> "HostMemory":
     memory = HostMemory(device, host_limit_bytes(limit_gib))
     if is_first():
         how = "half of what is available" if limit_gib is None else "as asked"
-        say(f"{WHO}: at most {memory.limit_bytes / _GIB:.2f} GiB of host memory per rank ({how})")
+        log_message(
+            f"{WHO}: at most {memory.limit_bytes / _GIB:.2f} GiB of host memory per rank ({how})"
+        )
     return memory
 
 
@@ -87,7 +89,7 @@ class HostMemory:
             self.release()
         if self.taken_bytes + num_bytes > self.limit_bytes:
             if not self._has_warned:
-                say(
+                log_message(
                     f"{WHO}: {self.limit_bytes / _GIB:.2f} GiB of host memory per rank are "
                     "full; further results stay on the device"
                 )

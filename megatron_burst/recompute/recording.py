@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from megatron_burst.engine.passes import lean
+from megatron_burst.engine.passes import compact_copy
 from megatron_burst.errors import BurstError
 from megatron_burst.recompute.auto.graph import leaves_of
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Tensors, Watch, without_frames
@@ -115,7 +115,7 @@ class Recording:
         self._floats = [x.is_floating_point() for x in inputs]
         self._needs = [0] * len(inputs)
         self._debug = [checksum(x) for x in inputs] if keeping.debug else None
-        self._policy, self._marks = keeping.policy, keeping.marks
+        self._policy, self._marks = keeping.policy, keeping.announcer
         self._parameters = keeping.parameters
         self._bound: dict[str, Tensors] = {}
         self._ends: list[Tensor | None] = []  # gradients of the inputs
@@ -130,7 +130,7 @@ class Recording:
         self._fresh: tuple[Tensors, Tensors] | None = (tuple(x.detach() for x in outs), extras)
         self._num_kept = len(kept)
         self.num_bytes = num_bytes((*kept, *extras))
-        with self._marks.telling():
+        with self._marks.reporting_errors():
             self._parcel: Parcel | None = keeping.pack((*kept, *extras))
 
     def _run(self, function: Callable, inputs: Tensors) -> Tensors:
@@ -219,7 +219,7 @@ class Recording:
                 where that matters; in debug mode if any bit differs; if kept tensors were written
                 in place since.
         """
-        with self._marks.telling():
+        with self._marks.reporting_errors():
             self._check(inputs)
             kept = () if self._fresh is not None else self._parcel.get()
         if self._fresh is not None:  # in the first pass all of it still exists
@@ -253,7 +253,7 @@ class Recording:
         read = [x if needs else None for x, needs in zip(inputs, self._needs, strict=True)]
         for index, needs in enumerate(self._needs):
             if needs == 1:  # a copy may have other strides
-                read[index] = lean(inputs[index], *inputs[:index], *inputs[index + 1 :])
+                read[index] = compact_copy(inputs[index], *inputs[:index], *inputs[index + 1 :])
         return read
 
     def backward(
@@ -264,7 +264,7 @@ class Recording:
         Inputs and outputs are those of `play`, None where backward does not read them; extras are
         what else the graph saved.
         """
-        with self._marks.telling():
+        with self._marks.reporting_errors():
             self._handed.check()
         self._parcel = None  # its tensors now belong to the caller
         self._bound |= {"inputs": inputs, "outs": outs, "extras": extras}

@@ -67,7 +67,7 @@ class _AllToAll(AllToAllEmitter):
             q, kv = q.at(self.tile.q), kv.at(self.tile.kv)
             into = lse.at(self.tile.q), out.at(self.tile.q)
             sinks = self.own_heads(round_)
-            self.emit(Attend(q, kv, self.tile.mask, into, self.tile.places, sinks))
+            self.emit(Attend(q, kv, self.tile.mask, into, self.tile.positions, sinks))
             inputs.post(round_ + 1)
             # in front of operations that wait for the kernel
             outputs.collect(Stream.SIDE)
@@ -83,7 +83,7 @@ class _AllToAll(AllToAllEmitter):
             grads, side, kv = outputs.of(round_), sides.of(round_), inputs.keys(round_)
             # behind this kernel are those that convert its sums: what they hold up is issued before
             inputs.post(round_ + 1)
-            self.emit(AttendBackward(side, kv, self.tile.mask, grads, grads, self.tile.places))
+            self.emit(AttendBackward(side, kv, self.tile.mask, grads, grads, self.tile.positions))
             inputs.arrive(round_ + 1)
             outputs.post(round_)
         outputs.collect()
@@ -96,8 +96,8 @@ class HeadsAllToAll:
 
     def __init__(self, emitter: AllToAllEmitter) -> None:
         self._emitter, spec = emitter, emitter.spec
-        self._saves = spec.left and not spec.backward
-        self._reuses = spec.left and spec.backward
+        self._saves = spec.saves_remote and not spec.backward
+        self._reuses = spec.saves_remote and spec.backward
         self._arrived: set[int] = set()
         self._sources: tuple[str, ...] = ("q", "kv")
         if spec.backward:
@@ -129,13 +129,13 @@ class HeadsAllToAll:
         into = self._received(round_) if emitter.reorders else self._in_order(round_)
         to_others, own = emitter.by_rank(slot)
         for piece, rows in own:
-            emitter.emit(Copy((rows,), into.at(piece.whole), stream))
+            emitter.emit(Copy((rows,), into.at(piece.node_rows), stream))
         sends = [Send(rank, rows) for rank, _, rows in to_others]
         offset = ranks.index(emitter.spec.cp_rank) * emitter.spec.shape.tokens
         recvs = [
-            Recv(piece.holder, slot.at(piece.rows.moved(offset)), into.at(piece.whole))
+            Recv(piece.cp_rank, slot.at(piece.rows.shifted(offset)), into.at(piece.node_rows))
             for piece in emitter.pieces
-            if piece.holder != emitter.spec.cp_rank
+            if piece.cp_rank != emitter.spec.cp_rank
         ]
         emitter.exchange(Cargo.READ, slot, sends, recvs)
 
@@ -184,7 +184,7 @@ class QuerySides:
         lse, delta = (
             Field(name, emitter.heads_of(round_)[0], 0, Dtype.SUM) for name in ("lse", "delta")
         )
-        saved = (emitter.lse(round_),) if spec.left else ()
+        saved = (emitter.lse(round_),) if spec.saves_remote else ()
         fields = (delta,) if saved else (lse, delta)
         name = f"statistics {round_}"
         statistics = emitter.buffer(name, Space.TEMP, emitter.rows, fields, "statistics")
@@ -210,7 +210,7 @@ class OutputAllToAll:
         spec, (heads_q, heads_kv) = self._emitter.spec, self._emitter.heads_of(round_)
         if not spec.backward:
             return out_fields(heads_q, spec.shape, Dtype.INPUT)
-        dtype = spec.share_dtype
+        dtype = spec.partial_grad_dtype
         return (*dq_fields(heads_q, spec.shape, dtype), *dkv_fields(heads_kv, spec.shape, dtype))
 
     def of(self, round_: int) -> Ref:
@@ -233,13 +233,13 @@ class OutputAllToAll:
         arrived = emitter.staging("home", round_, "results", self._fields(round_))
         from_others, own = emitter.by_rank(arrived)
         for piece, rows in own:
-            emitter.emit(Copy((slot.at(piece.whole),), rows))
+            emitter.emit(Copy((slot.at(piece.node_rows),), rows))
         sends = [
-            Send(piece.holder, slot.at(piece.whole))
+            Send(piece.cp_rank, slot.at(piece.node_rows))
             for piece in emitter.pieces
-            if piece.holder != emitter.spec.cp_rank
+            if piece.cp_rank != emitter.spec.cp_rank
         ]
-        recvs = [Recv(rank, slot.at(piece.whole), rows) for rank, piece, rows in from_others]
+        recvs = [Recv(rank, slot.at(piece.node_rows), rows) for rank, piece, rows in from_others]
         emitter.exchange(Cargo.GRAD, slot, sends, recvs)
         self._in_flight = round_
 

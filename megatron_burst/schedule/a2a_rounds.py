@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Sequence
 
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.chunks import by_rank, in_order, meeting
+from megatron_burst.schedule.chunks import chunk_pairs, chunks_by_rank, chunks_in_order
 from megatron_burst.schedule.emitter import Emitter
 from megatron_burst.schedule.inter_node import heads_in_rounds
 from megatron_burst.schedule.layout import Chunks, Layout
 from megatron_burst.schedule.mask import Span, Tile
-from megatron_burst.schedule.pieces import Piece, node_shards, runs
+from megatron_burst.schedule.node_shards import ShardChunk, adjacent_runs, node_shards
 from megatron_burst.schedule.program import Field, Ref, Space, kv_fields, q_fields
 from megatron_burst.schedule.spec import Cargo, Dtype, Spec
 
@@ -38,13 +38,13 @@ class AllToAllEmitter(Emitter):
         self.rounds = heads_in_rounds(heads_kv, per_round)
         self.reorders = spec.layout is Layout.DOCUMENTS
         received = Layout.CONTIGUOUS if self.reorders else spec.layout
-        self.pieces = node_shards(topology, 0, received, tokens, spec.mask.positional)[0].pieces
-        self.rows = self.pieces[-1].whole.stop
+        self.pieces = node_shards(topology, 0, received, tokens, spec.mask.positional)[0].chunks
+        self.rows = self.pieces[-1].node_rows.stop
         if self.reorders:
-            chunks = in_order(self.ranks, topology.cp_size)
-            self.tile = meeting(chunks, (chunks,), spec.mask, tokens // 2).tile
+            chunks = chunks_in_order(self.ranks, topology.cp_size)
+            self.tile = chunk_pairs(chunks, (chunks,), spec.mask, tokens // 2).tile
         else:
-            sequence = tuple(positions for positions, _ in runs(self.pieces))
+            sequence = tuple(positions for positions, _ in adjacent_runs(self.pieces))
             places = (sequence, sequence) if spec.mask.documents else None
             self.tile = Tile(Span(0, self.rows), Span(0, self.rows), spec.mask, places)
 
@@ -52,20 +52,20 @@ class AllToAllEmitter(Emitter):
     def orders(self) -> tuple[tuple[Chunks, ...], Chunks]:
         """Chunk orders: as received from the ranks, and as computed with."""
         ranks, size = sorted(self.ranks), self.spec.topology.cp_size
-        return by_rank(ranks, size), in_order(ranks, size)
+        return chunks_by_rank(ranks, size), chunks_in_order(ranks, size)
 
     def heads_of(self, round_: int) -> tuple[int, int]:
         """Query heads and KV heads that a rank computes in a round."""
         heads_kv = len(self.rounds[round_]) // len(self.ranks)
-        return heads_kv * self.spec.group // self.copies, heads_kv
+        return heads_kv * self.spec.q_heads_per_kv // self.copies, heads_kv
 
     def own_heads(self, round_: int) -> tuple[int, ...]:
         """The query heads that this rank computes in a round, as the call counts them."""
         column, heads_kv = self.ranks.index(self.spec.cp_rank), self.heads_of(round_)[1]
         first = self.rounds[round_].start // self.copies + column // self.copies * heads_kv
-        count = self.spec.group // self.copies  # of each KV head's query heads
+        count = self.spec.q_heads_per_kv // self.copies  # of each KV head's query heads
         offset = column % self.copies * count
-        starts = (kv * self.spec.group + offset for kv in range(first, first + heads_kv))
+        starts = (kv * self.spec.q_heads_per_kv + offset for kv in range(first, first + heads_kv))
         return tuple(head for start in starts for head in range(start, start + count))
 
     def refs(self, round_: int, names: Iterable[str]) -> tuple[Ref, ...]:
@@ -78,7 +78,7 @@ class AllToAllEmitter(Emitter):
 
     def lse(self, round_: int) -> Ref:
         """lse of a round's heads, dense, as kernels need it."""
-        home = Space.SAVED if self.spec.left else Space.TEMP
+        home = Space.SAVED if self.spec.saves_remote else Space.TEMP
         fields = (Field("lse", self.heads_of(round_)[0], 0, Dtype.SUM),)
         return self.buffer(f"lse {round_}", home, self.rows, fields)
 
@@ -110,12 +110,14 @@ class AllToAllEmitter(Emitter):
         shape, (heads_q, heads_kv) = self.spec.shape, self.heads_of(round_)
         return *q_fields(heads_q, shape), *kv_fields(heads_kv, shape)
 
-    def by_rank(self, ref: Ref) -> tuple[list[tuple[int, Piece, Ref]], list[tuple[Piece, Ref]]]:
+    def by_rank(
+        self, ref: Ref
+    ) -> tuple[list[tuple[int, ShardChunk, Ref]], list[tuple[ShardChunk, Ref]]]:
         """In a buffer that has this rank's rows once for each rank: those for other ranks, as
         (rank, piece, rows), and those for itself, as (piece, rows)."""
         mine, tokens = self.spec.cp_rank, self.spec.shape.tokens
-        pieces = [piece for piece in self.pieces if piece.holder == mine]
-        rows = [(rank, piece, ref.at(piece.rows.moved(column * tokens)))
+        pieces = [piece for piece in self.pieces if piece.cp_rank == mine]
+        rows = [(rank, piece, ref.at(piece.rows.shifted(column * tokens)))
                 for column, rank in enumerate(self.ranks) for piece in pieces]  # fmt: skip
         return (
             [entry for entry in rows if entry[0] != mine],

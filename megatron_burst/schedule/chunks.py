@@ -33,8 +33,8 @@ class ChunkPairs:
     @cached_property
     def dst_chunks(self) -> Chunks:
         """The key chunks in the order that the queries need."""
-        assert isinstance(self.tile.places, ChunkSegments)
-        return tuple(number for _, keys in self.tile.places.pairs for number in keys)
+        assert isinstance(self.tile.positions, ChunkSegments)
+        return tuple(number for _, keys in self.tile.positions.pairs for number in keys)
 
     @property
     def is_identity(self) -> bool:
@@ -43,7 +43,9 @@ class ChunkPairs:
 
 
 @lru_cache(maxsize=1024)
-def meeting(queries: Chunks, src_blocks: tuple[Chunks, ...], mask: Mask, size: int) -> ChunkPairs:
+def chunk_pairs(
+    queries: Chunks, src_blocks: tuple[Chunks, ...], mask: Mask, size: int
+) -> ChunkPairs:
     """How queries and keys meet.
 
     Args:
@@ -75,12 +77,12 @@ def _pairs(queries: Chunks, keys: Chunks) -> list[tuple[Chunks, Chunks]]:
     return found
 
 
-def in_order(ranks: Iterable[int], cp_size: int) -> Chunks:
+def chunks_in_order(ranks: Iterable[int], cp_size: int) -> Chunks:
     """Chunks of every document that these ranks hold together, ascending."""
     return tuple(sorted(number for rank in ranks for number in chunks_of(rank, cp_size)))
 
 
-def by_rank(ranks: Sequence[int], cp_size: int) -> tuple[Chunks, ...]:
+def chunks_by_rank(ranks: Sequence[int], cp_size: int) -> tuple[Chunks, ...]:
     """The same, rank by rank."""
     return tuple(chunks_of(rank, cp_size) for rank in ranks)
 
@@ -102,7 +104,7 @@ class NeededBy:
     keys: Chunks
 
     @classmethod
-    def ranks(cls, spec: Spec, queries: Iterable[int], keys: Iterable[int]) -> "NeededBy | None":
+    def of_ranks(cls, spec: Spec, queries: Iterable[int], keys: Iterable[int]) -> "NeededBy | None":
         """Those of some ranks; None if the program knows which keys are seen."""
         if not spec.mask.documents:
             return None
@@ -114,12 +116,14 @@ class NeededBy:
         return cls(*sides)
 
     @classmethod
-    def visits(cls, spec: Spec, owners: Iterable[int], ranks: Iterable[int]) -> "NeededBy | None":
+    def of_circulating(
+        cls, spec: Spec, owners: Iterable[int], ranks: Iterable[int]
+    ) -> "NeededBy | None":
         """Of what circulates and belongs to some ranks, and of the ranks that it visits."""
-        return cls.ranks(spec, *((ranks, owners) if spec.keys_travel else (owners, ranks)))
+        return cls.of_ranks(spec, *((ranks, owners) if spec.kv_circulates else (owners, ranks)))
 
     @classmethod
-    def nodes(cls, spec: Spec, away: int, distances: Iterable[int]) -> "NeededBy | None":
+    def of_nodes(cls, spec: Spec, away: int, distances: Iterable[int]) -> "NeededBy | None":
         """Of what comes from a rank of another node, and of the nodes that it visits.
 
         Args:
@@ -131,4 +135,4 @@ class NeededBy:
         row, column = topology.coord(spec.cp_rank)
         nodes = (topology.grid[(row - away + n) % topology.inter_size] for n in distances)
         owner = topology.rank_at(row - away, column)
-        return cls.visits(spec, (owner,), (rank for node in nodes for rank in node))
+        return cls.of_circulating(spec, (owner,), (rank for node in nodes for rank in node))

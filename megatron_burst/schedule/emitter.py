@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_burst.schedule.chunks import NeededBy
-from megatron_burst.schedule.mask import Span, Tile, covers_its_rows, cut
+from megatron_burst.schedule.mask import Span, Tile, covers_its_rows, split_at_edges
 from megatron_burst.schedule.order import assign_buffers
 from megatron_burst.schedule.program import (
     Add,
@@ -92,7 +92,7 @@ class Emitter:
         width = sum(field.elements * widths[field.dtype] for field in fields)
         # for the largest power of two of tokens, so that lengths up to the next one have equal
         # programs
-        tokens = power_below(shape.tokens) * self.spec.times
+        tokens = power_below(shape.tokens) * self.spec.unit_rows
         num_bytes = rows * tokens / shape.tokens * shape.batch * width
         return pulled_count(cargo, exchanges, num_bytes, tokens)
 
@@ -130,7 +130,7 @@ class Emitter:
 
     def queries(self, heads: Span) -> Span:
         """The query heads of some KV heads."""
-        return Span(heads.start * self.spec.group, heads.stop * self.spec.group)
+        return Span(heads.start * self.spec.q_heads_per_kv, heads.stop * self.spec.q_heads_per_kv)
 
     def delta(self) -> Ref:
         """Delta of the rank's own query side."""
@@ -164,7 +164,7 @@ class Sinks:
     def __init__(self, tiles: Iterable[Tile], heads: Iterable[int]) -> None:
         self._heads, self._rows = tuple(heads), list[Span]()
         for rows in sorted((tile.q for tile in tiles), key=len, reverse=True):
-            if not any(rows.both(other) for other in self._rows):
+            if not any(rows.intersection(other) for other in self._rows):
                 self._rows.append(rows)
 
     def join(self, tile: Tile) -> tuple[int, ...]:
@@ -209,14 +209,14 @@ class Outputs:
             into = (self._emitter.part(name, len(tile.q), self._fields),)
             self._parts.append((tile.q, *into))
         q, keys, sinks = self._q.at(tile.q), kv.at(tile.kv), self._sinks.join(tile)
-        self._emitter.emit(Attend(q, keys, tile.mask, into, tile.places, sinks))
+        self._emitter.emit(Attend(q, keys, tile.mask, into, tile.positions, sinks))
 
     def _at(self, rows: Span) -> tuple[Ref, ...]:
         return tuple(out.at(rows) for out in self._out)
 
     def merge(self) -> None:
         """Merge the results of rows with several tiles."""
-        spans = cut((tile.q for tile in self._tiles), self._rows)
+        spans = split_at_edges((tile.q for tile in self._tiles), self._rows)
         for span, parts in sums_of(self._parts, spans):
             if parts:
                 self._emitter.emit(Merge(parts, self._at(span)))
@@ -263,20 +263,25 @@ class Gradients:
         dkv = into or emitter.part(f"dkv {name}", len(tile.kv), self._dkv_fields)
         sides = tuple(side.at(tile.q) for side in self._sides)
         keys = kv.at(tile.kv)
-        emitter.emit(AttendBackward(sides, keys, tile.mask, dq, dkv, tile.places))
+        emitter.emit(AttendBackward(sides, keys, tile.mask, dq, dkv, tile.positions))
         return dkv
 
     def sums(self) -> list[Sum]:
         """The sums still to do, for all query rows that are not complete."""
-        spans = cut((tile.q for tile in self._tiles), self._rows)
-        left = [span for span in spans if not any(done.holds(span) for done in self._written)]
+        spans = split_at_edges((tile.q for tile in self._tiles), self._rows)
+        left = [span for span in spans if not any(done.contains(span) for done in self._written)]
         return sums_of(self._parts, left)
 
 
 def sums_of(parts: Sequence[tuple[Span, Ref]], spans: Iterable[Span]) -> list[Sum]:
     """For each span, the parts to sum there; each part contains the span or does not overlap it."""
     return [
-        (span, tuple(part.at(span.moved(-rows.start)) for rows, part in parts if rows.holds(span)))
+        (
+            span,
+            tuple(
+                part.at(span.shifted(-rows.start)) for rows, part in parts if rows.contains(span)
+            ),
+        )
         for span in spans
     ]
 

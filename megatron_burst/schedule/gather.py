@@ -40,8 +40,8 @@ from megatron_burst.schedule.inter_node import (
     whole_halo,
 )
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Span, Tile, check_mask, cut
-from megatron_burst.schedule.pieces import halo
+from megatron_burst.schedule.mask import Span, Tile, check_mask, split_at_edges
+from megatron_burst.schedule.node_shards import halo
 from megatron_burst.schedule.program import (
     Arrange,
     Copy,
@@ -91,7 +91,9 @@ class _Gather(Emitter):
         super().__init__(spec)
         shape, topology = spec.shape, spec.topology
         self.rounds = heads_in_rounds(shape.heads_kv, spec.heads_per_round or shape.heads_kv)
-        self.order = steps(topology.inter_size, len(self.rounds), spec.backward, bool(spec.left))
+        self.order = steps(
+            topology.inter_size, len(self.rounds), spec.backward, bool(spec.saves_remote)
+        )
         self.plan = gather_steps(spec, self.order)
         self.others, self.alone = topology.others(spec.cp_rank), topology.inter_size == 1
         self.by_rank = spec.layout is Layout.DOCUMENTS
@@ -118,7 +120,7 @@ class _Gather(Emitter):
 
     def _outputs(self, round_: int) -> Outputs:
         every = zip(self.plan.steps, self.order, strict=True)
-        tiles = [tile for step, at in every if at.round == round_ for tile in step.tiles.every]
+        tiles = [tile for step, at in every if at.round == round_ for tile in step.tiles.all_tiles]
         q, out = (self.of_queries(name, round_) for name in ("q", "out"))
         heads = self.queries(self.rounds[round_])
         sinks = Sinks(tiles, range(heads.start, heads.stop))
@@ -156,7 +158,7 @@ class _Gather(Emitter):
         of_keys.finish()
 
     def _gradients(self, index: int, side: tuple[Ref, ...]) -> Gradients:
-        round_, tiles = self.order[index].round, self.plan.steps[index].tiles.every
+        round_, tiles = self.order[index].round, self.plan.steps[index].tiles.all_tiles
         direct, heads = self.of_queries("dq", round_) if self.alone else None, self.rounds[round_]
         counts = len(self.queries(heads)), len(heads)
         return Gradients(self, f"{index}", tiles, side, direct, counts, self.spec.shape.tokens)
@@ -176,7 +178,9 @@ class _Gather(Emitter):
         return dkv_fields(len(self.rounds[round_]), self.spec.shape, dtype)
 
     def dq_fields_of(self, round_: int, dtype: Dtype) -> tuple[Field, ...]:
-        return dq_fields(len(self.rounds[round_]) * self.spec.group, self.spec.shape, dtype)
+        return dq_fields(
+            len(self.rounds[round_]) * self.spec.q_heads_per_kv, self.spec.shape, dtype
+        )
 
     def pair(self, what: str, index: int, rows: int, fields: Sequence[Field]) -> Ref:
         """A step's buffer on this rank; two take turns."""
@@ -193,7 +197,7 @@ class KVGather:
     def __init__(self, emitter: _Gather) -> None:
         self._emitter, self._plan, spec = emitter, emitter.plan, emitter.spec
         self._circulating = None
-        if spec.keys_travel and not (spec.left and spec.backward) and not emitter.alone:
+        if spec.kv_circulates and not (spec.saves_remote and spec.backward) and not emitter.alone:
             self._circulating = InterNodeRing(
                 emitter, emitter.order, lambda round_: (emitter.of_keys("kv", round_),),
                 emitter.kv_fields_of, emitter.halos,
@@ -229,7 +233,7 @@ class KVGather:
 
     def _comes(self, index: int) -> bool:
         """Whether another node sends a step's keys in this pass."""
-        return bool(self._circulating and self._emitter.order[index].distance)
+        return bool(self._circulating and self._emitter.order[index].node_offset)
 
     def _gather(self, index: int) -> None:
         """Gather a step's keys inside the node, unless they are already."""
@@ -245,9 +249,11 @@ class KVGather:
             Cargo.READ, number, self._slots,
         )  # fmt: skip
         self._contribute(index, source, slot)
-        turns = [turn] if spec.keys_travel else [t for t in emitter.order if t.round == turn.round]
+        turns = (
+            [turn] if spec.kv_circulates else [t for t in emitter.order if t.round == turn.round]
+        )
         sends = [
-            Send(peer, slot.at(piece.whole), needed_by(spec, turns, peer, piece))
+            Send(peer, slot.at(piece.node_rows), needed_by(spec, turns, peer, piece))
             for peer in emitter.others
             for piece in reads[peer]
         ]
@@ -255,22 +261,22 @@ class KVGather:
             Recv(peer, rows, rows, needed_by(spec, turns, mine, piece))
             for peer in emitter.others
             for piece in reads[mine]
-            if piece.holder == peer
-            for rows in (slot.at(piece.whole),)
+            if piece.cp_rank == peer
+            for rows in (slot.at(piece.node_rows),)
         ]
         emitter.exchange(Cargo.READ, slot, sends, recvs)
 
     def _source(self, turn: NodeStep) -> Ref:
         """The shard that this rank contributes: its own, one it received, or one it saved."""
         emitter = self._emitter
-        if not (turn.distance and emitter.spec.keys_travel):
+        if not (turn.node_offset and emitter.spec.kv_circulates):
             return emitter.of_keys("kv", turn.round)
-        came = self._circulating and self._circulating.piece(turn.round, turn.distance)
-        if not emitter.spec.left:
+        came = self._circulating and self._circulating.piece(turn.round, turn.node_offset)
+        if not emitter.spec.saves_remote:
             assert came
             return came
-        rows = emitter.halos[turn.distance].rows
-        name, fields = f"left {turn.round}+{turn.distance}", emitter.kv_fields_of(turn.round)
+        rows = emitter.halos[turn.node_offset].rows
+        name, fields = f"left {turn.round}+{turn.node_offset}", emitter.kv_fields_of(turn.round)
         left = emitter.buffer(name, Space.SAVED, rows, fields)
         if came and rows:
             emitter.emit(Copy((came,), left, Stream.SIDE))
@@ -279,18 +285,18 @@ class KVGather:
     def _contribute(self, index: int, source: Ref, slot: Ref) -> None:
         """Copy that shard into the slot."""
         emitter, step = self._emitter, self._plan.steps[index]
-        away = emitter.order[index].distance if emitter.spec.keys_travel else 0
-        stream = Stream.beside(index if step.met else self._comes(index))
-        for piece in (piece for piece in step.keys if piece.holder == emitter.spec.cp_rank):
+        away = emitter.order[index].node_offset if emitter.spec.kv_circulates else 0
+        stream = Stream.beside(index if step.chunk_pairs else self._comes(index))
+        for piece in (piece for piece in step.keys if piece.cp_rank == emitter.spec.cp_rank):
             own = [(piece.rows, piece.rows)]
-            for rows, packed in emitter.halos[away].parts(piece.rows) if away else own:
-                there = slot.at(rows.moved(piece.whole.start - piece.rows.start))
-                part = source if step.met else source.at(packed)
+            for rows, packed in emitter.halos[away].circulating_parts(piece.rows) if away else own:
+                there = slot.at(rows.shifted(piece.node_rows.start - piece.rows.start))
+                part = source if step.chunk_pairs else source.at(packed)
                 emitter.emit(Copy((part,), there, stream))
 
     def _arrange(self, index: int) -> None:
         """Put a step's gathered keys in the order that its queries need."""
-        emitter, met = self._emitter, self._plan.steps[index].met
+        emitter, met = self._emitter, self._plan.steps[index].chunk_pairs
         if met and not met.is_identity:
             there, fields = self.of(index), emitter.kv_fields_of(emitter.order[index].round)
             seen = self._arranged[index] = emitter.pair("seen", index, len(met.tile.kv), fields)
@@ -327,9 +333,9 @@ class QueryInputs:
     def of(self, index: int) -> tuple[Ref, ...]:
         """The side of a step."""
         turn = self._emitter.order[index]
-        if not (self._circulating and turn.distance):
+        if not (self._circulating and turn.node_offset):
             return self._of_round(turn.round)
-        return self._emitter.side_for_kernel(self._circulating.piece(turn.round, turn.distance))
+        return self._emitter.side_for_kernel(self._circulating.piece(turn.round, turn.node_offset))
 
 
 class PartialKVGrads:
@@ -348,16 +354,16 @@ class PartialKVGrads:
 
     def _fields(self, index: int) -> tuple[Field, ...]:
         round_ = self._emitter.order[index].round
-        return self._emitter.dkv_fields_of(round_, self._emitter.spec.share_dtype)
+        return self._emitter.dkv_fields_of(round_, self._emitter.spec.partial_grad_dtype)
 
     def of(self, index: int) -> list[Ref]:
         """Where the tiles over gathered keys write their shares: one after the other, as they
         leave; those of rearranged keys are yet to be put back."""
         emitter, step = self._emitter, self._plan.steps[index]
-        if step.met:
+        if step.chunk_pairs:
             dtype = emitter.spec.grad_dtype
             fields = emitter.dkv_fields_of(emitter.order[index].round, dtype)
-            return [emitter.pair("made", index, len(step.met.tile.kv), fields)]
+            return [emitter.pair("made", index, len(step.chunk_pairs.tile.kv), fields)]
         slot = self._slot(index)
         return [slot.at(span) for span in consecutive_spans(len(t.kv) for t in step.tiles.gathered)]
 
@@ -378,7 +384,7 @@ class PartialKVGrads:
         slot = self._left[index] = self._put_back(index)
         spec, mine, turns = emitter.spec, emitter.spec.cp_rank, emitter.order[index : index + 1]
         sends = [
-            Send(leaf.piece.holder, slot.at(leaf.rows), needed_by(spec, turns, mine, leaf.piece))
+            Send(leaf.piece.cp_rank, slot.at(leaf.rows), needed_by(spec, turns, mine, leaf.piece))
             for leaf in leaves[mine]
         ]
         recvs = [
@@ -389,7 +395,11 @@ class PartialKVGrads:
 
     def _put_back(self, index: int) -> Ref:
         """A step's shares in the order of the gathered keys."""
-        emitter, met, made = self._emitter, self._plan.steps[index].met, Ref(f"made {index}")
+        emitter, met, made = (
+            self._emitter,
+            self._plan.steps[index].chunk_pairs,
+            Ref(f"made {index}"),
+        )
         if not met:
             return Ref(f"shares {index}")
         if met.is_identity:
@@ -407,8 +417,8 @@ class PartialKVGrads:
         coming = [(rank, leaf) for rank in emitter.others for leaf in step.leaves[rank]]
         spans = consecutive_spans(len(leaf.rows) for _, leaf in coming)
         total = sum(map(len, spans))
-        if step.met:
-            whole = {piece.holder: piece.whole for piece in step.keys}
+        if step.chunk_pairs:
+            whole = {piece.cp_rank: piece.node_rows for piece in step.keys}
             spans, total = [whole[rank] for rank, _ in coming], self._plan.num_rows
         name, fields = f"came {index}", self._fields(index)
         staged = emitter.buffer(name, Space.STAGING, total, fields, "shares")
@@ -417,20 +427,20 @@ class PartialKVGrads:
     def sums(self, index: int) -> list[Sum]:
         """The sums of a step, for all rows held here."""
         emitter, step, left = self._emitter, self._plan.steps[index], self._left[index]
-        if step.met and not emitter.others:
+        if step.chunk_pairs and not emitter.others:
             return [(Span(0, emitter.spec.shape.tokens), (left,))]
         shares = [(Span(0, self._plan.num_rows), left)]
-        if not step.met:
+        if not step.chunk_pairs:
             tiles = (tile.kv for tile in step.tiles.gathered)
             shares = list(zip(tiles, self.of(index), strict=True))
-        own = [piece for piece in step.keys if piece.holder == emitter.spec.cp_rank]
+        own = [piece for piece in step.keys if piece.cp_rank == emitter.spec.cp_rank]
         parts = self._own.pop(index, [])
         for whole, share in shares:
-            held = (piece.part(whole) for piece in own)
-            parts += [(p.rows, share.at(p.whole.moved(-whole.start))) for p in held if p]
+            held = (piece.within(whole) for piece in own)
+            parts += [(p.rows, share.at(p.node_rows.shifted(-whole.start))) for p in held if p]
         parts += [(leaf.piece.rows, rows) for _, leaf, rows in self._arrivals(index)]
         edges = *(piece.rows for piece in own), *(rows for rows, _ in parts)
-        return sums_of(parts, cut(edges, emitter.spec.shape.tokens))
+        return sums_of(parts, split_at_edges(edges, emitter.spec.shape.tokens))
 
 
 Moment = Literal["before", "amid", "after"]  # of a step: its tiles over gathered keys

@@ -18,8 +18,8 @@ from functools import lru_cache
 
 from megatron_burst.schedule.chunks import NeededBy
 from megatron_burst.schedule.emitter import Emitter, Sum, add_up
-from megatron_burst.schedule.mask import Span, cut
-from megatron_burst.schedule.pieces import Halo
+from megatron_burst.schedule.mask import Span, split_at_edges
+from megatron_burst.schedule.node_shards import Halo
 from megatron_burst.schedule.program import Add, Copy, Field, Ref, Space, Stream
 from megatron_burst.schedule.spec import Cargo, Circulate, Dtype
 from megatron_burst.schedule.topology import Link
@@ -30,7 +30,7 @@ class NodeStep:
     """One step of a round: `distance` is how many nodes away the circulating piece is from."""
 
     round: int
-    distance: int
+    node_offset: int
     first: bool  # of its round
     last: bool
 
@@ -78,11 +78,11 @@ class InterNodeRing:
         self._emitter, self._order, self._own, self._fields = emitter, order, own, fields
         self._halos, self._nodes = halos, emitter.spec.topology.inter_size
         self._leaving: dict[int, list[NodeStep]] = defaultdict(list)
-        at = {(step.round, step.distance): index for index, step in enumerate(order)}
+        at = {(step.round, step.node_offset): index for index, step in enumerate(order)}
         for step in order:
-            if step.distance < self._nodes - 1:
+            if step.node_offset < self._nodes - 1:
                 before = at.get((step.round - 1, self._nodes - 1), 0)
-                leaves = at[step.round, step.distance] if step.distance else before
+                leaves = at[step.round, step.node_offset] if step.node_offset else before
                 self._leaving[leaves].append(step)
 
     def piece(self, round_: int, distance: int) -> Ref:
@@ -96,9 +96,11 @@ class InterNodeRing:
     def send_own(self, index: int) -> None:
         """Send the rank's own piece, if it is due while this step is prepared."""
         for step in self._leaving[index]:
-            if step.distance == 0:
+            if step.node_offset == 0:
                 piece, own = self.piece(step.round, 0), self._own(step.round)
-                for rows, packed in self._halos[0].parts(Span(0, self._halos[0].of)):
+                for rows, packed in self._halos[0].circulating_parts(
+                    Span(0, self._halos[0].shard_rows)
+                ):
                     sources = tuple(source.at(rows) for source in own)
                     self._emitter.emit(Copy(sources, piece.at(packed), Stream.SIDE))
                 self._send(step)
@@ -106,13 +108,15 @@ class InterNodeRing:
     def send_on(self, index: int) -> None:
         """Send on the piece of a step, if it goes further."""
         for step in self._leaving[index]:
-            if step.distance:
+            if step.node_offset:
                 self._send(step)
 
     def _send(self, step: NodeStep) -> None:
-        sends, brings = (self.piece(step.round, step.distance + n) for n in (0, 1))
-        readers = range(step.distance + 1, self._nodes)
-        both = [NeededBy.nodes(self._emitter.spec, step.distance + n, readers) for n in (0, 1)]
+        sends, brings = (self.piece(step.round, step.node_offset + n) for n in (0, 1))
+        readers = range(step.node_offset + 1, self._nodes)
+        both = [
+            NeededBy.of_nodes(self._emitter.spec, step.node_offset + n, readers) for n in (0, 1)
+        ]
         self._emitter.hop(Link.INTER, Cargo.READ, sends, brings, both)
 
 
@@ -136,40 +140,43 @@ class RemoteGradReduce:
         self._nodes = emitter.spec.topology.inter_size
         self._arriving: dict[int, list[NodeStep]] = defaultdict(list)  # added at a turn
         for index, step in enumerate(order):
-            if step.distance:  # one more step hides the transfer
+            if step.node_offset:  # one more step hides the transfer
                 self._arriving[min(len(order), index + 2)].append(step)
         self._missing: dict[int, int] = {}  # contributions of a round that are yet to come
 
     def add(self, index: int, sums: Sequence[Sum], stream: Stream = Stream.COMPUTE) -> None:
         """Add this node's contribution of a step, or send it; `sums` has every row once."""
         step, emitter = self._order[index], self._emitter
-        if step.distance == 0:
+        if step.node_offset == 0:
             self._add(step.round, sums, stream)
             return
         away = [
-            (packed, tuple(part.at(rows.moved(-span.start)) for part in parts))
+            (packed, tuple(part.at(rows.shifted(-span.start)) for part in parts))
             for span, parts in sums
-            for rows, packed in self._halos[step.distance].parts(span)
+            for rows, packed in self._halos[step.node_offset].circulating_parts(span)
         ]
         leaves, arrives = (
             emitter.buffer(
-                f"{name} {step.round}+{step.distance}", Space.RING, self._halos[owner].rows,
+                f"{name} {step.round}+{step.node_offset}", Space.RING, self._halos[owner].rows,
                 self._fields(step.round, Dtype.WIRE), Cargo.GRAD,
             )
-            for name, owner in (("leaves", step.distance), ("arrives", 0))
+            for name, owner in (("leaves", step.node_offset), ("arrives", 0))
         )  # fmt: skip
         add_up(emitter, leaves, away, True, stream)
-        both = [NeededBy.nodes(emitter.spec, away, (step.distance,)) for away in (step.distance, 0)]
-        emitter.hop(Link.INTER, Cargo.GRAD, leaves, arrives, both, -step.distance)
+        both = [
+            NeededBy.of_nodes(emitter.spec, away, (step.node_offset,))
+            for away in (step.node_offset, 0)
+        ]
+        emitter.hop(Link.INTER, Cargo.GRAD, leaves, arrives, both, -step.node_offset)
 
     def recv_grads(self, turn: int, stream: Stream = Stream.COMPUTE) -> None:
         """Add what other nodes sent for this rank's rows."""
         halo = self._halos[0]
         for step in self._arriving[turn]:
-            arrived = Ref(f"arrives {step.round}+{step.distance}")
+            arrived = Ref(f"arrives {step.round}+{step.node_offset}")
             parts = [
-                (span, tuple(arrived.at(packed) for _, packed in halo.parts(span)))
-                for span in cut(halo.spans, halo.of)
+                (span, tuple(arrived.at(packed) for _, packed in halo.circulating_parts(span)))
+                for span in split_at_edges(halo.spans, halo.shard_rows)
             ]
             self._add(step.round, parts, stream)
 
@@ -180,7 +187,7 @@ class RemoteGradReduce:
         if left:
             if total.buffer not in emitter.buffers:
                 fields = self._fields(round_, Dtype.SUM)
-                emitter.buffer(total.buffer, Space.RING, self._halos[0].of, fields, "sums")
+                emitter.buffer(total.buffer, Space.RING, self._halos[0].shard_rows, fields, "sums")
             add_up(emitter, total, sums, left == self._nodes - 1, stream)
         else:
             for span, parts in sums:
@@ -236,7 +243,7 @@ def sums(
     circulates = of_keys == (emitter.spec.circulate is Circulate.KV)
     if circulates and emitter.spec.topology.inter_size > 1:
         return RemoteGradReduce(emitter, order, target, fields, halos)
-    return LocalGradSum(emitter, order, target, lambda r: fields(r, Dtype.SUM), halos[0].of)
+    return LocalGradSum(emitter, order, target, lambda r: fields(r, Dtype.SUM), halos[0].shard_rows)
 
 
 def whole_halo(emitter: Emitter, rows: int) -> tuple[Halo, ...]:

@@ -122,20 +122,20 @@ class Span:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def holds(self, other: "Span") -> bool:
+    def contains(self, other: "Span") -> bool:
         """Whether all of the other's rows are among these."""
         return self.start <= other.start and other.stop <= self.stop
 
-    def both(self, other: "Span") -> "Span | None":
+    def intersection(self, other: "Span") -> "Span | None":
         """The intersection, if any."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         return Span(start, stop) if start < stop else None
 
-    def moved(self, by: int) -> "Span":
+    def shifted(self, by: int) -> "Span":
         """The span shifted by `by` rows."""
         return Span(self.start + by, self.stop + by)
 
-    def times(self, unit: int) -> "Span":
+    def scaled(self, unit: int) -> "Span":
         """The span in rows, given a span in units of `unit` rows."""
         return Span(self.start * unit, self.stop * unit)
 
@@ -162,19 +162,19 @@ class Tile:
     q: Span
     kv: Span
     mask: Mask
-    places: TilePositions | None = None
+    positions: TilePositions | None = None
 
     @property
     def pairs(self) -> int:
         """Number of (query, key) pairs in the tile, if it is all one document."""
-        if isinstance(self.places, ChunkSegments):
-            return sum(segment.pairs for segment in self._segments(self.places))
+        if isinstance(self.positions, ChunkSegments):
+            return sum(segment.pairs for segment in self._segments(self.positions))
         num_q, num_kv = len(self.q), len(self.kv)
         stop = num_kv if self.mask.right is None else num_kv - num_q + self.mask.right + 1
-        seen = num_q * num_kv if self.mask.right is None else _below(num_q, num_kv, stop)
+        seen = num_q * num_kv if self.mask.right is None else _clamped_sum(num_q, num_kv, stop)
         if self.mask.left is None:
             return seen
-        return seen - _below(num_q, num_kv, num_kv - num_q - self.mask.left)
+        return seen - _clamped_sum(num_q, num_kv, num_kv - num_q - self.mask.left)
 
     def _segments(self, runs: ChunkSegments) -> Iterator["Tile"]:
         """Tiles of the segments, if one document fills all rows."""
@@ -185,7 +185,7 @@ class Tile:
             row = stop
 
 
-def _below(rows: int, most: int, first: int) -> int:
+def _clamped_sum(rows: int, most: int, first: int) -> int:
     """Sum of `first`, `first` + 1, ... over `rows` rows, each clamped to [0, `most`]."""
     start = min(max(0, -first), rows)
     full = min(max(start, most - first), rows)
@@ -193,7 +193,7 @@ def _below(rows: int, most: int, first: int) -> int:
     return count * (first + start) + count * (count - 1) // 2 + (rows - full) * most
 
 
-def cut(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
+def split_at_edges(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
     """Rows [0, length) as adjacent spans, cut at the ends of all given spans."""
     edges = {0, length}.union(*((span.start, span.stop) for span in spans))
     return tuple(Span(start, stop) for start, stop in pairwise(sorted(edges)))
@@ -201,10 +201,10 @@ def cut(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
 
 def covers_its_rows(tile: Tile, tiles: Sequence[Tile]) -> bool:
     """Whether no other tile has any of its query rows."""
-    return not any(tile is not other and tile.q.both(other.q) for other in tiles)
+    return not any(tile is not other and tile.q.intersection(other.q) for other in tiles)
 
 
-def meet(q: range, kv: range, mask: Mask) -> Tile | None:
+def tile_between(q: range, kv: range, mask: Mask) -> Tile | None:
     """The tile of queries and keys at these positions: the rows of each that meet any of the other,
     counted from the first of each.
 
@@ -257,7 +257,9 @@ def tiles(
     if mask.full or (mask.causal and q_owner == kv_owner):
         # in all layouts the rows of a shard are in sequence order
         return (Tile(Span(0, tokens), Span(0, keys), mask, (q, kv) if mask.documents else None),)
-    return joined(tile for row, some in _in_shard(q) for tile in _over(row, some, kv, mask))
+    return merge_full_tiles(
+        tile for row, some in _in_shard(q) for tile in _tiles_over_keys(row, some, kv, mask)
+    )
 
 
 def _in_shard(places: Positions) -> Iterator[tuple[int, range]]:
@@ -268,38 +270,38 @@ def _in_shard(places: Positions) -> Iterator[tuple[int, range]]:
         row += len(some)
 
 
-def _over(row: int, q: range, kv: Positions, mask: Mask) -> Iterator[Tile]:
+def _tiles_over_keys(row: int, q: range, kv: Positions, mask: Mask) -> Iterator[Tile]:
     """Tiles of queries, which begin at a row of their shard, over all keys of a shard."""
     for key_row, some in _in_shard(kv):
-        if found := meet(q, some, mask):
-            rows, keys = found.q.moved(row), found.kv.moved(key_row)
-            yield Tile(rows, keys, found.mask, found.places)
+        if found := tile_between(q, some, mask):
+            rows, keys = found.q.shifted(row), found.kv.shifted(key_row)
+            yield Tile(rows, keys, found.mask, found.positions)
 
 
-def joined(tiles: Iterable[Tile]) -> tuple[Tile, ...]:
+def merge_full_tiles(tiles: Iterable[Tile]) -> tuple[Tile, ...]:
     """The same tiles, with adjacent full tiles joined."""
     found: list[Tile] = []
     for tile in tiles:
-        while found and (both := _as_one(found[-1], tile)):
+        while found and (both := _merged(found[-1], tile)):
             tile = both
             found.pop()
         found.append(tile)
     return tuple(found)
 
 
-def _as_one(one: Tile, other: Tile) -> Tile | None:
+def _merged(one: Tile, other: Tile) -> Tile | None:
     """Two full tiles as one, if the second continues the first."""
     if not (one.mask.full and other.mask.full):
         return None
-    if isinstance(one.places, ChunkSegments) or isinstance(other.places, ChunkSegments):
+    if isinstance(one.positions, ChunkSegments) or isinstance(other.positions, ChunkSegments):
         return None
-    q, kv, places = one.q, one.kv, one.places
+    q, kv, places = one.q, one.kv, one.positions
     if q == other.q and kv.stop == other.kv.start:
         kv = Span(kv.start, other.kv.stop)
-        places = places and other.places and (places[0], places[1] + other.places[1])
+        places = places and other.positions and (places[0], places[1] + other.positions[1])
     elif kv == other.kv and q.stop == other.q.start:
         q = Span(q.start, other.q.stop)
-        places = places and other.places and (places[0] + other.places[0], places[1])
+        places = places and other.positions and (places[0] + other.positions[0], places[1])
     else:
         return None
     return Tile(q, kv, one.mask, places)

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_burst.schedule.mask import Span
-from megatron_burst.schedule.pieces import union
+from megatron_burst.schedule.node_shards import union
 from megatron_burst.schedule.program import Buffer, Op, Program, Ref, Space, Stream, Transfer
 
 
@@ -227,6 +227,6 @@ def _covers(one: Ref, other: Ref) -> bool:
     if one.buffer != other.buffer:
         return one.rows is None and one.heads is None
     return all(
-        mine is None or (theirs is not None and mine.holds(theirs))
+        mine is None or (theirs is not None and mine.contains(theirs))
         for mine, theirs in ((one.rows, other.rows), (one.heads, other.heads))
     )

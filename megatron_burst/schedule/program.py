@@ -44,7 +44,7 @@ class Ref:
     def at(self, rows: Span) -> "Ref":
         """These rows of it, relative to its first."""
         return Ref(
-            self.buffer, rows if self.rows is None else rows.moved(self.rows.start), self.heads
+            self.buffer, rows if self.rows is None else rows.shifted(self.rows.start), self.heads
         )
 
 
@@ -151,7 +151,7 @@ class Attend:
     kv: Ref
     mask: Mask
     into: tuple[Ref, ...]
-    places: TilePositions | None = None
+    positions: TilePositions | None = None
     sinks: tuple[int, ...] = ()
     stream: Stream = Stream.COMPUTE
 
@@ -168,7 +168,7 @@ class AttendBackward:
     mask: Mask
     dq: Ref
     dkv: Ref
-    places: TilePositions | None = None
+    positions: TilePositions | None = None
     stream: Stream = Stream.COMPUTE
 
     reads = property(lambda self: (*self.sides, self.kv))
@@ -378,7 +378,7 @@ class Program:
         return round(prod((rows, self.batch, width)) * share)
 
     @cached_property
-    def left(self) -> tuple[str, ...]:
+    def saved(self) -> tuple[str, ...]:
         """Names of buffers that forward saves for backward."""
         return tuple(b.name for b in self.buffers.values() if b.space is Space.SAVED)
 

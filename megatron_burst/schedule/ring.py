@@ -13,7 +13,7 @@ contribution never leaves it. So N(L-1) intra and N-1 inter hops, as for the inp
 Source: BurstEngine (arXiv 2509.19836) for the double ring; the return transfer is our own.
 """
 
-from megatron_burst.schedule.chunks import ChunkPairs, NeededBy, meeting
+from megatron_burst.schedule.chunks import ChunkPairs, NeededBy, chunk_pairs
 from megatron_burst.schedule.emitter import Emitter, Sinks
 from megatron_burst.schedule.layout import Layout, chunks_of
 from megatron_burst.schedule.mask import Span, Tile, check_mask, tiles
@@ -60,7 +60,7 @@ class _Ring(Emitter):
         super().__init__(spec)
         self.row, self.column = spec.topology.coord(spec.cp_rank)
         self.nodes, self.places = spec.topology.inter_size, spec.topology.intra_size
-        self.keys_travel = spec.keys_travel
+        self.keys_travel = spec.kv_circulates
 
     @property
     def result_dtype(self) -> Dtype:
@@ -79,7 +79,7 @@ class _Ring(Emitter):
                 fields = out_fields(self.spec.shape.heads_q, self.spec.shape, Dtype.INPUT)
                 part = self.part(f"part {step}.{number}", len(tile.q), fields)
                 q, keys = Ref("q").at(tile.q), kv.at(tile.kv)
-                self.emit(Attend(q, keys, tile.mask, (part,), tile.places, sinks.join(tile)))
+                self.emit(Attend(q, keys, tile.mask, (part,), tile.positions, sinks.join(tile)))
                 self.emit(Merge((out.at(tile.q), part), (out.at(tile.q),)))
 
     def backward(self) -> None:
@@ -111,7 +111,7 @@ class _Ring(Emitter):
             dkv = self.part(f"dkv {name}", len(tile.kv), fields)
             rows = tuple(side.at(tile.q) for side in sides)
             keys = kv.at(tile.kv)
-            self.emit(AttendBackward(rows, keys, tile.mask, dq, dkv, tile.places))
+            self.emit(AttendBackward(rows, keys, tile.mask, dq, dkv, tile.positions))
             both = [(tile.q, dq), self.as_held(step, tile, dkv)]
             (held, stays), share = both if self.keys_travel else reversed(both)
             total = Ref("dq" if self.keys_travel else "dkv").at(held)
@@ -168,13 +168,13 @@ class _Ring(Emitter):
         row, column = topology.coord(owner)
         turns = (divmod(step, self.places) for step in range(begin, end))
         met = [topology.rank_at(row + round_, column + place) for round_, place in turns]
-        return NeededBy.visits(self.spec, (owner,), met)
+        return NeededBy.of_circulating(self.spec, (owner,), met)
 
     def meeting(self, step: int) -> ChunkPairs:
         """How their chunks of documents meet."""
         spec, size = self.spec, self.spec.topology.cp_size
         queries, keys = (chunks_of(rank, size) for rank in self.pair(step))
-        return meeting(queries, (keys,), spec.mask, spec.shape.tokens // 2)
+        return chunk_pairs(queries, (keys,), spec.mask, spec.shape.tokens // 2)
 
     def own_circulating(self, own: tuple[str, ...]) -> Ref:
         """The rank's own shard, packed for sending."""
@@ -237,7 +237,7 @@ class GradRing:
         if step == 0:
             return
         self.fresh = step % self.ring.places == 0 or step == 1
-        before, self.total = self.total, self.buffer("sum", step, self.ring.spec.summed_dtype)
+        before, self.total = self.total, self.buffer("sum", step, self.ring.spec.ring_sum_dtype)
         if not self.fresh:
             begin = max(1, step - step % self.ring.places)  # the owner's own stays with it
             both = [self.ring.visits(at, begin, step) for at in (step - 1, step)]
@@ -278,7 +278,7 @@ class GradRing:
         self.arrive()
         if self.waiting:
             last = ring.spec.topology.cp_size + (ring.nodes > 1)
-            came = self.buffer("sum", last, ring.spec.summed_dtype)
+            came = self.buffer("sum", last, ring.spec.ring_sum_dtype)
             every = 1, ring.spec.topology.cp_size
             both = [ring.visits(at, *every) for at in (ring.places - 1, 0)]
             ring.hop(Link.INTRA, Cargo.GRAD, self.waiting, came, both)
@@ -299,8 +299,8 @@ def _alone(spec: Spec) -> Program:
         side, dq, dkv = (Ref("side"),), Ref("dq"), Ref("dkv")
         if spec.invariant:
             side = emitter.side_for_kernel(*side, emitter.delta())
-        emitter.emit(AttendBackward(side, kv, tile.mask, dq, dkv, tile.places))
+        emitter.emit(AttendBackward(side, kv, tile.mask, dq, dkv, tile.positions))
     else:
         heads = tuple(range(spec.shape.heads_q))
-        emitter.emit(Attend(Ref("q"), kv, tile.mask, (Ref("out"),), tile.places, heads))
+        emitter.emit(Attend(Ref("q"), kv, tile.mask, (Ref("out"),), tile.positions, heads))
     return emitter.program()

@@ -171,35 +171,38 @@ class Spec:
     layout: Layout = Layout.ZIGZAG
     mask: Mask = Mask.CAUSAL
     kernel: Kernel = Kernel()
-    again: bool = False
+    resends: bool = False
     inter: str | None = None
     intra: str | None = None
     heads_per_round: int | None = None
-    whole_heads: int = 0
+    a2a_backward_heads: int = 0
     grad_wire: str | None = None
     circulate: Circulate | None = None
     pulled: bool | None = None
-    left: bool | None = None
+    saves_remote: bool | None = None
     invariant: bool = False
     cp_rank: int = 0
     direction: Direction = Direction.FORWARD
-    times: int = 1
+    unit_rows: int = 1
 
     @property
-    def arranged(self) -> Topology:
+    def mode_topology(self) -> Topology:
         """The topology as the mode sees it: one row of all ranks, if nodes are ignored."""
         return self.topology.flat() if self.inter in ("a2a", "flat") else self.topology
 
-    def of(self, cp_rank: int, direction: Direction) -> "Spec":
+    def program_spec(self, cp_rank: int, direction: Direction) -> "Spec":
         """The spec of one rank's program in a pass, without what no program depends on."""
         backward = direction is Direction.BACKWARD
-        if backward and self.whole_heads:
-            heads, whole = self.whole_heads, replace(self, intra="a2a", left=False, whole_heads=0)
-            return replace(whole, heads_per_round=heads).of(cp_rank, direction)
+        if backward and self.a2a_backward_heads:
+            heads, whole = (
+                self.a2a_backward_heads,
+                replace(self, intra="a2a", saves_remote=False, a2a_backward_heads=0),
+            )
+            return replace(whole, heads_per_round=heads).program_spec(cp_rank, direction)
         return replace(
-            self, topology=self.arranged, cp_rank=cp_rank, direction=direction,
-            circulate=self.circulate if backward else Circulate.KV, inter=None, again=False,
-            grad_wire=self.grad_wire if self.intra == "ring" else None, whole_heads=0,
+            self, topology=self.mode_topology, cp_rank=cp_rank, direction=direction,
+            circulate=self.circulate if backward else Circulate.KV, inter=None, resends=False,
+            grad_wire=self.grad_wire if self.intra == "ring" else None, a2a_backward_heads=0,
             heads_per_round=None if self.intra == "ring" else self.heads_per_round,
         )  # fmt: skip
 
@@ -212,30 +215,30 @@ class Spec:
         both = gcd(tokens, keys or 0)
         unit = both // 2 if in_chunks and both % 2 == 0 else 1
         shape = replace(self.shape, tokens=tokens // unit, tokens_kv=keys and keys // unit)
-        return replace(self, shape=shape, times=power_below(unit)), unit
+        return replace(self, shape=shape, unit_rows=power_below(unit)), unit
 
     @property
     def backward(self) -> bool:
         return self.direction is Direction.BACKWARD
 
     @property
-    def keys_travel(self) -> bool:
+    def kv_circulates(self) -> bool:
         """Whether keys circulate, not queries."""
         return not self.backward or self.circulate is Circulate.KV
 
     @property
-    def group(self) -> int:
+    def q_heads_per_kv(self) -> int:
         """Query heads per KV head."""
         return self.shape.heads_q // self.shape.heads_kv
 
     @property
-    def share_dtype(self) -> Dtype:
+    def partial_grad_dtype(self) -> Dtype:
         """Dtype of gradients sent to another rank of the node: the kernel's, but no wider than the
         wire's."""
         return Dtype.WIRE if self.kernel.wide_grads else Dtype.INPUT
 
     @property
-    def summed_dtype(self) -> Dtype:
+    def ring_sum_dtype(self) -> Dtype:
         """Dtype of gradients that a ring sums on the way; with two ranks there is one hop."""
         narrow = self.grad_wire == "input" or (not self.grad_wire and self.topology.cp_size <= 2)
         return Dtype.WIRE if narrow else Dtype.SUM

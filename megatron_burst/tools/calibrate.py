@@ -7,7 +7,7 @@ from time import monotonic
 
 import torch
 
-from megatron_burst.comm.nodes import my_home, topology_of_homes
+from megatron_burst.comm.nodes import my_location, topology_of_locations
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import Calibration, KernelRow, LinkRow
 from megatron_burst.tools.speeds import Attention, Mover, Run, host_copies, matmul, rank_ms
@@ -49,7 +49,7 @@ def calibrate(
     run = _Run(world, _SIZES[world.device.type], monotonic() + budget_s)
     tell = say if world.rank == 0 else lambda text: None
     tell("measuring kernels and links")
-    mover = Mover(world, topology_of_homes(world.gather(my_home())))
+    mover = Mover(world, topology_of_locations(world.gather(my_location())))
     gpu, memory_gib = _device(world.device)
     product, flops = matmul(world, run.sizes.matmul, run.sizes.dtype)
     rate = flops / max(rank_ms(product, world)) / 1e9

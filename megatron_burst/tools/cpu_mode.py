@@ -16,10 +16,10 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from megatron_burst.errors import BurstError
+from megatron_burst.logs import log_message
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.refusals import refuse
 from megatron_burst.patching import on_undo
-from megatron_burst.say import say
 from megatron_burst.tools.cpu_rows import TABLE
 
 
@@ -210,7 +210,7 @@ def validate_adjusted(validate_args, /, args: Namespace, *rest, **options):
     """`validate_args` that adjusts the arguments first."""
     changed = adjust_args(args)
     if changed and args.rank == 0:
-        say(f"megatron_burst CPU mode runs with {', '.join(changed)}")
+        log_message(f"megatron_burst CPU mode runs with {', '.join(changed)}")
     return validate_args(args, *rest, **options)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron_burst.errors import BurstError
-from megatron_burst.resolve import how_it_runs, resolve
-from megatron_burst.say import Choice
+from megatron_burst.logs import Decision
+from megatron_burst.resolve import describe_mode, resolve
 from megatron_burst.schedule.layout import Layout, positions, positions_in_documents
 from megatron_burst.schedule.mask import Mask, Positions
 from megatron_burst.schedule.program import Attend, Program
@@ -31,7 +31,7 @@ class Way:
     sample: Sample  # with the padding that the layout needs
     padding: int  # its tokens
     call: AttentionCall  # how it runs
-    why: Choice  # its mode, and why it was chosen
+    why: Decision  # its mode, and why it was chosen
     # pairs of queries and keys that each rank computes, for as many heads as the call has
     work: tuple[float, ...]
     sent: tuple[int, ...]  # bytes that each rank sends in both passes
@@ -74,7 +74,7 @@ def way_of(call: AttentionCall, given: Sample, hardware: Hardware, layout: Layou
     timer = Timer(hardware, call.backend, sample=sample)
     times = [attention_time(call, hardware, way, ranks=ranks, sample=sample) for way in Direction]
     return Way(
-        sample, sample.tokens - given.tokens, call, resolve(opened).why["intra"],
+        sample, sample.tokens - given.tokens, call, resolve(opened).reasons["intra"],
         tuple(_work(both[0], timer, shape.heads_q) for both in programs),
         tuple(sum(sum(one.sent_bytes().values()) for one in both) for both in programs),
         (times[0].seconds, times[1].seconds),
@@ -172,7 +172,7 @@ def _table(ways: Mapping[str, Way]) -> Table:
         table.add_column(name, justify="right")
     every = list(ways.values())
     rows = {
-        "runs as": [how_it_runs(way.call) for way in every],
+        "runs as": [describe_mode(way.call) for way in every],
         "tokens of padding": [f"{way.padding:,}" for way in every],
         "work, slowest / mean": [f"{way.imbalance:.2f}" for way in every],
         "forward, ms": [f"{1e3 * way.seconds[0]:.3g}" for way in every],

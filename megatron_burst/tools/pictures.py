@@ -9,7 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from megatron_burst.errors import BurstError
-from megatron_burst.resolve import how_it_runs
+from megatron_burst.resolve import describe_mode
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.tools.job.strategy import Job, Strategy, attention_call
@@ -84,7 +84,7 @@ def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
                 yticks=(),
             )
         kinds |= {_kind(span) for span in timeline.spans}
-    figure.suptitle(_title(job, strategy, how_it_runs(call), _shown(ranks, drawn, call.topology)))
+    figure.suptitle(_title(job, strategy, describe_mode(call), _shown(ranks, drawn, call.topology)))
     _add_legend(figure, kinds)
     figure.savefig(path, dpi=100)
 
@@ -212,7 +212,7 @@ def _draw_sample(ax: Any, name: str, way: Way) -> None:
     end = way.sample.tokens / 1024
     ax.set(xlim=(0, end), ylim=(end, 0), aspect="equal")
     ax.set_xlabel("keys, K tokens", fontsize=11)
-    ax.set_title(f"{fill(name, 34)}\n{fill(how_it_runs(way.call), 34)}", fontsize=12)
+    ax.set_title(f"{fill(name, 34)}\n{fill(describe_mode(way.call), 34)}", fontsize=12)
     words = f"predicted: {1e3 * sum(way.seconds):.3g} ms,\n{way.tflops:.0f} TFLOP/s per GPU"
     if way.call.intra == "a2a":
         words += f"\n\neach rank has all rows,\n1/{size} of the heads"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_burst.comm.grid import grid
-from megatron_burst.resolve import how_it_runs, resolve
+from megatron_burst.resolve import describe_mode, resolve
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import GIB
@@ -32,11 +32,11 @@ def attention_lines(job: Job, strategy: Strategy) -> Iterator[str]:
     """How one layer's attention runs, on which ranks, and how long it takes."""
     call = attention_call(job, strategy)
     assert call.intra
-    runs = f"attention of a layer{_which(job)} runs as {how_it_runs(call)}: {_MEANT[call.intra]}"
-    if call.whole_heads:
+    runs = f"attention of a layer{_which(job)} runs as {describe_mode(call)}: {_MEANT[call.intra]}"
+    if call.a2a_backward_heads:
         runs += f"; in backward {_MEANT['a2a']}"
-    if call.intra == "ring" or call.arranged.inter_size > 1:
-        runs += f"; backward circulates {resolve(open_call(job, strategy)).why['circulate']}"
+    if call.intra == "ring" or call.mode_topology.inter_size > 1:
+        runs += f"; backward circulates {resolve(open_call(job, strategy)).reasons['circulate']}"
     yield runs
     yield "global ranks of its first context-parallel group:"
     yield grid(call.topology, range(0, strategy.cp * strategy.tp, strategy.tp))

@@ -13,7 +13,7 @@ from time import monotonic, perf_counter, sleep
 import torch
 import torch.distributed as dist
 
-from megatron_burst.comm.nodes import my_home, nvlink_domains
+from megatron_burst.comm.nodes import my_location, nvlink_domains
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.terminal import Progress, shown
 
@@ -131,7 +131,7 @@ def world_of(device: str) -> World:
     """The world of an initialised default process group; all ranks call it together."""
     control = dist.new_group(backend="gloo", timeout=_PATIENCE)
     homes = [None] * dist.get_world_size()
-    dist.all_gather_object(homes, (my_home(), platform.node()), group=control)
+    dist.all_gather_object(homes, (my_location(), platform.node()), group=control)
     index = torch.cuda.current_device() if device == "cuda" else None
     return World(
         rank=dist.get_rank(),

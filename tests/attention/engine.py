@@ -101,10 +101,11 @@ class Passes:
         shape = attention_shape([x.shape for x in (q, k, v)], q.dtype)
         spec = Spec(
             topology, replace(shape, grad_bytes=grad_dtype.itemsize), way.layout, way.mask, kernel,
-            intra=way.mode, heads_per_round=way.heads_per_round, whole_heads=way.whole_heads,
-            circulate=way.circulate, pulled=bool(way.pulls), left=way.left, invariant=way.invariant,
+            intra=way.mode, heads_per_round=way.heads_per_round, a2a_backward_heads=way.whole_heads,
+            circulate=way.circulate, pulled=bool(way.pulls), saves_remote=way.left,
+            invariant=way.invariant,
         )  # fmt: skip
-        passes = [spec.of(carrier.cp_rank, direction) for direction in Direction]
+        passes = [spec.program_spec(carrier.cp_rank, direction) for direction in Direction]
         sums = accumulate_dtype(q.dtype)
         dtypes = {Dtype.INPUT: q.dtype, Dtype.SUM: sums, Dtype.WIRE: grad_dtype}
         one_slot = patch("megatron_burst.schedule.emitter.pulled_count", lambda *_: 1)
@@ -160,9 +161,9 @@ class Passes:
         out, lse = run.fields["out"]["out"].to(q.dtype), run.fields["out"]["lse"]
         side = {"q": q, "dout": dout, "out": out, "lse": lse}
         given = {"side": side, "kv": {"k": k, "v": v}} | self._outputs(q, 1)
-        left_before = {name: x.clone() for name, x in run.left.items()}
-        found = self.executors[1].run(given, run.left, self.documents).fields
-        assert all(torch.equal(run.left[name], x) for name, x in left_before.items())
+        left_before = {name: x.clone() for name, x in run.saved.items()}
+        found = self.executors[1].run(given, run.saved, self.documents).fields
+        assert all(torch.equal(run.saved[name], x) for name, x in left_before.items())
         return [out, found["dq"]["dq"], found["dkv"]["dk"], found["dkv"]["dv"]]
 
 

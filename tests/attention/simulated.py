@@ -14,8 +14,8 @@ from random import Random
 
 import torch
 
-from megatron_burst.comm.carrier import Memory, OneQueue, SentSlots, Where
 from megatron_burst.comm.pulled import PulledSlots
+from megatron_burst.comm.transport import FlatBuffers, OneQueue, Placement, SentSlots
 from megatron_burst.schedule.topology import Link
 
 _TIMEOUT_S = 120  # only what never comes waits so long, also on a busy machine
@@ -88,7 +88,7 @@ class SimulatedCarrier:
         self._kept = {}
 
     def queues(self, device):
-        return OneQueue(Where(device))
+        return OneQueue(Placement(device))
 
     def run(self, program, unit, over, waits):
         pass
@@ -98,7 +98,7 @@ class SimulatedCarrier:
         start."""
         memory = self._kept.get(use)
         if memory is None or memory.flats[0].numel() < num_bytes:
-            memory = self._kept[use] = Memory([])
+            memory = self._kept[use] = FlatBuffers([])
         size = memory.flats[0].numel() if memory.flats else num_bytes
         while len(memory.flats) < count:
             memory.flats.append(self._room(size, where.device))
@@ -162,14 +162,14 @@ class CountedSlots(PulledSlots):
         super().__init__(buffers, barriers, carrier.cp_rank)
         self._carrier, self._given = carrier, {}
 
-    def ends(self, index, view, gives, takes):
-        found = super().ends(index, view, gives, takes)
+    def prepare(self, index, view, gives, takes):
+        found = super().prepare(index, view, gives, takes)
         self._given[id(found)] = found, sum(view[rows].nbytes for _, rows in gives)
         return found
 
-    def exchange(self, index, ends, *args):
+    def transfer(self, index, ends, *args):
         self._carrier.sent_bytes += self._given[id(ends)][1]
-        return super().exchange(index, ends, *args)
+        return super().transfer(index, ends, *args)
 
 
 class SimulatedTransfer:

@@ -76,7 +76,7 @@ def test_an_option_is_refused_where_the_way_does_not_have_it(way, option):
 
 
 def test_what_is_kept_for_recomputation_follows_no_forward_directly():
-    call = call_of(SHAPE, pretend_nodes(4, 2), intra="gather", resend="never", again=True)
+    call = call_of(SHAPE, pretend_nodes(4, 2), intra="gather", resend="never", resends=True)
     assert not reuses_remote(call)
 
 

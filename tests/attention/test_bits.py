@@ -139,7 +139,7 @@ def spec_on(topology, heads=(8, 2), layout=Layout.ZIGZAG, **options):
 def test_every_number_of_ranks_and_nodes_runs_one_mode(layout):
     for ranks, nodes in ((2, 1), (4, 2), (8, 4)):
         spec = spec_on(pretend_nodes(ranks, nodes), layout=layout)
-        assert (spec.intra, spec.arranged) == ("a2a", pretend_nodes(ranks, nodes).flat())
+        assert (spec.intra, spec.mode_topology) == ("a2a", pretend_nodes(ranks, nodes).flat())
         assert all(op.mask == spec.mask for op in attends(spec))
     alone = spec_on(pretend_nodes(1, 1), layout=layout)
     assert len(attends(alone)) == 1 and alone.intra == "ring"

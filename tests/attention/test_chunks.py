@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.comm.carrier import Where
-from megatron_burst.comm.watch import Latest
+from megatron_burst.comm.store import BoundedDict
+from megatron_burst.comm.transport import Placement
 from megatron_burst.config import BurstConfig
 from megatron_burst.masks.documents import Documents, documents_of
 from megatron_burst.masks.sample import Sample
-from megatron_burst.schedule.chunks import by_rank, in_order, meeting
+from megatron_burst.schedule.chunks import chunk_pairs, chunks_by_rank, chunks_in_order
 from megatron_burst.schedule.layout import (
     Layout,
     chunks_of,
@@ -33,19 +33,19 @@ def test_the_order_of_a_sample_of_documents(size):
         Sample(torch.tensor(edges), None, None), (edges[-1] // size, size), Layout.DOCUMENTS,
         torch.device("cpu"),
     )  # fmt: skip
-    src_blocks, every = by_rank(range(size), size), in_order(range(size), size)
+    src_blocks, every = chunks_by_rank(range(size), size), chunks_in_order(range(size), size)
     ranks = [positions_in_documents(edges, rank, size) for rank in range(size)]
     places = torch.tensor([place for rank in ranks for some in rank for place in some])
-    assert places[documents.arranged(src_blocks, every)].tolist() == list(range(edges[-1]))
-    (back,) = documents.restored(src_blocks, every)
-    assert documents.arranged(src_blocks, every)[back].tolist() == list(range(edges[-1]))
+    assert places[documents.arrange_index(src_blocks, every)].tolist() == list(range(edges[-1]))
+    (back,) = documents.restore_index(src_blocks, every)
+    assert documents.arrange_index(src_blocks, every)[back].tolist() == list(range(edges[-1]))
 
 
 def test_a_sample_is_known_again_on_the_stream_that_has_made_it(monkeypatch):
     """No other stream is ordered after the kernels that made its tables."""
     streams = iter((1, 2, 1))
-    monkeypatch.setattr(Where, "of", classmethod(lambda cls, x: cls(x.device, next(streams))))
-    cache, sample = Latest(4), Sample(torch.tensor([0, 8]), None, None)
+    monkeypatch.setattr(Placement, "of", classmethod(lambda cls, x: cls(x.device, next(streams))))
+    cache, sample = BoundedDict(4), Sample(torch.tensor([0, 8]), None, None)
     ask = (cache, sample, (4, 2), "zigzag", torch.zeros(4))
     one, other, again = (documents_of(*ask) for _ in range(3))
     assert other is not one and again is one
@@ -57,8 +57,8 @@ def test_chunks_that_are_seen_twice_and_never():
         Sample(torch.tensor([0, 8, 12]), None, None), (6, 2), Layout.DOCUMENTS, torch.device("cpu")
     )
     src_blocks, seen = ((0, 3), (1, 2)), (0, 0, 2)  # chunks of two rows and of one
-    assert documents.arranged(src_blocks, seen).tolist() == [0, 1, 0, 1, 8, 9, 4, 4, 11]
-    assert documents.restored(src_blocks, seen).tolist() == [
+    assert documents.arrange_index(src_blocks, seen).tolist() == [0, 1, 0, 1, 8, 9, 4, 4, 11]
+    assert documents.restore_index(src_blocks, seen).tolist() == [
         [0, 1, -1, -1, 6, -1, -1, -1, 4, 5, -1, 8],
         [2, 3, -1, -1, 7, -1, -1, -1, -1, -1, -1, -1],
     ]
@@ -71,11 +71,11 @@ def test_padded_chunks_meet_as_documents_do(mask, owners):
     starts, padded = [0, 11, 11, 14, 30], [0, 16, 16, 24, 48]
     sample = Sample(torch.tensor(starts), torch.tensor(padded), None)
     documents = Documents(sample, (12, 4), Layout.DOCUMENTS, torch.device("cpu"))
-    met = meeting(chunks_of(1, 4), by_rank(owners, 4), mask, 6)
+    met = chunk_pairs(chunks_of(1, 4), chunks_by_rank(owners, 4), mask, 6)
     numbers = chunks_of(1, 4), met.dst_chunks
     q, k = ([p for span in positions_of_chunks(padded, some, 4) for p in span] for some in numbers)
     found, band = [], met.tile.mask
-    segments = documents.segments_of(met.tile.places)
+    segments = documents.segments_of(met.tile.positions)
     assert (segments.cu_q[-1], segments.cu_k[-1]) == (len(q), len(k))
     for rows, keys in zip(
         segments.cu_q.unfold(0, 2, 1), segments.cu_k.unfold(0, 2, 1), strict=True
@@ -86,7 +86,7 @@ def test_padded_chunks_meet_as_documents_do(mask, owners):
             found += [(q[row], k[key]) for key in keys[:seen]]
     lengths = torch.tensor(starts).diff().tolist()
     src_blocks = [(at, at + length) for at, length in zip(padded, lengths, strict=False)]
-    held = [p for span in positions_of_chunks(padded, in_order(owners, 4), 4) for p in span]
+    held = [p for span in positions_of_chunks(padded, chunks_in_order(owners, 4), 4) for p in span]
     assert sorted(found) == sorted(
         (one, other)
         for start, stop in src_blocks

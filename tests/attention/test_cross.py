@@ -17,7 +17,7 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.resolve import choose_circulate, resolve
-from megatron_burst.rules import nested_bytes, with_wire_dtype
+from megatron_burst.rules import inter_ring_bytes, with_wire_dtype
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import program_of
@@ -206,7 +206,7 @@ def test_one_program_serves_all_lengths_of_a_ratio():
         small = case.spec(direction).in_units()
         longer = replace(case, tokens=6 << 10, tokens_kv=4 << 10).spec(direction).in_units()
         assert (small[1], longer[1]) == (1, 1 << 10)
-        assert replace(longer[0], times=1) == small[0]
+        assert replace(longer[0], unit_rows=1) == small[0]
         assert (small[0].shape.tokens, small[0].shape.keys) == (6, 4)
 
 
@@ -217,13 +217,13 @@ def test_the_choice_counts_the_bytes_that_are_sent(keys):
 
     def sent(**options):
         spec = resolve(Spec(topology, shape, mask=Mask.FULL, **options)).spec
-        ways = (spec.of(0, direction) for direction in Direction)
+        ways = (spec.program_spec(0, direction) for direction in Direction)
         return sum(program_of(way).sent_bytes()[Link.INTER] for way in ways)
 
     on = with_wire_dtype(shape, None)
     rings = {}
     for circulate in Circulate:
-        rings[circulate] = nested_bytes(on, topology, circulate)
+        rings[circulate] = inter_ring_bytes(on, topology, circulate)
         assert sent(circulate=circulate) == rings[circulate]
     assert choose_circulate(on).value == min(rings, key=rings.__getitem__)
     assert choose_circulate(on).value == ("kv" if keys < 1024 else "q")

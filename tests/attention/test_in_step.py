@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
+from megatron_burst.comm.detector import DesyncDetector
 from megatron_burst.comm.group import check_in_step
-from megatron_burst.comm.pass_log import PassLog
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError, DisagreementError
 from tests.ranks import run_ranks
@@ -64,7 +64,9 @@ def other_calls(rank):
     versa; then whether the next call is right."""
     found = {}
     for number, (name, way) in enumerate(WAYS.items()):
-        PassLog.few = number % 2 * 4  # by turns around the ring, and each to each
+        DesyncDetector.max_all_to_all_ranks = (
+            number % 2 * 4
+        )  # by turns around the ring, and each to each
         config = BurstConfig(timeout_s=60, **way)
         once(config, **A)
         for change, (options, *_) in INSTEAD.items():
@@ -146,7 +148,7 @@ def calls_astray(rank):
     call, which is the same on all ranks."""
     found = {}
     for number, way in enumerate(("ring", "gather", "a2a", "two nodes, rings")):
-        PassLog.few = number % 2 * 4
+        DesyncDetector.max_all_to_all_ranks = number % 2 * 4
         for calls in ASTRAY:
             group = dist.new_group()
             config = BurstConfig(timeout_s=60, **WAYS[way])

@@ -12,15 +12,15 @@ import torch.distributed as dist
 
 from megatron_burst import attention
 from megatron_burst import call as facts
-from megatron_burst.arguments import Asked
+from megatron_burst.arguments import CallArgs
 from megatron_burst.attention import burst_attention
 from megatron_burst.call import call_of
+from megatron_burst.comm.detector import PassAnnouncer
 from megatron_burst.comm.group import state_of
-from megatron_burst.comm.pass_log import Marks
-from megatron_burst.comm.watch import Board
+from megatron_burst.comm.store import StoreConsensus
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import DisagreementError
-from megatron_burst.say import Choice
+from megatron_burst.logs import Decision
 from megatron_burst.schedule.layout import Layout
 from tests.attention.test_processes import inputs, truth_of, worst
 from tests.oracle import rows_of
@@ -40,7 +40,7 @@ def many_lengths(rank):
     call(2)
     dist.barrier()
     before, errors = store.num_keys(), []
-    with hearing() as lines, mock.patch.object(Board, "share", autospec=True) as share:
+    with hearing() as lines, mock.patch.object(StoreConsensus, "share", autospec=True) as share:
         for tokens in LENGTHS:
             call(tokens, batch=1 + tokens % 3)
         for tokens in (14, 302):
@@ -66,7 +66,7 @@ def lines_of_calls(rank):
     def choose_by_length(call, *others):
         passes, choices = choose(call, *others)
         tokens = call.shape.tokens
-        return passes, [*choices, Choice("many" if tokens > 8 else "few", f"{tokens} tokens")]
+        return passes, [*choices, Decision("many" if tokens > 8 else "few", f"{tokens} tokens")]
 
     with hearing() as lines, mock.patch.object(attention, "_choose", choose_by_length):
         for tokens in (2, 4, 6, 10, 4, 12):
@@ -112,7 +112,7 @@ def test_facts_that_differ_between_machines_are_told_on_all_ranks():
 
 def terms(tokens=4, batch=1, heads=2, **changes):
     tensors = [torch.ones(batch, tokens, heads, 4) for _ in range(3)]
-    return call_of(tensors, Asked(**{"softmax_scale": 0.5} | changes))
+    return call_of(tensors, CallArgs(**{"softmax_scale": 0.5} | changes))
 
 
 OTHERS = [
@@ -123,7 +123,7 @@ OTHERS = [
 
 
 def digest(one):
-    return Marks.of(None, one.in_words()).digest
+    return PassAnnouncer.of(None, one.describe()).digest
 
 
 def test_a_configuration_is_all_terms_but_batch_and_tokens_and_the_digest_all_of_them():
@@ -138,9 +138,9 @@ def test_a_configuration_is_all_terms_but_batch_and_tokens_and_the_digest_all_of
 
 def test_shapes_that_do_not_fit_together_are_a_configuration_of_their_own():
     q, k = torch.ones(1, 4, 2, 4), torch.ones(1, 6, 2, 4)
-    odd, flat = call_of((q, k, q), Asked()), call_of((q[0], q[0], q[0]), Asked())
+    odd, flat = call_of((q, k, q), CallArgs()), call_of((q[0], q[0], q[0]), CallArgs())
     assert odd.configuration() == odd and flat.configuration() == flat
-    cross, one = call_of((q, k, k), Asked()), call_of((q, q, q), Asked())
+    cross, one = call_of((q, k, k), CallArgs()), call_of((q, q, q), CallArgs())
     assert cross.configuration() == one.configuration() and digest(cross) != digest(one)
 
 
@@ -151,4 +151,4 @@ def test_calls_wait_as_long_as_their_group_unless_told(given, seconds):
 
 def waits(rank, given):
     call(4, config=BurstConfig(timeout_s=given))
-    return state_of(dist.group.WORLD, given).board.timeout_s
+    return state_of(dist.group.WORLD, given).consensus.timeout_s

@@ -79,7 +79,7 @@ def test_which_chunks_meet_is_known_exactly(seed):
         count = size * len(chunks_held(way.layout, 0, size))
         for one, other in product(range(count), repeat=2):
             between = NeededBy((one,), (other,))
-            assert slices.meet(between) == truth[between]
+            assert slices.is_seen(between) == truth[between]
             found[way.layout, truth[between]] += 1
     assert len(found) == 6 and min(found.values()) > 50  # layouts, meeting or not
 

@@ -232,7 +232,7 @@ def test_so_it_can_in_slots_that_others_read_after_some_failures_of_any_ranks(mo
         shard = [x[:, rows] for x in tensors]
         passes = Passes(way, topology, shard, carrier)
         for direction in (0, 1) * 3:
-            binder = passes.executors[direction].binder
+            binder = passes.executors[direction].compiler
             steps = list(binder.steps)
             at = draw.choice([at for at, step in enumerate(steps) if not step.transfers])
             steps[at] = replace(steps[at], run=fail)

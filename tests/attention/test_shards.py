@@ -43,7 +43,7 @@ def test_rows_and_positions_are_those_of_the_layout(seed, size, layout, dim):
     state = SimpleNamespace(sharded=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "announce", lambda *arguments, **options: None)
-        patch.setattr(module, "given_or_default", lambda group, who: group)
+        patch.setattr(module, "group_or_default", lambda group, who: group)
         patch.setattr(module, "state_of", lambda group: state)
         for rank in range(size):
             group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size)

@@ -151,7 +151,7 @@ def test_as_many_checks_as_ranks_see_heads_of_each(work):
         pretend_nodes(size, nodes), shape, inter="a2a", intra="a2a", heads_per_round=a_round
     )
     assert heads_by_rank(kept) == expected
-    emitter, group = AllToAllEmitter(kept.of(0, Direction.FORWARD)), 8 // heads
+    emitter, group = AllToAllEmitter(kept.program_spec(0, Direction.FORWARD)), 8 // heads
     emitted = [emitter.own_heads(r) for r in range(len(emitter.rounds))]
     assert sorted({head // group for some in emitted for head in some}) == expected[0]
     firsts = set()

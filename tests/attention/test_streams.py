@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_burst.comm.carrier import Where
+from megatron_burst.comm.transport import Placement
 from megatron_burst.engine import run
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.order import order
@@ -30,7 +30,7 @@ class Streams(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.races, self._muted, self.where = [], False, Where(torch.device("cpu"))
+        self.races, self._muted, self.where = [], False, Placement(torch.device("cpu"))
         self.stream, self.name, self.current = "main", None, "main"
         self._clock, self._known = defaultdict(int), defaultdict(lambda: defaultdict(int))
         self._uses = {}  # by a buffer's address range
@@ -57,15 +57,15 @@ class Streams(TorchDispatchMode):
         for stream, time in times.items():
             known[stream] = max(known[stream], time)
 
-    def go(self, name):
+    def switch(self, name):
         self.stream = self.current = name or "main"
         self.name = name
 
-    def mark(self, again=None):
-        if again is None:
+    def record(self, reuse=None):
+        if reuse is None:
             return Mark(self, self.here())
-        again._times = self.here()  # like an event that is recorded again
-        return again
+        reuse._times = self.here()  # like an event that is recorded again
+        return reuse
 
     @contextmanager
     def on(self, stream):

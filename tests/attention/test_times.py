@@ -16,11 +16,11 @@ import torch.distributed as dist
 from megatron_burst.attention import burst_attention
 from megatron_burst.checks import clock as times
 from megatron_burst.checks.clock import Clock
-from megatron_burst.comm.carrier import OneQueue, Where
-from megatron_burst.comm.communicator import Communicator, Sends
+from megatron_burst.comm.communicator import Communicator, SendRecvs
+from megatron_burst.comm.transport import OneQueue, Placement
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.executor import Executor
-from megatron_burst.engine.watch import METER
+from megatron_burst.engine.ranges import METER
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.attention.test_bytes import count_sends
 from tests.ranks import run_ranks
@@ -93,14 +93,14 @@ def test_a_pass_stands_for_all_and_its_waits_are_exposed(options, link, late):
 
 def measured_waits(rank, fewer):
     """Exposed seconds: the meter's, and of all waits, on a clock that only waits advance."""
-    now, truth, wait = [0.0], [0.0], Sends.wait
+    now, truth, wait = [0.0], [0.0], SendRecvs.wait
 
     def waited(self, stream=None):
         wait(self, stream)
         now[0] += 1
         truth[0] += 1
 
-    Sends.wait = waited
+    SendRecvs.wait = waited
     times.perf_counter, config = lambda: now[0], BurstConfig(nodes=2)
     q, k, v = (torch.randn(1, 32, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     for count in (4, 1 if fewer else 4):
@@ -186,7 +186,7 @@ class Event:
 
 def by_events(rank, done):
     """A step on what poses as a GPU."""
-    begin, where = Clock.begin, Where(torch.device("cuda"))
+    begin, where = Clock.begin, Placement(torch.device("cuda"))
     Clock.begin = lambda self, queues: begin(self, OneQueue(where))
     torch.cuda.Event, Event.done = Event, done
     q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))

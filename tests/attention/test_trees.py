@@ -214,7 +214,7 @@ def test_padding_in_a_tree_is_refused():
 
 
 def test_trees_are_told_apart():
-    told = [documents(parents).known for parents in ([-1, 0, 0], [-1, 0, 1])]
+    told = [documents(parents).text for parents in ([-1, 0, 0], [-1, 0, 1])]
     assert told[0]["cu_seqlens"] == told[1]["cu_seqlens"]
     assert told[0]["prefix_tree"].startswith("[-1, 0, 0] (")
     assert told[0]["prefix_tree"] != told[1]["prefix_tree"]

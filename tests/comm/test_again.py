@@ -168,7 +168,7 @@ def fewer_ranks(rank):
         group = dist.new_group(ranks)
         if rank in ranks:
             burst_attention(*(torch.randn(1, 4, 2, 8) for _ in range(3)), group=group)
-            return group, state_of(group).board.name
+            return group, state_of(group).consensus.name
         return group, None
 
     first, name = used([0, 1, 2])

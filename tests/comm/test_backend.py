@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.comm.communicator import communicator_of
-from megatron_burst.comm.watch import backend_of
+from megatron_burst.comm.store import backend_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import DisagreementError
 from tests.ranks import run_ranks

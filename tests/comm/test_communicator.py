@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.comm import carrier
+from megatron_burst.comm import transport
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.group import state_of
-from megatron_burst.comm.watch import seconds_of
+from megatron_burst.comm.store import seconds_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
@@ -72,7 +72,7 @@ def test_uneven_nodes_run_one_flat_ring():
 
 def addresses(rank):
     """Where the group's buffer lies after each of several calls, and its size."""
-    carrier._LATEST = 16
+    transport._LATEST = 16
     memory, seen = state_of(dist.group.WORLD).memory, []
     for tokens in (4, 64, 64, 4, 64, *[4] * 32, 64):
         q, k, v = (torch.randn(1, tokens, 2, 8) for _ in range(3))
@@ -150,7 +150,7 @@ def patience(rank):
         if later:
             distributed_c10d._set_pg_timeout(timedelta(seconds=later), world)
         made = communicator_of(world, BurstConfig(timeout_s=given))
-        found.append((made.board.timeout_s, *map(seconds_of, made.groups.values())))
+        found.append((made.consensus.timeout_s, *map(seconds_of, made.groups.values())))
     return found
 
 

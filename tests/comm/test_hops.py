@@ -69,7 +69,7 @@ def strayed(rank):
     communicator_of(group, BurstConfig(timeout_s=20))
     state = state_of(group)
     if rank == 1:  # posts something that rank 0 never does
-        state.board._store.set(state.board.keys()[1], '{"q": "(1, 2)"}')
+        state.consensus._store.set(state.consensus.keys()[1], '{"q": "(1, 2)"}')
     dist.barrier()
     return state.log.lost_hop(RuntimeError("Connection closed")) if rank == 0 else None
 

@@ -12,12 +12,12 @@ from megatron_burst import environment
 from megatron_burst.comm import nodes
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.nodes import (
-    RankHome,
+    RankLocation,
     _FabricInfo,
     check_devices,
     fabric_of,
     nvlink_domains,
-    topology_of_homes,
+    topology_of_locations,
 )
 from megatron_burst.config import BurstConfig
 from megatron_burst.environment import host_name, local_rank, spans_nodes
@@ -28,23 +28,23 @@ RACK = "8c7b1a2f"
 
 
 def test_a_rack_of_nvlink_is_one_node_and_single_nodes_keep_their_names():
-    rack = [RankHome(f"tray{i // 4}", f"{RACK}.1", i % 4) for i in range(8)]
-    assert str(topology_of_homes(rack)) == "1 node x 8 ranks"
-    two = [*rack, *(RankHome(f"other{i // 4}", f"{RACK}.2", i % 4) for i in range(8))]
-    assert str(topology_of_homes(two)) == "2 nodes x 8 ranks"
-    assert topology_of_homes(two).grid == (tuple(range(8)), tuple(range(8, 16)))
-    alone = [RankHome("a", f"{RACK}.3", 0), RankHome("b", None, 0)]
+    rack = [RankLocation(f"tray{i // 4}", f"{RACK}.1", i % 4) for i in range(8)]
+    assert str(topology_of_locations(rack)) == "1 node x 8 ranks"
+    two = [*rack, *(RankLocation(f"other{i // 4}", f"{RACK}.2", i % 4) for i in range(8))]
+    assert str(topology_of_locations(two)) == "2 nodes x 8 ranks"
+    assert topology_of_locations(two).grid == (tuple(range(8)), tuple(range(8, 16)))
+    alone = [RankLocation("a", f"{RACK}.3", 0), RankLocation("b", None, 0)]
     assert nvlink_domains(alone) == ["a", "b"]
 
 
 def test_rows_follow_places_so_that_rings_between_nodes_keep_to_a_rail():
     homes = [
-        RankHome("a", None, 1),
-        RankHome("b", None, 0),
-        RankHome("b", None, 1),
-        RankHome("a", None, 0),
+        RankLocation("a", None, 1),
+        RankLocation("b", None, 0),
+        RankLocation("b", None, 1),
+        RankLocation("a", None, 0),
     ]
-    assert topology_of_homes(homes).grid == ((3, 0), (1, 2))
+    assert topology_of_locations(homes).grid == ((3, 0), (1, 2))
 
 
 class FakeNvml:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from megatron_burst.comm.pass_log import Kind, Marks, PassLog, Stamp
-from megatron_burst.comm.watch import Board
+from megatron_burst.comm.detector import DesyncDetector, PassAnnouncer, PassKind, Stamp
+from megatron_burst.comm.store import StoreConsensus
 from megatron_burst.errors import BurstError, DisagreementError
 from tests.ranks import run_ranks
 
@@ -24,9 +24,9 @@ A, B = {"causal": "True"}, {"causal": "False"}
 
 
 def log_of(timeout_s=20, waits=False, few=0):
-    board = Board(dist.group.WORLD, timeout_s)
-    group, PassLog.few = dist.new_group(backend="gloo"), few
-    return PassLog(group, dist.group.WORLD.get_group_store(), board, waits)
+    board = StoreConsensus(dist.group.WORLD, timeout_s)
+    group, DesyncDetector.max_all_to_all_ranks = dist.new_group(backend="gloo"), few
+    return DesyncDetector(group, dist.group.WORLD.get_group_store(), board, waits)
 
 
 EXITS = """
@@ -76,7 +76,7 @@ def test_a_process_that_ends_while_the_thread_works_is_not_aborted(does):
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", PassKind)
 def test_a_stamp_is_what_was_packed(kind):
     stamp = Stamp(kind, (1 << 39) - 1, (1 << 20) - 1, -(1 << 63))
     assert Stamp.of(*stamp.packed()) == stamp
@@ -86,7 +86,7 @@ def test_a_stamp_is_what_was_packed(kind):
 def test_signs_of_ranks_that_are_one_ahead_and_one_behind_do_not_cancel():
     """Ranks compare the sum of all signs with their own sign times the number of ranks."""
     for size in (2, 3, 64, 1000):
-        signs = [Stamp(Kind.FORWARD, call, 3, 5).sign(size) for call in (6, 7, 8)]
+        signs = [Stamp(PassKind.FORWARD, call, 3, 5).fingerprint(size) for call in (6, 7, 8)]
         assert len({*signs}) == 3 and max(signs) * size < 1 << 63
         before, mine, ahead = signs
         assert before + ahead + mine * (size - 2) != mine * size
@@ -97,10 +97,10 @@ def nobody_waits(rank):
     log, store = log_of(), dist.group.WORLD.get_group_store()
     if rank == 1:
         store.wait(["begun/0", "begun/2"])
-    numbers = [Marks.of(log, A).begin(Kind.FORWARD) for _ in range(3)]
+    numbers = [PassAnnouncer.of(log, A).begin(PassKind.FORWARD) for _ in range(3)]
     ahead = len(log._pending)
     store.set(f"begun/{rank}", "")
-    log.begin(Kind.END, 0, {})  # waits for all of them
+    log.begin(PassKind.END, 0, {})  # waits for all of them
     return numbers, ahead, len(log._pending)
 
 
@@ -116,7 +116,7 @@ def difference_without_waiting(rank, few):
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("megatron_burst").addHandler(handler)
     log = log_of(few=few)
-    Marks.of(log, B if rank == 1 else A).begin(Kind.FORWARD)
+    PassAnnouncer.of(log, B if rank == 1 else A).begin(PassKind.FORWARD)
     for _ in range(100):
         time.sleep(0.1)
         if said:
@@ -124,7 +124,7 @@ def difference_without_waiting(rank, few):
     found = []
     for _ in range(2):
         with pytest.raises(DisagreementError) as error:
-            Marks.of(log, A).begin(Kind.BACKWARD, 1)
+            PassAnnouncer.of(log, A).begin(PassKind.BACKWARD, 1)
         found.append(str(error.value))
     return found, said
 
@@ -141,16 +141,16 @@ def lost_far_away(rank):
     """As on GPUs nobody waits; rank 3 ends, whose stamps only ranks 2 and 4 await. What the others
     find, and after how many seconds."""
     log, said = log_of(timeout_s=60), []
-    Marks.of(log, A).begin(Kind.FORWARD)
-    log.begin(Kind.END, 0, {})
+    PassAnnouncer.of(log, A).begin(PassKind.FORWARD)
+    log.begin(PassKind.END, 0, {})
     if rank == 3:
         threading.Timer(0.5, os._exit, (0,)).start()
         return "", 0
     begun = time.monotonic()
-    Marks.of(log, A).begin(Kind.BACKWARD, 1)
+    PassAnnouncer.of(log, A).begin(PassKind.BACKWARD, 1)
     while time.monotonic() < begun + 30 and not said:
         try:
-            log.look()
+            log.poll()
         except BurstError as error:
             said.append(str(error))
         time.sleep(0.1)
@@ -173,19 +173,19 @@ def missing(rank, few):
         return "", 0
     begun = time.monotonic()
     with pytest.raises(BurstError) as error:
-        Marks.of(log, A).begin(Kind.FORWARD)
+        PassAnnouncer.of(log, A).begin(PassKind.FORWARD)
     return str(error.value), time.monotonic() - begun
 
 
 def lost(rank, few):
     log = log_of(timeout_s=60, waits=True, few=few)
-    Marks.of(log, A).begin(Kind.FORWARD)
+    PassAnnouncer.of(log, A).begin(PassKind.FORWARD)
     if rank == 1:
         threading.Timer(0.5, os._exit, (0,)).start()  # this rank has returned its result by then
         return "", 0
     begun = time.monotonic()
     with pytest.raises(BurstError) as error:
-        Marks.of(log, A).begin(Kind.BACKWARD, 1)
+        PassAnnouncer.of(log, A).begin(PassKind.BACKWARD, 1)
     return str(error.value), time.monotonic() - begun
 
 
@@ -205,10 +205,10 @@ def staggered(rank):
     if rank == 1:
         return "", 0
     time.sleep(0.2 * rank)
-    Marks.of(log, A).begin(Kind.FORWARD)
+    PassAnnouncer.of(log, A).begin(PassKind.FORWARD)
     while time.monotonic() < begun + 30:
         try:
-            log.look()
+            log.poll()
         except BurstError as error:
             return str(error), time.monotonic() - begun
         time.sleep(0.1)
@@ -227,17 +227,17 @@ def behind(rank):
     others find."""
     log = log_of(timeout_s=2, few=4)
     time.sleep(1.2 if rank == 2 else 0)
-    Marks.of(log, A).begin(Kind.FORWARD)
+    PassAnnouncer.of(log, A).begin(PassKind.FORWARD)
     if rank == 1:
         time.sleep(0.6)  # its messages to the others have left
         subprocess.Popen(["sh", "-c", f"sleep 8; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
         return ""
-    Marks.of(log, A).begin(Kind.BACKWARD, 1)
+    PassAnnouncer.of(log, A).begin(PassKind.BACKWARD, 1)
     end = time.monotonic() + 20
     while time.monotonic() < end:
         try:
-            log.look()
+            log.poll()
         except BurstError as error:
             return str(error)
         time.sleep(0.1)
@@ -256,14 +256,14 @@ def repeated(rank):
     """After others have waited for over half of the time-out, rank 0 fails; all repeat the step.
     Ranks that are still said to wait."""
     log = log_of(timeout_s=2, waits=True, few=4)
-    marks = Marks.of(log, A)
+    marks = PassAnnouncer.of(log, A)
     if rank == 0:
         time.sleep(1.5)
         log.fail(ValueError("a wrong turn"))
     else:
         with pytest.raises(DisagreementError, match="a wrong turn"):
-            marks.begin(Kind.FORWARD)
-    marks.begin(Kind.FORWARD)
+            marks.begin(PassKind.FORWARD)
+    marks.begin(PassKind.FORWARD)
     dist.barrier()
     return [each for each in range(log.size) if log.store.check([log.waiting(each)])]
 
@@ -285,7 +285,7 @@ def without_store(rank):
         return ""
     log.store = Gone()
     with pytest.raises(BurstError) as error:
-        Marks.of(log, A).begin(Kind.FORWARD)
+        PassAnnouncer.of(log, A).begin(PassKind.FORWARD)
     return str(error.value)
 
 
@@ -301,8 +301,8 @@ def stepped(rank):
     optimizer = torch.optim.SGD([weight], lr=1.0)
     for terms in (A, B if rank == 1 else A, A):
         weight.grad = torch.ones(1)
-        if not log.heard:
-            Marks.of(log, terms).begin(Kind.FORWARD)
+        if not log.raised_to_caller:
+            PassAnnouncer.of(log, terms).begin(PassKind.FORWARD)
         try:
             optimizer.step()
             found.append(weight.item())
@@ -326,4 +326,4 @@ def test_before_an_optimizer_writes_weights_stamps_are_compared():
 
 
 def test_without_a_log_nothing_is_begun():
-    assert Marks().begin(Kind.FORWARD) == 0
+    assert PassAnnouncer().begin(PassKind.FORWARD) == 0

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from megatron_burst.comm import group as state
-from megatron_burst.comm.carrier import (
-    OVER,
-    Held,
-    Memory,
-    OneQueue,
-    Queues,
-    SentSlots,
-    Where,
-)
 from megatron_burst.comm.group import GroupMemory
 from megatron_burst.comm.pulled import PulledSlots
+from megatron_burst.comm.transport import (
+    DONE,
+    BufferSize,
+    FlatBuffers,
+    OneQueue,
+    Placement,
+    Queues,
+    SentSlots,
+)
 from megatron_burst.schedule.spec import Cargo, pulled_count
 
 
@@ -37,7 +37,7 @@ def run_two_ranks(num_slots, calls, rounds):
 
         waits = [lambda barrier=barrier: slowly(barrier) for barrier in barriers]
         slots, taken = PulledSlots(memory, waits, rank), []
-        queues = OneQueue(Where(torch.device("cpu")))
+        queues = OneQueue(Placement(torch.device("cpu")))
         for call in range(calls):
             slots.begin()
             for index in range(rounds):
@@ -45,8 +45,8 @@ def run_two_ranks(num_slots, calls, rounds):
                 view = slots.flat(index)[: (2 + rank) * 16].view(torch.float32).view(-1, 4)
                 view.fill_(100 * call + 10 * index + rank)
                 target = torch.zeros(1, 4)
-                ends = slots.ends(index, view, (), [(1 - rank, slice(1, 2))])
-                slots.exchange(index, ends, [target], queues).wait(None)
+                ends = slots.prepare(index, view, (), [(1 - rank, slice(1, 2))])
+                slots.transfer(index, ends, [target], queues).wait(None)
                 taken.append(target[0, 0].item())
         return taken
 
@@ -66,13 +66,13 @@ def test_what_is_taken_is_of_the_same_round_of_the_same_call(cargo, rounds, num_
 
 def test_sent_slots_are_as_many_as_the_program_takes_in_turn():
     """The program's waits are derived for that number; an earlier call may have had more."""
-    memory = Memory([torch.tensor([number], dtype=torch.uint8) for number in range(3)])
-    slots = SentSlots(memory, 2, lambda sends, recvs: OVER)
+    memory = FlatBuffers([torch.tensor([number], dtype=torch.uint8) for number in range(3)])
+    slots = SentSlots(memory, 2, lambda sends, recvs: DONE)
     assert [slots.flat(index).item() for index in range(5)] == [0, 1, 0, 1, 0]
 
 
 def test_what_is_held_grows_at_once_and_shrinks_to_what_the_latest_passes_need():
-    held = Held()
+    held = BufferSize()
     assert held.changes(2, 100) and not held.changes(1, 50)
     assert held.changes(1, 300) and held.size == (2, 300)
     changes = [held.changes(1, (40, 60)[number % 2]) for number in range(600)]
@@ -88,7 +88,7 @@ def test_after_buffers_that_were_too_large_smaller_ones_are_allocated(monkeypatc
         return allocate(count, device)
 
     monkeypatch.setattr(state, "_bytes", limited)
-    memory, where = GroupMemory(), Where(torch.device("cpu"))
+    memory, where = GroupMemory(), Placement(torch.device("cpu"))
     memory.of("use", 1, 50, where)
     with pytest.raises(RuntimeError):
         memory.of("use", 1, 200, where)
@@ -108,10 +108,10 @@ class Line:
         self.name, self.said = None, []
         self.stream = "a stream"
 
-    def go(self, name):
+    def switch(self, name):
         self.name = name
 
-    def mark(self, again=None):
+    def record(self, reuse=None):
         self.said.append((self.name, "mark"))
         return SimpleNamespace(wait=lambda stream: self.said.append((stream, "waits")))
 
@@ -126,10 +126,10 @@ def test_kernels_that_hide_copies_are_launched_before_the_barrier_behind_these(c
     def round_of(index, takes):
         slots.open(index, "kernels")
         view = slots.flat(index).view(-1, 4)
-        line.go("copies")
+        line.switch("copies")
         targets = [torch.zeros(1, 4, dtype=torch.uint8) for _ in takes]
-        copied = slots.exchange(index, slots.ends(index, view, (), takes), targets, line)
-        line.go(None)
+        copied = slots.transfer(index, slots.prepare(index, view, (), takes), targets, line)
+        line.switch(None)
         line.said.append((None, "kernel"))
         copied.wait("kernels")
         copied.wait("others")
@@ -157,6 +157,6 @@ def test_a_mark_of_a_call_with_one_queue_is_not_recorded_again(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     queues = object.__new__(Queues)
     queues.stream = "caller's"
-    first = queues.mark(OVER)
+    first = queues.record(DONE)
     assert isinstance(first, Event) and first.stream == "caller's"
-    assert queues.mark(first) is first and queues.mark() is not first
+    assert queues.record(first) is first and queues.record() is not first

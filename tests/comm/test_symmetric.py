@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from megatron_burst.comm import symmetric
-from megatron_burst.comm.carrier import Where
 from megatron_burst.comm.communicator import communicator_of
+from megatron_burst.comm.transport import Placement
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.say import Choice
+from megatron_burst.logs import Decision
 from megatron_burst.schedule.spec import Cargo
 from tests.ranks import run_ranks
 from tests.said import hearing
@@ -59,9 +59,9 @@ def sizes_of_slots(rank):
     carrier = communicator_of(dist.group.WORLD, BurstConfig(nodes=2, timeout_s=20))
     node, found = rank // 2, []
     for num_bytes in ((2048, 1536)[node], 2048, 4096):
-        slots = carrier._pool.slots(Cargo.GRAD, 4, num_bytes, Where(torch.device("cpu")))
+        slots = carrier._pool.slots(Cargo.GRAD, 4, num_bytes, Placement(torch.device("cpu")))
         found.append(slots.slot_bytes)
-    carrier.board.share("the end", "test")
+    carrier.consensus.all_gather("the end", "test")
     return found
 
 
@@ -82,8 +82,8 @@ def without_room(rank, asked):
 
     pretend(room_once)
     carrier = communicator_of(dist.group.WORLD, BurstConfig(nodes=2, timeout_s=30))
-    carrier.transfer, carrier._asked = Choice("pull"), asked
-    where, begin = Where(torch.device("cpu")), time.monotonic()
+    carrier.transfer, carrier._asked = Decision("pull"), asked
+    where, begin = Placement(torch.device("cpu")), time.monotonic()
     carrier.slots(Cargo.READ, 2, 1024, where)
     try:
         with hearing() as lines:
@@ -120,7 +120,7 @@ def smaller_and_elsewhere(rank):
     pretend(narrow)
     carrier, found = communicator_of(dist.group.WORLD, BurstConfig(timeout_s=20)), []
     for number, num_bytes in enumerate((1024, 8192, 2048, 2048, 2048)):
-        where = Where(torch.device("cpu"), number * rank)
+        where = Placement(torch.device("cpu"), number * rank)
         try:
             found.append(carrier._pool.slots(Cargo.GRAD, 4, num_bytes, where).slot_bytes)
         except BurstError:
@@ -141,7 +141,7 @@ def tried(rank, fails):
     pretend(none_at_all if fails and rank == 3 else room)
     carrier = communicator_of(dist.group.WORLD, BurstConfig(nodes=2, timeout_s=30))
     begin = time.monotonic()
-    return carrier._pool.refusal(carrier.board), time.monotonic() - begin < 20
+    return carrier._pool.refusal(carrier.consensus), time.monotonic() - begin < 20
 
 
 def test_trying_out_fails_on_all_ranks_together():
@@ -179,7 +179,7 @@ def met_before(rank):
     pretend(room)
     torchs([10 * rank])
     config = BurstConfig(timeout_s=20)
-    where, found = Where(torch.device("cpu")), []
+    where, found = Placement(torch.device("cpu")), []
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     for group in (pairs[rank // 2], dist.group.WORLD, pairs[rank // 2]):
         carrier = communicator_of(group, config)

@@ -7,19 +7,19 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_burst.comm.watch import TP, Board
+from megatron_burst.comm.store import TP, StoreConsensus
 from megatron_burst.errors import BurstError, DisagreementError
 from tests.ranks import run_ranks
 
 
 def agreements(rank):
-    board = Board(dist.group.WORLD, 20)
+    board = StoreConsensus(dist.group.WORLD, 20)
     board.agree({"a": "1"}, "test", "a key")
-    known = [board.knows(key) for key in ("a key", "another")]
+    known = [board.has_agreed(key) for key in ("a key", "another")]
     with pytest.raises(DisagreementError, match=rf"got a=\d on cp rank {rank} and a=\d on cp rank"):
         # a rank that knows the terms compares them again, as others may not know theirs
         board.agree({"a": "2" if rank == 1 else "1"}, "test", f"{'new' if rank == 1 else 'a'} key")
-    shared = board.share(f"rank {rank}", "test")
+    shared = board.all_gather(f"rank {rank}", "test")
     with pytest.raises(DisagreementError, match=rf"got a=\d on cp rank {rank} and a=\d on cp rank"):
         board.agree({"a": str(3 + (rank == 1))}, "test")
     board.agree({"a": "5"}, "test")  # a disagreement leaves the ranks in step
@@ -34,7 +34,7 @@ def test_terms_are_compared_each_time_and_differences_are_named():
 
 def one_refuses(rank):
     """What ranks are told if one of them refuses a call; the words are those of their group."""
-    board, said = Board(dist.group.WORLD, 20), []
+    board, said = StoreConsensus(dist.group.WORLD, 20), []
     for terms, problem in (({"a": "1"}, "test: no" if rank == 1 else ""), ({"a": str(rank)}, "")):
         with pytest.raises(BurstError) as error:
             board.agree(terms, "test", problem=problem, of=TP)
@@ -51,7 +51,7 @@ def test_a_rank_that_refuses_is_heard_by_all_in_the_words_of_their_group():
 
 
 def missing(rank):
-    board = Board(dist.group.WORLD, 1.0)
+    board = StoreConsensus(dist.group.WORLD, 1.0)
     if rank == 1:
         time.sleep(2.5)
         return
@@ -62,7 +62,7 @@ def missing(rank):
     with pytest.raises(
         BurstError, match=r"of a tensor-parallel group.*no word from tp ranks \[1\] within 1 s"
     ):
-        board.share("a call of the loss", "test", TP)
+        board.all_gather("a call of the loss", "test", TP)
 
 
 def test_a_rank_that_says_nothing_is_named():
@@ -74,14 +74,16 @@ def again_on_one_store(rank):
     ends in the middle of a topic. Ranks arrive one after another."""
     store, found = dist.group.WORLD.get_group_store(), []
     for generation in range(3):
-        board = Board(dist.group.WORLD, 20)
+        board = StoreConsensus(dist.group.WORLD, 20)
         time.sleep(0.2 * ((rank + generation) % 3))
-        found.append([board.share(f"{generation} {topic} of {rank}", "test") for topic in range(2)])
+        found.append(
+            [board.all_gather(f"{generation} {topic} of {rank}", "test") for topic in range(2)]
+        )
         dist.barrier()
         if rank > 0:  # rank 0 has died meanwhile: nobody deletes these keys
-            board.given_timeout_s = 0.2
+            board.own_timeout_s = 0.2
             with pytest.raises(BurstError, match=r"from cp ranks \[0"):
-                board.share("left behind", "test")
+                board.all_gather("left behind", "test")
         store.set("megatron_burst/hello/2", "one that died before it was answered")
         dist.barrier()
     return found
@@ -96,7 +98,7 @@ def test_what_an_earlier_group_left_in_the_store_is_never_read():
 
 
 def many_topics(rank):
-    store, board = dist.group.WORLD.get_group_store(), Board(dist.group.WORLD, 20)
+    store, board = dist.group.WORLD.get_group_store(), StoreConsensus(dist.group.WORLD, 20)
     dist.barrier()  # making the group deletes keys too
     before = store.num_keys()
     dist.barrier()
@@ -114,7 +116,7 @@ def test_neither_the_store_nor_the_board_grows():
 def patience(rank):
     """Seconds that a board waits: the group's own, also when it changes; or what is given."""
     group = dist.new_group([0, 1], timeout=timedelta(minutes=3))
-    own, given = Board(group), Board(group, 7.0)
+    own, given = StoreConsensus(group), StoreConsensus(group, 7.0)
     first = own.timeout_s, given.timeout_s
     distributed_c10d._set_pg_timeout(timedelta(seconds=90), group)
     return first, (own.timeout_s, given.timeout_s)

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import call
 from megatron_burst.attention import burst_attention
+from megatron_burst.comm.detector import DesyncDetector
 from megatron_burst.comm.group import check_in_step
-from megatron_burst.comm.pass_log import PassLog
 from megatron_burst.config import BurstConfig
 from megatron_burst.engine.operations import part
 from megatron_burst.errors import BurstError
@@ -163,7 +163,9 @@ def suffer(rank, case: Case, folder: str):
     """What a rank is told, after how many seconds, the numbers that it got, and what it gets when
     all call again."""
     os.environ["MEGATRON_BURST_FAULTS"] = folder
-    PassLog.few = len(f"{case}") % 2 * WORLD  # half of the cases compare stamps around the ring
+    DesyncDetector.max_all_to_all_ranks = (
+        len(f"{case}") % 2 * WORLD
+    )  # half of the cases compare stamps around the ring
     model, again = Model(rank, case), ""
     if case.fault == "checkpoints":
         return of_history(rank, model)

@@ -3,7 +3,7 @@ stay mapped while it is read."""
 
 import pytest
 
-from megatron_burst.comm.nodes import my_home, topology_of_homes
+from megatron_burst.comm.nodes import my_location, topology_of_locations
 from megatron_burst.tools.calibrate import calibrate
 from megatron_burst.tools.speeds import Mover
 from megatron_burst.tools.world import world_of
@@ -21,7 +21,7 @@ def pulled(rank):
     """What a rank reads from the next one's symmetric memory, which holds that rank's number; then
     all."""
     world = world_of("cuda")
-    mover = Mover(world, topology_of_homes(world.gather(my_home())))
+    mover = Mover(world, topology_of_locations(world.gather(my_location())))
     read = mover.puller(1 << 20)
     window = read.__self__
     window.own.fill_(rank + 1)

@@ -76,7 +76,7 @@ def suffer(rank, way, fault, direction, place, folder):
             torch.autograd.grad(attend(q, k, v).sum(), (q, k, v))
         check_in_step(group)
         while time.monotonic() < begun + TIMEOUT_S + MARGIN_S:  # a thread looks at hops
-            log.look()
+            log.poll()
             time.sleep(0.1)
     except (BurstError, NoMemoryError, RuntimeError) as error:
         told = str(error)

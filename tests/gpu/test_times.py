@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.watch import METER
+from megatron_burst.engine.ranges import METER
 from tests.gpu import needs_gpus
 from tests.ranks import run_ranks
 

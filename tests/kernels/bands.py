@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_burst.kernels.interface import Backend, QuerySide
 from megatron_burst.kernels.masks.parts import Parts
-from megatron_burst.kernels.partial import delta_stand_in
+from megatron_burst.kernels.partial import surrogate_out
 from megatron_burst.kernels.visible import Segments, Visible
 from megatron_burst.masks.slice_calls import Calls
 from megatron_burst.masks.slice_parts import Bands
@@ -178,7 +178,7 @@ def results_of(
     visible = band.visible(q.device)
     out, lse = backend.forward(q, k, v, band.scale, visible)
     delta, total = (apart(truth[name].to(lse.dtype), band.strided) for name in ("delta", "total"))
-    like = None if with_delta else delta_stand_in(dout, delta)
+    like = None if with_delta else surrogate_out(dout, delta)
     side = QuerySide(q, dout, total, delta if with_delta else None, like)
     grads = backend.backward(side, k, v, band.scale, visible)
     if into:

@@ -11,12 +11,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_burst.arguments import Asked
+from megatron_burst.arguments import CallArgs
 from megatron_burst.call import call_of
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import backends, choose_backend
 from megatron_burst.kernels.interface import Problem, QuerySide
-from megatron_burst.kernels.partial import delta_stand_in, row_delta
+from megatron_burst.kernels.partial import row_delta, surrogate_out
 from megatron_burst.kernels.torch_cpu import TorchCpu
 from megatron_burst.kernels.visible import CAUSAL, FULL
 from megatron_burst.schedule.mask import DOCUMENTS
@@ -56,7 +56,7 @@ def run_backend(name, tensors, causal, scale, stand_in):
     backend, visible = backends()[name], CAUSAL if causal else FULL
     out, lse = backend.forward(q, k, v, scale, visible)
     delta = row_delta(dout, out)
-    given = delta_stand_in(dout, delta) if stand_in else out.to(q.dtype)
+    given = surrogate_out(dout, delta) if stand_in else out.to(q.dtype)
     side = QuerySide(q, dout, lse, delta, None if backend.capability.takes_delta else given)
     return [out, *backend.backward(side, k, v, scale, visible)], lse
 
@@ -219,7 +219,7 @@ def test_a_call_says_if_a_rank_has_more_elements_than_32_bits_count(sizes, huge)
     batch, rows, heads, dim_qk, dim_v = sizes
     one = torch.empty(1, 1, 1, 1, dtype=torch.bfloat16)
     q, k, v = (one.expand(batch, rows, *x) for x in ((heads, dim_qk), (8, dim_qk), (8, dim_v)))
-    assert call_of((q, k, v), Asked()).problem.huge == problem_of(q, k, v).huge == huge
+    assert call_of((q, k, v), CallArgs()).problem.huge == problem_of(q, k, v).huge == huge
 
 
 def test_ranks_compare_the_kernels_of_larger_calls_too(monkeypatch):
@@ -227,6 +227,6 @@ def test_ranks_compare_the_kernels_of_larger_calls_too(monkeypatch):
     limited = replace(TorchCpu.capability, in_32_bits=True)
     monkeypatch.setattr(TorchCpu, "capability", limited)
     q = torch.ones(1, 4, 2, 8)
-    facts = call_of((q, q, q), Asked()).facts()
+    facts = call_of((q, q, q), CallArgs()).facts()
     assert facts["backend"] == "torch-cpu"
     assert facts["backend of huge outputs"] == "reference"

@@ -12,7 +12,7 @@ import torch
 from megatron_burst.kernels.backends import choose_backend
 from megatron_burst.kernels.flash_attn import FlashAttention2, FlashAttention3
 from megatron_burst.kernels.interface import Problem, QuerySide
-from megatron_burst.kernels.partial import delta_stand_in
+from megatron_burst.kernels.partial import surrogate_out
 from megatron_burst.kernels.reference import Reference
 from megatron_burst.kernels.visible import CAUSAL, FULL
 from tests.kernels.attention import Tile, inputs_of, lay, relative, truth_of
@@ -115,7 +115,7 @@ def test_what_a_package_is_asked_for(monkeypatch, backend, module, stand_in, til
         q, k, v, tile.scale, tile.visible, into=(targets[0], truth["lse"] + 9) if into else None
     )
     delta = (dout * truth["out"]).sum(-1).transpose(1, 2)
-    side = QuerySide(q, dout, truth["lse"] + 0.5, delta, delta_stand_in(dout, delta))
+    side = QuerySide(q, dout, truth["lse"] + 0.5, delta, surrogate_out(dout, delta))
     grads = backend.backward(
         side, k, v, tile.scale, tile.visible, into=tuple(targets[1:]) if into else None
     )

@@ -40,7 +40,7 @@ def test_labels_are_the_next_tokens_of_documents(seed, size, layout, whole, dtyp
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards_module, "announce", lambda *arguments, **options: None)
         for of in (shards_module, module):
-            patch.setattr(of, "given_or_default", lambda group, who: group)
+            patch.setattr(of, "group_or_default", lambda group, who: group)
             patch.setattr(of, "state_of", lambda group: SimpleNamespace(sharded=None))
         patch.setattr(module, "_gather", lambda ids, *_: (shards.long(), torch.tensor(True)))
         for rank in range(size):

@@ -297,7 +297,7 @@ def test_jobs_that_would_be_wrong_are_refused():
         )
         given = args and Namespace(**args)
         with dp, mock.patch.object(balanced, "global_args", return_value=given):
-            return balanced.unmet("", ours._needs())
+            return balanced.unmet_needs("", ours._needs())
 
     assert not refusal()
     assert "the sampler's grid must be the job's" in refusal(context_parallel_size=4)

@@ -72,7 +72,7 @@ def free_memory_differs(rank: int) -> tuple:
     """For a step on two stages whose second context-parallel rank lacks host memory: error, kernel
     calls and hops of recomputation. For layers on 2 x 2 ranks: options, how often they asked, and
     how often they had when PyTorch gave its cache back."""
-    from megatron_burst.comm.watch import Board
+    from megatron_burst.comm.store import StoreConsensus
     from megatron_burst.mcore.keep.recompute import resolved
     from megatron_burst.mcore.keep.stage import stage_of
     from megatron_burst.recompute import offload
@@ -93,8 +93,8 @@ def free_memory_differs(rank: int) -> tuple:
     offload.available_host_bytes, kept, asked = lambda: (rank + 1) << 30, [], []
     released = []
     FirstStep.release_cache = lambda first: released.append(len(asked))
-    share = Board.share
-    Board.share = lambda *args: asked.append(1) or share(*args)
+    share = StoreConsensus.all_gather
+    StoreConsensus.all_gather = lambda *args: asked.append(1) or share(*args)
     for tokens in (1 << 8, 1 << 22, 1 << 23):  # 5 KiB, 80 and 160 MiB a layer of out and lse
         heads = torch.empty(tokens, 1, 1, 8, dtype=torch.bfloat16, device="meta")
         layer_gib = tokens * (8 * 2 + 4) / 2**30

@@ -364,16 +364,16 @@ def after_a_first_step(rank: int, parallel: Parallel) -> tuple:
     """Without a budget: what was called again in a step before the optimizer's and in one after
     it; what says so in the log. With room on the host: where modules went. Parameters whose
     gradients differ, of both."""
+    from megatron_burst.logs import log_message
     from megatron_burst.mcore import patches
     from megatron_burst.mcore.keep import recompute, stage
-    from megatron_burst.say import say
 
     gpt.start(parallel)
     case, said, placed, wrong = Case(options=dict(num_layers=6)), [], {}, []
     truth, plain = two_steps(case, parallel, BurstConfig())
     burst = BurstConfig(keep="auto", keep_host_gib=1e-6)
     patches.switch_on_keep(burst)
-    with mock.patch.object(stage, "say", lambda text: said.append(text) or say(text)):
+    with mock.patch.object(stage, "say", lambda text: said.append(text) or log_message(text)):
         got, early = two_steps(case, parallel, burst)
         wrong += differing(truth, got)
         end_step()

@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 import torch.distributed as dist
 
-from megatron_burst.engine.watch import METER
+from megatron_burst.engine.ranges import METER
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.options import environment_args
 from tests.mcore import pretraining

@@ -10,7 +10,7 @@ from megatron_burst.tools.simulate.call import AttentionCall, resolved, run_by
 def opened(
     shape: AttentionShape, topology: Topology, *, intra="auto", inter="auto", circulate="auto",
     transfer="auto", resend="auto", grad_wire="auto", pieces=True, heads_per_round=None,
-    again=False, layout=Layout.ZIGZAG, mask=Mask.CAUSAL, device="cuda", multiprocessors=132,
+    resends=False, layout=Layout.ZIGZAG, mask=Mask.CAUSAL, device="cuda", multiprocessors=132,
     backend="auto", neighbours=1, overlap=True,
 ) -> AttentionCall:  # fmt: skip
     """A call with the choices open that are "auto"."""
@@ -20,10 +20,10 @@ def opened(
 
     call = AttentionCall(
         topology, shape, layout, mask, Kernel(device=device, multiprocessors=multiprocessors),
-        again, given(inter), given(intra), heads_per_round=heads_per_round if pieces else 0,
+        resends, given(inter), given(intra), heads_per_round=heads_per_round if pieces else 0,
         grad_wire=given(grad_wire), circulate=given(circulate) and Circulate(circulate),
         pulled={"pull": True, "send": False}.get(transfer), neighbours=neighbours, overlap=overlap,
-        left={"never": True, "always": False}.get(resend),
+        saves_remote={"never": True, "always": False}.get(resend),
     )  # fmt: skip
     return run_by(call, backend)
 

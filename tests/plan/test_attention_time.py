@@ -53,7 +53,7 @@ def calls(draw) -> AttentionCall:
         circulate=draw(st.sampled_from(circulates)),
         transfer=draw(st.sampled_from(["auto", "send"])), mask=draw(st.sampled_from(MASKS)),
         layout=draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
-        again=draw(st.booleans()),
+        resends=draw(st.booleans()),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.comm.group import state_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.resolve import reuses_remote
-from megatron_burst.rules import a2a_bytes, most_heads
+from megatron_burst.rules import a2a_bytes, max_heads
 from megatron_burst.schedule.spec import AttentionShape, Direction, Spec
 from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.hardware import Curve, LinkSpeed
@@ -61,7 +61,7 @@ def test_where_keys_that_stay_would_turn_the_bytes_the_exchange_is_no_slower(
     assert reuses_remote(ring)
     stays = (nodes - 1) * shape.rows_kv * 256 * (2 + ring.shape.grad_bytes)
     sent, over_all = a2a_bytes(shape, topology), resolved(call)
-    rounds = most_heads(shape, over_all.arranged, "a2a") / over_all.heads_per_round
+    rounds = max_heads(shape, over_all.mode_topology, "a2a") / over_all.heads_per_round
     assert stays < sent + sent // rounds
     assert over_all.inter == "a2a"
     exchanged, round_ = (
@@ -111,7 +111,7 @@ def test_programs_are_the_engines_own(options, nodes):
     config = {"flat": True} if options == {"inter": "flat"} else options
     for rank, specs in enumerate(run_ranks(specs_of, 4, {"nodes": nodes, **config})):
         for found, direction in zip(specs, Direction, strict=True):
-            of_pass = call.of(rank, direction)
+            of_pass = call.program_spec(rank, direction)
             values = {field.name: getattr(of_pass, field.name) for field in fields(Spec)}
             spec = Spec(**values | {"kernel": found.kernel})
             assert found == replace(spec, pulled=False)

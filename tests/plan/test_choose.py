@@ -19,7 +19,7 @@ SHAPE = AttentionShape(1, 64, 32, 8, 128, 128, 2, 4, 4)
 
 def intra(topology, layout=Layout.ZIGZAG, device="cuda", **asked):
     spec = Spec(topology, SHAPE, layout, kernel=Kernel(device=device), inter="ring", **asked)
-    return resolve(spec).why["intra"]
+    return resolve(spec).reasons["intra"]
 
 
 def test_auto_gathers_on_gpus():
@@ -35,7 +35,7 @@ def test_auto_gathers_on_gpus():
 def test_ranks_that_would_wait_under_a_window_share_heads_instead():
     def chosen(left, tokens=1 << 15, layout=Layout.ZIGZAG, right=0, ranks=2, **asked):
         shape, mask, row = replace(SHAPE, tokens=tokens), Mask(left, right), pretend_nodes(ranks, 1)
-        return resolve(Spec(row, shape, layout, mask, inter="ring", **asked)).why["intra"].value
+        return resolve(Spec(row, shape, layout, mask, inter="ring", **asked)).reasons["intra"].value
 
     wide, wider = (1 << 14) - 1, 20 << 10
     assert chosen(wide) == chosen(wider) == chosen(wide, 1 << 14) == "a2a"
@@ -46,7 +46,10 @@ def test_ranks_that_would_wait_under_a_window_share_heads_instead():
     assert chosen(wide, layout=Layout.CONTIGUOUS) == chosen(wide, ranks=3) == "gather"
     assert chosen(1 << 12, 1 << 13) == "gather"  # too short to hide anything
     assert chosen(1 << 18, 1 << 19) == "gather"  # too much memory
-    assert resolve(Spec(pretend_nodes(4, 2), SHAPE, mask=Mask(wide, 0))).why["intra"].value != "a2a"
+    assert (
+        resolve(Spec(pretend_nodes(4, 2), SHAPE, mask=Mask(wide, 0))).reasons["intra"].value
+        != "a2a"
+    )
 
 
 def test_a_kernel_that_is_slow_where_nothing_is_masked_gets_whole_sequences():
@@ -58,7 +61,7 @@ def test_a_kernel_that_is_slow_where_nothing_is_masked_gets_whole_sequences():
     ):
         shape, row = replace(SHAPE, tokens=tokens, dim_qk=dim_qk), pretend_nodes(ranks, nodes)
         spec = resolve(Spec(row, shape, mask=mask, kernel=kernel, **asked)).spec
-        return [spec.of(0, direction).intra for direction in Direction]
+        return [spec.program_spec(0, direction).intra for direction in Direction]
 
     both, whole = ["gather", "gather"], ["gather", "a2a"]  # in forward, in backward
     assert chosen() == chosen(ranks=4) == chosen(inter="ring") == whole
@@ -200,15 +203,15 @@ def test_backward_is_an_all_to_all_where_it_gains_more_than_it_sends():
         return resolve(spec).spec
 
     found = heads()
-    assert found.intra == "gather" and 0 < found.whole_heads < 2
-    assert heads(32 << 10, heads=(32, 8)).whole_heads
-    forward, backward = (found.of(1, direction) for direction in Direction)
-    assert (forward.intra, forward.whole_heads) == ("gather", 0)
-    assert (backward.intra, backward.whole_heads, backward.heads_per_round) == ("a2a", 0, 1)
-    assert not backward.left and backward == backward.of(1, Direction.BACKWARD)
+    assert found.intra == "gather" and 0 < found.a2a_backward_heads < 2
+    assert heads(32 << 10, heads=(32, 8)).a2a_backward_heads
+    forward, backward = (found.program_spec(1, direction) for direction in Direction)
+    assert (forward.intra, forward.a2a_backward_heads) == ("gather", 0)
+    assert (backward.intra, backward.a2a_backward_heads, backward.heads_per_round) == ("a2a", 0, 1)
+    assert not backward.saves_remote and backward == backward.program_spec(1, Direction.BACKWARD)
     for other in (
         heads(8 << 10), heads(size=2), heads(size=8), heads(heads=(66, 6)), heads(nodes=2),
         heads(layout=Layout.ZIGZAG), heads(intra="gather"), heads(heads_per_round=2),
         heads(mask=Mask(100, 0, documents=True)), heads(32 << 10),
     ):  # fmt: skip
-        assert not other.whole_heads
+        assert not other.a2a_backward_heads

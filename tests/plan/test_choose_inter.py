@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.documents import SEED, lengths_of
 from megatron_burst.resolve import circulating_share, resolve, reuses_remote
-from megatron_burst.rules import a2a_bytes, nested_bytes
+from megatron_burst.rules import a2a_bytes, inter_ring_bytes
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Kernel
@@ -25,7 +25,7 @@ def shape_of(heads_q, heads_kv, grad_bytes=4):
 
 def between(topology, shape=None, **asked):
     """What runs between nodes, and why."""
-    return resolve(opened(shape, topology, **asked)).why["inter"]
+    return resolve(opened(shape, topology, **asked)).reasons["inter"]
 
 
 WIDE, NARROW = {"grad_wire": "accumulate"}, {"grad_wire": "input"}
@@ -60,11 +60,11 @@ def test_what_nothing_hides_counts_twice():
     unit = 16384 * 32 * 128 * 2
     statistics = 16384 * 32 * 4  # one of lse, delta
     assert a2a_bytes(shape, topology) == 4 * unit + statistics
-    ring = min(nested_bytes(shape, topology, circulate) for circulate in Circulate)
+    ring = min(inter_ring_bytes(shape, topology, circulate) for circulate in Circulate)
     assert ring == 5 * unit + 2 * statistics
     found = resolve(opened(shape, topology))
     assert found.spec.inter == found.spec.intra == "a2a" and found.spec.heads_per_round == 1
-    assert found.why["inter"].reason == (
+    assert found.reasons["inter"].reason == (
         "between nodes a ring sends 644 MiB a rank, an all-to-all 514 MiB, of which 64.2 MiB are "
         "exposed"
     )
@@ -156,7 +156,9 @@ def test_windows_in_documents_are_exchanged_over_all_ranks(layout, device):
     mask = Mask(4096, 0, documents=True)
     call = documents_call(131072, (64, 8), layout=layout, mask=mask, device=device)
     found = resolve(call)
-    assert found.spec.inter == found.spec.intra == "a2a" and "windows" in found.why["inter"].reason
+    assert (
+        found.spec.inter == found.spec.intra == "a2a" and "windows" in found.reasons["inter"].reason
+    )
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.resolve import choose_circulate
-from megatron_burst.rules import hop_bytes, nested_bytes, with_wire_dtype
+from megatron_burst.rules import hop_bytes, inter_ring_bytes, with_wire_dtype
 from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.topology import pretend_nodes
 
@@ -24,7 +24,7 @@ def test_circulating_q_saves_24_percent_of_backward_at_every_number_of_nodes(nod
     with Q. The original's extra inter hop of dQ cancels the savings at two nodes."""
     topology = pretend_nodes(nodes * ranks, nodes)
     for circulate, width in ((Circulate.KV, 512 + 1024), (Circulate.Q, 512 + 776)):
-        assert nested_bytes(MHA, topology, circulate) == (nodes - 1) * 8 * 32 * width
+        assert inter_ring_bytes(MHA, topology, circulate) == (nodes - 1) * 8 * 32 * width
     assert pytest.approx(0.2422, abs=1e-4) == 1 - 776 / 1024
 
 

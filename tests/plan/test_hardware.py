@@ -144,7 +144,7 @@ def test_the_planner_computes_with_the_kernel_that_auto_takes(heads_kv, dim_qk):
         is_cudnn = first.name == "cudnn"
         assert call.backend == ("cudnn" if is_cudnn and known else "auto")
         assert call.kernel.rectangular_causal == first.rectangular_causal
-        assert bool(resolved(call).whole_heads) == is_cudnn
+        assert bool(resolved(call).a2a_backward_heads) == is_cudnn
         packed = AttentionCall(row, shape, mask=Mask(right=0, documents=True))
         assert by_auto(packed, preset(name)) == packed
 

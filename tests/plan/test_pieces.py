@@ -4,22 +4,22 @@ import pytest
 
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.pieces import node_shards
+from megatron_burst.schedule.node_shards import node_shards
 from megatron_burst.schedule.topology import pretend_nodes, topology_of
 
 
 def test_pieces_are_the_sequence_in_order():
     (visit,) = node_shards(pretend_nodes(2, 1), 0, Layout.ZIGZAG, 4)
-    pieces = visit.pieces
-    assert [piece.holder for piece in pieces] == [0, 1, 1, 0]
-    assert [piece.whole.start for piece in pieces] == [0, 2, 4, 6]
+    pieces = visit.chunks
+    assert [piece.cp_rank for piece in pieces] == [0, 1, 1, 0]
+    assert [piece.node_rows.start for piece in pieces] == [0, 2, 4, 6]
     assert [piece.rows.start for piece in pieces] == [0, 0, 2, 2]
 
 
 def test_pieces_of_another_node_are_its_rows_in_the_hands_of_this_one():
     own, visit = node_shards(pretend_nodes(4, 2), 0, Layout.ZIGZAG, 4)
-    assert [piece.holder for piece in visit.pieces] == [0, 1, 1, 0]
-    assert [piece.whole.start for piece in visit.pieces] == [0, 2, 4, 6]
+    assert [piece.cp_rank for piece in visit.chunks] == [0, 1, 1, 0]
+    assert [piece.node_rows.start for piece in visit.chunks] == [0, 2, 4, 6]
     assert (own.before, own.after) == ((0, 1, 2, 3), (0, 1, 2, 3))
     assert (visit.before, visit.after) == ((0, 0, 4, 4), (2, 2, 2, 2))
 

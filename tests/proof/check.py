@@ -140,8 +140,8 @@ class _Access:
         one, two = self.ref, other.ref
         whole = one.rows is None and one.heads is None
         inside = one.buffer == two.buffer and (
-            (one.rows is None or (two.rows is not None and one.rows.holds(two.rows)))
-            and (one.heads is None or (two.heads is not None and one.heads.holds(two.heads)))
+            (one.rows is None or (two.rows is not None and one.rows.contains(two.rows)))
+            and (one.heads is None or (two.heads is not None and one.heads.contains(two.heads)))
         )
         return whole or inside
 

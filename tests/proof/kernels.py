@@ -137,10 +137,10 @@ def _seen(
         WrongError: if a query row has no key, or rows are not at the positions in `op.places`.
     """
     documents = [(range(len(q)), range(len(k)))]
-    if isinstance(op.places, ChunkSegments):
-        documents = _segments(values, program.topology.cp_size, op.places, q, k)
+    if isinstance(op.positions, ChunkSegments):
+        documents = _segments(values, program.topology.cp_size, op.positions, q, k)
     elif op.mask.documents:
-        of_q, of_k = (_documents(values, *both) for both in zip((q, k), op.places, strict=True))
+        of_q, of_k = (_documents(values, *both) for both in zip((q, k), op.positions, strict=True))
         documents = [(of_q[one], of_k[one]) for one in of_q if one in of_k]
     found, mask = [0] * len(q), op.mask
     for rows, columns in documents:

@@ -36,7 +36,13 @@ CASES = [  # layout, whether early rows are resharded, nodes, ranks, rows per ra
 def passes_of(topology, layout, shard, carrier):
     shape = attention_shape([x.shape for x in shard], torch.float64)
     spec = Spec(
-        topology, shape, layout, kernel=Kernel(device="cpu"), again=True, inter="ring", intra="ring"
+        topology,
+        shape,
+        layout,
+        kernel=Kernel(device="cpu"),
+        resends=True,
+        inter="ring",
+        intra="ring",
     )
     return Passes(resolve(spec).spec, backends()["reference"], carrier, 0.3, torch.float64)
 

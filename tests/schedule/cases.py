@@ -76,7 +76,7 @@ class Case:
         circulate = self.circulate if direction is Direction.BACKWARD else Circulate.KV
         return Spec(
             self.topology, self.shape, self.layout, self.mask, self.kernel, intra=self.mode,
-            heads_per_round=1, circulate=circulate, pulled=self.pulled, left=self.left,
+            heads_per_round=1, circulate=circulate, pulled=self.pulled, saves_remote=self.left,
             cp_rank=rank, direction=direction,
         )  # fmt: skip
 

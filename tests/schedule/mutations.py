@@ -134,7 +134,7 @@ def _shorter(program: Program, ref: Ref) -> Iterator[Ref]:
     """The buffer with other rows."""
     rows = ref.rows or Span(0, program.buffers[ref.buffer].rows)
     if rows.start:
-        yield replace(ref, rows=rows.moved(-1))
+        yield replace(ref, rows=rows.shifted(-1))
     if len(rows) > 1:
         yield replace(ref, rows=Span(rows.start, rows.stop - 1))
 
@@ -155,7 +155,7 @@ def wrong_message(passes: Passes, orders: Orders) -> Iterator[Mutant]:
                 ref = getattr(take, name)
                 if ref.rows is None:
                     continue
-                moved = replace(ref, rows=ref.rows.moved(-1 if ref.rows.start else 1))
+                moved = replace(ref, rows=ref.rows.shifted(-1 if ref.rows.start else 1))
                 takes = list(op.recvs)
                 takes[number] = replace(take, **{name: moved})
                 new = replace(op, recvs=tuple(takes))

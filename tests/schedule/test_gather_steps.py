@@ -41,7 +41,7 @@ def specs(draw):
         draw(st.sampled_from(GATHERED)), draw(st.sampled_from(MASKS)),
         Kernel(rectangular_causal=draw(st.booleans())), intra="gather",
         heads_per_round=draw(st.integers(1, heads_kv)), circulate=circulate,
-        left=circulate is Circulate.KV and draw(st.booleans()), direction=direction,
+        saves_remote=circulate is Circulate.KV and draw(st.booleans()), direction=direction,
     )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def test_each_query_meets_each_visible_key_once_for_each_head(spec):
         row, column = topology.coord(rank)
         mine = positions_in(layout, [rank], size, tokens)
         for step, leg in zip(gathers.steps, order_of(spec), strict=True):
-            there = (row - leg.distance) % topology.inter_size
+            there = (row - leg.node_offset) % topology.inter_size
             circulating = positions_in(layout, [topology.grid[there][column]], size, tokens)
             by_queries = spec.circulate is Circulate.Q
             queries, node = (circulating, row) if by_queries else (mine, there)
@@ -91,9 +91,9 @@ def test_tiles_hold_whole_pieces_and_what_the_kernel_can_do(spec):
     """Parts are sent piece by piece; kernels without rectangular causal tiles get square ones."""
     for gathers in steps_of(spec):
         for step in gathers.steps:
-            edges = {0} | {piece.whole.stop for piece in step.keys}
+            edges = {0} | {piece.node_rows.stop for piece in step.keys}
             assert all({t.kv.start, t.kv.stop} <= edges for t in step.tiles.gathered)
-            for tile in step.tiles.every:
+            for tile in step.tiles.all_tiles:
                 square = len(tile.q) == len(tile.kv)
                 assert square or tile.mask.full or spec.kernel.rectangular_causal
             assert all(tile.q == tile.kv for tile in (*step.tiles.before, *step.tiles.after))
@@ -116,7 +116,7 @@ def test_what_ranks_read_and_give_back_is_what_their_tiles_hold(spec):
                 seen[gather, rank].update(laid)
                 for leaf in step.leaves[rank]:
                     assert laid[leaf.rows.slice] == list(
-                        range(leaf.piece.whole.start, leaf.piece.whole.stop)
+                        range(leaf.piece.node_rows.start, leaf.piece.node_rows.stop)
                     )
                 if rank != mine:
                     to_me = every[rank].steps[index].leaves[rank]
@@ -124,15 +124,15 @@ def test_what_ranks_read_and_give_back_is_what_their_tiles_hold(spec):
                     assert step.leaves[rank] == tuple(to_me)
                     continue
                 left = sum(len(leaf.rows) for leaf in step.leaves[rank])
-                own = [p.whole for p in step.keys if p.holder == rank]
+                own = [p.node_rows for p in step.keys if p.cp_rank == rank]
                 kept = sum(len(span) for tile in tiles for span in own if tile.kv.holds(span))
                 assert left + kept == len(laid) <= gathers.share_rows
         for gather, step in zip(gathers.gathers, gathers.steps, strict=True):
             for rank in ranks:
                 rows = seen[gather, rank]
-                foreign = [p for p in step.keys if p.holder != rank and p.whole.start in rows]
+                foreign = [p for p in step.keys if p.cp_rank != rank and p.node_rows.start in rows]
                 if rank != mine:
-                    foreign = [piece for piece in foreign if piece.holder == mine]
+                    foreign = [piece for piece in foreign if piece.cp_rank == mine]
                 assert gathers.reads[gather][rank] == tuple(foreign)
 
 

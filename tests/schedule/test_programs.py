@@ -71,7 +71,7 @@ def in_rows(x, unit):
     """A row or position count in units of `unit`."""
     match x:
         case Span():
-            return x.times(unit)
+            return x.scaled(unit)
         case range():
             return range(x.start * unit, x.stop * unit)
         case Ref():

@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.logs import log_message_once
 from megatron_burst.mcore.keep.module_costs import (
     ROUTER,
     costs_of,
@@ -40,7 +41,6 @@ from megatron_burst.recompute.ending import Ending
 from megatron_burst.recompute.keep import call_kept, once
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Resident, Tensors, running
 from megatron_burst.recompute.offload import host_memory
-from megatron_burst.say import say_once
 
 _LAST = "linear_fc2"  # of an MLP, or of experts
 _DISPATCH, _COMBINE = "token_dispatch", "token_combine"  # send tokens to experts; results back
@@ -210,7 +210,7 @@ def _as_agreed(x: Tensor, stage: Stage, config: TransformerConfig) -> Tensor:
     ranks of other sequences choose too; empty as long as they have not agreed."""
     rows, tokens = x.shape[0] * x.shape[1], prod(shared_shape(config, x))
     if 0 < stage.tokens < tokens:
-        say_once(
+        log_message_once(
             f"{WHO}: a micro-batch of {tokens} tokens is longer than those of the first step "
             f"({stage.tokens}), and keeps the same layers, because its experts' ranks have other "
             "micro-batches and must recompute the same: memory may not suffice; pass "

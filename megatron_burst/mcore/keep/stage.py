@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.comm.group import state_of
 from megatron_burst.config import BurstConfig
+from megatron_burst.logs import log_message
 from megatron_burst.mcore.args import global_args
 from megatron_burst.mcore.keep.module_costs import ModelLayers
 from megatron_burst.mcore.keep.stage_layers import mtp_layers, stage_layers
@@ -23,7 +24,6 @@ from megatron_burst.recompute.auto.budget import KeepProblem, growth, in_flight
 from megatron_burst.recompute.auto.first_step import FirstStep, host_gbs
 from megatron_burst.recompute.keeping import WHO, Frame, running
 from megatron_burst.recompute.offload import host_limit_bytes
-from megatron_burst.say import say
 
 _GIB = 1 << 30
 
@@ -152,7 +152,7 @@ def _least(
     """The least of each number over the ranks of all groups."""
     for group in groups:
         mine = f"{' '.join(map(repr, numbers))} ({what})"
-        texts = state_of(group, burst.timeout_s).board.share(mine, WHO)
+        texts = state_of(group, burst.timeout_s).consensus.all_gather(mine, WHO)
         everyones = [[float(word) for word in text.split(" (")[0].split()] for text in texts]
         numbers = tuple(min(each) for each in zip(*everyones, strict=True))
     return list(numbers)
@@ -202,4 +202,4 @@ def say_of_stage(choice: str) -> None:
     """Log a choice on the first rank of a pipeline stage."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
-        say(f"{WHO}: pipeline stage {stage}: {choice}")
+        log_message(f"{WHO}: pipeline stage {stage}: {choice}")

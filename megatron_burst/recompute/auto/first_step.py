@@ -14,10 +14,10 @@ from torch.nn import Module
 from torch.optim import optimizer
 
 from megatron_burst.environment import available_host_bytes
+from megatron_burst.logs import log_message
 from megatron_burst.recompute.auto.budget import MOST_USED, growth
 from megatron_burst.recompute.auto.graph import graph_bytes, storages
 from megatron_burst.recompute.keeping import WHO, RunningFrame
-from megatron_burst.say import say
 
 _COPIED = 1 << 26  # bytes, to measure the bandwidth
 _TOLD = 1.1  # times what was counted, from which on the log says so
@@ -199,7 +199,7 @@ class FirstStep:
         grown = self.allocated() - before if before else 0
         if grown > _TOLD * num_bytes:
             self._has_told = True
-            say(
+            log_message(
                 f"{WHO}: all results of a layer take {grown / 2**30:.2f} GiB in a micro-batch, "
                 f"where {num_bytes / 2**30:.2f} were counted by the first step, perhaps because "
                 "this GPU's experts get more tokens: memory may not suffice; pass "

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_burst.desync.hops import Waits
 from megatron_burst.errors import BurstError
 from megatron_burst.files import LongText, Reader, excerpt
-from megatron_burst.rules import in_unit
+from megatron_burst.rules import format_bytes
 from megatron_burst.tools.doctor.report import few
 
 _WAITING, _LINE = ("hop", "pass"), "\n"
@@ -72,7 +72,7 @@ def explained(folder: Path) -> str:
     others = f"; ranks that waited: {few([named[line.rank] for line in waiting])}"
     if waiting and waiting[0].what == "hop":
         waits = waiting[0].waits
-        others += f" ({waits.link} {waits.cargo} hop, {in_unit(waits.num_bytes)})"
+        others += f" ({waits.link} {waits.cargo} hop, {format_bytes(waits.num_bytes)})"
     return f"{named[first]} {_did(first, lines)}{others if waiting else ''}"
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.comm.grid import grid
-from megatron_burst.comm.nodes import RankHome, my_home, topology_of_homes
+from megatron_burst.comm.nodes import RankLocation, my_location, topology_of_locations
 from megatron_burst.tools.doctor import compare
 from megatron_burst.tools.doctor.machine import check_machine
 from megatron_burst.tools.doctor.meeting import Launch, Meeting, meet, open_store, watched
@@ -78,7 +78,7 @@ def _facts(launch: Launch, job: Job, survey: Survey | Answer, door: tuple[str, i
     alike |= {n: v for n, v in job.environ.items() if n.startswith(_WATCHED)}
     node = job.environ.get("NCCL_HOSTID") or socket.gethostname()
     return {
-        "node": node, "gpu": gpu_id, "alike": alike, "home": asdict(my_home()), "door": door
+        "node": node, "gpu": gpu_id, "alike": alike, "home": asdict(my_location()), "door": door
     }  # fmt: skip
 
 
@@ -126,7 +126,9 @@ class _Checks:
         """Compute and links, with a process group of those who came."""
         with self._watch("starting the process group"):
             world = self._world()
-            topology = topology_of_homes([RankHome(**fact["home"]) for fact in self.facts.values()])
+            topology = topology_of_locations(
+                [RankLocation(**fact["home"]) for fact in self.facts.values()]
+            )
             self.table = grid(topology, self.ranks)
             mover = Mover(world, topology)
         with self._watch("the matrix product"):

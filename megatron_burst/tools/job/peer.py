@@ -55,7 +55,7 @@ def as_megatron(call: AttentionCall, hardware: Hardware) -> AttentionCall:
     """
     layout = Layout.DOCUMENTS if call.mask.documents else call.layout
     ring = replace(
-        call, intra="ring", inter="flat", circulate=Circulate.KV, pulled=False, again=False,
+        call, intra="ring", inter="flat", circulate=Circulate.KV, pulled=False, resends=False,
         layout=layout,
     )  # fmt: skip
     return resolved(on_cudnn(ring, hardware))

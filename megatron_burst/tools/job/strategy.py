@@ -257,7 +257,7 @@ def open_call(job: Job, strategy: Strategy) -> AttentionCall:
         topology, shape, packing.layout if packing else Layout.ZIGZAG,
         Mask(right=0, documents=packing is not None),
         Kernel(multiprocessors=job.hardware.gpu.multiprocessors),
-        again=strategy.recompute == "full" and strategy.keep != "none",
+        resends=strategy.recompute == "full" and strategy.keep != "none",
         intra=None if strategy.intra == "auto" else strategy.intra,
         neighbours=job.on_node // topology.intra_size,
     )  # fmt: skip

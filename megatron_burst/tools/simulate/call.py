@@ -75,7 +75,7 @@ def resolved(call: AttentionCall) -> AttentionCall:
 
 def program(call: AttentionCall, cp_rank: int, direction: Direction) -> Program:
     """The program that the engine runs on a rank for a resolved call."""
-    spec = call.of(cp_rank, direction)
+    spec = call.program_spec(cp_rank, direction)
     return program_of(Spec(**{field.name: getattr(spec, field.name) for field in fields(Spec)}))
 
 
@@ -85,7 +85,9 @@ def left_bytes(call: AttentionCall) -> int:
         return 0
     shape = call.shape
     rows = round(circulating_share(call) * shape.rows_kv)
-    return (call.arranged.inter_size - 1) * rows * (shape.dim_qk + shape.dim_v) * shape.itemsize
+    return (
+        (call.mode_topology.inter_size - 1) * rows * (shape.dim_qk + shape.dim_v) * shape.itemsize
+    )
 
 
 @lru_cache(maxsize=4096)  # on few nodes many calls are equal
@@ -165,9 +167,9 @@ def _on_few(call: AttentionCall, direction: Direction) -> list[tuple[AttentionCa
     """The call as a pass sees it, or on two smaller numbers of nodes and how often to add their
     difference: each further node is one more step of each round."""
     backward = direction is Direction.BACKWARD
-    call = replace(call, circulate=call.circulate if backward else Circulate.KV, again=False)
+    call = replace(call, circulate=call.circulate if backward else Circulate.KV, resends=False)
     few, more = _MANY_NODES
-    nodes = call.arranged.inter_size
+    nodes = call.mode_topology.inter_size
     if call.inter != "ring" or nodes <= more:
         return [(call, 0.0)]
     times = (nodes - more) / (more - few)
@@ -176,7 +178,7 @@ def _on_few(call: AttentionCall, direction: Direction) -> list[tuple[AttentionCa
 
 def _on_nodes(call: AttentionCall, count: int) -> AttentionCall:
     """A resolved call on another number of nodes in nested rings."""
-    return replace(call, topology=pretend_nodes(count * call.arranged.intra_size, count))
+    return replace(call, topology=pretend_nodes(count * call.mode_topology.intra_size, count))
 
 
 def _simulated(call: AttentionCall) -> range:
@@ -187,7 +189,7 @@ def _simulated(call: AttentionCall) -> range:
     queries and half of the keys; the others' times are in between. In an all-to-all over all nodes
     ranks have equal tiles.
     """
-    topology = call.arranged
+    topology = call.mode_topology
     nested = topology.inter_size == len(set(topology.node_of)) or call.intra == "a2a"
     even = call.layout in (Layout.ZIGZAG, Layout.DOCUMENTS) or call.mask.full
     if topology.cp_size <= 2 or not (nested and even):
@@ -201,7 +203,7 @@ def _simulated(call: AttentionCall) -> range:
 def _inter_share(call: AttentionCall, hardware: Hardware) -> float:
     """A rank's share of a network card: all ranks of a node send at once, in a flat ring only
     one."""
-    topology = call.arranged
+    topology = call.mode_topology
     flat_ring = topology.spans_nodes and call.intra == "ring"
     together = 1 if flat_ring else max(map(topology.node_of.count, set(topology.node_of)))
     return hardware.inter_share(together * call.neighbours)
@@ -214,7 +216,7 @@ def buffer_bytes(call: AttentionCall) -> int:
     What its group keeps from call to call, plus the peak of backward. The forward pass needs less,
     except for its output in float32 where results are merged.
     """
-    if call.arranged.inter_size > _MOST_NODES:
+    if call.mode_topology.inter_size > _MOST_NODES:
         return buffer_bytes(_on_nodes(call, _MOST_NODES))
     programs = [program(call, 0, direction) for direction in Direction]
     return kept_bytes(programs) + passing_bytes(programs[-1], call.backend)

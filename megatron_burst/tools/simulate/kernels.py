@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-from megatron_burst.rules import BLOCK, share_busy, thread_blocks
+from megatron_burst.rules import BLOCK, busy_share, thread_blocks
 from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.layout import ChunkSegments
 from megatron_burst.schedule.mask import Span, Tile
@@ -71,7 +71,7 @@ class Timer:
         flops = 2 * pairs * shape.batch * shape.heads_q * dims
         blocks = thread_blocks(rows) * shape.batch * shape.heads_q
         units = self.hardware.gpu.multiprocessors
-        busy = min(1.0, blocks / units) if causal else share_busy([blocks], units)
+        busy = min(1.0, blocks / units) if causal else busy_share([blocks], units)
         kernel = self.hardware.kernel((shape.dim_qk + shape.dim_v) / 2, self.backend)
         speed = (kernel.forward if forward else kernel.backward).at(self.pass_tflop)
         if not causal:
@@ -119,7 +119,7 @@ class Parts:
             self._program.batch, rows, self._heads(q, "q"), self._heads(kv, "k"),
             fields["q"].dim, fields["v"].dim, *self._program.widths.values(),
         )  # fmt: skip
-        return Tile(Span(0, rows), Span(0, keys), op.mask, op.places), shape
+        return Tile(Span(0, rows), Span(0, keys), op.mask, op.positions), shape
 
     def _rows(self, ref: Ref) -> int:
         rows = ref.rows
@@ -193,15 +193,15 @@ class OpTimer(Parts):
 
     def _tile(self, op: ops.Attend | ops.AttendBackward) -> float:
         q, kv = self.sides(op)
-        matter = self._timer.sample or isinstance(op.places, ChunkSegments)
+        matter = self._timer.sample or isinstance(op.positions, ChunkSegments)
         heads = self._heads(q, "q"), self._heads(kv, "k")
-        key = self._rows(q), self._rows(kv), (op.mask, op.places if matter else None), heads
+        key = self._rows(q), self._rows(kv), (op.mask, op.positions if matter else None), heads
         if key not in self._tiles:
             tile, shape = self.tile_of(op)
             # windows are short compared with documents
             usual = op.mask.documents and not (op.mask.windowed or self._timer.sample)
             share = self._share(tile) if usual else 1.0
-            chunks = isinstance(tile.places, ChunkSegments) and len(tile.q) < self._all_rows
+            chunks = isinstance(tile.positions, ChunkSegments) and len(tile.q) < self._all_rows
             self._tiles[key] = self._timer.tile(tile, shape, self._program.direction, share, chunks)
         return self._tiles[key]
 
@@ -217,7 +217,7 @@ class OpTimer(Parts):
         """Share of a tile's pairs in typical documents. All ranks have equal work if each has
         chunks of every document, or all rows; else each is assumed to be the slowest."""
         size, every = self._program.topology.cp_size, self._all_rows
-        even = isinstance(tile.places, ChunkSegments) or len(tile.q) == every
+        even = isinstance(tile.positions, ChunkSegments) or len(tile.q) == every
         own, tokens = every // size, self._timer.tokens or every
         return typical_share(tokens) * (1.0 if even else slowest_share(tokens // own))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_burst.errors import BurstError
 from megatron_burst.files import Reader
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.mask import Mask, Positions, Tile, meet
+from megatron_burst.schedule.mask import Mask, Positions, Tile, tile_between
 
 _MOST = 1 << 40  # tokens
 
@@ -99,10 +99,10 @@ class Sample:
         If ranks have chunks of every document, all are split alike: each document has the square of
         its share of the sample in a tile.
         """
-        if not isinstance(tile.places, tuple):
+        if not isinstance(tile.positions, tuple):
             squares = sum(length * length for length in self.lengths)
             return tile.pairs * squares / self.tokens**2
-        return _pairs(self, *tile.places)
+        return _pairs(self, *tile.positions)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -112,7 +112,7 @@ def _pairs(sample: Sample, queries: Positions, keys: Positions) -> int:
     for document, some in sample.within(keys):
         by_document.setdefault(document, []).append(some)
     met = (
-        meet(rows, some, Mask.CAUSAL)
+        tile_between(rows, some, Mask.CAUSAL)
         for document, rows in sample.within(queries)
         for some in by_document.get(document, ())
     )

@@ -30,30 +30,30 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron_burst.comm.stamps import Entry, Kind, Members, Stamp
+from megatron_burst.comm.stamps import Members, PassKind, PendingPass, Stamp
 from megatron_burst.errors import BurstError
 from megatron_burst.transforms import uncompiled
 
-_LOOK_S = 0.5  # how often a waiting rank checks whether others have given up
+_POLL_S = 0.5  # how often a waiting rank checks whether others have given up
 _EXIT_S = 5.0  # how long a process that ends waits for the thread
 
 
-class PassLog(Members):
+class DesyncDetector(Members):
     """Numbers the passes of this rank and compares them with those of the group's other ranks.
 
     Attributes:
         few: up to so many ranks send their stamps to each other, which is faster than around.
     """
 
-    few = 4
+    max_all_to_all_ranks = 4
 
     def __init__(self, *members: Any) -> None:
         super().__init__(*members)
-        self._pending: deque[Entry] = deque()
+        self._pending: deque[PendingPass] = deque()
         self._to_each, self._summed = dist.AllToAllOptions(), dist.AllreduceOptions()
-        self.broken: BurstError | None = None  # what later passes raise
+        self.later_error: BurstError | None = None  # what later passes raise
         self._lock = threading.Lock()
-        self.heard = False  # whether the caller knows why its passes cannot be right
+        self.raised_to_caller = False  # whether the caller knows why its passes cannot be right
         watched = ref(self), (ended := threading.Event()), not self.waits
         (thread := threading.Thread(target=_watch, args=watched, daemon=True)).start()
         finalize(thread, _await_watch, thread.ident)
@@ -63,7 +63,7 @@ class PassLog(Members):
             finalize(self, hook.remove)
 
     def begin(
-        self, kind: Kind, digest: int, terms: Mapping[str, str], call: int = 0, layer: int = 0
+        self, kind: PassKind, digest: int, terms: Mapping[str, str], call: int = 0, layer: int = 0
     ) -> int:
         """Begin a pass with a stamp; returns its number, from 1.
 
@@ -72,34 +72,34 @@ class PassLog(Members):
                 for, else an earlier one.
             BurstError: if a rank has not begun it within the time-out, or is lost.
         """
-        with self._lock, self._heard():
-            self._look()
+        with self._lock, self._noting_errors():
+            self._poll()
             self.number += 1
             self.stamp = Stamp(kind, call or self.number, layer, digest)
             self._post(self.stamp, terms)
-            if self.waits or kind in (Kind.AGREEMENT, Kind.END, Kind.CHECK):
+            if self.waits or kind in (PassKind.AGREEMENT, PassKind.END, PassKind.CHECK):
                 self._compare()
         return self.number
 
     def compare(self) -> None:
         """Wait until the passes begun so far are compared; raises as `begin`."""
-        with self._lock, self._heard():
-            self._look()
+        with self._lock, self._noting_errors():
+            self._poll()
             self._compare()
 
     @contextmanager
-    def _heard(self) -> Iterator[None]:
+    def _noting_errors(self) -> Iterator[None]:
         """Note that an error reaches the caller."""
         try:
             yield
         except BurstError:
-            self.heard = True
+            self.raised_to_caller = True
             raise
 
     def _compare(self) -> None:
         while self._pending:
             self._await(self._pending[0])
-            self._look()
+            self._poll()
 
     def fail(self, error: Exception, lost: str = "") -> None:
         """Tell the other ranks that this one could not run a pass; waits for nobody.
@@ -111,21 +111,21 @@ class PassLog(Members):
             lost: for which ranks it waited in vain, in words, if that is the error.
         """
         with self._lock:
-            if self.broken:
+            if self.later_error:
                 return
-            self._tell_of(error, lost)
+            self._publish_failure(error, lost)
         if not lost:
             from megatron_burst.desync.verdict import own_failure
 
             own_failure(self, error)
 
-    def _tell_of(self, error: Exception, lost: str) -> None:
+    def _publish_failure(self, error: Exception, lost: str) -> None:
         self.number += 1
         words = [(str(error).splitlines() or [""])[0], *getattr(error, "__notes__", ())]
         terms = {"failure": f"{type(error).__name__}: {', '.join(words)}"}
         terms |= {"lost": lost} if lost else {}
         with suppress(RuntimeError):  # connections or the store may be gone, with a rank
-            self._post(Stamp(Kind.FAILURE, self.number, 0, 0), terms)
+            self._post(Stamp(PassKind.FAILURE, self.number, 0, 0), terms)
             self.post_terms(self._pending[-1])
 
     def lost_hop(self, error: Exception) -> BurstError:
@@ -138,93 +138,93 @@ class PassLog(Members):
         """Raise `error` in all later passes; returns it. `lost` as in `fail`."""
         self.fail(error, lost)
         with self._lock:
-            self._break(self.broken or error)
+            self._refuse_later_passes(self.later_error or error)
         return error
 
-    def _break(self, error: BurstError | None) -> None:
+    def _refuse_later_passes(self, error: BurstError | None) -> None:
         """Have later passes raise this; without its traceback, which holds tensors and groups."""
-        self.broken = error and type(error)(*error.args)
+        self.later_error = error and type(error)(*error.args)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look at what is compared so far, without waiting for more; raises as `begin`."""
         with self._lock:
-            self._look()
-            if self._pending and monotonic() - self._pending[0].begun > _LOOK_S:
-                self._heed(self._pending[0])
+            self._poll()
+            if self._pending and monotonic() - self._pending[0].begin_s > _POLL_S:
+                self._check_abort(self._pending[0])
 
     def _post(self, stamp: Stamp, terms: Mapping[str, str]) -> None:
-        sign, few = stamp.sign(self.size), self.size <= self.few
+        sign, few = stamp.fingerprint(self.size), self.size <= self.max_all_to_all_ranks
         mine = array("q", [sign] * (self.size if few else 1))
         signs, tensor = array("q", mine), partial(torch.frombuffer, dtype=torch.int64)
         if few:
             work = self.group.alltoall_base(tensor(signs), tensor(mine), [], [], self._to_each)
         else:
             work = self.group.allreduce([tensor(signs)], self._summed)
-        self._pending.append(Entry(self.number, stamp, terms, sign, signs, work, monotonic()))
+        self._pending.append(PendingPass(self.number, stamp, terms, sign, signs, work, monotonic()))
 
-    def _look(self) -> None:
-        if self.broken:
-            raise type(self.broken)(*self.broken.args)
+    def _poll(self) -> None:
+        if self.later_error:
+            raise type(self.later_error)(*self.later_error.args)
         while self._pending and self._pending[0].work.is_completed():
             entry = self._pending.popleft()
             try:
                 entry.work.wait()
             except RuntimeError as error:
-                raise self._lost(entry, str(error).splitlines()[0]) from error
-            if entry.told:
+                raise self._rank_missing(entry, str(error).splitlines()[0]) from error
+            if entry.is_posted:
                 self.store.delete_key(self.waiting(self.rank))
-            if sum(entry.signs) != entry.sign * self.size:
+            if sum(entry.fingerprints) != entry.fingerprint * self.size:
                 # this rank has raised its own error; where stamps are waited for, all are in step
-                if not (self.waits and entry.stamp.kind is Kind.FAILURE):
+                if not (self.waits and entry.stamp.kind is PassKind.FAILURE):
                     raise self._disagreement(entry)
-            elif entry.told:
+            elif entry.is_posted:
                 self.store.delete_key(self.key(entry))
         if self._pending:
-            self._give_up_late(self._pending[0])
+            self._check_timeout(self._pending[0])
 
-    def _await(self, entry: Entry) -> None:
-        while not self._over_soon(entry):
-            self._give_up_late(entry)
-            self._heed(entry)
+    def _await(self, entry: PendingPass) -> None:
+        while not self._completes_soon(entry):
+            self._check_timeout(entry)
+            self._check_abort(entry)
 
-    def _over_soon(self, entry: Entry) -> bool:
+    def _completes_soon(self, entry: PendingPass) -> bool:
         """Whether a pass is compared, which this waits for a moment."""
         with suppress(RuntimeError):  # not yet; `_look` reports what has failed for good
-            entry.work.wait(timedelta(seconds=_LOOK_S))
+            entry.work.wait(timedelta(seconds=_POLL_S))
         return entry.work.is_completed()
 
-    def _heed(self, entry: Entry) -> None:
+    def _check_abort(self, entry: PendingPass) -> None:
         """Give up a pass that another rank gave up: only neighbours miss a rank at once."""
         alarmed = False
         with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
             alarmed = self.store.check([self.alarm(entry)])
-        if alarmed and not self._over_soon(entry):
-            raise self._lost(entry, "another rank has given up")
+        if alarmed and not self._completes_soon(entry):
+            raise self._rank_missing(entry, "another rank has given up")
 
-    def _give_up_late(self, entry: Entry) -> None:
+    def _check_timeout(self, entry: PendingPass) -> None:
         """Give up a pass that has waited for as long as the time-out. From half of that on its
         terms are in the store, so that ranks that wait are known from those that are missing."""
-        waited, limit = monotonic() - entry.begun, self.board.timeout_s
+        waited, limit = monotonic() - entry.begin_s, self.consensus.timeout_s
         if waited > limit:
-            raise self._lost(entry, f"nothing came within {limit:g} s")
-        if waited > limit / 2 and not entry.told:
+            raise self._rank_missing(entry, f"nothing came within {limit:g} s")
+        if waited > limit / 2 and not entry.is_posted:
             with suppress(RuntimeError):
                 self.post_terms(entry)
                 self.store.set(self.waiting(self.rank), "")
 
-    def _disagreement(self, entry: Entry) -> BurstError:
+    def _disagreement(self, entry: PendingPass) -> BurstError:
         from megatron_burst.desync.differing import disagreement
 
         error, goes_on = disagreement(self, entry)
-        self._break(None if goes_on else error)
+        self._refuse_later_passes(None if goes_on else error)
         return error
 
-    def _lost(self, entry: Entry, why: str) -> BurstError:
+    def _rank_missing(self, entry: PendingPass, why: str) -> BurstError:
         from megatron_burst.desync.verdict import lost_pass
 
         error, lost = lost_pass(self, entry, why)
-        self._tell_of(error, lost)  # a rank that comes later
-        self._break(error)
+        self._publish_failure(error, lost)  # a rank that comes later
+        self._refuse_later_passes(error)
         return error
 
 
@@ -244,29 +244,29 @@ def _watch(*watched: Any) -> None:
 
 
 @uncompiled
-def _before_step(log: ReferenceType[PassLog], *_: object) -> None:
+def _before_step(log: ReferenceType[DesyncDetector], *_: object) -> None:
     """Before an optimizer writes weights, wait until all passes so far are compared: gradients may
     come from a pass in which ranks differed. An error that was raised before is not repeated: the
     step may be that of another group."""
-    if (living := log()) and not living.heard:
+    if (living := log()) and not living.raised_to_caller:
         living.compare()
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class PassAnnouncer:
     """Announces the passes of a call; a no-op without a log."""
 
-    log: PassLog | None = None
+    log: DesyncDetector | None = None
     terms: Mapping[str, str] = field(default_factory=dict)
     digest: int = 0
 
     @classmethod
-    def of(cls, log: PassLog | None, terms: Mapping[str, str]) -> "Marks":
+    def of(cls, log: DesyncDetector | None, terms: Mapping[str, str]) -> "PassAnnouncer":
         text = json.dumps(dict(terms)).encode()
         return cls(log, terms, int.from_bytes(blake2b(text, digest_size=8).digest(), signed=True))
 
     def begin(
-        self, kind: Kind, call: int = 0, layer: int = 0, data: Mapping[str, str] | None = None
+        self, kind: PassKind, call: int = 0, layer: int = 0, data: Mapping[str, str] | None = None
     ) -> int:
         """Begin a pass; returns its number. See `PassLog.begin`; `data`: what else all ranks must
         have in common, as text by name."""
@@ -274,12 +274,12 @@ class Marks:
             return 0
         if data is None:
             return self.log.begin(kind, self.digest, self.terms, call, layer)
-        both = Marks.of(self.log, {**self.terms, **data})
+        both = PassAnnouncer.of(self.log, {**self.terms, **data})
         return self.log.begin(kind, both.digest, both.terms, call, layer)
 
-    def telling(self) -> "Pass":
+    def reporting_errors(self) -> "Pass":
         """Context that tells the other ranks of an error in it, before the pass that they await."""
-        return Pass(self, Kind.FAILURE)
+        return Pass(self, PassKind.FAILURE)
 
 
 class Pass:
@@ -290,7 +290,7 @@ class Pass:
         number: of the pass, once it has begun.
     """
 
-    def __init__(self, marks: Marks, kind: Kind, call: int = 0, layer: int = 0) -> None:
+    def __init__(self, marks: PassAnnouncer, kind: PassKind, call: int = 0, layer: int = 0) -> None:
         self._marks, self._what, self.number = marks, (kind, call, layer), 0
         self._tells = marks.log is not None
 
@@ -309,5 +309,5 @@ class Pass:
             error.add_note(f"in layer {layer}, {what.name.lower()}")
         if self._tells and log and isinstance(error, Exception):
             log.fail(error)
-        elif error is None and self.number and log and log.waits and what is Kind.BACKWARD:
-            self._marks.begin(Kind.OVER, self.number, layer)  # an optimizer's step may be next
+        elif error is None and self.number and log and log.waits and what is PassKind.BACKWARD:
+            self._marks.begin(PassKind.OVER, self.number, layer)  # an optimizer's step may be next

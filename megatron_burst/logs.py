@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 
-def say(text: str, level: int = logging.INFO) -> None:
+def log_message(text: str, level: int = logging.INFO) -> None:
     """Log something for the user; the caller makes sure that one rank does so, once."""
     logger = logging.getLogger("megatron_burst")
     root_says = logging.getLogger().level not in (logging.NOTSET, logging.WARNING)
@@ -23,13 +23,13 @@ def say(text: str, level: int = logging.INFO) -> None:
 
 
 @cache  # of this process
-def say_once(text: str) -> None:
+def log_message_once(text: str) -> None:
     """`say`, but nothing that this process has said so before."""
-    say(text)
+    log_message(text)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Decision:
     """What was chosen, and why, as text for the user; "" if it needs no reason."""
 
     value: str

@@ -28,21 +28,21 @@ Parcels = Sequence[tuple[int, Tensor]]  # (peer cp rank, tensor to send or recei
 SlotRows = Sequence[tuple[int, slice]]  # (peer cp rank, rows of a slot that one takes of the other)
 
 
-class UnderWay(Protocol):
+class Handle(Protocol):
     """A handle of work that was started."""
 
     def wait(self, stream: torch.cuda.Stream | None) -> None:
         """Make the current stream, passed in, wait for it; None on CPU."""
 
 
-class Where(NamedTuple):
+class Placement(NamedTuple):
     """Where a call runs."""
 
     device: torch.device
     stream: int = 0  # the caller's; 0 on CPU
 
     @classmethod
-    def of(cls, x: Tensor) -> "Where":
+    def of(cls, x: Tensor) -> "Placement":
         """Where a call on this tensor would run now."""
         on_gpu = x.device.type == "cuda"
         return cls(x.device, torch.cuda.current_stream(x.device).cuda_stream if on_gpu else 0)
@@ -60,15 +60,15 @@ class Views:
         return self._made.setdefault(of, {}).setdefault(turn, {})
 
 
-class Memory(Views):
+class FlatBuffers(Views):
     """Flat byte buffers of one size for one use, and where the call ran that allocated them."""
 
-    def __init__(self, flats: list[Tensor], where: Where | None = None) -> None:
+    def __init__(self, flats: list[Tensor], where: Placement | None = None) -> None:
         super().__init__()
-        self.flats, self.where = flats, where
+        self.flats, self.placement = flats, where
 
 
-class Held:
+class BufferSize:
     """How many buffers are held, and of how many bytes: as the largest of the latest passes needs
     them. So one long sample does not take memory for good, and lengths that alternate allocate
     nothing. Ranks that make the same passes hold the same."""
@@ -107,7 +107,7 @@ class SentSlots:
     """
 
     def __init__(
-        self, memory: Memory, count: int, send: Callable[[Parcels, Parcels], UnderWay]
+        self, memory: FlatBuffers, count: int, send: Callable[[Parcels, Parcels], Handle]
     ) -> None:
         self._memory, self._count, self._send = memory, count, send
 
@@ -122,17 +122,17 @@ class SentSlots:
         """The bytes of this rank's slot of a round."""
         return self._memory.flats[index % self._count]
 
-    def ends(
+    def prepare(
         self, index: int, view: Tensor, gives: SlotRows, takes: SlotRows
     ) -> tuple[Parcels, Sequence[int]]:
         """Prepare a round's exchange of rows of this rank's slot, `view` [rows, ...], and of other
         ranks' slots; the result can be reused for equal views."""
         return [(peer, view[rows]) for peer, rows in gives], [peer for peer, _ in takes]
 
-    def exchange(
+    def transfer(
         self, index: int, ends: tuple[Parcels, Sequence[int]], targets: Sequence[Tensor],
         queues: "OneQueue | Queues",
-    ) -> UnderWay:  # fmt: skip
+    ) -> Handle:  # fmt: skip
         """Once the current stream has filled a round's slot, start the exchange that `ends`
         prepared; each take goes to its target."""
         sends, peers = ends
@@ -142,7 +142,7 @@ class SentSlots:
 Slots = Any  # of one call: SentSlots, or PulledSlots, which has the same methods
 
 
-class Over:
+class DoneHandle:
     """A handle of work that is already done."""
 
     def wait(self, stream: torch.cuda.Stream | None) -> None:
@@ -153,11 +153,11 @@ class Over:
         return True
 
 
-OVER = Over()
+DONE = DoneHandle()
 
 
 @dataclass(slots=True)
-class Sends:
+class SendRecvs:
     """Sends and receives in flight.
 
     Attributes:
@@ -171,8 +171,8 @@ class Sends:
     works: Sequence[dist.Work]
     peers: Sequence[int]
     timeout_s: float | None
-    lost: Callable[[], Callable[[Exception], Exception]]
-    awaited: int | None = None
+    error_of: Callable[[], Callable[[Exception], Exception]]
+    waiting_for: int | None = None
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         """Make the current stream (on CPU: this thread) wait until all are complete."""
@@ -183,16 +183,16 @@ class Sends:
                 return
             works, self.works, limit = self.works, (), timedelta(seconds=self.timeout_s)
             for work, peer in zip(works, self.peers, strict=False):
-                self.awaited = peer
+                self.waiting_for = peer
                 work.wait(limit)  # only once: gloo hangs when waited on twice
-            self.awaited = None
+            self.waiting_for = None
         except RuntimeError as error:
-            raise self.lost()(error) from error
+            raise self.error_of()(error) from error
 
     def query(self) -> bool:
         """Whether nothing waits for them: on a CPU this process, on a GPU a stream."""
         if self.timeout_s is not None:
-            return self.awaited is None
+            return self.waiting_for is None
         return all(work.is_completed() for work in self.works)
 
 
@@ -201,15 +201,15 @@ class OneQueue:
 
     stream = name = None
 
-    def __init__(self, where: Where) -> None:
-        self.where = where
+    def __init__(self, where: Placement) -> None:
+        self.placement = where
 
-    def go(self, name: Hashable | None) -> None:
+    def switch(self, name: Hashable | None) -> None:
         """As `Queues.go`."""
 
-    def mark(self, again: UnderWay | None = None) -> UnderWay:
+    def record(self, again: Handle | None = None) -> Handle:
         """As `Queues.mark`."""
-        return OVER
+        return DONE
 
 
 class Queues:
@@ -219,17 +219,17 @@ class Queues:
     def __init__(self, device: torch.device, streams: dict[Hashable, torch.cuda.Stream]) -> None:
         self._caller = self.stream = torch.cuda.current_stream(device)
         self.name: Hashable | None = None
-        self.where, self._streams = Where(device, self.stream.cuda_stream), streams
+        self.placement, self._streams = Placement(device, self.stream.cuda_stream), streams
 
-    def go(self, name: Hashable | None) -> None:
+    def switch(self, name: Hashable | None) -> None:
         """Switch to the stream of that name; None: to the caller's."""
         stream = self._caller if name is None else self._streams.get(name)
         if stream is None:
-            stream = self._streams[name] = torch.cuda.Stream(self.where.device, priority=-1)
+            stream = self._streams[name] = torch.cuda.Stream(self.placement.device, priority=-1)
         self.stream, self.name = stream, name
         torch.cuda.set_stream(stream)
 
-    def mark(self, again: UnderWay | None = None) -> torch.cuda.Event:
+    def record(self, again: Handle | None = None) -> torch.cuda.Event:
         """Mark all work queued on the current stream so far; `again`: a mark to reuse, which
         nothing waits for any more; it may be from a call with one queue."""
         event = again if isinstance(again, torch.cuda.Event) else torch.cuda.Event()
@@ -237,20 +237,20 @@ class Queues:
         return event
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """One rank's end of all transfers: a `Communicator`, or a substitute for simulated ranks."""
 
     cp_rank: int  # this rank
     overlaps: bool  # whether transfers overlap with kernels
 
-    def buffers(self, use: Hashable, count: int, num_bytes: int, where: Where) -> Memory:
+    def buffers(self, use: Hashable, count: int, num_bytes: int, where: Placement) -> FlatBuffers:
         """At least `count` buffers of at least `num_bytes`, the same ones in every call of the
         group; calls use them one after the other."""
 
-    def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Where) -> Slots:
+    def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Placement) -> Slots:
         """Slots for a call, which this rank shares with the others of its node."""
 
-    def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> UnderWay:
+    def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Handle:
         """Start after the work queued on the current stream; sends and receives between two ranks
         match in order."""
 

@@ -7,13 +7,13 @@ from functools import lru_cache
 
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout, positions
-from megatron_burst.schedule.mask import Mask, Span, Tile, joined, meet
+from megatron_burst.schedule.mask import Mask, Span, Tile, merge_full_tiles, tile_between
 from megatron_burst.schedule.spec import Circulate
 from megatron_burst.schedule.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardChunk:
     """Rows of one rank's shard that are contiguous in the whole sequence.
 
     Attributes:
@@ -23,18 +23,18 @@ class Piece:
         place: position of the first row in the sequence.
     """
 
-    holder: int
+    cp_rank: int
     rows: Span
-    whole: Span
-    place: int = 0
+    node_rows: Span
+    position: int = 0
 
-    def part(self, whole: Span) -> "Piece | None":
+    def within(self, whole: Span) -> "ShardChunk | None":
         """Its rows within this span of the whole, if any."""
-        if not (both := self.whole.both(whole)):
+        if not (both := self.node_rows.intersection(whole)):
             return None
-        by = self.rows.start - self.whole.start
-        place = self.place + both.start - self.whole.start
-        return Piece(self.holder, both.moved(by), both, place)
+        by = self.rows.start - self.node_rows.start
+        place = self.position + both.start - self.node_rows.start
+        return ShardChunk(self.cp_rank, both.shifted(by), both, place)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +47,7 @@ class NodeShards:
         after: for each of these, how many of the working node's own come before it.
     """
 
-    pieces: tuple[Piece, ...]
+    chunks: tuple[ShardChunk, ...]
     before: tuple[int, ...]
     after: tuple[int, ...]
 
@@ -62,18 +62,18 @@ class Halo:
     """
 
     spans: tuple[Span, ...]
-    of: int
+    shard_rows: int
 
     @property
     def rows(self) -> int:
         return sum(map(len, self.spans))
 
-    def parts(self, rows: Span) -> Iterator[tuple[Span, Span]]:
+    def circulating_parts(self, rows: Span) -> Iterator[tuple[Span, Span]]:
         """Those within some rows: in the shard, and in what circulates."""
         start = 0
         for span in self.spans:
-            if both := span.both(rows):
-                yield both, both.moved(start - span.start)
+            if both := span.intersection(rows):
+                yield both, both.shifted(start - span.start)
             start += len(span)
 
 
@@ -91,18 +91,20 @@ def halo(topology: Topology, layout: Layout, mask: Mask, tokens: int, owner: int
     if not mask.windowed or layout is Layout.DOCUMENTS:  # there, a window needs a single node
         return Halo((Span(0, tokens),), tokens)
     found, (home, _) = [], topology.coord(owner)
-    for queries in (places for row, places in enumerate(_node_places(topology, layout, tokens))
+    for queries in (places for row, places in enumerate(_node_positions(topology, layout, tokens))
                     if row != home):  # fmt: skip
         first = 0
         for keys in positions(layout, owner, topology.cp_size, tokens):
-            met = (meet(places, keys, mask) for places in queries)
-            found += [tile.kv.moved(first) for tile in met if tile]
+            met = (tile_between(places, keys, mask) for places in queries)
+            found += [tile.kv.shifted(first) for tile in met if tile]
             first += len(keys)
     return Halo(tuple(Span(*edges) for edges in union((s.start, s.stop) for s in found)), tokens)
 
 
 @lru_cache(maxsize=256)
-def _node_places(topology: Topology, layout: Layout, tokens: int) -> tuple[tuple[range, ...], ...]:
+def _node_positions(
+    topology: Topology, layout: Layout, tokens: int
+) -> tuple[tuple[range, ...], ...]:
     """Positions of the rows of each node, contiguous ones joined."""
     found = []
     for ranks in topology.grid:
@@ -153,12 +155,12 @@ def node_shards(
     visits, own = [], None
     for away in range(topology.inter_size):
         terms = topology.grid[(row - away) % topology.inter_size], topology.grid[row]
-        pieces = _pieces(layout, topology.cp_size, tokens, *terms)
-        starts = tuple(piece.place for piece in pieces)
+        pieces = _shard_chunks(layout, topology.cp_size, tokens, *terms)
+        starts = tuple(piece.position for piece in pieces)
         own = own or starts
         before = tuple(bisect_left(starts, start) for start in own)
         after = tuple(bisect_left(own, start) for start in starts)
-        lie = tuple((piece.holder, piece.rows.start) for piece in pieces)
+        lie = tuple((piece.cp_rank, piece.rows.start) for piece in pieces)
         kind = lie, before, after, starts if placed else ()
         if kind not in alike:
             alike[kind] = NodeShards(pieces, before, after)
@@ -166,11 +168,11 @@ def node_shards(
     return tuple(visits)
 
 
-def _pieces(
+def _shard_chunks(
     layout: Layout, cp_size: int, tokens: int, owners: Sequence[int], holders: Sequence[int]
-) -> tuple[Piece, ...]:
+) -> tuple[ShardChunk, ...]:
     """The shards of some ranks in sequence order, held by others."""
-    found: list[Piece] = []
+    found: list[ShardChunk] = []
     laid = (
         (span.start, holder, number, len(span))
         for owner, holder in zip(owners, holders, strict=True)
@@ -178,13 +180,13 @@ def _pieces(
     )
     for i, (place, holder, number, size) in enumerate(sorted(laid)):
         rows, whole = (Span(n * size, (n + 1) * size) for n in (number, i))
-        found.append(Piece(holder, rows, whole, place))
+        found.append(ShardChunk(holder, rows, whole, place))
     return tuple(found)
 
 
 def sides(
     here: NodeShards, visit: NodeShards, circulate: Circulate | None
-) -> tuple[tuple[tuple[Piece, int], ...], tuple[Piece, ...]]:
+) -> tuple[tuple[tuple[ShardChunk, int], ...], tuple[ShardChunk, ...]]:
     """The query pieces, each with how many key pieces come before it, and the key pieces.
 
     Args:
@@ -193,12 +195,12 @@ def sides(
         circulate: what circulates.
     """
     if circulate is Circulate.Q:
-        return tuple(zip(visit.pieces, visit.after, strict=True)), here.pieces
-    return tuple(zip(here.pieces, visit.before, strict=True)), visit.pieces
+        return tuple(zip(visit.chunks, visit.after, strict=True)), here.chunks
+    return tuple(zip(here.chunks, visit.before, strict=True)), visit.chunks
 
 
 def tiles_between(
-    queries: Sequence[tuple[Span, Piece, int]], keys: Sequence[Piece], mask: Mask
+    queries: Sequence[tuple[Span, ShardChunk, int]], keys: Sequence[ShardChunk], mask: Mask
 ) -> tuple[Tile, ...]:
     """Tiles of query rows over the keys of another node.
 
@@ -209,13 +211,13 @@ def tiles_between(
         mask: which keys a query may see.
     """
     if mask.positional:
-        return joined(
+        return merge_full_tiles(
             tile for rows, piece, _ in queries for tile in tiles_over(rows, piece, keys, mask)
         )
     found: list[tuple[Span, int]] = []
     for rows, _, before in queries:
         seen = len(keys) if mask.full else before
-        stop = keys[seen - 1].whole.stop if seen else 0
+        stop = keys[seen - 1].node_rows.stop if seen else 0
         if found and found[-1][1] == stop and found[-1][0].stop == rows.start:
             found[-1] = Span(found[-1][0].start, rows.stop), stop
         else:
@@ -223,7 +225,9 @@ def tiles_between(
     return tuple(Tile(rows, Span(0, stop), Mask.FULL) for rows, stop in found if stop)
 
 
-def tiles_over(rows: Span, queries: Piece, keys: Iterable[Piece], mask: Mask) -> Iterator[Tile]:
+def tiles_over(
+    rows: Span, queries: ShardChunk, keys: Iterable[ShardChunk], mask: Mask
+) -> Iterator[Tile]:
     """Tiles of a piece's queries over keys, whose rows count in the whole.
 
     Args:
@@ -232,22 +236,25 @@ def tiles_over(rows: Span, queries: Piece, keys: Iterable[Piece], mask: Mask) ->
         keys: in the order of the sequence.
         mask: by position.
     """
-    places = range(queries.place, queries.place + len(rows))
-    for keys_at, whole in runs(keys):
-        if tile := meet(places, keys_at, mask):
+    places = range(queries.position, queries.position + len(rows))
+    for keys_at, whole in adjacent_runs(keys):
+        if tile := tile_between(places, keys_at, mask):
             by = rows.start, whole
-            yield Tile(tile.q.moved(by[0]), tile.kv.moved(by[1]), tile.mask, tile.places)
+            yield Tile(tile.q.shifted(by[0]), tile.kv.shifted(by[1]), tile.mask, tile.positions)
 
 
-def runs(pieces: Iterable[Piece]) -> list[tuple[range, int]]:
+def adjacent_runs(pieces: Iterable[ShardChunk]) -> list[tuple[range, int]]:
     """Adjacent pieces joined: their positions, and their first row in the whole."""
     found: list[tuple[range, int]] = []
     for piece in pieces:
-        stop = piece.place + len(piece.rows)
-        if found and (found[-1][0].stop, _stop(found[-1])) == (piece.place, piece.whole.start):
+        stop = piece.position + len(piece.rows)
+        if found and (found[-1][0].stop, _stop(found[-1])) == (
+            piece.position,
+            piece.node_rows.start,
+        ):
             found[-1] = range(found[-1][0].start, stop), found[-1][1]
         else:
-            found.append((range(piece.place, stop), piece.whole.start))
+            found.append((range(piece.position, stop), piece.node_rows.start))
     return found
 
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch.autograd import profiler
 
-from megatron_burst.engine.run import Bound, Run, Step
+from megatron_burst.engine.run import BoundProgram, Run, Step
 from megatron_burst.schedule.program import Op, Program, Ref, Transfer
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
@@ -44,11 +44,11 @@ def range_of_pass(direction: Direction, layer: int, mode: str) -> AbstractContex
     return profiler.record_function(f"burst {direction}{where}, {mode}")
 
 
-def with_ranges(executor: Bound) -> tuple[Step, ...]:
+def with_ranges(executor: BoundProgram) -> tuple[Step, ...]:
     """A program's steps, each in a range that names what it does."""
 
     def ranged(step: Step, op: Op) -> Step:
-        name, work = _in_words(executor, op), step.run
+        name, work = _describe(executor, op), step.run
 
         def run(of: Run) -> Any:
             with profiler.record_function(name):
@@ -56,11 +56,11 @@ def with_ranges(executor: Bound) -> tuple[Step, ...]:
 
         return replace(step, run=run)
 
-    steps, ops = executor.binder.steps, executor.program.ops
+    steps, ops = executor.compiler.steps, executor.program.ops
     return tuple(map(ranged, steps, ops))
 
 
-def _in_words(executor: Bound, op: Op) -> str:
+def _describe(executor: BoundProgram, op: Op) -> str:
     if not isinstance(op, Transfer):
         return f"burst {type(op).__name__}: {_names(op.reads)} -> {_names(op.writes)}"
     came = dict.fromkeys(f"{take.remote_rows.buffer} of {take.peer}" for take in op.recvs)
@@ -95,11 +95,11 @@ class Meter:
 
     def __init__(self) -> None:
         self.on, self._timed = False, False
-        self._before: WeakKeyDictionary[Bound, int] = WeakKeyDictionary()
-        self._runs: Counter[Bound] = Counter()
-        self._clocks: dict[Bound, Clock] = {}
+        self._before: WeakKeyDictionary[BoundProgram, int] = WeakKeyDictionary()
+        self._runs: Counter[BoundProgram] = Counter()
+        self._clocks: dict[BoundProgram, Clock] = {}
         # reused: they have events
-        self._made: WeakKeyDictionary[Bound, Clock] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[BoundProgram, Clock] = WeakKeyDictionary()
         self._counted: list[tuple[Program, int, int, Callable[[], Clock | None]]] = []
 
     def begin_step(self, timed: bool) -> None:
@@ -119,7 +119,7 @@ class Meter:
         self._runs.clear()  # they hold the group's memory
         self._clocks.clear()
 
-    def clock(self, executor: Bound) -> "Clock | None":
+    def clock(self, executor: BoundProgram) -> "Clock | None":
         """Count a pass; returns the clock that times it, if any."""
         number, before = self._runs[executor], self._before.get(executor)
         self._runs[executor] += 1

@@ -25,23 +25,23 @@ _AGREEMENTS = 256  # a model has a few configurations
 PROBLEM = "problem"  # the term that says why a rank refuses a call
 
 
-class Parallel(NamedTuple):
+class ParallelKind(NamedTuple):
     """What a group is for, in the words of errors."""
 
     group: str
     rank: str
-    why: str  # its ranks must do the same
+    reason: str  # its ranks must do the same
     changes: Mapping[str, str] = {}  # what to change where a term differs, if something special
 
 
-CP = Parallel("context-parallel", "cp rank", "they send each other shards")
-TP = Parallel(
+CP = ParallelKind("context-parallel", "cp rank", "they send each other shards")
+TP = ParallelKind(
     "tensor-parallel", "tp rank", "each computes its part of every token's logits",
     {"weight": "pad the vocabulary until tp divides it (--make-vocab-size-divisible-by)"},
 )  # fmt: skip
 
 
-class Latest[K, V](dict[K, V]):
+class BoundedDict[K, V](dict[K, V]):
     """A dictionary of at most `most` entries, which evicts the oldest.
 
     Ranks that insert the same entries evict the same ones.
@@ -64,7 +64,7 @@ class Latest[K, V](dict[K, V]):
         return value
 
 
-class Board:
+class StoreConsensus:
     """A board on which each rank of a group posts texts and reads the others'.
 
     Posts that all ranks have read are deleted from the store. A board does not keep its group
@@ -80,20 +80,20 @@ class Board:
     def __init__(self, group: dist.ProcessGroup, timeout_s: float | None = None) -> None:
         self._group, self._store = ref(group), group.get_group_store()
         self._rank, self._size = group.rank(), group.size()
-        self.given_timeout_s = timeout_s
+        self.own_timeout_s = timeout_s
         # unique; empty until the first post
         self.name, self._posts = "", 0
-        self._agreed: Latest[Hashable, None] = Latest(_AGREEMENTS)
+        self._agreed: BoundedDict[Hashable, None] = BoundedDict(_AGREEMENTS)
 
     @property
     def timeout_s(self) -> float:
         """Seconds that this rank waits for others."""
-        if self.given_timeout_s is not None:
-            return self.given_timeout_s
+        if self.own_timeout_s is not None:
+            return self.own_timeout_s
         group = self._group()
         return seconds_of(group) if group is not None else 0.0
 
-    def share(self, text: str, who: str, of: Parallel = CP) -> list[str]:
+    def all_gather(self, text: str, who: str, of: ParallelKind = CP) -> list[str]:
         """Post a text; returns the texts of all ranks in rank order.
 
         `who`, `of`: begin and word the sentence of an error.
@@ -104,14 +104,14 @@ class Board:
         if self._size == 1:
             return [text]
         if not self.name:
-            self.name = self._join(who, text, of)
+            self.name = self._obtain_name(who, text, of)
         keys = self.keys()
         read = f"{self.name}/{self._posts}/read"
         self._posts += 1
         self._store.set(keys[self._rank], text)
         is_first = self._rank == 0 and self._posts == 1
-        if late := self._admit(keys) if is_first else self._wait(keys):
-            raise self._lost(late, who, text, of)
+        if late := self._give_out_name(keys) if is_first else self._wait(keys):
+            raise self._missing_ranks(late, who, text, of)
         texts = [found.decode() for found in self._store.multi_get(keys)]
         if self._store.add(read, 1) == self._size:
             for key in (*keys, read):
@@ -120,7 +120,7 @@ class Board:
 
     def agree(
         self, terms: Mapping[str, str], who: str, key: Hashable = None, problem: str = "",
-        of: Parallel = CP,
+        of: ParallelKind = CP,
     ) -> None:  # fmt: skip
         """Make sure that all ranks have the same terms and that none refuses the call.
 
@@ -136,7 +136,7 @@ class Board:
             DisagreementError: on all ranks, naming the first term that differs.
         """
         post = dict(terms) | ({PROBLEM: problem} if problem else {})
-        everyones = [json.loads(text) for text in self.share(json.dumps(post), who, of)]
+        everyones = [json.loads(text) for text in self.all_gather(json.dumps(post), who, of)]
         for rank, theirs in enumerate(everyones):
             if wrong := theirs.get(PROBLEM):
                 raise BurstError(f"{wrong} ({of.rank} {rank})")
@@ -146,12 +146,12 @@ class Board:
             refuse_differences(who, everyones, self._rank, of)
         self._agreed[key] = None
 
-    def knows(self, key: Hashable) -> bool:
+    def has_agreed(self, key: Hashable) -> bool:
         """Whether ranks have agreed on terms with this key. A rank that relies on that leaves out
         an agreement, for which others would wait if they do not know the key."""
         return key in self._agreed
 
-    def _join(self, who: str, text: str, of: Parallel) -> str:
+    def _obtain_name(self, who: str, text: str, of: ParallelKind) -> str:
         """The board's name: rank 0 makes it up and gives it to ranks that ask under a new key."""
         mine = uuid4().hex
         if self._rank == 0:
@@ -159,10 +159,10 @@ class Board:
         self._store.set(f"{PREFIX}/hello/{self._rank}", mine)
         answer = f"{PREFIX}/welcome/{mine}"
         if self._wait([answer]):
-            raise self._lost([0], who, text, of)
+            raise self._missing_ranks([0], who, text, of)
         return self._store.get(answer).decode()
 
-    def _admit(self, keys: list[str]) -> list[int]:
+    def _give_out_name(self, keys: list[str]) -> list[int]:
         """Give out the board's name until all others have posted; returns those that did not in
         time.
 
@@ -192,10 +192,10 @@ class Board:
             return [place for place, key in enumerate(keys) if not self._store.check([key])]
         return []
 
-    def _lost(self, late: list[int], who: str, text: str, of: Parallel) -> BurstError:
+    def _missing_ranks(self, late: list[int], who: str, text: str, of: ParallelKind) -> BurstError:
         return BurstError(
-            f"{who}: all ranks of a {of.group} group must make the same calls, because {of.why}; "
-            f"got no word from {of.rank}s {late} within {self.timeout_s:g} s about {text}; check "
+            f"{who}: all ranks of a {of.group} group must make the same calls, because "
+            f"{of.reason}; got no word from {of.rank}s {late} within {self.timeout_s:g} s about {text}; check "
             "that they run and that their batches have the same shape"
         )
 
