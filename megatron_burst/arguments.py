@@ -96,7 +96,7 @@ KINDS = {
         "pass BurstConfig(...), or leave it out",
     ),
     "layer": _Kind(_is_integer, "must be a whole number, because ranks compare it", "pass one"),
-    "given": _Kind(lambda given: True, "", ""),
+    "sample_args": _Kind(lambda x: True, "", ""),
 }
 
 

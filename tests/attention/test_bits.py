@@ -146,7 +146,7 @@ def test_every_number_of_ranks_and_nodes_runs_one_mode(layout):
 
 
 def attends(spec):
-    ops = program_of(spec.of(0, Direction.FORWARD).in_units()[0]).ops
+    ops = program_of(spec.program_spec(0, Direction.FORWARD).in_units()[0]).ops
     return [op for op in ops if isinstance(op, Attend)]
 
 

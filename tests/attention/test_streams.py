@@ -30,7 +30,7 @@ class Streams(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.races, self._muted, self.where = [], False, Placement(torch.device("cpu"))
+        self.races, self._muted, self.placement = [], False, Placement(torch.device("cpu"))
         self.stream, self.name, self.current = "main", None, "main"
         self._clock, self._known = defaultdict(int), defaultdict(lambda: defaultdict(int))
         self._uses = {}  # by a buffer's address range

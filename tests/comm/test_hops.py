@@ -57,7 +57,7 @@ def test_a_thread_that_would_break_captures_asks_no_gpu(monkeypatch, status):
     library = SimpleNamespace() if status is None else SimpleNamespace(**{name: lambda _: status})
     monkeypatch.setattr(verdict.ctypes, "CDLL", lambda _: library)
     monkeypatch.setattr(verdict, "awaited_hop", asked.append)
-    log = SimpleNamespace(waits=False, board=SimpleNamespace(timeout_s=1))
+    log = SimpleNamespace(waits=False, consensus=SimpleNamespace(timeout_s=1))
     for on_gpu in (True, False):
         verdict.HopWatch(on_gpu).late(log)
     assert len(asked) == 1 + (status == 0)

@@ -141,7 +141,7 @@ class Seat:
     def __init__(self, *seats: tuple[int, str]):
         self.seats = seats
 
-    def share(self, mine, who):
+    def all_gather(self, mine, who):
         assert mine == "7 here"
         return [f"{gpu} {node}" for gpu, node in self.seats]
 
@@ -156,6 +156,6 @@ def test_ranks_of_a_node_may_not_share_a_gpu_and_those_of_emulated_nodes_may(mon
     with pytest.raises(BurstError, match=r"GPU of its own.*cp ranks \[0, 2\] on GPU 7 here"):
         check_devices(None, Seat((7, "here"), (8, "here"), (7, "here")))
     monkeypatch.delenv("NCCL_HOSTID")  # a container has a host name of its own: no reason to share
-    monkeypatch.setattr(Seat, "share", lambda self, mine, who: [mine] * 2)
+    monkeypatch.setattr(Seat, "all_gather", lambda self, mine, who: [mine] * 2)
     with pytest.raises(BurstError, match=r"cp ranks \[0, 1\] on GPU 7;"):
         check_devices(None, Seat())

@@ -373,7 +373,7 @@ def after_a_first_step(rank: int, parallel: Parallel) -> tuple:
     truth, plain = two_steps(case, parallel, BurstConfig())
     burst = BurstConfig(keep="auto", keep_host_gib=1e-6)
     patches.switch_on_keep(burst)
-    with mock.patch.object(stage, "say", lambda text: said.append(text) or log_message(text)):
+    with mock.patch.object(stage, "log_message", lambda text: said.append(text) or log_message(text)):
         got, early = two_steps(case, parallel, burst)
         wrong += differing(truth, got)
         end_step()

@@ -56,7 +56,7 @@ def with_a_longer_one(rank: int) -> tuple:
     living = []
     with (
         mock.patch.object(recompute, "choose_modules", choosing),
-        mock.patch.object(stage, "say", said.append),
+        mock.patch.object(stage, "log_message", said.append),
         mock.patch.object(recompute, "say_of_stage", said.append),
     ):
         two_steps(case, Parallel(), AUTO)
@@ -103,7 +103,7 @@ def beside_other_sequences(rank: int) -> tuple:
     patches.switch_on_keep(AUTO)
     with (
         mock.patch.object(recompute, "choose_modules", choosing),
-        mock.patch.object(kept_modules, "say_once", said.append),
+        mock.patch.object(kept_modules, "log_message_once", said.append),
         mock.patch.object(stage, "host_gbs", return_value=50.0 - rank),
         mock.patch.object(stage, "host_limit_bytes", return_value=1000 + rank),
     ):

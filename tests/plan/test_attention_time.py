@@ -150,7 +150,7 @@ def test_one_rank_takes_the_time_of_its_kernel():
 @given(calls(), directions)
 def test_bytes_that_arrive_on_each_link_are_those_that_are_sent(call, direction):
     """Takes say what comes, gives what goes: equal over all ranks, on each link."""
-    come, gone, topology = Counter(), Counter(), call.arranged
+    come, gone, topology = Counter(), Counter(), call.mode_topology
     for rank in range(topology.cp_size):
         found = program(call, rank, direction)
         gone.update(found.sent_bytes())

@@ -124,7 +124,7 @@ def specs_of(rank, options):
     config = BurstConfig(backend="reference", **options)
     burst_attention(q, k, v, config=config)
     (passes,) = state_of(dist.group.WORLD).resolved.values()
-    return [passes.spec.of(rank, direction) for direction in Direction]
+    return [passes.spec.program_spec(rank, direction) for direction in Direction]
 
 
 def test_predictions_of_lengths_that_were_not_fitted_are_near():

@@ -37,8 +37,8 @@ WIDE, NARROW = {"grad_wire": "accumulate"}, {"grad_wire": "input"}
         ((32, 8), 2, WIDE, "ring"),  # few KV heads: small K, V
         ((32, 32), 2, WIDE, "a2a"),
         ((32, 32), 2, NARROW | {"heads_per_round": 1}, "a2a"),
-        ((32, 32), 2, NARROW | {"heads_per_round": 1, "again": True}, "ring"),
-        ((32, 32), 4, WIDE | {"again": True}, "a2a"),
+        ((32, 32), 2, NARROW | {"heads_per_round": 1, "resends": True}, "ring"),
+        ((32, 32), 4, WIDE | {"resends": True}, "a2a"),
         ((32, 32), 2, NARROW | {"heads_per_round": 2}, "ring"),  # half of it is exposed
         ((32, 32), 4, WIDE | {"device": "cpu"}, "ring"),
         ((36, 36), 4, WIDE, "ring"),  # 8 ranks do not divide the heads
@@ -68,7 +68,7 @@ def test_what_nothing_hides_counts_twice():
         "between nodes a ring sends 644 MiB a rank, an all-to-all 514 MiB, of which 64.2 MiB are "
         "exposed"
     )
-    for other in ({"pieces": False}, {"heads_per_round": 4}, {"again": True}):
+    for other in ({"pieces": False}, {"heads_per_round": 4}, {"resends": True}):
         assert between(topology, shape, **other).value == "ring"
 
 

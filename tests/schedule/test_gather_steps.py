@@ -21,7 +21,7 @@ GATHERED = (Layout.ZIGZAG, Layout.CONTIGUOUS)
 def order_of(spec):
     """Round and distance of each step."""
     rounds = heads_in_rounds(spec.shape.heads_kv, spec.heads_per_round)
-    return steps(spec.topology.inter_size, len(rounds), spec.backward, spec.left)
+    return steps(spec.topology.inter_size, len(rounds), spec.backward, spec.saves_remote)
 
 
 def steps_of(spec):
@@ -125,7 +125,7 @@ def test_what_ranks_read_and_give_back_is_what_their_tiles_hold(spec):
                     continue
                 left = sum(len(leaf.rows) for leaf in step.leaves[rank])
                 own = [p.node_rows for p in step.keys if p.cp_rank == rank]
-                kept = sum(len(span) for tile in tiles for span in own if tile.kv.holds(span))
+                kept = sum(len(span) for tile in tiles for span in own if tile.kv.contains(span))
                 assert left + kept == len(laid) <= gathers.share_rows
         for gather, step in zip(gathers.gathers, gathers.steps, strict=True):
             for rank in ranks:

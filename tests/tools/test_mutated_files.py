@@ -117,7 +117,7 @@ def of_run(path: Path) -> int:
     """As a training process reads a plan: with the parser's own words for a wrong value."""
     parser = with_flags(megatron_arguments, ArgumentParser(), lambda args: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_file, "say_once", check_harmless)
+        patch.setattr(plan_file, "log_message_once", check_harmless)
         args = parser.parse_args(["--burst-plan", str(path)])
     check_plan(args)
     own_flags(path)
