@@ -43,14 +43,14 @@ def failing(direction: Direction, place: str, runs: list | None = None, act=None
             if place == "results":
                 broken.enter_context(patch.object(Noted, "prepare", fail))
             elif place != "memory":
-                steps = self.binder.steps
+                steps = self.compiler.steps
                 computing = [index for index, step in enumerate(steps) if not step.transfers]
                 at = computing[{"first": 0, "middle": len(computing) // 2, "last": -1}[place]]
                 op, broken_run = self.program.ops[at], fail
                 if act:
-                    broken_run = partial(act, steps[at], op, self.binder)
+                    broken_run = partial(act, steps[at], op, self.compiler)
                 wrong = *steps[:at], replace(steps[at], run=broken_run), *steps[at + 1 :]
-                broken.enter_context(patch.object(self.binder, "steps", wrong))
+                broken.enter_context(patch.object(self.compiler, "steps", wrong))
             return run(self, *args, **options)
 
     with patch.object(Executor, "run", failing_run):
