@@ -24,7 +24,7 @@ class CallArgs(NamedTuple):
     return_lse: bool = False
     config: BurstConfig = BurstConfig()
     layer: int = 0
-    sample_args: tuple[str, ...] = ()  # from `given_in`
+    sample_args: tuple[str, ...] = ()  # from `sample_args_of`
 
 
 def is_strided(x: object) -> bool:

@@ -24,7 +24,7 @@ def log_message(text: str, level: int = logging.INFO) -> None:
 
 @cache  # of this process
 def log_message_once(text: str) -> None:
-    """`say`, but nothing that this process has said so before."""
+    """As `log_message`, once per process for each text."""
     log_message(text)
 
 

@@ -276,7 +276,7 @@ BESIDE = {  # enums and machinery in the same modules
     "comm.detector": {"Pass", "DesyncDetector"}, "comm.group": {"GroupMemory", "SubGroups"},
 }  # fmt: skip
 MOST = {  # modules, lines, and lines of code without imports
-    "reading path": (52, 9676, 5494),
+    "reading path": (52, 9780, 5600),
     "trainer": (169, 28216, 16598),
     "package": (239, 38241, 22991),
 }

@@ -33,20 +33,20 @@ class GuardedExecutor(Executor):
     """Runs a program and raises an error after the first operation that gives NaN."""
 
     @cached_property
-    def binder(self) -> Compiler:
+    def compiler(self) -> Compiler:
         """The program's binder with steps that check what they wrote."""
-        binder = copy(super().compiler)  # other executors share it
-        steps = enumerate(zip(binder.steps, self.program.ops, strict=True), 1)
-        binder.steps = tuple(_guarded(binder, step, op, number) for number, (step, op) in steps)
-        return binder
+        compiler = copy(super().compiler)  # other executors share it
+        steps = enumerate(zip(compiler.steps, self.program.ops, strict=True), 1)
+        compiler.steps = tuple(_guarded(compiler, step, op, number) for number, (step, op) in steps)
+        return compiler
 
 
-def _guarded(binder: Compiler, step: Step, op: Op, number: int) -> Step:
-    places = _accessed(op, binder.program)
+def _guarded(compiler: Compiler, step: Step, op: Op, number: int) -> Step:
+    places = _accessed(op, compiler.program)
     if places is None:
         return step
-    writes, reads = (_parts(binder, some) for some in places)
-    total, direction = len(binder.program.ops), binder.program.direction
+    writes, reads = (_parts(compiler, some) for some in places)
+    total, direction = len(compiler.program.ops), compiler.program.direction
 
     def run(of: Run) -> Any:
         done = step.run(of)

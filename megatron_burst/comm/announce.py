@@ -16,7 +16,7 @@ def announce(
     of: ParallelKind = CP, data: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Announce a call that ranks of a group make together, before it does anything; see
-    `Group.agree`, and `Marks.begin` for `data`.
+    `Group.agree`, and `PassAnnouncer.begin` for `data`.
 
     Raises:
         BurstError: on all ranks, if one refuses it or makes another call; on GPUs, if ranks know
@@ -31,7 +31,7 @@ def announce(
 
 def backward_of(group: dist.ProcessGroup | None) -> Callable[[], int]:
     """What announces the backward of the call that a group's ranks announced last, before its
-    collectives; raises as `PassLog.begin`. Only on CPUs: on GPUs a rank may have failed in that
+    collectives; raises as `DesyncDetector.begin`. Only on CPUs: on GPUs a rank may have failed in that
     call while the others go on with NaN, and nothing may end the group that can still be used."""
     log = log_of(group)
     marks = PassAnnouncer(log if log and log.waits else None)
@@ -39,5 +39,5 @@ def backward_of(group: dist.ProcessGroup | None) -> Callable[[], int]:
 
 
 def telling(group: dist.ProcessGroup) -> AbstractContextManager[None]:
-    """Context that tells the other ranks of a group of an error in it; see `Marks.telling`."""
+    """Context that tells the other ranks of a group of an error in it; see `PassAnnouncer.telling`."""
     return PassAnnouncer(log_of(group)).reporting_errors()

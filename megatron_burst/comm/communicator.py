@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Communicator:
-    """The transfers of one context-parallel group; see `Carrier`.
+    """The transfers of one context-parallel group; see `Transport`.
 
     Inputs and gradients have separate process groups, so that on NCCL each has its own stream and
     neither waits for the other; likewise the intra and the inter ring.
@@ -86,11 +86,11 @@ class Communicator:
         return pools[name]
 
     def buffers(self, use: Hashable, count: int, num_bytes: int, where: Placement) -> FlatBuffers:
-        """As `Carrier.buffers`."""
+        """As `Transport.buffers`."""
         return self._memory.of(use, count, num_bytes, where)
 
     def queues(self, device: torch.device) -> OneQueue | Queues:
-        """As `Carrier.queues`; one queue where nothing overlaps."""
+        """As `Transport.queues`; one queue where nothing overlaps."""
         if device.type != "cuda":
             return OneQueue(Placement(device))
         queues = Queues(device, self._streams.setdefault(device, {}))
@@ -98,7 +98,7 @@ class Communicator:
         return queues if self.overlaps else OneQueue(queues.placement)
 
     def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Placement) -> Slots:
-        """As `Carrier.slots`; sizes are the same on all ranks of the node.
+        """As `Transport.slots`; sizes are the same on all ranks of the node.
 
         If a rank lacks symmetric memory, all ranks of its node send from now on, unless the user
         asked for pulling.
@@ -117,7 +117,7 @@ class Communicator:
         return SentSlots(memory, count, partial(self.send, Link.INTRA, cargo))
 
     def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> SendRecvs:
-        """As `Carrier.send`; returns at once."""
+        """As `Transport.send`; returns at once."""
         group, ranks = self.groups.get((link, cargo)), self.ranks
         operations = [dist.P2POp(dist.isend, rows, ranks[peer], group) for peer, rows in sends]
         operations += [dist.P2POp(dist.irecv, rows, ranks[peer], group) for peer, rows in recvs]
@@ -132,7 +132,7 @@ class Communicator:
         return SendRecvs(works, peers, self.consensus.timeout_s, self._lost)
 
     def run(self, program: "Program", unit: int, over: list[Any], waits: Any) -> None:
-        """As `Carrier.run`."""
+        """As `Transport.run`."""
         if log := self._log:
             log.runs.append(RunningPass(log.number, log.stamp, program, unit, over, waits))
 

@@ -268,7 +268,7 @@ class PassAnnouncer:
     def begin(
         self, kind: PassKind, call: int = 0, layer: int = 0, data: Mapping[str, str] | None = None
     ) -> int:
-        """Begin a pass; returns its number. See `PassLog.begin`; `data`: what else all ranks must
+        """Begin a pass; returns its number. See `DesyncDetector.begin`; `data`: what else all ranks must
         have in common, as text by name."""
         if not self.log:
             return 0
@@ -295,7 +295,7 @@ class Pass:
         self._tells = marks.log is not None
 
     def begin(self, data: Mapping[str, str] | None = None) -> None:
-        """As `Marks.begin`, when this rank has what it needs to take part."""
+        """As `PassAnnouncer.begin`, when this rank has what it needs to take part."""
         tells, self._tells = self._tells, False  # all ranks know what this raises
         self.number = self._marks.begin(*self._what, data)
         self._tells = tells

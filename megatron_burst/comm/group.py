@@ -143,7 +143,7 @@ class GroupMemory:
         self._stream: torch.cuda.Stream | None = None  # of the latest call
 
     def of(self, use: Hashable, count: int, num_bytes: int, where: Placement) -> FlatBuffers:
-        """As `Carrier.buffers`."""
+        """As `Transport.buffers`."""
         held = self._held[use]
         memory = None if held.changes(count, num_bytes) else self._made.get(use)
         if memory is None:
@@ -201,7 +201,7 @@ class Group:
         self, terms: Mapping[str, str], who: str, key: Hashable = None, problem: str = "",
         of: ParallelKind = CP,
     ) -> bool:  # fmt: skip
-        """As `Board.agree`, for a call; returns whether ranks have compared its terms now. With a
+        """As `StoreConsensus.agree`, for a call; returns whether ranks have compared its terms now. With a
         log they do so once per key, by default the terms: also ranks that know the key hear of one
         that does not, or that refuses the call.
 

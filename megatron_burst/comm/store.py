@@ -195,8 +195,8 @@ class StoreConsensus:
     def _missing_ranks(self, late: list[int], who: str, text: str, of: ParallelKind) -> BurstError:
         return BurstError(
             f"{who}: all ranks of a {of.group} group must make the same calls, because "
-            f"{of.reason}; got no word from {of.rank}s {late} within {self.timeout_s:g} s about {text}; check "
-            "that they run and that their batches have the same shape"
+            f"{of.reason}; got no word from {of.rank}s {late} within {self.timeout_s:g} s about "
+            f"{text}; check that they run and that their batches have the same shape"
         )
 
     def keys(self) -> list[str]:

@@ -258,4 +258,4 @@ class Transport(Protocol):
         """The queues of a call, which begins when the group's call before it is over."""
 
     def run(self, program: "Program", unit: int, over: list[Any], waits: Any) -> None:
-        """Note that a pass issues its operations; arguments as in `stamps.Running`."""
+        """Note that a pass issues its operations; arguments as in `stamps.RunningPass`."""

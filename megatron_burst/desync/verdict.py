@@ -214,7 +214,7 @@ class HopWatch:
 
 
 def watch(log: ReferenceType, ended: Event, on_gpu: bool) -> None:
-    """Look at a `PassLog` as long as it lives; log what is found, once."""
+    """Look at a `DesyncDetector` as long as it lives; log what is found, once."""
     hops, pause_s = HopWatch(on_gpu), 0.0
     while not ended.wait(pause_s) and (living := log()) and not living.later_error:
         try:

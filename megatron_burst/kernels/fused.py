@@ -50,7 +50,7 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
 
 
 def delta_stand_in(dout: Tensor, delta: Tensor, nonzeros: int = 3) -> Tensor:
-    """`partial.delta_stand_in`: dout [b, n, h, dv] up to float32, delta [b, h, n] in float32."""
+    """`partial.surrogate_out`: dout [b, n, h, dv] up to float32, delta [b, h, n] in float32."""
     stand_in = torch.empty_like(dout, memory_format=torch.contiguous_format)
     (of_dout, to), unit = _operands(dout, stand_in)
     (of_delta,), _ = _operands(delta, most=1)

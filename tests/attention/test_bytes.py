@@ -170,7 +170,7 @@ def gathered_and_planned(rank, world):
         shape = shape_of(q, k, v, grad_dtype)
         stay = resend == "never" and circulate is Circulate.KV
         planned = planned_of(
-            "gather", topology, rank, shape, circulate, heads_per_round=heads, left=stay
+            "gather", topology, rank, shape, circulate, heads_per_round=heads, saves_remote=stay
         )
         planned = sum(planned, Counter())
         found.append((dict(+sent), dict(+planned)))
@@ -215,7 +215,7 @@ def exchanged_and_planned(rank, world):
         vars(dist).update(restore)
         shape = shape_of(q, k, v, torch.float32)
         flat = topology.flat()
-        there, back = planned_of("a2a", flat, rank, shape, Circulate.KV, left=keep != "all")
+        there, back = planned_of("a2a", flat, rank, shape, Circulate.KV, saves_remote=keep != "all")
         if keep == "none":  # backward recomputes it
             back += there
         planned = [dict(+there), dict(+back)]

@@ -40,7 +40,10 @@ def many_lengths(rank):
     call(2)
     dist.barrier()
     before, errors = store.num_keys(), []
-    with hearing() as lines, mock.patch.object(StoreConsensus, "share", autospec=True) as share:
+    with (
+        hearing() as lines,
+        mock.patch.object(StoreConsensus, "all_gather", autospec=True) as share,
+    ):
         for tokens in LENGTHS:
             call(tokens, batch=1 + tokens % 3)
         for tokens in (14, 302):
@@ -117,7 +120,7 @@ def terms(tokens=4, batch=1, heads=2, **changes):
 
 OTHERS = [
     {"heads": 1}, {"causal": False}, {"softmax_scale": 0.25}, {"layout": "striped"},
-    {"window": (3, 0)}, {"given": ("cu_seqlens",)}, {"given": ("cu_seqlens", "prefix_tree")},
+    {"window": (3, 0)}, {"sample_args": ("cu_seqlens",)}, {"given": ("cu_seqlens", "prefix_tree")},
     {"qkv_format": "sbhd"}, {"config": BurstConfig(nodes=2)},
 ]  # fmt: skip
 

@@ -373,7 +373,8 @@ def after_a_first_step(rank: int, parallel: Parallel) -> tuple:
     truth, plain = two_steps(case, parallel, BurstConfig())
     burst = BurstConfig(keep="auto", keep_host_gib=1e-6)
     patches.switch_on_keep(burst)
-    with mock.patch.object(stage, "log_message", lambda text: said.append(text) or log_message(text)):
+    log = lambda text: said.append(text) or log_message(text)  # noqa: E731
+    with mock.patch.object(stage, "log_message", log):
         got, early = two_steps(case, parallel, burst)
         wrong += differing(truth, got)
         end_step()

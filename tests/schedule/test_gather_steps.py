@@ -120,7 +120,7 @@ def test_what_ranks_read_and_give_back_is_what_their_tiles_hold(spec):
                     )
                 if rank != mine:
                     to_me = every[rank].steps[index].leaves[rank]
-                    to_me = [leaf for leaf in to_me if leaf.piece.holder == mine]
+                    to_me = [leaf for leaf in to_me if leaf.piece.cp_rank == mine]
                     assert step.leaves[rank] == tuple(to_me)
                     continue
                 left = sum(len(leaf.rows) for leaf in step.leaves[rank])

@@ -24,7 +24,7 @@ from megatron_burst.tools.terminal import Progress
 from megatron_burst.tools.world import World, world_of
 
 # what a rank says of itself, as JSON: its node, its GPU ("" without one), what should be the same
-# on all nodes, its `RankHome`, and the door where other nodes can knock
+# on all nodes, its `RankLocation`, and the door where other nodes can knock
 Facts = dict[str, Any]
 _KNOCK_S = 5.0
 _WATCHED = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_")
