@@ -54,7 +54,7 @@ def hop_bytes(
 def a2a_bytes(shape: AttentionShape, topology: Topology, resends: bool = False) -> int:
     """Bytes that a rank sends to other nodes in both passes of an all-to-all over all ranks.
 
-    Of all that is sent (`a2a_pass_bytes`), copies of KV heads among it, 1 - 1/N goes to other nodes.
+    A share of 1 - 1/N of all that is sent (`a2a_pass_bytes`) goes to other nodes.
     """
     every = sum(map(sum, a2a_pass_bytes(shape.replicated(topology.cp_size), resends).values()))
     return every - every // topology.inter_size

@@ -31,13 +31,14 @@ def announce(
 
 def backward_of(group: dist.ProcessGroup | None) -> Callable[[], int]:
     """What announces the backward of the call that a group's ranks announced last, before its
-    collectives; raises as `DesyncDetector.begin`. Only on CPUs: on GPUs a rank may have failed in that
-    call while the others go on with NaN, and nothing may end the group that can still be used."""
+    collectives; raises as `DesyncDetector.begin`. Only on CPUs: on GPUs a rank may have failed in
+    that call while the others go on with NaN, and nothing may end the group that can still be
+    used."""
     log = log_of(group)
     marks = PassAnnouncer(log if log and log.waits else None)
     return partial(marks.begin, PassKind.BACKWARD, log.number if log else 0)
 
 
 def telling(group: dist.ProcessGroup) -> AbstractContextManager[None]:
-    """Context that tells the other ranks of a group of an error in it; see `PassAnnouncer.telling`."""
+    """See `PassAnnouncer.reporting_errors`."""
     return PassAnnouncer(log_of(group)).reporting_errors()

@@ -268,8 +268,8 @@ class PassAnnouncer:
     def begin(
         self, kind: PassKind, call: int = 0, layer: int = 0, data: Mapping[str, str] | None = None
     ) -> int:
-        """Begin a pass; returns its number. See `DesyncDetector.begin`; `data`: what else all ranks must
-        have in common, as text by name."""
+        """Begin a pass; returns its number. See `DesyncDetector.begin`; `data`: what else must be
+        equal on all ranks, as text by name."""
         if not self.log:
             return 0
         if data is None:

@@ -201,8 +201,8 @@ class Group:
         self, terms: Mapping[str, str], who: str, key: Hashable = None, problem: str = "",
         of: ParallelKind = CP,
     ) -> bool:  # fmt: skip
-        """As `StoreConsensus.agree`, for a call; returns whether ranks have compared its terms now. With a
-        log they do so once per key, by default the terms: also ranks that know the key hear of one
+        """As `StoreConsensus.agree`, for a call; returns whether ranks have compared its terms now.
+        With a log they do so once per key, by default the terms: also ranks that know the key hear of one
         that does not, or that refuses the call.
 
         A call gathers its terms and its problem without raising, and comes here first. So what is
