@@ -28,7 +28,7 @@ class BurstConfig:
         backend: name of the attention kernel, or several names joined by commas, of which the first
             one that supports the call is used; "auto" uses the fastest that does.
         invariant: the same bits on any number of ranks, by an all-to-all over all of them, but for
-            dk and dv of KV heads that ranks share. Implies `deterministic`, save FlashAttention-3.
+            dk and dv of KV heads that ranks share. Implies `deterministic`.
         keep: which of attention's results (out, lse) to keep for a layer's recomputation: "none",
             "all", or "half": those of the later half of the sequence's rows, whose recomputation
             costs most. "auto" chooses what saves most time, outputs of other modules too, on the
@@ -129,8 +129,8 @@ class BurstConfig:
 
     @property
     def reproducible(self) -> bool:
-        """Whether gradients must not vary; FlashAttention-3's may: rollouts need its forward."""
-        return self.deterministic or (self.invariant and "fa3" not in self.backend.split(","))
+        """Whether gradients must be bitwise reproducible."""
+        return self.deterministic or self.invariant
 
     def _needs_of_modes(self) -> list[Need]:
         a2a, only = self.inter == "a2a", "ring" if self.flat else "a2a"

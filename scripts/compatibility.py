@@ -30,11 +30,9 @@ row; the CSV has the result of every test by its full name. All tests run on the
 over gloo without TransformerEngine, and most of them compare with Megatron without context
 parallelism. Tests that need a GPU are in `tests/gpu`, and run with 0.19.2.
 
-Of the packages that burst or Megatron use if they are there, the flash-attn package and
-FlashAttention-3 were not run, on CPUs or GPUs: `tests/kernels/test_packages.py` puts stand-ins with
-their signatures in their place. Of Apex, the extension for gradients of weights was run on one
-H200, [by hand](versions.md#apex); its fused layer norm was not. The table's tests run on CPUs,
-where `tests/mcore/test_apex.py` puts stand-ins in the place of both.
+Of Apex, the extension for gradients of weights was run on one H200, [by hand](versions.md#apex);
+its fused layer norm was not. The table's tests run on CPUs, where `tests/mcore/test_apex.py` puts
+stand-ins in the place of both.
 """
 # Rows of the page: what runs, and (file, regular expression for cases or functions) of its tests.
 ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {

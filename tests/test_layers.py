@@ -250,7 +250,7 @@ def test_the_check_above_can_fail():
 
 # what one module computes in torch and the other in Triton
 TWINS = {"kernels.fused": "kernels.partial", "loss.fused": "loss.statistics"}
-BACKENDS = {f"kernels.{name}" for name in ("fa4", "flash_attn", "reference", "torch_cpu",
+BACKENDS = {f"kernels.{name}" for name in ("fa4", "reference", "torch_cpu",
                                            "torch_gpu", "triton")}  # fmt: skip
 # what says what a call is, and how it runs; nothing else may
 DESCRIBES = {

@@ -17,14 +17,13 @@ from megatron_burst.schedule.spec import Kernel
 def backends() -> dict[str, Backend]:
     """All backends by name, fastest first."""
     from megatron_burst.kernels.fa4 import FlashAttention4
-    from megatron_burst.kernels.flash_attn import FlashAttention2, FlashAttention3
     from megatron_burst.kernels.reference import Reference
     from megatron_burst.kernels.torch_cpu import TorchCpu
     from megatron_burst.kernels.torch_gpu import Cudnn, Flash
     from megatron_burst.kernels.triton import Triton
 
     every: tuple[type[Backend], ...] = (
-        FlashAttention4, FlashAttention3, Cudnn, FlashAttention2, Flash, Triton, TorchCpu, Reference
+        FlashAttention4, Cudnn, Flash, Triton, TorchCpu, Reference,
     )  # fmt: skip
     return {kind.capability.name: kind() for kind in every}
 
@@ -107,7 +106,7 @@ def _first(problem: Problem, names: Sequence[str]) -> Decision | None:
 
 
 def describe_refusals(refusals: Mapping[str, str]) -> str:
-    """Why backends cannot be used, each reason once: "not fa4, fa3: it runs on cuda only"."""
+    """Why backends cannot be used, each reason once: "not fa4, cudnn: it runs on cuda only"."""
     names = {why: [n for n in refusals if refusals[n] == why] for why in refusals.values()}
     return "; ".join(f"not {', '.join(them)}: {why}" for why, them in names.items())
 

@@ -224,14 +224,14 @@ def force_args(args: Namespace) -> None:
 
 
 _FAMILIES: dict[object, str] = {  # of --attention-backend, in burst's kernels
-    "flash": "fa4,fa3,flash-attn,flash,torch-cpu",
+    "flash": "fa4,flash,torch-cpu",
     "fused": "cudnn",
     "unfused": "reference",
 }
 
 
 # of --flash-attention-version
-_VERSIONS: dict[object, str] = {3: "fa3,torch-cpu", 4: "fa4,torch-cpu"}
+_VERSIONS: dict[object, str] = {4: "fa4,torch-cpu"}
 
 
 def attention_kernel_of(options: Any) -> tuple[object, int | None]:

@@ -300,9 +300,9 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("attention", "log_max_attention_logit", OFF, "burst does not track it"),
     Refusal(
         "attention", "flash_attention_version",
-        lambda version, o: version is None or (version in (3, 4) and _invariant(o)),
-        "it names a kernel of Megatron's own attention",
-        "leave it out, or pass --burst-backend (with --burst-invariant it names burst's too)"),
+        lambda version, o: version is None or (version == 4 and _invariant(o)),
+        "it names a kernel of Megatron's own attention (4 with --burst-invariant: burst's too)",
+        "leave it out, or pass --burst-backend"),
     Refusal("attention", "experimental_attention_variant", ("gated_delta_net",),
         "burst computes softmax attention over all keys that a mask shows, not over keys that "
         "learned scores select (DSA), nor linear attention (KDA)",
@@ -318,10 +318,11 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("invariant", "attention_backend", ("flash",), "rollouts run FlashAttention",
         "pass --attention-backend flash", asked="batch-invariant kernels and other attention"),
     Refusal("invariant", "flash_attention_version",
-        lambda version, o: version in (3, 4) or not getattr(o, "batch_invariant_mode", False),
-        "training and rollouts must run the same kernel, whose splits can be fixed",
-        "pass --flash-attention-version 3 or 4, as rollouts do",
-        asked="batch-invariant kernels and any FlashAttention"),
+        lambda version, o: version == 4 or not getattr(o, "batch_invariant_mode", False),
+        "training and rollouts must run the same kernel, whose splits can be fixed, and burst "
+        "has FlashAttention-4 alone (3 was never measured)",
+        "pass --flash-attention-version 4, also to the rollouts",
+        asked="batch-invariant kernels and any other FlashAttention"),
     Refusal("attention", "transformer_impl", ("local", "transformer_engine"),
         "only local and transformer_engine have layers to train with",
         "pass --transformer-impl transformer_engine"),

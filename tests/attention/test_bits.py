@@ -158,14 +158,7 @@ def test_what_no_all_to_all_can_do_is_refused():
         spec_on(pretend_nodes(4, 1), layout=Layout.STRIPED)
 
 
-def test_flash_attention_3_may_be_asked_for_though_its_gradients_vary():
-    """Rollouts may run it, and forward alone has to have their bits."""
-    config = BurstConfig(backend="fa3,torch-cpu", invariant=True)
-    assert not config.reproducible and BurstConfig(invariant=True).reproducible
-
-
-@pytest.mark.parametrize("name, refused", [("fa4", 0), ("fa3", 0), ("triton", 0), ("cudnn", 1),
-                                           ("flash", 1), ("flash-attn", 1)])  # fmt: skip
+@pytest.mark.parametrize("name, refused", [("fa4", 0), ("triton", 0), ("cudnn", 1), ("flash", 1)])
 def test_kernels_that_split_the_keys_of_few_heads_are_refused(name, refused):
     kernel = backends()[name].capability
     problem = Kernels("cuda", torch.bfloat16, 128, 128, arch=9, invariant=True)

@@ -136,7 +136,7 @@ def test_head_dimensions_past_those_of_kernels_are_refused_and_can_be_asked_for(
         BurstError, match="largest head dimension is 256.*choose among reference [^,]"
     ):
         choose_backend(given, "auto")
-    for name in ("fa4", "fa3", "cudnn", "flash-attn", "flash", "triton"):
+    for name in ("fa4", "cudnn", "flash", "triton"):
         with pytest.raises(BurstError, match=f"backend {name} must"):
             choose_backend(given, name)
     assert choose_backend(given, "reference")[0].capability.name == "reference"
@@ -194,9 +194,9 @@ def test_flash_attention_4_is_not_given_pairs_whose_gradients_it_gets_wrong():
     assert capability.refusal(replace(problem("cuda", torch.bfloat16, 128, 64), arch=10)) is None
 
 
-@pytest.mark.parametrize("name", ["fa4", "triton", "cudnn", "flash", "flash-attn"])
+@pytest.mark.parametrize("name", ["fa4", "triton", "cudnn", "flash"])
 def test_kernels_that_count_in_32_bits_are_not_given_more_elements(name):
-    """Backward of the last three is wrong, or reads out of bounds."""
+    """Backward of the last two is wrong, or reads out of bounds."""
     given, can = problem("cuda", torch.bfloat16, 128, 128), backends()[name].capability
     for needs in (frozenset(), frozenset({DOCUMENTS}) & can.masks):
         assert can.refusal(replace(given, needs=needs)) is None

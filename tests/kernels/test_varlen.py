@@ -8,7 +8,6 @@ segments and rows without a key (flash_api.cpp); FlashAttention-4's shapes and o
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 
 from megatron_burst.kernels import torch_gpu as flash
 from megatron_burst.kernels.fa4 import FlashAttention4
-from megatron_burst.kernels.flash_attn import FlashAttention2, FlashAttention3
 from megatron_burst.kernels.interface import QuerySide
 from megatron_burst.kernels.partial import merge_parts
 from megatron_burst.kernels.reference import Reference
@@ -93,83 +91,6 @@ class Aten:
         return backward(dout, q, k, v, out, lse, scale, visible)
 
 
-class FlashAttn2:
-    """flash_attn.flash_attn_interface 2.8.3."""
-
-    def _flash_attn_forward(
-        self, q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
-        softcap, alibi_slopes, return_softmax,
-    ):  # fmt: skip
-        visible = Visible(None, 0 if causal else None)
-        return *Reference().forward(q, k, v, softmax_scale, visible), None, None
-
-    def _flash_attn_backward(
-        self, dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
-        window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
-    ):  # fmt: skip
-        side = QuerySide(q, dout, softmax_lse, None, out)
-        visible = Visible(None, 0 if causal else None)
-        grads = Reference().backward(side, k, v, softmax_scale, visible)
-        for target, grad in zip((dq, dk, dv), grads, strict=True):
-            target.copy_(grad)
-
-    def _flash_attn_varlen_forward(
-        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
-        alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None,
-        seqused_k=None, zero_tensors=False,
-    ):  # fmt: skip
-        where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
-        visible = of_2(q, k, *where, window_size_left, window_size_right)
-        return *forward(q, k, v, softmax_scale, visible, torch.inf), None, None
-
-    def _flash_attn_varlen_backward(
-        self, dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left,
-        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
-        zero_tensors=False,
-    ):  # fmt: skip
-        where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
-        visible = of_2(q, k, *where, window_size_left, window_size_right)
-        grads = backward(dout, q, k, v, out, softmax_lse, softmax_scale, visible)
-        for target, grad in zip((dq, dk, dv), grads, strict=True):
-            target.copy_(grad)
-
-
-class FlashAttn3:
-    """flash_attn_interface of the hopper folder: one function for dense and packed rows."""
-
-    def visible(self, q, k, where, causal, window_size):
-        left, right = (None if bound < 0 else bound for bound in window_size)
-        cut = segments(q, k, *where) if where[0] is not None else None
-        return Visible(left, 0 if causal else right, cut)
-
-    def _flash_attn_forward(
-        self, q, k, v, softmax_scale, causal, cu_seqlens_q=None, cu_seqlens_k=None,
-        max_seqlen_q=None, max_seqlen_k=None, window_size=(-1, -1), softcap=0.0,
-    ):  # fmt: skip
-        where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        visible = self.visible(q, k, where, causal, window_size)
-        if visible.segments is None:
-            return *Reference().forward(q, k, v, softmax_scale, visible), None, None
-        return *forward(q, k, v, softmax_scale, visible, -torch.inf), None, None
-
-    def _flash_attn_backward(
-        self, dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k,
-        max_seqlen_q, max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1),
-        softcap=0.0, deterministic=False, sm_margin=0,
-    ):  # fmt: skip
-        where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        visible = self.visible(q, k, where, causal, window_size)
-        if visible.segments is None:
-            side = QuerySide(q, dout, softmax_lse, None, out)
-            grads = Reference().backward(side, k, v, softmax_scale, visible)
-        else:
-            grads = backward(dout, q, k, v, out, softmax_lse, softmax_scale, visible)
-        for target, grad in zip((dq, dk, dv), grads, strict=True):
-            target.copy_(grad)
-
-
 class FlashAttn4:
     """flash_attn.cute.interface 4.0.0b36: None means no bound, any int is taken literally."""
 
@@ -225,11 +146,8 @@ class FlashAttn4:
         return tuple(a if b is None else b for a, b in zip(grads, (dq, dk, dv), strict=True))
 
 
-INTERFACES = {"flash_attn.flash_attn_interface": FlashAttn2(), "flash_attn_interface": FlashAttn3()}
 KERNELS = {
     "flash": (Flash, patch.object(flash, "_aten", Aten())),
-    "flash-attn": (FlashAttention2, patch.dict(sys.modules, INTERFACES)),
-    "fa3": (FlashAttention3, patch.dict(sys.modules, INTERFACES)),
     "fa4": (FlashAttention4, patch.dict(sys.modules, {"flash_attn.cute.interface": FlashAttn4()})),
 }
 
@@ -249,15 +167,6 @@ def test_a_kernel_is_asked_for_what_is_visible(name, band, into, with_delta, sin
         band = replace(band, sinks=sinks and backend.capability.sinks)
         errors = errors_of(backend, band, into=into, with_delta=with_delta)
     assert all(error <= 1e-12 for error in errors.values()), errors
-
-
-def test_a_package_without_packed_rows_is_refused():
-    lacking = SimpleNamespace(
-        _flash_attn_forward=FlashAttn2()._flash_attn_forward,
-        _flash_attn_backward=FlashAttn2()._flash_attn_backward,
-    )
-    with patch.dict(sys.modules, {"flash_attn.flash_attn_interface": lacking}):
-        assert "it has no _flash_attn_varlen_forward" in FlashAttention2().missing()
 
 
 @pytest.mark.parametrize("into", [False, True])

@@ -301,7 +301,7 @@ def one_rank(rank):
 def test_a_script_may_pass_a_context_parallel_size_of_one_and_a_kernel():
     (((*sizes, kind), lines),) = run_ranks(one_rank, 1)
     assert sizes == [1, 63] and kind == ["burst"]
-    assert len(lines) == 1 and "flash selects the" in lines[0] and "fa4,fa3" in lines[0]
+    assert len(lines) == 1 and "flash selects the" in lines[0] and "fa4,flash" in lines[0]
 
 
 def yaml_of(rank):

@@ -13,7 +13,7 @@ from megatron_burst.mcore.options import burst_config_of
 from tests.mcore.gpt import config_of
 
 MEANT = {
-    AttnBackend.flash: ["fa4", "fa3", "flash-attn", "flash", "torch-cpu"],
+    AttnBackend.flash: ["fa4", "flash", "torch-cpu"],
     AttnBackend.fused: ["cudnn"],
     AttnBackend.unfused: ["reference"],
 }

@@ -130,8 +130,8 @@ CASES = {
     "invariant": {
         "attention_backend": (["auto", "fused"], ["flash"]),
         "flash_attention_version": (
-            [IN_BATCHES, IN_BATCHES | dict(flash_attention_version=2)],
-            [None, IN_BATCHES | dict(flash_attention_version=3)],
+            [IN_BATCHES, IN_BATCHES | dict(flash_attention_version=3)],
+            [None, IN_BATCHES | dict(flash_attention_version=4)],
         ),
     },
     "built": {"create_attention_mask_in_dataloader": FLAG},
@@ -168,7 +168,7 @@ CASES = {
         "qk_clip": FLAG,
         "log_max_attention_logit": FLAG,
         "flash_attention_version": (
-            [3, dict(flash_attention_version=2) | INVARIANT],
+            [3, dict(flash_attention_version=3) | INVARIANT],
             [None, dict(flash_attention_version=4) | INVARIANT],
         ),
         "experimental_attention_variant": (["dsa"], ["gated_delta_net"]),

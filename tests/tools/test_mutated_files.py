@@ -59,7 +59,7 @@ _SCRIPT = {
 }  # fmt: skip
 _CALIBRATION = Calibration(
     "ours", "NVIDIA H200", 139.8, 690.0,
-    tuple(KernelRow("fa3", way, 128, seq, 550.0) for way in ("forward", "backward")
+    tuple(KernelRow("fa4", way, 128, seq, 550.0) for way in ("forward", "backward")
           for seq in (2048, 8192)),
     tuple(LinkRow(kind, size << 20, 300.0, 9.5) for kind in ("intra", "inter", "host")
           for size in (1, 64)),

@@ -20,7 +20,7 @@ from megatron_burst.tools.simulate.timing import Timeline, simulate
 _MANY_NODES = 8, 16  # times of more nodes are extrapolated from these
 _MOST_NODES = 4  # more nodes need no more buffers; a test compares
 # kernels whose causal tiles may have more keys than queries
-_RECTANGULAR = ("auto", "fa4", "fa3", "flash-attn", "flash", "triton", "reference")
+_RECTANGULAR = ("auto", "fa4", "flash", "triton", "reference")
 
 
 @dataclass(frozen=True)
