@@ -32,7 +32,7 @@ from benchmarks.sheets import ACCURACY_CSV, AccuracyRow
 from benchmarks.style import colours_of, legend_below, picture
 from benchmarks.te import TransformerEngine
 from megatron_burst.call import attention_shape, spec_of
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.engine.passes import Passes
 from megatron_burst.kernels.backends import choose_backend, kernel_of
 from megatron_burst.resolve import resolve
@@ -159,7 +159,9 @@ def measure(path, seq):
             truth = truth_of(tensors)
             for ranks, mode in product((1, 2, 4, 8), ("gather", "ring", "a2a")):
                 rounds = None if mode == "ring" else 1
-                config = BurstConfig(intra=mode, heads_per_round=rounds, backend=kernel)
+                config = BurstConfig(
+                    intra=mode, force=Force(heads_per_round=rounds), backend=kernel
+                )
                 got = simulated(tensors, pretend_nodes(ranks, 1), config)
                 rows += rows_of("burst", mode, ranks, True, tensors, relative(got, truth))
             peers = [(Burst, f"burst:{mode}") for mode in ("gather", "ring", "a2a")]
@@ -181,7 +183,9 @@ def measure_nodes(path, seq):
         truth = truth_of(tensors)
         for nodes, wire in product((1, 2, 4, 8, 16), ("input", "accumulate")):
             config = BurstConfig(
-                intra="gather", inter="ring", heads_per_round=1, grad_wire=wire, circulate="kv"
+                intra="gather",
+                inter="ring",
+                force=Force(heads_per_round=1, grad_wire=wire, circulate="kv"),
             )
             errors = relative(simulated(tensors, pretend_nodes(4 * nodes, nodes), config), truth)
             mode = f"gather in nodes of 4, grad_wire={wire}"

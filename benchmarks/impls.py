@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from itertools import product
 from typing import get_args
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.errors import BurstError, require
 
 _WHO = "benchmarks.attention"
@@ -80,7 +80,8 @@ def pick[T](names: Sequence[str], known: Mapping[str, T], must: str) -> tuple[T,
 
 def burst_config(text: str) -> BurstConfig:
     """The configuration in a text such as "intra=gather,deterministic=true"."""
-    types = {field.name: field.type for field in fields(BurstConfig)}
+    forced = {field.name: field.type for field in fields(Force)}
+    types = {field.name: field.type for field in fields(BurstConfig)} | forced
     text = text.replace("inter=flat", "flat=true")  # as rows of before have it
     values = {}
     for pair in text.split(","):
@@ -92,7 +93,8 @@ def burst_config(text: str) -> BurstConfig:
                 f"{text!r}; choose among {', '.join(types)}"
             )
         values[name] = _value(name, value, types[name])
-    return BurstConfig(**values)
+    force = Force(**{name: values.pop(name) for name in forced if name in values})
+    return BurstConfig(**values, force=force)
 
 
 def _value(name: str, text: str, kind: type) -> object:

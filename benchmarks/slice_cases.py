@@ -87,8 +87,8 @@ _CUDNN = f"{_FUSED} --cp-comm-type"  # Megatron with it
 _TENSOR = "--context-parallel-size 1 --tensor-model-parallel-size {gpus}"
 _RINGS = f"{_BURST} --burst-intra ring"
 ABLATION = {  # BurstEngine's, each with one thing more; the last three are alternatives
-    "base": f"{_RINGS} --burst-tune flat=true,circulate=kv",  # one ring of K and V
-    "backward": f"{_RINGS} --burst-tune flat=true",  # what is fewer bytes circulates
+    "base": f"{_RINGS} --burst-tune force.flat=true,force.circulate=kv",  # one ring of K and V
+    "backward": f"{_RINGS} --burst-tune force.flat=true",  # what is fewer bytes circulates
     "nested": _RINGS,  # a ring inside each node, and between them
     "fused-loss": f"{_RINGS} {_LOSS}",
     "half": f"{_RINGS} {_LOSS} --burst-keep half",

@@ -9,6 +9,7 @@ from megatron_burst.version import __version__
 _HOME_OF = {
     "BalancedBatches": "megatron_burst.mcore.balanced",
     "BurstConfig": "megatron_burst.config",
+    "Force": "megatron_burst.force",
     "BurstError": "megatron_burst.errors",
     "CPGroups": "megatron_burst.comm.cp_groups",
     "SlicedSeqParams": "megatron_burst.mcore.sliced",

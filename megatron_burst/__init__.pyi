@@ -3,6 +3,7 @@ from megatron_burst.comm.cp_groups import CPGroups as CPGroups
 from megatron_burst.comm.cp_groups import cp_groups as cp_groups
 from megatron_burst.config import BurstConfig as BurstConfig
 from megatron_burst.errors import BurstError as BurstError
+from megatron_burst.force import Force as Force
 from megatron_burst.loss.linear import linear_cross_entropy as linear_cross_entropy
 from megatron_burst.loss.linear import token_log_probs as token_log_probs
 from megatron_burst.loss.next_tokens import next_tokens as next_tokens

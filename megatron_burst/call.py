@@ -88,8 +88,9 @@ class Call:
         except BurstError as error:
             facts["backend"] = str(error)  # the other ranks must learn that too
         facts["backend of huge outputs"] = pick(replace(self.problem, huge=True), config.backend)
-        in_rounds = config.intra != "ring" and not config.flat and config.pieces
-        if in_rounds and config.heads_per_round is None:
+        force = config.force
+        in_rounds = config.intra != "ring" and not force.flat and force.pieces
+        if in_rounds and force.heads_per_round is None:
             facts["multiprocessors (without heads_per_round)"] = f"{multiprocessors(device)}"
         return facts
 
@@ -151,15 +152,16 @@ def spec_of(
     kernel: Kernel,
 ) -> Spec:  # fmt: skip
     """How a call runs, as far as options say; `Spec` explains the other arguments."""
-    circulate = _unless_auto(config.circulate)
+    force = config.force
+    circulate = _unless_auto(force.circulate)
     return Spec(
         topology, shape, layout, mask, kernel, config.keep != "none",
-        inter="flat" if config.flat else _unless_auto("a2a" if config.invariant else config.inter),
+        inter="flat" if force.flat else _unless_auto("a2a" if config.invariant else config.inter),
         intra=_unless_auto(config.intra), invariant=config.invariant,
-        heads_per_round=config.heads_per_round if config.pieces else 0,
-        grad_wire=_unless_auto(config.grad_wire), circulate=circulate and Circulate(circulate),
-        pulled={"pull": True, "send": False}.get(config.transfer),
-        saves_remote={"never": True, "always": False}.get(config.resend),
+        heads_per_round=force.heads_per_round if force.pieces else 0,
+        grad_wire=_unless_auto(force.grad_wire), circulate=circulate and Circulate(circulate),
+        pulled={"pull": True, "send": False}.get(force.transfer),
+        saves_remote={"never": True, "always": False}.get(force.resend),
     )  # fmt: skip
 
 

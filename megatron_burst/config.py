@@ -2,13 +2,20 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_burst.errors import BurstError, Need, nearest, require
+from megatron_burst.force import (
+    ENDLESS,
+    NO_FORCE,
+    Force,
+    changed_options,
+    check_words,
+    needs_of_numbers,
+)
 
-_ENDLESS = 1e9  # timers and counts of bytes overflow somewhere above
 _NUMBERS = {int: re.compile(r"-?\d+"), float: re.compile(r"-?\d*\.?\d+(e-?\d+)?")}
 
 
@@ -41,28 +48,7 @@ class BurstConfig:
             None: what the first training step, which keeps nothing, leaves of the GPU.
         nodes: pretend that the group spans this many nodes of contiguous ranks; None: detect them.
         deterministic: compute bitwise reproducible gradients.
-        flat: run one ring over all ranks as if there were one node, to measure the gain of nested
-            rings.
-        circulate: what circulates in backward (nothing does in a gather or an all-to-all on one
-            node); "auto" chooses what has fewer bytes.
-        heads_per_round: KV heads that are gathered, or that a rank computes, at a time (fewer in
-            the last round). Refused if there are fewer, and in a ring, which has no rounds. None
-            chooses what fills the GPU within a bounded buffer.
-        pieces: process the heads in rounds; False uses a single round, so that transfers between
-            nodes are whole shards, to measure the gain of sending pieces.
-        grad_wire: dtype of gradients sent between ranks. "accumulate" is max(float32, input dtype);
-            "input" halves bf16's bytes; "auto" is "input", whose error does not grow with the
-            number of ranks, as each contribution is rounded once, but "accumulate" inside a ring of
-            more than two ranks, which sums on the way. Gradients that a kernel itself rounds to the
-            input dtype, and that are not summed, are sent in that dtype.
-        resend: whether gathered K and V are sent between nodes again in backward: "always";
-            "never": they stay in memory from forward if backward follows it directly, which is
-            refused where they cannot; "auto": never, if that takes no more memory than the queries
-            and sends no more than circulating Q. K and V from an all-to-all over all ranks always
-            stay.
-        transfer: how gathered keys and their gradients move between the GPUs of a node: "send" by
-            NCCL; "pull" by copy engines, which leave the multiprocessors to the kernels but do not
-            support rings; "auto" chooses what was measured to be faster.
+        force: choices of `auto` that are made beforehand, to measure what each gains.
         nccl_ctas: maximum number of thread blocks that an NCCL transfer may take from the GPU's
             multiprocessors; None leaves it to NCCL.
         overlap: hide transfers between ranks behind kernels; False waits for each immediately, to
@@ -89,13 +75,7 @@ class BurstConfig:
     keep_budget_gib: float | None = None
     nodes: int | None = None
     deterministic: bool = False
-    flat: bool = False
-    circulate: Literal["auto", "kv", "q"] = "auto"
-    heads_per_round: int | None = None
-    pieces: bool = True
-    grad_wire: Literal["auto", "accumulate", "input"] = "auto"
-    resend: Literal["auto", "never", "always"] = "auto"
-    transfer: Literal["auto", "send", "pull"] = "auto"
+    force: Force = NO_FORCE
     nccl_ctas: int | None = None
     overlap: bool = True
     keep_modules: tuple[str, ...] = ()
@@ -105,17 +85,19 @@ class BurstConfig:
     check: int | None = None
     timeout_s: float | None = None
 
+    def __new__(cls, *args: Any, **options: Any) -> "BurstConfig":
+        require("burst attention", map(_need_of_force, options.keys() & _FORCED))
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         require("burst keep", _needs_of_share(self.keep))
-        _check_words(self)
+        check_words(self)
         require("burst attention", self._needs_of_modes())
-        require("burst attention", _needs_of_tunings({n: getattr(self, n) for n in TUNINGS}))
+        require("burst attention", needs_of_numbers({name: getattr(self, name) for name in _TYPES}))
         require("burst keep", self._needs_of_keep())
 
     def __str__(self) -> str:
-        """The options that are not the defaults."""
-        given = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]
-        return f"BurstConfig({', '.join(f'{n}={x!r}' for n, x, usual in given if x != usual)})"
+        return changed_options(self)
 
     @property
     def offloads_results(self) -> bool:
@@ -133,10 +115,10 @@ class BurstConfig:
         return self.deterministic or self.invariant
 
     def _needs_of_modes(self) -> list[Need]:
-        a2a, only = self.inter == "a2a", "ring" if self.flat else "a2a"
-        over_all = {"flat": self.flat, "invariant": self.invariant, "inter=a2a": a2a}
+        flat = self.force.flat
+        over_all = {"flat": flat, "invariant": self.invariant, "inter=a2a": self.inter == "a2a"}
         given = [name for name, is_given in over_all.items() if is_given]
-        clash = (self.flat and given[1:]) or self.inter == "ring"
+        clash, only = (flat and given[1:]) or self.inter == "ring", "ring" if flat else "a2a"
         return [
             (not given or (self.intra in ("auto", only) and not clash),
              f"{' and '.join(given)} must come without another mode, because one mode then runs "
@@ -154,7 +136,7 @@ class BurstConfig:
         return [
             (layers is None or layers >= 0,
              "keep_layers must not be negative, because it counts layers", layers, "leave it out"),
-            (room is None or 0 < room < _ENDLESS,
+            (room is None or 0 < room < ENDLESS,
              "keep_budget_gib must be positive and below 1e9, because it limits what is kept", room,
              "pass GiB, or leave it out"),
             (auto or room is None,
@@ -183,13 +165,18 @@ class BurstConfig:
         return cls(**given, **tunings_of_args(args))
 
 
+_FORCED = {field.name: field.type for field in fields(Force)}
 _TYPES = {field.name: field.type for field in fields(BurstConfig)}
 OPTIONS = tuple(_TYPES)[: list(_TYPES).index("nodes")]  # options with a flag of their own
-TUNINGS = tuple(_TYPES)[len(OPTIONS) :]  # those of --burst-tune
+_TUNINGS = {  # types by name of --burst-tune
+    **{name: _TYPES[name] for name in _TYPES if name not in (*OPTIONS, "force")},
+    **{f"force.{name}": kind for name, kind in _FORCED.items()},
+}
+TUNINGS = tuple(_TUNINGS)
 
 
 def parse_tunings(text: str, who: str = "--burst-tune") -> dict[str, Any]:
-    """The tunings in a string such as "circulate=q,overlap=false".
+    """The fields of `BurstConfig` in a string such as "force.circulate=q,overlap=false".
 
     Args:
         text: name=value, joined by commas.
@@ -198,20 +185,29 @@ def parse_tunings(text: str, who: str = "--burst-tune") -> dict[str, Any]:
     Raises:
         BurstError: listing the valid ones, if a name is unknown or repeated, or its value invalid.
     """
-    given: dict[str, Any] = {}
+    tunings: dict[str, Any] = {}
     for pair in text.split(",") if text else ():
         name, _, word = pair.partition("=")
-        fresh = name in TUNINGS and name not in given
-        value = _value(_TYPES[name], word) if fresh else None
+        require(who, [_need_of_force(name)] if name in _FORCED else ())
+        fresh = name in _TUNINGS and name not in tunings
+        value = _value(_TUNINGS[name], word) if fresh else None
         if value is None:
-            legal = f"{name}={_legal(_TYPES[name])}" if name in TUNINGS else "name=value"
+            legal = f"{name}={_legal(_TUNINGS[name])}" if name in _TUNINGS else "name=value"
             raise BurstError(
                 f"{who}: each tuning must be given once, as {legal}, because a misspelt one would "
                 f"be silently ignored; got {pair!r}{nearest(name, TUNINGS)}; see docs/tuning.md"
             )
-        given[name] = value
-    require("burst attention", _needs_of_tunings(given))
-    return given
+        tunings[name] = value
+    forced = {n: tunings.pop(f"force.{n}") for n in _FORCED if f"force.{n}" in tunings}
+    require("burst attention", needs_of_numbers(tunings))
+    return tunings | ({"force": Force(**forced)} if forced else {})
+
+
+def _need_of_force(name: str) -> Need:
+    return (
+        False, f"{name} must be a field of force, because it makes a choice of auto", name,
+        f"pass force=Force({name}=...), or --burst-tune force.{name}=...",
+    )  # fmt: skip
 
 
 def _needs_of_share(keep: object) -> Iterator[Need]:
@@ -222,30 +218,9 @@ def _needs_of_share(keep: object) -> Iterator[Need]:
     )  # fmt: skip
 
 
-def _needs_of_tunings(given: Mapping[str, Any]) -> Iterator[Need]:
-    for name, why in (
-        *((name, "nothing would be sent otherwise") for name in ("heads_per_round", "nccl_ctas")),
-        ("keep_host_gib", "it limits the memory for offloading"),
-        ("check", "one of so many calls is compared"),
-        ("timeout_s", "a rank waits that long for the others"),
-    ):
-        value, kind = given.get(name), "__index__" if _TYPES[name] == int | None else "__float__"
-        whole = "whole, " * (kind == "__index__")
-        yield (
-            value is None or (hasattr(value, kind) and 0 < value < _ENDLESS),
-            f"{name} must be {whole}positive and below 1e9, because {why}", value, "leave it out",
-        )  # fmt: skip
-    heads = given.get("heads_per_round")
-    yield (
-        heads is None or given.get("pieces", True),
-        "pieces=False and heads_per_round must not both be set, because pieces=False is one round "
-        "of all heads", f"heads_per_round={heads}", "leave one of them out",
-    )  # fmt: skip
-
-
 def legal_tunings() -> str:
     """All names, with the values that each may have."""
-    return ", ".join(f"{name}={_legal(_TYPES[name])}" for name in TUNINGS)
+    return ", ".join(f"{name}={_legal(kind)}" for name, kind in _TUNINGS.items())
 
 
 def tunings_of_args(args: Namespace) -> dict[str, Any]:
@@ -273,18 +248,6 @@ def _legal(kind: Any) -> str:
     return kinds.get(kind, "N" if int in get_args(kind) else "X")
 
 
-def _check_words(options: Any, who: str = "burst attention") -> None:
-    """Refuse a word that its field does not accept."""
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if get_origin(field.type) is Literal and value not in get_args(field.type):
-            legal = ", ".join(get_args(field.type))
-            raise BurstError(
-                f"{who}: the option {field.name} must be one of {legal}, because a "
-                f"misspelt one would be silently ignored; got {value!r}; choose one of these"
-            )
-
-
 @dataclass(frozen=True, slots=True)
 class FusedLossConfig:
     """Options of the fused LM head and loss in Megatron (`--burst-fused-loss`).
@@ -305,7 +268,7 @@ class FusedLossConfig:
     softcap: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_words(self, "--burst-fused-loss")
+        check_words(self, "--burst-fused-loss")
 
     @classmethod
     def from_args(cls, args: Namespace) -> "FusedLossConfig":

@@ -355,7 +355,7 @@ def _needs_of_rings(spec: Spec) -> Iterator[Need]:
         (not spec.pulled,
          "transfer=pull must come with gather or a2a, because shards of a ring are sent by NCCL",
          describe_mode(spec),
-         "pass --burst-tune transfer=send or transfer=auto, or --burst-intra gather"),
+         "pass --burst-tune force.transfer=send or auto, or --burst-intra gather"),
     )  # fmt: skip
 
 

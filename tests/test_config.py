@@ -8,6 +8,7 @@ import pytest
 from megatron_burst.config import (
     TUNINGS,
     BurstConfig,
+    Force,
     FusedLossConfig,
     legal_tunings,
     parse_tunings,
@@ -20,12 +21,24 @@ REFUSALS = {
         "inter=a2a must come without another mode.*intra=ring",
     ),
     "a2a around gather": ({"inter": "a2a", "intra": "gather"}, "inter=a2a must .*intra=gather"),
-    "flat around gather": ({"flat": True, "intra": "gather"}, "flat must come without.*=gather"),
-    "flat around a ring": ({"flat": True, "inter": "ring"}, "flat must come without.*inter=ring"),
+    "flat around gather": (
+        {"force": Force(flat=True), "intra": "gather"},
+        "flat must come without.*=gather",
+    ),
+    "flat around a ring": (
+        {"force": Force(flat=True), "inter": "ring"},
+        "flat must come without.*inter=ring",
+    ),
     "invariant in a ring": ({"invariant": True, "intra": "ring"}, "invariant must.*intra=ring"),
     "invariant around a ring": ({"invariant": True, "inter": "ring"}, "invariant must.*=ring"),
-    "invariant and flat": ({"invariant": True, "flat": True}, "flat and invariant must come"),
-    "no pieces, some heads": ({"pieces": False, "heads_per_round": 2}, "must not both be set"),
+    "invariant and flat": (
+        {"invariant": True, "force": Force(flat=True)},
+        "flat and invariant must come",
+    ),
+    "before `force`": (
+        {"circulate": "q"},
+        r"circulate must be.*got circulate; pass force=Force\(circulate=\.\.\.\)",
+    ),
     "unknown": ({"inter": "exchange"}, "inter must be one of auto, ring, a2a, "),
 }
 
@@ -34,6 +47,13 @@ REFUSALS = {
 def test_contradictions_are_refused(options, words):
     with pytest.raises(BurstError, match=words):
         BurstConfig(**options)
+
+
+def test_an_old_name_is_refused_with_the_new_one_and_rounds_are_one_or_several():
+    with pytest.raises(BurstError, match="circulate must.*--burst-tune force.circulate="):
+        parse_tunings("circulate=q")
+    with pytest.raises(BurstError, match="must not both be set"):
+        Force(pieces=False, heads_per_round=2)
 
 
 def test_the_loss_has_two_ways_to_its_gradients():
@@ -49,14 +69,16 @@ def test_a_ring_between_nodes_goes_around_anything(intra):
 
 GIVEN = {
     "": {},
-    "circulate=q": {"circulate": "q"},
-    "nodes=2,flat=true,overlap=false": {"nodes": 2, "flat": True, "overlap": False},
-    "deterministic=true": {"deterministic": True},
-    "heads_per_round=3,nccl_ctas=8,keep_debug=true": {
-        "heads_per_round": 3, "nccl_ctas": 8, "keep_debug": True,
+    "force.circulate=q": {"force": Force(circulate="q")},
+    "nodes=2,force.flat=true,overlap=false": {
+        "nodes": 2, "force": Force(flat=True), "overlap": False,
     },
-    "pieces=false,grad_wire=input,resend=never,transfer=pull": {
-        "pieces": False, "grad_wire": "input", "resend": "never", "transfer": "pull",
+    "deterministic=true": {"deterministic": True},
+    "force.heads_per_round=3,nccl_ctas=8,keep_debug=true": {
+        "force": Force(heads_per_round=3), "nccl_ctas": 8, "keep_debug": True,
+    },
+    "force.pieces=false,force.grad_wire=input,force.resend=never,force.transfer=pull": {
+        "force": Force(pieces=False, grad_wire="input", resend="never", transfer="pull"),
     },
     "keep_host_gib=0.5,timeout_s=1e2": {"keep_host_gib": 0.5, "timeout_s": 100.0},
     "nan_guard=true,check=100": {"nan_guard": True, "check": 100},
@@ -80,9 +102,11 @@ def test_every_tuning_is_among_those_that_are_read():
 @pytest.mark.parametrize(
     "text, pair",
     [
-        ("circulat=q", "circulat=q"), ("circulate", "circulate"), ("circulate=vk", "circulate=vk"),
+        ("overlab=q", "overlab=q"), ("force.circulate", "force.circulate"),
+        ("force.circulate=vk", "force.circulate=vk"),
         ("overlap=False", "overlap=False"), ("nodes=2.5", "nodes=2.5"), ("nodes=", "nodes="),
-        ("nodes=2,,overlap=true", ""), ("nodes=2,nodes=4", "nodes=4"), ("nodes=2, flat=true", " f"),
+        ("nodes=2,,overlap=true", ""), ("nodes=2,nodes=4", "nodes=4"),
+        ("nodes=2, overlap=true", " overlap"),
         ("timeout=3", "timeout=3"), ("timeout_s=two", "timeout_s=two"),
         ("timeout_s=", "timeout_s="), ("timeout_s=nan", "timeout_s=nan"),
     ],
@@ -95,14 +119,15 @@ def test_what_is_no_tuning_is_refused_beside_the_nearest(text, pair):
     legal = dict(pair.partition("=")[::2] for pair in legal_tunings().split(", "))
     assert legal.keys() == set(TUNINGS)
     assert f", as {name}={legal[name]}," in said if name in legal else ", as name=value," in said
-    meant = {"circulat": "circulate", "timeout": "timeout_s", " f": "flat"}.get(name)
+    meant = {"overlab": "overlap", "timeout": "timeout_s", " overlap": "overlap"}.get(name)
     assert said.count("did you mean") == (meant is not None)
     assert meant is None or f", did you mean '{meant}'?" in said
     assert "keep_debug" not in said
 
 
 @pytest.mark.parametrize(
-    "text", ["heads_per_round=0", "nccl_ctas=-1", "timeout_s=0", "check=0", "keep_host_gib=-0.5"]
+    "text",
+    ["force.heads_per_round=0", "nccl_ctas=-1", "timeout_s=0", "check=0", "keep_host_gib=-0.5"],
 )
 def test_numbers_that_must_be_positive_are_refused(text):
     with pytest.raises(BurstError, match="must be (whole, )?positive and below 1e9.*got"):
@@ -110,13 +135,16 @@ def test_numbers_that_must_be_positive_are_refused(text):
 
 
 @pytest.mark.parametrize("value", [1.5, "2", 0])
-@pytest.mark.parametrize("name", ["check", "heads_per_round", "nccl_ctas"])
-def test_what_counts_something_is_whole_in_python_too(name, value):
+@pytest.mark.parametrize(
+    "name, options",
+    [("check", BurstConfig), ("heads_per_round", Force), ("nccl_ctas", BurstConfig)],
+)
+def test_what_counts_something_is_whole_in_python_too(name, options, value):
     """A check of 1.5 was a TypeError in the first call that it might have drawn."""
     wanted = f"{name} must be whole, positive and below 1e9.*got {value}"
     with pytest.raises(BurstError, match=wanted):
-        BurstConfig(**{name: value})
-    assert getattr(BurstConfig(**{name: np.int64(3)}), name) == 3
+        options(**{name: value})
+    assert getattr(options(**{name: np.int64(3)}), name) == 3
 
 
 @pytest.mark.parametrize("number", [0.0, -1.0, 1e18, float("inf"), float("nan")])

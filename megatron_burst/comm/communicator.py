@@ -46,7 +46,7 @@ class Communicator:
         self, group: dist.ProcessGroup, topology: Topology, state: Group, config: BurstConfig
     ) -> None:
         self.topology, self.consensus, self._memory = topology, state.consensus, state.memory
-        self._log, self.overlaps, self._asked = state.log, config.overlap, config.transfer
+        self._log, self.overlaps, self._asked = state.log, config.overlap, config.force.transfer
         self._lost: Any = WeakMethod(state.log.lost_hop) if state.log else None
         if state.log:  # one rank has none, and sends nothing
             state.log.nodes = topology.node_of
@@ -183,7 +183,7 @@ def communicator_of(
     """
     state = state_of(group, config.timeout_s)
     made, board = state.communicators, state.consensus
-    carried = (config.nodes, config.transfer, config.nccl_ctas, config.overlap)
+    carried = (config.nodes, config.force.transfer, config.nccl_ctas, config.overlap)
     key = (*carried, bool(config.check), flat)
     if key not in made:
         terms = {"config": str(config)}

@@ -86,7 +86,7 @@ class SymmetricError(BurstError):
         super().__init__(
             "burst attention: to pull, each rank must allocate memory that the other ranks of its "
             f"node can read, because they copy from it; got {self.reason}; free some, or pass "
-            "--burst-tune transfer=send or transfer=auto"
+            "--burst-tune force.transfer=send or auto"
         )
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.call import attention_shape
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.recompute.checkpoints import patch_checkpoints
 from megatron_burst.rules import a2a_bytes
 from megatron_burst.schedule.modes import MODES
@@ -86,7 +86,9 @@ def counted_and_planned(rank, world):
     found = []
     for nodes, circulate, grad_wire in PASSES:
         topology = pretend_nodes(world, nodes)
-        config = BurstConfig(nodes=nodes, circulate=circulate.value, grad_wire=grad_wire)
+        config = BurstConfig(
+            nodes=nodes, force=Force(circulate=circulate.value, grad_wire=grad_wire)
+        )
         q, k, v = (torch.randn(2, 6, h, d).bfloat16() for h, d in ((4, 8), (2, 8), (2, 5)))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         burst_attention(q, k, v, config=config).sum().backward()
@@ -120,7 +122,10 @@ def sent_between(rank, world):
     topology = pretend_nodes(world, world)
     for intra, circulate in MODES_BETWEEN:
         config = BurstConfig(
-            nodes=world, inter="ring", intra=intra, circulate=circulate.value, resend="always"
+            nodes=world,
+            inter="ring",
+            intra=intra,
+            force=Force(circulate=circulate.value, resend="always"),
         )
         q, k, v = (torch.randn(1, tokens, heads, 128).bfloat16() for _ in range(3))
         out = burst_attention(*(x.requires_grad_() for x in (q, k, v)), config=config)
@@ -158,8 +163,10 @@ def gathered_and_planned(rank, world):
     for nodes, heads, grad_wire, circulate, resend in GATHERS:
         topology = pretend_nodes(world, nodes)
         config = BurstConfig(
-            nodes=nodes, intra="gather", heads_per_round=heads, grad_wire=grad_wire,
-            circulate=circulate.value, resend=resend,
+            nodes=nodes, intra="gather",
+            force=Force(
+                heads_per_round=heads, grad_wire=grad_wire, circulate=circulate.value, resend=resend
+            ),
         )  # fmt: skip
         q, k, v = (torch.randn(2, 6, h, d).bfloat16() for h, d in ((4, 8), (2, 8), (2, 5)))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -199,7 +206,7 @@ def exchanged_and_planned(rank, world):
     for nodes, keep in EXCHANGES:
         topology = pretend_nodes(world, nodes)
         config = BurstConfig(
-            nodes=nodes, intra="a2a", heads_per_round=1,
+            nodes=nodes, intra="a2a", force=Force(heads_per_round=1),
             keep="all" if keep == "all" else "none",
         )  # fmt: skip
         q, k, v = (torch.randn(2, 6, h, d) for h, d in ((16, 8), (4, 8), (4, 4)))

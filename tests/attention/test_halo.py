@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from tests.attention.engine import problem, truth
@@ -21,7 +21,9 @@ def errors_of_halos(rank, world, layout):
     expected, rows = truth(*tensors, Mask(2, 0), 6**-0.5), rows_of(Layout(layout), rank, world, 6)
     for resend in ("auto", "always"):
         q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors[:3])
-        config = BurstConfig(nodes=world, intra="gather", heads_per_round=1, resend=resend)
+        config = BurstConfig(
+            nodes=world, intra="gather", force=Force(heads_per_round=1, resend=resend)
+        )
         out = burst_attention(q, k, v, window=(2, 0), layout=layout, config=config)
         found = [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
         both = zip(found, expected, strict=True)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_burst.attention import burst_attention
 from megatron_burst.comm.detector import DesyncDetector
 from megatron_burst.comm.group import check_in_step
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.errors import BurstError, DisagreementError
 from tests.ranks import run_ranks
 
@@ -187,7 +187,9 @@ def with_unlike_agreements(rank):
     """What calls end with after one that no rank can run: another on one rank, that again on all,
     and one that is right."""
     kv = torch.ones(1, 4, 4, 8)
-    pulls = BurstConfig(transfer="pull", intra="gather", timeout_s=5)  # refused: these are CPUs
+    pulls = BurstConfig(
+        force=Force(transfer="pull"), intra="gather", timeout_s=5
+    )  # refused: these are CPUs
     rings = BurstConfig(intra="ring", timeout_s=5)
     options = (pulls, True), (pulls, rank == 0), (pulls, True), (rings, True)
     of_communicator = ended([(kv, *each) for each in options], dist.new_group())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.kernels.backends import backends
 from megatron_burst.loss.next_tokens import next_tokens
 from megatron_burst.schedule.layout import Layout
@@ -26,10 +26,12 @@ pytestmark = pytest.mark.numeric
 TOKENS = 17  # odd, which zigzag refuses on several ranks
 CONFIGS = {  # options that one rank has no use for are no error
     "default": BurstConfig(),
-    "gather": BurstConfig(intra="gather", heads_per_round=1),
+    "gather": BurstConfig(intra="gather", force=Force(heads_per_round=1)),
     "a2a": BurstConfig(inter="a2a"),
-    "flat": BurstConfig(flat=True),
-    "transfers": BurstConfig(circulate="q", transfer="pull", resend="never", nccl_ctas=4),
+    "flat": BurstConfig(force=Force(flat=True)),
+    "transfers": BurstConfig(
+        force=Force(circulate="q", transfer="pull", resend="never"), nccl_ctas=4
+    ),
     "half kept": BurstConfig(keep="half"),
     "all kept": BurstConfig(keep="all"),
 }

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.schedule.layout import Layout
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
@@ -171,9 +171,9 @@ def low_precision_errors(rank, world):
     results = {}
     nodes = 2 if world % 2 == 0 else 1
     ways = {
-        "kv": BurstConfig(nodes=nodes, circulate="kv"),
-        "q": BurstConfig(nodes=nodes, circulate="q"),
-        "gather": BurstConfig(intra="gather", heads_per_round=1),
+        "kv": BurstConfig(nodes=nodes, force=Force(circulate="kv")),
+        "q": BurstConfig(nodes=nodes, force=Force(circulate="q")),
+        "gather": BurstConfig(intra="gather", force=Force(heads_per_round=1)),
     }
     for dtype in (torch.bfloat16, torch.float16):
         tensors = [x.to(dtype) for x in drawn]

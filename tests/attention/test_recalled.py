@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megatron_burst import BurstConfig, burst_attention, keep
+from megatron_burst import BurstConfig, Force, burst_attention, keep
 from megatron_burst.schedule.layout import Layout
 from tests.attention.test_processes import inputs, truth_of, worst
 from tests.oracle import rows_of
@@ -21,12 +21,12 @@ from tests.ranks import run_ranks
 WORLD, TOKENS = 4, 6
 HEADS, DIMS = (16, 8), (6, 4)
 WAYS = {
-    "one node": BurstConfig(intra="a2a", heads_per_round=1),
-    "over all ranks": BurstConfig(inter="a2a", nodes=2, heads_per_round=1),
+    "one node": BurstConfig(intra="a2a", force=Force(heads_per_round=1)),
+    "over all ranks": BurstConfig(inter="a2a", nodes=2, force=Force(heads_per_round=1)),
 }
 GATHERED = {
     f"gathered on {nodes} nodes": BurstConfig(
-        intra="gather", nodes=nodes, heads_per_round=3, resend="never"
+        intra="gather", nodes=nodes, force=Force(heads_per_round=3, resend="never")
     )
     for nodes in (2, 4)
 }

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.errors import BurstError, DisagreementError
 from tests.ranks import run_ranks
 
@@ -167,7 +167,10 @@ def odd_one_out(rank, change):
         ({n: shard(dtype=torch.bfloat16) for n in "qkv"}, "got dtype=torch.b?fl"),
         ({"layout": "striped"}, "got layout="),
         ({"softmax_scale": 2.0}, "got softmax_scale="),
-        ({"config": BurstConfig(timeout_s=20, circulate="q")}, "got config=BurstConfig"),
+        (
+            {"config": BurstConfig(timeout_s=20, force=Force(circulate="q"))},
+            "got config=BurstConfig",
+        ),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

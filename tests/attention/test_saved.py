@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_burst import BurstConfig, burst_attention
+from megatron_burst import BurstConfig, Force, burst_attention
 from tests.ranks import run_ranks
 
 
@@ -50,7 +50,7 @@ def saved_beside_keys_that_came(rank: int) -> list[float]:
     """The same ratios where another node's keys stay."""
     qkv = torch.randn(1, 8, 8 + 2 + 2, 16, requires_grad=True)
     q, k, v = qkv.split((8, 2, 2), dim=2)
-    config = BurstConfig(intra="gather", nodes=2, resend="never", heads_per_round=2)
+    config = BurstConfig(intra="gather", nodes=2, force=Force(resend="never", heads_per_round=2))
     return attended(q * 1.0, k * 1.0, v, config)[1]
 
 

@@ -12,7 +12,7 @@ from benchmarks import attention, loss, recompute
 from benchmarks.cases import PRESETS, Case, Grid, head_counts, head_dims, narrowed
 from benchmarks.impls import TE_MODES as MODES
 from benchmarks.impls import impls_of
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.units import whole_numbers
 from tests.sampling import whole
@@ -75,7 +75,11 @@ def test_implementations_by_name_and_burst_variants_by_field():
     (variant,) = impls_of((f"burst:{text}",))
     assert variant.mode == text
     assert variant.config == BurstConfig(
-        intra="gather", backend="cudnn", deterministic=True, heads_per_round=2, timeout_s=1.5
+        intra="gather",
+        backend="cudnn",
+        deterministic=True,
+        force=Force(heads_per_round=2),
+        timeout_s=1.5,
     )
 
 

@@ -12,7 +12,7 @@ from megatron_burst.comm import transport
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.group import state_of
 from megatron_burst.comm.store import seconds_of
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
 from tests.ranks import run_ranks
@@ -94,7 +94,7 @@ def shared_groups(rank):
     """Sub-groups of many configurations, and the total number of process groups."""
     alike = [
         BurstConfig(nodes=2), BurstConfig(nodes=2, overlap=False),
-        BurstConfig(nodes=2, transfer="send"),
+        BurstConfig(nodes=2, force=Force(transfer="send")),
     ]  # fmt: skip
     world = dist.group.WORLD
     first = communicator_of(world, alike[0])

@@ -96,7 +96,9 @@ def without_room(rank, asked):
 def test_a_rank_without_room_is_told_to_all_of_its_node_before_they_meet():
     (one, *_), (other, *_), *far = run_ranks(without_room, 4, "pull")
     assert (
-        one == other and "cp rank 1: out of memory;" in one and "--burst-tune transfer=send" in one
+        one == other
+        and "cp rank 1: out of memory;" in one
+        and "--burst-tune force.transfer=send" in one
     )
     assert [found[:2] for found in far] == [("PulledSlots", "pull")] * 2
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.kernels.backends import backends
 from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS
 from tests.bits import CASES, HEADS, NAMES, Problem, equal_in, groups_of
@@ -37,7 +37,7 @@ def found_on(rank, kernel, heads, cases, options) -> dict:
     """By mask and number of ranks, which tensors are equal."""
     groups, found = groups_of(4), {}
     for case in cases:
-        config = BurstConfig(backend=kernel, nodes=1, transfer="send", **options)
+        config = BurstConfig(backend=kernel, nodes=1, force=Force(transfer="send"), **options)
         problem = Problem(case, HEADS[heads], config, torch.bfloat16, 1024, 128, "cuda")
         found |= {(case, size): x for size, x in equal_in(problem, groups).items()}
     return found
@@ -69,7 +69,7 @@ def test_kernels_that_may_split_keys_are_refused(kernel, draw):
 
 def expanded_on(rank, kernel) -> dict:
     groups = groups_of(4)
-    config = BurstConfig(backend=kernel, nodes=1, transfer="send", invariant=True)
+    config = BurstConfig(backend=kernel, nodes=1, force=Force(transfer="send"), invariant=True)
     problem = Problem("causal", HEADS["copied"], config, torch.bfloat16, 1024, 128, "cuda")
     return equal_in(problem, groups, expand=2)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.kernels.backends import backends
 from megatron_burst.kernels.interface import Problem
 from megatron_burst.schedule.layout import Layout
@@ -74,8 +74,8 @@ def errors(rank, world, backend, shape):
     several = sorted({1, max(heads[1] // 2, 1), heads[1]})
     for transfer, heads_per_round in product(("pull", "send"), several):
         config = BurstConfig(
-            intra="gather", heads_per_round=heads_per_round, backend=backend, transfer=transfer,
-            nodes=1,
+            intra="gather", backend=backend, nodes=1,
+            force=Force(heads_per_round=heads_per_round, transfer=transfer),
         )  # fmt: skip
         way = f"{transfer} {heads_per_round}"
         for turn in range(4):  # buffers are used again; a race shows as a difference
@@ -83,7 +83,7 @@ def errors(rank, world, backend, shape):
                 torch.cuda._sleep(20_000_000)  # ranks must not have to run in step
             got = relative(run(tensors, rows, config), truth, rows)
             found[way] = max(found.get(way, (0,)), got)
-    config = BurstConfig(intra="a2a", heads_per_round=1, backend=backend, nodes=1)
+    config = BurstConfig(intra="a2a", force=Force(heads_per_round=1), backend=backend, nodes=1)
     for _ in range(3):
         got = relative(run(tensors, rows, config), truth, rows)
         found["a2a"] = max(found.get("a2a", (0,)), got)

@@ -7,7 +7,7 @@ Guards against a layer, a kernel or a tile of the loss whose bits depend on the 
 import pytest
 import torch
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from tests.gpu import needs_gpus, needs_transformer_engine
 from tests.mcore.invariant import SIZES, model_of, path_of, paths_taken, spread, token_values
 from tests.ranks import run_ranks
@@ -41,7 +41,11 @@ def values_on(rank: int, layers: str) -> dict[int, tuple]:
 
     models.SEQ = TOKENS  # the process is this test's own
     patches.apply("invariant")
-    found, one, config = {}, None, BurstConfig(invariant=True, nodes=1, transfer="send")
+    found, one, config = (
+        {},
+        None,
+        BurstConfig(invariant=True, nodes=1, force=Force(transfer="send")),
+    )
     for size in SIZES:
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(context_parallel_size=size)

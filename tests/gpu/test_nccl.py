@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
 from tests.gpu import SEVERAL, needs_gpus
@@ -40,7 +40,7 @@ def errors(rank, world, dtype, heads, tokens):
     found = {"alone": alone(run, truth, BurstConfig())}
     for nodes in (h for h in (1, 2, 4) if world % h == 0):
         for circulate in ("kv", "q"):
-            config = BurstConfig(nodes=nodes, circulate=circulate)
+            config = BurstConfig(nodes=nodes, force=Force(circulate=circulate))
             for _ in range(3):  # buffers are used again; a race shows as a difference
                 key, got = (nodes, circulate), run(rows, config)
                 found[key] = max(found.get(key, (0,)), relative(got, truth, rows))

@@ -15,7 +15,7 @@ from functools import cache
 
 import pytest
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.args import add_flags, check_args
@@ -59,12 +59,12 @@ def start(rank: str = "0", patched: bool = True) -> None:
 
 def values_of_flags(rank):
     start()
-    every = "--burst-tune nodes=2,circulate=q --burst-backend reference"
+    every = "--burst-tune nodes=2,force.circulate=q --burst-backend reference"
     every += " --burst-tune deterministic=true"
-    every += " --burst-intra gather --burst-tune heads_per_round=3,nccl_ctas=8"
+    every += " --burst-intra gather --burst-tune force.heads_per_round=3,nccl_ctas=8"
     every += " --burst-inter ring"
-    every += " --burst-tune transfer=send,grad_wire=input,timeout_s=12.5"
-    every += " --burst-tune resend=never"
+    every += " --burst-tune force.transfer=send,force.grad_wire=input,timeout_s=12.5"
+    every += " --burst-tune force.resend=never"
     configs = [BurstConfig.from_args(_namespace(f"{CP4} {flags}")) for flags in (every, "")]
     legal = {}
     flags = ("impl", "intra", "inter", "backend")
@@ -86,14 +86,12 @@ def test_flags_have_the_legal_values_and_become_a_config():
     assert given == BurstConfig(
         intra="gather",
         inter="ring",
-        heads_per_round=3,
-        circulate="q",
+        force=Force(
+            heads_per_round=3, circulate="q", grad_wire="input", transfer="send", resend="never"
+        ),
         backend="reference",
         deterministic=True,
         nodes=2,
-        grad_wire="input",
-        transfer="send",
-        resend="never",
         nccl_ctas=8,
         timeout_s=12.5,
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import backends, choose_backend
 from megatron_burst.kernels.interface import Problem
@@ -49,7 +49,7 @@ def test_layers_take_it_from_megatrons_configuration():
     """Through every entry point: it is set with or without a command line."""
     config = config_of(attention_backend=AttnBackend.unfused)
     assert burst_config_of(config) == BurstConfig(backend="reference")
-    config.burst = BurstConfig(backend="reference", circulate="q")
+    config.burst = BurstConfig(backend="reference", force=Force(circulate="q"))
     assert burst_config_of(config) == config.burst
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_burst.config import BurstConfig, FusedLossConfig
+from megatron_burst.config import BurstConfig, Force, FusedLossConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.args import wants_fused_loss
 from megatron_burst.mcore.options import burst_config_of, environment_args, with_environment
@@ -44,7 +44,9 @@ def under(text):
 def test_words_of_the_environment_are_those_of_the_flags():
     with under(OPTIONS):
         args = environment_args()
-        assert BurstConfig.from_args(args) == BurstConfig(keep="all", circulate="q", overlap=False)
+        assert BurstConfig.from_args(args) == BurstConfig(
+            keep="all", force=Force(circulate="q"), overlap=False
+        )
         assert wants_fused_loss(args)
         assert FusedLossConfig.from_args(args) == FusedLossConfig(z_loss=1e-4)
         assert burst_config_of(Namespace()).keep == "all"

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from megatron_burst.config import OPTIONS, BurstConfig, FusedLossConfig
+from megatron_burst.config import OPTIONS, BurstConfig, Force, FusedLossConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.args import add_flags
 
@@ -62,9 +62,11 @@ def test_numbers_are_whole_where_they_count_something():
 
 
 def test_tunings_of_all_flags_come_together_and_stay_text_for_checkpoints():
-    given = parsed("--burst-tune circulate=q,nodes=2 --burst-tune overlap=false")
-    assert given.burst_tune == ["circulate=q,nodes=2", "overlap=false"]
-    assert BurstConfig.from_args(given) == BurstConfig(circulate="q", nodes=2, overlap=False)
+    given = parsed("--burst-tune force.circulate=q,nodes=2 --burst-tune overlap=false")
+    assert given.burst_tune == ["force.circulate=q,nodes=2", "overlap=false"]
+    assert BurstConfig.from_args(given) == BurstConfig(
+        force=Force(circulate="q"), nodes=2, overlap=False
+    )
     with pytest.raises(BurstError, match="given once.*got 'nodes=4'"):
         config("--burst-tune nodes=2 --burst-tune nodes=4")
 

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from megatron_burst.comm.communicator import Communicator
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
 from tests.mcore.gpt import (
@@ -40,22 +40,24 @@ class Case:
     burst: BurstConfig = BurstConfig()
 
 
+KV, Q = (BurstConfig(nodes=2, force=Force(circulate=way)) for way in ("kv", "q"))
+ONE_NODE_Q = BurstConfig(force=Force(circulate="q"))
 CASES = {
     "flat": Case(),
     "two nodes": Case(burst=BurstConfig(nodes=2)),
-    "kv circulates": Case(burst=BurstConfig(nodes=2, circulate="kv")),
-    "q circulates": Case(burst=BurstConfig(nodes=2, circulate="q")),
-    "MHA, kv": Case(Model(groups=4), FLAT, BurstConfig(nodes=2, circulate="kv")),
-    "MHA, q": Case(Model(groups=4), FLAT, BurstConfig(nodes=2, circulate="q")),
-    "MQA, kv": Case(Model(groups=1), burst=BurstConfig(nodes=2, circulate="kv")),
-    "MQA, q": Case(Model(groups=1), burst=BurstConfig(nodes=2, circulate="q")),
+    "kv circulates": Case(burst=KV),
+    "q circulates": Case(burst=Q),
+    "MHA, kv": Case(Model(groups=4), FLAT, KV),
+    "MHA, q": Case(Model(groups=4), FLAT, Q),
+    "MQA, kv": Case(Model(groups=1), burst=KV),
+    "MQA, q": Case(Model(groups=1), burst=Q),
     "full recompute": Case(Model(recompute=True)),
-    "full recompute, kv": Case(Model(recompute=True), FLAT, BurstConfig(nodes=2, circulate="kv")),
-    "full recompute, q": Case(Model(recompute=True), FLAT, BurstConfig(nodes=2, circulate="q")),
+    "full recompute, kv": Case(Model(recompute=True), FLAT, KV),
+    "full recompute, q": Case(Model(recompute=True), FLAT, Q),
     "tied embeddings": Case(Model(tied=True), burst=BurstConfig(nodes=2)),
     "tied embeddings, full recompute": Case(Model(tied=True, recompute=True)),
     "tensor and sequence parallel": Case(parallel=TP_AND_CP),
-    "tensor parallel, MQA": Case(Model(groups=1), TP_AND_CP, BurstConfig(circulate="q")),
+    "tensor parallel, MQA": Case(Model(groups=1), TP_AND_CP, ONE_NODE_Q),
     "tensor parallel, full recompute": Case(Model(recompute=True), TP_AND_CP, BurstConfig(nodes=2)),
     "one rank": Case(Model(tied=True), ALONE),
     "one rank, MLA": Case(Model(latent=True), ALONE),
@@ -68,8 +70,8 @@ CASES = {
         Model(sinks="learnable", recompute=True), TP_AND_CP, BurstConfig(keep="half")
     ),
     "softmax off by one": Case(Model(sinks="off-by-one")),
-    "MLA, kv": Case(Model(latent=True), FLAT, BurstConfig(nodes=2, circulate="kv")),
-    "MLA, q": Case(Model(latent=True), burst=BurstConfig(nodes=2, circulate="q")),
+    "MLA, kv": Case(Model(latent=True), FLAT, KV),
+    "MLA, q": Case(Model(latent=True), burst=Q),
 }
 
 

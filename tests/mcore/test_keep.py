@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from tests.mcore import pipeline
 from tests.mcore.gpt import BLOCK_RECOMPUTE, FULL_RECOMPUTE, SELECTIVE_RECOMPUTE
 from tests.mcore.lacking import why_not
@@ -74,7 +74,7 @@ CASES = {
     "all, two layers a checkpoint": Case(ALL, recompute(PAIRS)),
     "all, block": Case(ALL, recompute(BLOCK_RECOMPUTE)),
     "all, selective": Case(ALL, recompute(SELECTIVE_RECOMPUTE)),
-    "all, q circulates": Case(BurstConfig(keep="all", circulate="q")),
+    "all, q circulates": Case(BurstConfig(keep="all", force=Force(circulate="q"))),
     "all, offload, debug": Case(replace(OFFLOAD, keep_debug=True)),
     "all, offload, two": Case(OFFLOAD, recompute(PAIRS)),
     "all, no room on the host": Case(replace(OFFLOAD, keep_host_gib=1e-5)),
@@ -129,9 +129,12 @@ def compare_all(rank: int, runs: list) -> dict:
     for setting in dict.fromkeys((MTP, VPP, TWO)):
         pipeline.start(setting)
         names = [name for each, name in runs if each == setting]
-        ways = sorted({CASES[name].burst.circulate for name in names})  # sum orders differ
+        ways = sorted({CASES[name].burst.force.circulate for name in names})  # sum orders differ
         truths = {
-            way: run_step(setting, build(setting, config_for(setting, BurstConfig(circulate=way))))
+            way: run_step(
+                setting,
+                build(setting, config_for(setting, BurstConfig(force=Force(circulate=way)))),
+            )
             for way in ways
         }
         gc.freeze()  # later collections scan only what the cases make

@@ -21,7 +21,10 @@ from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.numeric, needs("training")]
 MODULE = "megatron.training.arguments"
-FLAGS = "--context-parallel-impl burst --burst-tune circulate=q --burst-keep all --burst-fused-loss"
+FLAGS = (
+    "--context-parallel-impl burst --burst-tune force.circulate=q --burst-keep all "
+    "--burst-fused-loss"
+)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 
 import pytest
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.args import wants_fused_loss
 from megatron_burst.mcore.launch import validate_flags, with_flags
@@ -24,7 +24,7 @@ FLAGS = {
     "--no-create-attention-mask-in-dataloader": True,
     "--swiglu": True,
     "--burst-intra": "gather",
-    "--burst-tune": "heads_per_round=2",
+    "--burst-tune": "force.heads_per_round=2",
     "--burst-keep": "all",
     "--burst-keep-offload": "results",
     "--burst-invariant": False,
@@ -78,7 +78,7 @@ def plan(tmp_path):
 def test_options_of_a_plan_reach_the_configuration(plan, caplog):
     args = run_with(plan())
     assert BurstConfig.from_args(args) == BurstConfig(
-        intra="gather", heads_per_round=2, keep="all", keep_offload="results"
+        intra="gather", force=Force(heads_per_round=2), keep="all", keep_offload="results"
     )
     assert args.burst_fused_loss is True
     said = caplog.text
@@ -120,7 +120,7 @@ def test_speeds_are_the_plans_or_the_usual_ones(tmp_path):
 
 
 def test_what_is_given_wins(plan):
-    args = run_with(plan(), "--burst-intra ring --burst-tune heads_per_round=4")
+    args = run_with(plan(), "--burst-intra ring --burst-tune force.heads_per_round=4")
     config = BurstConfig.from_args(args)
     assert (config.intra, config.heads_per_round, config.keep) == ("ring", 4, "all")
     zero = run_with(plan(burst_loss_z_loss=0.1), "--burst-loss-z-loss 0")
@@ -230,7 +230,7 @@ def test_a_framework_takes_a_plan_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRON_BURST", f"plan={path}")
     taken = environment_args()
     assert BurstConfig.from_args(taken) == BurstConfig(
-        intra="gather", keep="all", keep_offload="results", heads_per_round=2
+        intra="gather", keep="all", keep_offload="results", force=Force(heads_per_round=2)
     )
     assert wants_fused_loss(taken)
     assert rates_of(with_environment(Namespace())).host_gbs == 31.0
@@ -239,7 +239,11 @@ def test_a_framework_takes_a_plan_from_the_environment(tmp_path, monkeypatch):
     )
     taken = environment_args()
     assert BurstConfig.from_args(taken) == BurstConfig(
-        intra="gather", keep="half", keep_offload="results", heads_per_round=4, overlap=False
+        intra="gather",
+        keep="half",
+        keep_offload="results",
+        force=Force(heads_per_round=4),
+        overlap=False,
     )
     assert not wants_fused_loss(taken)
 

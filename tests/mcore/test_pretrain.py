@@ -45,12 +45,12 @@ PLAN = {
     "--context-parallel-size": 2,
     "--seq-length": 64,
     "--context-parallel-impl": "burst",
-    "--burst-tune": "circulate=q",
+    "--burst-tune": "force.circulate=q",
 }
 BY_TORCHRUN = f"{BY_FLAG} 2 --burst-fused-loss"
 FORKED = {  # what two ranks start that have torch loaded, their flags
     "import": ("own_script.py", f"{BY_FLAG} 2 --burst-plan plan.json"),
-    "diff": (str(SCRIPT), f"{BY_FLAG} 2 --burst-tune circulate=kv"),
+    "diff": (str(SCRIPT), f"{BY_FLAG} 2 --burst-tune force.circulate=kv"),
 }
 LOADED = {  # ranks and flags of runs that start with Megatron loaded
     "megatron": (1, ""),

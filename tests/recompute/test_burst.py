@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from megatron_burst import BurstConfig, burst_attention
+from megatron_burst import BurstConfig, Force, burst_attention
 from megatron_burst.comm.communicator import Communicator
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
@@ -28,7 +28,7 @@ CASES = {
     "none": (BurstConfig(), {}),
     "all": (BurstConfig(keep="all"), {}),
     "all, gather": (BurstConfig(keep="all", intra="gather"), {}),
-    "all, a2a": (BurstConfig(keep="all", intra="a2a", heads_per_round=1), {}),
+    "all, a2a": (BurstConfig(keep="all", intra="a2a", force=Force(heads_per_round=1)), {}),
     "none, a2a": (BurstConfig(intra="a2a"), {}),
     "half": (BurstConfig(keep="half"), {}),
     "half, a2a": (BurstConfig(keep="half", intra="a2a"), {}),
