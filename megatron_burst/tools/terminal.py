@@ -65,12 +65,12 @@ def _unwritable(who: str, option: str, path: Path, reason: str) -> BurstError:
 
 
 @contextmanager
-def in_one_sentence() -> Iterator[None]:
-    """A refusal ends the command with its sentence, printed by one rank, and exit code 2."""
+def in_one_sentence(on_all_ranks: bool = False) -> Iterator[None]:
+    """A refusal ends the command with its sentence, printed by one rank or all, and exit code 2."""
     try:
         yield
     except BurstError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if on_all_ranks or os.environ.get("RANK", "0") == "0":
             typer.echo(f"error: {harmless(str(error))}", err=True)
         raise typer.Exit(2) from None
 
