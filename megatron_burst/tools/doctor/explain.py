@@ -51,8 +51,10 @@ def explained(folder: Path) -> str:
     Raises:
         BurstError: if there is no such folder.
     """
-    must = "--explain must name the folder of MEGATRON_BURST_FAULTS, because ranks wrote to it"
-    require("doctor", [(os.path.isdir(folder), must, f"{folder}, which is none", "correct it")])
+    require("doctor", [(
+        os.path.isdir(folder), "--explain must name the folder of MEGATRON_BURST_FAULTS, because "
+        "ranks wrote to it", f"{folder}, which is none", "correct it",
+    )])  # fmt: skip
     lines: dict[int, Line] = {}  # what each rank wrote first: later ones follow from it
     for line in sorted(_read(folder), key=lambda line: (line.time, line.rank)):
         lines.setdefault(line.rank, line)
@@ -75,8 +77,7 @@ def explained(folder: Path) -> str:
 
 def _read(folder: Path) -> Iterator[Line]:
     for path in sorted(folder.glob("*.jsonl")):
-        why = "ranks wrote there what they waited for"
-        reader = Reader("doctor", str(path), why, "name another folder", most=_MOST)
+        reader = Reader("doctor", str(path), "ranks wrote it", "name another folder", most=_MOST)
         whole = reader.text(errors="replace") if path.is_file() else ""
         for text in filter(str.strip, whole.splitlines()):
             with suppress(BurstError, IndexError):  # a process ended as it wrote

@@ -31,7 +31,6 @@ from megatron_burst.tools.world import world_of
 # `RankHome`, and the checks of its machine, from the first rank there
 Facts = Mapping[int, Mapping[str, Any]]
 _COMPARED = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_")
-_SHIFT_BYTES = 1 << 20
 
 
 def check_job(launch: Launch, timeout_s: float, say: Callable[[list[Check]], None]) -> list[Check]:
@@ -44,9 +43,11 @@ def check_job(launch: Launch, timeout_s: float, say: Callable[[list[Check]], Non
     _use_gpu_of(launch)
     meeting = Meeting(launch, open_store(launch, timeout_s), timeout_s)
     facts = meeting.gather("facts", _my_facts(launch, timeout_s))
-    must = f"all ranks must arrive within {timeout_s:g} s, because they check each other"
-    got = f"rank {launch.rank} beside {len(facts)} that rank 0 has seen"
-    require("doctor", [(launch.rank in facts, must, got, "raise --timeout-s")])
+    need = (
+        launch.rank in facts, "all ranks must arrive in time, because they check each other",
+        f"rank {launch.rank} beside {len(facts)} that rank 0 has seen", "raise --timeout-s",
+    )  # fmt: skip
+    require("doctor", [need])
     seats = check_seats({rank: fact["gpu"] for rank, fact in facts.items()})
     checks = [check_attendance(launch, facts, timeout_s), seats]
     first = {fact["node"]: fact for fact in reversed(facts.values())}  # it speaks for its node
@@ -140,7 +141,7 @@ class _Transfers:
             mover = Mover(world, topology_of_homes(homes))
             for link in mover.rings:
                 self.stage = f"the shift over {link} links"
-                mover.shift(link, _SHIFT_BYTES)()
+                mover.shift(link, 1 << 20)()  # bytes
                 world.synchronize()
                 world.barrier()
             dist.destroy_process_group()

@@ -1,5 +1,4 @@
-"""Who is there: what launchers tell a rank, and the store where ranks meet, which unlike a
-collective can say who is missing."""
+"""What launchers tell a rank, and a store where ranks meet, which can say who is missing."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""Versions, kernels, the Megatron functions that burst replaces, and what torch sees of the
-GPUs."""
+"""Versions, kernels, the Megatron functions that burst replaces, and GPUs that torch sees."""
 
 import platform
 from itertools import permutations
