@@ -88,18 +88,6 @@ def without_warnings() -> Iterator[None]:
         logging.disable(before)
 
 
-@contextmanager
-def working(on: str) -> Iterator[None]:
-    """Show on a terminal what takes long, while it does. Nothing may be printed meanwhile: Rich
-    would send it to standard error."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(Text(on)):
-        yield
-
-
 @dataclass(slots=True)
 class Progress:
     """Progress on standard error: the current activity on a terminal, lines elsewhere, nothing on
@@ -128,11 +116,12 @@ class Progress:
 
 
 @contextmanager
-def shown(rank: int) -> Iterator[Progress]:
-    """The progress of a command, shown by the first rank."""
+def shown(rank: int, activity: str = "starting") -> Iterator[Progress]:
+    """The progress of a command, shown by the first rank. On a terminal nothing else may be printed
+    before its end: Rich would send it to standard error."""
     console = Console(stderr=True)
     if rank or not console.is_terminal:
         yield Progress(talks=rank == 0)
         return
-    with console.status("starting") as status:
+    with console.status(Text(activity)) as status:
         yield Progress(True, status)

@@ -166,7 +166,7 @@ APART = replace(DENSE, layers=6, pattern="M-M-*-", linear=replace(
 def test_published_mamba_hybrids_are_planned(config, billions, softmax, mamba, moe, dense):
     found = model(config)
     assert found.params / 1e9 == pytest.approx(billions, rel=0.002)
-    assert (found.softmax_layers, found.linear_layers) == (softmax, mamba)
+    assert (found.softmax_layers, found.linear.count) == (softmax, mamba)
     assert (found.moe_layers, found.dense_layers) == (moe, dense)
 
 

@@ -41,10 +41,10 @@ ok, skip, warn, fail = (
 )
 
 
-def few(items: Sequence[str], most: int = 4) -> str:
-    """The first of them, and how many more there are."""
-    more = [f"{len(items) - most} more"] if len(items) > most else []
-    return "; ".join([*items[:most], *more])
+def few(items: Sequence[str]) -> str:
+    """The first four of them, and how many more there are."""
+    more = [f"{len(items) - 4} more"] if len(items) > 4 else []
+    return "; ".join([*items[:4], *more])
 
 
 def breaks(checks: Sequence[Check]) -> bool:

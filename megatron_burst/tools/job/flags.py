@@ -56,11 +56,10 @@ def as_json(
     found: Sequence[Candidate],
     own: Mapping[str, Any] | None = None,
     documents: Mapping[str, Any] | None = None,
-    most: int = 50,
 ) -> str:
     """What a search found, for a run (`--burst-plan`) and for other programs: the best strategy's
     flags, the job, speeds of its GPUs, seconds of a micro-batch (`megatron_burst.balance`), that
-    strategy, steps of drawn `documents`, and other strategies, `most` in all, with what speaks
+    strategy, steps of drawn `documents`, and other strategies, 50 in all, with what speaks
     against them; what the best keeps; `own`: of `flag_values`."""
     best = found[0]
     costs = costs_of(job, best.strategy)
@@ -78,7 +77,7 @@ def as_json(
         "documents": documents,
         "best": _describe(best, best),
         "kept": [asdict(row) for row in rows_of(job, best.strategy)],
-        "others": [_describe(one, best) for one in found[1:most]],
+        "others": [_describe(one, best) for one in found[1:50]],
     }  # fmt: skip
     return json.dumps(described, indent=1) + "\n"
 
