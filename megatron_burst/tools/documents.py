@@ -12,9 +12,9 @@ from megatron_burst.balance.packing import best_fit, sequential
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.tools.job.candidate import ROOMY, Candidate, missing_gib
-from megatron_burst.tools.job.costs import costs_of
 from megatron_burst.tools.job.layer_time import UPDATE
 from megatron_burst.tools.job.memory import memory_of
+from megatron_burst.tools.job.step import costs_of
 from megatron_burst.tools.job.strategy import Job, Strategy, least_multiple, misfit
 from megatron_burst.tools.job.transfers import boundary_seconds
 from megatron_burst.tools.lengths import Lengths

@@ -12,9 +12,9 @@ from megatron_burst.balance.costs import IN_PLAN
 from megatron_burst.mcore.refusals import refuses
 from megatron_burst.tools.job.auto import rates_of, rows_of
 from megatron_burst.tools.job.candidate import Candidate, loses
-from megatron_burst.tools.job.costs import costs_of
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.model_flags import Values, model_flags
+from megatron_burst.tools.job.step import costs_of
 from megatron_burst.tools.job.strategy import Job, Strategy, stage_layers
 
 SIZES = {  # fields of a strategy: Megatron's flags

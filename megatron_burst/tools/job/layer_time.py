@@ -175,7 +175,6 @@ def host_seconds(
     back, which starts with the backward of the one behind it, hides behind that.
 
     Args:
-        job, strategy: what is copied.
         seconds: of an average layer: its forward, and all of it.
         layers: of the stage.
         head: seconds of the head and its loss, if the stage has them.
