@@ -278,7 +278,7 @@ BESIDE = {  # enums and machinery in the same modules
 MOST = {  # modules, lines, and lines of code without imports
     "reading path": (52, 9676, 5494),
     "trainer": (169, 28216, 16598),
-    "package": (239, 38241, 22991),
+    "package": (233, 37415, 22440),
 }
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 
