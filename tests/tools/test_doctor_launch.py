@@ -2,8 +2,10 @@
 GPU; no processes."""
 
 import pytest
+import torch.distributed as dist
 
 from megatron_burst.errors import BurstError
+from megatron_burst.tools.doctor import job
 from megatron_burst.tools.doctor.job import check_attendance, check_seats
 from megatron_burst.tools.doctor.meeting import Launch, launch_of
 from megatron_burst.tools.doctor.report import Status
@@ -55,3 +57,13 @@ def test_launches_that_are_none_are_refused(broken):
 def test_srun_needs_a_port():
     with pytest.raises(BurstError, match="MASTER_PORT must be a number.*srun after export MASTER"):
         launch_of({name: value for name, value in SRUN.items() if name != "MASTER_PORT"})
+
+
+def test_a_rank_that_came_too_late_ends_in_a_sentence(monkeypatch):
+    store = dist.HashStore()
+    store.set("doctor/facts by/0", "[0]")
+    store.set("doctor/facts/0", "{}")
+    monkeypatch.setattr(job, "open_store", lambda launch, timeout_s: store)
+    monkeypatch.setattr(job, "_my_facts", lambda launch, timeout_s: {})
+    with pytest.raises(BurstError, match="all ranks must arrive in time.*got rank 1 beside 1 that"):
+        job.check_job(Launch(1, 2, 1, 2, "localhost", 0), 0.1, print)
