@@ -278,7 +278,7 @@ BESIDE = {  # enums and machinery in the same modules
 MOST = {  # modules, lines, and lines of code without imports
     "reading path": (52, 9780, 5600),
     "trainer": (169, 28360, 16730),
-    "package": (239, 38400, 23130),
+    "package": (233, 37600, 22600),
 }
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError
+from megatron_burst.files import Reader
 from megatron_burst.tools.hardware import Calibration, KernelRow, LinkRow
-from megatron_burst.tools.hardware_file import hardware, parse_calibration, to_toml
+from megatron_burst.tools.hardware_file import hardware, parse_hardware, to_toml
 
 numbers = st.floats(1e-6, 1e6)
 sizes = st.integers(1, 2**40)
@@ -28,7 +29,8 @@ ONE = Calibration(
 
 @given(calibrations)
 def test_what_is_written_is_read(calibration):
-    assert parse_calibration(to_toml(calibration), "x") == calibration
+    reader = Reader("test", "x", "it is read", "correct it")
+    assert reader.typed(Calibration, reader.toml(to_toml(calibration))) == calibration
 
 
 def test_a_file_is_a_machine(tmp_path):
@@ -59,4 +61,4 @@ def test_what_is_wrong_is_named(old, new, match):
     text = to_toml(ONE)
     assert old in text
     with pytest.raises(BurstError, match=match):
-        parse_calibration(text.replace(old, new), "x")
+        parse_hardware(text.replace(old, new), "x")

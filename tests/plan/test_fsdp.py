@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.refusals import refuse
 from megatron_burst.tools.hardware_file import preset
-from megatron_burst.tools.job.arguments import megatron_arguments
 from megatron_burst.tools.job.candidate import candidate
 from megatron_burst.tools.job.flags import flag_values
 from megatron_burst.tools.job.hugging_face import PRESETS
@@ -21,6 +20,7 @@ from megatron_burst.tools.job.layer_time import UPDATE
 from megatron_burst.tools.job.layers import Experts
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.model import Model
+from megatron_burst.tools.job.model_file import megatron_arguments
 from megatron_burst.tools.job.script import read_script
 from megatron_burst.tools.job.search import search
 from megatron_burst.tools.job.step import step_time

@@ -9,12 +9,12 @@ import pytest
 
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.hardware_file import preset
-from megatron_burst.tools.job.arguments import megatron_arguments
 from megatron_burst.tools.job.flags import as_words
 from megatron_burst.tools.job.hugging_face import PRESETS, from_hugging_face
 from megatron_burst.tools.job.layers import Windows
 from megatron_burst.tools.job.megatron import from_megatron
 from megatron_burst.tools.job.memory import memory_of
+from megatron_burst.tools.job.model_file import megatron_arguments
 from megatron_burst.tools.job.model_flags import model_flags
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy

@@ -11,7 +11,6 @@ import pytest
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import offsets
 from megatron_burst.tools.hardware_file import preset
-from megatron_burst.tools.job.arguments import megatron_arguments
 from megatron_burst.tools.job.flags import as_words
 from megatron_burst.tools.job.hugging_face import from_hugging_face
 from megatron_burst.tools.job.layer_time import AGAIN, ATTENTION, LINEAR, MATMUL
@@ -19,6 +18,7 @@ from megatron_burst.tools.job.linear import DeltaNet, Mamba
 from megatron_burst.tools.job.megatron import from_megatron
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.model import Model
+from megatron_burst.tools.job.model_file import megatron_arguments
 from megatron_burst.tools.job.model_flags import model_flags
 from megatron_burst.tools.job.search import layouts, search
 from megatron_burst.tools.job.step import step_time
@@ -166,7 +166,7 @@ APART = replace(DENSE, layers=6, pattern="M-M-*-", linear=replace(
 def test_published_mamba_hybrids_are_planned(config, billions, softmax, mamba, moe, dense):
     found = model(config)
     assert found.params / 1e9 == pytest.approx(billions, rel=0.002)
-    assert (found.softmax_layers, found.linear_layers) == (softmax, mamba)
+    assert (found.softmax_layers, found.linear.count) == (softmax, mamba)
     assert (found.moe_layers, found.dense_layers) == (moe, dense)
 
 

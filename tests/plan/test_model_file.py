@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.errors import BurstError, nearest_multiples
-from megatron_burst.tools.job.arguments import megatron_arguments
 from megatron_burst.tools.job.hugging_face import PRESETS, from_hugging_face, preset_name
 from megatron_burst.tools.job.megatron import from_megatron
 from megatron_burst.tools.job.model import Model
-from megatron_burst.tools.job.model_file import model_of
+from megatron_burst.tools.job.model_file import megatron_arguments, model_of
 from megatron_burst.tools.units import in_units, whole_number
 from tests.plan.configs import (
     DEEPSEEK_V3,

@@ -7,8 +7,7 @@ import pytest
 
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.tools.job.arguments import megatron_arguments
-from megatron_burst.tools.job.model_file import model_of
+from megatron_burst.tools.job.model_file import megatron_arguments, model_of
 from megatron_burst.tools.job.script import arguments_in, read_script
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

@@ -7,16 +7,12 @@ of Ethernet ports. The GPU states are what nvidia-smi prints for H100 and H200.
 
 from collections.abc import Callable, Mapping
 
-UUID = "GPU-00000000-0000-0000-0000-{:012d}"
-ADDRESS = "{}: {}    inet {} brd 10.1.255.255 scope global {}\\       valid_lft forever"
-
 
 def gpu_line(index: int, **changes: str) -> str:
     """A line of nvidia-smi --query-gpu; `changes` by field."""
     fields = {
-        "index": str(index), "uuid": UUID.format(index), "name": "NVIDIA H200", "cap": "9.0",
-        "driver": "570.86.15", "total": "143771", "used": "1", "max": "1980",
-        "throttles": "0x0000000000000001", "ecc": "Enabled", "errors": "0",
+        "index": str(index), "name": "NVIDIA H200", "driver": "570.86.15", "total": "143771",
+        "used": "1", "max": "1980", "throttles": "0x0000000000000001", "errors": "0",
         "mig": "Disabled", "mode": "Default",
     }  # fmt: skip
     return ", ".join((fields | changes).values())
@@ -66,7 +62,6 @@ def h200(**changes: str) -> str:
     """A whole survey; `changes` replaces sections."""
     sections: dict[str, str] = {
         "gpus": "\n".join(gpu_line(i) for i in range(8)),
-        "processes": "",
         "topology": matrix(18, H200_NICS, on_h200),
         "hcas": "\n".join(
             [
@@ -74,26 +69,13 @@ def h200(**changes: str) -> str:
                 hca_line("mlx5_bond_0", layer="Ethernet", rate="100 Gb/sec (4X EDR)"),
             ]
         ),
-        "addresses": addresses(1),
         "route": "default via 10.1.0.1 dev bond0 proto static",
-        "modules": "nvidia_peermem",
         "shm": "1056575324",
         "memlock": "unlimited",
         "nofile": "1048576",
         "end": "",
     }
     return text_of(sections | changes)
-
-
-def addresses(node: int) -> str:
-    """What ip -o -4 addr prints on a node of a cluster."""
-    devices = {
-        "lo": "127.0.0.1/8", "docker0": "172.17.0.1/16", "ens9": f"192.168.{node}.2/24",
-        "bond0": f"10.1.0.{node}/16",
-    }  # fmt: skip
-    return "\n".join(
-        ADDRESS.format(i, name, address, name) for i, (name, address) in enumerate(devices.items())
-    )
 
 
 def text_of(sections: Mapping[str, str]) -> str:

@@ -258,10 +258,10 @@ def test_progress_is_shown_on_terminals_only():
         )
         return done.stderr, done.stdout
 
-    assert "layouts" in shown(FORCE_COLOR="1")[0]
+    assert "comparing strategies" in shown(FORCE_COLOR="1")[0]
     search.cache_clear()
     quiet, text = shown()
-    assert quiet == "" and "layouts" not in text
+    assert quiet == "" and "comparing strategies" not in text
 
 
 def at_a_terminal(command: list[str]) -> tuple[str, str]:
