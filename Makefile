@@ -10,9 +10,10 @@ ARGS ?=
 
 # Plans, kernels, simulated ranks, recomputation, parts of the loss, the rules about the code; without
 # Megatron, the command line and most real processes, which take most of the time.
-FAST := tests/plan tests/kernels tests/attention tests/recompute tests/loss tests/test_config.py \
-  tests/test_docs.py tests/test_environment.py tests/test_layers.py \
+FAST := $(addprefix tests/, schedule resolve kernels attention masks checks desync recompute loss \
+  tools/job tools/simulate test_shards.py test_config.py test_docs.py test_environment.py test_layers.py) \
   --ignore-glob='*/test_processes.py' --ignore=tests/attention/test_refusals.py \
+  --ignore=tests/schedule/test_check.py --ignore=tests/schedule/test_programs.py \
   --ignore=tests/loss/test_linear.py --ignore=tests/loss/test_memory.py
 
 help: ## print this list
