@@ -6,7 +6,7 @@ RUN := scripts/bootstrap.sh .venv/bin/python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-fast test-cpus same-as gpu-test test-matrix test-integrations conformance docs lint format clean
+.PHONY: help install demo test test-all test-of test-fast test-cpus same-as gpu-test test-matrix test-integrations conformance docs lint format clean
 
 # Plans, kernels, simulated ranks, recomputation, parts of the loss, the rules about the code; without
 # Megatron, the command line and most real processes, which take most of the time.
@@ -32,6 +32,10 @@ test: ## run the tests, e.g. make test ARGS="-k layout"
 
 test-all: ## run also the cases of which `make test` takes a sample
 	@$(RUN) -m pytest -n 2 --dist worksteal --all $(ARGS)
+
+# FILE=megatron_burst/masks/documents.py, for example
+test-of: ## run the tests that tests/README.md names for FILE=...
+	@$(RUN) scripts/test_of.py "$(FILE)" -n 2 --dist worksteal $(ARGS)
 
 test-fast: ## run a part of the tests, under 3 minutes
 	@$(RUN) -m pytest -n 2 --dist worksteal $(FAST) $(ARGS)
