@@ -13,7 +13,7 @@ ARGS ?=
 FAST := $(addprefix tests/, schedule resolve kernels attention masks checks desync recompute loss \
   tools/job tools/simulate test_shards.py test_config.py test_docs.py test_environment.py test_layers.py) \
   --ignore-glob='*/test_processes.py' --ignore=tests/attention/test_refusals.py \
-  --ignore=tests/schedule/test_check.py --ignore=tests/schedule/test_programs.py \
+  --ignore=tests/schedule/test_check.py \
   --ignore=tests/loss/test_linear.py --ignore=tests/loss/test_memory.py
 
 help: ## print this list

@@ -33,6 +33,7 @@ from tests.attention.simulated import run_simulated
 from tests.attention.test_processes import inputs, run, truth_of, worst
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
+from tests.sampling import whole
 
 WORLD = 4
 RINGS = [{"intra": "ring", "circulate": c, "nodes": n} for n in (1, 2) for c in ("kv", "q")]
@@ -216,8 +217,11 @@ def test_a_recomputation_of_an_early_half_that_failed_can_be_made_again(layout, 
     assert time.monotonic() - began < 60  # their time-out
 
 
-@pytest.mark.parametrize("pulls", [False, True, "one slot"])
-@pytest.mark.parametrize("nodes", [1, 2])
+# several slots on two nodes with --all only: refilled as on one node, less often than a single one
+@pytest.mark.parametrize(
+    "nodes, pulls",
+    [*product((1, 2), (False, "one slot")), (1, True), *whole((2, True))],
+)
 @pytest.mark.parametrize("mode", ["ring", "gather", "a2a"])
 def test_so_it_can_in_slots_that_others_read_after_some_failures_of_any_ranks(mode, nodes, pulls):
     """On simulated ranks, whose memory is NaN until it is written."""
