@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     if tests is None:
         print(
             "test-of: FILE must be a file that has a row in tests/README.md, because its row names "
-            f"the tests; got {file!r}; name another, or the tests: make test ARGS=tests/test_say.py"
+            f"the tests; got {file!r}; name another, or tests: make test ARGS=tests/test_docs.py"
         )
         return 2
     import pytest  # heavy, and not for the sentence above
