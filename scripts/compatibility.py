@@ -31,10 +31,10 @@ over gloo without TransformerEngine, and most of them compare with Megatron with
 parallelism. Tests that need a GPU are in `tests/gpu`, and run with 0.19.2.
 
 Of the packages that burst or Megatron use if they are there, the flash-attn package and
-FlashAttention-3 were not run, on CPUs or GPUs: `tests/kernels/test_packages.py` puts stand-ins with
-their signatures in their place. Of Apex, the extension for gradients of weights was run on one
-H200, [by hand](versions.md#apex); its fused layer norm was not. The table's tests run on CPUs,
-where `tests/mcore/test_apex.py` puts stand-ins in the place of both.
+FlashAttention-3 were not run, on CPUs or GPUs: `tests/kernels/test_optional_packages.py` puts
+stand-ins with their signatures in their place. Of Apex, the extension for gradients of
+weights was run on one H200, [by hand](versions.md#apex); its fused layer norm was not. The
+table's tests run on CPUs, where `tests/mcore/test_apex.py` puts stand-ins in the place of both.
 """
 # Rows of the page: what runs, and (file, regular expression for cases or functions) of its tests.
 ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
@@ -79,7 +79,7 @@ ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
     },
     "Recomputation": {
         "full and selective": [("gpt", ".*full recompute.*"), ("keep", ".*-none.*|.*-all, sel.*")],
-        "all kept": [("keep", ".*-all.*"), ("packed", "kept"), ("keep_own", ".*")],
+        "all kept": [("keep", ".*-all.*"), ("packed", "kept"), ("keep_other_attention", ".*")],
         "half kept": [("keep", ".*-half.*"), ("gpt", ".*half.*"), ("packed", "kept by half")],
         "kept as it fits": [("keep", ".*-auto"), ("keep_auto", ".*"), ("packed", "kept as.*")],
         "outputs of modules kept": [("kept_modules", ".*")],
@@ -99,14 +99,16 @@ ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "Entry points": {
         "`python -m megatron_burst`": [("pretrain", "python -m.*|CP4 on.*")],
         "`import megatron_burst.patch`": [("pretrain", "imported.*")],
-        "`--spec`": [("pretrain", "--spec.*"), ("specs", ".*layer_spec"), ("doors", ".*by_spec.*")],
+        "`--spec`": [
+            ("pretrain", "--spec.*"), ("specs", ".*layer_spec"), ("entry_points", ".*by_spec.*"),
+        ],
         "`burst_spec`": [("specs", ".*")],
         "`megatron_burst.auto`": [("auto", ".*")],
         "diff in `patches/`": [("patches", ".*"), ("pretrain", "patched.*")],
         "refusals": [
             ("arguments", ".*"), ("core_attention", ".*"), ("packed_uses", ".*(refused|forbids).*"),
         ],
-        "releases, scripts, imports told apart": [("doors", ".*")],
+        "releases, scripts, imports told apart": [("entry_points", ".*")],
         "hook points of the table": [("releases", ".*")],
     },
     "Runs": {
