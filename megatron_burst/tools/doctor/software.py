@@ -7,7 +7,7 @@ import torch
 
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import find_megatron, require_megatron, version_of
-from megatron_burst.kernels.backends import backends, in_words
+from megatron_burst.kernels.backends import backends, describe_refusals
 from megatron_burst.kernels.interface import Problem
 from megatron_burst.tools.doctor.report import Check, fail, ok, skip, warn
 from megatron_burst.version import __version__
@@ -51,7 +51,7 @@ def check_backends() -> Check:
     problem = Problem("cuda" if gpu else "cpu", dtype, 128, 128, grouped=True, arch=arch)
     why = {n: b.capability.refusal(problem) or b.missing() for n, b in backends().items()}
     live = [name for name, refusal in why.items() if refusal is None]
-    reasons = in_words({name: refusal for name, refusal in why.items() if refusal})
+    reasons = describe_refusals({name: refusal for name, refusal in why.items() if refusal})
     what = f"live: {', '.join(live) or 'none'}" + (f"; {reasons}" if reasons else "")
     if not live:
         return fail("backends", what, "install a torch with attention kernels")
