@@ -6,13 +6,14 @@ RUN := scripts/bootstrap.sh .venv/bin/python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-fast test-cpus same-as gpu-test test-matrix test-integrations conformance docs lint format clean
+.PHONY: help install demo test test-all test-of test-fast test-cpus same-as gpu-test test-matrix test-integrations conformance docs lint format clean
 
 # Plans, kernels, simulated ranks, recomputation, parts of the loss, the rules about the code; without
 # Megatron, the command line and most real processes, which take most of the time.
-FAST := tests/plan tests/kernels tests/attention tests/recompute tests/loss tests/test_config.py \
-  tests/test_docs.py tests/test_environment.py tests/test_layers.py \
+FAST := $(addprefix tests/, schedule resolve kernels attention masks checks desync recompute loss \
+  tools/job tools/simulate test_shards.py test_config.py test_docs.py test_environment.py test_layers.py) \
   --ignore-glob='*/test_processes.py' --ignore=tests/attention/test_refusals.py \
+  --ignore=tests/schedule/test_check.py \
   --ignore=tests/loss/test_linear.py --ignore=tests/loss/test_memory.py
 
 help: ## print this list
@@ -31,6 +32,10 @@ test: ## run the tests, e.g. make test ARGS="-k layout"
 
 test-all: ## run also the cases of which `make test` takes a sample
 	@$(RUN) -m pytest -n 2 --dist worksteal --all $(ARGS)
+
+# FILE=megatron_burst/masks/documents.py, for example
+test-of: ## run the tests that tests/README.md names for FILE=...
+	@$(RUN) scripts/test_of.py "$(FILE)" -n 2 --dist worksteal $(ARGS)
 
 test-fast: ## run a part of the tests, under 3 minutes
 	@$(RUN) -m pytest -n 2 --dist worksteal $(FAST) $(ARGS)

@@ -31,10 +31,10 @@ from megatron_burst.balance import BatchGrid, Costs, assign, pairs_of
 from megatron_burst.balance.packing import Packs, best_fit, sequential
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.hardware_file import hardware as hardware_of
-from megatron_burst.tools.job.costs import costs_of
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.layers import Experts
 from megatron_burst.tools.job.model import Model
+from megatron_burst.tools.job.step import costs_of
 from megatron_burst.tools.job.strategy import Job, Strategy
 from megatron_burst.tools.simulate.micro_batches import in_turn, step_of
 

@@ -43,8 +43,6 @@ run "$python" -m benchmarks.scaling draw docs/scaling.png --measured $rows/tenso
 run "${plan[@]}" llama3-8b --seq-length 128K --gpus 8 --cp 8 --picture docs/plan_8_ranks.png
 run "${plan[@]}" llama3-8b --seq-length 1M --gpus 64 --cp 64 --picture docs/plan_64_ranks.png
 run "${plan[@]}" llama3-8b --gpus 4 --cu-seqlens docs/sample_lengths.txt --picture docs/sample.png
-run "${plan[@]}" qwen3-8b --gpus 64 --seq-length 128k --global-batch-size 64 --cp 8 --tp 1 --pp 1 \
-    --recompute selective --lengths benchmarks/document_lengths.csv --picture docs/steps.png
 
 # what is drawn of the code
 for name in masks groups program; do run "$python" docs/draw_$name.py; done

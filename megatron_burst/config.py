@@ -86,7 +86,7 @@ class BurstConfig:
     timeout_s: float | None = None
 
     def __new__(cls, *args: Any, **options: Any) -> "BurstConfig":
-        require("burst attention", map(_need_of_force, options.keys() & _FORCED))
+        require("burst attention", map(_need_of_force, options.keys() & FORCED))
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -165,12 +165,12 @@ class BurstConfig:
         return cls(**given, **tunings_of_args(args))
 
 
-_FORCED = {field.name: field.type for field in fields(Force)}
+FORCED = {field.name: field.type for field in fields(Force)}  # names before `force`
 _TYPES = {field.name: field.type for field in fields(BurstConfig)}
 OPTIONS = tuple(_TYPES)[: list(_TYPES).index("nodes")]  # options with a flag of their own
 _TUNINGS = {  # types by name of --burst-tune
     **{name: _TYPES[name] for name in _TYPES if name not in (*OPTIONS, "force")},
-    **{f"force.{name}": kind for name, kind in _FORCED.items()},
+    **{f"force.{name}": kind for name, kind in FORCED.items()},
 }
 TUNINGS = tuple(_TUNINGS)
 
@@ -188,7 +188,7 @@ def parse_tunings(text: str, who: str = "--burst-tune") -> dict[str, Any]:
     tunings: dict[str, Any] = {}
     for pair in text.split(",") if text else ():
         name, _, word = pair.partition("=")
-        require(who, [_need_of_force(name)] if name in _FORCED else ())
+        require(who, [_need_of_force(name)] if name in FORCED else ())
         fresh = name in _TUNINGS and name not in tunings
         value = _value(_TUNINGS[name], word) if fresh else None
         if value is None:
@@ -198,7 +198,7 @@ def parse_tunings(text: str, who: str = "--burst-tune") -> dict[str, Any]:
                 f"be silently ignored; got {pair!r}{nearest(name, TUNINGS)}; see docs/tuning.md"
             )
         tunings[name] = value
-    forced = {n: tunings.pop(f"force.{n}") for n in _FORCED if f"force.{n}" in tunings}
+    forced = {n: tunings.pop(f"force.{n}") for n in FORCED if f"force.{n}" in tunings}
     require("burst attention", needs_of_numbers(tunings))
     return tunings | ({"force": Force(**forced)} if forced else {})
 

@@ -40,8 +40,8 @@ from megatron_burst.tools.main import app
 from megatron_burst.tools.simulate.call import AttentionCall, attention_time
 from tests.attention.engine import Passes, Way, problem, rows_in
 from tests.attention.simulated import run_simulated
-from tests.plan.configs import DEEPSEEK_V3, GPT_OSS_20B, MIXTRAL_8X7B, QWEN_3_NEXT_80B
 from tests.schedule.cases import BANDS, DOCUMENTS, MASKS, cases_on, grid
+from tests.tools.job.configs import DEEPSEEK_V3, GPT_OSS_20B, MIXTRAL_8X7B, QWEN_3_NEXT_80B
 
 ROOT = Path(__file__).parents[1]
 DRAWN, PARTS = 20_000, 8

@@ -47,4 +47,4 @@ def test_every_setting_runs_or_is_skipped_by_name_and_one_that_fails_is_not_lost
     assert "ONEDNN_MAX_CPU_ISA=AVX2: skipped, as there is no oneDNN here" in lines
     assert f"{mkl}=COMPATIBLE, 4 threads: 1 passed" in lines
     files = script["numeric_files"]()
-    assert "tests/mcore/test_pretrain_balanced.py" in files and "tests/test_say.py" not in files
+    assert "tests/mcore/test_pretrain_balanced.py" in files and "tests/test_logs.py" not in files

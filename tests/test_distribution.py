@@ -45,7 +45,11 @@ def wheel(released):
 @pytest.mark.whole
 def test_the_tests_of_the_sdist_run(sdist):
     """From its own files: the installed checkout is not on the path."""
-    chosen = ["tests/plan/test_layout_and_mask.py", "tests/test_layers.py", "tests/test_docs.py"]
+    chosen = [
+        "tests/schedule/test_layout_and_mask.py",
+        "tests/test_layers.py",
+        "tests/test_docs.py",
+    ]
     quick = ["-k", "not loads_neither and not check_above"]  # these start interpreters
     code = "import megatron_burst, pytest, sys; print(megatron_burst.__file__, flush=True);"
     code += "sys.exit(pytest.main(sys.argv[1:]))"

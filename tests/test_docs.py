@@ -14,7 +14,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.mcore.refusals import refuse
 from megatron_burst.tools.main import app
 from tests import refused
-from tests.masks import table
+from tests.mask_cases import table
 
 ROOT = Path(__file__).parents[1]
 FLAGS = (ROOT / "docs" / "reference" / "flags.md").read_text()

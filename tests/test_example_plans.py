@@ -22,8 +22,8 @@ from megatron_burst.tools.job.model_file import model_of
 from megatron_burst.tools.job.script import arguments_in, read_script
 from megatron_burst.tools.main import app
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
-from tests.plan.configs import MIXTRAL_8X7B
 from tests.ranks import run_ranks
+from tests.tools.job.configs import MIXTRAL_8X7B
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = """#!/usr/bin/env bash

@@ -21,7 +21,7 @@ from megatron_burst.tools.job.flags import as_words
 from megatron_burst.tools.job.hugging_face import PRESETS, from_hugging_face
 from megatron_burst.tools.job.model_flags import model_flags
 from megatron_burst.tools.main import app
-from tests.plan.configs import GEMMA_3_27B, GPT_OSS_20B, PRINTED
+from tests.tools.job.configs import GEMMA_3_27B, GPT_OSS_20B, PRINTED
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

@@ -2,7 +2,7 @@
 # Several nodes without a batch system: run it on each node at about the same time.
 #
 # First, on one of them: megatron-burst doctor --nodes node0,node1,...
-# and paste its lines (interfaces, HCAs) into every shell. Then, on node number I of N:
+# and export what its lines `interface` and `hcas` name in every shell. Then, on node number I of N:
 #     NODES=N NODE=I MASTER_ADDR=node0 MEGATRON=~/Megatron-LM examples/torchrun/many_nodes.sh
 # With a plan: PLAN=plan.json, on each node. With other sizes: TP=2 PP=2.
 set -euo pipefail

@@ -202,8 +202,8 @@ class Group:
         of: ParallelKind = CP,
     ) -> bool:  # fmt: skip
         """As `StoreConsensus.agree`, for a call; returns whether ranks have compared its terms now.
-        With a log they do so once per key, by default the terms: also ranks that know the key hear of one
-        that does not, or that refuses the call.
+        With a detector they do so once per key, by default the terms: ranks that know the key also
+        hear of a rank that does not, or that refuses the call.
 
         A call gathers its terms and its problem without raising, and comes here first. So what is
         wrong on one rank is an error on all of them, before anything is computed or sent.

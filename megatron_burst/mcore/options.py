@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_burst.config import TUNINGS, BurstConfig
+from megatron_burst.config import FORCED, TUNINGS, BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore.args import (
     add_flags,
@@ -95,7 +95,7 @@ def _parsed(text: str) -> Namespace:
     words: list[str] = []
     for pair, name in zip(pairs, names, strict=True):
         value = pair.partition("=")[2]
-        if name in TUNINGS:
+        if name in (*TUNINGS, *FORCED):
             words += ["--burst-tune", pair]
         elif name not in flags or names.count(name) > 1:
             legal = ", ".join([*flags, *sorted(TUNINGS)])

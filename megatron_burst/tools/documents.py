@@ -12,13 +12,13 @@ from megatron_burst.balance.packing import best_fit, sequential
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.tools.job.candidate import ROOMY, Candidate, missing_gib
-from megatron_burst.tools.job.costs import costs_of
 from megatron_burst.tools.job.layer_time import UPDATE
 from megatron_burst.tools.job.memory import memory_of
+from megatron_burst.tools.job.step import costs_of
 from megatron_burst.tools.job.strategy import Job, Strategy, least_multiple, misfit
 from megatron_burst.tools.job.transfers import boundary_seconds
 from megatron_burst.tools.lengths import Lengths
-from megatron_burst.tools.simulate.micro_batches import MicroBatches, Step, in_turn, step_of
+from megatron_burst.tools.simulate.micro_batches import MicroBatches, in_turn, step_of
 from megatron_burst.tools.simulate.sample import Packing, Sample
 
 SEQUENTIAL, BEST_FIT = "packed in sequence", "packed, best fit"
@@ -40,7 +40,6 @@ class Outcome:
         seconds: predicted, gradients and optimizer included, mean of the draws.
         waiting: share of the ranks' time in which they run no micro-batch, without gradients and
             optimizer; mean of the draws.
-        first: the first draw's micro-batches in time.
     """
 
     rule: str
@@ -48,7 +47,6 @@ class Outcome:
     cp_sizes: tuple[int, ...]
     seconds: float
     waiting: float
-    first: Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +78,8 @@ def typical_packing(lengths: Lengths, packed: int) -> Packing:
 
 
 def compare(job: Job, found: Sequence[Candidate], lengths: Lengths) -> Documents:
-    """Simulate steps of drawn documents by each rule.
-
-    Args:
-        job: its sequences are micro-batches of packed documents.
-        found: strategies, the best first, which fits.
-        lengths: of the data set's documents.
+    """Simulate steps of documents drawn from `lengths` by each rule, for the best strategy, which
+    is the first and fits, and some others; a sequence is a micro-batch of packed documents.
 
     Raises:
         BurstError: if sequences are too short for costs of micro-batches.
@@ -125,7 +119,7 @@ def _outcomes(
             for seed, drawn in enumerate(draws)
         ]
         seconds, waiting = fmean(s.seconds for s in steps), fmean(s.waiting for s in steps)
-        return Outcome(rule, grid, some, update + seconds, waiting, steps[0])
+        return Outcome(rule, grid, some, update + seconds, waiting)
 
     ours = (BALANCED, CHANGING) if len(sizes) > 1 else (BALANCED,)
     found = [outcome(rule, grid) for rule in (SEQUENTIAL, BEST_FIT, *ours)]

@@ -79,11 +79,7 @@ def hardware(name_or_path: str) -> Hardware:
 
 
 def parse_hardware(text: str, name: str) -> Hardware:
-    """Hardware from TOML like a preset's, or from what calibrate wrote.
-
-    Args:
-        text: the TOML.
-        name: of the file, for complaints.
+    """Hardware from TOML like a preset's, or from what calibrate wrote; a refusal names the file.
 
     Raises:
         BurstError: if it is no TOML, or lacks or has too many figures.
@@ -93,13 +89,6 @@ def parse_hardware(text: str, name: str) -> Hardware:
     if isinstance(table.get("gpu"), str):  # calibrate names the GPU, presets describe it
         return _measured(reader.typed(Calibration, table), name)
     found: Hardware = reader.typed(Hardware, table)
-    return found
-
-
-def parse_calibration(text: str, name: str) -> Calibration:
-    """What calibrate wrote; refuses as `parse_hardware` does."""
-    reader = _reader(name)
-    found: Calibration = reader.typed(Calibration, reader.toml(text))
     return found
 
 

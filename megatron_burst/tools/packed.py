@@ -57,7 +57,6 @@ def way_of(call: AttentionCall, given: Sample, hardware: Hardware, layout: Layou
     Args:
         call: heads, topology and options, with choices open; its tokens are the sample's.
         given: the documents, without padding.
-        hardware: the cluster's.
         layout: ZIGZAG, where documents start at any token, or DOCUMENTS.
 
     Raises:

@@ -166,12 +166,7 @@ def _kind(span: Span) -> str:
 
 
 def save_sample_picture(ways: Mapping[str, Way], title: str, path: Path) -> None:
-    """Draw ways beside each other; the suffix is the format.
-
-    Args:
-        ways: by name.
-        title: above all.
-        path: to write.
+    """Draw ways, by name, beside each other under a title; the suffix is the format.
 
     Raises:
         BurstError: if matplotlib (the extra `plots`) is not installed.

@@ -1,26 +1,22 @@
 """`megatron-burst plan`: options become a job and a strategy; results become tables and files."""
 
-from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from rich.console import Console
-from rich.progress import track
 from typer import Argument, Exit, Option, echo
 
-from megatron_burst.tools.documents import Documents, compare
+from megatron_burst.tools.documents import compare
 from megatron_burst.tools.documents_table import as_described, show_documents
 from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.hardware_file import preset_names
-from megatron_burst.tools.job.candidate import Candidate
 from megatron_burst.tools.job.flags import as_json
 from megatron_burst.tools.job.frameworks import takes_logits
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.model_file import model_of
-from megatron_burst.tools.job.script import Script, arguments_in, given, read_script
+from megatron_burst.tools.job.script import arguments_in, given, read_script
 from megatron_burst.tools.job.search import search
-from megatron_burst.tools.job.strategy import Fsdp, Job, Strategy, even_share
+from megatron_burst.tools.job.strategy import Fsdp, Job, even_share
 from megatron_burst.tools.lengths import lengths_in
 from megatron_burst.tools.packed import plan_sample
 from megatron_burst.tools.pictures import save_picture, save_sample_picture
@@ -38,16 +34,35 @@ from megatron_burst.tools.plan_options import (
     tokens_of,
 )
 from megatron_burst.tools.plan_table import show
-from megatron_burst.tools.step_picture import save_step_picture
-from megatron_burst.tools.terminal import in_one_sentence, working, writing
+from megatron_burst.tools.terminal import in_one_sentence, shown, writing
 from megatron_burst.tools.units import whole_number
 
 _NOT_RUN = 3  # exit code; 2 is refused input
 Framework = Literal["megatron", "bridge", "verl", "ms-swift", "slime", "nemo-rl", "roll"]
 Size = partial(Option, min=1, metavar="N")
+File = partial(Option, metavar="FILE")
 _MODEL = (
     f"{', '.join(PRESETS)}, hf:ORG/NAME (cached), a config.json or its folder, or what "
     "--burst-dump-args wrote of your job"
+)
+_HARDWARE = f"{', '.join(preset_names())}, or a TOML file that calibrate wrote"
+_BATCH = "sequences per step; default: 4M tokens, or 1K per GPU if that is more"
+_KEEP = (
+    "which of attention's results full recomputation keeps (--burst-keep); auto: outputs of "
+    "modules too, as a run will choose"
+)
+_CU_SEQLENS = (
+    "documents of a packed sample: a file of boundaries or lengths (text, .npy, .pt); without "
+    "--seq-length, plan the attention of this sample instead of a job"
+)
+_LENGTHS = (
+    "lengths of a data set's documents: a histogram (.csv), a list (.jsonl), or Megatron's index "
+    "(.idx); with --seq-length, compare rules that assign documents to ranks"
+)
+_PICTURE = "draw one layer's attention over time, or the sample of --cu-seqlens (.png, .svg, .pdf)"
+_FRONTIER = (
+    "draw peak memory against step time, from full recomputation through budgets of --keep auto "
+    "to nothing recomputed (.png, .svg, .pdf)"
 )
 
 
@@ -60,20 +75,8 @@ def plan(
     gpus_per_node: Annotated[
         int | None, Size(help="GPUs per node; default: as in --hardware")
     ] = None,
-    hardware: Annotated[
-        str,
-        Option(
-            metavar="NAME|FILE",
-            help=f"{', '.join(preset_names())}, or a TOML file that calibrate wrote",
-        ),
-    ] = "h200",
-    global_batch_size: Annotated[
-        str,
-        Option(
-            metavar="N",
-            help="sequences per step; default: 4M tokens, or 1K per GPU if that is more",
-        ),
-    ] = "",
+    hardware: Annotated[str, Option(metavar="NAME|FILE", help=_HARDWARE)] = "h200",
+    global_batch_size: Annotated[str, Option(metavar="N", help=_BATCH)] = "",
     tp: Annotated[int | None, Size(help="tensor-parallel size")] = None,
     cp: Annotated[int | None, Size(help="context-parallel size")] = None,
     pp: Annotated[int | None, Size(help="pipeline-parallel size")] = None,
@@ -83,13 +86,7 @@ def plan(
         Literal["none", "selective", "full"] | None,
         Option(help="what is recomputed in backward; selective: the feed-forward"),
     ] = None,
-    keep: Annotated[
-        Literal["none", "half", "all", "auto"] | None,
-        Option(
-            help="which of attention's results full recomputation keeps (--burst-keep); auto: "
-            "outputs of modules too, as a run will choose"
-        ),
-    ] = None,
+    keep: Annotated[Literal["none", "half", "all", "auto"] | None, Option(help=_KEEP)] = None,
     keep_budget_gib: Annotated[
         float | None,
         Option(min=0.01, metavar="GIB", help="GPU memory for --keep auto; default: what is left"),
@@ -104,46 +101,16 @@ def plan(
     ] = None,
     do_search: Annotated[bool, Option("--search", help="show other strategies too")] = False,
     json: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="write the plan as JSON, for --burst-plan; -: print only that"),
+        Path | None, File(help="write the plan as JSON, for --burst-plan; -: print only that")
     ] = None,
     framework: Annotated[
         Framework | None,
         Option("--for", help="print the plan's decisions as settings of this framework"),
     ] = None,
-    cu_seqlens: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="documents of a packed sample: a file of boundaries or lengths (text, .npy, .pt); "
-            "without --seq-length, plan the attention of this sample instead of a job",
-        ),
-    ] = None,
-    lengths: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="lengths of a data set's documents: a histogram (.csv), a list (.jsonl), or "
-            "Megatron's index (.idx); with --seq-length, compare rules that assign documents to "
-            "ranks",
-        ),
-    ] = None,
-    picture: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="draw one layer's attention over time, or the sample of --cu-seqlens, or steps "
-            "of --lengths (.png, .svg, .pdf)",
-        ),
-    ] = None,
-    frontier: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="draw peak memory against step time, from full recomputation through budgets of "
-            "--keep auto to nothing recomputed (.png, .svg, .pdf)",
-        ),
-    ] = None,
+    cu_seqlens: Annotated[Path | None, File(help=_CU_SEQLENS)] = None,
+    lengths: Annotated[Path | None, File(help=_LENGTHS)] = None,
+    picture: Annotated[Path | None, File(help=_PICTURE)] = None,
+    frontier: Annotated[Path | None, File(help=_FRONTIER)] = None,
 ) -> None:
     """Predict time and memory of a job, and print its flags.
 
@@ -172,7 +139,7 @@ def plan(
             whose = Job(described, 1, count, on_node, 1, machine)
             sample = plan_sample(whose, cu_seqlens, dict(fixed))
             if picture:
-                with writing("plan", "--picture", picture), working(f"drawing {picture}"):
+                with writing("plan", "--picture", picture), shown(0, f"drawing {picture}"):
                     save_sample_picture(*sample, picture)
             return
         tokens = tokens_of(length)
@@ -181,7 +148,8 @@ def plan(
         packing, repeated = packing_of(script, cu_seqlens, drawn_from, tokens)
         logits = takes_logits(framework, dict(fixed).get("fsdp", "none"))
         job = Job(described, tokens, count, on_node, batch(count), machine, packing, logits)
-        found = search(job, fixed, _watched, script.named)
+        with shown(0, "comparing strategies"):
+            found = search(job, fixed, script.named)
         missing = "" if found[0].fits else no_room(job, found, fixed, batch)
         notes = [*script.notes, *layout_note(script, drawn_from)]
         warnings = [*notes, *warnings_of(job, found, fixed, in_file)]
@@ -191,53 +159,34 @@ def plan(
                 "burst's fused loss, which makes none, is off"
             )
         keeps_none = script.policy.get("keep") == "none" and "burst_keep" not in in_file
-        with working("comparing recomputation, and rules for documents"):
+        with shown(0, "comparing recomputation, and rules for documents"):
             more = with_keep(job, found[0]) if keeps_none and found[0].fits else ""
             documents = compare(job, found, drawn_from) if drawn_from and found[0].fits else None
-        drawn = picture if documents or not lengths else None
         # before a reader such as head ends the output
-        _write(job, found, script, documents, json, drawn, frontier)
-        shown = Shown(
+        if json:
+            _write(as_json(job, found, script.flags, as_described(documents)), json)
+        if picture:
+            with writing("plan", "--picture", picture), shown(0, f"drawing {picture}"):
+                save_picture(job, found[0].strategy, picture)
+        if frontier:
+            with writing("plan", "--frontier", frontier), shown(0, f"drawing {frontier}"):
+                save_frontier(job, found[0].strategy, frontier)
+        outcome = Shown(
             job, found, script, in_file, warnings, missing, do_search, repeated, more,
             usual_batch=not (global_batch_size or "global_batch_size" in in_file),
             framework=framework,
         )  # fmt: skip
         if json != STDOUT:
-            show(shown)
+            show(outcome)
             if documents:
                 show_documents(documents)
     if not found[0].fits:
         raise Exit(_NOT_RUN)
 
 
-def _write(
-    job: Job,
-    found: Sequence[Candidate],
-    script: Script,
-    documents: Documents | None,
-    json: Path | None,
-    picture: Path | None,
-    frontier: Path | None,
-) -> None:
-    text = as_json(job, found, script.flags, as_described(documents)) if json else ""
+def _write(text: str, json: Path) -> None:
     if json == STDOUT:
         echo(text)
-    elif json:
-        with writing("plan", "--json", json):
-            json.write_text(text)
-    if picture:
-        with writing("plan", "--picture", picture), working(f"drawing {picture}"):
-            if documents:
-                save_step_picture(job, documents, picture)
-            else:
-                save_picture(job, found[0].strategy, picture)
-    if frontier:
-        with writing("plan", "--frontier", frontier), working(f"drawing {frontier}"):
-            save_frontier(job, found[0].strategy, frontier)
-
-
-def _watched(layouts: Sequence[Strategy]) -> Iterable[Strategy]:
-    """Shows on a terminal how far the search is."""
-    console = Console(stderr=True)
-    quiet = not console.is_terminal
-    return track(layouts, "layouts", console=console, transient=True, disable=quiet)
+        return
+    with writing("plan", "--json", json):
+        json.write_text(text)

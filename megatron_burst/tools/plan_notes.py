@@ -21,9 +21,7 @@ def warnings_of(
     of_job = (
         *_of_nodes(job),
         *_of_one_rank(found[0]),
-        *_of_towers(job),
-        *_of_linear(job),
-        *_of_experts(job),
+        *_of_model(job),
         *_of_length(job, fixed),
         *_of_memory(job, found),
         *_of_packing(job),
@@ -47,26 +45,19 @@ def _of_script(job: Job, best: Candidate, arguments: Arguments) -> Iterator[str]
         yield f"Megatron refuses FSDP where CUDA_DEVICE_MAX_CONNECTIONS is 1: unset it{without}"
 
 
-def _of_towers(job: Job) -> Iterator[str]:
-    """That parts beside the language model are not counted."""
+def _of_model(job: Job) -> Iterator[str]:
+    """That parts beside the language model are not counted, that nothing of linear attention is
+    measured, and that narrow experts take longer (`frontier_1x*.csv` of the benchmarks)."""
     if towers := " and ".join(job.model.towers):
         yield (
             f"only the language model is planned: time and memory of {towers} (towers for images "
             "or sound, which every context-parallel rank runs whole) come on top"
         )
-
-
-def _of_linear(job: Job) -> Iterator[str]:
-    """That nothing of linear attention is measured."""
     if job.model.linear:
         yield (
             "time and memory of linear attention are computed from its FLOPs and bytes, and have "
             "not been compared with measurements"
         )
-
-
-def _of_experts(job: Job) -> Iterator[str]:
-    """That narrow experts take longer than predicted (`frontier_1x*.csv` of the benchmarks)."""
     if job.model.experts and job.model.experts.ffn < _NARROW:
         yield (
             f"experts are {job.model.experts.ffn} wide, and their products are counted at the "

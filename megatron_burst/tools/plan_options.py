@@ -4,7 +4,7 @@ from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import BurstError, require
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.tools.documents import typical_packing
 from megatron_burst.tools.job.script import Script
@@ -46,11 +46,9 @@ def layout_note(script: Script, lengths: Lengths | None) -> list[str]:
 
 def tokens_of(seq: str) -> int:
     """Tokens of a sequence, which must be given."""
-    if not seq:
-        raise BurstError(
-            "plan: --seq-length must be given, because everything depends on it; got none, neither "
-            "as an option nor in the model's file; write for example --seq-length 1M"
-        )
+    require("plan", [(seq, "--seq-length must be given, because everything depends on it",
+                      "none, neither as an option nor in the model's file",
+                      "write for example --seq-length 1M")])  # fmt: skip
     return whole_number(seq, "--seq-length")
 
 
@@ -74,24 +72,18 @@ def batch_of(asked: str, tokens: int) -> Callable[[int], int]:
 
 def check_files(cu_seqlens: Path | None, lengths: Path | None) -> None:
     """Refuse documents from two files."""
-    if cu_seqlens and lengths:
-        raise BurstError(
-            "plan: --lengths must not be combined with --cu-seqlens, because both say which "
-            f"documents samples have; got {lengths} and {cu_seqlens}; leave one out"
-        )
+    require("plan", [(not (cu_seqlens and lengths), "--lengths must not be combined with "
+                      "--cu-seqlens, because both say which documents samples have",
+                      f"{lengths} and {cu_seqlens}", "leave one out")])  # fmt: skip
 
 
 def check_sample(given: dict[str, object]) -> None:
     """Refuse options that a sample does not have."""
-    options = [name for name, value in given.items() if value and name not in ("tp", "cp")]
-    if options:
-        option = "--" + options[0].replace("_", "-")
-        raise BurstError(
-            "plan: without --seq-length, --cu-seqlens must only be combined with --gpus, "
-            "--gpus-per-node, --hardware, --tp, --cp and --picture, because it plans one layer's "
-            "attention, not a job; got "
-            f"{option}; leave one out"
-        )
+    options = [f"--{name}" for name, value in given.items() if value and name not in ("tp", "cp")]
+    require("plan", [(not options, "without --seq-length, --cu-seqlens must only be combined with "
+                      "--gpus, --gpus-per-node, --hardware, --tp, --cp and --picture, because it "
+                      "plans one layer's attention, not a job",
+                      "".join(options[:1]).replace("_", "-"), "leave one out")])  # fmt: skip
 
 
 def check_outputs(json: Path | None, picture: Path | None, frontier: Path | None) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from megatron_burst.call import attention_shape
+from megatron_burst.comm.grid import nodes_of
 from megatron_burst.kernels.backends import choose_backend
 from megatron_burst.kernels.interface import Backend, Problem, QuerySide, arch_of
 from megatron_burst.kernels.visible import CAUSAL
@@ -48,9 +49,7 @@ def rings(topology: Topology) -> dict[Link, list[tuple[int, ...]]]:
 
     Where nodes are uneven, ranks beyond the smallest node's are in no ring between nodes.
     """
-    ring = [rank for row in topology.grid for rank in row]
-    nodes = dict.fromkeys(topology.node_of[rank] for rank in ring)
-    rows = [tuple(rank for rank in ring if topology.node_of[rank] == node) for node in nodes]
+    rows = nodes_of(topology)
     columns = list(zip(*rows, strict=False)) if len(rows) > 1 else []
     return {Link.INTRA: [row for row in rows if len(row) > 1], Link.INTER: columns}
 

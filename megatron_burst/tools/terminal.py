@@ -65,12 +65,12 @@ def _unwritable(who: str, option: str, path: Path, reason: str) -> BurstError:
 
 
 @contextmanager
-def in_one_sentence() -> Iterator[None]:
-    """A refusal ends the command with its sentence, printed by one rank, and exit code 2."""
+def in_one_sentence(on_all_ranks: bool = False) -> Iterator[None]:
+    """A refusal ends the command with its sentence, printed by one rank or all, and exit code 2."""
     try:
         yield
     except BurstError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if on_all_ranks or os.environ.get("RANK", "0") == "0":
             typer.echo(f"error: {harmless(str(error))}", err=True)
         raise typer.Exit(2) from None
 
@@ -86,18 +86,6 @@ def without_warnings() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-@contextmanager
-def working(on: str) -> Iterator[None]:
-    """Show on a terminal what takes long, while it does. Nothing may be printed meanwhile: Rich
-    would send it to standard error."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(Text(on)):
-        yield
 
 
 @dataclass(slots=True)
@@ -128,11 +116,12 @@ class Progress:
 
 
 @contextmanager
-def shown(rank: int) -> Iterator[Progress]:
-    """The progress of a command, shown by the first rank."""
+def shown(rank: int, activity: str = "starting") -> Iterator[Progress]:
+    """The progress of a command, shown by the first rank. On a terminal nothing else may be printed
+    before its end: Rich would send it to standard error."""
     console = Console(stderr=True)
     if rank or not console.is_terminal:
         yield Progress(talks=rank == 0)
         return
-    with console.status("starting") as status:
+    with console.status(Text(activity)) as status:
         yield Progress(True, status)

@@ -9,12 +9,8 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def whole_number(text: str, option: str, who: str = "plan") -> int:
-    """The number in "1M", "1048576", "128k" or "1.5M"; K is 1024.
-
-    Args:
-        text: what was given.
-        option: for the message.
-        who: for the message.
+    """The number in "1M", "1048576", "128k" or "1.5M"; K is 1024. A refusal names `who` and the
+    option.
 
     Raises:
         BurstError: if it is not a positive whole number, or above 1024G.

@@ -128,7 +128,7 @@ def test_any_all_to_all_is_exact(case):
 
 
 @pytest.mark.parametrize("heads_kv", [1, 2, 3])
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, *whole(5, 7)])
 def test_few_kv_heads_are_exact_in_an_all_to_all(ranks, heads_kv):
     """Each goes to all ranks with query heads for it; their gradients are summed as wide as those
     of shards are: bf16 is as exact as on one rank."""

@@ -38,7 +38,7 @@ class Streams(TorchDispatchMode):
 
     def track(self, buffer):
         start = buffer.data_ptr()
-        self._uses[start, start + buffer.nbytes] = []
+        self._uses[start, start + buffer.nbytes] = {}
         self._alive.append(buffer)
         return buffer
 
@@ -93,13 +93,14 @@ class Streams(TorchDispatchMode):
 
     def _check(self, uses, start, stop, writes):
         known = self._known[self.current]
-        for stream, time, other_start, other_stop, wrote in uses:
+        for (stream, other_start, other_stop, wrote), time in uses.items():
             apart = stop <= other_start or other_stop <= start
             if stream == self.current or apart or not (writes or wrote) or time <= known[stream]:
                 continue
             self.races.append((stream, wrote, self.current, writes))
         self._clock[self.current] += 1
-        uses.append((self.current, self._clock[self.current], start, stop, writes))
+        # of a stream's equal uses the last is enough: who has waited for it has for all
+        uses[self.current, start, stop, writes] = self._clock[self.current]
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from megatron_burst.balance import Costs, Measured, fit
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.hardware_file import preset
-from megatron_burst.tools.job.costs import costs_of, micro_batch_seconds
 from megatron_burst.tools.job.hugging_face import PRESETS
+from megatron_burst.tools.job.step import costs_of, micro_batch_seconds
 from megatron_burst.tools.job.strategy import Job, Strategy
 from megatron_burst.tools.main import app
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig
 from tests.faults.table import MODES, WORLD
-from tests.masks import Cell, assert_as_declared, cells, outcome
+from tests.mask_cases import Cell, assert_as_declared, cells, outcome
 from tests.ranks import run_ranks
 
 _NOTES = 100  # lines of a rank

@@ -14,7 +14,7 @@ from tests.ranks import end_crews
 # that share a long module
 _WORKERS = {
     "test_masks.py": 3, "test_bits.py": 2, "test_nodes.py": 2, "test_trees.py": 2,
-    "test_retry.py": 1,
+    "test_failed_passes.py": 1,
 }  # fmt: skip
 _PLACE = re.compile(r"-(\d-\d)-")  # ranks and nodes, in a test's name
 _COMPILED = Path(__file__).parents[2] / ".cache" / "flash-attn-4"

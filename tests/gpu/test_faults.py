@@ -30,7 +30,7 @@ from tests.attention.failing import failing
 from tests.faults.acts import NoMemoryError, dies, no_memory, raises
 from tests.faults.table import MARGIN_S
 from tests.gpu import needs_gpus
-from tests.gpu.test_retry import WAYS as EVERY
+from tests.gpu.test_failed_passes import WAYS as EVERY
 from tests.ranks import Crew, _variables, run_ranks
 from tests.sampling import whole
 

@@ -20,7 +20,7 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from tests.gpu import needs_gpus
 from tests.gpu.test_nccl import alone, relative
-from tests.masks import assert_as_declared, cells, outcomes
+from tests.mask_cases import assert_as_declared, cells, outcomes
 from tests.oracle import rows_of, seen_by, seen_by_slices, truth_of
 from tests.ranks import run_ranks
 from tests.sampling import crossed, whole

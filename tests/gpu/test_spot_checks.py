@@ -15,11 +15,11 @@ from megatron_burst.checks.spot_checks import SpotCheck
 from megatron_burst.config import BurstConfig
 from megatron_burst.schedule.spec import Direction
 from tests.attention.failing import failing
-from tests.attention.test_spot_checks import ALL, ODD, Checked, scaled
+from tests.checks.test_spot_checks import ALL, ODD, Checked, scaled
 from tests.faults.acts import told_in
 from tests.gpu import needs_gpus
 from tests.gpu.test_gather import kernels
-from tests.masks import assert_as_declared, cells, outcomes
+from tests.mask_cases import assert_as_declared, cells, outcomes
 from tests.ranks import run_ranks
 from tests.sampling import whole
 

@@ -15,8 +15,8 @@ from megatron_burst.tools.job.flags import as_words
 from megatron_burst.tools.job.hugging_face import PRESETS, from_hugging_face
 from megatron_burst.tools.job.model_flags import model_flags
 from tests.mcore.test_model_flags import built
-from tests.plan.configs import PRINTED, WITHHELD
-from tests.plan.test_families import CONFIGS, SAID
+from tests.tools.job.configs import PRINTED, WITHHELD
+from tests.tools.job.test_families import CONFIGS, SAID
 
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed: make test-integrations", allow_module_level=True)

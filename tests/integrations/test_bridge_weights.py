@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_burst.tools.job.hugging_face import from_hugging_face
-from tests.plan.configs import PRINTED, WITHHELD
-from tests.plan.test_families import CONFIGS, NAMED, SAID
+from tests.tools.job.configs import PRINTED, WITHHELD
+from tests.tools.job.test_families import CONFIGS, NAMED, SAID
 
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed: make test-integrations", allow_module_level=True)

@@ -34,7 +34,7 @@ from tests.ranks import run_ranks
 from tests.said import hearing
 
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-OPTIONS = "keep=all, fused_loss=1,loss_z_loss=1e-4,circulate=q,overlap=false,invariant=0"
+OPTIONS = "keep=all, fused_loss=1,loss_z_loss=1e-4,force.circulate=q,overlap=false,invariant=0"
 
 
 def under(text):

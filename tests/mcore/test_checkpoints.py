@@ -59,7 +59,8 @@ RUNS = {  # each after the one that it loads
     },
 }
 BITWISE = "burst CP2"  # differs from the whole run only by the interruption
-SELDOM = [("torch_dist", "burst CP4, from burst CP2"), *(("torch", run) for run in RUNS["torch"])]
+SELDOM = [("torch_dist", f"burst CP{of}, from burst CP2") for of in ("4", "2 PP2")]
+SELDOM += [("torch", run) for run in RUNS["torch"]]
 CASES = [case for name in RUNS for run in RUNS[name] if (case := (name, run)) not in SELDOM]
 
 

@@ -73,9 +73,12 @@ def test_tunings_of_all_flags_come_together_and_stay_text_for_checkpoints():
 
 def test_a_bad_tuning_is_refused_beside_the_nearest(capsys):
     with pytest.raises(SystemExit):
-        parsed("--burst-tune circulat=q")
+        parsed("--burst-tune force.circulat=q")
     said = capsys.readouterr().err.rpartition("error:")[2]  # after the usage
-    assert "got 'circulat=q', did you mean 'circulate'?" in said and "docs/tuning.md" in said
+    assert (
+        "got 'force.circulat=q', did you mean 'force.circulate'?" in said
+        and "docs/tuning.md" in said
+    )
     assert "nccl_ctas" not in said
 
 

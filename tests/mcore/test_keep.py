@@ -140,7 +140,7 @@ def compare_all(rank: int, runs: list) -> dict:
         gc.freeze()  # later collections scan only what the cases make
         for name in names:
             case = CASES[name]
-            truth = truths[case.burst.circulate]
+            truth = truths[case.burst.force.circulate]
             options = {k: list(v) if isinstance(v, tuple) else v for k, v in case.recompute}
             chunks = build(setting, config_for(setting, case.burst, **options))
             evaluate(setting, chunks)

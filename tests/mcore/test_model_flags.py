@@ -17,7 +17,7 @@ from megatron_burst.tools.job.flags import as_words, fast_experts, flag_values
 from megatron_burst.tools.job.hugging_face import from_hugging_face
 from megatron_burst.tools.job.model_flags import model_flags
 from megatron_burst.tools.job.strategy import Job, Strategy
-from tests.plan.configs import PRINTED
+from tests.tools.job.configs import PRINTED
 
 # a CPU has no fused rotary embedding
 JOB = "--bf16 --micro-batch-size 1 --seq-length 64 --max-position-embeddings 64 --no-rope-fusion"

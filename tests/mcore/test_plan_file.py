@@ -122,7 +122,7 @@ def test_speeds_are_the_plans_or_the_usual_ones(tmp_path):
 def test_what_is_given_wins(plan):
     args = run_with(plan(), "--burst-intra ring --burst-tune force.heads_per_round=4")
     config = BurstConfig.from_args(args)
-    assert (config.intra, config.heads_per_round, config.keep) == ("ring", 4, "all")
+    assert (config.intra, config.force.heads_per_round, config.keep) == ("ring", 4, "all")
     zero = run_with(plan(burst_loss_z_loss=0.1), "--burst-loss-z-loss 0")
     assert zero.burst_loss_z_loss == 0.0
 
@@ -195,7 +195,7 @@ def test_the_job_of_a_plan_is_checked_before_megatron_validates(plan):
         ({"seq_len": 4}, "got --seq-len; write --seq-length"),
         ({"zzz": 4}, "got --zzz; leave it out"),
         ({"burst_intra": "nested"}, "must have values that its flags accept.*invalid choice"),
-        ({"burst_tune": "pieces=no"}, "must have values that its flags accept.*got 'pieces=no'"),
+        ({"burst_tune": "force.pieces=no"}, "must have values.*got 'force.pieces=no'"),
         ({"burst_intra": {"a": 1}}, r"flags.--burst-intra must be.*got {'a': 1}; make"),
     ],
 )  # fmt: skip
@@ -235,7 +235,8 @@ def test_a_framework_takes_a_plan_from_the_environment(tmp_path, monkeypatch):
     assert wants_fused_loss(taken)
     assert rates_of(with_environment(Namespace())).host_gbs == 31.0
     monkeypatch.setenv(
-        "MEGATRON_BURST", f"keep=half,fused_loss=0,plan={path},heads_per_round=4,overlap=false"
+        "MEGATRON_BURST",
+        f"keep=half,fused_loss=0,plan={path},force.heads_per_round=4,overlap=false",
     )
     taken = environment_args()
     assert BurstConfig.from_args(taken) == BurstConfig(

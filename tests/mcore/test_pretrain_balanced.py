@@ -86,6 +86,7 @@ def test_steps_with_experts_and_mtp_are_those_without(flags, ranks, reference, d
     assert_same(got, run(tmp_path / "reference", documents, ranks, reference))
 
 
+@pytest.mark.whole  # test_balanced.py has four stages of two model chunks
 def test_steps_of_a_pipeline_are_those_of_one_without_context_parallelism(documents, tmp_path):
     """Its stages draw other weights than one rank does."""
     stages = "--pipeline-model-parallel-size 2"

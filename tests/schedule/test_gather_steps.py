@@ -12,8 +12,8 @@ from megatron_burst.schedule.inter_node import heads_in_rounds, steps
 from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.spec import Circulate, Direction, Kernel, Spec
 from megatron_burst.schedule.topology import pretend_nodes
-from tests.plan.strategies import topologies
 from tests.schedule.cases import MASKS, shape_of
+from tests.schedule.strategies import topologies
 
 GATHERED = (Layout.ZIGZAG, Layout.CONTIGUOUS)
 

@@ -3,14 +3,16 @@ be read back. Guards against rings between the wrong ranks, and rows that only o
 
 import math
 import re
+import tomllib
 
 import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from megatron_burst.files import Reader
 from megatron_burst.schedule.topology import Link, topology_of
 from megatron_burst.tools.calibrate import calibrate
-from megatron_burst.tools.hardware_file import parse_calibration
+from megatron_burst.tools.hardware import Calibration
 from megatron_burst.tools.main import app
 from megatron_burst.tools.speeds import Mover, rings
 from megatron_burst.tools.world import world_of
@@ -95,7 +97,8 @@ def test_the_command_writes_what_is_read(tmp_path):
     out = tmp_path / "machine.toml"
     done = CliRunner().invoke(app, ["calibrate", "--device", "cpu", "--out", str(out)])
     assert done.exit_code == 0, done.output
-    found = parse_calibration(out.read_text(), str(out))
+    reader = Reader("test", str(out), "it is read", "correct it")
+    found = reader.typed(Calibration, tomllib.loads(done.stdout))
     assert "measuring kernels and links" in done.stderr and done.stdout == out.read_text()
     assert found.gpu == "CPU" and kinds(found) == {"host"} and len(found.kernels) == 8
 

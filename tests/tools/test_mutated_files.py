@@ -41,10 +41,10 @@ from megatron_burst.tools.plan_flags import Shown
 from megatron_burst.tools.plan_notes import warnings_of
 from megatron_burst.tools.plan_table import show
 from tests.mcore.test_plan_file import FLAGS, megatron_arguments
-from tests.plan import configs
 from tests.tools import planning
+from tests.tools.doctor.test_explain import ring_of_deaths
+from tests.tools.job import configs
 from tests.tools.mutations import mutated, placed
-from tests.tools.test_explain import ring_of_deaths
 
 SECONDS = 2.0  # that none may take
 _JOB = "--gpus 4 --seq-length 16k --tp 1 --cp 4 --pp 1 --recompute full --keep none".split()

@@ -19,7 +19,9 @@ from megatron_burst.tools.job.search import layouts, search
 from megatron_burst.tools.job.strategy import Job
 from megatron_burst.tools.main import app
 from megatron_burst.tools.plan_notes import warnings_of
-from tests.plan.configs import (
+from tests.sampling import whole
+from tests.tools import planning
+from tests.tools.job.configs import (
     GEMMA_3_27B,
     GRANITE_4_H_SMALL,
     LLAMA_3_8B,
@@ -28,8 +30,6 @@ from tests.plan.configs import (
     NEMOTRON_3_NANO,
     QWEN_3_NEXT_80B,
 )
-from tests.sampling import whole
-from tests.tools import planning
 
 LLAMA = "llama3-8b --seq-length 256k --gpus 16"
 JOB = Job(PRESETS["llama3-8b"], 1 << 18, 16, 8, 16, preset("h200"))
@@ -258,10 +258,10 @@ def test_progress_is_shown_on_terminals_only():
         )
         return done.stderr, done.stdout
 
-    assert "layouts" in shown(FORCE_COLOR="1")[0]
+    assert "comparing strategies" in shown(FORCE_COLOR="1")[0]
     search.cache_clear()
     quiet, text = shown()
-    assert quiet == "" and "layouts" not in text
+    assert quiet == "" and "comparing strategies" not in text
 
 
 def at_a_terminal(command: list[str]) -> tuple[str, str]:

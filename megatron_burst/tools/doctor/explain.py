@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_burst.desync.hops import Waits
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import BurstError, require
 from megatron_burst.files import LongText, Reader, excerpt
 from megatron_burst.rules import format_bytes
 from megatron_burst.tools.doctor.report import few
@@ -51,11 +51,10 @@ def explained(folder: Path) -> str:
     Raises:
         BurstError: if there is no such folder.
     """
-    if not os.path.isdir(folder):
-        raise BurstError(
-            "doctor: --explain must name the folder of MEGATRON_BURST_FAULTS, because ranks wrote "
-            f"there what they waited for; got {folder}, which is none; correct it"
-        )
+    require("doctor", [(
+        os.path.isdir(folder), "--explain must name the folder of MEGATRON_BURST_FAULTS, because "
+        "ranks wrote to it", f"{folder}, which is none", "correct it",
+    )])  # fmt: skip
     lines: dict[int, Line] = {}  # what each rank wrote first: later ones follow from it
     for line in sorted(_read(folder), key=lambda line: (line.time, line.rank)):
         lines.setdefault(line.rank, line)
@@ -64,22 +63,21 @@ def explained(folder: Path) -> str:
     first = _root(lines)
     if first is None:
         return f"ranks made different calls: {_got(next(iter(lines.values())))}"
-    node_of = {rank: node for line in reversed(lines.values())
+    on_node = {rank: f" on node {node}" for line in reversed(lines.values())
                for rank, node in zip(line.ranks, line.nodes, strict=False)}  # fmt: skip
-    named = {rank: f"rank {rank}" for rank in (first, *lines)}
-    named |= {rank: f"rank {rank} on node {node}" for rank, node in node_of.items()}
-    waiting = [line for line in lines.values() if line.what in _WAITING and line.rank != first]
-    others = f"; ranks that waited: {few([named[line.rank] for line in waiting])}"
-    if waiting and waiting[0].what == "hop":
+    named = {rank: f"rank {rank}{on_node.get(rank, '')}" for rank in (first, *lines)}
+    sentence = f"{named[first]} {_did(first, lines)}"
+    if waiting := [line for line in lines.values() if line.what in _WAITING and line.rank != first]:
+        sentence += f"; ranks that waited: {few([named[line.rank] for line in waiting])}"
         waits = waiting[0].waits
-        others += f" ({waits.link} {waits.cargo} hop, {format_bytes(waits.num_bytes)})"
-    return f"{named[first]} {_did(first, lines)}{others if waiting else ''}"
+        if waiting[0].what == "hop":
+            sentence += f" ({waits.link} {waits.cargo} hop, {format_bytes(waits.num_bytes)})"
+    return sentence
 
 
 def _read(folder: Path) -> Iterator[Line]:
     for path in sorted(folder.glob("*.jsonl")):
-        why = "ranks wrote there what they waited for"
-        reader = Reader("doctor", str(path), why, "name another folder", most=_MOST)
+        reader = Reader("doctor", str(path), "ranks wrote it", "name another folder", most=_MOST)
         whole = reader.text(errors="replace") if path.is_file() else ""
         for text in filter(str.strip, whole.splitlines()):
             with suppress(BurstError, IndexError):  # a process ended as it wrote

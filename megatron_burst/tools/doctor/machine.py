@@ -1,28 +1,23 @@
-"""Checks of one machine: GPUs, NVLink, shared memory, limits, variables, and what is installed."""
+"""Checks of one machine: GPUs, networks, limits, variables, and what is installed."""
 
+import os
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from math import inf
+from typing import NamedTuple
 
 from megatron_burst.tools.doctor import software
-from megatron_burst.tools.doctor.network import check_network, hcas_of
-from megatron_burst.tools.doctor.report import Check, Status, ok, skip, warn
-from megatron_burst.tools.doctor.survey import (
-    Answer,
-    Survey,
-    free_gpus,
-    gpus_of,
-    links_of,
-    number,
-)
+from megatron_burst.tools.doctor.report import Check, Status, fail, ok, skip, warn
+from megatron_burst.tools.doctor.survey import Survey, gpus_of, links_of, number
 
+_BUSY_SHARE = 0.05  # of memory: what drivers and idle contexts take stays below
 _THROTTLED = 0x8 | 0x20 | 0x40 | 0x80  # of nvml.h: what no healthy GPU has (heat, power brake)
-
-_Faults = tuple[tuple[str, Callable[[str], object], Status, str, str], ...]
-_FAULTS: _Faults = (  # fields of GPUs: what is wrong with a value, and what to do
+# fields of GPUs: what is wrong with a value, and what to do
+_FAULTS: tuple[tuple[str, Callable[[str], object], Status, str, str], ...] = (
     ("ecc.errors.uncorrected.volatile.total", number, Status.FAIL,
      "memory errors that ECC could not correct",
      "have these GPUs reset or replaced: results cannot be trusted"),
-    ("ecc.mode.current", "Disabled".__eq__, Status.WARN, "ECC is off", "have it switched on"),
     ("compute_mode", "Prohibited".__eq__, Status.FAIL, "compute mode Prohibited",
      "ask for compute mode Default"),
     ("mig.mode.current", "Enabled".__eq__, Status.FAIL,
@@ -41,42 +36,39 @@ _ROOM = (  # sections of a survey: the least that is enough, what is counted, an
 )  # fmt: skip
 
 
-def check_machine(
-    survey: Survey | Answer, environ: Mapping[str, str], in_job: bool = False
-) -> list[Check]:
-    """Everything about this machine, in whose environment a job runs or not."""
-    found, gpus = [software.check_versions(software.software())], 0
-    if isinstance(survey, Answer):
-        why = survey.error or f"exit status {survey.code}"
-        found.append(skip("survey", f"the machine's state is not known: {why}"))
+def check_machine(survey: Survey) -> list[Check]:
+    """Everything about this machine."""
+    versions = ", ".join(f"{name} {number}" for name, number in software.software().items())
+    checks = [ok("versions", versions)]
+    if why := survey.get("error"):
+        checks.append(skip("survey", f"the machine's state is not known: {why}"))
     else:
-        gpus = len(gpus_of(survey))
-        # the job's own ranks are no strangers; what takes much memory still is
-        found += check_state(Survey(survey | {"processes": ""}) if in_job else survey)
-        found += [check_nvlink(survey), *check_network(survey), *check_room(survey)]
-    found += [software.check_torch(gpus), software.check_backends(), software.check_hook_points()]
-    return found + check_environment(environ)
+        checks += [*check_state(survey), check_nvlink(survey), *check_network(survey)]
+        checks += check_room(survey)
+    checks += [software.check_torch(len(gpus_of(survey))), software.check_backends()]
+    return [*checks, software.check_hook_points(), *check_environment(os.environ)]
 
 
 def check_state(survey: Survey) -> list[Check]:
-    """Kinds, faults and users of the GPUs."""
-    gpus, free = gpus_of(survey), free_gpus(survey)
+    """Kinds and faults of the GPUs, and those whose memory somebody uses."""
+    gpus = gpus_of(survey)
     if not gpus:
-        said = survey.word("gpus") or "nothing"
-        return [skip("gpus", f"nvidia-smi lists no GPU; it says: {said}")]
+        answer = survey.word("gpus") or "nothing"
+        return [skip("gpus", f"nvidia-smi lists no GPU; it says: {answer}")]
     kinds = sorted({f"{gpu['name']} of {gpu['clocks.max.sm']} MHz" for gpu in gpus})
     memory, driver = number(gpus[0]["memory.total"]) / 1024, gpus[0]["driver_version"]
     what = f"{len(gpus)} x {', '.join(kinds)}, {memory:.0f} GiB, driver {driver}"
-    found = [ok("gpus", what)]
-    if len(kinds) > 1:
-        found = [warn("gpus", what, "give a job GPUs of one kind: the slowest sets the pace")]
+    mixed = "give a job GPUs of one kind: the slowest sets the pace"
+    checks = [ok("gpus", what) if len(kinds) == 1 else warn("gpus", what, mixed)]
     for field, is_bad, status, fault, change in _FAULTS:
         if bad := [int(gpu["index"]) for gpu in gpus if is_bad(gpu[field])]:
-            found.append(Check(status, "state", f"GPUs {bad}: {fault}", change))
+            checks.append(Check(status, "state", f"GPUs {bad}: {fault}", change))
+    free = [int(gpu["index"]) for gpu in gpus if number(gpu["memory.used"])
+            <= _BUSY_SHARE * (number(gpu["memory.total"]) or 1e9)]  # fmt: skip
     what = f"{len(free)} of {len(gpus)} GPUs are free"
     if len(free) == len(gpus):
-        return [*found, ok("free", what)]
-    return [*found, warn("free", f"{what}: {free}", "wait for the others, or leave them out")]
+        return [*checks, ok("free", what)]
+    return [*checks, warn("free", f"{what}: {free}", "wait for the others, or leave them out")]
 
 
 def check_nvlink(survey: Survey) -> Check:
@@ -87,40 +79,82 @@ def check_nvlink(survey: Survey) -> Check:
         return skip("nvlink", "no two GPUs to join")
     if without := [pair for pair, link in links.items() if not link.startswith("NV")]:
         a, b = without[0]
-        what = f"{len(without)} of {len(links)} pairs of GPUs have no NVLink; {a} and {b} are"
+        what = f"{len(without)} of {len(links)} pairs of GPUs have no NVLink, but {links[a, b]}"
         change = "keep context parallelism to GPUs that NVLink joins, or pass --burst-intra ring"
-        return warn("nvlink", f"{what} joined by {links[a, b]}", change)
+        return warn("nvlink", f"{what} between {a} and {b}", change)
     return ok("nvlink", f"{'/'.join(sorted(set(links.values())))} between all GPUs")
 
 
 def check_room(survey: Survey) -> list[Check]:
     """Room in /dev/shm, through which processes of a node meet; locked memory; open files."""
-    found = []
+    checks = []
     for name, least, status, what, change in _ROOM:
         word = survey.word(name)
-        is_needed = name != "memlock" or hcas_of(survey)
-        is_low = is_needed and word.isdigit() and int(word) < least
+        is_low = word.isdigit() and int(word) < least and (name != "memlock" or hcas_of(survey))
         what = f"{what}: {word or 'unknown'}"
-        found.append(Check(status, name, what, change) if is_low else ok(name, what))
-    return found
+        checks.append(Check(status, name, what, change) if is_low else ok(name, what))
+    return checks
+
+
+class Hca(NamedTuple):
+    """A port of a host channel adapter."""
+
+    name: str  # with the port's number
+    is_up: bool
+    network: str  # link layer and rate
+    gbit_per_s: float
+
+
+def hcas_of(survey: Survey) -> list[Hca]:
+    """The ports of /sys/class/infiniband."""
+    ports = []
+    for line in survey.lines("hcas"):
+        name, port, state, layer, rate = (*line.split("|"), "", "", "", "")[:5]
+        gbit_per_s = number(rate.partition(" ")[0])
+        network = f"{layer.strip()} at {gbit_per_s:g} Gbit/s"
+        ports.append(Hca(f"{name}:{port}", "ACTIVE" in state, network, gbit_per_s))
+    return ports
+
+
+def used_hcas(survey: Survey) -> list[Hca]:
+    """The ports that are up and near a GPU, below the same CPU, as those of storage are not; where
+    no port is (virtual machines hide it), all. Of these the network with the highest total rate."""
+    near = {name for (_, name), link in links_of(survey).items() if link in ("PIX", "PXB")}
+    up = [hca for hca in hcas_of(survey) if hca.is_up]
+    up = [hca for hca in up if hca.name.partition(":")[0] in near] or up
+    rates = {hca.network: hca.gbit_per_s for hca in up}  # equal within a network
+    ports = Counter(hca.network for hca in up)
+    fastest = max(rates, key=lambda network: rates[network] * ports[network], default="")
+    return [hca for hca in up if hca.network == fastest]
+
+
+def check_network(survey: Survey) -> list[Check]:
+    """HCAs to use, those that are down or left out, and the interface of the default route."""
+    hcas, used, checks = hcas_of(survey), used_hcas(survey), []
+    if route := re.search(r"\bdev (\S+)", survey.word("route")):
+        # = is NCCL's sign for "this name, not those that begin with it"
+        names = f"NCCL_SOCKET_IFNAME=={route[1]} and GLOO_SOCKET_IFNAME={route[1]}"
+        checks = [ok("interface", f"the default route's is {names}")]
+    if not hcas:
+        return [*checks, skip("hcas", "no InfiniBand or RoCE: nodes talk over TCP, if at all")]
+    what = f"use NCCL_IB_HCA=={','.join(hca.name for hca in used)}" if used else "use none"
+    fastest = {hca.network for hca in used}
+    for hca in (hca for hca in hcas if hca not in used):
+        why = "no GPU is near" if hca.network in fastest else hca.network
+        what += f"; leave out {hca.name}: {why if hca.is_up else 'down'}"
+    return [*checks, ok("hcas", what) if used else fail("hcas", what, "have a port brought up")]
 
 
 _ON, _OFF = ("1", "true", "True", "Y", "y"), ("0", "false", "False")
-VARIABLES: tuple[tuple[str, tuple[str, ...], str], ...] = (  # values that spoil a run (): any
+VARIABLES: tuple[tuple[str, tuple[str, ...], str], ...] = (  # values that spoil a run
     ("NCCL_P2P_DISABLE", _ON, "GPUs of a node then meet in host memory"),
-    ("NCCL_SHM_DISABLE", _ON, "GPUs without peer access then meet by TCP"),
     ("NCCL_IB_DISABLE", _ON, "nodes then talk over TCP instead of RDMA"),
     ("NCCL_NET", ("Socket",), "nodes then talk over TCP instead of RDMA"),
-    ("NCCL_NET_GDR_LEVEL", ("0", "LOC"), "data then pass through host memory"),
-    ("NCCL_ALGO", (), "it overrides NCCL's choice for every collective"),
-    ("NCCL_PROTO", (), "it overrides NCCL's choice for every collective"),
-    ("NCCL_DEBUG", ("TRACE",), "every call is logged"),
     ("NCCL_SOCKET_IFNAME", ("lo", "=lo"), "other nodes cannot be reached by lo"),
     ("GLOO_SOCKET_IFNAME", ("lo",), "other nodes cannot be reached by lo"),
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", _OFF, "a rank whose peer died then waits for ever"),
     ("TORCH_NCCL_BLOCKING_WAIT", _ON, "the CPU waits for each transfer, and nothing is hidden"),
     ("CUDA_LAUNCH_BLOCKING", _ON, "each kernel is waited for, and nothing is hidden"),
-    ("NCCL_LAUNCH_MODE", ("GROUP",), "transfers then wait for each other"),
     ("NVTE_FUSED_ATTN", ("0",), "with flash-attn-4, TransformerEngine's own context parallelism "
      "computes wrong results"),
 )  # fmt: skip
@@ -131,5 +165,5 @@ def check_environment(environ: Mapping[str, str]) -> list[Check]:
     return [
         warn("environment", f"{name}={environ[name]!r}: {effect}", f"unset {name}, or correct it")
         for name, bad, effect in VARIABLES
-        if name in environ and (not bad or environ[name] in bad)
+        if environ.get(name) in bad
     ] or [ok("environment", "no variable of NCCL or torch spoils a run")]

@@ -1,19 +1,20 @@
-"""Nodes before a job: asked over ssh, judged, and the lines to start a job on them."""
+"""Nodes before a job: asked over ssh and judged; and what all nodes should have in common."""
 
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from megatron_burst.errors import BurstError
-from megatron_burst.tools.doctor import network
-from megatron_burst.tools.doctor.compare import check_alike, hardware_of
-from megatron_burst.tools.doctor.machine import check_nvlink, check_room, check_state
-from megatron_burst.tools.doctor.report import Check, Report, fail, merged, ok, warn
-from megatron_burst.tools.doctor.survey import Answer, Runner, Survey, capability_of, survey_of
+from megatron_burst.errors import require
+from megatron_burst.tools.doctor import machine
+from megatron_burst.tools.doctor.report import Check, Status, fail, few, merged, ok, skip
+from megatron_burst.tools.doctor.survey import Survey, gpus_of, survey_of
 
-Surveys = Mapping[str, Survey]  # by node
-_AT_ONCE = 64
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+_BY_SSH = "see that ssh reaches it without a password, or leave it out"
+_MAY_DIFFER = {"NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_TOPO_FILE"}
+_HARDWARE = {"gpu", "clock", "gpus", "ranks", "driver", "hcas"}
+_OF_A_KIND = "take nodes of one kind, with as many ranks each: the slowest sets the pace"
 
 
 def nodes_in(text: str) -> tuple[str, ...]:
@@ -23,71 +24,60 @@ def nodes_in(text: str) -> tuple[str, ...]:
         BurstError: for an empty or doubled name, or one that ssh would take for an option.
     """
     names = tuple(name.strip() for name in text.split(","))
-    if len(set(names)) < len(names) or not all(re.fullmatch(r"[\w.@:][\w.@:-]*", n) for n in names):
-        raise BurstError(
-            "doctor: --nodes must list node names, each once, because each is asked; got "
-            f"{text!r}; write --nodes a,b,c"
-        )
+    valid = len({*names}) == len(names) and all(re.fullmatch(r"(?!-)[\w.@:-]+", n) for n in names)
+    require("doctor", [(valid, "--nodes must list node names, each once, because each is asked",
+                        repr(text), "write --nodes a,b,c")])  # fmt: skip
     return names
 
 
-def check_nodes(nodes: Sequence[str], run: Runner, ssh: str, timeout_s: float) -> Report:
-    """Ask all nodes at once, by `ssh`, a node and what is to be run there, and judge what they say;
-    each answers in time."""
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        found = pool.map(lambda node: survey_of(run, timeout_s, [*shlex.split(ssh), node]), nodes)
-        answers = dict(zip(nodes, found, strict=True))
-    surveys = {node: one for node, one in answers.items() if isinstance(one, Survey)}
-    checks = [_reachable(node, one) for node, one in answers.items()]
+def check_nodes(nodes: Sequence[str], timeout_s: float) -> list[Check]:
+    """Ask all nodes at once, each of which answers in time, and judge what they say."""
+    with ThreadPoolExecutor(64) as pool:
+        asked = pool.map(lambda node: survey_of(timeout_s, [*_SSH, node]), nodes)
+        answers = dict(zip(nodes, asked, strict=True))
+    surveys = {node: survey for node, survey in answers.items() if "end" in survey}
+    checks = [
+        ok("reachable", "it answers", where=node) if node in surveys
+        else fail("reachable", f"no answer: {survey['error']}", _BY_SSH, node)
+        for node, survey in answers.items()
+    ]  # fmt: skip
     checks += merged({node: _of_node(survey) for node, survey in surveys.items()})
-    if not surveys:
-        return Report(checks)
-    checks += check_alike({node: hardware_of(survey) for node, survey in surveys.items()})
-    if shared := network.shared_networks(surveys):
-        checks.append(ok("network", f"nodes share {', '.join(sorted(map(str, shared)))}"))
-    else:
-        what = "no IP network has all nodes in it: they must be routed"
-        change = "see that nodes reach each other; below is the interface of the default route"
-        checks.append(warn("network", what, change))
-    return Report(checks, environment=environment(surveys))
-
-
-def _reachable(node: str, found: Survey | Answer) -> Check:
-    if isinstance(found, Survey):
-        return ok("reachable", "it answers", where=node)
-    said = (found.error or found.out).splitlines()
-    why = said[-1] if said else f"exit status {found.code}"
-    change = "see that ssh reaches it without a password, or leave it out"
-    return fail("reachable", f"no answer: {why}", change, node)
+    if surveys:
+        checks += check_alike({node: hardware_of(survey) for node, survey in surveys.items()})
+    return checks
 
 
 def _of_node(survey: Survey) -> list[Check]:
-    own = check_nvlink(survey), *network.check_network(survey), check_room(survey)[0]
-    return [*check_state(survey), *own]  # its limits would be those of ssh
+    shm = machine.check_room(survey)[0]  # its limits would be those of ssh
+    links = machine.check_nvlink(survey), *machine.check_network(survey)
+    return [*machine.check_state(survey), *links, shm]
 
 
-def environment(surveys: Surveys) -> list[str]:
-    """Lines to paste: network interfaces, HCAs, connections; where nodes differ, with the nodes."""
-    shared = network.shared_networks(surveys)
-    nodes_of: dict[str, list[str]] = {}
-    for node, survey in surveys.items():
-        for line in _lines(survey, shared):
-            nodes_of.setdefault(line, []).append(node)
-    return [
-        line if len(nodes) == len(surveys) else f"{line}  # only on {', '.join(nodes)}"
-        for line, nodes in nodes_of.items()
-    ]
+def hardware_of(survey: Survey) -> dict[str, str]:
+    """What should be the same on all nodes."""
+    gpus, hcas = gpus_of(survey), machine.used_hcas(survey)
+    have = {name: "/".join(sorted({gpu[field] for gpu in gpus})) or "none" for name, field in (
+        ("gpu", "name"), ("clock", "clocks.max.sm"), ("driver", "driver_version"))}  # fmt: skip
+    ports = f"{len(hcas)} x {hcas[0].network}" if hcas else "none"
+    return {**have, "gpus": str(len(gpus)), "hcas": ports}
 
 
-def _lines(survey: Survey, shared: set) -> Iterator[str]:
-    """A node's lines, given the networks that all nodes share."""
-    own = network.interfaces_of(survey)
-    in_shared = [name for name, address in own.items() if address.network in shared]
-    for interface in (*in_shared, *own)[:1]:  # else that of the default route
-        # = is NCCL's sign for "this name, not those that begin with it"
-        yield f"export NCCL_SOCKET_IFNAME=={interface}"
-        yield f"export GLOO_SOCKET_IFNAME={interface}"
-    if used := network.used_hcas(survey):
-        yield f"export NCCL_IB_HCA=={','.join(hca.name for hca in used)}"
-    if 0 < capability_of(survey) < 10:  # Megatron asks for it before Blackwell
-        yield "export CUDA_DEVICE_MAX_CONNECTIONS=1"
+def check_alike(nodes: Mapping[str, Mapping[str, str]]) -> list[Check]:
+    """Nodes that differ from most in what should be the same: hardware, versions, variables."""
+    if len(nodes) < 2:
+        return [skip("alike", "one node")]
+    checks, names = [], sorted({name for have in nodes.values() for name in have} - _MAY_DIFFER)
+    for name in names:
+        values = {node: have.get(name, "none") for node, have in nodes.items()}
+        (common, _), *others = Counter(values.values()).most_common()
+        if not others:
+            continue
+        status, change = Status.FAIL, f"install the same {name} on all nodes"
+        if name in _HARDWARE or name.isupper():
+            status = Status.WARN
+            change = _OF_A_KIND if name in _HARDWARE else "export the same value on all nodes"
+        odd = {node: value for node, value in values.items() if value != common}
+        named = few([f"{node} has {value}" for node, value in odd.items()])
+        what = f"{name} differs: {named}; the others {common}"
+        checks.append(Check(status, "alike", what, change, ", ".join(odd)))
+    return checks or [ok("alike", f"{len(nodes)} nodes have the same {', '.join(names)}")]

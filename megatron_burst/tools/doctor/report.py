@@ -41,73 +41,43 @@ ok, skip, warn, fail = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LinkRate:
-    """A link between two ranks that was measured."""
-
-    kind: str  # "intra" or "inter"
-    source: int  # global ranks
-    dest: int
-    nodes: tuple[str, str]
-    gb_per_s: float  # 1e9 bytes a second, with all rings of the kind busy
-    ratio: float  # to the median of its kind
+def few(items: Sequence[str]) -> str:
+    """The first four of them, and how many more there are."""
+    more = [f"{len(items) - 4} more"] if len(items) > 4 else []
+    return "; ".join([*items[:4], *more])
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """All that the doctor found; `environment`: lines to paste into a shell, if any were made;
-    `ranks`: of a job, a table with a row for each node and a column for each rail."""
-
-    checks: Sequence[Check]
-    links: Sequence[LinkRate] = ()
-    environment: Sequence[str] = ()
-    ranks: str = ""
-
-    @property
-    def breaks(self) -> bool:
-        """Whether a run would break."""
-        return any(check.status is Status.FAIL for check in self.checks)
+def breaks(checks: Sequence[Check]) -> bool:
+    """Whether a run would break."""
+    return any(check.status == Status.FAIL for check in checks)
 
 
-def few(items: Sequence[str], most: int = 4) -> str:
-    """The first of them, and how many more there are."""
-    more = [f"{len(items) - most} more"] if len(items) > most else []
-    return "; ".join([*items[:most], *more])
-
-
-def merged(found: Mapping[str, Sequence[Check]]) -> list[Check]:
+def merged(of_nodes: Mapping[str, Sequence[Check]]) -> list[Check]:
     """What was found on nodes, by name: equal findings as one, with their nodes."""
     places: dict[Check, list[str]] = {}
-    for node, checks in found.items():
+    for node, checks in of_nodes.items():
         for check in checks:
             places.setdefault(check, []).append(node)
-    everywhere = f"all {len(found)} nodes"
+    everywhere = f"all {len(of_nodes)} nodes"
     return [
-        replace(check, where=", ".join(at) if len(at) < max(2, len(found)) else everywhere)
+        replace(check, where=", ".join(at) if len(at) < max(2, len(of_nodes)) else everywhere)
         for check, at in places.items()
     ]
 
 
-def print_report(report: Report, as_json: bool) -> None:
-    """To standard output: a table, worst first, or JSON, which alone has all links."""
+def print_report(checks: Sequence[Check], as_json: bool) -> None:
+    """To standard output: a table, worst first, or JSON."""
     if as_json:
-        print(json.dumps({"breaks": report.breaks, **asdict(report)}, indent=2), flush=True)
+        report = {"breaks": breaks(checks), "checks": [*map(asdict, checks)]}
+        print(json.dumps(report, indent=2), flush=True)
         return
     console = new_console()
-    where = ["where"] if any(check.where for check in report.checks) else []
-    heads = ("check", "status", *where, "found", "what to change")
+    heads = ("check", "status", "where", "found", "what to change")
     table = Table(*(Column(name, overflow="fold") for name in heads), title="megatron-burst doctor")
-    for check in sorted(report.checks, key=lambda check: list(Status).index(check.status)):
+    for check in sorted(checks, key=lambda check: list(Status).index(check.status)):
         status = Text(check.status, style=_STYLE[check.status])
-        texts = *[check.where for _ in where], check.what, check.change
-        table.add_row(check.name, status, *map(Text, texts))
+        table.add_row(check.name, status, *map(Text, (check.where, check.what, check.change)))
     console.print(table)
-    for head, lines in (
-        ("global ranks, if all are one context-parallel group:\n", report.ranks.splitlines()),
-        ("To paste:\n\n", report.environment),
-    ):
-        if lines:
-            console.print(Text(f"\n{head}{'\n'.join(lines)}"), soft_wrap=True)
-    counts = Counter(check.status for check in report.checks)
-    told = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status])
-    console.print(f"\n{told}: a run would {'break' if report.breaks else 'start'}")
+    counts = Counter(check.status for check in checks)
+    numbers = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status])
+    print(f"\n{numbers}: a run would {'break' if breaks(checks) else 'start'}", flush=True)

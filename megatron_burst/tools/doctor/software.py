@@ -1,58 +1,40 @@
-"""Versions, kernels, the Megatron functions that burst replaces, and what torch sees of the
-GPUs."""
+"""Versions, kernels, the Megatron functions that burst replaces, and GPUs that torch sees."""
 
 import platform
-from collections.abc import Callable
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from itertools import permutations
 
 import torch
 
 from megatron_burst.errors import BurstError
-from megatron_burst.installed import LAST, find_megatron, minor, require_megatron
+from megatron_burst.installed import find_megatron, require_megatron, version_of
 from megatron_burst.kernels.backends import backends, describe_refusals
 from megatron_burst.kernels.interface import Problem
 from megatron_burst.tools.doctor.report import Check, fail, ok, skip, warn
 from megatron_burst.version import __version__
 
-_FOR_FA4 = (9, 10)
 _INSTALL = "pip install megatron-core==0.19.2"
-_PACKAGES = {"te": "transformer-engine", "fa4": "flash-attn-4"}
+_PACKAGES = {"megatron-core": "megatron-core", "te": "transformer-engine", "fa4": "flash-attn-4"}
 
 
 def software() -> dict[str, str]:
     """Versions of what takes part, by name; all nodes of a job should have the same."""
     found = {"burst": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    if megatron := find_megatron():  # a checkout has no distribution
-        found["megatron-core"] = megatron.version
-    for name, package in _PACKAGES.items():  # what it is called here, and its distribution
-        with suppress(PackageNotFoundError):
-            found[name] = version(package)
+    versions = {name: version_of(package) for name, package in _PACKAGES.items()}
+    found |= {name: version for name, version in versions.items() if version != "unknown"}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
 
 
-def check_versions(found: dict[str, str]) -> Check:
-    """What is installed; whether Megatron-Core is newer than those that burst was tested with."""
-    what, megatron = ", ".join(f"{n} {number}" for n, number in found.items()), "megatron-core"
-    if megatron in found and minor(found[megatron]) > LAST:
-        change = "check that the hook points below fit"
-        return warn("versions", f"{what}; this {megatron} is newer than the tests'", change)
-    return ok("versions", what)
-
-
 def check_torch(gpus_listed: int) -> Check:
     """That torch sees the GPUs that nvidia-smi lists, and that they reach each other's memory."""
     seen = torch.cuda.device_count()
-    if not seen and gpus_listed:
-        what = f"nvidia-smi lists {gpus_listed} GPUs, torch sees none"
-        change = "install a torch built for this driver's CUDA; look at CUDA_VISIBLE_DEVICES"
-        return fail("torch", what, change)
-    if not seen:
+    if not seen and not gpus_listed:
         return skip("torch", "torch sees no GPU: runs are on the CPU, for trying out")
+    if not seen:
+        change = "install a torch built for this driver's CUDA; look at CUDA_VISIBLE_DEVICES"
+        return fail("torch", f"nvidia-smi lists {gpus_listed} GPUs, torch sees none", change)
     pairs = list(permutations(range(seen), 2))
     if apart := [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]:
         what = f"{len(apart)} of {len(pairs)} pairs of GPUs cannot read each other's memory"
@@ -73,30 +55,27 @@ def check_backends() -> Check:
     what = f"live: {', '.join(live) or 'none'}" + (f"; {reasons}" if reasons else "")
     if not live:
         return fail("backends", what, "install a torch with attention kernels")
-    if arch in _FOR_FA4 and "fa4" not in live:
+    if arch in (9, 10) and "fa4" not in live:
         change = "the fastest here: pip install -e '.[flash-attn-4]' in megatron_burst's checkout"
         return warn("backends", what, change)
     return ok("backends", what)
 
 
-def check_hook_points(load: Callable[[], list] | None = None) -> Check:
-    """Whether the Megatron functions that burst replaces are as expected; `load` returns others
-    than the installed ones, for tests."""
+def check_hook_points() -> Check:
+    """Whether the Megatron functions that burst replaces are as expected."""
     try:
-        if load is None:
-            if find_megatron():
-                require_megatron("burst's flags")
-            from megatron_burst.mcore.patches import rows as load
-        found = load()
+        if find_megatron():
+            require_megatron("burst's flags")
+        from megatron_burst.mcore import patches
+
+        found = patches.rows()
     except BurstError as error:
         what, _, change = str(error).rpartition("; ")
         return fail("hook points", what, change)
     except ImportError as error:
         what = f"Megatron cannot be imported ({error}): burst_attention works, its flags do not"
         return warn("hook points", what, _INSTALL)
-    broken = [(patch, problem) for patch in found if (problem := patch.misfit())]
-    if broken:
+    if broken := [(patch, problem) for patch in found if (problem := patch.misfit())]:
         what = "; ".join(f"{p.target} ({p.why}): {problem}" for p, problem in broken)
         return fail("hook points", what, _INSTALL)
-    on = sum(patch.live for patch in found)
-    return ok("hook points", f"all {len(found)} fit; {on} are attached in this process")
+    return ok("hook points", f"all {len(found)} fit")

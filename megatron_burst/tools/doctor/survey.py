@@ -3,30 +3,23 @@
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 GPU_FIELDS = (
-    "index", "uuid", "name", "compute_cap", "driver_version", "memory.total", "memory.used",
-    "clocks.max.sm", "clocks_throttle_reasons.active", "ecc.mode.current",
-    "ecc.errors.uncorrected.volatile.total", "mig.mode.current", "compute_mode",
+    "index", "name", "driver_version", "memory.total", "memory.used", "clocks.max.sm",
+    "clocks_throttle_reasons.active", "ecc.errors.uncorrected.volatile.total", "mig.mode.current",
+    "compute_mode",
 )  # fmt: skip
 _MARK = "== "
-_BUSY_SHARE = 0.05  # of memory: what drivers and idle contexts take stays below
-_SMI, _CSV = "nvidia-smi --query-", "--format=csv,noheader,nounits"
 _COMMANDS = {  # by section; every one prints, none writes, stops or changes anything
-    "gpus": f"{_SMI}gpu={','.join(GPU_FIELDS)} {_CSV} 2>&1",
-    "processes": f"{_SMI}compute-apps=gpu_uuid,pid,used_memory {_CSV} 2>/dev/null",
+    "gpus": f"nvidia-smi --query-gpu={','.join(GPU_FIELDS)} --format=csv,noheader,nounits 2>&1",
     "topology": "nvidia-smi topo -m 2>/dev/null",
     "hcas": """for port in /sys/class/infiniband/*/ports/*; do
   [ -d "$port" ] || continue
   name=${port#/sys/class/infiniband/}
   echo "${name%%/*}|${port##*/}|$(cat "$port/state" "$port/link_layer" "$port/rate" | tr '\\n' '|')"
 done 2>/dev/null""",
-    "addresses": "ip -o -4 addr show up 2>/dev/null",
     "route": "ip -o -4 route show default 2>/dev/null",
-    "modules": "cut -d' ' -f1 /proc/modules 2>/dev/null | "
-               "grep -E '^(nvidia_peermem|nv_peer_mem|gdrdrv)$'",
     "shm": "df -Pk /dev/shm 2>/dev/null | awk 'END { print $4 }'",
     "memlock": "ulimit -l",
     "nofile": "ulimit -n",
@@ -35,34 +28,9 @@ done 2>/dev/null""",
 SCRIPT = "\n".join(f"echo '{_MARK}{name}'\n{command}" for name, command in _COMMANDS.items())
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a command said; exit status 124 where it took too long, 127 where it is missing."""
-
-    code: int
-    out: str
-    error: str = ""
-
-
-Runner = Callable[[Sequence[str], float], Answer]
-
-
-def run_command(command: Sequence[str], timeout_s: float) -> Answer:
-    """Run a command, without a shell; give up waiting after so many seconds."""
-    try:
-        done = subprocess.run(
-            list(command), capture_output=True, text=True, timeout=timeout_s, errors="replace",
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return Answer(124, "", f"no answer within {timeout_s:g} s")
-    except OSError as error:
-        return Answer(127, "", str(error))
-    return Answer(done.returncode, done.stdout, done.stderr.strip())
-
-
 class Survey(dict[str, str]):
-    """The sections of the script's output, by name; empty where a command was missing."""
+    """The sections of the script's output, by name; empty where a command was missing. Of a machine
+    that did not answer only the section "error"."""
 
     def lines(self, section: str) -> list[str]:
         """The lines of a section that hold something."""
@@ -73,18 +41,28 @@ class Survey(dict[str, str]):
         return next(iter(self.lines(section)), "").strip()
 
 
+def survey_of(timeout_s: float, reach: Sequence[str] = ()) -> Survey:
+    """The survey of this machine, or of the node that a command reaches; gives up waiting after so
+    many seconds."""
+    command = ["sh", "-c", SCRIPT]
+    try:
+        done = subprocess.run(
+            [*reach, shlex.join(command)] if reach else command, capture_output=True, text=True,
+            timeout=timeout_s, errors="replace", stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return Survey(error=f"no answer within {timeout_s:g} s")
+    except OSError as error:
+        return Survey(error=str(error))
+    lines = (done.stderr.strip() or done.stdout).splitlines() or [f"exit status {done.returncode}"]
+    return parse_survey(done.stdout) or Survey(error=lines[-1])
+
+
 def parse_survey(text: str) -> Survey | None:
     """The sections; None if the script did not reach its end."""
     parts = re.split(rf"^{_MARK}(\w+)\n", text, flags=re.MULTILINE)  # a login's words come first
-    found = Survey(zip(parts[1::2], parts[2::2], strict=True))
-    return found if "end" in found else None
-
-
-def survey_of(run: Runner, timeout_s: float, reach: Sequence[str] = ()) -> Survey | Answer:
-    """The survey of this machine, or of the node that a command reaches, or what went wrong."""
-    command = ["sh", "-c", SCRIPT]
-    answer = run([*reach, shlex.join(command)] if reach else command, timeout_s)
-    return parse_survey(answer.out) or answer
+    survey = Survey(zip(parts[1::2], parts[2::2], strict=True))
+    return survey if "end" in survey else None
 
 
 def gpus_of(survey: Survey) -> list[dict[str, str]]:
@@ -100,22 +78,6 @@ def number(cell: str) -> float:
     if re.fullmatch("0x[0-9a-fA-F]+", cell):
         return int(cell, 16)
     return float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else 0.0
-
-
-def free_gpus(survey: Survey) -> list[int]:
-    """Indices of GPUs on which nothing runs."""
-    busy = {line.split(",")[0].strip() for line in survey.lines("processes")}
-    return [
-        int(gpu["index"])
-        for gpu in gpus_of(survey)
-        if gpu["uuid"] not in busy
-        and number(gpu["memory.used"]) <= _BUSY_SHARE * (number(gpu["memory.total"]) or 1e9)
-    ]
-
-
-def capability_of(survey: Survey) -> float:
-    """The least compute capability of the GPUs; 0 without one."""
-    return min(filter(None, (number(gpu["compute_cap"]) for gpu in gpus_of(survey))), default=0.0)
 
 
 def links_of(survey: Survey) -> dict[tuple[str, str], str]:

@@ -26,7 +26,7 @@ from megatron_burst.tools.job.kept import (
     placed_results,
     results_bytes,
 )
-from megatron_burst.tools.job.layer_time import attention_seconds, forward_seconds, head_seconds
+from megatron_burst.tools.job.layer_time import Layer, head_seconds
 from megatron_burst.tools.job.memory import memory_of, whole_bytes
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy, again_layers, attention_call
@@ -53,7 +53,9 @@ def placed_by_auto(job: Job, strategy: Strategy) -> Strategy:
     if strategy.keep != "auto":
         return strategy
     strategy = _nothing_kept(strategy)
-    budget, host = budget_bytes(job, strategy), _host_bytes(job)
+    # a rank's limit of host memory: half of its share, as in a run that gives none
+    host = job.hardware.node.memory_gib * GIB / job.hardware.node.gpus / 2
+    budget = budget_bytes(job, strategy)
     problem, rates = _problem(job, strategy), rates_of(job)
     if not problem.layers:
         return strategy
@@ -80,11 +82,6 @@ def budget_bytes(job: Job, strategy: Strategy) -> float:
     return max(0.0, left - memory_of(job, _nothing_kept(strategy)).peak)
 
 
-def _host_bytes(job: Job) -> float:
-    """A rank's limit of host memory: half of its share, as in a run that gives none."""
-    return job.hardware.node.memory_gib * GIB / job.hardware.node.gpus / 2
-
-
 def _problem(job: Job, strategy: Strategy) -> KeepProblem:
     nothing = _nothing_kept(strategy)
     turn = head_seconds(job, nothing) if strategy.pp == 1 else 0.0
@@ -94,7 +91,7 @@ def _problem(job: Job, strategy: Strategy) -> KeepProblem:
     return KeepProblem(
         again_layers(job.model, nothing), in_flight(strategy.pp, 0),
         round(results_bytes(job, strategy)), job.seq, _half_saves(job, nothing),
-        forward_seconds(job, nothing), turn,
+        Layer(job, nothing).forward, turn,
         whole, _rest_seconds(job, nothing),
         max(0.0, memory.layer - memory.head), job.model.predicted if strategy.pp == 1 else 0,
     )  # fmt: skip
@@ -102,8 +99,8 @@ def _problem(job: Job, strategy: Strategy) -> KeepProblem:
 
 def _rest_seconds(job: Job, strategy: Strategy) -> float:
     """Of a layer's forward, without attention and the last product."""
-    last = rates_of(job).matmul_s(last_flops(job, strategy))
-    return forward_seconds(job, strategy) - attention_seconds(job, strategy) - last
+    layer, last = Layer(job, strategy), rates_of(job).matmul_s(last_flops(job, strategy))
+    return layer.forward - layer.attention - last
 
 
 def _half_saves(job: Job, strategy: Strategy) -> float:
@@ -127,7 +124,7 @@ def rows_of(job: Job, strategy: Strategy) -> tuple[Row, ...]:
     """What a strategy keeps on its first pipeline stage, item by item."""
     flights = in_flight(strategy.pp, 0)
     saves = {m.name: rates_of(job).matmul_s(m.flops) for m in module_costs(job, strategy)}
-    saves[RESULTS] = attention_seconds(job, strategy)
+    saves[RESULTS] = Layer(job, strategy).attention
     saves[HALF] = saves[RESULTS] * _half_saves(job, strategy)
     found = []
     for item in items_of(job, strategy):

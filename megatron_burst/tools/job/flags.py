@@ -12,9 +12,9 @@ from megatron_burst.balance.costs import IN_PLAN
 from megatron_burst.mcore.refusals import refuses
 from megatron_burst.tools.job.auto import rates_of, rows_of
 from megatron_burst.tools.job.candidate import Candidate, loses
-from megatron_burst.tools.job.costs import costs_of
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.model_flags import Values, model_flags
+from megatron_burst.tools.job.step import costs_of
 from megatron_burst.tools.job.strategy import Job, Strategy, stage_layers
 
 SIZES = {  # fields of a strategy: Megatron's flags
@@ -56,11 +56,10 @@ def as_json(
     found: Sequence[Candidate],
     own: Mapping[str, Any] | None = None,
     documents: Mapping[str, Any] | None = None,
-    most: int = 50,
 ) -> str:
     """What a search found, for a run (`--burst-plan`) and for other programs: the best strategy's
     flags, the job, speeds of its GPUs, seconds of a micro-batch (`megatron_burst.balance`), that
-    strategy, steps of drawn `documents`, and other strategies, `most` in all, with what speaks
+    strategy, steps of drawn `documents`, and other strategies, 50 in all, with what speaks
     against them; what the best keeps; `own`: of `flag_values`."""
     best = found[0]
     costs = costs_of(job, best.strategy)
@@ -78,7 +77,7 @@ def as_json(
         "documents": documents,
         "best": _describe(best, best),
         "kept": [asdict(row) for row in rows_of(job, best.strategy)],
-        "others": [_describe(one, best) for one in found[1:most]],
+        "others": [_describe(one, best) for one in found[1:50]],
     }  # fmt: skip
     return json.dumps(described, indent=1) + "\n"
 

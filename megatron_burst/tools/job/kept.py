@@ -1,6 +1,5 @@
 """What recomputed layers keep: the bytes of each item, and the recomputation that it saves."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_burst.recompute.auto.budget import ModuleCost, Placed, most, router_bytes
@@ -68,17 +67,14 @@ def module_costs(
     """What keeping each module's output takes and saves in a layer, as a run counts it: with the
     norm's output that TransformerEngine's modules keep; experts as if all had equally many tokens.
 
-    Args:
-        job: the job.
-        strategy: how it runs.
-        share: of the layers that have experts; None: the model's, for an average layer.
+    `share`: of the layers that have experts; None: the model's, for an average layer.
     """
     share = _moe_share(job.model) if share is None else share
     model, tokens = job.model, job.seq // strategy.cp
     shard = tokens / strategy.tp
     norm = 2 * model.hidden * shard
     found = [_fc1(model, share, tokens, strategy.tp)]
-    for name, inner, width, is_whole in _of_attention(model):
+    for name, inner, width, is_whole in model.attention_products():
         made = shard if name == "linear_proj" or not is_whole else tokens / strategy.tp
         num_bytes = 2 * made * width * model.softmax_share
         num_bytes += norm * model.softmax_share if name in _WITH_NORM else 0.0
@@ -87,26 +83,6 @@ def module_costs(
     if model.experts:
         found.append(_router(model, model.experts, share * shard))
     return tuple(found)
-
-
-def _of_attention(model: Model) -> Iterator[tuple[str, int, int, bool]]:
-    """Names, inputs, outputs of attention's products; whether TP shards the outputs."""
-    heads = model.heads_q
-    yield "linear_proj", heads * model.dim_v, model.hidden, False
-    if not model.latent:
-        keys = model.heads_kv * (model.dim_qk + model.dim_v)
-        queries = heads * model.dim_qk * (2 if model.gated_attention else 1)
-        yield "linear_qkv", model.hidden, queries + keys, True
-        return
-    low, rope = model.latent, model.latent.rope_dim
-    if low.q_rank:
-        yield "linear_q_down_proj", model.hidden, low.q_rank, False
-        yield "linear_q_up_proj", low.q_rank, heads * model.dim_qk, True
-    else:
-        yield "linear_q_proj", model.hidden, heads * model.dim_qk, True
-    yield "linear_kv_down_proj", model.hidden, low.kv_rank + rope, False
-    keys = heads * (model.dim_qk - rope + model.dim_v)
-    yield "linear_kv_up_proj", low.kv_rank, keys, True
 
 
 def _moe_share(model: Model) -> float:

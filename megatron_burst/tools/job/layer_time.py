@@ -121,7 +121,8 @@ class Layer:
             return 0.0
         tokens = self._tokens / strategy.tp
         seconds = self._timer.matmul(linear.flops * tokens)
-        seconds += self._timer.memory(linear.traffic * tokens)
+        traffic = 2 * (linear.saved_bytes + linear.state_bytes)  # written and read again
+        seconds += self._timer.memory(traffic * tokens)
         sent = linear.sent_bytes(strategy.cp) * tokens * (1 - 1 / strategy.cp)
         nodes = strategy.cp / ranks_per_node(self._job, strategy)
         seconds += all_to_all_seconds(self._job, sent, nodes)
@@ -153,16 +154,6 @@ def layer_seconds(job: Job, strategy: Strategy, call: AttentionCall | None = Non
     return seconds + host_seconds(job, strategy, (layer.forward, seconds), layers) / layers
 
 
-def attention_seconds(job: Job, strategy: Strategy) -> float:
-    """Time of the forward of attention in an average layer, for one sequence."""
-    return Layer(job, strategy).attention
-
-
-def forward_seconds(job: Job, strategy: Strategy) -> float:
-    """Time of an average layer's forward for one sequence."""
-    return Layer(job, strategy).forward
-
-
 def recomputed(job: Job, strategy: Strategy) -> float:
     """Share of attention's forward that backward recomputes."""
     if strategy.recompute != "full":
@@ -184,7 +175,6 @@ def host_seconds(
     back, which starts with the backward of the one behind it, hides behind that.
 
     Args:
-        job, strategy: what is copied.
         seconds: of an average layer: its forward, and all of it.
         layers: of the stage.
         head: seconds of the head and its loss, if the stage has them.
@@ -213,7 +203,7 @@ def late_bytes(job: Job, strategy: Strategy, layers: int) -> tuple[float, float]
     if not count:
         return 0.0, 0.0
     rate = job.hardware.gpu.host_gbs * 1e9
-    there, hides = moved / rate, (layers - 1) * forward_seconds(job, strategy)
+    there, hides = moved / rate, (layers - 1) * Layer(job, strategy).forward
     _, late = _behind(there, there / count, hides)
     head = head_seconds(job, strategy) if strategy.pp == 1 else 0.0
     return rate * late, rate * max(0.0, late - head)

@@ -15,7 +15,7 @@ _DELTA_CHUNK, _MAMBA_CHUNK = 64, 128  # tokens between two states that the kerne
 
 
 @dataclass(frozen=True, slots=True)
-class Linear(ABC):
+class _Linear(ABC):
     """Such layers: of each head a state, which all tokens before have written."""
 
     layers: tuple[bool, ...]  # of each layer of the model, whether it is one
@@ -32,11 +32,6 @@ class Linear(ABC):
 
     @property
     @abstractmethod
-    def convolved(self) -> int:
-        """Width of what the convolution sees."""
-
-    @property
-    @abstractmethod
     def width(self) -> int:
         """Width of the mixer's output, which the last product takes."""
 
@@ -44,34 +39,10 @@ class Linear(ABC):
         """Matrix weights of a layer, without its feed-forward."""
         return hidden * (self.projected + self.width)
 
-    @property
-    @abstractmethod
-    def flops(self) -> int:
-        """FLOPs of a token in forward, besides those of matrix weights."""
-
-    @property
-    @abstractmethod
-    def saved_bytes(self) -> int:
-        """What a token saves for backward, besides the layer's input and its norm."""
-
-    @property
-    @abstractmethod
-    def state_bytes(self) -> float:
-        """States of a token, while a layer is in backward: one a chunk."""
-
-    @property
-    def traffic(self) -> float:
-        """Bytes that a token's forward writes and reads again."""
-        return 2 * (self.saved_bytes + self.state_bytes)
-
     def sent_bytes(self, ranks: int) -> int:
         """What a token sends in a pass with so many context-parallel ranks: all-to-alls trade rows
         for heads before the convolution, and back after the output."""
         return 2 * (self.projected + self.width)
-
-    @abstractmethod
-    def misfit(self, tp: int, cp: int, tokens: int) -> str:
-        """Why Megatron or burst refuses such sizes for samples of `tokens`, or ""."""
 
     def is_countable(self, tp: int, cp: int, tokens: int) -> bool:
         """Whether kernels can count what a rank projects of a sample."""
@@ -79,7 +50,7 @@ class Linear(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNet(Linear):
+class DeltaNet(_Linear):
     """Gated delta nets (Qwen3-Next, Qwen3.5)."""
 
     heads_k: int  # heads of queries and of keys
@@ -126,7 +97,7 @@ class DeltaNet(Linear):
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba(Linear):
+class Mamba(_Linear):
     """Mamba-2 (Nemotron-H, Granite-4)."""
 
     heads: int  # heads, each with a state
@@ -190,3 +161,10 @@ class Mamba(Linear):
             mamba_head_dim=self.dim, mamba_num_groups=self.groups, mamba_state_dim=self.state,
         )  # fmt: skip
         return not refuses("run", "mamba_state_dim", options)
+
+
+# besides what `_Linear` says: `convolved`, the width of what the convolution sees; of a token the
+# `flops` of its forward without those of matrix weights, `saved_bytes` for backward without the
+# layer's input and its norm, and `state_bytes` while a layer is in backward, a state a chunk;
+# `misfit`, why Megatron or burst refuses such sizes for samples of so many tokens, or ""
+Linear = DeltaNet | Mamba

@@ -1,9 +1,10 @@
 """The properties of a transformer that its training time and memory depend on."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import require
 from megatron_burst.tools.job.layers import Experts, Latent, Windows
 from megatron_burst.tools.job.linear import Linear
 
@@ -51,18 +52,15 @@ class Model:
         wrong = [name for name in names if getattr(self, name) < 1]
         if not wrong and self.heads_q % self.heads_kv:
             wrong = ["heads_q", "heads_kv"]
-        if wrong:
-            got = ", ".join(f"{name} {getattr(self, name)}" for name in wrong)
-            raise BurstError(
-                "model: all sizes must be positive and KV heads divide query heads, because each "
-                f"KV head serves equally many; got {got}; correct {self.name}"
-            )
-        if max(self.dim_qk, self.dim_v) > _WIDEST:
-            raise BurstError(
-                f"plan: heads must have at most {_WIDEST} dimensions, because on GPUs only plain "
-                "PyTorch, which is too slow to plan, computes wider ones; got heads of "
-                f"{max(self.dim_qk, self.dim_v)}; plan another model than {self.name}"
-            )
+        got = ", ".join(f"{name} {getattr(self, name)}" for name in wrong)
+        require("model", [(not wrong, "all sizes must be positive and KV heads divide query heads, "
+                           "because each KV head serves equally many", got,
+                           f"correct {self.name}")])  # fmt: skip
+        widest = max(self.dim_qk, self.dim_v)
+        require("plan", [(widest <= _WIDEST, f"heads must have at most {_WIDEST} dimensions, "
+                          "because on GPUs only plain PyTorch, which is too slow to plan, computes "
+                          "wider ones", f"heads of {widest}",
+                          f"plan another model than {self.name}")])  # fmt: skip
 
     @property
     def base_name(self) -> str:
@@ -77,21 +75,28 @@ class Model:
         """Whether each head of q and k has a norm; of latent attention low ranks have."""
         return dict(self.beside).get("--qk-layernorm") is True and not self.latent
 
-    @property
-    def attention_params(self) -> int:
-        """Weights of a layer's softmax attention."""
+    def attention_products(self) -> Iterator[tuple[str, int, int, bool]]:
+        """Names, inputs, outputs of attention's products; whether TP shards the outputs."""
         heads, hidden = self.heads_q, self.hidden
-        out = heads * self.dim_v * hidden
+        yield "linear_proj", heads * self.dim_v, hidden, False
         if not self.latent:
             keys = self.heads_kv * (self.dim_qk + self.dim_v)
             queries = heads * self.dim_qk * (2 if self.gated_attention else 1)
-            return hidden * (queries + keys) + out
+            yield "linear_qkv", hidden, queries + keys, True
+            return
         low, rope = self.latent, self.latent.rope_dim
-        queries = hidden * heads * self.dim_qk
         if low.q_rank:
-            queries = low.q_rank * (hidden + heads * self.dim_qk)
-        keys = hidden * (low.kv_rank + rope)
-        return queries + keys + low.kv_rank * heads * (self.dim_qk - rope + self.dim_v) + out
+            yield "linear_q_down_proj", hidden, low.q_rank, False
+            yield "linear_q_up_proj", low.q_rank, heads * self.dim_qk, True
+        else:
+            yield "linear_q_proj", hidden, heads * self.dim_qk, True
+        yield "linear_kv_down_proj", hidden, low.kv_rank + rope, False
+        yield "linear_kv_up_proj", low.kv_rank, heads * (self.dim_qk - rope + self.dim_v), True
+
+    @property
+    def attention_params(self) -> int:
+        """Weights of a layer's softmax attention."""
+        return sum(inner * width for _, inner, width, _ in self.attention_products())
 
     @property
     def mixer_params(self) -> float:
@@ -200,11 +205,7 @@ class Model:
         """Layers with softmax attention, windowed ones included."""
         if self.pattern:
             return sum(map(self.pattern.count, "*+"))
-        return self.layers - self.linear_layers
-
-    @property
-    def linear_layers(self) -> int:
-        return self.linear.count if self.linear else 0
+        return self.layers - (self.linear.count if self.linear else 0)
 
     @property
     def softmax_share(self) -> float:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -10,12 +11,14 @@ from typing import Any
 
 from megatron_burst.errors import BurstError, nearest
 from megatron_burst.files import Reader, excerpt
-from megatron_burst.tools.job.arguments import DUMPED, arguments_in_json, megatron_arguments
 from megatron_burst.tools.job.hugging_face import PRESETS, from_hugging_face, preset_name
 from megatron_burst.tools.job.megatron import from_megatron
 from megatron_burst.tools.job.model import Model
 
 _HUB = "hf:"
+_DUMPED = "megatron_arguments"  # the key of that file
+_LISTS = ("recompute_modules",)  # flags with several values, here words of one text
+_FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 _CONFIG, _ARGUMENTS, _REVISION = 4 << 20, 64 << 10, 1 << 10  # bytes of a file
 
 
@@ -97,11 +100,11 @@ def arguments_of(path: Path) -> dict[str, Any] | None:
         BurstError: if it cannot be read, or is neither, as a shell script or YAML is.
     """
     if path.suffix == ".json":
-        return arguments_in_json(_config(path))
+        return _arguments_in_json(_config(path))
     reader = _reader(path, most=_ARGUMENTS)
     text = reader.text(errors="replace")
-    if f'"{DUMPED}"' in text:
-        return arguments_in_json(reader.json(text))
+    if f'"{_DUMPED}"' in text:
+        return _arguments_in_json(reader.json(text))
     try:
         return megatron_arguments(text)
     except ValueError as error:
@@ -109,6 +112,44 @@ def arguments_of(path: Path) -> dict[str, Any] | None:
         other = replace(reader, why="shell scripts and YAML are not read", change=change)
         must = "be a config.json, what --burst-dump-args wrote, or lines of --flag value"
         raise other.refusal(must, str(error)) from None
+
+
+def megatron_arguments(text: str) -> dict[str, Any]:
+    """Arguments in lines of `--flag value`, dashes as underscores; a flag without a value is True,
+    and several values are words of one text. Quotes, comments and a backslash at the end of a line
+    are a shell's.
+
+    Raises:
+        ValueError: of the first line that is anything else, as in a shell script or YAML.
+    """
+    arguments: dict[str, Any] = {}
+    for line in text.splitlines():
+        try:
+            words = shlex.split(line.rstrip().removesuffix("\\"), comments=True)
+        except ValueError:  # a quote that is not closed
+            words = [""]
+        if "$" in line or "`" in line or not all(map(_FLAG.fullmatch, words[:1])):
+            raise ValueError(line)
+        for word in words:
+            if flag := _FLAG.fullmatch(word):
+                name = flag[1].replace("-", "_").lower()
+                arguments[name] = True if flag[2] is None else flag[2]
+            else:
+                before = arguments[name]
+                arguments[name] = word if before is True else f"{before} {word}"
+    return arguments
+
+
+def _arguments_in_json(data: Any) -> dict[str, Any] | None:
+    """What --burst-dump-args wrote, as words; None if it is anything else."""
+    found = data.get(_DUMPED) if isinstance(data, dict) else None
+    if not isinstance(found, dict):
+        return None
+    lists = {
+        name: " ".join(map(str, found[name])) for name in _LISTS if type(found.get(name)) is list
+    }
+    given = {name: value for name, value in found.items() if value is not None} | lists
+    return {name: v if isinstance(v, bool) else str(v) for name, v in given.items()}
 
 
 def _config(path: Path) -> dict[str, Any]:

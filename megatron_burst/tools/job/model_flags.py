@@ -48,12 +48,8 @@ def _moe_freq(model: Model) -> str | None:
     return f"[0]*{model.experts.dense_layers}+[1]*{model.moe_layers}"
 
 
-def _of_mamba(name: str) -> Callable[[Model], Any]:
-    return lambda model: isinstance(model.linear, Mamba) and getattr(model.linear, name)
-
-
-def _of_delta(name: str) -> Callable[[Model], Any]:
-    return lambda model: isinstance(model.linear, DeltaNet) and getattr(model.linear, name)
+def _of(kind: type, name: str) -> Callable[[Model], Any]:
+    return lambda model: isinstance(model.linear, kind) and getattr(model.linear, name)
 
 
 _FLAGS: tuple[tuple[str, Callable[[Model], Any]], ...] = (  # a flag is there if its value is true
@@ -80,17 +76,17 @@ _FLAGS: tuple[tuple[str, Callable[[Model], Any]], ...] = (  # a flag is there if
     ("--window-attn-skip-freq", _skip_freq),
     ("--hybrid-layer-pattern", lambda m: m.pattern),
     ("--spec", lambda m: m.pattern and _SPEC),
-    ("--mamba-num-heads", _of_mamba("heads")),
-    ("--mamba-head-dim", _of_mamba("dim")),
-    ("--mamba-num-groups", _of_mamba("groups")),
-    ("--mamba-state-dim", _of_mamba("state")),
+    ("--mamba-num-heads", _of(Mamba, "heads")),
+    ("--mamba-head-dim", _of(Mamba, "dim")),
+    ("--mamba-num-groups", _of(Mamba, "groups")),
+    ("--mamba-state-dim", _of(Mamba, "state")),
     ("--experimental-attention-variant", lambda m: _linear_freq(m) and "gated_delta_net"),
     ("--linear-attention-freq", _linear_freq),
-    ("--linear-num-key-heads", _of_delta("heads_k")),
-    ("--linear-num-value-heads", _of_delta("heads_v")),
-    ("--linear-key-head-dim", _of_delta("dim_k")),
-    ("--linear-value-head-dim", _of_delta("dim_v")),
-    ("--linear-conv-kernel-dim", _of_delta("conv")),
+    ("--linear-num-key-heads", _of(DeltaNet, "heads_k")),
+    ("--linear-num-value-heads", _of(DeltaNet, "heads_v")),
+    ("--linear-key-head-dim", _of(DeltaNet, "dim_k")),
+    ("--linear-value-head-dim", _of(DeltaNet, "dim_v")),
+    ("--linear-conv-kernel-dim", _of(DeltaNet, "conv")),
     ("--attention-output-gate", lambda m: m.gated_attention),
     ("--mtp-num-layers", lambda m: m.predicted),
     ("--softmax-type", lambda m: m.sinks and "learnable"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import BurstError, require
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.tools.job.flags import OFFLOADED, SIZES
 from megatron_burst.tools.job.hugging_face import preset_name
@@ -215,30 +215,22 @@ def _check_policy(given: Arguments, asked: Arguments) -> None:
         "--keep": keep != "none", "--offload": given.get("offload"),
         "--offload-inputs": given.get("offload_inputs"),
     }  # fmt: skip
-    option = next((option for option, is_on in needs_full.items() if is_on), None)
-    if option and recompute != "full":
-        got, change = f"--recompute {recompute}", "leave one out"
-        if "recompute" not in asked:
-            of = Strategy(recompute=recompute, core_attn=given.get("core_attn", False))
-            got = f"{of.policy} from the script"
-            change = f"leave {option} out, or pass --recompute full"
-        raise BurstError(
-            f"plan: {option} must come with --recompute full, because it concerns the inputs of "
-            f"recomputed layers; got {got}; {change}"
-        )
-    if keep != "auto" and given.get("keep_budget_gib") is not None:
-        raise BurstError(
-            "plan: --keep-budget-gib must come with --keep auto, because only that has a budget; "
-            f"got --keep {keep}; pass --keep auto, or leave it out"
-        )
-    if given.get("offload") and keep == "auto":
-        raise BurstError(
-            "plan: --offload must not come with --keep auto, because that chooses what goes to "
-            "host memory; got both; leave one out"
-        )
-    if given.get("offload") and given.get("keep") == "none":
-        got = "--keep none" if "keep" in asked else "keep none from the script"
-        raise BurstError(
-            "plan: --offload must come with --keep half or all, because nothing is kept without "
-            f"it; got {got}; pass --keep all, or leave it out"
-        )
+    option = next((option for option, is_on in needs_full.items() if is_on), "")
+    is_full, offload = not option or recompute == "full", given.get("offload")
+    got = f"--recompute {recompute}"
+    if "recompute" not in asked and not is_full:
+        of = Strategy(recompute=recompute, core_attn=given.get("core_attn", False))
+        got = f"{of.policy} from the script"
+    none = "--keep none" if "keep" in asked else "keep none from the script"
+    needs = [
+        (is_full, f"{option} must come with --recompute full, because it concerns the inputs of "
+         "recomputed layers", got, f"leave {option} out, or pass --recompute full"),
+        (keep == "auto" or given.get("keep_budget_gib") is None, "--keep-budget-gib must come with "
+         "--keep auto, because only that has a budget", f"--keep {keep}",
+         "pass --keep auto, or leave it out"),
+        (not offload or keep != "auto", "--offload must not come with --keep auto, because that "
+         "chooses what goes to host memory", "both", "leave one out"),
+        (not offload or given.get("keep") != "none", "--offload must come with --keep half or all, "
+         "because nothing is kept without it", none, "pass --keep all, or leave it out"),
+    ]  # fmt: skip
+    require("plan", needs)

@@ -1,6 +1,6 @@
 """Every way to shard a job: whether it fits in memory, how fast it is, why it loses."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -28,7 +28,6 @@ from megatron_burst.tools.job.strategy import (
 
 Fixed = tuple[tuple[str, Any], ...]
 Named = tuple[tuple[str, str], ...]
-Watch = Callable[[Sequence[Strategy]], Iterable[Strategy]]
 _OF_SCRIPTS = "core_attn", "again_layers"  # given by scripts alone
 _MOST_GPUS = 1 << 16  # most that are tried if fewer do not fit
 _KEEPS: tuple[Keep, ...] = ("none", "half", "all")
@@ -45,20 +44,17 @@ _POLICIES = (
 
 
 @lru_cache(maxsize=8)
-def search(
-    job: Job, fixed: Fixed = (), watch: Watch = iter, of_script: Named = ()
-) -> tuple[Candidate, ...]:
+def search(job: Job, fixed: Fixed = (), of_script: Named = ()) -> tuple[Candidate, ...]:
     """All candidates, the fastest first, then what does not fit, the nearest to fitting first.
 
-    `fixed` has fields of `Strategy` that are given, e.g. (("tp", 2), ("keep", "all")); `watch` goes
-    through the layouts, to show how far it is; `of_script` has fields among them that a script
-    gives, with the flags to change there ("" for none).
+    `fixed` has fields of `Strategy` that are given, e.g. (("tp", 2), ("keep", "all")); `of_script`
+    has fields among them that a script gives, with the flags to change there ("" for none).
 
     Raises:
         BurstError: if nothing divides evenly.
     """
     found = []
-    for layout in watch(list(layouts(job, _given_sizes(fixed)))):
+    for layout in layouts(job, _given_sizes(fixed)):
         found += [look_at(job, strategy) for strategy in _policies(job, layout, fixed)]
     if not found:
         raise BurstError(_why_nothing(job, fixed, of_script))

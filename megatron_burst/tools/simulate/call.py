@@ -101,12 +101,9 @@ def attention_time(
     sample: Sample | None = None,
     tokens: int | None = None,
 ) -> Timeline:
-    """Simulate one pass of a call.
+    """Simulate one pass of a resolved call.
 
     Args:
-        call: the call, resolved.
-        hardware: that it runs on.
-        direction: which pass.
         pass_tflop: work without a pause (`KernelSpeed`); infinite in training.
         ranks: to simulate; None: as many as the time depends on.
         with_spans: whether to record what happened.

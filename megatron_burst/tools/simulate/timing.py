@@ -64,10 +64,8 @@ def simulate(
     Args:
         programs: by cp rank: of all ranks of a group, or of some if all do the same; a missing rank
             is assumed to do what its partner does, at the same time.
-        timer: how long kernels take.
         inter_share: share of a network card for a rank that sends between nodes.
         overlap: whether transfers overlap with what follows.
-        with_spans: whether to record spans.
     """
     queues = {rank: queued(rank, one, timer, overlap) for rank, one in programs.items()}
     join(programs, queues, timer.hardware, inter_share)

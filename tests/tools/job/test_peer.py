@@ -1,0 +1,82 @@
+"""Megatron's own ring against its measurements, and what a job gains over it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.rows import read
+from megatron_burst.tools.hardware import GIB
+from megatron_burst.tools.hardware_file import preset
+from megatron_burst.tools.job.hugging_face import PRESETS
+from megatron_burst.tools.job.layers import Windows
+from megatron_burst.tools.job.memory import memory_of
+from megatron_burst.tools.job.peer import gain
+from megatron_burst.tools.job.step import step_time
+from megatron_burst.tools.job.strategy import Job, Strategy
+
+H200 = preset("h200")
+LLAMA = PRESETS["llama3-8b"]
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+
+
+def test_gain_on_one_node_is_not_overstated():
+    """Measured: 1.11 to 1.14 for 32/8 heads on 4 GPUs; cuDNN is predicted too fast."""
+    times = {}
+    for row in read([RESULTS / "attention_4xh200_one_node.csv"]):
+        whose = {("burst", "auto"): 0, ("te", "p2p"): 1}.get((row.impl, row.mode))
+        if whose is not None and row.pass_ == "fwd_bwd" and row.heads_q // row.heads_kv == 4:
+            times.setdefault((row.seq, row.heads_q, row.heads_kv), {})[whose] = row.ms
+    long = {shape: both for shape, both in times.items() if shape[0] > 1 << 16}
+    assert len(long) >= 5
+    for (seq, heads_q, heads_kv), both in long.items():
+        model = replace(LLAMA, heads_q=heads_q, heads_kv=heads_kv)
+        found = gain(Job(model, seq, 4, 4, 1, H200), Strategy(cp=4, recompute="none"))
+        assert 0.9 < found.ratio / (both[1] / both[0]) < 1.02
+
+
+def test_narrow_heads_gain_as_wide_ones_do():
+    """cuDNN is only known at 128."""
+    narrow = replace(LLAMA, heads_q=64, heads_kv=16, dim_qk=64, dim_v=64)
+    one, other = (
+        gain(Job(model, 1 << 18, 4, 4, 1, H200), Strategy(cp=4, recompute="none")).ratio
+        for model in (LLAMA, narrow)
+    )
+    assert other == pytest.approx(one, abs=0.03) and other > 1
+
+
+def test_what_is_kept_is_told_apart_and_charged():
+    job = Job(LLAMA, 1 << 18, 4, 4, 1, H200)
+    keeping = Strategy(cp=4, keep="all")
+    none, every = gain(job, Strategy(cp=4)), gain(job, keeping)
+    assert none.seconds == every.seconds and none.kept == none.seconds[0] > 1.2 * every.kept
+    kept = memory_of(job, keeping).kept
+    assert kept > GIB and every.num_bytes[0] >= kept + none.num_bytes[0]
+    over = gain(job, Strategy(cp=4, recompute="none", core_attn=True))
+    assert over.seconds == pytest.approx(none.seconds)
+
+
+def test_megatrons_step_keeps_nothing_and_has_the_pipelines_bubble():
+    job = Job(LLAMA, 1 << 18, 8, 8, 2, H200)
+    plain = Strategy(cp=4, pp=2)
+    found = gain(job, plain)
+    kept = gain(job, replace(plain, keep="all", offload=True, offload_inputs=True))
+    assert kept.step == found.step
+    step = step_time(job, plain, memory_of(job, plain)).seconds
+    ours, theirs = found.seconds
+    # 2 micro-batches on 2 stages take as long as 3; the optimizer hides a little less or more
+    assert found.step - step == pytest.approx(1.5 * (theirs - ours), rel=0.02)
+
+
+def test_layers_and_sequences_of_a_stage_are_counted():
+    one = gain(Job(LLAMA, 1 << 18, 8, 8, 8, H200), Strategy(cp=8))
+    staged = gain(Job(LLAMA, 1 << 18, 8, 8, 8, H200), Strategy(cp=4, pp=2))
+    assert staged.seconds[0] == pytest.approx(one.seconds[0], rel=0.05)
+    twice = gain(Job(LLAMA, 1 << 18, 8, 8, 16, H200), Strategy(cp=8))
+    assert twice.seconds == pytest.approx([2 * seconds for seconds in one.seconds])
+
+
+def test_a_model_whose_every_layer_has_a_window_gains_nothing():
+    windowed = replace(LLAMA, windows=Windows(4096, (True,) * LLAMA.layers))
+    found = gain(Job(windowed, 1 << 18, 4, 4, 1, H200), Strategy(cp=4))
+    assert found.seconds == (0, 0) and found.ratio == 1 and found.step > 0
