@@ -158,10 +158,8 @@ def measure(path, seq):
             tensors = draw(heads, seq, world.device)
             truth = truth_of(tensors)
             for ranks, mode in product((1, 2, 4, 8), ("gather", "ring", "a2a")):
-                rounds = None if mode == "ring" else 1
-                config = BurstConfig(
-                    intra=mode, force=Force(heads_per_round=rounds), backend=kernel
-                )
+                force = Force(heads_per_round=None if mode == "ring" else 1)
+                config = BurstConfig(intra=mode, force=force, backend=kernel)
                 got = simulated(tensors, pretend_nodes(ranks, 1), config)
                 rows += rows_of("burst", mode, ranks, True, tensors, relative(got, truth))
             peers = [(Burst, f"burst:{mode}") for mode in ("gather", "ring", "a2a")]
@@ -182,11 +180,8 @@ def measure_nodes(path, seq):
         tensors = draw((2, 2), seq, world.device)
         truth = truth_of(tensors)
         for nodes, wire in product((1, 2, 4, 8, 16), ("input", "accumulate")):
-            config = BurstConfig(
-                intra="gather",
-                inter="ring",
-                force=Force(heads_per_round=1, grad_wire=wire, circulate="kv"),
-            )
+            force = Force(heads_per_round=1, grad_wire=wire, circulate="kv")
+            config = BurstConfig(intra="gather", inter="ring", force=force)
             errors = relative(simulated(tensors, pretend_nodes(4 * nodes, nodes), config), truth)
             mode = f"gather in nodes of 4, grad_wire={wire}"
             rows = rows_of("burst", mode, 4 * nodes, True, tensors, errors)

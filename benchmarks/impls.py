@@ -70,8 +70,7 @@ def _ways(name: str, mode: str) -> tuple[Impl, ...]:
 
 
 def pick[T](names: Sequence[str], known: Mapping[str, T], must: str) -> tuple[T, ...]:
-    """The known things in a list of names, an empty one means all; `must`: who asks, what must hold
-    and why."""
+    """The known things in a list of names, empty for all; `must`: who asks, what must hold, why."""
     who, _, what = must.partition(": ")
     others = f"choose among {', '.join(known)}"
     require(who, [(name in known, what, repr(name), others) for name in names])
@@ -93,7 +92,7 @@ def burst_config(text: str) -> BurstConfig:
                 f"{text!r}; choose among {', '.join(types)}"
             )
         values[name] = _value(name, value, types[name])
-    force = Force(**{name: values.pop(name) for name in forced if name in values})
+    force = Force(**{name: values.pop(name) for name in forced.keys() & values.keys()})
     return BurstConfig(**values, force=force)
 
 

@@ -14,7 +14,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.resolve import choose_circulate, resolve
 from megatron_burst.rules import inter_ring_bytes, with_wire_dtype
@@ -25,6 +24,7 @@ from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, S
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.attention.engine import Way, assert_exact, problem
 from tests.masks.test_slices import cut
+from tests.options import burst_config
 from tests.oracle import full_attention, rows_of, seen_by_slices
 from tests.ranks import run_ranks
 from tests.sampling import whole
@@ -110,7 +110,7 @@ def called(call, tensors, rank, world):
     made = torch.tensor(slices_of(sizes, world)) if sliced else None
     attend = partial(
         burst_attention, causal=False, slices=made, qkv_format=qkv_format, softmax_scale=0.7,
-        config=BurstConfig(**options),
+        config=burst_config(**options),
     )  # fmt: skip
     out = checkpoint(attend, *leaves, use_reentrant=False)
     found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
@@ -189,7 +189,7 @@ def refused(rank):
     sentences = []
     for options in ({"intra": "gather"}, {"intra": "a2a"}, {"inter": "a2a"}, {"invariant": True}):
         with pytest.raises(BurstError) as error:
-            burst_attention(q, kv, kv, causal=False, config=BurstConfig(**options))
+            burst_attention(q, kv, kv, causal=False, config=burst_config(**options))
         sentences.append(str(error.value))
     return sentences
 

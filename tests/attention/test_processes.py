@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig, Force
 from megatron_burst.schedule.layout import Layout
+from tests.options import burst_config
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
 from tests.sampling import whole
@@ -99,7 +100,7 @@ def errors_in_float64(rank, world):
         tokens, dims = SIZES[layout is Layout.ZIGZAG]
         tensors, truth = truth_for(world, tokens, HEADS[heads], dims, causal)
         rows = rows_of(layout, rank, world, tokens)
-        config = BurstConfig(**options)
+        config = burst_config(**options)
         got = run(tensors, rows, causal=causal, layout=layout.value, config=config)
         errors.append(worst(got, truth, rows))
     return errors
@@ -140,7 +141,7 @@ def errors_over_nodes(rank, nodes, world):
             for way in WAYS:
                 if (way.get("inter") == "a2a") != (exchanging == world):
                     continue
-                config = BurstConfig(nodes=nodes, **rounds_of(way, heads), **way)
+                config = burst_config(nodes=nodes, **rounds_of(way, heads), **way)
                 got = run(tensors, rows, causal=causal, config=config)
                 errors[causal, str(way)] = worst(got, truth, rows)
     return errors

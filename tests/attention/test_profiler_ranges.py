@@ -12,9 +12,9 @@ from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.config import BurstConfig
 from megatron_burst.engine import executor
 from megatron_burst.schedule.program import Transfer
+from tests.options import burst_config
 from tests.ranks import run_ranks
 
 CONFIGS = [
@@ -26,7 +26,7 @@ CONFIGS = [
 
 def profiled(rank, options):
     """Burst's ranges in a profile of one call, and what the call's programs contain."""
-    config, programs = BurstConfig(**options), []
+    config, programs = burst_config(**options), []
     q, k, v = (torch.randn(1, 16, heads, 8, requires_grad=True) for heads in (8, 4, 4))
     run = executor.Executor.run
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from megatron_burst.attention import burst_attention
 from megatron_burst.config import BurstConfig, Force
 from megatron_burst.errors import BurstError, DisagreementError
+from tests.options import burst_config
 from tests.ranks import run_ranks
 
 
@@ -297,7 +298,7 @@ def test_what_one_rank_alone_passes_wrong_is_named_on_all_at_once():
 )
 def test_misspelt_options_are_refused_when_they_are_made(option):
     with pytest.raises(BurstError, match="must be (one of|positive).*got"):
-        BurstConfig(**option)
+        burst_config(**option)
 
 
 def second_order(rank):

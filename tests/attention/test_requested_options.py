@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.recompute.checkpoints import patch_checkpoints
 from megatron_burst.resolve import reuses_remote
 from megatron_burst.schedule.spec import AttentionShape
 from megatron_burst.schedule.topology import Topology, pretend_nodes
+from tests.options import burst_config
 from tests.ranks import run_ranks
 from tests.tools.simulate.calls import call_of
 
@@ -122,7 +122,7 @@ def sentences(rank):
     found = {}
     for name, (nodes, options, _) in CALLS.items():
         with pytest.raises(BurstError) as refusal:
-            burst_attention(*inputs(), config=BurstConfig(nodes=nodes, **options))
+            burst_attention(*inputs(), config=burst_config(nodes=nodes, **options))
         found[name] = str(refusal.value)
     return found
 
@@ -146,7 +146,7 @@ def bytes_of(options, run=None) -> list[int]:
 
     dist.batch_isend_irecv = counted
     try:
-        config = BurstConfig(**options)
+        config = burst_config(**options)
         tensors = inputs(torch.bfloat16)
         out = (run or (lambda attend, *qkv: attend(*qkv)))(
             lambda q, k, v: burst_attention(q, k, v, config=config), *tensors

@@ -23,6 +23,7 @@ from megatron_burst.engine.executor import Executor
 from megatron_burst.engine.ranges import METER
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.attention.test_sent_bytes import count_sends
+from tests.options import burst_config
 from tests.ranks import run_ranks
 
 LATE_S = 1.0
@@ -32,7 +33,7 @@ PASSES = 5  # of each kind; the third is in the middle
 def measured(rank, world, options, late):
     """Seconds and bytes of a step by the meter, bytes actually sent, and seconds it took; the
     second rank is late in each transfer of one forward pass."""
-    config, restore = BurstConfig(**options), dict(vars(dist))
+    config, restore = burst_config(**options), dict(vars(dist))
     q, k, v = (torch.randn(1, 16, heads, 8, requires_grad=True) for heads in (8, 4, 4))
 
     def attend():

@@ -11,12 +11,13 @@ from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.store import backend_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import DisagreementError
+from tests.options import burst_config
 from tests.ranks import run_ranks
 
 
 def attend(causal=True, **options):
     q = torch.ones(1, 8, 2, 8)
-    return burst_attention(q, q, q, causal=causal, config=BurstConfig(**options))
+    return burst_attention(q, q, q, causal=causal, config=burst_config(**options))
 
 
 def without_a_name(rank, folder):

@@ -26,6 +26,7 @@ from megatron_burst.loss.linear import linear_cross_entropy
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.shards import shard
 from tests.attention.test_processes import inputs, run, truth_of, worst
+from tests.options import burst_config
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
 
@@ -82,7 +83,7 @@ def several_groups(rank, kind, folder):
         time.sleep(0.3 * ((rank + number) % 3))  # the first to come must not take old answers
         tensors = inputs(WORLD, 6, (4, 2), (8, 5), torch.float64)
         rows = rows_of(Layout.ZIGZAG, rank, WORLD, 6)
-        config = BurstConfig(**options)
+        config = burst_config(**options)
         got = run(tensors, rows, config=config)
         error = worst(got, truth_of(tensors, True, 8**-0.5), rows)
         made = communicator_of(dist.group.WORLD, config)

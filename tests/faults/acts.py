@@ -27,6 +27,7 @@ from megatron_burst.schedule.spec import Direction
 from tests.attention.failing import NoMemoryError, fail, failing
 from tests.attention.test_processes import inputs, truth_of, worst
 from tests.faults.table import FAULTS, MODES, ODD, TIMEOUT_S, WORLD, Case
+from tests.options import burst_config
 from tests.oracle import rows_of
 
 HEADS = (8, 4)
@@ -83,7 +84,7 @@ class Model:
     def __init__(self, rank, case):
         before = descriptors()
         self.group = dist.new_group()
-        self.config = BurstConfig(**MODES[case.mode])
+        self.config = burst_config(**MODES[case.mode])
         self.tensors = inputs(WORLD, 4, HEADS, (4, 4), torch.float64)
         self.truth = truth_of(self.tensors, True, 0.5)
         self.rows, self.numbers = rows_of(Layout.ZIGZAG, rank, WORLD, 4), []

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.config import BurstConfig
 from tests.faults.table import MODES, WORLD
 from tests.mask_cases import Cell, assert_as_declared, cells, outcome
+from tests.options import burst_config
 from tests.ranks import run_ranks
 
 _NOTES = 100  # lines of a rank
@@ -126,7 +126,7 @@ def groups() -> Callable[[], None]:
     made = {"dtype": dtype, "device": device(), "requires_grad": True}
 
     def once() -> None:
-        group, config = dist.new_group(), BurstConfig(**MODES[random.choice([*MODES])])
+        group, config = dist.new_group(), burst_config(**MODES[random.choice([*MODES])])
         q, k, v = (torch.randn(1, 8, heads, 64, **made) for heads in (8, 4, 4))
         burst_attention(q, k, v, group=group, config=config).sum().backward()
         dist.destroy_process_group(group)

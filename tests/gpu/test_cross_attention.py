@@ -16,6 +16,7 @@ from megatron_burst.schedule.layout import Layout
 from tests.attention.test_cross_attention import drawn_slices
 from tests.gpu import SEVERAL, needs_gpus
 from tests.gpu.test_nccl import alone, squares
+from tests.options import burst_config
 from tests.oracle import rows_of, seen_by_slices, truth_of
 from tests.ranks import run_ranks
 
@@ -63,7 +64,7 @@ def errors(rank, world, tokens, keys, sliced):
     found = {"alone": alone(run, truth, BurstConfig())}
     for nodes in (n for n in (1, 2) if world % n == 0):
         for way in WAYS:
-            config, key = BurstConfig(nodes=nodes, **way), f"{nodes} nodes {way}"
+            config, key = burst_config(nodes=nodes, **way), f"{nodes} nodes {way}"
             for turn in range(4):  # buffers are used again; a race shows as a difference
                 if turn == rank:
                     torch.cuda._sleep(20_000_000)  # ranks must not have to run in step

@@ -31,6 +31,7 @@ from tests.faults.acts import NoMemoryError, dies, no_memory, raises
 from tests.faults.table import MARGIN_S
 from tests.gpu import needs_gpus
 from tests.gpu.test_failed_passes import WAYS as EVERY
+from tests.options import burst_config
 from tests.ranks import Crew, _variables, run_ranks
 from tests.sampling import whole
 
@@ -62,7 +63,7 @@ def suffer(rank, way, fault, direction, place, folder):
     generator = torch.Generator("cuda").manual_seed(rank)
     make = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
     q, k, v = (torch.randn(1, 1024, heads, 64, **make).requires_grad_() for heads in (8, 4, 4))
-    group, config = dist.new_group(), BurstConfig(**WAYS[way])
+    group, config = dist.new_group(), burst_config(**WAYS[way])
     attend = partial(burst_attention, group=group, config=config, layer=7)
     for _ in range(2):
         torch.autograd.grad(attend(q, k, v).sum(), (q, k, v))

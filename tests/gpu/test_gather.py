@@ -18,6 +18,7 @@ from megatron_burst.kernels.interface import Problem
 from megatron_burst.schedule.layout import Layout
 from tests.gpu import GPUS, SEVERAL, needs_gpus
 from tests.gpu.test_nccl import alone, relative
+from tests.options import burst_config
 from tests.oracle import rows_of, truth_of
 from tests.ranks import run_ranks
 from tests.sampling import whole
@@ -122,7 +123,7 @@ def twice(rank, world, backend, intra, transfer):
     tensors, _ = problem_of((8, 2), 2048, 64)
     rows = rows_of(Layout.ZIGZAG, rank, world, 2048 // world).cuda()
     rounds = {"heads_per_round": 1, "transfer": transfer} if intra == "gather" else {}
-    config = BurstConfig(intra=intra, backend=backend, deterministic=True, nodes=1, **rounds)
+    config = burst_config(intra=intra, backend=backend, deterministic=True, nodes=1, **rounds)
     first = run(tensors, rows, config)
     torch.randn(4096, 4096, device="cuda") @ torch.randn(4096, 4096, device="cuda")
     if rank == 0:

@@ -21,6 +21,7 @@ from megatron_burst.schedule.mask import Mask
 from tests.gpu import needs_gpus
 from tests.gpu.test_nccl import alone, relative
 from tests.mask_cases import assert_as_declared, cells, outcomes
+from tests.options import burst_config
 from tests.oracle import rows_of, seen_by, seen_by_slices, truth_of
 from tests.ranks import run_ranks
 from tests.sampling import crossed, whole
@@ -116,7 +117,7 @@ def errors(rank, world, nodes, name, heads):
     found = {"alone": alone(run, truth, BurstConfig())}
     ways = (*WAYS, *BETWEEN) if nodes > 1 else WAYS
     for way in (way for way in ways if can(name, way, nodes)):
-        config = BurstConfig(nodes=nodes, **way)
+        config = burst_config(nodes=nodes, **way)
         for turn in range(4):  # buffers are used again; a race shows as a difference
             if turn == rank:
                 torch.cuda._sleep(20_000_000)  # ranks must not have to run in step

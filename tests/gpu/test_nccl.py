@@ -13,6 +13,7 @@ from megatron_burst.config import BurstConfig, Force
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
 from tests.gpu import SEVERAL, needs_gpus
+from tests.options import burst_config
 from tests.oracle import rows_of, truth_of
 from tests.ranks import run_ranks
 
@@ -95,7 +96,7 @@ def many_calls_without_a_sync(rank, world, options):
     """Sixteen forward and backward passes in a row: buffers are reused in GPU stream order."""
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 2048, 8, 128, device="cuda").bfloat16() for _ in range(3))
-    config = BurstConfig(**options)
+    config = burst_config(**options)
     results = []
     for _ in range(16):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]

@@ -12,9 +12,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.config import BurstConfig
 from megatron_burst.engine.ranges import METER
 from tests.gpu import needs_gpus
+from tests.options import burst_config
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -33,7 +33,7 @@ LAYERS = 4
 
 
 def step_of(options):
-    config = BurstConfig(**options)
+    config = burst_config(**options)
     q, k, v = (
         torch.randn(1, 8192, heads, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for heads in (16, 8, 8)

@@ -8,7 +8,6 @@ import torch
 from megatron_burst.attention import burst_attention
 from megatron_burst.comm.store import BoundedDict
 from megatron_burst.comm.transport import Placement
-from megatron_burst.config import BurstConfig
 from megatron_burst.masks.documents import Documents, documents_of
 from megatron_burst.masks.sample import Sample
 from megatron_burst.schedule.chunks import chunk_pairs, chunks_by_rank, chunks_in_order
@@ -20,6 +19,7 @@ from megatron_burst.schedule.layout import (
 )
 from megatron_burst.schedule.mask import Mask
 from tests.attention.engine import problem
+from tests.options import burst_config
 from tests.oracle import full_attention, rows_of, seen_by
 from tests.ranks import run_ranks
 
@@ -125,7 +125,7 @@ def errors_of_chunks(rank, world, nodes):
             q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors[:3])
             out = burst_attention(
                 q, k, v, causal=causal, cu_seqlens=torch.tensor(starts), layout="zigzag-documents",
-                cu_seqlens_padded=torch.tensor(padded), config=BurstConfig(nodes=nodes, **way),
+                cu_seqlens_padded=torch.tensor(padded), config=burst_config(nodes=nodes, **way),
             )  # fmt: skip
             found = [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
             both = zip(found, truth, strict=True)

@@ -19,7 +19,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.masks.parts import Parts
 from megatron_burst.kernels.reference import Reference
@@ -35,6 +34,7 @@ from megatron_burst.schedule.spec import Circulate
 from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.slices import CAUSAL
 from tests.attention.engine import Way, assert_exact, problem, run_engine, truth
+from tests.options import burst_config
 from tests.oracle import rows_of, seen_by, seen_by_slices
 from tests.ranks import run_ranks
 from tests.sampling import seeds, whole
@@ -247,7 +247,7 @@ def errors_of_ways(rank, world):
 
         def attend(q, k, v, way=way, layout=layout, tree=forms[number % 3]):
             return burst_attention(
-                q, k, v, layout=layout, config=BurstConfig(**way), cu_seqlens=starts,
+                q, k, v, layout=layout, config=burst_config(**way), cu_seqlens=starts,
                 prefix_tree=tree, max_seqlen=9 + 3 * ("nodes" in way), return_lse=True,
             )  # fmt: skip
 

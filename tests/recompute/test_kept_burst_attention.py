@@ -18,6 +18,7 @@ from megatron_burst.comm.communicator import Communicator
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
 from megatron_burst.schedule.layout import Layout
+from tests.options import burst_config
 from tests.oracle import full_attention, rows_of
 from tests.ranks import run_ranks
 from tests.said import hearing
@@ -217,14 +218,14 @@ REFUSED = [
 @pytest.mark.parametrize("options, message", REFUSED)
 def test_refuses_options_that_contradict_each_other(options, message):
     with pytest.raises(BurstError, match=message):
-        BurstConfig(**options)
+        burst_config(**options)
 
 
 def refused_calls(rank: int) -> list[str]:
     sentences = []
     for options in (dict(keep="auto", keep_budget_gib=1.0), dict(keep="all", keep_layers=1)):
         try:
-            burst_attention(*problem(), config=BurstConfig(**options))
+            burst_attention(*problem(), config=burst_config(**options))
         except BurstError as error:
             sentences.append(str(error))
     return sentences
