@@ -90,7 +90,7 @@ def simulated(tensors, where, config):
         shape = attention_shape([x.shape for x in (q, k, v)], q.dtype)
         kernel = replace(kernel_of(backend, q.device), wide_grads=False)
         spec = spec_of(config, where, shape, Layout.ZIGZAG, Mask.CAUSAL, kernel)
-        spec = replace(resolve(spec).spec, pulled=False)
+        spec = replace(resolve(spec)[0], pulled=False)
         passes = Passes(spec, backend, carrier, DIM**-0.5, q.dtype)
         out, _, left = passes.forward(q, k, v)
         out = out.to(q.dtype)

@@ -134,5 +134,5 @@ def sample_args_of(
     if cu_seqlens is slices is padded is longest is parents is None:
         return ()
     names = "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "prefix_tree", "slices"
-    given = cu_seqlens, padded, longest if cu_seqlens is None else None, parents, slices
-    return tuple(name for name, x in zip(names, given, strict=True) if x is not None)
+    values = cu_seqlens, padded, longest if cu_seqlens is None else None, parents, slices
+    return tuple(name for name, x in zip(names, values, strict=True) if x is not None)

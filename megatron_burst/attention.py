@@ -15,7 +15,7 @@ from megatron_burst.arguments import CallArgs, sample_args_of
 from megatron_burst.call import Call, call_of, key_of
 from megatron_burst.call_checks import check
 from megatron_burst.comm.alone import Ranks, group_or_default, is_first
-from megatron_burst.comm.communicator import communicator_of
+from megatron_burst.comm.communicator import Communicator, communicator_of
 from megatron_burst.comm.detector import Pass, PassAnnouncer, PassKind
 from megatron_burst.comm.group import Group, state_of
 from megatron_burst.config import BurstConfig
@@ -24,6 +24,7 @@ from megatron_burst.engine.ranges import range_of_pass
 from megatron_burst.engine.sample_mask import SampleMask
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import choose_backend, kernel_of
+from megatron_burst.kernels.interface import Backend
 from megatron_burst.kernels.partial import row_delta, sink_grad
 from megatron_burst.logs import Decision, log_message
 from megatron_burst.resolve import resolve
@@ -137,17 +138,17 @@ def burst_attention(
     """
     refuse_transforms(_WHO, q, k, v, sink)
     sample = cu_seqlens, cu_seqlens_padded, max_seqlen, prefix_tree, slices
-    config, given = _USUAL if config is None else config, sample_args_of(*sample)
-    asked = CallArgs(
-        causal, window, softmax_scale, layout, qkv_format, return_lse, config, layer, given
+    config, sample_args = _USUAL if config is None else config, sample_args_of(*sample)
+    args = CallArgs(
+        causal, window, softmax_scale, layout, qkv_format, return_lse, config, layer, sample_args
     )
-    group, key = group_or_default(group, _WHO), key_of(q, k, v, asked, sink)
-    call = None if key else call_of((q, k, v), asked, sink)
-    known = call.config if call else config
-    state = state_of(group, known.timeout_s)
+    group, key = group_or_default(group, _WHO), key_of(q, k, v, args, sink)
+    call = None if key else call_of((q, k, v), args, sink)
+    valid_config = call.config if call else config
+    state = state_of(group, valid_config.timeout_s)
     passes = state.resolved.recent(key or call)
     if passes is None:
-        call = call or call_of((q, k, v), asked, sink)
+        call = call or call_of((q, k, v), args, sink)
         passes = state.resolved[key or call] = _prepare(call, group, state)
     if qkv_format == "thd":
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
@@ -157,8 +158,10 @@ def burst_attention(
         if state.sharded is not None:
             from megatron_burst.masks.sample import check_rows
 
-            check_rows(state.sharded, (layout, bool(causal or window), given), (q, k), group.size())
-        if given:
+            check_rows(
+                state.sharded, (layout, bool(causal or window), sample_args), (q, k), group.size()
+            )
+        if sample_args:
             sizes = q.shape[1], group.size(), k.shape[1]
             documents = _documents(state, sample, causal, sizes, layout, q)
     except Exception as error:  # out of memory too: a rank must not skip a pass without a word
@@ -191,60 +194,69 @@ def _prepare(call: Call, group: dist.ProcessGroup, state: Group) -> Passes:
         if not (is_new and isinstance(error, BurstError)):  # which all ranks raise
             state.refuse(error, words)
         raise
-    told = replace(configuration, gradients=True), tuple(choice.value for choice in choices)
-    if told not in state.logged and is_first():
+    logged_key = replace(configuration, gradients=True), tuple(choice.value for choice in choices)
+    if logged_key not in state.logged and is_first():
         log_message(f"{_WHO}: {'; '.join(map(str, choices))}")
-    state.logged[told] = None
+    state.logged[logged_key] = None
     return passes
 
 
 def _choose(call: Call, group: dist.ProcessGroup, state: Group) -> tuple[Passes, list[Decision]]:
     """How a valid call runs, and why."""
-    carrier = communicator_of(group, call.config)
-    if not state.consensus.has_agreed(
-        about := ("facts", call.configuration())
-    ):  # with it others do too
-        state.consensus.agree(call.facts(), _WHO, about)
+    transport = communicator_of(group, call.config)
+    topic = "facts", call.configuration()
+    if not state.consensus.has_agreed(topic):  # if it has, so have the other ranks
+        state.consensus.agree(call.facts(), _WHO, topic)
     backend, backend_choice = choose_backend(call.problem, call.config.backend)
-    opened = call.spec(carrier.topology, kernel_of(backend, call.devices[0]))
-    spec, why = resolve(opened)
-    if spec.mode_topology != carrier.topology:
-        carrier = communicator_of(group, call.config, flat=True)
+    opened = call.spec(transport.topology, kernel_of(backend, call.devices[0]))
+    spec, reasons = resolve(opened)
+    if spec.mode_topology != transport.topology:
+        transport = communicator_of(group, call.config, flat=True)
+    announcer = PassAnnouncer.of(state.log, call.describe())
+    # between nodes as decided for the call, whatever is kept
+    opened = replace(opened, inter=reasons["inter"].value)
+    passes_of = partial(_passes_of, call, backend, transport, announcer)
 
-    def passes_of(opened: Spec) -> Passes:
-        """Passes between the nodes as decided for the call, by what its ranks support."""
-        spec, _ = resolve(replace(opened, inter=why["inter"].value))
-        spec = replace(spec, pulled=spec.pulled and carrier.transfer.value == "pull")
-        what = spec, backend, carrier, call.softmax_scale, call.dtypes[0]
-        config = call.config
-        return Passes(*what, config.reproducible, config.nan_guard, marks, check=config.check)
+    def plan_of(keeps: bool) -> Passes:
+        """How the call runs, if results are kept or no backward follows, or else."""
+        return passes_of(replace(opened, resends=keeps))
 
-    marks, keep = PassAnnouncer.of(state.log, call.describe()), None
-    kept: list[Decision] = []
+    keep = None
+    kept_choices: list[Decision] = []
     if call.config.keep != "none":  # most runs never load it
         from megatron_burst.recompute.later import keep_of
 
-        keep, kept = keep_of(call, replace(opened, resends=True), spec, carrier, passes_of, marks)
-    recomputed, followed = (passes_of(replace(opened, resends=again)) for again in (True, False))
-    choices = [
-        *_describe_choices(spec, why, carrier.transfer),
-        _labelled("backend", backend_choice),
-        *kept,
-    ]
-    return replace(followed, for_recompute=recomputed, keep=keep), choices
+        resent = replace(opened, resends=True)
+        keep, kept_choices = keep_of(call, resent, spec, transport, passes_of, announcer)
+    choices = _describe_choices(spec, reasons, transport.transfer)
+    choices += [_labelled("backend", backend_choice), *kept_choices]
+    return replace(plan_of(keeps=False), for_recompute=plan_of(keeps=True), keep=keep), choices
+
+
+def _passes_of(
+    call: Call, backend: Backend, transport: Communicator, announcer: PassAnnouncer, opened: Spec
+) -> Passes:
+    """Both passes of a call whose choices are made as far as `opened` says."""
+    spec, _ = resolve(opened)
+    spec = replace(spec, pulled=spec.pulled and transport.transfer.value == "pull")
+    config = call.config
+    return Passes(
+        spec, backend, transport, call.softmax_scale, call.dtypes[0], config.reproducible,
+        config.nan_guard, announcer, check=config.check,
+    )  # fmt: skip
 
 
 def _describe_choices(
-    spec: Spec, why: Mapping[str, Decision], transfer: Decision
+    spec: Spec, reasons: Mapping[str, Decision], transfer: Decision
 ) -> list[Decision]:
     """The choices made for a call, as the user reads them."""
     row, between = spec.mode_topology, spec.topology.inter_size > 1
-    choices = [_labelled("between nodes", why["inter"])] if between else []
+    choices = [_labelled("between nodes", reasons["inter"])] if between else []
     if spec.topology.cp_size == 1:
         return [*choices, Decision("one rank: the kernel alone")]
-    choices += [Decision(f"{row}"), why["intra"]]
+    choices += [Decision(f"{row}"), reasons["intra"]]
     if spec.intra == "ring" or row.inter_size > 1:
-        choices.append(_labelled("circulate", why["circulate"]))
+        choices.append(_labelled("circulate", reasons["circulate"]))
     if spec.intra == "gather":
         heads = f"{spec.heads_per_round} of {spec.shape.heads_kv} KV heads per round"
         choices += [Decision(heads), transfer]
@@ -256,12 +268,17 @@ def _describe_choices(
     return choices
 
 
-def _labelled(what: str, choice: Decision) -> Decision:
-    return replace(choice, value=f"{what} {choice.value}")
+def _labelled(label: str, choice: Decision) -> Decision:
+    return replace(choice, value=f"{label} {choice.value}")
 
 
 def _documents(
-    state: Group, given: tuple, causal: bool, sizes: tuple[int, int, int], layout: str, like: Tensor
+    state: Group,
+    sample_values: tuple,
+    causal: bool,
+    sizes: tuple[int, int, int],
+    layout: str,
+    like: Tensor,
 ) -> SampleMask:
     """The documents of a sample, or its slices.
 
@@ -272,7 +289,7 @@ def _documents(
     from megatron_burst.masks.documents import documents_of
     from megatron_burst.masks.sample import Sample
 
-    sample = Sample(*given)
+    sample = Sample(*sample_values)
     if sample.slices is sample.parents is None:
         return documents_of(state.samples, sample, sizes[:2], layout, like)
     from megatron_burst.masks.slices import slices_of
@@ -305,17 +322,17 @@ class BurstAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sink, passes, documents, layer):
-        known = documents.text if documents else None
-        here = range_of_pass(Direction.FORWARD, layer, passes.spec.intra)
+        text = documents.text if documents else None
+        span = range_of_pass(Direction.FORWARD, layer, passes.spec.intra)
         kind = PassKind.KEPT if recording() else PassKind.FORWARD  # they run different programs
-        with here, _without_autocast(q), Pass(passes.announcer, kind, layer=layer) as this:
-            begin = partial(this.begin, known)
-            out, lse, left = passes.forward(q, k, v, documents, begin, sink)
+        with span, _without_autocast(q), Pass(passes.announcer, kind, layer=layer) as running:
+            begin = partial(running.begin, text)
+            out, lse, saved = passes.forward(q, k, v, documents, begin, sink)
             out = out.to(q.dtype)
         of_sink = (sink, lse) if ctx.needs_input_grad[3] else (None, None)
-        ctx.save_for_backward(out, *of_sink, *left)
+        ctx.save_for_backward(out, *of_sink, *saved)
         ctx.passes, ctx.documents, ctx.layer = passes, documents, layer
-        ctx.its_backward = partial(Pass, passes.announcer, PassKind.BACKWARD, this.number, layer)
+        ctx.its_backward = partial(Pass, passes.announcer, PassKind.BACKWARD, running.number, layer)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -326,13 +343,13 @@ class BurstAttentionFunction(torch.autograd.Function):
         refuse_transforms(_WHO, dout)
         if dout is None:
             return (None,) * 7
-        out, sink, lse, *left = ctx.saved_tensors
-        here = range_of_pass(Direction.BACKWARD, ctx.layer, ctx.passes.spec.intra)
-        with here, _without_autocast(out), ctx.its_backward() as this:
-            begin = partial(this.begin, ctx.documents.checked_text() if ctx.documents else None)
+        out, sink, lse, *saved = ctx.saved_tensors
+        span = range_of_pass(Direction.BACKWARD, ctx.layer, ctx.passes.spec.intra)
+        with span, _without_autocast(out), ctx.its_backward() as running:
+            begin = partial(running.begin, ctx.documents.checked_text() if ctx.documents else None)
             dout = _readable(dout)
             delta = row_delta(dout, out) if ctx.needs_input_grad[3] else None
-            grads = ctx.passes.backward(left, out, dout, ctx.documents, begin, delta)
+            grads = ctx.passes.backward(saved, out, dout, ctx.documents, begin, delta)
             dsink = None if delta is None else sink_grad(sink, lse, delta)
             return *(grad.to(out.dtype) for grad in grads), dsink, None, None, None
 

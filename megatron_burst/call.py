@@ -64,7 +64,7 @@ class Call:
         """Sizes on one rank; gradients between ranks as wide as sums."""
         shapes = self.shapes
         if self.qkv_format == "sbhd":
-            shapes = tuple((batch, tokens, *rest) for tokens, batch, *rest in shapes)
+            shapes = tuple((batch, tokens, *sizes) for tokens, batch, *sizes in shapes)
         return attention_shape(shapes, self.dtypes[0])
 
     @property
@@ -126,8 +126,8 @@ class Call:
         batch = self.qkv_format == "sbhd"
         if not (len(q) == len(k) == len(v) == 4 and q[batch] == k[batch] and k[:2] == v[:2]):
             return self
-        rest = (torch.Size((0, 0, *shape[2:])) for shape in self.shapes)
-        return replace(self, shapes=tuple(rest))
+        sizes = (torch.Size((0, 0, *shape[2:])) for shape in self.shapes)
+        return replace(self, shapes=tuple(sizes))
 
     def _place_of(self, device: torch.device) -> str:
         return device.type + " (not the current device)" * self.is_elsewhere(device)
@@ -143,8 +143,8 @@ def attention_shape(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> Atte
     (batch, tokens, heads_q, dim_qk), (_, keys, heads_kv, dim_v) = shapes[0], shapes[2]
     item, sums = dtype.itemsize, accumulate_dtype(dtype).itemsize
     heads = heads_q, heads_kv, dim_qk, dim_v
-    other = None if keys == tokens else keys
-    return AttentionShape(batch, tokens, *heads, item, sums, sums, other)
+    tokens_kv = None if keys == tokens else keys
+    return AttentionShape(batch, tokens, *heads, item, sums, sums, tokens_kv)
 
 
 def spec_of(
@@ -171,19 +171,19 @@ def _unless_auto(option: str) -> str | None:
 
 
 def key_of(
-    q: Tensor, k: Tensor, v: Tensor, asked: CallArgs, sink: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, args: CallArgs, sink: Tensor | None = None
 ) -> Hashable | None:
     """A key of the call, found faster than the call itself; None if arguments are of unusual kinds.
 
     Equal keys are of equal calls.
     """
-    kinds = type(asked.causal), type(asked.return_lse), type(asked.layer), type(asked.config)
+    kinds = type(args.causal), type(args.return_lse), type(args.layer), type(args.config)
     if kinds != _USUAL or not type(q) is type(k) is type(v) is Tensor or q.is_nested:
         return None
     if not is_sink(sink):
         return None
     grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    ways = asked[:5]  # up to the format
+    ways = args[:5]  # up to the format
     try:
         hash(ways)
     except TypeError:
@@ -191,7 +191,7 @@ def key_of(
     return (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         q.layout, k.layout, v.layout, torch.cuda.current_device() if q.is_cuda else None, grads,
-        _sink_key(sink), ways, asked.config, asked.sample_args,
+        _sink_key(sink), ways, args.config, args.sample_args,
     )  # fmt: skip
 
 
@@ -203,20 +203,20 @@ def _sink_key(sink: Tensor | None) -> tuple:
     return tuple(sink.shape), sink.dtype, sink.device, grad
 
 
-def call_of(tensors: Sequence[Tensor], asked: CallArgs, sink: Tensor | None = None) -> Call:
+def call_of(tensors: Sequence[Tensor], args: CallArgs, sink: Tensor | None = None) -> Call:
     """The call with q, k and v, and sinks.
 
     An argument of another kind is only named, so that ranks can still compare their calls.
     """
     names = *"qkv", "sink", *CallArgs._fields
-    given = zip(names, (*tensors, sink, *asked), strict=True)
-    wrong = tuple((name, short_repr(x)) for name, x in given if not KINDS[name].holds(x))
+    named = zip(names, (*tensors, sink, *args), strict=True)
+    wrong = tuple((name, short_repr(x)) for name, x in named if not KINDS[name].holds(x))
     if wrong:
         tensors = [x if is_dense(x) else torch.empty(0) for x in tensors]
         usual, sink = CallArgs._field_defaults, sink if is_sink(sink) else None
-        asked = asked._replace(**{name: usual[name] for name, _ in wrong if name in usual})
-    added = (1,) if asked.qkv_format == "thd" else ()
-    scale, dim = asked.softmax_scale, tensors[0].shape[-1] if tensors[0].dim() else 1
+        args = args._replace(**{name: usual[name] for name, _ in wrong if name in usual})
+    added = (1,) if args.qkv_format == "thd" else ()
+    scale, dim = args.softmax_scale, tensors[0].shape[-1] if tensors[0].dim() else 1
     return Call(
         shapes=tuple((*added, *x.shape) for x in tensors),
         dtypes=tuple(x.dtype for x in tensors),
@@ -224,12 +224,12 @@ def call_of(tensors: Sequence[Tensor], asked: CallArgs, sink: Tensor | None = No
         current_device=torch.cuda.current_device() if any(x.is_cuda for x in tensors) else None,
         gradients=torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
         sink=_sink_key(sink),
-        causal=asked.causal,
-        window=window_of(asked.window, asked.causal),
-        sample_args=asked.sample_args,
+        causal=args.causal,
+        window=window_of(args.window, args.causal),
+        sample_args=args.sample_args,
         softmax_scale=max(dim, 1) ** -0.5 if scale is None else float(scale),
-        layout=asked.layout,
-        qkv_format=asked.qkv_format,
-        config=asked.config,
+        layout=args.layout,
+        qkv_format=args.qkv_format,
+        config=args.config,
         wrong_kinds=wrong,
     )

@@ -30,11 +30,11 @@ def _of_names(call: Call) -> Iterator[Need]:
 
 def _of_sample(call: Call) -> Iterator[Need]:
     tree, slices = "prefix_tree" in call.sample_args, "slices" in call.sample_args
-    others = ", ".join(name for name in call.sample_args if name != "slices")
+    alternatives = ", ".join(name for name in call.sample_args if name != "slices")
     yield from (
-        (call.packed or not others,
-         f"cu_seqlens must come with {others}, because it says where documents begin and end",
-         "no cu_seqlens", f"pass it, or leave out {others}"),
+        (call.packed or not alternatives,
+         f"cu_seqlens must come with {alternatives}, because it says where documents begin and end",
+         "no cu_seqlens", f"pass it, or leave out {alternatives}"),
         (not tree or call.window == (None, 0),
          "a prefix tree must be causal and without a window, because a query attends to all "
          "ancestors of its segment", f"causal={call.causal} and window={call.window}",
@@ -127,8 +127,8 @@ def _of_options(call: Call) -> Iterator[Need]:
         "before they scale it", call.softmax_scale, "leave it out for d ** -0.5",
     )  # fmt: skip
     config = call.config
-    given = config.keep == "auto", config.keep_layers is not None, config.offloads_inputs
-    for name, is_given in zip(("keep", "keep_layers", "keep_offload"), given, strict=True):
+    per_layer = config.keep == "auto", config.keep_layers is not None, config.offloads_inputs
+    for name, is_given in zip(("keep", "keep_layers", "keep_offload"), per_layer, strict=True):
         yield (
             not is_given,
             f"{name} must be resolved by Megatron's layers, because a single call does not know "

@@ -117,11 +117,14 @@ class BurstConfig:
     def _needs_of_modes(self) -> list[Need]:
         flat = self.force.flat
         over_all = {"flat": flat, "invariant": self.invariant, "inter=a2a": self.inter == "a2a"}
-        given = [name for name, is_given in over_all.items() if is_given]
-        clash, only = (flat and given[1:]) or self.inter == "ring", "ring" if flat else "a2a"
+        names = [name for name, is_given in over_all.items() if is_given]
+        clash, only = (
+            (flat and names[1:]) or self.inter == "ring",
+            "ring" if flat else "a2a",
+        )
         return [
-            (not given or (self.intra in ("auto", only) and not clash),
-             f"{' and '.join(given)} must come without another mode, because one mode then runs "
+            (not names or (self.intra in ("auto", only) and not clash),
+             f"{' and '.join(names)} must come without another mode, because one mode then runs "
              "over all ranks, ignoring nodes",
              f"intra={self.intra}, inter={self.inter}", "leave one of them out"),
         ]  # fmt: skip
@@ -160,9 +163,9 @@ class BurstConfig:
     @classmethod
     def from_args(cls, args: Namespace) -> "BurstConfig":
         """The configuration in Megatron's parsed arguments (`--burst-*`)."""
-        given: dict[str, Any] = {name: getattr(args, f"burst_{name}", None) for name in OPTIONS}
-        given = {name: value for name, value in given.items() if value is not None}
-        return cls(**given, **tunings_of_args(args))
+        options: dict[str, Any] = {name: getattr(args, f"burst_{name}", None) for name in OPTIONS}
+        options = {name: value for name, value in options.items() if value is not None}
+        return cls(**options, **tunings_of_args(args))
 
 
 FORCED = {field.name: field.type for field in fields(Force)}  # names before `force`
@@ -273,5 +276,5 @@ class FusedLossConfig:
     @classmethod
     def from_args(cls, args: Namespace) -> "FusedLossConfig":
         """The configuration in Megatron's parsed arguments (`--burst-loss-*`)."""
-        given = {f.name: getattr(args, f"burst_loss_{f.name}", None) for f in fields(cls)}
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        options = {f.name: getattr(args, f"burst_loss_{f.name}", None) for f in fields(cls)}
+        return cls(**{name: value for name, value in options.items() if value is not None})

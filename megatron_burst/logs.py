@@ -7,6 +7,7 @@ which kernel runs without setting up logging. To see less, set the logger's leve
 import logging
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 
 def log_message(text: str, level: int = logging.INFO) -> None:
@@ -32,7 +33,7 @@ def log_message_once(text: str) -> None:
 class Decision:
     """What was chosen, and why, as text for the user; "" if it needs no reason."""
 
-    value: str
+    value: Any
     reason: str = ""
 
     def __str__(self) -> str:

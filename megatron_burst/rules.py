@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import ceil
 
 from megatron_burst.schedule.layout import Layout, positions
+from megatron_burst.schedule.modes import max_heads
 from megatron_burst.schedule.spec import LONG_SHARD, AttentionShape, Cargo, Circulate, Direction
 from megatron_burst.schedule.topology import Topology
 
@@ -25,12 +26,14 @@ def with_wire_dtype(shape: AttentionShape, grad_wire: str | None) -> AttentionSh
     return replace(shape, grad_bytes=shape.itemsize if narrow else shape.stat_bytes)
 
 
-def remote_kv_fits(shape: AttentionShape, others: int, share: float = 1.0) -> bool:
+def remote_kv_fits(shape: AttentionShape, num_remote: int, share: float = 1.0) -> bool:
     """Whether K and V of all other nodes' pieces (the share that circulates) take no more memory
     than the queries, and returning their gradients takes no longer than with circulating Q."""
     keys = share * shape.rows_kv * (shape.dim_qk + shape.dim_v)
     sides = hop_bytes(shape, Direction.BACKWARD, Circulate.Q).values()
-    return others * keys <= shape.rows_q * shape.dim_qk and keys * shape.grad_bytes <= sum(sides)
+    return num_remote * keys <= shape.rows_q * shape.dim_qk and keys * shape.grad_bytes <= sum(
+        sides
+    )
 
 
 def hop_bytes(
@@ -56,8 +59,8 @@ def a2a_bytes(shape: AttentionShape, topology: Topology, resends: bool = False) 
 
     A share of 1 - 1/N of all that is sent (`a2a_pass_bytes`) goes to other nodes.
     """
-    every = sum(map(sum, a2a_pass_bytes(shape.replicated(topology.cp_size), resends).values()))
-    return every - every // topology.inter_size
+    sent = sum(map(sum, a2a_pass_bytes(shape.replicated(topology.cp_size), resends).values()))
+    return sent - sent // topology.inter_size
 
 
 def inter_ring_bytes(
@@ -114,17 +117,11 @@ def busy_share(kernels: Sequence[int], multiprocessors: int) -> float:
     return sum(kernels) / (multiprocessors * waves)
 
 
-def max_heads(shape: AttentionShape, topology: Topology, mode: str) -> int:
-    """The most KV heads that a round can have: all gathered ones, or all that a rank computes."""
-    ranks = topology.intra_size if mode == "a2a" else 1
-    return shape.replicated(ranks).heads_kv // ranks
-
-
 def choose_heads_gather(
     shape: AttentionShape,
     topology: Topology,
     multiprocessors: int,
-    asked: int | None = None,
+    requested: int | None = None,
     exposed: bool = False,
 ) -> int:
     """KV heads gathered at a time: as few as keep the kernels busy, for small buffers.
@@ -144,12 +141,12 @@ def choose_heads_gather(
         shape: sizes of the call on one rank.
         topology: of the group; ranks of a row gather.
         multiprocessors: of a GPU.
-        asked: by the user, at most all of them; 0: all; None lets the rule decide.
+        requested: by the user, at most all of them; 0: all; None lets the rule decide.
         exposed: whether nothing hides the first round's keys and the last gradients: then one node
             has four rounds, or two of up to 32 MiB, up to 64 if it has four KV heads or fewer.
     """
-    if asked is not None:
-        return asked or shape.heads_kv
+    if requested is not None:
+        return requested or shape.heads_kv
     row = shape.batch * shape.tokens * topology.intra_size
     head_bytes = row * (shape.dim_qk + shape.dim_v) * shape.itemsize
     in_bytes = _ROUND_BYTES // head_bytes
@@ -167,14 +164,14 @@ def choose_heads_gather(
     a_head = thread_blocks(chunk) * shape.batch * shape.heads_q // shape.heads_kv
     for heads in range(min(shape.heads_kv, max(1, in_bytes)), shape.heads_kv):
         sizes = [heads] * (shape.heads_kv // heads) + [shape.heads_kv % heads]
-        busy = busy_share([a_head * some for some in sizes], multiprocessors)
+        busy = busy_share([a_head * heads_of_round for heads_of_round in sizes], multiprocessors)
         if heads * a_head >= _WAVES * multiprocessors and busy >= _BUSY:
             return heads
     return shape.heads_kv
 
 
 def choose_heads_a2a(
-    shape: AttentionShape, topology: Topology, multiprocessors: int, asked: int | None = None
+    shape: AttentionShape, topology: Topology, multiprocessors: int, requested: int | None = None
 ) -> int:
     """KV heads that a rank computes in a round: few, as each is a whole sequence's work.
 
@@ -183,13 +180,13 @@ def choose_heads_a2a(
     """
     ranks, group = topology.intra_size, _q_heads_with_kv_head(shape, topology)
     most = max_heads(shape, topology, "a2a")
-    if asked == 0:
+    if requested == 0:
         return most
     in_bytes = max(1, 2 * _ROUND_BYTES // head_bytes_over_all_rows(shape, topology))
     if topology.spans_nodes:
         in_bytes = min(in_bytes, -(-most // _PIECES))
     blocks = thread_blocks(shape.tokens * ranks) * shape.batch * group
-    return min(most, asked or max(in_bytes, ceil(_WAVES * multiprocessors / blocks)))
+    return min(most, requested or max(in_bytes, ceil(_WAVES * multiprocessors / blocks)))
 
 
 def _q_heads_with_kv_head(shape: AttentionShape, topology: Topology) -> int:

@@ -32,7 +32,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.resolve import resolve
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.modes import MODES
+from megatron_burst.schedule.modes import EMITTERS
 from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Kernel, Spec
 from megatron_burst.schedule.topology import Topology, pretend_nodes, topology_of
 from megatron_burst.tools.hardware_file import preset
@@ -158,7 +158,7 @@ def of_drawn_call(number: int) -> Record:
 
     def program(direction: Direction) -> str:
         one, unit = found.program_spec(rank, direction).in_units()
-        return digest((MODES[one.intra or "ring"](one), unit))
+        return digest((EMITTERS[one.intra or "ring"](one), unit))
 
     return {
         f"drawn {number}": digest(choices),
@@ -196,7 +196,7 @@ def ways() -> dict[str, tuple[tuple[int, int], Way]]:
         "invariant": {"invariant": True},
         "backward as an all-to-all": {"whole_heads": 1},
     }  # fmt: skip
-    every = product([(1, 4), (2, 2), (4, 1)], MODES, Circulate, variants.items())
+    every = product([(1, 4), (2, 2), (4, 1)], EMITTERS, Circulate, variants.items())
     return {
         f"{mode} on {size}, circulate {circulate}, {name}": (size, Way(mode, circulate, **options))
         for size, mode, circulate, (name, options) in every
@@ -235,7 +235,7 @@ def times(_: int) -> Record:
     """Simulated milliseconds of both passes, of modes asked for by name and of `auto`."""
     found: Record = {}
     hardware = preset("h200")
-    asked = [(None, None), *product(["ring", "a2a"], MODES), ("flat", "ring")]
+    asked = [(None, None), *product(["ring", "a2a"], EMITTERS), ("flat", "ring")]
     for (inter, intra), size, (heads, kv), tokens, layout in product(
         asked, [(1, 4), (2, 4), (4, 2)], [(32, 8), (32, 32)], [1 << 12, 1 << 15],
         [Layout.ZIGZAG, Layout.STRIPED],
@@ -244,7 +244,7 @@ def times(_: int) -> Record:
         call = AttentionCall(grid(*size), shape, layout, inter=inter, intra=intra)
 
         def seconds(direction: Direction, call: AttentionCall = call) -> float:
-            resolved = resolve(call).spec
+            resolved = resolve(call)[0]
             assert isinstance(resolved, AttentionCall)
             return attention_time(resolved, hardware, direction).seconds
 

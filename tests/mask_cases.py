@@ -25,7 +25,7 @@ from megatron_burst.kernels.backends import backends
 from megatron_burst.kernels.interface import Capability, Problem
 from megatron_burst.resolve import resolve
 from megatron_burst.schedule.layout import Layout
-from megatron_burst.schedule.modes import MODES
+from megatron_burst.schedule.modes import EMITTERS
 from megatron_burst.schedule.spec import Direction, Kernel
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.oracle import full_attention, rows_of, seen_by, seen_by_slices
@@ -105,7 +105,7 @@ class Cell(NamedTuple):
 
 def cells(kernels: Sequence[str], nodes: Sequence[int]) -> list[Cell]:
     """All of some kernels and numbers of nodes."""
-    every = product(MASKS, LAYOUTS, MODES, nodes, kernels, (False, True))
+    every = product(MASKS, LAYOUTS, EMITTERS, nodes, kernels, (False, True))
     return [Cell(*cell) for cell in every]
 
 
@@ -131,7 +131,7 @@ def refusal(
         check(call, ranks)
         spec, _ = resolve(call.spec(pretend_nodes(ranks, nodes), Kernel()))
         for direction in Direction:
-            MODES[mode](spec.program_spec(0, direction))
+            EMITTERS[mode](spec.program_spec(0, direction))
     except BurstError as error:
         return str(error)
     return None
@@ -161,7 +161,7 @@ def table() -> str:
 
 def _modes(mask: str, layout: str) -> str:
     found = []
-    for mode in MODES:
+    for mode in EMITTERS:
         if refusal(mask, layout, mode, 2) is None:
             found.append(mode)
         elif refusal(mask, layout, mode, 1) is None:

@@ -260,7 +260,6 @@ DESCRIBES = {
     "call": {"Call"},
     "schedule.mask": {"Mask"},
     "schedule.spec": {"AttentionShape", "Kernel", "Spec"},
-    "resolve": {"Resolved"},
     "logs": {"Decision"},
     "kernels.interface": {"Problem"},
     "engine.passes": {"Passes"},

@@ -316,7 +316,7 @@ class BurstForward:
         shapes = [x.transpose(0, 1).shape for x in (query, key, value)]
         shape, kernel = attention_shape(shapes, query.dtype), Kernel(device=query.device.type)
         spec = spec_of(self.config, self.topology, shape, Layout.ZIGZAG, mask, kernel)
-        return 1 - recomputed_share(resolve(spec).spec)
+        return 1 - recomputed_share(resolve(spec)[0])
 
 
 def window_of_layer(

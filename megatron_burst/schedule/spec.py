@@ -212,8 +212,8 @@ class Spec:
         be counted in halves: there the spec is unchanged, with 1."""
         tokens, keys = self.shape.tokens, self.shape.tokens_kv
         in_chunks = not self.mask.windowed and self.layout is not Layout.STRIPED
-        both = gcd(tokens, keys or 0)
-        unit = both // 2 if in_chunks and both % 2 == 0 else 1
+        common = gcd(tokens, keys or 0)
+        unit = common // 2 if in_chunks and common % 2 == 0 else 1
         shape = replace(self.shape, tokens=tokens // unit, tokens_kv=keys and keys // unit)
         return replace(self, shape=shape, unit_rows=power_below(unit)), unit
 

@@ -8,9 +8,10 @@ from rich.table import Table
 
 from megatron_burst.errors import BurstError
 from megatron_burst.logs import Decision
-from megatron_burst.resolve import describe_mode, resolve
+from megatron_burst.resolve import resolve
 from megatron_burst.schedule.layout import Layout, positions, positions_in_documents
 from megatron_burst.schedule.mask import Mask, Positions
+from megatron_burst.schedule.modes import describe_mode
 from megatron_burst.schedule.program import Attend, Program
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
@@ -73,7 +74,7 @@ def way_of(call: AttentionCall, given: Sample, hardware: Hardware, layout: Layou
     timer = Timer(hardware, call.backend, sample=sample)
     times = [attention_time(call, hardware, way, ranks=ranks, sample=sample) for way in Direction]
     return Way(
-        sample, sample.tokens - given.tokens, call, resolve(opened).reasons["intra"],
+        sample, sample.tokens - given.tokens, call, resolve(opened)[1]["intra"],
         tuple(_work(both[0], timer, shape.heads_q) for both in programs),
         tuple(sum(sum(one.sent_bytes().values()) for one in both) for both in programs),
         (times[0].seconds, times[1].seconds),

@@ -9,7 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from megatron_burst.errors import BurstError
-from megatron_burst.resolve import describe_mode
+from megatron_burst.schedule.modes import describe_mode
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.tools.job.strategy import Job, Strategy, attention_call

@@ -8,7 +8,8 @@ from rich.table import Table
 
 from megatron_burst.comm.grid import grid
 from megatron_burst.recompute.later_plan import choose_later
-from megatron_burst.resolve import describe_mode, resolve
+from megatron_burst.resolve import resolve
+from megatron_burst.schedule.modes import describe_mode
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import GIB
@@ -189,7 +190,7 @@ def _attention_lines(job: Job, strategy: Strategy) -> Iterator[str]:
     if call.a2a_backward_heads:
         runs += f"; in backward {_RUNS['a2a']}"
     if call.intra == "ring" or call.mode_topology.inter_size > 1:
-        runs += f"; backward circulates {resolve(open_call(job, strategy)).reasons['circulate']}"
+        runs += f"; backward circulates {resolve(open_call(job, strategy))[1]['circulate']}"
     yield runs
     yield "global ranks of its first context-parallel group:"
     yield grid(call.topology, range(0, strategy.cp * strategy.tp, strategy.tp))

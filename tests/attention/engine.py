@@ -20,7 +20,7 @@ from megatron_burst.masks.sample import Sample
 from megatron_burst.masks.slices import Slices
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS, Mask
-from megatron_burst.schedule.modes import MODES
+from megatron_burst.schedule.modes import EMITTERS
 from megatron_burst.schedule.program import Space, Transfer
 from megatron_burst.schedule.spec import Circulate, Direction, Dtype, Kernel, Spec
 from megatron_burst.schedule.topology import pretend_nodes
@@ -111,7 +111,7 @@ class Passes:
         one_slot = patch("megatron_burst.schedule.emitter.pulled_count", lambda *_: 1)
         with _ONE_AT_A_TIME, one_slot if way.pulls == "one slot" else nullcontext():
             in_units, (unit, _) = zip(*(one.in_units() for one in passes), strict=True)
-            self.programs = [MODES[one.intra](one) for one in in_units]
+            self.programs = [EMITTERS[one.intra](one) for one in in_units]
         self.documents, self.sink = None, way.sink(q)
         sizes = q.shape[1], topology.cp_size
         batch = q.shape[0]

@@ -25,6 +25,7 @@ from megatron_burst.schedule.program import Attend
 from megatron_burst.schedule.spec import Direction, Kernel
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.bits import CASES, HEADS, NAMES, Problem, by_heads, equal_in, groups_of, parts_of
+from tests.options import burst_config
 from tests.oracle import full_attention
 from tests.ranks import run_ranks
 from tests.sampling import whole
@@ -53,7 +54,7 @@ def found_on(rank, names) -> dict:
     groups, kernels = groups_of(4), [by_heads("torch-cpu"), by_heads("reference")]
     rows = {}
     for (mode, options), case, heads in product(CONFIGS.items(), names, HEADS):
-        config = BurstConfig(backend=kernels[CASES[case].windowed], **options)
+        config = burst_config(backend=kernels[CASES[case].windowed], **options)
         if CASES[case].windowed and mode == "all-to-all":
             continue  # reference takes delta
         for size, equal in equal_in(Problem(case, HEADS[heads], config), groups).items():
@@ -131,8 +132,8 @@ def spec_on(topology, heads=(8, 2), layout=Layout.ZIGZAG, **options):
     shapes = [(1, 64, count, 16) for count in (heads[0], heads[1], heads[1])]
     shape = attention_shape(shapes, torch.bfloat16)
     mask = Mask(None, 0, layout is Layout.DOCUMENTS)
-    config = BurstConfig(invariant=True, **options)
-    return resolve(spec_of(config, topology, shape, layout, mask, Kernel())).spec
+    config = burst_config(invariant=True, **options)
+    return resolve(spec_of(config, topology, shape, layout, mask, Kernel()))[0]
 
 
 @pytest.mark.parametrize("layout", [Layout.ZIGZAG, Layout.CONTIGUOUS, Layout.DOCUMENTS])

@@ -23,6 +23,7 @@ from megatron_burst.errors import DisagreementError
 from megatron_burst.logs import Decision
 from megatron_burst.schedule.layout import Layout
 from tests.attention.test_processes import inputs, truth_of, worst
+from tests.options import burst_config
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
 from tests.said import hearing
@@ -97,7 +98,7 @@ def other_machine(rank):
             able = ("auto", "reference")[rank] if name == "backend" else "auto"
             with mock.patch.object(facts, "choose_backend", lambda p, _, a=able: choose(p, a)):
                 try:
-                    call(4, config=BurstConfig(timeout_s=20, **options))
+                    call(4, config=burst_config(timeout_s=20, **options))
                 except DisagreementError as error:
                     found[name] = str(error)
                 else:

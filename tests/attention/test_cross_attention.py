@@ -216,7 +216,7 @@ def test_the_choice_counts_the_bytes_that_are_sent(keys):
     shape, topology = AttentionShape(1, 1024, 8, 8, 128, 128, 2, 4, 4, keys), pretend_nodes(2, 2)
 
     def sent(**options):
-        spec = resolve(Spec(topology, shape, mask=Mask.FULL, **options)).spec
+        spec = resolve(Spec(topology, shape, mask=Mask.FULL, **options))[0]
         ways = (spec.program_spec(0, direction) for direction in Direction)
         return sum(program_of(way).sent_bytes()[Link.INTER] for way in ways)
 

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.comm.group import check_in_step
-from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.spec import Direction
@@ -31,6 +30,7 @@ from tests.attention.engine import truth as simulated_truth
 from tests.attention.failing import PLACES, NoMemoryError, fail, failing
 from tests.attention.simulated import run_simulated
 from tests.attention.test_processes import inputs, run, truth_of, worst
+from tests.options import burst_config
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
 from tests.sampling import whole
@@ -48,7 +48,7 @@ HEADS = (8, 4)
 
 def config_of(way, timeout_s=60.0):
     rounds = {"heads_per_round": 1} if way.get("intra", "ring") != "ring" else {}
-    return BurstConfig(timeout_s=timeout_s, **rounds, **way)
+    return burst_config(timeout_s=timeout_s, **rounds, **way)
 
 
 def problem(rank):

@@ -17,7 +17,7 @@ from megatron_burst.call import attention_shape
 from megatron_burst.config import BurstConfig, Force
 from megatron_burst.recompute.checkpoints import patch_checkpoints
 from megatron_burst.rules import a2a_bytes
-from megatron_burst.schedule.modes import MODES
+from megatron_burst.schedule.modes import EMITTERS
 from megatron_burst.schedule.spec import Circulate, Direction, Kernel, Spec
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.ranks import run_ranks
@@ -45,7 +45,7 @@ def planned_of(mode, topology, rank, shape, circulate=Circulate.KV, **options):
         topology, shape, kernel=KERNEL, intra=mode, circulate=Circulate.KV, cp_rank=rank, **options
     )
     backward = replace(forward, direction=Direction.BACKWARD, circulate=circulate)
-    return [Counter(MODES[mode](spec).sent_bytes()) for spec in (forward, backward)]
+    return [Counter(EMITTERS[mode](spec).sent_bytes()) for spec in (forward, backward)]
 
 
 def count_sends(topology, rank):

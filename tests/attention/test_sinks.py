@@ -16,6 +16,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.mask import Mask
 from tests.attention.test_processes import inputs
+from tests.options import burst_config
 from tests.oracle import full_attention, rows_of, seen_by
 from tests.ranks import run_ranks
 
@@ -99,7 +100,7 @@ def errors(rank, every):
         if mask not in truths:
             truths[mask] = truth_of(tensors, *seen, SCORES)
         truth, rows = truths[mask], rows_of(layout, rank, WORLD, TOKENS)
-        config = BurstConfig(keep=keep, **WAYS[way])
+        config = burst_config(keep=keep, **WAYS[way])
         got = results_of(tensors, rows, SCORES, keep, config=config, layout=layout, **options)
         wanted = [*(x[:, rows] for x in truth[:4]), truth[4]]
         worst = max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True))

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from megatron_burst.attention import burst_attention
-from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import backends
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.modes import MODES
+from megatron_burst.schedule.modes import EMITTERS
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import Passes, Way, assert_exact, problem, rows_in, truth
 from tests.attention.simulated import run_simulated
 from tests.faults.acts import told_in
+from tests.options import burst_config
 from tests.ranks import run_ranks
 
 ODD = 1
@@ -37,7 +37,7 @@ def of_nan(rank):
     q, k, v = (torch.randn(1, 8, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     found = {}
     for way, given in WAYS.items():
-        options = BurstConfig(nan_guard=True, timeout_s=60, **given)
+        options = burst_config(nan_guard=True, timeout_s=60, **given)
 
         def step(k=k, options=options):
             out = burst_attention(q, k, v, config=options, layer=3)
@@ -89,7 +89,7 @@ def fresh_memory_of_nan():
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EMITTERS)
 def test_only_what_an_operation_has_written_is_checked(mode, nodes):
     """In both passes, with memory that holds NaN until it is written."""
     topology, tensors = pretend_nodes(4, nodes), problem(4, 4, (4, 2), (4, 6), 3, batch=1)
@@ -123,7 +123,7 @@ def with_nan(topology, tensors, way):
 
 def alone(**options):
     q, k, v = (torch.randn(1, 8, 2, 8, requires_grad=True) for _ in range(3))
-    return burst_attention(q, k, v, config=BurstConfig(backend="reference", **options)), q
+    return burst_attention(q, k, v, config=burst_config(backend="reference", **options)), q
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.failing import failing
 from tests.faults.acts import told_in
 from tests.mask_cases import Cell, assert_as_declared, cells, outcomes
+from tests.options import burst_config
 from tests.ranks import run_ranks
 
 ODD = 1
@@ -107,7 +108,7 @@ def of_wrong(rank, way):
     """What is said of a wrong last operation of a rank's forward, and of its backward; whether
     the next call is right again; and of a right call."""
     q, k, v = (torch.randn(1, 8, heads, 8, requires_grad=True) for heads in (8, 4, 4))
-    config, said = BurstConfig(check=1, timeout_s=60, **WAYS[way]), []
+    config, said = burst_config(check=1, timeout_s=60, **WAYS[way]), []
 
     def step():
         burst_attention(q, k, v, config=config, layer=7).square().sum().backward()

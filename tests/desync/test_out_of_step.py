@@ -11,6 +11,7 @@ from megatron_burst.comm.detector import DesyncDetector
 from megatron_burst.comm.group import check_in_step
 from megatron_burst.config import BurstConfig, Force
 from megatron_burst.errors import BurstError, DisagreementError
+from tests.options import burst_config
 from tests.ranks import run_ranks
 
 WAYS = {
@@ -67,7 +68,7 @@ def other_calls(rank):
         DesyncDetector.max_all_to_all_ranks = (
             number % 2 * 4
         )  # by turns around the ring, and each to each
-        config = BurstConfig(timeout_s=60, **way)
+        config = burst_config(timeout_s=60, **way)
         once(config, **A)
         for change, (options, *_) in INSTEAD.items():
             other = A | options
@@ -151,7 +152,7 @@ def calls_astray(rank):
         DesyncDetector.max_all_to_all_ranks = number % 2 * 4
         for calls in ASTRAY:
             group = dist.new_group()
-            config = BurstConfig(timeout_s=60, **WAYS[way])
+            config = burst_config(timeout_s=60, **WAYS[way])
             attend = partial(called, config, group)
             function = partial(calls, rank, attend, partial(check_in_step, group))
             found[way, calls.__name__] = raised(function), raised(attend)

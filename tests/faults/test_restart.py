@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.comm import group as state
-from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.spec import Direction
@@ -20,6 +19,7 @@ from tests.attention.failing import failing
 from tests.attention.test_processes import inputs, run, truth_of, worst
 from tests.faults.acts import dies
 from tests.faults.table import MODES, ODD, TIMEOUT_S, WORLD
+from tests.options import burst_config
 from tests.oracle import rows_of
 
 
@@ -33,7 +33,7 @@ def error_in(world, rank, config):
 def restarted(rank, mode):
     """Errors before a rank ends and after the others have started again without it; and whether
     burst then knows as many groups as before, and how many of its threads there are."""
-    config = BurstConfig(timeout_s=TIMEOUT_S, **MODES[mode] | {"nodes": 1})
+    config = burst_config(timeout_s=TIMEOUT_S, **MODES[mode] | {"nodes": 1})
     before = error_in(WORLD, rank, config)
     store, groups = dist.group.WORLD.get_group_store(), len(state._STATES)
     act, told = dies if rank == ODD else step_on, rf"cp ranks \[{ODD}\]"

@@ -15,6 +15,7 @@ from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS
 from tests.bits import CASES, HEADS, NAMES, Problem, equal_in, groups_of
 from tests.gpu import needs_gpus
 from tests.gpu.test_gather import kernels, problem_for
+from tests.options import burst_config
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, needs_gpus()]
@@ -37,7 +38,7 @@ def found_on(rank, kernel, heads, cases, options) -> dict:
     """By mask and number of ranks, which tensors are equal."""
     groups, found = groups_of(4), {}
     for case in cases:
-        config = BurstConfig(backend=kernel, nodes=1, force=Force(transfer="send"), **options)
+        config = burst_config(backend=kernel, nodes=1, transfer="send", **options)
         problem = Problem(case, HEADS[heads], config, torch.bfloat16, 1024, 128, "cuda")
         found |= {(case, size): x for size, x in equal_in(problem, groups).items()}
     return found

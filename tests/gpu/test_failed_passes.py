@@ -19,12 +19,12 @@ from torch.distributed import distributed_c10d
 from megatron_burst.attention import burst_attention
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.group import check_in_step, release_buffers
-from megatron_burst.config import BurstConfig
 from megatron_burst.errors import DisagreementError
 from megatron_burst.schedule.spec import Direction
 from tests.attention.failing import NoMemoryError, failing
 from tests.gpu import needs_gpus
 from tests.loss import test_failed_loss as of_loss
+from tests.options import burst_config
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -42,7 +42,7 @@ WAYS = {
 
 
 def config_of(way):
-    return BurstConfig(deterministic=True, timeout_s=60, **WAYS[way])
+    return burst_config(deterministic=True, timeout_s=60, **WAYS[way])
 
 
 def shard(device, tokens=512):

@@ -21,7 +21,6 @@ from torch.distributed import distributed_c10d
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.comm.group import check_in_step, state_of
-from megatron_burst.config import BurstConfig
 from megatron_burst.desync.hops import awaited_hop
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.spec import Direction
@@ -121,7 +120,7 @@ def test_the_other_ranks_name_the_faulty_one_in_time(way, fault, direction, plac
 def held(rank, way):
     """Bytes on the GPU after many calls, of the same and of growing length, beside those after a
     few; whether the log then awaits a hop; and how many passes it remembers."""
-    config, found = BurstConfig(timeout_s=60, **WAYS[way]), []
+    config, found = burst_config(timeout_s=60, **WAYS[way]), []
     for count in (4, 60, 60):
         for _ in range(count):
             tensors = [torch.randn(1, 1024, heads, 64, device="cuda", dtype=torch.bfloat16)
@@ -148,7 +147,7 @@ def of_nan(rank, way):
     """As on CPUs: what is said of a NaN in the keys of a rank; nothing without the guard."""
     found = []
     for guard in (False, True):
-        config = BurstConfig(timeout_s=60, nan_guard=guard, **WAYS[way])
+        config = burst_config(timeout_s=60, nan_guard=guard, **WAYS[way])
         q, k, v = (torch.ones(1, 512, heads, 64, device="cuda", dtype=torch.bfloat16)
                    for heads in (8, 4, 4))  # fmt: skip
         if rank == ODD:

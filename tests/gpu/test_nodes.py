@@ -16,6 +16,7 @@ from megatron_burst.schedule.layout import Layout
 from tests.gpu import GPUS, RANKS, SEVERAL, needs_gpus
 from tests.gpu.test_gather import kernels, problem_for, problem_of, run
 from tests.gpu.test_nccl import alone, relative
+from tests.options import burst_config
 from tests.oracle import rows_of
 from tests.ranks import run_ranks
 from tests.sampling import whole
@@ -65,7 +66,7 @@ def errors(rank, world, nodes, shape, ways, backend="auto"):
         cut = {"heads_per_round": 1} if way.get("intra") in ("gather", "a2a") else {}
         if not way.get("pieces", True):
             cut = {}
-        config = BurstConfig(nodes=nodes, backend=backend, **cut, **way)
+        config = burst_config(nodes=nodes, backend=backend, **cut, **way)
         worst = (0,)
         for turn in range(world):  # buffers are used again; a race shows as a difference
             if turn == rank:
@@ -111,7 +112,7 @@ def many_calls(rank, world, options):
     """Sixteen passes in a row without synchronization: the largest difference between them."""
     torch.manual_seed(rank)
     tensors = [torch.randn(1, 2048, 8, 128, device="cuda").bfloat16() for _ in range(4)]
-    config = BurstConfig(nodes=2, deterministic=True, **options)
+    config = burst_config(nodes=2, deterministic=True, **options)
     results = [run(tensors, slice(None), config) for _ in range(16)]
     return max(
         float((a - b).abs().max())

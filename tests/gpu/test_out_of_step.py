@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.comm.group import check_in_step
-from megatron_burst.config import BurstConfig
 from megatron_burst.errors import DisagreementError
 from tests.gpu import needs_gpus
+from tests.options import burst_config
 from tests.ranks import run_ranks
 from tests.sampling import whole
 
@@ -49,7 +49,7 @@ def skipped(attend, odd):
 def astray(rank, name, calls):
     """What a rank is told at its next pass, or at the end of the step. Nothing here waits for a
     GPU: what was sent may never arrive."""
-    config, group = BurstConfig(timeout_s=60, **WAYS[name]), dist.group.WORLD
+    config, group = burst_config(timeout_s=60, **WAYS[name]), dist.group.WORLD
 
     def attend(causal=True, tokens=2048):
         q, k, v = (
@@ -74,7 +74,7 @@ def stepped(rank):
     """What an optimizer's step raises after a last pass that differed; the weight after it."""
     shape = 1, 2048, 8, 64
     tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    config = BurstConfig(timeout_s=60, **WAYS["ring"])
+    config = burst_config(timeout_s=60, **WAYS["ring"])
     weight = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     for causal in (True, False):  # all agree on these

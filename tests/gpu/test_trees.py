@@ -13,6 +13,7 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from tests.gpu import needs_gpus
 from tests.gpu.test_nccl import alone, relative
+from tests.options import burst_config
 from tests.oracle import rows_of, seen_by, truth_of
 from tests.ranks import run_ranks
 from tests.sampling import crossed
@@ -84,7 +85,7 @@ def errors(rank, world, nodes, name, heads, backend):
 
     found = {"alone": alone(bar, truth, BurstConfig(backend=backend))}
     for way in WAYS:
-        config = BurstConfig(nodes=nodes, backend=backend, **way)
+        config = burst_config(nodes=nodes, backend=backend, **way)
         for layout, starts_on in (("zigzag", "cpu"), ("contiguous", "cuda")):
             rows = rows_of(Layout(layout), rank, world, TOKENS // world).cuda()
             for turn in range(3):  # buffers are used again; a race shows as a difference

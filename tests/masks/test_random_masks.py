@@ -20,7 +20,7 @@ from megatron_burst.schedule.layout import (
     Layout,
 )
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.modes import MODES
+from megatron_burst.schedule.modes import EMITTERS
 from megatron_burst.schedule.spec import Circulate
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import Way, assert_exact, problem
@@ -60,7 +60,7 @@ class Drawn:
 def drawn(random: Random) -> Drawn:
     nodes, ranks = random.choice(GROUPS)
     packed, size = random.random() < 0.7, nodes * ranks
-    mode = random.choice(list(MODES)) if size > 1 else "ring"
+    mode = random.choice(list(EMITTERS)) if size > 1 else "ring"
     mask = Mask(
         random.choice([None, None, 0, 1, 2, 5, 11]), random.choice([None, 0, 0, 0, 1, 3]), packed
     )

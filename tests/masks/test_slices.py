@@ -25,7 +25,7 @@ from megatron_burst.masks.slice_parts import Bands
 from megatron_burst.masks.slices import Slices
 from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.modes import MODES
+from megatron_burst.schedule.modes import EMITTERS
 from megatron_burst.schedule.spec import Circulate
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.engine import ByCalls, Way, assert_exact, problem
@@ -74,7 +74,7 @@ def drawn_way(random: Random) -> tuple[tuple[int, int], int, tuple[int, int], Wa
     """Nodes and ranks, tokens on a rank, heads, and how the call runs."""
     nodes, ranks = random.choice(GROUPS)
     size, tokens, edges = nodes * ranks, 2 * random.randint(1, 6), ()
-    mode = random.choice(list(MODES)) if size > 1 else "ring"
+    mode = random.choice(list(EMITTERS)) if size > 1 else "ring"
     layout = random.choice([Layout.ZIGZAG, Layout.CONTIGUOUS, Layout.DOCUMENTS])
     if layout is Layout.DOCUMENTS:
         lengths = [2 * size * random.randint(0, 2) for _ in range(random.randint(1, 3))]

@@ -29,7 +29,7 @@ from megatron_burst.masks.slice_parts import Bands
 from megatron_burst.masks.tree import slices_of_tree
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.modes import MODES
+from megatron_burst.schedule.modes import EMITTERS
 from megatron_burst.schedule.spec import Circulate
 from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.slices import CAUSAL
@@ -139,7 +139,7 @@ class Counted:
         return patch.object(Reference, name, run)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EMITTERS)
 @pytest.mark.parametrize("name", TREES)
 def test_each_key_is_multiplied_once_with_each_query_that_sees_it(name, mode):
     """Forward runs twice in `run_engine`."""

@@ -77,7 +77,7 @@ def paths_taken() -> Iterator[set]:
 
     def resolved(spec):
         found = resolve(spec)
-        taken.add((found.spec.intra, found.spec.invariant))
+        taken.add((found[0].intra, found[0].invariant))
         return found
 
     def made(options, tp, tiles, *rest):

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_burst import BurstConfig, burst_attention, keep
+from megatron_burst import burst_attention, keep
 from megatron_burst.errors import BurstError
 from megatron_burst.mcore import patches
 from megatron_burst.recompute.keep import run_kept
 from megatron_burst.recompute.keeping import Frame, Keeping, Resident, Watch
 from megatron_burst.recompute.offload import HostMemory
+from tests.options import burst_config
 from tests.ranks import run_ranks
 from tests.recompute.layers import DIM, HEADS, REENTRANT, flash, inputs, plain
 
@@ -172,7 +173,7 @@ def burst_written(rank: int) -> dict:
     found = {}
     patches.apply("checkpoints")
     for name, options in (("all", {}), ("all", dict(keep_offload="results")), ("half", {})):
-        config = BurstConfig(keep=name, **options)
+        config = burst_config(keep=name, **options)
         for reentrant in (True, False):
             shard = torch.ones(1, 8, 2, 4, dtype=torch.float64).requires_grad_()
 

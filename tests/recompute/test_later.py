@@ -44,7 +44,7 @@ def passes_of(topology, layout, shard, carrier):
         inter="ring",
         intra="ring",
     )
-    return Passes(resolve(spec).spec, backends()["reference"], carrier, 0.3, torch.float64)
+    return Passes(resolve(spec)[0], backends()["reference"], carrier, 0.3, torch.float64)
 
 
 @pytest.mark.parametrize("layout, reshard, nodes, size, tokens", CASES)

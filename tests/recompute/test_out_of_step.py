@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig, burst_attention
 from megatron_burst.errors import BurstError, DisagreementError
+from tests.options import burst_config
 from tests.ranks import run_ranks
 
 ODD = 1  # the rank that differs
@@ -45,7 +46,7 @@ def some_keep(rank):
     """By mode: what ranks are told if one of them keeps; whether the next passes agree."""
     x, by_mode = torch.randn(2, 8, 4, 8, dtype=torch.float64, requires_grad=True), {}
     for name, way in WAYS.items():
-        config = BurstConfig(timeout_s=60, keep="all", **way)
+        config = burst_config(timeout_s=60, keep="all", **way)
         attend(x, config)
         error = raised(grad_of, checkpointed if rank == ODD else attend, x, config)
         difference = grad_of(checkpointed, x, config) - grad_of(attend, x, config)

@@ -19,7 +19,7 @@ SHAPE = AttentionShape(1, 64, 32, 8, 128, 128, 2, 4, 4)
 
 def intra(topology, layout=Layout.ZIGZAG, device="cuda", **asked):
     spec = Spec(topology, SHAPE, layout, kernel=Kernel(device=device), inter="ring", **asked)
-    return resolve(spec).reasons["intra"]
+    return resolve(spec)[1]["intra"]
 
 
 def test_auto_gathers_on_gpus():
@@ -35,7 +35,7 @@ def test_auto_gathers_on_gpus():
 def test_ranks_that_would_wait_under_a_window_share_heads_instead():
     def chosen(left, tokens=1 << 15, layout=Layout.ZIGZAG, right=0, ranks=2, **asked):
         shape, mask, row = replace(SHAPE, tokens=tokens), Mask(left, right), pretend_nodes(ranks, 1)
-        return resolve(Spec(row, shape, layout, mask, inter="ring", **asked)).reasons["intra"].value
+        return resolve(Spec(row, shape, layout, mask, inter="ring", **asked))[1]["intra"].value
 
     wide, wider = (1 << 14) - 1, 20 << 10
     assert chosen(wide) == chosen(wider) == chosen(wide, 1 << 14) == "a2a"
@@ -46,10 +46,7 @@ def test_ranks_that_would_wait_under_a_window_share_heads_instead():
     assert chosen(wide, layout=Layout.CONTIGUOUS) == chosen(wide, ranks=3) == "gather"
     assert chosen(1 << 12, 1 << 13) == "gather"  # too short to hide anything
     assert chosen(1 << 18, 1 << 19) == "gather"  # too much memory
-    assert (
-        resolve(Spec(pretend_nodes(4, 2), SHAPE, mask=Mask(wide, 0))).reasons["intra"].value
-        != "a2a"
-    )
+    assert resolve(Spec(pretend_nodes(4, 2), SHAPE, mask=Mask(wide, 0)))[1]["intra"].value != "a2a"
 
 
 def test_a_kernel_that_is_slow_where_nothing_is_masked_gets_whole_sequences():
@@ -60,7 +57,7 @@ def test_a_kernel_that_is_slow_where_nothing_is_masked_gets_whole_sequences():
         tokens=1 << 15, ranks=2, dim_qk=192, mask=Mask.CAUSAL, kernel=cudnn, nodes=1, **asked
     ):
         shape, row = replace(SHAPE, tokens=tokens, dim_qk=dim_qk), pretend_nodes(ranks, nodes)
-        spec = resolve(Spec(row, shape, mask=mask, kernel=kernel, **asked)).spec
+        spec = resolve(Spec(row, shape, mask=mask, kernel=kernel, **asked))[0]
         return [spec.program_spec(0, direction).intra for direction in Direction]
 
     both, whole = ["gather", "gather"], ["gather", "a2a"]  # in forward, in backward
@@ -104,9 +101,9 @@ def test_gathering_is_refused_where_it_cannot_be(topology, layout, words):
 
 
 def test_a_round_has_as_many_heads_as_the_buffer_holds():
-    def heads(tokens, heads_q, heads_kv, asked=None):
+    def heads(tokens, heads_q, heads_kv, requested=None):
         shape = AttentionShape(1, tokens, heads_q, heads_kv, 128, 128, 2, 4, 4)
-        return choose_heads_gather(shape, pretend_nodes(4, 1), 132, asked)
+        return choose_heads_gather(shape, pretend_nodes(4, 1), 132, requested)
 
     assert heads(16384, 32, 32) == 4  # 32 MiB each
     assert heads(16384, 32, 8) == 8  # 256 MiB in all: one round
@@ -117,7 +114,7 @@ def test_a_round_has_as_many_heads_as_the_buffer_holds():
     wide = AttentionShape(1, 4096, 32, 32, 1024, 1024, 2, 4, 4)
     # 256 MiB each, but shorter tiles
     assert choose_heads_gather(wide, pretend_nodes(16, 1), 132) == 16
-    assert heads(16384, 32, 8, asked=5) == 5
+    assert heads(16384, 32, 8, requested=5) == 5
 
 
 def test_where_nothing_hides_the_first_round_there_are_four_or_two_short_ones():
@@ -158,7 +155,7 @@ def test_several_nodes_have_several_rounds_or_one_if_asked():
 
     assert heads(32, 32) == 4 and heads(32, 8) == 1 and heads(8, 1) == 1
     assert heads(32, 32, tokens=2048) == 32  # filling the kernels comes first
-    assert heads(32, 32, asked=0) == 32
+    assert heads(32, 32, requested=0) == 32
 
 
 @pytest.mark.parametrize(
@@ -200,7 +197,7 @@ def test_backward_is_an_all_to_all_where_it_gains_more_than_it_sends():
         mask = asked.pop("mask", Mask(right=0, documents=True))
         nodes = asked.pop("nodes", 1)
         spec = Spec(pretend_nodes(size, nodes), shape, layout, mask, Kernel(), **asked)
-        return resolve(spec).spec
+        return resolve(spec)[0]
 
     found = heads()
     assert found.intra == "gather" and 0 < found.a2a_backward_heads < 2

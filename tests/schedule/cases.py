@@ -10,7 +10,7 @@ from unittest.mock import patch
 from megatron_burst.schedule import emitter
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.modes import MODES
+from megatron_burst.schedule.modes import EMITTERS
 from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.spec import (
     AttentionShape,
@@ -85,7 +85,7 @@ class Case:
         ranks = range(self.topology.cp_size)
         count = (lambda *_: 1) if self.one_slot else pulled_count
         with patch.object(emitter, "pulled_count", count):
-            return [MODES[self.mode](replace(spec, cp_rank=rank)) for rank in ranks]
+            return [EMITTERS[self.mode](replace(spec, cp_rank=rank)) for rank in ranks]
 
     def passes(self) -> list[list[Program]]:
         """Forward and backward."""
@@ -95,7 +95,7 @@ class Case:
 def cases_on(topology: Topology, masks: Sequence[Mask] = MASKS) -> Iterator[Case]:
     """All distinct cases on a topology."""
     tokens = 4 if topology.cp_size <= 3 else 2  # chunks of two rows, where causal is not full
-    for mode, layout, mask, circulate in product(MODES, LAYOUTS, masks, Circulate):
+    for mode, layout, mask, circulate in product(EMITTERS, LAYOUTS, masks, Circulate):
         row = topology.flat() if mode == "a2a" else topology
         case = Case(mode, row, layout, mask, circulate, tokens=tokens)
         if mode == "ring":

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
-from megatron_burst.schedule.modes import MODES
+from megatron_burst.schedule.modes import EMITTERS
 from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import (
     Buffer,
@@ -46,7 +46,7 @@ def faults_of(case):
     return check(case.passes(), case.layout, case.mask, boundaries=case.boundaries)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EMITTERS)
 @pytest.mark.parametrize("size", SMALL, ids=str)
 def test_every_call_of_a_small_group_is_proven(size, mode, draw):
     cases = [case for case in cases_on(grid(*size)) if case.mode == mode]
@@ -62,13 +62,13 @@ def test_every_call_of_a_small_group_is_proven(size, mode, draw):
 )
 def test_calls_of_larger_groups_are_proven(size, draw):
     """One or two per group; which ones differs from group to group."""
-    for mode in draw(MODES, 1, 1 if size in LARGEST else 2):
+    for mode in draw(EMITTERS, 1, 1 if size in LARGEST else 2):
         cases = [case for case in cases_on(grid(*size)) if case.mode == mode]
         (case,) = draw(cases, 1, 1)
         assert faults_of(case) == [], case
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EMITTERS)
 @pytest.mark.parametrize("size", SMALL, ids=str)
 def test_windows_and_documents_are_proven(size, mode, draw):
     """A few calls per mask; which ones differs from group to group."""
@@ -108,7 +108,7 @@ def each_for_itself(case, random):
     return replace(case, layout=Layout.DOCUMENTS, boundaries=tuple(starts), tokens=tokens)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EMITTERS)
 @pytest.mark.parametrize(
     "size", [*SMALL, (2, 3), (3, 2), (4, 2), *whole(((2, 4),), ((8, 1),))], ids=str
 )
@@ -126,7 +126,7 @@ def test_documents_that_are_sharded_each_for_itself_are_proven(size, mode, draw)
             assert faults_of(here) == [], here
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EMITTERS)
 @pytest.mark.parametrize("topology", UNLIKE.values(), ids=UNLIKE)
 def test_documents_in_groups_whose_ranks_lie_otherwise_are_proven(topology, mode, draw):
     random = Random(mode)
@@ -138,7 +138,7 @@ def test_documents_in_groups_whose_ranks_lie_otherwise_are_proven(topology, mode
             assert faults_of(here) == [], here
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EMITTERS)
 @pytest.mark.parametrize("topology", UNLIKE.values(), ids=UNLIKE)
 def test_groups_whose_ranks_lie_otherwise_are_proven(topology, mode, draw):
     cases = [case for case in cases_on(topology) if case.mode == mode]

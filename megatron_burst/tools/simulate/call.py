@@ -68,7 +68,7 @@ def resolved(call: AttentionCall) -> AttentionCall:
     Raises:
         BurstError: if what was asked for cannot run.
     """
-    found = resolve(call).spec
+    found = resolve(call)[0]
     assert isinstance(found, AttentionCall)
     return found
 

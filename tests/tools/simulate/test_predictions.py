@@ -10,15 +10,16 @@ import torch.distributed as dist
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.comm.group import state_of
-from megatron_burst.config import BurstConfig
 from megatron_burst.resolve import reuses_remote
-from megatron_burst.rules import a2a_bytes, max_heads
+from megatron_burst.rules import a2a_bytes
+from megatron_burst.schedule.modes import max_heads
 from megatron_burst.schedule.spec import AttentionShape, Direction, Spec
 from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.hardware import Curve, LinkSpeed
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.simulate import call as attention_cost
 from megatron_burst.tools.simulate.call import buffer_bytes, pass_time, resolved
+from tests.options import burst_config
 from tests.ranks import run_ranks
 from tests.tools.simulate.calls import call_of, opened
 
@@ -121,7 +122,7 @@ def specs_of(rank, options):
     """Of both passes of a call on a rank."""
     torch.manual_seed(rank)
     q, k, v = (torch.zeros(1, 64, heads, 32) for heads in (16, 8, 8))
-    config = BurstConfig(backend="reference", **options)
+    config = burst_config(backend="reference", **options)
     burst_attention(q, k, v, config=config)
     (passes,) = state_of(dist.group.WORLD).resolved.values()
     return [passes.spec.program_spec(rank, direction) for direction in Direction]
