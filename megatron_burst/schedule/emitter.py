@@ -1,6 +1,6 @@
-"""What all modes share: buffers of the call, transfers, and results of several tiles:
+"""What all modes share: buffers of the call, transfers, and results of several tiles.
 
-    out of a row = merge of (out, lse) over the row's tiles;  dq = sum of dq over these tiles
+out of a row = merge of (out, lse) over the row's tiles; dq of a row = sum of dq over these tiles.
 """
 
 from collections.abc import Iterable, Sequence
@@ -93,8 +93,7 @@ class Emitter:
             return sent_count(rounds)
         shape, widths = self.spec.shape, widths_of(self.spec.shape)
         width = sum(field.elements * widths[field.dtype] for field in fields)
-        # for the largest power of two of tokens, so that lengths up to the next one have equal
-        # programs
+        # for the largest power of two of tokens: lengths up to the next power have equal programs
         tokens = power_below(shape.tokens) * self.spec.unit_rows
         num_bytes = rows * tokens / shape.tokens * shape.batch * width
         return pulled_count(cargo, rounds, num_bytes, tokens)

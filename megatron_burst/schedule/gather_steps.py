@@ -48,10 +48,10 @@ class StepTiles:
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """Makes the tiles of all ranks of a node, whose shards are `own`."""
+    """Makes the tiles of all ranks of a node."""
 
     spec: Spec
-    own: NodeShards
+    own: NodeShards  # the node's shards
 
     @property
     def mask(self) -> Mask:
@@ -247,12 +247,12 @@ def _step(
     for rank in ranks:
         tiles = tiling.tiles(rank, shards, first, last)
         if rank == this_rank:
-            own_tiles = tiles
+            step_tiles = tiles
         peer_keys = [c for c in keys if c.cp_rank != rank] if rank == this_rank else own_keys
         reads[rank] = tuple(_rows_read(peer_keys, tiles.gathered))
         sends[rank] = _grad_sends(peer_keys, tiles.gathered)
         grad_rows = max(grad_rows, sum(len(tile.kv) for tile in tiles.gathered))
-    return GatherStep(keys, own_tiles, reads, sends, grad_rows)
+    return GatherStep(keys, step_tiles, reads, sends, grad_rows)
 
 
 def _rows_read(keys: Iterable[ShardChunk], tiles: Sequence[Tile]) -> Iterator[ShardChunk]:

@@ -214,7 +214,7 @@ class SurrogateOut:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Rows that another rank receives, if `needed_by` (None: always)."""
+    """Rows that another rank receives, if the sample has pairs of `needed_by` (None: always)."""
 
     peer: int
     rows: Ref
