@@ -1,16 +1,17 @@
 """All-to-all: each rank computes all rows of the sequence for some heads.
 
-A round is a group of KV heads with the query heads that use them, sharded over the ranks. Their Q,
-K and V go to the rank that computes them, and results come back. While a round is computed, the
-next one's tensors arrive and the last one's results leave, issued behind the kernels that hide it.
-Every pair of ranks trades 1/L of a shard, so fewer bytes are sent than with gathered keys unless
-heads are grouped; kernel calls are as long as possible, and no gradient is a sum over ranks.
+A round is a group of KV heads with the query heads that use them, sharded over the ranks:
+
+    [rows of this rank, all heads of the round]  <-- all-to-all -->  [all rows, heads of this rank]
+
+While a round is computed, the next round's tensors arrive and the previous round's results leave,
+issued behind the kernels that hide the transfers. Every pair of ranks trades 1/L of a shard, so
+fewer bytes are sent than with gathered keys unless heads are grouped; kernel calls are as long as
+possible, and no gradient is a sum over ranks.
 
 If the ranks do not divide the KV heads, for example if there are fewer heads than ranks, each KV
-head goes to several ranks, which share its query heads; the rank that holds the rows sums their
-gradients of it. Rounds count heads with these copies.
-
-All ranks are in one row: on several nodes they take part in one all-to-all.
+head goes to several ranks, which share its query heads; the rank that holds the rows sums these
+ranks' gradients of the head. Rounds count heads with these copies.
 
 Source: Ulysses (arXiv 2309.14509), here in rounds.
 """
@@ -69,36 +70,36 @@ class _AllToAll(AllToAllEmitter):
             sinks = self.own_heads(round_)
             self.emit(Attend(q, kv, self.tile.mask, into, self.tile.positions, sinks))
             inputs.post(round_ + 1)
-            # in front of operations that wait for the kernel
+            # issued before operations that wait for the kernel
             outputs.collect(Stream.SIDE)
-            inputs.arrive(round_ + 1)
+            inputs.arrange(round_ + 1)
             self.emit(Copy((lse,), out))
             outputs.post(round_)
         outputs.collect()
 
     def backward(self) -> None:
-        inputs = HeadsAllToAll(self)
-        outputs, sides = OutputAllToAll(self), QuerySides(self, inputs)
+        inputs, outputs = HeadsAllToAll(self), OutputAllToAll(self)
+        sides = QuerySides(self, inputs)
         for round_ in range(len(self.rounds)):
             grads, side, kv = outputs.of(round_), sides.of(round_), inputs.keys(round_)
-            # behind this kernel are those that convert its sums: what they hold up is issued before
+            # the kernel is followed by conversions of its sums, which would hold up these sends
             inputs.post(round_ + 1)
             self.emit(AttendBackward(side, kv, self.tile.mask, grads, grads, self.tile.positions))
-            inputs.arrive(round_ + 1)
+            inputs.arrange(round_ + 1)
             outputs.post(round_)
         outputs.collect()
 
 
 class HeadsAllToAll:
-    """From shards of the sequence to shards of the heads: Q, K, V, and in backward dO and its
-    statistics, a round at a time. A slot has this rank's rows once for each rank, with that rank's
-    heads. In backward, what forward saved is not sent again."""
+    """From shards of the sequence to shards of the heads: Q, K, V, and in backward dO, lse and
+    delta, a round at a time. A slot has this rank's rows once for each rank, with that rank's
+    heads. What forward saved is not sent again in backward."""
 
     def __init__(self, emitter: AllToAllEmitter) -> None:
         self._emitter, spec = emitter, emitter.spec
         self._saves = spec.saves_remote and not spec.backward
         self._reuses = spec.saves_remote and spec.backward
-        self._arrived: set[int] = set()
+        self._arranged_rounds: set[int] = set()
         self._sources: tuple[str, ...] = ("q", "kv")
         if spec.backward:
             delta = emitter.delta().buffer
@@ -121,59 +122,57 @@ class HeadsAllToAll:
         emitter = self._emitter
         if round_ >= len(emitter.rounds):
             return
-        ranks, stream = emitter.ranks, Stream.beside(round_)
+        this_rank, stream = emitter.spec.cp_rank, Stream.beside(round_)
         slot = emitter.slot("heads", round_, Cargo.READ, self._fields(round_), self._slots)
         sources = emitter.refs(round_, self._sources)
         heads_kv = emitter.heads_of(round_)[1]
-        emitter.emit(ToRanks(sources, slot, len(ranks), heads_kv, emitter.copies, stream))
-        into = self._received(round_) if emitter.reorders else self._in_order(round_)
-        to_others, own = emitter.by_rank(slot)
-        for piece, rows in own:
-            emitter.emit(Copy((rows,), into.at(piece.node_rows), stream))
-        sends = [Send(rank, rows) for rank, _, rows in to_others]
-        offset = ranks.index(emitter.spec.cp_rank) * emitter.spec.shape.tokens
+        emitter.emit(ToRanks(sources, slot, len(emitter.ranks), heads_kv, emitter.copies, stream))
+        target = self._received(round_) if emitter.reorders else self._in_order(round_)
+        to_peers, own = emitter.by_rank(slot)
+        for chunk, rows in own:
+            emitter.emit(Copy((rows,), target.at(chunk.node_rows), stream))
+        sends = [Send(peer, rows) for peer, _, rows in to_peers]
+        offset = emitter.ranks.index(this_rank) * emitter.spec.shape.tokens
         recvs = [
-            Recv(piece.cp_rank, slot.at(piece.rows.shifted(offset)), into.at(piece.node_rows))
-            for piece in emitter.pieces
-            if piece.cp_rank != emitter.spec.cp_rank
+            Recv(chunk.cp_rank, slot.at(chunk.rows.shifted(offset)), target.at(chunk.node_rows))
+            for chunk in emitter.chunks
+            if chunk.cp_rank != this_rank
         ]
         emitter.exchange(Cargo.READ, slot, sends, recvs)
 
-    def arrive(self, round_: int) -> None:
+    def arrange(self, round_: int) -> None:
         """Put a round's received rows in order, once, if there is such a round."""
-        emitter = self._emitter
-        if emitter.reorders and round_ < len(emitter.rounds) and round_ not in self._arrived:
-            self._arrived.add(round_)
+        emitter, rounds = self._emitter, self._arranged_rounds
+        if emitter.reorders and round_ < len(emitter.rounds) and round_ not in rounds:
+            rounds.add(round_)
             received, in_order = self._received(round_), self._in_order(round_)
             emitter.emit(Arrange(received, in_order, *emitter.orders, Stream.beside(round_)))
 
     def _received(self, round_: int) -> Ref:
-        """Where a round is received, rank by rank: one for all, as each is soon put in order."""
+        """Where a round is received, rank by rank: one buffer for all rounds; it is soon read."""
         return self._emitter.staging("came", round_, "came", self._fields(round_), 1, round_)
 
     def _in_order(self, round_: int) -> Ref:
         """Where a round's rows are in order."""
         if self._saves:
             return self._emitter.saved(round_)
-        count = min(2, len(self._emitter.rounds))
-        return self._emitter.staging(
-            "whole", round_, "heads", self._fields(round_), count, round_
-        )  # fmt: skip
+        fields, count = self._fields(round_), min(2, len(self._emitter.rounds))
+        return self._emitter.staging("whole", round_, "heads", fields, count, round_)
 
     def queries(self, round_: int) -> Ref:
-        """The buffer of a round with the query side: what was received."""
-        self.arrive(round_)
+        """The buffer with a round's received query side."""
+        self.arrange(round_)
         return self._in_order(round_)
 
     def keys(self, round_: int) -> Ref:
-        """The buffer of a round with k and v: received, or saved by forward."""
+        """The buffer with a round's k and v: received, or saved by forward."""
         return self._emitter.saved(round_) if self._reuses else self.queries(round_)
 
 
 class QuerySides:
-    """The query side of this rank's heads for all rows, round by round. Delta is sent, whatever
-    the kernel needs: it is 4 bytes where a bf16 output is 2 dv, and the surrogate output made from
-    it is closer to the true delta than a rounded output."""
+    """The query side of this rank's heads for all rows, round by round. Delta is sent, whatever the
+    kernel needs: delta is 4 bytes where a bf16 output is 2 dim_v, and a surrogate output made from
+    delta is closer to the true delta than a rounded output."""
 
     def __init__(self, emitter: AllToAllEmitter, inputs: HeadsAllToAll) -> None:
         self._emitter, self._inputs = emitter, inputs
@@ -181,22 +180,21 @@ class QuerySides:
     def of(self, round_: int) -> tuple[Ref, ...]:
         """A round's query side for kernels, with dense statistics."""
         emitter, spec = self._emitter, self._emitter.spec
-        lse, delta = (
-            Field(name, emitter.heads_of(round_)[0], 0, Dtype.SUM) for name in ("lse", "delta")
-        )
-        saved = (emitter.lse(round_),) if spec.saves_remote else ()
-        fields = (delta,) if saved else (lse, delta)
+        heads_q, _ = emitter.heads_of(round_)
+        saved_lse = emitter.lse(round_) if spec.saves_remote else None
+        names = ("delta",) if saved_lse else ("lse", "delta")
+        fields = tuple(Field(name, heads_q, 0, Dtype.SUM) for name in names)
         name = f"statistics {round_}"
         statistics = emitter.buffer(name, Space.TEMP, emitter.rows, fields, "statistics")
         received = self._inputs.queries(round_)
         emitter.emit(Copy((received,), statistics))
-        qkv = (emitter.saved(round_), *saved) if saved else ()
-        return emitter.side_for_kernel(statistics, *qkv, received)
+        saved = (emitter.saved(round_), saved_lse) if saved_lse else ()
+        return emitter.side_for_kernel(statistics, *saved, received)
 
 
 class OutputAllToAll:
     """From shards of the heads back to shards of the sequence: out, or dq, dk and dv. A slot has
-    this rank's heads of all rows, and a rank gets its own rows of them."""
+    this rank's heads of all rows, of which a peer gets the peer's rows."""
 
     def __init__(self, emitter: AllToAllEmitter) -> None:
         self._emitter = emitter
@@ -214,8 +212,8 @@ class OutputAllToAll:
         return (*dq_fields(heads_q, spec.shape, dtype), *dkv_fields(heads_kv, spec.shape, dtype))
 
     def of(self, round_: int) -> Ref:
-        """Where a round's results are written: in the slot that is sent next, unless they are put
-        back in the ranks' order first."""
+        """Where a round's results are written: in the slot that is sent next, unless results return
+        to the ranks' order first."""
         if self._emitter.reorders:
             return self._emitter.staging("made", round_, "made", self._fields(round_))
         return self._slot(round_)
@@ -230,25 +228,25 @@ class OutputAllToAll:
         emitter, slot = self._emitter, self._slot(round_)
         if emitter.reorders:
             emitter.emit(Restore(self.of(round_), slot, *emitter.orders))
-        arrived = emitter.staging("home", round_, "results", self._fields(round_))
-        from_others, own = emitter.by_rank(arrived)
-        for piece, rows in own:
-            emitter.emit(Copy((slot.at(piece.node_rows),), rows))
+        received = emitter.staging("home", round_, "results", self._fields(round_))
+        from_peers, own = emitter.by_rank(received)
+        for chunk, rows in own:
+            emitter.emit(Copy((slot.at(chunk.node_rows),), rows))
         sends = [
-            Send(piece.cp_rank, slot.at(piece.node_rows))
-            for piece in emitter.pieces
-            if piece.cp_rank != emitter.spec.cp_rank
+            Send(chunk.cp_rank, slot.at(chunk.node_rows))
+            for chunk in emitter.chunks
+            if chunk.cp_rank != emitter.spec.cp_rank
         ]
-        recvs = [Recv(rank, slot.at(piece.node_rows), rows) for rank, piece, rows in from_others]
+        recvs = [Recv(peer, slot.at(chunk.node_rows), rows) for peer, chunk, rows in from_peers]
         emitter.exchange(Cargo.GRAD, slot, sends, recvs)
         self._in_flight = round_
 
     def collect(self, stream: Stream = Stream.COMPUTE) -> None:
-        """Put the results of the transfer in flight, if any, where they belong."""
+        """Put the results of the transfer in flight, if any, into the buffers of the call."""
         if self._in_flight is None:
             return
         round_, self._in_flight = self._in_flight, None
         emitter, targets = self._emitter, self._emitter.refs(round_, self._targets)
         ranks, (_, heads_kv) = len(emitter.ranks), emitter.heads_of(round_)
-        arrived = Ref(f"home {round_}")
-        emitter.emit(FromRanks(arrived, targets, ranks, heads_kv, emitter.copies, stream))
+        received = Ref(f"home {round_}")
+        emitter.emit(FromRanks(received, targets, ranks, heads_kv, emitter.copies, stream))

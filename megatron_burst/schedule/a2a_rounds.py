@@ -17,13 +17,12 @@ class AllToAllEmitter(Emitter):
     """Emits a pass in which a rank computes all rows of the sequence for some heads at a time.
 
     Attributes:
-        ranks: of the group, which is one row.
         copies: how many ranks have the same KV heads.
-        rounds: KV heads of each, copies included.
-        rows: of the whole sequence.
-        pieces: of all shards, in the order in which they are received.
-        reorders: whether what was received must be put in order: documents of which each rank has
-            two chunks.
+        rounds: KV heads of each round, copies included.
+        chunks: of all shards, in the order in which they are received.
+        rows: number of rows of the whole sequence.
+        reorders: whether received rows must be put in order: documents of which each rank has two
+            chunks.
         tile: all queries over all keys.
     """
 
@@ -38,19 +37,19 @@ class AllToAllEmitter(Emitter):
         self.rounds = heads_in_rounds(heads_kv, per_round)
         self.reorders = spec.layout is Layout.DOCUMENTS
         received = Layout.CONTIGUOUS if self.reorders else spec.layout
-        self.pieces = node_shards(topology, 0, received, tokens, spec.mask.positional)[0].chunks
-        self.rows = self.pieces[-1].node_rows.stop
+        self.chunks = node_shards(topology, 0, received, tokens, spec.mask.positional)[0].chunks
+        self.rows = self.chunks[-1].node_rows.stop
         if self.reorders:
             chunks = chunks_in_order(self.ranks, topology.cp_size)
             self.tile = chunk_pairs(chunks, (chunks,), spec.mask, tokens // 2).tile
         else:
-            sequence = tuple(positions for positions, _ in adjacent_runs(self.pieces))
-            places = (sequence, sequence) if spec.mask.documents else None
-            self.tile = Tile(Span(0, self.rows), Span(0, self.rows), spec.mask, places)
+            sequence = tuple(run for run, _ in adjacent_runs(self.chunks))
+            positions = (sequence, sequence) if spec.mask.documents else None
+            self.tile = Tile(Span(0, self.rows), Span(0, self.rows), spec.mask, positions)
 
     @property
     def orders(self) -> tuple[tuple[Chunks, ...], Chunks]:
-        """Chunk orders: as received from the ranks, and as computed with."""
+        """Chunk orders: as received from the ranks, and as the kernel needs them."""
         ranks, size = sorted(self.ranks), self.spec.topology.cp_size
         return chunks_by_rank(ranks, size), chunks_in_order(ranks, size)
 
@@ -73,14 +72,14 @@ class AllToAllEmitter(Emitter):
         with_copies = self.rounds[round_]
         kv = Span(with_copies.start // self.copies, with_copies.stop // self.copies)
         return tuple(
-            Ref(name, heads=kv if name in ("kv", "dkv") else self.queries(kv)) for name in names
+            Ref(name, heads=kv if name in ("kv", "dkv") else self.q_heads(kv)) for name in names
         )
 
     def lse(self, round_: int) -> Ref:
         """lse of a round's heads, dense, as kernels need it."""
-        home = Space.SAVED if self.spec.saves_remote else Space.TEMP
+        space = Space.SAVED if self.spec.saves_remote else Space.TEMP
         fields = (Field("lse", self.heads_of(round_)[0], 0, Dtype.SUM),)
-        return self.buffer(f"lse {round_}", home, self.rows, fields)
+        return self.buffer(f"lse {round_}", space, self.rows, fields)
 
     def saved(self, round_: int) -> Ref:
         """q, k and v of a round's heads that forward saves."""
@@ -113,16 +112,18 @@ class AllToAllEmitter(Emitter):
     def by_rank(
         self, ref: Ref
     ) -> tuple[list[tuple[int, ShardChunk, Ref]], list[tuple[ShardChunk, Ref]]]:
-        """In a buffer that has this rank's rows once for each rank: those for other ranks, as
-        (rank, piece, rows), and those for itself, as (piece, rows)."""
-        mine, tokens = self.spec.cp_rank, self.spec.shape.tokens
-        pieces = [piece for piece in self.pieces if piece.cp_rank == mine]
-        rows = [(rank, piece, ref.at(piece.rows.shifted(column * tokens)))
-                for column, rank in enumerate(self.ranks) for piece in pieces]  # fmt: skip
-        return (
-            [entry for entry in rows if entry[0] != mine],
-            [(piece, part) for rank, piece, part in rows if rank == mine],
-        )
+        """The rows of a buffer that has this rank's rows once for each rank: those for peers, as
+        (peer, chunk, rows), and those for this rank, as (chunk, rows)."""
+        for_peers, own = [], []
+        chunks = [chunk for chunk in self.chunks if chunk.cp_rank == self.spec.cp_rank]
+        for column, rank in enumerate(self.ranks):
+            for chunk in chunks:
+                rows = ref.at(chunk.rows.shifted(column * self.spec.shape.tokens))
+                if rank == self.spec.cp_rank:
+                    own.append((chunk, rows))
+                else:
+                    for_peers.append((rank, chunk, rows))
+        return for_peers, own
 
 
 def _check_heads(heads_q: int, ranks: int) -> None:

@@ -1,12 +1,15 @@
-"""Which chunks of documents meet if each rank has two of every document (layout
-"zigzag-documents").
+"""Which query chunks see which key chunks in the layout "zigzag-documents", where rank r has chunks
+r and 2P-1-r of every document.
 
-All documents are split the same way, so all have the same answer to which of the 2P chunks a rank
-has and which a query sees. Chunks before a query's own are seen whole. So one kernel call computes
-all rows of two shards, with one segment for the queries of a document that see the same keys; key
-chunks that several segments see are repeated. Against another rank's keys, every rank computes half
-of the pairs: all queries see the first chunk of a lower rank; only the second chunk sees a higher
-rank's, both of them.
+All documents are split the same way, so one answer holds for all. A kernel call computes all rows
+of two shards, with one segment for the queries of a document that see the same keys; key chunks
+that several segments see are repeated. Under a causal mask, with P = 4:
+
+    queries 1, 6 and keys 0, 7 (a lower rank's):   1, 6 see 0         one segment
+    queries 1, 6 and keys 2, 5 (a higher rank's):  1 sees none; 6 sees 2, 5
+    queries 1, 6 and keys 1, 6 (its own):          causal, one segment
+
+So a rank computes half of the pairs against each other rank.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,25 +23,20 @@ from megatron_burst.schedule.spec import Spec
 
 @dataclass(frozen=True)
 class ChunkPairs:
-    """Queries and keys of every document that meet in one kernel call.
+    """The query and key chunks of every document in one kernel call."""
 
-    Attributes:
-        lies: the key chunks present, by block.
-        tile: all queries, and keys in the order that the queries need.
-    """
-
-    src_blocks: tuple[Chunks, ...]
-    tile: Tile
+    src_blocks: tuple[Chunks, ...]  # the key chunks in memory, by block
+    tile: Tile  # all queries, and keys in the order of dst_chunks
 
     @cached_property
     def dst_chunks(self) -> Chunks:
         """The key chunks in the order that the queries need."""
         assert isinstance(self.tile.positions, ChunkSegments)
-        return tuple(number for _, keys in self.tile.positions.pairs for number in keys)
+        return tuple(chunk for _, keys in self.tile.positions.pairs for chunk in keys)
 
     @property
     def is_identity(self) -> bool:
-        """Whether the keys present are seen in their order, each once."""
+        """Whether the queries need the keys in memory order, each key once."""
         return self.src_blocks == (self.dst_chunks,)
 
 
@@ -46,58 +44,54 @@ class ChunkPairs:
 def chunk_pairs(
     queries: Chunks, src_blocks: tuple[Chunks, ...], mask: Mask, size: int
 ) -> ChunkPairs:
-    """How queries and keys meet.
+    """The segments and the tile of these queries and keys.
 
     Args:
-        queries: their chunks, ascending.
+        queries: chunks, ascending.
         src_blocks: key chunks, by block; ascending in each. They include all chunks of the queries
             or none.
-        mask: of the sequence: causal, full, or a window if keys of all ranks are present.
+        mask: causal, full, or a window if keys of all ranks are present.
         size: rows of one chunk of all documents together.
     """
-    keys = tuple(sorted(number for block in src_blocks for number in block))
-    alike = mask.full or queries == keys
-    pairs = ((queries, keys),) if alike else tuple(_pairs(queries, keys))
-    seen = mask if queries[0] in keys else Mask(documents=True)
-    rows = sum(len(some) for _, some in pairs) * size
-    return ChunkPairs(
-        src_blocks, Tile(Span(0, len(queries) * size), Span(0, rows), seen, ChunkSegments(pairs))
-    )
+    keys = tuple(sorted(chunk for block in src_blocks for chunk in block))
+    segments: tuple[tuple[Chunks, Chunks], ...] = ((queries, keys),)
+    if not mask.full and queries != keys:
+        segments = tuple(_causal_segments(queries, keys))
+    tile_mask = mask if queries[0] in keys else Mask(documents=True)
+    q = Span(0, len(queries) * size)
+    kv = Span(0, sum(len(visible) for _, visible in segments) * size)
+    return ChunkPairs(src_blocks, Tile(q, kv, tile_mask, ChunkSegments(segments)))
 
 
-def _pairs(queries: Chunks, keys: Chunks) -> list[tuple[Chunks, Chunks]]:
-    """Segments under a causal mask: queries that see the same keys, excluding their own."""
-    found: list[tuple[Chunks, Chunks]] = []
-    for number in queries:
-        seen = tuple(key for key in keys if key <= number)
-        if found and found[-1][1] == seen:
-            found[-1] = (*found[-1][0], number), seen
+def _causal_segments(queries: Chunks, keys: Chunks) -> list[tuple[Chunks, Chunks]]:
+    """Query chunks that see the same of these keys, with those keys."""
+    segments: list[tuple[Chunks, Chunks]] = []
+    for query in queries:
+        visible = tuple(key for key in keys if key <= query)
+        if segments and segments[-1][1] == visible:
+            segments[-1] = (*segments[-1][0], query), visible
         else:
-            found.append(((number,), seen))
-    return found
+            segments.append(((query,), visible))
+    return segments
 
 
 def chunks_in_order(ranks: Iterable[int], cp_size: int) -> Chunks:
     """Chunks of every document that these ranks hold together, ascending."""
-    return tuple(sorted(number for rank in ranks for number in chunks_of(rank, cp_size)))
+    return tuple(sorted(chunk for rank in ranks for chunk in chunks_of(rank, cp_size)))
 
 
 def chunks_by_rank(ranks: Sequence[int], cp_size: int) -> tuple[Chunks, ...]:
-    """The same, rank by rank."""
+    """Chunks of every document that these ranks hold, rank by rank."""
     return tuple(chunks_of(rank, cp_size) for rank in ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class NeededBy:
-    """Queries and keys that some rows are sent for, in programs of documents, which slices run too.
+    """The chunks of queries and keys (`chunks_held`) that rows are sent for, in programs of
+    documents and slices, where only a sample knows which query sees which key.
 
-    They are the same for all samples. If none of these queries sees any of these keys, nobody reads
-    the rows, or they are gradients of zero. So a run whose ranks all know that leaves them out, and
-    the receiver has zeros.
-
-    Attributes:
-        queries: their chunks, as of `chunks_held`.
-        keys: their chunks.
+    If none of these queries sees any of these keys, nobody reads the rows, or they are gradients of
+    zero. All ranks know the sample, so a run leaves such rows out, and the receiver has zeros.
     """
 
     queries: Chunks
@@ -105,7 +99,7 @@ class NeededBy:
 
     @classmethod
     def of_ranks(cls, spec: Spec, queries: Iterable[int], keys: Iterable[int]) -> "NeededBy | None":
-        """Those of some ranks; None if the program knows which keys are seen."""
+        """The chunks of these ranks' queries and keys; None if the program knows the mask."""
         if not spec.mask.documents:
             return None
         size = spec.topology.cp_size
@@ -116,23 +110,17 @@ class NeededBy:
         return cls(*sides)
 
     @classmethod
-    def of_circulating(
-        cls, spec: Spec, owners: Iterable[int], ranks: Iterable[int]
-    ) -> "NeededBy | None":
-        """Of what circulates and belongs to some ranks, and of the ranks that it visits."""
+    def of_circulating(cls, spec: Spec, owner: int, ranks: Iterable[int]) -> "NeededBy | None":
+        """The owner's circulating shard, at these ranks."""
+        owners = (owner,)
         return cls.of_ranks(spec, *((ranks, owners) if spec.kv_circulates else (owners, ranks)))
 
     @classmethod
-    def of_nodes(cls, spec: Spec, away: int, distances: Iterable[int]) -> "NeededBy | None":
-        """Of what comes from a rank of another node, and of the nodes that it visits.
-
-        Args:
-            spec: of the program.
-            away: how many nodes away that node is.
-            distances: how many nodes away from it are those that it visits.
-        """
+    def of_nodes(cls, spec: Spec, offset: int, hops: Iterable[int]) -> "NeededBy | None":
+        """The circulating piece that comes from `offset` nodes away, at the nodes that it reaches
+        after so many hops."""
         topology = spec.topology
         row, column = topology.coord(spec.cp_rank)
-        nodes = (topology.grid[(row - away + n) % topology.inter_size] for n in distances)
-        owner = topology.rank_at(row - away, column)
-        return cls.of_circulating(spec, (owner,), (rank for node in nodes for rank in node))
+        nodes = (topology.grid[(row - offset + n) % topology.inter_size] for n in hops)
+        owner = topology.rank_at(row - offset, column)
+        return cls.of_circulating(spec, owner, (rank for node in nodes for rank in node))

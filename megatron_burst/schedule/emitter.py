@@ -1,10 +1,13 @@
-"""What all modes share: buffers of the call, naming of new ones, common parts of programs."""
+"""What all modes share: buffers of the call, transfers, and results of several tiles.
+
+out of a row = merge of (out, lse) over the row's tiles; dq of a row = sum of dq over these tiles.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_burst.schedule.chunks import NeededBy
-from megatron_burst.schedule.mask import Span, Tile, covers_its_rows, split_at_edges
+from megatron_burst.schedule.mask import Span, Tile, has_sole_rows, split_at_edges
 from megatron_burst.schedule.order import assign_buffers
 from megatron_burst.schedule.program import (
     Add,
@@ -78,41 +81,38 @@ class Emitter:
         widths = widths_of(shape)
         used = {ref.buffer for op in self.ops for ref in (*op.reads, *op.writes)}
         buffers = {name: buffer for name, buffer in self.buffers.items() if name in used}
-        made = Program(
+        program = Program(
             spec.topology, spec.cp_rank, spec.direction, shape.batch, widths, buffers,
             tuple(self.ops),
         )  # fmt: skip
-        return assign_buffers(made)
+        return assign_buffers(program)
 
-    def slot_count(self, cargo: Cargo, exchanges: int, rows: int, fields: Sequence[Field]) -> int:
-        """How many slots are cycled through."""
+    def slot_count(self, cargo: Cargo, rounds: int, rows: int, fields: Sequence[Field]) -> int:
+        """How many slots of so many rows the rounds cycle through."""
         if not self.spec.pulled:
-            return sent_count(exchanges)
+            return sent_count(rounds)
         shape, widths = self.spec.shape, widths_of(self.spec.shape)
         width = sum(field.elements * widths[field.dtype] for field in fields)
-        # for the largest power of two of tokens, so that lengths up to the next one have equal
-        # programs
+        # for the largest power of two of tokens: lengths up to the next power have equal programs
         tokens = power_below(shape.tokens) * self.spec.unit_rows
         num_bytes = rows * tokens / shape.tokens * shape.batch * width
-        return pulled_count(cargo, exchanges, num_bytes, tokens)
+        return pulled_count(cargo, rounds, num_bytes, tokens)
 
     def exchange(
         self, cargo: Cargo, slot: Ref, sends: Sequence[Send], recvs: Sequence[Recv]
     ) -> None:
         """A transfer between the ranks of a node, whose pulls begin at different ranks."""
-        others, pulled = self.spec.topology.others(self.spec.cp_rank), bool(self.spec.pulled)
-        if others and (sends or recvs or pulled):
-            recvs = sorted(recvs, key=lambda recv: others.index(recv.peer))
+        peers, pulled = self.spec.topology.row_peers(self.spec.cp_rank), bool(self.spec.pulled)
+        if peers and (sends or recvs or pulled):
+            recvs = sorted(recvs, key=lambda recv: peers.index(recv.peer))
             self.emit(Transfer(Link.INTRA, cargo, tuple(sends), tuple(recvs), slot, pulled))
 
     def hop(
         self, link: Link, cargo: Cargo, source: Ref, target: Ref,
         needed_by: Sequence[NeededBy | None], by: int = 1,
     ) -> None:  # fmt: skip
-        """Send to the rank that is `by` places on in the row, or column; the one as far behind
-        sends its buffer of the same name. Buffers without rows are not sent.
-
-        `needed_by`: for which queries and keys, here and there.
+        """Send to the rank `by` places on in the row, or column; the rank as far behind sends its
+        buffer of the same name. Buffers without rows are not sent. `needed_by`: of source, target.
         """
         down, right = (by, 0) if link is Link.INTER else (0, by)
         topology = self.spec.topology
@@ -124,12 +124,12 @@ class Emitter:
         if sends or recvs:
             self.emit(Transfer(link, cargo, sends, recvs))
 
-    def part(self, name: str, rows: int, fields: Sequence[Field]) -> Ref:
+    def temp(self, name: str, rows: int, fields: Sequence[Field]) -> Ref:
         """Declare an output of a kernel."""
         return self.buffer(name, Space.TEMP, rows, fields)
 
-    def queries(self, heads: Span) -> Span:
-        """The query heads of some KV heads."""
+    def q_heads(self, heads: Span) -> Span:
+        """The query heads of these KV heads."""
         return Span(heads.start * self.spec.q_heads_per_kv, heads.stop * self.spec.q_heads_per_kv)
 
     def delta(self) -> Ref:
@@ -141,34 +141,30 @@ class Emitter:
         return delta
 
     def side_for_kernel(self, *sides: Ref) -> tuple[Ref, ...]:
-        """A query side with delta, as the kernel needs it: if necessary with a stand-in output that
-        has the same delta."""
+        """A query side with delta, as the kernel needs it: if necessary with a surrogate output
+        that has the same delta."""
         if self.spec.kernel.takes_delta:
             return sides
         name, rows = f"stand-in for {sides[0].buffer}", self.buffers[sides[0].buffer].rows
         fields = (f for side in sides for f in self.buffers[side.buffer].fields)
         heads = next(field.heads for field in fields if field.name == "dout")
-        made = self.part(name, rows, (Field("out", heads, self.spec.shape.dim_v),))
-        self.emit(SurrogateOut(sides, made))
-        return made, *sides
+        out = self.temp(name, rows, (Field("out", heads, self.spec.shape.dim_v),))
+        self.emit(SurrogateOut(sides, out))
+        return out, *sides
 
 
 class Sinks:
-    """Attention sinks, which join in one tile for each row.
-
-    Args:
-        tiles: all tiles of some rows.
-        heads: the query heads of the tiles, as the call counts them.
-    """
+    """Attention sinks, which join in one tile for each row; `heads`: the query heads of the tiles,
+    as the call counts them."""
 
     def __init__(self, tiles: Iterable[Tile], heads: Iterable[int]) -> None:
         self._heads, self._rows = tuple(heads), list[Span]()
         for rows in sorted((tile.q for tile in tiles), key=len, reverse=True):
-            if not any(rows.intersection(other) for other in self._rows):
+            if not any(rows.intersection(span) for span in self._rows):
                 self._rows.append(rows)
 
     def join(self, tile: Tile) -> tuple[int, ...]:
-        """The heads whose sinks join in a tile; none if they have already."""
+        """The heads whose sinks join in a tile; none if another tile of its rows has them."""
         if tile.q not in self._rows:
             return ()
         self._rows.remove(tile.q)
@@ -176,91 +172,69 @@ class Sinks:
 
 
 class Outputs:
-    """Results of a round's tiles: written in place, or merged at the end of the round.
-
-    Args:
-        emitter: of the program.
-        name: of the round.
-        tiles: of the round.
-        sinks: of its rows and heads.
-        q: queries.
-        out: where results go, in one or two buffers.
-    """
+    """Results of a round's tiles: written in place, or merged at the end of the round."""
 
     def __init__(
-        self, emitter: Emitter, name: str, tiles: Sequence[Tile], sinks: Sinks, q: Ref,
-        *out: Ref,
-    ) -> None:  # fmt: skip
-        self._emitter, self._name, self._tiles = emitter, name, tiles
-        self._sinks = sinks
+        self, emitter: Emitter, name: str, tiles: Sequence[Tile], sinks: Sinks, q: Ref, out: Ref
+    ) -> None:
+        self._emitter, self._name, self._tiles, self._sinks = emitter, name, tiles, sinks
         self._q, self._out = q, out
         self._parts: list[tuple[Span, Ref]] = []
-        buffer = emitter.buffers[q.buffer]
-        self._rows = buffer.rows
-        heads = len(q.heads) if q.heads else next(f.heads for f in buffer.fields if f.name == "q")
-        self._fields = out_fields(heads, emitter.spec.shape, Dtype.INPUT)
+        assert q.heads
+        self._fields = out_fields(len(q.heads), emitter.spec.shape, Dtype.INPUT)
 
     def compute(self, tile: Tile, kv: Ref) -> None:
-        """Compute a tile over some keys and values."""
-        if covers_its_rows(tile, self._tiles):
-            into = self._at(tile.q)
-        else:
-            name = f"{self._name} part {len(self._parts)}"
-            into = (self._emitter.part(name, len(tile.q), self._fields),)
-            self._parts.append((tile.q, *into))
+        """Compute a tile over these keys and values."""
+        emitter, out = self._emitter, self._out.at(tile.q)
+        if not has_sole_rows(tile, self._tiles):
+            out = emitter.temp(f"{self._name} part {len(self._parts)}", len(tile.q), self._fields)
+            self._parts.append((tile.q, out))
         q, keys, sinks = self._q.at(tile.q), kv.at(tile.kv), self._sinks.join(tile)
-        self._emitter.emit(Attend(q, keys, tile.mask, into, tile.positions, sinks))
-
-    def _at(self, rows: Span) -> tuple[Ref, ...]:
-        return tuple(out.at(rows) for out in self._out)
+        emitter.emit(Attend(q, keys, tile.mask, (out,), tile.positions, sinks))
 
     def merge(self) -> None:
         """Merge the results of rows with several tiles."""
-        spans = split_at_edges((tile.q for tile in self._tiles), self._rows)
+        spans = split_at_edges((tile.q for tile in self._tiles), self._emitter.spec.shape.tokens)
         for span, parts in sums_of(self._parts, spans):
             if parts:
-                self._emitter.emit(Merge(parts, self._at(span)))
+                self._emitter.emit(Merge(parts, (self._out.at(span),)))
 
 
-Sum = tuple[Span, tuple[Ref, ...]]  # rows, and the parts to add there
+Sum = tuple[Span, tuple[Ref, ...]]  # rows, and the partial results to add there
 
 
 class Gradients:
     """Gradients of a step's tiles; dq of rows with only one tile is written in place.
 
     Args:
-        emitter: of the program.
-        name: of the step.
-        tiles: of the step.
         sides: the query side, in one or two buffers.
         dq: where dq goes if nothing else is added to it; None if something is.
-        heads: query heads, and KV heads, of the tiles.
-        rows: of the query side.
+        heads_kv: number of KV heads of the tiles.
     """
 
     def __init__(
         self, emitter: Emitter, name: str, tiles: Sequence[Tile], sides: tuple[Ref, ...],
-        dq: Ref | None, heads: tuple[int, int], rows: int,
+        dq: Ref | None, heads_kv: int,
     ) -> None:  # fmt: skip
         self._emitter, self._name, self._tiles, self._sides = emitter, name, tiles, sides
-        self._dq, self._rows, self._count = dq, rows, 0
+        self._dq, self._count = dq, 0
         self._parts: list[tuple[Span, Ref]] = []
         self._written: list[Span] = []
-        shape, dtype = emitter.spec.shape, emitter.spec.grad_dtype
-        self._dq_fields = dq_fields(heads[0], shape, dtype)
-        self._dkv_fields = dkv_fields(heads[1], shape, dtype)
+        spec, dtype = emitter.spec, emitter.spec.grad_dtype
+        self._dq_fields = dq_fields(heads_kv * spec.q_heads_per_kv, spec.shape, dtype)
+        self._dkv_fields = dkv_fields(heads_kv, spec.shape, dtype)
 
     def compute(self, tile: Tile, kv: Ref, into: Ref | None = None) -> Ref:
-        """Compute a tile; returns dk and dv, in a new part unless written `into` a buffer."""
+        """Compute a tile; returns dk and dv, in a new buffer unless written `into` a buffer."""
         emitter, name = self._emitter, f"{self._name} {self._count}"
         self._count += 1
-        if self._dq is not None and covers_its_rows(tile, self._tiles):
+        if self._dq is not None and has_sole_rows(tile, self._tiles):
             dq = self._dq.at(tile.q)
             self._written.append(tile.q)
         else:
-            dq = emitter.part(f"dq {name}", len(tile.q), self._dq_fields)
+            dq = emitter.temp(f"dq {name}", len(tile.q), self._dq_fields)
             self._parts.append((tile.q, dq))
-        dkv = into or emitter.part(f"dkv {name}", len(tile.kv), self._dkv_fields)
+        dkv = into or emitter.temp(f"dkv {name}", len(tile.kv), self._dkv_fields)
         sides = tuple(side.at(tile.q) for side in self._sides)
         keys = kv.at(tile.kv)
         emitter.emit(AttendBackward(sides, keys, tile.mask, dq, dkv, tile.positions))
@@ -268,28 +242,24 @@ class Gradients:
 
     def sums(self) -> list[Sum]:
         """The sums still to do, for all query rows that are not complete."""
-        spans = split_at_edges((tile.q for tile in self._tiles), self._rows)
-        left = [span for span in spans if not any(done.contains(span) for done in self._written)]
-        return sums_of(self._parts, left)
+        spans = split_at_edges((tile.q for tile in self._tiles), self._emitter.spec.shape.tokens)
+        open_spans = [s for s in spans if not any(done.contains(s) for done in self._written)]
+        return sums_of(self._parts, open_spans)
 
 
 def sums_of(parts: Sequence[tuple[Span, Ref]], spans: Iterable[Span]) -> list[Sum]:
     """For each span, the parts to sum there; each part contains the span or does not overlap it."""
-    return [
-        (
-            span,
-            tuple(
-                part.at(span.shifted(-rows.start)) for rows, part in parts if rows.contains(span)
-            ),
-        )
-        for span in spans
-    ]
+    sums = []
+    for span in spans:
+        containing = ((rows, part) for rows, part in parts if rows.contains(span))
+        sums.append((span, tuple(p.at(span.shifted(-rows.start)) for rows, p in containing)))
+    return sums
 
 
 def add_up(
     emitter: Emitter, total: Ref, sums: Sequence[Sum], fresh: bool, stream: Stream = Stream.COMPUTE
 ) -> None:
-    """total += sum of parts; total = sum of parts if it is fresh."""
+    """total += sum of parts; total = sum of parts if the total is fresh."""
     for span, parts in sums:
         rows = total.at(span)
         if parts or fresh:

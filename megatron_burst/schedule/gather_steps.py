@@ -1,4 +1,9 @@
-"""The steps of a gather: what a rank computes, reads from others, and returns in each."""
+"""The steps of a gather: what a rank computes, reads from its peers, and sends to them, in each.
+
+Keys are in sequence order, so what a chunk's queries see is one range of key rows:
+
+    | before | own | after |      under a causal mask all of `before`, and of `own` the diagonal
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +18,7 @@ from megatron_burst.schedule.node_shards import (
     ShardChunk,
     adjacent_runs,
     node_shards,
-    sides,
+    queries_and_keys,
     tiles_between,
     tiles_over,
     union,
@@ -28,7 +33,7 @@ class StepTiles:
     Attributes:
         gathered: over the gathered keys.
         before: over the rank's own shard, computed while the keys are in transit, or while the last
-            gradients of other nodes' keys are, inside the node.
+            gradients of other nodes' keys are in transit inside the node.
         after: over the rank's own shard, computed while gradients are in transit.
     """
 
@@ -43,124 +48,117 @@ class StepTiles:
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """Makes the tiles of all ranks of a node, whose own shards are `here`."""
+    """Makes the tiles of all ranks of a node."""
 
     spec: Spec
-    cp_rank: NodeShards
+    own: NodeShards  # the node's shards
 
     @property
     def mask(self) -> Mask:
         return self.spec.mask
 
-    def tiles(self, rank: int, visit: NodeShards, first: bool, last: bool) -> StepTiles:
-        """The tiles of a rank in a step with some shards, maybe the first or last of the pass."""
-        queries, keys = sides(self.cp_rank, visit, self.spec.circulate)
-        own = [(piece, before) for piece, before in queries if piece.cp_rank == rank]
-        if visit is self.cp_rank:
-            return self._own_tiles([piece for piece, _ in own], first, last)
-        rows = [(piece.rows, piece, before) for piece, before in own]
-        return StepTiles(tiles_between(rows, keys, self.mask))
+    def tiles(self, rank: int, shards: NodeShards, first: bool, last: bool) -> StepTiles:
+        """A rank's tiles with a node's shards, in a step that may be the pass's first or last."""
+        queries, keys = queries_and_keys(self.own, shards, self.spec.circulate)
+        rank_queries = [query for query in queries if query[0].cp_rank == rank]
+        if shards is self.own:
+            return self._own_tiles([chunk for chunk, _ in rank_queries], first, last)
+        return StepTiles(tiles_between(rank_queries, keys, self.mask))
 
     def _own_tiles(self, queries: Sequence[ShardChunk], first: bool, last: bool) -> StepTiles:
         """The tiles of a rank with its own node's keys."""
-        keys = self.cp_rank.chunks
+        keys = self.own.chunks
         if self.mask.full or (self.mask.causal and len(keys) == len(queries)):
-            every = Span(0, queries[-1].rows.stop), Span(0, keys[-1].node_rows.stop)
-            places = (_positions(queries), _positions(keys)) if self.mask.documents else None
-            return StepTiles((Tile(*every, self.mask, places),))
-        if self.mask.windowed and self.mask.documents:  # a document ends anywhere in a piece
-            return StepTiles(self._over(queries, lambda piece: keys))
-        diagonal = tuple(self._diagonal(piece) for piece in queries)
+            q, kv = Span(0, queries[-1].rows.stop), Span(0, keys[-1].node_rows.stop)
+            runs = (_positions(queries), _positions(keys)) if self.mask.documents else None
+            return StepTiles((Tile(q, kv, self.mask, runs),))
+        if self.mask.windowed and self.mask.documents:  # a document may end inside a chunk
+            return StepTiles(self._over(queries, lambda chunk: keys))
+        diagonal = tuple(self._diagonal(chunk) for chunk in queries)
         before = diagonal if first else ()
         after = diagonal if last and self.spec.backward else ()
         if after and (before or self.spec.topology.inter_size > 1):
-            # half of the tiles hide each direction; with other nodes, their remaining sums are sent
-            # first
+            # half of the tiles hide each direction; on several nodes, gradients of the keys of
+            # other nodes are sent first
             half = (len(diagonal) + 1) // 2
             before, after = diagonal[:half], diagonal[half:]
         if before or after:
-            return StepTiles(self._others(queries), before, after)
+            return StepTiles(self._off_diagonal(queries), before, after)
         if self.spec.kernel.rectangular_causal or self.mask.windowed:
-            return StepTiles(self._over(queries, lambda piece: keys))
-        diagonal = tuple(
-            replace(tile, kv=p.node_rows) for tile, p in zip(diagonal, queries, strict=True)
-        )
-        return StepTiles((*diagonal, *self._others(queries)))
+            return StepTiles(self._over(queries, lambda chunk: keys))
+        over = zip(diagonal, queries, strict=True)
+        gathered = (replace(tile, kv=chunk.node_rows) for tile, chunk in over)
+        return StepTiles((*gathered, *self._off_diagonal(queries)))
 
-    def _diagonal(self, piece: ShardChunk) -> Tile:
-        """A piece's queries over its own keys, in the shard."""
-        places = range(piece.position, piece.position + len(piece.rows))
-        tile = tile_between(places, places, self.mask)
+    def _diagonal(self, chunk: ShardChunk) -> Tile:
+        """A chunk's queries over its own keys, in the shard."""
+        run = range(chunk.position, chunk.position + len(chunk.rows))
+        tile = tile_between(run, run, self.mask)
         assert tile
-        return replace(tile, q=piece.rows, kv=piece.rows)
+        return replace(tile, q=chunk.rows, kv=chunk.rows)
 
-    def _others(self, queries: Sequence[ShardChunk]) -> tuple[Tile, ...]:
-        """Tiles over the gathered keys before and after each piece."""
-        every = self.cp_rank.chunks
+    def _off_diagonal(self, queries: Sequence[ShardChunk]) -> tuple[Tile, ...]:
+        """Tiles over the gathered keys before and after each chunk."""
+        keys = self.own.chunks
         before = self._over(
-            queries, lambda p: [k for k in every if k.node_rows.stop <= p.node_rows.start]
+            queries, lambda q: [k for k in keys if k.node_rows.stop <= q.node_rows.start]
         )
         if self.mask.right == 0:
             return before
-        behind = self._over(
-            queries, lambda p: [k for k in every if k.node_rows.start >= p.node_rows.stop]
+        after = self._over(
+            queries, lambda q: [k for k in keys if k.node_rows.start >= q.node_rows.stop]
         )
-        return (*before, *behind)
+        return (*before, *after)
 
     def _over(
         self, queries: Sequence[ShardChunk], keys_of: Callable[[ShardChunk], Sequence[ShardChunk]]
     ) -> tuple[Tile, ...]:
-        """Tiles of queries over some of the gathered keys."""
+        """Tiles of queries over the gathered keys that `keys_of` selects for each chunk."""
         if self.mask.positional:
             return merge_full_tiles(
-                t for p in queries for t in tiles_over(p.rows, p, keys_of(p), self.mask)
+                tile for chunk in queries for tile in tiles_over(chunk, keys_of(chunk), self.mask)
             )
-        prefixes = ((p, [key for key in keys_of(p) if key.node_rows.start <= p.node_rows.start])
-                    for p in queries)  # fmt: skip
-        return tuple(
-            Tile(p.rows, Span(0, keys[-1].node_rows.stop),
-                 Mask.CAUSAL if keys[-1] == p else Mask.FULL)
-            for p, keys in prefixes if keys
-        )  # fmt: skip
+        tiles = []
+        for chunk in queries:
+            keys = [k for k in keys_of(chunk) if k.node_rows.start <= chunk.node_rows.start]
+            if keys:
+                mask = Mask.CAUSAL if keys[-1] == chunk else Mask.FULL
+                tiles.append(Tile(chunk.rows, Span(0, keys[-1].node_rows.stop), mask))
+        return tuple(tiles)
 
 
-def _positions(pieces: Sequence[ShardChunk]) -> Positions:
-    return tuple(at for at, _ in adjacent_runs(pieces))
+def _positions(chunks: Sequence[ShardChunk]) -> Positions:
+    return tuple(run for run, _ in adjacent_runs(chunks))
 
 
 @dataclass(frozen=True, slots=True)
 class GradSend:
-    """Key gradients that a rank computes for another rank's piece.
+    """Key gradients that a rank computes for another rank's chunk."""
 
-    Attributes:
-        rows: of the concatenated gradients of the step's tiles.
-        piece: whose gradients they are.
-    """
-
-    rows: Span
-    piece: ShardChunk
+    rows: Span  # of the gradients of all tiles of a step, one tile after the other
+    chunk: ShardChunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatherStep:
-    """What a rank does in a step, and what it trades with the others of its node.
+    """What a rank does in a step, and what its node's ranks send each other.
 
     Attributes:
-        keys: the pieces of the gathered keys, as these lie.
-        tiles: of the rank.
-        needed: pieces that it reads; and, by rank, its own pieces that others read.
-        leaves: the gradients of other ranks' keys that it computes; and, by rank, the gradients of
-            its own keys that others compute.
-        share_rows: key rows of the tiles over gathered keys, at most on any rank.
-        met: for documents of which each rank has two chunks: how these meet, in one tile. Then
-            keys and leaves are whole shards, rank by rank.
+        keys: the chunks of the gathered keys, in memory order.
+        reads: the chunks that this rank reads; and, by peer, this rank's chunks that the peer
+            reads.
+        grad_sends: the gradients of peers' keys that this rank computes; and, by peer, those of
+            this rank's keys that the peer computes.
+        grad_rows: key rows of the tiles over gathered keys, at most on any rank.
+        chunk_pairs: the one tile, if each rank has two chunks of every document. Then keys and
+            gradients are sent as whole shards, rank by rank.
     """
 
     keys: tuple[ShardChunk, ...]
     tiles: StepTiles
-    needed: Mapping[int, tuple[ShardChunk, ...]]
-    leaves: Mapping[int, tuple[GradSend, ...]]
-    share_rows: int
+    reads: Mapping[int, tuple[ShardChunk, ...]]
+    grad_sends: Mapping[int, tuple[GradSend, ...]]
+    grad_rows: int
     chunk_pairs: ChunkPairs | None = None
 
 
@@ -171,163 +169,154 @@ class GatherSteps:
     Attributes:
         steps: in execution order; equal steps share one object.
         gathers: by step, the index of the gather whose keys it uses.
-        reads: by gather, the pieces that the rank needs from others; and, by rank of the node, its
-            own pieces that others need.
-        num_rows: total rows of a node's shards.
-        share_rows: total key rows of a step's tiles, at most on any rank of the node.
+        reads: by gather, what `GatherStep.reads` has for its steps together.
+        num_rows: rows of a node's shards together.
+        grad_rows: key rows of a step's tiles, at most on any rank of the node.
     """
 
     steps: tuple[GatherStep, ...]
     gathers: tuple[int, ...]
     reads: tuple[Mapping[int, tuple[ShardChunk, ...]], ...]
     num_rows: int
-    share_rows: int
+    grad_rows: int
 
 
 def gather_steps(spec: Spec, order: Sequence[NodeStep]) -> GatherSteps:
     """The steps of one rank that gathers keys from all ranks of its node.
 
-    Args:
-        spec: of the program.
-        order: round and distance of each step.
-
     Raises:
         BurstError: if the layout is striped, whose keys interleave, or cannot hold that many rows.
     """
     ranks = spec.topology.grid[spec.topology.coord(spec.cp_rank)[0]]
-    found = (_steps_by_rank if spec.layout is Layout.DOCUMENTS else _steps)(spec, ranks, order)
+    make_steps = _steps_by_rank if spec.layout is Layout.DOCUMENTS else _steps_in_sequence
+    steps = make_steps(spec, ranks, order)
     # a step has its own gather, or its round's if queries circulate
     begins = (spec.circulate is Circulate.KV or step.first for step in order)
     gathers = tuple(count - 1 for count in accumulate(begins))
     return GatherSteps(
-        found, gathers, _reads(ranks, gathers, found),
-        num_rows=found[0].keys[-1].node_rows.stop,
-        share_rows=max(step.share_rows for step in found),
+        steps, gathers, _reads(ranks, gathers, steps),
+        num_rows=steps[0].keys[-1].node_rows.stop,
+        grad_rows=max(step.grad_rows for step in steps),
     )  # fmt: skip
 
 
-def _steps(spec: Spec, ranks: Sequence[int], order: Sequence[NodeStep]) -> tuple[GatherStep, ...]:
-    """With keys in sequence order."""
+def _steps_in_sequence(
+    spec: Spec, ranks: Sequence[int], order: Sequence[NodeStep]
+) -> tuple[GatherStep, ...]:
+    """The steps with keys in sequence order."""
     topology, (row, _) = spec.topology, spec.topology.coord(spec.cp_rank)
-    terms = topology, row, spec.layout
-    visits = node_shards(*terms, spec.shape.tokens, spec.mask.positional)
-    tiling = _Tiling(spec, visits[0])
-    kinds = [(visits[step.node_offset], index == 0, index == len(order) - 1)
+    shards = node_shards(topology, row, spec.layout, spec.shape.tokens, spec.mask.positional)
+    tiling = _Tiling(spec, shards[0])
+    kinds = [(shards[step.node_offset], index == 0, index == len(order) - 1)
              for index, step in enumerate(order)]  # fmt: skip
-    alike = {kind: _step(tiling, ranks, *kind) for kind in dict.fromkeys(kinds)}
-    return tuple(alike[kind] for kind in kinds)
+    cached = {kind: _step(tiling, ranks, *kind) for kind in dict.fromkeys(kinds)}
+    return tuple(cached[kind] for kind in kinds)
 
 
 def _steps_by_rank(
     spec: Spec, ranks: Sequence[int], order: Sequence[NodeStep]
 ) -> tuple[GatherStep, ...]:
-    """With two chunks of every document on each rank."""
-    topology, mine, rows = spec.topology, spec.cp_rank, spec.shape.tokens
-    (row, column), size = topology.coord(mine), topology.cp_size
-    shards = zip(ranks, consecutive_spans(rows for _ in ranks), strict=True)
-    keys = tuple(ShardChunk(rank, Span(0, rows), whole) for rank, whole in shards)
-    needed = {mine: (*keys[column + 1 :], *keys[:column])}
-    needed |= dict.fromkeys(topology.others(mine), (keys[column],))
-    leaves = {rank: tuple(GradSend(p.node_rows, p) for p in some) for rank, some in needed.items()}
-    alike = []
-    for away in range(topology.inter_size):
-        there = topology.grid[(row - away) % topology.inter_size]
-        keys_come = spec.circulate is Circulate.KV
-        queries, owners = (mine, there) if keys_come else (there[column], ranks)
-        met = chunk_pairs(
-            chunks_of(queries, size), chunks_by_rank(owners, size), spec.mask, rows // 2
-        )
-        tiles = StepTiles((met.tile,))
-        alike.append(GatherStep(keys, tiles, needed, leaves, len(ranks) * rows, met))
-    return tuple(alike[turn.node_offset] for turn in order)
+    """The steps with two chunks of every document on each rank."""
+    topology, this_rank, rows = spec.topology, spec.cp_rank, spec.shape.tokens
+    (row, column), size = topology.coord(this_rank), topology.cp_size
+    spans = consecutive_spans(rows for _ in ranks)
+    keys = tuple(ShardChunk(r, Span(0, rows), span) for r, span in zip(ranks, spans, strict=True))
+    reads = {this_rank: (*keys[column + 1 :], *keys[:column])}
+    reads |= dict.fromkeys(topology.row_peers(this_rank), (keys[column],))
+    sends = {r: tuple(GradSend(c.node_rows, c) for c in chunks) for r, chunks in reads.items()}
+    steps = []
+    for offset in range(topology.inter_size):
+        remote = topology.grid[(row - offset) % topology.inter_size]
+        kv_circulates = spec.circulate is Circulate.KV
+        q_owner, kv_owners = (this_rank, remote) if kv_circulates else (remote[column], ranks)
+        src_blocks = chunks_by_rank(kv_owners, size)
+        pairs = chunk_pairs(chunks_of(q_owner, size), src_blocks, spec.mask, rows // 2)
+        tiles = StepTiles((pairs.tile,))
+        steps.append(GatherStep(keys, tiles, reads, sends, len(ranks) * rows, pairs))
+    return tuple(steps[step.node_offset] for step in order)
 
 
 def _step(
-    tiling: _Tiling, ranks: Sequence[int], visit: NodeShards, first: bool, last: bool
+    tiling: _Tiling, ranks: Sequence[int], shards: NodeShards, first: bool, last: bool
 ) -> GatherStep:
     """What the rank does with the shards of a node."""
-    spec, mine = tiling.spec, tiling.spec.cp_rank
-    _, keys = sides(tiling.cp_rank, visit, spec.circulate)
-    tiles = {rank: tiling.tiles(rank, visit, first, last) for rank in ranks}
-    held = tuple(piece for piece in keys if piece.cp_rank == mine)
-    met = {rank: keys if rank == mine else held for rank in ranks}
-    over = {rank: of.gathered for rank, of in tiles.items()}
-    return GatherStep(
-        keys,
-        tiles[mine],
-        {rank: tuple(_needed(met[rank], rank, some)) for rank, some in over.items()},
-        {rank: _leaving(met[rank], rank, some) for rank, some in over.items()},
-        max(sum(len(tile.kv) for tile in some) for some in over.values()),
-    )
+    spec, this_rank = tiling.spec, tiling.spec.cp_rank
+    _, keys = queries_and_keys(tiling.own, shards, spec.circulate)
+    own_keys = [chunk for chunk in keys if chunk.cp_rank == this_rank]
+    reads, sends, grad_rows = {}, {}, 0
+    for rank in ranks:
+        tiles = tiling.tiles(rank, shards, first, last)
+        if rank == this_rank:
+            step_tiles = tiles
+        peer_keys = [c for c in keys if c.cp_rank != rank] if rank == this_rank else own_keys
+        reads[rank] = tuple(_rows_read(peer_keys, tiles.gathered))
+        sends[rank] = _grad_sends(peer_keys, tiles.gathered)
+        grad_rows = max(grad_rows, sum(len(tile.kv) for tile in tiles.gathered))
+    return GatherStep(keys, step_tiles, reads, sends, grad_rows)
 
 
-def _needed(
-    keys: Sequence[ShardChunk], cp_rank: int, tiles: Sequence[Tile]
-) -> Iterator[ShardChunk]:
-    """Other ranks' rows that a rank's tiles read, cut to what is read."""
-    for piece in keys:
-        if piece.cp_rank == cp_rank:
-            continue
-        parts = [part for tile in tiles if (part := piece.within(tile.kv))]
+def _rows_read(keys: Iterable[ShardChunk], tiles: Sequence[Tile]) -> Iterator[ShardChunk]:
+    """The key chunks that tiles read, cut to the rows that they read."""
+    for chunk in keys:
+        parts = [part for tile in tiles if (part := chunk.within(tile.kv))]
         for start, stop in union((part.node_rows.start, part.node_rows.stop) for part in parts):
-            part = piece.within(Span(start, stop))
+            part = chunk.within(Span(start, stop))
             assert part
             yield part
 
 
-def _leaving(
-    keys: Sequence[ShardChunk], cp_rank: int, tiles: Sequence[Tile]
-) -> tuple[GradSend, ...]:
-    """Which rows of a rank's shares belong to which rows of other ranks."""
+def _grad_sends(keys: Sequence[ShardChunk], tiles: Sequence[Tile]) -> tuple[GradSend, ...]:
+    """Which rows of the tiles' gradients belong to which key chunks."""
     starts = (span.start for span in consecutive_spans(len(tile.kv) for tile in tiles))
     return tuple(
         GradSend(part.node_rows.shifted(start - tile.kv.start), part)
         for tile, start in zip(tiles, starts, strict=True)
-        for piece in keys
-        if piece.cp_rank != cp_rank and (part := piece.within(tile.kv))
+        for chunk in keys
+        if (part := chunk.within(tile.kv))
     )
 
 
 def _reads(
     ranks: Sequence[int], gathers: Sequence[int], steps: Sequence[GatherStep]
 ) -> tuple[Mapping[int, tuple[ShardChunk, ...]], ...]:
-    """The pieces needed, by gather and rank, for all steps that use the gather."""
-    runs_of = groupby(zip(gathers, steps, strict=True), lambda pair: pair[0])
-    users = [frozenset(step for _, step in run) for _, run in runs_of]
-    alike = {some: {rank: _all_needed(some, rank) for rank in ranks} for some in {*users}}
-    return tuple(alike[some] for some in users)
+    """What each gather must send, by rank, for all steps that use it."""
+    runs = groupby(zip(gathers, steps, strict=True), lambda pair: pair[0])
+    users = [frozenset(step for _, step in run) for _, run in runs]
+    cached = {key: {rank: _all_reads(key, rank) for rank in ranks} for key in {*users}}
+    return tuple(cached[key] for key in users)
 
 
-def _all_needed(steps: Iterable[GatherStep], rank: int) -> tuple[ShardChunk, ...]:
-    """What a rank reads in some steps, in order, overlaps removed."""
-    found: list[ShardChunk] = []
-    pieces = {piece for step in steps for piece in step.needed[rank]}
-    for piece in sorted(pieces, key=lambda piece: piece.node_rows.start):
-        if found and piece.node_rows.start < found[-1].node_rows.stop:
-            more = max(0, piece.node_rows.stop - found[-1].node_rows.stop)
-            rows, whole = found[-1].rows, found[-1].node_rows
-            longer = Span(rows.start, rows.stop + more), Span(whole.start, whole.stop + more)
-            found[-1] = replace(found[-1], rows=longer[0], node_rows=longer[1])
+def _all_reads(steps: Iterable[GatherStep], rank: int) -> tuple[ShardChunk, ...]:
+    """What a rank reads in these steps, in order, overlaps removed."""
+    merged: list[ShardChunk] = []
+    chunks = {chunk for step in steps for chunk in step.reads[rank]}
+    for chunk in sorted(chunks, key=lambda chunk: chunk.node_rows.start):
+        if merged and chunk.node_rows.start < merged[-1].node_rows.stop:
+            last = merged[-1]
+            more = max(0, chunk.node_rows.stop - last.node_rows.stop)
+            rows = Span(last.rows.start, last.rows.stop + more)
+            node_rows = Span(last.node_rows.start, last.node_rows.stop + more)
+            merged[-1] = replace(last, rows=rows, node_rows=node_rows)
         else:
-            found.append(piece)
-    return tuple(found)
+            merged.append(chunk)
+    return tuple(merged)
 
 
 def needed_by(
-    spec: Spec, turns: Iterable[NodeStep], computing: int, piece: ShardChunk
+    spec: Spec, steps: Iterable[NodeStep], rank: int, chunk: ShardChunk
 ) -> NeededBy | None:
-    """What a piece, or its gradients, are sent for between its holder and a rank of the node that
-    computes in some steps."""
-    topology, travel = spec.topology, spec.kv_circulates
-    (row, column), (_, place) = map(topology.coord, (computing, piece.cp_rank))
-    away = [turn.node_offset for turn in turns]
-    queries = (topology.rank_at(row - (0 if travel else n), column) for n in away)
-    keys = (topology.rank_at(row - (n if travel else 0), place) for n in away)
-    found = NeededBy.of_ranks(spec, queries, keys)
-    if found is None or spec.layout is Layout.DOCUMENTS:
-        return found
-    chunks = len(chunks_held(spec.layout, piece.cp_rank, topology.cp_size))
-    return replace(found, keys=(piece.position * chunks // spec.shape.tokens,))
+    """The condition for sending a chunk, or its gradients, between the chunk's rank and a rank of
+    the node that computes with it in these steps."""
+    topology, kv_circulates = spec.topology, spec.kv_circulates
+    (row, column), (_, kv_column) = map(topology.coord, (rank, chunk.cp_rank))
+    rows = [row - step.node_offset for step in steps]
+    queries = (topology.rank_at(row if kv_circulates else remote, column) for remote in rows)
+    keys = (topology.rank_at(remote if kv_circulates else row, kv_column) for remote in rows)
+    needed = NeededBy.of_ranks(spec, queries, keys)
+    if needed is None or spec.layout is Layout.DOCUMENTS:
+        return needed
+    num_chunks = len(chunks_held(spec.layout, chunk.cp_rank, topology.cp_size))
+    return replace(needed, keys=(chunk.position * num_chunks // spec.shape.tokens,))
 
 
 def consecutive_spans(lengths: Iterable[int]) -> list[Span]:

@@ -1,14 +1,15 @@
 """Between nodes: pieces circulate while the ranks of each node work together on what they have.
 
 A round is a group of heads. In each of its N steps the ranks of a node work with the shards of one
-node: each rank has the piece (its shard's heads of the round) of the rank at the same place there.
-Pieces go around the column of equal places in N-1 hops. A rank sends its own piece of the next
-round right after the last hop of the current one, so the slow link is never idle.
+node: each rank has the piece (the round's heads of a shard) of the rank in the same column there.
+Pieces go around the column in N-1 hops. With N = 3, a column's link carries
 
-Gradients of a circulating piece do not follow it. Each node sums its own in the accumulation dtype,
-rounds them once and sends them straight home, where all are summed in the accumulation dtype. So
-N-1 contributions are sent, as many bytes as N-1 hops of a sum, but none is rounded again on the
-way: errors do not grow with the number of nodes.
+    | own, round 0 | hop 2 | own, round 1 | hop 2 | ...    the next round's follows at once
+
+Gradients of a circulating piece do not follow it. Each node sums its gradients in the accumulation
+dtype, rounds them once and sends them straight to the owner, which sums all in the accumulation
+dtype. So N-1 contributions are sent, as many bytes as N-1 hops of a sum, but none is rounded again
+on the way: errors do not grow with the number of nodes.
 """
 
 from collections import defaultdict
@@ -27,30 +28,30 @@ from megatron_burst.schedule.topology import Link
 
 @dataclass(frozen=True, slots=True)
 class NodeStep:
-    """One step of a round: `distance` is how many nodes away the circulating piece is from."""
+    """One step of a round."""
 
     round: int
-    node_offset: int
-    first: bool  # of its round
+    node_offset: int  # how many nodes away the owner of the circulating piece is
+    first: bool  # of the round
     last: bool
 
 
 @lru_cache(maxsize=1024)
-def steps(nodes: int, rounds: int, backward: bool, here: bool) -> tuple[NodeStep, ...]:
+def steps(nodes: int, rounds: int, backward: bool, saved: bool) -> tuple[NodeStep, ...]:
     """The steps of a pass.
 
     Each round begins with the node's own shards. In backward the last round ends with them, so that
     their tiles hide the last return transfer. A single round does not: nothing would hide its first
-    piece. If pieces are `here` already, saved by forward, every round ends with the node's own, so
-    that no two of them send gradients right after each other.
+    piece. If forward saved the pieces, every round ends with the node's own shards, so that no two
+    rounds send gradients right after each other.
     """
-    found = []
+    order = []
     for round_ in range(rounds):
-        ends_at_home = here or 0 < round_ == rounds - 1
-        turn = (*range(1, nodes), 0) if backward and ends_at_home else range(nodes)
-        places = list(enumerate(turn))
-        found += [NodeStep(round_, away, place == 0, place == nodes - 1) for place, away in places]
-    return tuple(found)
+        own_last = backward and (saved or 0 < round_ == rounds - 1)
+        offsets = (*range(1, nodes), 0) if own_last else range(nodes)
+        for index, offset in enumerate(offsets):
+            order.append(NodeStep(round_, offset, index == 0, index == nodes - 1))
+    return tuple(order)
 
 
 def heads_in_rounds(heads_kv: int, heads_per_round: int) -> tuple[Span, ...]:
@@ -63,11 +64,9 @@ class InterNodeRing:
     """The pieces of each round that circulate between nodes.
 
     Args:
-        emitter: of the program.
-        order: its steps.
-        own: the rank's own piece of a round.
+        own: where a round's own piece is.
         fields: of a round's piece.
-        halos: rows of it that circulate, by how many nodes away it is from.
+        halos: the rows that circulate, by node offset of their owner.
     """
 
     def __init__(
@@ -75,60 +74,58 @@ class InterNodeRing:
         own: Callable[[int], tuple[Ref, ...]], fields: Callable[[int], tuple[Field, ...]],
         halos: Sequence[Halo],
     ) -> None:  # fmt: skip
-        self._emitter, self._order, self._own, self._fields = emitter, order, own, fields
-        self._halos, self._nodes = halos, emitter.spec.topology.inter_size
-        self._leaving: dict[int, list[NodeStep]] = defaultdict(list)
-        at = {(step.round, step.node_offset): index for index, step in enumerate(order)}
+        self._emitter, self._own, self._fields, self._halos = emitter, own, fields, halos
+        self._nodes = emitter.spec.topology.inter_size
+        self._sends: dict[int, list[NodeStep]] = defaultdict(list)  # whose pieces, by step index
+        index_of = {(step.round, step.node_offset): index for index, step in enumerate(order)}
         for step in order:
+            send_at = index_of[step.round, step.node_offset]
+            if step.node_offset == 0:
+                # after the last hop of the previous round, so that the slow link never idles
+                send_at = index_of.get((step.round - 1, self._nodes - 1), 0)
             if step.node_offset < self._nodes - 1:
-                before = at.get((step.round - 1, self._nodes - 1), 0)
-                leaves = at[step.round, step.node_offset] if step.node_offset else before
-                self._leaving[leaves].append(step)
+                self._sends[send_at].append(step)
 
-    def piece(self, round_: int, distance: int) -> Ref:
+    def piece(self, round_: int, offset: int) -> Ref:
         """The piece of a step."""
-        name = f"piece {round_}+{distance}"
+        name = f"piece {round_}+{offset}"
         if name not in self._emitter.buffers:
-            rows = self._halos[distance].rows
+            rows = self._halos[offset].rows
             self._emitter.buffer(name, Space.RING, rows, self._fields(round_), Cargo.READ)
         return Ref(name)
 
     def send_own(self, index: int) -> None:
         """Send the rank's own piece, if it is due while this step is prepared."""
-        for step in self._leaving[index]:
+        halo = self._halos[0]
+        for step in self._sends[index]:
             if step.node_offset == 0:
                 piece, own = self.piece(step.round, 0), self._own(step.round)
-                for rows, packed in self._halos[0].circulating_parts(
-                    Span(0, self._halos[0].shard_rows)
-                ):
+                for rows, packed in halo.circulating_parts(Span(0, halo.shard_rows)):
                     sources = tuple(source.at(rows) for source in own)
                     self._emitter.emit(Copy(sources, piece.at(packed), Stream.SIDE))
                 self._send(step)
 
     def send_on(self, index: int) -> None:
         """Send on the piece of a step, if it goes further."""
-        for step in self._leaving[index]:
+        for step in self._sends[index]:
             if step.node_offset:
                 self._send(step)
 
     def _send(self, step: NodeStep) -> None:
-        sends, brings = (self.piece(step.round, step.node_offset + n) for n in (0, 1))
+        offsets = step.node_offset, step.node_offset + 1
         readers = range(step.node_offset + 1, self._nodes)
-        both = [
-            NeededBy.of_nodes(self._emitter.spec, step.node_offset + n, readers) for n in (0, 1)
-        ]
-        self._emitter.hop(Link.INTER, Cargo.READ, sends, brings, both)
+        source, target = (self.piece(step.round, offset) for offset in offsets)
+        needed = [NeededBy.of_nodes(self._emitter.spec, offset, readers) for offset in offsets]
+        self._emitter.hop(Link.INTER, Cargo.READ, source, target, needed)
 
 
 class RemoteGradReduce:
-    """Gradients of what circulates: each node's go straight home, and are summed there.
+    """Gradients of what circulates: each node's go straight to the owner, which sums them.
 
     Args:
-        emitter: of the program.
-        order: its steps.
         target: where the rank's own gradients of a round go.
         fields: of a round's gradients, by dtype.
-        halos: rows of a piece that circulate, by how many nodes away it is from.
+        halos: the rows that circulate, by node offset of their owner.
     """
 
     def __init__(
@@ -138,114 +135,108 @@ class RemoteGradReduce:
         self._emitter, self._order, self._target = emitter, order, target
         self._fields, self._halos = fields, halos
         self._nodes = emitter.spec.topology.inter_size
-        self._arriving: dict[int, list[NodeStep]] = defaultdict(list)  # added at a turn
+        self._recvs: dict[int, list[NodeStep]] = defaultdict(list)  # whose gradients, by step index
         for index, step in enumerate(order):
             if step.node_offset:  # one more step hides the transfer
-                self._arriving[min(len(order), index + 2)].append(step)
-        self._missing: dict[int, int] = {}  # contributions of a round that are yet to come
+                self._recvs[min(len(order), index + 2)].append(step)
+        self._missing: dict[int, int] = {}  # contributions of a round that are yet to be added
 
     def add(self, index: int, sums: Sequence[Sum], stream: Stream = Stream.COMPUTE) -> None:
         """Add this node's contribution of a step, or send it; `sums` has every row once."""
         step, emitter = self._order[index], self._emitter
-        if step.node_offset == 0:
+        offset = step.node_offset
+        if offset == 0:
             self._add(step.round, sums, stream)
             return
-        away = [
+        packed_sums = [
             (packed, tuple(part.at(rows.shifted(-span.start)) for part in parts))
             for span, parts in sums
-            for rows, packed in self._halos[step.node_offset].circulating_parts(span)
+            for rows, packed in self._halos[offset].circulating_parts(span)
         ]
-        leaves, arrives = (
+        outgoing, incoming = (
             emitter.buffer(
-                f"{name} {step.round}+{step.node_offset}", Space.RING, self._halos[owner].rows,
+                f"{name} {step.round}+{offset}", Space.RING, self._halos[owner].rows,
                 self._fields(step.round, Dtype.WIRE), Cargo.GRAD,
             )
-            for name, owner in (("leaves", step.node_offset), ("arrives", 0))
+            for name, owner in (("leaves", offset), ("arrives", 0))
         )  # fmt: skip
-        add_up(emitter, leaves, away, True, stream)
-        both = [
-            NeededBy.of_nodes(emitter.spec, away, (step.node_offset,))
-            for away in (step.node_offset, 0)
-        ]
-        emitter.hop(Link.INTER, Cargo.GRAD, leaves, arrives, both, -step.node_offset)
+        add_up(emitter, outgoing, packed_sums, True, stream)
+        needed = [NeededBy.of_nodes(emitter.spec, owner, (offset,)) for owner in (offset, 0)]
+        emitter.hop(Link.INTER, Cargo.GRAD, outgoing, incoming, needed, -offset)
 
-    def recv_grads(self, turn: int, stream: Stream = Stream.COMPUTE) -> None:
-        """Add what other nodes sent for this rank's rows."""
+    def recv_grads(self, index: int, stream: Stream = Stream.COMPUTE) -> None:
+        """Add what other nodes sent for this rank's rows, if it is due at this step."""
         halo = self._halos[0]
-        for step in self._arriving[turn]:
-            arrived = Ref(f"arrives {step.round}+{step.node_offset}")
-            parts = [
-                (span, tuple(arrived.at(packed) for _, packed in halo.circulating_parts(span)))
+        for step in self._recvs[index]:
+            incoming = Ref(f"arrives {step.round}+{step.node_offset}")
+            sums = [
+                (span, tuple(incoming.at(packed) for _, packed in halo.circulating_parts(span)))
                 for span in split_at_edges(halo.spans, halo.shard_rows)
             ]
-            self._add(step.round, parts, stream)
+            self._add(step.round, sums, stream)
 
     def _add(self, round_: int, sums: Sequence[Sum], stream: Stream) -> None:
         """Add a contribution; the last one completes the rank's gradients of the round."""
         emitter, total = self._emitter, Ref(f"sum {round_}")
-        left = self._missing[round_] = self._missing.get(round_, self._nodes) - 1
-        if left:
-            if total.buffer not in emitter.buffers:
-                fields = self._fields(round_, Dtype.SUM)
-                emitter.buffer(total.buffer, Space.RING, self._halos[0].shard_rows, fields, "sums")
-            add_up(emitter, total, sums, left == self._nodes - 1, stream)
-        else:
-            for span, parts in sums:
-                emitter.emit(Add((total.at(span), *parts), self._target(round_).at(span), stream))
+        missing = self._missing[round_] = self._missing.get(round_, self._nodes) - 1
+        if missing == 0:
+            _add_into(emitter, self._target(round_), total, sums, stream)
+            return
+        if total.buffer not in emitter.buffers:
+            fields = self._fields(round_, Dtype.SUM)
+            emitter.buffer(total.buffer, Space.RING, self._halos[0].shard_rows, fields, "sums")
+        add_up(emitter, total, sums, missing == self._nodes - 1, stream)
+
+
+def _add_into(
+    emitter: Emitter, target: Ref, total: Ref, sums: Sequence[Sum], stream: Stream
+) -> None:
+    """target = total + sum of parts."""
+    for span, parts in sums:
+        emitter.emit(Add((total.at(span), *parts), target.at(span), stream))
 
 
 class LocalGradSum:
-    """Gradients that stay: summed over the steps of a round, then rounded.
-
-    Args:
-        emitter: of the program.
-        order: its steps.
-        target: where a round's gradients go.
-        fields: of a round's sums.
-        rows: of them.
-    """
+    """Gradients that stay: summed over the steps of a round, then rounded into its `target`."""
 
     def __init__(
         self, emitter: Emitter, order: Sequence[NodeStep], target: Callable[[int], Ref],
-        fields: Callable[[int], tuple[Field, ...]], rows: int,
+        fields: Callable[[int, Dtype], tuple[Field, ...]], rows: int,
     ) -> None:  # fmt: skip
         self._emitter, self._order, self._target = emitter, order, target
         self._fields, self._rows = fields, rows
 
     def add(self, index: int, sums: Sequence[Sum], stream: Stream = Stream.COMPUTE) -> None:
-        """Add a step's share; a step's sums have rows at most once, a round's cover every row."""
+        """Add a step's sums, which have rows at most once; those of a round cover every row."""
         step, emitter = self._order[index], self._emitter
-        target = self._target(step.round)
+        target, total = self._target(step.round), Ref(f"local sum {step.round}")
         if step.first and step.last:
             add_up(emitter, target, sums, True, stream)
             return
-        name = f"local sum {step.round}"
-        if name not in emitter.buffers:
-            fields = self._fields(step.round)
-            emitter.buffer(name, Space.SUM, self._rows, fields, "local", step.round)
-        if not step.last:
-            add_up(emitter, Ref(name), sums, step.first, stream)
-            return
-        for span, parts in sums:
-            emitter.emit(Add((Ref(name).at(span), *parts), target.at(span), stream))
+        if step.first:
+            fields = self._fields(step.round, Dtype.SUM)
+            emitter.buffer(total.buffer, Space.SUM, self._rows, fields, "local", step.round)
+        if step.last:
+            _add_into(emitter, target, total, sums, stream)
+        else:
+            add_up(emitter, total, sums, step.first, stream)
 
-    def recv_grads(self, turn: int, stream: Stream = Stream.COMPUTE) -> None:
+    def recv_grads(self, index: int, stream: Stream = Stream.COMPUTE) -> None:
         """Nothing is returned."""
 
 
-def sums(
+def grad_reducer(
     emitter: Emitter, order: Sequence[NodeStep], of_keys: bool, target: Callable[[int], Ref],
-    fields: Callable[[int, Dtype], tuple[Field, ...]], rows: int | Sequence[Halo],
+    fields: Callable[[int, Dtype], tuple[Field, ...]], halos: Sequence[Halo],
 ) -> LocalGradSum | RemoteGradReduce:  # fmt: skip
-    """Sums of key or query gradients; those of what circulates come from all nodes. `rows`: how
-    many, or those that circulate."""
-    halos = whole_halo(emitter, rows) if isinstance(rows, int) else rows
+    """The reducer of key or query gradients: remote for the operand that circulates."""
     circulates = of_keys == (emitter.spec.circulate is Circulate.KV)
     if circulates and emitter.spec.topology.inter_size > 1:
         return RemoteGradReduce(emitter, order, target, fields, halos)
-    return LocalGradSum(emitter, order, target, lambda r: fields(r, Dtype.SUM), halos[0].shard_rows)
+    return LocalGradSum(emitter, order, target, fields, halos[0].shard_rows)
 
 
-def whole_halo(emitter: Emitter, rows: int) -> tuple[Halo, ...]:
-    """All rows, at every distance."""
+def whole_halo(emitter: Emitter) -> tuple[Halo, ...]:
+    """All rows of a shard of queries, for every node offset."""
+    rows = emitter.spec.shape.tokens
     return (Halo((Span(0, rows),), rows),) * emitter.spec.topology.inter_size

@@ -22,27 +22,17 @@ Chunks = tuple[int, ...]  # indices of chunks, of which every document has 2P; f
 
 @dataclass(frozen=True, slots=True)
 class ChunkSegments:
-    """The segments of each document in a kernel call for DOCUMENTS.
+    """The segments of each document in a kernel call for DOCUMENTS."""
 
-    Attributes:
-        pairs: by segment, its query chunks and its key chunks, in memory order.
-    """
-
-    pairs: tuple[tuple[Chunks, Chunks], ...]
+    pairs: tuple[tuple[Chunks, Chunks], ...]  # query chunks and key chunks, in memory order
 
 
 def positions(layout: Layout, cp_rank: int, cp_size: int, tokens: int) -> tuple[range, ...]:
     """Positions in the whole sequence of a rank's rows, in the order of the rows.
 
-    Args:
-        layout: how tokens are sharded; not DOCUMENTS (see `positions_in_documents`).
-        cp_rank: rank in the context-parallel group.
-        cp_size: size of that group.
-        tokens: rows on each rank.
-
     Raises:
-        BurstError: if the layout cannot hold that many rows.
-        ValueError: for DOCUMENTS.
+        BurstError: if the layout cannot hold `tokens` rows on each rank.
+        ValueError: for DOCUMENTS (see `positions_in_documents`).
     """
     check_tokens(layout, cp_size, tokens)
     if cp_size == 1:
@@ -72,21 +62,19 @@ def chunks_held(layout: Layout, cp_rank: int, cp_size: int) -> Chunks:
 
 
 def positions_of_chunks(
-    boundaries: Sequence[int], numbers: Chunks, cp_size: int
+    boundaries: Sequence[int], chunks: Chunks, cp_size: int
 ) -> tuple[range, ...]:
-    """Positions of some chunks of every document, document by document.
+    """Positions of these chunks of every document, document by document.
 
     Args:
         boundaries: where documents begin and where the last one ends; document lengths are
             multiples of 2 * cp_size.
-        numbers: of the chunks.
-        cp_size: size of the context-parallel group.
     """
-    found = []
+    ranges = []
     for start, stop in pairwise(boundaries):
-        chunk = (stop - start) // (2 * cp_size)
-        found += [range(start + n * chunk, start + (n + 1) * chunk) for n in numbers]
-    return tuple(found)
+        size = (stop - start) // (2 * cp_size)
+        ranges += [range(start + n * size, start + (n + 1) * size) for n in chunks]
+    return tuple(ranges)
 
 
 def positions_in_documents(

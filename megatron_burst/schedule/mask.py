@@ -18,8 +18,8 @@ class Band:
     """Which keys a query may see, by distance from the key level with it.
 
     Attributes:
-        left: how many before that, 0 or more; None: all.
-        right: how many after it; None: all.
+        left: how many keys before that key, 0 or more; None: all.
+        right: how many keys after it; None: all.
     """
 
     left: int | None = None
@@ -32,12 +32,12 @@ class Band:
 
     @property
     def full(self) -> bool:
-        """Whether it sees all."""
+        """Whether a query sees all keys."""
         return self.left is None and self.right is None
 
     @property
     def windowed(self) -> bool:
-        """Whether it is neither."""
+        """Whether the band is neither causal nor full."""
         return not (self.causal or self.full)
 
 
@@ -45,7 +45,7 @@ class Band:
 class Mask(Band):
     """Which keys a query may see: a band of positions around its own.
 
-    In a tile it is relative to the corner: the last query row and the last key row are at the same
+    A tile's mask is relative to the corner: the last query row and the last key row are at the same
     position.
 
     Attributes:
@@ -79,12 +79,9 @@ Mask.FULL, Mask.CAUSAL = Mask(), Mask(right=0)
 
 
 def check_mask(mask: Mask, layout: Layout, mode: str, one_call: bool) -> None:
-    """Refuse what a mode cannot do.
+    """Refuse what a mode ("ring", "gather" or "a2a") cannot do.
 
     Args:
-        mask: of the sequence.
-        layout: of the tokens.
-        mode: "ring", "gather" or "a2a".
         one_call: whether a kernel sees all keys of a query in one call.
 
     Raises:
@@ -122,21 +119,19 @@ class Span:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def contains(self, other: "Span") -> bool:
-        """Whether all of the other's rows are among these."""
-        return self.start <= other.start and other.stop <= self.stop
+    def contains(self, span: "Span") -> bool:
+        return self.start <= span.start and span.stop <= self.stop
 
-    def intersection(self, other: "Span") -> "Span | None":
+    def intersection(self, span: "Span") -> "Span | None":
         """The intersection, if any."""
-        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        start, stop = max(self.start, span.start), min(self.stop, span.stop)
         return Span(start, stop) if start < stop else None
 
     def shifted(self, by: int) -> "Span":
-        """The span shifted by `by` rows."""
         return Span(self.start + by, self.stop + by)
 
     def scaled(self, unit: int) -> "Span":
-        """The span in rows, given a span in units of `unit` rows."""
+        """The span in rows, if it counts units of `unit` rows."""
         return Span(self.start * unit, self.stop * unit)
 
     @property
@@ -152,11 +147,9 @@ class Tile:
     row, and so on; it has at least as many key rows as query rows.
 
     Attributes:
-        q: query rows.
-        kv: key rows.
         mask: relative to the last row of both.
-        places: positions of its query rows and of its key rows, if documents are told apart by
-            position; or which chunks of every document they are.
+        positions: of query rows and of key rows, if positions tell documents apart; or which chunks
+            of every document the rows are.
     """
 
     q: Span
@@ -166,20 +159,20 @@ class Tile:
 
     @property
     def pairs(self) -> int:
-        """Number of (query, key) pairs in the tile, if it is all one document."""
+        """Number of (query, key) pairs in the tile, if all rows are of one document."""
         if isinstance(self.positions, ChunkSegments):
             return sum(segment.pairs for segment in self._segments(self.positions))
         num_q, num_kv = len(self.q), len(self.kv)
         stop = num_kv if self.mask.right is None else num_kv - num_q + self.mask.right + 1
-        seen = num_q * num_kv if self.mask.right is None else _clamped_sum(num_q, num_kv, stop)
+        pairs = num_q * num_kv if self.mask.right is None else _clamped_sum(num_q, num_kv, stop)
         if self.mask.left is None:
-            return seen
-        return seen - _clamped_sum(num_q, num_kv, num_kv - num_q - self.mask.left)
+            return pairs
+        return pairs - _clamped_sum(num_q, num_kv, num_kv - num_q - self.mask.left)
 
-    def _segments(self, runs: ChunkSegments) -> Iterator["Tile"]:
+    def _segments(self, segments: ChunkSegments) -> Iterator["Tile"]:
         """Tiles of the segments, if one document fills all rows."""
-        row, chunk = 0, len(self.q) // sum(len(queries) for queries, _ in runs.pairs)
-        for queries, keys in runs.pairs:
+        row, chunk = 0, len(self.q) // sum(len(queries) for queries, _ in segments.pairs)
+        for queries, keys in segments.pairs:
             stop = row + len(queries) * chunk
             yield Tile(Span(row, stop), Span(0, len(keys) * chunk), self.mask)
             row = stop
@@ -194,43 +187,36 @@ def _clamped_sum(rows: int, most: int, first: int) -> int:
 
 
 def split_at_edges(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
-    """Rows [0, length) as adjacent spans, cut at the ends of all given spans."""
+    """Rows [0, length) as adjacent spans, cut where any of `spans` begins or ends."""
     edges = {0, length}.union(*((span.start, span.stop) for span in spans))
     return tuple(Span(start, stop) for start, stop in pairwise(sorted(edges)))
 
 
-def covers_its_rows(tile: Tile, tiles: Sequence[Tile]) -> bool:
-    """Whether no other tile has any of its query rows."""
-    return not any(tile is not other and tile.q.intersection(other.q) for other in tiles)
+def has_sole_rows(tile: Tile, tiles: Sequence[Tile]) -> bool:
+    """Whether no other tile has any of this tile's query rows, so that nothing is added to them."""
+    return not any(tile is not peer and tile.q.intersection(peer.q) for peer in tiles)
 
 
 def tile_between(q: range, kv: range, mask: Mask) -> Tile | None:
-    """The tile of queries and keys at these positions: the rows of each that meet any of the other,
-    counted from the first of each.
-
-    Args:
-        q: positions of the queries.
-        kv: positions of the keys; same step.
-        mask: by position.
-    """
-    away, step = q.start - kv.start, q.step
+    """The tile of queries and keys at these positions, which have the same step: the query rows
+    that see a key, and the key rows that a query sees, counted from the first of each."""
+    offset, step = q.start - kv.start, q.step
     # key row j is seen by query row i if low <= j - i <= high
-    high = len(kv) if mask.right is None else (mask.right + away) // step
-    low = -len(q) if mask.left is None else -((mask.left - away) // step)
+    high = len(kv) if mask.right is None else (mask.right + offset) // step
+    low = -len(q) if mask.left is None else -((mask.left - offset) // step)
     rows = Span(max(0, -high), min(len(q), len(kv) - low))
     keys = Span(max(0, low), min(len(kv), len(q) + high))
     if rows.start >= rows.stop or keys.start >= keys.stop or low > high:
         return None
     corner = keys.stop - rows.stop
     right, left = high - corner, corner - low
-    near = Mask(
+    tile_mask = Mask(
         None if mask.left is None or left >= len(keys) - 1 else left,
         None if mask.right is None or right >= max(1, len(rows) - 1) else right,
         mask.documents,
     )
-    return Tile(
-        rows, keys, near, (((q[rows.slice],), (kv[keys.slice],)) if mask.documents else None)
-    )
+    ranges = ((q[rows.slice],), (kv[keys.slice],)) if mask.documents else None
+    return Tile(rows, keys, tile_mask, ranges)
 
 
 def tiles(
@@ -240,11 +226,6 @@ def tiles(
     """The non-empty tiles of one rank's queries against one rank's keys.
 
     Args:
-        layout: how tokens are sharded.
-        mask: which keys a query may see, by position in the whole sequence.
-        q_owner: cp rank of the queries.
-        kv_owner: cp rank of the keys.
-        cp_size: size of the context-parallel group.
         tokens: rows on each rank.
         keys: rows of keys on each rank, if not as many: under a full mask.
 
@@ -258,50 +239,46 @@ def tiles(
         # in all layouts the rows of a shard are in sequence order
         return (Tile(Span(0, tokens), Span(0, keys), mask, (q, kv) if mask.documents else None),)
     return merge_full_tiles(
-        tile for row, some in _in_shard(q) for tile in _tiles_over_keys(row, some, kv, mask)
+        Tile(tile.q.shifted(row), tile.kv.shifted(key_row), tile.mask, tile.positions)
+        for row, queries in _with_first_row(q)
+        for key_row, key_range in _with_first_row(kv)
+        if (tile := tile_between(queries, key_range, mask))
     )
 
 
-def _in_shard(places: Positions) -> Iterator[tuple[int, range]]:
-    """Each range with its first row in the shard."""
+def _with_first_row(ranges: Positions) -> Iterator[tuple[int, range]]:
+    """Each range of positions with its first row in the shard."""
     row = 0
-    for some in places:
-        yield row, some
-        row += len(some)
-
-
-def _tiles_over_keys(row: int, q: range, kv: Positions, mask: Mask) -> Iterator[Tile]:
-    """Tiles of queries, which begin at a row of their shard, over all keys of a shard."""
-    for key_row, some in _in_shard(kv):
-        if found := tile_between(q, some, mask):
-            rows, keys = found.q.shifted(row), found.kv.shifted(key_row)
-            yield Tile(rows, keys, found.mask, found.positions)
+    for run in ranges:
+        yield row, run
+        row += len(run)
 
 
 def merge_full_tiles(tiles: Iterable[Tile]) -> tuple[Tile, ...]:
-    """The same tiles, with adjacent full tiles joined."""
-    found: list[Tile] = []
+    """The same tiles, with adjacent full tiles merged."""
+    merged: list[Tile] = []
     for tile in tiles:
-        while found and (both := _merged(found[-1], tile)):
-            tile = both
-            found.pop()
-        found.append(tile)
-    return tuple(found)
+        while merged and (union := _merge_full(merged[-1], tile)):
+            tile = union
+            merged.pop()
+        merged.append(tile)
+    return tuple(merged)
 
 
-def _merged(one: Tile, other: Tile) -> Tile | None:
+def _merge_full(first: Tile, second: Tile) -> Tile | None:
     """Two full tiles as one, if the second continues the first."""
-    if not (one.mask.full and other.mask.full):
+    if not (first.mask.full and second.mask.full):
         return None
-    if isinstance(one.positions, ChunkSegments) or isinstance(other.positions, ChunkSegments):
+    if isinstance(first.positions, ChunkSegments) or isinstance(second.positions, ChunkSegments):
         return None
-    q, kv, places = one.q, one.kv, one.positions
-    if q == other.q and kv.stop == other.kv.start:
-        kv = Span(kv.start, other.kv.stop)
-        places = places and other.positions and (places[0], places[1] + other.positions[1])
-    elif kv == other.kv and q.stop == other.q.start:
-        q = Span(q.start, other.q.stop)
-        places = places and other.positions and (places[0] + other.positions[0], places[1])
+    q, kv = first.q, first.kv
+    runs, more = first.positions, second.positions
+    if q == second.q and kv.stop == second.kv.start:
+        kv = Span(kv.start, second.kv.stop)
+        runs = runs and more and (runs[0], runs[1] + more[1])
+    elif kv == second.kv and q.stop == second.q.start:
+        q = Span(q.start, second.q.stop)
+        runs = runs and more and (runs[0] + more[0], runs[1])
     else:
         return None
-    return Tile(q, kv, one.mask, places)
+    return Tile(q, kv, first.mask, runs)

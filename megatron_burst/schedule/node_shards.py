@@ -1,4 +1,10 @@
-"""Pieces of shards in sequence order, and the tiles between two sets of them."""
+"""The shards of a node as chunks in sequence order, and the tiles between two nodes' shards.
+
+The rows of all shards of a node count in sequence order; so for 2 of 4 ranks, in zigzag:
+
+    rank 0: | chunk 0 | chunk 7 |   rank 1: | chunk 1 | chunk 6 |
+    node rows: | chunk 0 | chunk 1 | chunk 6 | chunk 7 |
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,42 +20,35 @@ from megatron_burst.schedule.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class ShardChunk:
-    """Rows of one rank's shard that are contiguous in the whole sequence.
+    """Rows of one rank's shard that are contiguous in the whole sequence."""
 
-    Attributes:
-        holder: cp rank that has them during the step.
-        rows: in the shard.
-        whole: among all rows of a node's shards, in sequence order.
-        place: position of the first row in the sequence.
-    """
-
-    cp_rank: int
-    rows: Span
+    cp_rank: int  # has the rows during the step
+    rows: Span  # in the shard
     node_rows: Span
-    position: int = 0
+    position: int = 0  # of the first row, in the sequence
 
-    def within(self, whole: Span) -> "ShardChunk | None":
-        """Its rows within this span of the whole, if any."""
-        if not (both := self.node_rows.intersection(whole)):
+    def within(self, node_rows: Span) -> "ShardChunk | None":
+        """The part of the chunk within these rows of the node, if any."""
+        if not (part := self.node_rows.intersection(node_rows)):
             return None
-        by = self.rows.start - self.node_rows.start
-        place = self.position + both.start - self.node_rows.start
-        return ShardChunk(self.cp_rank, both.shifted(by), both, place)
+        rows = part.shifted(self.rows.start - self.node_rows.start)
+        position = self.position + part.start - self.node_rows.start
+        return ShardChunk(self.cp_rank, rows, part, position)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeShards:
-    """The shards of a node, held by the ranks of another or of its own.
+    """The shards of a node, which this node's ranks work with in a step.
 
     Attributes:
-        pieces: in sequence order.
-        before: for each of the working node's own pieces, how many of these come before it.
-        after: for each of these, how many of the working node's own come before it.
+        chunks: in sequence order.
+        before: for each chunk of this node, how many of `chunks` come before it.
+        own_before: for each of `chunks`, how many chunks of this node come before it.
     """
 
     chunks: tuple[ShardChunk, ...]
     before: tuple[int, ...]
-    after: tuple[int, ...]
+    own_before: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +56,8 @@ class Halo:
     """Rows of a shard that ranks of other nodes read: what circulates between nodes.
 
     Attributes:
-        spans: of the shard, in order.
-        of: rows of the shard.
+        spans: rows of the shard, ascending.
+        shard_rows: number of rows of the shard.
     """
 
     spans: tuple[Span, ...]
@@ -69,78 +68,64 @@ class Halo:
         return sum(map(len, self.spans))
 
     def circulating_parts(self, rows: Span) -> Iterator[tuple[Span, Span]]:
-        """Those within some rows: in the shard, and in what circulates."""
+        """The parts within these rows: as rows of the shard, and of the piece that circulates."""
         start = 0
         for span in self.spans:
-            if both := span.intersection(rows):
-                yield both, both.shifted(start - span.start)
+            if part := span.intersection(rows):
+                yield part, part.shifted(start - span.start)
             start += len(span)
 
 
 @lru_cache(maxsize=4096)
 def halo(topology: Topology, layout: Layout, mask: Mask, tokens: int, owner: int) -> Halo:
-    """The part of a rank's keys that circulates: under a window, what queries of other nodes see.
-
-    Args:
-        topology: of the group.
-        layout: how tokens are sharded.
-        mask: by position.
-        tokens: rows on each rank.
-        owner: cp rank.
-    """
-    if not mask.windowed or layout is Layout.DOCUMENTS:  # there, a window needs a single node
+    """The owner's keys that circulate: under a window those that queries of other nodes see."""
+    if not mask.windowed or layout is Layout.DOCUMENTS:  # windows in documents need a single node
         return Halo((Span(0, tokens),), tokens)
-    found, (home, _) = [], topology.coord(owner)
-    for queries in (places for row, places in enumerate(_node_positions(topology, layout, tokens))
-                    if row != home):  # fmt: skip
+    visible: list[tuple[int, int]] = []
+    owner_row, _ = topology.coord(owner)
+    for row, node_queries in enumerate(_node_positions(topology, layout, tokens)):
+        if row == owner_row:
+            continue
         first = 0
         for keys in positions(layout, owner, topology.cp_size, tokens):
-            met = (tile_between(places, keys, mask) for places in queries)
-            found += [tile.kv.shifted(first) for tile in met if tile]
+            overlaps = (tile_between(queries, keys, mask) for queries in node_queries)
+            visible += [(t.kv.start + first, t.kv.stop + first) for t in overlaps if t]
             first += len(keys)
-    return Halo(tuple(Span(*edges) for edges in union((s.start, s.stop) for s in found)), tokens)
+    return Halo(tuple(Span(*edges) for edges in union(visible)), tokens)
 
 
 @lru_cache(maxsize=256)
 def _node_positions(
     topology: Topology, layout: Layout, tokens: int
 ) -> tuple[tuple[range, ...], ...]:
-    """Positions of the rows of each node, contiguous ones joined."""
-    found = []
+    """Positions of the rows of each node, contiguous ranges merged."""
+    nodes = []
     for ranks in topology.grid:
-        each = (at for rank in ranks for at in positions(layout, rank, topology.cp_size, tokens))
-        together = union((at.start, at.stop) for at in each)
-        found.append(tuple(range(start, stop) for start, stop in together))
-    return tuple(found)
+        runs = (run for rank in ranks for run in positions(layout, rank, topology.cp_size, tokens))
+        merged = union((run.start, run.stop) for run in runs)
+        nodes.append(tuple(range(start, stop) for start, stop in merged))
+    return tuple(nodes)
 
 
 def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The union, as disjoint spans."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], stop)
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
         else:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged
 
 
 @lru_cache(maxsize=1024)
 def node_shards(
-    topology: Topology, row: int, layout: Layout, tokens: int, placed: bool = False
+    topology: Topology, row: int, layout: Layout, tokens: int, positional: bool = False
 ) -> tuple[NodeShards, ...]:
-    """What the ranks of a node work with, by how many nodes away it is from; first their own
-    shards.
+    """The shards that the ranks of a node work with, by how many nodes away their owners are.
 
-    Equal visits share one object: in zigzag with contiguous ranks per node, one for all nodes
-    before this one and one for all after it.
-
-    Args:
-        topology: of the group.
-        row: of the node.
-        layout: how tokens are sharded.
-        tokens: rows on each rank.
-        placed: whether positions matter, not only their order: then no two visits are equal.
+    Equal ones share one object: in zigzag with contiguous ranks per node, one for all nodes before
+    this node and one for all nodes after it. None are equal if `positional`, not of order alone.
 
     Raises:
         BurstError: if the layout is striped or cannot hold that many rows.
@@ -151,112 +136,89 @@ def node_shards(
             "attend to a single range of them; got layout striped; pass intra='ring' "
             "(--burst-intra ring), or shard the tokens in zigzag"
         )
-    alike: dict[tuple, NodeShards] = {}
-    visits, own = [], None
-    for away in range(topology.inter_size):
-        terms = topology.grid[(row - away) % topology.inter_size], topology.grid[row]
-        pieces = _shard_chunks(layout, topology.cp_size, tokens, *terms)
-        starts = tuple(piece.position for piece in pieces)
-        own = own or starts
-        before = tuple(bisect_left(starts, start) for start in own)
-        after = tuple(bisect_left(own, start) for start in starts)
-        lie = tuple((piece.cp_rank, piece.rows.start) for piece in pieces)
-        kind = lie, before, after, starts if placed else ()
-        if kind not in alike:
-            alike[kind] = NodeShards(pieces, before, after)
-        visits.append(alike[kind])
-    return tuple(visits)
+    cached: dict[tuple, NodeShards] = {}
+    shards, own_starts = [], None
+    for offset in range(topology.inter_size):
+        owners = topology.grid[(row - offset) % topology.inter_size]
+        chunks = _shard_chunks(layout, topology.cp_size, tokens, owners, topology.grid[row])
+        starts = tuple(chunk.position for chunk in chunks)
+        own_starts = own_starts or starts
+        before = tuple(bisect_left(starts, start) for start in own_starts)
+        own_before = tuple(bisect_left(own_starts, start) for start in starts)
+        in_memory = tuple((chunk.cp_rank, chunk.rows.start) for chunk in chunks)
+        key = in_memory, before, own_before, starts if positional else ()
+        if key not in cached:
+            cached[key] = NodeShards(chunks, before, own_before)
+        shards.append(cached[key])
+    return tuple(shards)
 
 
 def _shard_chunks(
     layout: Layout, cp_size: int, tokens: int, owners: Sequence[int], holders: Sequence[int]
 ) -> tuple[ShardChunk, ...]:
-    """The shards of some ranks in sequence order, held by others."""
-    found: list[ShardChunk] = []
-    laid = (
+    """The owners' shards in sequence order; the holder in the same place has each."""
+    in_order = sorted(
         (span.start, holder, number, len(span))
         for owner, holder in zip(owners, holders, strict=True)
         for number, span in enumerate(positions(layout, owner, cp_size, tokens))
     )
-    for i, (place, holder, number, size) in enumerate(sorted(laid)):
-        rows, whole = (Span(n * size, (n + 1) * size) for n in (number, i))
-        found.append(ShardChunk(holder, rows, whole, place))
-    return tuple(found)
+    return tuple(
+        ShardChunk(holder, Span(n * size, (n + 1) * size), Span(i * size, (i + 1) * size), position)
+        for i, (position, holder, n, size) in enumerate(in_order)
+    )
 
 
-def sides(
-    here: NodeShards, visit: NodeShards, circulate: Circulate | None
-) -> tuple[tuple[tuple[ShardChunk, int], ...], tuple[ShardChunk, ...]]:
-    """The query pieces, each with how many key pieces come before it, and the key pieces.
+QueryChunk = tuple[ShardChunk, int]  # and how many chunks of the keys come before it
 
-    Args:
-        here: the node's own shards.
-        visit: the shards they meet.
-        circulate: what circulates.
-    """
+
+def queries_and_keys(
+    own: NodeShards, remote: NodeShards, circulate: Circulate | None
+) -> tuple[tuple[QueryChunk, ...], tuple[ShardChunk, ...]]:
+    """The chunks of a step: queries and keys of this node and of a remote one."""
     if circulate is Circulate.Q:
-        return tuple(zip(visit.chunks, visit.after, strict=True)), here.chunks
-    return tuple(zip(here.chunks, visit.before, strict=True)), visit.chunks
+        return tuple(zip(remote.chunks, remote.own_before, strict=True)), own.chunks
+    return tuple(zip(own.chunks, remote.before, strict=True)), remote.chunks
 
 
 def tiles_between(
-    queries: Sequence[tuple[Span, ShardChunk, int]], keys: Sequence[ShardChunk], mask: Mask
+    queries: Sequence[QueryChunk], keys: Sequence[ShardChunk], mask: Mask
 ) -> tuple[Tile, ...]:
-    """Tiles of query rows over the keys of another node.
-
-    Args:
-        queries: in order: rows of the query tensor, their piece, and how many key pieces come
-            before.
-        keys: of the other node; no query is within a piece's range of positions.
-        mask: which keys a query may see.
-    """
+    """Tiles of a rank's queries over the keys of another node. No query's position is within a
+    chunk of the keys."""
     if mask.positional:
         return merge_full_tiles(
-            tile for rows, piece, _ in queries for tile in tiles_over(rows, piece, keys, mask)
+            tile for chunk, _ in queries for tile in tiles_over(chunk, keys, mask)
         )
-    found: list[tuple[Span, int]] = []
-    for rows, _, before in queries:
-        seen = len(keys) if mask.full else before
-        stop = keys[seen - 1].node_rows.stop if seen else 0
-        if found and found[-1][1] == stop and found[-1][0].stop == rows.start:
-            found[-1] = Span(found[-1][0].start, rows.stop), stop
+    prefixes: list[tuple[Span, int]] = []  # query rows, and how many key rows they see
+    for chunk, before in queries:
+        num_visible = len(keys) if mask.full else before
+        stop = keys[num_visible - 1].node_rows.stop if num_visible else 0
+        if prefixes and prefixes[-1][1] == stop and prefixes[-1][0].stop == chunk.rows.start:
+            prefixes[-1] = Span(prefixes[-1][0].start, chunk.rows.stop), stop
         else:
-            found.append((rows, stop))
-    return tuple(Tile(rows, Span(0, stop), Mask.FULL) for rows, stop in found if stop)
+            prefixes.append((chunk.rows, stop))
+    return tuple(Tile(rows, Span(0, stop), Mask.FULL) for rows, stop in prefixes if stop)
 
 
-def tiles_over(
-    rows: Span, queries: ShardChunk, keys: Iterable[ShardChunk], mask: Mask
-) -> Iterator[Tile]:
-    """Tiles of a piece's queries over keys, whose rows count in the whole.
-
-    Args:
-        rows: of the query tensor.
-        queries: their piece.
-        keys: in the order of the sequence.
-        mask: by position.
-    """
-    places = range(queries.position, queries.position + len(rows))
-    for keys_at, whole in adjacent_runs(keys):
-        if tile := tile_between(places, keys_at, mask):
-            by = rows.start, whole
-            yield Tile(tile.q.shifted(by[0]), tile.kv.shifted(by[1]), tile.mask, tile.positions)
+def tiles_over(queries: ShardChunk, keys: Iterable[ShardChunk], mask: Mask) -> Iterator[Tile]:
+    """Tiles of a chunk's queries over keys, which are in sequence order and whose rows are those of
+    the node."""
+    q_range = range(queries.position, queries.position + len(queries.rows))
+    for kv_range, first_row in adjacent_runs(keys):
+        if tile := tile_between(q_range, kv_range, mask):
+            rows, key_rows = tile.q.shifted(queries.rows.start), tile.kv.shifted(first_row)
+            yield Tile(rows, key_rows, tile.mask, tile.positions)
 
 
-def adjacent_runs(pieces: Iterable[ShardChunk]) -> list[tuple[range, int]]:
-    """Adjacent pieces joined: their positions, and their first row in the whole."""
-    found: list[tuple[range, int]] = []
-    for piece in pieces:
-        stop = piece.position + len(piece.rows)
-        if found and (found[-1][0].stop, _stop(found[-1])) == (
-            piece.position,
-            piece.node_rows.start,
-        ):
-            found[-1] = range(found[-1][0].start, stop), found[-1][1]
-        else:
-            found.append((range(piece.position, stop), piece.node_rows.start))
-    return found
-
-
-def _stop(run: tuple[range, int]) -> int:
-    return run[1] + len(run[0])
+def adjacent_runs(chunks: Iterable[ShardChunk]) -> list[tuple[range, int]]:
+    """Adjacent chunks merged: their positions, and their first row in the node."""
+    runs: list[tuple[range, int]] = []
+    for chunk in chunks:
+        run = range(chunk.position, chunk.position + len(chunk.rows))
+        if runs:
+            last, first_row = runs[-1]
+            if (last.stop, first_row + len(last)) == (run.start, chunk.node_rows.start):
+                runs[-1] = range(last.start, run.stop), first_row
+                continue
+        runs.append((run, chunk.node_rows.start))
+    return runs

@@ -1,4 +1,10 @@
-"""What follows from the order of a program's operations: waits, shared memory, lifetimes."""
+"""What follows from the order of a program's operations: waits, shared memory, lifetimes.
+
+Two operations conflict if they access the same memory and one of the two writes it. An operation
+waits for the earlier operations that it conflicts with, unless its stream knows them as finished:
+
+    finished(stream) |= finished when operation i was      for each wait for operation i
+"""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -17,7 +23,7 @@ class Order:
     Attributes:
         waits: for each operation, earlier ones on other streams that must finish before it starts.
         joins: operations that the compute stream waits for at the end.
-        frees: for each operation, parts that nothing needs once it is issued.
+        frees: for each operation, temps that nothing needs once it is issued.
     """
 
     waits: tuple[tuple[int, ...], ...]
@@ -26,28 +32,27 @@ class Order:
 
 
 def stream_of(index: int, op: Op) -> Hashable:
-    """An operation's stream. Each transfer has its own, as transfers may overtake each other."""
+    """An operation's stream. Each transfer has a stream, as transfers may overtake each other."""
     return index if isinstance(op, Transfer) else op.stream
 
 
 def assign_buffers(program: Program) -> Program:
-    """The program with hop buffers numbered. Buffers of the same number share memory, so their
+    """The program with ring buffers numbered. Buffers of the same number share memory, so their
     lifetimes do not overlap.
 
-    What a transfer sends is kept until what it receives is needed. Using its memory earlier would
-    make another operation wait for the transfer.
+    What a transfer sends lives until what it receives is read. Using its memory earlier would make
+    another operation wait for the transfer.
     """
     ends = _ends(program)
     free: dict[str, list[int]] = defaultdict(list)
     count: dict[str, int] = defaultdict(int)
     numbered: dict[str, Buffer] = {}
-    due: dict[int, list[Buffer]] = defaultdict(list)
+    ending: dict[int, list[Buffer]] = defaultdict(list)
     for index, accesses in enumerate(program.accesses):
         names = dict.fromkeys(ref.buffer for refs in accesses for ref in refs)
-        for buffer in due.get(index, ()):
+        for buffer in ending[index]:
             if buffer.name not in names:
                 free[buffer.use].append(buffer.number)
-        due[index] = [buffer for buffer in due.pop(index, ()) if buffer.name in names]
         for name in names:
             if name in ends and name not in numbered:
                 buffer = program.buffers[name]
@@ -57,36 +62,35 @@ def assign_buffers(program: Program) -> Program:
                 number = min(free[buffer.use])
                 free[buffer.use].remove(number)
                 numbered[name] = replace(buffer, number=number)
-                due[ends[name]].append(numbered[name])
-        for buffer in due.pop(index, ()):
-            free[buffer.use].append(buffer.number)
+                ending[ends[name]].append(numbered[name])
+        for buffer in ending[index]:
+            if buffer.name in names:
+                free[buffer.use].append(buffer.number)
     return replace(program, buffers={**program.buffers, **numbered})
 
 
 def _ends(program: Program) -> dict[str, int]:
-    """For each hop buffer, the operation after which its memory may be used again."""
-    hops = {name for name, buffer in program.buffers.items() if buffer.space is Space.RING}
+    """For each ring buffer, the operation after which its memory may be used again."""
     accesses: dict[str, list[int]] = defaultdict(list)
-    for index, refs in enumerate(program.accesses):
-        for some in refs:
-            for ref in some:
-                if ref.buffer in hops:
-                    accesses[ref.buffer].append(index)
-    ends = {name: found[-1] for name, found in accesses.items()}
+    for index, (reads, writes) in enumerate(program.accesses):
+        for ref in (*reads, *writes):
+            if program.buffers[ref.buffer].space is Space.RING:
+                accesses[ref.buffer].append(index)
+    ends = {name: indices[-1] for name, indices in accesses.items()}
     for index, op in enumerate(program.ops):
         if isinstance(op, Transfer) and op.slot is None:
-            landed = max((_first_behind(index, accesses[ref.buffer]) for ref in op.writes),
-                         default=index)  # fmt: skip
+            read = max((_first_behind(index, accesses[ref.buffer]) for ref in op.writes),
+                       default=index)  # fmt: skip
             for ref in op.reads:
-                if ref.buffer in hops:
-                    ends[ref.buffer] = max(ends[ref.buffer], landed)
+                if ref.buffer in ends:
+                    ends[ref.buffer] = max(ends[ref.buffer], read)
     return ends
 
 
 def _first_behind(index: int, accesses: Sequence[int]) -> int:
-    """The first access after an operation; without one, the operation itself."""
-    place = bisect_right(accesses, index)
-    return accesses[place] if place < len(accesses) else index
+    """The first access after an operation; if there is none, the operation itself."""
+    position = bisect_right(accesses, index)
+    return accesses[position] if position < len(accesses) else index
 
 
 def order(program: Program) -> Order:
@@ -100,59 +104,59 @@ def order(program: Program) -> Order:
 class _Builder:
     """Derives the order of one program, then is discarded.
 
-    Each stream knows that some operations have finished; a bit set holds them. Waiting for an
-    operation adds what was known when that operation finished.
+    A bit set holds the operations that a stream knows to have finished. Waiting for an operation
+    adds those that its stream knew when it finished.
     """
 
     def __init__(self, program: Program) -> None:
         self.program, self.waits, self.frees = program, [], [[] for _ in program.ops]
         self.written = {ref.buffer for _, writes in program.accesses for ref in writes}
         self.history: dict[tuple, list[tuple[int, Ref, bool]]] = defaultdict(list)
-        self.known: dict[Hashable, int] = dict.fromkeys(Stream, 0)
-        self.after: list[int] = []  # what is known once an operation has finished
-        self.uses: dict[str, int] = defaultdict(int)  # of live parts
+        self.finished: dict[Hashable, int] = dict.fromkeys(Stream, 0)  # as each stream knows
+        self.after: list[int] = []  # what is known to have finished once an operation has
+        self.uses: dict[str, int] = defaultdict(int)  # of live temps
         self.storage = {name: buffer.storage for name, buffer in program.buffers.items()}
-        # a part that nothing reads is a result: it is not freed
-        every = enumerate(program.accesses)
-        last = {ref.buffer: index for index, (reads, _) in every for ref in reads}
+        # a temp that nothing reads is a result: it is not freed
+        accesses = enumerate(program.accesses)
+        last = {ref.buffer: index for index, (reads, _) in accesses for ref in reads}
         self.last = {n: i for n, i in last.items() if program.buffers[n].space is Space.TEMP}
 
     def add(self, index: int, op: Op) -> None:
         stream = stream_of(index, op)
-        known, waits = self.known.get(stream, 0), []
+        finished, waits = self.finished.get(stream, 0), []
         reads, writes = ([ref for ref in _widest(refs) if ref.buffer in self.written]
                          for refs in self.program.accesses[index])  # fmt: skip
         for earlier in sorted(self._conflicts(reads, writes), reverse=True):
-            if not known >> earlier & 1:
+            if not finished >> earlier & 1:
                 waits.append(earlier)
-                known |= self.after[earlier]
-        known |= 1 << index
+                finished |= self.after[earlier]
+        finished |= 1 << index
         self.waits.append(tuple(sorted(waits)))
         # waiting for a transfer that sends and receives nothing orders nothing. This holds for
         # pulls too: if a rank lacks symmetric memory, their rows are sent instead
         empty = isinstance(op, Transfer) and not (op.sends or op.recvs)
-        self.after.append(1 << index if empty else known)
-        if stream in self.known:
-            self.known[stream] = known
+        self.after.append(1 << index if empty else finished)
+        if stream in self.finished:
+            self.finished[stream] = finished
         self._remember(index, reads, writes)
         if stream is Stream.COMPUTE:
             self._free(index)
 
     def _conflicts(self, reads: list[Ref], writes: list[Ref]) -> set[int]:
-        found = set()
+        """Earlier operations that access the same memory, if one of the two accesses writes."""
+        conflicts = set()
         for refs, writing in ((reads, False), (writes, True)):
             for ref in refs:
-                for index, other, wrote in self.history[self.storage[ref.buffer]]:
-                    if (writing or wrote) and index not in found and overlap(ref, other):
-                        found.add(index)
-        return found
+                for index, earlier, wrote in self.history[self.storage[ref.buffer]]:
+                    if (writing or wrote) and index not in conflicts and overlap(ref, earlier):
+                        conflicts.add(index)
+        return conflicts
 
     def _remember(self, index: int, reads: list[Ref], writes: list[Ref]) -> None:
         for ref in reads:
             self._entries(ref.buffer).append((index, ref, False))
-        for (
-            ref
-        ) in writes:  # what conflicts with an access inside this one also conflicts with this one
+        # whatever conflicts with an access inside this write also conflicts with this write
+        for ref in writes:
             entries = self._entries(ref.buffer)
             entries[:] = [entry for entry in entries if not _covers(ref, entry[1])]
             entries.append((index, ref, True))
@@ -162,8 +166,8 @@ class _Builder:
 
     def _entries(self, name: str) -> list[tuple[int, Ref, bool]]:
         """The accesses to a buffer's memory that may still matter. The first use of a buffer waits
-        for all writers of the buffer that had the memory before. These had waited for everything
-        earlier, which is dropped."""
+        for all writers of the buffer that had the memory before. These writers had waited for all
+        earlier accesses, which are dropped."""
         entries = self.history[self.storage[name]]
         if entries and entries[-1][1].buffer != name:
             before = entries[-1][1].buffer
@@ -174,59 +178,60 @@ class _Builder:
         return entries
 
     def _free(self, index: int) -> None:
-        """Free parts once the compute stream, which owns them, knows all uses to be finished."""
-        known = self.known[Stream.COMPUTE]
+        """Free temps once the compute stream, which owns them, knows all uses to be finished."""
+        finished = self.finished[Stream.COMPUTE]
         for name, uses in list(self.uses.items()):
-            if self.last[name] <= index and not uses & ~known:
+            if self.last[name] <= index and not uses & ~finished:
                 self.frees[index].append(name)
                 del self.uses[name]
 
     def joins(self) -> tuple[int, ...]:
         """What the compute stream must wait for to know that every operation has finished."""
-        known, found = self.known[Stream.COMPUTE], []
+        finished, waits = self.finished[Stream.COMPUTE], []
         for index in reversed(range(len(self.program.ops))):
-            if not known >> index & 1:
-                found.append(index)
-                known |= self.after[index]
-        return tuple(sorted(found))
+            if not finished >> index & 1:
+                waits.append(index)
+                finished |= self.after[index]
+        return tuple(sorted(waits))
 
 
 def _widest(refs: Sequence[Ref]) -> Sequence[Ref]:
-    """The same accesses in fewer refs: adjacent rows are joined, and the whole buffer replaces its
+    """The same accesses in fewer refs: adjacent rows are merged, and the whole buffer replaces its
     parts."""
     if len(refs) < 2:
         return refs
-    found: dict[tuple, list[Ref]] = {}
+    groups: dict[tuple, list[Ref]] = {}
     for ref in refs:
-        found.setdefault((ref.buffer, ref.heads), []).append(ref)
-    return [ref for (_, heads), some in found.items() for ref in _joined(some, heads)]
+        groups.setdefault((ref.buffer, ref.heads), []).append(ref)
+    return [ref for (_, heads), group in groups.items() for ref in _merge_rows(group, heads)]
 
 
-def _joined(refs: list[Ref], heads: Span | None) -> list[Ref]:
+def _merge_rows(refs: list[Ref], heads: Span | None) -> list[Ref]:
     """The same for one buffer and one range of heads."""
     if len(refs) == 1:
         return refs
     if any(ref.rows is None for ref in refs):
         return [Ref(refs[0].buffer, None, heads)]
-    joined = union((ref.rows.start, ref.rows.stop) for ref in refs)
-    return [Ref(refs[0].buffer, Span(*rows), heads) for rows in joined]
+    spans = union((ref.rows.start, ref.rows.stop) for ref in refs)
+    return [Ref(refs[0].buffer, Span(*rows), heads) for rows in spans]
 
 
-def overlap(one: Ref, other: Ref) -> bool:
+def overlap(a: Ref, b: Ref) -> bool:
     """Whether two accesses to the same memory overlap. Different buffers always do."""
-    if one.buffer != other.buffer:
+    if a.buffer != b.buffer:
         return True
-    return _touch(one.rows, other.rows) and _touch(one.heads, other.heads)
+    return _intersect(a.rows, b.rows) and _intersect(a.heads, b.heads)
 
 
-def _touch(one: Span | None, other: Span | None) -> bool:
-    return one is None or other is None or (one.start < other.stop and other.start < one.stop)
+def _intersect(a: Span | None, b: Span | None) -> bool:
+    return a is None or b is None or (a.start < b.stop and b.start < a.stop)
 
 
-def _covers(one: Ref, other: Ref) -> bool:
-    if one.buffer != other.buffer:
-        return one.rows is None and one.heads is None
+def _covers(a: Ref, b: Ref) -> bool:
+    """Whether the first access covers the second, to the same memory."""
+    if a.buffer != b.buffer:
+        return a.rows is None and a.heads is None
     return all(
-        mine is None or (theirs is not None and mine.contains(theirs))
-        for mine, theirs in ((one.rows, other.rows), (one.heads, other.heads))
+        outer is None or (inner is not None and outer.contains(inner))
+        for outer, inner in ((a.rows, b.rows), (a.heads, b.heads))
     )

@@ -1,11 +1,11 @@
 """The program of a rank: a list of operations on named buffers.
 
-A program reads as if its operations ran one after the other. Each names its stream and what it
-reads and writes; from that, `order` derives which operations must wait for which, and everything
-else runs concurrently. Rows may be counted in units (`Spec.in_units`), so that one program serves
-all lengths. The list is also the issue order: with CUDA_DEVICE_MAX_CONNECTIONS=1 an operation that
-waits blocks those issued after it, so a transfer that waits for other ranks is issued after the
-kernels that hide it.
+A program reads as if its operations ran one after the other. Each operation names its stream and
+what it reads and writes; `order` derives from that which operations wait for which, and all others
+run concurrently. The list is also the issue order: with CUDA_DEVICE_MAX_CONNECTIONS=1 an operation
+that waits blocks those issued after it, so a transfer that waits for other ranks is issued after
+the kernels that hide it. Rows may be counted in units (`Spec.in_units`), so that one program serves
+all lengths.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,7 +29,7 @@ class Stream(StrEnum):
 
     @classmethod
     def beside(cls, kernels: int) -> "Stream":
-        """Of copies: in parallel with kernels, if there are any that could hide them."""
+        """The stream of a copy: in parallel with kernels, if there are any that hide it."""
         return cls.SIDE if kernels else cls.COMPUTE
 
 
@@ -42,10 +42,9 @@ class Ref:
     heads: Span | None = None
 
     def at(self, rows: Span) -> "Ref":
-        """These rows of it, relative to its first."""
-        return Ref(
-            self.buffer, rows if self.rows is None else rows.shifted(self.rows.start), self.heads
-        )
+        """These rows of the ref, counted from its first row."""
+        rows = rows if self.rows is None else rows.shifted(self.rows.start)
+        return Ref(self.buffer, rows, self.heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +61,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Arrange:
-    """Reorder chunks of every document. Where documents begin is known at run time only.
-
-    Attributes:
-        source: its rows are in blocks.
-        target: gets the chunks `dst_chunks` of each document; a chunk listed twice is copied twice.
-        lies: by block, the chunks of every document in the source.
-        numbers: of the target.
-    """
+    """Reorder chunks of every document. Where documents begin is known at run time only."""
 
     source: Ref
     target: Ref
-    src_blocks: tuple[Chunks, ...]
-    dst_chunks: Chunks
+    src_blocks: tuple[Chunks, ...]  # by block of the source
+    dst_chunks: Chunks  # of the target; a chunk listed twice is copied twice
     stream: Stream = Stream.COMPUTE
 
     reads = property(lambda self: (self.source,))
@@ -88,13 +80,10 @@ class Restore(Arrange):
 
 @dataclass(frozen=True, slots=True)
 class ToRanks:
-    """Shard heads: the target has all rows once for each of `ranks`, with that rank's heads.
+    """Shard heads: the target has all rows once for each of `ranks` ranks, with that rank's heads.
 
     Attributes:
-        sources: of all heads.
-        target: of the heads of each rank.
-        ranks: in the order of the heads.
-        heads_kv: KV heads that each of them has.
+        heads_kv: KV heads of each rank.
         copies: this many consecutive ranks have the same KV heads, and each an equal part of every
             KV head's query heads.
     """
@@ -139,12 +128,12 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """One forward kernel: out and lse of the queries over the keys and values, which may go into
-    two buffers; `places` as in `mask.Tile`.
+    """One forward kernel: out and lse, in one buffer or two, of the queries over the keys and
+    values; `mask` and `positions` as in `mask.Tile`.
 
     Attributes:
-        sinks: the call's query heads that q has, if their attention sinks join here; they join in
-            one kernel for each row.
+        sinks: the query heads, as the call counts them, if their attention sinks join in this
+            kernel; for each row they join in one.
     """
 
     q: Ref
@@ -161,7 +150,7 @@ class Attend:
 
 @dataclass(frozen=True, slots=True)
 class AttendBackward:
-    """One backward kernel; `sides` have q, dout, lse and delta or out (or a stand-in)."""
+    """One backward kernel; `sides` have q, dout, lse and delta or out (or a surrogate)."""
 
     sides: tuple[Ref, ...]
     kv: Ref
@@ -225,7 +214,7 @@ class SurrogateOut:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """What another rank receives; `needed_by`: for which queries and keys."""
+    """Rows that another rank receives, if the sample has pairs of `needed_by` (None: always)."""
 
     peer: int
     rows: Ref
@@ -234,8 +223,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """What is received from another rank: its rows there, and where they go here; `needed_by` as of
-    the other's `Send`."""
+    """The peer's rows, and where this rank receives them; `needed_by` as in the peer's `Send`."""
 
     peer: int
     remote_rows: Ref
@@ -248,12 +236,11 @@ class Transfer:
     """Sends to and receives from other ranks; complete once both are done.
 
     Attributes:
-        link: whose communicators carry it.
-        cargo: data to read, or gradients.
-        sends: what this rank sends, or others pull.
-        recvs: what it receives, or pulls.
-        slot: of this rank, if ranks of a node share theirs; it holds what this rank sends.
-        pulled: whether it reads the others' slots by copy engine, instead of sending.
+        link: with the cargo, the communicators that carry the transfer.
+        sends: what this rank sends, or other ranks pull.
+        recvs: what this rank receives, or pulls.
+        slot: the buffer of what this rank sends, if ranks of a node share their slots.
+        pulled: whether ranks read each other's slots by copy engine, instead of sending.
     """
 
     link: Link
@@ -265,8 +252,8 @@ class Transfer:
 
     @property
     def reads(self) -> tuple[Ref, ...]:
-        given = tuple(send.rows for send in self.sends)
-        return (*given, self.slot) if self.slot else given
+        sent = tuple(send.rows for send in self.sends)
+        return (*sent, self.slot) if self.slot else sent
 
     writes = property(lambda self: tuple(recv.rows for recv in self.recvs))
 
@@ -280,13 +267,13 @@ Op = (
 class Space(StrEnum):
     """Where a buffer lives."""
 
-    CALL = "call"  # given by the caller, or returned to it
-    SAVED = "saved"  # made by forward, read by the backward that follows it
-    TEMP = "temp"  # made by the operation that writes it first
-    RING = "ring"  # of the group, reused by every call; memory is assigned by lifetime
-    SLOT = "slot"  # the same, numbered; other ranks of the node read rows of it, or are sent them
-    STAGING = "staging"  # the same, numbered; receives what comes for this rank
-    SUM = "sum"  # the same, numbered
+    CALL = "call"  # an argument of the call, or a result
+    SAVED = "saved"  # written by forward, read by the backward that follows
+    TEMP = "temp"  # allocated by the operation that writes it first
+    RING = "ring"  # memory of the group, reused by every call; assigned by lifetime
+    SLOT = "slot"  # likewise, numbered; other ranks of the node read its rows, or are sent them
+    STAGING = "staging"  # likewise, numbered; receives rows for this rank
+    SUM = "sum"  # likewise, numbered
 
 
 NUMBERED = (Space.SLOT, Space.STAGING, Space.SUM)
@@ -309,15 +296,11 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory with a name.
+    """Memory with a name; `rows` rows of each field.
 
     Attributes:
-        name: in the program.
-        space: where it lives.
-        rows: of each tensor.
-        fields: its tensors.
         use: buffers of one use share memory, according to their numbers.
-        number: of slots, staging and sums; for hop buffers `order.positional` sets it.
+        number: of slots, staging and sums; `order.assign_buffers` sets that of ring buffers.
         count: after how many numbers memory is reused.
         interleaved: whether the fields are side by side in each row, so that rows can be sent; else
             each is dense.
@@ -344,25 +327,15 @@ class Buffer:
 @dataclass(frozen=True, eq=False)
 class Program:
     """What one rank does in one pass of one call; compares by identity, so that it can be a cache
-    key.
-
-    Attributes:
-        topology: of the group.
-        cp_rank: the rank that runs it.
-        direction: forward or backward.
-        batch: sequences.
-        widths: bytes of an element, by dtype.
-        buffers: by name.
-        ops: in issue order.
-    """
+    key."""
 
     topology: Topology
     cp_rank: int
     direction: Direction
-    batch: int
-    widths: Mapping[Dtype, int]
-    buffers: Mapping[str, Buffer]
-    ops: tuple[Op, ...]
+    batch: int  # sequences
+    widths: Mapping[Dtype, int]  # bytes of an element
+    buffers: Mapping[str, Buffer]  # by name
+    ops: tuple[Op, ...]  # in issue order
 
     @cached_property
     def accesses(self) -> tuple[tuple[tuple[Ref, ...], tuple[Ref, ...]], ...]:
@@ -370,7 +343,7 @@ class Program:
         return tuple((op.reads, op.writes) for op in self.ops)
 
     def num_bytes(self, ref: Ref) -> int:
-        """Bytes of rows and heads of a buffer, without padding."""
+        """Bytes of a ref's rows and heads, without padding."""
         buffer = self.buffers[ref.buffer]
         rows = buffer.rows if ref.rows is None else len(ref.rows)
         share = 1.0 if ref.heads is None else len(ref.heads) / buffer.fields[0].heads
@@ -383,7 +356,7 @@ class Program:
         return tuple(b.name for b in self.buffers.values() if b.space is Space.SAVED)
 
     def sent_bytes(self) -> dict[Link, int]:
-        """Bytes that the rank sends (or others pull from it), by link."""
+        """Bytes that the rank sends, or other ranks pull, by link."""
         sent = dict.fromkeys(Link, 0)
         for op in self.ops:
             for send in op.sends if isinstance(op, Transfer) else ():
@@ -392,7 +365,8 @@ class Program:
 
 
 def uses_of(sizes: Iterable[tuple[Buffer, int]]) -> dict[tuple[Space, str], tuple[int, int]]:
-    """How many buffers the group must have for each use, and their bytes; `sizes`: of each."""
+    """How many buffers the group must have for each use, and the bytes of one, from each buffer's
+    bytes."""
     uses: dict[tuple[Space, str], tuple[int, int]] = {}
     for buffer, size in sizes:
         if buffer.space is Space.RING or buffer.space in NUMBERED:
@@ -421,14 +395,14 @@ def out_fields(heads: int, shape: AttentionShape, dtype: Dtype) -> tuple[Field, 
 
 
 def side_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
-    """Fields of a rank's own query side."""
+    """Fields of a rank's own inputs of backward."""
     out = Field("out", heads, shape.dim_v)
     return (*q_fields(heads, shape), Field("dout", heads, shape.dim_v), out,
             Field("lse", heads, 0, Dtype.SUM))  # fmt: skip
 
 
 def circulating_side_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
-    """Fields of a query side sent to other ranks: delta replaces the output."""
+    """Fields of a query side that is sent to other ranks: delta replaces the output."""
     lse, delta = (Field(name, heads, 0, Dtype.SUM) for name in ("lse", "delta"))
     return lse, delta, *q_fields(heads, shape), Field("dout", heads, shape.dim_v)
 

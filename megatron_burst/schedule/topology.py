@@ -20,8 +20,8 @@ class Link(StrEnum):
 class Topology:
     """A rectangular arrangement of the ranks of a context-parallel group.
 
-    It may have thousands of ranks and is looked up often, so whatever takes a pass over them is
-    cached.
+    A group may have thousands of ranks, and its topology is looked up often, so whatever passes
+    over all ranks is cached.
 
     Attributes:
         grid: one row of cp ranks per node; each row is an intra ring, each column an inter ring.
@@ -36,8 +36,8 @@ class Topology:
     def cp_size(self) -> int:
         return len(self.node_of)
 
-    def others(self, cp_rank: int) -> tuple[int, ...]:
-        """The other ranks of a rank's row, from the next on: not all start with the same one."""
+    def row_peers(self, cp_rank: int) -> tuple[int, ...]:
+        """The other ranks of a rank's row, from the next on: not all begin with the same peer."""
         row, column = self.coord(cp_rank)
         return (*self.grid[row][column + 1 :], *self.grid[row][:column])
 
@@ -131,9 +131,8 @@ def topology_of(nodes: Sequence[Hashable], places: Sequence | None = None) -> To
     and a warning.
 
     Args:
-        nodes: of each cp rank; any hashable values.
-        places: of each cp rank on its node, such as its GPU's index; any sortable values; None: the
-            order of cp ranks.
+        places: of each cp rank on its node, such as the GPU's index; sortable; None: the order of
+            cp ranks.
 
     Raises:
         BurstError: if there are no ranks.

@@ -107,26 +107,26 @@ def test_what_ranks_read_and_give_back_is_what_their_tiles_hold(spec):
     every = steps_of(spec)
     for mine, gathers in enumerate(every):
         ranks = topology.grid[topology.coord(mine)[0]]
-        assert {*topology.others(mine), mine} == set(ranks)
+        assert {*topology.row_peers(mine), mine} == set(ranks)
         seen = {(gather, rank): set() for gather in range(len(gathers.reads)) for rank in ranks}
         for index, (gather, step) in enumerate(zip(gathers.gathers, gathers.steps, strict=True)):
             for rank in ranks:
                 tiles = every[rank].steps[index].tiles.gathered
                 laid = [row for tile in tiles for row in range(tile.kv.start, tile.kv.stop)]
                 seen[gather, rank].update(laid)
-                for leaf in step.leaves[rank]:
+                for leaf in step.grad_sends[rank]:
                     assert laid[leaf.rows.slice] == list(
-                        range(leaf.piece.node_rows.start, leaf.piece.node_rows.stop)
+                        range(leaf.chunk.node_rows.start, leaf.chunk.node_rows.stop)
                     )
                 if rank != mine:
-                    to_me = every[rank].steps[index].leaves[rank]
-                    to_me = [leaf for leaf in to_me if leaf.piece.cp_rank == mine]
-                    assert step.leaves[rank] == tuple(to_me)
+                    to_me = every[rank].steps[index].grad_sends[rank]
+                    to_me = [leaf for leaf in to_me if leaf.chunk.cp_rank == mine]
+                    assert step.grad_sends[rank] == tuple(to_me)
                     continue
-                left = sum(len(leaf.rows) for leaf in step.leaves[rank])
+                left = sum(len(leaf.rows) for leaf in step.grad_sends[rank])
                 own = [p.node_rows for p in step.keys if p.cp_rank == rank]
                 kept = sum(len(span) for tile in tiles for span in own if tile.kv.contains(span))
-                assert left + kept == len(laid) <= gathers.share_rows
+                assert left + kept == len(laid) <= gathers.grad_rows
         for gather, step in zip(gathers.gathers, gathers.steps, strict=True):
             for rank in ranks:
                 rows = seen[gather, rank]

@@ -20,8 +20,8 @@ def test_pieces_of_another_node_are_its_rows_in_the_hands_of_this_one():
     own, visit = node_shards(pretend_nodes(4, 2), 0, Layout.ZIGZAG, 4)
     assert [piece.cp_rank for piece in visit.chunks] == [0, 1, 1, 0]
     assert [piece.node_rows.start for piece in visit.chunks] == [0, 2, 4, 6]
-    assert (own.before, own.after) == ((0, 1, 2, 3), (0, 1, 2, 3))
-    assert (visit.before, visit.after) == ((0, 0, 4, 4), (2, 2, 2, 2))
+    assert (own.before, own.own_before) == ((0, 1, 2, 3), (0, 1, 2, 3))
+    assert (visit.before, visit.own_before) == ((0, 0, 4, 4), (2, 2, 2, 2))
 
 
 def test_nodes_on_one_side_visit_alike():
@@ -36,7 +36,7 @@ def test_nodes_on_one_side_visit_alike():
 def test_nodes_whose_ranks_interleave_visit_each_in_its_way():
     visits = node_shards(topology_of([0, 1, 0, 1]), 0, Layout.CONTIGUOUS, 1)
     assert visits[1].before == (0, 1)
-    assert visits[1].after == (1, 2)
+    assert visits[1].own_before == (1, 2)
 
 
 def test_the_striped_layout_cannot_be_gathered():
