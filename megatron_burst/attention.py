@@ -307,7 +307,8 @@ class BurstAttentionFunction(torch.autograd.Function):
     def forward(ctx, q, k, v, sink, passes, documents, layer):
         known = documents.text if documents else None
         here = range_of_pass(Direction.FORWARD, layer, passes.spec.intra)
-        kind = PassKind.KEPT if recording() else PassKind.FORWARD  # they run different programs
+        # they run different programs
+        kind = PassKind.RECORDING if recording() else PassKind.FORWARD
         with here, _without_autocast(q), Pass(passes.announcer, kind, layer=layer) as this:
             begin = partial(this.begin, known)
             out, lse, left = passes.forward(q, k, v, documents, begin, sink)
