@@ -48,7 +48,7 @@ class Silent:
         self._noisy: set[tuple[int, int]] = set()  # memory, by place and length
 
     def buffers(self, use, count: int, num_bytes: int, where: Placement) -> FlatBuffers:
-        memory = self._memory.of(use, count, num_bytes, where)
+        memory = self._memory.buffers(use, count, num_bytes, where)
         for flat in memory.flats:
             place = flat.data_ptr(), len(flat)
             if len(flat) and place not in self._noisy:  # as zeros would be computed faster

@@ -324,7 +324,8 @@ class BurstAttentionFunction(torch.autograd.Function):
     def forward(ctx, q, k, v, sink, passes, documents, layer):
         text = documents.text if documents else None
         span = range_of_pass(Direction.FORWARD, layer, passes.spec.intra)
-        kind = PassKind.KEPT if recording() else PassKind.FORWARD  # they run different programs
+        # they run different programs
+        kind = PassKind.RECORDING if recording() else PassKind.FORWARD
         with span, _without_autocast(q), Pass(passes.announcer, kind, layer=layer) as running:
             begin = partial(running.begin, text)
             out, lse, saved = passes.forward(q, k, v, documents, begin, sink)

@@ -1,4 +1,4 @@
-"""What the launcher, the node and the container tell a process: names, places, memory, caches."""
+"""Reads the launcher, the node and the container: ranks, host names, memory; sets kernel caches."""
 
 import os
 import socket
@@ -11,15 +11,11 @@ _CONTAINER_MEMORY = (  # cgroup v2 and v1: folder, limit, usage
 
 
 def host_name() -> str:
-    """Identifies this process's node.
-
-    As in NCCL: NCCL_HOSTID if set, else host name and kernel boot ID, because containers on
-    different machines may share a host name. If the boot ID is unreadable, the launcher's node rank
-    replaces it.
-    """
-    named = os.environ.get("NCCL_HOSTID")
-    if named:
-        return named
+    """Identifies this process's node, as NCCL does: NCCL_HOSTID if set, else host name and kernel
+    boot ID, because containers on different machines may share a host name. If the boot ID is
+    unreadable, the launcher's node rank replaces it."""
+    if host_id := os.environ.get("NCCL_HOSTID"):
+        return host_id
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -28,15 +24,15 @@ def host_name() -> str:
 
 
 def _node() -> int:
-    """This process's node rank from the launcher; 0 without one."""
-    given = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")
-    if given:
-        return int(given)
+    """This process's node rank from the launcher; 0 without a launcher."""
+    node_rank = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")
+    if node_rank:
+        return int(node_rank)
     return int(os.environ.get("RANK", "0")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def local_rank() -> int:
-    """This process's local rank from the launcher; 0 without one."""
+    """This process's local rank from the launcher; 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0")
 
 
@@ -46,38 +42,32 @@ def spans_nodes() -> bool:
 
 
 def fault_folder() -> Path | None:
-    """Where each rank writes a line when a pass fails; None: nowhere."""
-    named = os.environ.get("MEGATRON_BURST_FAULTS")
-    return Path(named) if named else None
+    """The folder to which ranks write a line when a pass fails, if the user named one."""
+    folder = os.environ.get("MEGATRON_BURST_FAULTS")
+    return Path(folder) if folder else None
 
 
 def share_kernel_cache() -> None:
-    """Have FlashAttention-4 cache compiled kernels on disk for all ranks.
-
-    Call it before FlashAttention-4 is imported. Variables that are already set take precedence.
-    """
+    """Have FlashAttention-4, which must not be imported yet, cache compiled kernels on disk for all
+    ranks, unless the user's environment says otherwise."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Host memory that this rank may take: its share of what is available on the node.
-
-    A container's limit applies; reclaimable page cache counts as free.
-
-    Args:
-        root: the folder with proc and sys.
+    """Host memory that this rank may take, in bytes: its share of what is available on the node, or
+    to the container. Reclaimable page cache counts as free. `root`: the folder with proc and sys.
     """
     free = [_number(root / "proc/meminfo", after="MemAvailable:") * 1024]
     for folder, bound, used in _CONTAINER_MEMORY:
-        if most := _number(root / folder / bound):
-            files = _number(root / folder / "memory.stat", after="inactive_file")
-            free.append(max(0, most - _number(root / folder / used) + files))
+        if limit := _number(root / folder / bound):
+            cached = _number(root / folder / "memory.stat", after="inactive_file")
+            free.append(max(0, limit - _number(root / folder / used) + cached))
     return min(free) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _number(path: Path, after: str | None = None) -> int:
     """The first number of a file, or the one after a word; 0 if there is none."""
     words = path.read_text().split() if path.is_file() else []
-    place = words.index(after) + 1 if after in words else 0
-    found = words[place : place + 1] if after is None or place else []
-    return int(found[0]) if found and found[0].isdigit() else 0
+    start = words.index(after) + 1 if after in words else 0
+    numbers = words[start : start + 1] if after is None or start else []
+    return int(numbers[0]) if numbers and numbers[0].isdigit() else 0

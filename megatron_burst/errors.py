@@ -3,19 +3,18 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-# Whether it holds, what must hold and why, what was got, what to change.
+# (whether it holds, what must hold and why, what was got, what to change)
 type Need = tuple[object, str, object, str]
 
 
 class BurstError(ValueError):
     """An input, option or environment that burst does not support.
 
-    Raised before anything is computed or sent, and on all ranks together wherever possible.
+    Raised before anything is computed or sent, on all ranks together wherever possible.
     """
 
     def __init__(self, sentence: str) -> None:
-        # Megatron's build_module (core/transformer/spec_utils.py:127) re-raises with text appended,
-        # which would run on from the sentence's last words.
+        # Megatron's build_module (core/transformer/spec_utils.py) appends text and raises again
         super().__init__(sentence.partition(" when instantiating ")[0])
 
 
@@ -23,24 +22,18 @@ class DisagreementError(BurstError):
     """The ranks of a context-parallel group called with different shapes or options."""
 
 
-def unmet_needs(who: str, needs: Iterable[Need]) -> str:
-    """The sentence of the first unmet need; empty if all hold.
-
-    Needs from a generator may rely on earlier ones.
-    """
+def unmet_needs(caller: str, needs: Iterable[Need]) -> str:
+    """The sentence of the first unmet need, "" if all hold. A generator's needs may rely on the
+    ones before."""
     for holds, must, got, change in needs:
         if not holds:
-            return f"{who}: {must}; got {got}; {change}"
+            return f"{caller}: {must}; got {got}; {change}"
     return ""
 
 
-def require(who: str, needs: Iterable[Need]) -> None:
-    """Raise an error if a need does not hold.
-
-    Raises:
-        BurstError: with the sentence of the first such need.
-    """
-    if sentence := unmet_needs(who, needs):
+def require(caller: str, needs: Iterable[Need]) -> None:
+    """Raise BurstError with the sentence of the first unmet need, if there is one."""
+    if sentence := unmet_needs(caller, needs):
         raise BurstError(sentence)
 
 
@@ -53,5 +46,5 @@ def nearest(word: str, names: Iterable[str]) -> str:
 def nearest_multiples(number: int, divisor: int) -> str:
     """ "multiple of 8, such as 56 or 64" for 60 and 8; never names 0."""
     below = number // divisor * divisor
-    near = " or ".join(str(one) for one in (below, below + divisor) if one)
+    near = " or ".join(str(multiple) for multiple in (below, below + divisor) if multiple)
     return f"multiple of {divisor}, such as {near}"

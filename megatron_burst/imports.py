@@ -1,4 +1,4 @@
-"""Calls back when a module is imported, so that nothing is imported earlier than its user wants."""
+"""Calls back when a module is imported, so that this package need not import the module itself."""
 
 import functools
 import importlib.util
@@ -9,56 +9,51 @@ from types import ModuleType
 
 
 def when_imported(module: str, then: Callable[[], None]) -> Callable[[], None]:
-    """Call `then` as soon as anyone imports the module; now, if it is already imported.
-
-    Repeating a pending request changes nothing.
-
-    Returns:
-        what ends the waiting.
-    """
+    """Call `then` when the module is imported; now, if it is already. Repeating a pending request
+    changes nothing. Returns what cancels the request."""
     if module in sys.modules:
         then()
         return lambda: None
-    for one in sys.meta_path:
-        if isinstance(one, _Waiting) and one.does(module, then):
-            return one.end
-    waiting = _Waiting(module, then)
-    sys.meta_path.insert(0, waiting)
-    return waiting.end
+    for finder in sys.meta_path:
+        if isinstance(finder, _ImportWatcher) and finder.matches(module, then):
+            return finder.cancel
+    watcher = _ImportWatcher(module, then)
+    sys.meta_path.insert(0, watcher)
+    return watcher.cancel
 
 
-class _Waiting(MetaPathFinder):
-    """Finds one module through the other finders of sys.meta_path, to learn of its import."""
+class _ImportWatcher(MetaPathFinder):
+    """Finds one module through the other finders of sys.meta_path, and wraps its execution."""
 
     def __init__(self, module: str, then: Callable[[], None]) -> None:
-        self.module, self.then, self.asks_others = module, then, False
+        self.module, self.then, self.is_delegating = module, then, False
 
-    def does(self, module: str, then: Callable[[], None]) -> bool:
-        """Whether it waits for this module to call this."""
+    def matches(self, module: str, then: Callable[[], None]) -> bool:
+        """Whether this is the watcher of an equal request."""
         return self.module == module and _parts(self.then) == _parts(then)
 
     def find_spec(self, name, path=None, target=None):
-        if name != self.module or self.asks_others:
+        if name != self.module or self.is_delegating:
             return None
-        self.asks_others = True
+        self.is_delegating = True
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            self.asks_others = False
+            self.is_delegating = False
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = functools.partial(self.run, spec.loader.exec_module)
         return spec
 
     def run(self, exec_module, module: ModuleType) -> None:
         exec_module(module)
-        self.end()
+        self.cancel()
         self.then()
 
-    def end(self) -> None:
+    def cancel(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
 
 def _parts(then: Callable[[], None]) -> object:
-    """What identifies a callback."""
+    """Equal for equal callbacks, also if they are partials."""
     return (then.func, then.args) if isinstance(then, functools.partial) else then

@@ -1,6 +1,6 @@
 """Messages to the user during a run, through Python's logger `megatron_burst`.
 
-Megatron's own handler prints them. Without any handler they go to standard error, so that users see
+Megatron's handler prints them. Without any handler they go to standard error, so that users see
 which kernel runs without setting up logging. To see less, set the logger's level.
 """
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 def log_message(text: str, level: int = logging.INFO) -> None:
-    """Log something for the user; the caller makes sure that one rank does so, once."""
+    """Log a text for the user; the caller makes sure that one rank does, once."""
     logger = logging.getLogger("megatron_burst")
-    root_says = logging.getLogger().level not in (logging.NOTSET, logging.WARNING)
-    if logger.level == logging.NOTSET and not root_says:  # WARNING is the root's default
+    root_is_set = logging.getLogger().level not in (logging.NOTSET, logging.WARNING)
+    if logger.level == logging.NOTSET and not root_is_set:  # WARNING is the root's default
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
         logger.addHandler(handler := logging.StreamHandler())
@@ -31,7 +31,7 @@ def log_message_once(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was chosen, and why, as text for the user; "" if it needs no reason."""
+    """What was chosen, and why, as text for the user ("" if it needs no reason)."""
 
     value: Any
     reason: str = ""

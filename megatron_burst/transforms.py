@@ -1,4 +1,4 @@
-"""Function transforms of torch that attention and loss do not support."""
+"""Transforms of torch that attention and loss do not support: compile, func, CUDA graphs."""
 
 import functools
 from collections.abc import Callable
@@ -13,18 +13,17 @@ from megatron_burst.imports import when_imported
 
 
 def uncompiled[F: Callable[..., Any]](function: F) -> F:
-    """The function as one graph break of torch.compile, instead of one at each operation that it
-    cannot trace.
+    """The function as one graph break of torch.compile, instead of one at each of its operations.
 
-    torch.compiler.disable imports torch._dynamo, which takes as long as torch itself; nothing is
-    compiled before someone else imports it.
+    torch.compiler.disable imports torch._dynamo, which takes as long as importing torch. So the
+    function is wrapped only once torch._dynamo is imported: nothing is compiled before.
     """
     run: Callable[..., Any] = function
 
     def disable() -> None:
         nonlocal run
-        why = "megatron_burst runs kernels and communication that torch.compile cannot trace"
-        run = torch.compiler.disable(function, reason=why)
+        reason = "megatron_burst runs kernels and communication that torch.compile cannot trace"
+        run = torch.compiler.disable(function, reason=reason)
 
     when_imported("torch._dynamo", disable)
     if run is not function:
@@ -37,39 +36,37 @@ def uncompiled[F: Callable[..., Any]](function: F) -> F:
     return cast(F, call)
 
 
-def refuse_transforms(who: str, *tensors: Tensor | None) -> None:
-    """Refuse a call, or a backward pass, that torch transforms, or captures in a CUDA graph. Costs
+def refuse_transforms(caller: str, *tensors: Tensor | None) -> None:
+    """Refuse a call, or a backward pass, that torch transforms, or captures in a CUDA graph. Takes
     about a microsecond.
 
-    Args:
-        who: for the message.
-        tensors: inputs of the call, or gradients passed to backward.
+    `tensors`: inputs of the call, or gradients passed to backward; `caller` begins the sentence.
 
     Raises:
-        BurstError: inside of torch.func's transforms and vmap, if a tensor is a batch of them or
-            has a forward-mode tangent, and while a CUDA graph is captured.
+        BurstError: inside torch.func's transforms and vmap, if a tensor is batched or has a
+            forward-mode tangent, and while a CUDA graph is captured.
     """
     if torch._C._are_functorch_transforms_active():
         kind = torch._C._functorch.peek_interpreter_stack().key().name.lower()
-        _refuse(who, f"a call inside torch.func's {kind}", "call it outside of torch.func")
-    given = [x for x in tensors if isinstance(x, Tensor)]  # other kinds are refused later
-    if any(map(torch._C._functorch.is_legacy_batchedtensor, given)):
-        _refuse(who, "a batch of tensors for one", "leave out is_grads_batched, or vectorize")
-    if given and given[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        _refuse(caller, f"a call inside torch.func's {kind}", "call it outside of torch.func")
+    present = [x for x in tensors if isinstance(x, Tensor)]  # other kinds are refused later
+    if any(map(torch._C._functorch.is_legacy_batchedtensor, present)):
+        _refuse(caller, "a batch of tensors for one", "leave out is_grads_batched, or vectorize")
+    if present and present[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise BurstError(
-            f"{who}: a call must not be captured in a CUDA graph, because ranks synchronize and "
+            f"{caller}: a call must not be captured in a CUDA graph, because ranks synchronize and "
             "memory is allocated in Python, which a graph does not rerun; got a stream that is "
             "capturing; capture what comes before and after it (make_graphed_callables, "
             "--cuda-graph-modules)"
         )
     inside = forward_ad._current_level >= 0
-    if inside and any(forward_ad.unpack_dual(x).tangent is not None for x in given):
-        _refuse(who, "an input with a tangent", "leave out torch.autograd.forward_ad")
+    if inside and any(forward_ad.unpack_dual(x).tangent is not None for x in present):
+        _refuse(caller, "an input with a tangent", "leave out torch.autograd.forward_ad")
 
 
-def _refuse(who: str, got: str, change: str) -> None:
+def _refuse(caller: str, got: str, change: str) -> None:
     raise BurstError(
-        f"{who}: gradients must come from torch.autograd, one backward pass at a time, because "
+        f"{caller}: gradients must come from torch.autograd, one backward pass at a time, because "
         "kernels and transfers support neither batches of gradients nor forward mode; got "
         f"{got}; {change}, and differentiate by backward() or torch.autograd.grad"
     )

@@ -40,7 +40,7 @@ class Clock:
         """All of the run has been queued on the call's stream."""
         self._whole.append(self._now())
 
-    def over(self, count: int) -> list[Any]:
+    def handles(self, count: int) -> list[Any]:
         """A list for the run's handles; waits on them are timed."""
         return _Watched(self, count)
 

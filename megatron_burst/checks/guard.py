@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_burst.engine.executor import Executor
-from megatron_burst.engine.operations import Part, part
+from megatron_burst.engine.operations import GetFields, ref_fields
 from megatron_burst.engine.run import Compiler, Run, Step
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.program import (
@@ -34,7 +34,7 @@ class GuardedExecutor(Executor):
 
     @cached_property
     def compiler(self) -> Compiler:
-        """The program's binder with steps that check what they wrote."""
+        """The program's compiler with steps that check what they wrote."""
         compiler = copy(super().compiler)  # other executors share it
         steps = enumerate(zip(compiler.steps, self.program.ops, strict=True), 1)
         compiler.steps = tuple(_guarded(compiler, step, op, number) for number, (step, op) in steps)
@@ -94,11 +94,11 @@ def _accessed(op: Op, program: Program) -> tuple[Positions, Positions] | None:
     return None
 
 
-def _parts(binder: Compiler, places: Positions) -> list[tuple[Ref, str, Part]]:
-    return [(ref, name, part(binder, ref)) for ref, name in dict.fromkeys(places)]
+def _parts(compiler: Compiler, places: Positions) -> list[tuple[Ref, str, GetFields]]:
+    return [(ref, name, ref_fields(compiler, ref)) for ref, name in dict.fromkeys(places)]
 
 
-def _first_nan(run: Run, parts: list[tuple[Ref, str, Part]]) -> str:
+def _first_nan(run: Run, parts: list[tuple[Ref, str, GetFields]]) -> str:
     """The first field with a NaN, in words; "" if none has any."""
     for ref, name, of in parts:
         x = of(run).get(name)  # a call omits tensors that no operation reads

@@ -1,5 +1,5 @@
-"""Moves tensors between ranks: groups, hop buffers, slots, transfers, out-of-band agreement.
+"""Process groups, transfers between ranks, and agreement of ranks on what they run.
 
-What is sent is decided by the schedule, not here. `announce`, `cp_groups`, `grid`, `pulled` and
-`symmetric` are not on the reading path.
+Programs decide what is sent. `announce`, `cp_groups`, `grid`, `pulled` and `symmetric` are not on
+the reading path.
 """

@@ -1,4 +1,4 @@
-"""What a process without torch.distributed needs: a group of itself, and whether it reports."""
+"""The process group of a call; for a process without torch.distributed, a group of itself."""
 
 import os
 from datetime import timedelta
@@ -15,19 +15,19 @@ _LIMIT = timedelta(minutes=10)  # nothing waits in a group of one
 
 
 def is_alone() -> bool:
-    """Whether this process was started by itself, and torch.distributed is not initialised."""
+    """Whether this process runs without others, and torch.distributed is not initialised."""
     return not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") == "1"
 
 
 def is_first() -> bool:
-    """Whether this rank reports to the user."""
+    """Whether this rank logs for the user."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def alone() -> dist.ProcessGroup:
     """A group of this process, which leaves the default group to the user."""
     group = _make_group()
-    # forgotten if torch.distributed was initialised and ended in between
+    # torch drops the ranks when torch.distributed is destroyed
     distributed_c10d._world.pg_group_ranks.setdefault(group, {0: 0})
     return group
 
@@ -43,8 +43,8 @@ def _make_group() -> dist.ProcessGroup:
     return group
 
 
-def group_or_default(group: Ranks, who: str) -> dist.ProcessGroup:
-    """The group, else the default group, or this process alone; `who` refuses another one."""
+def group_or_default(group: Ranks, caller: str) -> dist.ProcessGroup:
+    """The group; for None the default group, or this process alone. `caller` begins an error."""
     if isinstance(group, dist.DeviceMesh) and group.ndim == 1:
         group = group.get_group()
     if group is None and is_alone():
@@ -52,13 +52,13 @@ def group_or_default(group: Ranks, who: str) -> dist.ProcessGroup:
     outside = dist.GroupMember.NON_GROUP_MEMBER
     if group not in (None, outside) and not isinstance(group, dist.ProcessGroup):
         raise BurstError(
-            f"{who}: group must be a process group, because ranks send each other what they "
+            f"{caller}: group must be a process group, because ranks send each other what they "
             f"compute in it; got a {type(group).__name__}; pass one, or a DeviceMesh of one "
             "dimension"
         )
     if not dist.is_initialized():
         raise BurstError(
-            f"{who}: torch.distributed must be initialised, because the sequence is sharded "
+            f"{caller}: torch.distributed must be initialised, because the sequence is sharded "
             f"over a process group; got no default group in one of {os.environ.get('WORLD_SIZE')} "
             "processes; call init_process_group"
         )
@@ -67,12 +67,12 @@ def group_or_default(group: Ranks, who: str) -> dist.ProcessGroup:
         rank = dist.get_rank(group)
     except ValueError as error:
         raise BurstError(
-            f"{who}: the group must exist, because ranks send each other what they compute in it; "
-            "got one that was destroyed; pass a group that was made after that"
+            f"{caller}: the group must exist, because ranks send each other what they compute in "
+            "it; got one that was destroyed; pass a group that was made after that"
         ) from error
     if rank < 0:
         raise BurstError(
-            f"{who}: the calling rank must belong to the group, because each rank passes its "
+            f"{caller}: the calling rank must belong to the group, because each rank passes its "
             f"own rows; got global rank {dist.get_rank()} outside of it; call it only on the "
             "group's ranks"
         )

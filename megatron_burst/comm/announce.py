@@ -12,8 +12,8 @@ from megatron_burst.comm.store import CP, WHO, ParallelKind
 
 
 def announce(
-    group: dist.ProcessGroup, terms: Mapping[str, str], who: str, problem: str = "",
-    of: ParallelKind = CP, data: Mapping[str, str] | None = None,
+    group: dist.ProcessGroup, terms: Mapping[str, str], caller: str, problem: str = "",
+    kind: ParallelKind = CP, data: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Announce a call that ranks of a group make together, before it does anything; see
     `Group.agree`, and `PassAnnouncer.begin` for `data`.
@@ -23,9 +23,10 @@ def announce(
             the call, where stamps are compared.
     """
     state = state_of(group)
-    state.agree(terms, who, problem=problem, of=of)
+    state.agree(terms, caller, problem=problem, kind=kind)
     if state.log is None and group.size() > 1:
-        state.open_log(group, WHO if of is CP else who, of)  # attention's calls share its log
+        # attention's calls share the log of the group
+        state.open_log(group, WHO if kind is CP else caller, kind)
     PassAnnouncer.of(state.log, terms).begin(PassKind.FORWARD, data=data)
 
 
@@ -35,10 +36,10 @@ def backward_of(group: dist.ProcessGroup | None) -> Callable[[], int]:
     that call while the others go on with NaN, and nothing may end the group that can still be
     used."""
     log = log_of(group)
-    marks = PassAnnouncer(log if log and log.waits else None)
-    return partial(marks.begin, PassKind.BACKWARD, log.number if log else 0)
+    announcer = PassAnnouncer(log if log and log.waits else None)
+    return partial(announcer.begin, PassKind.BACKWARD, log.number if log else 0)
 
 
-def telling(group: dist.ProcessGroup) -> AbstractContextManager[None]:
+def reporting_errors(group: dist.ProcessGroup) -> AbstractContextManager[None]:
     """See `PassAnnouncer.reporting_errors`."""
     return PassAnnouncer(log_of(group)).reporting_errors()

@@ -1,4 +1,7 @@
-"""The communicators of a context-parallel group: intra and inter, for reading and for gradients."""
+"""The transfers of a context-parallel group, over a process group for each (link, cargo).
+
+Links are intra and inter (inside a node, between nodes); cargo is what is read, or gradients.
+"""
 
 import logging
 from collections.abc import Callable, Hashable
@@ -38,56 +41,53 @@ if TYPE_CHECKING:
 class Communicator:
     """The transfers of one context-parallel group; see `Transport`.
 
-    Inputs and gradients have separate process groups, so that on NCCL each has its own stream and
-    neither waits for the other; likewise the intra and the inter ring.
+    On NCCL each process group has a stream of its own, so none waits for another one's transfers.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, topology: Topology, state: Group, config: BurstConfig
     ) -> None:
         self.topology, self.consensus, self._memory = topology, state.consensus, state.memory
-        self._log, self.overlaps, self._asked = state.log, config.overlap, config.force.transfer
-        self._lost: Any = WeakMethod(state.log.lost_hop) if state.log else None
-        if state.log:  # one rank has none, and sends nothing
+        self._log, self.overlaps, self._requested = state.log, config.overlap, config.force.transfer
+        self._error_of: Any = WeakMethod(state.log.lost_hop) if state.log else None
+        if state.log:  # None in a group of one rank
             state.log.nodes = topology.node_of
         self.cp_rank = group.rank()
-        self.checks: int | None = None  # the number of its next spot check
+        self.checks: int | None = None  # the number of the next spot check
         self.ranks = dist.get_process_group_ranks(group)
         self._streams: dict[torch.device, dict[Hashable, torch.cuda.Stream]] = {}
         row, column = topology.coord(self.cp_rank)
         intra, inter = topology.grid[row], tuple(ranks[column] for ranks in topology.grid)
         members = {Link.INTRA: intra, Link.INTER: inter}
-        several = {link: ranks for link, ranks in members.items() if len(ranks) > 1}
-        wanted = {(link, cargo): ranks for link, ranks in several.items() for cargo in Cargo}
-        self.groups = state.sub_groups.of(wanted, config.nccl_ctas)
-        # what spot checks compare goes through a group of its own, so that nothing can mix with it
-        self.spot_check_group = (
-            state.sub_groups.for_spot_checks() if config.check and state.log else None
-        )
+        rings = {link: ranks for link, ranks in members.items() if len(ranks) > 1}
+        ring_ranks = {(link, cargo): ranks for link, ranks in rings.items() for cargo in Cargo}
+        self.groups = state.sub_groups.obtain(ring_ranks, config.nccl_ctas)
+        checks = config.check and state.log  # in a group of their own, apart from all else
+        self.spot_check_group = state.sub_groups.for_spot_checks() if checks else None
         self._pool = self._pool_of(self.groups.get((Link.INTRA, Cargo.READ)), state.sub_groups)
         device = "cuda" if backend_of(group) == "nccl" else "cpu"
         refusal = partial(self._pool.refusal, state.consensus) if self._pool else lambda: None
-        self.transfer = choose_transfer(topology, device, self._asked, refusal)  # inside a node
+        self.transfer = choose_transfer(topology, device, self._requested, refusal)  # inside a node
 
     def _pool_of(
         self, together: dist.ProcessGroup | None, sub_groups: SubGroups
     ) -> "SymmetricPool | None":
-        """Memory that the ranks of a row can read from each other, shared by all communicators."""
+        """Symmetric memory of the ranks of a row, shared by all communicators."""
         if together is None:
             return None
-        from megatron_burst.comm.symmetric import SymmetricPool  # which loads much of torch
+        from megatron_burst.comm.symmetric import SymmetricPool  # it loads much of torch
 
         pools, name = sub_groups.pools, together.group_name
         if name not in pools:
             # by rank in the group; torch sorts them, whatever the topology's order
             ranks = [self.ranks.index(rank) for rank in dist.get_process_group_ranks(together)]
-            board = state_of(together).consensus
-            pools[name] = SymmetricPool(together, ranks, self.cp_rank, board)
+            consensus = state_of(together).consensus
+            pools[name] = SymmetricPool(together, ranks, self.cp_rank, consensus)
         return pools[name]
 
-    def buffers(self, use: Hashable, count: int, num_bytes: int, where: Placement) -> FlatBuffers:
+    def buffers(self, use: Hashable, count: int, nbytes: int, placement: Placement) -> FlatBuffers:
         """As `Transport.buffers`."""
-        return self._memory.of(use, count, num_bytes, where)
+        return self._memory.buffers(use, count, nbytes, placement)
 
     def queues(self, device: torch.device) -> OneQueue | Queues:
         """As `Transport.queues`; one queue where nothing overlaps."""
@@ -97,23 +97,20 @@ class Communicator:
         self._memory.begin(queues.stream)
         return queues if self.overlaps else OneQueue(queues.placement)
 
-    def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Placement) -> Slots:
-        """As `Transport.slots`; sizes are the same on all ranks of the node.
-
-        If a rank lacks symmetric memory, all ranks of its node send from now on, unless the user
-        asked for pulling.
-        """
+    def slots(self, cargo: Cargo, count: int, nbytes: int, placement: Placement) -> Slots:
+        """As `Transport.slots`. If a rank lacks symmetric memory, all ranks of its node send from
+        now on, unless the user asked for pulling."""
         if self._pool and self.transfer.value == "pull":
             from megatron_burst.comm.symmetric import SymmetricError
 
             try:
-                return self._pool.slots(cargo, count, num_bytes, where)
+                return self._pool.slots(cargo, count, nbytes, placement)
             except SymmetricError as error:
-                if self._asked == "pull":
+                if self._requested == "pull":
                     raise
                 self.transfer = Decision("send", error.reason)
                 log_message(f"{WHO}: from now on {self.transfer}", logging.WARNING)
-        memory = self.buffers(cargo, count, num_bytes, where)
+        memory = self.buffers(cargo, count, nbytes, placement)
         return SentSlots(memory, count, partial(self.send, Link.INTRA, cargo))
 
     def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> SendRecvs:
@@ -124,34 +121,32 @@ class Communicator:
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            raise self._lost()(error) from error
-        # on a GPU a wait with a time-out would block the CPU; there NCCL's own watchdog looks on
+            raise self._error_of()(error) from error
+        # on a GPU a wait with a time-out would block the CPU; NCCL has a watchdog
         if operations and operations[0].tensor.is_cuda:
-            return SendRecvs(works, (), None, self._lost)
+            return SendRecvs(works, (), None, self._error_of)
         peers = [peer for peer, _ in (*sends, *recvs)]
-        return SendRecvs(works, peers, self.consensus.timeout_s, self._lost)
+        return SendRecvs(works, peers, self.consensus.timeout_s, self._error_of)
 
-    def run(self, program: "Program", unit: int, over: list[Any], waits: Any) -> None:
+    def run(self, program: "Program", unit: int, handles: list[Any], waits: Any) -> None:
         """As `Transport.run`."""
         if log := self._log:
-            log.runs.append(RunningPass(log.number, log.stamp, program, unit, over, waits))
+            log.runs.append(RunningPass(log.number, log.stamp, program, unit, handles, waits))
 
 
 def choose_transfer(
-    topology: Topology, device: str, asked: str, try_out: Callable[[], str | None]
+    topology: Topology, device: str, requested: str, try_out: Callable[[], str | None]
 ) -> Decision:
     """How gathered keys move inside a node: "send" or "pull".
 
-    `try_out` returns why ranks cannot pull here, or None; called only if nothing else rules it out.
-
-    Raises:
-        BurstError: if pulling was asked for and cannot be done.
+    `try_out` returns why ranks cannot pull, or None; called only if nothing else rules pulling out.
+    Raises BurstError if pulling is requested and impossible.
     """
     if topology.cp_size == 1:
         return Decision("send", "one rank")
-    if asked == "send":
+    if requested == "send":
         return Decision("send", "asked for")
-    cannot: str | None
+    cannot: str | None = None
     if device != "cuda":
         cannot = f"the ranks must use GPUs, because only GPUs have copy engines; got {device}"
     elif topology.spans_nodes or topology.intra_size == 1:
@@ -159,16 +154,16 @@ def choose_transfer(
             "a rank must share its node with those it gathers from, because it reads their memory; "
             f"got {topology}"
         )
-    else:
-        reason = try_out()
-        cannot = reason and f"symmetric memory must work between the GPUs; got: {reason}"
-    if cannot and asked == "pull":
+    elif failure := try_out():
+        cannot = f"symmetric memory must work between the GPUs; got: {failure}"
+    if cannot and requested == "pull":
         raise BurstError(
             f"burst attention: to pull, {cannot}; pass --burst-tune transfer=send or transfer=auto"
         )
     if cannot:
         return Decision("send", cannot)
-    return Decision("pull", "asked for" if asked == "pull" else "by copy engine, while kernels run")
+    reason = "asked for" if requested == "pull" else "by copy engine, while kernels run"
+    return Decision("pull", reason)
 
 
 def communicator_of(
@@ -176,26 +171,23 @@ def communicator_of(
 ) -> Communicator:
     """The communicator of a context-parallel group; made at first use by all its ranks together.
 
-    `flat`: whether to treat all ranks as one row, whatever their nodes.
-
-    Raises:
-        BurstError: if the nodes do not fit.
+    `flat`: whether all ranks are one row, whatever their nodes. Raises BurstError if
+    `config.nodes` does not divide the ranks.
     """
     state = state_of(group, config.timeout_s)
-    made, board = state.communicators, state.consensus
-    carried = (config.nodes, config.force.transfer, config.nccl_ctas, config.overlap)
-    key = (*carried, bool(config.check), flat)
-    if key not in made:
+    communicators, consensus = state.communicators, state.consensus
+    options = config.nodes, config.force.transfer, config.nccl_ctas, config.overlap
+    key = *options, bool(config.check), flat
+    if key not in communicators:
         terms = {"config": str(config)}
-        PassAnnouncer(state.log, terms, digest=1).begin(
-            PassKind.AGREEMENT
-        )  # others may agree on a call
-        board.agree(terms, WHO)
-        check_devices(group, board)
-        topology = find_topology(group, config, board)
+        # other ranks may be about to agree on a call
+        PassAnnouncer(state.log, terms, digest=1).begin(PassKind.AGREEMENT)
+        consensus.agree(terms, WHO)
+        check_devices(group, consensus)
+        topology = find_topology(group.size(), config, consensus)
         if flat:
             topology = topology.flat()
         if state.log is None and group.size() > 1:
             state.open_log(group)
-        made[key] = Communicator(group, topology, state, config)
-    return made[key]
+        communicators[key] = Communicator(group, topology, state, config)
+    return communicators[key]

@@ -51,7 +51,7 @@ class CPGroups:
         return self._named(tuple(zip(*self.topology.grid, strict=True)))
 
     def _named(self, cp_ranks: Ranks) -> Ranks:
-        return tuple(tuple(self.ranks[rank] for rank in some) for some in cp_ranks)
+        return tuple(tuple(self.ranks[rank] for rank in ranks) for ranks in cp_ranks)
 
     def __str__(self) -> str:
         return f"{self.topology}\n{grid(self.topology, self.ranks)}"
@@ -80,6 +80,6 @@ def cp_groups(
             pass different options, or if the number of pretended nodes does not divide the ranks.
     """
     group = group_or_default(group, _WHO)
-    carrier = communicator_of(group, config or BurstConfig())
-    intra, inter = (carrier.groups.get((link, Cargo.READ)) for link in (Link.INTRA, Link.INTER))
-    return CPGroups(tuple(carrier.ranks), carrier.topology, intra, inter)
+    transport = communicator_of(group, config or BurstConfig())
+    intra, inter = (transport.groups.get((link, Cargo.READ)) for link in (Link.INTRA, Link.INTER))
+    return CPGroups(tuple(transport.ranks), transport.topology, intra, inter)

@@ -1,15 +1,15 @@
-"""Keeps ranks in step: all ranks compare what they begin, by 8 bytes of each.
+"""Detects ranks that are out of step: all ranks compare the stamps of their passes.
 
-Ranks out of step would exchange shards of different calls and compute wrong numbers. So every pass
-begins with a stamp. Its hash is summed over the ranks of the group by gloo, apart from the data: no
-GPU takes part, and a mismatch is found even if GPU transfers hang. The sum goes around the ring of
-ranks twice, so a rank sends two messages, however many ranks there are. It is over only when all
-ranks have begun, and each sees from it whether all are alike. If not, they tell each other their
-stamps through the store. On CPU ranks wait for the sum before anything is sent, because a gloo
-receive of another size ends the process, and again at the end of a backward, so that all of them
-hear of one that failed before anybody writes weights. On GPUs nothing waits: the sum of a pass is
-looked at when a later one begins, before an optimizer writes weights, and once a second by a
-thread, which logs what it finds, as this process may be waiting for a hung GPU.
+    in step:  sum over ranks of fingerprint(stamp) = size * own fingerprint
+
+Ranks out of step would send shards of different calls to each other and compute wrong numbers. The
+sum is an all-reduce over gloo, apart from the data, so it works while GPU transfers hang. Where it
+differs, ranks post their stamps and terms in the store, and each raises an error that names them.
+
+On CPUs a pass waits for the sum when it begins, because gloo ends the process if a receive has
+another size, and when a backward ends, because an optimizer may be next. On GPUs nothing waits: a
+sum is read when a later pass begins, before an optimizer writes weights, and once a second by a
+thread, which logs an error, as the process itself may be waiting for a GPU.
 """
 
 import json
@@ -34,30 +34,27 @@ from megatron_burst.comm.stamps import Members, PassKind, PendingPass, Stamp
 from megatron_burst.errors import BurstError
 from megatron_burst.transforms import uncompiled
 
-_POLL_S = 0.5  # how often a waiting rank checks whether others have given up
-_EXIT_S = 5.0  # how long a process that ends waits for the thread
+_POLL_S = 0.5  # how often a waiting rank checks whether another rank has given up
+_EXIT_S = 5.0  # how long the end of the process waits for the thread
 
 
 class DesyncDetector(Members):
-    """Numbers the passes of this rank and compares them with those of the group's other ranks.
+    """Numbers the passes of this rank and compares them with those of the group's other ranks."""
 
-    Attributes:
-        few: up to so many ranks send their stamps to each other, which is faster than around.
-    """
-
-    max_all_to_all_ranks = 4
+    max_all_to_all_ranks = 4  # up to so many ranks an all-to-all is faster than an all-reduce
 
     def __init__(self, *members: Any) -> None:
         super().__init__(*members)
         self._pending: deque[PendingPass] = deque()
-        self._to_each, self._summed = dist.AllToAllOptions(), dist.AllreduceOptions()
-        self.later_error: BurstError | None = None  # what later passes raise
+        self._all_to_all_options = dist.AllToAllOptions()
+        self._sum_options = dist.AllreduceOptions()
+        self.later_error: BurstError | None = None  # raised by all later passes
         self._lock = threading.Lock()
-        self.raised_to_caller = False  # whether the caller knows why its passes cannot be right
+        self.raised_to_caller = False  # whether a pass has raised an error
         watched = ref(self), (ended := threading.Event()), not self.waits
         (thread := threading.Thread(target=_watch, args=watched, daemon=True)).start()
-        finalize(thread, _await_watch, thread.ident)
-        finalize(self, ended.set)  # at exit before that, as the later of the two
+        finalize(thread, _join_watch, thread.ident)
+        finalize(self, ended.set)  # at exit this comes first, as it was registered later
         if not self.waits:
             hook = register_optimizer_step_pre_hook(partial(_before_step, ref(self)))
             finalize(self, hook.remove)
@@ -68,11 +65,10 @@ class DesyncDetector(Members):
         """Begin a pass with a stamp; returns its number, from 1.
 
         Raises:
-            DisagreementError: if ranks have begun different passes: this one if stamps are waited
-                for, else an earlier one.
-            BurstError: if a rank has not begun it within the time-out, or is lost.
+            DisagreementError: if ranks have begun different passes, this one or an earlier one.
+            BurstError: if a rank has not begun a pass within the time-out, or has ended.
         """
-        with self._lock, self._noting_errors():
+        with self._lock, self._recording_errors():
             self._poll()
             self.number += 1
             self.stamp = Stamp(kind, call or self.number, layer, digest)
@@ -83,13 +79,13 @@ class DesyncDetector(Members):
 
     def compare(self) -> None:
         """Wait until the passes begun so far are compared; raises as `begin`."""
-        with self._lock, self._noting_errors():
+        with self._lock, self._recording_errors():
             self._poll()
             self._compare()
 
     @contextmanager
-    def _noting_errors(self) -> Iterator[None]:
-        """Note that an error reaches the caller."""
+    def _recording_errors(self) -> Iterator[None]:
+        """Record that an error reaches the caller."""
         try:
             yield
         except BurstError:
@@ -98,33 +94,27 @@ class DesyncDetector(Members):
 
     def _compare(self) -> None:
         while self._pending:
-            self._await(self._pending[0])
+            self._wait_for(self._pending[0])
             self._poll()
 
-    def fail(self, error: Exception, lost: str = "") -> None:
-        """Tell the other ranks that this one could not run a pass; waits for nobody.
-
-        Ranks that all say so are in step. Else those that do not raise an error where they look.
-
-        Args:
-            error: of this rank.
-            lost: for which ranks it waited in vain, in words, if that is the error.
-        """
+    def fail(self, error: Exception, missing: str = "") -> None:
+        """Announce that this rank could not run a pass, without waiting. Ranks that did run it then
+        raise an error. `missing`: for which ranks this one waited in vain, as text, if it did."""
         with self._lock:
             if self.later_error:
                 return
-            self._publish_failure(error, lost)
-        if not lost:
+            self._publish_failure(error, missing)
+        if not missing:
             from megatron_burst.desync.verdict import own_failure
 
             own_failure(self, error)
 
-    def _publish_failure(self, error: Exception, lost: str) -> None:
+    def _publish_failure(self, error: Exception, missing: str) -> None:
         self.number += 1
-        words = [(str(error).splitlines() or [""])[0], *getattr(error, "__notes__", ())]
-        terms = {"failure": f"{type(error).__name__}: {', '.join(words)}"}
-        terms |= {"lost": lost} if lost else {}
-        with suppress(RuntimeError):  # connections or the store may be gone, with a rank
+        lines = [(str(error).splitlines() or [""])[0], *getattr(error, "__notes__", ())]
+        terms = {"failure": f"{type(error).__name__}: {', '.join(lines)}"}
+        terms |= {"lost": missing} if missing else {}
+        with suppress(RuntimeError):  # connections and the store may be gone, with a rank
             self._post(Stamp(PassKind.FAILURE, self.number, 0, 0), terms)
             self.post_terms(self._pending[-1])
 
@@ -132,35 +122,37 @@ class DesyncDetector(Members):
         """The error of a transfer that failed, which later passes raise too."""
         from megatron_burst.desync.verdict import lost_hop
 
-        return self.end(*lost_hop(self, error))
+        return self.abort(*lost_hop(self, error))
 
-    def end(self, error: BurstError, lost: str) -> BurstError:
-        """Raise `error` in all later passes; returns it. `lost` as in `fail`."""
-        self.fail(error, lost)
+    def abort(self, error: BurstError, missing: str) -> BurstError:
+        """Raise `error` in all later passes; returns it. `missing` as in `fail`."""
+        self.fail(error, missing)
         with self._lock:
             self._refuse_later_passes(self.later_error or error)
         return error
 
     def _refuse_later_passes(self, error: BurstError | None) -> None:
-        """Have later passes raise this; without its traceback, which holds tensors and groups."""
+        """Have later passes raise a copy, because a traceback holds tensors and groups."""
         self.later_error = error and type(error)(*error.args)
 
     def poll(self) -> None:
-        """Look at what is compared so far, without waiting for more; raises as `begin`."""
+        """Check the passes compared so far, without waiting; raises as `begin`."""
         with self._lock:
             self._poll()
             if self._pending and monotonic() - self._pending[0].begin_s > _POLL_S:
                 self._check_abort(self._pending[0])
 
     def _post(self, stamp: Stamp, terms: Mapping[str, str]) -> None:
-        sign, few = stamp.fingerprint(self.size), self.size <= self.max_all_to_all_ranks
-        mine = array("q", [sign] * (self.size if few else 1))
-        signs, tensor = array("q", mine), partial(torch.frombuffer, dtype=torch.int64)
-        if few:
-            work = self.group.alltoall_base(tensor(signs), tensor(mine), [], [], self._to_each)
+        own, is_small = stamp.fingerprint(self.size), self.size <= self.max_all_to_all_ranks
+        sent = array("q", [own] * (self.size if is_small else 1))
+        received, tensor = array("q", sent), partial(torch.frombuffer, dtype=torch.int64)
+        if is_small:
+            tensors = tensor(received), tensor(sent)
+            work = self.group.alltoall_base(*tensors, [], [], self._all_to_all_options)
         else:
-            work = self.group.allreduce([tensor(signs)], self._summed)
-        self._pending.append(PendingPass(self.number, stamp, terms, sign, signs, work, monotonic()))
+            work = self.group.allreduce([tensor(received)], self._sum_options)
+        entry = PendingPass(self.number, stamp, terms, own, received, work, monotonic())
+        self._pending.append(entry)
 
     def _poll(self) -> None:
         if self.later_error:
@@ -172,65 +164,64 @@ class DesyncDetector(Members):
             except RuntimeError as error:
                 raise self._rank_missing(entry, str(error).splitlines()[0]) from error
             if entry.is_posted:
-                self.store.delete_key(self.waiting(self.rank))
+                self.store.delete_key(self.waiting_key(self.rank))
             if sum(entry.fingerprints) != entry.fingerprint * self.size:
-                # this rank has raised its own error; where stamps are waited for, all are in step
+                # a rank that failed has raised its own error; if it waits, all ranks are in step
                 if not (self.waits and entry.stamp.kind is PassKind.FAILURE):
                     raise self._disagreement(entry)
             elif entry.is_posted:
-                self.store.delete_key(self.key(entry))
+                self.store.delete_key(self.terms_key(entry))
         if self._pending:
             self._check_timeout(self._pending[0])
 
-    def _await(self, entry: PendingPass) -> None:
+    def _wait_for(self, entry: PendingPass) -> None:
         while not self._completes_soon(entry):
             self._check_timeout(entry)
             self._check_abort(entry)
 
     def _completes_soon(self, entry: PendingPass) -> bool:
-        """Whether a pass is compared, which this waits for a moment."""
-        with suppress(RuntimeError):  # not yet; `_look` reports what has failed for good
+        """Whether a pass is compared, after waiting for a moment."""
+        with suppress(RuntimeError):  # a time-out; `_poll` reports what has failed for good
             entry.work.wait(timedelta(seconds=_POLL_S))
         return entry.work.is_completed()
 
     def _check_abort(self, entry: PendingPass) -> None:
-        """Give up a pass that another rank gave up: only neighbours miss a rank at once."""
-        alarmed = False
+        """Give up a pass that another rank has given up, as only a rank's neighbours miss it."""
+        aborted = False
         with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
-            alarmed = self.store.check([self.alarm(entry)])
-        if alarmed and not self._completes_soon(entry):
+            aborted = self.store.check([self.abort_key(entry)])
+        if aborted and not self._completes_soon(entry):
             raise self._rank_missing(entry, "another rank has given up")
 
     def _check_timeout(self, entry: PendingPass) -> None:
-        """Give up a pass that has waited for as long as the time-out. From half of that on its
-        terms are in the store, so that ranks that wait are known from those that are missing."""
+        """Give up a pass after the time-out. From half of that on its terms are in the store, which
+        tells ranks that wait from those that are missing."""
         waited, limit = monotonic() - entry.begin_s, self.consensus.timeout_s
         if waited > limit:
             raise self._rank_missing(entry, f"nothing came within {limit:g} s")
         if waited > limit / 2 and not entry.is_posted:
             with suppress(RuntimeError):
                 self.post_terms(entry)
-                self.store.set(self.waiting(self.rank), "")
+                self.store.set(self.waiting_key(self.rank), "")
 
     def _disagreement(self, entry: PendingPass) -> BurstError:
         from megatron_burst.desync.differing import disagreement
 
-        error, goes_on = disagreement(self, entry)
-        self._refuse_later_passes(None if goes_on else error)
+        error, is_recoverable = disagreement(self, entry)
+        self._refuse_later_passes(None if is_recoverable else error)
         return error
 
-    def _rank_missing(self, entry: PendingPass, why: str) -> BurstError:
+    def _rank_missing(self, entry: PendingPass, reason: str) -> BurstError:
         from megatron_burst.desync.verdict import lost_pass
 
-        error, lost = lost_pass(self, entry, why)
-        self._publish_failure(error, lost)  # a rank that comes later
+        error, missing = lost_pass(self, entry, reason)
+        self._publish_failure(error, missing)  # for a rank that begins the pass later
         self._refuse_later_passes(error)
         return error
 
 
-def _await_watch(ident: int | None) -> None:
-    """At exit wait for the thread of a log, also of one that is gone: a C++ call that outlives the
-    interpreter ends in abort."""
+def _join_watch(ident: int | None) -> None:
+    """At exit wait for the thread: a C++ call that outlives the interpreter ends in abort."""
     if not threading.main_thread().is_alive():
         for thread in threading.enumerate():
             if thread.ident == ident:
@@ -245,11 +236,10 @@ def _watch(*watched: Any) -> None:
 
 @uncompiled
 def _before_step(log: ReferenceType[DesyncDetector], *_: object) -> None:
-    """Before an optimizer writes weights, wait until all passes so far are compared: gradients may
-    come from a pass in which ranks differed. An error that was raised before is not repeated: the
-    step may be that of another group."""
-    if (living := log()) and not living.raised_to_caller:
-        living.compare()
+    """Before an optimizer writes weights, compare all passes so far. Nothing is raised a second
+    time, as the step may be of weights that another group trains."""
+    if (detector := log()) and not detector.raised_to_caller:
+        detector.compare()
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,46 +258,47 @@ class PassAnnouncer:
     def begin(
         self, kind: PassKind, call: int = 0, layer: int = 0, data: Mapping[str, str] | None = None
     ) -> int:
-        """Begin a pass; returns its number. See `DesyncDetector.begin`; `data`: what else must be
-        equal on all ranks, as text by name."""
+        """`DesyncDetector.begin`. `data`: more terms that must be equal on all ranks."""
         if not self.log:
             return 0
         if data is None:
             return self.log.begin(kind, self.digest, self.terms, call, layer)
-        both = PassAnnouncer.of(self.log, {**self.terms, **data})
-        return self.log.begin(kind, both.digest, both.terms, call, layer)
+        announcer = PassAnnouncer.of(self.log, {**self.terms, **data})
+        return self.log.begin(kind, announcer.digest, announcer.terms, call, layer)
 
     def reporting_errors(self) -> "Pass":
-        """Context that tells the other ranks of an error in it, before the pass that they await."""
+        """A context that announces an error in it, before the pass that other ranks wait for."""
         return Pass(self, PassKind.FAILURE)
 
 
 class Pass:
-    """A pass of a call on this rank: `begin` announces it; as a context it tells the other ranks
-    if it fails, and where stamps are waited for a backward raises on all of them if one failed.
+    """A pass of a call on this rank: `begin` announces it, and as a context it announces a failure.
+    Where stamps are waited for, a backward then raises on all ranks.
 
-    Attributes:
-        number: of the pass, once it has begun.
+    `number`: of the pass, once it has begun.
     """
 
-    def __init__(self, marks: PassAnnouncer, kind: PassKind, call: int = 0, layer: int = 0) -> None:
-        self._marks, self._what, self.number = marks, (kind, call, layer), 0
-        self._tells = marks.log is not None
+    def __init__(
+        self, announcer: PassAnnouncer, kind: PassKind, call: int = 0, layer: int = 0
+    ) -> None:
+        self._announcer, self._stamp_args, self.number = announcer, (kind, call, layer), 0
+        self._reports = announcer.log is not None
 
     def begin(self, data: Mapping[str, str] | None = None) -> None:
-        """As `PassAnnouncer.begin`, when this rank has what it needs to take part."""
-        tells, self._tells = self._tells, False  # all ranks know what this raises
-        self.number = self._marks.begin(*self._what, data)
-        self._tells = tells
+        """`PassAnnouncer.begin`, once this rank can take part."""
+        reports, self._reports = self._reports, False  # all ranks raise what this raises
+        self.number = self._announcer.begin(*self._stamp_args, data)
+        self._reports = reports
 
     def __enter__(self) -> "Pass":
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        (what, _, layer), log = self._what, self._marks.log
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        (kind, _, layer), log = self._stamp_args, self._announcer.log
         if isinstance(error, Exception) and layer and f"layer {layer}" not in str(error):
-            error.add_note(f"in layer {layer}, {what.name.lower()}")
-        if self._tells and log and isinstance(error, Exception):
+            error.add_note(f"in layer {layer}, {kind.name.lower()}")
+        if self._reports and log and isinstance(error, Exception):
             log.fail(error)
-        elif error is None and self.number and log and log.waits and what is PassKind.BACKWARD:
-            self._marks.begin(PassKind.OVER, self.number, layer)  # an optimizer's step may be next
+        elif error is None and self.number and log and log.waits and kind is PassKind.BACKWARD:
+            # an optimizer's step may be next
+            self._announcer.begin(PassKind.OVER, self.number, layer)

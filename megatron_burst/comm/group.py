@@ -1,4 +1,4 @@
-"""What lives as long as a process group: its board, sub-groups, buffers, log and known calls."""
+"""What lives as long as a process group: sub-groups, buffers, pass log, calls agreed on."""
 
 import json
 from collections import defaultdict
@@ -6,7 +6,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -32,7 +31,7 @@ from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
 
-if TYPE_CHECKING:  # loaded where ranks share a node
+if TYPE_CHECKING:
     from megatron_burst.comm.symmetric import SymmetricPool
 
 _CALLS = 128  # calls whose programs are cached
@@ -40,59 +39,55 @@ _SAMPLES = 8  # micro-batches in flight
 _SAME = -1.0  # keep the time-out
 _CONNECT_S = 60  # within which ranks must reach each other over gloo
 type Names = tuple[Link, Cargo]
-# State is dropped when its group is.
+# an entry is dropped with its group
 _STATES: WeakKeyDictionary[dist.ProcessGroup, "Group"] = WeakKeyDictionary()
 
 
 class SubGroups:
     """Sub-groups of a group, one for each set of ranks, cargo and thread blocks.
 
-    Creating one can take seconds, so configurations share them. Their time-out is that of the
-    group's board. They are destroyed with the group: see `state_of`.
+    Creating one can take seconds, so configurations share them. They have the time-out of the
+    group's consensus, and are destroyed with the group: see `_drop_destroyed`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, board: StoreConsensus) -> None:
+    def __init__(self, group: dist.ProcessGroup, consensus: StoreConsensus) -> None:
         self._ranks, self._backend = dist.get_process_group_ranks(group), backend_of(group)
-        self._board, self._timeout_s = board, 0.0
-        self._made: dict[tuple, dist.ProcessGroup] = {}
+        self._consensus, self._timeout_s = consensus, 0.0
+        self._groups: dict[tuple, dist.ProcessGroup] = {}
         self._number = 0  # of groups that were made
-        self._beside: list[dist.ProcessGroup] = []
+        self._gloo_groups: list[dist.ProcessGroup] = []
         self.pools: dict[str, SymmetricPool] = {}  # by the name of a sub-group
 
-    def of(
-        self, wanted: Mapping[Names, Sequence[int]], ctas: int | None
+    def obtain(
+        self, ranks_of: Mapping[Names, Sequence[int]], ctas: int | None
     ) -> dict[Names, dist.ProcessGroup]:
-        """Sub-groups of the given cp ranks, by name; all ranks of the group call it together.
-
-        `ctas`: most thread blocks of a transfer; None leaves it to NCCL.
-        """
-        keys = {name: (*sorted(ranks), name[1], ctas) for name, ranks in wanted.items()}
-        names = list(wanted)
-        lacking = [place for place, name in enumerate(names) if keys[name] not in self._made]
-        for place in self._missing_on_any_rank(lacking):
-            ranks = [self._ranks[rank] for rank in wanted[names[place]]]
-            made = self._new(ranks, self._timeout_s, self._backend, self._bounded(ctas))
-            self._made[keys[names[place]]] = made
-        return {name: self._made[key] for name, key in keys.items()}
+        """Sub-groups of these cp ranks, by name; all ranks of the group call it together. `ctas`:
+        thread blocks of a transfer, at most; None: NCCL's choice."""
+        keys = {name: (*sorted(ranks), name[1], ctas) for name, ranks in ranks_of.items()}
+        names = list(ranks_of)
+        missing = [index for index, name in enumerate(names) if keys[name] not in self._groups]
+        for place in self._missing_on_any_rank(missing):
+            ranks = [self._ranks[rank] for rank in ranks_of[names[place]]]
+            group = self._new(ranks, self._timeout_s, self._backend, self._bounded(ctas))
+            self._groups[keys[names[place]]] = group
+        return {name: self._groups[key] for name, key in keys.items()}
 
     def for_spot_checks(self) -> dist.ProcessGroup:
-        """A gloo group of all ranks, for what bypasses the GPUs; all ranks call it together.
-
-        Its time-out is twice that of others, because gloo's errors name no ranks.
-        """
+        """A gloo group of all ranks; all of them call it together. Its time-out is twice that of
+        other groups, because gloo's errors name no ranks."""
         self._missing_on_any_rank([0])
-        made = self._new(self._ranks, _CONNECT_S, "gloo")
-        set_seconds(made, 2 * self._board.timeout_s)
-        self._beside.append(made)
-        return made
+        group = self._new(self._ranks, _CONNECT_S, "gloo")
+        set_seconds(group, 2 * self._consensus.timeout_s)
+        self._gloo_groups.append(group)
+        return group
 
-    def _missing_on_any_rank(self, lacking: Sequence[int]) -> list[int]:
+    def _missing_on_any_rank(self, missing: Sequence[int]) -> list[int]:
         """The groups that any rank lacks; all ranks call it together."""
-        everyones = [json.loads(text) for text in self._board.all_gather(json.dumps(lacking), WHO)]
-        return sorted({place for theirs in everyones for place in theirs})
+        texts = self._consensus.all_gather(json.dumps(missing), WHO)
+        return sorted({index for text in texts for index in json.loads(text)})
 
     def _bounded(self, ctas: int | None) -> Any:
-        """NCCL's options of a group whose transfers have at most so many thread blocks."""
+        """Options of a group whose transfers have at most so many thread blocks; of NCCL only."""
         if self._backend != "nccl":
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -105,17 +100,17 @@ class SubGroups:
     ) -> dist.ProcessGroup:
         """A new group of some of the ranks; only its members call it."""
         self._number += 1
-        limit, of = timedelta(seconds=timeout_s), "-".join(map(str, sorted(ranks)))
-        with _named(f"{self._board.name}/{self._number}/{of}"):
+        limit, members = timedelta(seconds=timeout_s), "-".join(map(str, sorted(ranks)))
+        with _named(f"{self._consensus.name}/{self._number}/{members}"):
             return dist.new_group(ranks, limit, backend, options, use_local_synchronization=True)
 
-    def follow(self) -> None:
-        """Adopt the board's time-out: the user's, or the group's current one."""
-        if self._timeout_s != self._board.timeout_s:
-            self._timeout_s = self._board.timeout_s
-            for group in self._made.values():
+    def follow_timeout(self) -> None:
+        """Adopt the time-out of the group's consensus."""
+        if self._timeout_s != self._consensus.timeout_s:
+            self._timeout_s = self._consensus.timeout_s
+            for group in self._groups.values():
                 set_seconds(group, self._timeout_s)
-            for group in self._beside:
+            for group in self._gloo_groups:
                 set_seconds(group, 2 * self._timeout_s)
 
 
@@ -123,8 +118,8 @@ class SubGroups:
 def _named(name: str) -> Iterator[None]:
     """Have torch give a new group this name, under which its members find each other.
 
-    torch's own names count the groups of a process, so ranks with other groups would wait for each
-    other forever, and a group could get the name of one that was destroyed.
+    torch's own names count the groups of a process. Ranks with different groups would wait for each
+    other forever, and a group could get the name of a destroyed one.
     """
     original = distributed_c10d._process_group_name
     distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name
@@ -135,44 +130,44 @@ def _named(name: str) -> Iterator[None]:
 
 
 class GroupMemory:
-    """The buffers of a group's calls on this rank, which use them one after the other."""
+    """The buffers that the calls of a group use on this rank, one after the other."""
 
     def __init__(self) -> None:
-        self._made: dict[Hashable, FlatBuffers] = {}
-        self._held: defaultdict[Hashable, BufferSize] = defaultdict(BufferSize)
+        self._buffers: dict[Hashable, FlatBuffers] = {}
+        self._sizes: defaultdict[Hashable, BufferSize] = defaultdict(BufferSize)
         self._stream: torch.cuda.Stream | None = None  # of the latest call
 
-    def of(self, use: Hashable, count: int, num_bytes: int, where: Placement) -> FlatBuffers:
+    def buffers(self, use: Hashable, count: int, nbytes: int, placement: Placement) -> FlatBuffers:
         """As `Transport.buffers`."""
-        held = self._held[use]
-        memory = None if held.changes(count, num_bytes) else self._made.get(use)
+        largest = self._sizes[use]
+        memory = None if largest.changes(count, nbytes) else self._buffers.get(use)
         if memory is None:
-            self._made.pop(use, None)  # free it before allocating others
-            count, num_bytes = held.size
+            self._buffers.pop(use, None)  # before allocating the new ones
+            count, nbytes = largest.size
             try:
-                made = [_bytes(num_bytes, where.device) for _ in range(count)]
+                flats = [_bytes(nbytes, placement.device) for _ in range(count)]
             except RuntimeError:
-                del self._held[use]  # what the next call needs may fit
+                del self._sizes[use]  # the next call may need less
                 raise
-            memory = self._made[use] = FlatBuffers(made, where)
-        if memory.placement != where:  # once freed, they must not be used before this call is over
+            memory = self._buffers[use] = FlatBuffers(flats, placement)
+        if memory.placement != placement:  # if freed, not to be reused before this call is over
             for flat in memory.flats:
-                flat.record_stream(torch.cuda.current_stream(where.device))
+                flat.record_stream(torch.cuda.current_stream(placement.device))
         return memory
 
     def begin(self, stream: torch.cuda.Stream) -> None:
-        """Let a call on this stream begin when the latest one, if on another, is over."""
+        """Make this stream wait for the latest call, if that was on another stream."""
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
         self._stream = stream
 
     def release(self) -> None:
-        """Free all of it; the next call allocates it again."""
-        self._made.clear()
-        self._held.clear()
+        """Free the buffers; the next call allocates them again."""
+        self._buffers.clear()
+        self._sizes.clear()
 
 
-@torch.inference_mode(False)  # kept: training after an evaluation writes to it
+@torch.inference_mode(False)  # because training after an evaluation writes to them
 def _bytes(count: int, device: torch.device) -> Tensor:
     return torch.empty(count, dtype=torch.uint8, device=device)
 
@@ -181,70 +176,63 @@ def _bytes(count: int, device: torch.device) -> Tensor:
 class Group:
     """All that lives as long as a process group, on this rank."""
 
-    consensus: StoreConsensus  # out-of-band agreement of its ranks
+    consensus: StoreConsensus
     sub_groups: SubGroups  # shared by its communicators
     memory: GroupMemory = field(default_factory=GroupMemory)  # likewise
-    communicators: dict[Hashable, Any] = field(default_factory=dict)  # by how they carry data
-    # results for calls that ranks agreed on and accepted, for when they are repeated
-    resolved: BoundedDict[Hashable, Any] = field(default_factory=partial(BoundedDict, _CALLS))
-    logged: BoundedDict[Hashable, None] = field(
-        default_factory=partial(BoundedDict, _CALLS)
-    )  # choices
-    samples: BoundedDict[Hashable, Any] = field(
-        default_factory=partial(BoundedDict, _SAMPLES)
-    )  # packed
-    # its ranks' pass log; None before the first communicator, and for a single rank
-    log: DesyncDetector | None = None
+    communicators: dict[Hashable, Any] = field(default_factory=dict)  # by options of transfers
+    # `Passes` of calls that ranks agreed on and accepted
+    resolved: BoundedDict[Hashable, Any] = field(default_factory=lambda: BoundedDict(_CALLS))
+    # choices that were logged
+    logged: BoundedDict[Hashable, None] = field(default_factory=lambda: BoundedDict(_CALLS))
+    # packed samples
+    samples: BoundedDict[Hashable, Any] = field(default_factory=lambda: BoundedDict(_SAMPLES))
+    log: DesyncDetector | None = None  # None before the first communicator, and for a single rank
     sharded: tuple[str, bool, int] | None = None  # layout, packed, tokens: of the last `shard`
 
     def agree(
-        self, terms: Mapping[str, str], who: str, key: Hashable = None, problem: str = "",
-        of: ParallelKind = CP,
+        self, terms: Mapping[str, str], caller: str, key: Hashable = None, problem: str = "",
+        kind: ParallelKind = CP,
     ) -> bool:  # fmt: skip
-        """As `StoreConsensus.agree`, for a call; returns whether ranks have compared its terms now.
-        With a detector they do so once per key, by default the terms: ranks that know the key also
-        hear of a rank that does not, or that refuses the call.
+        """Agree on a call as `StoreConsensus.agree`; returns whether ranks compared its terms now.
 
-        A call gathers its terms and its problem without raising, and comes here first. So what is
-        wrong on one rank is an error on all of them, before anything is computed or sent.
+        With a log they do so once per key, by default the terms. The log then tells ranks that
+        agreed on the key before of a rank that did not, or that refuses the call. A call collects
+        its terms and its problem without raising, and agrees before anything is computed or sent:
+        so what is wrong on one rank is an error on all of them.
         """
         key = tuple(terms.items()) if key is None else key
         if not (self.log and self.consensus.has_agreed(key)):
-            PassAnnouncer(self.log, {**terms, PROBLEM: problem} if problem else terms).begin(
-                PassKind.AGREEMENT
-            )
-            self.consensus.agree(terms, who, key, problem, of)
+            announced = {**terms, PROBLEM: problem} if problem else terms
+            PassAnnouncer(self.log, announced).begin(PassKind.AGREEMENT)
+            self.consensus.agree(terms, caller, key, problem, kind)
             return True
         if problem:
             self.refuse(BurstError(problem))
         return False
 
     def refuse(self, error: Exception, terms: Mapping[str, str] | None = None) -> NoReturn:
-        """Give up a call that ranks have agreed on, before its pass; others in it are told.
-
-        Raises:
-            DisagreementError: if others make the call, and stamps are waited for.
-            Exception: otherwise, this error.
-        """
+        """Give up a call that ranks have agreed on, before its pass, and announce that. Raises the
+        error; DisagreementError if other ranks make the call, and stamps are waited for."""
         if self.log and not isinstance(error, BurstError):
             self.log.fail(error)
         elif isinstance(error, BurstError) and not isinstance(error, DisagreementError):
-            marks = PassAnnouncer.of(self.log, terms or {})
-            replace(marks, terms={**marks.terms, PROBLEM: str(error)}).begin(PassKind.REFUSAL)
+            terms = terms or {}
+            announcer = PassAnnouncer.of(self.log, terms)
+            announced = replace(announcer, terms={**terms, PROBLEM: str(error)})
+            announced.begin(PassKind.REFUSAL)
         try:
             raise error
         finally:
-            del error  # whose traceback has this frame: else tensors live until the collector runs
+            del error  # its traceback has this frame: tensors would live until garbage collection
 
-    def open_log(self, group: dist.ProcessGroup, who: str = WHO, of: ParallelKind = CP) -> None:
-        """Have the group's ranks compare their passes from now on; all ranks call it together.
-
-        `who`, `of`: word its errors.
-        """
+    def open_log(
+        self, group: dist.ProcessGroup, caller: str = WHO, kind: ParallelKind = CP
+    ) -> None:
+        """Have the group's ranks compare their passes from now on; all ranks call it together."""
         try:
-            beside, on_cpu = self.sub_groups.for_spot_checks(), backend_of(group) == "gloo"
+            gloo_group, on_cpu = self.sub_groups.for_spot_checks(), backend_of(group) == "gloo"
             self.log = DesyncDetector(
-                beside, group.get_group_store(), self.consensus, on_cpu, who, of
+                gloo_group, group.get_group_store(), self.consensus, on_cpu, caller, kind
             )
         except RuntimeError as error:
             raise BurstError(
@@ -256,43 +244,37 @@ class Group:
 
 
 def state_of(group: dist.ProcessGroup, timeout_s: float | None = _SAME) -> Group:
-    """The state of a group; made at first use.
-
-    `timeout_s`: seconds to wait for other ranks from now on; None: as the group's operations do;
-    left out: as before.
-    """
+    """The state of a group; made at first use. `timeout_s`: seconds to wait for other ranks from
+    now on; None: the group's own time-out; if not passed, as before."""
     state = _STATES.get(group)
     if state is None:
         _drop_destroyed(group)
-        board = StoreConsensus(group, None if timeout_s == _SAME else timeout_s)
-        state = _STATES[group] = Group(board, SubGroups(group, board))
+        consensus = StoreConsensus(group, None if timeout_s == _SAME else timeout_s)
+        state = _STATES[group] = Group(consensus, SubGroups(group, consensus))
     if timeout_s != _SAME:
         state.consensus.own_timeout_s = timeout_s
-    state.sub_groups.follow()
+    state.sub_groups.follow_timeout()
     return state
 
 
 def _drop_destroyed(new: dist.ProcessGroup) -> None:
-    """Drop the state of destroyed groups that are still referenced; destroy their sub-groups, which
-    torch would keep, with their threads and connections.
-
-    NCCL destroys a communicator when all its ranks do, so only those whose ranks are all here: in
-    the first call of a new group.
-    """
+    """In the first call of a new group, drop the state of destroyed groups, and destroy their
+    sub-groups, whose threads and connections torch would keep. NCCL waits for all ranks of what is
+    destroyed, so only sub-groups inside the new group are."""
     world = distributed_c10d._world
     for group in [group for group in _STATES if group not in world.pg_map]:
         del _STATES[group]
     owners = tuple(f"{state.consensus.name}/" for state in _STATES.values() if state.consensus.name)
-    here = set(dist.get_process_group_ranks(new))
+    local_ranks = set(dist.get_process_group_ranks(new))
     for group, name in [*world.pg_names.items()]:
         if not name.startswith(f"{PREFIX}/") or name.startswith(owners):
             continue
-        if here.issuperset(dist.get_process_group_ranks(group)):
+        if local_ranks.issuperset(dist.get_process_group_ranks(group)):
             dist.destroy_process_group(group)
 
 
 def release_buffers(group: dist.ProcessGroup) -> None:
-    """Free the memory that a group's communicators hold; all its ranks call it together."""
+    """Free the memory of a group's communicators; all its ranks call it together."""
     if group in _STATES:
         _STATES[group].memory.release()
         for pool in _STATES[group].sub_groups.pools.values():
@@ -300,21 +282,21 @@ def release_buffers(group: dist.ProcessGroup) -> None:
 
 
 def symmetric_bytes(group: dist.ProcessGroup) -> int:
-    """Bytes of a group's symmetric memory on this rank, which torch's allocators do not count."""
+    """Bytes of a group's symmetric memory on this rank; torch's allocators do not count them."""
     pools = _STATES[group].sub_groups.pools.values() if group in _STATES else ()
     return sum(pool.num_bytes for pool in pools)
 
 
 def log_of(group: dist.ProcessGroup | None) -> DesyncDetector | None:
-    """The pass log of a group; None if it has none yet, or a single rank."""
+    """The pass log of a group; None before its first call, and for a single rank."""
     return _STATES[group].log if group in _STATES else None
 
 
 def check_in_step(group: dist.ProcessGroup) -> None:
     """Check that all ranks of a context-parallel group have made the same calls so far.
 
-    Each call checks the calls before it, and an optimizer of torch's checks all of them before it
-    writes weights. This function checks the last ones where no optimizer steps, such as after an
+    Each call checks the calls before it, and torch's optimizers check all calls before they write
+    weights. This function checks the last calls where no optimizer steps, such as after an
     evaluation. All ranks call it together. It waits for their CPUs, not for their GPUs.
 
     Raises:

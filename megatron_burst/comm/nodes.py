@@ -1,4 +1,4 @@
-"""Finds which ranks of a group share a node, and checks that each has its own GPU."""
+"""Finds which ranks of a group share a node, or an NVLink domain, and that each has its own GPU."""
 
 import ctypes
 import json
@@ -18,24 +18,22 @@ from megatron_burst.schedule.topology import Topology, pretend_nodes, topology_o
 
 @dataclass(frozen=True, slots=True)
 class RankLocation:
-    """Where a rank runs."""
+    """The GPU that a rank runs on."""
 
-    node: str  # identifies its node
-    fabric: str | None  # the NVLink domain beyond the machine, if there is one
-    place: int  # its GPU's index on the node
+    node: str  # identifies the node
+    fabric: str | None  # the NVLink domain beyond the node, if there is one
+    gpu_index: int  # on the node
 
 
-def check_devices(group: dist.ProcessGroup, board: StoreConsensus) -> None:
-    """Make sure that no two ranks share a GPU: NCCL would fail or hang.
-
-    As in NCCL, ranks with different NCCL_HOSTID may share one; tests use that.
-    """
+def check_devices(group: dist.ProcessGroup, consensus: StoreConsensus) -> None:
+    """Raise BurstError if two ranks share a GPU: NCCL would fail or hang. As in NCCL, ranks with
+    different NCCL_HOSTID may share a GPU; tests use that."""
     if backend_of(group) != "nccl":
         return
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     named = os.environ.get("NCCL_HOSTID", "")
     ranks_of: dict[str, list[int]] = {}
-    for cp_rank, gpu in enumerate(board.all_gather(f"{uuid} {named}".rstrip(), WHO)):
+    for cp_rank, gpu in enumerate(consensus.all_gather(f"{uuid} {named}".rstrip(), WHO)):
         ranks_of.setdefault(gpu, []).append(cp_rank)
     for gpu, cp_ranks in ranks_of.items():
         if len(cp_ranks) > 1:
@@ -46,43 +44,42 @@ def check_devices(group: dist.ProcessGroup, board: StoreConsensus) -> None:
             )
 
 
-def find_topology(group: dist.ProcessGroup, config: BurstConfig, board: StoreConsensus) -> Topology:
-    """The nodes of a group's ranks: pretended, or as the ranks report.
-
-    Raises:
-        BurstError: if the nodes do not fit.
-    """
+def find_topology(size: int, config: BurstConfig, consensus: StoreConsensus) -> Topology:
+    """The nodes of a group of `size` ranks: those that `config.nodes` pretends, or as ranks report
+    them; raises BurstError if the ranks cannot be divided among the pretended nodes."""
     if config.nodes is not None:
-        return pretend_nodes(group.size(), config.nodes)
-    homes = [
-        RankLocation(**json.loads(text))
-        for text in board.all_gather(json.dumps(asdict(my_location())), WHO)
-    ]
-    return topology_of_locations(homes)
+        return pretend_nodes(size, config.nodes)
+    texts = consensus.all_gather(json.dumps(asdict(my_location())), WHO)
+    return topology_of_locations([RankLocation(**json.loads(text)) for text in texts])
 
 
 def my_location() -> RankLocation:
-    """Where this process runs."""
+    """The location of this process."""
     if not torch.cuda.is_available():
         return RankLocation(host_name(), None, local_rank())
     index = torch.cuda.current_device()
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     # if each process sees one GPU, its index is 0 everywhere
-    place = index if torch.cuda.device_count() > 1 else local_rank()
-    return RankLocation(host_name(), fabric_of(uuid) if spans_nodes() else None, place)
+    gpu_index = index if torch.cuda.device_count() > 1 else local_rank()
+    return RankLocation(host_name(), fabric_of(uuid) if spans_nodes() else None, gpu_index)
 
 
-def topology_of_locations(homes: Sequence[RankLocation]) -> Topology:
-    """The topology of ranks with these homes; uneven nodes are flattened with a warning."""
-    first = {home.node: rank for rank, home in reversed(list(enumerate(homes)))}
-    return topology_of(nvlink_domains(homes), [(first[x.node], x.place) for x in homes])
+def topology_of_locations(locations: Sequence[RankLocation]) -> Topology:
+    """The topology of ranks at these locations; uneven nodes are flattened with a warning."""
+    first_rank: dict[str, int] = {}
+    for rank, location in enumerate(locations):
+        first_rank.setdefault(location.node, rank)
+    gpus = [(first_rank[location.node], location.gpu_index) for location in locations]
+    return topology_of(nvlink_domains(locations), gpus)
 
 
-def nvlink_domains(homes: Sequence[RankLocation]) -> list[str]:
-    """What counts as the node of each rank: its NVLink domain where that spans machines."""
-    nodes_in = {home.fabric: {h.node for h in homes if h.fabric == home.fabric} for home in homes}
-    wide = {fabric for fabric, nodes in nodes_in.items() if fabric and len(nodes) > 1}
-    return [f"NVLink {h.fabric}" if h.fabric in wide else h.node for h in homes]
+def nvlink_domains(locations: Sequence[RankLocation]) -> list[str]:
+    """What counts as a rank's node: its NVLink domain if that spans nodes, else its node."""
+    nodes: dict[str | None, set[str]] = {}
+    for location in locations:
+        nodes.setdefault(location.fabric, set()).add(location.node)
+    wide = {fabric for fabric in nodes if fabric and len(nodes[fabric]) > 1}
+    return [f"NVLink {x.fabric}" if x.fabric in wide else x.node for x in locations]
 
 
 # ---- NVLink between nodes, as the driver reports it ----
@@ -105,24 +102,21 @@ class _FabricInfo(ctypes.Structure):
 
 
 def fabric_of(gpu_uuid: str) -> str | None:
-    """The NVLink domain beyond one node that a GPU belongs to (a rack of GB200 NVL72 is one).
-
-    GPUs with the same answer reach each other by NVLink: NCCL uses the same two numbers (cluster
-    UUID and clique). GPUs of ordinary nodes have an all-zero cluster UUID, hence None.
-    """
+    """The NVLink domain of a GPU, such as a rack of GB200 NVL72; None if it ends at the node. It
+    is what NCCL compares: cluster UUID (all-zero on ordinary nodes) and clique."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")  # comes with the driver
         if nvml.nvmlInit_v2():
             return None
         try:
-            return _ask(nvml, f"GPU-{gpu_uuid.removeprefix('GPU-')}")
+            return _query_fabric(nvml, f"GPU-{gpu_uuid.removeprefix('GPU-')}")
         finally:
             nvml.nvmlShutdown()
     except (OSError, AttributeError):  # no driver, or one without fabric support
         return None
 
 
-def _ask(nvml: ctypes.CDLL, uuid: str) -> str | None:
+def _query_fabric(nvml: ctypes.CDLL, uuid: str) -> str | None:
     device = ctypes.c_void_p()
     if nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)):
         return None

@@ -56,9 +56,9 @@ class PulledSlots(Views):
         self._first = self._rounds
         return self
 
-    def views(self, of: object, turn: int = 0) -> dict[Hashable, Any]:
+    def views(self, program: object, slot: int = 0) -> dict[Hashable, Any]:
         """See `Views`; one set for each slot that a call may begin with."""
-        return super().views(of, self._number(turn))
+        return super().views(program, self._number(slot))
 
     def _number(self, index: int) -> int:
         return (self._first + index) % len(self._buffers)
@@ -74,26 +74,26 @@ class PulledSlots(Views):
         """As `SentSlots.flat`."""
         return self._buffers[self._number(index)][self._cp_rank]
 
-    def prepare(self, index: int, view: Tensor, gives: SlotRows, takes: SlotRows) -> "Pulls":
-        """As `SentSlots.ends`."""
+    def prepare(self, index: int, view: Tensor, sends: SlotRows, recvs: SlotRows) -> "Pulls":
+        """As `SentSlots.prepare`."""
         of_rank, width = self._buffers[self._number(index)], prod(view.shape[1:])
         # the other rank's slot may have more rows than this one's, of the same width
         return Pulls([
             of_rank[peer].view(view.dtype)[: rows.stop * width].view(-1, *view.shape[1:])[rows]
-            for peer, rows in takes
+            for peer, rows in recvs
         ])  # fmt: skip
 
     def transfer(
-        self, index: int, ends: "Pulls", targets: Sequence[Tensor], queues: OneQueue | Queues
+        self, index: int, pulls: "Pulls", targets: Sequence[Tensor], queues: OneQueue | Queues
     ) -> Handle:
-        """As `SentSlots.exchange`."""
+        """As `SentSlots.transfer`."""
         number = self._number(index)
         self._barriers[number]()
         if len(self) > 1:
             self._passed[number] = queues.record(self._passed[number])
-        for target, theirs in zip(targets, ends.sources, strict=True):
-            target.copy_(theirs, non_blocking=True)
-        done = ends.done = queues.record(ends.done)
+        for target, source in zip(targets, pulls.sources, strict=True):
+            target.copy_(source, non_blocking=True)
+        done = pulls.done = queues.record(pulls.done)
         self._rounds += 1
         if len(self) > 1:
             return done
@@ -134,7 +134,7 @@ class Copied:
 
 @dataclass(slots=True)
 class Pulls:
-    """What an exchange copies, and its last completion."""
+    """What a prepared round copies, and the event of its last copy."""
 
     sources: Sequence[Tensor]  # rows of other ranks' slots
-    done: Handle | None = None  # the mark of the last time, to be reused
+    done: Handle | None = None  # to be reused

@@ -1,4 +1,4 @@
-"""What ranks tell each other at the beginning of a pass, and what differs."""
+"""Stamps: what a rank begins, in 16 bytes; and the ranks that compare them."""
 
 import json
 import os
@@ -20,10 +20,10 @@ _RUNS = 64  # passes that a CPU may be ahead of its GPU
 
 
 class PassKind(IntEnum):
-    """What a stamp announces; in words below, in the same order."""
+    """What a stamp announces; `KIND_TEXTS` has the same order."""
 
     AGREEMENT, FORWARD, BACKWARD, EARLY_ROWS, END = range(5)
-    REFUSAL, FAILURE, KEPT, CHECK, OVER = range(5, 10)
+    REFUSAL, FAILURE, RECORDING, CHECK, OVER = range(5, 10)
 
 
 KIND_TEXTS = (
@@ -36,30 +36,29 @@ KIND_TEXTS = (
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What a rank begins; packs into 16 bytes, of which ranks compare a number."""
+    """What a rank begins."""
 
     kind: PassKind
-    call: int  # of a backward, the number of its forward; of anything else, its own
-    layer: int  # the caller's number; 0 if it gave none
+    call: int  # the number of the pass; of a backward, that of its forward
+    layer: int  # the caller's number; 0: unknown
     digest: int  # of the call's terms
 
     def packed(self) -> tuple[int, int]:
-        """As two 64-bit integers."""
+        """Two 64-bit integers: call << 24 | layer << 4 | kind, and the digest."""
         return self.call << 24 | (self.layer & 0xFFFFF) << 4 | self.kind, self.digest
 
     @classmethod
-    def of(cls, what: int, digest: int) -> "Stamp":
-        """Unpack a stamp."""
-        return cls(PassKind(what & 0xF), what >> 24, what >> 4 & 0xFFFFF, digest)
+    def of(cls, bits: int, digest: int) -> "Stamp":
+        """The stamp that was packed."""
+        return cls(PassKind(bits & 0xF), bits >> 24, bits >> 4 & 0xFFFFF, digest)
 
     def fingerprint(self, size: int) -> int:
-        """A number that differs if stamps do, so small that the sum of `size` of them is exact.
-        Python hashes integers alike in all processes."""
+        """A hash, the same in all processes, so small that the sum of `size` of them is exact."""
         return (hash(self.packed()) & (1 << 63) - 1) >> size.bit_length()
 
     @property
     def word(self) -> str:
-        """Its kind in a word, such as "forward"."""
+        """The kind as text, such as "forward"."""
         return self.kind.name.lower().replace("_", " ")
 
     def __str__(self) -> str:
@@ -70,14 +69,14 @@ class Stamp:
 
 
 class RunningPass(NamedTuple):
-    """A pass whose operations are issued."""
+    """A pass whose operations are being launched."""
 
     number: int
     stamp: Stamp
     program: "Program"  # of this rank
     unit: int  # how many rows one row of the program stands for
-    handles: list[Any]  # handles by operation, and of what came before; emptied when all is over
-    waits: Sequence[Sequence[int]]  # by operation, which others must finish first
+    handles: list[Any]  # by operation, and of the work before; emptied once a CPU has finished
+    waits: Sequence[Sequence[int]]  # by operation, which other operations must finish first
 
 
 @dataclass(slots=True)
@@ -88,68 +87,65 @@ class PendingPass:
     stamp: Stamp
     terms: Mapping[str, str]
     fingerprint: int  # of the stamp
-    fingerprints: array  # of all ranks, or their sum; once the work is over
+    fingerprints: array  # of all ranks, or their sum; valid once the work is done
     work: dist.Work
-    begin_s: float  # when, in seconds of the monotonic clock
-    is_posted: bool = False  # whether others can read its terms
+    begin_s: float  # of the monotonic clock
+    is_posted: bool = False  # whether other ranks can read the terms
 
 
 class PostedTerms(NamedTuple):
-    """What a rank posts of a pass that not all ranks began alike.
+    """What a rank posts of a pass in which stamps differ."""
 
-    Attributes:
-        stamp: None if it is not known.
-        terms: of its call.
-    """
-
-    stamp: Stamp | None
-    terms: Mapping[str, str]
+    stamp: Stamp | None  # None if it is not known
+    terms: Mapping[str, str]  # of the call
 
 
 class Members:
-    """The ranks of a group that compare their passes, and what this one has begun.
+    """The ranks of a group that compare their passes, and this rank's latest passes.
 
     Args:
         group: a gloo group of all ranks, for stamps only; made by all of them together.
         store: shared by all of them; empty as long as they are in step.
-        board: of the group; its time-out is how long a rank waits for others.
-        waits: whether stamps are waited for where a pass begins.
-        who, of: word its errors.
+        consensus: of the group; its time-out is how long a rank waits for others.
+        waits: whether a pass waits for the stamps of all ranks when it begins.
+        caller, kind: begin and word the sentences of errors.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, store: dist.Store, board: StoreConsensus, waits: bool,
-        who: str = WHO, of: ParallelKind = CP,
+        self, group: dist.ProcessGroup, store: dist.Store, consensus: StoreConsensus, waits: bool,
+        caller: str = WHO, kind: ParallelKind = CP,
     ) -> None:  # fmt: skip
-        self.group, self.store, self.consensus, self.waits = group, store, board, waits
-        self.rank, self.size, self.who, self.parallel_kind = group.rank(), group.size(), who, of
+        self.group, self.store, self.consensus, self.waits = group, store, consensus, waits
+        self.rank, self.size = group.rank(), group.size()
+        self.caller, self.parallel_kind = caller, kind
         self.number, self.stamp = 0, Stamp(PassKind.END, 0, 0, 0)  # of the latest pass
-        # a name of its own: keys of a group that was destroyed may still be in the store
-        self.name = f"megatron_burst/passes/{board.all_gather(os.urandom(8).hex(), who, of)[0]}"
+        # unique, because the store may still have keys of a group that was destroyed
+        token = consensus.all_gather(os.urandom(8).hex(), caller, kind)[0]
+        self.name = f"megatron_burst/passes/{token}"
         self.runs: deque[RunningPass] = deque(maxlen=_RUNS)  # the latest
         self.ranks = dist.get_process_group_ranks(group)  # in the job
         self.nodes: tuple[int, ...] = ()  # of the ranks, if known
 
     def post_terms(self, entry: PendingPass) -> None:
-        """Let others read this rank's terms of a pass."""
-        self.store.set(self.key(entry), json.dumps([entry.stamp.packed(), dict(entry.terms)]))
+        """Let other ranks read this rank's terms of a pass."""
+        self.store.set(self.terms_key(entry), json.dumps([entry.stamp.packed(), dict(entry.terms)]))
         entry.is_posted = True
 
     def posted_terms(self, key: str) -> PostedTerms | None:
-        """What a rank has posted under its key; None: nothing yet."""
+        """What a rank has posted under its key, if anything."""
         if not self.store.check([key]):
             return None
         stamp, terms = json.loads(self.store.get(key))
         return PostedTerms(Stamp.of(*stamp), terms)
 
-    def key(self, entry: PendingPass) -> str:
-        """Where these terms are."""
+    def terms_key(self, entry: PendingPass) -> str:
+        """The key of this rank's terms of a pass."""
         return f"{self.name}/{entry.number}/{self.rank}"
 
-    def alarm(self, entry: PendingPass) -> str:
-        """The key that is there if a rank has given up a pass."""
+    def abort_key(self, entry: PendingPass) -> str:
+        """The key that exists if a rank has given up a pass."""
         return f"{self.name}/{entry.number}/alarm"
 
-    def waiting(self, rank: int) -> str:
-        """The key that is there if a rank waits in some pass."""
+    def waiting_key(self, rank: int) -> str:
+        """The key that exists if a rank waits for others."""
         return f"{self.name}/waiting/{rank}"

@@ -39,20 +39,20 @@ class Numbered(dist.Store):
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
-        self._store, self._meetings, self._first = store, 0, 0
+        self._store, self._rounds, self._first = store, 0, 0
 
     def begin(self) -> None:
         """Another rendezvous of the group begins."""
-        self._meetings, self._first = self._meetings + 1, -1
+        self._rounds, self._first = self._rounds + 1, -1
 
     def _own(self, key: str) -> str:
-        found = _KEY.fullmatch(key)
-        if found is None:  # of a torch that numbers nothing
-            return f"{PREFIX}/{key}/{self._meetings}"
-        kind, number, rank = found.groups()
+        match = _KEY.fullmatch(key)
+        if match is None:  # of a torch that numbers nothing
+            return f"{PREFIX}/{key}/{self._rounds}"
+        kind, number, rank = match.groups()
         if self._first < 0:
             self._first = int(number)
-        return f"{PREFIX}/{kind}/{self._meetings}/{int(number) - self._first}{rank}"
+        return f"{PREFIX}/{kind}/{self._rounds}/{int(number) - self._first}{rank}"
 
     def set(self, key: str, value: bytes) -> None:
         self._store.set(self._own(key), value)
@@ -91,51 +91,52 @@ class SymmetricError(BurstError):
 
 
 class SymmetricPool:
-    """The symmetric buffers of a group, allocated by all its ranks together when `Held` changes, so
-    in the same pass on all of them, whatever its stream.
+    """The symmetric buffers of a group, allocated by all its ranks together when a `BufferSize`
+    changes, so in the same pass on all of them, whatever its stream.
 
     Args:
         group: the ranks that read each other's memory; on one node.
         cp_ranks: their cp ranks, by rank in the group.
         cp_rank: this rank.
-        board: of these ranks only: other nodes may have slots of other sizes, so they need not grow
-            when these do.
+        consensus: of these ranks only: other nodes may have slots of other sizes, so they need not
+            grow when these do.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, cp_ranks: Sequence[int], cp_rank: int, board: StoreConsensus
-    ) -> None:
+        self, group: dist.ProcessGroup, cp_ranks: Sequence[int], cp_rank: int,
+        consensus: StoreConsensus,
+    ) -> None:  # fmt: skip
         self._numbered = Numbered(group.get_group_store())
         self._name, self._registered = _register(self._numbered, group.rank(), group.size())
         weakref.finalize(self, c10d._unregister_process_group, self._name).atexit = False
         self._cp_ranks, self._cp_rank = cp_ranks, cp_rank
-        self._board = board
+        self._consensus = consensus
         self._slots: dict[Cargo, PulledSlots] = {}
-        self._held: defaultdict[Cargo, BufferSize] = defaultdict(BufferSize)
+        self._sizes: defaultdict[Cargo, BufferSize] = defaultdict(BufferSize)
 
     @property
     def num_bytes(self) -> int:
         """Device memory of this rank's buffers, not counted by the caching allocator."""
         return sum(len(slots) * slots.slot_bytes for slots in self._slots.values())
 
-    def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Placement) -> PulledSlots:
+    def slots(self, cargo: Cargo, count: int, num_bytes: int, placement: Placement) -> PulledSlots:
         """At least `count` slots of at least `num_bytes`; the same ones if they suffice.
 
         Raises:
             SymmetricError: on all ranks of the group, if one has too little memory.
         """
-        held, device = self._held[cargo], where.device
-        if not held.changes(count, num_bytes) and cargo in self._slots:
+        largest, device = self._sizes[cargo], placement.device
+        if not largest.changes(count, num_bytes) and cargo in self._slots:
             return self._slots[cargo].begin()
-        count, num_bytes = held.size
+        count, num_bytes = largest.size
         self._wait_for_all(device)
         self._slots.pop(cargo, None)
         own, reason = self._allocate(count, num_bytes, device)
         # other ranks would hang in the rendezvous if one cannot allocate
-        if reason := next(filter(None, self._board.all_gather(reason, WHO)), None):
-            del self._held[cargo]  # what the next call needs may fit
+        if reason := next(filter(None, self._consensus.all_gather(reason, WHO)), None):
+            del self._sizes[cargo]  # what the next call needs may fit
             raise SymmetricError(count * num_bytes, reason)
-        self._slots[cargo] = self._meet(own)
+        self._slots[cargo] = self._rendezvous_all(own)
         return self._slots[cargo].begin()
 
     @torch.inference_mode(False)  # kept: training after an evaluation writes to them
@@ -156,7 +157,7 @@ class SymmetricPool:
         return [], reason
 
     @torch.inference_mode(False)
-    def _meet(self, own: Sequence[Tensor]) -> PulledSlots:
+    def _rendezvous_all(self, own: Sequence[Tensor]) -> PulledSlots:
         """Slots from the buffers of all ranks; each must have allocated its own."""
         handles = [self._rendezvous(buffer) for buffer in own]
         of_all = [
@@ -167,7 +168,7 @@ class SymmetricPool:
             for handle, buffer in zip(handles, own, strict=True)
         ]
         # waiting longer than NCCL would is an error instead of a hang
-        patience = int(self._board.timeout_s * 1000)
+        patience = int(self._consensus.timeout_s * 1000)
         barriers = [partial(handle.barrier, timeout_ms=patience) for handle in handles]
         return PulledSlots(of_all, barriers, self._cp_rank)
 
@@ -178,28 +179,28 @@ class SymmetricPool:
     def _wait_for_all(self, device: torch.device) -> None:
         """Wait until no rank reads memory that is about to be freed."""
         torch.cuda.synchronize(device)
-        self._board.all_gather("symmetric memory", WHO)
+        self._consensus.all_gather("symmetric memory", WHO)
 
     def release(self) -> None:
         """Free the memory; all ranks call it together."""
         if self._slots:
             self._wait_for_all(torch.device("cuda", torch.cuda.current_device()))
             self._slots.clear()
-            self._held.clear()
+            self._sizes.clear()
 
-    def refusal(self, everyone: StoreConsensus) -> str | None:
+    def refusal(self, all_nodes: StoreConsensus) -> str | None:
         """Why ranks of some node cannot read each other's memory, or None; all ranks call it
         together.
 
-        `everyone`: the board of all nodes' ranks.
+        `all_nodes`: the consensus of all nodes' ranks.
         """
         device = torch.device("cuda", torch.cuda.current_device())
         own, reason = self._allocate(1, 1 << 12, device)
-        found = next(filter(None, everyone.all_gather(reason, WHO)), None)
-        if found is None:
+        failure = next(filter(None, all_nodes.all_gather(reason, WHO)), None)
+        if failure is None:
             try:
-                self._meet(own)
+                self._rendezvous_all(own)
             except _FAILURES as error:
                 reason = str(error).splitlines()[0]
-            found = next(filter(None, everyone.all_gather(reason, WHO)), None)
-        return found
+            failure = next(filter(None, all_nodes.all_gather(reason, WHO)), None)
+        return failure

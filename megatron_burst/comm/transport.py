@@ -1,9 +1,8 @@
-"""Moves data between ranks: transfers, slots, and the queues of a call.
+"""Moves data between ranks: transfers, slots, and the queues (CUDA streams) of a call.
 
-A slot holds rows for other ranks of the node. They are sent by NCCL or gloo (`SentSlots`), or the
-ranks that need them pull them through symmetric memory with the GPU's copy engines, which takes no
-multiprocessor from the kernels (`pulled.PulledSlots`). Two ranks issue the transfers between them
-in the same order. With a single slot, a round must be consumed before the next round is written.
+A slot holds rows for other ranks of the node. NCCL or gloo sends them (`SentSlots`), or the ranks
+that need them read them through symmetric memory by copy engine, which takes no multiprocessor from
+the kernels (`pulled.PulledSlots`). Two ranks issue the transfers between them in the same order.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -25,63 +24,61 @@ if TYPE_CHECKING:
 
 _LATEST = 256  # passes: a few steps of a model
 Parcels = Sequence[tuple[int, Tensor]]  # (peer cp rank, tensor to send or receive)
-SlotRows = Sequence[tuple[int, slice]]  # (peer cp rank, rows of a slot that one takes of the other)
+SlotRows = Sequence[tuple[int, slice]]  # (peer cp rank, rows of a slot that it reads or is read)
 
 
 class Handle(Protocol):
     """A handle of work that was started."""
 
     def wait(self, stream: torch.cuda.Stream | None) -> None:
-        """Make the current stream, passed in, wait for it; None on CPU."""
+        """Make the current stream wait for the work; `stream` is that stream, None on CPU."""
 
 
 class Placement(NamedTuple):
-    """Where a call runs."""
+    """The device and the stream that a call runs on."""
 
     device: torch.device
     stream: int = 0  # the caller's; 0 on CPU
 
     @classmethod
     def of(cls, x: Tensor) -> "Placement":
-        """Where a call on this tensor would run now."""
+        """The placement of a call on this tensor."""
         on_gpu = x.device.type == "cuda"
         return cls(x.device, torch.cuda.current_stream(x.device).cuda_stream if on_gpu else 0)
 
 
 class Views:
-    """Views that programs made of some memory. They are reused from call to call, until the memory
-    is replaced or the program is gone."""
+    """Views of some memory by program, reused from call to call until one of them is gone."""
 
     def __init__(self) -> None:
-        self._made: WeakKeyDictionary[object, dict[int, dict]] = WeakKeyDictionary()
+        self._views: WeakKeyDictionary[object, dict[int, dict]] = WeakKeyDictionary()
 
-    def views(self, of: object, turn: int = 0) -> dict[Hashable, Any]:
-        """The views of a program, by its own names; `turn` picks one of several sets."""
-        return self._made.setdefault(of, {}).setdefault(turn, {})
+    def views(self, program: object, slot: int = 0) -> dict[Hashable, Any]:
+        """The views of a program, by its own names; one set for each slot."""
+        return self._views.setdefault(program, {}).setdefault(slot, {})
 
 
 class FlatBuffers(Views):
-    """Flat byte buffers of one size for one use, and where the call ran that allocated them."""
+    """Flat byte buffers of one size for one use, and the placement that they were allocated for."""
 
-    def __init__(self, flats: list[Tensor], where: Placement | None = None) -> None:
+    def __init__(self, flats: list[Tensor], placement: Placement | None = None) -> None:
         super().__init__()
-        self.flats, self.placement = flats, where
+        self.flats, self.placement = flats, placement
 
 
 class BufferSize:
-    """How many buffers are held, and of how many bytes: as the largest of the latest passes needs
-    them. So one long sample does not take memory for good, and lengths that alternate allocate
-    nothing. Ranks that make the same passes hold the same."""
+    """(count, bytes) of the buffers of one use: what the largest of the latest passes needs. So one
+    long sample does not take memory for good, and lengths that alternate allocate nothing."""
 
     def __init__(self) -> None:
         self.size, self._most, self._passes = (0, 0), (0, 0), 0
 
-    def changes(self, count: int, num_bytes: int) -> bool:
-        """Note what a pass needs; returns whether `size` changes."""
+    def changes(self, count: int, nbytes: int) -> bool:
+        """Record what a pass needs; returns whether `size` changes."""
         before = self.size
-        self._most = _larger(self._most, count, num_bytes)
+        self._most = _larger(self._most, count, nbytes)
         self._passes += 1
-        larger = _larger(before, count, num_bytes)
+        larger = _larger(before, count, nbytes)
         if larger is not before:
             self.size = larger
         elif self._passes >= _LATEST:
@@ -91,19 +88,16 @@ class BufferSize:
         return self.size != before
 
 
-def _larger(size: tuple[int, int], count: int, num_bytes: int) -> tuple[int, int]:
-    """A size that suffices for this need too: itself, if it does."""
-    enough = count <= size[0] and num_bytes <= size[1]
-    return size if enough else (max(size[0], count), max(size[1], num_bytes))
+def _larger(size: tuple[int, int], count: int, nbytes: int) -> tuple[int, int]:
+    """A size that suffices for this need too; the same object if the size does already."""
+    enough = count <= size[0] and nbytes <= size[1]
+    return size if enough else (max(size[0], count), max(size[1], nbytes))
 
 
 class SentSlots:
     """Slots of a call whose rows are sent to the ranks that need them; two rounds may be in flight.
 
-    Args:
-        memory: of the slots; it may have more slots, from earlier calls.
-        count: how many slots the call's program cycles through; its waits assume this number.
-        send: (sends, recvs) -> transfer.
+    The program cycles through `count` slots; `memory` may have more, from earlier calls.
     """
 
     def __init__(
@@ -111,9 +105,8 @@ class SentSlots:
     ) -> None:
         self._memory, self._count, self._send = memory, count, send
 
-    def views(self, of: object) -> dict[Hashable, Any]:
-        """See `Views`."""
-        return self._memory.views(of)
+    def views(self, program: object) -> dict[Hashable, Any]:
+        return self._memory.views(program)
 
     def open(self, index: int, stream: torch.cuda.Stream | None) -> None:
         """Allow the current stream to write a round's slot from now on."""
@@ -123,19 +116,19 @@ class SentSlots:
         return self._memory.flats[index % self._count]
 
     def prepare(
-        self, index: int, view: Tensor, gives: SlotRows, takes: SlotRows
+        self, index: int, view: Tensor, sends: SlotRows, recvs: SlotRows
     ) -> tuple[Parcels, Sequence[int]]:
-        """Prepare a round's exchange of rows of this rank's slot, `view` [rows, ...], and of other
-        ranks' slots; the result can be reused for equal views."""
-        return [(peer, view[rows]) for peer, rows in gives], [peer for peer, _ in takes]
+        """Prepare a round: rows of this rank's slot, `view` [rows, ...], to send, and rows of other
+        ranks' slots to receive. The result can be reused for equal views."""
+        return [(peer, view[rows]) for peer, rows in sends], [peer for peer, _ in recvs]
 
     def transfer(
-        self, index: int, ends: tuple[Parcels, Sequence[int]], targets: Sequence[Tensor],
+        self, index: int, prepared: tuple[Parcels, Sequence[int]], targets: Sequence[Tensor],
         queues: "OneQueue | Queues",
     ) -> Handle:  # fmt: skip
-        """Once the current stream has filled a round's slot, start the exchange that `ends`
-        prepared; each take goes to its target."""
-        sends, peers = ends
+        """Start a prepared round once the current stream has filled its slot; what is received goes
+        to the targets, in the order of `recvs`."""
+        sends, peers = prepared
         return self._send(sends, list(zip(peers, targets, strict=True)))
 
 
@@ -149,7 +142,6 @@ class DoneHandle:
         pass
 
     def query(self) -> bool:
-        """Whether it is done, as torch's events say it."""
         return True
 
 
@@ -158,24 +150,17 @@ DONE = DoneHandle()
 
 @dataclass(slots=True)
 class SendRecvs:
-    """Sends and receives in flight.
+    """Sends and receives in flight."""
 
-    Attributes:
-        works: torch's handles of those that nothing has waited for.
-        peers: the cp rank of each; on CPUs only, where each is waited for by itself.
-        timeout_s: for each wait; None on GPUs, where a wait with one would block the CPU.
-        lost: what turns torch's exception into ours: a weak reference, as a log holds transfers.
-        awaited: the rank that this process waits for, on a CPU.
-    """
-
-    works: Sequence[dist.Work]
-    peers: Sequence[int]
-    timeout_s: float | None
+    works: Sequence[dist.Work]  # that nothing has waited for yet
+    peers: Sequence[int]  # on CPUs, the cp rank of each
+    timeout_s: float | None  # of each wait; None on GPUs, where such a wait would block the CPU
+    # a weak reference, as the pass log holds transfers: torch's exception -> BurstError
     error_of: Callable[[], Callable[[Exception], Exception]]
-    waiting_for: int | None = None
+    waiting_for: int | None = None  # on CPUs, the cp rank that this process waits for
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Make the current stream (on CPU: this thread) wait until all are complete."""
+        """Make the current stream (on a CPU this thread) wait for all of them."""
         try:
             if self.timeout_s is None:
                 for work in self.works:
@@ -190,7 +175,7 @@ class SendRecvs:
             raise self.error_of()(error) from error
 
     def query(self) -> bool:
-        """Whether nothing waits for them: on a CPU this process, on a GPU a stream."""
+        """Whether nothing waits for them any more: on a CPU this process, on a GPU a stream."""
         if self.timeout_s is not None:
             return self.waiting_for is None
         return all(work.is_completed() for work in self.works)
@@ -201,20 +186,20 @@ class OneQueue:
 
     stream = name = None
 
-    def __init__(self, where: Placement) -> None:
-        self.placement = where
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
 
     def switch(self, name: Hashable | None) -> None:
-        """As `Queues.go`."""
+        """As `Queues.switch`."""
 
-    def record(self, again: Handle | None = None) -> Handle:
-        """As `Queues.mark`."""
+    def record(self, event: Handle | None = None) -> Handle:
+        """As `Queues.record`."""
         return DONE
 
 
 class Queues:
-    """The queues of a call on a GPU: the caller's stream, and named ones, reused by every call;
-    missing ones are added. `stream` is the current one, and `name` its name."""
+    """The queues of a call on a GPU: the caller's stream (name None), and named ones that all calls
+    share. `stream` is the current one, and `name` its name."""
 
     def __init__(self, device: torch.device, streams: dict[Hashable, torch.cuda.Stream]) -> None:
         self._caller = self.stream = torch.cuda.current_stream(device)
@@ -222,19 +207,19 @@ class Queues:
         self.placement, self._streams = Placement(device, self.stream.cuda_stream), streams
 
     def switch(self, name: Hashable | None) -> None:
-        """Switch to the stream of that name; None: to the caller's."""
+        """Switch to a queue, whose stream is made at first use."""
         stream = self._caller if name is None else self._streams.get(name)
         if stream is None:
             stream = self._streams[name] = torch.cuda.Stream(self.placement.device, priority=-1)
         self.stream, self.name = stream, name
         torch.cuda.set_stream(stream)
 
-    def record(self, again: Handle | None = None) -> torch.cuda.Event:
-        """Mark all work queued on the current stream so far; `again`: a mark to reuse, which
-        nothing waits for any more; it may be from a call with one queue."""
-        event = again if isinstance(again, torch.cuda.Event) else torch.cuda.Event()
-        event.record(self.stream)
-        return event
+    def record(self, event: Handle | None = None) -> torch.cuda.Event:
+        """Record an event on the current stream. `event` is reused, if it is one; nothing may wait
+        for it any more."""
+        handle = event if isinstance(event, torch.cuda.Event) else torch.cuda.Event()
+        handle.record(self.stream)
+        return handle
 
 
 class Transport(Protocol):
@@ -243,19 +228,19 @@ class Transport(Protocol):
     cp_rank: int  # this rank
     overlaps: bool  # whether transfers overlap with kernels
 
-    def buffers(self, use: Hashable, count: int, num_bytes: int, where: Placement) -> FlatBuffers:
-        """At least `count` buffers of at least `num_bytes`, the same ones in every call of the
-        group; calls use them one after the other."""
+    def buffers(self, use: Hashable, count: int, nbytes: int, placement: Placement) -> FlatBuffers:
+        """At least `count` buffers of at least `nbytes`, which the group's calls use one after
+        the other."""
 
-    def slots(self, cargo: Cargo, count: int, num_bytes: int, where: Placement) -> Slots:
-        """Slots for a call, which this rank shares with the others of its node."""
+    def slots(self, cargo: Cargo, count: int, nbytes: int, placement: Placement) -> Slots:
+        """Slots for a call, which this rank shares with the other ranks of its node."""
 
     def send(self, link: Link, cargo: Cargo, sends: Parcels, recvs: Parcels) -> Handle:
-        """Start after the work queued on the current stream; sends and receives between two ranks
+        """Start after the work queued on the current stream. Sends and receives between two ranks
         match in order."""
 
     def queues(self, device: torch.device) -> OneQueue | Queues:
-        """The queues of a call, which begins when the group's call before it is over."""
+        """The queues of a call, which starts after the group's previous call."""
 
-    def run(self, program: "Program", unit: int, over: list[Any], waits: Any) -> None:
-        """Note that a pass issues its operations; arguments as in `stamps.RunningPass`."""
+    def run(self, program: "Program", unit: int, handles: list[Any], waits: Any) -> None:
+        """Record that a pass launches its operations; arguments as in `stamps.RunningPass`."""

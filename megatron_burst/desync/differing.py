@@ -19,7 +19,7 @@ _TELL_S = 5.0  # how long a rank waits for what others tell of a pass that all h
 _CALLS = (
     PassKind.AGREEMENT,
     PassKind.FORWARD,
-    PassKind.KEPT,
+    PassKind.RECORDING,
     PassKind.REFUSAL,
 )  # a call begins, one way or another
 
@@ -37,7 +37,7 @@ def disagreement(log: Members, entry: PendingPass) -> tuple[BurstError, bool]:
         return _failure(log, entry, told), goes_on
     where = "" if goes_on else ", in a new group, as ranks of this one are not at the same call"
     error = DisagreementError(
-        f"{log.who}: all ranks of a {of.group} group must make the same calls in the same "
+        f"{log.caller}: all ranks of a {of.group} group must make the same calls in the same "
         f"order, with the same shapes and options, because {of.reason}; got, as pass "
         f"{entry.number} of the group, {differences(told, of)}; pass the same on all "
         f"ranks, and run every forward and every backward on all of them{where}"
@@ -59,7 +59,7 @@ def _failure(log: Members, entry: PendingPass, told: Sequence[PostedTerms]) -> D
     if not log.waits:  # transfers may wait for ever
         go_on = "start the processes again"
     error = DisagreementError(
-        f"{log.who}: a pass must succeed on every rank, because ranks send each other what "
+        f"{log.caller}: a pass must succeed on every rank, because ranks send each other what "
         f"they compute; got {' and '.join(failed.values())}, while {rank_word} {log.rank} began "
         f"{begun} as pass {entry.number} of the group; look there first, and to go on after "
         f"such an error, {go_on}"
@@ -74,7 +74,7 @@ def _heard_of_lost(log: Members, entry: PendingPass, told: Sequence[PostedTerms]
     kind = log.parallel_kind
     by = [rank for rank, (_, terms) in enumerate(told) if "lost" in terms]
     error = BurstError(
-        f"{log.who}: all ranks of a {kind.group} group must take part in every pass, because "
+        f"{log.caller}: all ranks of a {kind.group} group must take part in every pass, because "
         f"{kind.reason}; got {lost}, as {kind.rank}s {by} say before pass {entry.number} of the "
         "group; check the output of these ranks first, and start the processes again"
     )

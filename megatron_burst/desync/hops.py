@@ -75,7 +75,7 @@ def _hop_of(run: RunningPass) -> Waits | None:
     for index, (op, handle) in enumerate(zip(run.program.ops, over, strict=False)):
         under_way = isinstance(op, Transfer) and handle is not None and not handle.query()
         if under_way and all(over[earlier].query() for earlier in run.waits[index]):
-            return _waits(run, index, getattr(handle, "awaited", None))
+            return _waits(run, index, getattr(handle, "waiting_for", None))
     return None
 
 

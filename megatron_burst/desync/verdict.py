@@ -36,7 +36,7 @@ _EARLY = 0.9  # of the time-out after which hops of GPUs are late: before NCCL's
 def lost_pass(log: Members, entry: PendingPass, why: str) -> tuple[BurstError, str]:
     """The error of a pass that not all ranks have begun; and for which this one waits, in words."""
     with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
-        log.store.set(log.waiting(log.rank), "")
+        log.store.set(log.waiting_key(log.rank), "")
     missing = _silent_in(log, told_by_all(log, entry, _GRACE_S))
     since = time() - (monotonic() - entry.begin_s)
     waits = Waits(entry.number, entry.stamp.word, entry.stamp.layer, missing, since=since)
@@ -52,7 +52,7 @@ def _silent_in(log: Members, posts: Sequence[PostedTerms | None]) -> tuple[int, 
     silent = tuple(rank for rank, theirs in enumerate(posts) if theirs is None)
     found = silent
     with suppress(RuntimeError):
-        found = tuple(rank for rank in silent if not log.store.check([log.waiting(rank)]))
+        found = tuple(rank for rank in silent if not log.store.check([log.waiting_key(rank)]))
     return found or silent
 
 
@@ -88,7 +88,7 @@ def late_hop(log: Members, waits: Waits, why: str) -> tuple[BurstError, str]:
 def _missing(log: Members, found: Sequence[int], waits: Waits, where: str) -> BurstError:
     of = log.parallel_kind
     return BurstError(
-        f"{log.who}: all ranks of a {of.group} group must take part in every pass, because "
+        f"{log.caller}: all ranks of a {of.group} group must take part in every pass, because "
         f"{of.reason}; got {_whom(log, found, waits)} in {where}; check the output of these ranks "
         "first, and start the processes again"
     )
@@ -127,7 +127,7 @@ def _news(log: Members) -> tuple[int, str] | None:
 def _strayed(log: Members, rank: int, news: str) -> DisagreementError:
     kind = log.parallel_kind
     return DisagreementError(
-        f"{log.who}: all ranks of a {kind.group} group must make the same calls, because every "
+        f"{log.caller}: all ranks of a {kind.group} group must make the same calls, because every "
         f"call sends shards between them; got a call from {kind.rank} {rank} that this rank "
         f"({kind.rank} {log.rank}) did not make: {news}; give all ranks batches of the same "
         "shape and the same options"
@@ -146,7 +146,7 @@ def told_by_all(log: Members, entry: PendingPass, patience_s: float) -> list[Pos
     found: list[PostedTerms | None] = [PostedTerms(None, {})] * log.size  # nothing is known
     with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
         log.post_terms(entry)
-        log.store.set(log.alarm(entry), "")
+        log.store.set(log.abort_key(entry), "")
         with suppress(RuntimeError):
             log.store.wait(keys, timedelta(seconds=patience_s))
         for rank, key in enumerate(keys):
@@ -174,7 +174,7 @@ def report(log: Members, what: str, error: Exception, waits: Waits, found: Seque
         with (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     except OSError as problem:  # a full disk must not hide what is wrong
-        log_message(f"{log.who}: {folder} could not be written: {problem}", logging.WARNING)
+        log_message(f"{log.caller}: {folder} could not be written: {problem}", logging.WARNING)
 
 
 # ---- hops that take long ----
@@ -221,7 +221,7 @@ def watch(log: ReferenceType, ended: Event, on_gpu: bool) -> None:
             if not living.waits:
                 living.poll()
             if late := hops.late(living):
-                raise living.end(*late)
+                raise living.abort(*late)
         except BurstError as error:
             logging.getLogger(__name__).error("%s", error)
             return

@@ -1,5 +1,3 @@
-"""Runs programs: one loop, one function per operation, and what forward saves for backward.
-
-`passes` has both passes of a call as autograd sees them; `executor` is the loop, `operations` has
-the function of each operation. Nothing here knows about Megatron.
+"""Runs programs: `passes` (both passes of a call as autograd sees them), `executor` (the loop),
+`run` (a program and its tensors), `operations` (a function for each operation).
 """

@@ -1,14 +1,14 @@
 """Runs programs: one loop over bound operations.
 
-What depends on the program alone (waits, parts of buffers) is bound once and serves all lengths, as
-programs count rows in units. Buffer layouts are computed once per length. A run looks up the call's
-own tensors and launches kernels.
+    for each operation: switch to its queue, wait for earlier operations, launch it, record an event
+
+Waits and operations are bound once per program, for all lengths, as programs count rows in units.
+Buffer layouts are computed once per length. A run finds the call's tensors and launches kernels.
 """
 
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +27,7 @@ class Executor(BoundProgram):
 
     @cached_property
     def compiler(self) -> Compiler:
-        return _binder_of(self.program)
+        return _compiler_of(self.program)
 
     @cached_property
     def ranged(self) -> tuple[Step, ...]:
@@ -35,48 +35,47 @@ class Executor(BoundProgram):
         return with_ranges(self)
 
     def run(
-        self, given: Mapping[str, Fields], left: Mapping[str, Tensor] | None = None,
+        self, tensors: Mapping[str, Fields], saved: Mapping[str, Tensor] | None = None,
         documents: SampleMask | None = None, results: Callable[[], dict[str, Fields]] = dict,
         begin: Callable[[], object] = dict, sink: Tensor | None = None,
     ) -> Run:  # fmt: skip
         """Run the program.
 
-        If it fails after `begin`, this rank's other transfers are made nevertheless, as other ranks
-        wait for them, and are over for the current stream when the exception leaves. What it sends
-        from then on is NaN.
+        If an operation fails after `begin`, this rank still makes its transfers, because other
+        ranks wait for them, but sends NaN; the current stream has waited for them when this raises.
 
         Args:
-            given: the call's own buffers: inputs, and outputs to write.
-            left: bytes that forward saved.
-            documents: of the sample, if the program's mask has documents.
-            results: allocates the call's outputs that are not given.
-            begin: called when all memory that other ranks write to is there.
+            tensors: the call's inputs by buffer, and outputs to write.
+            saved: bytes of buffers that forward saved.
+            documents: documents or slices, if the program's mask has some.
+            results: allocates the outputs that are not in `tensors`.
+            begin: called when all memory that other ranks write to is allocated.
             sink: [h], attention sinks of the call's query heads.
         """
-        device = next(iter(next(iter(given.values())).values())).device
+        device = next(iter(next(iter(tensors.values())).values())).device
         queues = self.transport.queues(device)
-        run = Run(self, dict(given), dict(left or {}), queues, documents, sink)
+        run = Run(self, dict(tensors), dict(saved or {}), queues, documents, sink)
         begin()
         clock = METER.clock(self) if METER.on else None
         steps = self.ranged if profiled() else clock.steps if clock else self.compiler.steps
-        over: list[Any] = [None] * len(steps)
+        handles: list[Any] = [None] * len(steps)
         if clock:
             clock.begin(queues)
-            over = clock.over(len(steps))
-        self.transport.run(self.program, self.unit, over, self.compiler.order.waits)
+            handles = clock.handles(len(steps))
+        self.transport.run(self.program, self.unit, handles, self.compiler.order.waits)
         try:
             try:
                 run.prepare(results)
             except Exception as error:
                 run.failure = error
-            self._issue(run, queues, steps, over)
+            self._issue(run, queues, steps, handles)
             for earlier in self.compiler.order.joins:
-                over[earlier].wait(queues.stream)
+                handles[earlier].wait(queues.stream)
             if run.failure is not None:
                 raise run.failure
         except Exception as error:
             with suppress(RuntimeError):  # if the GPU itself has failed
-                queues.switch(Stream.SIDE)  # whose copies may use the call's tensors
+                queues.switch(Stream.SIDE)  # its copies may use the call's tensors
                 side = queues.record()
                 queues.switch(None)
                 side.wait(queues.stream)
@@ -87,84 +86,81 @@ class Executor(BoundProgram):
             queues.switch(None)
             run.failure = None  # its frames hold the run, and so all tensors
             if queues.stream is None:
-                over.clear()  # on a CPU all is over
+                handles.clear()  # on a CPU all work is done
         if clock:
             clock.end()
         return run
 
     def _issue(
-        self, run: Run, queues: OneQueue | Queues, steps: tuple[Step, ...], over: list[Any]
+        self, run: Run, queues: OneQueue | Queues, steps: tuple[Step, ...], handles: list[Any]
     ) -> None:
         """Launch all operations on their queues; after a failure, transfers only.
 
-        `over`: gets completion handles, by operation, and of what came before.
+        Puts the handle of each operation into `handles`, and last that of the work before them.
         """
-        marks, waits = self.events, not self.transport.overlaps
-        # work of earlier calls is ordered before this call's kernels
-        begin = marks[-1] = queues.record(marks[-1])
-        over.append(begin)
+        events, waits = self.events, not self.transport.overlaps
+        # kernels of the call run after the work of earlier calls
+        begin = events[-1] = queues.record(events[-1])
+        handles.append(begin)
         for index in range(len(steps)):
             step = steps[index] if run.failure is None else self.compiler.steps[index]
-            if step.moves:
+            if step.switches_queue:
                 queues.switch(step.queue)
-                if step.begins:
+                if step.starts_queue:
                     begin.wait(queues.stream)
             for earlier in step.waits:
-                over[earlier].wait(queues.stream)
+                handles[earlier].wait(queues.stream)
             for use, number in step.opens:
                 run.slots[use].open(number, queues.stream)
-            if step.transfers:
-                over[index] = step.run(run)
+            if step.is_transfer:
+                handles[index] = step.run(run)
                 if waits:
-                    over[index].wait(queues.stream)
+                    handles[index].wait(queues.stream)
             elif run.failure is None:
                 try:
                     step.run(run)
                 except Exception as error:
                     run.failure = error
-            if step.waited_for and not step.transfers:
-                over[index] = marks[index] = queues.record(marks[index])
+            if step.has_waiters and not step.is_transfer:
+                handles[index] = events[index] = queues.record(events[index])
             for name in step.frees:
                 run.fields.pop(name, None)
         queues.switch(None)
 
 
 @lru_cache(maxsize=64)  # as many as there are programs
-def _binder_of(program: Program) -> Compiler:
-    binder = Compiler(program)
-    binder.steps = _steps(binder)
-    return binder
+def _compiler_of(program: Program) -> Compiler:
+    compiler = Compiler(program)
+    compiler.steps = _steps(compiler)
+    return compiler
 
 
-def _steps(binder: Compiler) -> tuple[Step, ...]:
-    """Its operations, bound."""
-    every = (*binder.order.waits, binder.order.joins)
-    waited_for = {earlier for waits in every for earlier in waits}
-    queues = [None, *map(_queue, binder.program.ops)]
-    begun, opens, found = {None}, _opens(binder.program), []
-    for index, (op, (before, queue)) in enumerate(
-        zip(binder.program.ops, pairwise(queues), strict=True)
-    ):
-        found.append(
-            Step(
-                COMPILE[type(op)](binder, op), queue, queue != before, queue not in begun,
-                binder.order.waits[index], opens[index], isinstance(op, Transfer),
-                index in waited_for, binder.order.frees[index],
-            )
+def _steps(compiler: Compiler) -> tuple[Step, ...]:
+    order, opens = compiler.order, _opens(compiler.program)
+    waited_for = {earlier for waits in (*order.waits, order.joins) for earlier in waits}
+    steps, previous, started = [], None, {None}
+    for index, op in enumerate(compiler.program.ops):
+        queue = _queue(op)
+        step = Step(
+            COMPILE[type(op)](compiler, op), queue, queue != previous, queue not in started,
+            order.waits[index], opens[index], isinstance(op, Transfer), index in waited_for,
+            order.frees[index],
         )  # fmt: skip
-        begun.add(queue)
-    return tuple(found)
+        steps.append(step)
+        previous = queue
+        started.add(queue)
+    return tuple(steps)
 
 
 def _opens(program: Program) -> list[list[tuple[str, int]]]:
-    """The slots that each operation is the first to touch."""
-    seen, found, buffers = set(), [], program.buffers
+    """The slots that each operation is the first to touch: (use, number)."""
+    seen, opens, buffers = set(), [], program.buffers
     for reads, writes in program.accesses:
         names = dict.fromkeys(ref.buffer for ref in (*reads, *writes))
         new = [n for n in names if n not in seen and buffers[n].space is Space.SLOT]
         seen.update(new)
-        found.append([(buffers[name].use, buffers[name].number) for name in new])
-    return found
+        opens.append([(buffers[name].use, buffers[name].number) for name in new])
+    return opens
 
 
 def _queue(op: Op) -> Hashable | None:

@@ -1,4 +1,8 @@
-"""The tensors of a program's buffers."""
+"""The tensors of a program's buffers: a buffer is flat bytes, and its fields are views of them.
+
+Interleaved, it is row 0 [k v], row 1 [k v], ..., so that any rows can be sent; else it is all rows
+of k, then all rows of v, and is sent whole.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +20,7 @@ Fields = dict[str, Tensor]  # [b, rows, heads, dim] each, or [b, heads, rows]
 
 
 def row_bytes(buffer: Buffer, dtypes: Dtypes) -> list[int]:
-    """Bytes that each field takes in a row of one sequence; where fields of several dtypes are side
-    by side, each is aligned."""
+    """Bytes of each field in a row of one sequence; aligned where dtypes in a row differ."""
     sizes = [field.elements * dtypes[field.dtype].itemsize for field in buffer.fields]
     if buffer.interleaved and len({dtypes[field.dtype] for field in buffer.fields}) > 1:
         return [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
@@ -39,64 +42,54 @@ class FieldLayout:
 class ByteLayout:
     """The byte layout of a buffer; computed once, as it depends on shapes alone."""
 
-    num_bytes: int  # of the whole buffer
+    num_bytes: int
     rows: tuple[int, int, int]  # shape in which it is sent, if interleaved: [rows, b, bytes]
-    fields: tuple[FieldLayout, ...]  # of its fields
+    fields: tuple[FieldLayout, ...]
 
     @staticmethod
     def of(buffer: Buffer, batch: int, dtypes: Dtypes) -> "ByteLayout":
-        """The layout of a buffer."""
-        sizes = row_bytes(buffer, dtypes)
-        lie = _interleaved if buffer.interleaved else _dense
-        rows = buffer.rows, batch, sum(sizes)
-        return ByteLayout(prod(rows), rows, tuple(lie(buffer, batch, dtypes)))
+        layouts_of = _interleaved if buffer.interleaved else _dense
+        rows = buffer.rows, batch, sum(row_bytes(buffer, dtypes))
+        return ByteLayout(prod(rows), rows, tuple(layouts_of(buffer, batch, dtypes)))
 
 
-def fields_at(flat: Tensor, where: Sequence[FieldLayout]) -> Fields:
+def fields_at(flat: Tensor, layouts: Sequence[FieldLayout]) -> Fields:
     """Views of a buffer's fields in its bytes."""
-    found = {}
-    for place in where:
-        width = place.dtype.itemsize
-        typed = flat[: len(flat) // width * width].view(place.dtype)
-        start = typed.storage_offset() + place.offset
-        found[place.name] = typed.as_strided(place.size, place.stride, start)
-    return found
+    fields = {}
+    for layout in layouts:
+        width = layout.dtype.itemsize
+        typed = flat[: len(flat) // width * width].view(layout.dtype)
+        start = typed.storage_offset() + layout.offset
+        fields[layout.name] = typed.as_strided(layout.size, layout.stride, start)
+    return fields
 
 
 def _interleaved(buffer: Buffer, batch: int, dtypes: Dtypes) -> Iterator[FieldLayout]:
     sizes, offset = row_bytes(buffer, dtypes), 0
-    for field, taken in zip(buffer.fields, sizes, strict=True):
+    for field, size in zip(buffer.fields, sizes, strict=True):
         dtype, width = dtypes[field.dtype], dtypes[field.dtype].itemsize
         in_row, begin = sum(sizes) // width, offset // width
         strides = in_row, batch * in_row, field.dim, 1
         if not field.dim:
             strides = in_row, 1, batch * in_row
         yield FieldLayout(field.name, dtype, shape_of(field, batch, buffer.rows), strides, begin)
-        offset += taken
+        offset += size
 
 
 def _dense(buffer: Buffer, batch: int, dtypes: Dtypes) -> list[FieldLayout]:
     """Fields in descending order of the power of two that divides their size. So each is aligned to
     its dtype, and fields whose head dimension is a multiple of 8 to the 16 bytes that kernels
     need."""
-    shapes = {field.name: shape_of(field, batch, buffer.rows) for field in buffer.fields}
-    widths = {field.name: dtypes[field.dtype].itemsize for field in buffer.fields}
-    sizes = {name: prod(shape) * widths[name] for name, shape in shapes.items()}
-    begins, offset = {}, 0
-    for name in sorted(sizes, key=lambda one: -(sizes[one] & -sizes[one])):
-        begins[name] = offset // widths[name]
-        offset += sizes[name]
-    return [
-        FieldLayout(
-            f.name, dtypes[f.dtype], shapes[f.name], _strides(shapes[f.name]), begins[f.name]
-        )
-        for f in buffer.fields
-    ]
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Contiguous strides."""
-    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    shapes = {field: shape_of(field, batch, buffer.rows) for field in buffer.fields}
+    sizes = {field: prod(shapes[field]) * dtypes[field.dtype].itemsize for field in shapes}
+    layouts, offset = {}, 0
+    for field in sorted(sizes, key=lambda field: -(sizes[field] & -sizes[field])):
+        dtype, shape = dtypes[field.dtype], shapes[field]
+        strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        begin = offset // dtype.itemsize
+        layouts[field] = FieldLayout(field.name, dtype, shape, strides, begin)
+        offset += sizes[field]
+    return [layouts[field] for field in buffer.fields]
 
 
 def shape_of(field: Field, batch: int, rows: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""One function per operation: from a program's operation to what a run calls.
+"""Binds operations: a function for each kind, Op -> (Run -> Handle | None).
 
-Binding looks up once what depends on shapes alone; what it returns takes the run, which has the
-tensors.
+Binding looks up once what depends on the program alone: which buffer, rows and heads an operation
+has, and how it computes. The bound function finds the tensors of a run and launches the work.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -29,37 +29,40 @@ from megatron_burst.schedule.program import Buffer, Ref, Space
 
 _NAN = 0xFF  # each byte of a NaN, in every dtype
 BoundOp = Callable[[Run], Any]
-Part = Callable[[Run], Fields]
-Source = Callable[[Run], Tensor]
+GetFields = Callable[[Run], Fields]
+GetRows = Callable[[Run], Tensor]
 
 
-def part(binder: Compiler, ref: Ref) -> Part:
-    """How a run gets the tensors of some rows and heads of a buffer."""
-    buffer = binder.program.buffers[ref.buffer]
-    ref, all_of = _narrowed(ref, buffer), whole(binder, buffer)
+# ---- how a run gets the tensors of an operation ----
+
+
+def ref_fields(compiler: Compiler, ref: Ref) -> GetFields:
+    """The fields of a buffer, restricted to the rows and heads of a reference."""
+    buffer = compiler.program.buffers[ref.buffer]
+    ref, whole = _narrowed(ref, buffer), buffer_fields(compiler, buffer)
     if ref.rows is None and ref.heads is None:
-        return all_of
+        return whole
     rows = ref.rows and (ref.rows.start, len(ref.rows))
     heads = ref.heads and (ref.heads.start, len(ref.heads))
     axes = [(f.name, *((1, 2) if f.dim else (2, 1))) for f in buffer.fields]
 
-    def some(run: Run) -> Fields:
-        fields, found = all_of(run), {}
+    def narrow(run: Run) -> Fields:
+        fields, views = whole(run), {}
         first, count = (rows[0] * run.unit, rows[1] * run.unit) if rows else (0, 0)
-        for field, of_rows, of_heads in axes:
+        for field, row_axis, head_axis in axes:
             x = fields.get(field)
             if x is None:  # a call omits tensors that no operation reads
                 continue
             if count:
-                x = x.narrow(of_rows, first, count)
-            found[field] = x.narrow(of_heads, *heads) if heads else x
-        return found
+                x = x.narrow(row_axis, first, count)
+            views[field] = x.narrow(head_axis, *heads) if heads else x
+        return views
 
-    return some if buffer.space is Space.TEMP else cached_view(binder, ref, buffer, some)
+    return narrow if buffer.space is Space.TEMP else cached_view(compiler, ref, buffer, narrow)
 
 
 def _narrowed(ref: Ref, buffer: Buffer) -> Ref:
-    """The same, with None for rows or heads that are all of them."""
+    """The reference, with None for rows or heads that are all of the buffer's."""
     rows, heads = ref.rows, ref.heads
     if rows and len(rows) == buffer.rows:
         rows = None
@@ -68,74 +71,77 @@ def _narrowed(ref: Ref, buffer: Buffer) -> Ref:
     return Ref(ref.buffer, rows, heads)
 
 
-def whole(binder: Compiler, buffer: Buffer) -> Part:
-    """How a run gets the tensors of a buffer."""
+def buffer_fields(compiler: Compiler, buffer: Buffer) -> GetFields:
+    """All fields of a buffer."""
     if buffer.space not in (Space.CALL, Space.TEMP):
         make = lambda run: fields_at(run.bytes_of(buffer), run.layout(buffer).fields)  # noqa: E731
-        return cached_view(binder, Ref(buffer.name), buffer, make)
+        return cached_view(compiler, Ref(buffer.name), buffer, make)
     name = buffer.name
 
-    def found(run: Run) -> Fields:
+    def get(run: Run) -> Fields:
         fields = run.fields.get(name)
         return run.make(name) if fields is None else fields
 
-    return found
+    return get
 
 
 def cached_view[T](
-    binder: Compiler, what: Hashable, buffer: Buffer, make: Callable[[Run], T]
+    compiler: Compiler, key: Hashable, buffer: Buffer, make: Callable[[Run], T]
 ) -> Callable[[Run], T]:
-    """Something derived once from a buffer that lives as long as the run, or longer."""
-    name = binder.name_of(what)
+    """What `make` derives from a buffer, computed once for as long as the buffer's memory lives."""
+    name = compiler.name_of(key)
 
-    def found(run: Run) -> T:
+    def get(run: Run) -> T:
         view = run.views.get(name)
         return run.cache_view(name, buffer, make(run)) if view is None else view
 
-    return found
+    return get
 
 
-def merged_fields(binder: Compiler, refs: Sequence[Ref]) -> Part:
-    """Fields of several buffers by name; the first of each name."""
-    parts = [part(binder, ref) for ref in reversed(refs)]
-    if len(parts) == 1:
-        return parts[0]
+def merged_fields(compiler: Compiler, refs: Sequence[Ref]) -> GetFields:
+    """Fields of several references; of two with the same name, that of the first reference."""
+    getters = [ref_fields(compiler, ref) for ref in reversed(refs)]
+    if len(getters) == 1:
+        return getters[0]
 
-    def found(run: Run) -> Fields:
+    def get_all(run: Run) -> Fields:
         fields: Fields = {}
-        for of in parts:
-            fields |= of(run)
+        for get in getters:
+            fields |= get(run)
         return fields
 
-    return found
+    return get_all
 
 
-def is_allocated(binder: Compiler, ref: Ref) -> Callable[[Run], bool]:
-    """Whether a buffer has memory: a part is allocated by the kernel that first writes it."""
-    name, apart = ref.buffer, binder.program.buffers[ref.buffer].space is not Space.TEMP
-    return lambda run: apart or name in run.fields
+def is_allocated(compiler: Compiler, ref: Ref) -> Callable[[Run], bool]:
+    """Whether a buffer has memory: a temp is allocated by the kernel that first writes it."""
+    name, is_temp = ref.buffer, compiler.program.buffers[ref.buffer].space is Space.TEMP
+    return lambda run: not is_temp or name in run.fields
 
 
-def raw_bytes(binder: Compiler, ref: Ref) -> Source:
-    """What is sent: a whole buffer as bytes, or rows of an interleaved one: [rows, b, bytes]."""
-    buffer = binder.program.buffers[ref.buffer]
+def raw_bytes(compiler: Compiler, ref: Ref) -> GetRows:
+    """What is sent: a whole buffer as bytes, or rows of an interleaved one, uint8 [rows, b, n]."""
+    buffer = compiler.program.buffers[ref.buffer]
     if not buffer.interleaved:
         assert ref.rows is None and ref.heads is None
-        return cached_view(binder, (ref, "bytes"), buffer, lambda run: run.bytes_of(buffer))
+        return cached_view(compiler, (ref, "bytes"), buffer, lambda run: run.bytes_of(buffer))
     rows = ref.rows
 
     def view(run: Run) -> Tensor:
-        every, unit = run.bytes_of(buffer).view(run.layout(buffer).rows), run.unit
-        return every if rows is None else every.narrow(0, rows.start * unit, len(rows) * unit)
+        whole, unit = run.bytes_of(buffer).view(run.layout(buffer).rows), run.unit
+        return whole if rows is None else whole.narrow(0, rows.start * unit, len(rows) * unit)
 
-    return cached_view(binder, (ref, "bytes"), buffer, view)
+    return cached_view(compiler, (ref, "bytes"), buffer, view)
 
 
-def copy(binder: Compiler, op: ops.Copy) -> BoundOp:
-    if len(op.sources) == 1 and _same_rows(binder, op.sources[0], op.target):
-        rows, target_rows = raw_bytes(binder, op.sources[0]), raw_bytes(binder, op.target)
+# ---- copies ----
+
+
+def copy(compiler: Compiler, op: ops.Copy) -> BoundOp:
+    if len(op.sources) == 1 and _same_rows(compiler, op.sources[0], op.target):
+        rows, target_rows = raw_bytes(compiler, op.sources[0]), raw_bytes(compiler, op.target)
         return lambda run: target_rows(run).copy_(rows(run))
-    sources, targets = merged_fields(binder, op.sources), part(binder, op.target)
+    sources, targets = merged_fields(compiler, op.sources), ref_fields(compiler, op.target)
 
     def bound(run: Run) -> None:
         target = targets(run)
@@ -146,53 +152,52 @@ def copy(binder: Compiler, op: ops.Copy) -> BoundOp:
     return bound
 
 
-def _same_rows(binder: Compiler, source: Ref, target: Ref) -> bool:
-    """Whether both are rows of the same kind."""
-    one, other = (binder.program.buffers[ref.buffer] for ref in (source, target))
-    whole = source.heads is None and target.heads is None
-    return one.interleaved and other.interleaved and one.fields == other.fields and whole
+def _same_rows(compiler: Compiler, source: Ref, target: Ref) -> bool:
+    """Whether rows of both have the same bytes: all heads of the same interleaved fields."""
+    first, second = (compiler.program.buffers[ref.buffer] for ref in (source, target))
+    all_heads = source.heads is None and target.heads is None
+    same = first.fields == second.fields and first.interleaved and second.interleaved
+    return same and all_heads
 
 
-def arrange(binder: Compiler, op: ops.Arrange) -> BoundOp:
-    select = _selecting(binder, op)
+def arrange(compiler: Compiler, op: ops.Arrange) -> BoundOp:
+    select = _selecting(compiler, op)
     return lambda run: select(run, run.documents.arrange_index(op.src_blocks, op.dst_chunks))
 
 
-def restore(binder: Compiler, op: ops.Restore) -> BoundOp:
-    each_once = sorted(op.dst_chunks) == sorted(
-        number for block in op.src_blocks for number in block
-    )
-    if each_once and _same_rows(binder, op.source, op.target):
-        select = _selecting(binder, op)
-        return lambda run: select(run, run.documents.restore_index(op.src_blocks, op.dst_chunks)[0])
-    sources, targets = part(binder, op.source), part(binder, op.target)
+def restore(compiler: Compiler, op: ops.Restore) -> BoundOp:
+    blocks, chunks = op.src_blocks, op.dst_chunks
+    without_copies = sorted(chunks) == sorted(chunk for block in blocks for chunk in block)
+    if without_copies and _same_rows(compiler, op.source, op.target):
+        select = _selecting(compiler, op)
+        return lambda run: select(run, run.documents.restore_index(blocks, chunks)[0])
+    sources, targets = ref_fields(compiler, op.source), ref_fields(compiler, op.target)
 
     def bound(run: Run) -> None:
-        copies, source = run.documents.restore_index(op.src_blocks, op.dst_chunks), sources(run)
+        copies, source = run.documents.restore_index(blocks, chunks), sources(run)
         for name, target in targets(run).items():
             sum_rows(target, source[name], copies)
 
     return bound
 
 
-def _selecting(binder: Compiler, op: ops.Arrange) -> Callable[[Run, Tensor], None]:
+def _selecting(compiler: Compiler, op: ops.Arrange) -> Callable[[Run, Tensor], None]:
     """Copies rows of the source by an index: as raw bytes, or field by field."""
-    if _same_rows(binder, op.source, op.target):
-        rows, target_rows = raw_bytes(binder, op.source), raw_bytes(binder, op.target)
+    if _same_rows(compiler, op.source, op.target):
+        rows, target_rows = raw_bytes(compiler, op.source), raw_bytes(compiler, op.target)
 
-        def raw_rows(run: Run, index: Tensor) -> None:
-            source, target = (_wide(of(run)) for of in (rows, target_rows))
-            torch.index_select(source, 0, index, out=target)
+        def select_bytes(run: Run, index: Tensor) -> None:
+            torch.index_select(_wide(rows(run)), 0, index, out=_wide(target_rows(run)))
 
-        return raw_rows
-    sources, targets = part(binder, op.source), part(binder, op.target)
+        return select_bytes
+    sources, targets = ref_fields(compiler, op.source), ref_fields(compiler, op.target)
 
-    def fields(run: Run, index: Tensor) -> None:
+    def select_fields(run: Run, index: Tensor) -> None:
         source = sources(run)
         for name, target in targets(run).items():
             torch.index_select(source[name], 1, index, out=target)
 
-    return fields
+    return select_fields
 
 
 def _wide(rows: Tensor) -> Tensor:
@@ -201,8 +206,8 @@ def _wide(rows: Tensor) -> Tensor:
     return rows.view(next(dtype for dtype in integers if width % dtype.itemsize == 0))
 
 
-def to_ranks(binder: Compiler, op: ops.ToRanks) -> BoundOp:
-    sources, targets = merged_fields(binder, op.sources), part(binder, op.target)
+def to_ranks(compiler: Compiler, op: ops.ToRanks) -> BoundOp:
+    sources, targets = merged_fields(compiler, op.sources), ref_fields(compiler, op.target)
 
     def bound(run: Run) -> None:
         source = sources(run)
@@ -212,17 +217,17 @@ def to_ranks(binder: Compiler, op: ops.ToRanks) -> BoundOp:
     return bound
 
 
-def from_ranks(binder: Compiler, op: ops.FromRanks) -> BoundOp:
-    source, targets = part(binder, op.source), merged_fields(binder, op.targets)
+def from_ranks(compiler: Compiler, op: ops.FromRanks) -> BoundOp:
+    sources, targets = ref_fields(compiler, op.source), merged_fields(compiler, op.targets)
 
     def bound(run: Run) -> None:
-        came = source(run)
+        received = sources(run)
         for name, x in targets(run).items():
-            ours, theirs = _by_heads(x, op), _by_rank(came[name], op)
-            if ours.shape == theirs.shape:
-                _copy_shards(ours, theirs)
+            target, source = _by_heads(x, op), _by_rank(received[name], op)
+            if target.shape == source.shape:
+                _copy_shards(target, source)
             else:
-                sum_parts(x, [one.transpose(1, 2).flatten(2, 4) for one in theirs.unbind(2)])
+                sum_parts(x, [part.transpose(1, 2).flatten(2, 4) for part in source.unbind(2)])
 
     return bound
 
@@ -233,9 +238,9 @@ def _copy_shards(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
         return
     # a rank's heads side by side
-    every = target.view(*target.shape[:2], target.shape[3], -1, target.shape[-1])
-    for rows, theirs in zip(every, source.squeeze(2).flatten(3, 4), strict=True):
-        copy_rows(rows, theirs)
+    shards = target.view(*target.shape[:2], target.shape[3], -1, target.shape[-1])
+    for target_rows, rows in zip(shards, source.squeeze(2).flatten(3, 4), strict=True):
+        copy_rows(target_rows, rows)
 
 
 def _by_rank(x: Tensor, op: ops.ToRanks | ops.FromRanks) -> Tensor:
@@ -251,7 +256,7 @@ def _by_rank(x: Tensor, op: ops.ToRanks | ops.FromRanks) -> Tensor:
 
 
 def _by_heads(x: Tensor, op: ops.ToRanks | ops.FromRanks) -> Tensor:
-    """The same for heads of several ranks; keys and values are there once, without copies."""
+    """`_by_rank` of a tensor with the heads of several ranks; K and V have no copies of heads."""
     axis, groups, shape = (2 if x.dim() == 4 else 1), op.ranks // op.copies, x.shape
     once = groups * op.heads_kv
     copies = 1 if shape[axis] == once else op.copies
@@ -260,8 +265,8 @@ def _by_heads(x: Tensor, op: ops.ToRanks | ops.FromRanks) -> Tensor:
     return x.permute((0, 2, 4, 1, 3, 5, 6) if axis == 2 else (0, 1, 3, 2, 4, 5))
 
 
-def fill(binder: Compiler, op: ops.Fill) -> BoundOp:
-    target = part(binder, op.target)
+def fill(compiler: Compiler, op: ops.Fill) -> BoundOp:
+    target = ref_fields(compiler, op.target)
 
     def bound(run: Run) -> None:
         for name, x in target(run).items():
@@ -270,62 +275,65 @@ def fill(binder: Compiler, op: ops.Fill) -> BoundOp:
     return bound
 
 
+# ---- kernels ----
+
+
 def visible(
-    binder: Compiler, op: ops.Attend | ops.AttendBackward
+    compiler: Compiler, op: ops.Attend | ops.AttendBackward
 ) -> Callable[[Run], Visible | TileCalls]:
-    """Which keys the queries of a kernel call see; with documents, known only at run time. For
-    slices it may take several calls."""
-    band, places = Visible(op.mask.left, op.mask.right), op.positions
+    """Which keys the queries of a tile see. With documents it is known only at run time; slices may
+    take several kernel calls."""
+    band, positions = Visible(op.mask.left, op.mask.right), op.positions
     if not op.mask.documents:
         return lambda run: band
-    return lambda run: run.documents.visible(band, places, run.unit, run.executor.backend)
+    return lambda run: run.documents.visible(band, positions, run.unit, run.executor.backend)
 
 
-def attend(binder: Compiler, op: ops.Attend) -> BoundOp:
-    q, kv, into = part(binder, op.q), part(binder, op.kv), merged_fields(binder, op.into)
-    sees, made = visible(binder, op), is_allocated(binder, op.into[0])
-    own = op.into[0].buffer if len(op.into) == 1 else None
+def attend(compiler: Compiler, op: ops.Attend) -> BoundOp:
+    q, kv = ref_fields(compiler, op.q), ref_fields(compiler, op.kv)
+    into, has_memory = merged_fields(compiler, op.into), is_allocated(compiler, op.into[0])
+    temp = op.into[0].buffer if len(op.into) == 1 else None
+    get_visible = visible(compiler, op)
 
     def bound(run: Run) -> None:
         keys, backend, scale = kv(run), run.executor.backend, run.executor.scale
         tensors, results = (q(run)["q"], keys["k"], keys["v"]), None
-        if not own or made(run):
+        if not temp or has_memory(run):
             target = into(run)
             results = target["out"], target["lse"]
-        sink, seen = run.sink_of(op.sinks), sees(run)
+        sink, seen = run.sink_of(op.sinks), get_visible(run)
         native = {"sink": sink} if sink is not None and backend.capability.sinks else {}
         if isinstance(seen, Visible):
             results = backend.forward(*tensors, scale, seen, into=results, **native)
         else:
             results, native = seen.forward(backend, *tensors, scale, results), {}
-        if own and not made(run):
-            run.fields[own] = dict(zip(("out", "lse"), results, strict=True))
+        if temp and not has_memory(run):
+            run.fields[temp] = dict(zip(("out", "lse"), results, strict=True))
         if sink is not None and not native:
             merge_parts(*results, [results], sink)
 
     return bound
 
 
-def attend_backward(binder: Compiler, op: ops.AttendBackward) -> BoundOp:
-    sides, kv = merged_fields(binder, op.sides), part(binder, op.kv)
-    dq, dkv = part(binder, op.dq), part(binder, op.dkv)
-    dq_made, dkv_made = is_allocated(binder, op.dq), is_allocated(binder, op.dkv)
-    sees = visible(binder, op)
+def attend_backward(compiler: Compiler, op: ops.AttendBackward) -> BoundOp:
+    sides, kv = merged_fields(compiler, op.sides), ref_fields(compiler, op.kv)
+    dq, dkv = ref_fields(compiler, op.dq), ref_fields(compiler, op.dkv)
+    has_dq, has_dkv = is_allocated(compiler, op.dq), is_allocated(compiler, op.dkv)
+    get_visible = visible(compiler, op)
 
     def bound(run: Run) -> None:
         fields, keys, into = sides(run), kv(run), None
         backend, scale = run.executor.backend, run.executor.scale
-        deterministic = run.executor.deterministic
-        if dq_made(run) or dkv_made(run):
-            of_keys = dkv(run)
-            into = dq(run)["dq"], of_keys["dk"], of_keys["dv"]
+        if has_dq(run) or has_dkv(run):
+            key_grads = dkv(run)
+            into = dq(run)["dq"], key_grads["dk"], key_grads["dv"]
         side = QuerySide(*map(fields.get, ("q", "dout", "lse", "delta", "out")))
         tensors = side, keys["k"], keys["v"]
-        seen, how = sees(run), {"into": into, "deterministic": deterministic}
+        seen, options = get_visible(run), {"deterministic": run.executor.deterministic}
         if isinstance(seen, Visible):
-            grads = backend.backward(*tensors, scale, seen, **how)
+            grads = backend.backward(*tensors, scale, seen, into=into, **options)
         else:
-            grads = seen.backward(backend, *tensors, scale, **how)
+            grads = seen.backward(backend, *tensors, scale, into=into, **options)
         if into is None:
             run.fields[op.dq.buffer] = {"dq": grads[0]}
             run.fields[op.dkv.buffer] = {"dk": grads[1], "dv": grads[2]}
@@ -333,47 +341,47 @@ def attend_backward(binder: Compiler, op: ops.AttendBackward) -> BoundOp:
     return bound
 
 
-def merge(binder: Compiler, op: ops.Merge) -> BoundOp:
-    into, parts = merged_fields(binder, op.into), [part(binder, ref) for ref in op.parts]
+def merge(compiler: Compiler, op: ops.Merge) -> BoundOp:
+    into, parts = merged_fields(compiler, op.into), [ref_fields(compiler, r) for r in op.parts]
 
     def bound(run: Run) -> None:
-        target, found = into(run), [of(run) for of in parts]
-        merge_parts(target["out"], target["lse"], [(x["out"], x["lse"]) for x in found])
+        target, sources = into(run), [get(run) for get in parts]
+        merge_parts(target["out"], target["lse"], [(x["out"], x["lse"]) for x in sources])
 
     return bound
 
 
-def add(binder: Compiler, op: ops.Add) -> BoundOp:
-    into, parts = part(binder, op.into), [part(binder, ref) for ref in op.parts]
+def add(compiler: Compiler, op: ops.Add) -> BoundOp:
+    into, parts = ref_fields(compiler, op.into), [ref_fields(compiler, ref) for ref in op.parts]
 
     def bound(run: Run) -> None:
-        found = [of(run) for of in parts]
+        sources = [get(run) for get in parts]
         for name, target in into(run).items():
-            some = [x[name] for x in found if name in x]
-            if not found:
+            addends = [x[name] for x in sources if name in x]
+            if not sources:
                 target.zero_()
-            elif len(some) == len(found):
+            elif len(addends) == len(sources):
                 # torch's own copy takes a third of the CPU time of a Triton launch
-                target.copy_(some[0]) if len(some) == 1 else sum_parts(target, some)
+                target.copy_(addends[0]) if len(addends) == 1 else sum_parts(target, addends)
 
     return bound
 
 
-def delta(binder: Compiler, op: ops.Delta) -> BoundOp:
-    side = part(binder, op.side)
+def delta(compiler: Compiler, op: ops.Delta) -> BoundOp:
+    side = ref_fields(compiler, op.side)
 
     def bound(run: Run) -> None:
         fields = side(run)
-        found = fields.get("delta")  # a call with sinks has it
-        if found is None:
-            found = row_delta(fields["dout"], fields["out"])
-        run.fields[op.into.buffer] = {"delta": found}
+        rows = fields.get("delta")  # a call with sinks has computed it
+        if rows is None:
+            rows = row_delta(fields["dout"], fields["out"])
+        run.fields[op.into.buffer] = {"delta": rows}
 
     return bound
 
 
-def fill_surrogate_out(binder: Compiler, op: ops.SurrogateOut) -> BoundOp:
-    sides = merged_fields(binder, op.sides)
+def fill_surrogate_out(compiler: Compiler, op: ops.SurrogateOut) -> BoundOp:
+    sides = merged_fields(compiler, op.sides)
 
     def bound(run: Run) -> None:
         side = sides(run)
@@ -382,83 +390,84 @@ def fill_surrogate_out(binder: Compiler, op: ops.SurrogateOut) -> BoundOp:
     return bound
 
 
-def transfer(binder: Compiler, op: ops.Transfer) -> BoundOp:
-    """What no rank needs is not sent. There the receiver has zeros: gradients that are zero, or
-    rows that nobody reads, but a kernel may multiply by a weight of 0."""
-    every_take = [(take, raw_bytes(binder, take.rows)) for take in op.recvs]
+# ---- transfers ----
+
+
+def transfer(compiler: Compiler, op: ops.Transfer) -> BoundOp:
+    """Rows that no rank needs are not sent. Their receiver zeroes them: they are gradients that are
+    zero, or rows that no query sees, but that a kernel may multiply by a weight of 0."""
+    recvs = [(recv, raw_bytes(compiler, recv.rows)) for recv in op.recvs]
     if op.slot is not None:
-        return _slot_transfer(binder, op, every_take)
-    every_give = [(give, raw_bytes(binder, give.rows)) for give in op.sends]
+        return _slot_transfer(compiler, op, recvs)
+    sends = [(send, raw_bytes(compiler, send.rows)) for send in op.sends]
 
     def bound(run: Run) -> Handle:
-        gives, takes = _needed(run, every_give), _needed(run, every_take)
-        given = [(give.peer, of(run)) for give, of in gives]
-        taken = [(take.peer, of(run)) for take, of in takes]
+        needed_recvs = _needed(run, recvs)
+        outgoing = [(send.peer, rows(run)) for send, rows in _needed(run, sends)]
+        incoming = [(recv.peer, rows(run)) for recv, rows in needed_recvs]
         if run.failure:
-            for _, rows in given:
-                rows.fill_(_NAN)
-        if len(takes) < len(every_take):
-            _clear_rest(run, every_take, takes)
-        if not (given or taken):
+            for _, tensor in outgoing:
+                tensor.fill_(_NAN)
+        if len(needed_recvs) < len(recvs):
+            _zero_unneeded(run, recvs, needed_recvs)
+        if not (outgoing or incoming):
             return run.queues.record()
-        return run.executor.transport.send(op.link, op.cargo, given, taken)
+        return run.executor.transport.send(op.link, op.cargo, outgoing, incoming)
 
     return bound
 
 
 def _needed[T: (ops.Send, ops.Recv)](
-    run: Run, ends: list[tuple[T, Source]]
-) -> list[tuple[T, Source]]:
-    """Those of the ends of a transfer, each with its rows, that some rank needs. All ranks find the
-    same from their slices."""
+    run: Run, endpoints: list[tuple[T, GetRows]]
+) -> list[tuple[T, GetRows]]:
+    """The sends or receives whose rows some rank needs; all ranks know it from their slices."""
     if run.documents is None:
-        return ends
-    return [
-        (end, of)
-        for end, of in ends
-        if end.needed_by is None or run.documents.is_seen(end.needed_by)
-    ]
+        return endpoints
+    is_seen = run.documents.is_seen
+    return [(end, rows) for end, rows in endpoints if not end.needed_by or is_seen(end.needed_by)]
 
 
-def _clear_rest(
-    run: Run, every: list[tuple[ops.Recv, Source]], taken: list[tuple[ops.Recv, Source]]
+def _zero_unneeded(
+    run: Run, recvs: list[tuple[ops.Recv, GetRows]], needed: list[tuple[ops.Recv, GetRows]]
 ) -> None:
     """Zero what is not received, on the transfer's own queue."""
-    received = {id(of) for _, of in taken}
-    for _, of in every:
-        if id(of) not in received:
-            of(run).zero_()
+    for recv, rows in recvs:
+        if (recv, rows) not in needed:
+            rows(run).zero_()
 
 
 def _slot_transfer(
-    binder: Compiler, op: ops.Transfer, every_take: list[tuple[ops.Recv, Source]]
+    compiler: Compiler, op: ops.Transfer, recvs: list[tuple[ops.Recv, GetRows]]
 ) -> BoundOp:
     """Ranks of a node read, or are sent, parts of each other's slots."""
-    buffer, slot = binder.program.buffers[op.slot.buffer], raw_bytes(binder, op.slot)
+    buffer, slot = compiler.program.buffers[op.slot.buffer], raw_bytes(compiler, op.slot)
     use, number = buffer.use, buffer.number
-    every_give = [(give, slot) for give in op.sends]
+    sends = [(send, slot) for send in op.sends]
 
-    def made(run: Run, gives: list[tuple[ops.Send, Source]], takes: list[tuple[ops.Recv, Source]]):
-        given = [(give.peer, give.rows.rows.scaled(run.unit).slice) for give, _ in gives]
-        taken = [(take.peer, take.remote_rows.rows.scaled(run.unit).slice) for take, _ in takes]
-        return run.slots[use].prepare(number, slot(run), given, taken)
+    def prepare(run: Run, sends: list, recvs: list) -> Any:
+        sent = [(send.peer, send.rows.rows.scaled(run.unit).slice) for send, _ in sends]
+        read = [(recv.peer, recv.remote_rows.rows.scaled(run.unit).slice) for recv, _ in recvs]
+        return run.slots[use].prepare(number, slot(run), sent, read)
 
-    every = cached_view(binder, object(), buffer, lambda run: made(run, every_give, every_take))
+    # by identity: equal operations must not share what `prepare` returns, which holds an event
+    key = "slot transfer", id(op)
+    prepared_whole = cached_view(compiler, key, buffer, lambda run: prepare(run, sends, recvs))
 
     def bound(run: Run) -> Handle:
-        gives, takes = _needed(run, every_give), _needed(run, every_take)
-        all_are = len(gives) == len(every_give) and len(takes) == len(every_take)
-        ends = every(run) if all_are else made(run, gives, takes)
+        needed_sends, needed_recvs = _needed(run, sends), _needed(run, recvs)
+        is_whole = len(needed_sends) == len(sends) and len(needed_recvs) == len(recvs)
+        prepared = prepared_whole(run) if is_whole else prepare(run, needed_sends, needed_recvs)
         if run.failure:
             slot(run).fill_(_NAN)
-        if len(takes) < len(every_take):
-            _clear_rest(run, every_take, takes)
-        some = gives or takes
-        done = cleared = None if some else run.queues.record()  # before a barrier that others await
-        if some or op.pulled:
-            into = [of(run) for _, of in takes]
-            done = run.slots[use].transfer(number, ends, into, run.queues)
-        return done if some else cleared
+        if len(needed_recvs) < len(recvs):
+            _zero_unneeded(run, recvs, needed_recvs)
+        if needed_sends or needed_recvs:
+            targets = [rows(run) for _, rows in needed_recvs]
+            return run.slots[use].transfer(number, prepared, targets, run.queues)
+        zeroed = run.queues.record()  # before a barrier that other ranks wait for
+        if op.pulled:
+            run.slots[use].transfer(number, prepared, [], run.queues)
+        return zeroed
 
     return bound
 

@@ -1,10 +1,15 @@
-"""The two passes of a call that autograd sees, and their programs."""
+"""The two passes of a call that autograd sees, and their programs.
 
+    forward:  q, k, v -> out, lse, saved            backward: saved, out, dout -> dq, dk, dv
+
+Each pass names the call's tensors as the buffers of its program, and runs that.
+"""
+
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +25,6 @@ from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.program import Space
 from megatron_burst.schedule.spec import Direction, Dtype, Spec
 
-if TYPE_CHECKING:  # most runs have none
-    pass
-
 # Checkpoints' frames that run in this thread, outermost first, like a call stack; None while an
 # attention function is being recorded. `recompute.keeping` sets it.
 FRAMES: ContextVar[tuple[Any, ...] | None] = ContextVar("megatron_burst_frames", default=())
@@ -34,15 +36,15 @@ def recording() -> bool:
     return FRAMES.get() is None
 
 
-def compact_copy(x: Tensor, *others: Tensor) -> Tensor:
+def compact_copy(x: Tensor, *saved: Tensor) -> Tensor:
     """A copy of x if x is at most a quarter of storage that only x keeps alive, else x.
 
     V is a slice of the fused QKV projection, while rotary embedding copies Q and K out of it:
     saving V as it is keeps the whole projection until backward.
     """
-    held = x.untyped_storage()
-    shared = any(held.data_ptr() == other.untyped_storage().data_ptr() for other in others)
-    if shared or 4 * x.nbytes > held.nbytes():
+    storage = x.untyped_storage()
+    shared = any(storage.data_ptr() == y.untyped_storage().data_ptr() for y in saved)
+    if shared or 4 * x.nbytes > storage.nbytes():
         return x
     return x.detach().clone(memory_format=torch.contiguous_format)
 
@@ -50,7 +52,7 @@ def compact_copy(x: Tensor, *others: Tensor) -> Tensor:
 Tensors = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Passes:
     """Forward and backward of a call; backward takes what forward saved.
 
@@ -58,18 +60,16 @@ class Passes:
     which take as much memory; a gather may also save K and V of other nodes.
     """
 
-    spec: Spec  # how they run; every choice is made
-    backend: Backend  # computes the tiles
-    transport: Transport  # moves data between ranks
+    spec: Spec  # resolved
+    backend: Backend
+    transport: Transport
     scale: float  # of the scores
     dtype: torch.dtype  # of q, k and v
     deterministic: bool = False  # whether gradients must be bitwise the same every time
     nan_guard: bool = False  # whether results are checked for NaN
-    announcer: PassAnnouncer = field(
-        default_factory=PassAnnouncer
-    )  # announce the passes to the other ranks
-    # the same call without a backward that follows its forward, because results are kept or there
-    # is none; its forward saves nothing received
+    announcer: PassAnnouncer = dataclasses.field(default_factory=PassAnnouncer)
+    # the same call if its results are kept, or if it has no backward: its forward saves no
+    # received tensors
     for_recompute: "Passes | None" = None
     keep: Callable[..., Any] | None = None  # runs the call and keeps its results
     check: int | None = None  # one of so many calls is compared with the definition
@@ -102,76 +102,67 @@ class Passes:
     ) -> tuple[Tensor, Tensor, Tensors]:  # fmt: skip
         """Attention of this rank's queries over the keys of all ranks.
 
-        Args:
-            q, k, v: [b, n, h, dqk], [b, n_kv, h_kv, dqk] and [b, n_kv, h_kv, dv].
-            documents, begin, sink: as in `Executor.run`.
-
-        Returns:
-            out [b, n, h, dv] in q's dtype or the accumulation dtype, lse [b, h, n] in the
-            accumulation dtype, and what is saved for backward.
+        Takes q [b, n, h, dqk], k [b, n_kv, h_kv, dqk] and v [b, n_kv, h_kv, dv]; the rest as
+        `Executor.run`. Returns out [b, n, h, dv] in q's dtype or the accumulation dtype, lse
+        [b, h, n] in the accumulation dtype, and what is saved for backward.
         """
         executor = self.forward_executor
-        given = {"q": {"q": q}, "kv": {"k": k, "v": v}}
+        tensors = {"q": {"q": q}, "kv": {"k": k, "v": v}}
         results = partial(_results, executor, {"out": (q, v.shape[-1])})
-        run = executor.run(given, None, documents, results, begin, sink)
+        run = executor.run(tensors, None, documents, results, begin, sink)
         out, lse = run.fields["out"]["out"], run.fields["out"]["lse"]
-        left = tuple(run.saved[name] for name in executor.program.saved)
-        if self._takes_inputs:
-            left = (q, k, compact_copy(v, q, k) if not self.spec.resends else v, lse, *left)
-        return out, lse, left
+        saved = tuple(run.saved[name] for name in executor.program.saved)
+        if self._saves_inputs:
+            saved = (q, k, compact_copy(v, q, k) if not self.spec.resends else v, lse, *saved)
+        return out, lse, saved
 
     @property
-    def _takes_inputs(self) -> bool:
+    def _saves_inputs(self) -> bool:
         """Whether backward reads q, k, v and lse themselves."""
         return "kv" in self.backward_executor.program.buffers
 
     def backward(
-        self, left: Sequence[Tensor], out: Tensor, dout: Tensor,
+        self, saved: Sequence[Tensor], out: Tensor, dout: Tensor,
         documents: SampleMask | None = None, begin: Callable[[], object] = dict,
         delta: Tensor | None = None,
     ) -> Tensors:  # fmt: skip
         """Gradients of this rank's q, k and v, in their dtype or the accumulation dtype.
 
-        Args:
-            left: what forward saved.
-            out, dout: [b, n, h, dv].
-            documents, begin: as in forward.
-            delta: [b, h, n] of out and dout, if the caller has it.
+        Takes what forward saved, and out and dout [b, n, h, dv]; `delta` [b, h, n] is computed from
+        these unless the caller has it.
         """
         executor, side = self.backward_executor, {"dout": dout, "out": out}
-        shape, given, like = self.spec.shape, {}, (dout,) * 3
-        if self._takes_inputs:
-            q, k, v, lse, *left = left
+        shape, tensors, like = self.spec.shape, {}, (dout,) * 3
+        if self._saves_inputs:
+            q, k, v, lse, *saved = saved
             side |= {"q": q, "lse": lse}
-            given, like = {"kv": {"k": k, "v": v}}, (q, k, v)
+            tensors, like = {"kv": {"k": k, "v": v}}, (q, k, v)
         dims = {"dq": shape.dim_qk, "dk": shape.dim_qk, "dv": shape.dim_v}
         rows = {name: (x, dim) for (name, dim), x in zip(dims.items(), like, strict=True)}
-        given["side"] = side | ({} if delta is None else {"delta": delta})
-        of_forward = dict(zip(self.forward_executor.program.saved, left, strict=True))
-        run = executor.run(given, of_forward, documents, partial(_results, executor, rows), begin)
+        tensors["side"] = side | ({} if delta is None else {"delta": delta})
+        buffers = dict(zip(self.forward_executor.program.saved, saved, strict=True))
+        run = executor.run(tensors, buffers, documents, partial(_results, executor, rows), begin)
         return run.fields["dq"]["dq"], run.fields["dkv"]["dk"], run.fields["dkv"]["dv"]
 
 
 def _results(executor: Executor, like: dict[str, tuple[Tensor, int]]) -> dict[str, Fields]:
     """Allocate results; rows are outermost in memory if they are in the tensor they mirror.
 
-    Args:
-        executor: of the pass.
-        like: by field, the tensor that it mirrors, and its head dimension.
+    `like`: by field, the tensor that it mirrors, and the head dimension.
     """
-    found: dict[str, Fields] = {}
+    results: dict[str, Fields] = {}
     x, _ = next(iter(like.values()))
     for name in ("out", "dq", "dkv"):
         buffer = executor.buffers.get(name)
         if buffer is None or buffer.space is not Space.CALL:
             continue
-        fields = found[name] = {}
-        for of in buffer.fields:
-            dtype = executor.dtypes[of.dtype]
-            if of.name in like:
-                mirrored, dim = like[of.name]
-                fields[of.name] = empty_like_rows(mirrored, buffer.rows, of.heads, dim, dtype)
+        fields = results[name] = {}
+        for field in buffer.fields:
+            dtype, heads = executor.dtypes[field.dtype], field.heads
+            if field.name in like:
+                mirrored, dim = like[field.name]
+                fields[field.name] = empty_like_rows(mirrored, buffer.rows, heads, dim, dtype)
             else:
-                sizes = executor.program.batch, of.heads, buffer.rows
-                fields[of.name] = x.new_empty(sizes, dtype=dtype)
-    return found
+                sizes = executor.program.batch, heads, buffer.rows
+                fields[field.name] = x.new_empty(sizes, dtype=dtype)
+    return results

@@ -1,9 +1,7 @@
-"""Profiler ranges of passes and their operations; counts of passes, for logs.
+"""Profiler ranges of passes and their operations; counts and times of passes, for logs.
 
-Ranges use torch's `record_function`: torch.profiler shows them directly; under
+Ranges are torch's `record_function`, which torch.profiler shows; under
 `torch.autograd.profiler.emit_nvtx`, which Megatron's --profile enters, they are NVTX ranges.
-
-Passes of the same program take the same time, so one of each is timed per step.
 """
 
 from collections import Counter
@@ -32,7 +30,7 @@ def profiled() -> bool:
 
 
 def range_of(name: str) -> AbstractContextManager:
-    """A range; a no-op unless profiling."""
+    """A range, if torch is profiling."""
     return profiler.record_function(name) if profiled() else _NONE
 
 
@@ -48,25 +46,24 @@ def with_ranges(executor: BoundProgram) -> tuple[Step, ...]:
     """A program's steps, each in a range that names what it does."""
 
     def ranged(step: Step, op: Op) -> Step:
-        name, work = _describe(executor, op), step.run
+        name = _describe(executor, op)
 
-        def run(of: Run) -> Any:
+        def in_range(run: Run) -> Any:
             with profiler.record_function(name):
-                return work(of)
+                return step.run(run)
 
-        return replace(step, run=run)
+        return replace(step, run=in_range)
 
-    steps, ops = executor.compiler.steps, executor.program.ops
-    return tuple(map(ranged, steps, ops))
+    return tuple(map(ranged, executor.compiler.steps, executor.program.ops))
 
 
 def _describe(executor: BoundProgram, op: Op) -> str:
     if not isinstance(op, Transfer):
         return f"burst {type(op).__name__}: {_names(op.reads)} -> {_names(op.writes)}"
-    came = dict.fromkeys(f"{take.remote_rows.buffer} of {take.peer}" for take in op.recvs)
-    sent = sum(executor.program.num_bytes(give.rows) for give in op.sends) * executor.unit
+    received = dict.fromkeys(f"{recv.remote_rows.buffer} of {recv.peer}" for recv in op.recvs)
+    sent = sum(executor.program.num_bytes(send.rows) for send in op.sends) * executor.unit
     link = link_of(executor.program, op)
-    return f"burst Transfer {link} {op.cargo}: {_listed(came)}; {sent / 2**20:.3g} MiB sent"
+    return f"burst Transfer {link} {op.cargo}: {_listed(received)}; {sent / 2**20:.3g} MiB sent"
 
 
 def link_of(program: Program, op: Transfer) -> Link:
@@ -84,13 +81,10 @@ def _listed(words: Iterable[str]) -> str:
 
 
 class Meter:
-    """Counts the passes of a step by program, and times one of each on request.
+    """Counts the passes of a step by program while it is `on`, and times one of each on request.
 
     The timed pass is the one in the middle of the step, by the count of the previous step: ranks
     are in step by then. If there are fewer, it is the first.
-
-    Attributes:
-        on: whether passes are being counted.
     """
 
     def __init__(self) -> None:
@@ -98,12 +92,12 @@ class Meter:
         self._before: WeakKeyDictionary[BoundProgram, int] = WeakKeyDictionary()
         self._runs: Counter[BoundProgram] = Counter()
         self._clocks: dict[BoundProgram, Clock] = {}
-        # reused: they have events
-        self._made: WeakKeyDictionary[BoundProgram, Clock] = WeakKeyDictionary()
+        # reused, because a clock has events
+        self._cached_clocks: WeakKeyDictionary[BoundProgram, Clock] = WeakKeyDictionary()
         self._counted: list[tuple[Program, int, int, Callable[[], Clock | None]]] = []
 
     def begin_step(self, timed: bool) -> None:
-        """Start counting; `timed`: time passes too."""
+        """Start counting, and timing if `timed`."""
         self.on, self._timed = True, timed
         self._runs.clear()
         self._clocks.clear()
@@ -125,30 +119,30 @@ class Meter:
         self._runs[executor] += 1
         if not self._timed or before is None or profiled() or number not in (0, before // 2):
             return None
-        if executor not in self._made:
+        if executor not in self._cached_clocks:
             from megatron_burst.checks.clock import Clock
 
-            self._made[executor] = Clock(executor)
-        return self._clocks.setdefault(executor, self._made[executor])
+            self._cached_clocks[executor] = Clock(executor)
+        return self._clocks.setdefault(executor, self._cached_clocks[executor])
 
     def seconds(self) -> dict[str, float]:
         """Seconds of all passes of the step (see `Clock.seconds`); empty unless one of each kind
         was timed. Can be read once, when the GPU has finished the step."""
-        found: Counter[str] = Counter()
+        total: Counter[str] = Counter()
         for _, _, runs, clock in self._counted:
             timed = clock()
             if not timed or not (seconds := timed.seconds()):
                 return {}
-            found.update({name: each * runs for name, each in seconds.items()})
-        return dict(found)
+            total.update({name: value * runs for name, value in seconds.items()})
+        return dict(total)
 
     def sent_bytes(self) -> dict[Link, int]:
         """Bytes that this rank sent, or others pulled from it, in all passes of the step."""
-        found = dict.fromkeys(Link, 0)
+        sent = dict.fromkeys(Link, 0)
         for program, unit, runs, _ in self._counted:
             for link, count in program.sent_bytes().items():
-                found[link] += count * unit * runs
-        return found
+                sent[link] += count * unit * runs
+        return sent
 
 
 METER = Meter()  # of this process

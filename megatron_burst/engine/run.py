@@ -1,4 +1,4 @@
-"""What a run of a program holds: the program at one length, and the call's own tensors."""
+"""A program made ready to run (`Compiler`), at one length (`BoundProgram`), in one call (`Run`)."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ from megatron_burst.kernels.interface import Backend
 from megatron_burst.schedule.order import order
 from megatron_burst.schedule.program import Arrange, Buffer, Program, Restore, Space, uses_of
 
-_OWN = Space.CALL, Space.TEMP  # tensors of their own; all other buffers are raw bytes
-_ALIGNMENT = 512  # bytes to whose multiples buffers are aligned, as torch's allocator does
+_SEPARATE = Space.CALL, Space.TEMP  # each field is a tensor; all other buffers are flat bytes
+_ALIGNMENT = 512  # bytes, that of torch's allocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +25,23 @@ class Step:
 
     run: Callable[["Run"], Handle | None]  # a transfer returns its handle
     queue: Hashable | None  # where it runs; None: the queue of the call's kernels
-    moves: bool  # whether the previous operation is on another queue
-    begins: bool  # whether it is the first on its queue
+    switches_queue: bool  # whether the previous operation is on another queue
+    starts_queue: bool  # whether it is the first on its queue
     waits: tuple[int, ...]  # operations on other queues that must finish first
     opens: list[tuple[str, int]]  # slots that it is the first to touch: (use, number)
-    transfers: bool  # whether it is a transfer
-    waited_for: bool  # whether another queue waits for it
-    frees: tuple[str, ...]  # parts that are no longer needed
+    is_transfer: bool  # whether it is a transfer
+    has_waiters: bool  # whether another queue waits for it
+    frees: tuple[str, ...]  # temps that no later operation reads
 
 
 class Compiler:
-    """Makes a program ready to run at any length.
+    """Makes a rank's program ready to run at any length.
 
     Attributes:
-        program: of one rank.
-        order: of its operations.
-        names: short names for what runs look up: views of buffers.
-        orders: chunk orders that a run needs: direction (arrange or restore), from which to which.
-        steps: the operations, set by the executor.
+        order: waits and lifetimes, derived from the program.
+        names: integers for the keys of views, which a run looks up faster than the keys.
+        orders: chunk orders that a run needs: (whether back, source blocks, destination chunks).
+        steps: the bound operations; set by the executor.
     """
 
     def __init__(self, program: Program) -> None:
@@ -52,18 +51,18 @@ class Compiler:
         self.orders = {(isinstance(op, Restore), op.src_blocks, op.dst_chunks): None for op in ops}
         self.steps: tuple[Step, ...] = ()
 
-    def name_of(self, what: Hashable) -> int:
-        """A short name, the same for equal keys."""
-        return self.names.setdefault(what, len(self.names))
+    def name_of(self, key: Hashable) -> int:
+        """An integer, the same for equal keys."""
+        return self.names.setdefault(key, len(self.names))
 
 
 @dataclass(frozen=True, eq=False)
 class BoundProgram:
-    """A program at one length: its buffers, and what its operations call."""
+    """A rank's program at one length: its buffers, and what its operations call."""
 
-    program: Program  # of this rank
-    backend: Backend  # computes the tiles
-    transport: Transport  # moves data between ranks
+    program: Program
+    backend: Backend
+    transport: Transport
     scale: float  # of the scores
     dtypes: Dtypes
     deterministic: bool  # whether gradients must be bitwise the same every time
@@ -71,14 +70,14 @@ class BoundProgram:
 
     @cached_property
     def compiler(self) -> Compiler:
-        """The program's binder, which all lengths share."""
+        """The program's compiler, which all lengths share."""
         raise NotImplementedError
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
         """The program's buffers, with their actual rows."""
-        every = self.program.buffers.items()
-        return {name: replace(buffer, rows=buffer.rows * self.unit) for name, buffer in every}
+        buffers = self.program.buffers.items()
+        return {name: replace(buffer, rows=buffer.rows * self.unit) for name, buffer in buffers}
 
     @cached_property
     def layouts(self) -> dict[str, ByteLayout]:
@@ -86,7 +85,7 @@ class BoundProgram:
         return {
             name: ByteLayout.of(buffer, self.program.batch, self.dtypes)
             for name, buffer in self.buffers.items()
-            if buffer.space not in _OWN
+            if buffer.space not in _SEPARATE
         }
 
     @cached_property
@@ -97,70 +96,71 @@ class BoundProgram:
 
     @cached_property
     def arena_offsets(self) -> tuple[dict[tuple[Space, str], int], int]:
-        """By use, where its buffers begin in the group's memory; how many bytes that needs. Other
-        ranks read slots, so these have memory of their own."""
+        """By use, where its buffers begin in the group's memory; and the bytes of all. Slots are
+        not in it, because other ranks read them."""
         begins, end = {}, 0
-        for (home, use), (count, size) in self.uses.items():
-            if home is not Space.SLOT:
-                begins[home, use] = end
+        for (space, use), (count, size) in self.uses.items():
+            if space is not Space.SLOT:
+                begins[space, use] = end
                 end += count * _aligned(size)
         return begins, end
 
     @cached_property
     def events(self) -> list[Handle | None]:
-        """The previous run's mark for each operation and for the start, to be reused."""
+        """Events of the previous run for each operation and for the start, to be reused."""
         return [None] * (len(self.program.ops) + 1)
 
 
 class Run:
-    """One run of a program: its tensors.
+    """The tensors of one run of a program.
 
     Attributes:
-        fields: of the call's buffers and of parts, by name.
-        left: bytes of buffers that forward saves for backward.
-        failure: of an operation, or None so far; from then on only transfers are made.
-        slots: of this call, by use.
-        views: of buffers that live as long as the run, by the executor's names; those of the
-            group's memory are reused from the previous run.
+        fields: tensors of the call's buffers and of temps, by buffer and field.
+        saved: bytes of buffers that forward saves for backward.
+        failure: the error of an operation, after which only transfers are made.
+        slots: the call's slots, by use.
+        views: views of buffers by the compiler's names; those of the group's memory and of slots
+            are reused by the next run.
         sink: [h], attention sinks of the call's query heads.
     """
 
     def __init__(
-        self, executor: BoundProgram, given: dict[str, Fields], left: dict[str, Tensor],
+        self, executor: BoundProgram, tensors: dict[str, Fields], saved: dict[str, Tensor],
         queues: OneQueue | Queues, documents: SampleMask | None = None,
         sink: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.sink = None if sink is None else sink.contiguous()
-        self.fields, self.saved, self.documents = given, left, documents
-        self.executor, self.queues, carrier = executor, queues, executor.transport
+        self.fields, self.saved, self.documents = tensors, saved, documents
+        self.executor, self.queues, transport = executor, queues, executor.transport
         self.unit, self.failure = executor.unit, None
         self.slots = {
-            use: carrier.slots(use, count, size, queues.placement)
-            for (home, use), (count, size) in executor.uses.items()
-            if home is Space.SLOT
+            use: transport.slots(use, count, size, queues.placement)
+            for (space, use), (count, size) in executor.uses.items()
+            if space is Space.SLOT
         }
-        memory = carrier.buffers("all", 1, executor.arena_offsets[1], queues.placement)
+        memory = transport.buffers("all", 1, executor.arena_offsets[1], queues.placement)
         self._flat = memory.flats[0]
-        self._kept = {use: slots.views(executor) for use, slots in self.slots.items()}
-        self._kept[None] = memory.views(executor)
+        self._cached_views = {use: slots.views(executor) for use, slots in self.slots.items()}
+        self._cached_views[None] = memory.views(executor)
         self.views: dict[int, Any] = {}
-        for kept in self._kept.values():
-            self.views.update(kept)
-        for name in executor.program.saved:  # here, because it is allocated on the compute stream
-            if name not in left:
+        for views in self._cached_views.values():
+            self.views.update(views)
+        for name in executor.program.saved:  # before the loop, on the compute stream
+            if name not in saved:
                 size = executor.layouts[name].num_bytes
                 device = queues.placement.device
-                left[name] = torch.empty(size, dtype=torch.uint8, device=device)
+                saved[name] = torch.empty(size, dtype=torch.uint8, device=device)
 
     def prepare(self, results: Callable[[], dict[str, Fields]]) -> None:
         """Allocate results and indices before the loop, as they belong to the compute stream."""
         self.fields |= results()
         if self.documents is not None:
-            for back, *chunks in self.executor.compiler.orders:
-                (self.documents.restore_index if back else self.documents.arrange_index)(*chunks)
+            arrange, restore = self.documents.arrange_index, self.documents.restore_index
+            for is_back, *chunks in self.executor.compiler.orders:
+                (restore if is_back else arrange)(*chunks)
 
     def sink_of(self, heads: tuple[int, ...]) -> Tensor | None:
-        """Sinks of some heads that follow each other in groups; None if none join."""
+        """The sinks of these query heads; None if there are none."""
         if self.sink is None or not heads:
             return None
         if heads[-1] - heads[0] == len(heads) - 1:
@@ -168,7 +168,7 @@ class Run:
         return torch.stack([self.sink[head] for head in heads])
 
     def make(self, name: str) -> Fields:
-        """Allocate a part, or results, at first use in this run."""
+        """Allocate a temp, or results, at first use in this run."""
         batch, dtypes = self.executor.program.batch, self.executor.dtypes
         device, buffer = self.queues.placement.device, self.executor.buffers[name]
         fields = self.fields[name] = {
@@ -183,17 +183,16 @@ class Run:
         """Cache a view of a buffer for as long as its memory lives."""
         self.views[name] = view
         if buffer.space is Space.SLOT:
-            self._kept[buffer.use][name] = view
-        elif buffer.space not in (*_OWN, Space.SAVED):
-            self._kept[None][name] = view
+            self._cached_views[buffer.use][name] = view
+        elif buffer.space not in (*_SEPARATE, Space.SAVED):
+            self._cached_views[None][name] = view
         return view
 
     def layout(self, buffer: Buffer) -> ByteLayout:
-        """The byte layout of a buffer."""
         return self.executor.layouts[buffer.name]
 
     def bytes_of(self, buffer: Buffer) -> Tensor:
-        """The bytes of a whole buffer that is not a part."""
+        """All bytes of a buffer, uint8 [n]; not for temps and buffers of the call."""
         size = self.layout(buffer).num_bytes
         if buffer.space is Space.SLOT:
             return self.slots[buffer.use].flat(buffer.number)[:size]

@@ -1,4 +1,4 @@
-"""What the engine asks of a packed sample: the interface of documents and of slices."""
+"""What the engine needs of a packed sample: the interface of documents and of slices."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -13,17 +13,17 @@ from megatron_burst.schedule.mask import Band, TilePositions
 
 
 class TileCalls(Protocol):
-    """Several kernel calls that compute one tile, for a kernel that cannot see it in one."""
+    """Several kernel calls that compute one tile, whose mask no single call of the kernel has."""
 
     def forward(
-        self, run: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float,
+        self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float,
         into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As `Backend.forward`."""
         ...
 
     def backward(
-        self, run: Backend, side: QuerySide, k: Tensor, v: Tensor, scale: float,
+        self, backend: Backend, side: QuerySide, k: Tensor, v: Tensor, scale: float,
         into: tuple[Tensor, Tensor, Tensor] | None = None, deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """As `Backend.backward`."""
@@ -35,31 +35,31 @@ class SampleMask(Protocol):
     layers.
 
     Attributes:
-        known: a text that ranks compare, by name; None if it is still on its way from a GPU.
+        text: texts that ranks compare, by name; None while they are being copied from a GPU.
     """
 
     text: Mapping[str, str] | None
 
     def checked_text(self) -> Mapping[str, str]:
-        """The text that ranks compare; waits for a GPU. Raises BurstError if it is invalid."""
+        """`text`, once the GPU has copied it. Raises BurstError if the sample is invalid."""
         ...
 
     def is_seen(self, between: NeededBy) -> bool:
-        """Whether any query of some chunks sees any key of some; True if that is not known."""
+        """Whether any of these queries sees any of these keys; True if that is not known."""
         ...
 
     def visible(
-        self, band: Band, places: TilePositions, unit: int, run: Backend
+        self, band: Band, positions: TilePositions, unit: int, backend: Backend
     ) -> "Visible | TileCalls":
-        """What a kernel call sees whose queries and keys are at these positions, in units of rows,
-        or in these chunks of every document; or the calls that take its place."""
+        """What the queries of a tile see, or the calls that compute it. `positions`: of queries and
+        keys, in units of rows, or as chunks of every document."""
         ...
 
     def arrange_index(self, src_blocks: tuple[Chunks, ...], dst_chunks: Chunks) -> Tensor:
-        """Row indices that arrange chunks of every document: int64 [rows]."""
+        """Index that puts rows of `src_blocks` into the order of `dst_chunks`: int64 [rows]."""
         ...
 
     def restore_index(self, src_blocks: tuple[Chunks, ...], dst_chunks: Chunks) -> Tensor:
-        """For each source row, the arranged rows that are copies of it: int64 [copies, rows]; -1
-        for none."""
+        """For each source row, the arranged rows that are copies of it: int64 [copies, rows], -1
+        where there are fewer."""
         ...

@@ -1,4 +1,4 @@
-"""Attention of one tile on one device: backends, how one is chosen, merging of results.
+"""Attention of one tile on one device: backends, the choice among them, merging of results.
 
-Nothing here knows about ranks, rings or schedules.
+No module here knows ranks or programs.
 """

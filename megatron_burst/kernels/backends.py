@@ -1,4 +1,4 @@
-"""The list of backends, and the choice among them."""
+"""The list of backends, and the choice among them: the fastest that supports the problem."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,65 +22,63 @@ def backends() -> dict[str, Backend]:
     from megatron_burst.kernels.torch_gpu import Cudnn, Flash
     from megatron_burst.kernels.triton import Triton
 
-    every: tuple[type[Backend], ...] = (
+    kinds: tuple[type[Backend], ...] = (
         FlashAttention4, Cudnn, Flash, Triton, TorchCpu, Reference,
     )  # fmt: skip
-    return {kind.capability.name: kind() for kind in every}
+    return {kind.capability.name: kind() for kind in kinds}
 
 
 def kernel_of(backend: Backend, device: torch.device) -> Kernel:
-    """What programs depend on of a backend on a device."""
-    can = backend.capability
-    supports = can.rectangular_causal, can.takes_delta, can.wide_grads
-    return Kernel(*supports, device.type, multiprocessors(device))
+    """The properties of a backend on a device that programs depend on."""
+    supports = backend.capability
+    flags = supports.rectangular_causal, supports.takes_delta, supports.wide_grads
+    return Kernel(*flags, device.type, multiprocessors(device))
 
 
-def choose_backend(problem: Problem, asked: str) -> tuple[Backend, Decision]:
-    """The first backend that supports the problem, with the reason.
+def choose_backend(problem: Problem, requested: str) -> tuple[Backend, Decision]:
+    """The first of the requested backends that supports the problem, with the reason.
 
-    With head dimensions above those of all GPU kernels only plain torch is left, which is many
-    times slower; "auto" does not take it, so it must be asked for by name.
-
-    Args:
-        problem: what it must support.
-        asked: a name, several joined by commas, or "auto": all of them, the fastest first.
+    `requested`: a name, several joined by commas, or "auto": all of them, the fastest first. Where
+    head dimensions are above those of all GPU kernels, "auto" does not take plain torch, which is
+    many times slower.
 
     Raises:
-        BurstError: if a name is unknown, or none of those asked for supports the problem.
+        BurstError: if a name is unknown, or if no requested backend supports the problem.
     """
-    chosen = _first(problem, names := _names(problem, asked))
-    if chosen and asked != "auto":
+    chosen = _first_supported(problem, names := _names(problem, requested))
+    if chosen and requested != "auto":
         among = f" among {', '.join(names)}: {chosen.reason}" if len(names) > 1 else ""
         chosen = replace(chosen, reason=f"asked for{among}")
     if chosen is None:
-        raise _nothing_can(problem, asked, names)
+        raise _no_backend_error(problem, requested, names)
     return backends()[chosen.value], chosen
 
 
 @lru_cache
 def in_one_call(problem: Problem) -> Backend | None:
-    """The fastest kernel that takes any parts of a score matrix, and delta; None if there is none:
-    plain torch on a GPU is slower than many calls."""
-    able = [
-        name for name, backend in backends().items()
-        if SLICES in (can := backend.capability).masks and can.takes_delta
-        and (can.devices or problem.device != "cuda")
-    ]  # fmt: skip
-    chosen = _first(problem, able)
+    """The fastest kernel that takes delta, and any parts of a score matrix in one call; None if
+    there is none. Plain torch on a GPU does not count: it is slower than many calls."""
+    names = []
+    for name, backend in backends().items():
+        supports = backend.capability
+        is_plain_torch = problem.device == "cuda" and not supports.devices
+        if SLICES in supports.masks and supports.takes_delta and not is_plain_torch:
+            names.append(name)
+    chosen = _first_supported(problem, names)
     return chosen and backends()[chosen.value]
 
 
-def pick(problem: Problem, asked: str) -> str:
+def pick(problem: Problem, requested: str) -> str:
     """The name of the backend that `choose_backend` returns; "" if it would raise."""
-    return chosen.value if (chosen := _first(problem, _names(problem, asked))) else ""
+    return chosen.value if (chosen := _first_supported(problem, _names(problem, requested))) else ""
 
 
-def _names(problem: Problem, asked: str) -> list[str]:
-    """Those asked for; for "auto" all but slow ones."""
-    if asked != "auto":
-        return asked.split(",")
-    able = (b.capability for b in backends().values() if "cuda" in b.capability.devices)
-    largest = max(can.max_dim_of(problem.arch) for can in able)
+def _names(problem: Problem, requested: str) -> list[str]:
+    """The requested names; of "auto" all but slow ones."""
+    if requested != "auto":
+        return requested.split(",")
+    on_gpu = (b.capability for b in backends().values() if "cuda" in b.capability.devices)
+    largest = max(capability.max_dim_of(problem.arch) for capability in on_gpu)
     slow = problem.device == "cuda" and max(problem.dim_qk, problem.dim_v) > largest
     return [name for name in backends() if not (slow and name == "reference")]
 
@@ -94,40 +92,43 @@ def _refusal(name: str, problem: Problem) -> str | None:
     return backend.capability.refusal(problem) or backend.missing()
 
 
-def _first(problem: Problem, names: Sequence[str]) -> Decision | None:
-    """The first that supports the problem; later ones are not asked, as that may import a lot."""
-    refusals = {}
+def _first_supported(problem: Problem, names: Sequence[str]) -> Decision | None:
+    """The first that supports the problem; looking at later ones might import a lot."""
+    refusals: dict[str, str] = {}
     for name in names:
-        if (why := _refusal(name, problem)) is None:
+        reason = _refusal(name, problem)
+        if reason is None:
             skipped = f"; {describe_refusals(refusals)}" if refusals else ""
             return Decision(name, backends()[name].capability.speed + skipped)
-        refusals[name] = why
+        refusals[name] = reason
     return None
 
 
 def describe_refusals(refusals: Mapping[str, str]) -> str:
-    """Why backends cannot be used, each reason once: "not fa4, cudnn: it runs on cuda only"."""
-    names = {why: [n for n in refusals if refusals[n] == why] for why in refusals.values()}
-    return "; ".join(f"not {', '.join(them)}: {why}" for why, them in names.items())
+    """Why backends cannot be used, by reason: "not fa4, cudnn: it runs on cuda only"."""
+    names: dict[str, list[str]] = {}
+    for name, reason in refusals.items():
+        names.setdefault(reason, []).append(name)
+    return "; ".join(f"not {', '.join(same)}: {reason}" for reason, same in names.items())
 
 
-def _nothing_can(problem: Problem, asked: str, names: Sequence[str]) -> BurstError:
-    """The error if the backend asked for, or none of `names`, supports the problem."""
+def _no_backend_error(problem: Problem, requested: str, names: Sequence[str]) -> BurstError:
+    """The error if none of the requested backends, `names`, supports the problem."""
     refusals = {name: _refusal(name, problem) for name in backends()}
-    able = [name for name, why in refusals.items() if why is None]
-    what = str(problem.dtype).removeprefix("torch.")
-    got = f"{what} on {problem.device} with head dimensions {problem.dim_qk}/{problem.dim_v}"
+    usable = [name for name, reason in refusals.items() if reason is None]
+    dtype = str(problem.dtype).removeprefix("torch.")
+    got = f"{dtype} on {problem.device} with head dimensions {problem.dim_qk}/{problem.dim_v}"
     got += "".join(f" and {need}" for need in sorted(problem.needs, reverse=True))
-    why = {name: refusals.get(name, _UNKNOWN) for name in names}
-    because = "".join(why.values()) if len(why) == 1 else describe_refusals(why)
+    reasons = {name: refusals.get(name, _UNKNOWN) for name in names}
+    because = "".join(reasons.values()) if len(reasons) == 1 else describe_refusals(reasons)
     instead = "choose another dtype"
-    if able:
-        auto = "" if asked == "auto" else ", or auto"
-        instead = f"choose among {', '.join(able)}{auto} (--burst-backend, --attention-backend)"
+    if usable:
+        auto = "" if requested == "auto" else ", or auto"
+        instead = f"choose among {', '.join(usable)}{auto} (--burst-backend, --attention-backend)"
     uninstalled = [b.missing() for b in backends().values() if not b.capability.refusal(problem)]
     if any(uninstalled):
         instead += f"; {next(filter(None, uninstalled))}"
     return BurstError(
-        f"burst attention: the backend {asked} must be able to compute the call, because nothing "
-        f"is converted silently; got {got}, and {because}; {instead}"
+        f"burst attention: the backend {requested} must be able to compute the call, because "
+        f"nothing is converted silently; got {got}, and {because}; {instead}"
     )

@@ -1,4 +1,4 @@
-"""The interface of a backend: what it supports, and attention of one tile."""
+"""The interface of a backend: what it supports (`Capability`), and attention of one tile."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Problem:
     grouped: bool = False  # fewer KV heads than query heads
     deterministic: bool = False  # gradients must be bitwise reproducible
     arch: int = 0  # major number of the GPU's compute capability
-    needs: frozenset[str] = frozenset()  # of the mask: `Mask.needs`
+    needs: frozenset[str] = frozenset()  # `Mask.needs`
     invariant: bool = False  # bits must not depend on the number of heads
     huge: bool = False  # `AttentionShape.exceeds_int32`
 
@@ -49,26 +49,24 @@ class Capability:
 
     name: str  # what the user calls it
     devices: frozenset[str]  # torch device types
-    dtypes: frozenset[torch.dtype]  # of inputs
+    dtypes: frozenset[torch.dtype]
     max_dim: int  # largest head dimension; 0 means any
     dim_multiple: int  # head dimensions must be a multiple of this
-    takes_delta: bool  # whether backward takes delta instead of an output, or of its stand-in
+    takes_delta: bool  # whether backward takes delta; else it takes the output, or its surrogate
     speed: str  # for the printed reason
     equal_dims: bool = False  # whether queries and values need the same head dimension
     equal_dims_if_grouped: bool = False  # the same, for grouped heads only
     # whether a causal tile may have more keys than queries (diagonal aligned bottom right); any
     # kernel with segments supports it inside them
     rectangular_causal: bool = False
-    # besides full and causal: windows, any band of keys (`Visible.left`, `.right`); packed
-    # documents, segments with a band each (`Visible.segments`); slices, parts of the score
-    # matrix (`Visible.parts`), which else are composed of the other two
+    # besides full and causal: windows (`Visible.left`, `.right`), packed documents
+    # (`Visible.segments`), slices (`Visible.parts`), which else are composed of the other two
     masks: frozenset[str] = frozenset()
-    # by major compute capability, the largest head dimension up to which it takes any parts in one
-    # call, with gradients that are not deterministic; fast if most blocks of the score matrix are
-    # seen whole or not at all
+    # by major compute capability, the largest head dimension with which it takes slices in one
+    # call, without deterministic gradients; fast if most blocks of scores are full or empty
     block_sparse_on: Mapping[int, int] = field(default_factory=dict)
     wide_grads: bool = False  # whether gradients have the accumulation dtype, not the input's
-    sinks: bool = False  # whether forward takes attention sinks; else they join in another pass
+    sinks: bool = False  # whether forward takes attention sinks; else they are merged afterwards
     deterministic: bool = True  # whether it can compute bitwise reproducible gradients
     splits: bool = False  # whether few heads may make it split the keys of a row
     archs: frozenset[int] = frozenset()  # major compute capabilities, as keys below
@@ -112,11 +110,11 @@ class Capability:
 
     @property
     def composed(self) -> frozenset[str]:
-        """Masks that several calls make: slices, of bands and segments."""
+        """Masks that several calls compute: slices, by bands and segments."""
         return frozenset({SLICES} if {WINDOWS, DOCUMENTS} <= self.masks else ())
 
     def takes_blocks(self, problem: Problem) -> bool:
-        """Whether it takes parts by blocks, for a problem that it supports."""
+        """Whether it takes slices by blocks, for a problem that it supports."""
         dims, largest = (problem.dim_qk, problem.dim_v), self.block_sparse_on.get(problem.arch, 0)
         return dims[0] == dims[1] <= largest and not problem.deterministic
 
@@ -126,16 +124,16 @@ class Capability:
 
 
 class QuerySide(NamedTuple):
-    """The query side of backward: delta or the output; of both, kernels that take delta use it."""
+    """The query side of backward; has delta, or the output for kernels that do not take delta."""
 
     q: Tensor  # [b, n, h, dqk]
     dout: Tensor  # [b, n, h, dv]
     lse: Tensor  # [b, h, n] over all keys of the sequence, natural logarithm
     delta: Tensor | None  # [b, h, n], rowsum(dO * O)
-    out: Tensor | None  # [b, n, h, dv], the output or a stand-in with the same delta
+    out: Tensor | None  # [b, n, h, dv], the output or a surrogate with the same delta
 
     def rows(self, rows: slice) -> "QuerySide":
-        """The side restricted to some rows."""
+        """These rows of all tensors."""
         delta = None if self.delta is None else self.delta[:, :, rows]
         out = None if self.out is None else self.out[:, rows]
         return QuerySide(self.q[:, rows], self.dout[:, rows], self.lse[:, :, rows], delta, out)
@@ -144,12 +142,11 @@ class QuerySide(NamedTuple):
 class Backend(Protocol):
     """Attention of one tile. Tensors are [b, n, h, d] in any strides with a dense last axis.
 
-    `visible` says which keys a query sees; bands and segments only if the capability has them. A
-    causal tile is square, or with `rectangular_causal` may have more keys than queries: then the
-    last query sees every key. A row that sees no key has out 0, lse -inf and no gradients. Grouped
-    heads are native: query head i uses KV head i // (h / h_kv). Tensors given as `into` are written
-    to and returned. A backend whose capability has sinks takes `sink` [h] in forward: one more
-    score for each query, without a value; then rows without a key have that lse.
+    `visible` is a mask that the capability has. A causal tile is square; with `rectangular_causal`
+    it may have more keys than queries, and the last query sees every key. A row that sees no key
+    has out 0, lse -inf and no gradients. Query head i uses KV head i // (h / h_kv). Results are
+    written to `into`, if it is passed, and returned. With `Capability.sinks` forward takes `sink`
+    [h]: one more score for each query, without a value; rows without a key then have that lse.
     """
 
     capability: Capability
@@ -169,7 +166,7 @@ class Backend(Protocol):
         self, side: QuerySide, k: Tensor, v: Tensor, scale: float, visible: Visible,
         into: tuple[Tensor, Tensor, Tensor] | None = None, deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """(dq, dk, dv) of this tile, given statistics over the whole sequence."""
+        """(dq, dk, dv) of this tile, from lse and delta over the whole sequence."""
         ...
 
 

@@ -1,10 +1,10 @@
-"""Partial attention results and how they are merged; sums of gradients; delta and its stand-in.
+"""Merging of partial attention results, sums of gradients, delta and its surrogate.
 
-A partial is (out, lse) over the keys seen so far: out [b, n, h, dv] and lse [b, h, n], both in
-`accumulate_dtype`. A row that has seen no key has out 0 and lse -inf.
+    out = sum of exp(lse_i - lse) out_i,   lse = logsumexp of lse_i,   delta = rowsum(dO * O)
 
-Plain torch for CPU tensors and float64, which is the reference; for the rest Triton kernels that
-pass over memory once (`fused`).
+A partial is (out [b, n, h, dv], lse [b, h, n]) over the keys seen so far, in `accumulate_dtype`; a
+row that has seen no key has out 0 and lse -inf. Tensors on CPUs and float64 are computed in plain
+torch, which is the reference; others by Triton kernels that pass over memory once (`fused`).
 """
 
 from collections.abc import Sequence
@@ -26,16 +26,15 @@ def merge_parts(
     """Merge results over disjoint keys: out <- sum of w_i out_i, lse <- logsumexp of lse_i.
 
     w_i = exp(lse_i - logsumexp(lse)), with the largest lse subtracted first: no exponential of a
-    positive number, so nothing overflows however far apart the lse are, and the weights add up to 1
-    however large they are. Summed in the accumulation dtype, rounded once. A part's rows with lse
-    -inf weigh nothing; rows that no part has seen get 0 and -inf. A NaN in a part's out stays one:
-    FlashAttention says lse -inf of rows whose scores have one.
+    positive number, so nothing overflows, and the weights add up to 1. Summed in the accumulation
+    dtype, rounded once. Rows with lse -inf weigh nothing, but a NaN in their out stays one, because
+    FlashAttention returns lse -inf where scores are NaN. Rows that no part has seen get 0 and -inf.
 
     Args:
         out: [b, n, h, dv], any floating dtype; written.
         lse: [b, h, n], float32 or float64; written.
-        parts: (out [b, n, h, dv], lse [b, h, n]) each; (out, lse) itself may be among them.
-        sink: [h], any floating dtype: attention sinks, one more part with out 0 and this lse.
+        parts: of the same shapes; may include (out, lse) itself.
+        sink: [h], any floating dtype: one more part with out 0 and this lse.
     """
     outs, lses = zip(*parts, strict=True)
     if fused := _fused(out, lse, *outs, *lses):
@@ -54,24 +53,19 @@ def merge_parts(
 
 
 def sink_grad(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """The gradient of attention sinks: -sum over rows of exp(sink - lse) * delta, [h].
+    """The gradient of attention sinks [h]: -sum over rows of exp(sink - lse) * delta.
 
-    Args:
-        sink: [h], any floating dtype.
-        lse: [b, h, n], with the sink.
-        delta: [b, h, n], of the output.
+    `lse` [b, h, n] includes the sink.
     """
     share = (sink.to(lse.dtype).view(1, -1, 1) - lse).exp()
-    share = share.masked_fill(lse == -torch.inf, 0)  # neither keys nor a sink
+    share = share.masked_fill(lse == -torch.inf, 0)  # of rows without keys and sink
     return -(share * delta).sum((0, 2)).to(sink.dtype)
 
 
 def sum_parts(target: Tensor, parts: Sequence[Tensor]) -> None:
-    """target <- sum of parts, in their order and the accumulation dtype, rounded once.
+    """target <- sum of parts in their order, in the accumulation dtype, rounded once.
 
-    Args:
-        target: [b, n, h, d], any floating dtype; written; may be one of the parts.
-        parts: [b, n, h, d] each, any floating dtypes; at least one.
+    All are [b, n, h, d], of any floating dtypes. The target may be one of the parts.
     """
     if fused := _fused(target, *parts):
         return fused.sum_parts(target, parts)
@@ -83,38 +77,31 @@ def sum_parts(target: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def copy_rows(target: Tensor, source: Tensor) -> None:
-    """target <- source, [b, n, h, d] or statistics, both alike. Of views torch's own copy reads and
-    writes 1.5 TB/s on an H200, a sum of one part 4."""
-    whole = source.ndim != 4 or (source.is_contiguous() and target.is_contiguous())
-    if not whole and (fused := _fused(target, source)):
+    """target <- source, both [b, n, h, d] or statistics. Copying views, torch reaches 1.5 TB/s on
+    an H200, and a sum of one part 4 TB/s."""
+    is_dense = source.ndim != 4 or (source.is_contiguous() and target.is_contiguous())
+    if not is_dense and (fused := _fused(target, source)):
         return fused.sum_parts(target, [source])
     target.copy_(source)
 
 
 def sum_rows(target: Tensor, source: Tensor, rows: Tensor) -> None:
-    """target row <- sum of some rows of the source, in the accumulation dtype, rounded once.
+    """target row i <- sum over k of source row rows[k, i], in the accumulation dtype, rounded once.
 
-    Args:
-        target: [1, n, h, d], any floating dtype; written.
-        source: [1, m, h, d], any floating dtype.
-        rows: int64 [k, n]: the source rows that add up to each row; -1: none.
+    `target` [1, n, h, d] and `source` [1, m, h, d] have any floating dtypes; `rows` is int64
+    [k, n], -1 for none.
     """
     if fused := _fused(target, source):
         return fused.sum_rows(target, source, rows)
     dtype, total = _common_dtype(target, source), 0
-    for some in rows:
-        found = source.index_select(1, some.clamp(min=0)).to(dtype)
-        total = total + found.masked_fill((some < 0).view(1, -1, 1, 1), 0)
+    for index in rows:
+        addends = source.index_select(1, index.clamp(min=0)).to(dtype)
+        total = total + addends.masked_fill((index < 0).view(1, -1, 1, 1), 0)
     target.copy_(total)
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
-    """delta = rowsum(dO * O), [b, h, n] in the accumulation dtype.
-
-    Args:
-        dout: [b, n, h, dv] gradient of the output.
-        out: [b, n, h, dv] output.
-    """
+    """delta = rowsum(dO * O), [b, h, n] in the accumulation dtype; dO and O are [b, n, h, dv]."""
     if fused := _fused(dout, out):
         return fused.row_delta(dout, out)
     dtype = accumulate_dtype(out.dtype)
@@ -124,30 +111,24 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
 def surrogate_out(dout: Tensor, delta: Tensor, nonzeros: int = 3) -> Tensor:
     """An output O' with rowsum(dO * O') = delta, for kernels that compute delta from the output.
 
-    Three non-zeros per row, placed greedily at the largest |dO|: each is the rest of delta divided
-    by that dO, rounded to dO's dtype. In bf16 the sum is delta to about 1e-8 of |dO||O|, where the
-    real output rounded to bf16 gives 1e-4.
-
-    Args:
-        dout: [b, n, h, dv].
-        delta: [b, h, n] in the accumulation dtype.
-        nonzeros: maximum entries per row.
-
-    Returns:
-        [b, n, h, dv] in dout's dtype.
+    A row has at most `nonzeros` entries, at the largest |dO|. Each is what is missing of delta,
+    divided by that dO and rounded to dO's dtype. In bf16 the sum is delta to about 1e-8 of |dO||O|,
+    where the real output rounded to bf16 gives 1e-4. dO and O' are [b, n, h, dv] of one dtype,
+    delta is [b, h, n] in the accumulation dtype.
     """
     if fused := _fused(dout, delta):
         return fused.delta_stand_in(dout, delta, nonzeros)
-    stand_in = torch.zeros_like(dout, memory_format=torch.contiguous_format)
-    left = delta.transpose(1, 2).unsqueeze(-1)
+    surrogate = torch.zeros_like(dout, memory_format=torch.contiguous_format)
+    remainder = delta.transpose(1, 2).unsqueeze(-1)
     columns = dout.abs().topk(min(nonzeros, dout.shape[-1]), dim=-1).indices
     for column in columns.split(1, dim=-1):
-        factor = dout.gather(-1, column).to(left.dtype)
-        largest = torch.finfo(dout.dtype).max  # fp16: what does not fit is left to the next entry
-        share = torch.where(factor == 0, 0, left / factor).clamp(-largest, largest).to(dout.dtype)
-        stand_in.scatter_(-1, column, share)
-        left = left - share.to(left.dtype) * factor
-    return stand_in
+        factor = dout.gather(-1, column).to(remainder.dtype)
+        largest = torch.finfo(dout.dtype).max  # fp16: the next entry gets what does not fit
+        entry = torch.where(factor == 0, 0, remainder / factor).clamp(-largest, largest)
+        entry = entry.to(dout.dtype)
+        surrogate.scatter_(-1, column, entry)
+        remainder = remainder - entry.to(remainder.dtype) * factor
+    return surrogate
 
 
 def _fused(*tensors: Tensor) -> ModuleType | None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.arguments import is_dense, short_repr
-from megatron_burst.comm.announce import announce, telling
+from megatron_burst.comm.announce import announce, reporting_errors
 from megatron_burst.comm.store import TP
 from megatron_burst.errors import BurstError, DisagreementError, Need, unmet_needs
 from megatron_burst.loss.attempt import failed_elsewhere
@@ -206,7 +206,7 @@ def _compared(
         if tp.group is None:
             raise
         if _stays_on_gpu(labels):  # nothing can be raised on the others, who go on with the pass
-            with telling(tp.group):
+            with reporting_errors(tp.group):
                 raise
         failure = error
         found = torch.tensor([0, 0, 0, 0, 0, tp.rank + 1], device=labels.device)

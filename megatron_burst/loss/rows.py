@@ -127,7 +127,7 @@ def count_supervised(
     tp = TensorParallel.of(tp_group, sequence_parallel)
     most = most_valid(valid_tokens(labels, loss_mask, ignore_index), tp.blocks)
     if tp.group is not None:
-        announce(tp.group, {"counted": str(tuple(labels.shape))}, WHO, of=TP)
+        announce(tp.group, {"counted": str(tuple(labels.shape))}, WHO, kind=TP)
         dist.all_reduce(most, dist.ReduceOp.MAX, tp.group)  # all ranks gather equally many
     if not most.is_cuda:
         return SupervisedCount(tp.blocks, most)

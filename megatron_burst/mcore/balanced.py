@@ -174,7 +174,7 @@ class BalancedBatches(Iterator[Batch]):
         }  # fmt: skip
         world = dist.group.WORLD
         assert world is not None  # Megatron's groups are parts of it
-        state_of(world).consensus.agree(terms, WHO, problem=problem, of=_JOB)
+        state_of(world).consensus.agree(terms, WHO, problem=problem, kind=_JOB)
 
     def _needs(self) -> Iterable[Need]:
         config, grid, args = self._config, self._sampler.grid, global_args()

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_burst.arguments import window_of
 from megatron_burst.attention import burst_attention
 from megatron_burst.call import attention_shape, spec_of
-from megatron_burst.comm.announce import telling
+from megatron_burst.comm.announce import reporting_errors
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
@@ -272,7 +272,7 @@ class BurstForward:
         """A layer's forward: [s_local, b, h, d] to [s_local, b, h * d_v]; packed samples: [t_local,
         h, d] to [t_local, h * d_v]; `sink` [h]: Megatron's `softmax_offset`."""
         extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
-        with telling(self.cp_group):  # other ranks may be in the call
+        with reporting_errors(self.cp_group):  # other ranks may be in the call
             group = packed.group_of(packed_seq_params, self.cp_group)
             check_call(*extras, tokens=len(query) * group.size(), samples=query.shape[1])
             mtp_num_layers = self.layer_config.mtp_num_layers

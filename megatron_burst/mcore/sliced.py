@@ -15,7 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_burst import slices as masks
-from megatron_burst.comm.announce import telling
+from megatron_burst.comm.announce import reporting_errors
 from megatron_burst.comm.transport import Placement
 from megatron_burst.errors import Need, require
 from megatron_burst.integers import integer
@@ -127,7 +127,7 @@ def length_with_positions(
     the table; it is the first to see the parameters."""
     tensors, params = (transformer, transformer_input, transformer_config), packed_seq_params
     if isinstance(params, SlicedSeqParams):
-        with telling(_group_of(self)):  # others would wait in their first layer
+        with reporting_errors(_group_of(self)):  # others would wait in their first layer
             tokens = length_of(self, None, *tensors) // transformer_config.context_parallel_size
             tokens *= packed.group_of(params, _group_of(self)).size()
             require(WHO, _needs(params, type(self), transformer_config, tokens))

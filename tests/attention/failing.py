@@ -44,7 +44,7 @@ def failing(direction: Direction, place: str, runs: list | None = None, act=None
                 broken.enter_context(patch.object(Noted, "prepare", fail))
             elif place != "memory":
                 steps = self.compiler.steps
-                computing = [index for index, step in enumerate(steps) if not step.transfers]
+                computing = [index for index, step in enumerate(steps) if not step.is_transfer]
                 at = computing[{"first": 0, "middle": len(computing) // 2, "last": -1}[place]]
                 op, broken_run = self.program.ops[at], fail
                 if act:

@@ -238,7 +238,7 @@ def test_so_it_can_in_slots_that_others_read_after_some_failures_of_any_ranks(mo
         for direction in (0, 1) * 3:
             binder = passes.executors[direction].compiler
             steps = list(binder.steps)
-            at = draw.choice([at for at, step in enumerate(steps) if not step.transfers])
+            at = draw.choice([at for at, step in enumerate(steps) if not step.is_transfer])
             steps[at] = replace(steps[at], run=fail)
             fails = rank == 1 or draw.random() < 0.5
             broken = patch.object(binder, "steps", tuple(steps)) if fails else nullcontext()

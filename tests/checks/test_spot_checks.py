@@ -17,7 +17,7 @@ from megatron_burst.call import attention_shape
 from megatron_burst.checks.definition import head_in_turn, heads_by_rank
 from megatron_burst.checks.spot_checks import SpotCheck
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.operations import part
+from megatron_burst.engine.operations import ref_fields
 from megatron_burst.kernels.backends import backends
 from megatron_burst.schedule.a2a_rounds import AllToAllEmitter
 from megatron_burst.schedule.spec import Direction, Spec
@@ -100,7 +100,7 @@ def scaled(by, step, op, binder, run):
     """A tile whose numbers are too large."""
     step.run(run)
     for ref in op.writes:
-        for x in part(binder, ref)(run).values():
+        for x in ref_fields(binder, ref)(run).values():
             x.mul_(by)
 
 

@@ -37,9 +37,9 @@ def one_refuses(rank):
     board, said = StoreConsensus(dist.group.WORLD, 20), []
     for terms, problem in (({"a": "1"}, "test: no" if rank == 1 else ""), ({"a": str(rank)}, "")):
         with pytest.raises(BurstError) as error:
-            board.agree(terms, "test", problem=problem, of=TP)
+            board.agree(terms, "test", problem=problem, kind=TP)
         said.append(str(error.value))
-    board.agree({"a": "1"}, "test", of=TP)
+    board.agree({"a": "1"}, "test", kind=TP)
     return said
 
 
@@ -84,7 +84,7 @@ def again_on_one_store(rank):
             board.own_timeout_s = 0.2
             with pytest.raises(BurstError, match=r"from cp ranks \[0"):
                 board.all_gather("left behind", "test")
-        store.set("megatron_burst/hello/2", "one that died before it was answered")
+        store.set("megatron_burst/request/2", "one that died before it was answered")
         dist.barrier()
     return found
 

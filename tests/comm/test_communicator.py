@@ -78,7 +78,7 @@ def addresses(rank):
         q, k, v = (torch.randn(1, tokens, 2, 8) for _ in range(3))
         for nodes in (1, 2) if tokens == 64 else (1,):
             burst_attention(q, k, v, config=BurstConfig(nodes=nodes))
-        (flat,) = (x for used in memory._made.values() for x in used.flats)
+        (flat,) = (x for used in memory._buffers.values() for x in used.flats)
         seen.append((flat.data_ptr(), flat.numel()))
     return seen
 
@@ -130,7 +130,7 @@ def lacking_on_one_rank(rank):
     state = state_of(dist.group.WORLD, 20.0)
     communicator_of(dist.group.WORLD, BurstConfig())
     if rank == 0:
-        state.sub_groups._made.clear()
+        state.sub_groups._groups.clear()
     made = communicator_of(dist.group.WORLD, BurstConfig(overlap=False))
     x = torch.ones(1)
     dist.all_reduce(x, group=made.groups[Link.INTRA, Cargo.GRAD])

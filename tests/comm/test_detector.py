@@ -265,7 +265,7 @@ def repeated(rank):
             marks.begin(PassKind.FORWARD)
     marks.begin(PassKind.FORWARD)
     dist.barrier()
-    return [each for each in range(log.size) if log.store.check([log.waiting(each)])]
+    return [each for each in range(log.size) if log.store.check([log.waiting_key(each)])]
 
 
 def test_after_a_step_that_is_repeated_no_rank_is_said_to_wait():

@@ -87,7 +87,7 @@ def several_groups(rank, kind, folder):
         got = run(tensors, rows, config=config)
         error = worst(got, truth_of(tensors, True, 8**-0.5), rows)
         made = communicator_of(dist.group.WORLD, config)
-        buffers = [ref(x) for memory in made._memory._made.values() for x in memory.flats]
+        buffers = [ref(x) for memory in made._memory._buffers.values() for x in memory.flats]
         things = [ref(dist.group.WORLD), ref(made), *map(ref, made.groups.values()), *buffers]
         topology = str(made.topology)
         del made

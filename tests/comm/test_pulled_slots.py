@@ -89,10 +89,10 @@ def test_after_buffers_that_were_too_large_smaller_ones_are_allocated(monkeypatc
 
     monkeypatch.setattr(state, "_bytes", limited)
     memory, where = GroupMemory(), Placement(torch.device("cpu"))
-    memory.of("use", 1, 50, where)
+    memory.buffers("use", 1, 50, where)
     with pytest.raises(RuntimeError):
-        memory.of("use", 1, 200, where)
-    assert memory.of("use", 1, 80, where).flats[0].numel() == 80
+        memory.buffers("use", 1, 200, where)
+    assert memory.buffers("use", 1, 80, where).flats[0].numel() == 80
 
 
 def test_one_slot_with_one_barrier_would_not_do(monkeypatch):

@@ -82,7 +82,7 @@ def without_room(rank, asked):
 
     pretend(room_once)
     carrier = communicator_of(dist.group.WORLD, BurstConfig(nodes=2, timeout_s=30))
-    carrier.transfer, carrier._asked = Decision("pull"), asked
+    carrier.transfer, carrier._requested = Decision("pull"), asked
     where, begin = Placement(torch.device("cpu")), time.monotonic()
     carrier.slots(Cargo.READ, 2, 1024, where)
     try:
@@ -199,7 +199,7 @@ def test_ranks_that_met_in_other_groups_find_each_other():
 
 def test_a_pool_that_is_gone_leaves_no_name_behind():
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2, get_group_store=dist.HashStore)
-    pool = symmetric.SymmetricPool(group, [0, 1], 0, board=None)
+    pool = symmetric.SymmetricPool(group, [0, 1], 0, consensus=None)
     name = pool._name
     assert c10d._resolve_process_group(name).size() == 2
     del pool

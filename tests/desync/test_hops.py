@@ -1,5 +1,6 @@
 """Who is named when ranks wait for each other: who stopped the others, not who gave up first."""
 
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +8,15 @@ import torch.distributed as dist
 
 from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.comm.group import state_of
+from megatron_burst.comm.stamps import PassKind, RunningPass, Stamp
+from megatron_burst.comm.transport import DONE, SendRecvs
 from megatron_burst.config import BurstConfig
 from megatron_burst.desync import verdict
-from megatron_burst.desync.hops import Waits, ends_of
+from megatron_burst.desync.hops import Waits, awaited_hop, ends_of
 from megatron_burst.errors import DisagreementError
+from megatron_burst.schedule.program import Recv, Ref, Transfer
+from megatron_burst.schedule.spec import Cargo
+from megatron_burst.schedule.topology import Link
 from tests.ranks import run_ranks
 
 
@@ -48,6 +54,16 @@ def test_who_is_named(name):
 
 def test_of_two_ranks_the_silent_one_is_named():
     assert ends_of((1,), {0: waits(1, broken=True)}, 2) == [1]
+
+
+def test_on_a_cpu_a_hop_waits_for_one_peer_at_a_time():
+    recvs = tuple(Recv(peer, Ref("kv"), Ref("kv")) for peer in (1, 2))
+    topology = SimpleNamespace(link=lambda *ranks: Link.INTRA)
+    ops = [Transfer(Link.INTRA, Cargo.READ, (), recvs)]
+    program = SimpleNamespace(ops=ops, cp_rank=0, topology=topology, num_bytes=lambda rows: 8)
+    hop = SendRecvs([], [1, 2], 20.0, Exception, waiting_for=2)
+    run = RunningPass(1, Stamp(PassKind.FORWARD, 1, 0, 0), program, 1, [hop, DONE], [()])
+    assert awaited_hop(SimpleNamespace(runs=deque([run]))).peers == (2,)
 
 
 @pytest.mark.parametrize("status", [0, 46, None])

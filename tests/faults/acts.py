@@ -20,7 +20,7 @@ from megatron_burst.attention import burst_attention
 from megatron_burst.comm.detector import DesyncDetector
 from megatron_burst.comm.group import check_in_step
 from megatron_burst.config import BurstConfig
-from megatron_burst.engine.operations import part
+from megatron_burst.engine.operations import ref_fields
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.spec import Direction
@@ -61,7 +61,7 @@ def waits(seconds, step, op, binder, run):
 def is_nan(step, op, binder, run):
     step.run(run)
     for ref in op.writes:
-        for x in part(binder, ref)(run).values():
+        for x in ref_fields(binder, ref)(run).values():
             x.fill_(torch.nan)
 
 
