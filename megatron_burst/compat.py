@@ -262,37 +262,24 @@ def _first(group: Any) -> Any:
 
 def _needs(flash: Any, grad_ckpt: Any, group: Any, nested: Sequence[Any]) -> Iterator[Need]:
     """Checks of arguments that the original would misread or that burst does not support."""
-    yield (
-        flash in _KERNELS,
-        "flash must be cuda, triton or None, because the order of the axes depends on it",
-        repr(flash),
-        "choose one of these, or call burst_attention(config=BurstConfig(backend=...))",
-    )
-    yield (
-        grad_ckpt in _KEEP,
-        "grad_ckpt must be none, full or seq-wise, because a misspelt one would keep nothing",
-        repr(grad_ckpt), "choose one of these",
-    )  # fmt: skip
+    yield (flash in _KERNELS, "flash must be cuda, triton or None, because the order of the axes "
+           "depends on it", repr(flash), "choose one of these, or call "
+           "burst_attention(config=BurstConfig(backend=...))")  # fmt: skip
+    yield (grad_ckpt in _KEEP, "grad_ckpt must be none, full or seq-wise, because a misspelt one "
+           "would keep nothing", repr(grad_ckpt), "choose one of these")  # fmt: skip
     for one in (group, *nested):
-        yield (
-            one is None or isinstance(one, dist.ProcessGroup),
-            "groups must be torch.distributed's, because burst sends through it",
-            f"a {type(one).__name__}",
-            "make one of the same ranks, as examples/bmtrain_group.py does",
-        )
+        yield (one is None or isinstance(one, dist.ProcessGroup),
+               "groups must be torch.distributed's, because burst sends through it",
+               f"a {type(one).__name__}",
+               "make one of the same ranks, as examples/bmtrain_group.py does")  # fmt: skip
     ranks = [None if one is None else dist.get_process_group_ranks(one) for one in nested]
-    yield (
-        [one is None for one in ranks] in ([True, True], [False, False]),
-        "double_group must be the two groups [intra, inter], because together they tile the ranks",
-        ranks, "pass both, or leave them out",
-    )  # fmt: skip
+    yield ([one is None for one in ranks] in ([True, True], [False, False]),
+           "double_group must be the two groups [intra, inter], because together they tile the "
+           "ranks", ranks, "pass both, or leave them out")  # fmt: skip
     if ranks[0] is not None:
         every, size = dist.get_process_group_ranks(group or dist.group.WORLD), len(ranks[0])
         row, column = divmod(every.index(dist.get_rank()), size)
-        yield (
-            ranks == [every[row * size :][:size], every[column::size]],
-            "double_group must be a row and a column of process_group's ranks, because rings run "
-            "inside nodes and between them",
-            ranks,
-            "pass groups of neighbouring ranks and of those with the same place, or leave them out",
-        )
+        yield (ranks == [every[row * size :][:size], every[column::size]],
+               "double_group must be a row and a column of process_group's ranks, because rings "
+               "run inside nodes and between them", ranks, "pass groups of neighbouring ranks and "
+               "of those with the same place, or leave them out")  # fmt: skip

@@ -143,39 +143,30 @@ class RepeatedBatches(Sampler[int]):
 
 
 def _not_in_a_worker() -> Need:
-    return (
-        get_worker_info() is None,
-        "a batch must be sharded in the main process, because ranks compare it there",
-        "a worker of a DataLoader", "pass num_workers=0, or shard what the loader returns",
-    )  # fmt: skip
+    return (get_worker_info() is None, "a batch must be sharded in the main process, because ranks "
+            "compare it there", "a worker of a DataLoader",
+            "pass num_workers=0, or shard what the loader returns")  # fmt: skip
 
 
 def _of_batch(batch: Mapping[str, Any]) -> Iterator[Need]:
     ids, known = batch.get("input_ids"), {*_ROWS, *_BOUNDARIES, *_FOLLOW, "num_items_in_batch"}
     strange = [name for name, x in batch.items() if name not in known and x is not None]
-    yield (
-        not strange, f"a batch must consist of {', '.join(_ROWS)} and cu_seqlens, because nothing "
-        "else is sharded", ", ".join(strange), "leave it out",
-    )  # fmt: skip
+    yield (not strange, f"a batch must consist of {', '.join(_ROWS)} and cu_seqlens, because "
+           "nothing else is sharded", ", ".join(strange), "leave it out")  # fmt: skip
     for name in _ROWS:
         x = batch.get(name, ids)
-        yield (
-            is_dense(x) and x.dim() == 2 and is_dense(ids) and x.shape == ids.shape,
-            f"{name} must be a tensor [b, s] like input_ids, because it is sharded like them",
-            f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else brief(x), "pass such a tensor",
-        )  # fmt: skip
+        yield (is_dense(x) and x.dim() == 2 and is_dense(ids) and x.shape == ids.shape,
+               f"{name} must be a tensor [b, s] like input_ids, because it is sharded like them",
+               f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else brief(x),
+               "pass such a tensor")  # fmt: skip
     mask = batch.get("attention_mask")
-    yield (
-        mask is None or bool((mask != 0).all()),
-        "a batch must have no padding, because attention would see it",
-        "zeros in attention_mask", "pack it (a padding-free collator, cu_seqlens)",
-    )  # fmt: skip
-    yield (
-        len(ids) == 1 or len(_begins(batch)) == 0,
-        "packed documents must have batch size 1, because attention gets the boundaries of a "
-        "single sample", f"{len(ids)} sequences with position_ids that start again",
-        "pack them in one",
-    )  # fmt: skip
+    yield (mask is None or bool((mask != 0).all()),
+           "a batch must have no padding, because attention would see it",
+           "zeros in attention_mask", "pack it (a padding-free collator, cu_seqlens)")  # fmt: skip
+    yield (len(ids) == 1 or len(_begins(batch)) == 0,
+           "packed documents must have batch size 1, because attention gets the boundaries of a "
+           "single sample", f"{len(ids)} sequences with position_ids that start again",
+           "pack them in one")  # fmt: skip
 
 
 def _begins(batch: Mapping[str, Any]) -> Tensor:

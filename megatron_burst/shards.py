@@ -55,33 +55,23 @@ class Shards:
 
     def needs(self, tokens: int, batch: int, got: str) -> Iterator[Need]:
         """Checks beyond those that `Documents` makes on boundaries."""
-        yield (
-            self.layout in tuple(Layout),
-            f"layout must be one of {', '.join(Layout)}, because it says which rows a rank holds",
-            repr(self.layout), "pass the one in which the tokens are sharded",
-        )  # fmt: skip
-        yield (
-            self.sample is None or self.sample.cu_seqlens is not None,
-            "cu_seqlens must come with cu_seqlens_padded, because it says where documents end",
-            "no cu_seqlens", "pass it, or leave out cu_seqlens_padded",
-        )  # fmt: skip
-        yield (
-            self.sample is None or batch == 1,
-            "packed documents must have batch size 1, because cu_seqlens describes a single "
-            "sample", got, "pass a batch of one",
-        )  # fmt: skip
-        yield (
-            self.sample is not None or self.layout != Layout.DOCUMENTS,
-            "cu_seqlens must be given for the layout zigzag-documents, because it shards each "
-            "document on its own", "no cu_seqlens", "pass it, or another layout",
-        )  # fmt: skip
+        yield (self.layout in tuple(Layout), f"layout must be one of {', '.join(Layout)}, because "
+               "it says which rows a rank holds", repr(self.layout),
+               "pass the one in which the tokens are sharded")  # fmt: skip
+        yield (self.sample is None or self.sample.cu_seqlens is not None,
+               "cu_seqlens must come with cu_seqlens_padded, because it says where documents end",
+               "no cu_seqlens", "pass it, or leave out cu_seqlens_padded")  # fmt: skip
+        yield (self.sample is None or batch == 1,
+               "packed documents must have batch size 1, because cu_seqlens describes a single "
+               "sample", got, "pass a batch of one")  # fmt: skip
+        yield (self.sample is not None or self.layout != Layout.DOCUMENTS,
+               "cu_seqlens must be given for the layout zigzag-documents, because it shards each "
+               "document on its own", "no cu_seqlens", "pass it, or another layout")  # fmt: skip
         pieces = self.size * (2 if self.layout in (Layout.ZIGZAG, Layout.DOCUMENTS) else 1)
         whole = tokens * (1 if self.whole else self.size)
-        yield (
-            self.size == 1 or (tokens > 0 and whole % pieces == 0),
-            f"the sample's length must be a multiple of {pieces} tokens, because the layout "
-            f"{self.layout} has equal chunks", got, "pad it",
-        )  # fmt: skip
+        yield (self.size == 1 or (tokens > 0 and whole % pieces == 0),
+               f"the sample's length must be a multiple of {pieces} tokens, because the layout "
+               f"{self.layout} has equal chunks", got, "pad it")  # fmt: skip
 
     def follows(self, packed: bool) -> Iterator[Need]:
         """Checks against the group's last `shard`; `packed`: as for `of_last_shard`."""
@@ -170,15 +160,11 @@ def shards_of(
 
 
 def _of_tensor(x: Tensor, dim: int) -> Iterator[Need]:
-    yield (
-        is_dense(x), "the tensor must be dense and have data, because its rows are copied",
-        brief(x), "make it dense, or call to_local() on a DTensor",
-    )  # fmt: skip
-    yield (
-        isinstance(dim, int) and not isinstance(dim, bool) and -x.dim() <= dim < x.dim(),
-        "dim must be an axis of the tensor, because it is the one that is sharded",
-        f"dim={dim!r} and shape {tuple(x.shape)}", "pass the axis of the sequence",
-    )  # fmt: skip
+    yield (is_dense(x), "the tensor must be dense and have data, because its rows are copied",
+           brief(x), "make it dense, or call to_local() on a DTensor")  # fmt: skip
+    yield (isinstance(dim, int) and not isinstance(dim, bool) and -x.dim() <= dim < x.dim(),
+           "dim must be an axis of the tensor, because it is the one that is sharded",
+           f"dim={dim!r} and shape {tuple(x.shape)}", "pass the axis of the sequence")  # fmt: skip
 
 
 def _opened(shards: Shards, x: Tensor, dim: int, needs: Iterable[Need] = ()) -> Documents | None:

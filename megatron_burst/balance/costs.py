@@ -136,13 +136,10 @@ def _of_costs(costs: Costs) -> Iterable[Need]:
     at = costs.transfer if isinstance(costs.transfer, Mapping) else {0: None}
     sane = all(_is_number(v, 1e9) for v in (costs.token, costs.pair, costs.fixed, *at.values()))
     sizes = all(isinstance(size, Integral) and (as_integer(size) or 0) > 0 for size in at)
-    yield (
-        sane and sizes and costs.token + costs.pair > 1e-30,
-        "costs must be seconds up to 1e9, above 0 for a token or a pair, and transfer a mapping of "
-        "them by context-parallel size, because work is compared by them",
-        shown(costs),
-        "measure micro-batches and call fit, or read a plan",
-    )
+    yield (sane and sizes and costs.token + costs.pair > 1e-30,
+           "costs must be seconds up to 1e9, above 0 for a token or a pair, and transfer a mapping "
+           "of them by context-parallel size, because work is compared by them", shown(costs),
+           "measure micro-batches and call fit, or read a plan")  # fmt: skip
 
 
 def _of_measured(measured: Sequence[Measured]) -> Iterable[Need]:
@@ -152,21 +149,14 @@ def _of_measured(measured: Sequence[Measured]) -> Iterable[Need]:
         x for x in (measured if listed else ()) if not isinstance(x, Measured)
         or not all(_is_number(value := getattr(x, name)) and value > 0 for name in names)
     ]  # fmt: skip
-    yield (
-        listed and measured and not wrong,
-        "measured micro-batches must have tokens, area, a context-parallel size and seconds above "
-        "0, because coefficients are fitted to them",
-        shown(wrong[0]) if wrong else "none" if listed else shown(measured),
-        "leave out those that did not run",
-    )
+    yield (listed and measured and not wrong, "measured micro-batches must have tokens, area, a "
+           "context-parallel size and seconds above 0, because coefficients are fitted to them",
+           shown(wrong[0]) if wrong else "none" if listed else shown(measured),
+           "leave out those that did not run")  # fmt: skip
 
 
 def _of_rank(rank: int, wanted: int) -> Iterable[Need]:
-    yield (
-        rank >= wanted,
-        f"measured micro-batches must differ enough for {wanted} coefficients, because the fit "
-        "must separate the effects of tokens, area and context-parallel size",
-        f"{rank} that are independent",
-        "measure some of few long and some of many short documents, and some half as large, at "
-        "each size",
-    )
+    yield (rank >= wanted, f"measured micro-batches must differ enough for {wanted} coefficients, "
+           "because the fit must separate the effects of tokens, area and context-parallel size",
+           f"{rank} that are independent", "measure some of few long and some of many short "
+           "documents, and some half as large, at each size")  # fmt: skip

@@ -83,26 +83,21 @@ def checked_rows(
 
 def _kinds(given: Given) -> Iterator[Need]:
     for name, x in given.tensors.items():
-        yield (
-            is_dense(x), f"{name} must be a dense tensor with data, because nothing is converted "
-            "silently", brief(x), "make it one, or call to_local() on a DTensor",
-        )  # fmt: skip
-    yield (
-        isinstance(given.supervised, SupervisedCount | None), "supervised must be a count that "
-        "the GPU may still be computing, because the CPU waits for it",
-        type(given.supervised).__name__,
-        "pass what count_supervised returns",
-    )  # fmt: skip
+        yield (is_dense(x),
+               f"{name} must be a dense tensor with data, because nothing is converted silently",
+               brief(x), "make it one, or call to_local() on a DTensor")  # fmt: skip
+    yield (isinstance(given.supervised, SupervisedCount | None),
+           "supervised must be a count that the GPU may still be computing, because the CPU waits "
+           "for it", type(given.supervised).__name__,
+           "pass what count_supervised returns")  # fmt: skip
 
 
 def _needs_of(options: object) -> Iterator[Need]:
     if isinstance(options, LossOptions):
         yield from options.needs()
         return
-    yield (
-        False, "options must be LossOptions, because others would be ignored", brief(options),
-        "pass LossOptions(...)",
-    )  # fmt: skip
+    yield (False, "options must be LossOptions, because others would be ignored", brief(options),
+           "pass LossOptions(...)")  # fmt: skip
 
 
 def _switches(tp: TensorParallel, settings: Mapping[str, object]) -> Iterator[Need]:
@@ -110,10 +105,8 @@ def _switches(tp: TensorParallel, settings: Mapping[str, object]) -> Iterator[Ne
     names = "return_lse", "entropy", "invariant"
     given |= {name: settings[name] for name in names if name in settings}
     for name, value in given.items():
-        yield (
-            isinstance(value, bool), f"{name} must be True or False, because it is one of two",
-            repr(value), "pass a bool",
-        )  # fmt: skip
+        yield (isinstance(value, bool), f"{name} must be True or False, because it is one of two",
+               repr(value), "pass a bool")  # fmt: skip
 
 
 def _needs(

@@ -40,19 +40,13 @@ def of_last_shard(last: Sharded | None, layout: str, packed: bool) -> Iterator[N
     if last is None:
         return
     sharded, documents, _ = last
-    yield (
-        layout in ("", sharded),
-        "layout must be that of the group's last shard, because the same rows are other positions "
-        "in another layout",
-        f'layout "{layout}" after shard(..., layout="{sharded}")', "pass the same",
-    )  # fmt: skip
-    yield (
-        packed or not documents,
-        "cu_seqlens must be given after a shard of a packed sample, because its documents would "
-        "be taken for one",
-        "no cu_seqlens after shard(..., cu_seqlens=...)",
-        "pass it; to take the whole sample for one document, pass torch.tensor([0, tokens])",
-    )  # fmt: skip
+    yield (layout in ("", sharded), "layout must be that of the group's last shard, because the "
+           "same rows are other positions in another layout",
+           f'layout "{layout}" after shard(..., layout="{sharded}")', "pass the same")  # fmt: skip
+    yield (packed or not documents, "cu_seqlens must be given after a shard of a packed sample, "
+           "because its documents would be taken for one",
+           "no cu_seqlens after shard(..., cu_seqlens=...)", "pass it; to take the whole sample "
+           "for one document, pass torch.tensor([0, tokens])")  # fmt: skip
 
 
 def check_rows(
@@ -122,20 +116,14 @@ def kind_of(x: object) -> str:
 
 def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
     """Checks of tensors that kernels on a device will read, and of the longest document."""
-    yield (
-        sample.longest is None or isinstance(sample.longest, Integral),
-        "max_seqlen must be a whole number, because it counts tokens",
-        repr(sample.longest), "pass an int, or leave it out",
-    )  # fmt: skip
+    yield (sample.longest is None or isinstance(sample.longest, Integral),
+           "max_seqlen must be a whole number, because it counts tokens", repr(sample.longest),
+           "pass an int, or leave it out")  # fmt: skip
     for name, x in (("cu_seqlens", sample.cu_seqlens), ("cu_seqlens_padded", sample.padded)):
         if x is None:
             continue
-        yield (
-            _counts(x),
-            f"{name} must be a tensor of int32 or int64 with one axis, because it counts tokens",
-            kind_of(x),
-            "pass such a tensor",
-        )
+        yield (_counts(x), f"{name} must be a tensor of int32 or int64 with one axis, because it "
+               "counts tokens", kind_of(x), "pass such a tensor")  # fmt: skip
         yield from (
             (len(x) >= 2 and len(x) == len(sample.cu_seqlens),
              f"{name} must say where each document begins and where the last one ends, so its "
@@ -215,11 +203,9 @@ def of_parents(sample: Sample) -> Iterator[Need]:
     yield isinstance(parents, Sequence | Tensor), named, type(parents).__name__, "pass one"
     if isinstance(parents, Tensor):
         yield _counts(parents), named, kind_of(parents), "pass one"
-        yield (
-            parents.device.type == "cpu",
-            f"{kind}, because its depth decides the number of kernel calls",
-            f"{parents.device}", "pass prefix_tree.cpu(), once per sample",
-        )  # fmt: skip
+        yield (parents.device.type == "cpu",
+               f"{kind}, because its depth decides the number of kernel calls", f"{parents.device}",
+               "pass prefix_tree.cpu(), once per sample")  # fmt: skip
     listed = listed_of(parents)
     yield from (
         (all(isinstance(parent, Integral) and not isinstance(parent, bool) for parent in listed),

@@ -179,49 +179,33 @@ class BalancedBatches(Iterator[Batch]):
     def _needs(self) -> Iterable[Need]:
         config, grid, args = self._config, self._sampler.grid, global_args()
         own = self.grid(config, grid.micro_batches, grid.token_limit)
-        yield (
-            grid == own, "the sampler's grid must be the job's, because ranks follow it",
-            f"{grid} in a job of {own}", "make it with BalancedBatches.grid",
-        )  # fmt: skip
-        yield (
-            not getattr(args, "use_torch_fsdp2", False),
-            "gradients must be divided by a step's tokens, because micro-batches differ in them, "
-            "which Megatron does not do under FSDP2",
-            "--use-torch-fsdp2", "pass --use-megatron-fsdp, or --use-distributed-optimizer",
-        )  # fmt: skip
-        yield (
-            config.calculate_per_token_loss,
-            "the loss must be a mean over all tokens of the step, because micro-batches differ in "
-            "tokens",
-            "calculate_per_token_loss=False", "pass --calculate-per-token-loss",
-        )  # fmt: skip
-        yield (
-            config.variable_seq_lengths or grid.pp == 1,
-            "pipeline stages must send each other the shapes of their tensors, because "
-            "micro-batches differ in tokens",
-            "variable_seq_lengths=False", "set it in the model's configuration",
-        )  # fmt: skip
+        yield (grid == own, "the sampler's grid must be the job's, because ranks follow it",
+               f"{grid} in a job of {own}", "make it with BalancedBatches.grid")  # fmt: skip
+        yield (not getattr(args, "use_torch_fsdp2", False),
+               "gradients must be divided by a step's tokens, because micro-batches differ in "
+               "them, which Megatron does not do under FSDP2", "--use-torch-fsdp2",
+               "pass --use-megatron-fsdp, or --use-distributed-optimizer")  # fmt: skip
+        yield (config.calculate_per_token_loss, "the loss must be a mean over all tokens of the "
+               "step, because micro-batches differ in tokens", "calculate_per_token_loss=False",
+               "pass --calculate-per-token-loss")  # fmt: skip
+        yield (config.variable_seq_lengths or grid.pp == 1, "pipeline stages must send each other "
+               "the shapes of their tensors, because micro-batches differ in tokens",
+               "variable_seq_lengths=False", "set it in the model's configuration")  # fmt: skip
         chunks = config.virtual_pipeline_model_parallel_size or 1
-        yield (
-            chunks == 1 or grid.pp > 2,
-            "a pipeline of several model chunks must have more than two stages, because Megatron "
-            "exchanges the shapes of what two stages send both ways in an order that mixes them up",
-            f"{grid.pp} stages of {chunks} model chunks", "use one chunk, or more stages",
-        )  # fmt: skip
+        yield (chunks == 1 or grid.pp > 2, "a pipeline of several model chunks must have more than "
+               "two stages, because Megatron exchanges the shapes of what two stages send both "
+               "ways in an order that mixes them up", f"{grid.pp} stages of {chunks} model chunks",
+               "use one chunk, or more stages")  # fmt: skip
         sizes = list(self._sampler.cp_sizes)
-        yield (
-            not config.mtp_num_layers or set(sizes) == {grid.cp},
-            "micro-batches must run on the whole context-parallel group with multi-token "
-            "prediction, because Megatron shifts its tokens over that",
-            f"context-parallel sizes {sizes}", "leave cp_sizes out",
-        )  # fmt: skip
-        yield (
-            names_burst(config.cp_comm_type) or set(sizes) == {grid.cp},
-            "the model's configuration must ask for burst, because layers that only name it in "
-            "their spec do not follow a micro-batch's group",
-            f"cp_comm_type={config.cp_comm_type!r} and context-parallel sizes {sizes}",
-            'set cp_comm_type="burst", or leave cp_sizes out',
-        )
+        yield (not config.mtp_num_layers or set(sizes) == {grid.cp},
+               "micro-batches must run on the whole context-parallel group with multi-token "
+               "prediction, because Megatron shifts its tokens over that",
+               f"context-parallel sizes {sizes}", "leave cp_sizes out")  # fmt: skip
+        yield (names_burst(config.cp_comm_type) or set(sizes) == {grid.cp},
+               "the model's configuration must ask for burst, because layers that only name it in "
+               "their spec do not follow a micro-batch's group",
+               f"cp_comm_type={config.cp_comm_type!r} and context-parallel sizes {sizes}",
+               'set cp_comm_type="burst", or leave cp_sizes out')  # fmt: skip
         if args is not None:
             yield from _of_command(args, self._sampler)
 
@@ -232,11 +216,9 @@ def _of_command(args: Any, sampler: Sampler) -> Iterable[Need]:
     mine = sampler.documents, grid.micro_batches
     theirs = args.global_batch_size, args.global_batch_size // (args.micro_batch_size * grid.dp)
     ramps = getattr(args, "rampup_batch_size", None)
-    yield (
-        not documents_lie_anywhere(),
-        "documents must be sharded one by one, because BalancedBatches pads and shards them so",
-        "--dataloader-inter-document-masking", "leave it out",
-    )  # fmt: skip
+    yield (not documents_lie_anywhere(),
+           "documents must be sharded one by one, because BalancedBatches pads and shards them so",
+           "--dataloader-inter-document-masking", "leave it out")  # fmt: skip
     yield (
         mine == theirs and not ramps and args.dataloader_type == "external",
         "Megatron must count the documents and micro-batches of the sampler's steps, because it "

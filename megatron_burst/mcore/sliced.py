@@ -145,35 +145,26 @@ def _needs(params: SlicedSeqParams, rotary: type, config: Any, tokens: int) -> I
     """What a sample of so many tokens needs."""
     is_packed, places = packed.is_packed(params), params.positions
     told = params.max_seqlen_q, params.max_seqlen_kv
-    yield (
-        is_packed or told == (tokens, tokens),
-        "tokens must be those of a whole sequence, because Megatron's RoPE has a row for each",
-        f"{told[0]} for a sequence of {tokens}", "pass its length over all ranks",
-    )  # fmt: skip
+    yield (is_packed or told == (tokens, tokens),
+           "tokens must be those of a whole sequence, because Megatron's RoPE has a row for each",
+           f"{told[0]} for a sequence of {tokens}", "pass its length over all ranks")  # fmt: skip
     if places is None:
         return
     fits = isinstance(places, Tensor) and places.shape == (tokens,)
     fits = fits and places.dtype in (torch.int32, torch.int64)
     got = f"{places.dtype} {tuple(places.shape)}" if isinstance(places, Tensor) else type(places)
-    yield (
-        fits and not packed.found_once(lambda: bool((places < 0).any()), "negative", places),
-        f"positions must be int32 or int64 [{tokens}] from 0 on, because each token of the sample "
-        "has one",
-        "negative ones" if fits else got, "pass those of the whole sample",
-    )  # fmt: skip
-    yield (
-        rotary.forward in (RotaryEmbedding.forward, YarnRotaryEmbedding.forward),
-        "positions must go to Megatron's own RotaryEmbedding or YarnRotaryEmbedding, because "
-        "others make their tables themselves",
-        rotary.__name__, "leave positions out, or train this model without trees",
-    )  # fmt: skip
+    yield (fits and not packed.found_once(lambda: bool((places < 0).any()), "negative", places),
+           f"positions must be int32 or int64 [{tokens}] from 0 on, because each token of the "
+           "sample has one", "negative ones" if fits else got,
+           "pass those of the whole sample")  # fmt: skip
+    yield (rotary.forward in (RotaryEmbedding.forward, YarnRotaryEmbedding.forward),
+           "positions must go to Megatron's own RotaryEmbedding or YarnRotaryEmbedding, because "
+           "others make their tables themselves", rotary.__name__,
+           "leave positions out, or train this model without trees")  # fmt: skip
     whole = is_packed or config.multi_latent_attention
-    yield (
-        not (whole and config.apply_rope_fusion),
-        "positions must come without fused RoPE in MLA and in packed samples, because its kernels "
-        "count through each document themselves",
-        "apply_rope_fusion", "pass --no-rope-fusion",
-    )  # fmt: skip
+    yield (not (whole and config.apply_rope_fusion), "positions must come without fused RoPE in "
+           "MLA and in packed samples, because its kernels count through each document themselves",
+           "apply_rope_fusion", "pass --no-rope-fusion")  # fmt: skip
 
 
 def _place(rotary: RotaryEmbedding, args: tuple, options: dict[str, Any], table: Any) -> Any:
