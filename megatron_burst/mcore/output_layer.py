@@ -93,26 +93,21 @@ def inside[T](
     before = vars(layer).get("forward")
 
     def forward(hidden: Tensor, weight: Tensor | None = None) -> T:
-        return work(hidden, _gathered(layer, weight))
+        own = layer.weight
+        if isinstance(weight, DTensor) and own is not None:
+            # MTP detaches the layer's own before the call (mtp_detach_heads)
+            weight = own if weight.requires_grad else own.detach()
+        weight = own if weight is None else weight
+        refuse_sharded(weight)
+        return work(hidden, weight)
 
     layer.forward = forward
     try:
         return nn.Module.__call__(layer, hidden, weight=weight)
     finally:
-        if before is None:
-            del layer.forward
-        else:
+        del layer.forward
+        if before is not None:
             layer.forward = before
-
-
-def _gathered(layer: tensor_parallel.ColumnParallelLinear, weight: Tensor | None) -> Tensor:
-    """The weight that a call computes with."""
-    if isinstance(weight, DTensor) and layer.weight is not None:
-        # MTP detaches the layer's own before the call (mtp_detach_heads)
-        weight = layer.weight if weight.requires_grad else layer.weight.detach()
-    weight = layer.weight if weight is None else weight
-    refuse_sharded(weight)
-    return weight
 
 
 def refuse_sharded(weight: Tensor | None) -> None:

@@ -151,8 +151,8 @@ def rows(*groups: str) -> tuple[Patch, ...]:
 
 def there(patches: Iterable[Patch]) -> tuple[Patch, ...]:
     """Those whose place this Megatron has."""
-    found = [patch for patch in patches if _is_there(patch)]
-    return tuple(patch for patch in found if patch.te is None or patch.te == _has_te())
+    fitting = [patch for patch in patches if _is_there(patch)]
+    return tuple(patch for patch in fitting if patch.te is None or patch.te == _has_te())
 
 
 def _is_there(patch: Patch) -> bool:
@@ -281,8 +281,7 @@ TABLE: tuple[Patch, ...] = (
     # for packed samples
     *patches_of(
         "packed",
-        (DOCUMENTS,
-         f"{_PACKED}:shard_without_te", "batch cp_group",
+        (DOCUMENTS, f"{_PACKED}:shard_without_te", "batch cp_group",
          "TransformerEngine's extension tells which rows a rank has (core/utils.py:2441), and "
          "without TransformerEngine there is none"),
         (FINE_TUNING, f"{_PACKED}:shard_without_te", "batch cp_group", "the same in 0.18"),
@@ -291,8 +290,7 @@ TABLE: tuple[Patch, ...] = (
     # for --dataloader-inter-document-masking
     *patches_of(
         "anywhere",
-        (ROTARY,
-         f"{_PACKED}:rotate_anywhere",
+        (ROTARY, f"{_PACKED}:rotate_anywhere",
          "t freqs config cu_seqlens mscale cp_group mla_rotary_interleaved",
          "assumes that each document is sharded on its own (rope_utils.py:184), but these "
          "samples are sharded as a whole"),
@@ -317,8 +315,7 @@ TABLE: tuple[Patch, ...] = (
     ),
     *patches_of(
         "spec",
-        (LAYER_SPEC, "", "config vp_stage",
-         "--spec megatron_burst.spec layer_spec"),
+        (LAYER_SPEC, "", "config vp_stage", "--spec megatron_burst.spec layer_spec"),
     ),
     # applied by megatron_burst.keep, with --burst-keep or without Megatron
     *CHECKPOINTS,
@@ -329,8 +326,7 @@ TABLE: tuple[Patch, ...] = (
          "ctx run_function distribute_saved_activations args",
          "pairs a layer's first pass with recomputation; there is no hook around them"),
         (f"{_DOT_PRODUCT}.forward", f"{_RECOMPUTE}:own_kept", _FORWARD, _OWN),
-        (TRANSFORMER_LAYER, f"{_MODULES}:in_layer",
-         f"{_IN_LAYER} padding_mask inference_params",
+        (TRANSFORMER_LAYER, f"{_MODULES}:in_layer", f"{_IN_LAYER} padding_mask inference_params",
          "modules of a layer have no hook that could replace their call"),
         *((place, f"{_WHOLE}:with_fewer_checkpoints",
            f"{_RECOMPUTED} extract_layer_indices layer_offset",
@@ -358,26 +354,21 @@ TABLE: tuple[Patch, ...] = (
     ),
     *patches_of(
         "inputs",
-        (TE_RECOMPUTE, f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT,
-         _INPUTS),
+        (TE_RECOMPUTE, f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT, _INPUTS),
         (f"{_TE}:te_checkpoint", f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT, _INPUTS),
         te=True,
     ),
     # applied by --burst-fused-loss; given: its configuration
     *patches_of(
         "loss",
-        (GPT, f"{_LOSS}:build_with_loss",
-         f"{GPT_HEAD} {GPT_TAIL}", _BUILT),
-        (HYBRID, f"{_LOSS}:build_with_loss",
-         f"self config hybrid_stack_spec {_HYBRID}", _BUILT),
-        (MAMBA, f"{_LOSS}:build_with_loss",
-         f"self config mamba_stack_spec {_HYBRID}", _BUILT),
+        (GPT, f"{_LOSS}:build_with_loss", f"{GPT_HEAD} {GPT_TAIL}", _BUILT),
+        (HYBRID, f"{_LOSS}:build_with_loss", f"self config hybrid_stack_spec {_HYBRID}", _BUILT),
+        (MAMBA, f"{_LOSS}:build_with_loss", f"self config mamba_stack_spec {_HYBRID}", _BUILT),
     ),
     # applied by --burst-log
     *patches_of(
         "log",
-        (TRAIN_STEP, f"{_LOG}:count_in_step",
-         f"{STEP} pg_collection p2p_communicator",
+        (TRAIN_STEP, f"{_LOG}:count_in_step", f"{STEP} pg_collection p2p_communicator",
          "evaluations run between steps, and nothing is called where a step begins"),
         (TRAINING_LOG, f"{_LOG}:log_transfers",
          f"{LOGGED} seqlen_squared_sum_in_batch total_real_tokens_in_batch",

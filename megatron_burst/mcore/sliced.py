@@ -144,10 +144,10 @@ def length_with_positions(
 def _needs(params: SlicedSeqParams, rotary: type, config: Any, tokens: int) -> Iterator[Need]:
     """What a sample of so many tokens needs."""
     is_packed, places = packed.is_packed(params), params.positions
-    told = params.max_seqlen_q, params.max_seqlen_kv
-    yield (is_packed or told == (tokens, tokens),
+    yield (is_packed or params.max_seqlen_q == params.max_seqlen_kv == tokens,
            "tokens must be those of a whole sequence, because Megatron's RoPE has a row for each",
-           f"{told[0]} for a sequence of {tokens}", "pass its length over all ranks")  # fmt: skip
+           f"{params.max_seqlen_q} for a sequence of {tokens}",
+           "pass its length over all ranks")  # fmt: skip
     if places is None:
         return
     fits = isinstance(places, Tensor) and places.shape == (tokens,)
@@ -175,22 +175,22 @@ def _place(rotary: RotaryEmbedding, args: tuple, options: dict[str, Any], table:
         return None
     where = Where.of(table[0] if isinstance(table, tuple) else table)
     places, longest = _places(params, packed.group_of(params, _group_of(rotary)), where)
-    made = rotary.get_emb(longest)  # not kept: the next sample has other positions
+    longer = rotary.get_emb(longest)  # not kept: the next sample has other positions
     params.are_placed = True
-    return (made[0][places], *made[1:]) if isinstance(made, tuple) else made[places]
+    return (longer[0][places], *longer[1:]) if isinstance(longer, tuple) else longer[places]
 
 
 def _places(params: SlicedSeqParams, group: dist.ProcessGroup, where: Where) -> tuple[Tensor, int]:
     """Rows of the table, and how many it must have."""
-    given, is_packed = params.positions, packed.is_packed(params)
+    whole, is_packed = params.positions, packed.is_packed(params)
 
     def find() -> tuple[Tensor, int]:
-        mine = given
+        mine = whole
         if not is_packed:
-            mine = given[packed.places_in_zigzag(len(given) // group.size(), group)]
-        return mine.to(where.device, torch.int64), int(given.max()) + 1
+            mine = whole[packed.places_in_zigzag(len(whole) // group.size(), group)]
+        return mine.to(where.device, torch.int64), int(whole.max()) + 1
 
-    return packed.found_once(find, ("placed", is_packed, group.rank(), group.size(), where), given)
+    return packed.found_once(find, ("placed", is_packed, group.rank(), group.size(), where), whole)
 
 
 def _group_of(rotary: RotaryEmbedding) -> dist.ProcessGroup:

@@ -61,8 +61,8 @@ class Ending:
             keeping = Keeping(policy=Nothing(), parameters=tuple(self._parameters()))
             outs = call_kept(self._function, args, options, keeping)
             return self._watch(run, outs, True) if run.recomputes else outs
-        for each in runs:
-            each.place += 1  # as for a call that is kept
+        for frame in runs:
+            frame.place += 1  # as for a call that is kept
         if not run or not run.recomputes or self.unread is False:
             return self._function(*args, **options)
         try:
@@ -73,11 +73,8 @@ class Ending:
         return self._watch(run, outs)
 
     def _watch(self, run: RunningFrame, outs: Any, empty: bool = False) -> Any:
-        """The results of a recomputation; looks for readers in the graph once the checkpoint's own
-        exist.
-
-        `empty`: they are without values.
-        """
+        """The results of a recomputation, or `empty` ones, without values; looks for readers in the
+        graph once the checkpoint's own exist."""
         if run.frame.stops_early:  # torch would have ended it at its last call
             self._note(False, empty)
             return outs

@@ -64,9 +64,8 @@ class Frame[T]:
 
 def framed(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function bound to a frame: its own if it has one, else a new one."""
-    return (
-        function if isinstance(getattr(function, "frame", None), Frame) else Frame().bind(function)
-    )
+    has_own = isinstance(getattr(function, "frame", None), Frame)
+    return function if has_own else Frame().bind(function)
 
 
 @dataclass(slots=True)
@@ -126,16 +125,11 @@ class Watch:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        counters = [_counter(x) for x in tensors]
-        self._seen = [
-            (x, x._version, tuple(y.shape)) for x, y in zip(counters, tensors, strict=True)
-        ]
+        self._seen = [(_counter(x), x._version, tuple(x.shape)) for x in tensors]
 
     def check(self) -> None:
         """Refuse a write."""
-        shapes = [
-            f"{shape}" for counter, version, shape in self._seen if counter._version != version
-        ]
+        shapes = [f"{shape}" for x, version, shape in self._seen if x._version != version]
         if shapes:
             raise BurstError(
                 f"{WHO}: attention's kept results and offloaded inputs must not be modified in "

@@ -11,6 +11,7 @@ import torch
 
 from megatron_burst.recompute.keeping import Frame, Resident
 from megatron_burst.recompute.offload import HostMemory, HostParcel, host_memory
+from megatron_burst.say import say_once
 
 CPU = torch.device("cpu")
 
@@ -35,6 +36,7 @@ def test_tensors_come_back_with_their_strides():
 
 
 def test_buffers_are_used_again_and_never_exceed_the_limit(caplog):
+    say_once.cache_clear()
     memory = HostMemory(CPU, 4096)
     for _ in range(5):
         parcels = [packed(memory, torch.full((256,), float(i))) for i in range(4)]

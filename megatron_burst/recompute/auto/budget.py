@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from itertools import chain
+from itertools import chain, pairwise, takewhile
 from math import inf
 
 from megatron_burst.rates import Rates
@@ -56,16 +56,12 @@ class ModuleCost:
 def most(layers: Iterable[Sequence[ModuleCost]]) -> tuple[ModuleCost, ...]:
     """Of each module the most bytes in one of these layers, and the mean of what it saves in all of
     them, which may be more than those that have it."""
-    every, found = list(layers), defaultdict(list)
-    for each in chain.from_iterable(every):
-        found[each.name].append(each)
-    return tuple(
-        ModuleCost(
-            name, max(each.num_bytes for each in those),
-            sum(each.flops for each in those) // len(every), those[0].waits,
-        )
-        for name, those in sorted(found.items())
-    )  # fmt: skip
+    every, by_name = list(layers), defaultdict(list)
+    for cost in chain.from_iterable(every):
+        by_name[cost.name].append(cost)
+    return tuple(ModuleCost(name, max(cost.num_bytes for cost in costs),
+                            sum(cost.flops for cost in costs) // len(every), costs[0].waits)
+                 for name, costs in sorted(by_name.items()))  # fmt: skip
 
 
 def router_bytes(experts: int, active: int, itemsize: int) -> int:
@@ -95,22 +91,18 @@ class Placed:
         Those in host memory are evenly spread, so that copies do not fall behind; the last layer's
         stays on the device, because its backward follows at once.
         """
-        found: list[bool | None] = [None] * layers
         others = layers - bool(self.device)
-        for index in range(others):
-            if (index + 1) * self.host // others > index * self.host // others:
-                found[index] = True
-        free = [index for index, on_host in enumerate(found) if on_host is None]
+        edges = [index * self.host // others for index in range(others + 1)] if others else [0]
+        on_host: list[bool | None] = [after > before or None for before, after in pairwise(edges)]
+        on_host += [None] * (layers - others)
+        free = [index for index, is_there in enumerate(on_host) if is_there is None]
         for index in free[max(0, len(free) - self.device) :]:
-            found[index] = False
-        return found
+            on_host[index] = False
+        return on_host
 
     def __str__(self) -> str:
-        words = (
-            f"{self.device} layers" * bool(self.device),
-            f"{self.host} on the host" * bool(self.host),
-        )
-        return " and ".join(filter(None, words))
+        device, host = f"{self.device} layers", f"{self.host} on the host"
+        return " and ".join([device] * bool(self.device) + [host] * bool(self.host))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +152,8 @@ def choose_keep(
     whichever saves more recomputation. A copy hides behind the layers' forward, or if attention
     alone takes longer, which for any model depends on the sequence length alone.
     """
-    per_layer = problem.layer_bytes * problem.in_flight
-    total, layers = per_layer * problem.layers, problem.layers
+    layers, per_layer = problem.layers, problem.layer_bytes * problem.in_flight
+    total = per_layer * layers
     figures = f"{total / _GIB:.2f} GiB in all, {budget_bytes / _GIB:.2f} GiB given"
     behind_layers = layers * problem.layer_bytes <= _hidden_bytes(problem, rates)
     hides = behind_layers or hides_copy(problem.tokens, rates)
@@ -198,44 +190,42 @@ def choose_modules(
     spare = budget_bytes - problem.layer_bytes * (2 if kept.offload else layers * flying)
     copied = layers * problem.layer_bytes if kept.offload else 0  # of one micro-batch
     host = min(host_bytes / flying, _hidden_bytes(problem, rates)) - copied
-    some = (module for module in modules if module.num_bytes)  # not experts without a token
-    best_first = sorted(some, key=lambda x: (not x.waits, -x.flops / x.num_bytes))
+    sized = (module for module in modules if module.num_bytes)  # not experts without a token
+    best_first = sorted(sized, key=lambda x: (not x.waits, -x.flops / x.num_bytes))
     choices = [
         (whole, _best_beside(problem, whole, best_first, (left, host), rates))
         for whole, left in enumerate(_left_by_whole(problem, spare, kept.offload))
     ]
     whole, best = max(choices, key=lambda choice: _saved(problem, *choice, rates))
-    placed = [*best, (ModuleCost(WHOLE, problem.whole_bytes, 0), Placed(whole))]
-    return {module.name: each for module, each in placed if each.device}
+    chosen = {module.name: placed for module, placed in best if placed.device}
+    return chosen | ({WHOLE: Placed(whole)} if whole else {})
 
 
 def _left_by_whole(problem: KeepProblem, spare: float, is_offloaded: bool) -> Iterator[float]:
-    """What no layer, one, two and so on leave of the device, if they are not recomputed.
+    """What no layer, one, two and so on leave of the device, if they are whole: not recomputed.
 
-    Attention's results are in what they hold, and counted already unless they are offloaded. In the
-    last one's backward nothing is recomputed, so that one costs nothing; but all that the others
-    keep is there, of which then nothing is free. Nor is that one if others, which are recomputed,
-    come before it in backward.
+        left(n) = spare + free - n * size * in_flight
+
+    - size: what a whole layer holds, without attention's results if `spare` counts them already.
+    - free: the last layer's backward recomputes nothing, so it has room for its own `size`, as far
+      as a backward takes more than the rest of the step; not if recomputed layers (`never_whole`)
+      come before it in backward.
+    - beside whole layers no output of a module is free: see `_best_beside`.
     """
-    yield spare
     most = (problem.layers - problem.never_whole) * bool(problem.whole_bytes)
     size = max(0, problem.whole_bytes - problem.layer_bytes * (not is_offloaded))
     free = 0.0 if problem.never_whole else min(size, problem.free_bytes)
-    for whole in range(1, most + 1):
-        left = spare + free - size * whole * problem.in_flight
-        if left < 0:
-            return
-        yield left
+    lefts = (spare + free - size * whole * problem.in_flight for whole in range(1, most + 1))
+    yield from (spare, *takewhile(lambda left: left >= 0, lefts))
 
 
 def _saved(
     problem: KeepProblem, whole: int, placed: list[tuple[ModuleCost, Placed]], rates: Rates
 ) -> tuple[int, float]:
     """Waits and seconds that recomputation then does without."""
-    layers = [(module, each.device + each.host) for module, each in placed]
+    layers = [(module, at.device + at.host) for module, at in placed]
     waits = sum(n for x, n in layers if x.waits) + whole * any(x.waits for x, _ in layers)
-    flops = sum(x.flops * n for x, n in layers)
-    return waits, rates.matmul_s(flops) + whole * problem.whole_s
+    return waits, rates.matmul_s(sum(x.flops * n for x, n in layers)) + whole * problem.whole_s
 
 
 class _Way(Enum):
@@ -273,7 +263,8 @@ def _placed(
     for module, way in zip(modules, ways, strict=True):
         size = module.num_bytes
         left = spare - max(0.0, size - free)  # its first layer may cost something
-        most = min(problem.layers, _layers_in(left / size, problem.in_flight))
+        fitting = int((left / size + 1) // problem.in_flight) if left >= 0 else 0
+        most = min(problem.layers, fitting)
         here = most if way is _Way.DEVICE else min(most, 1)
         fits = size * Placed(here, 1).at_peak(problem.in_flight) <= left
         offloads = way is _Way.HOST and here and fits
@@ -283,11 +274,12 @@ def _placed(
             spare = left - size * placed[module].at_peak(problem.in_flight)
             free = max(0.0, free - size)
         host -= placed[module].host * size
-    for module, got in placed.items():
-        more = int(max(spare, 0) // (module.num_bytes * problem.in_flight)) if got.device else 0
-        more = min(more, problem.layers - got.device - got.host)
-        placed[module] = Placed(got.device + more, got.host)
-        spare -= more * module.num_bytes * problem.in_flight
+    for module, at in placed.items():
+        size = module.num_bytes * problem.in_flight
+        room = int(max(spare, 0) // size) if at.device else 0
+        more = min(room, problem.layers - at.device - at.host)
+        placed[module] = Placed(at.device + more, at.host)
+        spare -= more * size
     return list(placed.items())
 
 
@@ -296,11 +288,6 @@ def _hidden_bytes(problem: KeepProblem, rates: Rates) -> float:
     what comes before their backward; then copies are some layers behind at most."""
     after = min(problem.turn_s, LAYERS_BEHIND * problem.forward_s)
     return _HIDDEN * (problem.layers * problem.forward_s + after) / rates.copy_s(1)
-
-
-def _layers_in(room: float, in_flight: float) -> int:
-    """How many layers fit on the device; `room`: in outputs of one layer and micro-batch."""
-    return int((room + 1) // in_flight) if room >= 0 else 0
 
 
 def hides_copy(tokens: int, rates: Rates = _USUAL) -> bool:

@@ -2,7 +2,7 @@
 take, and what they hold for backward: what can be kept from then on."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from logging import WARNING
 from math import inf
 from statistics import median
@@ -20,7 +20,7 @@ from megatron_burst.recompute.keeping import WHO, RunningFrame
 from megatron_burst.say import say
 
 _COPIED = 1 << 26  # bytes, to measure the bandwidth
-_TOLD = 1.1  # times what was counted, from which on the log says so
+_MISCOUNTED = 1.1  # times what was counted, from which on the log says so
 
 
 class _Span:
@@ -66,7 +66,7 @@ class FirstStep:
         if self._on_gpu:  # what came before may have taken more than the step does
             torch.cuda.reset_peak_memory_stats(device)
         self._began = self._peak = self.allocated()
-        self._has_told = False
+        self._has_warned = False
         self._before_turn: int | None = None  # the peak until the first recomputation
         self._spans: list[tuple[_Span, list[_Span]]] = []  # layers, and calls in each
         self._turn: tuple[_Span, _Span] | None = None
@@ -84,8 +84,8 @@ class FirstStep:
         if not self._on_gpu:
             return 0
         # a tenth of the time that memory_allocated takes, for which every whole layer would wait
-        found = torch.cuda.memory_stats_as_nested_dict(self._device)
-        return found["allocated_bytes"]["all"]["current"] if found else 0
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return stats["allocated_bytes"]["all"]["current"] if stats else 0
 
     def _before_optimizer(self, *_: Any) -> None:
         if self._on_gpu and not self.is_over:
@@ -107,39 +107,32 @@ class FirstStep:
         if not self._on_gpu or self.is_over:
             yield
             return
-        within: list[_Span] = []
-        hooks = [
-            hook
-            for module in others
-            for hook in (
-                module.register_forward_pre_hook(lambda *_: within.append(_Span())),
-                module.register_forward_hook(lambda *_: within[-1].end()),
-            )
-        ]
-        span = _Span()
-        try:
+        calls: list[_Span] = []
+        with ExitStack() as hooks:
+            for module in others:
+                begins = module.register_forward_pre_hook(lambda *_: calls.append(_Span()))
+                ends = module.register_forward_hook(lambda *_: calls[-1].end())
+                hooks.callback(begins.remove)
+                hooks.callback(ends.remove)
+            span = _Span()
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         span.end()
-        self._spans.append((span, within))
+        self._spans.append((span, calls))
 
-    def forward_s(self) -> float | None:
-        """Seconds of a layer's forward, the median; None: not measured. Waits for the GPU."""
-        return self._median(lambda layer, _: layer.seconds)
-
-    def rest_s(self) -> float | None:
-        """The same without modules that recomputation does without anyway."""
-        return self._median(
-            lambda layer, within: layer.seconds - sum(each.seconds for each in within)
-        )
-
-    def _median(self, seconds: Callable[[_Span, list[_Span]], float]) -> float | None:
+    def forward_s(self) -> float:
+        """Seconds of a layer's forward, the median; 0: not measured. Waits for the GPU."""
         if not self._spans:
-            return None
+            return 0.0
         torch.cuda.synchronize(self._device)
-        return median(seconds(*each) for each in self._spans)
+        return median(layer.seconds for layer, _ in self._spans)
+
+    def rest_s(self) -> float:
+        """The same without modules that recomputation does without anyway."""
+        if not self._spans:
+            return 0.0
+        torch.cuda.synchronize(self._device)
+        return median(layer.seconds - sum(call.seconds for call in calls)
+                      for layer, calls in self._spans)  # fmt: skip
 
     def turn(self, run: RunningFrame) -> None:
         """Say that a layer's recomputation begins: the first one is the last layer's."""
@@ -194,11 +187,11 @@ class FirstStep:
     def expecting(self, num_bytes: int) -> Iterator[None]:
         """Context of a call that should hold so many bytes for backward, as measured; says once if
         a GPU has to hold more. 0: unknown."""
-        before = self.allocated() if num_bytes and not self._has_told else 0
+        before = self.allocated() if num_bytes and not self._has_warned else 0
         yield
         grown = self.allocated() - before if before else 0
-        if grown > _TOLD * num_bytes:
-            self._has_told = True
+        if grown > _MISCOUNTED * num_bytes:
+            self._has_warned = True
             say(
                 f"{WHO}: all results of a layer take {grown / 2**30:.2f} GiB in a micro-batch, "
                 f"where {num_bytes / 2**30:.2f} were counted by the first step, perhaps because "
@@ -248,12 +241,10 @@ def host_gbs(device: torch.device) -> float | None:
 
 def _copy_s(target: torch.Tensor, source: torch.Tensor) -> float:
     """Seconds of the fastest of some copies: other work of the node may disturb one."""
-    found = []
+    copies = []
     for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        copies.append(_Span())
         target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3)
-    return min(found)
+        copies[-1].end()
+    torch.cuda.synchronize()
+    return min(copy.seconds for copy in copies)
