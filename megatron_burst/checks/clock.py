@@ -12,13 +12,10 @@ from megatron_burst.engine.run import Bound, Run, Step
 
 
 class Clock:
-    """Times a run: in total, and waits of the call's stream for others.
+    """Times runs of an executor, one at a time: in total, and where the call's stream waits.
 
     On GPUs these are events on the stream, read once the GPU has passed them, without
     synchronizing.
-
-    Args:
-        executor: whose runs are timed, one at a time.
     """
 
     def __init__(self, executor: Bound) -> None:
@@ -50,9 +47,9 @@ class Clock:
         if len(self._whole) < 2 or (self._on_gpu and not self._whole[1].query()):
             return {}
         exposed = sum(self._between(*wait) for wait in self._waits)
-        found = {"": self._between(*self._whole), "exposed": exposed}
+        seconds = {"": self._between(*self._whole), "exposed": exposed}
         self._clear()
-        return found
+        return seconds
 
     def wait(self, what: UnderWay, stream: torch.cuda.Stream | None) -> None:
         """Wait for an operation as the run would; timed where its kernels wait."""

@@ -76,7 +76,7 @@ class Definition:
         rows, of = self._drawn(given["q"]), self._of
         places = self._gathered(self._places(given["q"])[rows]).long()
         q, out = (self._gathered(given[name][of, rows, self._heads]) for name in ("q", "out"))
-        found = self._gathered(given["lse"][of, self._heads, rows].T)
+        got_lse = self._gathered(given["lse"][of, self._heads, rows].T)
         parts = [scores.logsumexp(-1) for scores, *_ in self._over_keys(given, q, places)]
         lse = self._gathered(torch.stack(parts).logsumexp(0).unsqueeze(0)).logsumexp(0)
         if sink is not None:
@@ -86,13 +86,11 @@ class Definition:
             weights = _weights(scores, lse)
             total += torch.einsum("rgm,md->rgd", weights, v)
             squares += torch.einsum("rgm,md->rgd", weights**2, v**2)
-        off = torch.where(found == lse, 0.0, found - lse).unsqueeze(-1)  # both may be -inf
-        of_lse = Compared(
-            off, torch.zeros_like(off), torch.ones_like(off)
-        )  # weights are off by that
-        return places, {
-            "lse": of_lse, "out": Compared(out, self._summed(total), self._summed(squares))
-        }  # fmt: skip
+        off = torch.where(got_lse == lse, 0.0, got_lse - lse).unsqueeze(-1)  # both may be -inf
+        # weights are off by that
+        of_lse = Compared(off, torch.zeros_like(off), torch.ones_like(off))
+        of_out = Compared(out, self._summed(total), self._summed(squares))
+        return places, {"lse": of_lse, "out": of_out}
 
     def grad_of_queries(self, given: Mapping[str, Tensor], dq: Tensor) -> Drawn:
         """dq of queries, by the call's own lse; `given`: also dout and delta."""
@@ -162,12 +160,10 @@ class Definition:
 
     def _places(self, x: Tensor) -> Tensor:
         """The positions of this rank's rows in the sample."""
-        layout, rows = self._passes.spec.layout, x.shape[1]
+        layout = self._passes.spec.layout
         if layout is Layout.DOCUMENTS and self.size > 1:
-            places = self._in_documents
-        else:
-            places = positions(layout, self._rank, self.size, rows)
-        return indices_of(places, x.device)
+            return indices_of(self._in_documents, x.device)
+        return indices_of(positions(layout, self._rank, self.size, x.shape[1]), x.device)
 
     @cached_property
     def _in_documents(self) -> tuple[range, ...]:
@@ -195,9 +191,9 @@ class Definition:
         if self._log is None:
             return mine
         mine = mine.cpu().contiguous()
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        self._share(dist.all_gather, found, mine)
-        return torch.cat(found).to(x.device)
+        everyones = [torch.empty_like(mine) for _ in range(self.size)]
+        self._share(dist.all_gather, everyones, mine)
+        return torch.cat(everyones).to(x.device)
 
     def _summed(self, x: Tensor) -> Tensor:
         if self._log is None:
@@ -223,12 +219,12 @@ def heads_by_rank(spec: Spec) -> list[list[int]]:
         return [list(range(spec.shape.heads_kv))]
     size = spec.topology.intra_size
     heads_kv = spec.shape.replicated(size).heads_kv
-    copies, found = heads_kv // spec.shape.heads_kv, [set[int]() for _ in range(size)]
+    copies, by_rank = heads_kv // spec.shape.heads_kv, [set[int]() for _ in range(size)]
     for heads in heads_in_rounds(heads_kv, (spec.heads_per_round or heads_kv) * size):
         part = len(heads) // size
         for head in range(heads.start, heads.stop):
-            found[(head - heads.start) // part].add(head // copies)
-    return [sorted(heads) for heads in found]
+            by_rank[(head - heads.start) // part].add(head // copies)
+    return [sorted(heads) for heads in by_rank]
 
 
 def head_in_turn(number: int, by_rank: Sequence[Sequence[int]]) -> int:

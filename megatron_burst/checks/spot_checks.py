@@ -55,13 +55,8 @@ def checked(
 
 
 class SpotCheck:
-    """One call that is compared.
-
-    Args:
-        passes, sample: of the call.
-        where: its layer, and the number of its pass, which draws what is compared.
-        given: its tensors: q, k, v, out, lse; for backward also dout.
-    """
+    """One call that is compared; `where`: its layer, and the number of its pass, which draws rows;
+    `given`: its q, k, v, out and lse, and for backward dout."""
 
     def __init__(
         self, passes: Passes, sample: Any, where: tuple[int, int], given: dict[str, Tensor]
@@ -70,11 +65,7 @@ class SpotCheck:
         self._definition = Definition(passes, sample, where[1])
 
     def forward(self, sink: Tensor | None) -> None:
-        """Compare out and lse of some queries.
-
-        Raises:
-            BurstError: as `checked`.
-        """
+        """Compare out and lse of some queries. Raises as `checked`."""
         with self._together():
             self._compare("forward", *self._definition.out(self._given, sink))
 
@@ -97,13 +88,10 @@ class SpotCheck:
             this.begin()
             yield
 
-    def _compare(self, direction: str, places: Tensor, found: dict[str, Compared]) -> None:
-        """Compare what was got with the definition; all ranks have the same of both.
-
-        Raises:
-            BurstError: as `checked`.
-        """
-        for name, (got, true, squares) in found.items():
+    def _compare(self, direction: str, places: Tensor, fields: dict[str, Compared]) -> None:
+        """Compare what was got with the definition; all ranks have the same of both. Raises as
+        `checked`."""
+        for name, (got, true, squares) in fields.items():
             large = torch.maximum(true.abs(), squares.sqrt()).amax(-1)
             least = torch.finfo(self._passes.dtype).smallest_normal  # float16 rounds more below
             away, limit = (got - true).abs().amax(-1), self._tolerance(name) * (large + least)
@@ -113,12 +101,11 @@ class SpotCheck:
             worst = int((away - limit).nan_to_num(torch.inf).argmax())
             row, head = divmod(worst, away.shape[1])
             first = self._definition.head * (1 if name in ("dk", "dv") else away.shape[1])
-            raise BurstError(self._sentence(
+            raise self._error(
                 direction, f"{name} of position {int(places[row])} and head {first + head} off by "
                 f"{float(away[row, head]):.3g} ({float(limit[row, head]):.2g} is allowed), on "
                 f"{self._owner(row, len(places))}, and {int(wrong.any(1).sum())} of {len(places)} "
-                "rows that were drawn are wrong",
-            ))  # fmt: skip
+                "rows that were drawn are wrong")  # fmt: skip
 
     def _tolerance(self, name: str) -> float:
         """Of rounding: kernels round weights to q's dtype too; float32 on GPUs may be TF32, whose
@@ -133,11 +120,11 @@ class SpotCheck:
         log, rank = self._passes.marks.log, row // (count // self._definition.size)
         return f"{log.of.rank} {rank} (rank {log.ranks[rank]})" if log else "this rank"
 
-    def _sentence(self, direction: str, got: str) -> str:
+    def _error(self, direction: str, got: str) -> BurstError:
         layer, number = self._where
         where = f"layer {layer}, {direction}" if layer else direction
         of = f", pass {number} of the group" if self._passes.marks.log else ""
-        return (
+        return BurstError(
             f"burst attention: with check={self._passes.check} results must be those of attention "
             f"by its definition, because training continues with them; got {got}, in {where}{of}; "
             "repeat the step, and if it happens again, try another --burst-backend, or the job "

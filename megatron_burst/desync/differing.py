@@ -15,37 +15,36 @@ _CALLS = Kind.AGREEMENT, Kind.FORWARD, Kind.KEPT, Kind.REFUSAL  # a call begins,
 def disagreement(log: Members, entry: Entry) -> tuple[BurstError, bool]:
     """The error of a pass whose stamps differ; and whether ranks that catch it can go on."""
     posts = told_by_all(log, entry, min(_TELL_S, log.board.timeout_s / 2))
-    told, of = [theirs or Told(None, {}) for theirs in posts], log.of
-    others = [stamp for stamp, _ in told if stamp is None or stamp.kind is not Kind.FAILURE]
+    posted, of = [post or Told(None, {}) for post in posts], log.of
+    others = [stamp for stamp, _ in posted if stamp is None or stamp.kind is not Kind.FAILURE]
     # on GPUs some ranks are ahead, or hang
-    goes_on = log.waits and None not in others and at_one_place([each for each in others if each])
-    if any("lost" in terms for _, terms in told):
-        return _heard_of_lost(log, entry, told), False
-    if len(others) < len(told):
-        return _failure(log, entry, told), goes_on
+    goes_on = log.waits and None not in others and at_one_place([x for x in others if x])
+    if any("lost" in terms for _, terms in posted):
+        return _heard_of_lost(log, entry, posted), False
+    if len(others) < len(posted):
+        return _failure(log, entry, posted), goes_on
     where = "" if goes_on else ", in a new group, as ranks of this one are not at the same call"
     error = DisagreementError(
         f"{log.who}: all ranks of a {of.group} group must make the same calls in the same "
         f"order, with the same shapes and options, because {of.why}; got, as pass "
-        f"{entry.number} of the group, {differences(told, of)}; pass the same on all "
+        f"{entry.number} of the group, {differences(posted, of)}; pass the same on all "
         f"ranks, and run every forward and every backward on all of them{where}"
     )
     report(log, "difference", error, _at(entry), [])
     return error, goes_on
 
 
-def _failure(log: Members, entry: Entry, told: Sequence[Told]) -> DisagreementError:
+def _failure(log: Members, entry: Entry, posted: Sequence[Told]) -> DisagreementError:
     """The error if ranks failed."""
-    rank_word = log.of.rank
+    rank_word, begun = log.of.rank, IN_WORDS[entry.stamp.kind]
     failed = {
         rank: f"{terms['failure']} on {rank_word} {rank}"
-        for rank, (stamp, terms) in enumerate(told)
+        for rank, (stamp, terms) in enumerate(posted)
         if stamp and stamp.kind is Kind.FAILURE
     }
-    begun = IN_WORDS[entry.stamp.kind]
-    go_on = "catch it on all ranks and repeat the step on all of them"
-    if not log.waits:  # transfers may wait for ever
-        go_on = "start the processes again"
+    # on GPUs transfers may wait for ever
+    can_go_on = "catch it on all ranks and repeat the step on all of them"
+    go_on = can_go_on if log.waits else "start the processes again"
     error = DisagreementError(
         f"{log.who}: a pass must succeed on every rank, because ranks send each other what "
         f"they compute; got {' and '.join(failed.values())}, while {rank_word} {log.rank} began "
@@ -56,10 +55,10 @@ def _failure(log: Members, entry: Entry, told: Sequence[Told]) -> DisagreementEr
     return error
 
 
-def _heard_of_lost(log: Members, entry: Entry, told: Sequence[Told]) -> BurstError:
+def _heard_of_lost(log: Members, entry: Entry, posted: Sequence[Told]) -> BurstError:
     """The error if other ranks waited in vain for some."""
-    lost = next(terms["lost"] for _, terms in told if "lost" in terms)
-    by = [rank for rank, (_, terms) in enumerate(told) if "lost" in terms]
+    by = [rank for rank, (_, terms) in enumerate(posted) if "lost" in terms]
+    lost = posted[by[0]].terms["lost"]
     error = BurstError(
         f"{log.who}: all ranks of a {log.of.group} group must take part in every pass, because "
         f"{log.of.why}; got {lost}, as {log.of.rank}s {by} say before pass {entry.number} of the "
@@ -81,13 +80,13 @@ def at_one_place(stamps: Sequence[Stamp]) -> bool:
     return len(places) == 1 and len(layers) <= 1
 
 
-def differences(told: Sequence[Told], of: Parallel) -> str:
+def differences(posted: Sequence[Told], of: Parallel) -> str:
     """What each rank has begun, as text, without what all have in common."""
-    known = [terms for _, terms in told if terms and terms.keys() != {PROBLEM}]
+    known = [terms for _, terms in posted if terms and terms.keys() != {PROBLEM}]
     names = dict.fromkeys(name for terms in known for name in terms if name != PROBLEM)
     differing = [name for name in names if len({terms.get(name) for terms in known}) > 1]
     ranks: dict[str, list[int]] = {}
-    for rank, (stamp, terms) in enumerate(told):
+    for rank, (stamp, terms) in enumerate(posted):
         words = f"{stamp or 'a call of which it has not told yet'}"
         if terms in known and differing:
             words += " with " + ", ".join(f"{name}={terms.get(name)}" for name in differing)

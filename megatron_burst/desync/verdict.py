@@ -41,19 +41,18 @@ def lost_pass(log: Members, entry: Entry, why: str) -> tuple[BurstError, str]:
     since = time() - (monotonic() - entry.begun)
     waits = Waits(entry.number, entry.stamp.word, entry.stamp.layer, missing, since=since)
     waits = _with_broken(log, waits)
-    found = culprits(log, waits) if waits.peers else []
-    error = _missing(log, found, waits, f"pass {entry.number} of the group, {entry.stamp}: {why}")
-    report(log, "pass", error, waits, found)
-    return error, _whom(log, found, waits)
+    ranks = culprits(log, waits) if waits.peers else []
+    error = _missing(log, ranks, waits, f"pass {entry.number} of the group, {entry.stamp}: {why}")
+    report(log, "pass", error, waits, ranks)
+    return error, _whom(log, ranks, waits)
 
 
 def _silent_in(log: Members, posts: Sequence[Told | None]) -> tuple[int, ...]:
     """The ranks that have posted nothing of a pass; of several, those that wait in no other one."""
-    silent = tuple(rank for rank, theirs in enumerate(posts) if theirs is None)
-    found = silent
+    silent = tuple(rank for rank, post in enumerate(posts) if post is None)
     with suppress(RuntimeError):
-        found = tuple(rank for rank in silent if not log.store.check([log.waiting(rank)]))
-    return found or silent
+        return tuple(r for r in silent if not log.store.check([log.waiting(r)])) or silent
+    return silent
 
 
 def lost_hop(log: Members, error: Exception) -> tuple[BurstError, str]:
@@ -73,32 +72,31 @@ def late_hop(log: Members, waits: Waits, why: str) -> tuple[BurstError, str]:
     tell(log, _with_broken(log, waits))
     sleep(_CHAIN_S)
     waits = _with_broken(log, waits)
-    found = culprits(log, waits)
+    ranks = culprits(log, waits)
     layer = f" of layer {waits.layer}" if waits.layer else ""
     where = (
         f"the {waits.link} {waits.cargo} hop of {in_unit(waits.num_bytes)} between {word} "
         f"{peers} and {word} {log.rank}, step {waits.step} of {waits.steps}{layer}, {waits.what}, "
         f"in pass {waits.number} of the group: {why}"
     )
-    error = _missing(log, found, waits, where)
-    report(log, "hop", error, waits, found)
-    return error, _whom(log, found, waits)
+    error = _missing(log, ranks, waits, where)
+    report(log, "hop", error, waits, ranks)
+    return error, _whom(log, ranks, waits)
 
 
-def _missing(log: Members, found: Sequence[int], waits: Waits, where: str) -> BurstError:
-    of = log.of
+def _missing(log: Members, ranks: Sequence[int], waits: Waits, where: str) -> BurstError:
     return BurstError(
-        f"{log.who}: all ranks of a {of.group} group must take part in every pass, because "
-        f"{of.why}; got {_whom(log, found, waits)} in {where}; check the output of these ranks "
+        f"{log.who}: all ranks of a {log.of.group} group must take part in every pass, because "
+        f"{log.of.why}; got {_whom(log, ranks, waits)} in {where}; check the output of these ranks "
         "first, and start the processes again"
     )
 
 
-def _whom(log: Members, found: Sequence[int], waits: Waits) -> str:
-    if not found:
+def _whom(log: Members, ranks: Sequence[int], waits: Waits) -> str:
+    if not ranks:
         return "a broken connection"
-    what = "broken connections of" if waits.broken and log.rank in found else "no word from"
-    return f"{what} {named_ranks(log, found)}"
+    what = "broken connections of" if waits.broken and log.rank in ranks else "no word from"
+    return f"{what} {named_ranks(log, ranks)}"
 
 
 def _with_broken(log: Members, waits: Waits) -> Waits:
@@ -106,14 +104,13 @@ def _with_broken(log: Members, waits: Waits) -> Waits:
 
     Ranks that give up close connections of transfers; those of stamps break with a rank only.
     """
-    found = []
-    for rank in range(log.size):
-        if rank != log.rank:
-            try:
-                log.group.send([torch.zeros(1, dtype=torch.int64)], rank, 0)
-            except RuntimeError:
-                found.append(rank)
-    return replace(waits, peers=tuple(found), broken=True) if found else waits
+    broken = []
+    for rank in {*range(log.size)} - {log.rank}:
+        try:
+            log.group.send([torch.zeros(1, dtype=torch.int64)], rank, 0)
+        except RuntimeError:
+            broken.append(rank)
+    return replace(waits, peers=tuple(sorted(broken)), broken=True) if broken else waits
 
 
 def _news(log: Members) -> tuple[int, str] | None:
@@ -142,22 +139,22 @@ def own_failure(log: Members, error: Exception) -> None:
 def told_by_all(log: Members, entry: Entry, patience_s: float) -> list[Told | None]:
     """Post this rank's stamp and terms; returns those of all ranks that post them soon, by rank."""
     keys = [f"{log.name}/{entry.number}/{rank}" for rank in range(log.size)]
-    found: list[Told | None] = [Told(None, {})] * log.size  # nothing is known
+    posts: list[Told | None] = [Told(None, {})] * log.size  # nothing is known
     with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
         log.post_terms(entry)
         log.store.set(log.alarm(entry), "")
         with suppress(RuntimeError):
             log.store.wait(keys, timedelta(seconds=patience_s))
         for rank, key in enumerate(keys):
-            found[rank] = log.told(key)
-    found[log.rank] = Told(entry.stamp, entry.terms)
-    return found
+            posts[rank] = log.told(key)
+    posts[log.rank] = Told(entry.stamp, entry.terms)
+    return posts
 
 
 # ---- lines for `megatron-burst doctor --explain` ----
 
 
-def report(log: Members, what: str, error: Exception, waits: Waits, found: Sequence[int]) -> None:
+def report(log: Members, what: str, error: Exception, waits: Waits, ranks: Sequence[int]) -> None:
     """Append what this rank found to its file in the folder of faults, if there is one."""
     folder = fault_folder()
     if folder is None:
@@ -165,7 +162,7 @@ def report(log: Members, what: str, error: Exception, waits: Waits, found: Seque
     rank = log.ranks[log.rank]
     line = {
         "time": time(), "rank": rank, "cp_rank": log.rank, "group": log.name, "ranks": log.ranks,
-        "nodes": log.nodes, "what": what, "waits": asdict(waits), "culprits": [*found],
+        "nodes": log.nodes, "what": what, "waits": asdict(waits), "culprits": [*ranks],
         "error": f"{type(error).__name__}: {error}",
     }  # fmt: skip
     try:

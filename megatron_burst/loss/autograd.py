@@ -56,7 +56,7 @@ class Recomputed(torch.autograd.Function):
             sums = Sums(_hidden_sum(ctx, head, rows, hidden, attempt), total)
             passes.gradient_pass(head, hidden, weight, rows, factors, sums, attempt, kept)
             del kept
-            dhidden = sums.finish(hidden.shape)
+            dhidden = sums.hidden and sums.hidden.finish(hidden.shape)
         if main_grad is not None:
             return dhidden, announce_main_grad(ctx.weight), None, None
         return dhidden, None if total is None else total.to(weight.dtype), None, None
@@ -67,19 +67,16 @@ class GradientsInForward(torch.autograd.Function):
     them by a scalar."""
 
     @staticmethod
-    def forward(
-        ctx, hidden: Tensor, weight: Tensor, weights: Tensor | None, rows: Rows, head: Head
-    ):
+    def forward(ctx, hidden: Tensor, weight: Tensor, weights: Tensor | None, rows, head: Head):
         with head.tp.attempt(hidden, rows) as attempt:
             row_weight, total = attempt(rows.collect, weights), None
             if ctx.needs_input_grad[1]:
                 total = attempt(torch.empty_like, weight, dtype=sum_dtype(weight.dtype))
             hidden_sum = _hidden_sum(ctx, head, rows, hidden, attempt)
             sums = Sums(hidden_sum, total, fresh=total is not None)
-            stats = passes.forward_gradient_pass(
-                head, hidden, weight, rows, row_weight, sums, attempt
-            )
-            dhidden = sums.finish(hidden.shape)
+            inputs = head, hidden, weight, rows, row_weight
+            stats = passes.forward_gradient_pass(*inputs, sums, attempt)
+            dhidden = hidden_sum and hidden_sum.finish(hidden.shape)
             loss = attempt(lambda: rows.spread(passes.losses(head, stats)))
         ctx.sums = dhidden, total
         ctx.rows, ctx.row_weight, ctx.weight = rows, row_weight, weight
@@ -138,8 +135,8 @@ def _scale(x: Tensor, factor: Tensor) -> None:
 
     Some rows at a time: on the CPU torch makes copies in the wider dtype.
     """
-    for some in x.split(_ROWS_AT_ONCE):
-        torch.mul(some, factor.view(1), out=some)
+    for rows in x.split(_ROWS_AT_ONCE):
+        torch.mul(rows, factor.view(1), out=rows)
 
 
 def held_bytes(weight: Tensor) -> int:

@@ -12,16 +12,10 @@ from megatron_burst.arguments import brief, is_dense
 from megatron_burst.comm.announce import announce, telling
 from megatron_burst.comm.watch import TP
 from megatron_burst.errors import BurstError, DisagreementError, Need, unmet
+from megatron_burst.loss import rows
 from megatron_burst.loss.attempt import failed_elsewhere
 from megatron_burst.loss.autograd import held_bytes
-from megatron_burst.loss.rows import (
-    Rows,
-    SupervisedCount,
-    TensorParallel,
-    most_valid,
-    processors_of,
-    valid_tokens,
-)
+from megatron_burst.loss.rows import Rows, SupervisedCount, TensorParallel
 from megatron_burst.loss.statistics import WHO, LossOptions
 from megatron_burst.transforms import refuse_transforms
 
@@ -41,9 +35,8 @@ class Given(NamedTuple):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name."""
-        every = self._asdict()
-        del every["supervised"]
-        return {name: x for name, x in every.items() if name != "loss_mask" or x is not None}
+        tensors = {"hidden": self.hidden, "weight": self.weight, "labels": self.labels}
+        return tensors | ({} if self.loss_mask is None else {"loss_mask": self.loss_mask})
 
 
 def checked_rows(
@@ -101,10 +94,9 @@ def _needs_of(options: object) -> Iterator[Need]:
 
 
 def _switches(tp: TensorParallel, settings: Mapping[str, object]) -> Iterator[Need]:
-    given = {"sequence_parallel": tp.sequence_parallel}
-    names = "return_lse", "entropy", "invariant"
-    given |= {name: settings[name] for name in names if name in settings}
-    for name, value in given.items():
+    switches = settings.keys() & {"return_lse", "entropy", "invariant"}
+    values = {name: settings[name] for name in sorted(switches)}
+    for name, value in {"sequence_parallel": tp.sequence_parallel, **values}.items():
         yield (isinstance(value, bool), f"{name} must be True or False, because it is one of two",
                repr(value), "pass a bool")  # fmt: skip
 
@@ -163,13 +155,11 @@ def _needs(
 
 def _terms(given: Given, options: LossOptions, settings: Mapping) -> dict[str, str]:
     """What must be the same on all ranks, in words."""
-    hidden, weight, labels, loss_mask, supervised = given
+    hidden, weight, _, loss_mask, supervised = given
     return {
-        "hidden": str(tuple(hidden.shape)),
-        "weight": str(tuple(weight.shape)),
-        "labels": str(tuple(labels.shape)),
+        **{name: str(tuple(getattr(given, name).shape)) for name in ("hidden", "weight", "labels")},
         "dtype": f"{hidden.dtype}, {weight.dtype}",
-        "device": f"{hidden.device.type}, {processors_of(hidden.device)} multiprocessors",
+        "device": f"{hidden.device.type}, {rows.processors_of(hidden.device)} multiprocessors",
         "loss_mask": str(loss_mask is not None),
         "supervised": str(supervised is not None),
         "gradients": f"{torch.is_grad_enabled()}, {hidden.requires_grad}, {weight.requires_grad}, "
@@ -188,34 +178,33 @@ def _compared(
         which tokens count; the most that are computed per block, None for all; and on a GPU, where
         nothing is read, 1 or NaN, if something differs.
     """
-    labels, counted, failure = given.labels, given.supervised, None
+    labels, failure = given.labels, None
     try:
-        known = None if counted is None else counted.wait()
-        valid = valid_tokens(labels, given.loss_mask, options.ignore_index)
+        known = None if given.supervised is None else given.supervised.wait()
+        valid = rows.valid_tokens(labels, given.loss_mask, options.ignore_index)
         if _stays_on_gpu(labels) and known is None and tp.group is None:
             return valid, None, None
-        found, wrong = _counted(given, valid, known, tp)
+        counts, wrong = _counted(given, valid, known, tp)
     except Exception as error:
         if tp.group is None:
             raise
         if _stays_on_gpu(labels):  # nothing can be raised on the others, who go on with the pass
             with telling(tp.group):
                 raise
-        failure = error
-        found = torch.tensor([0, 0, 0, 0, 0, tp.rank + 1], device=labels.device)
+        failure, counts = error, torch.tensor([0, 0, 0, 0, 0, tp.rank + 1], device=labels.device)
     if tp.group is not None:
-        dist.all_reduce(found, dist.ReduceOp.MAX, tp.group)
+        dist.all_reduce(counts, dist.ReduceOp.MAX, tp.group)
     if failure is not None:
         try:
             raise failure
         finally:
             failure = None  # its frames hold this one, and so tensors
     if _stays_on_gpu(labels):
-        fail = (found[2] > 0) | (found[3] != ~found[4])
+        fail = (counts[2] > 0) | (counts[3] != ~counts[4])
         return valid, known, torch.where(fail, torch.nan, 1.0)
     got = labels[wrong][:3].tolist() or "some on another rank"
-    _refuse_differences(found.tolist(), got, given.weight.shape[0] * tp.size, options)
-    return valid, int(found[0]), None
+    _refuse_differences(counts.tolist(), got, given.weight.shape[0] * tp.size, options)
+    return valid, int(counts[0]), None
 
 
 def _counted(
@@ -227,14 +216,14 @@ def _counted(
     wrong = valid & ((labels < 0) | (labels >= given.weight.shape[0] * tp.size))
     weights = (valid if loss_mask is None else loss_mask.where(valid, 0)).double()
     hashed = digest(torch.cat((labels.where(valid, 0).long(), weights.view(torch.int64))))
-    most = most_valid(valid, tp.blocks)
+    most = rows.most_valid(valid, tp.blocks)
     more = most > (labels.numel() if known is None else known)
     nobody = torch.zeros_like(hashed)
     return torch.stack((most, wrong.sum(), more.long(), hashed, ~hashed, nobody)), wrong
 
 
-def _refuse_differences(found: list[int], got: object, vocab: int, options: LossOptions) -> None:
-    _, wrong, more, largest, smallest, failed = found
+def _refuse_differences(counts: list[int], got: object, vocab: int, options: LossOptions) -> None:
+    _, wrong, more, largest, smallest, failed = counts
     if failed:
         raise failed_elsewhere([failed - 1])
     if wrong:

@@ -68,19 +68,14 @@ def labels_of(shards: Shards, tokens: Tensor, dim: int, ignore_index: int = -100
         got = f"tokens {tuple(tokens.shape)} and {shards.size} ranks"
         return tokens.shape[dim], others, got, tokens.device
 
-    whole = (
-        as_integer(ignore_index) is not None,
-        "ignore_index must be an integer, because it is a label",
-        repr(ignore_index), "pass an int",
-    )  # fmt: skip
+    must = "ignore_index must be an integer, because it is a label"
+    whole = as_integer(ignore_index) is not None, must, repr(ignore_index), "pass an int"
     terms = {"whole_sample": str(shards.whole), "dim": str(dim)}
     if is_dense(tokens):
         terms["tokens"] = f"{tokens.dim()} axes {tokens.dtype} {tokens.device.type}"
     follows = shards.follows(shards.sample is not None)
-    problem = unmet(
-        WHO, chain([whole], _of_ids(tokens, dim), follows, _of_rows(shards, tokens, dim))
-    )
-    documents = shards.opened(problem, sizes, terms)
+    needs = chain([whole], _of_ids(tokens, dim), follows, _of_rows(shards, tokens, dim))
+    documents = shards.opened(unmet(WHO, needs), sizes, terms)
     return _labels(shards, tokens.movedim(dim, 0), documents, ignore_index).movedim(0, dim)
 
 
@@ -104,8 +99,9 @@ def _of_rows(shards: Shards, tokens: Tensor, dim: int) -> Iterator[Need]:
     if shards.group is None or shards.whole:
         return
     rows, last = tokens.shape[dim], state_of(shards.group).sharded
-    given = [] if shards.sample is None else [shards.sample.padded, shards.sample.cu_seqlens]
-    ends = [int(x.max()) for x in given if holds_whole(x) and x.numel() and not x.is_cuda][:1]
+    sample = shards.sample
+    bounds = [] if sample is None else [sample.padded, sample.cu_seqlens]
+    ends = [int(x.max()) for x in bounds if holds_whole(x) and x.numel() and not x.is_cuda][:1]
     whole = last is not None and last[2] == rows
     whole |= ends == [rows] and ends_in_one_rank(rows, rows * shards.size, shards.size)
     yield (not whole, "tokens must be this rank's rows without whole_sample=True, because those of "
@@ -113,9 +109,7 @@ def _of_rows(shards: Shards, tokens: Tensor, dim: int) -> Iterator[Need]:
            "pass whole_sample=True, or shard them")  # fmt: skip
 
 
-def _labels(
-    shards: Shards, tokens: Tensor, documents: Documents | None, ignored: int
-) -> Tensor:  # fmt: skip
+def _labels(shards: Shards, tokens: Tensor, documents: Documents | None, ignored: int) -> Tensor:
     """Labels of this rank's rows, for a valid call."""
     rows, ids, same = shards.rows(len(tokens)), tokens.long(), None
     if len(ids) == 0:
@@ -153,9 +147,5 @@ def _digest(sample: Sample | None, like: Tensor) -> Tensor:
     """A hash of the boundaries, on the device."""
     if sample is None:
         return like.new_zeros(())
-    given = (sample.cu_seqlens, sample.padded)
-    return digest(
-        torch.cat(
-            [x.to(like.device, torch.int64, non_blocking=True) for x in given if x is not None]
-        )
-    )
+    bounds = (x for x in (sample.cu_seqlens, sample.padded) if x is not None)
+    return digest(torch.cat([x.to(like.device, torch.int64, non_blocking=True) for x in bounds]))

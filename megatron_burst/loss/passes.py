@@ -37,10 +37,6 @@ class Sums:
     weight: Tensor | None  # [vocab_local, h] in float32 or wider
     fresh: bool = False  # whether the content of `weight` is still uninitialized
 
-    def finish(self, shape: torch.Size) -> Tensor | None:
-        """The hidden states' gradient in their shape; None after a failure."""
-        return None if self.hidden is None else self.hidden.finish(shape)
-
 
 def statistics_pass(
     head: Head, hidden: Tensor, weight: Tensor, rows: Rows, attempt: Attempt
@@ -152,10 +148,10 @@ def largest_class(
     values, classes = hidden.new_empty(tp.blocks, tokens), torch.empty_like(labels)
     with tp.attempt(hidden) as attempt:
         for piece, x in tp.chunks(attempt, hidden, rows, tiles.rows):
-            found = attempt(lambda x: torch.mm(x, weight.t()).max(dim=1), x)
-            if found is not None:
-                values[:, piece] = found.values.view(tp.blocks, -1)
-                classes[:, piece] = found.indices.view(tp.blocks, -1)
+            largest = attempt(lambda x: torch.mm(x, weight.t()).max(dim=1), x)
+            if largest is not None:
+                values[:, piece] = largest.values.view(tp.blocks, -1)
+                classes[:, piece] = largest.indices.view(tp.blocks, -1)
     full = hidden.shape[0] * tp.blocks, *hidden.shape[1:-1]
     return values.view(full) * scale, classes.view(full)
 
@@ -196,8 +192,8 @@ def _chunk_statistics(head, x, weight, rows: Rows, piece: slice, buffer) -> Tens
     return stats.view(len(Stat), rows.labels.shape[0], -1)
 
 
-def _put(stats: Tensor, piece: slice, some: Tensor) -> None:
-    stats[:, :, piece] = some
+def _put(stats: Tensor, piece: slice, mine: Tensor) -> None:
+    stats[:, :, piece] = mine
 
 
 def _poisoned(stats: Tensor) -> Tensor:
@@ -231,11 +227,11 @@ def _multiply(x: Tensor, weight: Tensor, raw: Tensor, rows: int) -> None:
 
     Megatron's batch-invariant kernels replace torch.mm without `out` only.
     """
-    if not rows:
+    if rows:
+        padded = torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)))
+        raw.copy_(torch.mm(padded, weight)[: len(x)])
+    else:
         torch.mm(x, weight, out=raw)
-        return
-    padded = torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)))
-    raw.copy_(torch.mm(padded, weight)[: len(x)])
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:

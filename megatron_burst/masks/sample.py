@@ -153,13 +153,11 @@ def of_values(
     yield from (
         (starts[0] == 0 == padded_starts[0] and not bool((lengths < 0).any() or (room < 0).any()),
          "cu_seqlens must begin with 0 and not decrease, because each document begins where the "
-         "one before it ends",
-         _some(starts if lengths.min() < 0 or starts[0] else padded_starts),
+         "one before it ends", _some(starts if lengths.min() < 0 or starts[0] else padded_starts),
          "pass the running sum of lengths"),
-        (end <= tokens,
-         f"documents must end within the sample of {tokens} tokens (of all ranks together), "
-         "because the sample has no more",
-         f"an end at {end}", "pass boundaries of the whole sample, not of a rank's shard"),
+        (end <= tokens, f"documents must end within the sample of {tokens} tokens (of all ranks "
+         "together), because the sample has no more", f"an end at {end}",
+         "pass boundaries of the whole sample, not of a rank's shard"),
         (bool((lengths <= room).all()), "a document must not be longer than with its padding",
          f"{_some(lengths - room)} tokens more",
          "pass cu_seqlens without padding and cu_seqlens_padded with it"),
@@ -176,8 +174,7 @@ def of_values(
         (layout is not Layout.DOCUMENTS or cp_size == 1 or (end == tokens and cut),
          "in the layout zigzag-documents each document must be padded to a multiple of "
          f"{2 * cp_size} tokens and the last one must end the sample of {tokens}, because each "
-         "rank has two chunks of each",
-         f"lengths {_some(room)} and an end at {end}",
+         "rank has two chunks of each", f"lengths {_some(room)} and an end at {end}",
          "pad them (cu_seqlens_padded), or pass another layout"),
     )  # fmt: skip
 
@@ -215,9 +212,8 @@ def of_parents(sample: Sample) -> Iterator[Need]:
          "prefix_tree must have a parent for each segment, -1 for none, because cu_seqlens says "
          "where segments begin", f"{len(listed)} parents of {segments} segments",
          "pass one fewer than cu_seqlens has boundaries"),
-        (sample.padded is None,
-         "a prefix tree must have no padding between segments, because a segment's descendants "
-         "must be contiguous rows", "cu_seqlens_padded",
+        (sample.padded is None, "a prefix tree must have no padding between segments, because a "
+         "segment's descendants must be contiguous rows", "cu_seqlens_padded",
          "pass cu_seqlens alone, with padding only after the last segment"),
     )  # fmt: skip
     wrong = [s for s, parent in enumerate(listed) if not -1 <= parent < s]

@@ -188,10 +188,9 @@ def check_rotated(
     group = group_of(params, cp_group)
     change = "import megatron_burst.auto, or start the script with python -m megatron_burst"
     require("packed samples", [
-        (group is cp_group or follows,
-         "the group of a packed micro-batch must be the layer's with CUDA graphs and in models "
-         "that only name burst in their spec, because Megatron's RoPE uses positions in the "
-         "layer's group",
+        (group is cp_group or follows, "the group of a packed micro-batch must be the layer's with "
+         "CUDA graphs and in models that only name burst in their spec, because Megatron's RoPE "
+         "uses positions in the layer's group",
          f"a group of {group.size()} ranks in a layer of {cp_group.size()}", change),
         (cp_group.size() == 1 or not documents_lie_anywhere()
          or all(patch.live for patch in patches.rows("anywhere")),
@@ -209,10 +208,9 @@ def _take_own_group(layer, args, options) -> None:
         return
     fused = layer.config.multi_latent_attention and layer.config.apply_rope_fusion
     require("packed samples", [
-        (not fused or own.size() == groups.cp.size(),
-         "the group of a packed micro-batch must be the layer's with MLA and fused RoPE, because "
-         "its kernels use positions in the layer's group",
-         f"a group of {own.size()} ranks in a layer of {groups.cp.size()}",
+        (not fused or own.size() == groups.cp.size(), "the group of a packed micro-batch must be "
+         "the layer's with MLA and fused RoPE, because its kernels use positions in the layer's "
+         "group", f"a group of {own.size()} ranks in a layer of {groups.cp.size()}",
          "pass --no-rope-fusion"),
         (not getattr(layer, "recompute_up_proj", False),
          "the group of a packed micro-batch must be the layer's if RoPE is recomputed in "

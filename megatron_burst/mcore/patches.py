@@ -274,9 +274,8 @@ TABLE: tuple[Patch, ...] = (
     # also applied by the flag
     *patches_of(
         "asked",
-        (ATTENTION, f"{_SPECS}:refuse_unset", _LAYER,
-         "a script may bypass the validate_args that sets cp_comm_type, and the flag would have "
-         "no effect"),
+        (ATTENTION, f"{_SPECS}:refuse_unset", _LAYER, "a script may bypass the validate_args that "
+         "sets cp_comm_type, and the flag would have no effect"),
     ),
     # for packed samples
     *patches_of(
@@ -308,9 +307,8 @@ TABLE: tuple[Patch, ...] = (
     # not replaced, but relied on
     *patches_of(
         "hook points",
-        (f"{_ATTENTION}:CoreAttentionBuilder.__call__", "",
-         "self config layer_number attn_mask_type attention_type cp_comm_type softmax_scale "
-         "pg_collection",
+        (f"{_ATTENTION}:CoreAttentionBuilder.__call__", "", "self config layer_number "
+         "attn_mask_type attention_type cp_comm_type softmax_scale pg_collection",
          "Megatron builds burst's core attention with these"),
     ),
     *patches_of(

@@ -94,7 +94,7 @@ def _dump(parser: ArgumentParser, parse: _Parse, parsed: Namespace, words: Seque
     """Write the arguments that the command line or the script's own defaults give, by their names,
     as JSON for `megatron-burst plan`; ends the process."""
     if os.environ.get("RANK", "0") == "0":
-        absent, own = object(), parser._defaults  # by set_defaults, which Megatron leaves to scripts
+        absent, own = object(), parser._defaults  # by set_defaults, which is for scripts
         defaults = {action.dest: absent for action in parser._actions}
         by_name = vars(parse(words, Namespace(**defaults))[0])
         names = [name for name, value in by_name.items() if value is not absent or name in own]
