@@ -108,11 +108,10 @@ def check_documents(lengths: Sequence[int] | np.ndarray, grid: BatchGrid) -> np.
         BurstError: if they are no positive whole numbers, or one is longer than the widest group
             can hold.
     """
-    given = lengths if isinstance(lengths, np.ndarray) else None
-    if given is None:  # checked one by one: numpy would make numbers of bools
-        given = np.array(integers(WHO, "lengths", lengths, 0, _INT64), dtype=np.int64)
-    require(WHO, _of_documents(given, grid))
-    return given.astype(np.int64)
+    if not isinstance(lengths, np.ndarray):  # checked one by one: numpy would make numbers of bools
+        lengths = np.array(integers(WHO, "lengths", lengths, 0, _INT64), dtype=np.int64)
+    require(WHO, _of_documents(lengths, grid))
+    return lengths.astype(np.int64)
 
 
 def enough_documents(count: int, grid: BatchGrid) -> Need:
@@ -131,17 +130,17 @@ def room_for(tokens: int, grid: BatchGrid) -> Need:
             "use more micro-batches in a step, or raise the token limit")  # fmt: skip
 
 
-def _of_documents(found: np.ndarray, grid: BatchGrid) -> Iterable[Need]:
-    yield (found.ndim == 1 and found.size and np.issubdtype(found.dtype, np.integer),
+def _of_documents(lengths: np.ndarray, grid: BatchGrid) -> Iterable[Need]:
+    yield (lengths.ndim == 1 and lengths.size and np.issubdtype(lengths.dtype, np.integer),
            "lengths must be whole numbers, one for each document, because tokens are counted",
-           f"shape {found.shape} of {found.dtype}", "pass a list of lengths")  # fmt: skip
-    shortest, longest = int(found.min()), int(found.max())
+           f"shape {lengths.shape} of {lengths.dtype}", "pass a list of lengths")  # fmt: skip
+    shortest, longest = int(lengths.min()), int(lengths.max())
     yield (shortest > 0, "documents must have tokens, because each is trained on",
-           f"a length of {shortest} at index {int(found.argmin())}",
+           f"a length of {shortest} at index {int(lengths.argmin())}",
            "leave empty documents out")  # fmt: skip
     widest = grid.token_limit * grid.cp
     yield (longest <= widest,
            f"a document must fit into the {grid.cp} ranks of the widest group, because it is not "
            f"split (token limit {grid.token_limit} a rank)", f"{longest} tokens at index "
-           f"{int(found.argmax())}", "raise the limit or the context-parallel size, or cut "
+           f"{int(lengths.argmax())}", "raise the limit or the context-parallel size, or cut "
            f"documents to {widest} tokens")  # fmt: skip
