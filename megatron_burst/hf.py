@@ -106,14 +106,12 @@ def shard_batch(
         places = in_documents(torch.arange(ids.shape[1], device=ids.device), cu_seqlens)
         rows["position_ids"] = places.expand(ids.shape)
     mine = shards.mine(shards.rows(ids.shape[1]), documents, ids.device)
-    found: dict[str, Any] = {name: x.index_select(1, mine) for name, x in rows.items()}
-    found["labels"] = found["shift_labels"]  # without any, transformers computes no loss
+    shard: dict[str, Any] = {name: x.index_select(1, mine) for name, x in rows.items()}
+    shard["labels"] = shard["shift_labels"]  # without any, transformers computes no loss
     items = (rows["shift_labels"] != _IGNORED).sum().clamp(min=1)
-    found["num_items_in_batch"] = items / group.size()
-    found["burst"] = ShardedBatch(
-        group if dist.is_initialized() else None, layout, cu_seqlens, config
-    )
-    return found
+    shard["num_items_in_batch"] = items / group.size()
+    ranks = group if dist.is_initialized() else None
+    return shard | {"burst": ShardedBatch(ranks, layout, cu_seqlens, config)}
 
 
 class RepeatedBatches(Sampler[int]):
@@ -178,9 +176,8 @@ def _begins(batch: Mapping[str, Any]) -> Tensor:
 def _rows_of(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor | None]:
     """The tensors to shard, and the boundaries of documents, on the CPU."""
     rows = {name: batch[name] for name in _ROWS if name in batch}
-    given = [batch[name] for name in _BOUNDARIES if name in batch]
-    if given:
-        return rows, given[0].cpu()
+    if names := [name for name in _BOUNDARIES if name in batch]:
+        return rows, batch[names[0]].cpu()
     begins = (_begins(batch)[:, 1] + 1).tolist()
     return rows, torch.tensor([0, *begins, rows["input_ids"].shape[1]]) if begins else None
 
@@ -203,10 +200,8 @@ def _whole_chunks(
 
 def _digest(rows: Mapping[str, Tensor]) -> str:
     """Tells batches apart."""
-    found = blake2b(digest_size=8)
-    for x in rows.values():
-        found.update(x.cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
+    data = b"".join(x.cpu().contiguous().numpy().tobytes() for x in rows.values())
+    return blake2b(data, digest_size=8).hexdigest()
 
 
 def _attend(

@@ -26,23 +26,20 @@ _LAYERS = {"full_attention", "sliding_attention", "attention"}
 _ROPES = {"dynamic", "longrope"}  # their frequencies depend on the longest position that they see
 
 
-def no_mask(
-    *, mask_function: Callable, attention_mask: Tensor | None = None, **others: Any
-) -> None:  # fmt: skip
+def no_mask(*, mask_function: Callable, attention_mask: Tensor | None = None, **_: Any) -> None:
     """A mask function of transformers: no mask, because attention gets boundaries and windows.
 
     Raises:
         BurstError: if there is padding, or a mask that these do not express.
     """
     strange = sorted(parts_of(mask_function) - _MASKS)
-    needs: list[Need] = [
+    require(WHO, [
         (attention_mask is None or bool(attention_mask.all()),
          "a batch must have no padding, because attention would see it",
          "zeros in attention_mask", _SHARD),
         (not strange, "a mask must be causal, a window or documents, because burst supports no "
          "other in a model", ", ".join(strange), "use another attn_implementation"),
-    ]  # fmt: skip
-    require(WHO, needs)
+    ])  # fmt: skip
 
 
 def of_attention(
@@ -98,7 +95,5 @@ def _of_config(module: torch.nn.Module, sharded: bool, window: int | None) -> It
 
 def _ropes_of(parameters: Mapping[str, Any]) -> set[str]:
     """Rope types, also where each kind of layers has its own."""
-    found = {str(parameters.get("rope_type", "default"))}
-    for inner in parameters.values():
-        found |= _ropes_of(inner) if isinstance(inner, Mapping) else set()
-    return found
+    inner = (_ropes_of(x) for x in parameters.values() if isinstance(x, Mapping))
+    return {str(parameters.get("rope_type", "default"))}.union(*inner)

@@ -99,7 +99,7 @@ class Shards:
         if documents is not None and self.layout == Layout.DOCUMENTS and self.size > 1:
             return documents.rank_order
         ranks = (positions(Layout(self.layout), r, self.size, rows) for r in range(self.size))
-        return indices_of((at for of in ranks for at in of), device)
+        return indices_of(chain.from_iterable(ranks), device)
 
     def mine(self, rows: int, documents: Documents | None, device: torch.device) -> Tensor:
         """The part of `order` that is this rank's: int64 [rows]."""
@@ -121,24 +121,24 @@ class Shards:
             BurstError: on all ranks, if one has a problem or cannot shard the sample, or if they
                 make different calls.
         """
-        documents, told, failure = None, {}, None
+        documents, compared, failure = None, {}, None
         try:
             if not problem:
                 tokens, batch, got, device = sizes()
                 problem = unmet(self.who, self.needs(tokens, batch, got))
-                told = {"shape": got, **(data or {})}
+                compared = {"shape": got, **(data or {})}
             if self.sample is not None and not problem:
                 documents = self.documents(self.rows(tokens), device)
-                told |= (documents.known or {}) if device.type == "cpu" else {}
+                compared |= (documents.known or {}) if device.type == "cpu" else {}
         except BurstError as error:
             problem = str(error)
         except Exception as error:  # out of memory too: other ranks must not wait for this one
             problem, failure = f"{self.who}: {type(error).__name__}: {error}", error
         if self.group is not None:
-            always = {"layout": self.layout, "documents": f"{documents is not None}"}
-            same, told = ({}, {}) if problem else (always | dict(terms or {}), told)
+            same = {"layout": self.layout, "documents": f"{documents is not None}", **(terms or {})}
+            same, compared = ({}, {}) if problem else (same, compared)
             try:
-                announce(self.group, same, self.who, problem, data=told)
+                announce(self.group, same, self.who, problem, data=compared)
             except BurstError:
                 if failure is None:
                     raise
@@ -162,7 +162,7 @@ def shards_of(
 def _of_tensor(x: Tensor, dim: int) -> Iterator[Need]:
     yield (is_dense(x), "the tensor must be dense and have data, because its rows are copied",
            brief(x), "make it dense, or call to_local() on a DTensor")  # fmt: skip
-    yield (isinstance(dim, int) and not isinstance(dim, bool) and -x.dim() <= dim < x.dim(),
+    yield (type(dim) is int and -x.dim() <= dim < x.dim(),
            "dim must be an axis of the tensor, because it is the one that is sharded",
            f"dim={dim!r} and shape {tuple(x.shape)}", "pass the axis of the sequence")  # fmt: skip
 

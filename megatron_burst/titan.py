@@ -86,7 +86,7 @@ def _attend(
     if not attention_masks.cu_seqlens:
         return attend(q, k, v)
     rows = zip(*(x.split(1) for x in (q, k, v)), attention_masks.cu_seqlens, strict=True)
-    return torch.cat([attend(*one, cu_seqlens=ends) for *one, ends in rows])
+    return torch.cat([attend(*sample, cu_seqlens=ends) for *sample, ends in rows])
 
 
 def prepare_context_parallel_input(
@@ -109,8 +109,8 @@ def prepare_context_parallel_input(
         ends = tuple(torch.tensor([*(row == 0).nonzero().flatten().tolist(), tokens])
                      for row in positions.cpu())  # fmt: skip
     take = partial(shard, group=group, layout=layout)
-    told = {"positions": take(positions), "attention_masks": ShardedMask(layout, ends)}
-    return take(inputs), take(labels), extra_kwargs | told
+    own = {"positions": take(positions), "attention_masks": ShardedMask(layout, ends)}
+    return take(inputs), take(labels), extra_kwargs | own
 
 
 def _of_input(group: dist.ProcessGroup, masks: Any, balancer: str | None) -> Iterator[Need]:

@@ -102,11 +102,6 @@ def holds_whole(x: object) -> bool:
     return is_strided(x) and x.dtype in _WHOLE
 
 
-def _counts(x: object) -> bool:
-    """Whether it is such a tensor with one axis."""
-    return holds_whole(x) and x.dim() == 1
-
-
 def kind_of(x: object) -> str:
     """What it is, where a tensor of whole numbers is needed."""
     if not isinstance(x, Tensor):
@@ -122,8 +117,9 @@ def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
     for name, x in (("cu_seqlens", sample.cu_seqlens), ("cu_seqlens_padded", sample.padded)):
         if x is None:
             continue
-        yield (_counts(x), f"{name} must be a tensor of int32 or int64 with one axis, because it "
-               "counts tokens", kind_of(x), "pass such a tensor")  # fmt: skip
+        yield (holds_whole(x) and x.dim() == 1,
+               f"{name} must be a tensor of int32 or int64 with one axis, because it counts tokens",
+               kind_of(x), "pass such a tensor")  # fmt: skip
         yield from (
             (len(x) >= 2 and len(x) == len(sample.cu_seqlens),
              f"{name} must say where each document begins and where the last one ends, so its "
@@ -199,7 +195,7 @@ def of_parents(sample: Sample) -> Iterator[Need]:
     named = f"{kind}, because it names each segment's parent"
     yield isinstance(parents, Sequence | Tensor), named, type(parents).__name__, "pass one"
     if isinstance(parents, Tensor):
-        yield _counts(parents), named, kind_of(parents), "pass one"
+        yield holds_whole(parents) and parents.dim() == 1, named, kind_of(parents), "pass one"
         yield (parents.device.type == "cpu",
                f"{kind}, because its depth decides the number of kernel calls", f"{parents.device}",
                "pass prefix_tree.cpu(), once per sample")  # fmt: skip
@@ -244,11 +240,11 @@ def listed_of(parents: Tensor | Sequence[int] | None) -> list[int]:
 def _misplaced(parents: Sequence[int]) -> list[int]:
     """Segments that do not directly follow their parent and its descendants."""
     path: list[int] = []  # from a root to the previous segment
-    found = []
+    misplaced = []
     for segment, parent in enumerate(parents):
         while path and path[-1] != parent:
             path.pop()
         if parent != -1 and not path:
-            found.append(segment)
+            misplaced.append(segment)
         path.append(segment)
-    return found
+    return misplaced

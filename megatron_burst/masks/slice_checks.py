@@ -108,21 +108,21 @@ def counted_twice(slices: np.ndarray) -> tuple[list[int], list[int]] | None:
     begin, end = np.maximum(a[:, 0], b[:, 0]), np.minimum(a[:, 1], b[:, 1])
     for x, y in ((a, b), (b, a), (a, a), (b, b)):  # rows where x begins before y ends
         begin, end = _rows_where_before(x, y, begin, end)
-    found = np.flatnonzero(begin < end)
-    return (a[found[0]].tolist(), b[found[0]].tolist()) if len(found) else None
+    shared = np.flatnonzero(begin < end)
+    return (a[shared[0]].tolist(), b[shared[0]].tolist()) if len(shared) else None
 
 
 def _overlapping(slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Pairs of slices that have queries in common and keys in common: indices of both. Searched
     along the axis on which fewer overlap."""
-    found = []
+    axes = []
     for start, stop in slices[:, :2].T, slices[:, 2:4].T:
         order = np.argsort(start, kind="stable")
         # those that begin before a slice ends; slices are compared with later ones only
         until = np.searchsorted(start[order], stop[order], side="left")
-        found.append((order, np.maximum(until - np.arange(len(order)) - 1, 0)))
-    order, counts = min(found, key=lambda each: each[1].sum())
-    one, other = (order[each] for each in listed(np.arange(len(order)) + 1, counts))
+        axes.append((order, np.maximum(until - np.arange(len(order)) - 1, 0)))
+    order, counts = min(axes, key=lambda axis: axis[1].sum())
+    one, other = (order[index] for index in listed(np.arange(len(order)) + 1, counts))
     both = np.ones(len(one), dtype=bool)
     for start, stop in slices[:, :2].T, slices[:, 2:4].T:
         both &= (start[one] < stop[other]) & (start[other] < stop[one])

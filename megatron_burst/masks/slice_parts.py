@@ -70,8 +70,8 @@ class _Rows:
     """Ranges of positions, adjacent ones joined, and the row where each begins."""
 
     def __init__(self, places: Positions) -> None:
-        some = [(place.start, place.stop) for place in places if len(place)]
-        edges = np.array(some or [(0, 0)], dtype=np.int64)
+        ranges = [(place.start, place.stop) for place in places if len(place)]
+        edges = np.array(ranges or [(0, 0)], dtype=np.int64)
         apart = np.flatnonzero(edges[1:, 0] != edges[:-1, 1])
         self.starts = edges[np.concatenate(([0], apart + 1)), 0]
         self.stops = edges[np.concatenate((apart, [len(edges) - 1])), 1]
@@ -133,16 +133,15 @@ def _cut(parts: np.ndarray, column: int, rows: _Rows, at: np.ndarray) -> None:
 
 def _joined(parts: np.ndarray, axis: int) -> np.ndarray:
     """The same pairs: full parts that continue each other along an axis (rows, keys) are one."""
-    full = is_full(parts)
-    some = parts[full]
-    own, other = 2 * axis, 2 - 2 * axis
-    some = some[np.lexsort((some[:, own], some[:, other + 1], some[:, other]))]
-    alike = (some[1:, other : other + 2] == some[:-1, other : other + 2]).all(1)
-    alike &= some[1:, own] == some[:-1, own + 1]
+    is_whole, own, other = is_full(parts), 2 * axis, 2 - 2 * axis
+    full = parts[is_whole]
+    full = full[np.lexsort((full[:, own], full[:, other + 1], full[:, other]))]
+    alike = (full[1:, other : other + 2] == full[:-1, other : other + 2]).all(1)
+    alike &= full[1:, own] == full[:-1, own + 1]
     if not alike.any():
         return parts
     starts = np.flatnonzero(np.concatenate(([True], ~alike)))
-    found = some[starts]
-    found[:, own + 1] = some[np.concatenate((starts[1:] - 1, [len(some) - 1])), own + 1]
-    found[:, 4], found[:, 5] = -FAR, FAR
-    return np.concatenate((trimmed(found), parts[~full]))
+    joined = full[starts]
+    joined[:, own + 1] = full[np.concatenate((starts[1:] - 1, [len(full) - 1])), own + 1]
+    joined[:, 4], joined[:, 5] = -FAR, FAR
+    return np.concatenate((trimmed(joined), parts[~is_whole]))

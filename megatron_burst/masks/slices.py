@@ -45,22 +45,16 @@ def slices_of(
     cache, documents = group.samples, None
     if sample.cu_seqlens is not None:  # where rows are, or segments of a tree
         documents = documents_of(cache, sample._replace(slices=None), sizes[:2], layout, like)
-    key = identity(sample.slices), id(documents), causal, sizes, like.shape[0], layout
-    key = *key, Where.of(like)
-    found = cache.recent(key)
-    if found is None:
-        found = cache[key] = Slices(
-            sample.slices,
-            causal,
-            (*sizes[:2], like.shape[0], sizes[2]),
-            Layout(layout),
-            like.device,
-            documents,
-        )
+    shape = *sizes[:2], like.shape[0], sizes[2]
+    key = identity(sample.slices), id(documents), causal, shape, layout, Where.of(like)
+    slices = cache.recent(key)
+    if slices is None:
+        how = causal, shape, Layout(layout), like.device, documents
+        slices = cache[key] = Slices(sample.slices, *how)
         if "slices" not in group.said and is_first():
-            say(f"{_WHO}: slices of the first sample: {found.balance}")
+            say(f"{_WHO}: slices of the first sample: {slices.balance}")
         group.said["slices"] = None
-    return found
+    return slices
 
 
 class Slices:
@@ -89,8 +83,9 @@ class Slices:
         self, given: Tensor | None, causal: bool, sizes: tuple[int, int, int, int], layout: Layout,
         device: torch.device, documents: Documents | None = None,
     ) -> None:  # fmt: skip
-        self._tokens, self._shards = sizes[0] * sizes[1], (sizes[1], layout)
-        self._keys = sizes[3] * sizes[1]
+        rows, cp_size, self._batch, key_rows = sizes
+        self._tokens, self._keys = rows * cp_size, key_rows * cp_size
+        self._shards = cp_size, layout
         if given is None:
             known, given = documents.checked(), slices_of_tree(documents.starts, documents.parents)
         else:
@@ -98,11 +93,10 @@ class Slices:
             known = {"slices": _told(given.numpy())} | dict((documents and documents.known) or {})
         slices = given.numpy().astype(np.int64)
         if "slices" in known:
-            require(_WHO, need_of_pairs(slices, (self._tokens, self._keys), causal, sizes[1]))
-        self._batch = sizes[2]
+            require(_WHO, need_of_pairs(slices, (self._tokens, self._keys), causal, cp_size))
         self.known, self.slices, self._device, self.documents = known, slices, device, documents
         self._bands = Bands(slices)
-        self._found: dict[tuple, Visible | Calls] = {}
+        self._visible: dict[tuple, Visible | Calls] = {}
         self._met: dict[NeededBy, bool] = {}
         if documents is not None:
             self.arranged, self.restored = documents.arranged, documents.restored
@@ -131,22 +125,20 @@ class Slices:
 
     def meet(self, between: NeededBy) -> bool:
         """Whether any query of some chunks sees any key of some."""
-        found = self._met.get(between)
-        if found is None:
-            some = self._chunks[list(between.queries)][:, list(between.keys)]
-            found = self._met[between] = bool(some.any())
-        return found
+        if between not in self._met:
+            pairs = self._chunks[list(between.queries)][:, list(between.keys)]
+            self._met[between] = bool(pairs.any())
+        return self._met[between]
 
     @cached_property
     def _chunks(self) -> np.ndarray:
         """Which chunks of the sample, or of every document, meet: bool [of queries, of keys]."""
         cp_size, layout = self._shards
         count = len(chunks_held(layout, 0, cp_size)) * cp_size
-        whole: list = [[0, self._tokens], [0, self._keys]]
-        if self.documents is not None and layout == Layout.DOCUMENTS:
-            whole = [self.documents.starts] * 2
+        by_document = self.documents is not None and layout == Layout.DOCUMENTS
+        whole = [[0, self._tokens], [0, self._keys]]
         sides = []
-        for starts in whole:
+        for starts in [self.documents.starts] * 2 if by_document else whole:
             edges = np.array(starts, dtype=np.int64)
             within = edges[:-1, None] + np.diff(edges)[:, None] // count * np.arange(count)
             sides.append(np.append(within, edges[-1]))
@@ -159,12 +151,12 @@ class Slices:
         or the calls, for a backend that takes no parts. The slices say more than the band."""
         native = SLICES in run.capability.masks
         key = (places if isinstance(places, ChunkSegments) else (*places, unit)), native
-        if key not in self._found:
+        if key not in self._visible:
             q, keys = (self._places(side, unit) for side in _sides(places))
             parts = Parts(self._bands.parts(q, keys))
             calls = Calls(parts, self._device, together=self._batch == 1)
-            self._found[key] = Visible(parts=parts) if native else calls
-        return self._found[key]
+            self._visible[key] = Visible(parts=parts) if native else calls
+        return self._visible[key]
 
     def _places(self, side: Positions | Chunks, unit: int) -> Positions:
         """The positions of rows as ranges."""
@@ -182,6 +174,6 @@ def _sides(places: TilePositions) -> tuple:
 
 def _told(slices: np.ndarray) -> str:
     """A few slices, and a digest of all."""
-    some = f"{slices[:_FEW].tolist()}"[:-1] + (", ...]" if len(slices) > _FEW else "]")
+    first = f"{slices[:_FEW].tolist()}"[:-1] + (", ...]" if len(slices) > _FEW else "]")
     digest = blake2b(slices.tobytes(), digest_size=8).hexdigest()
-    return f"{some} of {len(slices)} ({digest})"
+    return f"{first} of {len(slices)} ({digest})"
