@@ -73,11 +73,9 @@ def burst_attn_func(
             if only one of `double_group` is given, or as `burst_attention` does.
     """
     call = "burst_attn_func", "zigzag", flash, grad_ckpt, layer_idx
-    return _attend(
-        (q, k, v), call, (process_group, double_group), deterministic, causal=causal,
-        softmax_scale=softmax_scale, return_lse=return_lse, window=sliding_window or None,
-        cu_seqlens=cu_seqlen,
-    )  # fmt: skip
+    return _attend((q, k, v), call, (process_group, double_group), deterministic, causal=causal,
+                   softmax_scale=softmax_scale, return_lse=return_lse,
+                   window=sliding_window or None, cu_seqlens=cu_seqlen)  # fmt: skip
 
 
 def burst_attn_func_striped(
@@ -95,11 +93,9 @@ def burst_attn_func_striped(
         BurstError: as there; and for `cu_seqlen`, because documents need rows in chunks.
     """
     call = "burst_attn_func_striped", "striped", flash, grad_ckpt, layer_idx
-    return _attend(
-        (q, k, v), call, (process_group, double_group), deterministic, causal=causal,
-        softmax_scale=softmax_scale, return_lse=return_lse, window=sliding_window or None,
-        cu_seqlens=cu_seqlen,
-    )  # fmt: skip
+    return _attend((q, k, v), call, (process_group, double_group), deterministic, causal=causal,
+                   softmax_scale=softmax_scale, return_lse=return_lse,
+                   window=sliding_window or None, cu_seqlens=cu_seqlen)  # fmt: skip
 
 
 def burst_attn_func_sparse(
@@ -116,10 +112,8 @@ def burst_attn_func_sparse(
         causal: whether later keys are masked as well; slices must then have none.
     """
     call = "burst_attn_func_sparse", "zigzag", "cuda", grad_ckpt, layer_idx
-    return _attend(
-        (q, k, v), call, (process_group, double_group), causal=causal, slices=mask_mod,
-        softmax_scale=softmax_scale, return_lse=return_lse,
-    )  # fmt: skip
+    return _attend((q, k, v), call, (process_group, double_group), causal=causal, slices=mask_mod,
+                   softmax_scale=softmax_scale, return_lse=return_lse)  # fmt: skip
 
 
 def _apply(function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
@@ -141,10 +135,8 @@ class OpBurstAttnStrip:
     apply = staticmethod(partial(_apply, burst_attn_func_striped))
 
 
-def sl_proj_loss(
-    x: Tensor, weight: Tensor, target: Tensor, num_splits: int, ignore_index: int = -100,
-    scale: bool = False,
-) -> Tensor:  # fmt: skip
+def sl_proj_loss(x: Tensor, weight: Tensor, target: Tensor, num_splits: int,
+                 ignore_index: int = -100, scale: bool = False) -> Tensor:  # fmt: skip
     """Losses [tokens] in float32 of x [tokens, h] and an LM head [vocab, h]; logits exist one tile
     at a time. `num_splits` changes nothing: tiles are chosen by memory. `scale` divides logits by
     h ** 0.5."""
@@ -163,11 +155,9 @@ class SLFusedProjLoss(nn.Module):
         proj_scale: whether to divide logits by h ** 0.5.
     """
 
-    def __init__(
-        self, proj_weight: Tensor, cls_weight: Tensor | None = None, ignore_index: int = -100,
-        reduction: Literal["none", "sum", "mean"] = "mean", label_smoothing: float = 0.0,
-        proj_scale: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, proj_weight: Tensor, cls_weight: Tensor | None = None,
+                 ignore_index: int = -100, reduction: Literal["none", "sum", "mean"] = "mean",
+                 label_smoothing: float = 0.0, proj_scale: bool = False) -> None:  # fmt: skip
         super().__init__()
         self.proj_weight, self.cls_weight = proj_weight, cls_weight
         self.ignore_index, self.reduction = ignore_index, reduction
@@ -188,10 +178,8 @@ class SLFusedProjLoss(nn.Module):
         return loss * weights if weights is not None and self.reduction == "none" else loss
 
 
-def _attend(
-    tensors: tuple[Tensor, Tensor, Tensor], call: tuple, groups: tuple[Any, Any],
-    deterministic: bool = False, **options: Any,
-) -> Result:  # fmt: skip
+def _attend(tensors: tuple[Tensor, Tensor, Tensor], call: tuple, groups: tuple[Any, Any],
+            deterministic: bool = False, **options: Any) -> Result:  # fmt: skip
     """Attention of (q, k, v); `call`: the function's name, the layout of masked rows, flash,
     grad_ckpt and layer_idx; `groups`: process_group and double_group."""
     who, layout, flash, grad_ckpt, layer = call

@@ -51,10 +51,8 @@ class ShardedBatch:
     config: BurstConfig | None
 
 
-def shard_batch(
-    batch: Mapping[str, Any], *, group: Ranks = None, layout: LayoutName = "zigzag",
-    config: BurstConfig | None = None,
-) -> dict[str, Any]:  # fmt: skip
+def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: LayoutName = "zigzag",
+                config: BurstConfig | None = None) -> dict[str, Any]:  # fmt: skip
     """This rank's shard of a batch, for a model with `attn_implementation="burst"`.
 
     `model(**shard_batch(batch, group=group)).loss` is this rank's part of the mean loss over the

@@ -17,11 +17,9 @@ _MASKS = {
     "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
 }  # fmt: skip
 # arguments that models pass to attention, and that change nothing there
-_HARMLESS = {
-    "position_ids", "use_cache", "cache_position", "num_items_in_batch", "output_hidden_states",
-    "output_router_logits", "shift_labels", "labels", "return_dict", "logits_to_keep",
-    "fused_lm_head",
-}  # fmt: skip
+_HARMLESS = {"position_ids", "use_cache", "cache_position", "num_items_in_batch",
+             "output_hidden_states", "output_router_logits", "shift_labels", "labels",
+             "return_dict", "logits_to_keep", "fused_lm_head"}  # fmt: skip
 _LAYERS = {"full_attention", "sliding_attention", "attention"}
 _ROPES = {"dynamic", "longrope"}  # their frequencies depend on the longest position that they see
 
@@ -42,10 +40,8 @@ def no_mask(*, mask_function: Callable, attention_mask: Tensor | None = None, **
     ])  # fmt: skip
 
 
-def of_attention(
-    module: torch.nn.Module, asked: Mapping[str, Any], lengths: tuple[int, int],
-    window: int | None, causal: bool,
-) -> Iterator[Need]:  # fmt: skip
+def of_attention(module: torch.nn.Module, asked: Mapping[str, Any], lengths: tuple[int, int],
+                 window: int | None, causal: bool) -> Iterator[Need]:  # fmt: skip
     """Checks of one call of a model's attention: what it asks for beyond q, k, v and a window."""
     yield (asked["burst"] is not None,
            "attention must get the whole sample's layout, because a shard alone does not show "

@@ -149,10 +149,8 @@ class Shards:
         return documents
 
 
-def shards_of(
-    who: str, group: dist.ProcessGroup | None, layout: str,
-    boundaries: tuple[Tensor | None, Tensor | None], whole: bool,
-) -> Shards:  # fmt: skip
+def shards_of(who: str, group: dist.ProcessGroup | None, layout: str,
+              boundaries: tuple[Tensor | None, Tensor | None], whole: bool) -> Shards:  # fmt: skip
     """Arguments as users pass them; `boundaries`: cu_seqlens, cu_seqlens_padded."""
     ranks = None if group is None or group.size() == 1 else group
     packed = any(x is not None for x in boundaries)
@@ -261,11 +259,9 @@ class _Gathered(torch.autograd.Function):
         return mine, None
 
 
-def position_ids(
-    tokens: int, *, group: Ranks = None, layout: LayoutName = "zigzag",
-    cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
-    device: torch.device | str = "cpu",
-) -> Tensor:  # fmt: skip
+def position_ids(tokens: int, *, group: Ranks = None, layout: LayoutName = "zigzag",
+                 cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
+                 device: torch.device | str = "cpu") -> Tensor:  # fmt: skip
     """Positions of this rank's rows in their documents, for rotary embeddings.
 
     Args:

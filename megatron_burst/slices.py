@@ -118,10 +118,8 @@ def of_trie(trie: Any) -> Tensor:
     return tree(lengths, parents, starts)
 
 
-def of_ranges(
-    q_ranges: Sequence[tuple[int, int]], k_ranges: Sequence[tuple[int, int]],
-    kinds: Sequence[int | str],
-) -> Tensor:  # fmt: skip
+def of_ranges(q_ranges: Sequence[tuple[int, int]], k_ranges: Sequence[tuple[int, int]],
+              kinds: Sequence[int | str]) -> Tensor:  # fmt: skip
     """Ranges (start, stop) of each slice's queries and keys, as MagiAttention takes them and verl's
     prefix trees have them (`PrefixTreeParams`: `q_ranges`, `k_ranges`, `mask_types`); kinds are
     MagiAttention's numbers, which are those here, or its words."""

@@ -27,10 +27,8 @@ from megatron_burst.shards import LayoutName, shard
 
 _WHO = "burst in torchtitan"
 _LAYOUTS: dict[str | None, LayoutName] = {"headtail": "zigzag", None: "contiguous"}
-_MASKS = {
-    "get_causal_mask_mod", "get_document_mask_mod", "and_masks",
-    "get_efficient_causal_mask_mod_for_packed_document",
-}  # fmt: skip
+_MASKS = {"get_causal_mask_mod", "get_document_mask_mod", "and_masks",
+          "get_efficient_causal_mask_mod_for_packed_document"}  # fmt: skip
 _IN_PLACE: WeakSet[dist.ProcessGroup] = WeakSet()  # per process: groups of replaced attention
 
 
@@ -65,11 +63,9 @@ def apply_cp_to_forward(attention_modules: Sequence[torch.nn.Module], cp_mesh: A
     _IN_PLACE.add(cp_mesh.get_group())
 
 
-def _attend(
-    group: dist.ProcessGroup, layer: int, q: Tensor, k: Tensor, v: Tensor, *,
-    attention_masks: ShardedMask | None = None, scale: float | None = None,
-    enable_gqa: bool = False, is_causal: bool = True, **others: Any,
-) -> Tensor:  # fmt: skip
+def _attend(group: dist.ProcessGroup, layer: int, q: Tensor, k: Tensor, v: Tensor, *,
+            attention_masks: ShardedMask | None = None, scale: float | None = None,
+            enable_gqa: bool = False, is_causal: bool = True, **others: Any) -> Tensor:  # fmt: skip
     asked = [name for name, x in others.items() if x is not None]
     require(_WHO, [
         (not asked, "a model must ask attention for nothing but a mask and a scale, because burst "
@@ -79,10 +75,8 @@ def _attend(
          "it lies", type(attention_masks).__name__, "shard with prepare_context_parallel_input"),
     ])  # fmt: skip
     assert attention_masks is not None
-    attend = partial(
-        burst_attention, group=group, softmax_scale=scale, layout=attention_masks.layout,
-        causal=is_causal, layer=layer,
-    )  # fmt: skip
+    attend = partial(burst_attention, group=group, softmax_scale=scale,
+                     layout=attention_masks.layout, causal=is_causal, layer=layer)  # fmt: skip
     if not attention_masks.cu_seqlens:
         return attend(q, k, v)
     rows = zip(*(x.split(1) for x in (q, k, v)), attention_masks.cu_seqlens, strict=True)

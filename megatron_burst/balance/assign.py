@@ -59,10 +59,8 @@ class Assignment:
         return tuple(next(part for part in slot if cp_rank in part.ranks) for slot in slots)
 
 
-def assign(
-    lengths: Sequence[int] | np.ndarray, grid: BatchGrid, costs: Costs,
-    cp_sizes: Sequence[int] | None = None,
-) -> Assignment:  # fmt: skip
+def assign(lengths: Sequence[int] | np.ndarray, grid: BatchGrid, costs: Costs,
+           cp_sizes: Sequence[int] | None = None) -> Assignment:  # fmt: skip
     """Assign documents so that ranks, and in a pipeline micro-batches, take equally long.
 
     Equal on all ranks that pass equal arguments: nothing is random, and nothing is sent. Never

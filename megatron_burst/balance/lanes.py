@@ -45,10 +45,8 @@ def filled(lengths: np.ndarray, seconds: np.ndarray, lanes: Lanes) -> np.ndarray
     return filled_together(lengths, [seconds], [lanes], [len(lengths)], [])
 
 
-def filled_together(
-    lengths: np.ndarray, seconds: Sequence[np.ndarray], sizes: Sequence[Lanes],
-    stops: Sequence[int], placed: Sequence[int],
-) -> np.ndarray | None:  # fmt: skip
+def filled_together(lengths: np.ndarray, seconds: Sequence[np.ndarray], sizes: Sequence[Lanes],
+                    stops: Sequence[int], placed: Sequence[int]) -> np.ndarray | None:  # fmt: skip
     """The same with lanes of several context-parallel sizes, whose bins are numbered one after the
     other: short documents also go to wide lanes that lack more.
 

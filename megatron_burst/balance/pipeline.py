@@ -129,10 +129,8 @@ def _even(
     return np.maximum(high, (taken + fixed * free).max(axis=1)), seconds_of_slots(high)
 
 
-def _classes(
-    units: Units, grid: BatchGrid, starts: Sequence[tuple[int, int]], ranks: np.ndarray,
-    seconds: np.ndarray,
-) -> list[SizeClass] | None:  # fmt: skip
+def _classes(units: Units, grid: BatchGrid, starts: Sequence[tuple[int, int]], ranks: np.ndarray,
+             seconds: np.ndarray) -> list[SizeClass] | None:  # fmt: skip
     """Slots for each size, the widest first; the narrowest size has the rest.
 
     Args:

@@ -127,10 +127,8 @@ class Definition:
             for total, by, x in zip(sums, factors, (q, q**2, dout, dout**2), strict=True):
                 total += torch.einsum("mgr,mgd->rd", by, x)
         got_dk, got_dv, *totals = (x.unsqueeze(1) for x in (got_dk, got_dv, *sums))
-        return places, {
-            "dk": self._rows_of(got_dk, *totals[:2], self._scale),
-            "dv": self._rows_of(got_dv, *totals[2:], 1.0),
-        }  # fmt: skip
+        return places, {"dk": self._rows_of(got_dk, *totals[:2], self._scale),
+                        "dv": self._rows_of(got_dv, *totals[2:], 1.0)}  # fmt: skip
 
     def _rows_of(self, got: Tensor, total: Tensor, squares: Tensor, scale: float) -> Compared:
         return Compared(got, self._summed(total) * scale, self._summed(squares) * scale**2)

@@ -23,10 +23,8 @@ from megatron_burst.errors import BurstError
 from megatron_burst.kernels.partial import row_delta
 
 
-def checked(
-    attend: Callable[..., tuple[Tensor, Tensor]], tensors: tuple, passes: Passes, sample: Any,
-    layer: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def checked(attend: Callable[..., tuple[Tensor, Tensor]], tensors: tuple, passes: Passes,
+            sample: Any, layer: int) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A call, and its backward, compared if it is drawn.
 
     Args:

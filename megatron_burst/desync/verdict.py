@@ -160,11 +160,9 @@ def report(log: Members, what: str, error: Exception, waits: Waits, ranks: Seque
     if folder is None:
         return
     rank = log.ranks[log.rank]
-    line = {
-        "time": time(), "rank": rank, "cp_rank": log.rank, "group": log.name, "ranks": log.ranks,
-        "nodes": log.nodes, "what": what, "waits": asdict(waits), "culprits": [*ranks],
-        "error": f"{type(error).__name__}: {error}",
-    }  # fmt: skip
+    line = {"time": time(), "rank": rank, "cp_rank": log.rank, "group": log.name,
+            "ranks": log.ranks, "nodes": log.nodes, "what": what, "waits": asdict(waits),
+            "culprits": [*ranks], "error": f"{type(error).__name__}: {error}"}  # fmt: skip
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:

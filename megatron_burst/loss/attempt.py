@@ -25,10 +25,8 @@ class Attempt:
         DisagreementError: at the end, if another rank failed.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device,
-        failure: Exception | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device,
+                 failure: Exception | None = None) -> None:  # fmt: skip
         self._group, self._device, self._failure = group, device, failure
 
     def __call__[T](self, work: Callable[..., T], *args: object, **options: object) -> T | None:

@@ -63,11 +63,9 @@ def _logits(x, scale, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["scale", "softcap"])
-def _statistics_kernel(
-    stats, raw, targets, classes, stats_step, raw_step, scale, softcap,
-    CAPPED: tl.constexpr, EXTRAS: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr,
-    SIDE: tl.constexpr,
-):  # fmt: skip
+def _statistics_kernel(stats, raw, targets, classes, stats_step, raw_step, scale, softcap,
+                       CAPPED: tl.constexpr, EXTRAS: tl.constexpr, BLOCKS: tl.constexpr,
+                       LANES: tl.constexpr, SIDE: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     raw += row * raw_step
     stats += row
@@ -112,10 +110,8 @@ def _statistics_kernel(
 
 
 @triton.jit(do_not_specialize=["scale", "softcap"])
-def _gradient_kernel(
-    raw, targets, factors, classes, raw_step, factors_step, scale, softcap,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _gradient_kernel(raw, targets, factors, classes, raw_step, factors_step, scale, softcap,
+                     CAPPED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < classes

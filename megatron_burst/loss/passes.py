@@ -57,10 +57,8 @@ def statistics_pass(
     return attempt(_poisoned, whole), buffer
 
 
-def gradient_pass(
-    head: Head, hidden: Tensor, weight: Tensor, rows: Rows, factors: Tensor | None, sums: Sums,
-    attempt: Attempt, kept: Tensor | None = None,
-) -> None:  # fmt: skip
+def gradient_pass(head: Head, hidden: Tensor, weight: Tensor, rows: Rows, factors: Tensor | None,
+                  sums: Sums, attempt: Attempt, kept: Tensor | None = None) -> None:  # fmt: skip
     """Accumulate gradients, recomputing logits; tiles go from last to first.
 
     `factors`: [5, blocks, n]; `kept`: the tile buffer of a statistics pass, overwritten: its logits
@@ -203,10 +201,8 @@ def _poisoned(stats: Tensor) -> Tensor:
     return stats
 
 
-def _tiles(
-    head: Head, x: Tensor, weight: Tensor, rows: Rows, piece: slice, buffer: Tensor, computed=False,
-    backwards=False,
-) -> Iterator[tuple[slice, Tensor, Tensor]]:  # fmt: skip
+def _tiles(head: Head, x: Tensor, weight: Tensor, rows: Rows, piece: slice, buffer: Tensor,
+           computed=False, backwards=False) -> Iterator[tuple[slice, Tensor, Tensor]]:  # fmt: skip
     """Tiles of a chunk: (classes, raw logits, columns of the labels); all in one buffer.
 
     `computed`: the buffer still holds the first tile's logits.

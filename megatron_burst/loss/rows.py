@@ -40,10 +40,8 @@ class Rows:
         return cls(empty, empty, mine, order, tokens, failure=failure)
 
     @classmethod
-    def of(
-        cls, labels: Tensor, valid: Tensor, mine: int, most: int | None,
-        sound: Tensor | None = None,
-    ) -> "Rows":  # fmt: skip
+    def of(cls, labels: Tensor, valid: Tensor, mine: int, most: int | None,
+           sound: Tensor | None = None) -> "Rows":  # fmt: skip
         """The rows to compute of [blocks, tokens]; `most`: maximum number of valid ones per block,
         if known."""
         tokens, order = labels.shape[1], None

@@ -60,10 +60,8 @@ class Documents:
         BurstError: if boundaries that are on the CPU are invalid.
     """
 
-    def __init__(
-        self, sample: Sample, sizes: tuple[int, int], layout: Layout, device: torch.device,
-        who: str = _WHO,
-    ) -> None:  # fmt: skip
+    def __init__(self, sample: Sample, sizes: tuple[int, int], layout: Layout, device: torch.device,
+                 who: str = _WHO) -> None:  # fmt: skip
         require(who, chain(samples.of_tensors(sample, device), samples.of_parents(sample)))
         self.parents = None if sample.parents is None else samples.listed_of(sample.parents)
         self._who, self._sample, self._layout = who, sample, layout

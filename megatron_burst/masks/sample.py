@@ -49,10 +49,8 @@ def of_last_shard(last: Sharded | None, layout: str, packed: bool) -> Iterator[N
            "for one document, pass torch.tensor([0, tokens])")  # fmt: skip
 
 
-def check_rows(
-    last: Sharded, mask: tuple[str, bool, tuple[str, ...]], tensors: tuple[Tensor, Tensor],
-    cp_size: int,
-) -> None:  # fmt: skip
+def check_rows(last: Sharded, mask: tuple[str, bool, tuple[str, ...]],
+               tensors: tuple[Tensor, Tensor], cp_size: int) -> None:  # fmt: skip
     """Check attention against its group's last `shard`.
 
     Args:

@@ -82,10 +82,8 @@ class Calls:
         spans = [call.rows for call in self.calls]
         return tuple(_alone(spans)), tuple(_overlaps(spans)) if spans else ()
 
-    def _instead(
-        self, run: Backend, q: Tensor, k: Tensor, v: Tensor, backward: bool = False,
-        deterministic: bool = False,
-    ) -> Backend | None:  # fmt: skip
+    def _instead(self, run: Backend, q: Tensor, k: Tensor, v: Tensor, backward: bool = False,
+                 deterministic: bool = False) -> Backend | None:  # fmt: skip
         """The kernel that takes all parts in one call."""
         if not self.are_many and (backward or not self.overlap):
             return None
@@ -96,10 +94,8 @@ class Calls:
             return run
         return in_one_call(problem) if self.are_many else None
 
-    def forward(
-        self, run: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float,
-        into: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def forward(self, run: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float,
+                into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As `Backend.forward`."""
         if into is None:
             out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -143,19 +139,15 @@ class Calls:
                 target.copy_(total)
         return into
 
-    def _grads(
-        self, call: TileCall, run: Backend, side: QuerySide, k: Tensor, v: Tensor, scale: float,
-        deterministic: bool,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    def _grads(self, call: TileCall, run: Backend, side: QuerySide, k: Tensor, v: Tensor,
+               scale: float, deterministic: bool) -> tuple[Tensor, ...]:  # fmt: skip
         """Gradients of a call's rows and keys."""
         keys = call.keys.slice
         tensors = side.rows(call.rows.slice), k[:, keys], v[:, keys]
         return run.backward(*tensors, scale, call.visible, deterministic=deterministic)
 
-    def _sums(
-        self, grads: Iterable[tuple[Tensor, ...]], inputs: Sequence[Tensor],
-        into: Sequence[Tensor] | None, wide: bool,
-    ) -> Sequence[Tensor]:  # fmt: skip
+    def _sums(self, grads: Iterable[tuple[Tensor, ...]], inputs: Sequence[Tensor],
+              into: Sequence[Tensor] | None, wide: bool) -> Sequence[Tensor]:  # fmt: skip
         """The sums of all calls, in `into` if one pass makes them. For every few calls each row is
         read and written once, so that few gradients are kept at a time."""
         several, totals = len(self.calls) > _AT_ONCE, into

@@ -35,10 +35,8 @@ _WHO = "burst attention"
 _FEW = 10  # slices that are named in errors
 
 
-def slices_of(
-    group: Group, sample: Sample, causal: bool, sizes: tuple[int, int, int], layout: str,
-    like: Tensor,
-) -> "Slices":  # fmt: skip
+def slices_of(group: Group, sample: Sample, causal: bool, sizes: tuple[int, int, int], layout: str,
+              like: Tensor) -> "Slices":  # fmt: skip
     """The slices of a sample, or of its tree, built once for all layers, which pass the same ones;
     arguments and errors as of `Slices`, and of `documents_of`. Tells the user how even the first
     sample is."""

@@ -64,10 +64,8 @@ def add_flags(parser: ArgumentParser) -> None:
         "--burst-log", action="store_true", default=None,
         help="log time and bytes of attention's transfers in every step that Megatron logs",
     )  # fmt: skip
-    group.add_argument(
-        "--burst-tune", action="append", type=_tuning, metavar="NAME=VALUE,...",
-        help=f"for experiments: {configs.legal_tunings()}",
-    )  # fmt: skip
+    group.add_argument("--burst-tune", action="append", type=_tuning, metavar="NAME=VALUE,...",
+                       help=f"for experiments: {configs.legal_tunings()}")  # fmt: skip
     group = parser.add_argument_group("burst loss", "LM head and loss without storing the logits")
     group.add_argument(LOSS_FLAG, action="store_true", help="compute LM head and loss in tiles, "
                        "without ever storing all logits")  # fmt: skip

@@ -57,10 +57,8 @@ def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
         )
 
 
-def check_layer(
-    config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType,
-    attention_type: str, attention_dropout: float | None,
-) -> None:  # fmt: skip
+def check_layer(config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType,
+                attention_type: str, attention_dropout: float | None) -> None:  # fmt: skip
     """Refuse a layer whose configuration asks for something that burst does not support."""
     own: dict[str, Any] = dict(attn_mask_type=attn_mask_type, attention_type=attention_type)
     own["burst_invariant"] = burst_config_of(config).invariant

@@ -77,11 +77,9 @@ class BurstCoreAttention(MegatronModule):
     # the checkpoint of the sinks is that of Megatron's own class
     sharded_state_dict = DotProductAttention.sharded_state_dict
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None, attention_bias: Tensor | None = None,
-        packed_seq_params=None,
-    ) -> Tensor:  # fmt: skip
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                attn_mask_type: AttnMaskType | None = None, attention_bias: Tensor | None = None,
+                packed_seq_params=None) -> Tensor:  # fmt: skip
         """Attention of [s_local, b, h, d] tensors, or [t_local, h, d] of packed samples; returns
         [s_local, b, h * d_v] or [t_local, h * d_v]."""
         return self.burst(query, key, value, attention_mask, attn_mask_type, attention_bias,
@@ -118,12 +116,10 @@ if HAVE_TE:
         ) -> None:  # fmt: skip
             refuse("model", config, WHO)
             runs_burst = asks_for_burst(config, layer_number, cp_comm_type, pg_collection)
-            super().__init__(
-                config, layer_number, attn_mask_type, attention_type,
-                attention_dropout=attention_dropout, softmax_scale=softmax_scale,
-                cp_comm_type="p2p" if runs_burst else cp_comm_type, pg_collection=pg_collection,
-                **options,
-            )  # fmt: skip
+            super().__init__(config, layer_number, attn_mask_type, attention_type,
+                             attention_dropout=attention_dropout, softmax_scale=softmax_scale,
+                             cp_comm_type="p2p" if runs_burst else cp_comm_type,
+                             pg_collection=pg_collection, **options)  # fmt: skip
             self.burst = None
             if not hasattr(self, "softmax_offset"):  # before TransformerEngine 2.8
                 self.softmax_offset = None
@@ -131,11 +127,9 @@ if HAVE_TE:
                 check_layer(config, layer_number, attn_mask_type, attention_type, attention_dropout)
                 self.burst = BurstForward.of(config, layer_number, softmax_scale, pg_collection)
 
-        def forward(
-            self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-            attn_mask_type: AttnMaskType, attention_bias: Tensor | None = None,
-            packed_seq_params=None, num_splits: int | None = None,
-        ) -> Tensor:  # fmt: skip
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                    attn_mask_type: AttnMaskType, attention_bias: Tensor | None = None,
+                    packed_seq_params=None, num_splits: int | None = None) -> Tensor:  # fmt: skip
             """As of `BurstCoreAttention`."""
             extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
             if self.burst is None:
@@ -254,10 +248,8 @@ class BurstForward:
         return replace(self, cp_group=group, topology=topology)
 
     @uncompiled
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask, attn_mask_type,
-        attention_bias, packed_seq_params, sink: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, attention_mask, attn_mask_type,
+                 attention_bias, packed_seq_params, sink: Tensor | None) -> Tensor:  # fmt: skip
         """A layer's forward: [s_local, b, h, d] to [s_local, b, h * d_v]; packed samples: [t_local,
         h, d] to [t_local, h * d_v]; `sink` [h]: Megatron's `softmax_offset`."""
         extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params

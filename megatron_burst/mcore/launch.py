@@ -159,10 +159,8 @@ def switch_on(args: Namespace) -> None:
         patches.apply("attention", "asked")
 
 
-def with_flags(
-    add_megatron_arguments, /, parser: ArgumentParser,
-    when_parsed: Callable[[Namespace], None] = switch_on,
-) -> ArgumentParser:  # fmt: skip
+def with_flags(add_megatron_arguments, /, parser: ArgumentParser,
+               when_parsed: Callable[[Namespace], None] = switch_on) -> ArgumentParser:  # fmt: skip
     """`add_megatron_arguments` that adds burst's flags; see `add_flags`."""
     _refuse_yaml()
     parser = add_megatron_arguments(parser)

@@ -79,10 +79,8 @@ class LazyLogits:
         raise no_logits("logits are never stored while the loss is computed", func.__name__)
 
 
-def inside[T](
-    layer: tensor_parallel.ColumnParallelLinear, work: Callable[[Tensor, Tensor], T],
-    hidden: Tensor, weight: Tensor | None,
-) -> T:  # fmt: skip
+def inside[T](layer: tensor_parallel.ColumnParallelLinear, work: Callable[[Tensor, Tensor], T],
+              hidden: Tensor, weight: Tensor | None) -> T:  # fmt: skip
     """`work(hidden, weight)` as the forward of an output layer, with all hooks of its call.
 
     `weight`: as in a call of the layer; None: its own.

@@ -101,11 +101,9 @@ def sample_of(params: PackedSeqParams | None, cp_size: int) -> dict[str, Any]:
     padded, longest = params.cu_seqlens_q_padded, params.max_seqlen_q
     # reading a tensor on a GPU would synchronize; burst then finds the length once per sample
     is_hidden = longest is None or (isinstance(longest, Tensor) and longest.is_cuda)
-    return sample | {
-        "layout": str(layout), "cu_seqlens": params.cu_seqlens_q,
-        "cu_seqlens_padded": None if padded is params.cu_seqlens_q else padded,
-        "max_seqlen": None if is_hidden else int(longest),
-    }  # fmt: skip
+    return sample | {"layout": str(layout), "cu_seqlens": params.cu_seqlens_q,
+                     "cu_seqlens_padded": None if padded is params.cu_seqlens_q else padded,
+                     "max_seqlen": None if is_hidden else int(longest)}  # fmt: skip
 
 
 def layout_of(cp_size: int) -> Layout:

@@ -224,12 +224,10 @@ def patches_of(
         forms: parameters in other releases, by place.
     """
     for place, becomes, parameters, why in rows:
-        yield Patch(
-            name, place, becomes, tuple(parameters.split()), why,
-            package=place.partition(".")[0].replace("megatron", "megatron-core"), te=te,
-            others=tuple(tuple(form.split()) for form in forms.get(place, {}).values()),
-            releases=releases.get(place, EVERY_RELEASE),
-        )  # fmt: skip
+        yield Patch(name, place, becomes, tuple(parameters.split()), why,
+                    package=place.partition(".")[0].replace("megatron", "megatron-core"), te=te,
+                    others=tuple(tuple(form.split()) for form in forms.get(place, {}).values()),
+                    releases=releases.get(place, EVERY_RELEASE))  # fmt: skip
 
 
 TABLE: tuple[Patch, ...] = (

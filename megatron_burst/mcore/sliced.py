@@ -66,10 +66,8 @@ class SlicedSeqParams(PackedSeqParams):
             positions: see the attribute.
         """
         tokens = integer(WHO, "tokens", tokens, 1)
-        return cls(
-            qkv_format="sbhd", max_seqlen_q=tokens, max_seqlen_kv=tokens, slices=slices,
-            positions=positions,
-        )  # fmt: skip
+        return cls(qkv_format="sbhd", max_seqlen_q=tokens, max_seqlen_kv=tokens, slices=slices,
+                   positions=positions)  # fmt: skip
 
     @classmethod
     def of_tree(
@@ -119,10 +117,8 @@ class _Length(int):
     params: ReferenceType[SlicedSeqParams]
 
 
-def length_with_positions(
-    length_of, /, self, inference_context, transformer, transformer_input, transformer_config,
-    packed_seq_params=None, **options,
-):  # fmt: skip
+def length_with_positions(length_of, /, self, inference_context, transformer, transformer_input,
+                          transformer_config, packed_seq_params=None, **options):  # fmt: skip
     """`RotaryEmbedding.get_rotary_seq_len`, which models and MLA's layers call before they ask for
     the table; it is the first to see the parameters."""
     tensors, params = (transformer, transformer_input, transformer_config), packed_seq_params

@@ -60,10 +60,8 @@ class KeepTail:
             self._recompute(inputs[:3], _rows_first(out, lse), collective.begin, *inputs[3:])
         return out, lse
 
-    def _recompute(
-        self, shard: Sequence[Tensor], results: Sequence[Tensor], begin: Callable[[], None],
-        sink: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def _recompute(self, shard: Sequence[Tensor], results: Sequence[Tensor],
+                   begin: Callable[[], None], sink: Tensor | None = None) -> None:  # fmt: skip
         """Fill the early rows of the results, out [b, n, h, d] and lse [b, n, h].
 
         A rank that fails after `begin` makes its transfers nevertheless, as in a program: the other

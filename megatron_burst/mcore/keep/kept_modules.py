@@ -33,10 +33,8 @@ _LAST = "linear_fc2"  # of an MLP, or of experts
 _DISPATCH, _COMBINE = "token_dispatch", "token_combine"  # send tokens to experts; results back
 _ATTENTION = "core_attention"  # whose results "auto" keeps first
 # of a dispatcher of tokens, once the CPU knows how many each expert gets; and the copy's event
-_COUNTED = (
-    "input_splits", "output_splits", "output_splits_tp", "num_out_tokens",
-    "num_global_tokens_per_local_expert", "d2h_event",
-)  # fmt: skip
+_COUNTED = ("input_splits", "output_splits", "output_splits_tp", "num_out_tokens",
+            "num_global_tokens_per_local_expert", "d2h_event")  # fmt: skip
 _INPUTS = 64  # sizes whose choices are held
 _PREPARED = "burst_modules"  # attribute of a layer
 _WITHOUT = "recompute_granularity", "fp8", "fp4", *CUDA_GRAPHS  # what modules are not kept with
@@ -209,10 +207,8 @@ class LayerModule:
     `parameters`: those that it reads.
     """
 
-    def __init__(
-        self, layer: LayerModules, name: str, forward: Callable[..., Any],
-        parameters: Callable[[], Iterable[Tensor]] = tuple,
-    ) -> None:  # fmt: skip
+    def __init__(self, layer: LayerModules, name: str, forward: Callable[..., Any],
+                 parameters: Callable[[], Iterable[Tensor]] = tuple) -> None:  # fmt: skip
         self._layer, self._name = layer, name
         self._forward, self._parameters = forward, parameters
         update_wrapper(self, forward, updated=())  # some read its parameters

@@ -78,10 +78,8 @@ def own_config(config: TransformerConfig, layer_number: int, query, value) -> Bu
     return burst
 
 
-def resolved(
-    burst: BurstConfig, config: TransformerConfig, layer_number: int, query: Tensor, value: Tensor,
-    half_saves: float, waits: bool = False,
-) -> BurstConfig:  # fmt: skip
+def resolved(burst: BurstConfig, config: TransformerConfig, layer_number: int, query: Tensor,
+             value: Tensor, half_saves: float, waits: bool = False) -> BurstConfig:  # fmt: skip
     """Burst's options for one layer: with `keep` resolved, no more "auto" or number of layers.
 
     Args:
@@ -111,10 +109,8 @@ def resolved(
 
 def keeping_nothing(burst: BurstConfig) -> BurstConfig:
     """The same options for calls of which nothing is kept."""
-    return replace(
-        burst, keep="none", keep_modules=(), keep_layers=None, keep_offload="none",
-        keep_debug=False, keep_host_gib=None, keep_budget_gib=None,
-    )  # fmt: skip
+    return replace(burst, keep="none", keep_modules=(), keep_layers=None, keep_offload="none",
+                   keep_debug=False, keep_host_gib=None, keep_budget_gib=None)  # fmt: skip
 
 
 def modules_within(
@@ -160,10 +156,8 @@ def whole_bytes(config: TransformerConfig, stage: Stage, x: Tensor) -> int:
 
 
 @lru_cache(maxsize=32)
-def _modules(
-    problem: KeepProblem, budget_bytes: float, host_bytes: int, rates: Rates,
-    costs: tuple[ModuleCost, ...], differ: bool,
-) -> dict[str, Placed]:  # fmt: skip
+def _modules(problem: KeepProblem, budget_bytes: float, host_bytes: int, rates: Rates,
+             costs: tuple[ModuleCost, ...], differ: bool) -> dict[str, Placed]:  # fmt: skip
     """The choice for a stage; made and logged once. If layers differ, costs are the largest."""
     chosen = choose_modules(problem, costs, budget_bytes, host_bytes, rates)
     at_most = ", at most" * differ
@@ -198,13 +192,11 @@ def _chosen(
     """Options with "auto" replaced by the choice for a stage of so many layers; `with_them`: number
     of multi-token prediction layers that keep like the decoder layers of the same number."""
     only_some = 0 < choice.layers < layers
-    return replace(
-        burst, keep=choice.keep, keep_budget_gib=None,
-        keep_layers=max(0, choice.layers - with_them) if only_some else None,
-        keep_offload="results" if choice.offload else "none",
-        keep_host_gib=burst.keep_host_gib if choice.offload else None,
-        keep_debug=burst.keep_debug and choice.keep != "none",
-    )  # fmt: skip
+    return replace(burst, keep=choice.keep, keep_budget_gib=None,
+                   keep_layers=max(0, choice.layers - with_them) if only_some else None,
+                   keep_offload="results" if choice.offload else "none",
+                   keep_host_gib=burst.keep_host_gib if choice.offload else None,
+                   keep_debug=burst.keep_debug and choice.keep != "none")  # fmt: skip
 
 
 @lru_cache(maxsize=32)

@@ -154,10 +154,8 @@ def _worst(groups: Sequence[dist.ProcessGroup], burst: BurstConfig, **numbers: A
     return numbers
 
 
-def problem_of(
-    config: TransformerConfig, stage: Stage, shape: tuple[int, int], layer_bytes: int,
-    half_saves: float = 0.0,
-) -> KeepProblem:  # fmt: skip
+def problem_of(config: TransformerConfig, stage: Stage, shape: tuple[int, int], layer_bytes: int,
+               half_saves: float = 0.0) -> KeepProblem:  # fmt: skip
     """The inputs of the choice for a pipeline stage.
 
     Args:

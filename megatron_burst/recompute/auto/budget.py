@@ -170,10 +170,8 @@ def choose_keep(
     return KeepChoice("all" if whole else "none", whole, False, figures)
 
 
-def choose_modules(
-    problem: KeepProblem, modules: Iterable[ModuleCost], budget_bytes: float,
-    host_bytes: float = 0, rates: Rates = _USUAL,
-) -> dict[str, Placed]:  # fmt: skip
+def choose_modules(problem: KeepProblem, modules: Iterable[ModuleCost], budget_bytes: float,
+                   host_bytes: float = 0, rates: Rates = _USUAL) -> dict[str, Placed]:  # fmt: skip
     """Where to keep each module's output, and in how many layers everything (`WHOLE`, the last
     ones), with what attention's results leave of budgets of device and host memory: first of what
     waits for the GPU, then so that most time is saved.
@@ -253,10 +251,8 @@ def _best_beside(
     return placed(best_ways(len(modules), tuple(_Way), saved))
 
 
-def _placed(
-    problem: KeepProblem, modules: Sequence[ModuleCost], ways: Sequence[_Way], spare: float,
-    host: float,
-) -> list[tuple[ModuleCost, Placed]]:  # fmt: skip
+def _placed(problem: KeepProblem, modules: Sequence[ModuleCost], ways: Sequence[_Way], spare: float,
+            host: float) -> list[tuple[ModuleCost, Placed]]:  # fmt: skip
     """In turn as much of each module as fits and its way says; then more on the device, with what
     is left of it."""
     placed, free = {}, problem.free_bytes

@@ -153,10 +153,8 @@ class FirstStep:
         torch.cuda.synchronize(self._device)
         return self._turn[0].until(self._turn[1])
 
-    def weigh(
-        self, forward: Callable[[], Any], x: Tensor, run: RunningFrame, kind: Hashable,
-        others: Callable[[], Iterable[Tensor]] = tuple,
-    ) -> Any:  # fmt: skip
+    def weigh(self, forward: Callable[[], Any], x: Tensor, run: RunningFrame, kind: Hashable,
+              others: Callable[[], Iterable[Tensor]] = tuple) -> Any:  # fmt: skip
         """A layer's results in recomputation; until the step is over, measures `held_share`.
 
         By what the graph saves, and on a GPU also by how much more is allocated, whichever is more:
