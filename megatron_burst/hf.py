@@ -81,7 +81,10 @@ def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: Layout
         BurstError: on all ranks of the group, if the batch cannot be sharded, or if ranks pass
             different ones.
     """
-    require(_WHO, [_not_in_a_worker()])
+    require(_WHO, [(
+        get_worker_info() is None, "a batch must be sharded in the main process, because ranks "
+        "compare it there", "a worker of a DataLoader",
+        "pass num_workers=0, or shard what the loader returns")])  # fmt: skip
     group, problem = given_or_default(group, _WHO), unmet(_WHO, _of_batch(batch))
     rows, cu_seqlens = {}, None
     if not problem:
@@ -136,12 +139,6 @@ class RepeatedBatches(Sampler[int]):
 
     def __len__(self) -> int:
         return len(self._sampler) // self._batch_size * self._batch_size * self._times
-
-
-def _not_in_a_worker() -> Need:
-    return (get_worker_info() is None, "a batch must be sharded in the main process, because ranks "
-            "compare it there", "a worker of a DataLoader",
-            "pass num_workers=0, or shard what the loader returns")  # fmt: skip
 
 
 def _of_batch(batch: Mapping[str, Any]) -> Iterator[Need]:

@@ -106,7 +106,12 @@ def fit(measured: Sequence[Measured]) -> Costs:
     matrix = np.stack(columns, axis=1) / seconds[:, None]
     scale = matrix.max(axis=0)
     rank = np.linalg.matrix_rank(matrix / scale)
-    require(WHO, _of_rank(rank, matrix.shape[1]))
+    require(WHO, [(
+        rank >= matrix.shape[1],
+        f"measured micro-batches must differ enough for {matrix.shape[1]} coefficients, because "
+        "the fit must separate the effects of tokens, area and context-parallel size",
+        f"{rank} that are independent", "measure some of few long and some of many short "
+        "documents, and some half as large, at each size")])  # fmt: skip
     token, pair, fixed, *more = (_least_squares(matrix / scale) / scale).tolist()
     return Costs(token, pair, fixed, dict(zip(rest.astype(int).tolist(), more, strict=True)))
 
@@ -146,10 +151,3 @@ def _of_measured(measured: Sequence[Measured]) -> Iterable[Need]:
            "context-parallel size and seconds above 0, because coefficients are fitted to them",
            shown(wrong[0]) if wrong else "none" if listed else shown(measured),
            "leave out those that did not run")  # fmt: skip
-
-
-def _of_rank(rank: int, wanted: int) -> Iterable[Need]:
-    yield (rank >= wanted, f"measured micro-batches must differ enough for {wanted} coefficients, "
-           "because the fit must separate the effects of tokens, area and context-parallel size",
-           f"{rank} that are independent", "measure some of few long and some of many short "
-           "documents, and some half as large, at each size")  # fmt: skip

@@ -27,7 +27,9 @@ def alike(units: Units, grid: BatchGrid) -> SlotLayout | None:
         starts = [_longer(units, grid, cp, target) for cp in sizes]
         late = int(np.count_nonzero(units.seconds[grid.cp] + units.fixed > target))
         late = min(late, grid.slots - 1)
-        work = _work(units, grid, (sizes, starts), late)
+        ends = [len(units.lengths), *starts[:-1]]  # of documents that are not alone: slot seconds
+        work = float(sum(units.seconds[cp][max(start, late) : end].sum() * cp / grid.cp
+                         for cp, start, end in zip(sizes, starts, ends, strict=True)))  # fmt: skip
         most = grid.token_limit * grid.cp * PACKED / max(int(units.lengths[late:].sum()), 1)
         alone = units.seconds[grid.cp][:late] + units.fixed
         ranks, others = _place(alone, work, units.fixed + most * work, units, grid)
@@ -42,15 +44,6 @@ def _longer(units: Units, grid: BatchGrid, cp: int, target: float) -> int:
         return 0
     late = np.count_nonzero(units.seconds[cp] + units.fixed > target)
     return max(int(late), int(np.count_nonzero(units.lengths > grid.token_limit * cp)))
-
-
-def _work(
-    units: Units, grid: BatchGrid, sizes: tuple[Sequence[int], Sequence[int]], late: int
-) -> float:
-    """Slot seconds of the documents that are not alone."""
-    ends = [len(units.lengths), *sizes[1][:-1]]
-    return float(sum(units.seconds[cp][max(start, late) : end].sum() * cp / grid.cp
-                     for cp, start, end in zip(*sizes, ends, strict=True)))  # fmt: skip
 
 
 def _place(

@@ -1,6 +1,5 @@
 """Times a pass and its waits, for logs: loaded by the first pass that is timed."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -24,7 +23,9 @@ class Clock:
         self._stream: torch.cuda.Stream | None = None
         self._whole: list[Any] = []
         self._waits: list[tuple[Any, Any]] = []
-        self.steps = tuple(map(self._timed, executor.binder.steps))
+        # steps that wait for slots that other ranks may still read
+        self.steps = tuple(self._opening(step) if step.opens and step.queue is None else step
+                           for step in executor.binder.steps)  # fmt: skip
 
     def begin(self, queues: OneQueue | Queues) -> None:
         """Start timing a run, on the stream of the call."""
@@ -65,14 +66,7 @@ class Clock:
         self._whole.clear()
         self._waits.clear()
 
-    def _timed(self, step: Step) -> Step:
-        if step.opens and step.queue is None:
-            return replace(step, run=self._opening(step), opens=[])
-        return step
-
-    def _opening(self, step: Step) -> Callable[[Run], Any]:
-        """The step with its wait for slots that other ranks may still read."""
-
+    def _opening(self, step: Step) -> Step:
         def run(of: Run) -> Any:
             began = self._now()
             for use, number in step.opens:
@@ -80,7 +74,7 @@ class Clock:
             self._waits.append((began, self._now()))
             return step.run(of)
 
-        return run
+        return replace(step, run=run, opens=[])
 
     def _now(self) -> Any:
         """Now, on the current stream if there is one."""

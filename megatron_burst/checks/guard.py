@@ -36,7 +36,8 @@ def _guarded(binder: Binder, step: Step, op: Op, number: int) -> Step:
     places = _accessed(op, binder.program)
     if places is None:
         return step
-    writes, reads = (_parts(binder, positions) for positions in places)
+    writes, reads = ([(ref, name, part(binder, ref)) for ref, name in dict.fromkeys(positions)]
+                     for positions in places)  # fmt: skip
     total, direction = len(binder.program.ops), binder.program.direction
 
     def run(of: Run) -> Any:
@@ -83,10 +84,6 @@ def _accessed(op: Op, program: Program) -> tuple[Positions, Positions] | None:
             names = [x for ref in op.writes for x in fields[ref.buffer]]
             return first(op.writes, names), first((op.source,), names)
     return None
-
-
-def _parts(binder: Binder, places: Positions) -> list[tuple[Ref, str, Part]]:
-    return [(ref, name, part(binder, ref)) for ref, name in dict.fromkeys(places)]
 
 
 def _first_nan(run: Run, parts: list[tuple[Ref, str, Part]]) -> str:

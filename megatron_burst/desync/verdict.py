@@ -57,8 +57,8 @@ def _silent_in(log: Members, posts: Sequence[Told | None]) -> tuple[int, ...]:
 
 def lost_hop(log: Members, error: Exception) -> tuple[BurstError, str]:
     """The error of a transfer that failed; and for which ranks this one waits, in words."""
-    if news := _news(log):
-        return _strayed(log, *news), ""
+    if error_of_call := _strayed(log):
+        return error_of_call, ""
     why = str(error).splitlines()[0]
     waits = awaited_hop(log) or issued_hop(log)
     waits = waits or Waits(log.number, log.stamp.word, log.stamp.layer, ())
@@ -113,21 +113,17 @@ def _with_broken(log: Members, waits: Waits) -> Waits:
     return replace(waits, peers=tuple(sorted(broken)), broken=True) if broken else waits
 
 
-def _news(log: Members) -> tuple[int, str] | None:
-    """A rank that wants to agree on something that this one has not reached, and on what."""
-    for rank, key in enumerate(log.board.keys() if log.board.name else ()):
-        if rank != log.rank and log.store.check([key]):
-            return rank, log.store.get(key).decode()
-    return None
-
-
-def _strayed(log: Members, rank: int, news: str) -> DisagreementError:
-    return DisagreementError(
+def _strayed(log: Members) -> DisagreementError | None:
+    """The error if a rank wants to agree on something that this one has not reached."""
+    keys = log.board.keys() if log.board.name else ()
+    others = ((r, key) for r, key in enumerate(keys) if r != log.rank and log.store.check([key]))
+    rank, key = next(others, (None, ""))
+    return None if rank is None else DisagreementError(
         f"{log.who}: all ranks of a {log.of.group} group must make the same calls, because every "
         f"call sends shards between them; got a call from {log.of.rank} {rank} that this rank "
-        f"({log.of.rank} {log.rank}) did not make: {news}; give all ranks batches of the same "
-        "shape and the same options"
-    )
+        f"({log.of.rank} {log.rank}) did not make: {log.store.get(key).decode()}; give all ranks "
+        "batches of the same shape and the same options"
+    )  # fmt: skip
 
 
 def own_failure(log: Members, error: Exception) -> None:

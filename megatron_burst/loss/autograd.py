@@ -96,7 +96,10 @@ class GradientsInForward(torch.autograd.Function):
         factor = common_factor(ctx.rows.collect(grad), ctx.row_weight)
         (dhidden, total), ctx.sums, dweight = ctx.sums, None, None
         if dhidden is not None:
-            _scale(dhidden.flatten(0, -2), factor)
+            # rounded once: torch would first round a zero-dimensional factor to 16 bits; some rows
+            # at a time: on the CPU torch makes copies in the wider dtype
+            for rows in dhidden.flatten(0, -2).split(_ROWS_AT_ONCE):
+                torch.mul(rows, factor.view(1), out=rows)
         if total is not None:
             main_grad = main_grad_of(ctx.weight)
             if main_grad is None:
@@ -128,15 +131,6 @@ def _factors(head: Head, rows: Rows, stats: Tensor, *grads: Tensor | None) -> Te
 
 def _hidden_sum(ctx, head: Head, rows: Rows, hidden: Tensor, attempt: Attempt) -> HiddenGrad | None:
     return HiddenGrad(head.tp, rows, hidden, attempt) if ctx.needs_input_grad[0] else None
-
-
-def _scale(x: Tensor, factor: Tensor) -> None:
-    """x *= factor, rounded once: torch would first round a zero-dimensional factor to 16 bits.
-
-    Some rows at a time: on the CPU torch makes copies in the wider dtype.
-    """
-    for rows in x.split(_ROWS_AT_ONCE):
-        torch.mul(rows, factor.view(1), out=rows)
 
 
 def held_bytes(weight: Tensor) -> int:

@@ -207,19 +207,16 @@ class TensorParallel:
                 yield piece, mine
                 continue
             shape = piece.stop - piece.start, hidden.shape[-1]
-            sent = attempt.or_nan(mine, shape, hidden.dtype)
-            started = piece, *self._start_gather(attempt, sent)
+            mine = attempt.or_nan(mine, shape, hidden.dtype)
+            shape = self.blocks * shape[0], shape[1]
+            everyones = attempt.or_nan(attempt(mine.new_empty, shape), shape, mine.dtype)
+            work = dist.all_gather_into_tensor(everyones, mine, self.group, async_op=True)
             if coming is not None:
                 yield _landed(*coming)
-            coming = started
+            coming = piece, everyones, work
+            del mine, everyones, work
         if coming is not None:
             yield _landed(*coming)
-
-    def _start_gather(self, attempt: Attempt, mine: Tensor) -> tuple[Tensor, dist.Work]:
-        shape = self.blocks * mine.shape[0], mine.shape[1]
-        everyones = attempt.or_nan(attempt(mine.new_empty, shape), shape, mine.dtype)
-        work = dist.all_gather_into_tensor(everyones, mine, self.group, async_op=True)
-        return everyones, work
 
     def combine(self, attempt: Attempt, stats: Tensor) -> Tensor | None:
         """Statistics [4, ...] over the whole vocabulary from those of its parts: one collective.

@@ -129,8 +129,9 @@ class Calls:
         if other := self._instead(run, side.q, k, v, True, deterministic):
             totals = other.backward(side, k, v, scale, Visible(parts=self.parts), into=into)
         else:
-            how = run, side, k, v, scale, deterministic
-            grads = (self._grads(call, *how) for call in self.calls)
+            grads = (run.backward(side.rows(call.rows.slice), k[:, call.keys.slice],
+                                  v[:, call.keys.slice], scale, call.visible,
+                                  deterministic=deterministic) for call in self.calls)  # fmt: skip
             totals = self._sums(grads, (side.q, k, v), into, wide)
         if into is None:
             return tuple(total if wide else total.to(k.dtype) for total in totals)
@@ -138,13 +139,6 @@ class Calls:
             if target is not total:
                 target.copy_(total)
         return into
-
-    def _grads(self, call: TileCall, run: Backend, side: QuerySide, k: Tensor, v: Tensor,
-               scale: float, deterministic: bool) -> tuple[Tensor, ...]:  # fmt: skip
-        """Gradients of a call's rows and keys."""
-        keys = call.keys.slice
-        tensors = side.rows(call.rows.slice), k[:, keys], v[:, keys]
-        return run.backward(*tensors, scale, call.visible, deterministic=deterministic)
 
     def _sums(self, grads: Iterable[tuple[Tensor, ...]], inputs: Sequence[Tensor],
               into: Sequence[Tensor] | None, wide: bool) -> Sequence[Tensor]:  # fmt: skip

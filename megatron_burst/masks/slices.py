@@ -28,8 +28,8 @@ from megatron_burst.masks.slice_parts import Bands
 from megatron_burst.masks.tree import slices_of_tree
 from megatron_burst.say import say
 from megatron_burst.schedule.chunks import NeededBy
-from megatron_burst.schedule.layout import Chunks, ChunkSegments, Layout, chunks_held
-from megatron_burst.schedule.mask import SLICES, Band, Positions, TilePositions
+from megatron_burst.schedule.layout import ChunkSegments, Layout, chunks_held
+from megatron_burst.schedule.mask import SLICES, Band, TilePositions
 
 _WHO = "burst attention"
 _FEW = 10  # slices that are named in errors
@@ -150,24 +150,15 @@ class Slices:
         native = SLICES in run.capability.masks
         key = (places if isinstance(places, ChunkSegments) else (*places, unit)), native
         if key not in self._visible:
-            q, keys = (self._places(side, unit) for side in _sides(places))
+            if isinstance(places, ChunkSegments):
+                (sides,) = places.pairs  # of a mask that is not causal
+                q, keys = map(self.documents.places_of, sides)
+            else:
+                q, keys = (in_rows(side, unit) for side in places)
             parts = Parts(self._bands.parts(q, keys))
             calls = Calls(parts, self._device, together=self._batch == 1)
             self._visible[key] = Visible(parts=parts) if native else calls
         return self._visible[key]
-
-    def _places(self, side: Positions | Chunks, unit: int) -> Positions:
-        """The positions of rows as ranges."""
-        of_chunks = isinstance(side[0], int)
-        return self.documents.places_of(side) if of_chunks else in_rows(side, unit)
-
-
-def _sides(places: TilePositions) -> tuple:
-    """Queries and keys: their positions, or their chunks of every document."""
-    if not isinstance(places, ChunkSegments):
-        return places
-    ((queries, keys),) = places.pairs  # of a mask that is not causal
-    return queries, keys
 
 
 def _told(slices: np.ndarray) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
@@ -146,7 +145,11 @@ def log_probs_and_entropy(
         raise no_logits(must, "labels=None and input_ids=None")
     if labels is None:
         group = packed.group_of(packed_seq_params, _cp_group_of(compute_language_model_loss))
-        targets = _next_of(input_ids, packed_seq_params, group)
+        sample = packed.sample_of(packed_seq_params, group.size())
+        names = sample.keys() & {"layout", "cu_seqlens", "cu_seqlens_padded"}
+        packed.shards_itself(group)
+        where = {name: sample[name] for name in names}
+        targets = next_tokens(input_ids.t(), group=group, **where)  # [s, b]
     else:
         targets = labels.t()
     tp = output_layer.tp_group
@@ -170,14 +173,6 @@ def _cp_group_of(loss: Any) -> dist.ProcessGroup:
     or of its `FusedHead`; if a framework has put a function there, Megatron's global group."""
     groups = getattr(getattr(loss, "__self__", None), "pg_collection", None)
     return parallel_state.get_context_parallel_group() if groups is None else groups.cp
-
-
-def _next_of(input_ids: Tensor, params: PackedSeqParams | None, group: dist.ProcessGroup) -> Tensor:
-    """[s, b] labels of this rank's [b, s] tokens."""
-    sample = packed.sample_of(params, group.size())
-    names = sample.keys() & {"layout", "cu_seqlens", "cu_seqlens_padded"}
-    packed.shards_itself(group)
-    return next_tokens(input_ids.t(), group=group, **{name: sample[name] for name in names})
 
 
 def check_model(model: Any, config: FusedLossConfig) -> None:

@@ -54,9 +54,8 @@ def prepare(argv: list[str], entry: str = "megatron_burst") -> None:
     parsed = flags.global_args()
     if asked and parsed is not None and not hasattr(parsed, "context_parallel_impl"):
         raise BurstError(
-            f"{entry}: it must be imported before Megatron parses its arguments, because "
-            f"otherwise they lack burst's; got {asked[0]} in arguments that are parsed; import "
-            "it first"
+            f"{entry}: it must be imported before Megatron parses its arguments, because otherwise "
+            f"they lack burst's; got {asked[0]} in arguments that are parsed; import it first"
         )
     if _wants_cpu(argv):
         from megatron_burst.tools import cpu_mode

@@ -89,8 +89,7 @@ _RECOMPUTED = (
 )
 _HYBRID = (
     "vocab_size max_sequence_length hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio "
-    "hybrid_override_pattern pre_process post_process fp16_lm_cross_entropy "
-    f"{HYBRID_TAIL} vp_stage"
+    f"hybrid_override_pattern pre_process post_process fp16_lm_cross_entropy {HYBRID_TAIL} vp_stage"
 )
 _TE_CHECKPOINT = (
     "forward_func distribute_saved_activations get_rng_state_tracker tp_group args kwargs"

@@ -183,10 +183,6 @@ def _by_spec(name: str, allowed, why: str) -> Iterator[Refusal]:
     yield Refusal("spec", name, allowed, f"{why}, and --spec does not patch Megatron", change)
 
 
-def _packed(o: Options) -> bool:
-    return getattr(o, "packed_seq_params", None) == "thd"
-
-
 def _shards_documents(o: Options) -> bool:
     """Whether the model has parts that expect packed samples to be sharded document by document."""
     yarn = getattr(o, "rope_type", None) == "yarn" and getattr(o, "apply_rope_fusion", False)
@@ -340,7 +336,8 @@ TABLE: tuple[Refusal, ...] = (
         "pass packed_seq_params with qkv_format thd", asked="these packed sequences",
         got="qkv_format={value}"),
     Refusal("call", "attn_mask_type",
-        lambda mask, o: mask in _MASKS[:2] or (mask in _MASKS and _packed(o)),
+        lambda mask, o: mask in (_MASKS if getattr(o, "packed_seq_params", None) == "thd"
+                                 else _MASKS[:2]),
         f"{_OTHER_MASKS}, and padding is supported in packed samples only",
         "use a causal mask without padding, or pass packed_seq_params", asked="this mask"),
     Refusal("packed", "cu_seqlens_q", (), "cu_seqlens_q says where documents begin",

@@ -187,9 +187,7 @@ def refuse_unset(init, /, self, *arguments, **options) -> None:
     init(self, *arguments, **options)
 
 
-def _asks_for_burst(
-    config, layer_number, cp_comm_type=None, pg_collection=None, **_
-) -> bool:  # fmt: skip
+def _asks_for_burst(config, layer_number, cp_comm_type=None, pg_collection=None, **_) -> bool:
     """Whether a layer is given burst, or else has it in the model's `cp_comm_type`.
 
     MLA, and attention built without a transformer layer, give none.
@@ -205,7 +203,10 @@ def _with_burst(submodules, **layer) -> Any:
     cores: dict[type, type | None] = {}
     core = _copy(submodules.core_attention, {}, cores)
     if not any(cores.values()):
-        _check_core(_class_of(core), **layer)
+        core = getattr(core, "module", core)
+        core = core.func if isinstance(core, functools.partial) else core
+        # others are known once they are built
+        _check_core(core if isinstance(core, type) else None, **layer)
         return submodules
     submodules = copy.copy(submodules)
     submodules.core_attention = core
@@ -225,10 +226,3 @@ def _check_core(
         f"cp_comm_type=burst means; got {core.__name__} in layer {layer_number}; put one of these "
         "into the spec, or train this model without burst"
     )
-
-
-def _class_of(core_attention) -> type | None:
-    """The class of a spec's core attention, if known before it is built."""
-    core = getattr(core_attention, "module", core_attention)
-    core = core.func if isinstance(core, functools.partial) else core
-    return core if isinstance(core, type) else None

@@ -55,7 +55,8 @@ class Frame[T]:
         def run(*args, **options):
             with self:
                 outs = function(*args, **options)
-                running()[-1].end(outs)
+                for notify in running()[-1].at_end:
+                    notify(outs)
                 return outs
 
         run.frame = self
@@ -82,11 +83,6 @@ class RunningFrame[T]:
     def put(self, kept: T) -> None:
         """Keep something of this call for recomputation."""
         self.frame._kept[self.place] = kept
-
-    def end(self, outs: Any) -> None:
-        """Tell calls of a recomputation what its results are."""
-        for notify in self.at_end:
-            notify(outs)
 
     def kept_bytes(self) -> int:
         """Bytes of what the first pass kept and recomputation has not taken yet."""

@@ -187,7 +187,7 @@ class HostParcel:
         stream = self._memory.stream
         if stream is not None:  # the sources' writers, and the targets' last users
             stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with _on(stream):
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
             return None if stream is None else stream.record_event()
@@ -240,10 +240,6 @@ def _offsets(tensors) -> list[int]:
     for x in tensors:
         offsets.append(offsets[-1] + -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT)
     return offsets
-
-
-def _on(stream: torch.cuda.Stream | None):
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _pinned(num_bytes: int, stream: torch.cuda.Stream | None) -> Tensor:

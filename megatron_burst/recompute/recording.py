@@ -300,10 +300,9 @@ class Recording:
         )
         if not matches:
             raise BurstError(
-                f"{WHO}: recomputation must make the same calls as the first pass, "
-                "because kept results are matched by call order; got inputs (shape, strides, "
-                f"offset) {now} after {self._inputs}; recompute a function that does the same "
-                "every time"
+                f"{WHO}: recomputation must make the same calls as the first pass, because kept "
+                f"results are matched by call order; got inputs (shape, strides, offset) {now} "
+                f"after {self._inputs}; recompute a function that does the same every time"
             )
         if self._debug is None:
             return
@@ -312,8 +311,7 @@ class Recording:
             raise BurstError(
                 f"{WHO}: recomputation's inputs must equal the first pass's bit by bit, because "
                 f"outputs are not recomputed; got other bits in inputs {differing}; look for "
-                "random numbers or weights that changed between the two, or pass --burst-keep "
-                "none"
+                "random numbers or weights that changed between the two, or pass --burst-keep none"
             )
 
 
