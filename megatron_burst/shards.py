@@ -83,17 +83,6 @@ class Shards:
         if self.group is not None:
             state_of(self.group).sharded = self.layout, packed, tokens
 
-    def documents(self, rows: int, device: torch.device) -> Documents:
-        """The documents of a packed sample with so many rows per rank.
-
-        Raises:
-            BurstError: if boundaries that are on the CPU are invalid.
-        """
-        assert self.sample is not None
-        # any upper bound on length will do: no kernel uses it
-        bounded = self.sample._replace(longest=rows * self.size)
-        return Documents(bounded, (rows, self.size), Layout(self.layout), device, self.who)
-
     def order(self, rows: int, documents: Documents | None, device: torch.device) -> Tensor:
         """Positions in the sample of all ranks' rows, rank after rank: int64 [tokens]."""
         if documents is not None and self.layout == Layout.DOCUMENTS and self.size > 1:
@@ -128,7 +117,10 @@ class Shards:
                 problem = unmet(self.who, self.needs(tokens, batch, got))
                 compared = {"shape": got, **(data or {})}
             if self.sample is not None and not problem:
-                documents = self.documents(self.rows(tokens), device)
+                rows, layout = self.rows(tokens), Layout(self.layout)
+                # any upper bound on length will do: no kernel uses it
+                bounded = self.sample._replace(longest=rows * self.size)
+                documents = Documents(bounded, (rows, self.size), layout, device, self.who)
                 compared |= (documents.known or {}) if device.type == "cpu" else {}
         except BurstError as error:
             problem = str(error)

@@ -19,6 +19,8 @@ from torch import Tensor
 from megatron_burst.errors import BurstError, Need, require
 from megatron_burst.integers import MOST, as_integer, as_list, entries, integer, integers, shown
 
+type Integers = Sequence[int]
+type Span = tuple[int, int]
 FULL, CAUSAL, INVERSE, BOTH = range(4)
 _KINDS = {"full": FULL, "causal": CAUSAL, "inverse_causal": INVERSE, "bi_causal": BOTH}
 
@@ -45,7 +47,7 @@ def chunked(tokens: int, chunk: int) -> Tensor:
     return _table((start, stop, start, stop, CAUSAL) for start, stop in edges)
 
 
-def causal_with_spans(spans: Iterable[tuple[int, int]], tokens: int) -> Tensor:
+def causal_with_spans(spans: Iterable[Span], tokens: int) -> Tensor:
     """Causal text with spans (images), (start, stop), ascending, whose queries see all of their
     span as well."""
     who = "causal_with_spans"
@@ -65,9 +67,7 @@ def documents(lengths: Sequence[int]) -> Tensor:
     return _table((start, stop, start, stop, CAUSAL) for start, stop in spans)
 
 
-def tree(
-    lengths: Sequence[int], parents: Sequence[int], starts: Sequence[int] | None = None
-) -> Tensor:
+def tree(lengths: Integers, parents: Integers, starts: Integers | None = None) -> Tensor:
     """Segments that see themselves causally and all of each ancestor (prefix trees), stored in any
     order. Where children directly follow their parents, `prefix_tree` makes fewer slices.
 
@@ -85,9 +85,7 @@ def tree(
     return _table(parts)
 
 
-def tree_positions(
-    lengths: Sequence[int], parents: Sequence[int], starts: Sequence[int] | None = None
-) -> Tensor:
+def tree_positions(lengths: Integers, parents: Integers, starts: Integers | None = None) -> Tensor:
     """Positions of the tokens of a `tree`, as rotary embeddings need them: a token's index in its
     segment, plus the tokens of all ancestors: int64 [tokens], on the CPU; 0 between segments."""
     segments = list(_segments("tree_positions", lengths, parents, starts))
@@ -118,7 +116,7 @@ def of_trie(trie: Any) -> Tensor:
     return tree(lengths, parents, starts)
 
 
-def of_ranges(q_ranges: Sequence[tuple[int, int]], k_ranges: Sequence[tuple[int, int]],
+def of_ranges(q_ranges: Sequence[Span], k_ranges: Sequence[Span],
               kinds: Sequence[int | str]) -> Tensor:  # fmt: skip
     """Ranges (start, stop) of each slice's queries and keys, as MagiAttention takes them and verl's
     prefix trees have them (`PrefixTreeParams`: `q_ranges`, `k_ranges`, `mask_types`); kinds are
@@ -235,9 +233,8 @@ def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
     return torch.cat([sample.long() + by for sample, by in zip(tables, shifts, strict=True)])
 
 
-def _segments(
-    who: str, lengths: Sequence[int], parents: Sequence[int], starts: Sequence[int] | None
-) -> Iterator[tuple[tuple[int, int], list[tuple[int, int]]]]:
+def _segments(who: str, lengths: Integers, parents: Integers,
+              starts: Integers | None) -> Iterator[tuple[Span, list[Span]]]:  # fmt: skip
     """Where each segment of a tree is, and where its ancestors are."""
     spans = _spans(who, lengths)
     why = "parents are -1, or another segment"
@@ -270,17 +267,17 @@ def _alike(**lists: Sequence) -> Need:
     return len(set(counts.values())) == 1, must, got, "pass one of each"
 
 
-def _spans(who: str, lengths: Sequence[int], least: int = 0) -> list[tuple[int, int]]:
+def _spans(who: str, lengths: Sequence[int], least: int = 0) -> list[Span]:
     """Where parts of these lengths begin and end, one after the other."""
     lengths = integers(who, "lengths", lengths, least, why="they count tokens")
     integer(who, "the sum of lengths", sum(lengths), 1)
     return list(pairwise((0, *accumulate(lengths))))
 
 
-def _ranges(who: str, name: str, values: Iterable[Any]) -> list[tuple[int, int]]:
+def _ranges(who: str, name: str, values: Iterable[Any]) -> list[Span]:
     """(start, stop) of each."""
 
-    def pair_of(entry: Any) -> tuple[int, int] | None:
+    def pair_of(entry: Any) -> Span | None:
         match [as_integer(x) for x in as_list(entry) or ()]:
             case [int(start), int(stop)] if 0 <= start <= stop <= MOST:
                 return start, stop

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_burst.balance.grid import BatchGrid
-from megatron_burst.balance.lanes import Lanes, filled, filled_together, refine
+from megatron_burst.balance.lanes import Lanes, filled, refine
 from megatron_burst.balance.packing import starts_in_order
 from megatron_burst.balance.slots import SizeClass, Units
 
@@ -110,10 +110,11 @@ def _fill(size: SizeClass, units: Units, grid: BatchGrid, behind: np.ndarray) ->
     if (grid.ep == 1 or groups == 1) and grid.ep <= grid.cp:
         _, lane_of = np.unique(ranks * groups + at, return_inverse=True)
         targets = np.bincount(lane_of, targets)
-    lanes = Lanes(lane_of, targets, grid.token_limit * size.cp)
-    bins = filled(lengths, seconds, lanes)
+    lanes, stops = Lanes(lane_of, targets, grid.token_limit * size.cp), [len(lengths)]
+    bins = filled(lengths, [seconds], [lanes], stops, [])
     if bins is None:  # by tokens alone more fit
-        bins = filled(lengths, lengths.astype(float), replace(lanes, targets=0 * targets))
+        tokens, alike = lengths.astype(float), replace(lanes, targets=0 * targets)
+        bins = filled(lengths, [tokens], [alike], stops, [])
     if bins is not None:
         refine(lengths, seconds, lanes, bins)
     return bins
@@ -127,11 +128,11 @@ def _alike(classes: Sequence[SizeClass], units: Units, grid: BatchGrid) -> np.nd
         lanes.append(Lanes(np.arange(len(targets)), targets, grid.token_limit * size.cp))
     seconds = [units.seconds[size.cp] for size in classes]
     placed = [n * (grid.cp // classes[0].cp) for n in range(classes[0].alone)]
-    bin_of = filled_together(units.lengths, seconds, lanes, stops, placed)
+    bin_of = filled(units.lengths, seconds, lanes, stops, placed)
     if bin_of is None:  # by tokens alone more fit
         tokens = [units.lengths / size.cp for size in classes]
         alike = [replace(of_size, targets=0 * of_size.targets) for of_size in lanes]
-        bin_of = filled_together(units.lengths, tokens, alike, stops, [])
+        bin_of = filled(units.lengths, tokens, alike, stops, [])
     if bin_of is None:
         return None
     first = 0

@@ -31,29 +31,18 @@ class Lanes:
     room: int
 
 
-def filled(lengths: np.ndarray, seconds: np.ndarray, lanes: Lanes) -> np.ndarray | None:
+def filled(lengths: np.ndarray, seconds: Sequence[np.ndarray], sizes: Sequence[Lanes],
+           stops: Sequence[int], placed: Sequence[int]) -> np.ndarray | None:  # fmt: skip
     """The bin of each document; None if one does not fit.
 
     Each goes to the lane that lacks most of its target, there to the bin with the most room. No bin
-    stays empty.
-
-    Args:
-        lengths: of the documents, the longest first.
-        seconds: that each takes.
-        lanes: where they go; no more bins than documents.
-    """
-    return filled_together(lengths, [seconds], [lanes], [len(lengths)], [])
-
-
-def filled_together(lengths: np.ndarray, seconds: Sequence[np.ndarray], sizes: Sequence[Lanes],
-                    stops: Sequence[int], placed: Sequence[int]) -> np.ndarray | None:  # fmt: skip
-    """The same with lanes of several context-parallel sizes, whose bins are numbered one after the
-    other: short documents also go to wide lanes that lack more.
+    stays empty. Bins of several context-parallel sizes are numbered one after the other; short
+    documents also go to wide lanes that lack more.
 
     Args:
         lengths: of the documents, the longest first.
         seconds: that each takes at each size.
-        sizes: lanes of each, the widest first.
+        sizes: lanes of each, the widest first; no more bins than documents.
         stops: the first document that is short enough for the next size.
         placed: bins of the first documents, of the widest size and no two alike.
     """

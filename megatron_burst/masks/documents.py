@@ -21,6 +21,7 @@ from megatron_burst.schedule.layout import Chunks, ChunkSegments, Layout
 from megatron_burst.schedule.mask import Band, Positions, TilePositions
 
 _WHO = "burst attention"
+type Pair = tuple[Tensor, Tensor]
 
 
 def documents_of(
@@ -288,9 +289,7 @@ def _to_host(x: Tensor, device: torch.device) -> Tensor:
     return ours.copy_(x, non_blocking=True)
 
 
-def _with_padding(
-    of_q: tuple[Tensor, Tensor], of_keys: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+def _with_padding(of_q: Pair, of_keys: Pair) -> Pair:
     """Edges of segments; after each come its padding's queries, which see no key, and keys, which
     no query sees. Arguments are rows of each segment, with padding and without: [segments]."""
     (rows, real), (keys, there) = of_q, of_keys

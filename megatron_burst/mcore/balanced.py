@@ -25,6 +25,7 @@ from megatron_burst.mcore.refusals import names_burst
 WHO = "balanced batches"
 _JOB = Parallel("job's", "rank", "each runs its part of the same steps")
 type Batch = dict[str, Any]
+type Document = Mapping[str, Tensor]
 
 
 class BalancedBatches(Iterator[Batch]):
@@ -94,7 +95,7 @@ class BalancedBatches(Iterator[Batch]):
         documents = [self._read(index) for index in micro_batch.documents]
         return self._packed(documents, micro_batch.cp, device)
 
-    def _read(self, index: int) -> Mapping[str, Tensor]:
+    def _read(self, index: int) -> Document:
         """A document with labels and mask."""
         document = self._documents[index]
         has_labels = isinstance(document, Mapping)
@@ -123,9 +124,7 @@ class BalancedBatches(Iterator[Batch]):
         )])  # fmt: skip
         return rows
 
-    def _packed(
-        self, documents: Sequence[Mapping[str, Tensor]], cp: int, device: torch.device
-    ) -> Batch:
+    def _packed(self, documents: Sequence[Document], cp: int, device: torch.device) -> Batch:
         """This rank's rows of documents that are one after the other, each padded."""
         lengths = torch.tensor([len(document["tokens"]) for document in documents])
         padded = self._padded(lengths, cp)

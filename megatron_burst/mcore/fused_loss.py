@@ -86,9 +86,8 @@ class FusedHead:
         is_main = labels is self.main
         if not is_main:  # a head of multi-token prediction: its mask comes after the loss
             # labels out of range are ignored: if they count, the main loss reports them
-            is_class = (labels >= 0) & (
-                labels < self.layer.output_size_per_partition * self.tp.size
-            )
+            vocab = self.layer.output_size_per_partition * self.tp.size
+            is_class = (labels >= 0) & (labels < vocab)
             labels = torch.where(is_class, labels, self.options.ignore_index)
         losses_of = partial(
             linear_cross_entropy, labels=labels.t(), reduction="none", invariant=self.invariant,

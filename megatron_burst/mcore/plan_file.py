@@ -120,7 +120,7 @@ def _fill(parser: ArgumentParser, parse: _Parse, run: Namespace, words: Sequence
             near = get_close_matches(flag, legal, n=1)
             change = f"write {near[0]}" if near else "leave it out"
             raise _refusal(f"{path} must name existing flags", flag, change)
-    planned = _parsed(parser, parse, flags, path)
+    planned = _args(parser, parse, flags, path)
     names, added = {word.partition("=")[0] for word in words} & known.keys(), []
     for flag in flags:
         dest, text = known[flag].dest, words_of(flag, flags[flag])
@@ -140,9 +140,7 @@ def _fill(parser: ArgumentParser, parse: _Parse, run: Namespace, words: Sequence
         say_once(harmless(f"burst attention: {path} adds {' '.join(added)}"))
 
 
-def _parsed(
-    parser: ArgumentParser, parse: _Parse, flags: Mapping[str, Any], path: str
-) -> Namespace:
+def _args(parser: ArgumentParser, parse: _Parse, flags: Mapping[str, Any], path: str) -> Namespace:
     """A plan's flags as the command line would have them, with the same checks of values."""
     words = [word for flag, value in flags.items() for word in words_of(flag, value)]
     exits, parser.exit_on_error = parser.exit_on_error, False

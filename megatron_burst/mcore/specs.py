@@ -213,10 +213,9 @@ def _with_burst(submodules, **layer) -> Any:
     return submodules
 
 
-def _check_core(
-    core: type | None, config, layer_number, attn_mask_type, attention_type, **_
-) -> None:
-    """Refuse a layer that should run burst but would build another core attention."""
+def _check_core(core, config, layer_number, attn_mask_type, attention_type, **_) -> None:
+    """Refuse a layer that should run burst but would build another core attention: a class; None:
+    not known yet."""
     if core is None or issubclass(core, tuple(core_attention.burst_replacements().values())):
         return
     check_layer(config, layer_number, attn_mask_type, attention_type, None)

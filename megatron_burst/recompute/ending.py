@@ -42,9 +42,7 @@ class Ending:
         parameters: what it reads besides its arguments, as it is called.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], parameters: Callable[[], Iterable[Tensor]]
-    ) -> None:
+    def __init__(self, function: Callable, parameters: Callable[[], Iterable[Tensor]]) -> None:
         self._function, self._parameters = function, parameters
         self.unread: bool | None = None  # None: not known before its first recomputation
 

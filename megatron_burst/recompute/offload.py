@@ -180,16 +180,14 @@ class HostParcel:
         self.on_device: Tensors | None = tensors  # before the copy to the host and after that back
         self._copied = self._copy(self._views(), tensors)
 
-    def _copy(
-        self, targets: Sequence[Tensor], sources: Sequence[Tensor]
-    ) -> torch.cuda.Event | None:
+    def _copy(self, dests: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Copy tensors on the memory's stream; returns the end of it."""
         stream = self._memory.stream
-        if stream is not None:  # the sources' writers, and the targets' last users
+        if stream is not None:  # the sources' writers, and the dests' last users
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
+            for dest, source in zip(dests, sources, strict=True):
+                dest.copy_(source, non_blocking=True)
             return None if stream is None else stream.record_event()
 
     def _views(self) -> list[Tensor]:

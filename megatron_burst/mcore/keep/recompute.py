@@ -186,14 +186,12 @@ def _words_of_whole(layers: int, problem: KeepProblem) -> str:
     )
 
 
-def _chosen(
-    burst: BurstConfig, choice: budget.KeepChoice, layers: int, with_them: int
-) -> BurstConfig:
-    """Options with "auto" replaced by the choice for a stage of so many layers; `with_them`: number
-    of multi-token prediction layers that keep like the decoder layers of the same number."""
+def _chosen(burst: BurstConfig, choice: budget.KeepChoice, layers: int, mtp: int) -> BurstConfig:
+    """Options with "auto" replaced by the choice for a stage of so many layers; `mtp`: number of
+    multi-token prediction layers that keep like the decoder layers of the same number."""
     only_some = 0 < choice.layers < layers
     return replace(burst, keep=choice.keep, keep_budget_gib=None,
-                   keep_layers=max(0, choice.layers - with_them) if only_some else None,
+                   keep_layers=max(0, choice.layers - mtp) if only_some else None,
                    keep_offload="results" if choice.offload else "none",
                    keep_host_gib=burst.keep_host_gib if choice.offload else None,
                    keep_debug=burst.keep_debug and choice.keep != "none")  # fmt: skip

@@ -119,9 +119,7 @@ class KeepChoice:
         return f"keep {self.keep} of {self.layers} layers{where} ({self.reason})"
 
 
-def in_flight(
-    pp_size: int, pp_rank: int, num_chunks: int = 1, group_size: int | None = None
-) -> float:
+def in_flight(pp_size: int, pp_rank: int, chunks: int = 1, group_size: int | None = None) -> float:
     """Micro-batches whose activations a stage holds at most, in units of the whole stage.
 
     1F1B holds P - p of them on stage p; interleaved, Megatron warms up 2(P - p - 1) + (v - 1)g
@@ -130,10 +128,10 @@ def in_flight(
 
     Source: Megatron-Core 0.19.2, pipeline_parallel/schedules.py, get_pp_rank_microbatches.
     """
-    if num_chunks == 1:
+    if chunks == 1:
         return float(pp_size - pp_rank)
     group_size = group_size or pp_size
-    return (2 * (pp_size - pp_rank - 1) + (num_chunks - 1) * group_size + 1) / num_chunks
+    return (2 * (pp_size - pp_rank - 1) + (chunks - 1) * group_size + 1) / chunks
 
 
 def growth(tokens: int, known: int) -> float:
