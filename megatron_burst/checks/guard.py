@@ -46,12 +46,11 @@ def _guarded(binder: Binder, step: Step, op: Op, number: int) -> Step:
             came = _first_nan(of, reads)
             tiles = ", ".join(_tile(ref, of.unit) for ref in op.reads)
             origin = f"which {came} had before" if came else "which the inputs had not"
-            raise BurstError(
-                "burst attention: with nan_guard results must not be NaN, because training "
-                f"continues with them; got NaN in {wrong}, {origin}, after {type(op).__name__} of "
-                f"{tiles}, step {number} of {total}, {direction}; "
-                "look at these inputs, or try another --burst-backend"
-            )
+            raise BurstError("burst attention: with nan_guard results must not be NaN, because "
+                             f"training continues with them; got NaN in {wrong}, {origin}, after "
+                             f"{type(op).__name__} of {tiles}, step {number} of {total}, "
+                             f"{direction}; look at these inputs, or try another "
+                             "--burst-backend")  # fmt: skip
         return done
 
     return replace(step, run=run)

@@ -122,9 +122,8 @@ class SpotCheck:
         layer, number = self._where
         where = f"layer {layer}, {direction}" if layer else direction
         of = f", pass {number} of the group" if self._passes.marks.log else ""
-        return BurstError(
-            f"burst attention: with check={self._passes.check} results must be those of attention "
-            f"by its definition, because training continues with them; got {got}, in {where}{of}; "
-            "repeat the step, and if it happens again, try another --burst-backend, or the job "
-            "without that rank's GPU"
-        )
+        return BurstError(f"burst attention: with check={self._passes.check} results must be those "
+                          "of attention by its definition, because training continues with them; "
+                          f"got {got}, in {where}{of}; repeat the step, and if it happens again, "
+                          "try another --burst-backend, or the job without that rank's "
+                          "GPU")  # fmt: skip

@@ -45,12 +45,11 @@ def _failure(log: Members, entry: Entry, posted: Sequence[Told]) -> Disagreement
     # on GPUs transfers may wait for ever
     can_go_on = "catch it on all ranks and repeat the step on all of them"
     go_on = can_go_on if log.waits else "start the processes again"
-    error = DisagreementError(
-        f"{log.who}: a pass must succeed on every rank, because ranks send each other what "
-        f"they compute; got {' and '.join(failed.values())}, while {rank_word} {log.rank} began "
-        f"{begun} as pass {entry.number} of the group; look there first, and to go on after "
-        f"such an error, {go_on}"
-    )
+    error = DisagreementError(f"{log.who}: a pass must succeed on every rank, because ranks send "
+                              f"each other what they compute; got {' and '.join(failed.values())}, "
+                              f"while {rank_word} {log.rank} began {begun} as pass {entry.number} "
+                              "of the group; look there first, and to go on after such an error, "
+                              f"{go_on}")  # fmt: skip
     report(log, "failure of others", error, _at(entry), [*failed])
     return error
 
@@ -59,11 +58,10 @@ def _heard_of_lost(log: Members, entry: Entry, posted: Sequence[Told]) -> BurstE
     """The error if other ranks waited in vain for some."""
     by = [rank for rank, (_, terms) in enumerate(posted) if "lost" in terms]
     lost = posted[by[0]].terms["lost"]
-    error = BurstError(
-        f"{log.who}: all ranks of a {log.of.group} group must take part in every pass, because "
-        f"{log.of.why}; got {lost}, as {log.of.rank}s {by} say before pass {entry.number} of the "
-        "group; check the output of these ranks first, and start the processes again"
-    )
+    error = BurstError(f"{log.who}: all ranks of a {log.of.group} group must take part in every "
+                       f"pass, because {log.of.why}; got {lost}, as {log.of.rank}s {by} say before "
+                       f"pass {entry.number} of the group; check the output of these ranks first, "
+                       "and start the processes again")  # fmt: skip
     report(log, "heard", error, _at(entry), [])
     return error
 

@@ -74,22 +74,19 @@ def late_hop(log: Members, waits: Waits, why: str) -> tuple[BurstError, str]:
     waits = _with_broken(log, waits)
     ranks = culprits(log, waits)
     layer = f" of layer {waits.layer}" if waits.layer else ""
-    where = (
-        f"the {waits.link} {waits.cargo} hop of {in_unit(waits.num_bytes)} between {word} "
-        f"{peers} and {word} {log.rank}, step {waits.step} of {waits.steps}{layer}, {waits.what}, "
-        f"in pass {waits.number} of the group: {why}"
-    )
+    where = (f"the {waits.link} {waits.cargo} hop of {in_unit(waits.num_bytes)} between {word} "
+             f"{peers} and {word} {log.rank}, step {waits.step} of {waits.steps}{layer}, "
+             f"{waits.what}, in pass {waits.number} of the group: {why}")  # fmt: skip
     error = _missing(log, ranks, waits, where)
     report(log, "hop", error, waits, ranks)
     return error, _whom(log, ranks, waits)
 
 
 def _missing(log: Members, ranks: Sequence[int], waits: Waits, where: str) -> BurstError:
-    return BurstError(
-        f"{log.who}: all ranks of a {log.of.group} group must take part in every pass, because "
-        f"{log.of.why}; got {_whom(log, ranks, waits)} in {where}; check the output of these ranks "
-        "first, and start the processes again"
-    )
+    return BurstError(f"{log.who}: all ranks of a {log.of.group} group must take part in every "
+                      f"pass, because {log.of.why}; got {_whom(log, ranks, waits)} in {where}; "
+                      "check the output of these ranks first, and start the processes "
+                      "again")  # fmt: skip
 
 
 def _whom(log: Members, ranks: Sequence[int], waits: Waits) -> str:

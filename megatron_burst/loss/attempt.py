@@ -70,9 +70,8 @@ class Attempt:
 
 def failed_elsewhere(ranks: list[int]) -> DisagreementError:
     """The error of a rank when others failed."""
-    return DisagreementError(
-        f"{WHO}: a pass must succeed on every rank of a tensor-parallel group, because each "
-        f"computes its part of every token's logits; got an exception on tp ranks {ranks}; look at "
-        "their output first, and to go on after such an error, catch it on all ranks and repeat "
-        "the step on all of them"
-    )
+    return DisagreementError(f"{WHO}: a pass must succeed on every rank of a tensor-parallel "
+                             "group, because each computes its part of every token's logits; got "
+                             f"an exception on tp ranks {ranks}; look at their output first, and "
+                             "to go on after such an error, catch it on all ranks and repeat the "
+                             "step on all of them")  # fmt: skip

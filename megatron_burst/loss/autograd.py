@@ -88,10 +88,9 @@ class GradientsInForward(torch.autograd.Function):
     def backward(ctx, grad):
         refuse_transforms(WHO, grad)
         if ctx.sums is None:
-            raise BurstError(
-                f"{WHO}: backward must run only once if gradients were computed in forward, "
-                "because it scales them in place; got a second backward; pass grads='recompute'"
-            )
+            raise BurstError(f"{WHO}: backward must run only once if gradients were computed in "
+                             "forward, because it scales them in place; got a second backward; "
+                             "pass grads='recompute'")  # fmt: skip
         ctx.announce()
         factor = common_factor(ctx.rows.collect(grad), ctx.row_weight)
         (dhidden, total), ctx.sums, dweight = ctx.sums, None, None

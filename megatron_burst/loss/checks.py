@@ -227,22 +227,18 @@ def _refuse_differences(counts: list[int], got: object, vocab: int, options: Los
     if failed:
         raise failed_elsewhere([failed - 1])
     if wrong:
-        raise BurstError(
-            f"{WHO}: labels must be in [0, {vocab}) or {options.ignore_index}, because they name "
-            f"classes of the vocabulary; got {got}; check the tokenizer, or mask them"
-        )
+        raise BurstError(f"{WHO}: labels must be in [0, {vocab}) or {options.ignore_index}, "
+                         f"because they name classes of the vocabulary; got {got}; check the "
+                         "tokenizer, or mask them")  # fmt: skip
     if largest != ~smallest:
-        raise DisagreementError(
-            f"{WHO}: labels and loss_mask must be the same on all ranks of a tensor-parallel "
-            "group, because each computes its part of every token's logits; got other ones on "
-            "another rank; broadcast the batch within the group"
-        )
+        raise DisagreementError(f"{WHO}: labels and loss_mask must be the same on all ranks of a "
+                                "tensor-parallel group, because each computes its part of every "
+                                "token's logits; got other ones on another rank; broadcast the "
+                                "batch within the group")  # fmt: skip
     if more:
-        raise BurstError(
-            f"{WHO}: supervised must count at least the tokens of the loss, because others would "
-            "be dropped; got fewer, as of another batch; pass the same labels and loss_mask to "
-            "count_supervised"
-        )
+        raise BurstError(f"{WHO}: supervised must count at least the tokens of the loss, because "
+                         "others would be dropped; got fewer, as of another batch; pass the same "
+                         "labels and loss_mask to count_supervised")  # fmt: skip
 
 
 def _stays_on_gpu(x: Tensor) -> bool:

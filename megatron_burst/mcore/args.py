@@ -165,10 +165,8 @@ def _refuse_given(args: Namespace, prefix: str, names: list[str], switch: str) -
     given = [f"{prefix}_{n}" for n in names if getattr(args, f"{prefix}_{n}", None) is not None]
     if given:
         flags = " ".join(f"--{name}".replace("_", "-") for name in given)
-        raise BurstError(
-            f"{flags}: must come with {switch}, because it has no effect otherwise; got no "
-            f"{switch}; add it, or leave {flags} out"
-        )
+        raise BurstError(f"{flags}: must come with {switch}, because it has no effect otherwise; "
+                         f"got no {switch}; add it, or leave {flags} out")  # fmt: skip
 
 
 # ---- what arguments ask for -----------------------------------------------------------------
@@ -235,10 +233,9 @@ def with_attention_backend(
     if burst.backend == "auto":
         return replace(burst, backend=family)
     if not set(burst.backend.split(",")) <= set(family.split(",")):
-        raise BurstError(
-            f"--burst-backend: must be among {family} under --attention-backend {name}, because "
-            f"both name the kernel; got --burst-backend {burst.backend}; leave one of them out"
-        )
+        raise BurstError(f"--burst-backend: must be among {family} under --attention-backend "
+                         f"{name}, because both name the kernel; got --burst-backend "
+                         f"{burst.backend}; leave one of them out")  # fmt: skip
     return burst
 
 
@@ -248,7 +245,5 @@ def say_attention_backend(args: Namespace) -> None:
     only = BurstConfig(invariant=BurstConfig.from_args(args).invariant)
     backend = with_attention_backend(only, asked, version).backend
     if backend != "auto" and args.rank == 0:
-        say(
-            f"burst attention: --attention-backend {getattr(asked, 'name', asked)} selects the "
-            f"first of the kernels {backend} that supports a call"
-        )
+        say(f"burst attention: --attention-backend {getattr(asked, 'name', asked)} selects the "
+            f"first of the kernels {backend} that supports a call")  # fmt: skip

@@ -51,10 +51,9 @@ def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
         idle |= refuses("recompute", "recompute_granularity", config)
     if idle and is_first():
         asked = f"keep={burst.keep}" if keeps else "keep_offload=inputs"
-        say_once(
-            f"burst attention: {asked} has no effect on a model that does not recompute attention; "
-            "if this one trains, set its recompute_granularity to full"
-        )
+        say_once(f"burst attention: {asked} has no effect on a model that does not recompute "
+                 "attention; if this one trains, set its recompute_granularity to "
+                 "full")  # fmt: skip
 
 
 def check_layer(config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType,
@@ -92,11 +91,9 @@ def check_packed(
     if params is None:
         return
     if packed.slices_in(params) is not None and mtp_num_layers:
-        raise BurstError(
-            f"{WHO}: a mask of slices must come without multi-token prediction, because Megatron "
-            "shifts its tokens by documents only; got "
-            f"mtp_num_layers={mtp_num_layers}; pass mtp_num_layers=None"
-        )
+        raise BurstError(f"{WHO}: a mask of slices must come without multi-token prediction, "
+                         "because Megatron shifts its tokens by documents only; got "
+                         f"mtp_num_layers={mtp_num_layers}; pass mtp_num_layers=None")  # fmt: skip
     group = packed.group_of(params, cp_group)
     own = group is cp_group
     call = SimpleNamespace(
@@ -114,10 +111,9 @@ def check_packed(
 def check_slices(params: PackedSeqParams | None) -> None:
     """Refuse slices in a layer that does not run burst."""
     if packed.slices_in(params) is not None:
-        raise BurstError(
-            f"{WHO}: a mask of slices must go to layers that run burst, because others would "
-            "ignore it; got a layer of Megatron's own; pass --cp-comm-type burst for all layers"
-        )
+        raise BurstError(f"{WHO}: a mask of slices must go to layers that run burst, because "
+                         "others would ignore it; got a layer of Megatron's own; pass "
+                         "--cp-comm-type burst for all layers")  # fmt: skip
 
 
 def check_decoding(query: Tensor, key: Tensor) -> None:

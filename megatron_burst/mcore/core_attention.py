@@ -64,11 +64,10 @@ class BurstCoreAttention(MegatronModule):
     ) -> None:  # fmt: skip
         super().__init__(config=config)
         if config.context_parallel_size > 1 and cp_comm_type not in (None, "burst"):
-            raise BurstError(
-                f"{WHO}: without TransformerEngine every layer must run burst, because Megatron's "
-                f"own context parallelism needs it; got cp_comm_type={cp_comm_type!r} in layer "
-                f"{layer_number}; install transformer-engine or pass --cp-comm-type burst"
-            )
+            raise BurstError(f"{WHO}: without TransformerEngine every layer must run burst, "
+                             "because Megatron's own context parallelism needs it; got "
+                             f"cp_comm_type={cp_comm_type!r} in layer {layer_number}; install "
+                             "transformer-engine or pass --cp-comm-type burst")  # fmt: skip
         check_layer(config, layer_number, attn_mask_type, attention_type, attention_dropout)
         self.burst = BurstForward.of(config, layer_number, softmax_scale, pg_collection)
         self.tp_group = tp_group_of(pg_collection)
@@ -225,12 +224,11 @@ class BurstForward:
         if config.deterministic_mode:
             burst_config = replace(burst_config, deterministic=True)
         if config.context_parallel_size != cp_group.size():
-            raise BurstError(
-                f"{WHO}: the layer's context parallel size must be that of its group, because a "
-                "layer that holds whole sequences must not join a ring; got "
-                f"context_parallel_size={config.context_parallel_size} and a group of "
-                f"{cp_group.size()} ranks; pass the layer a pg_collection whose cp group fits"
-            )
+            raise BurstError(f"{WHO}: the layer's context parallel size must be that of its group, "
+                             "because a layer that holds whole sequences must not join a ring; got "
+                             f"context_parallel_size={config.context_parallel_size} and a group of "
+                             f"{cp_group.size()} ranks; pass the layer a pg_collection whose cp "
+                             "group fits")  # fmt: skip
         topology = communicator_of(cp_group, burst_config).topology
         switch_on_keep(burst_config)
         checks.say_if_keep_is_idle(burst_config, config)
@@ -239,10 +237,9 @@ class BurstForward:
     def over(self, group: dist.ProcessGroup | None) -> "BurstForward":
         """The same over another group, whose communicators are made if needed."""
         if isinstance(group, Sequence):
-            raise BurstError(
-                f"{WHO}: a layer's context-parallel group must be one group, because burst finds "
-                f"the nodes itself; got a list of {len(group)}; pass the group of all ranks"
-            )
+            raise BurstError(f"{WHO}: a layer's context-parallel group must be one group, because "
+                             f"burst finds the nodes itself; got a list of {len(group)}; pass the "
+                             "group of all ranks")  # fmt: skip
         group = packed.group_of_one() if group is None else group
         topology = communicator_of(group, self.config).topology
         return replace(self, cp_group=group, topology=topology)

@@ -45,18 +45,15 @@ def prepare(argv: list[str], entry: str = "megatron_burst") -> None:
     """
     megatron = require_megatron(entry)
     if megatron.training is None:
-        raise BurstError(
-            f"{entry}: megatron.training must be importable, because burst's flags are added to "
-            f"its parser; got {megatron} alone; use megatron_burst.auto, or a checkout of "
-            "Megatron-LM"
-        )
+        raise BurstError(f"{entry}: megatron.training must be importable, because burst's flags "
+                         f"are added to its parser; got {megatron} alone; use megatron_burst.auto, "
+                         "or a checkout of Megatron-LM")  # fmt: skip
     asked = [word for word in argv if word.startswith(("--context-parallel-impl", "--burst-"))]
     parsed = flags.global_args()
     if asked and parsed is not None and not hasattr(parsed, "context_parallel_impl"):
-        raise BurstError(
-            f"{entry}: it must be imported before Megatron parses its arguments, because otherwise "
-            f"they lack burst's; got {asked[0]} in arguments that are parsed; import it first"
-        )
+        raise BurstError(f"{entry}: it must be imported before Megatron parses its arguments, "
+                         f"because otherwise they lack burst's; got {asked[0]} in arguments that "
+                         "are parsed; import it first")  # fmt: skip
     if _wants_cpu(argv):
         from megatron_burst.tools import cpu_mode
 
@@ -82,16 +79,14 @@ def run_script(argv: list[str]) -> None:
     script = Path(argv[0])
     if not script.is_file():
         is_what = "is not a file" if script.exists() else f"does not exist in {Path.cwd()}"
-        raise BurstError(
-            f"{_ENTRY}: the first argument must be a script, because it is run with burst's flags "
-            f"added; got {argv[0]!r}, which {is_what}; pass the path of your pretrain_gpt.py"
-        )
+        raise BurstError(f"{_ENTRY}: the first argument must be a script, because it is run with "
+                         f"burst's flags added; got {argv[0]!r}, which {is_what}; pass the path of "
+                         "your pretrain_gpt.py")  # fmt: skip
     only_dumps = any(word.partition("=")[0] == DUMP_FLAG for word in argv)
     if not (torch.cuda.is_available() or _wants_cpu(argv) or only_dumps):
-        raise BurstError(
-            f"{_ENTRY}: a CUDA GPU must be visible, because Megatron trains on GPUs; got none; add "
-            "--distributed-backend gloo to try it on the CPU"
-        )
+        raise BurstError(f"{_ENTRY}: a CUDA GPU must be visible, because Megatron trains on GPUs; "
+                         "got none; add --distributed-backend gloo to try it on the "
+                         "CPU")  # fmt: skip
     sys.argv = [str(script), *argv[1:]]
     sys.path.insert(0, str(script.resolve().parent))
     prepare(sys.argv, _ENTRY)
@@ -209,10 +204,9 @@ def _refuse_yaml() -> None:
     has_yaml = any(word.partition("=")[0] == "--yaml-cfg" for word in words)
     own = any(word.startswith("--burst-") for word in words)
     if has_yaml and (own or {"burst", "--context-parallel-impl=burst"} & set(words)):
-        raise BurstError(
-            f"{FLAG}: cannot run with --yaml-cfg, because Megatron then ignores the command "
-            "line; got --yaml-cfg; pass the file's values as flags"
-        )
+        raise BurstError(f"{FLAG}: cannot run with --yaml-cfg, because Megatron then ignores the "
+                         "command line; got --yaml-cfg; pass the file's values as "
+                         "flags")  # fmt: skip
 
 
 def _hint_at_burst(args: Namespace) -> None:
@@ -220,11 +214,9 @@ def _hint_at_burst(args: Namespace) -> None:
     local = getattr(args, "transformer_impl", None) == "local"
     alone = args.context_parallel_size == 1 or names_burst(args.cp_comm_type)
     if local and not alone and args.rank == 0:
-        say(
-            "Megatron's local attention: the context parallel size must be 1, because it only "
+        say("Megatron's local attention: the context parallel size must be 1, because it only "
             f"attends within a rank; got --context-parallel-size {args.context_parallel_size}; "
-            f"pass {FLAG}, or install transformer-engine"
-        )
+            f"pass {FLAG}, or install transformer-engine")  # fmt: skip
 
 
 def _hint_at_kept(args: Namespace) -> None:
@@ -232,10 +224,9 @@ def _hint_at_kept(args: Namespace) -> None:
     size = args.context_parallel_size
     burst = flags.wants_burst(args) or names_burst(args.cp_comm_type)
     if size > 1 and args.rank == 0 and not burst:
-        say(
-            f"{KEEP_FLAG}: burst attention is not selected, so what is kept is of Megatron's own "
-            f"attention; got --context-parallel-size {size} without {FLAG}; pass it to run burst"
-        )
+        say(f"{KEEP_FLAG}: burst attention is not selected, so what is kept is of Megatron's own "
+            f"attention; got --context-parallel-size {size} without {FLAG}; pass it to run "
+            "burst")  # fmt: skip
 
 
 def _warn_of_sums(args: Namespace) -> None:

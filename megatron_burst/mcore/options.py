@@ -43,10 +43,9 @@ def with_environment(args: Namespace) -> Namespace:
     options, own = environment_args(), getattr(args, "burst_tune", None) or []
     plans = options.burst_plan, getattr(args, "burst_plan", None)
     if None not in plans and plans[0] != plans[1]:
-        raise BurstError(
-            f"{VARIABLE}: plan= must be the file of --burst-plan where both are given, because a "
-            f"run follows one plan; got {plans[0]} and {plans[1]}; leave one of them out"
-        )
+        raise BurstError(f"{VARIABLE}: plan= must be the file of --burst-plan where both are "
+                         f"given, because a run follows one plan; got {plans[0]} and {plans[1]}; "
+                         "leave one of them out")  # fmt: skip
     more = _unnamed(options.burst_tune or (), own)
     defaults = {name: value for name, value in vars(options).items() if name.startswith("burst_")}
     # 0.0 is set, as nothing else that is false is
@@ -118,7 +117,6 @@ def _with_plan(
 
 class _OfVariable(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise BurstError(
-            f"{VARIABLE}: it must hold name=value, joined by commas, because a misspelt "
-            f"option would be silently ignored: {message}; correct it, or unset it"
-        )
+        raise BurstError(f"{VARIABLE}: it must hold name=value, joined by commas, because a "
+                         f"misspelt option would be silently ignored: {message}; correct it, or "
+                         "unset it")  # fmt: skip

@@ -111,11 +111,10 @@ def inside[T](layer: tensor_parallel.ColumnParallelLinear, work: Callable[[Tenso
 def refuse_sharded(weight: Tensor | None) -> None:
     """Refuse a weight that FSDP2 has sharded where it is read."""
     if isinstance(weight, DTensor):
-        raise BurstError(
-            f"{WHO}: cannot run with tied embeddings under FSDP2, because FSDP2 gathers their "
-            "weight for the embedding alone; got a sharded weight; pass "
-            "--untie-embeddings-and-output-weights, or --use-megatron-fsdp"
-        )
+        raise BurstError(f"{WHO}: cannot run with tied embeddings under FSDP2, because FSDP2 "
+                         "gathers their weight for the embedding alone; got a sharded weight; pass "
+                         "--untie-embeddings-and-output-weights, or "
+                         "--use-megatron-fsdp")  # fmt: skip
 
 
 def no_logits(must: str, got: object) -> BurstError:

@@ -55,50 +55,37 @@ TRAINING_LOG = "megatron.training.training:training_log"
 
 # shared parameter lists
 LAYER = "self config submodules layer_number attn_mask_type attention_type cp_comm_type"
-GPT_HEAD = (
-    "self config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
-    "fp16_lm_cross_entropy"
-)
-GPT_TAIL = (
-    "parallel_output share_embeddings_and_output_weights position_embedding_type rotary_percent "
-    "rotary_base rope_scaling rope_scaling_factor scatter_embedding_sequence_parallel "
-    "seq_len_interpolation_factor mtp_block_spec pg_collection vp_stage"
-)
-HYBRID_TAIL = (
-    "parallel_output share_embeddings_and_output_weights position_embedding_type rotary_percent "
-    "rotary_base scatter_embedding_sequence_parallel seq_len_interpolation_factor pg_collection"
-)
-STEP = (
-    "forward_step_func data_iterator model optimizer opt_param_scheduler config "
-    "forward_backward_func iteration"
-)
-LOGGED = (
-    "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter "
-    "grad_norm params_norm num_zeros_in_grad max_attention_logit pg_collection is_first_iteration"
-)
+GPT_HEAD = ("self config transformer_layer_spec vocab_size max_sequence_length pre_process "
+            "post_process fp16_lm_cross_entropy")  # fmt: skip
+GPT_TAIL = ("parallel_output share_embeddings_and_output_weights position_embedding_type "
+            "rotary_percent rotary_base rope_scaling rope_scaling_factor "
+            "scatter_embedding_sequence_parallel seq_len_interpolation_factor mtp_block_spec "
+            "pg_collection vp_stage")  # fmt: skip
+HYBRID_TAIL = ("parallel_output share_embeddings_and_output_weights position_embedding_type "
+               "rotary_percent rotary_base scatter_embedding_sequence_parallel "
+               "seq_len_interpolation_factor pg_collection")  # fmt: skip
+STEP = ("forward_step_func data_iterator model optimizer opt_param_scheduler config "
+        "forward_backward_func iteration")  # fmt: skip
+LOGGED = ("loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag "
+          "skipped_iter grad_norm params_norm num_zeros_in_grad max_attention_logit pg_collection "
+          "is_first_iteration")  # fmt: skip
 _FORWARD = "self query key value attention_mask attn_mask_type attention_bias packed_seq_params"
 _LAYER = f"{LAYER} pg_collection pp_layer_offset name"
-_IN_LAYER = (
-    "self hidden_states attention_mask context context_mask rotary_pos_emb rotary_pos_cos "
-    "rotary_pos_sin rotary_pos_cos_sin attention_bias inference_context packed_seq_params "
-    "sequence_len_offset"
-)
-_RECOMPUTED = (
-    "self hidden_states attention_mask context context_mask rotary_pos_emb attention_bias "
-    "packed_seq_params use_inner_quantization_context padding_mask"
-)
-_HYBRID = (
-    "vocab_size max_sequence_length hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio "
-    f"hybrid_override_pattern pre_process post_process fp16_lm_cross_entropy {HYBRID_TAIL} vp_stage"
-)
+_IN_LAYER = ("self hidden_states attention_mask context context_mask rotary_pos_emb rotary_pos_cos "
+             "rotary_pos_sin rotary_pos_cos_sin attention_bias inference_context packed_seq_params "
+             "sequence_len_offset")  # fmt: skip
+_RECOMPUTED = ("self hidden_states attention_mask context context_mask rotary_pos_emb "
+               "attention_bias packed_seq_params use_inner_quantization_context "
+               "padding_mask")  # fmt: skip
+_HYBRID = ("vocab_size max_sequence_length hybrid_layer_pattern hybrid_attention_ratio "
+           "hybrid_mlp_ratio hybrid_override_pattern pre_process post_process "
+           f"fp16_lm_cross_entropy {HYBRID_TAIL} vp_stage")  # fmt: skip
 _TE_CHECKPOINT = (
     "forward_func distribute_saved_activations get_rng_state_tracker tp_group args kwargs"
 )
 # shared reasons
-_CORES = (
-    "specs name Megatron's own core attention, and --spec does not reach the layers of "
-    "multi-token prediction"
-)
+_CORES = ("specs name Megatron's own core attention, and --spec does not reach the layers of "
+          "multi-token prediction")  # fmt: skip
 _OWN = "keeps what Megatron's own attention saves for its backward, with --burst-keep"
 _INPUTS = "layers call it by this name; hooks for what it saves must be set around the call"
 _BUILT = "attaches the fused loss to models when they are built, by any code"

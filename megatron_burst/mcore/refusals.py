@@ -163,11 +163,9 @@ def _spares_loss(impl: object, o: Options) -> bool:
 
 
 def _cuda_graphs() -> Iterator[Refusal]:
-    change = (
-        "leave it out, or capture only parts other than attention (--cuda-graph-modules "
-        "moe_router, moe_preprocess or mamba, with transformer_engine or in hybrids also mlp "
-        "and moe, in older releases --cuda-graph-scope)"
-    )
+    change = ("leave it out, or capture only parts other than attention (--cuda-graph-modules "
+              "moe_router, moe_preprocess or mamba, with transformer_engine or in hybrids also mlp "
+              "and moe, in older releases --cuda-graph-scope)")  # fmt: skip
     for name in CUDA_GRAPHS:
         yield Refusal("attention", name, _spares_attention, "transfers between ranks cannot be "
                       "captured in CUDA graphs", change)  # fmt: skip

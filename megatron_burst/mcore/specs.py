@@ -37,11 +37,10 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
             support.
     """
     if not patches.rows("spec"):
-        raise BurstError(
-            "--spec megatron_burst.spec layer_spec: Megatron-Core must be 0.19 or newer, "
-            "because older ones do not pass it the model's configuration; got "
-            f"{find_megatron()}; pass --context-parallel-impl burst instead"
-        )
+        raise BurstError("--spec megatron_burst.spec layer_spec: Megatron-Core must be 0.19 or "
+                         "newer, because older ones do not pass it the model's configuration; got "
+                         f"{find_megatron()}; pass --context-parallel-impl burst "
+                         "instead")  # fmt: skip
     patches.apply("spec")
     # Megatron has read the flag; with --use-checkpoint-args a checkpoint that has it would force
     # burst on a run that did not ask for it (training/checkpointing.py:1925)
@@ -89,12 +88,11 @@ def _replaced(spec: Any) -> Any:
     cores: dict[type, type | None] = {}
     copied = _copy(spec, {}, cores)
     if not any(cores.values()):
-        raise BurstError(
-            "burst_spec: the spec must hold a core attention of Megatron's, or a sub-class of "
-            "TransformerEngine's without a forward of its own, because that is what burst "
-            f"replaces; got {', '.join(core.__name__ for core in cores) or 'none'} in "
-            f"{type(spec).__name__}; pass a layer or block spec with one"
-        )
+        raise BurstError("burst_spec: the spec must hold a core attention of Megatron's, or a "
+                         "sub-class of TransformerEngine's without a forward of its own, because "
+                         "that is what burst replaces; got "
+                         f"{', '.join(core.__name__ for core in cores) or 'none'} in "
+                         f"{type(spec).__name__}; pass a layer or block spec with one")  # fmt: skip
     return copied
 
 
@@ -219,9 +217,8 @@ def _check_core(core, config, layer_number, attn_mask_type, attention_type, **_)
     if core is None or issubclass(core, tuple(core_attention.burst_replacements().values())):
         return
     check_layer(config, layer_number, attn_mask_type, attention_type, None)
-    raise BurstError(
-        f"{WHO}: the model's spec must name burst's core attention, Megatron's own, or a sub-class "
-        "of TransformerEngine's without a forward of its own, because no other knows what "
-        f"cp_comm_type=burst means; got {core.__name__} in layer {layer_number}; put one of these "
-        "into the spec, or train this model without burst"
-    )
+    raise BurstError(f"{WHO}: the model's spec must name burst's core attention, Megatron's own, "
+                     "or a sub-class of TransformerEngine's without a forward of its own, because "
+                     f"no other knows what cp_comm_type=burst means; got {core.__name__} in layer "
+                     f"{layer_number}; put one of these into the spec, or train this model without "
+                     "burst")  # fmt: skip

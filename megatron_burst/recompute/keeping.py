@@ -127,12 +127,11 @@ class Watch:
         """Refuse a write."""
         shapes = [f"{shape}" for x, version, shape in self._seen if x._version != version]
         if shapes:
-            raise BurstError(
-                f"{WHO}: attention's kept results and offloaded inputs must not be modified in "
-                "place before backward, because recomputation needs their original values; got "
-                f"a write to shape {', '.join(shapes)}; write out = out + x instead of out += "
-                "x, or pass --burst-keep none"
-            )
+            raise BurstError(f"{WHO}: attention's kept results and offloaded inputs must not be "
+                             "modified in place before backward, because recomputation needs their "
+                             f"original values; got a write to shape {', '.join(shapes)}; write "
+                             "out = out + x instead of out += x, or pass --burst-keep "
+                             "none")  # fmt: skip
 
 
 def _counter(x: Tensor) -> Tensor:

@@ -166,11 +166,10 @@ class Recording:
         self._holes = [index for index, x in enumerate(leaves) if x is None]
         results = tuple(x for x in leaves if x is not None)
         if not results or not all(isinstance(x, Tensor) for x in results):
-            raise BurstError(
-                f"{WHO}: what is kept must return only tensors and None, because other results "
-                f"cannot be kept; got {[type(x).__name__ for x in leaves]}; wrap it in a function "
-                "that does"
-            )
+            raise BurstError(f"{WHO}: what is kept must return only tensors and None, because "
+                             "other results cannot be kept; got "
+                             f"{[type(x).__name__ for x in leaves]}; wrap it in a function that "
+                             "does")  # fmt: skip
         return results
 
     def _refer(self, inputs: Tensors, outs: Tensors) -> Tensors:
@@ -299,20 +298,18 @@ class Recording:
             for got, first, depth in zip(now, self._inputs, depths, strict=True)
         )
         if not matches:
-            raise BurstError(
-                f"{WHO}: recomputation must make the same calls as the first pass, because kept "
-                f"results are matched by call order; got inputs (shape, strides, offset) {now} "
-                f"after {self._inputs}; recompute a function that does the same every time"
-            )
+            raise BurstError(f"{WHO}: recomputation must make the same calls as the first pass, "
+                             "because kept results are matched by call order; got inputs (shape, "
+                             f"strides, offset) {now} after {self._inputs}; recompute a function "
+                             "that does the same every time")  # fmt: skip
         if self._debug is None:
             return
         differing = [i for i, x in enumerate(inputs) if checksum(x) != self._debug[i]]
         if differing:
-            raise BurstError(
-                f"{WHO}: recomputation's inputs must equal the first pass's bit by bit, because "
-                f"outputs are not recomputed; got other bits in inputs {differing}; look for "
-                "random numbers or weights that changed between the two, or pass --burst-keep none"
-            )
+            raise BurstError(f"{WHO}: recomputation's inputs must equal the first pass's bit by "
+                             "bit, because outputs are not recomputed; got other bits in inputs "
+                             f"{differing}; look for random numbers or weights that changed "
+                             "between the two, or pass --burst-keep none")  # fmt: skip
 
 
 class _Played(torch.autograd.Function):

@@ -138,10 +138,9 @@ def modules_within(
         problem = replace(problem, whole_bytes=whole_bytes(config, stage, x), whole_s=whole_s)
     budgets = stage.budget_bytes(burst, tokens), _host_bytes(burst, stage)
     if 0 < stage.tokens < tokens:
-        say_of_stage(
-            f"a micro-batch of {tokens} tokens is longer than those of the first step "
-            f"({stage.tokens}): {budgets[0] / 2**30:.2f} GiB are left for what it keeps"
-        )
+        say_of_stage(f"a micro-batch of {tokens} tokens is longer than those of the first step "
+                     f"({stage.tokens}): {budgets[0] / 2**30:.2f} GiB are left for what it "
+                     "keeps")  # fmt: skip
     chosen = _modules(problem, *budgets, stage.rates, costs, may_differ(config))
     return stage_layers.of_decoder(chosen, config)
 
@@ -172,18 +171,15 @@ def _modules(problem: KeepProblem, budget_bytes: float, host_bytes: int, rates: 
 def _words(module: ModuleCost, placed: Placed, problem: KeepProblem, rates: Rates) -> str:
     here, there = placed.device * problem.in_flight, placed.host * problem.in_flight
     saved = rates.matmul_s(module.flops) * (placed.device + placed.host) * 1e3
-    return (
-        f"keep output of {module.name} in {placed}: {here * module.num_bytes / 2**30:.2f} GiB, on "
-        f"the host {there * module.num_bytes / 2**30:.2f} GiB, saves {saved:.1f} ms a micro-batch"
-    )
+    return (f"keep output of {module.name} in {placed}: {here * module.num_bytes / 2**30:.2f} GiB, "
+            f"on the host {there * module.num_bytes / 2**30:.2f} GiB, saves {saved:.1f} ms a "
+            "micro-batch")  # fmt: skip
 
 
 def _words_of_whole(layers: int, problem: KeepProblem) -> str:
     held = layers * problem.in_flight * problem.whole_bytes / 2**30
-    return (
-        f"recompute nothing in {layers} layers, with attention's results: {held:.2f} GiB, saves "
-        f"{layers * problem.whole_s * 1e3:.1f} ms a micro-batch"
-    )
+    return (f"recompute nothing in {layers} layers, with attention's results: {held:.2f} GiB, "
+            f"saves {layers * problem.whole_s * 1e3:.1f} ms a micro-batch")  # fmt: skip
 
 
 def _chosen(burst: BurstConfig, choice: budget.KeepChoice, layers: int, mtp: int) -> BurstConfig:

@@ -132,15 +132,11 @@ def _agree(stage: Stage, group: dist.ProcessGroup, burst: BurstConfig) -> None:
     stage.rates = replace(stage.rates, host_gbs=worst.pop("host_gbs"))
     for name, number in worst.items():
         setattr(stage, name, number)
-    say_of_stage(
-        f"the first step left {stage.left_bytes / _GIB:.2f} GiB; a layer's forward takes "
-        f"{stage.forward_s * 1e3:.2f} ms, the loss {stage.turn_s * 1e3:.2f} ms; "
-        f"{stage.rates.host_gbs:.1f} GB/s to host memory"
-    )
-    say_of_stage(
-        f"a layer holds {stage.held_share:.1f} times its input for backward; all of it saves "
-        f"{stage.rest_s * 1e3:.2f} ms besides attention"
-    )
+    say_of_stage(f"the first step left {stage.left_bytes / _GIB:.2f} GiB; a layer's forward takes "
+                 f"{stage.forward_s * 1e3:.2f} ms, the loss {stage.turn_s * 1e3:.2f} ms; "
+                 f"{stage.rates.host_gbs:.1f} GB/s to host memory")  # fmt: skip
+    say_of_stage(f"a layer holds {stage.held_share:.1f} times its input for backward; all of it "
+                 f"saves {stage.rest_s * 1e3:.2f} ms besides attention")  # fmt: skip
 
 
 def _worst(groups: Sequence[dist.ProcessGroup], burst: BurstConfig, **numbers: Any) -> Any:
