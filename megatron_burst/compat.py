@@ -118,8 +118,8 @@ def burst_attn_func_sparse(
 
 def _apply(function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
     method, layer = (arguments[11:12] or (None,))[0] or ("none", -1)
-    rest = dict(zip(("sliding_window", "cu_seqlen"), arguments[12:], strict=False))
-    return function(*arguments[:11], grad_ckpt=method, layer_idx=layer, **rest, **options)
+    mask = dict(zip(("sliding_window", "cu_seqlen"), arguments[12:], strict=False))
+    return function(*arguments[:11], grad_ckpt=method, layer_idx=layer, **mask, **options)
 
 
 class OpBurstAttn:

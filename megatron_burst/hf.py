@@ -142,8 +142,8 @@ class RepeatedBatches(Sampler[int]):
 
 
 def _of_batch(batch: Mapping[str, Any]) -> Iterator[Need]:
-    ids, known = batch.get("input_ids"), {*_ROWS, *_BOUNDARIES, *_FOLLOW, "num_items_in_batch"}
-    strange = [name for name, x in batch.items() if name not in known and x is not None]
+    ids, legal = batch.get("input_ids"), {*_ROWS, *_BOUNDARIES, *_FOLLOW, "num_items_in_batch"}
+    strange = [name for name, x in batch.items() if name not in legal and x is not None]
     yield (not strange, f"a batch must consist of {', '.join(_ROWS)} and cu_seqlens, because "
            "nothing else is sharded", ", ".join(strange), "leave it out")  # fmt: skip
     for name in _ROWS:
@@ -203,11 +203,11 @@ def _attend(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
     attention_mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0,
     sliding_window: int | None = None, s_aux: Tensor | None = None, is_causal: bool | None = None,
-    burst: ShardedBatch | None = None, **others: Any,
+    burst: ShardedBatch | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """An attention function of transformers; q, k and v [b, heads, s, d], out [b, s, heads, d]."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    asked = {"attention_mask": attention_mask, "dropout": dropout, "burst": burst, **others}
+    asked = {"attention_mask": attention_mask, "dropout": dropout, "burst": burst, **options}
     lengths, window = (query.shape[2], key.shape[2]), sliding_window
     index = getattr(module, "layer_idx", None)
     require(WHO, of_attention(module, asked, lengths, window, causal))

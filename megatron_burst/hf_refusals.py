@@ -52,8 +52,8 @@ def of_attention(module: torch.nn.Module, asked: Mapping[str, Any], lengths: tup
     yield (not asked["dropout"], "attention must have no dropout, because no kernel has it",
            f"dropout={asked['dropout']}",
            "set attention_dropout=0.0 in the model's config")  # fmt: skip
-    known = {"burst", "attention_mask", "dropout", *_HARMLESS}
-    strange = [n for n, x in asked.items() if n not in known and x is not None and x is not False]
+    legal = {"burst", "attention_mask", "dropout", *_HARMLESS}
+    strange = [n for n, x in asked.items() if n not in legal and x is not None and x is not False]
     yield (not strange, "a model must ask attention for nothing but windows, sinks and a scale, "
            "because burst supports nothing else here", ", ".join(strange),
            "use another attn_implementation")  # fmt: skip

@@ -65,8 +65,8 @@ def apply_cp_to_forward(attention_modules: Sequence[torch.nn.Module], cp_mesh: A
 
 def _attend(group: dist.ProcessGroup, layer: int, q: Tensor, k: Tensor, v: Tensor, *,
             attention_masks: ShardedMask | None = None, scale: float | None = None,
-            enable_gqa: bool = False, is_causal: bool = True, **others: Any) -> Tensor:  # fmt: skip
-    asked = [name for name, x in others.items() if x is not None]
+            enable_gqa: bool = False, is_causal: bool = True, **more: Any) -> Tensor:  # fmt: skip
+    asked = [name for name, x in more.items() if x is not None]
     require(_WHO, [
         (not asked, "a model must ask attention for nothing but a mask and a scale, because burst "
          "supports nothing else here", ", ".join(asked), "use another model"),

@@ -101,8 +101,8 @@ def fit(measured: Sequence[Measured]) -> Costs:
     require(WHO, _of_measured(measured))
     values = np.array([astuple(batch) for batch in measured], dtype=float)
     tokens, area, cp, seconds = values.T
-    rest = np.unique(cp)[1:]
-    columns = [tokens / cp, area / cp, np.ones(len(cp)), *(tokens / cp * (cp == c) for c in rest)]
+    wider = np.unique(cp)[1:]
+    columns = [tokens / cp, area / cp, np.ones(len(cp)), *(tokens / cp * (cp == c) for c in wider)]
     matrix = np.stack(columns, axis=1) / seconds[:, None]
     scale = matrix.max(axis=0)
     rank = np.linalg.matrix_rank(matrix / scale)
@@ -113,7 +113,7 @@ def fit(measured: Sequence[Measured]) -> Costs:
         f"{rank} that are independent", "measure some of few long and some of many short "
         "documents, and some half as large, at each size")])  # fmt: skip
     token, pair, fixed, *more = (_least_squares(matrix / scale) / scale).tolist()
-    return Costs(token, pair, fixed, dict(zip(rest.astype(int).tolist(), more, strict=True)))
+    return Costs(token, pair, fixed, dict(zip(wider.astype(int).tolist(), more, strict=True)))
 
 
 def _least_squares(matrix: np.ndarray) -> np.ndarray:

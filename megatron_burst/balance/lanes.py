@@ -55,9 +55,9 @@ def filled(lengths: np.ndarray, seconds: Sequence[np.ndarray], sizes: Sequence[L
         bins += state.by_need(tokens, costs, range(len(bins), stop))
         if len(bins) < stop:
             break
-    unused, rest = state.empty(), tokens[len(bins) :]
+    unused, unplaced = state.empty(), tokens[len(bins) :]
     rooms = [state.room_of(bin_) for bin_ in unused]
-    fits = len(rooms) == len(rest) and all(map(le, rest, rooms))
+    fits = len(rooms) == len(unplaced) and all(map(le, unplaced, rooms))
     return np.array(bins + unused) if fits else None
 
 

@@ -32,9 +32,9 @@ def alike(units: Units, grid: BatchGrid) -> SlotLayout | None:
                          for cp, start, end in zip(sizes, starts, ends, strict=True)))  # fmt: skip
         most = grid.token_limit * grid.cp * PACKED / max(int(units.lengths[late:].sum()), 1)
         alone = units.seconds[grid.cp][:late] + units.fixed
-        ranks, others = _place(alone, work, units.fixed + most * work, units, grid)
-        target = float(others.max(initial=units.fixed))
-    classes = _classes(units, grid, list(zip(sizes, starts, strict=True)), ranks, others)
+        ranks, other_s = _place(alone, work, units.fixed + most * work, units, grid)
+        target = float(other_s.max(initial=units.fixed))
+    classes = _classes(units, grid, list(zip(sizes, starts, strict=True)), ranks, other_s)
     return SlotLayout(classes, _expected(classes, units, grid)) if classes else None
 
 
@@ -59,9 +59,9 @@ def _place(
     least, many = ceil(len(alone) / grid.micro_batches), min(len(alone), grid.dp)
     ways = {round(least * (many / least) ** (n / (_WAYS - 1))) for n in range(_WAYS)}
     spread = np.stack([_spread(alone, way, grid) for way in sorted(ways)])
-    steps, others = _even(alone, spread, (work, most), units.fixed, grid)
+    steps, other_s = _even(alone, spread, (work, most), units.fixed, grid)
     best = int(steps.argmin())
-    return spread[best], others[best]
+    return spread[best], other_s[best]
 
 
 def _spread(alone: np.ndarray, count: int, grid: BatchGrid) -> np.ndarray:
@@ -80,7 +80,11 @@ def _spread(alone: np.ndarray, count: int, grid: BatchGrid) -> np.ndarray:
 
 
 def _even(
-    alone: np.ndarray, ranks: np.ndarray, rest: tuple[float, float], fixed: float, grid: BatchGrid
+    alone: np.ndarray,
+    ranks: np.ndarray,
+    work_of: tuple[float, float],
+    fixed: float,
+    grid: BatchGrid,
 ) -> tuple[np.ndarray, np.ndarray]:
     """By way to place documents: the step in which the rest of the work can be done, and by rank
     the seconds of its other slots; the least such steps, found by halving.
@@ -88,11 +92,11 @@ def _even(
     Args:
         alone: seconds of the documents that are placed.
         ranks: of each, by way.
-        rest: seconds of slots that the others take, and the most that one slot can.
+        work_of: seconds of slots that the others take, and the most that one slot can.
         fixed: seconds of a micro-batch besides.
         grid: ranks and slots.
     """
-    work, most = rest
+    work, most = work_of
     ways = np.arange(len(ranks))[:, None]
     longest, taken = np.zeros((2, len(ranks), grid.dp))
     free = np.full((len(ranks), grid.dp), grid.micro_batches)
@@ -133,18 +137,18 @@ def _classes(units: Units, grid: BatchGrid, starts: Sequence[tuple[int, int]], r
         ranks: of the documents that are alone.
         seconds: by rank, of each of its other slots.
     """
-    others = _other_slots(ranks, seconds, grid)
-    targets = np.maximum(seconds[others] - units.fixed, 0.0)
+    other_slots = _other_slots(ranks, seconds, grid)
+    targets = np.maximum(seconds[other_slots] - units.fixed, 0.0)
     tokens = np.cumsum(units.lengths[::-1])[::-1]  # from each document on
     every, slot, first, classes = len(units.lengths), 0, 0, []
     for at in reversed(range(len(starts))):
         cp, alone = starts[at][0], len(ranks) if starts[at][0] == grid.cp else 0
-        stop, count = max(alone, starts[at - 1][1]) if at else every, len(others) - slot
+        stop, count = max(alone, starts[at - 1][1]) if at else every, len(other_slots) - slot
         if stop <= first:
             continue
         if at:  # leave slots for the tokens of narrower sizes
-            rest = ceil(tokens[stop] / (PACKED * grid.token_limit * grid.cp)) if stop < every else 0
-            own, usable = units.seconds[cp][first + alone : stop], slot + max(0, count - rest)
+            kept = ceil(tokens[stop] / (PACKED * grid.token_limit * grid.cp)) if stop < every else 0
+            own, usable = units.seconds[cp][first + alone : stop], slot + max(0, count - kept)
             enough = _slots_for(own, targets[slot:usable], grid.cp // cp)
             if enough is None:
                 return None
@@ -153,18 +157,18 @@ def _classes(units: Units, grid: BatchGrid, starts: Sequence[tuple[int, int]], r
             return None
         mine, documents = slice(slot, slot + count), range(first, stop)
         of_alone, cost = ranks[:alone], units.seconds[cp][:alone]
-        classes.append(SizeClass(cp, documents, np.concatenate((of_alone, others[mine])),
+        classes.append(SizeClass(cp, documents, np.concatenate((of_alone, other_slots[mine])),
                                  np.concatenate((cost, targets[mine])), alone))  # fmt: skip
         first, slot = stop, slot + count
-    return classes if first == every and slot == len(others) else None
+    return classes if first == every and slot == len(other_slots) else None
 
 
 def _other_slots(ranks: np.ndarray, seconds: np.ndarray, grid: BatchGrid) -> np.ndarray:
     """Rank of each slot without a document that is alone, the longest slots first."""
     free = grid.micro_batches - np.bincount(ranks, minlength=grid.dp)
     order = [r for m in range(grid.micro_batches) for r in np.flatnonzero(free > m).tolist()]
-    others = np.array(order, dtype=int)
-    return others[np.argsort(-seconds[others], kind="stable")]
+    slot_ranks = np.array(order, dtype=int)
+    return slot_ranks[np.argsort(-seconds[slot_ranks], kind="stable")]
 
 
 def _slots_for(seconds: np.ndarray, targets: np.ndarray, groups: int) -> int | None:

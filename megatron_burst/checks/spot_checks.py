@@ -42,12 +42,12 @@ def checked(attend: Callable[..., tuple[Tensor, Tensor]], tensors: tuple, passes
     *inputs, sink = tensors
     inputs = [x.view_as(x) for x in inputs]  # whose gradients are of this call alone
     out, lse = attend(*inputs, sink, passes, sample, layer)
-    given = {n: x.detach() for n, x in zip("qkv", inputs, strict=True)}
-    given |= {"out": out.detach(), "lse": lse}  # not `out`, whose graph holds this
-    check = SpotCheck(passes, sample, (layer, number), given)
+    fields = {n: x.detach() for n, x in zip("qkv", inputs, strict=True)}
+    fields |= {"out": out.detach(), "lse": lse}  # not `out`, whose graph holds this
+    check = SpotCheck(passes, sample, (layer, number), fields)
     check.forward(sink)
     if out.requires_grad and all(x.requires_grad for x in inputs):
-        out.register_hook(partial(given.__setitem__, "dout"))
+        out.register_hook(partial(fields.__setitem__, "dout"))
         register_multi_grad_hook(inputs, check.backward)
     return out, lse
 
@@ -57,26 +57,26 @@ class SpotCheck:
     `given`: its q, k, v, out and lse, and for backward dout."""
 
     def __init__(
-        self, passes: Passes, sample: Any, where: tuple[int, int], given: dict[str, Tensor]
+        self, passes: Passes, sample: Any, where: tuple[int, int], fields: dict[str, Tensor]
     ) -> None:
-        self._passes, self._where, self._given = passes, where, given
+        self._passes, self._where, self._fields = passes, where, fields
         self._definition = Definition(passes, sample, where[1])
 
     def forward(self, sink: Tensor | None) -> None:
         """Compare out and lse of some queries. Raises as `checked`."""
         with self._together():
-            self._compare("forward", *self._definition.out(self._given, sink))
+            self._compare("forward", *self._definition.out(self._fields, sink))
 
     def backward(self, grads: Any) -> None:
         """Compare dq of some queries, dk and dv of some keys, by the call's own lse and out, which
         forward has compared. Raises as `forward`."""
-        given, (dq, dk, dv) = self._given, grads
-        if "dout" not in given or any(grad is None for grad in grads):
+        fields, (dq, dk, dv) = self._fields, grads
+        if "dout" not in fields or any(grad is None for grad in grads):
             return
         with self._together():
-            given["delta"] = row_delta(given["dout"], given["out"])
-            self._compare("backward", *self._definition.grad_of_queries(given, dq))
-            self._compare("backward", *self._definition.grads_of_keys(given, dk, dv))
+            fields["delta"] = row_delta(fields["dout"], fields["out"])
+            self._compare("backward", *self._definition.grad_of_queries(fields, dq))
+            self._compare("backward", *self._definition.grads_of_keys(fields, dk, dv))
 
     @contextmanager
     def _together(self) -> Iterator[None]:

@@ -16,12 +16,12 @@ def disagreement(log: Members, entry: Entry) -> tuple[BurstError, bool]:
     """The error of a pass whose stamps differ; and whether ranks that catch it can go on."""
     posts = told_by_all(log, entry, min(_TELL_S, log.board.timeout_s / 2))
     posted, of = [post or Told(None, {}) for post in posts], log.of
-    others = [stamp for stamp, _ in posted if stamp is None or stamp.kind is not Kind.FAILURE]
+    stamps = [stamp for stamp, _ in posted if stamp is None or stamp.kind is not Kind.FAILURE]
     # on GPUs some ranks are ahead, or hang
-    goes_on = log.waits and None not in others and at_one_place([x for x in others if x])
+    goes_on = log.waits and None not in stamps and at_one_place([x for x in stamps if x])
     if any("lost" in terms for _, terms in posted):
         return _heard_of_lost(log, entry, posted), False
-    if len(others) < len(posted):
+    if len(stamps) < len(posted):
         return _failure(log, entry, posted), goes_on
     where = "" if goes_on else ", in a new group, as ranks of this one are not at the same call"
     error = DisagreementError(
@@ -80,13 +80,13 @@ def at_one_place(stamps: Sequence[Stamp]) -> bool:
 
 def differences(posted: Sequence[Told], of: Parallel) -> str:
     """What each rank has begun, as text, without what all have in common."""
-    known = [terms for _, terms in posted if terms and terms.keys() != {PROBLEM}]
-    names = dict.fromkeys(name for terms in known for name in terms if name != PROBLEM)
-    differing = [name for name in names if len({terms.get(name) for terms in known}) > 1]
+    calls = [terms for _, terms in posted if terms and terms.keys() != {PROBLEM}]
+    names = dict.fromkeys(name for terms in calls for name in terms if name != PROBLEM)
+    differing = [name for name in names if len({terms.get(name) for terms in calls}) > 1]
     ranks: dict[str, list[int]] = {}
     for rank, (stamp, terms) in enumerate(posted):
         words = f"{stamp or 'a call of which it has not told yet'}"
-        if terms in known and differing:
+        if terms in calls and differing:
             words += " with " + ", ".join(f"{name}={terms.get(name)}" for name in differing)
         if problem := terms.get(PROBLEM):
             words += f" ({problem})"

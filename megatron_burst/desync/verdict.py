@@ -113,8 +113,8 @@ def _with_broken(log: Members, waits: Waits) -> Waits:
 def _strayed(log: Members) -> DisagreementError | None:
     """The error if a rank wants to agree on something that this one has not reached."""
     keys = log.board.keys() if log.board.name else ()
-    others = ((r, key) for r, key in enumerate(keys) if r != log.rank and log.store.check([key]))
-    rank, key = next(others, (None, ""))
+    strayed = ((r, key) for r, key in enumerate(keys) if r != log.rank and log.store.check([key]))
+    rank, key = next(strayed, (None, ""))
     return None if rank is None else DisagreementError(
         f"{log.who}: all ranks of a {log.of.group} group must make the same calls, because every "
         f"call sends shards between them; got a call from {log.of.rank} {rank} that this rank "
@@ -181,19 +181,19 @@ class HopWatch:
     def __init__(self, on_gpu: bool) -> None:
         self._is_blind = on_gpu and not _allow_queries()
         self._hop: Waits | None = None
-        self._since, self._told = 0.0, False
+        self._since, self._has_told = 0.0, False
 
     def late(self, log: Members) -> tuple[BurstError, str] | None:
         """Tell others of a hop that takes half of the time-out. On GPUs, where nothing else gives
         up, returns what `lost_hop` does for one that takes nearly all of it."""
         hop, limit = None if self._is_blind else awaited_hop(log), log.board.timeout_s
         if hop != self._hop:
-            if self._told:
+            if self._has_told:
                 tell(log, None)
-            self._hop, self._since, self._told = hop, monotonic(), False
-        elif hop is not None and not self._told and monotonic() - self._since > limit / 2:
+            self._hop, self._since, self._has_told = hop, monotonic(), False
+        elif hop is not None and not self._has_told and monotonic() - self._since > limit / 2:
             tell(log, replace(hop, since=time() - (monotonic() - self._since)))
-            self._told = True
+            self._has_told = True
         elif hop is not None and not log.waits and monotonic() - self._since > _EARLY * limit:
             hop = replace(hop, since=time() - _EARLY * limit)
             return late_hop(log, hop, f"it is not over after {_EARLY * limit:g} s")

@@ -38,10 +38,10 @@ class Attempt:
                 self._failure = error
         return None
 
-    def or_nan(self, made: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def or_nan(self, result: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What was made for a collective; NaN after a failure."""
-        if self._failure is None and made is not None:
-            return made
+        if self._failure is None and result is not None:
+            return result
         return torch.full(tuple(shape), torch.nan, dtype=dtype, device=self._device)
 
     def __enter__(self) -> "Attempt":

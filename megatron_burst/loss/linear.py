@@ -133,8 +133,8 @@ def token_log_probs(
     """
     options = LossOptions() if options is None else options
     tp = TensorParallel.of(tp_group, sequence_parallel)
-    given = Given(hidden, weight, labels, loss_mask)
-    rows = checked_rows(given, tp, options, {"entropy": entropy, "invariant": invariant})
+    inputs = Given(hidden, weight, labels, loss_mask)
+    rows = checked_rows(inputs, tp, options, {"entropy": entropy, "invariant": invariant})
     head = _head(hidden, weight, options, tp, rows, False, invariant=invariant)
     head = replace(head, entropy=entropy, keep=keep_logits)
     loss, _, entropies = Recomputed.apply(hidden, weight, rows, head)

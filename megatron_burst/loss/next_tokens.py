@@ -64,9 +64,9 @@ def labels_of(shards: Shards, tokens: Tensor, dim: int, ignore_index: int = -100
     """As `next_tokens`, of a sample that is sharded so."""
 
     def sizes() -> Sizes:
-        others = 1 if tokens.dim() == 1 else tokens.shape[1 - dim]
+        sequences = 1 if tokens.dim() == 1 else tokens.shape[1 - dim]
         got = f"tokens {tuple(tokens.shape)} and {shards.size} ranks"
-        return tokens.shape[dim], others, got, tokens.device
+        return tokens.shape[dim], sequences, got, tokens.device
 
     must = "ignore_index must be an integer, because it is a label"
     whole = as_integer(ignore_index) is not None, must, repr(ignore_index), "pass an int"

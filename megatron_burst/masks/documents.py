@@ -169,8 +169,8 @@ class Documents:
         if self._lengths is None:
             return full, None
         every = self._table([number for numbers in segments for number in numbers])
-        rest = self._lengths.long().unsqueeze(1) - chunk.unsqueeze(1) * every
-        real = torch.minimum(rest.clamp_(min=0), chunk.unsqueeze(1))
+        remaining = self._lengths.long().unsqueeze(1) - chunk.unsqueeze(1) * every
+        real = torch.minimum(remaining.clamp_(min=0), chunk.unsqueeze(1))
         parts = real.split([len(numbers) for numbers in segments], 1)
         return full, torch.stack([part.sum(1) for part in parts], 1).flatten()
 

@@ -65,11 +65,11 @@ def check_rows(last: Sharded, mask: tuple[str, bool, tuple[str, ...]],
     """
     if torch._C._current_graph_task_id() != -1:  # in backward
         return
-    (layout, masked, given), (q, k), rows = mask, tensors, last[2] // cp_size
-    packed = bool(given) or q.shape[1] != k.shape[1]
+    (layout, masked, arguments), (q, k), rows = mask, tensors, last[2] // cp_size
+    packed = bool(arguments) or q.shape[1] != k.shape[1]
     swapped = q.shape[2] == rows != q.shape[1]
     require("burst attention", chain(
-        of_last_shard(last, layout if masked or given else "", packed),
+        of_last_shard(last, layout if masked or arguments else "", packed),
         [(not swapped, "q, k and v must be [b, s, h, d], because the sequence is the second axis",
           f"q {tuple(q.shape)} after a shard into {rows} rows, as if for "
           "scaled_dot_product_attention", "pass x.transpose(1, 2)")],

@@ -211,8 +211,8 @@ def _groups(parts: np.ndarray, together: bool) -> Iterator[np.ndarray]:
         if (alike[1:, [0, 2]] >= alike[:-1, [1, 3]]).all():
             yield alike
         else:
-            for first, *others in _behind(alike.tolist()):  # views are cheaper than copies
-                yield alike[[first, *others]] if others else alike[first : first + 1]
+            for first, *following in _behind(alike.tolist()):  # views are cheaper than copies
+                yield alike[[first, *following]] if following else alike[first : first + 1]
 
 
 def _behind(parts: Sequence[Sequence[int]]) -> Iterator[list[int]]:

@@ -33,9 +33,9 @@ def need_of_pairs(
     yield (inside.all(), f"slices must be within the {queries} queries and {keys} keys of the "
            "sample (of all ranks together), and none may be empty, because the sample has no other "
            "positions", _first(slices, ~inside), "pass positions in the whole sample")  # fmt: skip
-    known = (kind >= 0) & (kind <= 3)
-    yield (known.all(), "the kind of a slice must be 0 (full), 1 (causal), 2 (inverse causal) or 3 "
-           "(both)", _first(slices, ~known), "pass one of them")  # fmt: skip
+    legal = (kind >= 0) & (kind <= 3)
+    yield (legal.all(), "the kind of a slice must be 0 (full), 1 (causal), 2 (inverse causal) or 3 "
+           "(both)", _first(slices, ~legal), "pass one of them")  # fmt: skip
     ahead = _ahead(slices)
     yield (not (causal and ahead.any()),
            "with causal=True no slice may have a key behind a query, because such hops are left "
@@ -103,8 +103,8 @@ def _first(slices: np.ndarray, wrong: np.ndarray) -> str:
 
 def counted_twice(slices: np.ndarray) -> tuple[list[int], list[int]] | None:
     """Two slices that share a pair, if any."""
-    one, other = _overlapping(slices)
-    a, b = slices[one], slices[other]
+    first, second = _overlapping(slices)
+    a, b = slices[first], slices[second]
     begin, end = np.maximum(a[:, 0], b[:, 0]), np.minimum(a[:, 1], b[:, 1])
     for x, y in ((a, b), (b, a), (a, a), (b, b)):  # rows where x begins before y ends
         begin, end = _rows_where_before(x, y, begin, end)
@@ -122,11 +122,11 @@ def _overlapping(slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         until = np.searchsorted(start[order], stop[order], side="left")
         axes.append((order, np.maximum(until - np.arange(len(order)) - 1, 0)))
     order, counts = min(axes, key=lambda axis: axis[1].sum())
-    one, other = (order[index] for index in listed(np.arange(len(order)) + 1, counts))
-    both = np.ones(len(one), dtype=bool)
+    first, second = (order[index] for index in listed(np.arange(len(order)) + 1, counts))
+    both = np.ones(len(first), dtype=bool)
     for start, stop in slices[:, :2].T, slices[:, 2:4].T:
-        both &= (start[one] < stop[other]) & (start[other] < stop[one])
-    return one[both], other[both]
+        both &= (start[first] < stop[second]) & (start[second] < stop[first])
+    return first[both], second[both]
 
 
 def _rows_where_before(

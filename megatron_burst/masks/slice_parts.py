@@ -102,27 +102,27 @@ def _in_queries(bands: np.ndarray, q: _Rows) -> tuple[np.ndarray, np.ndarray]:
     bounds, so only a part that has some is cut where ranges end.
     """
     plain = (bands[:, 4] == -FAR) & (bands[:, 5] == FAR)
-    whole, rest = bands[plain], bands[~plain]
+    whole, bounded = bands[plain], bands[~plain]
     whole[:, :2] = q.before(whole[:, :2])
-    index, at = q.each(rest[:, 0], rest[:, 1])
-    rest = rest[index]
-    _cut(rest, 0, q, at)
-    rest = trimmed(rest)
-    by = q.moved(np.searchsorted(q.stops, rest[:, 0], side="right"))
-    rest[:, :2] += by
-    rest[:, 4:] -= by
-    return whole[whole[:, 0] < whole[:, 1]], rest
+    index, at = q.each(bounded[:, 0], bounded[:, 1])
+    bounded = bounded[index]
+    _cut(bounded, 0, q, at)
+    bounded = trimmed(bounded)
+    by = q.moved(np.searchsorted(q.stops, bounded[:, 0], side="right"))
+    bounded[:, :2] += by
+    bounded[:, 4:] -= by
+    return whole[whole[:, 0] < whole[:, 1]], bounded
 
 
-def _in_keys(whole: np.ndarray, rest: np.ndarray, keys: _Rows) -> np.ndarray:
+def _in_keys(whole: np.ndarray, bounded: np.ndarray, keys: _Rows) -> np.ndarray:
     """The same in the key rows of the tile."""
     whole = whole.copy()
     whole[:, 2:4] = keys.before(whole[:, 2:4])
-    index, at = keys.each(rest[:, 2], rest[:, 3])
-    rest = rest[index]
-    _cut(rest, 2, keys, at)
-    rest[:, 2:] += keys.moved(at)
-    return trimmed(np.concatenate((whole, rest)))
+    index, at = keys.each(bounded[:, 2], bounded[:, 3])
+    bounded = bounded[index]
+    _cut(bounded, 2, keys, at)
+    bounded[:, 2:] += keys.moved(at)
+    return trimmed(np.concatenate((whole, bounded)))
 
 
 def _cut(parts: np.ndarray, column: int, rows: _Rows, at: np.ndarray) -> None:

@@ -78,24 +78,24 @@ class Slices:
     """
 
     def __init__(
-        self, given: Tensor | None, causal: bool, sizes: tuple[int, int, int, int], layout: Layout,
+        self, tensor: Tensor | None, causal: bool, sizes: tuple[int, int, int, int], layout: Layout,
         device: torch.device, documents: Documents | None = None,
     ) -> None:  # fmt: skip
         rows, cp_size, self._batch, key_rows = sizes
         self._tokens, self._keys = rows * cp_size, key_rows * cp_size
         self._shards = cp_size, layout
-        if given is None:
-            known, given = documents.checked(), slices_of_tree(documents.starts, documents.parents)
+        if tensor is None:
+            terms, tensor = documents.checked(), slices_of_tree(documents.starts, documents.parents)
         else:
-            require(_WHO, need_of_tensor(given))
-            known = {"slices": _told(given.numpy())} | dict((documents and documents.known) or {})
-        slices = given.numpy().astype(np.int64)
-        if "slices" in known:
+            require(_WHO, need_of_tensor(tensor))
+            terms = {"slices": _told(tensor.numpy())} | dict((documents and documents.known) or {})
+        slices = tensor.numpy().astype(np.int64)
+        if "slices" in terms:
             require(_WHO, need_of_pairs(slices, (self._tokens, self._keys), causal, cp_size))
-        self.known, self.slices, self._device, self.documents = known, slices, device, documents
+        self.known, self.slices, self._device, self.documents = terms, slices, device, documents
         self._bands = Bands(slices)
         self._visible: dict[tuple, Visible | Calls] = {}
-        self._met: dict[NeededBy, bool] = {}
+        self._is_needed: dict[NeededBy, bool] = {}
         if documents is not None:
             self.arranged, self.restored = documents.arranged, documents.restored
 
@@ -121,10 +121,10 @@ class Slices:
 
     def meet(self, between: NeededBy) -> bool:
         """Whether any query of some chunks sees any key of some."""
-        if between not in self._met:
+        if between not in self._is_needed:
             pairs = self._chunks[list(between.queries)][:, list(between.keys)]
-            self._met[between] = bool(pairs.any())
-        return self._met[between]
+            self._is_needed[between] = bool(pairs.any())
+        return self._is_needed[between]
 
     @cached_property
     def _chunks(self) -> np.ndarray:

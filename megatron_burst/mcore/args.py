@@ -162,9 +162,9 @@ def check_unused(args: Namespace) -> None:
 
 
 def _refuse_given(args: Namespace, prefix: str, names: list[str], switch: str) -> None:
-    given = [f"{prefix}_{n}" for n in names if getattr(args, f"{prefix}_{n}", None) is not None]
-    if given:
-        flags = " ".join(f"--{name}".replace("_", "-") for name in given)
+    options = [f"{prefix}_{n}" for n in names if getattr(args, f"{prefix}_{n}", None) is not None]
+    if options:
+        flags = " ".join(f"--{name}".replace("_", "-") for name in options)
         raise BurstError(f"{flags}: must come with {switch}, because it has no effect otherwise; "
                          f"got no {switch}; add it, or leave {flags} out")  # fmt: skip
 

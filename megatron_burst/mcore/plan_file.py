@@ -112,20 +112,20 @@ def _dump(parser: ArgumentParser, parse: _Parse, parsed: Namespace, words: Seque
 
 
 def _fill(parser: ArgumentParser, parse: _Parse, run: Namespace, words: Sequence[str]) -> None:
-    path, known = run.burst_plan, parser._option_string_actions
+    path, actions = run.burst_plan, parser._option_string_actions
     flags = read_plan(Path(path)).flags
-    legal = [flag for flag in known if flag not in (FLAG, DUMP_FLAG)]
+    legal = [flag for flag in actions if flag not in (FLAG, DUMP_FLAG)]
     for flag in flags:
         if flag not in legal:
             near = get_close_matches(flag, legal, n=1)
             change = f"write {near[0]}" if near else "leave it out"
             raise _refusal(f"{path} must name existing flags", flag, change)
     planned = _args(parser, parse, flags, path)
-    names, added = {word.partition("=")[0] for word in words} & known.keys(), []
+    names, added = {word.partition("=")[0] for word in words} & actions.keys(), []
     for flag in flags:
-        dest, text = known[flag].dest, words_of(flag, flags[flag])
+        dest, text = actions[flag].dest, words_of(flag, flags[flag])
         value, in_run = getattr(planned, dest), getattr(run, dest)
-        same = sorted(name for name in names if known[name].dest == dest)
+        same = sorted(name for name in names if actions[name].dest == dest)
         if not same:
             setattr(run, dest, value)
             added += text

@@ -124,8 +124,8 @@ def _keeps_dispatch(o: Options) -> bool:
 
 def _selective(o: Options) -> bool:
     """Whether Megatron will recompute selectively."""
-    given = o.recompute_granularity
-    return given == "selective" or (not given and getattr(o, "recompute_activations", False))
+    kind = o.recompute_granularity
+    return kind == "selective" or (not kind and getattr(o, "recompute_activations", False))
 
 
 def _on_gpus(name: str, needed: str, allowed: Container[object] = OFF, asked: str = "") -> Refusal:

@@ -103,7 +103,7 @@ class HostMemory:
         if line is None:
             line = self._lines[frame] = _Line(self._last, next(self._numbers))
             self._last = weakref.ref(line)
-        parcel.made = line.number, len(line.parcels)
+        parcel.order = line.number, len(line.parcels)
         line.parcels.insert(len(line.parcels) if input_of is None else 0, weakref.ref(parcel))
         parcel.line = weakref.ref(line)
         self._let_leave(parcel)
@@ -111,10 +111,10 @@ class HostMemory:
     def _let_leave(self, parcel: _Lined) -> None:
         """Free the device's memory of what was packed some layers before a parcel: its copy has
         had as much time. Backward holds as much, fetched a layer ahead."""
-        line, place = parcel.made
+        line, place = parcel.order
         while self._leaving:
             oldest = self._leaving[0]()
-            if oldest is not None and oldest.made > (line - LAYERS_BEHIND, place):
+            if oldest is not None and oldest.order > (line - LAYERS_BEHIND, place):
                 break
             self._leaving.popleft()
             if oldest is not None:
@@ -155,7 +155,7 @@ class DeviceParcel:
     """Kept tensors of a frame that stay on the device, beside others on the host."""
 
     line: "weakref.ref[_Line]"  # that contains it
-    made: tuple[int, int]  # that line's number, and how many it had before
+    order: tuple[int, int]  # that line's number, and how many it had before
 
     def __init__(self, memory: HostMemory, tensors: Tensors) -> None:
         self._memory, self._resident = memory, Resident(tensors)
@@ -170,7 +170,7 @@ class HostParcel:
     """Offloaded tensors. The buffer is reused once the parcel is gone."""
 
     line: "weakref.ref[_Line]"  # that contains it
-    made: tuple[int, int]  # that line's number, and how many it had before
+    order: tuple[int, int]  # that line's number, and how many it had before
 
     def __init__(self, memory: HostMemory, tensors: Tensors, buffer: Tensor) -> None:
         self._memory, self._buffer = memory, buffer

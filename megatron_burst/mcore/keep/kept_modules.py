@@ -65,8 +65,8 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
     if run.recomputes:
         first.turn(run)
         kind = stage_layers.layer_kind(self.config)
-        others = lambda: (*self.parameters(), *_tensors_of(args, options))  # noqa: E731
-        return first.weigh(call, x, run, kind, others)
+        living = lambda: (*self.parameters(), *_tensors_of(args, options))  # noqa: E731
+        return first.weigh(call, x, run, kind, living)
     with first.timing(prod(module_costs.shared_shape(self.config, x)), layer.skipped):
         return call()
 
@@ -241,6 +241,6 @@ def counted_once(count: Callable[..., Any], /, self: Any, point: str, counts: An
         on_cpu = count(self, point, counts)
         return on_cpu, {name: getattr(self, name, None) for name in _COUNTED}
 
-    counts, others = once(in_first_pass)
-    vars(self).update(others)
+    counts, numbers = once(in_first_pass)
+    vars(self).update(numbers)
     return counts

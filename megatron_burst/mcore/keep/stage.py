@@ -95,15 +95,15 @@ def stage_of(burst: BurstConfig, device: torch.device) -> Stage:
     """
     group = parallel_state.get_tensor_and_context_parallel_group()
     frames, stage = [run.frame for run in running()], _STAGES.get(group)
-    known = [stage.by_frame[frame] for frame in frames if frame in stage.by_frame] if stage else []
-    if known:
-        stage = known[0]
+    first = [stage.by_frame[frame] for frame in frames if frame in stage.by_frame] if stage else []
+    if first:
+        stage = first[0]
     elif stage is None:
         stage = _STAGES[group] = _begun(group, burst, device)
     elif stage.first.is_over and stage.left_bytes is None:
         _agree(stage, group, burst)
     for frame in frames:
-        stage.by_frame.setdefault(frame, stage if known else replace(stage))
+        stage.by_frame.setdefault(frame, stage if first else replace(stage))
     return stage
 
 
@@ -165,13 +165,13 @@ def problem_of(config: TransformerConfig, stage: Stage, shape: tuple[int, int], 
     chunks = config.virtual_pipeline_model_parallel_size or 1
     group_size = config.microbatch_group_size_per_vp_stage
     flying = in_flight(config.pipeline_model_parallel_size, rank, chunks, group_size)
-    others = mtp_layers(config)
+    mtp = mtp_layers(config)
     estimate = stage.rates.matmul_s(shape[0] * shape[1] * _flops_per_token(config))
     return KeepProblem(
-        len(stage_layers(config)) + others, flying, layer_bytes,
+        len(stage_layers(config)) + mtp, flying, layer_bytes,
         shape[0] * config.context_parallel_size, half_saves, stage.forward_s or estimate,
         # with several in flight, other micro-batches come in between once
-        stage.turn_s if flying == 1 else 0.0, free_bytes=stage.free_bytes, never_whole=others,
+        stage.turn_s if flying == 1 else 0.0, free_bytes=stage.free_bytes, never_whole=mtp,
     )  # fmt: skip
 
 

@@ -91,10 +91,10 @@ class Placed:
         Those in host memory are evenly spread, so that copies do not fall behind; the last layer's
         stays on the device, because its backward follows at once.
         """
-        others = layers - bool(self.device)
-        edges = [index * self.host // others for index in range(others + 1)] if others else [0]
+        most = layers - bool(self.device)
+        edges = [index * self.host // most for index in range(most + 1)] if most else [0]
         on_host: list[bool | None] = [after > before or None for before, after in pairwise(edges)]
-        on_host += [None] * (layers - others)
+        on_host += [None] * (layers - most)
         free = [index for index, is_there in enumerate(on_host) if is_there is None]
         for index in free[max(0, len(free) - self.device) :]:
             on_host[index] = False
@@ -134,10 +134,10 @@ def in_flight(pp_size: int, pp_rank: int, chunks: int = 1, group_size: int | Non
     return (2 * (pp_size - pp_rank - 1) + (chunks - 1) * group_size + 1) / chunks
 
 
-def growth(tokens: int, known: int) -> float:
-    """How many times as much memory a micro-batch of so many tokens takes at most as one of `known`
+def growth(tokens: int, first: int) -> float:
+    """How many times as much memory a micro-batch of so many tokens takes at most as one of `first`
     tokens: where attention stores its scores, the square; 1 for shorter ones."""
-    return max(1.0, tokens / known) ** 2 if known else 1.0
+    return max(1.0, tokens / first) ** 2 if first else 1.0
 
 
 def choose_keep(
@@ -189,8 +189,8 @@ def choose_modules(problem: KeepProblem, modules: Iterable[ModuleCost], budget_b
     sized = (module for module in modules if module.num_bytes)  # not experts without a token
     best_first = sorted(sized, key=lambda x: (not x.waits, -x.flops / x.num_bytes))
     choices = [
-        (whole, _best_beside(problem, whole, best_first, (left, host), rates))
-        for whole, left in enumerate(_left_by_whole(problem, spare, kept.offload))
+        (whole, _best_beside(problem, whole, best_first, (room, host), rates))
+        for whole, room in enumerate(_left_by_whole(problem, spare, kept.offload))
     ]
     whole, best = max(choices, key=lambda choice: _saved(problem, *choice, rates))
     chosen = {module.name: placed for module, placed in best if placed.device}
@@ -212,7 +212,7 @@ def _left_by_whole(problem: KeepProblem, spare: float, is_offloaded: bool) -> It
     size = max(0, problem.whole_bytes - problem.layer_bytes * (not is_offloaded))
     free = 0.0 if problem.never_whole else min(size, problem.free_bytes)
     lefts = (spare + free - size * whole * problem.in_flight for whole in range(1, most + 1))
-    yield from (spare, *takewhile(lambda left: left >= 0, lefts))
+    yield from (spare, *takewhile(lambda room: room >= 0, lefts))
 
 
 def _saved(
@@ -238,10 +238,10 @@ def _best_beside(
 ) -> list[tuple[ModuleCost, Placed]]:  # fmt: skip
     """What saves most beside so many whole layers, with what is left of the device and the host."""
     free = 0.0 if whole else problem.free_bytes
-    rest = replace(problem, layers=problem.layers - whole, free_bytes=free)
+    recomputed = replace(problem, layers=problem.layers - whole, free_bytes=free)
 
     def placed(ways: Sequence[_Way]) -> list[tuple[ModuleCost, Placed]]:
-        return _placed(rest, modules, ways, *spare)
+        return _placed(recomputed, modules, ways, *spare)
 
     def saved(ways: Sequence[_Way]) -> tuple[int, float]:
         return _saved(problem, whole, placed(ways), rates)
@@ -256,16 +256,16 @@ def _placed(problem: KeepProblem, modules: Sequence[ModuleCost], ways: Sequence[
     placed, free = {}, problem.free_bytes
     for module, way in zip(modules, ways, strict=True):
         size = module.num_bytes
-        left = spare - max(0.0, size - free)  # its first layer may cost something
-        fitting = int((left / size + 1) // problem.in_flight) if left >= 0 else 0
+        spare_now = spare - max(0.0, size - free)  # its first layer may cost something
+        fitting = int((spare_now / size + 1) // problem.in_flight) if spare_now >= 0 else 0
         most = min(problem.layers, fitting)
         here = most if way is _Way.DEVICE else min(most, 1)
-        fits = size * Placed(here, 1).at_peak(problem.in_flight) <= left
+        fits = size * Placed(here, 1).at_peak(problem.in_flight) <= spare_now
         offloads = way is _Way.HOST and here and fits
         there = min(problem.layers - here, int(host // size)) if offloads else 0
         placed[module] = Placed(here, max(there, 0))
         if here:
-            spare = left - size * placed[module].at_peak(problem.in_flight)
+            spare = spare_now - size * placed[module].at_peak(problem.in_flight)
             free = max(0.0, free - size)
         host -= placed[module].host * size
     for module, at in placed.items():

@@ -95,12 +95,12 @@ class FirstStep:
         self.is_over = True  # hooks cannot be removed while torch calls them
 
     @contextmanager
-    def timing(self, tokens: int, others: Iterable[Module] = ()) -> Iterator[None]:
+    def timing(self, tokens: int, modules: Iterable[Module] = ()) -> Iterator[None]:
         """Context of a layer's forward, whose time counts until the step is over.
 
         Args:
             tokens: of the micro-batch.
-            others: modules that recomputation does without anyway; see `rest_s`.
+            modules: modules that recomputation does without anyway; see `rest_s`.
         """
         if not self.is_over:
             self.tokens = max(self.tokens, tokens)
@@ -109,7 +109,7 @@ class FirstStep:
             return
         calls: list[_Span] = []
         with ExitStack() as hooks:
-            for module in others:
+            for module in modules:
                 begins = module.register_forward_pre_hook(lambda *_: calls.append(_Span()))
                 ends = module.register_forward_hook(lambda *_: calls[-1].end())
                 hooks.callback(begins.remove)
@@ -154,7 +154,7 @@ class FirstStep:
         return self._turn[0].until(self._turn[1])
 
     def weigh(self, forward: Callable[[], Any], x: Tensor, run: RunningFrame, kind: Hashable,
-              others: Callable[[], Iterable[Tensor]] = tuple) -> Any:  # fmt: skip
+              living: Callable[[], Iterable[Tensor]] = tuple) -> Any:  # fmt: skip
         """A layer's results in recomputation; until the step is over, measures `held_share`.
 
         By what the graph saves, and on a GPU also by how much more is allocated, whichever is more:
@@ -167,7 +167,7 @@ class FirstStep:
             x: its input.
             run: the checkpoint that is recomputed.
             kind: of the layer: those of one kind hold as much.
-            others: tensors that the graph may save and that live on anyway, as parameters.
+            living: tensors that the graph may save and that live on anyway, as parameters.
         """
         if self.is_over or run.frame.stops_early:
             return forward()
@@ -176,7 +176,7 @@ class FirstStep:
         before = self.allocated() - run.kept_bytes()  # kept for this call, so part of it
         outs = forward()
         grown = self.allocated() - run.kept_bytes() - before - sum(storages(outs).values())
-        most = max(grown, graph_bytes(outs, (x, *others())))
+        most = max(grown, graph_bytes(outs, (x, *living())))
         self.held_share = max(self.held_share, most / x.nbytes)
         self.kinds.add(kind)
         return outs
@@ -221,8 +221,8 @@ class FirstStep:
         most = max(taken, torch.cuda.max_memory_allocated(self._device))
         most += int((growth(tokens, self.tokens) - 1) * self.taken_bytes)
         free, total = torch.cuda.mem_get_info(self._device)
-        others = total - free - torch.cuda.memory_reserved(self._device)
-        return max(0, int(MOST_USED * total) - others - most)
+        of_others = total - free - torch.cuda.memory_reserved(self._device)
+        return max(0, int(MOST_USED * total) - of_others - most)
 
 
 def host_gbs(device: torch.device) -> float | None:

@@ -10,24 +10,24 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 
-def graph_bytes(results: Any, others: Iterable[Tensor]) -> int:
+def graph_bytes(results: Any, living: Iterable[Tensor]) -> int:
     """Bytes of what the graph of a call's results holds for backward on their device, besides
     these, other tensors, and leaves, such as parameters.
 
     Args:
         results: tensors in any nesting.
-        others: tensors that live on anyway: the call's inputs, where the graph ends, parameters
+        living: tensors that live on anyway: the call's inputs, where the graph ends, parameters
             that are frozen.
     """
-    others, saved = list(others), {}
-    known = {*storages(results), *_homes(others)}
+    living, saved = list(living), {}
+    elsewhere = {*storages(results), *_homes(living)}
     devices = {x.device for x in tree_leaves(results) if isinstance(x, Tensor)}
-    for node in _behind(makers_of(results), {x.grad_fn for x in others}):
+    for node in _behind(makers_of(results), {x.grad_fn for x in living}):
         if hasattr(node, "variable"):  # of a leaf
-            known |= _homes([node.variable])
+            elsewhere |= _homes([node.variable])
         else:
             saved |= storages([x for x in _saved_by(node) if getattr(x, "device", None) in devices])
-    return sum(size for address, size in saved.items() if address not in known)
+    return sum(size for address, size in saved.items() if address not in elsewhere)
 
 
 def _behind(nodes: Iterable[Node], seen: set[Node | None]) -> Iterator[Node]:
@@ -72,10 +72,10 @@ def leaves_of(nodes: Iterable[Node]) -> Iterable[Tensor]:
     return (node.variable for node in _behind(nodes, set()) if hasattr(node, "variable"))
 
 
-def _homes(others: list[Tensor]) -> set[int]:
+def _homes(tensors: list[Tensor]) -> set[int]:
     """Where tensors are that live on anyway, and Megatron's buffers of their gradients, to which
     fused products refer."""
-    return set(storages([others, [getattr(x, "main_grad", None) for x in others]]))
+    return set(storages([tensors, [getattr(x, "main_grad", None) for x in tensors]]))
 
 
 def makers_of(results: Any) -> list[Node]:
