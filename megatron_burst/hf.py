@@ -199,12 +199,11 @@ def _digest(rows: Mapping[str, Tensor]) -> str:
     return blake2b(data, digest_size=8).hexdigest()
 
 
-def _attend(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
-    attention_mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0,
-    sliding_window: int | None = None, s_aux: Tensor | None = None, is_causal: bool | None = None,
-    burst: ShardedBatch | None = None, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+def _attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+            attention_mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0,
+            sliding_window: int | None = None, s_aux: Tensor | None = None,
+            is_causal: bool | None = None, burst: ShardedBatch | None = None,
+            **options: Any) -> tuple[Tensor, None]:  # fmt: skip
     """An attention function of transformers; q, k and v [b, heads, s, d], out [b, s, heads, d]."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     asked = {"attention_mask": attention_mask, "dropout": dropout, "burst": burst, **options}

@@ -12,10 +12,9 @@ from megatron_burst.masks_of_models import parts_of
 WHO = "burst in transformers"
 _SHARD = "call megatron_burst.hf.shard_batch, and pass all that it returns to the model"
 # functions that make up a mask which attention derives from window, causality and boundaries
-_MASKS = {
-    "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "and_masks",
-    "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
-}  # fmt: skip
+_MASKS = {"causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
+          "and_masks", "packed_sequence_mask_function",
+          "remap_positions_for_packed_sequence"}  # fmt: skip
 # arguments that models pass to attention, and that change nothing there
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "num_items_in_batch",
              "output_hidden_states", "output_router_logits", "shift_labels", "labels",

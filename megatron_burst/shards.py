@@ -95,10 +95,9 @@ class Shards:
         order = self.order(rows, documents, device)
         return order[self.rank * rows : (self.rank + 1) * rows]
 
-    def opened(
-        self, problem: str, sizes: Callable[[], Sizes],
-        terms: Mapping[str, str] | None = None, data: Mapping[str, str] | None = None,
-    ) -> Documents | None:  # fmt: skip
+    def opened(self, problem: str, sizes: Callable[[], Sizes],
+               terms: Mapping[str, str] | None = None,
+               data: Mapping[str, str] | None = None) -> Documents | None:  # fmt: skip
         """The documents, once all ranks make the same call.
 
         Args:
@@ -165,10 +164,9 @@ def _opened(shards: Shards, x: Tensor, dim: int, needs: Iterable[Need] = ()) -> 
     return shards.opened(unmet(shards.who, chain(_of_tensor(x, dim), needs)), sizes)
 
 
-def shard(
-    x: Tensor, *, group: Ranks = None, layout: LayoutName = "zigzag",
-    cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None, dim: int = 1,
-) -> Tensor:  # fmt: skip
+def shard(x: Tensor, *, group: Ranks = None, layout: LayoutName = "zigzag",
+          cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
+          dim: int = 1) -> Tensor:  # fmt: skip
     """This rank's rows of a whole sample, in the order that `burst_attention` expects.
 
     The group remembers the call. Until its next `shard`, `burst_attention`, `position_ids`,
@@ -202,10 +200,9 @@ def shard(
     return x.index_select(dim, shards.mine(shards.rows(x.shape[dim]), documents, x.device))
 
 
-def unshard(
-    x: Tensor, *, group: Ranks = None, layout: LayoutName = "zigzag",
-    cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None, dim: int = 1,
-) -> Tensor:  # fmt: skip
+def unshard(x: Tensor, *, group: Ranks = None, layout: LayoutName = "zigzag",
+            cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
+            dim: int = 1) -> Tensor:  # fmt: skip
     """The whole sample from all ranks' rows, on every rank: the reverse of `shard`.
 
     One all-gather. The gradient is that of the sum of all ranks' losses, by one reduce-scatter: if

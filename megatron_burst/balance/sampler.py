@@ -36,10 +36,9 @@ class Sampler(Iterator[AssignedStep]):
     a run which ended there would have had.
     """
 
-    def __init__(
-        self, lengths: Sequence[int] | np.ndarray, grid: BatchGrid, costs: Costs, documents: int,
-        *, cp_sizes: Sequence[int] | None = None, seed: int | None = 0, consumed: int = 0,
-    ) -> None:  # fmt: skip
+    def __init__(self, lengths: Sequence[int] | np.ndarray, grid: BatchGrid, costs: Costs,
+                 documents: int, *, cp_sizes: Sequence[int] | None = None, seed: int | None = 0,
+                 consumed: int = 0) -> None:  # fmt: skip
         """Check the data set.
 
         Args:

@@ -25,12 +25,11 @@ def merge_statistics(
         return
     block = _block(classes, _BLOCK)
     with torch.cuda.device_of(raw):  # Triton launches on the current device, not on the tensors'
-        _statistics_kernel[(rows,)](
-            stats, raw, targets, classes, stats.stride(0), raw.stride(0),
-            options.logit_scale, options.softcap or 1.0,
-            CAPPED=options.softcap > 0, EXTRAS=extras,
-            BLOCKS=triton.cdiv(classes, block), LANES=block // _SIDE, SIDE=_SIDE, num_warps=8,
-        )  # fmt: skip
+        _statistics_kernel[(rows,)](stats, raw, targets, classes, stats.stride(0), raw.stride(0),
+                                    options.logit_scale, options.softcap or 1.0,
+                                    CAPPED=options.softcap > 0, EXTRAS=extras,
+                                    BLOCKS=triton.cdiv(classes, block), LANES=block // _SIDE,
+                                    SIDE=_SIDE, num_warps=8)  # fmt: skip
 
 
 def gradient_(raw: Tensor, targets: Tensor, factors: Tensor, options: LossOptions) -> None:

@@ -107,12 +107,11 @@ class TokenLogProbs(NamedTuple):
 
 
 @uncompiled
-def token_log_probs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False, loss_mask: Tensor | None = None,
-    options: LossOptions | None = None, entropy: bool = True, keep_logits: bool = True,
-    invariant: bool = False,
-) -> TokenLogProbs:  # fmt: skip
+def token_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, *,
+                    tp_group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
+                    loss_mask: Tensor | None = None, options: LossOptions | None = None,
+                    entropy: bool = True, keep_logits: bool = True,
+                    invariant: bool = False) -> TokenLogProbs:  # fmt: skip
     """Log-probabilities of labels and entropies, for reinforcement learning; both differentiable.
 
     For sharded or packed samples pass `next_tokens(tokens, ...)` as labels: each row's next token

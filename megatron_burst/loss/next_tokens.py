@@ -21,11 +21,10 @@ WHO = "next tokens"
 _NO_CLASS = torch.iinfo(torch.int64).max  # not in any vocabulary
 
 
-def next_tokens(
-    tokens: Tensor, *, group: Ranks = None, layout: LayoutName = "zigzag",
-    cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
-    whole_sample: bool = False, ignore_index: int = -100, dim: int = 0,
-) -> Tensor:  # fmt: skip
+def next_tokens(tokens: Tensor, *, group: Ranks = None, layout: LayoutName = "zigzag",
+                cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
+                whole_sample: bool = False, ignore_index: int = -100,
+                dim: int = 0) -> Tensor:  # fmt: skip
     """The next token of each row in its document: labels for the loss and for log-probabilities.
 
     At the end of a shard the next token is on another rank. One all-gather of token ids, 8 bytes

@@ -89,10 +89,9 @@ def _chunk_gradient(head, x, weight, tiles, factors, piece: slice, sums: Sums) -
     return total
 
 
-def forward_gradient_pass(
-    head: Head, hidden: Tensor, weight: Tensor, rows: Rows, row_weight: Tensor, sums: Sums,
-    attempt: Attempt,
-) -> Tensor | None:  # fmt: skip
+def forward_gradient_pass(head: Head, hidden: Tensor, weight: Tensor, rows: Rows,
+                          row_weight: Tensor, sums: Sums,
+                          attempt: Attempt) -> Tensor | None:  # fmt: skip
     """Statistics as of `statistics_pass` and, from the same logits, gradients of
     sum(row_weight * loss), row_weight [blocks, n]; tiles have all classes.
 

@@ -111,10 +111,9 @@ class SupervisedCount:
         return int(self.count)
 
 
-def count_supervised(
-    labels: Tensor, loss_mask: Tensor | None = None, *, ignore_index: int = -100,
-    tp_group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
-) -> SupervisedCount:  # fmt: skip
+def count_supervised(labels: Tensor, loss_mask: Tensor | None = None, *, ignore_index: int = -100,
+                     tp_group: dist.ProcessGroup | None = None,
+                     sequence_parallel: bool = False) -> SupervisedCount:  # fmt: skip
     """Start counting the tokens that are not ignored, so that `linear_cross_entropy` skips others.
 
     Call it as soon as the batch is available, long before the loss. Reading the count then does

@@ -120,10 +120,9 @@ class Calls:
         out[:, end:], lse[:, :, end:] = 0, -torch.inf
         return into
 
-    def backward(
-        self, run: Backend, side: QuerySide, k: Tensor, v: Tensor, scale: float,
-        into: tuple[Tensor, Tensor, Tensor] | None = None, deterministic: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def backward(self, run: Backend, side: QuerySide, k: Tensor, v: Tensor, scale: float,
+                 into: tuple[Tensor, Tensor, Tensor] | None = None,
+                 deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """As `Backend.backward`; gradients are summed in the accumulation dtype."""
         wide = run.capability.wide_grads
         if other := self._instead(run, side.q, k, v, True, deterministic):

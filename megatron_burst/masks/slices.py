@@ -77,10 +77,9 @@ class Slices:
         BurstError: if slices are invalid.
     """
 
-    def __init__(
-        self, tensor: Tensor | None, causal: bool, sizes: tuple[int, int, int, int], layout: Layout,
-        device: torch.device, documents: Documents | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, tensor: Tensor | None, causal: bool, sizes: tuple[int, int, int, int],
+                 layout: Layout, device: torch.device,
+                 documents: Documents | None = None) -> None:  # fmt: skip
         rows, cp_size, self._batch, key_rows = sizes
         self._tokens, self._keys = rows * cp_size, key_rows * cp_size
         self._shards = cp_size, layout

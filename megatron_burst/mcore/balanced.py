@@ -72,11 +72,10 @@ class BalancedBatches(Iterator[Batch]):
             micro_batches: of a data-parallel rank in a step; Megatron's `get_num_microbatches()`.
             token_limit: tokens of a micro-batch that a rank has memory for: its shard's, not all.
         """
-        return BatchGrid(
-            parallel_state.get_data_parallel_world_size(),
-            config.context_parallel_size, micro_batches, token_limit,
-            config.pipeline_model_parallel_size, config.expert_model_parallel_size,
-        )  # fmt: skip
+        return BatchGrid(parallel_state.get_data_parallel_world_size(),
+                         config.context_parallel_size, micro_batches, token_limit,
+                         config.pipeline_model_parallel_size,
+                         config.expert_model_parallel_size)  # fmt: skip
 
     def __next__(self) -> Batch:
         """The next micro-batch.

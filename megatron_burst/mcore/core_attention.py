@@ -56,12 +56,11 @@ class BurstCoreAttention(MegatronModule):
         BurstError: if the configuration asks for something that burst does not do.
     """
 
-    def __init__(
-        self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType,
-        attention_type: str, attention_dropout: float | None = None,
-        softmax_scale: float | None = None, k_channels: int | None = None,
-        v_channels: int | None = None, cp_comm_type: str | None = None, pg_collection=None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType,
+                 attention_type: str, attention_dropout: float | None = None,
+                 softmax_scale: float | None = None, k_channels: int | None = None,
+                 v_channels: int | None = None, cp_comm_type: str | None = None,
+                 pg_collection=None) -> None:  # fmt: skip
         super().__init__(config=config)
         if config.context_parallel_size > 1 and cp_comm_type not in (None, "burst"):
             raise BurstError(f"{WHO}: without TransformerEngine every layer must run burst, "
@@ -107,12 +106,11 @@ if HAVE_TE:
             BurstError: if the configuration asks for something that burst does not do.
         """
 
-        def __init__(
-            self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType,
-            attention_type: str, attention_dropout: float | None = None,
-            softmax_scale: float | None = None, cp_comm_type: str | None = None,
-            pg_collection=None, **options,
-        ) -> None:  # fmt: skip
+        def __init__(self, config: TransformerConfig, layer_number: int,
+                     attn_mask_type: AttnMaskType, attention_type: str,
+                     attention_dropout: float | None = None, softmax_scale: float | None = None,
+                     cp_comm_type: str | None = None, pg_collection=None,
+                     **options) -> None:  # fmt: skip
             refuse("model", config, WHO)
             runs_burst = asks_for_burst(config, layer_number, cp_comm_type, pg_collection)
             super().__init__(config, layer_number, attn_mask_type, attention_type,
@@ -266,10 +264,9 @@ class BurstForward:
             config = self._resolved(query, key, value, window, causal, is_told)
             sample = packed.sample_of(packed_seq_params, group.size())
             packed.shards_itself(group)
-        out = burst_attention(
-            query, key, value, group=group, causal=causal, window=window, sink=sink,
-            softmax_scale=self.softmax_scale, config=config, layer=self.layer_number, **sample,
-        )  # fmt: skip
+        out = burst_attention(query, key, value, group=group, causal=causal, window=window,
+                              sink=sink, softmax_scale=self.softmax_scale, config=config,
+                              layer=self.layer_number, **sample)  # fmt: skip
         return out.flatten(-2)
 
     def _resolved(self, query: Tensor, key: Tensor, value: Tensor, *mask) -> BurstConfig:

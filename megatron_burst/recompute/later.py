@@ -150,10 +150,9 @@ class RowReshard:
             self._targets[index][:, move.dest_rows.slice] = rows
 
 
-def keep_of(
-    call: Call, opened: Spec, spec: Spec, carrier: Communicator,
-    passes_of: Callable[[Spec], Passes], marks: Marks,
-) -> tuple[Callable[..., Any] | None, list[Choice]]:  # fmt: skip
+def keep_of(call: Call, opened: Spec, spec: Spec, carrier: Communicator,
+            passes_of: Callable[[Spec], Passes],
+            marks: Marks) -> tuple[Callable[..., Any] | None, list[Choice]]:  # fmt: skip
     """The function that runs a call and keeps its results (`run_kept`), or None if none are kept;
     the choices made.
 

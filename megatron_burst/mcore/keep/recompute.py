@@ -113,10 +113,9 @@ def keeping_nothing(burst: BurstConfig) -> BurstConfig:
                    keep_debug=False, keep_host_gib=None, keep_budget_gib=None)  # fmt: skip
 
 
-def modules_within(
-    burst: BurstConfig, config: TransformerConfig, stage: Stage, x: Tensor,
-    costs: tuple[ModuleCost, ...], may_be_whole: bool,
-) -> dict[str, Placed]:  # fmt: skip
+def modules_within(burst: BurstConfig, config: TransformerConfig, stage: Stage, x: Tensor,
+                   costs: tuple[ModuleCost, ...],
+                   may_be_whole: bool) -> dict[str, Placed]:  # fmt: skip
     """Where "auto" keeps the output of each module, and all of a layer.
 
     Args:

@@ -41,9 +41,8 @@ def with_fewer_checkpoints(
             layer.expected_bytes, layer.options = 0, {}
 
 
-def _whole_among(
-    block: Module, layers: Sequence[LayerModules], x: Tensor
-) -> tuple[list[LayerModules], int]:  # fmt: skip
+def _whole_among(block: Module, layers: Sequence[LayerModules],
+                 x: Tensor) -> tuple[list[LayerModules], int]:  # fmt: skip
     """The layers that are not recomputed, for a block's input, and bytes that each should hold."""
     if not layers or layers[0].burst.keep != "auto" or not is_grad_enabled():
         return [], 0

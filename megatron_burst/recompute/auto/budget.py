@@ -232,10 +232,9 @@ class _Way(Enum):
     LEFT = auto()  # one layer on the device, and what others leave of it
 
 
-def _best_beside(
-    problem: KeepProblem, whole: int, modules: Sequence[ModuleCost], spare: tuple[float, float],
-    rates: Rates,
-) -> list[tuple[ModuleCost, Placed]]:  # fmt: skip
+def _best_beside(problem: KeepProblem, whole: int, modules: Sequence[ModuleCost],
+                 spare: tuple[float, float],
+                 rates: Rates) -> list[tuple[ModuleCost, Placed]]:  # fmt: skip
     """What saves most beside so many whole layers, with what is left of the device and the host."""
     free = 0.0 if whole else problem.free_bytes
     recomputed = replace(problem, layers=problem.layers - whole, free_bytes=free)
