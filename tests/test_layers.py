@@ -277,8 +277,8 @@ BESIDE = {  # enums and machinery in the same modules
 }  # fmt: skip
 MOST = {  # modules, lines, and lines of code without imports
     "reading path": (52, 9676, 5494),
-    "trainer": (169, 28216, 16598),
-    "package": (239, 38241, 22991),
+    "trainer": (169, 27119, 15822),
+    "package": (239, 37144, 22215),
 }
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 
