@@ -105,10 +105,10 @@ def fit(measured: Sequence[Measured]) -> Costs:
     columns = [tokens / cp, area / cp, np.ones(len(cp)), *(tokens / cp * (cp == c) for c in wider)]
     matrix = np.stack(columns, axis=1) / seconds[:, None]
     scale = matrix.max(axis=0)
-    rank = np.linalg.matrix_rank(matrix / scale)
+    rank, wanted = np.linalg.matrix_rank(matrix / scale), matrix.shape[1]
     require(WHO, [(
-        rank >= matrix.shape[1],
-        f"measured micro-batches must differ enough for {matrix.shape[1]} coefficients, because "
+        rank >= wanted,
+        f"measured micro-batches must differ enough for {wanted} coefficients, because "
         "the fit must separate the effects of tokens, area and context-parallel size",
         f"{rank} that are independent", "measure some of few long and some of many short "
         "documents, and some half as large, at each size")])  # fmt: skip

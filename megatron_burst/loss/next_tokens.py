@@ -67,8 +67,8 @@ def labels_of(shards: Shards, tokens: Tensor, dim: int, ignore_index: int = -100
         got = f"tokens {tuple(tokens.shape)} and {shards.size} ranks"
         return tokens.shape[dim], sequences, got, tokens.device
 
-    must = "ignore_index must be an integer, because it is a label"
-    whole = as_integer(ignore_index) is not None, must, repr(ignore_index), "pass an int"
+    whole = (as_integer(ignore_index) is not None, "ignore_index must be an integer, because it is "
+             "a label", repr(ignore_index), "pass an int")  # fmt: skip
     terms = {"whole_sample": str(shards.whole), "dim": str(dim)}
     if is_dense(tokens):
         terms["tokens"] = f"{tokens.dim()} axes {tokens.dtype} {tokens.device.type}"
