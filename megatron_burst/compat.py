@@ -19,12 +19,9 @@ from megatron_burst.errors import Need, require
 from megatron_burst.loss.linear import linear_cross_entropy
 
 # The original's kernel -> (ours, whether heads come before tokens).
-_KERNELS = {
-    "cuda": ("auto", False), "triton": ("triton", False), None: ("auto", True),
-    "none": ("auto", True),
-}  # fmt: skip
-_KEEP: dict[str, Literal["none", "half", "all"]]
-_KEEP = {"none": "none", "seq-wise": "half", "full": "all"}
+_KERNELS = {"cuda": ("auto", False), "triton": ("triton", False), None: ("auto", True),
+            "none": ("auto", True)}  # fmt: skip
+_KEEP: dict[str, Any] = {"none": "none", "seq-wise": "half", "full": "all"}
 _NONE = (None, None)
 type Result = Tensor | tuple[Tensor, Tensor]
 type Flash = Literal["cuda", "triton", "none"] | None
@@ -75,12 +72,10 @@ def burst_attn_func(
         BurstError: if `flash` or `grad_ckpt` is anything else, if a group is not a process group,
             if only one of `double_group` is given, or as `burst_attention` does.
     """
-    given = ("burst_attn_func", "zigzag", flash, grad_ckpt, layer_idx)
-    return _attend(
-        (q, k, v), given, (process_group, double_group), deterministic, causal=causal,
-        softmax_scale=softmax_scale, return_lse=return_lse, window=sliding_window or None,
-        cu_seqlens=cu_seqlen,
-    )  # fmt: skip
+    call = "burst_attn_func", "zigzag", flash, grad_ckpt, layer_idx
+    return _attend((q, k, v), call, (process_group, double_group), deterministic, causal=causal,
+                   softmax_scale=softmax_scale, return_lse=return_lse,
+                   window=sliding_window or None, cu_seqlens=cu_seqlen)  # fmt: skip
 
 
 def burst_attn_func_striped(
@@ -97,12 +92,10 @@ def burst_attn_func_striped(
     Raises:
         BurstError: as there; and for `cu_seqlen`, because documents need rows in chunks.
     """
-    given = ("burst_attn_func_striped", "striped", flash, grad_ckpt, layer_idx)
-    return _attend(
-        (q, k, v), given, (process_group, double_group), deterministic, causal=causal,
-        softmax_scale=softmax_scale, return_lse=return_lse, window=sliding_window or None,
-        cu_seqlens=cu_seqlen,
-    )  # fmt: skip
+    call = "burst_attn_func_striped", "striped", flash, grad_ckpt, layer_idx
+    return _attend((q, k, v), call, (process_group, double_group), deterministic, causal=causal,
+                   softmax_scale=softmax_scale, return_lse=return_lse,
+                   window=sliding_window or None, cu_seqlens=cu_seqlen)  # fmt: skip
 
 
 def burst_attn_func_sparse(
@@ -118,17 +111,15 @@ def burst_attn_func_sparse(
             int64 [slices, 5] (`megatron_burst.slices`). Each query must see a key.
         causal: whether later keys are masked as well; slices must then have none.
     """
-    given = ("burst_attn_func_sparse", "zigzag", "cuda", grad_ckpt, layer_idx)
-    return _attend(
-        (q, k, v), given, (process_group, double_group), causal=causal, slices=mask_mod,
-        softmax_scale=softmax_scale, return_lse=return_lse,
-    )  # fmt: skip
+    call = "burst_attn_func_sparse", "zigzag", "cuda", grad_ckpt, layer_idx
+    return _attend((q, k, v), call, (process_group, double_group), causal=causal, slices=mask_mod,
+                   softmax_scale=softmax_scale, return_lse=return_lse)  # fmt: skip
 
 
 def _apply(function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
     method, layer = (arguments[11:12] or (None,))[0] or ("none", -1)
-    rest = dict(zip(("sliding_window", "cu_seqlen"), arguments[12:], strict=False))
-    return function(*arguments[:11], grad_ckpt=method, layer_idx=layer, **rest, **options)
+    mask = dict(zip(("sliding_window", "cu_seqlen"), arguments[12:], strict=False))
+    return function(*arguments[:11], grad_ckpt=method, layer_idx=layer, **mask, **options)
 
 
 class OpBurstAttn:
@@ -144,10 +135,8 @@ class OpBurstAttnStrip:
     apply = staticmethod(partial(_apply, burst_attn_func_striped))
 
 
-def sl_proj_loss(
-    x: Tensor, weight: Tensor, target: Tensor, num_splits: int, ignore_index: int = -100,
-    scale: bool = False,
-) -> Tensor:  # fmt: skip
+def sl_proj_loss(x: Tensor, weight: Tensor, target: Tensor, num_splits: int,
+                 ignore_index: int = -100, scale: bool = False) -> Tensor:  # fmt: skip
     """Losses [tokens] in float32 of x [tokens, h] and an LM head [vocab, h]; logits exist one tile
     at a time. `num_splits` changes nothing: tiles are chosen by memory. `scale` divides logits by
     h ** 0.5."""
@@ -166,11 +155,9 @@ class SLFusedProjLoss(nn.Module):
         proj_scale: whether to divide logits by h ** 0.5.
     """
 
-    def __init__(
-        self, proj_weight: Tensor, cls_weight: Tensor | None = None, ignore_index: int = -100,
-        reduction: Literal["none", "sum", "mean"] = "mean", label_smoothing: float = 0.0,
-        proj_scale: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, proj_weight: Tensor, cls_weight: Tensor | None = None,
+                 ignore_index: int = -100, reduction: Literal["none", "sum", "mean"] = "mean",
+                 label_smoothing: float = 0.0, proj_scale: bool = False) -> None:  # fmt: skip
         super().__init__()
         self.proj_weight, self.cls_weight = proj_weight, cls_weight
         self.ignore_index, self.reduction = ignore_index, reduction
@@ -191,19 +178,14 @@ class SLFusedProjLoss(nn.Module):
         return loss * weights if weights is not None and self.reduction == "none" else loss
 
 
-def _attend(
-    tensors: tuple[Tensor, Tensor, Tensor], given: tuple, groups: tuple[Any, Any],
-    deterministic: bool = False, **options: Any,
-) -> Result:  # fmt: skip
-    """Attention of (q, k, v).
-
-    Args:
-        given: the function's name, the layout of masked rows, flash, grad_ckpt and layer_idx.
-        groups: process_group and double_group.
-        options: of `burst_attention`.
-    """
-    who, layout, flash, grad_ckpt, layer = given
-    group, *nested = (_first(one) for one in (groups[0], *(groups[1] or _NONE)))
+def _attend(tensors: tuple[Tensor, Tensor, Tensor], call: tuple, groups: tuple[Any, Any],
+            deterministic: bool = False, **options: Any) -> Result:  # fmt: skip
+    """Attention of (q, k, v); `call`: the function's name, the layout of masked rows, flash,
+    grad_ckpt and layer_idx; `groups`: process_group and double_group."""
+    who, layout, flash, grad_ckpt, layer = call
+    # of each the group that the original sends keys through, of it and that of dQ
+    group, *nested = (x[0] if isinstance(x, tuple | list) else x
+                      for x in (groups[0], *(groups[1] or _NONE)))  # fmt: skip
     require(who, _needs(flash, grad_ckpt, group, nested))
     if "slices" in options:
         size = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -213,7 +195,7 @@ def _attend(
     turned = heads_first and all(x.dim() == 4 for x in tensors)  # otherwise refused as given
     q, k, v = (x.transpose(1, 2) if turned else x for x in tensors)
     masked = any(options.get(name) is not None for name in ("window", "cu_seqlens", "slices"))
-    found = burst_attention(
+    result = burst_attention(
         q, k, v, group=group, layer=max(layer, 0), **options,
         layout=layout if masked or options["causal"] else "contiguous",
         config=BurstConfig(
@@ -222,8 +204,8 @@ def _attend(
         ),
     )  # fmt: skip
     if not turned:
-        return found
-    out, *lse = found if isinstance(found, tuple) else (found,)
+        return result
+    out, *lse = result if isinstance(result, tuple) else (result,)
     out = out.transpose(1, 2).contiguous()
     return (out, lse[0]) if lse else out
 
@@ -255,44 +237,26 @@ def _stretched(mask: Any, causal: bool, by: int) -> Tensor:
     return slices.of_block_mask(mask, causal) * torch.tensor([by] * 4 + [1])
 
 
-def _first(group: Any) -> Any:
-    """The group that the original sends keys through, of it and that of dQ."""
-    return group[0] if isinstance(group, tuple | list) else group
-
-
 def _needs(flash: Any, grad_ckpt: Any, group: Any, nested: Sequence[Any]) -> Iterator[Need]:
     """Checks of arguments that the original would misread or that burst does not support."""
-    yield (
-        flash in _KERNELS,
-        "flash must be cuda, triton or None, because the order of the axes depends on it",
-        repr(flash),
-        "choose one of these, or call burst_attention(config=BurstConfig(backend=...))",
-    )
-    yield (
-        grad_ckpt in _KEEP,
-        "grad_ckpt must be none, full or seq-wise, because a misspelt one would keep nothing",
-        repr(grad_ckpt), "choose one of these",
-    )  # fmt: skip
-    for one in (group, *nested):
-        yield (
-            one is None or isinstance(one, dist.ProcessGroup),
-            "groups must be torch.distributed's, because burst sends through it",
-            f"a {type(one).__name__}",
-            "make one of the same ranks, as examples/bmtrain_group.py does",
-        )
-    ranks = [None if one is None else dist.get_process_group_ranks(one) for one in nested]
-    yield (
-        [one is None for one in ranks] in ([True, True], [False, False]),
-        "double_group must be the two groups [intra, inter], because together they tile the ranks",
-        ranks, "pass both, or leave them out",
-    )  # fmt: skip
+    yield (flash in _KERNELS, "flash must be cuda, triton or None, because the order of the axes "
+           "depends on it", repr(flash), "choose one of these, or call "
+           "burst_attention(config=BurstConfig(backend=...))")  # fmt: skip
+    yield (grad_ckpt in _KEEP, "grad_ckpt must be none, full or seq-wise, because a misspelt one "
+           "would keep nothing", repr(grad_ckpt), "choose one of these")  # fmt: skip
+    for own in (group, *nested):
+        yield (own is None or isinstance(own, dist.ProcessGroup),
+               "groups must be torch.distributed's, because burst sends through it",
+               f"a {type(own).__name__}",
+               "make one of the same ranks, as examples/bmtrain_group.py does")  # fmt: skip
+    ranks = [None if own is None else dist.get_process_group_ranks(own) for own in nested]
+    yield ([x is None for x in ranks] in ([True, True], [False, False]),
+           "double_group must be the two groups [intra, inter], because together they tile the "
+           "ranks", ranks, "pass both, or leave them out")  # fmt: skip
     if ranks[0] is not None:
         every, size = dist.get_process_group_ranks(group or dist.group.WORLD), len(ranks[0])
         row, column = divmod(every.index(dist.get_rank()), size)
-        yield (
-            ranks == [every[row * size :][:size], every[column::size]],
-            "double_group must be a row and a column of process_group's ranks, because rings run "
-            "inside nodes and between them",
-            ranks,
-            "pass groups of neighbouring ranks and of those with the same place, or leave them out",
-        )
+        yield (ranks == [every[row * size :][:size], every[column::size]],
+               "double_group must be a row and a column of process_group's ranks, because rings "
+               "run inside nodes and between them", ranks, "pass groups of neighbouring ranks and "
+               "of those with the same place, or leave them out")  # fmt: skip

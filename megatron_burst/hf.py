@@ -51,10 +51,8 @@ class ShardedBatch:
     config: BurstConfig | None
 
 
-def shard_batch(
-    batch: Mapping[str, Any], *, group: Ranks = None, layout: LayoutName = "zigzag",
-    config: BurstConfig | None = None,
-) -> dict[str, Any]:  # fmt: skip
+def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: LayoutName = "zigzag",
+                config: BurstConfig | None = None) -> dict[str, Any]:  # fmt: skip
     """This rank's shard of a batch, for a model with `attn_implementation="burst"`.
 
     `model(**shard_batch(batch, group=group)).loss` is this rank's part of the mean loss over the
@@ -83,7 +81,10 @@ def shard_batch(
         BurstError: on all ranks of the group, if the batch cannot be sharded, or if ranks pass
             different ones.
     """
-    require(_WHO, [_not_in_a_worker()])
+    require(_WHO, [(
+        get_worker_info() is None, "a batch must be sharded in the main process, because ranks "
+        "compare it there", "a worker of a DataLoader",
+        "pass num_workers=0, or shard what the loader returns")])  # fmt: skip
     group, problem = group_or_default(group, _WHO), unmet_needs(_WHO, _of_batch(batch))
     rows, cu_seqlens = {}, None
     if not problem:
@@ -106,14 +107,12 @@ def shard_batch(
         places = in_documents(torch.arange(ids.shape[1], device=ids.device), cu_seqlens)
         rows["position_ids"] = places.expand(ids.shape)
     mine = shards.mine(shards.rows(ids.shape[1]), documents, ids.device)
-    found: dict[str, Any] = {name: x.index_select(1, mine) for name, x in rows.items()}
-    found["labels"] = found["shift_labels"]  # without any, transformers computes no loss
+    shard: dict[str, Any] = {name: x.index_select(1, mine) for name, x in rows.items()}
+    shard["labels"] = shard["shift_labels"]  # without any, transformers computes no loss
     items = (rows["shift_labels"] != _IGNORED).sum().clamp(min=1)
-    found["num_items_in_batch"] = items / group.size()
-    found["burst"] = ShardedBatch(
-        group if dist.is_initialized() else None, layout, cu_seqlens, config
-    )
-    return found
+    shard["num_items_in_batch"] = items / group.size()
+    ranks = group if dist.is_initialized() else None
+    return shard | {"burst": ShardedBatch(ranks, layout, cu_seqlens, config)}
 
 
 class RepeatedBatches(Sampler[int]):
@@ -142,41 +141,25 @@ class RepeatedBatches(Sampler[int]):
         return len(self._sampler) // self._batch_size * self._batch_size * self._times
 
 
-def _not_in_a_worker() -> Need:
-    return (
-        get_worker_info() is None,
-        "a batch must be sharded in the main process, because ranks compare it there",
-        "a worker of a DataLoader", "pass num_workers=0, or shard what the loader returns",
-    )  # fmt: skip
-
-
 def _of_batch(batch: Mapping[str, Any]) -> Iterator[Need]:
-    ids, known = batch.get("input_ids"), {*_ROWS, *_BOUNDARIES, *_FOLLOW, "num_items_in_batch"}
-    strange = [name for name, x in batch.items() if name not in known and x is not None]
-    yield (
-        not strange, f"a batch must consist of {', '.join(_ROWS)} and cu_seqlens, because nothing "
-        "else is sharded", ", ".join(strange), "leave it out",
-    )  # fmt: skip
+    ids, legal = batch.get("input_ids"), {*_ROWS, *_BOUNDARIES, *_FOLLOW, "num_items_in_batch"}
+    strange = [name for name, x in batch.items() if name not in legal and x is not None]
+    yield (not strange, f"a batch must consist of {', '.join(_ROWS)} and cu_seqlens, because "
+           "nothing else is sharded", ", ".join(strange), "leave it out")  # fmt: skip
     for name in _ROWS:
         x = batch.get(name, ids)
-        yield (
-            is_dense(x) and x.dim() == 2 and is_dense(ids) and x.shape == ids.shape,
-            f"{name} must be a tensor [b, s] like input_ids, because it is sharded like them",
-            f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else short_repr(x),
-            "pass such a tensor",
-        )  # fmt: skip
+        yield (is_dense(x) and x.dim() == 2 and is_dense(ids) and x.shape == ids.shape,
+               f"{name} must be a tensor [b, s] like input_ids, because it is sharded like them",
+               f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else short_repr(x),
+               "pass such a tensor")  # fmt: skip
     mask = batch.get("attention_mask")
-    yield (
-        mask is None or bool((mask != 0).all()),
-        "a batch must have no padding, because attention would see it",
-        "zeros in attention_mask", "pack it (a padding-free collator, cu_seqlens)",
-    )  # fmt: skip
-    yield (
-        len(ids) == 1 or len(_begins(batch)) == 0,
-        "packed documents must have batch size 1, because attention gets the boundaries of a "
-        "single sample", f"{len(ids)} sequences with position_ids that start again",
-        "pack them in one",
-    )  # fmt: skip
+    yield (mask is None or bool((mask != 0).all()),
+           "a batch must have no padding, because attention would see it",
+           "zeros in attention_mask", "pack it (a padding-free collator, cu_seqlens)")  # fmt: skip
+    yield (len(ids) == 1 or len(_begins(batch)) == 0,
+           "packed documents must have batch size 1, because attention gets the boundaries of a "
+           "single sample", f"{len(ids)} sequences with position_ids that start again",
+           "pack them in one")  # fmt: skip
 
 
 def _begins(batch: Mapping[str, Any]) -> Tensor:
@@ -188,9 +171,8 @@ def _begins(batch: Mapping[str, Any]) -> Tensor:
 def _rows_of(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor | None]:
     """The tensors to shard, and the boundaries of documents, on the CPU."""
     rows = {name: batch[name] for name in _ROWS if name in batch}
-    given = [batch[name] for name in _BOUNDARIES if name in batch]
-    if given:
-        return rows, given[0].cpu()
+    if names := [name for name in _BOUNDARIES if name in batch]:
+        return rows, batch[names[0]].cpu()
     begins = (_begins(batch)[:, 1] + 1).tolist()
     return rows, torch.tensor([0, *begins, rows["input_ids"].shape[1]]) if begins else None
 
@@ -213,21 +195,18 @@ def _whole_chunks(
 
 def _digest(rows: Mapping[str, Tensor]) -> str:
     """Tells batches apart."""
-    found = blake2b(digest_size=8)
-    for x in rows.values():
-        found.update(x.cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
+    data = b"".join(x.cpu().contiguous().numpy().tobytes() for x in rows.values())
+    return blake2b(data, digest_size=8).hexdigest()
 
 
-def _attend(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
-    attention_mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0,
-    sliding_window: int | None = None, s_aux: Tensor | None = None, is_causal: bool | None = None,
-    burst: ShardedBatch | None = None, **others: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+def _attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+            attention_mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0,
+            sliding_window: int | None = None, s_aux: Tensor | None = None,
+            is_causal: bool | None = None, burst: ShardedBatch | None = None,
+            **options: Any) -> tuple[Tensor, None]:  # fmt: skip
     """An attention function of transformers; q, k and v [b, heads, s, d], out [b, s, heads, d]."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    asked = {"attention_mask": attention_mask, "dropout": dropout, "burst": burst, **others}
+    asked = {"attention_mask": attention_mask, "dropout": dropout, "burst": burst, **options}
     lengths, window = (query.shape[2], key.shape[2]), sliding_window
     index = getattr(module, "layer_idx", None)
     require(WHO, of_attention(module, asked, lengths, window, causal))

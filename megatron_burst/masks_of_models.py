@@ -7,9 +7,9 @@ def parts_of(function: Callable) -> set[str]:
     """The names of functions that a mask function is made of, so that others can be refused."""
     if not hasattr(function, "__closure__"):
         return {type(function).__name__}
-    found = {function.__qualname__.partition(".")[0]}
+    names = {function.__qualname__.partition(".")[0]}
     for cell in function.__closure__ or ():
         inside = cell.cell_contents
         for part in inside if isinstance(inside, tuple) else (inside,):
-            found |= parts_of(part) if callable(part) else set()
-    return found
+            names |= parts_of(part) if callable(part) else set()
+    return names

@@ -55,33 +55,23 @@ class Shards:
 
     def needs(self, tokens: int, batch: int, got: str) -> Iterator[Need]:
         """Checks beyond those that `Documents` makes on boundaries."""
-        yield (
-            self.layout in tuple(Layout),
-            f"layout must be one of {', '.join(Layout)}, because it says which rows a rank holds",
-            repr(self.layout), "pass the one in which the tokens are sharded",
-        )  # fmt: skip
-        yield (
-            self.sample is None or self.sample.cu_seqlens is not None,
-            "cu_seqlens must come with cu_seqlens_padded, because it says where documents end",
-            "no cu_seqlens", "pass it, or leave out cu_seqlens_padded",
-        )  # fmt: skip
-        yield (
-            self.sample is None or batch == 1,
-            "packed documents must have batch size 1, because cu_seqlens describes a single "
-            "sample", got, "pass a batch of one",
-        )  # fmt: skip
-        yield (
-            self.sample is not None or self.layout != Layout.DOCUMENTS,
-            "cu_seqlens must be given for the layout zigzag-documents, because it shards each "
-            "document on its own", "no cu_seqlens", "pass it, or another layout",
-        )  # fmt: skip
+        yield (self.layout in tuple(Layout), f"layout must be one of {', '.join(Layout)}, because "
+               "it says which rows a rank holds", repr(self.layout),
+               "pass the one in which the tokens are sharded")  # fmt: skip
+        yield (self.sample is None or self.sample.cu_seqlens is not None,
+               "cu_seqlens must come with cu_seqlens_padded, because it says where documents end",
+               "no cu_seqlens", "pass it, or leave out cu_seqlens_padded")  # fmt: skip
+        yield (self.sample is None or batch == 1,
+               "packed documents must have batch size 1, because cu_seqlens describes a single "
+               "sample", got, "pass a batch of one")  # fmt: skip
+        yield (self.sample is not None or self.layout != Layout.DOCUMENTS,
+               "cu_seqlens must be given for the layout zigzag-documents, because it shards each "
+               "document on its own", "no cu_seqlens", "pass it, or another layout")  # fmt: skip
         pieces = self.size * (2 if self.layout in (Layout.ZIGZAG, Layout.DOCUMENTS) else 1)
         whole = tokens * (1 if self.whole else self.size)
-        yield (
-            self.size == 1 or (tokens > 0 and whole % pieces == 0),
-            f"the sample's length must be a multiple of {pieces} tokens, because the layout "
-            f"{self.layout} has equal chunks", got, "pad it",
-        )  # fmt: skip
+        yield (self.size == 1 or (tokens > 0 and whole % pieces == 0),
+               f"the sample's length must be a multiple of {pieces} tokens, because the layout "
+               f"{self.layout} has equal chunks", got, "pad it")  # fmt: skip
 
     def follows(self, packed: bool) -> Iterator[Need]:
         """Checks against the group's last `shard`; `packed`: as for `of_last_shard`."""
@@ -93,33 +83,21 @@ class Shards:
         if self.group is not None:
             state_of(self.group).sharded = self.layout, packed, tokens
 
-    def documents(self, rows: int, device: torch.device) -> Documents:
-        """The documents of a packed sample with so many rows per rank.
-
-        Raises:
-            BurstError: if boundaries that are on the CPU are invalid.
-        """
-        assert self.sample is not None
-        # any upper bound on length will do: no kernel uses it
-        bounded = self.sample._replace(longest=rows * self.size)
-        return Documents(bounded, (rows, self.size), Layout(self.layout), device, self.who)
-
     def order(self, rows: int, documents: Documents | None, device: torch.device) -> Tensor:
         """Positions in the sample of all ranks' rows, rank after rank: int64 [tokens]."""
         if documents is not None and self.layout == Layout.DOCUMENTS and self.size > 1:
             return documents.rank_order
         ranks = (positions(Layout(self.layout), r, self.size, rows) for r in range(self.size))
-        return indices_of((at for of in ranks for at in of), device)
+        return indices_of(chain.from_iterable(ranks), device)
 
     def mine(self, rows: int, documents: Documents | None, device: torch.device) -> Tensor:
         """The part of `order` that is this rank's: int64 [rows]."""
         order = self.order(rows, documents, device)
         return order[self.rank * rows : (self.rank + 1) * rows]
 
-    def opened(
-        self, problem: str, sizes: Callable[[], Sizes],
-        terms: Mapping[str, str] | None = None, data: Mapping[str, str] | None = None,
-    ) -> Documents | None:  # fmt: skip
+    def opened(self, problem: str, sizes: Callable[[], Sizes],
+               terms: Mapping[str, str] | None = None,
+               data: Mapping[str, str] | None = None) -> Documents | None:  # fmt: skip
         """The documents, once all ranks make the same call.
 
         Args:
@@ -131,24 +109,27 @@ class Shards:
             BurstError: on all ranks, if one has a problem or cannot shard the sample, or if they
                 make different calls.
         """
-        documents, told, failure = None, {}, None
+        documents, compared, failure = None, {}, None
         try:
             if not problem:
                 tokens, batch, got, device = sizes()
                 problem = unmet_needs(self.who, self.needs(tokens, batch, got))
-                told = {"shape": got, **(data or {})}
+                compared = {"shape": got, **(data or {})}
             if self.sample is not None and not problem:
-                documents = self.documents(self.rows(tokens), device)
-                told |= (documents.text or {}) if device.type == "cpu" else {}
+                rows, layout = self.rows(tokens), Layout(self.layout)
+                # any upper bound on length will do: no kernel uses it
+                bounded = self.sample._replace(longest=rows * self.size)
+                documents = Documents(bounded, (rows, self.size), layout, device, self.who)
+                compared |= (documents.text or {}) if device.type == "cpu" else {}
         except BurstError as error:
             problem = str(error)
         except Exception as error:  # out of memory too: other ranks must not wait for this one
             problem, failure = f"{self.who}: {type(error).__name__}: {error}", error
         if self.group is not None:
-            always = {"layout": self.layout, "documents": f"{documents is not None}"}
-            same, told = ({}, {}) if problem else (always | dict(terms or {}), told)
+            same = {"layout": self.layout, "documents": f"{documents is not None}", **(terms or {})}
+            same, compared = ({}, {}) if problem else (same, compared)
             try:
-                announce(self.group, same, self.who, problem, data=told)
+                announce(self.group, same, self.who, problem, data=compared)
             except BurstError:
                 if failure is None:
                     raise
@@ -159,10 +140,8 @@ class Shards:
         return documents
 
 
-def shards_of(
-    who: str, group: dist.ProcessGroup | None, layout: str,
-    boundaries: tuple[Tensor | None, Tensor | None], whole: bool,
-) -> Shards:  # fmt: skip
+def shards_of(who: str, group: dist.ProcessGroup | None, layout: str,
+              boundaries: tuple[Tensor | None, Tensor | None], whole: bool) -> Shards:  # fmt: skip
     """Arguments as users pass them; `boundaries`: cu_seqlens, cu_seqlens_padded."""
     ranks = None if group is None or group.size() == 1 else group
     packed = any(x is not None for x in boundaries)
@@ -170,15 +149,11 @@ def shards_of(
 
 
 def _of_tensor(x: Tensor, dim: int) -> Iterator[Need]:
-    yield (
-        is_dense(x), "the tensor must be dense and have data, because its rows are copied",
-        short_repr(x), "make it dense, or call to_local() on a DTensor",
-    )  # fmt: skip
-    yield (
-        isinstance(dim, int) and not isinstance(dim, bool) and -x.dim() <= dim < x.dim(),
-        "dim must be an axis of the tensor, because it is the one that is sharded",
-        f"dim={dim!r} and shape {tuple(x.shape)}", "pass the axis of the sequence",
-    )  # fmt: skip
+    yield (is_dense(x), "the tensor must be dense and have data, because its rows are copied",
+           short_repr(x), "make it dense, or call to_local() on a DTensor")  # fmt: skip
+    yield (type(dim) is int and -x.dim() <= dim < x.dim(),
+           "dim must be an axis of the tensor, because it is the one that is sharded",
+           f"dim={dim!r} and shape {tuple(x.shape)}", "pass the axis of the sequence")  # fmt: skip
 
 
 def _opened(shards: Shards, x: Tensor, dim: int, needs: Iterable[Need] = ()) -> Documents | None:
@@ -189,10 +164,9 @@ def _opened(shards: Shards, x: Tensor, dim: int, needs: Iterable[Need] = ()) -> 
     return shards.opened(unmet_needs(shards.who, chain(_of_tensor(x, dim), needs)), sizes)
 
 
-def shard(
-    x: Tensor, *, group: Ranks = None, layout: LayoutName = "zigzag",
-    cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None, dim: int = 1,
-) -> Tensor:  # fmt: skip
+def shard(x: Tensor, *, group: Ranks = None, layout: LayoutName = "zigzag",
+          cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
+          dim: int = 1) -> Tensor:  # fmt: skip
     """This rank's rows of a whole sample, in the order that `burst_attention` expects.
 
     The group remembers the call. Until its next `shard`, `burst_attention`, `position_ids`,
@@ -226,10 +200,9 @@ def shard(
     return x.index_select(dim, shards.mine(shards.rows(x.shape[dim]), documents, x.device))
 
 
-def unshard(
-    x: Tensor, *, group: Ranks = None, layout: LayoutName = "zigzag",
-    cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None, dim: int = 1,
-) -> Tensor:  # fmt: skip
+def unshard(x: Tensor, *, group: Ranks = None, layout: LayoutName = "zigzag",
+            cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
+            dim: int = 1) -> Tensor:  # fmt: skip
     """The whole sample from all ranks' rows, on every rank: the reverse of `shard`.
 
     One all-gather. The gradient is that of the sum of all ranks' losses, by one reduce-scatter: if
@@ -275,11 +248,9 @@ class _Gathered(torch.autograd.Function):
         return mine, None
 
 
-def position_ids(
-    tokens: int, *, group: Ranks = None, layout: LayoutName = "zigzag",
-    cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
-    device: torch.device | str = "cpu",
-) -> Tensor:  # fmt: skip
+def position_ids(tokens: int, *, group: Ranks = None, layout: LayoutName = "zigzag",
+                 cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
+                 device: torch.device | str = "cpu") -> Tensor:  # fmt: skip
     """Positions of this rank's rows in their documents, for rotary embeddings.
 
     Args:

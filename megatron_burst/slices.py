@@ -4,8 +4,9 @@ A slice is (first query, end of queries, first key, end of keys, kind); kinds ar
 last query is level with the last key), INVERSE (the first query is level with the first key) and
 BOTH. A maker describes one sample from its position 0 on; `packed` puts several into one.
 
-Integers are Python's, numpy's or torch's; bools and floats are refused. All makers raise BurstError
-if an argument is none that they describe.
+`tokens` are those of the sample, `lengths` count tokens of its parts, in order. Integers are
+Python's, numpy's or torch's; bools and floats are refused. All makers raise BurstError if an
+argument is none that they describe.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,53 +19,37 @@ from torch import Tensor
 from megatron_burst.errors import BurstError, Need, require
 from megatron_burst.integers import MOST, as_integer, as_list, entries, integer, integers, shown
 
+type Integers = Sequence[int]
+type Span = tuple[int, int]
 FULL, CAUSAL, INVERSE, BOTH = range(4)
 _KINDS = {"full": FULL, "causal": CAUSAL, "inverse_causal": INVERSE, "bi_causal": BOTH}
 
 
 def prefix_lm(prefix: int, tokens: int) -> Tensor:
-    """A prefix that sees itself both ways, and what follows it causally.
-
-    Args:
-        prefix: its tokens.
-        tokens: of the sample.
-    """
+    """A prefix of so many tokens that sees itself both ways, and what follows it causally."""
     tokens = integer("prefix_lm", "tokens", tokens, 1)
     prefix = integer("prefix_lm", "prefix", prefix, 0, tokens, "it is the beginning of the sample")
     return _table([(0, prefix, 0, prefix, FULL), (prefix, tokens, 0, tokens, CAUSAL)])
 
 
 def block_causal(lengths: Sequence[int]) -> Tensor:
-    """Blocks (the frames of a video) that see themselves both ways and all blocks before.
-
-    Args:
-        lengths: of the blocks, in tokens.
-    """
+    """Blocks (the frames of a video) that see themselves both ways and all blocks before."""
     spans = _spans("block_causal", lengths)
     return _table((start, stop, 0, stop, FULL) for start, stop in spans)
 
 
 def chunked(tokens: int, chunk: int) -> Tensor:
-    """Causal attention inside of chunks (Llama-4's local layers).
-
-    Args:
-        tokens: of the sample.
-        chunk: tokens of a chunk; the last one may be shorter.
-    """
+    """Causal attention inside of chunks of so many tokens (Llama-4's local layers); the last one
+    may be shorter."""
     tokens = integer("chunked", "tokens", tokens, 1)
     chunk = integer("chunked", "chunk", chunk, 1, why="the sample is cut into chunks of as many")
-    starts = range(0, tokens, chunk)
-    ends = (min(start + chunk, tokens) for start in starts)
-    return _table((s, e, s, e, CAUSAL) for s, e in zip(starts, ends, strict=True))
+    edges = pairwise((*range(0, tokens, chunk), tokens))
+    return _table((start, stop, start, stop, CAUSAL) for start, stop in edges)
 
 
-def causal_with_spans(spans: Iterable[tuple[int, int]], tokens: int) -> Tensor:
-    """Causal text with spans (images) whose queries see all of their span as well.
-
-    Args:
-        spans: (start, stop) of each, ascending.
-        tokens: of the sample.
-    """
+def causal_with_spans(spans: Iterable[Span], tokens: int) -> Tensor:
+    """Causal text with spans (images), (start, stop), ascending, whose queries see all of their
+    span as well."""
     who = "causal_with_spans"
     tokens, parts, end = integer(who, "tokens", tokens, 1), [], 0
     for start, stop in (*_ranges(who, "spans", spans), (tokens, tokens)):
@@ -77,18 +62,12 @@ def causal_with_spans(spans: Iterable[tuple[int, int]], tokens: int) -> Tensor:
 
 
 def documents(lengths: Sequence[int]) -> Tensor:
-    """Causal documents one after the other.
-
-    Args:
-        lengths: of the documents, in tokens.
-    """
+    """Causal documents one after the other."""
     spans = _spans("documents", lengths)
     return _table((start, stop, start, stop, CAUSAL) for start, stop in spans)
 
 
-def tree(
-    lengths: Sequence[int], parents: Sequence[int], starts: Sequence[int] | None = None
-) -> Tensor:
+def tree(lengths: Integers, parents: Integers, starts: Integers | None = None) -> Tensor:
     """Segments that see themselves causally and all of each ancestor (prefix trees), stored in any
     order. Where children directly follow their parents, `prefix_tree` makes fewer slices.
 
@@ -96,12 +75,9 @@ def tree(
     `tree_segment_parents`, `tree_segment_starts`.
 
     Args:
-        lengths: of the segments, in tokens.
+        lengths: of the segments.
         parents: of each segment, -1 for none.
         starts: of the segments, which must not overlap; None: one after the other.
-
-    Raises:
-        BurstError: if the parents are no tree, or not one for each segment.
     """
     parts = []
     for own, ancestors in _segments("tree", lengths, parents, starts):
@@ -109,35 +85,21 @@ def tree(
     return _table(parts)
 
 
-def tree_positions(
-    lengths: Sequence[int], parents: Sequence[int], starts: Sequence[int] | None = None
-) -> Tensor:
-    """Positions of a tree's tokens, as rotary embeddings need them: a token's index in its segment,
-    plus the tokens of all ancestors.
-
-    Args:
-        lengths, parents, starts: as for `tree`.
-
-    Returns:
-        int64 [tokens], on the CPU; 0 between segments.
-
-    Raises:
-        BurstError: as `tree`.
-    """
+def tree_positions(lengths: Integers, parents: Integers, starts: Integers | None = None) -> Tensor:
+    """Positions of the tokens of a `tree`, as rotary embeddings need them: a token's index in its
+    segment, plus the tokens of all ancestors: int64 [tokens], on the CPU; 0 between segments."""
     segments = list(_segments("tree_positions", lengths, parents, starts))
-    found = torch.zeros(max((stop for (_, stop), _ in segments), default=0), dtype=torch.int64)
+    places = torch.zeros(max((stop for (_, stop), _ in segments), default=0), dtype=torch.int64)
     for (start, stop), ancestors in segments:
         before = sum(end - begin for begin, end in ancestors)
-        found[start:stop] = torch.arange(before, before + stop - start)
-    return found
+        places[start:stop] = torch.arange(before, before + stop - start)
+    return places
 
 
 def of_trie(trie: Any) -> Tensor:
-    """A packed trie of AReaL (`areal/models/tree_attn/tree.py`): `nodes`, each with `start_idx`,
-    its last token's `end_idx` and its `ancestors`; tokens are in the order of insertion.
-
-    Args:
-        trie: its root.
+    """A packed trie of AReaL (`areal/models/tree_attn/tree.py`), by its root: `nodes`, each with
+    `start_idx`, its last token's `end_idx` and its `ancestors`; tokens are in the order of
+    insertion.
 
     Raises:
         BurstError: if it is none.
@@ -154,21 +116,11 @@ def of_trie(trie: Any) -> Tensor:
     return tree(lengths, parents, starts)
 
 
-def of_ranges(
-    q_ranges: Sequence[tuple[int, int]], k_ranges: Sequence[tuple[int, int]],
-    kinds: Sequence[int | str],
-) -> Tensor:  # fmt: skip
-    """Ranges of queries and keys, as MagiAttention takes them and verl's prefix trees have them
-    (`PrefixTreeParams`: `q_ranges`, `k_ranges`, `mask_types`).
-
-    Args:
-        q_ranges: (start, stop) of each slice's queries.
-        k_ranges: the same of its keys.
-        kinds: MagiAttention's numbers, which are those here; or its words.
-
-    Raises:
-        BurstError: if a kind is none of its words, or a range is missing.
-    """
+def of_ranges(q_ranges: Sequence[Span], k_ranges: Sequence[Span],
+              kinds: Sequence[int | str]) -> Tensor:  # fmt: skip
+    """Ranges (start, stop) of each slice's queries and keys, as MagiAttention takes them and verl's
+    prefix trees have them (`PrefixTreeParams`: `q_ranges`, `k_ranges`, `mask_types`); kinds are
+    MagiAttention's numbers, which are those here, or its words."""
 
     def kind_of(word: Any) -> int | None:
         kind = _KINDS.get(word) if isinstance(word, str) else as_integer(word)
@@ -190,9 +142,6 @@ def blocks(alive: Tensor, block: int, tokens: int, causal: bool = False) -> Tens
         block: rows and columns of a block.
         tokens: of the sample; the last block may be smaller.
         causal: whether a query sees no later keys; `alive` must have none above the diagonal.
-
-    Raises:
-        BurstError: if the bitmap is not that of the sample.
     """
     who, tokens = "blocks", integer("blocks", "tokens", tokens, 1)
     block = integer(who, "block", block, 1, why="the sample is cut into blocks of as many tokens")
@@ -218,16 +167,9 @@ def blocks(alive: Tensor, block: int, tokens: int, causal: bool = False) -> Tens
 
 
 def of_block_mask(mask: Any, causal: bool = False) -> Tensor:
-    """A BlockMask of torch's FlexAttention: `create_block_mask(mask_mod, None, None, t, t)`. Its
-    `mask_mod` is asked for the pairs of partial blocks only.
-
-    Args:
-        mask: the same for all sequences of the batch and all heads.
-        causal: whether later keys are masked as well.
-
-    Raises:
-        BurstError: if sequences or heads have masks of their own, or blocks are not square.
-    """
+    """A BlockMask of torch's FlexAttention, the same for all sequences of the batch and all heads:
+    `create_block_mask(mask_mod, None, None, t, t)`. Its `mask_mod` is asked for the pairs of
+    partial blocks only. `causal`: whether later keys are masked as well."""
     who, kind = "of_block_mask", "mask must be a BlockMask of torch's FlexAttention"
     need = all(hasattr(mask, name) for name in ("seq_lengths", "kv_num_blocks", "mask_mod"))
     must = f"{kind}, because its blocks are read"
@@ -246,26 +188,22 @@ def of_block_mask(mask: Any, causal: bool = False) -> Tensor:
             valid = torch.arange(bitmap.shape[1]) < counts[0, 0].cpu().unsqueeze(1)
             bitmap.scatter_add_(1, columns[0, 0].cpu().long(), valid.long())
     whole, partly = listed.bool()
-    found = [blocks(whole.tril() if causal else whole, block, tokens, causal)]
-    known: dict[tuple, Tensor] = {}
+    parts = [blocks(whole.tril() if causal else whole, block, tokens, causal)]
+    patterns: dict[tuple, Tensor] = {}
     places = torch.arange(tokens, device=mask.kv_indices.device).split(block)
     zero = places[0].new_zeros(())
     for row, column in partly.nonzero().tolist():
         q, k = places[row].unsqueeze(1), places[column].unsqueeze(0)
         seen = (mask.mask_mod(zero, zero, q, k) & ((k <= q) | (not causal))).cpu()
-        pattern = seen.shape, seen.numpy().tobytes()
-        if pattern not in known:
-            known[pattern] = of_pairs(seen)
-        found.append(known[pattern] + torch.tensor([row * block] * 2 + [column * block] * 2 + [0]))
-    return torch.cat(found)
+        key = seen.shape, seen.numpy().tobytes()
+        if key not in patterns:
+            patterns[key] = of_pairs(seen)
+        parts.append(patterns[key] + torch.tensor([row * block] * 2 + [column * block] * 2 + [0]))
+    return torch.cat(parts)
 
 
 def of_pairs(seen: Tensor) -> Tensor:
-    """Any mask, pair by pair; for small ones.
-
-    Args:
-        seen: bool [queries, keys].
-    """
+    """Any mask, pair by pair, bool [queries, keys]; for small ones."""
     must = "seen must be a bool tensor [queries, keys], because it says which pairs count"
     require("of_pairs", [(_is_bitmap(seen), must, shown(seen), "pass one with two axes")])
     strips: list[list] = []  # of each: first row, end, first key; keys of its last row; kind
@@ -282,30 +220,21 @@ def of_pairs(seen: Tensor) -> Tensor:
 
 
 def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """Samples one after the other, which do not see each other.
-
-    Args:
-        samples: slices of each.
-        lengths: of the samples, in tokens.
-
-    Raises:
-        BurstError: if there is not one length for each sample, or slices are not within theirs.
-    """
+    """Samples, by their slices, one after the other, which do not see each other."""
     who, spans = "packed", _spans("packed", lengths, least=1)
-    given = list(samples) if isinstance(samples, Iterable) and getattr(samples, "ndim", 1) else []
-    require(who, [_alike(samples=given, lengths=spans)])
-    for at, (sample, (start, stop)) in enumerate(zip(given, spans, strict=True)):
+    tables = list(samples) if isinstance(samples, Iterable) and getattr(samples, "ndim", 1) else []
+    require(who, [_alike(samples=tables, lengths=spans)])
+    for at, (sample, (start, stop)) in enumerate(zip(tables, spans, strict=True)):
         must = "samples must be slices [slices, 5] of positions in them, because they are shifted"
         got = f"{shown(sample)} as sample {at} of {stop - start} tokens"
         change = "pass what makers make, with the tokens of each sample"
         require(who, [(_are_slices(sample, stop - start), must, got, change)])
     shifts = (torch.tensor([start] * 4 + [0]) for start, _ in spans)
-    return torch.cat([sample.long() + by for sample, by in zip(given, shifts, strict=True)])
+    return torch.cat([sample.long() + by for sample, by in zip(tables, shifts, strict=True)])
 
 
-def _segments(
-    who: str, lengths: Sequence[int], parents: Sequence[int], starts: Sequence[int] | None
-) -> Iterator[tuple[tuple[int, int], list[tuple[int, int]]]]:
+def _segments(who: str, lengths: Integers, parents: Integers,
+              starts: Integers | None) -> Iterator[tuple[Span, list[Span]]]:  # fmt: skip
     """Where each segment of a tree is, and where its ancestors are."""
     spans = _spans(who, lengths)
     why = "parents are -1, or another segment"
@@ -315,7 +244,10 @@ def _segments(
         starts = integers(who, "starts", starts, why="they are positions in the sample")
         require(who, [_alike(lengths=spans, starts=starts)])
         spans = [(at, at + stop - start) for at, (start, stop) in zip(starts, spans, strict=True)]
-        _require_apart(who, spans)
+        must = "segments must not overlap, because each token is in one"
+        for (start, stop), (after, _) in pairwise(sorted(x for x in spans if x[0] < x[1])):
+            got = f"segments from {start} to {stop} and from {after} on"
+            require(who, [(stop <= after, must, got, "change starts or lengths")])
     for segment, own in enumerate(spans):
         way, ancestor = {segment: own}, parents[segment]
         while ancestor != -1:
@@ -327,32 +259,25 @@ def _segments(
         yield own, list(way.values())[1:]
 
 
-def _require_apart(who: str, spans: Sequence[tuple[int, int]]) -> None:
-    for (start, stop), (after, _) in pairwise(sorted(x for x in spans if x[0] < x[1])):
-        must = "segments must not overlap, because each token is in one"
-        got = f"segments from {start} to {stop} and from {after} on"
-        require(who, [(stop <= after, must, got, "change starts or lengths")])
-
-
-def _alike(**given: Sequence) -> Need:
+def _alike(**lists: Sequence) -> Need:
     """That there are equally many of all."""
-    counts = {name: len(entries) for name, entries in given.items()}
+    counts = {name: len(entries) for name, entries in lists.items()}
     must = f"{', '.join(counts)} must be equally many, because they belong together one by one"
     got = ", ".join(f"{count} {name}" for name, count in counts.items())
     return len(set(counts.values())) == 1, must, got, "pass one of each"
 
 
-def _spans(who: str, lengths: Sequence[int], least: int = 0) -> list[tuple[int, int]]:
+def _spans(who: str, lengths: Sequence[int], least: int = 0) -> list[Span]:
     """Where parts of these lengths begin and end, one after the other."""
     lengths = integers(who, "lengths", lengths, least, why="they count tokens")
     integer(who, "the sum of lengths", sum(lengths), 1)
     return list(pairwise((0, *accumulate(lengths))))
 
 
-def _ranges(who: str, name: str, given: Iterable[Any]) -> list[tuple[int, int]]:
+def _ranges(who: str, name: str, values: Iterable[Any]) -> list[Span]:
     """(start, stop) of each."""
 
-    def pair_of(entry: Any) -> tuple[int, int] | None:
+    def pair_of(entry: Any) -> Span | None:
         match [as_integer(x) for x in as_list(entry) or ()]:
             case [int(start), int(stop)] if 0 <= start <= stop <= MOST:
                 return start, stop
@@ -360,7 +285,7 @@ def _ranges(who: str, name: str, given: Iterable[Any]) -> list[tuple[int, int]]:
 
     must = f"{name} must be pairs (start, stop) of positions, because each is a part of the sample"
     change = "pass a list of pairs of int, of which the second is not smaller"
-    return entries(who, must, given, pair_of, change, axes=(1, 2))
+    return entries(who, must, values, pair_of, change, axes=(1, 2))
 
 
 def _has_data(x: object) -> bool:
@@ -391,5 +316,5 @@ def _runs(bits: Tensor) -> Iterator[tuple[int, int, int]]:
 
 def _table(slices: Iterable[tuple[int, int, int, int, int]]) -> Tensor:
     """Those that are not empty."""
-    full = [each for each in slices if each[0] < each[1] and each[2] < each[3]]
-    return torch.tensor(full, dtype=torch.int64).view(-1, 5)
+    rows = [row for row in slices if row[0] < row[1] and row[2] < row[3]]
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 5)

@@ -27,10 +27,8 @@ from megatron_burst.shards import LayoutName, shard
 
 _WHO = "burst in torchtitan"
 _LAYOUTS: dict[str | None, LayoutName] = {"headtail": "zigzag", None: "contiguous"}
-_MASKS = {
-    "get_causal_mask_mod", "get_document_mask_mod", "and_masks",
-    "get_efficient_causal_mask_mod_for_packed_document",
-}  # fmt: skip
+_MASKS = {"get_causal_mask_mod", "get_document_mask_mod", "and_masks",
+          "get_efficient_causal_mask_mod_for_packed_document"}  # fmt: skip
 _IN_PLACE: WeakSet[dist.ProcessGroup] = WeakSet()  # per process: groups of replaced attention
 
 
@@ -65,12 +63,10 @@ def apply_cp_to_forward(attention_modules: Sequence[torch.nn.Module], cp_mesh: A
     _IN_PLACE.add(cp_mesh.get_group())
 
 
-def _attend(
-    group: dist.ProcessGroup, layer: int, q: Tensor, k: Tensor, v: Tensor, *,
-    attention_masks: ShardedMask | None = None, scale: float | None = None,
-    enable_gqa: bool = False, is_causal: bool = True, **others: Any,
-) -> Tensor:  # fmt: skip
-    asked = [name for name, x in others.items() if x is not None]
+def _attend(group: dist.ProcessGroup, layer: int, q: Tensor, k: Tensor, v: Tensor, *,
+            attention_masks: ShardedMask | None = None, scale: float | None = None,
+            enable_gqa: bool = False, is_causal: bool = True, **more: Any) -> Tensor:  # fmt: skip
+    asked = [name for name, x in more.items() if x is not None]
     require(_WHO, [
         (not asked, "a model must ask attention for nothing but a mask and a scale, because burst "
          "supports nothing else here", ", ".join(asked), "use another model"),
@@ -79,14 +75,12 @@ def _attend(
          "it lies", type(attention_masks).__name__, "shard with prepare_context_parallel_input"),
     ])  # fmt: skip
     assert attention_masks is not None
-    attend = partial(
-        burst_attention, group=group, softmax_scale=scale, layout=attention_masks.layout,
-        causal=is_causal, layer=layer,
-    )  # fmt: skip
+    attend = partial(burst_attention, group=group, softmax_scale=scale,
+                     layout=attention_masks.layout, causal=is_causal, layer=layer)  # fmt: skip
     if not attention_masks.cu_seqlens:
         return attend(q, k, v)
     rows = zip(*(x.split(1) for x in (q, k, v)), attention_masks.cu_seqlens, strict=True)
-    return torch.cat([attend(*one, cu_seqlens=ends) for *one, ends in rows])
+    return torch.cat([attend(*sample, cu_seqlens=ends) for *sample, ends in rows])
 
 
 def prepare_context_parallel_input(
@@ -109,30 +103,22 @@ def prepare_context_parallel_input(
         ends = tuple(torch.tensor([*(row == 0).nonzero().flatten().tolist(), tokens])
                      for row in positions.cpu())  # fmt: skip
     take = partial(shard, group=group, layout=layout)
-    told = {"positions": take(positions), "attention_masks": ShardedMask(layout, ends)}
-    return take(inputs), take(labels), extra_kwargs | told
+    own = {"positions": take(positions), "attention_masks": ShardedMask(layout, ends)}
+    return take(inputs), take(labels), extra_kwargs | own
 
 
 def _of_input(group: dist.ProcessGroup, masks: Any, balancer: str | None) -> Iterator[Need]:
-    yield (
-        group in _IN_PLACE, "parallelism.spmd_backend must be partial_dtensor, because torchtitan "
-        "shards attention itself with the others", "no replaced attention",
-        "pass --parallelism.spmd_backend partial_dtensor",
-    )  # fmt: skip
-    yield (
-        balancer in _LAYOUTS, "context_parallel_load_balancer must be headtail or None, because "
-        "burst has no layout for the rows of others", balancer, "pass headtail",
-    )  # fmt: skip
-    yield (
-        masks is None or isinstance(masks, BlockMask),
-        "all layers must share one BlockMask, because burst supports only that of documents here",
-        type(masks).__name__, "use another model",
-    )  # fmt: skip
+    yield (group in _IN_PLACE, "parallelism.spmd_backend must be partial_dtensor, because "
+           "torchtitan shards attention itself with the others", "no replaced attention",
+           "pass --parallelism.spmd_backend partial_dtensor")  # fmt: skip
+    yield (balancer in _LAYOUTS, "context_parallel_load_balancer must be headtail or None, because "
+           "burst has no layout for the rows of others", balancer, "pass headtail")  # fmt: skip
+    yield (masks is None or isinstance(masks, BlockMask),
+           "all layers must share one BlockMask, because burst supports only that of documents "
+           "here", type(masks).__name__, "use another model")  # fmt: skip
     strange = sorted(parts_of(masks.mask_mod) - _MASKS) if masks is not None else []
-    yield (
-        not strange, "a mask must be causal or of documents, because burst supports no other here",
-        ", ".join(strange), "use another model",
-    )  # fmt: skip
+    yield (not strange, "a mask must be causal or of documents, because burst supports no other "
+           "here", ", ".join(strange), "use another model")  # fmt: skip
 
 
 def put_in_place() -> None:

@@ -8,7 +8,5 @@ from megatron_burst.balance.costs import Costs, Measured, fit, pairs_of
 from megatron_burst.balance.grid import BatchGrid
 from megatron_burst.balance.sampler import AssignedStep, Sampler
 
-__all__ = [
-    "AssignedStep", "Assignment", "BatchGrid", "Costs", "Measured", "MicroBatch", "Sampler",
-    "assign", "assign_fewest", "fit", "pairs_of",
-]  # fmt: skip
+__all__ = ["AssignedStep", "Assignment", "BatchGrid", "Costs", "Measured", "MicroBatch", "Sampler",
+           "assign", "assign_fewest", "fit", "pairs_of"]  # fmt: skip

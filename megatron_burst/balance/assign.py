@@ -2,19 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from math import ceil, inf
 
 import numpy as np
 
+from megatron_burst.balance import grid as grids
 from megatron_burst.balance.costs import WHO, Costs, pairs_of
 from megatron_burst.balance.drafts import Draft, draft_in_order, draft_of
-from megatron_burst.balance.grid import (
-    BatchGrid,
-    check_documents,
-    check_sizes,
-    checked_lengths,
-)
+from megatron_burst.balance.grid import BatchGrid
 from megatron_burst.balance.pipeline import alike
 from megatron_burst.balance.slots import SlotLayout, Units, patterned
 from megatron_burst.errors import require
@@ -61,15 +56,11 @@ class Assignment:
         dp_rank = integer(WHO, "dp_rank", dp_rank, 0, ranks[0] - 1, "it is a rank of the grid")
         cp_rank = integer(WHO, "cp_rank", cp_rank, 0, ranks[1] - 1, "it is a rank of the grid")
         slots = self.micro_batches[dp_rank]
-        return tuple(next(one for one in slot if cp_rank in one.ranks) for slot in slots)
+        return tuple(next(part for part in slot if cp_rank in part.ranks) for slot in slots)
 
 
-def assign(
-    lengths: Sequence[int] | np.ndarray,
-    grid: BatchGrid,
-    costs: Costs,
-    cp_sizes: Sequence[int] | None = None,
-) -> Assignment:
+def assign(lengths: Sequence[int] | np.ndarray, grid: BatchGrid, costs: Costs,
+           cp_sizes: Sequence[int] | None = None) -> Assignment:  # fmt: skip
     """Assign documents so that ranks, and in a pipeline micro-batches, take equally long.
 
     Equal on all ranks that pass equal arguments: nothing is random, and nothing is sent. Never
@@ -85,18 +76,18 @@ def assign(
     Raises:
         BurstError: if a size, a length or the grid is refused, or documents do not fit.
     """
-    sizes = check_sizes(grid, costs, cp_sizes)
-    given = checked_lengths(lengths, grid)
-    found = _found(given, grid, costs, sizes)
+    sizes = grids.check_sizes(grid, costs, cp_sizes)
+    tokens = grids.checked_lengths(lengths, grid)
+    fastest = _fastest(tokens, grid, costs, sizes)
     require(WHO, [(
-        found,
+        fastest,
         f"documents must fit whole into {grid.slots} micro-batches of {grid.token_limit * grid.cp} "
         "tokens, because all are in the same step",
-        f"{len(given)} documents of {given.sum()} tokens, which were not found to fit",
+        f"{len(tokens)} documents of {tokens.sum()} tokens, which were not found to fit",
         "use more micro-batches in a step, or raise the token limit",
     )])  # fmt: skip
-    assert found is not None
-    return found
+    assert fastest is not None
+    return fastest
 
 
 def assign_fewest(
@@ -115,35 +106,34 @@ def assign_fewest(
         BurstError: if a length or the multiple is refused, or documents do not fit however many
             micro-batches there are.
     """
-    check_sizes(grid, costs, None)
-    given = check_documents(lengths, grid)
+    grids.check_sizes(grid, costs, None)
+    tokens = grids.check_documents(lengths, grid)
     why = "an interleaved pipeline runs so many micro-batches at a time"
     multiple = integer(WHO, "multiple", multiple, 1, why=why)
-    tokens = int(given.sum())
-    least = max(grid.micro_batches, ceil(tokens / (grid.token_limit * grid.cp * grid.dp)))
-    for some in count(ceil(least / multiple) * multiple, multiple):
-        tried = replace(grid, micro_batches=some)
-        if (some + multiple) * grid.dp > len(given):  # more would leave some empty
-            break
-        if found := _found(given, tried, costs, (grid.cp,)):
-            return found
-    return assign(given, tried, costs)
+    fewest = ceil(int(tokens.sum()) / (grid.token_limit * grid.cp * grid.dp))
+    least = ceil(max(grid.micro_batches, fewest) / multiple) * multiple
+    tried = replace(grid, micro_batches=least)
+    # more would leave some empty
+    while (tried.micro_batches + multiple) * grid.dp <= len(tokens):
+        if fastest := _fastest(tokens, tried, costs, (grid.cp,)):
+            return fastest
+        tried = replace(tried, micro_batches=tried.micro_batches + multiple)
+    return assign(tokens, tried, costs)
 
 
-def _found(
-    given: np.ndarray, grid: BatchGrid, costs: Costs, sizes: Sequence[int]
+def _fastest(
+    tokens: np.ndarray, grid: BatchGrid, costs: Costs, sizes: Sequence[int]
 ) -> Assignment | None:
     """The fastest assignment, as predicted; None if the documents were not found to fit."""
-    order = np.argsort(-given, kind="stable")
-    long_first = given[order]
+    order = np.argsort(-tokens, kind="stable")
+    long_first = tokens[order]
     area = pairs_of(long_first)
     seconds = {
         cp: costs.per_token(cp) * long_first + costs.pair / cp * area for cp in sorted(set(sizes))
     }
     units = Units(long_first, seconds, costs.fixed)
-    in_order = draft_in_order(given, order, units, grid)
-    fits = [*([in_order] if in_order else []), *_drafts(units, grid)]
-    best = min(fits, key=lambda one: one.step, default=None)
+    drafts = [draft_in_order(tokens, order, units, grid), *_drafts(units, grid)]
+    best = min(filter(None, drafts), key=lambda draft: draft.step, default=None)
     return None if best is None else _assignment(best, order, units, area, grid)
 
 
@@ -153,11 +143,11 @@ def _drafts(units: Units, grid: BatchGrid) -> Iterator[Draft]:
     best = inf
     fixed = (alike(own, grid) if grid.pp > 1 else None) or patterned(own, grid)
     for layout in [fixed, *_changing(units, grid)]:
-        if layout and layout.expected < (1 - _ALIKE) * best:
-            draft = draft_of(layout.classes, units, grid)
-            if draft:
-                yield draft
-                best = min(best, draft.step)
+        if layout is None or layout.expected >= (1 - _ALIKE) * best:
+            continue
+        if draft := draft_of(layout.classes, units, grid):
+            yield draft
+            best = min(best, draft.step)
 
 
 def _changing(units: Units, grid: BatchGrid) -> list[SlotLayout]:
@@ -167,11 +157,11 @@ def _changing(units: Units, grid: BatchGrid) -> list[SlotLayout]:
     narrowest size is tried too.
     """
     lay_out, sizes = (alike if grid.pp > 1 else patterned), sorted(units.seconds)[:-1]
-    found = []
+    layouts = []
     for least in sizes if grid.pp > 1 else sizes[:1]:
-        some = {cp: seconds for cp, seconds in units.seconds.items() if cp >= least}
-        found.append(lay_out(replace(units, seconds=some), grid))
-    return sorted(filter(None, found), key=lambda one: one.expected)
+        wider = {cp: seconds for cp, seconds in units.seconds.items() if cp >= least}
+        layouts.append(lay_out(replace(units, seconds=wider), grid))
+    return sorted(filter(None, layouts), key=lambda layout: layout.expected)
 
 
 def _assignment(
@@ -186,17 +176,15 @@ def _assignment(
     np.add.at(areas, draft.bin_of, area)
     slots: list[list[MicroBatch]] = [[] for _ in range(grid.slots)]
     columns = (bins.slots(grid), bins.cps, bins.at, areas, draft.seconds)
-    for bin_, (slot, cp, at, pairs, seconds) in enumerate(
-        zip(*(column.tolist() for column in columns), strict=True)
-    ):
-        some = tuple(documents[edges[bin_] : edges[bin_ + 1]])
-        ranks = range(at * cp, (at + 1) * cp)
-        slots[slot].append(MicroBatch(some, ranks, tokens[bin_], pairs, seconds))
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for bin_, (slot, cp, at, pairs, seconds) in enumerate(rows):
+        mine, ranks = documents[edges[bin_] : edges[bin_ + 1]], range(at * cp, (at + 1) * cp)
+        slots[slot].append(MicroBatch(tuple(mine), ranks, tokens[bin_], pairs, seconds))
     every, m = tuple(map(tuple, slots)), grid.micro_batches
     by_rank = tuple(every[rank * m : (rank + 1) * m] for rank in range(grid.dp))
     least = units.least(grid)
     bound = (units.fixed + float(least.sum()) / grid.slots) * (m + grid.pp - 1)
-    longest = min(float(each[0]) for cp, each in units.seconds.items()
+    longest = min(float(seconds[0]) for cp, seconds in units.seconds.items()
                   if units.lengths[0] <= grid.token_limit * cp)  # fmt: skip
     alone = units.fixed * (m - 1) + (units.fixed + longest) * grid.pp
     return Assignment(by_rank, draft.step, bound, alone)

@@ -1,7 +1,7 @@
 """Seconds of a micro-batch, as a few coefficients: from a plan, or fitted to measured ones."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -54,14 +54,13 @@ class Costs:
         Raises:
             BurstError: if the file is not such a plan.
         """
-        reader = Reader(
-            WHO, str(path), "costs are read from it", "make it with megatron-burst plan --json"
-        )
+        change = "make it with megatron-burst plan --json"
+        reader = Reader(WHO, str(path), "costs are read from it", change)
         plan = reader.json()
         if not isinstance(plan, dict) or not plan.get(IN_PLAN):
             raise reader.refusal(f'be a plan with "{IN_PLAN}"', plan)
-        found: Costs = reader.typed(cls, plan[IN_PLAN], IN_PLAN)
-        return found
+        costs: Costs = reader.typed(cls, plan[IN_PLAN], IN_PLAN)
+        return costs
 
 
 def pairs_of(lengths: np.ndarray) -> np.ndarray:
@@ -100,30 +99,32 @@ def fit(measured: Sequence[Measured]) -> Costs:
         BurstError: if there are too few micro-batches for as many coefficients, or they are alike.
     """
     require(WHO, _of_measured(measured))
-    cp = np.array([one.cp for one in measured])
-    rest = np.unique(cp)[1:]
-    tokens, area, seconds = (
-        np.array([getattr(one, name) for one in measured], dtype=float)
-        for name in ("tokens", "area", "seconds")
-    )
-    columns = [tokens / cp, area / cp, np.ones(len(cp)), *(tokens / cp * (cp == c) for c in rest)]
+    values = np.array([astuple(batch) for batch in measured], dtype=float)
+    tokens, area, cp, seconds = values.T
+    wider = np.unique(cp)[1:]
+    columns = [tokens / cp, area / cp, np.ones(len(cp)), *(tokens / cp * (cp == c) for c in wider)]
     matrix = np.stack(columns, axis=1) / seconds[:, None]
     scale = matrix.max(axis=0)
-    rank = np.linalg.matrix_rank(matrix / scale)
-    require(WHO, _of_rank(rank, matrix.shape[1]))
+    rank, wanted = np.linalg.matrix_rank(matrix / scale), matrix.shape[1]
+    require(WHO, [(
+        rank >= wanted,
+        f"measured micro-batches must differ enough for {wanted} coefficients, because "
+        "the fit must separate the effects of tokens, area and context-parallel size",
+        f"{rank} that are independent", "measure some of few long and some of many short "
+        "documents, and some half as large, at each size")])  # fmt: skip
     token, pair, fixed, *more = (_least_squares(matrix / scale) / scale).tolist()
-    return Costs(token, pair, fixed, dict(zip(rest.tolist(), more, strict=True)))
+    return Costs(token, pair, fixed, dict(zip(wider.astype(int).tolist(), more, strict=True)))
 
 
 def _least_squares(matrix: np.ndarray) -> np.ndarray:
     """x >= 0 with matrix @ x nearest to 1."""
     used = np.ones(matrix.shape[1], dtype=bool)
     while True:
-        found = np.zeros(matrix.shape[1])
-        found[used] = np.linalg.lstsq(matrix[:, used], np.ones(len(matrix)), rcond=None)[0]
-        if found.min() >= 0:
-            return found
-        used &= found > 0
+        x = np.zeros(matrix.shape[1])
+        x[used] = np.linalg.lstsq(matrix[:, used], np.ones(len(matrix)), rcond=None)[0]
+        if x.min() >= 0:
+            return x
+        used &= x > 0
 
 
 def _is_number(value: Any, most: float = 1e18) -> bool:
@@ -136,37 +137,17 @@ def _of_costs(costs: Costs) -> Iterable[Need]:
     at = costs.transfer if isinstance(costs.transfer, Mapping) else {0: None}
     sane = all(_is_number(v, 1e9) for v in (costs.token, costs.pair, costs.fixed, *at.values()))
     sizes = all(isinstance(size, Integral) and (as_integer(size) or 0) > 0 for size in at)
-    yield (
-        sane and sizes and costs.token + costs.pair > 1e-30,
-        "costs must be seconds up to 1e9, above 0 for a token or a pair, and transfer a mapping of "
-        "them by context-parallel size, because work is compared by them",
-        shown(costs),
-        "measure micro-batches and call fit, or read a plan",
-    )
+    yield (sane and sizes and costs.token + costs.pair > 1e-30,
+           "costs must be seconds up to 1e9, above 0 for a token or a pair, and transfer a mapping "
+           "of them by context-parallel size, because work is compared by them", shown(costs),
+           "measure micro-batches and call fit, or read a plan")  # fmt: skip
 
 
 def _of_measured(measured: Sequence[Measured]) -> Iterable[Need]:
-    names = [field.name for field in fields(Measured)]
     listed = isinstance(measured, Sequence)
-    wrong = [
-        x for x in (measured if listed else ()) if not isinstance(x, Measured)
-        or not all(_is_number(value := getattr(x, name)) and value > 0 for name in names)
-    ]  # fmt: skip
-    yield (
-        listed and measured and not wrong,
-        "measured micro-batches must have tokens, area, a context-parallel size and seconds above "
-        "0, because coefficients are fitted to them",
-        shown(wrong[0]) if wrong else "none" if listed else shown(measured),
-        "leave out those that did not run",
-    )
-
-
-def _of_rank(rank: int, wanted: int) -> Iterable[Need]:
-    yield (
-        rank >= wanted,
-        f"measured micro-batches must differ enough for {wanted} coefficients, because the fit "
-        "must separate the effects of tokens, area and context-parallel size",
-        f"{rank} that are independent",
-        "measure some of few long and some of many short documents, and some half as large, at "
-        "each size",
-    )
+    wrong = [x for x in (measured if listed else ()) if not isinstance(x, Measured)
+             or not all(_is_number(value) and value > 0 for value in astuple(x))]  # fmt: skip
+    yield (listed and measured and not wrong, "measured micro-batches must have tokens, area, a "
+           "context-parallel size and seconds above 0, because coefficients are fitted to them",
+           shown(wrong[0]) if wrong else "none" if listed else shown(measured),
+           "leave out those that did not run")  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_burst.balance.grid import BatchGrid
-from megatron_burst.balance.lanes import Lanes, filled, filled_together, refine
+from megatron_burst.balance.lanes import Lanes, filled, refine
 from megatron_burst.balance.packing import starts_in_order
 from megatron_burst.balance.slots import SizeClass, Units
 
@@ -28,21 +28,19 @@ class Bins:
     @classmethod
     def of(cls, classes: Sequence[SizeClass], grid: BatchGrid) -> "Bins":
         """Those of a layout, slot after slot."""
-        groups = [grid.cp // one.cp for one in classes]
-        each = list(zip(classes, groups, strict=True))
-        return cls(
-            np.concatenate([np.repeat(one.ranks, count) for one, count in each]),
-            np.concatenate([np.full(len(one.ranks) * count, one.cp) for one, count in each]),
-            np.concatenate([np.tile(np.arange(count), len(one.ranks)) for one, count in each]),
-        )
+        parts = []
+        for size in classes:
+            groups, slots = grid.cp // size.cp, len(size.ranks)
+            ranks, places = np.repeat(size.ranks, groups), np.tile(np.arange(groups), slots)
+            parts.append((ranks, np.full(slots * groups, size.cp), places))
+        return cls(*map(np.concatenate, zip(*parts, strict=True)))
 
     def slots(self, grid: BatchGrid) -> np.ndarray:
         """Slot of each bin: rank after rank, in each the narrow sizes first."""
         within = np.lexsort((np.arange(len(self.ranks)), self.cps, self.ranks))
         cps = self.cps[within]
-        share = np.cumsum(cps) - cps  # ranks of the slots before, all of one rank's
         slots = np.zeros(len(cps), dtype=int)
-        slots[within] = share // grid.cp
+        slots[within] = (np.cumsum(cps) - cps) // grid.cp  # by ranks of the bins before
         return slots
 
 
@@ -64,14 +62,14 @@ class Draft:
 
 
 def draft_in_order(
-    given: np.ndarray, order: np.ndarray, units: Units, grid: BatchGrid
+    lengths: np.ndarray, order: np.ndarray, units: Units, grid: BatchGrid
 ) -> Draft | None:
     """Documents packed as they come, each micro-batch until the next does not fit, for rank after
     rank; None if that takes more or fewer micro-batches than there are."""
-    starts = starts_in_order(given, grid.token_limit * grid.cp, grid.slots)
+    starts = starts_in_order(lengths, grid.token_limit * grid.cp, grid.slots)
     if len(starts) != grid.slots:
         return None
-    bin_of = np.searchsorted(starts, np.arange(len(given)), "right") - 1
+    bin_of = np.searchsorted(starts, np.arange(len(lengths)), "right") - 1
     ranks, zeros = np.arange(grid.slots) % grid.dp, np.zeros(grid.slots, dtype=int)
     return _timed(bin_of[order], Bins(ranks, zeros + grid.cp, zeros), units, grid)
 
@@ -86,76 +84,76 @@ def draft_of(classes: Sequence[SizeClass], units: Units, grid: BatchGrid) -> Dra
 def _by_size(classes: Sequence[SizeClass], units: Units, grid: BatchGrid) -> np.ndarray | None:
     """The bin of each document; ranks that have less of the wider sizes get more of the next."""
     parts, first, behind = [], 0, np.zeros(grid.dp)
-    for one in classes:
-        found = _fill(one, units, grid, behind)
-        if found is None:
+    for size in classes:
+        bins = _fill(size, units, grid, behind)
+        if bins is None:
             return None
-        groups = grid.cp // one.cp
+        groups = grid.cp // size.cp
         lanes = np.zeros((grid.dp, groups))
-        seconds = units.seconds[one.cp][one.documents.start : one.documents.stop]
-        np.add.at(lanes, (one.ranks[found // groups], found % groups), seconds)
+        seconds = units.seconds[size.cp][size.documents.start : size.documents.stop]
+        np.add.at(lanes, (size.ranks[bins // groups], bins % groups), seconds)
         taken = lanes.max(axis=1)
         behind += taken.mean() - taken
-        parts.append(found + first)
-        first += len(one.ranks) * groups
+        parts.append(bins + first)
+        first += len(size.ranks) * groups
     return np.concatenate(parts)
 
 
-def _fill(one: SizeClass, units: Units, grid: BatchGrid, behind: np.ndarray) -> np.ndarray | None:
+def _fill(size: SizeClass, units: Units, grid: BatchGrid, behind: np.ndarray) -> np.ndarray | None:
     """The bins of a size's documents, numbered slot by slot; `behind`: seconds that each rank has
     less of wider sizes than the mean."""
-    groups = grid.cp // one.cp
-    some = slice(one.documents.start, one.documents.stop)
-    lengths, seconds = units.lengths[some], units.seconds[one.cp][some]
-    at, ranks = np.tile(np.arange(groups), len(one.ranks)), np.repeat(one.ranks, groups)
-    more = behind[one.ranks] / np.bincount(one.ranks, minlength=grid.dp)[one.ranks]
-    lane_of, targets = np.arange(len(at)), np.repeat(one.targets + more, groups)
+    groups, mine = grid.cp // size.cp, slice(size.documents.start, size.documents.stop)
+    lengths, seconds = units.lengths[mine], units.seconds[size.cp][mine]
+    at, ranks = np.tile(np.arange(groups), len(size.ranks)), np.repeat(size.ranks, groups)
+    more = behind[size.ranks] / np.bincount(size.ranks, minlength=grid.dp)[size.ranks]
+    lane_of, targets = np.arange(len(at)), np.repeat(size.targets + more, groups)
     if (grid.ep == 1 or groups == 1) and grid.ep <= grid.cp:
         _, lane_of = np.unique(ranks * groups + at, return_inverse=True)
         targets = np.bincount(lane_of, targets)
-    lanes = Lanes(lane_of, targets, grid.token_limit * one.cp)
-    found = filled(lengths, seconds, lanes)
-    if found is None:  # by tokens alone more fit
-        found = filled(lengths, lengths.astype(float), replace(lanes, targets=0 * targets))
-    if found is not None:
-        refine(lengths, seconds, lanes, found)
-    return found
+    lanes, stops = Lanes(lane_of, targets, grid.token_limit * size.cp), [len(lengths)]
+    bins = filled(lengths, [seconds], [lanes], stops, [])
+    if bins is None:  # by tokens alone more fit
+        tokens, alike = lengths.astype(float), replace(lanes, targets=0 * targets)
+        bins = filled(lengths, [tokens], [alike], stops, [])
+    if bins is not None:
+        refine(lengths, seconds, lanes, bins)
+    return bins
 
 
 def _alike(classes: Sequence[SizeClass], units: Units, grid: BatchGrid) -> np.ndarray | None:
     """The bin of each document; every bin is to take as long as its slot's target."""
-    lanes, stops = [], [one.documents.stop for one in classes]
-    for one in classes:
-        targets = np.repeat(one.targets, grid.cp // one.cp)
-        lanes.append(Lanes(np.arange(len(targets)), targets, grid.token_limit * one.cp))
-    seconds = [units.seconds[one.cp] for one in classes]
+    lanes, stops = [], [size.documents.stop for size in classes]
+    for size in classes:
+        targets = np.repeat(size.targets, grid.cp // size.cp)
+        lanes.append(Lanes(np.arange(len(targets)), targets, grid.token_limit * size.cp))
+    seconds = [units.seconds[size.cp] for size in classes]
     placed = [n * (grid.cp // classes[0].cp) for n in range(classes[0].alone)]
-    found = filled_together(units.lengths, seconds, lanes, stops, placed)
-    if found is None:  # by tokens alone more fit
-        tokens = [units.lengths / one.cp for one in classes]
-        alike = [replace(each, targets=0 * each.targets) for each in lanes]
-        found = filled_together(units.lengths, tokens, alike, stops, [])
-    if found is None:
+    bin_of = filled(units.lengths, seconds, lanes, stops, placed)
+    if bin_of is None:  # by tokens alone more fit
+        tokens = [units.lengths / size.cp for size in classes]
+        alike = [replace(of_size, targets=0 * of_size.targets) for of_size in lanes]
+        bin_of = filled(units.lengths, tokens, alike, stops, [])
+    if bin_of is None:
         return None
     first = 0
-    for each, some in zip(lanes, seconds, strict=True):
-        here = np.flatnonzero((found >= first) & (found < first + len(each.targets)))
-        bins = found[here] - first
-        refine(units.lengths[here], some[here], each, bins)
-        found[here] = bins + first
-        first += len(each.targets)
-    return found
+    for of_size, costs in zip(lanes, seconds, strict=True):
+        here = np.flatnonzero((bin_of >= first) & (bin_of < first + len(of_size.targets)))
+        bins = bin_of[here] - first
+        refine(units.lengths[here], costs[here], of_size, bins)
+        bin_of[here] = bins + first
+        first += len(of_size.targets)
+    return bin_of
 
 
 def _timed(bin_of: np.ndarray, bins: Bins, units: Units, grid: BatchGrid) -> Draft:
     """A draft with its predicted step."""
-    each = np.zeros(len(bin_of))
+    of_document = np.zeros(len(bin_of))
     for cp, seconds in units.seconds.items():
         here = bins.cps[bin_of] == cp
-        each[here] = seconds[here]
-    found = np.bincount(bin_of, each, len(bins.ranks)) + units.fixed
-    step = _step_in_step(found, bins, grid) if grid.in_step else _step(found, bins)
-    return Draft(bin_of, bins, found, step)
+        of_document[here] = seconds[here]
+    of_bin = np.bincount(bin_of, of_document, len(bins.ranks)) + units.fixed
+    step = _step_in_step(of_bin, bins, grid) if grid.in_step else _step(of_bin, bins)
+    return Draft(bin_of, bins, of_bin, step)
 
 
 def _step(seconds: np.ndarray, bins: Bins) -> float:

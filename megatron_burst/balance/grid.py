@@ -51,26 +51,17 @@ class BatchGrid:
 
     def _needs(self) -> Iterable[Need]:
         ranks = self.dp * self.cp
-        yield (
-            ranks * self.pp <= _RANKS,
-            f"a job must have at most {_RANKS} ranks, because times are kept for each",
-            f"DP {self.dp}, CP {self.cp}, PP {self.pp}",
-            "pass the job's sizes",
-        )
-        yield (
-            self.token_limit * self.cp <= MOST,
-            f"a micro-batch must have at most {MOST} tokens, because its pairs are counted in 64 "
-            "bits",
-            f"a token limit of {self.token_limit} on {self.cp} ranks",
-            "pass the tokens that a rank has memory for",
-        )
-        yield (
-            ranks % self.ep == 0 and (self.ep <= self.cp or self.ep % self.cp == 0),
-            "the expert-parallel size must divide DP x CP, and be a multiple of CP if it is "
-            "larger, because expert-parallel ranks are consecutive ones of a pipeline stage",
-            f"EP {self.ep}, DP {self.dp}, CP {self.cp}",
-            "choose another size",
-        )
+        yield (ranks * self.pp <= _RANKS,
+               f"a job must have at most {_RANKS} ranks, because times are kept for each",
+               f"DP {self.dp}, CP {self.cp}, PP {self.pp}", "pass the job's sizes")  # fmt: skip
+        yield (self.token_limit * self.cp <= MOST,
+               f"a micro-batch must have at most {MOST} tokens, because its pairs are counted in "
+               "64 bits", f"a token limit of {self.token_limit} on {self.cp} ranks",
+               "pass the tokens that a rank has memory for")  # fmt: skip
+        yield (ranks % self.ep == 0 and (self.ep <= self.cp or self.ep % self.cp == 0),
+               "the expert-parallel size must divide DP x CP, and be a multiple of CP if it is "
+               "larger, because expert-parallel ranks are consecutive ones of a pipeline stage",
+               f"EP {self.ep}, DP {self.dp}, CP {self.cp}", "choose another size")  # fmt: skip
 
 
 def check_sizes(grid: BatchGrid, costs: Costs, cp_sizes: Any) -> tuple[int, ...]:
@@ -117,55 +108,39 @@ def check_documents(lengths: Sequence[int] | np.ndarray, grid: BatchGrid) -> np.
         BurstError: if they are no positive whole numbers, or one is longer than the widest group
             can hold.
     """
-    given = lengths if isinstance(lengths, np.ndarray) else None
-    if given is None:  # checked one by one: numpy would make numbers of bools
-        given = np.array(integers(WHO, "lengths", lengths, 0, _INT64), dtype=np.int64)
-    require(WHO, _of_documents(given, grid))
-    return given.astype(np.int64)
+    if not isinstance(lengths, np.ndarray):  # checked one by one: numpy would make numbers of bools
+        lengths = np.array(integers(WHO, "lengths", lengths, 0, _INT64), dtype=np.int64)
+    require(WHO, _of_documents(lengths, grid))
+    return lengths.astype(np.int64)
 
 
 def enough_documents(count: int, grid: BatchGrid) -> Need:
     """That a step has a document for each of its micro-batches."""
-    return (
-        count >= grid.slots,
-        f"a batch must have a document for each of its {grid.dp} x {grid.micro_batches} "
-        "micro-batches, because every data-parallel rank runs all of them",
-        f"{count} documents",
-        "use fewer micro-batches in a step, or a larger global batch",
-    )
+    return (count >= grid.slots, f"a batch must have a document for each of its {grid.dp} x "
+            f"{grid.micro_batches} micro-batches, because every data-parallel rank runs all of "
+            "them", f"{count} documents",
+            "use fewer micro-batches in a step, or a larger global batch")  # fmt: skip
 
 
 def room_for(tokens: int, grid: BatchGrid) -> Need:
     """That a step can hold so many tokens."""
     widest = grid.token_limit * grid.cp
-    return (
-        tokens <= widest * grid.slots,
-        f"a batch must fit into {grid.slots} micro-batches of {widest} tokens, because all "
-        "documents are in the same step",
-        f"{tokens} tokens",
-        "use more micro-batches in a step, or raise the token limit",
-    )
+    return (tokens <= widest * grid.slots, f"a batch must fit into {grid.slots} micro-batches of "
+            f"{widest} tokens, because all documents are in the same step", f"{tokens} tokens",
+            "use more micro-batches in a step, or raise the token limit")  # fmt: skip
 
 
-def _of_documents(found: np.ndarray, grid: BatchGrid) -> Iterable[Need]:
-    yield (
-        found.ndim == 1 and found.size and np.issubdtype(found.dtype, np.integer),
-        "lengths must be whole numbers, one for each document, because tokens are counted",
-        f"shape {found.shape} of {found.dtype}",
-        "pass a list of lengths",
-    )
-    shortest, longest = int(found.min()), int(found.max())
-    yield (
-        shortest > 0,
-        "documents must have tokens, because each is trained on",
-        f"a length of {shortest} at index {int(found.argmin())}",
-        "leave empty documents out",
-    )
+def _of_documents(lengths: np.ndarray, grid: BatchGrid) -> Iterable[Need]:
+    yield (lengths.ndim == 1 and lengths.size and np.issubdtype(lengths.dtype, np.integer),
+           "lengths must be whole numbers, one for each document, because tokens are counted",
+           f"shape {lengths.shape} of {lengths.dtype}", "pass a list of lengths")  # fmt: skip
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    yield (shortest > 0, "documents must have tokens, because each is trained on",
+           f"a length of {shortest} at index {int(lengths.argmin())}",
+           "leave empty documents out")  # fmt: skip
     widest = grid.token_limit * grid.cp
-    yield (
-        longest <= widest,
-        f"a document must fit into the {grid.cp} ranks of the widest group, because it is not "
-        f"split (token limit {grid.token_limit} a rank)",
-        f"{longest} tokens at index {int(found.argmax())}",
-        f"raise the limit or the context-parallel size, or cut documents to {widest} tokens",
-    )
+    yield (longest <= widest,
+           f"a document must fit into the {grid.cp} ranks of the widest group, because it is not "
+           f"split (token limit {grid.token_limit} a rank)", f"{longest} tokens at index "
+           f"{int(lengths.argmax())}", "raise the limit or the context-parallel size, or cut "
+           f"documents to {widest} tokens")  # fmt: skip

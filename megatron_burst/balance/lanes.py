@@ -7,6 +7,7 @@ each, else all micro-batches that the same ranks run one after the other.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
+from operator import le
 
 import numpy as np
 
@@ -30,54 +31,34 @@ class Lanes:
     room: int
 
 
-def filled(lengths: np.ndarray, seconds: np.ndarray, lanes: Lanes) -> np.ndarray | None:
+def filled(lengths: np.ndarray, seconds: Sequence[np.ndarray], sizes: Sequence[Lanes],
+           stops: Sequence[int], placed: Sequence[int]) -> np.ndarray | None:  # fmt: skip
     """The bin of each document; None if one does not fit.
 
     Each goes to the lane that lacks most of its target, there to the bin with the most room. No bin
-    stays empty.
-
-    Args:
-        lengths: of the documents, the longest first.
-        seconds: that each takes.
-        lanes: where they go; no more bins than documents.
-    """
-    return filled_together(lengths, [seconds], [lanes], [len(lengths)], [])
-
-
-def filled_together(
-    lengths: np.ndarray,
-    seconds: Sequence[np.ndarray],
-    sizes: Sequence[Lanes],
-    stops: Sequence[int],
-    placed: Sequence[int],
-) -> np.ndarray | None:
-    """The same with lanes of several context-parallel sizes, whose bins are numbered one after the
-    other: short documents also go to wide lanes that lack more.
+    stays empty. Bins of several context-parallel sizes are numbered one after the other; short
+    documents also go to wide lanes that lack more.
 
     Args:
         lengths: of the documents, the longest first.
         seconds: that each takes at each size.
-        sizes: lanes of each, the widest first.
+        sizes: lanes of each, the widest first; no more bins than documents.
         stops: the first document that is short enough for the next size.
         placed: bins of the first documents, of the widest size and no two alike.
     """
     state = _State(sizes)
     for bin_, length, cost in zip(placed, lengths.tolist(), seconds[0].tolist(), strict=False):
         state.place(bin_, length, cost)
-    found, tokens = list(placed), lengths.tolist()
-    costs = [each.tolist() for each in seconds]
+    bins, tokens, costs = list(placed), lengths.tolist(), [x.tolist() for x in seconds]
     for number, stop in enumerate(stops):
         state.open(number)
-        found += state.by_need(tokens, costs, range(len(found), stop))
-        if len(found) < stop:
+        bins += state.by_need(tokens, costs, range(len(bins), stop))
+        if len(bins) < stop:
             break
-    unused = state.empty()
-    rest = lengths[len(found) :]
-    if len(unused) != len(rest) or any(
-        length > state.room_of(bin_) for bin_, length in zip(unused, rest.tolist(), strict=True)
-    ):
-        return None
-    return np.array(found + unused)
+    unused, unplaced = state.empty(), tokens[len(bins) :]
+    rooms = [state.room_of(bin_) for bin_ in unused]
+    fits = len(rooms) == len(unplaced) and all(map(le, unplaced, rooms))
+    return np.array(bins + unused) if fits else None
 
 
 class _State:
@@ -88,18 +69,17 @@ class _State:
         self._bins: list[list[int]] = []  # of each lane
         self._lane_of: list[int] = []  # of each bin
         self._size_of: list[int] = []  # of each lane
-        for number, one in enumerate(sizes):
+        for number, lanes in enumerate(sizes):
             first = len(self._bins)
-            self._lanes.append(range(first, first + len(one.targets)))
-            self._size_of += [number] * len(one.targets)
-            self._bins += [[] for _ in one.targets]
-            for lane in (one.lane_of + first).tolist():
+            self._lanes.append(range(first, first + len(lanes.targets)))
+            self._size_of += [number] * len(lanes.targets)
+            self._bins += [[] for _ in lanes.targets]
+            for lane in (lanes.lane_of + first).tolist():
                 self._bins[lane].append(len(self._lane_of))
                 self._lane_of.append(lane)
         self._whole = [sizes[number].room for number in self._size_of]  # room of a lane's bins
-        each = zip(self._whole, self._bins, strict=True)
-        self._rooms = [[room] * len(bins) for room, bins in each]
-        self._loads = np.concatenate([-one.targets for one in sizes]).tolist()
+        self._rooms = [[room] * len(b) for room, b in zip(self._whole, self._bins, strict=True)]
+        self._loads = np.concatenate([-lanes.targets for lanes in sizes]).tolist()
         self._empty = len(self._lane_of)
         self._open: list[tuple[float, int]] = []  # the lanes in use, by load
         self._full: list[tuple[int, int]] = []  # those that wait until a document is short enough
@@ -113,12 +93,10 @@ class _State:
         """Bins without documents, those that hold most first, then by load."""
         if not self._empty:
             return []
-        some = [
-            (-self._whole[lane], self._loads[lane], bin_)
-            for bin_, lane in enumerate(self._lane_of)
-            if self.room_of(bin_) == self._whole[lane]
-        ]
-        return [bin_ for *_, bin_ in sorted(some)]
+        unused = ((-self._whole[lane], self._loads[lane], bin_)
+                  for bin_, lane in enumerate(self._lane_of)
+                  if self.room_of(bin_) == self._whole[lane])  # fmt: skip
+        return [bin_ for *_, bin_ in sorted(unused)]
 
     def place(self, bin_: int, length: int, cost: float) -> None:
         """Put a document into an empty bin."""
@@ -132,13 +110,13 @@ class _State:
         self._open += [(self._loads[lane], lane) for lane in self._lanes[size]]
         heapify(self._open)
 
-    def by_need(self, lengths: list[int], costs: list[list[float]], some: range) -> list[int]:
-        """Bins of some documents, until as many of all are left as bins are empty, or one does not
+    def by_need(self, lengths: list[int], costs: list[list[float]], documents: range) -> list[int]:
+        """Bins of documents, until as many of all are left as bins are empty, or one does not
         fit."""
         bins, rooms, loads, whole = self._bins, self._rooms, self._loads, self._whole
         heap, full, size_of = self._open, self._full, self._size_of
-        found: list[int] = []
-        for at in some:
+        filled: list[int] = []
+        for at in documents:
             length = lengths[at]
             while full and -full[0][0] >= length:
                 lane = heappop(full)[1]
@@ -149,12 +127,12 @@ class _State:
                 break
             lane = heap[0][1]
             place = rooms[lane].index(most)
-            found.append(bins[lane][place])
+            filled.append(bins[lane][place])
             rooms[lane][place] = most - length
             self._empty -= most == whole[lane]
             loads[lane] += costs[size_of[lane]][at]
             heapreplace(heap, (loads[lane], lane))
-        return found
+        return filled
 
 
 def refine(lengths: np.ndarray, seconds: np.ndarray, lanes: Lanes, bin_of: np.ndarray) -> None:
@@ -216,10 +194,7 @@ class _Exchanges:
         """Two documents change bins; the first is so many tokens longer."""
         here, there = self.bins[mine], self.bins[theirs]
         self.bins[mine], self.bins[theirs] = there, here
-        self._lane_of[mine], self._lane_of[theirs] = (
-            self._lane_of_bin[there],
-            self._lane_of_bin[here],
-        )
+        self._lane_of[[mine, theirs]] = self._lane_of_bin[[there, here]]
         if theirs == self._nothing:
             self._lane_of[theirs] = -1
             self._count[here] -= 1

@@ -35,15 +35,14 @@ def best_fit(lengths: Sequence[int] | np.ndarray, limit: int, seed: int) -> Pack
     least room. The packs are shuffled, as packed datasets are."""
     packs: Packs = []
     rooms: list[tuple[int, int]] = []  # (room, pack), ascending
-    each = np.asarray(lengths).tolist()
-    for document in sorted(range(len(each)), key=lambda one: -each[one]):
-        at = bisect_left(rooms, (each[document], -1))
+    tokens = np.asarray(lengths).tolist()
+    for document in sorted(range(len(tokens)), key=lambda index: -tokens[index]):
+        at = bisect_left(rooms, (tokens[document], -1))
         if at == len(rooms):
+            rooms.append((limit, len(packs)))
             packs.append([])
-            room, pack = limit, len(packs) - 1
-        else:
-            room, pack = rooms.pop(at)
+        room, pack = rooms.pop(at)
         packs[pack].append(document)
-        insort(rooms, (room - each[document], pack))
+        insort(rooms, (room - tokens[document], pack))
     np.random.default_rng(seed).shuffle(packs)
     return packs

@@ -27,12 +27,14 @@ def alike(units: Units, grid: BatchGrid) -> SlotLayout | None:
         starts = [_longer(units, grid, cp, target) for cp in sizes]
         late = int(np.count_nonzero(units.seconds[grid.cp] + units.fixed > target))
         late = min(late, grid.slots - 1)
-        work = _work(units, grid, (sizes, starts), late)
+        ends = [len(units.lengths), *starts[:-1]]  # of documents that are not alone: slot seconds
+        work = float(sum(units.seconds[cp][max(start, late) : end].sum() * cp / grid.cp
+                         for cp, start, end in zip(sizes, starts, ends, strict=True)))  # fmt: skip
         most = grid.token_limit * grid.cp * PACKED / max(int(units.lengths[late:].sum()), 1)
         alone = units.seconds[grid.cp][:late] + units.fixed
-        ranks, left = _place(alone, work, units.fixed + most * work, units, grid)
-        target = float(left.max(initial=units.fixed))
-    classes = _classes(units, grid, list(zip(sizes, starts, strict=True)), ranks, left)
+        ranks, other_s = _place(alone, work, units.fixed + most * work, units, grid)
+        target = float(other_s.max(initial=units.fixed))
+    classes = _classes(units, grid, list(zip(sizes, starts, strict=True)), ranks, other_s)
     return SlotLayout(classes, _expected(classes, units, grid)) if classes else None
 
 
@@ -42,18 +44,6 @@ def _longer(units: Units, grid: BatchGrid, cp: int, target: float) -> int:
         return 0
     late = np.count_nonzero(units.seconds[cp] + units.fixed > target)
     return max(int(late), int(np.count_nonzero(units.lengths > grid.token_limit * cp)))
-
-
-def _work(
-    units: Units, grid: BatchGrid, sizes: tuple[Sequence[int], Sequence[int]], late: int
-) -> float:
-    """Slot seconds of the documents that are not alone."""
-    ends = [len(units.lengths), *sizes[1][:-1]]
-    parts = (
-        units.seconds[cp][max(start, late) : end].sum() * cp / grid.cp
-        for cp, start, end in zip(*sizes, ends, strict=True)
-    )
-    return float(sum(parts))
 
 
 def _place(
@@ -67,12 +57,11 @@ def _place(
     if not len(alone):
         return np.zeros(0, dtype=int), np.full(grid.dp, work / grid.slots + units.fixed)
     least, many = ceil(len(alone) / grid.micro_batches), min(len(alone), grid.dp)
-    shares = [(many / least) ** (n / (_WAYS - 1)) for n in range(_WAYS)]
-    ways = sorted({round(least * one) for one in shares})
-    spread = np.stack([_spread(alone, way, grid) for way in ways])
-    steps, left = _even(alone, spread, (work, most), units.fixed, grid)
+    ways = {round(least * (many / least) ** (n / (_WAYS - 1))) for n in range(_WAYS)}
+    spread = np.stack([_spread(alone, way, grid) for way in sorted(ways)])
+    steps, other_s = _even(alone, spread, (work, most), units.fixed, grid)
     best = int(steps.argmin())
-    return spread[best], left[best]
+    return spread[best], other_s[best]
 
 
 def _spread(alone: np.ndarray, count: int, grid: BatchGrid) -> np.ndarray:
@@ -91,7 +80,11 @@ def _spread(alone: np.ndarray, count: int, grid: BatchGrid) -> np.ndarray:
 
 
 def _even(
-    alone: np.ndarray, ranks: np.ndarray, rest: tuple[float, float], fixed: float, grid: BatchGrid
+    alone: np.ndarray,
+    ranks: np.ndarray,
+    work_of: tuple[float, float],
+    fixed: float,
+    grid: BatchGrid,
 ) -> tuple[np.ndarray, np.ndarray]:
     """By way to place documents: the step in which the rest of the work can be done, and by rank
     the seconds of its other slots; the least such steps, found by halving.
@@ -99,11 +92,11 @@ def _even(
     Args:
         alone: seconds of the documents that are placed.
         ranks: of each, by way.
-        rest: seconds of slots that the others take, and the most that one slot can.
+        work_of: seconds of slots that the others take, and the most that one slot can.
         fixed: seconds of a micro-batch besides.
         grid: ranks and slots.
     """
-    work, most = rest
+    work, most = work_of
     ways = np.arange(len(ranks))[:, None]
     longest, taken = np.zeros((2, len(ranks), grid.dp))
     free = np.full((len(ranks), grid.dp), grid.micro_batches)
@@ -118,63 +111,64 @@ def _even(
     # a rank without such a document waits PP - 1 times for its other slots, which are all alike
     waits = np.maximum(free + np.where(longest > 0, 0, grid.pp - 1), 1)
 
-    some = free > 0
-
-    def each(steps: np.ndarray) -> np.ndarray:
+    def seconds_of_slots(steps: np.ndarray) -> np.ndarray:
         seconds = (steps[:, None] - taken) / waits
-        return np.minimum(np.maximum(seconds, fixed), most) * some
+        return np.minimum(np.maximum(seconds, fixed), most) * (free > 0)
 
     # between the steps in which any, and in which every rank's slots take as long as the mean slot
     mean = taken + waits * (goal / slots)
-    low = np.where(some, mean, np.inf).min(axis=1)
-    high = np.where(some, mean, -np.inf).max(axis=1)
+    low = np.where(free > 0, mean, np.inf).min(axis=1)
+    high = np.where(free > 0, mean, -np.inf).max(axis=1)
     for _ in range(_HALVINGS if (low < high).any() else 0):
         middle = (low + high) / 2
-        enough = (each(middle) * free).sum(axis=1) >= goal
+        enough = (seconds_of_slots(middle) * free).sum(axis=1) >= goal
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-    return np.maximum(high, (taken + fixed * free).max(axis=1)), each(high)
+    return np.maximum(high, (taken + fixed * free).max(axis=1)), seconds_of_slots(high)
 
 
-def _classes(
-    units: Units,
-    grid: BatchGrid,
-    starts: Sequence[tuple[int, int]],
-    ranks: np.ndarray,
-    left: np.ndarray,
-) -> list[SizeClass] | None:
-    """Slots for each size, the widest first; the narrowest size has those that are left."""
-    others = _other_slots(ranks, left, grid)
-    targets = np.maximum(left[others] - units.fixed, 0.0)
+def _classes(units: Units, grid: BatchGrid, starts: Sequence[tuple[int, int]], ranks: np.ndarray,
+             seconds: np.ndarray) -> list[SizeClass] | None:  # fmt: skip
+    """Slots for each size, the widest first; the narrowest size has the rest.
+
+    Args:
+        units: the documents.
+        grid: ranks and slots.
+        starts: by size, the narrowest first: the size, and its longest document.
+        ranks: of the documents that are alone.
+        seconds: by rank, of each of its other slots.
+    """
+    other_slots = _other_slots(ranks, seconds, grid)
+    targets = np.maximum(seconds[other_slots] - units.fixed, 0.0)
     tokens = np.cumsum(units.lengths[::-1])[::-1]  # from each document on
-    every, slot, first, found = len(units.lengths), 0, 0, []
+    every, slot, first, classes = len(units.lengths), 0, 0, []
     for at in reversed(range(len(starts))):
         cp, alone = starts[at][0], len(ranks) if starts[at][0] == grid.cp else 0
-        stop, count = max(alone, starts[at - 1][1]) if at else every, len(others) - slot
+        stop, count = max(alone, starts[at - 1][1]) if at else every, len(other_slots) - slot
         if stop <= first:
             continue
-        if at:
-            rest = ceil(tokens[stop] / (PACKED * grid.token_limit * grid.cp)) if stop < every else 0
-            some = units.seconds[cp][first + alone : stop]
-            enough = _slots_for(some, targets[slot : slot + max(0, count - rest)], grid.cp // cp)
+        if at:  # leave slots for the tokens of narrower sizes
+            kept = ceil(tokens[stop] / (PACKED * grid.token_limit * grid.cp)) if stop < every else 0
+            own, usable = units.seconds[cp][first + alone : stop], slot + max(0, count - kept)
+            enough = _slots_for(own, targets[slot:usable], grid.cp // cp)
             if enough is None:
                 return None
             count = enough
         if not 0 < (alone + count) * (grid.cp // cp) <= every - first:
             return None
-        found.append(SizeClass(
-            cp, range(first, stop), np.concatenate((ranks[:alone], others[slot : slot + count])),
-            np.concatenate((units.seconds[cp][:alone], targets[slot : slot + count])), alone,
-        ))  # fmt: skip
+        mine, documents = slice(slot, slot + count), range(first, stop)
+        of_alone, cost = ranks[:alone], units.seconds[cp][:alone]
+        classes.append(SizeClass(cp, documents, np.concatenate((of_alone, other_slots[mine])),
+                                 np.concatenate((cost, targets[mine])), alone))  # fmt: skip
         first, slot = stop, slot + count
-    return found if first == every and slot == len(others) else None
+    return classes if first == every and slot == len(other_slots) else None
 
 
-def _other_slots(ranks: np.ndarray, left: np.ndarray, grid: BatchGrid) -> np.ndarray:
+def _other_slots(ranks: np.ndarray, seconds: np.ndarray, grid: BatchGrid) -> np.ndarray:
     """Rank of each slot without a document that is alone, the longest slots first."""
     free = grid.micro_batches - np.bincount(ranks, minlength=grid.dp)
     order = [r for m in range(grid.micro_batches) for r in np.flatnonzero(free > m).tolist()]
-    others = np.array(order, dtype=int)
-    return others[np.argsort(-left[others], kind="stable")]
+    slot_ranks = np.array(order, dtype=int)
+    return slot_ranks[np.argsort(-seconds[slot_ranks], kind="stable")]
 
 
 def _slots_for(seconds: np.ndarray, targets: np.ndarray, groups: int) -> int | None:
@@ -182,22 +176,22 @@ def _slots_for(seconds: np.ndarray, targets: np.ndarray, groups: int) -> int | N
     documents fill them up later. None if there are too few."""
     lacks: list[float] = []  # of sub-groups, negative: what is lacking
     count = 0
-    for one in seconds.tolist():
-        if not lacks or -lacks[0] < one:
+    for cost in seconds.tolist():
+        if not lacks or -lacks[0] < cost:
             if count == len(targets):
                 return None
             for _ in range(groups):
                 heappush(lacks, -float(targets[count]) * (1 + _OVER))
             count += 1
-        heapreplace(lacks, lacks[0] + one)
+        heapreplace(lacks, lacks[0] + cost)
     return count
 
 
 def _expected(classes: Sequence[SizeClass], units: Units, grid: BatchGrid) -> float:
     """Seconds of a step whose micro-batches take as long as they are to."""
     total, longest = np.zeros((2, grid.dp))
-    for one in classes:
-        seconds = one.targets + units.fixed
-        np.add.at(total, one.ranks, seconds)
-        np.maximum.at(longest, one.ranks, seconds)
+    for size in classes:
+        seconds = size.targets + units.fixed
+        np.add.at(total, size.ranks, seconds)
+        np.maximum.at(longest, size.ranks, seconds)
     return float((total + (grid.pp - 1) * longest).max())

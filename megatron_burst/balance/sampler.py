@@ -5,15 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_burst.balance import grid as grids
 from megatron_burst.balance.assign import Assignment, MicroBatch, assign
 from megatron_burst.balance.costs import WHO, Costs
-from megatron_burst.balance.grid import (
-    BatchGrid,
-    check_documents,
-    check_sizes,
-    enough_documents,
-    room_for,
-)
+from megatron_burst.balance.grid import BatchGrid, enough_documents, room_for
 from megatron_burst.errors import Need, require
 from megatron_burst.integers import integer
 
@@ -28,8 +23,8 @@ class AssignedStep:
     def of_rank(self, dp_rank: int, cp_rank: int) -> tuple[MicroBatch, ...]:
         """The micro-batches of one rank, in order, with documents as indices into the data set."""
         return tuple(
-            replace(one, documents=tuple(self.documents[list(one.documents)].tolist()))
-            for one in self.assignment.of_rank(dp_rank, cp_rank)
+            replace(batch, documents=tuple(self.documents[list(batch.documents)].tolist()))
+            for batch in self.assignment.of_rank(dp_rank, cp_rank)
         )
 
 
@@ -41,17 +36,9 @@ class Sampler(Iterator[AssignedStep]):
     a run which ended there would have had.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int] | np.ndarray,
-        grid: BatchGrid,
-        costs: Costs,
-        documents: int,
-        *,
-        cp_sizes: Sequence[int] | None = None,
-        seed: int | None = 0,
-        consumed: int = 0,
-    ) -> None:
+    def __init__(self, lengths: Sequence[int] | np.ndarray, grid: BatchGrid, costs: Costs,
+                 documents: int, *, cp_sizes: Sequence[int] | None = None, seed: int | None = 0,
+                 consumed: int = 0) -> None:  # fmt: skip
         """Check the data set.
 
         Args:
@@ -67,11 +54,11 @@ class Sampler(Iterator[AssignedStep]):
             BurstError: if a document is longer than the widest group can hold, or a step of the
                 first epoch has too few documents or too many tokens.
         """
-        self.cp_sizes = check_sizes(grid, costs, cp_sizes)
-        self.lengths = check_documents(lengths, grid)
+        self.cp_sizes = grids.check_sizes(grid, costs, cp_sizes)
+        self.lengths = grids.check_documents(lengths, grid)
         # as sharding at the widest size needs; narrower sizes need less
         self._padded = -(-self.lengths // (2 * grid.cp)) * (2 * grid.cp)
-        check_documents(self._padded, grid)
+        grids.check_documents(self._padded, grid)
         self.grid, self.costs = grid, costs
         why = "it counts documents: Megatron's global batch size, its consumed_train_samples"
         self.documents = integer(WHO, "documents", documents, 1, why=why)
@@ -88,9 +75,9 @@ class Sampler(Iterator[AssignedStep]):
             BurstError: if its documents were not found to fit into the micro-batches.
         """
         documents = self._following(self.documents)
-        found = assign(self._padded[documents], self.grid, self.costs, self.cp_sizes)
+        assignment = assign(self._padded[documents], self.grid, self.costs, self.cp_sizes)
         self.consumed += self.documents
-        return AssignedStep(documents, found)
+        return AssignedStep(documents, assignment)
 
     def _following(self, count: int) -> np.ndarray:
         """The next documents, of one epoch or several."""

@@ -7,7 +7,7 @@ size. Documents are numbered from the longest on, so those of a size are a range
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, product
-from math import ceil, inf
+from math import ceil
 
 import numpy as np
 
@@ -66,11 +66,8 @@ class Units:
 
     def least(self, grid: BatchGrid) -> np.ndarray:
         """Seconds of a whole slot that each document takes at the best size that holds it."""
-        of_slot = [
-            np.where(self.lengths <= grid.token_limit * cp, each * cp / grid.cp, np.inf)
-            for cp, each in self.seconds.items()
-        ]
-        return np.min(of_slot, axis=0)
+        return np.min([np.where(self.lengths <= grid.token_limit * cp, x * cp / grid.cp, np.inf)
+                       for cp, x in self.seconds.items()], axis=0)  # fmt: skip
 
 
 def patterned(units: Units, grid: BatchGrid) -> SlotLayout | None:
@@ -78,51 +75,48 @@ def patterned(units: Units, grid: BatchGrid) -> SlotLayout | None:
 
     Tries sets of sizes, and lengths at which documents change to the next size.
     """
-    sums = {cp: np.concatenate(([0.0], np.cumsum(one))) for cp, one in units.seconds.items()}
+    sums = {cp: np.concatenate(([0.0], np.cumsum(x))) for cp, x in units.seconds.items()}
 
     def mean(cp: int, part: range) -> float:
         return float(sums[cp][part.stop] - sums[cp][part.start]) * cp / grid.cp / grid.dp
 
-    best, found = inf, None
-    for each in _patterns(units, grid):
-        step = sum(max(mean(cp, p), float(units.seconds[cp][p.start])) for cp, p, _ in each)
-        if step < best:
-            best, found = step, each
-    if not found:
-        return None
+    def step(pattern: list[tuple[int, range, int]]) -> float:
+        return sum(max(mean(cp, p), float(units.seconds[cp][p.start])) for cp, p, _ in pattern)
+
+    best = min(_patterns(units, grid), key=step, default=[])
     classes = []
-    for cp, part, count in reversed(found):
+    for cp, part, count in reversed(best):
         ranks = np.tile(np.arange(grid.dp), count)
         classes.append(SizeClass(cp, part, ranks, np.full(len(ranks), mean(cp, part) / count)))
-    return SlotLayout(classes, best)
+    return SlotLayout(classes, step(best)) if best else None
 
 
 def _patterns(units: Units, grid: BatchGrid) -> Iterator[list[tuple[int, range, int]]]:
     """Size, documents, and micro-batches of a rank, the narrowest size first."""
     narrower = sorted(units.seconds)[:-1]
-    sets = [some for n in range(len(narrower) + 1) for some in combinations(narrower, n)]
+    sets = [sizes for n in range(len(narrower) + 1) for sizes in combinations(narrower, n)]
     tokens, shorter = np.concatenate(([0], np.cumsum(units.lengths))).tolist(), -units.lengths
     edge_of = {
         (cp, share): int(np.searchsorted(shorter, -share * grid.token_limit * cp))
         for cp, share in product(narrower, _SHARES)
     }
-    for some, share in product(sets, _SHARES if narrower else _SHARES[:1]):
-        edges = [len(units.lengths), *(edge_of[cp, share] for cp in some), 0]
+    for sizes, share in product(sets, _SHARES if narrower else _SHARES[:1]):
+        edges = [len(units.lengths), *(edge_of[cp, share] for cp in sizes), 0]
         parts = [range(start, stop) for stop, start in pairwise(edges)]
         slots = _slots_by_tokens([tokens[p.stop] - tokens[p.start] for p in parts], grid)
-        found = list(zip((*some, grid.cp), parts, slots, strict=True))
-        enough = (len(part) >= count * grid.dp * grid.cp // cp for cp, part, count in found)
+        pattern = list(zip((*sizes, grid.cp), parts, slots, strict=True))
+        enough = (len(part) >= count * grid.dp * grid.cp // cp for cp, part, count in pattern)
         if sum(slots) == grid.micro_batches and all(enough):
-            yield found
+            yield pattern
 
 
 def _slots_by_tokens(tokens: Sequence[int], grid: BatchGrid) -> list[int]:
     """Micro-batches of a rank for each size, as its documents have tokens; more than there are if
     the tokens do not fit."""
-    each = PACKED * grid.token_limit * grid.cp * grid.dp
+    room = PACKED * grid.token_limit * grid.cp * grid.dp
     if len(tokens) == 1:
         return [grid.micro_batches]
-    slots = [max(1, ceil(some / each)) for some in tokens]
+    slots = [max(1, ceil(of_size / room)) for of_size in tokens]
     while sum(slots) < grid.micro_batches:
         most = max(range(len(slots)), key=lambda size: tokens[size] / slots[size])
         slots[most] += 1

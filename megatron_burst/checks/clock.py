@@ -1,6 +1,5 @@
 """Times a pass and its waits, for logs: loaded by the first pass that is timed."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -12,13 +11,10 @@ from megatron_burst.engine.run import BoundProgram, Run, Step
 
 
 class Clock:
-    """Times a run: in total, and waits of the call's stream for others.
+    """Times runs of an executor, one at a time: in total, and where the call's stream waits.
 
     On GPUs these are events on the stream, read once the GPU has passed them, without
     synchronizing.
-
-    Args:
-        executor: whose runs are timed, one at a time.
     """
 
     def __init__(self, executor: BoundProgram) -> None:
@@ -27,7 +23,9 @@ class Clock:
         self._stream: torch.cuda.Stream | None = None
         self._whole: list[Any] = []
         self._waits: list[tuple[Any, Any]] = []
-        self.steps = tuple(map(self._timed, executor.compiler.steps))
+        # steps that wait for slots that other ranks may still read
+        self.steps = tuple(self._opening(step) if step.opens and step.queue is None else step
+                           for step in executor.compiler.steps)  # fmt: skip
 
     def begin(self, queues: OneQueue | Queues) -> None:
         """Start timing a run, on the stream of the call."""
@@ -50,9 +48,9 @@ class Clock:
         if len(self._whole) < 2 or (self._on_gpu and not self._whole[1].query()):
             return {}
         exposed = sum(self._between(*wait) for wait in self._waits)
-        found = {"": self._between(*self._whole), "exposed": exposed}
+        seconds = {"": self._between(*self._whole), "exposed": exposed}
         self._clear()
-        return found
+        return seconds
 
     def wait(self, what: Handle, stream: torch.cuda.Stream | None) -> None:
         """Wait for an operation as the run would; timed where its kernels wait."""
@@ -68,14 +66,7 @@ class Clock:
         self._whole.clear()
         self._waits.clear()
 
-    def _timed(self, step: Step) -> Step:
-        if step.opens and step.queue is None:
-            return replace(step, run=self._opening(step), opens=[])
-        return step
-
-    def _opening(self, step: Step) -> Callable[[Run], Any]:
-        """The step with its wait for slots that other ranks may still read."""
-
+    def _opening(self, step: Step) -> Step:
         def run(of: Run) -> Any:
             began = self._now()
             for use, number in step.opens:
@@ -83,7 +74,7 @@ class Clock:
             self._waits.append((began, self._now()))
             return step.run(of)
 
-        return run
+        return replace(step, run=run, opens=[])
 
     def _now(self) -> Any:
         """Now, on the current stream if there is one."""

@@ -65,61 +65,59 @@ class Definition:
 
     # ---- rows ----
 
-    def out(self, given: Mapping[str, Tensor], sink: Tensor | None) -> Drawn:
+    def out(self, call: Mapping[str, Tensor], sink: Tensor | None) -> Drawn:
         """lse and out of queries.
 
         Args:
-            given: q, k, v, out and lse of this rank.
+            call: q, k, v, out and lse of this rank.
             sink: of the call, or None.
         """
         self.head = self._next_head()
-        rows, of = self._drawn(given["q"]), self._of
-        places = self._gathered(self._places(given["q"])[rows]).long()
-        q, out = (self._gathered(given[name][of, rows, self._heads]) for name in ("q", "out"))
-        found = self._gathered(given["lse"][of, self._heads, rows].T)
-        parts = [scores.logsumexp(-1) for scores, *_ in self._over_keys(given, q, places)]
+        rows, of = self._drawn(call["q"]), self._of
+        places = self._gathered(self._places(call["q"])[rows]).long()
+        q, out = (self._gathered(call[name][of, rows, self._heads]) for name in ("q", "out"))
+        got_lse = self._gathered(call["lse"][of, self._heads, rows].T)
+        parts = [scores.logsumexp(-1) for scores, *_ in self._over_keys(call, q, places)]
         lse = self._gathered(torch.stack(parts).logsumexp(0).unsqueeze(0)).logsumexp(0)
         if sink is not None:
             lse = torch.logaddexp(lse, sink[self._heads].double())
         total, squares = torch.zeros_like(out), torch.zeros_like(out)
-        for scores, _, v in self._over_keys(given, q, places):
+        for scores, _, v in self._over_keys(call, q, places):
             weights = _weights(scores, lse)
             total += torch.einsum("rgm,md->rgd", weights, v)
             squares += torch.einsum("rgm,md->rgd", weights**2, v**2)
-        off = torch.where(found == lse, 0.0, found - lse).unsqueeze(-1)  # both may be -inf
-        of_lse = Compared(
-            off, torch.zeros_like(off), torch.ones_like(off)
-        )  # weights are off by that
-        return places, {
-            "lse": of_lse, "out": Compared(out, self._summed(total), self._summed(squares))
-        }  # fmt: skip
+        off = torch.where(got_lse == lse, 0.0, got_lse - lse).unsqueeze(-1)  # both may be -inf
+        # weights are off by that
+        of_lse = Compared(off, torch.zeros_like(off), torch.ones_like(off))
+        of_out = Compared(out, self._summed(total), self._summed(squares))
+        return places, {"lse": of_lse, "out": of_out}
 
-    def grad_of_queries(self, given: Mapping[str, Tensor], dq: Tensor) -> Drawn:
-        """dq of queries, by the call's own lse; `given`: also dout and delta."""
+    def grad_of_queries(self, call: Mapping[str, Tensor], dq: Tensor) -> Drawn:
+        """dq of queries, by the call's own lse; `call`: also dout and delta."""
         rows, of, heads = self._drawn(dq), self._of, self._heads
         places = self._gathered(self._places(dq)[rows]).long()
-        q, dout, got = (self._gathered(x[of, rows, heads]) for x in (given["q"], given["dout"], dq))
-        lse, delta = (self._gathered(given[name][of, heads, rows].T) for name in ("lse", "delta"))
+        q, dout, got = (self._gathered(x[of, rows, heads]) for x in (call["q"], call["dout"], dq))
+        lse, delta = (self._gathered(call[name][of, heads, rows].T) for name in ("lse", "delta"))
         delta, total, squares = delta.unsqueeze(-1), torch.zeros_like(q), torch.zeros_like(q)
-        for scores, k, v in self._over_keys(given, q, places):
+        for scores, k, v in self._over_keys(call, q, places):
             weights, above = _weights(scores, lse), torch.einsum("rgd,md->rgm", dout, v)
             total += torch.einsum("rgm,md->rgd", weights * (above - delta), k)
             spread = weights**2 * (above**2 + delta**2)
             squares += torch.einsum("rgm,md->rgd", spread, k**2)
         return places, {"dq": self._rows_of(got, total, squares, self._scale)}
 
-    def grads_of_keys(self, given: Mapping[str, Tensor], dk: Tensor, dv: Tensor) -> Drawn:
-        """dk and dv of keys; `given` as for queries."""
+    def grads_of_keys(self, call: Mapping[str, Tensor], dk: Tensor, dv: Tensor) -> Drawn:
+        """dk and dv of keys; `call` as for queries."""
         rows, of, heads = self._drawn(dk), self._of, self._heads
         places = self._gathered(self._places(dk)[rows]).long()
         k, v, got_dk, got_dv = (
-            self._gathered(x[of, rows, self.head]) for x in (given["k"], given["v"], dk, dv)
+            self._gathered(x[of, rows, self.head]) for x in (call["k"], call["v"], dk, dv)
         )
         sums = [torch.zeros_like(x) for x in (k, k, v, v)]
-        mine = self._places(given["q"])
+        mine = self._places(call["q"])
         for at in _steps(len(mine), len(k) * self.group):
-            q, dout = (given[name][of, at, heads].double() for name in ("q", "dout"))
-            lse, delta = (given[name][of, heads, at].T.double() for name in ("lse", "delta"))
+            q, dout = (call[name][of, at, heads].double() for name in ("q", "dout"))
+            lse, delta = (call[name][of, heads, at].T.double() for name in ("lse", "delta"))
             scores = torch.einsum("mgd,rd->mgr", q, k) * self._scale
             seen = seen_at(self._passes.spec.mask, self._sample, mine[at], places)
             weights = _weights(scores.masked_fill(~seen.unsqueeze(1), -torch.inf), lse)
@@ -129,10 +127,8 @@ class Definition:
             for total, by, x in zip(sums, factors, (q, q**2, dout, dout**2), strict=True):
                 total += torch.einsum("mgr,mgd->rd", by, x)
         got_dk, got_dv, *totals = (x.unsqueeze(1) for x in (got_dk, got_dv, *sums))
-        return places, {
-            "dk": self._rows_of(got_dk, *totals[:2], self._scale),
-            "dv": self._rows_of(got_dv, *totals[2:], 1.0),
-        }  # fmt: skip
+        return places, {"dk": self._rows_of(got_dk, *totals[:2], self._scale),
+                        "dv": self._rows_of(got_dv, *totals[2:], 1.0)}  # fmt: skip
 
     def _rows_of(self, got: Tensor, total: Tensor, squares: Tensor, scale: float) -> Compared:
         return Compared(got, self._summed(total) * scale, self._summed(squares) * scale**2)
@@ -162,12 +158,10 @@ class Definition:
 
     def _places(self, x: Tensor) -> Tensor:
         """The positions of this rank's rows in the sample."""
-        layout, rows = self._passes.spec.layout, x.shape[1]
+        layout = self._passes.spec.layout
         if layout is Layout.DOCUMENTS and self.size > 1:
-            places = self._in_documents
-        else:
-            places = positions(layout, self._rank, self.size, rows)
-        return indices_of(places, x.device)
+            return indices_of(self._in_documents, x.device)
+        return indices_of(positions(layout, self._rank, self.size, x.shape[1]), x.device)
 
     @cached_property
     def _in_documents(self) -> tuple[range, ...]:
@@ -176,12 +170,12 @@ class Definition:
         return documents.places_of(chunks_of(self._rank, self.size))
 
     def _over_keys(
-        self, given: Mapping[str, Tensor], q: Tensor, places: Tensor
+        self, call: Mapping[str, Tensor], q: Tensor, places: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Masked scores [r, g, m] of queries [r, g, d] with this rank's keys, some keys at a time,
         and these keys and values [m, d]."""
-        k, v = (given[name][self._of, :, self.head] for name in "kv")
-        mine = self._places(given["k"])
+        k, v = (call[name][self._of, :, self.head] for name in "kv")
+        mine = self._places(call["k"])
         for at in _steps(len(mine), len(q) * self.group):
             seen = seen_at(self._passes.spec.mask, self._sample, places, mine[at])
             scores = torch.einsum("rgd,md->rgm", q, k[at].double()) * self._scale
@@ -195,9 +189,9 @@ class Definition:
         if self._log is None:
             return mine
         mine = mine.cpu().contiguous()
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        self._share(dist.all_gather, found, mine)
-        return torch.cat(found).to(x.device)
+        everyones = [torch.empty_like(mine) for _ in range(self.size)]
+        self._share(dist.all_gather, everyones, mine)
+        return torch.cat(everyones).to(x.device)
 
     def _summed(self, x: Tensor) -> Tensor:
         if self._log is None:
@@ -223,12 +217,12 @@ def heads_by_rank(spec: Spec) -> list[list[int]]:
         return [list(range(spec.shape.heads_kv))]
     size = spec.topology.intra_size
     heads_kv = spec.shape.replicated(size).heads_kv
-    copies, found = heads_kv // spec.shape.heads_kv, [set[int]() for _ in range(size)]
+    copies, by_rank = heads_kv // spec.shape.heads_kv, [set[int]() for _ in range(size)]
     for heads in heads_in_rounds(heads_kv, (spec.heads_per_round or heads_kv) * size):
         part = len(heads) // size
         for head in range(heads.start, heads.stop):
-            found[(head - heads.start) // part].add(head // copies)
-    return [sorted(heads) for heads in found]
+            by_rank[(head - heads.start) // part].add(head // copies)
+    return [sorted(heads) for heads in by_rank]
 
 
 def head_in_turn(number: int, by_rank: Sequence[Sequence[int]]) -> int:

@@ -10,20 +10,11 @@ from functools import cached_property
 from typing import Any
 
 from megatron_burst.engine.executor import Executor
-from megatron_burst.engine.operations import GetFields, ref_fields
+from megatron_burst.engine.operations import GetFields
 from megatron_burst.engine.run import Compiler, Run, Step
 from megatron_burst.errors import BurstError
-from megatron_burst.schedule.program import (
-    Add,
-    Attend,
-    AttendBackward,
-    FromRanks,
-    Merge,
-    Op,
-    Program,
-    Ref,
-    Restore,
-)
+from megatron_burst.schedule import program as ops
+from megatron_burst.schedule.program import Op, Program, Ref
 
 type Positions = list[tuple[Ref, str]]  # fields of rows of buffers
 _RESULTS, _KEYS = ("out", "lse"), ("k", "v")
@@ -45,7 +36,8 @@ def _guarded(compiler: Compiler, step: Step, op: Op, number: int) -> Step:
     places = _accessed(op, compiler.program)
     if places is None:
         return step
-    writes, reads = (_parts(compiler, some) for some in places)
+    writes, reads = ([(ref, name, ref_fields(compiler, ref)) for ref, name in dict.fromkeys(positions)]
+                     for positions in places)  # fmt: skip
     total, direction = len(compiler.program.ops), compiler.program.direction
 
     def run(of: Run) -> Any:
@@ -54,12 +46,11 @@ def _guarded(compiler: Compiler, step: Step, op: Op, number: int) -> Step:
             came = _first_nan(of, reads)
             tiles = ", ".join(_tile(ref, of.unit) for ref in op.reads)
             origin = f"which {came} had before" if came else "which the inputs had not"
-            raise BurstError(
-                "burst attention: with nan_guard results must not be NaN, because training "
-                f"continues with them; got NaN in {wrong}, {origin}, after {type(op).__name__} of "
-                f"{tiles}, step {number} of {total}, {direction}; "
-                "look at these inputs, or try another --burst-backend"
-            )
+            raise BurstError("burst attention: with nan_guard results must not be NaN, because "
+                             f"training continues with them; got NaN in {wrong}, {origin}, after "
+                             f"{type(op).__name__} of {tiles}, step {number} of {total}, "
+                             f"{direction}; look at these inputs, or try another "
+                             "--burst-backend")  # fmt: skip
         return done
 
     return replace(step, run=run)
@@ -72,30 +63,26 @@ def _accessed(op: Op, program: Program) -> tuple[Positions, Positions] | None:
 
     def first(refs: Iterable[Ref], names: Iterable[str]) -> Positions:
         """Of several buffers each field is in the first that has it, as in `first_of`."""
-        found = {name: ref for ref in reversed([*refs]) for name in fields[ref.buffer]}
-        return [(found[name], name) for name in names if name in found]
+        first_with = {name: ref for ref in reversed([*refs]) for name in fields[ref.buffer]}
+        return [(first_with[name], name) for name in names if name in first_with]
 
     match op:
-        case Attend():
+        case ops.Attend():
             return first(op.into, _RESULTS), first((op.q,), ("q",)) + first((op.kv,), _KEYS)
-        case AttendBackward():
+        case ops.AttendBackward():
             sides = first(op.sides, ("q", "dout", "lse", "delta", "out"))
             grads = first((op.dq,), ("dq",)) + first((op.dkv,), ("dk", "dv"))
             return grads, sides + first((op.kv,), _KEYS)
-        case Merge():
+        case ops.Merge():
             return first(op.into, _RESULTS), [(ref, x) for ref in op.parts for x in _RESULTS]
-        case Add():
+        case ops.Add():
             names = [x for x in fields[op.into.buffer]
                      if all(x in fields[ref.buffer] for ref in op.parts)]  # fmt: skip
             return first((op.into,), names), [(ref, x) for ref in op.parts for x in names]
-        case FromRanks() | Restore():
+        case ops.FromRanks() | ops.Restore():
             names = [x for ref in op.writes for x in fields[ref.buffer]]
             return first(op.writes, names), first((op.source,), names)
     return None
-
-
-def _parts(compiler: Compiler, places: Positions) -> list[tuple[Ref, str, GetFields]]:
-    return [(ref, name, ref_fields(compiler, ref)) for ref, name in dict.fromkeys(places)]
 
 
 def _first_nan(run: Run, parts: list[tuple[Ref, str, GetFields]]) -> str:

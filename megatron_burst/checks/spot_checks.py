@@ -23,10 +23,8 @@ from megatron_burst.errors import BurstError
 from megatron_burst.kernels.partial import row_delta
 
 
-def checked(
-    attend: Callable[..., tuple[Tensor, Tensor]], tensors: tuple, passes: Passes, sample: Any,
-    layer: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def checked(attend: Callable[..., tuple[Tensor, Tensor]], tensors: tuple, passes: Passes,
+            sample: Any, layer: int) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A call, and its backward, compared if it is drawn.
 
     Args:
@@ -44,50 +42,41 @@ def checked(
     *inputs, sink = tensors
     inputs = [x.view_as(x) for x in inputs]  # whose gradients are of this call alone
     out, lse = attend(*inputs, sink, passes, sample, layer)
-    given = {n: x.detach() for n, x in zip("qkv", inputs, strict=True)}
-    given |= {"out": out.detach(), "lse": lse}  # not `out`, whose graph holds this
-    check = SpotCheck(passes, sample, (layer, number), given)
+    fields = {n: x.detach() for n, x in zip("qkv", inputs, strict=True)}
+    fields |= {"out": out.detach(), "lse": lse}  # not `out`, whose graph holds this
+    check = SpotCheck(passes, sample, (layer, number), fields)
     check.forward(sink)
     if out.requires_grad and all(x.requires_grad for x in inputs):
-        out.register_hook(partial(given.__setitem__, "dout"))
+        out.register_hook(partial(fields.__setitem__, "dout"))
         register_multi_grad_hook(inputs, check.backward)
     return out, lse
 
 
 class SpotCheck:
-    """One call that is compared.
-
-    Args:
-        passes, sample: of the call.
-        where: its layer, and the number of its pass, which draws what is compared.
-        given: its tensors: q, k, v, out, lse; for backward also dout.
-    """
+    """One call that is compared; `where`: its layer, and the number of its pass, which draws rows;
+    `given`: its q, k, v, out and lse, and for backward dout."""
 
     def __init__(
-        self, passes: Passes, sample: Any, where: tuple[int, int], given: dict[str, Tensor]
+        self, passes: Passes, sample: Any, where: tuple[int, int], fields: dict[str, Tensor]
     ) -> None:
-        self._passes, self._where, self._given = passes, where, given
+        self._passes, self._where, self._fields = passes, where, fields
         self._definition = Definition(passes, sample, where[1])
 
     def forward(self, sink: Tensor | None) -> None:
-        """Compare out and lse of some queries.
-
-        Raises:
-            BurstError: as `checked`.
-        """
+        """Compare out and lse of some queries. Raises as `checked`."""
         with self._together():
-            self._compare("forward", *self._definition.out(self._given, sink))
+            self._compare("forward", *self._definition.out(self._fields, sink))
 
     def backward(self, grads: Any) -> None:
         """Compare dq of some queries, dk and dv of some keys, by the call's own lse and out, which
         forward has compared. Raises as `forward`."""
-        given, (dq, dk, dv) = self._given, grads
-        if "dout" not in given or any(grad is None for grad in grads):
+        fields, (dq, dk, dv) = self._fields, grads
+        if "dout" not in fields or any(grad is None for grad in grads):
             return
         with self._together():
-            given["delta"] = row_delta(given["dout"], given["out"])
-            self._compare("backward", *self._definition.grad_of_queries(given, dq))
-            self._compare("backward", *self._definition.grads_of_keys(given, dk, dv))
+            fields["delta"] = row_delta(fields["dout"], fields["out"])
+            self._compare("backward", *self._definition.grad_of_queries(fields, dq))
+            self._compare("backward", *self._definition.grads_of_keys(fields, dk, dv))
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -97,13 +86,10 @@ class SpotCheck:
             this.begin()
             yield
 
-    def _compare(self, direction: str, places: Tensor, found: dict[str, Compared]) -> None:
-        """Compare what was got with the definition; all ranks have the same of both.
-
-        Raises:
-            BurstError: as `checked`.
-        """
-        for name, (got, true, squares) in found.items():
+    def _compare(self, direction: str, places: Tensor, fields: dict[str, Compared]) -> None:
+        """Compare what was got with the definition; all ranks have the same of both. Raises as
+        `checked`."""
+        for name, (got, true, squares) in fields.items():
             large = torch.maximum(true.abs(), squares.sqrt()).amax(-1)
             least = torch.finfo(self._passes.dtype).smallest_normal  # float16 rounds more below
             away, limit = (got - true).abs().amax(-1), self._tolerance(name) * (large + least)
@@ -113,12 +99,11 @@ class SpotCheck:
             worst = int((away - limit).nan_to_num(torch.inf).argmax())
             row, head = divmod(worst, away.shape[1])
             first = self._definition.head * (1 if name in ("dk", "dv") else away.shape[1])
-            raise BurstError(self._sentence(
+            raise self._error(
                 direction, f"{name} of position {int(places[row])} and head {first + head} off by "
                 f"{float(away[row, head]):.3g} ({float(limit[row, head]):.2g} is allowed), on "
                 f"{self._owner(row, len(places))}, and {int(wrong.any(1).sum())} of {len(places)} "
-                "rows that were drawn are wrong",
-            ))  # fmt: skip
+                "rows that were drawn are wrong")  # fmt: skip
 
     def _tolerance(self, name: str) -> float:
         """Of rounding: kernels round weights to q's dtype too; float32 on GPUs may be TF32, whose
@@ -133,13 +118,12 @@ class SpotCheck:
         log, rank = self._passes.announcer.log, row // (count // self._definition.size)
         return f"{log.parallel_kind.rank} {rank} (rank {log.ranks[rank]})" if log else "this rank"
 
-    def _sentence(self, direction: str, got: str) -> str:
+    def _error(self, direction: str, got: str) -> BurstError:
         layer, number = self._where
         where = f"layer {layer}, {direction}" if layer else direction
         of = f", pass {number} of the group" if self._passes.announcer.log else ""
-        return (
-            f"burst attention: with check={self._passes.check} results must be those of attention "
-            f"by its definition, because training continues with them; got {got}, in {where}{of}; "
-            "repeat the step, and if it happens again, try another --burst-backend, or the job "
-            "without that rank's GPU"
-        )
+        return BurstError(f"burst attention: with check={self._passes.check} results must be those "
+                          "of attention by its definition, because training continues with them; "
+                          f"got {got}, in {where}{of}; repeat the step, and if it happens again, "
+                          "try another --burst-backend, or the job without that rank's "
+                          "GPU")  # fmt: skip

@@ -51,7 +51,7 @@ class CPGroups:
         return self._named(tuple(zip(*self.topology.grid, strict=True)))
 
     def _named(self, cp_ranks: Ranks) -> Ranks:
-        return tuple(tuple(self.ranks[rank] for rank in ranks) for ranks in cp_ranks)
+        return tuple(tuple(self.ranks[rank] for rank in row) for row in cp_ranks)
 
     def __str__(self) -> str:
         return f"{self.topology}\n{grid(self.topology, self.ranks)}"

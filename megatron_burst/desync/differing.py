@@ -16,68 +16,61 @@ from megatron_burst.desync.verdict import report, told_by_all
 from megatron_burst.errors import BurstError, DisagreementError
 
 _TELL_S = 5.0  # how long a rank waits for what others tell of a pass that all have begun
-_CALLS = (
-    PassKind.AGREEMENT,
-    PassKind.FORWARD,
-    PassKind.RECORDING,
-    PassKind.REFUSAL,
-)  # a call begins, one way or another
+# a call begins, one way or another
+_CALLS = PassKind.AGREEMENT, PassKind.FORWARD, PassKind.RECORDING, PassKind.REFUSAL
 
 
 def disagreement(log: Members, entry: PendingPass) -> tuple[BurstError, bool]:
     """The error of a pass whose stamps differ; and whether ranks that catch it can go on."""
     posts = told_by_all(log, entry, min(_TELL_S, log.consensus.timeout_s / 2))
-    told, of = [theirs or PostedTerms(None, {}) for theirs in posts], log.parallel_kind
-    others = [stamp for stamp, _ in told if stamp is None or stamp.kind is not PassKind.FAILURE]
+    posted, of = [post or PostedTerms(None, {}) for post in posts], log.parallel_kind
+    stamps = [stamp for stamp, _ in posted if stamp is None or stamp.kind is not PassKind.FAILURE]
     # on GPUs some ranks are ahead, or hang
-    goes_on = log.waits and None not in others and at_one_place([each for each in others if each])
-    if any("lost" in terms for _, terms in told):
-        return _heard_of_lost(log, entry, told), False
-    if len(others) < len(told):
-        return _failure(log, entry, told), goes_on
+    goes_on = log.waits and None not in stamps and at_one_place([x for x in stamps if x])
+    if any("lost" in terms for _, terms in posted):
+        return _heard_of_lost(log, entry, posted), False
+    if len(stamps) < len(posted):
+        return _failure(log, entry, posted), goes_on
     where = "" if goes_on else ", in a new group, as ranks of this one are not at the same call"
     error = DisagreementError(
         f"{log.caller}: all ranks of a {of.group} group must make the same calls in the same "
         f"order, with the same shapes and options, because {of.reason}; got, as pass "
-        f"{entry.number} of the group, {differences(told, of)}; pass the same on all "
+        f"{entry.number} of the group, {differences(posted, of)}; pass the same on all "
         f"ranks, and run every forward and every backward on all of them{where}"
     )
     report(log, "difference", error, _at(entry), [])
     return error, goes_on
 
 
-def _failure(log: Members, entry: PendingPass, told: Sequence[PostedTerms]) -> DisagreementError:
+def _failure(log: Members, entry: PendingPass, posted: Sequence[PostedTerms]) -> DisagreementError:
     """The error if ranks failed."""
-    rank_word = log.parallel_kind.rank
+    rank_word, begun = log.parallel_kind.rank, KIND_TEXTS[entry.stamp.kind]
     failed = {
         rank: f"{terms['failure']} on {rank_word} {rank}"
-        for rank, (stamp, terms) in enumerate(told)
+        for rank, (stamp, terms) in enumerate(posted)
         if stamp and stamp.kind is PassKind.FAILURE
     }
-    begun = KIND_TEXTS[entry.stamp.kind]
-    go_on = "catch it on all ranks and repeat the step on all of them"
-    if not log.waits:  # transfers may wait for ever
-        go_on = "start the processes again"
-    error = DisagreementError(
-        f"{log.caller}: a pass must succeed on every rank, because ranks send each other what "
-        f"they compute; got {' and '.join(failed.values())}, while {rank_word} {log.rank} began "
-        f"{begun} as pass {entry.number} of the group; look there first, and to go on after "
-        f"such an error, {go_on}"
-    )
+    # on GPUs transfers may wait for ever
+    can_go_on = "catch it on all ranks and repeat the step on all of them"
+    go_on = can_go_on if log.waits else "start the processes again"
+    error = DisagreementError(f"{log.caller}: a pass must succeed on every rank, because ranks "
+                              "send each other what they compute; got "
+                              f"{' and '.join(failed.values())}, "
+                              f"while {rank_word} {log.rank} began {begun} as pass {entry.number} "
+                              "of the group; look there first, and to go on after such an error, "
+                              f"{go_on}")  # fmt: skip
     report(log, "failure of others", error, _at(entry), [*failed])
     return error
 
 
-def _heard_of_lost(log: Members, entry: PendingPass, told: Sequence[PostedTerms]) -> BurstError:
+def _heard_of_lost(log: Members, entry: PendingPass, posted: Sequence[PostedTerms]) -> BurstError:
     """The error if other ranks waited in vain for some."""
-    lost = next(terms["lost"] for _, terms in told if "lost" in terms)
-    kind = log.parallel_kind
-    by = [rank for rank, (_, terms) in enumerate(told) if "lost" in terms]
-    error = BurstError(
-        f"{log.caller}: all ranks of a {kind.group} group must take part in every pass, because "
-        f"{kind.reason}; got {lost}, as {kind.rank}s {by} say before pass {entry.number} of the "
-        "group; check the output of these ranks first, and start the processes again"
-    )
+    by = [rank for rank, (_, terms) in enumerate(posted) if "lost" in terms]
+    lost, of = posted[by[0]].terms["lost"], log.parallel_kind
+    error = BurstError(f"{log.caller}: all ranks of a {of.group} group must take part in every "
+                       f"pass, because {of.reason}; got {lost}, as {of.rank}s {by} say before "
+                       f"pass {entry.number} of the group; check the output of these ranks first, "
+                       "and start the processes again")  # fmt: skip
     report(log, "heard", error, _at(entry), [])
     return error
 
@@ -90,21 +83,20 @@ def at_one_place(stamps: Sequence[Stamp]) -> bool:
     """Whether ranks are in the same call of a step, whatever its terms: then they can go on if all
     of them give it up."""
     places = {(stamp.kind not in _CALLS and stamp.kind, stamp.call) for stamp in stamps}
-    layers = {
-        stamp.layer for stamp in stamps if stamp.kind not in (PassKind.AGREEMENT, PassKind.REFUSAL)
-    }
+    unlayered = PassKind.AGREEMENT, PassKind.REFUSAL
+    layers = {stamp.layer for stamp in stamps if stamp.kind not in unlayered}
     return len(places) == 1 and len(layers) <= 1
 
 
-def differences(told: Sequence[PostedTerms], of: ParallelKind) -> str:
+def differences(posted: Sequence[PostedTerms], of: ParallelKind) -> str:
     """What each rank has begun, as text, without what all have in common."""
-    known = [terms for _, terms in told if terms and terms.keys() != {PROBLEM}]
-    names = dict.fromkeys(name for terms in known for name in terms if name != PROBLEM)
-    differing = [name for name in names if len({terms.get(name) for terms in known}) > 1]
+    calls = [terms for _, terms in posted if terms and terms.keys() != {PROBLEM}]
+    names = dict.fromkeys(name for terms in calls for name in terms if name != PROBLEM)
+    differing = [name for name in names if len({terms.get(name) for terms in calls}) > 1]
     ranks: dict[str, list[int]] = {}
-    for rank, (stamp, terms) in enumerate(told):
+    for rank, (stamp, terms) in enumerate(posted):
         words = f"{stamp or 'a call of which it has not told yet'}"
-        if terms in known and differing:
+        if terms in calls and differing:
             words += " with " + ", ".join(f"{name}={terms.get(name)}" for name in differing)
         if problem := terms.get(PROBLEM):
             words += f" ({problem})"

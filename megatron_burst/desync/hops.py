@@ -57,10 +57,9 @@ def awaited_hop(log: Members) -> Waits | None:
     Passes whose transfers are over are forgotten.
     """
     while log.runs:
-        run = log.runs[0]
-        found = _hop_of(run)
-        if found or len(log.runs) == 1:
-            return found
+        hop = _hop_of(log.runs[0])
+        if hop or len(log.runs) == 1:
+            return hop
         with suppress(IndexError):  # the thread of the passes may add one
             log.runs.popleft()
     return None
@@ -111,23 +110,18 @@ def tell(log: Members, waits: Waits | None) -> None:
         log.store.set(key, json.dumps(asdict(waits))) if waits else log.store.delete_key(key)
 
 
-def told(log: Members) -> dict[int, Waits]:
-    """What ranks have posted."""
-    keys = {rank: f"{log.name}/waits/{rank}" for rank in range(log.size)}
-    found = {}
-    with suppress(RuntimeError):
-        for rank, key in keys.items():
-            # empty: deleted in between, as that rank waits no more
-            if log.store.check([key]) and (text := log.store.get(key)):
-                found[rank] = Waits.of(json.loads(text))
-    return found
-
-
 def culprits(log: Members, mine: Waits) -> list[int]:
     """The ranks for which this one waits in the end, as far as others say for whom they wait.
     Tells others of this one."""
     tell(log, mine)
-    return ends_of(mine.peers, told(log) | {log.rank: mine}, log.size)
+    posts = {}
+    with suppress(RuntimeError):
+        for rank in range(log.size):
+            key = f"{log.name}/waits/{rank}"
+            # empty: deleted in between, as that rank waits no more
+            if log.store.check([key]) and (text := log.store.get(key)):
+                posts[rank] = Waits.of(json.loads(text))
+    return ends_of(mine.peers, posts | {log.rank: mine}, log.size)
 
 
 def ends_of(peers: Iterable[int], posts: Mapping[int, Waits], size: int) -> list[int]:
@@ -135,27 +129,21 @@ def ends_of(peers: Iterable[int], posts: Mapping[int, Waits], size: int) -> list
     waiting ranks end that begin with `peers`; if they wait in a circle, who came last."""
     if any(post.broken for post in posts.values()):
         return _apart(posts, size)
-    seen: set[int] = set()
-    found, left = [], list(peers)
-    while left:
-        rank = left.pop(0)
-        if rank in seen:
-            continue
-        seen.add(rank)
-        if rank in posts:
-            left += posts[rank].peers
-        else:
-            found.append(rank)
-    return sorted(found) or [max(seen, key=lambda rank: posts[rank].since)] if seen else []
+    seen, reached = set[int](), {*peers}
+    while reached - seen:
+        seen |= reached
+        reached = {peer for rank in reached & posts.keys() for peer in posts[rank].peers}
+    ends = sorted(seen - posts.keys())
+    return ends or [max(seen, key=lambda rank: posts[rank].since)] if seen else []
 
 
 def _apart(posts: Mapping[int, Waits], size: int) -> list[int]:
     """The ranks to which most connections are broken, of several those that say nothing. A rank
     that lost all of its connections is itself apart, unless others miss another one."""
     broken = {rank: post.peers for rank, post in posts.items() if post.broken}
-    some = [peer for peers in broken.values() if len(peers) < size - 1 for peer in peers]
+    missed = [peer for peers in broken.values() if len(peers) < size - 1 for peer in peers]
     every = {*broken, *(peer for peers in broken.values() for peer in peers)}
-    counts = Counter(some or (broken if size > 2 else every))
+    counts = Counter(missed or (broken if size > 2 else every))
     most = [rank for rank, count in counts.items() if count == max(counts.values())]
     return sorted([rank for rank in most if rank not in posts] or most)
 

@@ -6,13 +6,11 @@ from typing import Any
 from megatron_burst.errors import DisagreementError
 
 
-def refuse_differences(
-    who: str, everyones: Sequence[Mapping[str, str]], rank: int, of: Any
-) -> None:
+def refuse_differences(who: str, terms: Sequence[Mapping[str, str]], rank: int, of: Any) -> None:
     """Refuse terms, in rank order, that differ from this rank's; names the first. `of`: a
     `watch.Parallel`."""
-    mine = everyones[rank]
-    for their_rank, theirs in enumerate(everyones):
+    mine = terms[rank]
+    for their_rank, theirs in enumerate(terms):
         if theirs == mine:
             continue
         term = next(key for key in [*mine, *theirs] if mine.get(key) != theirs.get(key))

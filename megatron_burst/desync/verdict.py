@@ -41,25 +41,24 @@ def lost_pass(log: Members, entry: PendingPass, why: str) -> tuple[BurstError, s
     since = time() - (monotonic() - entry.begin_s)
     waits = Waits(entry.number, entry.stamp.word, entry.stamp.layer, missing, since=since)
     waits = _with_broken(log, waits)
-    found = culprits(log, waits) if waits.peers else []
-    error = _missing(log, found, waits, f"pass {entry.number} of the group, {entry.stamp}: {why}")
-    report(log, "pass", error, waits, found)
-    return error, _whom(log, found, waits)
+    ranks = culprits(log, waits) if waits.peers else []
+    error = _missing(log, ranks, waits, f"pass {entry.number} of the group, {entry.stamp}: {why}")
+    report(log, "pass", error, waits, ranks)
+    return error, _whom(log, ranks, waits)
 
 
 def _silent_in(log: Members, posts: Sequence[PostedTerms | None]) -> tuple[int, ...]:
     """The ranks that have posted nothing of a pass; of several, those that wait in no other one."""
-    silent = tuple(rank for rank, theirs in enumerate(posts) if theirs is None)
-    found = silent
+    silent = tuple(rank for rank, post in enumerate(posts) if post is None)
     with suppress(RuntimeError):
-        found = tuple(rank for rank in silent if not log.store.check([log.waiting_key(rank)]))
-    return found or silent
+        return tuple(r for r in silent if not log.store.check([log.waiting_key(r)])) or silent
+    return silent
 
 
 def lost_hop(log: Members, error: Exception) -> tuple[BurstError, str]:
     """The error of a transfer that failed; and for which ranks this one waits, in words."""
-    if news := _news(log):
-        return _strayed(log, *news), ""
+    if error_of_call := _strayed(log):
+        return error_of_call, ""
     why = str(error).splitlines()[0]
     waits = awaited_hop(log) or issued_hop(log)
     waits = waits or Waits(log.number, log.stamp.word, log.stamp.layer, ())
@@ -73,32 +72,28 @@ def late_hop(log: Members, waits: Waits, why: str) -> tuple[BurstError, str]:
     tell(log, _with_broken(log, waits))
     sleep(_CHAIN_S)
     waits = _with_broken(log, waits)
-    found = culprits(log, waits)
+    ranks = culprits(log, waits)
     layer = f" of layer {waits.layer}" if waits.layer else ""
-    where = (
-        f"the {waits.link} {waits.cargo} hop of {format_bytes(waits.num_bytes)} between {word} "
-        f"{peers} and {word} {log.rank}, step {waits.step} of {waits.steps}{layer}, {waits.what}, "
-        f"in pass {waits.number} of the group: {why}"
-    )
-    error = _missing(log, found, waits, where)
-    report(log, "hop", error, waits, found)
-    return error, _whom(log, found, waits)
+    where = (f"the {waits.link} {waits.cargo} hop of {format_bytes(waits.num_bytes)} between "
+             f"{word} {peers} and {word} {log.rank}, step {waits.step} of {waits.steps}{layer}, "
+             f"{waits.what}, in pass {waits.number} of the group: {why}")  # fmt: skip
+    error = _missing(log, ranks, waits, where)
+    report(log, "hop", error, waits, ranks)
+    return error, _whom(log, ranks, waits)
 
 
-def _missing(log: Members, found: Sequence[int], waits: Waits, where: str) -> BurstError:
-    of = log.parallel_kind
-    return BurstError(
-        f"{log.caller}: all ranks of a {of.group} group must take part in every pass, because "
-        f"{of.reason}; got {_whom(log, found, waits)} in {where}; check the output of these ranks "
-        "first, and start the processes again"
-    )
+def _missing(log: Members, ranks: Sequence[int], waits: Waits, where: str) -> BurstError:
+    of, whom = log.parallel_kind, _whom(log, ranks, waits)
+    return BurstError(f"{log.caller}: all ranks of a {of.group} group must take part in every "
+                      f"pass, because {of.reason}; got {whom} in {where}; check the output of "
+                      "these ranks first, and start the processes again")  # fmt: skip
 
 
-def _whom(log: Members, found: Sequence[int], waits: Waits) -> str:
-    if not found:
+def _whom(log: Members, ranks: Sequence[int], waits: Waits) -> str:
+    if not ranks:
         return "a broken connection"
-    what = "broken connections of" if waits.broken and log.rank in found else "no word from"
-    return f"{what} {named_ranks(log, found)}"
+    what = "broken connections of" if waits.broken and log.rank in ranks else "no word from"
+    return f"{what} {named_ranks(log, ranks)}"
 
 
 def _with_broken(log: Members, waits: Waits) -> Waits:
@@ -106,32 +101,26 @@ def _with_broken(log: Members, waits: Waits) -> Waits:
 
     Ranks that give up close connections of transfers; those of stamps break with a rank only.
     """
-    found = []
-    for rank in range(log.size):
-        if rank != log.rank:
-            try:
-                log.group.send([torch.zeros(1, dtype=torch.int64)], rank, 0)
-            except RuntimeError:
-                found.append(rank)
-    return replace(waits, peers=tuple(found), broken=True) if found else waits
+    broken = []
+    for rank in {*range(log.size)} - {log.rank}:
+        try:
+            log.group.send([torch.zeros(1, dtype=torch.int64)], rank, 0)
+        except RuntimeError:
+            broken.append(rank)
+    return replace(waits, peers=tuple(sorted(broken)), broken=True) if broken else waits
 
 
-def _news(log: Members) -> tuple[int, str] | None:
-    """A rank that wants to agree on something that this one has not reached, and on what."""
-    for rank, key in enumerate(log.consensus.keys() if log.consensus.name else ()):
-        if rank != log.rank and log.store.check([key]):
-            return rank, log.store.get(key).decode()
-    return None
-
-
-def _strayed(log: Members, rank: int, news: str) -> DisagreementError:
-    kind = log.parallel_kind
-    return DisagreementError(
+def _strayed(log: Members) -> DisagreementError | None:
+    """The error if a rank wants to agree on something that this one has not reached."""
+    keys = log.consensus.keys() if log.consensus.name else ()
+    strayed = ((r, key) for r, key in enumerate(keys) if r != log.rank and log.store.check([key]))
+    kind, (rank, key) = log.parallel_kind, next(strayed, (None, ""))
+    return None if rank is None else DisagreementError(
         f"{log.caller}: all ranks of a {kind.group} group must make the same calls, because every "
         f"call sends shards between them; got a call from {kind.rank} {rank} that this rank "
-        f"({kind.rank} {log.rank}) did not make: {news}; give all ranks batches of the same "
-        "shape and the same options"
-    )
+        f"({kind.rank} {log.rank}) did not make: {log.store.get(key).decode()}; give all ranks "
+        "batches of the same shape and the same options"
+    )  # fmt: skip
 
 
 def own_failure(log: Members, error: Exception) -> None:
@@ -143,32 +132,30 @@ def own_failure(log: Members, error: Exception) -> None:
 def told_by_all(log: Members, entry: PendingPass, patience_s: float) -> list[PostedTerms | None]:
     """Post this rank's stamp and terms; returns those of all ranks that post them soon, by rank."""
     keys = [f"{log.name}/{entry.number}/{rank}" for rank in range(log.size)]
-    found: list[PostedTerms | None] = [PostedTerms(None, {})] * log.size  # nothing is known
+    posts: list[PostedTerms | None] = [PostedTerms(None, {})] * log.size  # nothing is known
     with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
         log.post_terms(entry)
         log.store.set(log.abort_key(entry), "")
         with suppress(RuntimeError):
             log.store.wait(keys, timedelta(seconds=patience_s))
         for rank, key in enumerate(keys):
-            found[rank] = log.posted_terms(key)
-    found[log.rank] = PostedTerms(entry.stamp, entry.terms)
-    return found
+            posts[rank] = log.posted_terms(key)
+    posts[log.rank] = PostedTerms(entry.stamp, entry.terms)
+    return posts
 
 
 # ---- lines for `megatron-burst doctor --explain` ----
 
 
-def report(log: Members, what: str, error: Exception, waits: Waits, found: Sequence[int]) -> None:
+def report(log: Members, what: str, error: Exception, waits: Waits, ranks: Sequence[int]) -> None:
     """Append what this rank found to its file in the folder of faults, if there is one."""
     folder = fault_folder()
     if folder is None:
         return
     rank = log.ranks[log.rank]
-    line = {
-        "time": time(), "rank": rank, "cp_rank": log.rank, "group": log.name, "ranks": log.ranks,
-        "nodes": log.nodes, "what": what, "waits": asdict(waits), "culprits": [*found],
-        "error": f"{type(error).__name__}: {error}",
-    }  # fmt: skip
+    line = {"time": time(), "rank": rank, "cp_rank": log.rank, "group": log.name,
+            "ranks": log.ranks, "nodes": log.nodes, "what": what, "waits": asdict(waits),
+            "culprits": [*ranks], "error": f"{type(error).__name__}: {error}"}  # fmt: skip
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
@@ -194,19 +181,19 @@ class HopWatch:
     def __init__(self, on_gpu: bool) -> None:
         self._is_blind = on_gpu and not _allow_queries()
         self._hop: Waits | None = None
-        self._since, self._told = 0.0, False
+        self._since, self._has_told = 0.0, False
 
     def late(self, log: Members) -> tuple[BurstError, str] | None:
         """Tell others of a hop that takes half of the time-out. On GPUs, where nothing else gives
         up, returns what `lost_hop` does for one that takes nearly all of it."""
         hop, limit = None if self._is_blind else awaited_hop(log), log.consensus.timeout_s
         if hop != self._hop:
-            if self._told:
+            if self._has_told:
                 tell(log, None)
-            self._hop, self._since, self._told = hop, monotonic(), False
-        elif hop is not None and not self._told and monotonic() - self._since > limit / 2:
+            self._hop, self._since, self._has_told = hop, monotonic(), False
+        elif hop is not None and not self._has_told and monotonic() - self._since > limit / 2:
             tell(log, replace(hop, since=time() - (monotonic() - self._since)))
-            self._told = True
+            self._has_told = True
         elif hop is not None and not log.waits and monotonic() - self._since > _EARLY * limit:
             hop = replace(hop, since=time() - _EARLY * limit)
             return late_hop(log, hop, f"it is not over after {_EARLY * limit:g} s")

@@ -25,10 +25,8 @@ class Attempt:
         DisagreementError: at the end, if another rank failed.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device,
-        failure: Exception | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device,
+                 failure: Exception | None = None) -> None:  # fmt: skip
         self._group, self._device, self._failure = group, device, failure
 
     def __call__[T](self, work: Callable[..., T], *args: object, **options: object) -> T | None:
@@ -40,10 +38,10 @@ class Attempt:
                 self._failure = error
         return None
 
-    def or_nan(self, made: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def or_nan(self, result: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What was made for a collective; NaN after a failure."""
-        if self._failure is None and made is not None:
-            return made
+        if self._failure is None and result is not None:
+            return result
         return torch.full(tuple(shape), torch.nan, dtype=dtype, device=self._device)
 
     def __enter__(self) -> "Attempt":
@@ -72,9 +70,8 @@ class Attempt:
 
 def failed_elsewhere(ranks: list[int]) -> DisagreementError:
     """The error of a rank when others failed."""
-    return DisagreementError(
-        f"{WHO}: a pass must succeed on every rank of a tensor-parallel group, because each "
-        f"computes its part of every token's logits; got an exception on tp ranks {ranks}; look at "
-        "their output first, and to go on after such an error, catch it on all ranks and repeat "
-        "the step on all of them"
-    )
+    return DisagreementError(f"{WHO}: a pass must succeed on every rank of a tensor-parallel "
+                             "group, because each computes its part of every token's logits; got "
+                             f"an exception on tp ranks {ranks}; look at their output first, and "
+                             "to go on after such an error, catch it on all ranks and repeat the "
+                             "step on all of them")  # fmt: skip

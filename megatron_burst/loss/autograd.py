@@ -56,7 +56,7 @@ class Recomputed(torch.autograd.Function):
             sums = Sums(_hidden_sum(ctx, head, rows, hidden, attempt), total)
             passes.gradient_pass(head, hidden, weight, rows, factors, sums, attempt, kept)
             del kept
-            dhidden = sums.finish(hidden.shape)
+            dhidden = sums.hidden and sums.hidden.finish(hidden.shape)
         if main_grad is not None:
             return dhidden, announce_main_grad(ctx.weight), None, None
         return dhidden, None if total is None else total.to(weight.dtype), None, None
@@ -67,19 +67,16 @@ class GradientsInForward(torch.autograd.Function):
     them by a scalar."""
 
     @staticmethod
-    def forward(
-        ctx, hidden: Tensor, weight: Tensor, weights: Tensor | None, rows: Rows, head: Head
-    ):
+    def forward(ctx, hidden: Tensor, weight: Tensor, weights: Tensor | None, rows, head: Head):
         with head.tp.attempt(hidden, rows) as attempt:
             row_weight, total = attempt(rows.collect, weights), None
             if ctx.needs_input_grad[1]:
                 total = attempt(torch.empty_like, weight, dtype=sum_dtype(weight.dtype))
             hidden_sum = _hidden_sum(ctx, head, rows, hidden, attempt)
             sums = Sums(hidden_sum, total, fresh=total is not None)
-            stats = passes.forward_gradient_pass(
-                head, hidden, weight, rows, row_weight, sums, attempt
-            )
-            dhidden = sums.finish(hidden.shape)
+            inputs = head, hidden, weight, rows, row_weight
+            stats = passes.forward_gradient_pass(*inputs, sums, attempt)
+            dhidden = hidden_sum and hidden_sum.finish(hidden.shape)
             loss = attempt(lambda: rows.spread(passes.losses(head, stats)))
         ctx.sums = dhidden, total
         ctx.rows, ctx.row_weight, ctx.weight = rows, row_weight, weight
@@ -91,15 +88,17 @@ class GradientsInForward(torch.autograd.Function):
     def backward(ctx, grad):
         refuse_transforms(WHO, grad)
         if ctx.sums is None:
-            raise BurstError(
-                f"{WHO}: backward must run only once if gradients were computed in forward, "
-                "because it scales them in place; got a second backward; pass grads='recompute'"
-            )
+            raise BurstError(f"{WHO}: backward must run only once if gradients were computed in "
+                             "forward, because it scales them in place; got a second backward; "
+                             "pass grads='recompute'")  # fmt: skip
         ctx.announce()
         factor = common_factor(ctx.rows.collect(grad), ctx.row_weight)
         (dhidden, total), ctx.sums, dweight = ctx.sums, None, None
         if dhidden is not None:
-            _scale(dhidden.flatten(0, -2), factor)
+            # rounded once: torch would first round a zero-dimensional factor to 16 bits; some rows
+            # at a time: on the CPU torch makes copies in the wider dtype
+            for rows in dhidden.flatten(0, -2).split(_ROWS_AT_ONCE):
+                torch.mul(rows, factor.view(1), out=rows)
         if total is not None:
             main_grad = main_grad_of(ctx.weight)
             if main_grad is None:
@@ -131,15 +130,6 @@ def _factors(head: Head, rows: Rows, stats: Tensor, *grads: Tensor | None) -> Te
 
 def _hidden_sum(ctx, head: Head, rows: Rows, hidden: Tensor, attempt: Attempt) -> HiddenGrad | None:
     return HiddenGrad(head.tp, rows, hidden, attempt) if ctx.needs_input_grad[0] else None
-
-
-def _scale(x: Tensor, factor: Tensor) -> None:
-    """x *= factor, rounded once: torch would first round a zero-dimensional factor to 16 bits.
-
-    Some rows at a time: on the CPU torch makes copies in the wider dtype.
-    """
-    for some in x.split(_ROWS_AT_ONCE):
-        torch.mul(some, factor.view(1), out=some)
 
 
 def held_bytes(weight: Tensor) -> int:

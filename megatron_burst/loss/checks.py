@@ -12,16 +12,10 @@ from megatron_burst.arguments import is_dense, short_repr
 from megatron_burst.comm.announce import announce, reporting_errors
 from megatron_burst.comm.store import TP
 from megatron_burst.errors import BurstError, DisagreementError, Need, unmet_needs
+from megatron_burst.loss import rows
 from megatron_burst.loss.attempt import failed_elsewhere
 from megatron_burst.loss.autograd import held_bytes
-from megatron_burst.loss.rows import (
-    Rows,
-    SupervisedCount,
-    TensorParallel,
-    most_valid,
-    processors_of,
-    valid_tokens,
-)
+from megatron_burst.loss.rows import Rows, SupervisedCount, TensorParallel
 from megatron_burst.loss.statistics import WHO, LossOptions
 from megatron_burst.transforms import refuse_transforms
 
@@ -41,13 +35,12 @@ class Given(NamedTuple):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name."""
-        every = self._asdict()
-        del every["supervised"]
-        return {name: x for name, x in every.items() if name != "loss_mask" or x is not None}
+        tensors = {"hidden": self.hidden, "weight": self.weight, "labels": self.labels}
+        return tensors | ({} if self.loss_mask is None else {"loss_mask": self.loss_mask})
 
 
 def checked_rows(
-    given: Given, tp: TensorParallel, options: LossOptions, settings: Mapping[str, object]
+    inputs: Given, tp: TensorParallel, options: LossOptions, settings: Mapping[str, object]
 ) -> Rows:
     """The tokens of a call; refuses one that cannot be computed correctly.
 
@@ -59,21 +52,21 @@ def checked_rows(
         BurstError: on all ranks; DisagreementError if they call differently; inside of torch.func's
             transforms, vmap and forward-mode AD.
     """
-    problem = unmet_needs(WHO, chain(_kinds(given), _needs_of(options), _switches(tp, settings),
-                               _needs(given, tp, options, settings)))  # fmt: skip
+    problem = unmet_needs(WHO, chain(_kinds(inputs), _needs_of(options), _switches(tp, settings),
+                                     _needs(inputs, tp, options, settings)))  # fmt: skip
     try:
-        refuse_transforms(WHO, given.hidden, given.weight)
+        refuse_transforms(WHO, inputs.hidden, inputs.weight)
     except BurstError as error:
         problem = problem or str(error)
     if tp.group is not None:
-        terms = {} if problem else _terms(given, options, settings)
+        terms = {} if problem else _terms(inputs, options, settings)
         announce(tp.group, terms, WHO, problem, TP)
     if problem:
         raise BurstError(problem)
-    valid, most, sound = _compared(given, tp, options)
-    shape = tp.blocks, given.labels.numel() // tp.blocks
+    valid, most, sound = _compared(inputs, tp, options)
+    shape = tp.blocks, inputs.labels.numel() // tp.blocks
     try:
-        labels = given.labels.reshape(shape).long()
+        labels = inputs.labels.reshape(shape).long()
         return Rows.of(labels, valid.view(shape), tp.block, most, sound)
     except Exception as error:
         if tp.group is None:
@@ -81,52 +74,44 @@ def checked_rows(
         return Rows.lacking(*shape, tp.block, most, error)  # others begin the pass: it does too
 
 
-def _kinds(given: Given) -> Iterator[Need]:
-    for name, x in given.tensors.items():
-        yield (
-            is_dense(x), f"{name} must be a dense tensor with data, because nothing is converted "
-            "silently", short_repr(x), "make it one, or call to_local() on a DTensor",
-        )  # fmt: skip
-    yield (
-        isinstance(given.supervised, SupervisedCount | None), "supervised must be a count that "
-        "the GPU may still be computing, because the CPU waits for it",
-        type(given.supervised).__name__,
-        "pass what count_supervised returns",
-    )  # fmt: skip
+def _kinds(inputs: Given) -> Iterator[Need]:
+    for name, x in inputs.tensors.items():
+        yield (is_dense(x),
+               f"{name} must be a dense tensor with data, because nothing is converted silently",
+               short_repr(x), "make it one, or call to_local() on a DTensor")  # fmt: skip
+    yield (isinstance(inputs.supervised, SupervisedCount | None),
+           "supervised must be a count that the GPU may still be computing, because the CPU waits "
+           "for it", type(inputs.supervised).__name__,
+           "pass what count_supervised returns")  # fmt: skip
 
 
 def _needs_of(options: object) -> Iterator[Need]:
     if isinstance(options, LossOptions):
         yield from options.needs()
         return
-    yield (
-        False, "options must be LossOptions, because others would be ignored", short_repr(options),
-        "pass LossOptions(...)",
-    )  # fmt: skip
+    yield (False, "options must be LossOptions, because others would be ignored",
+           short_repr(options), "pass LossOptions(...)")  # fmt: skip
 
 
 def _switches(tp: TensorParallel, settings: Mapping[str, object]) -> Iterator[Need]:
-    given = {"sequence_parallel": tp.sequence_parallel}
-    names = "return_lse", "entropy", "invariant"
-    given |= {name: settings[name] for name in names if name in settings}
-    for name, value in given.items():
-        yield (
-            isinstance(value, bool), f"{name} must be True or False, because it is one of two",
-            repr(value), "pass a bool",
-        )  # fmt: skip
+    switches = settings.keys() & {"return_lse", "entropy", "invariant"}
+    values = {name: settings[name] for name in sorted(switches)}
+    for name, value in {"sequence_parallel": tp.sequence_parallel, **values}.items():
+        yield (isinstance(value, bool), f"{name} must be True or False, because it is one of two",
+               repr(value), "pass a bool")  # fmt: skip
 
 
 def _needs(
-    given: Given, tp: TensorParallel, options: LossOptions, settings: Mapping
+    inputs: Given, tp: TensorParallel, options: LossOptions, settings: Mapping
 ) -> Iterator[Need]:
     """What must hold of tensors."""
-    hidden, weight, labels, loss_mask, supervised = given
+    hidden, weight, labels, loss_mask, supervised = inputs
     shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
     dtypes = f"{hidden.dtype} and {weight.dtype}"
-    first, *others = hidden.shape[:-1] or (0,)
-    expected = (first * tp.blocks, *others)
+    first, *trailing = hidden.shape[:-1] or (0,)
+    expected = (first * tp.blocks, *trailing)
     masks = () if loss_mask is None else (loss_mask,)
-    devices = {str(x.device) for x in given.tensors.values()}
+    devices = {str(x.device) for x in inputs.tensors.values()}
     parts = tp.blocks if supervised is None else supervised.blocks
     yield from (  # whether it holds, what must hold and why, what was got, what to change
         (hidden.dim() >= 2 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[-1],
@@ -168,15 +153,13 @@ def _needs(
     )  # fmt: skip
 
 
-def _terms(given: Given, options: LossOptions, settings: Mapping) -> dict[str, str]:
+def _terms(inputs: Given, options: LossOptions, settings: Mapping) -> dict[str, str]:
     """What must be the same on all ranks, in words."""
-    hidden, weight, labels, loss_mask, supervised = given
+    hidden, weight, _, loss_mask, supervised = inputs
     return {
-        "hidden": str(tuple(hidden.shape)),
-        "weight": str(tuple(weight.shape)),
-        "labels": str(tuple(labels.shape)),
+        **{name: str(tuple(x.shape)) for name, x in inputs.tensors.items() if name != "loss_mask"},
         "dtype": f"{hidden.dtype}, {weight.dtype}",
-        "device": f"{hidden.device.type}, {processors_of(hidden.device)} multiprocessors",
+        "device": f"{hidden.device.type}, {rows.processors_of(hidden.device)} multiprocessors",
         "loss_mask": str(loss_mask is not None),
         "supervised": str(supervised is not None),
         "gradients": f"{torch.is_grad_enabled()}, {hidden.requires_grad}, {weight.requires_grad}, "
@@ -186,7 +169,7 @@ def _terms(given: Given, options: LossOptions, settings: Mapping) -> dict[str, s
 
 
 def _compared(
-    given: Given, tp: TensorParallel, options: LossOptions
+    inputs: Given, tp: TensorParallel, options: LossOptions
 ) -> tuple[Tensor, int | None, Tensor | None]:
     """Compare what must be equal: labels, masks and the number of tokens; one collective, on CPUs
     also of a rank that fails before it.
@@ -195,72 +178,67 @@ def _compared(
         which tokens count; the most that are computed per block, None for all; and on a GPU, where
         nothing is read, 1 or NaN, if something differs.
     """
-    labels, counted, failure = given.labels, given.supervised, None
+    labels, failure = inputs.labels, None
     try:
-        known = None if counted is None else counted.wait()
-        valid = valid_tokens(labels, given.loss_mask, options.ignore_index)
-        if _stays_on_gpu(labels) and known is None and tp.group is None:
+        counted = None if inputs.supervised is None else inputs.supervised.wait()
+        valid = rows.valid_tokens(labels, inputs.loss_mask, options.ignore_index)
+        if _stays_on_gpu(labels) and counted is None and tp.group is None:
             return valid, None, None
-        found, wrong = _counted(given, valid, known, tp)
+        counts, wrong = _counted(inputs, valid, counted, tp)
     except Exception as error:
         if tp.group is None:
             raise
         if _stays_on_gpu(labels):  # nothing can be raised on the others, who go on with the pass
             with reporting_errors(tp.group):
                 raise
-        failure = error
-        found = torch.tensor([0, 0, 0, 0, 0, tp.rank + 1], device=labels.device)
+        failure, counts = error, torch.tensor([0, 0, 0, 0, 0, tp.rank + 1], device=labels.device)
     if tp.group is not None:
-        dist.all_reduce(found, dist.ReduceOp.MAX, tp.group)
+        dist.all_reduce(counts, dist.ReduceOp.MAX, tp.group)
     if failure is not None:
         try:
             raise failure
         finally:
             failure = None  # its frames hold this one, and so tensors
     if _stays_on_gpu(labels):
-        fail = (found[2] > 0) | (found[3] != ~found[4])
-        return valid, known, torch.where(fail, torch.nan, 1.0)
+        fail = (counts[2] > 0) | (counts[3] != ~counts[4])
+        return valid, counted, torch.where(fail, torch.nan, 1.0)
     got = labels[wrong][:3].tolist() or "some on another rank"
-    _refuse_differences(found.tolist(), got, given.weight.shape[0] * tp.size, options)
-    return valid, int(found[0]), None
+    _refuse_differences(counts.tolist(), got, inputs.weight.shape[0] * tp.size, options)
+    return valid, int(counts[0]), None
 
 
 def _counted(
-    given: Given, valid: Tensor, known: int | None, tp: TensorParallel
+    inputs: Given, valid: Tensor, counted: int | None, tp: TensorParallel
 ) -> tuple[Tensor, Tensor]:
     """What is compared: the most tokens of a block, how many labels are wrong, whether there are
     more than were counted, a hash and its complement, and a rank that failed; which are wrong."""
-    labels, loss_mask = given.labels, given.loss_mask
-    wrong = valid & ((labels < 0) | (labels >= given.weight.shape[0] * tp.size))
+    labels, loss_mask = inputs.labels, inputs.loss_mask
+    wrong = valid & ((labels < 0) | (labels >= inputs.weight.shape[0] * tp.size))
     weights = (valid if loss_mask is None else loss_mask.where(valid, 0)).double()
     hashed = digest(torch.cat((labels.where(valid, 0).long(), weights.view(torch.int64))))
-    most = most_valid(valid, tp.blocks)
-    more = most > (labels.numel() if known is None else known)
+    most = rows.most_valid(valid, tp.blocks)
+    more = most > (labels.numel() if counted is None else counted)
     nobody = torch.zeros_like(hashed)
     return torch.stack((most, wrong.sum(), more.long(), hashed, ~hashed, nobody)), wrong
 
 
-def _refuse_differences(found: list[int], got: object, vocab: int, options: LossOptions) -> None:
-    _, wrong, more, largest, smallest, failed = found
+def _refuse_differences(counts: list[int], got: object, vocab: int, options: LossOptions) -> None:
+    _, wrong, more, largest, smallest, failed = counts
     if failed:
         raise failed_elsewhere([failed - 1])
     if wrong:
-        raise BurstError(
-            f"{WHO}: labels must be in [0, {vocab}) or {options.ignore_index}, because they name "
-            f"classes of the vocabulary; got {got}; check the tokenizer, or mask them"
-        )
+        raise BurstError(f"{WHO}: labels must be in [0, {vocab}) or {options.ignore_index}, "
+                         f"because they name classes of the vocabulary; got {got}; check the "
+                         "tokenizer, or mask them")  # fmt: skip
     if largest != ~smallest:
-        raise DisagreementError(
-            f"{WHO}: labels and loss_mask must be the same on all ranks of a tensor-parallel "
-            "group, because each computes its part of every token's logits; got other ones on "
-            "another rank; broadcast the batch within the group"
-        )
+        raise DisagreementError(f"{WHO}: labels and loss_mask must be the same on all ranks of a "
+                                "tensor-parallel group, because each computes its part of every "
+                                "token's logits; got other ones on another rank; broadcast the "
+                                "batch within the group")  # fmt: skip
     if more:
-        raise BurstError(
-            f"{WHO}: supervised must count at least the tokens of the loss, because others would "
-            "be dropped; got fewer, as of another batch; pass the same labels and loss_mask to "
-            "count_supervised"
-        )
+        raise BurstError(f"{WHO}: supervised must count at least the tokens of the loss, because "
+                         "others would be dropped; got fewer, as of another batch; pass the same "
+                         "labels and loss_mask to count_supervised")  # fmt: skip
 
 
 def _stays_on_gpu(x: Tensor) -> bool:

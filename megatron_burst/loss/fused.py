@@ -25,12 +25,11 @@ def merge_statistics(
         return
     block = _block(classes, _BLOCK)
     with torch.cuda.device_of(raw):  # Triton launches on the current device, not on the tensors'
-        _statistics_kernel[(rows,)](
-            stats, raw, targets, classes, stats.stride(0), raw.stride(0),
-            options.logit_scale, options.softcap or 1.0,
-            CAPPED=options.softcap > 0, EXTRAS=extras,
-            BLOCKS=triton.cdiv(classes, block), LANES=block // _SIDE, SIDE=_SIDE, num_warps=8,
-        )  # fmt: skip
+        _statistics_kernel[(rows,)](stats, raw, targets, classes, stats.stride(0), raw.stride(0),
+                                    options.logit_scale, options.softcap or 1.0,
+                                    CAPPED=options.softcap > 0, EXTRAS=extras,
+                                    BLOCKS=triton.cdiv(classes, block), LANES=block // _SIDE,
+                                    SIDE=_SIDE, num_warps=8)  # fmt: skip
 
 
 def gradient_(raw: Tensor, targets: Tensor, factors: Tensor, options: LossOptions) -> None:
@@ -63,11 +62,9 @@ def _logits(x, scale, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["scale", "softcap"])
-def _statistics_kernel(
-    stats, raw, targets, classes, stats_step, raw_step, scale, softcap,
-    CAPPED: tl.constexpr, EXTRAS: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr,
-    SIDE: tl.constexpr,
-):  # fmt: skip
+def _statistics_kernel(stats, raw, targets, classes, stats_step, raw_step, scale, softcap,
+                       CAPPED: tl.constexpr, EXTRAS: tl.constexpr, BLOCKS: tl.constexpr,
+                       LANES: tl.constexpr, SIDE: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     raw += row * raw_step
     stats += row
@@ -112,10 +109,8 @@ def _statistics_kernel(
 
 
 @triton.jit(do_not_specialize=["scale", "softcap"])
-def _gradient_kernel(
-    raw, targets, factors, classes, raw_step, factors_step, scale, softcap,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _gradient_kernel(raw, targets, factors, classes, raw_step, factors_step, scale, softcap,
+                     CAPPED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < classes

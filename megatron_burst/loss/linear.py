@@ -79,10 +79,11 @@ def linear_cross_entropy(
     """
     options = LossOptions(label_smoothing, z_loss, softcap, logit_scale, ignore_index)
     tp = TensorParallel.of(tp_group, sequence_parallel)
-    settings = {"reduction": reduction, "grads": grads, "return_lse": return_lse}
-    settings["invariant"] = invariant
+    settings = dict(reduction=reduction, grads=grads, return_lse=return_lse, invariant=invariant)
     rows = checked_rows(Given(hidden, weight, labels, loss_mask, supervised), tp, options, settings)
-    mode = grads if grads != "auto" else _mode(hidden, reduction, return_lse)
+    # in forward fp16 is not loss-scaled yet
+    late = hidden.dtype == torch.float16 or return_lse or reduction == "none"
+    mode = grads if grads != "auto" else "recompute" if late else "forward"
     rows, weights = _row_weights(rows, loss_mask, reduction, hidden.dtype, tp)
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         mode = "recompute"
@@ -106,12 +107,11 @@ class TokenLogProbs(NamedTuple):
 
 
 @uncompiled
-def token_log_probs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False, loss_mask: Tensor | None = None,
-    options: LossOptions | None = None, entropy: bool = True, keep_logits: bool = True,
-    invariant: bool = False,
-) -> TokenLogProbs:  # fmt: skip
+def token_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, *,
+                    tp_group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
+                    loss_mask: Tensor | None = None, options: LossOptions | None = None,
+                    entropy: bool = True, keep_logits: bool = True,
+                    invariant: bool = False) -> TokenLogProbs:  # fmt: skip
     """Log-probabilities of labels and entropies, for reinforcement learning; both differentiable.
 
     For sharded or packed samples pass `next_tokens(tokens, ...)` as labels: each row's next token
@@ -132,22 +132,14 @@ def token_log_probs(
     """
     options = LossOptions() if options is None else options
     tp = TensorParallel.of(tp_group, sequence_parallel)
-    given = Given(hidden, weight, labels, loss_mask)
-    rows = checked_rows(given, tp, options, {"entropy": entropy, "invariant": invariant})
+    inputs = Given(hidden, weight, labels, loss_mask)
+    rows = checked_rows(inputs, tp, options, {"entropy": entropy, "invariant": invariant})
     head = _head(hidden, weight, options, tp, rows, False, invariant=invariant)
     head = replace(head, entropy=entropy, keep=keep_logits)
     loss, _, entropies = Recomputed.apply(hidden, weight, rows, head)
     mask = valid_tokens(labels, loss_mask, options.ignore_index)
-    return TokenLogProbs(
-        -loss.view(labels.shape), entropies.view(labels.shape) if entropy else None, mask
-    )
-
-
-def _mode(hidden, reduction: Reduction, return_lse: bool) -> Grads:
-    """How gradients are computed if the caller does not choose."""
-    if hidden.dtype == torch.float16 or return_lse:  # in forward fp16 is not loss-scaled yet
-        return "recompute"
-    return "recompute" if reduction == "none" else "forward"
+    entropies = entropies.view(labels.shape) if entropy else None
+    return TokenLogProbs(-loss.view(labels.shape), entropies, mask)
 
 
 def _row_weights(

@@ -21,11 +21,10 @@ WHO = "next tokens"
 _NO_CLASS = torch.iinfo(torch.int64).max  # not in any vocabulary
 
 
-def next_tokens(
-    tokens: Tensor, *, group: Ranks = None, layout: LayoutName = "zigzag",
-    cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
-    whole_sample: bool = False, ignore_index: int = -100, dim: int = 0,
-) -> Tensor:  # fmt: skip
+def next_tokens(tokens: Tensor, *, group: Ranks = None, layout: LayoutName = "zigzag",
+                cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
+                whole_sample: bool = False, ignore_index: int = -100,
+                dim: int = 0) -> Tensor:  # fmt: skip
     """The next token of each row in its document: labels for the loss and for log-probabilities.
 
     At the end of a shard the next token is on another rank. One all-gather of token ids, 8 bytes
@@ -64,42 +63,33 @@ def labels_of(shards: Shards, tokens: Tensor, dim: int, ignore_index: int = -100
     """As `next_tokens`, of a sample that is sharded so."""
 
     def sizes() -> Sizes:
-        others = 1 if tokens.dim() == 1 else tokens.shape[1 - dim]
+        sequences = 1 if tokens.dim() == 1 else tokens.shape[1 - dim]
         got = f"tokens {tuple(tokens.shape)} and {shards.size} ranks"
-        return tokens.shape[dim], others, got, tokens.device
+        return tokens.shape[dim], sequences, got, tokens.device
 
-    whole = (
-        as_integer(ignore_index) is not None,
-        "ignore_index must be an integer, because it is a label",
-        repr(ignore_index), "pass an int",
-    )  # fmt: skip
+    whole = (as_integer(ignore_index) is not None, "ignore_index must be an integer, because it is "
+             "a label", repr(ignore_index), "pass an int")  # fmt: skip
     terms = {"whole_sample": str(shards.whole), "dim": str(dim)}
     if is_dense(tokens):
         terms["tokens"] = f"{tokens.dim()} axes {tokens.dtype} {tokens.device.type}"
     follows = shards.follows(shards.sample is not None)
-    problem = unmet_needs(
-        WHO, chain([whole], _of_ids(tokens, dim), follows, _of_rows(shards, tokens, dim))
-    )
-    documents = shards.opened(problem, sizes, terms)
+    needs = chain([whole], _of_ids(tokens, dim), follows, _of_rows(shards, tokens, dim))
+    documents = shards.opened(unmet_needs(WHO, needs), sizes, terms)
     return _labels(shards, tokens.movedim(dim, 0), documents, ignore_index).movedim(0, dim)
 
 
 def _of_ids(tokens: Tensor, dim: int) -> Iterator[Need]:
-    yield (
-        is_dense(tokens), "tokens must be a dense tensor with data, because nothing is "
-        "converted silently", short_repr(tokens), "make it one, or call to_local() on a DTensor",
-    )  # fmt: skip
-    yield (
-        tokens.dim() in (1, 2) and not tokens.dtype.is_floating_point
-        and tokens.dtype != torch.bool,
-        "tokens must be integers [t] or [s, b], because they name classes",
-        f"{tokens.dtype} of shape {tuple(tokens.shape)}", "pass ids",
-    )  # fmt: skip
-    yield (
-        type(dim) is int and (dim == 0 or (dim == 1 and tokens.dim() == 2)),
-        "dim must be the axis of the sequence, because the next token is there",
-        f"dim={dim!r} and shape {tuple(tokens.shape)}", "pass 0 for [t] and [s, b], 1 for [b, s]",
-    )  # fmt: skip
+    yield (is_dense(tokens),
+           "tokens must be a dense tensor with data, because nothing is converted silently",
+           short_repr(tokens), "make it one, or call to_local() on a DTensor")  # fmt: skip
+    yield (tokens.dim() in (1, 2) and not tokens.dtype.is_floating_point
+           and tokens.dtype != torch.bool,
+           "tokens must be integers [t] or [s, b], because they name classes",
+           f"{tokens.dtype} of shape {tuple(tokens.shape)}", "pass ids")  # fmt: skip
+    yield (type(dim) is int and (dim == 0 or (dim == 1 and tokens.dim() == 2)),
+           "dim must be the axis of the sequence, because the next token is there",
+           f"dim={dim!r} and shape {tuple(tokens.shape)}",
+           "pass 0 for [t] and [s, b], 1 for [b, s]")  # fmt: skip
 
 
 def _of_rows(shards: Shards, tokens: Tensor, dim: int) -> Iterator[Need]:
@@ -108,21 +98,17 @@ def _of_rows(shards: Shards, tokens: Tensor, dim: int) -> Iterator[Need]:
     if shards.group is None or shards.whole:
         return
     rows, last = tokens.shape[dim], state_of(shards.group).sharded
-    given = [] if shards.sample is None else [shards.sample.padded, shards.sample.cu_seqlens]
-    ends = [int(x.max()) for x in given if holds_whole(x) and x.numel() and not x.is_cuda][:1]
+    sample = shards.sample
+    bounds = [] if sample is None else [sample.padded, sample.cu_seqlens]
+    ends = [int(x.max()) for x in bounds if holds_whole(x) and x.numel() and not x.is_cuda][:1]
     whole = last is not None and last[2] == rows
     whole |= ends == [rows] and ends_in_one_rank(rows, rows * shards.size, shards.size)
-    yield (
-        not whole,
-        "tokens must be this rank's rows without whole_sample=True, because those of all ranks "
-        "are gathered", f"the {rows} tokens of the whole sample",
-        "pass whole_sample=True, or shard them",
-    )  # fmt: skip
+    yield (not whole, "tokens must be this rank's rows without whole_sample=True, because those of "
+           "all ranks are gathered", f"the {rows} tokens of the whole sample",
+           "pass whole_sample=True, or shard them")  # fmt: skip
 
 
-def _labels(
-    shards: Shards, tokens: Tensor, documents: Documents | None, ignored: int
-) -> Tensor:  # fmt: skip
+def _labels(shards: Shards, tokens: Tensor, documents: Documents | None, ignored: int) -> Tensor:
     """Labels of this rank's rows, for a valid call."""
     rows, ids, same = shards.rows(len(tokens)), tokens.long(), None
     if len(ids) == 0:
@@ -160,9 +146,5 @@ def _digest(sample: Sample | None, like: Tensor) -> Tensor:
     """A hash of the boundaries, on the device."""
     if sample is None:
         return like.new_zeros(())
-    given = (sample.cu_seqlens, sample.padded)
-    return digest(
-        torch.cat(
-            [x.to(like.device, torch.int64, non_blocking=True) for x in given if x is not None]
-        )
-    )
+    bounds = (x for x in (sample.cu_seqlens, sample.padded) if x is not None)
+    return digest(torch.cat([x.to(like.device, torch.int64, non_blocking=True) for x in bounds]))

@@ -37,10 +37,6 @@ class Sums:
     weight: Tensor | None  # [vocab_local, h] in float32 or wider
     fresh: bool = False  # whether the content of `weight` is still uninitialized
 
-    def finish(self, shape: torch.Size) -> Tensor | None:
-        """The hidden states' gradient in their shape; None after a failure."""
-        return None if self.hidden is None else self.hidden.finish(shape)
-
 
 def statistics_pass(
     head: Head, hidden: Tensor, weight: Tensor, rows: Rows, attempt: Attempt
@@ -61,10 +57,8 @@ def statistics_pass(
     return attempt(_poisoned, whole), buffer
 
 
-def gradient_pass(
-    head: Head, hidden: Tensor, weight: Tensor, rows: Rows, factors: Tensor | None, sums: Sums,
-    attempt: Attempt, kept: Tensor | None = None,
-) -> None:  # fmt: skip
+def gradient_pass(head: Head, hidden: Tensor, weight: Tensor, rows: Rows, factors: Tensor | None,
+                  sums: Sums, attempt: Attempt, kept: Tensor | None = None) -> None:  # fmt: skip
     """Accumulate gradients, recomputing logits; tiles go from last to first.
 
     `factors`: [5, blocks, n]; `kept`: the tile buffer of a statistics pass, overwritten: its logits
@@ -95,10 +89,9 @@ def _chunk_gradient(head, x, weight, tiles, factors, piece: slice, sums: Sums) -
     return total
 
 
-def forward_gradient_pass(
-    head: Head, hidden: Tensor, weight: Tensor, rows: Rows, row_weight: Tensor, sums: Sums,
-    attempt: Attempt,
-) -> Tensor | None:  # fmt: skip
+def forward_gradient_pass(head: Head, hidden: Tensor, weight: Tensor, rows: Rows,
+                          row_weight: Tensor, sums: Sums,
+                          attempt: Attempt) -> Tensor | None:  # fmt: skip
     """Statistics as of `statistics_pass` and, from the same logits, gradients of
     sum(row_weight * loss), row_weight [blocks, n]; tiles have all classes.
 
@@ -152,10 +145,10 @@ def largest_class(
     values, classes = hidden.new_empty(tp.blocks, tokens), torch.empty_like(labels)
     with tp.attempt(hidden) as attempt:
         for piece, x in tp.chunks(attempt, hidden, rows, tiles.rows):
-            found = attempt(lambda x: torch.mm(x, weight.t()).max(dim=1), x)
-            if found is not None:
-                values[:, piece] = found.values.view(tp.blocks, -1)
-                classes[:, piece] = found.indices.view(tp.blocks, -1)
+            largest = attempt(lambda x: torch.mm(x, weight.t()).max(dim=1), x)
+            if largest is not None:
+                values[:, piece] = largest.values.view(tp.blocks, -1)
+                classes[:, piece] = largest.indices.view(tp.blocks, -1)
     full = hidden.shape[0] * tp.blocks, *hidden.shape[1:-1]
     return values.view(full) * scale, classes.view(full)
 
@@ -196,8 +189,8 @@ def _chunk_statistics(head, x, weight, rows: Rows, piece: slice, buffer) -> Tens
     return stats.view(len(Stat), rows.labels.shape[0], -1)
 
 
-def _put(stats: Tensor, piece: slice, some: Tensor) -> None:
-    stats[:, :, piece] = some
+def _put(stats: Tensor, piece: slice, mine: Tensor) -> None:
+    stats[:, :, piece] = mine
 
 
 def _poisoned(stats: Tensor) -> Tensor:
@@ -207,10 +200,8 @@ def _poisoned(stats: Tensor) -> Tensor:
     return stats
 
 
-def _tiles(
-    head: Head, x: Tensor, weight: Tensor, rows: Rows, piece: slice, buffer: Tensor, computed=False,
-    backwards=False,
-) -> Iterator[tuple[slice, Tensor, Tensor]]:  # fmt: skip
+def _tiles(head: Head, x: Tensor, weight: Tensor, rows: Rows, piece: slice, buffer: Tensor,
+           computed=False, backwards=False) -> Iterator[tuple[slice, Tensor, Tensor]]:  # fmt: skip
     """Tiles of a chunk: (classes, raw logits, columns of the labels); all in one buffer.
 
     `computed`: the buffer still holds the first tile's logits.
@@ -231,11 +222,11 @@ def _multiply(x: Tensor, weight: Tensor, raw: Tensor, rows: int) -> None:
 
     Megatron's batch-invariant kernels replace torch.mm without `out` only.
     """
-    if not rows:
+    if rows:
+        padded = torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)))
+        raw.copy_(torch.mm(padded, weight)[: len(x)])
+    else:
         torch.mm(x, weight, out=raw)
-        return
-    padded = torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)))
-    raw.copy_(torch.mm(padded, weight)[: len(x)])
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:

@@ -40,10 +40,8 @@ class Rows:
         return cls(empty, empty, mine, order, tokens, failure=failure)
 
     @classmethod
-    def of(
-        cls, labels: Tensor, valid: Tensor, mine: int, most: int | None,
-        sound: Tensor | None = None,
-    ) -> "Rows":  # fmt: skip
+    def of(cls, labels: Tensor, valid: Tensor, mine: int, most: int | None,
+           sound: Tensor | None = None) -> "Rows":  # fmt: skip
         """The rows to compute of [blocks, tokens]; `most`: maximum number of valid ones per block,
         if known."""
         tokens, order = labels.shape[1], None
@@ -88,13 +86,13 @@ class Rows:
         values = torch.where(self.valid, values, 0)
         return values if self.sound is None else values * self.sound
 
-    def put(self, full: Tensor, piece: slice, some: Tensor) -> None:
+    def put(self, full: Tensor, piece: slice, rows: Tensor) -> None:
         """Write this rank's rows of a piece [some, h] to their places in full [tokens, h]."""
         if self.order is None:
-            full[piece] = some
+            full[piece] = rows
             return
         places = self.order[self.mine, piece].split(_ROWS_AT_ONCE)
-        for place, part in zip(places, some.split(_ROWS_AT_ONCE), strict=True):
+        for place, part in zip(places, rows.split(_ROWS_AT_ONCE), strict=True):
             full.index_copy_(0, place, part.to(full.dtype))
 
 
@@ -113,10 +111,9 @@ class SupervisedCount:
         return int(self.count)
 
 
-def count_supervised(
-    labels: Tensor, loss_mask: Tensor | None = None, *, ignore_index: int = -100,
-    tp_group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
-) -> SupervisedCount:  # fmt: skip
+def count_supervised(labels: Tensor, loss_mask: Tensor | None = None, *, ignore_index: int = -100,
+                     tp_group: dist.ProcessGroup | None = None,
+                     sequence_parallel: bool = False) -> SupervisedCount:  # fmt: skip
     """Start counting the tokens that are not ignored, so that `linear_cross_entropy` skips others.
 
     Call it as soon as the batch is available, long before the loss. Reading the count then does
@@ -209,19 +206,16 @@ class TensorParallel:
                 yield piece, mine
                 continue
             shape = piece.stop - piece.start, hidden.shape[-1]
-            sent = attempt.or_nan(mine, shape, hidden.dtype)
-            started = piece, *self._start_gather(attempt, sent)
+            mine = attempt.or_nan(mine, shape, hidden.dtype)
+            shape = self.blocks * shape[0], shape[1]
+            everyones = attempt.or_nan(attempt(mine.new_empty, shape), shape, mine.dtype)
+            work = dist.all_gather_into_tensor(everyones, mine, self.group, async_op=True)
             if coming is not None:
                 yield _landed(*coming)
-            coming = started
+            coming = piece, everyones, work
+            del mine, everyones, work
         if coming is not None:
             yield _landed(*coming)
-
-    def _start_gather(self, attempt: Attempt, mine: Tensor) -> tuple[Tensor, dist.Work]:
-        shape = self.blocks * mine.shape[0], mine.shape[1]
-        everyones = attempt.or_nan(attempt(mine.new_empty, shape), shape, mine.dtype)
-        work = dist.all_gather_into_tensor(everyones, mine, self.group, async_op=True)
-        return everyones, work
 
     def combine(self, attempt: Attempt, stats: Tensor) -> Tensor | None:
         """Statistics [4, ...] over the whole vocabulary from those of its parts: one collective.
@@ -271,28 +265,27 @@ class HiddenGrad:
         if tp.size == 1:
             attempt(self._rows.put, self._mine, piece, grad)
             return
-        made = attempt(Tensor.to, grad, like.dtype)
-        count = piece.stop - piece.start
-        some = grad = attempt.or_nan(made, (tp.blocks * count, like.shape[-1]), like.dtype)
+        shape = piece.stop - piece.start, like.shape[-1]
+        cast = attempt(Tensor.to, grad, like.dtype)
+        total = grad = attempt.or_nan(cast, (tp.blocks * shape[0], shape[1]), like.dtype)
         if tp.blocks > 1:
             if self._rows.order is None and self._mine is not None:  # straight to its place
-                some = self._mine[piece]
+                total = self._mine[piece]
             else:
-                made = attempt(grad.new_empty, (count, grad.shape[1]))
-                some = attempt.or_nan(made, (count, grad.shape[1]), grad.dtype)
-            work = dist.reduce_scatter_tensor(some, grad, group=tp.group, async_op=True)
+                total = attempt.or_nan(attempt(grad.new_empty, shape), shape, grad.dtype)
+            work = dist.reduce_scatter_tensor(total, grad, group=tp.group, async_op=True)
         else:
             work = dist.all_reduce(grad, group=tp.group, async_op=True)
-        self._under_way.append((work, piece, some, grad))
+        self._under_way.append((work, piece, total, grad))
         if len(self._under_way) > 1:
             self._land()
 
     def _land(self) -> None:
         """Wait for the oldest reduction."""
-        work, piece, some, _ = self._under_way.pop(0)
+        work, piece, total, _ = self._under_way.pop(0)
         work.wait()
         if self._rows.order is not None or self._tp.blocks == 1:
-            self._attempt(self._rows.put, self._mine, piece, some)
+            self._attempt(self._rows.put, self._mine, piece, total)
 
     def finish(self, shape: torch.Size) -> Tensor | None:
         """The whole gradient in a shape; None after a failure."""

@@ -56,8 +56,8 @@ def choose_tiles(sizes: Sizes, whole: bool) -> Tiles:
     `whole`: whether a tile must have all classes, for gradients in forward.
     """
     # this call's other sums count, unless too little would be left
-    left = SCRATCH_BYTES - sizes.held
-    scratch = left if left >= SCRATCH_BYTES * 3 // 8 else SCRATCH_BYTES
+    free = SCRATCH_BYTES - sizes.held
+    scratch = free if free >= SCRATCH_BYTES * 3 // 8 else SCRATCH_BYTES
     blocks, a_row = sizes.blocks, sizes.row_bytes(whole)
     share = scratch if whole else scratch // 2
     most = share // (a_row + (sizes.classes * sizes.itemsize if whole else 0))
@@ -87,8 +87,8 @@ def _rows_of_a_block(sizes: Sizes, most: int) -> int:
         return 1
 
     def cost(rows: int) -> float:
-        full, rest = divmod(total, rows)
-        return full * _chunk_cost(sizes, rows) + (_chunk_cost(sizes, rest) if rest else 0)
+        full, remainder = divmod(total, rows)
+        return full * _chunk_cost(sizes, rows) + (_chunk_cost(sizes, remainder) if remainder else 0)
 
     candidates = [*range(unit, min(most, total) + 1, unit), min(most, total)]
     return min(candidates, key=lambda rows: (cost(rows), rows))

@@ -13,26 +13,15 @@ from megatron_burst.comm.transport import Placement
 from megatron_burst.errors import require
 from megatron_burst.kernels.interface import Backend
 from megatron_burst.kernels.visible import Segments, Visible
-from megatron_burst.masks.sample import (
-    Sample,
-    identity,
-    in_rows,
-    listed_of,
-    of_parents,
-    of_tensors,
-    of_values,
-)
+from megatron_burst.masks import sample as samples
+from megatron_burst.masks.sample import Sample, in_rows
+from megatron_burst.schedule import layout as layouts
 from megatron_burst.schedule.chunks import NeededBy
-from megatron_burst.schedule.layout import (
-    Chunks,
-    ChunkSegments,
-    Layout,
-    chunks_of,
-    positions_of_chunks,
-)
+from megatron_burst.schedule.layout import Chunks, ChunkSegments, Layout
 from megatron_burst.schedule.mask import Band, Positions, TilePositions
 
 _WHO = "burst attention"
+type Pair = tuple[Tensor, Tensor]
 
 
 def documents_of(
@@ -41,13 +30,13 @@ def documents_of(
     """The documents of a sample, built once for all layers, which pass the same boundaries, on the
     device of a tensor and its current stream; other arguments and errors as of `Documents`."""
     # by stream too: tensors are ready, and their memory safe to use, on the stream that made them
-    key = *map(identity, sample), sizes, layout, Placement.of(like)
-    found = cache.recent(key)
-    if found is None:
+    key = *map(samples.identity, sample), sizes, layout, Placement.of(like)
+    documents = cache.recent(key)
+    if documents is None:
         for before in cache.values():
             before.checked_text()
-        found = cache[key] = Documents(sample, sizes, Layout(layout), like.device)
-    return found
+        documents = cache[key] = Documents(sample, sizes, Layout(layout), like.device)
+    return documents
 
 
 class Documents:
@@ -72,38 +61,34 @@ class Documents:
         BurstError: if boundaries that are on the CPU are invalid.
     """
 
-    def __init__(
-        self, sample: Sample, sizes: tuple[int, int], layout: Layout, device: torch.device,
-        who: str = _WHO,
-    ) -> None:  # fmt: skip
-        require(who, chain(of_tensors(sample, device), of_parents(sample)))
-        self.parents = None if sample.parents is None else listed_of(sample.parents)
+    def __init__(self, sample: Sample, sizes: tuple[int, int], layout: Layout, device: torch.device,
+                 who: str = _WHO) -> None:  # fmt: skip
+        require(who, chain(samples.of_tensors(sample, device), samples.of_parents(sample)))
+        self.parents = None if sample.parents is None else samples.listed_of(sample.parents)
         self._who, self._sample, self._layout = who, sample, layout
-        (rows, self._cp_size), self._told = sizes, None
+        (rows, self._cp_size), self._terms = sizes, None
         self._tokens = rows * self._cp_size
-        self._found: dict[tuple[Positions, Positions, int] | ChunkSegments, Segments] = {}
+        self._segments: dict[tuple[Positions, Positions, int] | ChunkSegments, Segments] = {}
         self._arranged: dict[tuple, Tensor] = {}
         self._restored: dict[tuple, Tensor] = {}
-        given = sample.cu_seqlens, sample.padded
-        on_cpu = all(x is None or x.device.type == "cpu" for x in given)
-        self._host = [x if x is None else _to_host(x, device) for x in given]
+        bounds = sample.cu_seqlens, sample.padded
+        on_cpu = all(x is None or x.device.type == "cpu" for x in bounds)
+        self._host = [x if x is None else _to_host(x, device) for x in bounds]
         self._copied = None if on_cpu else torch.cuda.current_stream().record_event()
         self.text = self.checked_text() if on_cpu else None
-        told = sample.longest if self.text is None else None
-        self._longest = told or self._find_longest()
-        self._tail_segments = -(-self._tokens // told) if told else 1
+        longest = sample.longest if self.text is None else None
+        self._longest = longest or self._find_longest()
+        self._tail_segments = -(-self._tokens // longest) if longest else 1
         to_device = dict(device=device, dtype=torch.int32, non_blocking=True, copy=True)
-        ours = (x if x is None or x.is_cuda else y for x, y in zip(given, self._host, strict=True))
+        ours = (x if x is None or x.is_cuda else y for x, y in zip(bounds, self._host, strict=True))
         starts, padded = (x if x is None else x.to(**to_device) for x in ours)
         self._starts = starts if padded is None else padded
         self._lengths = None if padded is None else starts.diff()
 
     def _find_longest(self) -> int:
-        self.checked_text()
-        return self._most_rows(next(x for x in reversed(self._host) if x is not None))
-
-    def _most_rows(self, starts: Tensor) -> int:
         """Rows of the longest document; rows after the last one count as a document."""
+        self.checked_text()
+        starts = next(x for x in reversed(self._host) if x is not None)
         return max(int(starts.diff().max()), self._tokens - int(starts[-1]))
 
     def checked_text(self) -> Mapping[str, str]:
@@ -112,17 +97,17 @@ class Documents:
         Raises:
             BurstError: if the boundaries are invalid.
         """
-        if self._told is None:
+        if self._terms is None:
             if self._copied:
                 self._copied.synchronize()
             starts, padded = self._host
             sizes = self._tokens, self._cp_size, self._sample.longest
-            require(self._who, of_values(starts, padded, self._layout, sizes))
+            require(self._who, samples.of_values(starts, padded, self._layout, sizes))
             text = f"{starts.tolist()} {padded.tolist() if padded is not None else ''}"
-            self._told = {"cu_seqlens": told_briefly(text, len(starts) - 1)}
+            self._terms = {"cu_seqlens": told_briefly(text, len(starts) - 1)}
             if self.parents is not None:
-                self._told["prefix_tree"] = told_briefly(f"{self.parents}", len(starts) - 1)
-        return self._told
+                self._terms["prefix_tree"] = told_briefly(f"{self.parents}", len(starts) - 1)
+        return self._terms
 
     def is_seen(self, between: NeededBy) -> bool:
         """Whether some queries see some keys: not decided, because that is not known of boundaries
@@ -139,13 +124,11 @@ class Documents:
     def segments(self, q: Positions, keys: Positions, unit: int = 1) -> Segments:
         """Segments of a kernel call with queries and keys at these positions, in units of rows."""
         call = q, keys, unit
-        if call not in self._found:
+        if call not in self._segments:
             (of_q, of_keys), q, keys = self._edges, in_rows(q, unit), in_rows(keys, unit)
-            self._found[call] = Segments(
-                rows_before(of_q, q), rows_before(of_keys, keys),
-                min(self._longest, sum(map(len, q))), min(self._longest, sum(map(len, keys))),
-            )  # fmt: skip
-        return self._found[call]
+            most = (min(self._longest, sum(map(len, side))) for side in (q, keys))
+            self._segments[call] = Segments(rows_before(of_q, q), rows_before(of_keys, keys), *most)
+        return self._segments[call]
 
     @cached_property
     def _edges(self) -> tuple[Tensor, Tensor]:
@@ -163,22 +146,21 @@ class Documents:
             full, real = torch.cat((starts.diff(), full)), torch.cat((self._lengths, real))
             begins = starts[:1]
         edges = _with_padding((full, real), (full, real))
-        return tuple(torch.cat((begins[:-1], begins[-1:] + each)) for each in edges)
+        return tuple(torch.cat((begins[:-1], begins[-1:] + edge)) for edge in edges)
 
     def segments_of(self, runs: ChunkSegments) -> Segments:
         """Segments of a kernel call over chunks of every document."""
-        if runs not in self._found:
+        if runs not in self._segments:
             sides = tuple(zip(*runs.pairs, strict=True))
             of_q, of_keys = (self._lengths_of(side) for side in sides)
             if self._lengths is None:
                 edges = [_running(full) for full, _ in (of_q, of_keys)]
             else:
                 edges = _with_padding(of_q, of_keys)
-            most = [
-                -(-self._longest // (2 * self._cp_size)) * max(map(len, side)) for side in sides
-            ]
-            self._found[runs] = Segments(*(edge.int() for edge in edges), *most)
-        return self._found[runs]
+            longest_chunk = -(-self._longest // (2 * self._cp_size))
+            most = [longest_chunk * max(map(len, side)) for side in sides]
+            self._segments[runs] = Segments(*(edge.int() for edge in edges), *most)
+        return self._segments[runs]
 
     def _lengths_of(self, segments: Sequence[Chunks]) -> tuple[Tensor, Tensor | None]:
         """Rows of each segment, with padding and without: [segments]."""
@@ -187,8 +169,8 @@ class Documents:
         if self._lengths is None:
             return full, None
         every = self._table([number for numbers in segments for number in numbers])
-        left = self._lengths.long().unsqueeze(1) - chunk.unsqueeze(1) * every
-        real = torch.minimum(left.clamp_(min=0), chunk.unsqueeze(1))
+        remaining = self._lengths.long().unsqueeze(1) - chunk.unsqueeze(1) * every
+        real = torch.minimum(remaining.clamp_(min=0), chunk.unsqueeze(1))
         parts = real.split([len(numbers) for numbers in segments], 1)
         return full, torch.stack([part.sum(1) for part in parts], 1).flatten()
 
@@ -207,28 +189,28 @@ class Documents:
             table = self._table([where[number] for number in dst_chunks])
             begin, entry, chunk, row = self._rows_of(len(dst_chunks))
             begins, counts, places = table[entry].unbind(1)
-            found = begins + begin * counts + places * chunk + row
-            self._arranged[src_blocks, dst_chunks] = found.clamp_(0, first - 1)
+            rows = begins + begin * counts + places * chunk + row
+            self._arranged[src_blocks, dst_chunks] = rows.clamp_(0, first - 1)
         return self._arranged[src_blocks, dst_chunks]
 
     def restore_index(self, src_blocks: tuple[Chunks, ...], dst_chunks: Chunks) -> Tensor:
         """For each source row, the arranged rows that are copies of it: int64 [copies, rows]; -1
         for none."""
         if (src_blocks, dst_chunks) not in self._restored:
-            most, count, found = max(map(dst_chunks.count, dst_chunks)), len(dst_chunks), []
+            most, count, rows = max(map(dst_chunks.count, dst_chunks)), len(dst_chunks), []
             for block in src_blocks:
-                copies = [[i for i, n in enumerate(dst_chunks) if n == one] for one in block]
-                table = self._table([(*some, *[-1] * (most - len(some))) for some in copies])
-                begin, entry, chunk, row = self._rows_of(len(block))
+                copies = [[i for i, n in enumerate(dst_chunks) if n == chunk] for chunk in block]
+                table = self._table([(*at, *[-1] * (most - len(at))) for at in copies])
+                begin, entry, length, row = self._rows_of(len(block))
                 at = table[entry].T
-                found.append(torch.where(at < 0, -1, begin * count + at * chunk + row))
-            most_rows = count * self._chunk_rows
-            self._restored[src_blocks, dst_chunks] = torch.cat(found, 1).clamp_(-1, most_rows - 1)
+                rows.append(torch.where(at < 0, -1, begin * count + at * length + row))
+            last = count * self._chunk_rows - 1
+            self._restored[src_blocks, dst_chunks] = torch.cat(rows, 1).clamp_(-1, last)
         return self._restored[src_blocks, dst_chunks]
 
     def places_of(self, chunks: Chunks) -> Positions:
         """The positions of the rows of some chunks; waits for boundaries that are on a GPU."""
-        return positions_of_chunks(self.starts, chunks, self._cp_size)
+        return layouts.positions_of_chunks(self.starts, chunks, self._cp_size)
 
     @property
     def starts(self) -> list[int]:
@@ -275,15 +257,15 @@ class Documents:
     @property
     def rank_order(self) -> Tensor:
         """The position of each row of all ranks' shards, rank by rank: int64 [tokens]."""
-        src_blocks = tuple(chunks_of(rank, self._cp_size) for rank in range(self._cp_size))
+        src_blocks = tuple(layouts.chunks_of(rank, self._cp_size) for rank in range(self._cp_size))
         return self.restore_index(src_blocks, tuple(range(2 * self._cp_size)))[0]
 
     def _table(self, values: Sequence) -> Tensor:
         """The values on the device, copied asynchronously."""
-        found = torch.tensor(values, device="cpu")
+        table = torch.tensor(values, device="cpu")
         if self._starts.is_cuda:
-            found = found.pin_memory().to(self._starts.device, non_blocking=True)
-        return found
+            table = table.pin_memory().to(self._starts.device, non_blocking=True)
+        return table
 
 
 def told_briefly(text: str, count: int, what: str = "documents") -> str:
@@ -296,9 +278,8 @@ def rows_before(edges: Tensor, places: Positions) -> Tensor:
     """How many of the rows at these ascending positions are before each edge: int32."""
     if len(places) == 1 and places[0].start == 0:
         return edges.clamp(max=len(places[0])).int()
-    return torch.stack([(edges - at.start).clamp(0, len(at)) for at in places]).sum(
-        0, dtype=torch.int32
-    )
+    before = torch.stack([(edges - at.start).clamp(0, len(at)) for at in places])
+    return before.sum(0, dtype=torch.int32)
 
 
 def _to_host(x: Tensor, device: torch.device) -> Tensor:
@@ -308,9 +289,7 @@ def _to_host(x: Tensor, device: torch.device) -> Tensor:
     return ours.copy_(x, non_blocking=True)
 
 
-def _with_padding(
-    of_q: tuple[Tensor, Tensor], of_keys: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+def _with_padding(of_q: Pair, of_keys: Pair) -> Pair:
     """Edges of segments; after each come its padding's queries, which see no key, and keys, which
     no query sees. Arguments are rows of each segment, with padding and without: [segments]."""
     (rows, real), (keys, there) = of_q, of_keys

@@ -40,25 +40,17 @@ def of_last_shard(last: Sharded | None, layout: str, packed: bool) -> Iterator[N
     if last is None:
         return
     sharded, documents, _ = last
-    yield (
-        layout in ("", sharded),
-        "layout must be that of the group's last shard, because the same rows are other positions "
-        "in another layout",
-        f'layout "{layout}" after shard(..., layout="{sharded}")', "pass the same",
-    )  # fmt: skip
-    yield (
-        packed or not documents,
-        "cu_seqlens must be given after a shard of a packed sample, because its documents would "
-        "be taken for one",
-        "no cu_seqlens after shard(..., cu_seqlens=...)",
-        "pass it; to take the whole sample for one document, pass torch.tensor([0, tokens])",
-    )  # fmt: skip
+    yield (layout in ("", sharded), "layout must be that of the group's last shard, because the "
+           "same rows are other positions in another layout",
+           f'layout "{layout}" after shard(..., layout="{sharded}")', "pass the same")  # fmt: skip
+    yield (packed or not documents, "cu_seqlens must be given after a shard of a packed sample, "
+           "because its documents would be taken for one",
+           "no cu_seqlens after shard(..., cu_seqlens=...)", "pass it; to take the whole sample "
+           "for one document, pass torch.tensor([0, tokens])")  # fmt: skip
 
 
-def check_rows(
-    last: Sharded, mask: tuple[str, bool, tuple[str, ...]], tensors: tuple[Tensor, Tensor],
-    cp_size: int,
-) -> None:  # fmt: skip
+def check_rows(last: Sharded, mask: tuple[str, bool, tuple[str, ...]],
+               tensors: tuple[Tensor, Tensor], cp_size: int) -> None:  # fmt: skip
     """Check attention against its group's last `shard`.
 
     Args:
@@ -73,11 +65,11 @@ def check_rows(
     """
     if torch._C._current_graph_task_id() != -1:  # in backward
         return
-    (layout, masked, given), (q, k), rows = mask, tensors, last[2] // cp_size
-    packed = bool(given) or q.shape[1] != k.shape[1]
+    (layout, masked, arguments), (q, k), rows = mask, tensors, last[2] // cp_size
+    packed = bool(arguments) or q.shape[1] != k.shape[1]
     swapped = q.shape[2] == rows != q.shape[1]
     require("burst attention", chain(
-        of_last_shard(last, layout if masked or given else "", packed),
+        of_last_shard(last, layout if masked or arguments else "", packed),
         [(not swapped, "q, k and v must be [b, s, h, d], because the sequence is the second axis",
           f"q {tuple(q.shape)} after a shard into {rows} rows, as if for "
           "scaled_dot_product_attention", "pass x.transpose(1, 2)")],
@@ -108,11 +100,6 @@ def holds_whole(x: object) -> bool:
     return is_strided(x) and x.dtype in _WHOLE
 
 
-def _counts(x: object) -> bool:
-    """Whether it is such a tensor with one axis."""
-    return holds_whole(x) and x.dim() == 1
-
-
 def kind_of(x: object) -> str:
     """What it is, where a tensor of whole numbers is needed."""
     if not isinstance(x, Tensor):
@@ -122,20 +109,15 @@ def kind_of(x: object) -> str:
 
 def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
     """Checks of tensors that kernels on a device will read, and of the longest document."""
-    yield (
-        sample.longest is None or isinstance(sample.longest, Integral),
-        "max_seqlen must be a whole number, because it counts tokens",
-        repr(sample.longest), "pass an int, or leave it out",
-    )  # fmt: skip
+    yield (sample.longest is None or isinstance(sample.longest, Integral),
+           "max_seqlen must be a whole number, because it counts tokens", repr(sample.longest),
+           "pass an int, or leave it out")  # fmt: skip
     for name, x in (("cu_seqlens", sample.cu_seqlens), ("cu_seqlens_padded", sample.padded)):
         if x is None:
             continue
-        yield (
-            _counts(x),
-            f"{name} must be a tensor of int32 or int64 with one axis, because it counts tokens",
-            kind_of(x),
-            "pass such a tensor",
-        )
+        yield (holds_whole(x) and x.dim() == 1,
+               f"{name} must be a tensor of int32 or int64 with one axis, because it counts tokens",
+               kind_of(x), "pass such a tensor")  # fmt: skip
         yield from (
             (len(x) >= 2 and len(x) == len(sample.cu_seqlens),
              f"{name} must say where each document begins and where the last one ends, so its "
@@ -165,13 +147,11 @@ def of_values(
     yield from (
         (starts[0] == 0 == padded_starts[0] and not bool((lengths < 0).any() or (room < 0).any()),
          "cu_seqlens must begin with 0 and not decrease, because each document begins where the "
-         "one before it ends",
-         _some(starts if lengths.min() < 0 or starts[0] else padded_starts),
+         "one before it ends", _some(starts if lengths.min() < 0 or starts[0] else padded_starts),
          "pass the running sum of lengths"),
-        (end <= tokens,
-         f"documents must end within the sample of {tokens} tokens (of all ranks together), "
-         "because the sample has no more",
-         f"an end at {end}", "pass boundaries of the whole sample, not of a rank's shard"),
+        (end <= tokens, f"documents must end within the sample of {tokens} tokens (of all ranks "
+         "together), because the sample has no more", f"an end at {end}",
+         "pass boundaries of the whole sample, not of a rank's shard"),
         (bool((lengths <= room).all()), "a document must not be longer than with its padding",
          f"{_some(lengths - room)} tokens more",
          "pass cu_seqlens without padding and cu_seqlens_padded with it"),
@@ -188,8 +168,7 @@ def of_values(
         (layout is not Layout.DOCUMENTS or cp_size == 1 or (end == tokens and cut),
          "in the layout zigzag-documents each document must be padded to a multiple of "
          f"{2 * cp_size} tokens and the last one must end the sample of {tokens}, because each "
-         "rank has two chunks of each",
-         f"lengths {_some(room)} and an end at {end}",
+         "rank has two chunks of each", f"lengths {_some(room)} and an end at {end}",
          "pad them (cu_seqlens_padded), or pass another layout"),
     )  # fmt: skip
 
@@ -214,12 +193,10 @@ def of_parents(sample: Sample) -> Iterator[Need]:
     named = f"{kind}, because it names each segment's parent"
     yield isinstance(parents, Sequence | Tensor), named, type(parents).__name__, "pass one"
     if isinstance(parents, Tensor):
-        yield _counts(parents), named, kind_of(parents), "pass one"
-        yield (
-            parents.device.type == "cpu",
-            f"{kind}, because its depth decides the number of kernel calls",
-            f"{parents.device}", "pass prefix_tree.cpu(), once per sample",
-        )  # fmt: skip
+        yield holds_whole(parents) and parents.dim() == 1, named, kind_of(parents), "pass one"
+        yield (parents.device.type == "cpu",
+               f"{kind}, because its depth decides the number of kernel calls", f"{parents.device}",
+               "pass prefix_tree.cpu(), once per sample")  # fmt: skip
     listed = listed_of(parents)
     yield from (
         (all(isinstance(parent, Integral) and not isinstance(parent, bool) for parent in listed),
@@ -229,9 +206,8 @@ def of_parents(sample: Sample) -> Iterator[Need]:
          "prefix_tree must have a parent for each segment, -1 for none, because cu_seqlens says "
          "where segments begin", f"{len(listed)} parents of {segments} segments",
          "pass one fewer than cu_seqlens has boundaries"),
-        (sample.padded is None,
-         "a prefix tree must have no padding between segments, because a segment's descendants "
-         "must be contiguous rows", "cu_seqlens_padded",
+        (sample.padded is None, "a prefix tree must have no padding between segments, because a "
+         "segment's descendants must be contiguous rows", "cu_seqlens_padded",
          "pass cu_seqlens alone, with padding only after the last segment"),
     )  # fmt: skip
     wrong = [s for s, parent in enumerate(listed) if not -1 <= parent < s]
@@ -262,11 +238,11 @@ def listed_of(parents: Tensor | Sequence[int] | None) -> list[int]:
 def _misplaced(parents: Sequence[int]) -> list[int]:
     """Segments that do not directly follow their parent and its descendants."""
     path: list[int] = []  # from a root to the previous segment
-    found = []
+    misplaced = []
     for segment, parent in enumerate(parents):
         while path and path[-1] != parent:
             path.pop()
         if parent != -1 and not path:
-            found.append(segment)
+            misplaced.append(segment)
         path.append(segment)
-    return found
+    return misplaced

@@ -34,19 +34,16 @@ def _in_documents(sample: Documents, q: Tensor, k: Tensor) -> Tensor:
     """Queries see their own document; padding is not seen, and sees nothing."""
     starts, ends = (torch.tensor(edges, device=q.device) for edges in sample.extents)
     of_q, of_k = (torch.searchsorted(starts, places, right=True) - 1 for places in (q, k))
-    inside_q, inside_k = (
-        (of >= 0) & (places < ends[of.clamp(min=0)]) for of, places in ((of_q, q), (of_k, k))
-    )
-    seen = of_q.unsqueeze(1) == of_k
-    return seen & inside_q.unsqueeze(1) & inside_k
+    inside_q, inside_k = ((of >= 0) & (places < ends[of.clamp(min=0)])
+                          for of, places in ((of_q, q), (of_k, k)))  # fmt: skip
+    return (of_q.unsqueeze(1) == of_k) & inside_q.unsqueeze(1) & inside_k
 
 
 def _in_slices(sample: Slices, q: Tensor, k: Tensor) -> Tensor:
     seen = torch.zeros(len(q), len(k), dtype=torch.bool, device=q.device)
-    low, high = (int(x) for x in (q.min(), q.max()))
-    some = sample.slices[(sample.slices[:, 0] <= high) & (low < sample.slices[:, 1])]
-    rows = q.unsqueeze(1)
-    for q_start, q_stop, k_start, k_stop, kind in some.tolist():
+    low, high, rows = int(q.min()), int(q.max()), q.unsqueeze(1)
+    near = sample.slices[(sample.slices[:, 0] <= high) & (low < sample.slices[:, 1])]
+    for q_start, q_stop, k_start, k_stop, kind in near.tolist():
         part = ((q_start <= q) & (q < q_stop)).unsqueeze(1) & (k_start <= k) & (k < k_stop)
         if kind & 1:  # the last query is level with the last key
             part = part & (k - k_stop <= rows - q_stop)

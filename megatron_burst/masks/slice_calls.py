@@ -1,15 +1,22 @@
 """Slices for kernels that do not take all parts of a score matrix: a call for each part of a tile.
 
 Parts of the same kind that follow each other in queries and in keys (chunks, packed samples, a
-depth of trees) are segments of one call. If a tile needs many calls, one takes all parts: by blocks
-if the kernel has them and most are seen whole or not at all, else of another kernel if there is
-one. So does forward for few calls whose rows overlap; backward is slower by blocks seen in part.
+depth of trees) are segments of one call. How a tile is computed:
+
+| calls of the tile | forward | backward |
+| --- | --- | --- |
+| few, with rows apart | these calls | these calls |
+| few, with rows in common | by blocks, else these calls | these calls |
+| many (`_MANY`) | by blocks, else another kernel at once, else these calls | the same |
+
+By blocks: one call of the kernel, if it has blocks and most are seen whole or not at all. Another
+kernel at once: one that takes all parts in a call.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import batched, islice, pairwise
+from itertools import batched, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -39,13 +46,8 @@ class TileCall(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Calls:
-    """The kernel calls of a tile, instead of one.
-
-    Attributes:
-        parts: of the tile.
-        device: where kernels run.
-        together: whether parts may share a call as its segments: in a batch of one.
-    """
+    """The kernel calls of a tile, instead of one; `together`: whether parts may share a call as its
+    segments: in a batch of one."""
 
     parts: Parts
     device: torch.device
@@ -70,10 +72,8 @@ class Calls:
     @cached_property
     def calls(self) -> tuple[TileCall, ...]:
         """Each call: its rows and keys in the tile, and what is seen of these."""
-        groups = self._first_groups
-        if self.are_many:
-            groups = _groups(self.parts.table, self.together)
-        return tuple(_call(group, self.device) for group in groups)
+        every = _groups(self.parts.table, self.together) if self.are_many else self._first_groups
+        return tuple(_call(group, self.device) for group in every)
 
     @cached_property
     def merges(self) -> tuple[tuple[bool, ...], tuple[tuple[slice, list], ...]]:
@@ -82,24 +82,20 @@ class Calls:
         spans = [call.rows for call in self.calls]
         return tuple(_alone(spans)), tuple(_overlaps(spans)) if spans else ()
 
-    def _instead(
-        self, run: Backend, q: Tensor, k: Tensor, v: Tensor, backward: bool = False,
-        deterministic: bool = False,
-    ) -> Backend | None:  # fmt: skip
+    def _instead(self, run: Backend, q: Tensor, k: Tensor, v: Tensor, backward: bool = False,
+                 deterministic: bool = False) -> Backend | None:  # fmt: skip
         """The kernel that takes all parts in one call."""
         if not self.are_many and (backward or not self.overlap):
             return None
-        dims, kind = (k.shape[3], v.shape[3]), (q.device.type, q.dtype)
         grouped, arch = q.shape[2] != k.shape[2], arch_of(q.device)
-        problem = Problem(*kind, *dims, grouped, deterministic, arch)
+        shape = q.device.type, q.dtype, k.shape[3], v.shape[3], grouped
+        problem = Problem(*shape, deterministic, arch)
         if run.capability.takes_blocks(problem) and is_worth(self.parts, q.shape[1], k.shape[1]):
             return run
         return in_one_call(problem) if self.are_many else None
 
-    def forward(
-        self, run: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float,
-        into: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def forward(self, run: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float,
+                into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As `Backend.forward`."""
         if into is None:
             out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -114,27 +110,27 @@ class Calls:
             tensors = q[:, rows], k[:, keys], v[:, keys]
             parts[index] = run.forward(*tensors, scale, call.visible, into=target)
         end = 0
-        for rows, found in shared:
+        for rows, covering in shared:
             if end < rows.start:
                 out[:, end : rows.start], lse[:, :, end : rows.start] = 0, -torch.inf
             end = rows.stop
-            if not alone[found[0][0]]:
-                some = [(parts[i][0][:, x], parts[i][1][:, :, x]) for i, x in found]
-                merge_parts(out[:, rows], lse[:, :, rows], some)
+            if not alone[covering[0][0]]:
+                results = [(parts[i][0][:, x], parts[i][1][:, :, x]) for i, x in covering]
+                merge_parts(out[:, rows], lse[:, :, rows], results)
         out[:, end:], lse[:, :, end:] = 0, -torch.inf
         return into
 
-    def backward(
-        self, run: Backend, side: QuerySide, k: Tensor, v: Tensor, scale: float,
-        into: tuple[Tensor, Tensor, Tensor] | None = None, deterministic: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def backward(self, run: Backend, side: QuerySide, k: Tensor, v: Tensor, scale: float,
+                 into: tuple[Tensor, Tensor, Tensor] | None = None,
+                 deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """As `Backend.backward`; gradients are summed in the accumulation dtype."""
         wide = run.capability.wide_grads
         if other := self._instead(run, side.q, k, v, True, deterministic):
             totals = other.backward(side, k, v, scale, Visible(parts=self.parts), into=into)
         else:
-            how = run, side, k, v, scale, deterministic
-            grads = (self._grads(call, *how) for call in self.calls)
+            grads = (run.backward(side.rows(call.rows.slice), k[:, call.keys.slice],
+                                  v[:, call.keys.slice], scale, call.visible,
+                                  deterministic=deterministic) for call in self.calls)  # fmt: skip
             totals = self._sums(grads, (side.q, k, v), into, wide)
         if into is None:
             return tuple(total if wide else total.to(k.dtype) for total in totals)
@@ -143,19 +139,8 @@ class Calls:
                 target.copy_(total)
         return into
 
-    def _grads(
-        self, call: TileCall, run: Backend, side: QuerySide, k: Tensor, v: Tensor, scale: float,
-        deterministic: bool,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Gradients of a call's rows and keys."""
-        keys = call.keys.slice
-        tensors = side.rows(call.rows.slice), k[:, keys], v[:, keys]
-        return run.backward(*tensors, scale, call.visible, deterministic=deterministic)
-
-    def _sums(
-        self, grads: Iterable[tuple[Tensor, ...]], inputs: Sequence[Tensor],
-        into: Sequence[Tensor] | None, wide: bool,
-    ) -> Sequence[Tensor]:  # fmt: skip
+    def _sums(self, grads: Iterable[tuple[Tensor, ...]], inputs: Sequence[Tensor],
+              into: Sequence[Tensor] | None, wide: bool) -> Sequence[Tensor]:  # fmt: skip
         """The sums of all calls, in `into` if one pass makes them. For every few calls each row is
         read and written once, so that few gradients are kept at a time."""
         several, totals = len(self.calls) > _AT_ONCE, into
@@ -163,10 +148,10 @@ class Calls:
             wide = wide or several
             dtypes = (accumulate_dtype(x.dtype) if wide else x.dtype for x in inputs)
             totals = [x.new_empty(x.shape, dtype=y) for x, y in zip(inputs, dtypes, strict=True)]
-        for number, some in enumerate(batched(zip(self.calls, grads, strict=True), _AT_ONCE)):
+        for number, batch in enumerate(batched(zip(self.calls, grads, strict=True), _AT_ONCE)):
             for index, total in enumerate(totals):
-                spans = [call.keys if index else call.rows for call, _ in some]
-                _add(total, spans, [of[index] for _, of in some], anew=not number)
+                spans = [call.keys if index else call.rows for call, _ in batch]
+                _add(total, spans, [of_call[index] for _, of_call in batch], anew=not number)
         for total in () if self.calls else totals:
             total.zero_()
         return totals
@@ -175,10 +160,10 @@ class Calls:
 def _add(total: Tensor, spans: Sequence[Span], parts: Sequence[Tensor], anew: bool) -> None:
     """total += parts, which have some of its rows each; `anew`: it has no value yet."""
     end = 0
-    for rows, found in _overlaps(spans):
+    for rows, covering in _overlaps(spans):
         here = total[:, rows]
-        some = [parts[i][:, of] for i, of in found]
-        sum_parts(here, some if anew else [here, *some])
+        addends = [parts[i][:, of] for i, of in covering]
+        sum_parts(here, addends if anew else [here, *addends])
         if anew:
             total[:, end : rows.start] = 0
         end = rows.stop
@@ -189,29 +174,23 @@ def _add(total: Tensor, spans: Sequence[Span], parts: Sequence[Tensor], anew: bo
 def _overlaps(spans: Sequence[Span]) -> Iterator[tuple[slice, list[tuple[int, slice]]]]:
     """Runs of rows covered by the same spans, so that each is rounded once: which spans, where."""
     for rows in split_at_edges(spans, max(span.stop for span in spans)):
-        found = [
-            (i, rows.shifted(-span.start).slice)
-            for i, span in enumerate(spans)
-            if span.contains(rows)
-        ]
-        if found:
-            yield rows.slice, found
+        covering = [(i, rows.shifted(-span.start).slice)
+                    for i, span in enumerate(spans) if span.contains(rows)]  # fmt: skip
+        if covering:
+            yield rows.slice, covering
 
 
 def _alone(spans: Sequence[Span]) -> list[bool]:
     """Which spans have no row in common with another."""
     order = sorted(range(len(spans)), key=lambda i: (spans[i].start, spans[i].stop))
-    found, end = [True] * len(spans), 0
-    for one, other in pairwise(order):
-        end = max(end, spans[one].stop)
-        if spans[other].start < end:
-            found[other] = False
-    end = max((span.stop for span in spans), default=0)
-    for one in reversed(order):
-        if spans[one].stop > end:
-            found[one] = False
-        end = min(end, spans[one].start)
-    return found
+    alone, end, start = [True] * len(spans), 0, max((span.stop for span in spans), default=0)
+    for index in order:  # does one that begins before reach into it?
+        alone[index] = spans[index].start >= end
+        end = max(end, spans[index].stop)
+    for index in reversed(order):  # does it reach into one that begins later?
+        alone[index] &= spans[index].stop <= start
+        start = min(start, spans[index].start)
+    return alone
 
 
 def _groups(parts: np.ndarray, together: bool) -> Iterator[np.ndarray]:
@@ -227,13 +206,13 @@ def _groups(parts: np.ndarray, together: bool) -> Iterator[np.ndarray]:
     left, right = _bounds(parts)
     _, kinds = np.unique(left * (1 << 31) + right, return_inverse=True)
     order = np.argsort(kinds, kind="stable")
-    for some in np.split(order, np.flatnonzero(np.diff(kinds[order])) + 1) if len(order) else ():
-        one = parts[some]
-        if (one[1:, [0, 2]] >= one[:-1, [1, 3]]).all():
-            yield one
+    for band in np.split(order, np.flatnonzero(np.diff(kinds[order])) + 1) if len(order) else ():
+        alike = parts[band]
+        if (alike[1:, [0, 2]] >= alike[:-1, [1, 3]]).all():
+            yield alike
         else:
-            for first, *others in _behind(one.tolist()):  # views are cheaper than copies
-                yield one[[first, *others]] if others else one[first : first + 1]
+            for first, *following in _behind(alike.tolist()):  # views are cheaper than copies
+                yield alike[[first, *following]] if following else alike[first : first + 1]
 
 
 def _behind(parts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
@@ -278,6 +257,6 @@ def _call(group: np.ndarray, device: torch.device) -> TileCall:
     of_keys = np.stack((last[:-1], last[:-1], first[1:]), 1).ravel() - keys.start
     edges = [np.concatenate(([0], x, [len(of)])).astype(np.int32)
              for x, of in ((of_q, rows), (of_keys, keys))]  # fmt: skip
-    longest = (max(int(np.diff(each).max()), 1) for each in edges)
-    segments = Segments(*(on_device(each, device) for each in edges), *longest)
+    longest = (max(int(np.diff(side).max()), 1) for side in edges)
+    segments = Segments(*(on_device(side, device) for side in edges), *longest)
     return TileCall(rows, keys, Visible(left, right, segments))

@@ -15,19 +15,11 @@ from megatron_burst.schedule.layout import Layout, positions
 def need_of_tensor(slices: object) -> Iterator[Need]:
     """Checks before anything is read."""
     shaped = holds_whole(slices) and slices.dim() == 2 and slices.shape[1] == 5
-    yield (
-        shaped and len(slices) > 0,
-        "slices must be a tensor of int32 or int64 [slices, 5], at least one: where queries begin "
-        "and end, where keys begin and end, and the kind",
-        kind_of(slices),
-        "pass such a tensor",
-    )
-    yield (
-        slices.device.type == "cpu",
-        "slices must be on the CPU, because they decide what kernels are given",
-        slices.device,
-        "pass slices.cpu(), once per sample",
-    )
+    yield (shaped and len(slices) > 0, "slices must be a tensor of int32 or int64 [slices, 5], at "
+           "least one: where queries begin and end, where keys begin and end, and the kind",
+           kind_of(slices), "pass such a tensor")  # fmt: skip
+    yield (slices.device.type == "cpu", "slices must be on the CPU, because they decide what "
+           "kernels are given", slices.device, "pass slices.cpu(), once per sample")  # fmt: skip
 
 
 def need_of_pairs(
@@ -38,51 +30,29 @@ def need_of_pairs(
     queries, keys = sizes
     inside = (q_start >= 0) & (q_start < q_stop) & (q_stop <= queries)
     inside &= (k_start >= 0) & (k_start < k_stop) & (k_stop <= keys)
-    yield (
-        inside.all(),
-        f"slices must be within the {queries} queries and {keys} keys of the sample (of all ranks "
-        "together), and none may be empty, because the sample has no other positions",
-        _first(slices, ~inside),
-        "pass positions in the whole sample",
-    )
-    known = (kind >= 0) & (kind <= 3)
-    yield (
-        known.all(),
-        "the kind of a slice must be 0 (full), 1 (causal), 2 (inverse causal) or 3 (both)",
-        _first(slices, ~known),
-        "pass one of them",
-    )
+    yield (inside.all(), f"slices must be within the {queries} queries and {keys} keys of the "
+           "sample (of all ranks together), and none may be empty, because the sample has no other "
+           "positions", _first(slices, ~inside), "pass positions in the whole sample")  # fmt: skip
+    legal = (kind >= 0) & (kind <= 3)
+    yield (legal.all(), "the kind of a slice must be 0 (full), 1 (causal), 2 (inverse causal) or 3 "
+           "(both)", _first(slices, ~legal), "pass one of them")  # fmt: skip
     ahead = _ahead(slices)
-    yield (
-        not (causal and ahead.any()),
-        "with causal=True no slice may have a key behind a query, because such hops are left out",
-        _first(slices, ahead),
-        "pass causal=False",
-    )
+    yield (not (causal and ahead.any()),
+           "with causal=True no slice may have a key behind a query, because such hops are left "
+           "out", _first(slices, ahead), "pass causal=False")  # fmt: skip
     twice = counted_twice(slices)
-    yield (
-        twice is None,
-        "slices must not overlap, because a pair of a query and a key counts once",
-        "" if twice is None else " and ".join(map(str, twice)),
-        "cut one of them",
-    )
+    yield (twice is None,
+           "slices must not overlap, because a pair of a query and a key counts once",
+           "" if twice is None else " and ".join(map(str, twice)), "cut one of them")  # fmt: skip
     blind = sees_nothing(slices)
-    yield (
-        blind is None,
-        "every query up to the last one of all slices must see a key, because attention to no "
-        "keys is undefined",
-        f"query {blind}",
-        "add a slice for it",
-    )
+    yield (blind is None, "every query up to the last one of all slices must see a key, because "
+           "attention to no keys is undefined", f"query {blind}", "add a slice for it")  # fmt: skip
     end = int(q_stop.max())
-    yield (
-        cp_size == 1 or end * cp_size != queries,
-        "slices must be those of the whole sample, because all ranks pass the same and queries "
-        "after the last slice attend to nothing",
-        f"an end at {end}, the number of queries of one of {cp_size} ranks",
-        "pass those of the whole sample; if its other rows are padding, add a slice of them and "
-        "one key",
-    )
+    yield (cp_size == 1 or end * cp_size != queries, "slices must be those of the whole sample, "
+           "because all ranks pass the same and queries after the last slice attend to nothing",
+           f"an end at {end}, the number of queries of one of {cp_size} ranks",
+           "pass those of the whole sample; if its other rows are padding, add a slice of them and "
+           "one key")  # fmt: skip
 
 
 def work_of_ranks(slices: Tensor, cp_size: int, layout: Layout, tokens: int) -> list[int]:
@@ -133,30 +103,30 @@ def _first(slices: np.ndarray, wrong: np.ndarray) -> str:
 
 def counted_twice(slices: np.ndarray) -> tuple[list[int], list[int]] | None:
     """Two slices that share a pair, if any."""
-    one, other = _overlapping(slices)
-    a, b = slices[one], slices[other]
+    first, second = _overlapping(slices)
+    a, b = slices[first], slices[second]
     begin, end = np.maximum(a[:, 0], b[:, 0]), np.minimum(a[:, 1], b[:, 1])
     for x, y in ((a, b), (b, a), (a, a), (b, b)):  # rows where x begins before y ends
         begin, end = _rows_where_before(x, y, begin, end)
-    found = np.flatnonzero(begin < end)
-    return (a[found[0]].tolist(), b[found[0]].tolist()) if len(found) else None
+    shared = np.flatnonzero(begin < end)
+    return (a[shared[0]].tolist(), b[shared[0]].tolist()) if len(shared) else None
 
 
 def _overlapping(slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Pairs of slices that have queries in common and keys in common: indices of both. Searched
     along the axis on which fewer overlap."""
-    found = []
+    axes = []
     for start, stop in slices[:, :2].T, slices[:, 2:4].T:
         order = np.argsort(start, kind="stable")
         # those that begin before a slice ends; slices are compared with later ones only
         until = np.searchsorted(start[order], stop[order], side="left")
-        found.append((order, np.maximum(until - np.arange(len(order)) - 1, 0)))
-    order, counts = min(found, key=lambda each: each[1].sum())
-    one, other = (order[each] for each in listed(np.arange(len(order)) + 1, counts))
-    both = np.ones(len(one), dtype=bool)
+        axes.append((order, np.maximum(until - np.arange(len(order)) - 1, 0)))
+    order, counts = min(axes, key=lambda axis: axis[1].sum())
+    first, second = (order[index] for index in listed(np.arange(len(order)) + 1, counts))
+    both = np.ones(len(first), dtype=bool)
     for start, stop in slices[:, :2].T, slices[:, 2:4].T:
-        both &= (start[one] < stop[other]) & (start[other] < stop[one])
-    return one[both], other[both]
+        both &= (start[first] < stop[second]) & (start[second] < stop[first])
+    return first[both], second[both]
 
 
 def _rows_where_before(

@@ -70,8 +70,8 @@ class _Rows:
     """Ranges of positions, adjacent ones joined, and the row where each begins."""
 
     def __init__(self, places: Positions) -> None:
-        some = [(place.start, place.stop) for place in places if len(place)]
-        edges = np.array(some or [(0, 0)], dtype=np.int64)
+        ranges = [(place.start, place.stop) for place in places if len(place)]
+        edges = np.array(ranges or [(0, 0)], dtype=np.int64)
         apart = np.flatnonzero(edges[1:, 0] != edges[:-1, 1])
         self.starts = edges[np.concatenate(([0], apart + 1)), 0]
         self.stops = edges[np.concatenate((apart, [len(edges) - 1])), 1]
@@ -102,27 +102,27 @@ def _in_queries(bands: np.ndarray, q: _Rows) -> tuple[np.ndarray, np.ndarray]:
     bounds, so only a part that has some is cut where ranges end.
     """
     plain = (bands[:, 4] == -FAR) & (bands[:, 5] == FAR)
-    whole, rest = bands[plain], bands[~plain]
+    whole, bounded = bands[plain], bands[~plain]
     whole[:, :2] = q.before(whole[:, :2])
-    index, at = q.each(rest[:, 0], rest[:, 1])
-    rest = rest[index]
-    _cut(rest, 0, q, at)
-    rest = trimmed(rest)
-    by = q.moved(np.searchsorted(q.stops, rest[:, 0], side="right"))
-    rest[:, :2] += by
-    rest[:, 4:] -= by
-    return whole[whole[:, 0] < whole[:, 1]], rest
+    index, at = q.each(bounded[:, 0], bounded[:, 1])
+    bounded = bounded[index]
+    _cut(bounded, 0, q, at)
+    bounded = trimmed(bounded)
+    by = q.moved(np.searchsorted(q.stops, bounded[:, 0], side="right"))
+    bounded[:, :2] += by
+    bounded[:, 4:] -= by
+    return whole[whole[:, 0] < whole[:, 1]], bounded
 
 
-def _in_keys(whole: np.ndarray, rest: np.ndarray, keys: _Rows) -> np.ndarray:
+def _in_keys(whole: np.ndarray, bounded: np.ndarray, keys: _Rows) -> np.ndarray:
     """The same in the key rows of the tile."""
     whole = whole.copy()
     whole[:, 2:4] = keys.before(whole[:, 2:4])
-    index, at = keys.each(rest[:, 2], rest[:, 3])
-    rest = rest[index]
-    _cut(rest, 2, keys, at)
-    rest[:, 2:] += keys.moved(at)
-    return trimmed(np.concatenate((whole, rest)))
+    index, at = keys.each(bounded[:, 2], bounded[:, 3])
+    bounded = bounded[index]
+    _cut(bounded, 2, keys, at)
+    bounded[:, 2:] += keys.moved(at)
+    return trimmed(np.concatenate((whole, bounded)))
 
 
 def _cut(parts: np.ndarray, column: int, rows: _Rows, at: np.ndarray) -> None:
@@ -133,16 +133,15 @@ def _cut(parts: np.ndarray, column: int, rows: _Rows, at: np.ndarray) -> None:
 
 def _joined(parts: np.ndarray, axis: int) -> np.ndarray:
     """The same pairs: full parts that continue each other along an axis (rows, keys) are one."""
-    full = is_full(parts)
-    some = parts[full]
-    own, other = 2 * axis, 2 - 2 * axis
-    some = some[np.lexsort((some[:, own], some[:, other + 1], some[:, other]))]
-    alike = (some[1:, other : other + 2] == some[:-1, other : other + 2]).all(1)
-    alike &= some[1:, own] == some[:-1, own + 1]
+    is_whole, own, other = is_full(parts), 2 * axis, 2 - 2 * axis
+    full = parts[is_whole]
+    full = full[np.lexsort((full[:, own], full[:, other + 1], full[:, other]))]
+    alike = (full[1:, other : other + 2] == full[:-1, other : other + 2]).all(1)
+    alike &= full[1:, own] == full[:-1, own + 1]
     if not alike.any():
         return parts
     starts = np.flatnonzero(np.concatenate(([True], ~alike)))
-    found = some[starts]
-    found[:, own + 1] = some[np.concatenate((starts[1:] - 1, [len(some) - 1])), own + 1]
-    found[:, 4], found[:, 5] = -FAR, FAR
-    return np.concatenate((trimmed(found), parts[~full]))
+    joined = full[starts]
+    joined[:, own + 1] = full[np.concatenate((starts[1:] - 1, [len(full) - 1])), own + 1]
+    joined[:, 4], joined[:, 5] = -FAR, FAR
+    return np.concatenate((trimmed(joined), parts[~is_whole]))

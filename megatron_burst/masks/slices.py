@@ -28,39 +28,31 @@ from megatron_burst.masks.slice_checks import need_of_pairs, need_of_tensor, wor
 from megatron_burst.masks.slice_parts import Bands
 from megatron_burst.masks.tree import slices_of_tree
 from megatron_burst.schedule.chunks import NeededBy
-from megatron_burst.schedule.layout import Chunks, ChunkSegments, Layout, chunks_held
-from megatron_burst.schedule.mask import SLICES, Band, Positions, TilePositions
+from megatron_burst.schedule.layout import ChunkSegments, Layout, chunks_held
+from megatron_burst.schedule.mask import SLICES, Band, TilePositions
 
 _WHO = "burst attention"
 _FEW = 10  # slices that are named in errors
 
 
-def slices_of(
-    group: Group, sample: Sample, causal: bool, sizes: tuple[int, int, int], layout: str,
-    like: Tensor,
-) -> "Slices":  # fmt: skip
+def slices_of(group: Group, sample: Sample, causal: bool, sizes: tuple[int, int, int], layout: str,
+              like: Tensor) -> "Slices":  # fmt: skip
     """The slices of a sample, or of its tree, built once for all layers, which pass the same ones;
     arguments and errors as of `Slices`, and of `documents_of`. Tells the user how even the first
     sample is."""
     cache, documents = group.samples, None
     if sample.cu_seqlens is not None:  # where rows are, or segments of a tree
         documents = documents_of(cache, sample._replace(slices=None), sizes[:2], layout, like)
-    key = identity(sample.slices), id(documents), causal, sizes, like.shape[0], layout
-    key = *key, Placement.of(like)
-    found = cache.recent(key)
-    if found is None:
-        found = cache[key] = Slices(
-            sample.slices,
-            causal,
-            (*sizes[:2], like.shape[0], sizes[2]),
-            Layout(layout),
-            like.device,
-            documents,
-        )
+    shape = *sizes[:2], like.shape[0], sizes[2]
+    key = identity(sample.slices), id(documents), causal, shape, layout, Placement.of(like)
+    slices = cache.recent(key)
+    if slices is None:
+        how = causal, shape, Layout(layout), like.device, documents
+        slices = cache[key] = Slices(sample.slices, *how)
         if "slices" not in group.logged and is_first():
-            log_message(f"{_WHO}: slices of the first sample: {found.balance}")
+            log_message(f"{_WHO}: slices of the first sample: {slices.balance}")
         group.logged["slices"] = None
-    return found
+    return slices
 
 
 class Slices:
@@ -85,33 +77,28 @@ class Slices:
         BurstError: if slices are invalid.
     """
 
-    def __init__(
-        self, given: Tensor | None, causal: bool, sizes: tuple[int, int, int, int], layout: Layout,
-        device: torch.device, documents: Documents | None = None,
-    ) -> None:  # fmt: skip
-        self._tokens, self._shards = sizes[0] * sizes[1], (sizes[1], layout)
-        self._keys = sizes[3] * sizes[1]
-        if given is None:
-            known, given = (
-                documents.checked_text(),
-                slices_of_tree(documents.starts, documents.parents),
-            )
+    def __init__(self, tensor: Tensor | None, causal: bool, sizes: tuple[int, int, int, int],
+                 layout: Layout, device: torch.device,
+                 documents: Documents | None = None) -> None:  # fmt: skip
+        rows, cp_size, self._batch, key_rows = sizes
+        self._tokens, self._keys = rows * cp_size, key_rows * cp_size
+        self._shards = cp_size, layout
+        if tensor is None:
+            tensor = slices_of_tree(documents.starts, documents.parents)
+            terms = documents.checked_text()
         else:
-            require(_WHO, need_of_tensor(given))
-            known = {"slices": _told(given.numpy())} | dict((documents and documents.text) or {})
-        slices = given.numpy().astype(np.int64)
-        if "slices" in known:
-            require(_WHO, need_of_pairs(slices, (self._tokens, self._keys), causal, sizes[1]))
-        self._batch = sizes[2]
-        self.text, self.slices, self._device, self.documents = known, slices, device, documents
+            require(_WHO, need_of_tensor(tensor))
+            terms = {"slices": _told(tensor.numpy())} | dict((documents and documents.text) or {})
+        slices = tensor.numpy().astype(np.int64)
+        if "slices" in terms:
+            require(_WHO, need_of_pairs(slices, (self._tokens, self._keys), causal, cp_size))
+        self.text, self.slices, self._device, self.documents = terms, slices, device, documents
         self._bands = Bands(slices)
-        self._found: dict[tuple, Visible | Calls] = {}
-        self._met: dict[NeededBy, bool] = {}
+        self._visible: dict[tuple, Visible | Calls] = {}
+        self._is_needed: dict[NeededBy, bool] = {}
         if documents is not None:
-            self.arrange_index, self.restore_index = (
-                documents.arrange_index,
-                documents.restore_index,
-            )
+            self.arrange_index = documents.arrange_index
+            self.restore_index = documents.restore_index
 
     @property
     def balance(self) -> str:
@@ -125,11 +112,9 @@ class Slices:
         ratio = max(work) * len(work) / sum(work)
         held = [list(chunks_held(layout, rank, cp_size)) for rank in range(cp_size)]
         needed = [np.delete(self._chunks[own].any(0), own) for own in held]
-        return (
-            f"the slowest rank computes {ratio:.2f} times the mean of (query, key) pairs; all the "
-            "same with an all-to-all (--burst-intra a2a); of the other ranks' keys a rank needs "
-            f"{np.mean(needed):.0%}, and a gather sends no others"
-        )
+        return (f"the slowest rank computes {ratio:.2f} times the mean of (query, key) pairs; all "
+                "the same with an all-to-all (--burst-intra a2a); of the other ranks' keys a rank "
+                f"needs {np.mean(needed):.0%}, and a gather sends no others")  # fmt: skip
 
     def checked_text(self) -> dict[str, str]:
         """A text that ranks compare; what came on a GPU is checked now."""
@@ -137,22 +122,20 @@ class Slices:
 
     def is_seen(self, between: NeededBy) -> bool:
         """Whether any query of some chunks sees any key of some."""
-        found = self._met.get(between)
-        if found is None:
-            some = self._chunks[list(between.queries)][:, list(between.keys)]
-            found = self._met[between] = bool(some.any())
-        return found
+        if between not in self._is_needed:
+            pairs = self._chunks[list(between.queries)][:, list(between.keys)]
+            self._is_needed[between] = bool(pairs.any())
+        return self._is_needed[between]
 
     @cached_property
     def _chunks(self) -> np.ndarray:
         """Which chunks of the sample, or of every document, meet: bool [of queries, of keys]."""
         cp_size, layout = self._shards
         count = len(chunks_held(layout, 0, cp_size)) * cp_size
-        whole: list = [[0, self._tokens], [0, self._keys]]
-        if self.documents is not None and layout == Layout.DOCUMENTS:
-            whole = [self.documents.starts] * 2
+        by_document = self.documents is not None and layout == Layout.DOCUMENTS
+        whole = [[0, self._tokens], [0, self._keys]]
         sides = []
-        for starts in whole:
+        for starts in [self.documents.starts] * 2 if by_document else whole:
             edges = np.array(starts, dtype=np.int64)
             within = edges[:-1, None] + np.diff(edges)[:, None] // count * np.arange(count)
             sides.append(np.append(within, edges[-1]))
@@ -165,29 +148,20 @@ class Slices:
         or the calls, for a backend that takes no parts. The slices say more than the band."""
         native = SLICES in run.capability.masks
         key = (places if isinstance(places, ChunkSegments) else (*places, unit)), native
-        if key not in self._found:
-            q, keys = (self._places(side, unit) for side in _sides(places))
+        if key not in self._visible:
+            if isinstance(places, ChunkSegments):
+                (sides,) = places.pairs  # of a mask that is not causal
+                q, keys = map(self.documents.places_of, sides)
+            else:
+                q, keys = (in_rows(side, unit) for side in places)
             parts = Parts(self._bands.parts(q, keys))
             calls = Calls(parts, self._device, together=self._batch == 1)
-            self._found[key] = Visible(parts=parts) if native else calls
-        return self._found[key]
-
-    def _places(self, side: Positions | Chunks, unit: int) -> Positions:
-        """The positions of rows as ranges."""
-        of_chunks = isinstance(side[0], int)
-        return self.documents.places_of(side) if of_chunks else in_rows(side, unit)
-
-
-def _sides(places: TilePositions) -> tuple:
-    """Queries and keys: their positions, or their chunks of every document."""
-    if not isinstance(places, ChunkSegments):
-        return places
-    ((queries, keys),) = places.pairs  # of a mask that is not causal
-    return queries, keys
+            self._visible[key] = Visible(parts=parts) if native else calls
+        return self._visible[key]
 
 
 def _told(slices: np.ndarray) -> str:
     """A few slices, and a digest of all."""
-    some = f"{slices[:_FEW].tolist()}"[:-1] + (", ...]" if len(slices) > _FEW else "]")
+    first = f"{slices[:_FEW].tolist()}"[:-1] + (", ...]" if len(slices) > _FEW else "]")
     digest = blake2b(slices.tobytes(), digest_size=8).hexdigest()
-    return f"{some} of {len(slices)} ({digest})"
+    return f"{first} of {len(slices)} ({digest})"

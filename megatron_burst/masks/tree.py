@@ -31,11 +31,11 @@ def slices_of_tree(starts: Sequence[int], parents: Sequence[int]) -> Tensor:
             behind[parent] = max(behind[parent], behind[segment])
             children[parent] += 1
     firsts = [s for s in range(number) if parents[s] < 0 or children[parents[s]] > 1]
-    found = []
+    slices = []
     for first, after in pairwise((*firsts, number)):
         begin, end, last = starts[first], starts[after], starts[behind[first]]
         if begin < end:
-            found.append((begin, end, begin, end, CAUSAL))
+            slices.append((begin, end, begin, end, CAUSAL))
         if begin < end < last:
-            found.append((end, last, begin, end, FULL))
-    return torch.tensor(found, dtype=torch.int64, device="cpu").view(-1, 5)
+            slices.append((end, last, begin, end, FULL))
+    return torch.tensor(slices, dtype=torch.int64, device="cpu").view(-1, 5)

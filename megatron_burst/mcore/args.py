@@ -10,14 +10,8 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from megatron_burst.config import (
-    OPTIONS,
-    BurstConfig,
-    FusedLossConfig,
-    legal_tunings,
-    parse_tunings,
-    tunings_of_args,
-)
+from megatron_burst import config as configs
+from megatron_burst.config import BurstConfig, FusedLossConfig, tunings_of_args
 from megatron_burst.errors import BurstError, require
 from megatron_burst.kernels.backends import backends
 from megatron_burst.logs import log_message
@@ -59,11 +53,8 @@ def add_flags(parser: ArgumentParser) -> None:
         "--context-parallel-impl", choices=["megatron", "burst"], default="megatron",
         help="burst: use BurstAttention instead of Megatron's own context parallelism",
     )  # fmt: skip
-    group.add_argument(
-        "--burst-plan",
-        metavar="FILE",
-        help="JSON file of a plan; sets all options that the command line does not",
-    )
+    group.add_argument("--burst-plan", metavar="FILE", help="JSON file of a plan; sets all options "
+                       "that the command line does not")  # fmt: skip
     group.add_argument(
         "--burst-dump-args", metavar="FILE",
         help="write the arguments of this run as JSON, for megatron-burst plan FILE, and exit",
@@ -73,23 +64,18 @@ def add_flags(parser: ArgumentParser) -> None:
         "--burst-log", action="store_true", default=None,
         help="log time and bytes of attention's transfers in every step that Megatron logs",
     )  # fmt: skip
-    group.add_argument(
-        "--burst-tune", action="append", type=_tuning, metavar="NAME=VALUE,...",
-        help=f"for experiments: {legal_tunings()}",
-    )  # fmt: skip
+    group.add_argument("--burst-tune", action="append", type=_tuning, metavar="NAME=VALUE,...",
+                       help=f"for experiments: {configs.legal_tunings()}")  # fmt: skip
     group = parser.add_argument_group("burst loss", "LM head and loss without storing the logits")
-    group.add_argument(
-        LOSS_FLAG,
-        action="store_true",
-        help="compute LM head and loss in tiles, without ever storing all logits",
-    )
+    group.add_argument(LOSS_FLAG, action="store_true", help="compute LM head and loss in tiles, "
+                       "without ever storing all logits")  # fmt: skip
     _add_fields(group, "burst-loss", FusedLossConfig, _LOSS)
 
 
 def _tuning(text: str) -> str:
     """The text, checked but unparsed, because checkpoints save it with the other arguments."""
     try:
-        parse_tunings(text)
+        configs.parse_tunings(text)
     except BurstError as error:  # argparse would drop its message
         raise ArgumentTypeError(str(error)) from None
     return text
@@ -166,25 +152,21 @@ def check_unused(args: Namespace) -> None:
     """
     runs_burst = getattr(args, "context_parallel_impl", None) == "burst"
     if not runs_burst and "burst" not in (getattr(args, "cp_comm_type", None) or ()):
-        names = [name for name in OPTIONS if not name.startswith("keep")]
+        names = [name for name in configs.OPTIONS if not name.startswith("keep")]
         tunings = {n: x for n, x in tunings_of_args(args).items() if not n.startswith("keep")}
-        if BurstConfig(**tunings) != BurstConfig():
-            names.append("tune")
-        names.append("log")
-        _refuse_given(args, "burst", names, FLAG)
+        tunes = BurstConfig(**tunings) != BurstConfig()
+        _refuse_given(args, "burst", [*names, *["tune"] * tunes, "log"], FLAG)
     if not wants_fused_loss(args):
         names = [f.name for f in fields(FusedLossConfig)]  # grads has no flag
         _refuse_given(args, "burst_loss", names, LOSS_FLAG)
 
 
 def _refuse_given(args: Namespace, prefix: str, names: list[str], switch: str) -> None:
-    given = [f"{prefix}_{n}" for n in names if getattr(args, f"{prefix}_{n}", None) is not None]
-    if given:
-        flags = " ".join(f"--{name}".replace("_", "-") for name in given)
-        raise BurstError(
-            f"{flags}: must come with {switch}, because it has no effect otherwise; got no "
-            f"{switch}; add it, or leave {flags} out"
-        )
+    options = [f"{prefix}_{n}" for n in names if getattr(args, f"{prefix}_{n}", None) is not None]
+    if options:
+        flags = " ".join(f"--{name}".replace("_", "-") for name in options)
+        raise BurstError(f"{flags}: must come with {switch}, because it has no effect otherwise; "
+                         f"got no {switch}; add it, or leave {flags} out")  # fmt: skip
 
 
 # ---- what arguments ask for -----------------------------------------------------------------
@@ -208,38 +190,32 @@ def wants_fused_loss(args: Namespace) -> bool:
 
 def force_args(args: Namespace) -> None:
     """Set arguments that burst implies and that change no result; logs it once."""
-    replaced, added = "", []
+    forced, added = [], []
     if args.cp_comm_type in (None, ["p2p"]):
         args.cp_comm_type = ["burst"]
         if any(word.partition("=")[0] == "--cp-comm-type" for word in sys.argv):
-            replaced = "replaces --cp-comm-type p2p by burst"
+            forced.append("replaces --cp-comm-type p2p by burst")
         else:
             added.append("--cp-comm-type burst")
     if args.create_attention_mask_in_dataloader:
         args.create_attention_mask_in_dataloader = False
         added.append("--no-create-attention-mask-in-dataloader")
-    forced = filter(None, (replaced, added and f"adds {' '.join(added)}"))
-    if (text := "; ".join(forced)) and args.rank == 0:
-        log_message(f"burst attention: {text}")
+    forced += [f"adds {' '.join(added)}"] if added else []
+    if forced and args.rank == 0:
+        log_message(f"burst attention: {'; '.join(forced)}")
 
 
-_FAMILIES: dict[object, str] = {  # of --attention-backend, in burst's kernels
-    "flash": "fa4,flash,torch-cpu",
-    "fused": "cudnn",
-    "unfused": "reference",
-}
-
-
-# of --flash-attention-version
+# burst's kernels of --attention-backend, and of --flash-attention-version
+_FAMILIES: dict[object, str] = {"flash": "fa4,flash,torch-cpu", "fused": "cudnn",
+                                "unfused": "reference"}  # fmt: skip
 _VERSIONS: dict[object, str] = {4: "fa4,torch-cpu"}
 
 
 def attention_kernel_of(options: Any) -> tuple[object, int | None]:
     """What Megatron's arguments or configuration name: attention_backend, flash_attention_version;
     None if not given."""
-    names = "attention_backend", "flash_attention_version"
-    backend, version = (getattr(options, name, None) for name in names)
-    return backend, version
+    version = getattr(options, "flash_attention_version", None)
+    return getattr(options, "attention_backend", None), version
 
 
 def with_attention_backend(
@@ -257,10 +233,9 @@ def with_attention_backend(
     if burst.backend == "auto":
         return replace(burst, backend=family)
     if not set(burst.backend.split(",")) <= set(family.split(",")):
-        raise BurstError(
-            f"--burst-backend: must be among {family} under --attention-backend {name}, because "
-            f"both name the kernel; got --burst-backend {burst.backend}; leave one of them out"
-        )
+        raise BurstError(f"--burst-backend: must be among {family} under --attention-backend "
+                         f"{name}, because both name the kernel; got --burst-backend "
+                         f"{burst.backend}; leave one of them out")  # fmt: skip
     return burst
 
 
@@ -270,7 +245,6 @@ def say_attention_backend(args: Namespace) -> None:
     only = BurstConfig(invariant=BurstConfig.from_args(args).invariant)
     backend = with_attention_backend(only, asked, version).backend
     if backend != "auto" and args.rank == 0:
-        log_message(
-            f"burst attention: --attention-backend {getattr(asked, 'name', asked)} selects the "
-            f"first of the kernels {backend} that supports a call"
-        )
+        asked = getattr(asked, "name", asked)
+        log_message(f"burst attention: --attention-backend {asked} selects the first of the "
+                    f"kernels {backend} that supports a call")  # fmt: skip

@@ -12,22 +12,20 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_burst.balance import BatchGrid, MicroBatch, Sampler
 from megatron_burst.comm.group import state_of
 from megatron_burst.comm.store import ParallelKind
 from megatron_burst.errors import Need, require, unmet_needs
+from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import global_args
-from megatron_burst.mcore.packed import (
-    consecutive_part,
-    documents_lie_anywhere,
-    partitioned_indices,
-)
 from megatron_burst.mcore.refusals import names_burst
 
 WHO = "balanced batches"
 _JOB = ParallelKind("job's", "rank", "each runs its part of the same steps")
 type Batch = dict[str, Any]
+type Document = Mapping[str, Tensor]
 
 
 class BalancedBatches(Iterator[Batch]):
@@ -61,9 +59,9 @@ class BalancedBatches(Iterator[Batch]):
         self._agree(unmet_needs(WHO, self._needs()))
         self._cp_group = parallel_state.get_context_parallel_group()
         self._groups = {
-            size: consecutive_part(self._cp_group, size) for size in sorted(sampler.cp_sizes)
+            size: packed.consecutive_part(self._cp_group, size) for size in sorted(sampler.cp_sizes)
         }
-        self._left: deque[MicroBatch] = deque()
+        self._coming: deque[MicroBatch] = deque()  # of the current step
 
     @staticmethod
     def grid(config: TransformerConfig, micro_batches: int, token_limit: int) -> BatchGrid:
@@ -74,11 +72,10 @@ class BalancedBatches(Iterator[Batch]):
             micro_batches: of a data-parallel rank in a step; Megatron's `get_num_microbatches()`.
             token_limit: tokens of a micro-batch that a rank has memory for: its shard's, not all.
         """
-        return BatchGrid(
-            parallel_state.get_data_parallel_world_size(),
-            config.context_parallel_size, micro_batches, token_limit,
-            config.pipeline_model_parallel_size, config.expert_model_parallel_size,
-        )  # fmt: skip
+        return BatchGrid(parallel_state.get_data_parallel_world_size(),
+                         config.context_parallel_size, micro_batches, token_limit,
+                         config.pipeline_model_parallel_size,
+                         config.expert_model_parallel_size)  # fmt: skip
 
     def __next__(self) -> Batch:
         """The next micro-batch.
@@ -87,36 +84,36 @@ class BalancedBatches(Iterator[Batch]):
             BurstError: if a document has another length than the sampler was given, or a step does
                 not fit.
         """
-        if not self._left:
+        if not self._coming:
             ranks = parallel_state.get_data_parallel_rank(), self._cp_group.rank()
-            self._left.extend(next(self._sampler).of_rank(*ranks))
-        one = self._left.popleft()
+            self._coming.extend(next(self._sampler).of_rank(*ranks))
+        micro_batch = self._coming.popleft()
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
-        return self._packed([self._read(each) for each in one.documents], one.cp, device)
+        documents = [self._read(index) for index in micro_batch.documents]
+        return self._packed(documents, micro_batch.cp, device)
 
-    def _read(self, index: int) -> Mapping[str, Tensor]:
+    def _read(self, index: int) -> Document:
         """A document with labels and mask."""
-        given = self._documents[index]
-        whole = isinstance(given, Mapping)
+        document = self._documents[index]
+        has_labels = isinstance(document, Mapping)
         require(WHO, [(
-            not whole or "cu_seqlens" not in given,
+            not has_labels or "cu_seqlens" not in document,
             "a document must not hold others, because boundaries inside it would be lost",
             f"document {index} with cu_seqlens, as samples of Megatron's SFTDataset have",
             "pass each conversation as a document",
         )])  # fmt: skip
-        tokens = torch.as_tensor(given["tokens"] if whole else given).long()
-        found = {"tokens": tokens}
-        if whole:
-            found["labels"] = torch.as_tensor(given["labels"]).long()
-            found["loss_mask"] = torch.as_tensor(given["loss_mask"]).float()
+        tokens = torch.as_tensor(document["tokens"] if has_labels else document).long()
+        if has_labels:
+            labels = torch.as_tensor(document["labels"]).long()
+            loss_mask = torch.as_tensor(document["loss_mask"]).float()
         else:
-            found["labels"] = torch.cat((tokens[1:], tokens.new_zeros(1)))
-            found["loss_mask"] = torch.ones(len(tokens))
-            found["loss_mask"][-1] = 0
-        found["position_ids"] = torch.arange(len(tokens))
-        shapes, length = {tuple(x.shape) for x in found.values()}, self._sampler.lengths[index]
+            labels, loss_mask = tokens.roll(-1), torch.ones(len(tokens))
+            labels[-1:] = loss_mask[-1:] = 0
+        rows = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask,
+                "position_ids": torch.arange(len(tokens))}  # fmt: skip
+        shapes, length = {tuple(x.shape) for x in rows.values()}, self._sampler.lengths[index]
         require(WHO, [(
             shapes == {(length,)},
             "a document must have the length that the sampler was given, because ranks assign "
@@ -124,28 +121,22 @@ class BalancedBatches(Iterator[Batch]):
             f"document {index} with shapes {sorted(shapes)}, and a length of {length}",
             "pass the data set's lengths",
         )])  # fmt: skip
-        return found
+        return rows
 
-    def _packed(
-        self, documents: Sequence[Mapping[str, Tensor]], cp: int, device: torch.device
-    ) -> Batch:
+    def _packed(self, documents: Sequence[Document], cp: int, device: torch.device) -> Batch:
         """This rank's rows of documents that are one after the other, each padded."""
-        lengths = torch.tensor([len(one["tokens"]) for one in documents])
+        lengths = torch.tensor([len(document["tokens"]) for document in documents])
         padded = self._padded(lengths, cp)
-        starts, ends = (
-            torch.cat((torch.zeros(1, dtype=torch.long), each.cumsum(0))).int()
-            for each in (lengths, padded)
-        )
-        group, whole = self._groups[cp], int(ends[-1])
-        rows = partitioned_indices(ends, whole, cp, group.rank()) if cp > 1 else slice(None)
+        starts, ends = (pad(x.cumsum(0), (1, 0)).int() for x in (lengths, padded))
+        group, whole, longest = self._groups[cp], int(ends[-1]), int(padded.max())
+        rows = packed.partitioned_indices(ends, whole, cp, group.rank()) if cp > 1 else slice(None)
         batch: Batch = {}
         for name in documents[0]:
             flat = torch.zeros(whole, dtype=documents[0][name].dtype)
-            for one, start in zip(documents, ends.tolist(), strict=False):
-                flat[start : start + len(one[name])] = one[name]
+            for document, start in zip(documents, ends.tolist(), strict=False):
+                flat[start : start + len(document[name])] = document[name]
             batch[name] = flat[rows][None].to(device, non_blocking=True)
         starts, ends = starts.to(device), ends.to(device)
-        longest = int(padded.max())
         batch["packed_seq_params"] = PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=ends,
             cu_seqlens_kv_padded=ends, max_seqlen_q=longest, max_seqlen_kv=longest,
@@ -164,14 +155,12 @@ class BalancedBatches(Iterator[Batch]):
 
     def _agree(self, problem: str) -> None:
         """Make sure that all ranks of the job go through the same steps, and that none refuses."""
-        given = self._sampler
-        digest = sha256(given.lengths.astype("<i8").tobytes()).hexdigest()[:16]
-        terms = {
-            "documents": f"{len(given.lengths)} with lengths {digest}", "grid": f"{given.grid}",
-            "costs": f"{given.costs}", "documents of a step": f"{given.documents}",
-            "cp_sizes": f"{given.cp_sizes}", "seed": f"{given.seed}",
-            "consumed": f"{given.consumed}",
-        }  # fmt: skip
+        steps = self._sampler
+        digest = sha256(steps.lengths.astype("<i8").tobytes()).hexdigest()[:16]
+        terms = {"documents": f"{len(steps.lengths)} with lengths {digest}",
+                 "documents of a step": f"{steps.documents}"}  # fmt: skip
+        names = "grid", "costs", "cp_sizes", "seed", "consumed"
+        terms |= {name: f"{getattr(steps, name)}" for name in names}
         world = dist.group.WORLD
         assert world is not None  # Megatron's groups are parts of it
         state_of(world).consensus.agree(terms, WHO, problem=problem, kind=_JOB)
@@ -179,49 +168,33 @@ class BalancedBatches(Iterator[Batch]):
     def _needs(self) -> Iterable[Need]:
         config, grid, args = self._config, self._sampler.grid, global_args()
         own = self.grid(config, grid.micro_batches, grid.token_limit)
-        yield (
-            grid == own, "the sampler's grid must be the job's, because ranks follow it",
-            f"{grid} in a job of {own}", "make it with BalancedBatches.grid",
-        )  # fmt: skip
-        yield (
-            not getattr(args, "use_torch_fsdp2", False),
-            "gradients must be divided by a step's tokens, because micro-batches differ in them, "
-            "which Megatron does not do under FSDP2",
-            "--use-torch-fsdp2", "pass --use-megatron-fsdp, or --use-distributed-optimizer",
-        )  # fmt: skip
-        yield (
-            config.calculate_per_token_loss,
-            "the loss must be a mean over all tokens of the step, because micro-batches differ in "
-            "tokens",
-            "calculate_per_token_loss=False", "pass --calculate-per-token-loss",
-        )  # fmt: skip
-        yield (
-            config.variable_seq_lengths or grid.pp == 1,
-            "pipeline stages must send each other the shapes of their tensors, because "
-            "micro-batches differ in tokens",
-            "variable_seq_lengths=False", "set it in the model's configuration",
-        )  # fmt: skip
+        yield (grid == own, "the sampler's grid must be the job's, because ranks follow it",
+               f"{grid} in a job of {own}", "make it with BalancedBatches.grid")  # fmt: skip
+        yield (not getattr(args, "use_torch_fsdp2", False),
+               "gradients must be divided by a step's tokens, because micro-batches differ in "
+               "them, which Megatron does not do under FSDP2", "--use-torch-fsdp2",
+               "pass --use-megatron-fsdp, or --use-distributed-optimizer")  # fmt: skip
+        yield (config.calculate_per_token_loss, "the loss must be a mean over all tokens of the "
+               "step, because micro-batches differ in tokens", "calculate_per_token_loss=False",
+               "pass --calculate-per-token-loss")  # fmt: skip
+        yield (config.variable_seq_lengths or grid.pp == 1, "pipeline stages must send each other "
+               "the shapes of their tensors, because micro-batches differ in tokens",
+               "variable_seq_lengths=False", "set it in the model's configuration")  # fmt: skip
         chunks = config.virtual_pipeline_model_parallel_size or 1
-        yield (
-            chunks == 1 or grid.pp > 2,
-            "a pipeline of several model chunks must have more than two stages, because Megatron "
-            "exchanges the shapes of what two stages send both ways in an order that mixes them up",
-            f"{grid.pp} stages of {chunks} model chunks", "use one chunk, or more stages",
-        )  # fmt: skip
+        yield (chunks == 1 or grid.pp > 2, "a pipeline of several model chunks must have more than "
+               "two stages, because Megatron exchanges the shapes of what two stages send both "
+               "ways in an order that mixes them up", f"{grid.pp} stages of {chunks} model chunks",
+               "use one chunk, or more stages")  # fmt: skip
         sizes = list(self._sampler.cp_sizes)
-        yield (
-            not config.mtp_num_layers or set(sizes) == {grid.cp},
-            "micro-batches must run on the whole context-parallel group with multi-token "
-            "prediction, because Megatron shifts its tokens over that",
-            f"context-parallel sizes {sizes}", "leave cp_sizes out",
-        )  # fmt: skip
-        yield (
-            names_burst(config.cp_comm_type) or set(sizes) == {grid.cp},
-            "the model's configuration must ask for burst, because layers that only name it in "
-            "their spec do not follow a micro-batch's group",
-            f"cp_comm_type={config.cp_comm_type!r} and context-parallel sizes {sizes}",
-            'set cp_comm_type="burst", or leave cp_sizes out',
-        )
+        yield (not config.mtp_num_layers or set(sizes) == {grid.cp},
+               "micro-batches must run on the whole context-parallel group with multi-token "
+               "prediction, because Megatron shifts its tokens over that",
+               f"context-parallel sizes {sizes}", "leave cp_sizes out")  # fmt: skip
+        yield (names_burst(config.cp_comm_type) or set(sizes) == {grid.cp},
+               "the model's configuration must ask for burst, because layers that only name it in "
+               "their spec do not follow a micro-batch's group",
+               f"cp_comm_type={config.cp_comm_type!r} and context-parallel sizes {sizes}",
+               'set cp_comm_type="burst", or leave cp_sizes out')  # fmt: skip
         if args is not None:
             yield from _of_command(args, self._sampler)
 
@@ -232,11 +205,9 @@ def _of_command(args: Any, sampler: Sampler) -> Iterable[Need]:
     mine = sampler.documents, grid.micro_batches
     theirs = args.global_batch_size, args.global_batch_size // (args.micro_batch_size * grid.dp)
     ramps = getattr(args, "rampup_batch_size", None)
-    yield (
-        not documents_lie_anywhere(),
-        "documents must be sharded one by one, because BalancedBatches pads and shards them so",
-        "--dataloader-inter-document-masking", "leave it out",
-    )  # fmt: skip
+    yield (not packed.documents_lie_anywhere(),
+           "documents must be sharded one by one, because BalancedBatches pads and shards them so",
+           "--dataloader-inter-document-masking", "leave it out")  # fmt: skip
     yield (
         mine == theirs and not ramps and args.dataloader_type == "external",
         "Megatron must count the documents and micro-batches of the sampler's steps, because it "

@@ -3,12 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_burst.comm.alone import is_first
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.installed import require_megatron
@@ -31,17 +31,12 @@ def check_run() -> None:
 
     Also refuses a command line, if there is one, that lacks what the flag would have set.
     """
-    _tell(f"burst attention: {require_megatron(WHO)}")
-    args = global_args()
+    megatron, args = require_megatron(WHO), global_args()
+    if is_first():
+        log_message_once(f"burst attention: {megatron}")
     if args is not None:
         check_args(with_environment(args), WHO)
         refuse("built", args, WHO)
-
-
-def _tell(sentence: str) -> None:
-    """Log it on the first rank, once per process."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        log_message_once(sentence)
 
 
 def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
@@ -54,28 +49,21 @@ def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
     idle = keeps and refuses("keep", "recompute_modules", config)
     if keeps or burst.offloads_inputs:
         idle |= refuses("recompute", "recompute_granularity", config)
-    if idle:
+    if idle and is_first():
         asked = f"keep={burst.keep}" if keeps else "keep_offload=inputs"
-        _tell(
-            f"burst attention: {asked} has no effect on a model that does not recompute attention; "
-            "if this one trains, set its recompute_granularity to full"
-        )
+        log_message_once(f"burst attention: {asked} has no effect on a model that does not "
+                         "recompute attention; if this one trains, set its recompute_granularity "
+                         "to full")  # fmt: skip
 
 
-def check_layer(
-    config: TransformerConfig,
-    layer_number: int,
-    attn_mask_type: AttnMaskType,
-    attention_type: str,
-    attention_dropout: float | None,
-) -> None:
+def check_layer(config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType,
+                attention_type: str, attention_dropout: float | None) -> None:  # fmt: skip
     """Refuse a layer whose configuration asks for something that burst does not support."""
     own: dict[str, Any] = dict(attn_mask_type=attn_mask_type, attention_type=attention_type)
+    own["burst_invariant"] = burst_config_of(config).invariant
     if attention_dropout is not None:
         own["attention_dropout"] = attention_dropout
-    own["burst_invariant"] = burst_config_of(config).invariant
-    layer = SimpleNamespace(**vars(config) | own)
-    refuse("attention", layer, f"{WHO}: layer {layer_number}")
+    refuse("attention", SimpleNamespace(**vars(config) | own), f"{WHO}: layer {layer_number}")
 
 
 def check_call(
@@ -85,40 +73,27 @@ def check_call(
 
     `tokens`, `samples`: of the whole batch, over all ranks.
     """
-    call = SimpleNamespace(
-        attention_mask=None if attention_mask is None else tuple(attention_mask.shape),
-        attention_bias=None if attention_bias is None else tuple(attention_bias.shape),
-        packed_seq_params=packed.format_of(packed_seq_params, tokens, samples),
-        attn_mask_type=attn_mask_type,
-    )
-    refuse("call", call, WHO)
+    mask, bias = (None if x is None else tuple(x.shape) for x in (attention_mask, attention_bias))
+    refuse("call", SimpleNamespace(
+        attention_mask=mask, attention_bias=bias, attn_mask_type=attn_mask_type,
+        packed_seq_params=packed.format_of(packed_seq_params, tokens, samples)), WHO)  # fmt: skip
 
 
 def check_packed(
     params: PackedSeqParams | None, keep: str, cp_group, mtp_num_layers: int | None = None
 ) -> None:
-    """Refuse a packed sample, or a group, that burst does not support.
+    """Refuse a packed sample, or a group, that burst does not support; `keep` and `cp_group` are
+    the layer's.
 
     Keys must have the boundaries of the queries. Distinct tensors are compared once per sample; on
     a GPU that synchronizes.
-
-    Args:
-        params: the call's.
-        keep: the layer's.
-        cp_group: the layer's own.
-        mtp_num_layers: of the model.
-
-    Raises:
-        BurstError: naming what to change.
     """
     if params is None:
         return
     if packed.slices_in(params) is not None and mtp_num_layers:
-        raise BurstError(
-            f"{WHO}: a mask of slices must come without multi-token prediction, because Megatron "
-            "shifts its tokens by documents only; got "
-            f"mtp_num_layers={mtp_num_layers}; pass mtp_num_layers=None"
-        )
+        raise BurstError(f"{WHO}: a mask of slices must come without multi-token prediction, "
+                         "because Megatron shifts its tokens by documents only; got "
+                         f"mtp_num_layers={mtp_num_layers}; pass mtp_num_layers=None")  # fmt: skip
     group = packed.group_of(params, cp_group)
     own = group is cp_group
     call = SimpleNamespace(
@@ -136,10 +111,9 @@ def check_packed(
 def check_slices(params: PackedSeqParams | None) -> None:
     """Refuse slices in a layer that does not run burst."""
     if packed.slices_in(params) is not None:
-        raise BurstError(
-            f"{WHO}: a mask of slices must go to layers that run burst, because others would "
-            "ignore it; got a layer of Megatron's own; pass --cp-comm-type burst for all layers"
-        )
+        raise BurstError(f"{WHO}: a mask of slices must go to layers that run burst, because "
+                         "others would ignore it; got a layer of Megatron's own; pass "
+                         "--cp-comm-type burst for all layers")  # fmt: skip
 
 
 def check_decoding(query: Tensor, key: Tensor) -> None:
@@ -149,6 +123,6 @@ def check_decoding(query: Tensor, key: Tensor) -> None:
         query, key: [tokens, b, h, d], or [tokens, h, d].
     """
     engine = InferenceMode is not None and InferenceMode.is_active()
-    place = "an inference engine" if engine else "one call"
-    tokens = dict(query_tokens=query.shape[0], key_tokens=key.shape[0])
-    refuse("cache", SimpleNamespace(**tokens, engine=engine, place=place), WHO)
+    call = SimpleNamespace(query_tokens=query.shape[0], key_tokens=key.shape[0], engine=engine,
+                           place="an inference engine" if engine else "one call")  # fmt: skip
+    refuse("cache", call, WHO)

@@ -23,17 +23,8 @@ from megatron_burst.comm.communicator import communicator_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.masks.slice_checks import sees_later
-from megatron_burst.mcore import packed
-from megatron_burst.mcore.checks import (
-    WHO,
-    check_call,
-    check_decoding,
-    check_layer,
-    check_packed,
-    check_run,
-    check_slices,
-    say_if_keep_is_idle,
-)
+from megatron_burst.mcore import checks, packed
+from megatron_burst.mcore.checks import WHO, check_layer
 from megatron_burst.mcore.keep.recompute import for_calls, keeping_nothing, resolved
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.patches import apply, switch_on_keep
@@ -48,7 +39,6 @@ from megatron_burst.schedule.spec import Kernel
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.transforms import uncompiled
 
-PER_LAYER = ("attention_dropout",)  # options that may differ between layers
 CAUSAL = {  # supported masks; in packed samples padding is at the documents' ends
     AttnMaskType.causal: True,
     AttnMaskType.no_mask: False,
@@ -66,19 +56,17 @@ class BurstCoreAttention(MegatronModule):
         BurstError: if the configuration asks for something that burst does not do.
     """
 
-    def __init__(
-        self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType,
-        attention_type: str, attention_dropout: float | None = None,
-        softmax_scale: float | None = None, k_channels: int | None = None,
-        v_channels: int | None = None, cp_comm_type: str | None = None, pg_collection=None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType,
+                 attention_type: str, attention_dropout: float | None = None,
+                 softmax_scale: float | None = None, k_channels: int | None = None,
+                 v_channels: int | None = None, cp_comm_type: str | None = None,
+                 pg_collection=None) -> None:  # fmt: skip
         super().__init__(config=config)
         if config.context_parallel_size > 1 and cp_comm_type not in (None, "burst"):
-            raise BurstError(
-                f"{WHO}: without TransformerEngine every layer must run burst, because Megatron's "
-                f"own context parallelism needs it; got cp_comm_type={cp_comm_type!r} in layer "
-                f"{layer_number}; install transformer-engine or pass --cp-comm-type burst"
-            )
+            raise BurstError(f"{WHO}: without TransformerEngine every layer must run burst, "
+                             "because Megatron's own context parallelism needs it; got "
+                             f"cp_comm_type={cp_comm_type!r} in layer {layer_number}; install "
+                             "transformer-engine or pass --cp-comm-type burst")  # fmt: skip
         check_layer(config, layer_number, attn_mask_type, attention_type, attention_dropout)
         self.burst = BurstForward.of(config, layer_number, softmax_scale, pg_collection)
         self.tp_group = tp_group_of(pg_collection)
@@ -87,15 +75,13 @@ class BurstCoreAttention(MegatronModule):
     # the checkpoint of the sinks is that of Megatron's own class
     sharded_state_dict = DotProductAttention.sharded_state_dict
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None, attention_bias: Tensor | None = None,
-        packed_seq_params=None,
-    ) -> Tensor:  # fmt: skip
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                attn_mask_type: AttnMaskType | None = None, attention_bias: Tensor | None = None,
+                packed_seq_params=None) -> Tensor:  # fmt: skip
         """Attention of [s_local, b, h, d] tensors, or [t_local, h, d] of packed samples; returns
         [s_local, b, h * d_v] or [t_local, h * d_v]."""
-        extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
-        return self.burst(query, key, value, *extras, self.softmax_offset)
+        return self.burst(query, key, value, attention_mask, attn_mask_type, attention_bias,
+                          packed_seq_params, self.softmax_offset)  # fmt: skip
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
@@ -120,20 +106,17 @@ if HAVE_TE:
             BurstError: if the configuration asks for something that burst does not do.
         """
 
-        def __init__(
-            self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType,
-            attention_type: str, attention_dropout: float | None = None,
-            softmax_scale: float | None = None, cp_comm_type: str | None = None,
-            pg_collection=None, **options,
-        ) -> None:  # fmt: skip
+        def __init__(self, config: TransformerConfig, layer_number: int,
+                     attn_mask_type: AttnMaskType, attention_type: str,
+                     attention_dropout: float | None = None, softmax_scale: float | None = None,
+                     cp_comm_type: str | None = None, pg_collection=None,
+                     **options) -> None:  # fmt: skip
             refuse("model", config, WHO)
             runs_burst = asks_for_burst(config, layer_number, cp_comm_type, pg_collection)
-            super().__init__(
-                config, layer_number, attn_mask_type, attention_type,
-                attention_dropout=attention_dropout, softmax_scale=softmax_scale,
-                cp_comm_type="p2p" if runs_burst else cp_comm_type, pg_collection=pg_collection,
-                **options,
-            )  # fmt: skip
+            super().__init__(config, layer_number, attn_mask_type, attention_type,
+                             attention_dropout=attention_dropout, softmax_scale=softmax_scale,
+                             cp_comm_type="p2p" if runs_burst else cp_comm_type,
+                             pg_collection=pg_collection, **options)  # fmt: skip
             self.burst = None
             if not hasattr(self, "softmax_offset"):  # before TransformerEngine 2.8
                 self.softmax_offset = None
@@ -141,15 +124,13 @@ if HAVE_TE:
                 check_layer(config, layer_number, attn_mask_type, attention_type, attention_dropout)
                 self.burst = BurstForward.of(config, layer_number, softmax_scale, pg_collection)
 
-        def forward(
-            self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-            attn_mask_type: AttnMaskType, attention_bias: Tensor | None = None,
-            packed_seq_params=None, num_splits: int | None = None,
-        ) -> Tensor:  # fmt: skip
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                    attn_mask_type: AttnMaskType, attention_bias: Tensor | None = None,
+                    packed_seq_params=None, num_splits: int | None = None) -> Tensor:  # fmt: skip
             """As of `BurstCoreAttention`."""
             extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
             if self.burst is None:
-                check_slices(packed_seq_params)
+                checks.check_slices(packed_seq_params)
                 return super().forward(query, key, value, *extras, num_splits)
             return self.burst(query, key, value, *extras, self.softmax_offset)
 
@@ -184,16 +165,15 @@ def burst_core_of(core: type) -> type | None:
     as its base. Not if it overrides `forward`: that may depend on positions in the sequence
     (Ministral's) without knowing the shard.
     """
-    known = burst_replacements()
-    if core in known or core in known.values():
-        return known.get(core, core)
+    replacements = burst_replacements()
+    if core in replacements or core in replacements.values():
+        return replacements.get(core, core)
     if not (HAVE_TE and issubclass(core, TEDotProductAttention)):
         return None
     if issubclass(core, BurstTECoreAttention):
         return core
-    if core.forward is not TEDotProductAttention.forward:
-        return None
-    return _with_burst_as_base(core)
+    keeps_forward = core.forward is TEDotProductAttention.forward
+    return _with_burst_as_base(core) if keeps_forward else None
 
 
 @cache
@@ -236,63 +216,57 @@ class BurstForward:
         cls, config: TransformerConfig, layer_number: int, softmax_scale, pg_collection
     ) -> "BurstForward":
         """Also makes the group's communicators, since all its ranks build their layers together."""
-        check_run()
+        checks.check_run()
         apply("hook points")
         burst_config, cp_group = burst_config_of(config), cp_group_of(pg_collection)
         if config.deterministic_mode:
             burst_config = replace(burst_config, deterministic=True)
         if config.context_parallel_size != cp_group.size():
-            raise BurstError(
-                f"{WHO}: the layer's context parallel size must be that of its group, because a "
-                "layer that holds whole sequences must not join a ring; got "
-                f"context_parallel_size={config.context_parallel_size} and a group of "
-                f"{cp_group.size()} ranks; pass the layer a pg_collection whose cp group fits"
-            )
+            raise BurstError(f"{WHO}: the layer's context parallel size must be that of its group, "
+                             "because a layer that holds whole sequences must not join a ring; got "
+                             f"context_parallel_size={config.context_parallel_size} and a group of "
+                             f"{cp_group.size()} ranks; pass the layer a pg_collection whose cp "
+                             "group fits")  # fmt: skip
         topology = communicator_of(cp_group, burst_config).topology
         switch_on_keep(burst_config)
-        say_if_keep_is_idle(burst_config, config)
+        checks.say_if_keep_is_idle(burst_config, config)
         return cls(cp_group, softmax_scale, for_calls(burst_config), config, layer_number, topology)
 
     def over(self, group: dist.ProcessGroup | None) -> "BurstForward":
         """The same over another group, whose communicators are made if needed."""
         if isinstance(group, Sequence):
-            raise BurstError(
-                f"{WHO}: a layer's context-parallel group must be one group, because burst finds "
-                f"the nodes itself; got a list of {len(group)}; pass the group of all ranks"
-            )
+            raise BurstError(f"{WHO}: a layer's context-parallel group must be one group, because "
+                             f"burst finds the nodes itself; got a list of {len(group)}; pass the "
+                             "group of all ranks")  # fmt: skip
         group = packed.group_of_one() if group is None else group
         topology = communicator_of(group, self.config).topology
         return replace(self, cp_group=group, topology=topology)
 
     @uncompiled
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask, attn_mask_type,
-        attention_bias, packed_seq_params, sink: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, attention_mask, attn_mask_type,
+                 attention_bias, packed_seq_params, sink: Tensor | None) -> Tensor:  # fmt: skip
         """A layer's forward: [s_local, b, h, d] to [s_local, b, h * d_v]; packed samples: [t_local,
         h, d] to [t_local, h * d_v]; `sink` [h]: Megatron's `softmax_offset`."""
         extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
         with reporting_errors(self.cp_group):  # other ranks may be in the call
             group = packed.group_of(packed_seq_params, self.cp_group)
-            check_call(*extras, tokens=len(query) * group.size(), samples=query.shape[1])
-            mtp_num_layers = self.layer_config.mtp_num_layers
-            check_packed(packed_seq_params, self.config.keep, self.cp_group, mtp_num_layers)
+            checks.check_call(*extras, tokens=len(query) * group.size(), samples=query.shape[1])
+            own = self.config.keep, self.cp_group, self.layer_config.mtp_num_layers
+            checks.check_packed(packed_seq_params, *own)
             packed.check_rotated(packed_seq_params, self.cp_group, self.follows_groups)
             check_placed(packed_seq_params)
-            check_decoding(query, key)
+            checks.check_decoding(query, key)
             slices = packed.slices_in(packed_seq_params)
-            causal = CAUSAL[attn_mask_type]
-            if slices is not None:  # they say alone what is seen
-                causal = not sees_later(slices)
+            # slices say alone what is seen
+            causal = CAUSAL[attn_mask_type] if slices is None else not sees_later(slices)
             window = window_of_layer(self.layer_config, self.layer_number, causal)
             is_told = slices is not None or packed.is_packed(packed_seq_params)
             config = self._resolved(query, key, value, window, causal, is_told)
             sample = packed.sample_of(packed_seq_params, group.size())
             packed.shards_itself(group)
-        out = burst_attention(
-            query, key, value, group=group, causal=causal, window=window, sink=sink,
-            softmax_scale=self.softmax_scale, config=config, layer=self.layer_number, **sample,
-        )  # fmt: skip
+        out = burst_attention(query, key, value, group=group, causal=causal, window=window,
+                              sink=sink, softmax_scale=self.softmax_scale, config=config,
+                              layer=self.layer_number, **sample)  # fmt: skip
         return out.flatten(-2)
 
     def _resolved(self, query: Tensor, key: Tensor, value: Tensor, *mask) -> BurstConfig:
@@ -328,11 +302,9 @@ def window_of_layer(
     and no later ones with a causal mask. Without a causal mask TransformerEngine treats (-1, 0) as
     no window.
     """
-    window = config.window_size
-    if not is_layer_window_attention(window, config.window_attn_skip_freq, layer_number):
-        return None
-    left, right = window
-    return None if (left, right) == (-1, 0) and not causal else (left, right)
+    window, skip = config.window_size, config.window_attn_skip_freq
+    has_none = not is_layer_window_attention(window, skip, layer_number)
+    return None if has_none or (tuple(window) == (-1, 0) and not causal) else tuple(window)
 
 
 def sinks_of(config: TransformerConfig, tp_size: int) -> Tensor | None:
@@ -340,10 +312,11 @@ def sinks_of(config: TransformerConfig, tp_size: int) -> Tensor | None:
     if config.softmax_type == "vanilla":
         return None
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-    heads, kind = config.num_attention_heads // tp_size, {"device": device}
+    heads = config.num_attention_heads // tp_size
+    zeros = torch.zeros(heads, dtype=config.params_dtype, device=device)
     if config.softmax_type == "off-by-one":
-        return torch.zeros(heads, dtype=config.params_dtype, **kind)
-    sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, **kind))
+        return zeros
+    sinks = torch.nn.Parameter(zeros)
     if config.perform_initialization:
         config.init_method(sinks)
     return sinks
@@ -351,13 +324,9 @@ def sinks_of(config: TransformerConfig, tp_size: int) -> Tensor | None:
 
 def tp_group_of(pg_collection) -> dist.ProcessGroup:
     """The tensor-parallel group, from Megatron's collection or from its global state."""
-    if pg_collection is not None and getattr(pg_collection, "tp", None) is not None:
-        return pg_collection.tp
-    return parallel_state.get_tensor_model_parallel_group()
+    return getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
 
 
 def cp_group_of(pg_collection) -> dist.ProcessGroup:
     """The context-parallel group, from Megatron's collection or from its global state."""
-    if pg_collection is not None and pg_collection.cp is not None:
-        return pg_collection.cp
-    return parallel_state.get_context_parallel_group()
+    return getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
@@ -58,18 +57,17 @@ class FusedHead:
 
     def begin(self, model, args, kwargs) -> None:
         """Before the model's forward: find out whether to compute a loss, and for which tokens."""
-        given = dict(zip(self.parameters, args, strict=False)) | kwargs
-        labels = given.get("labels")
-        self.active = labels is not None and given.get("output_processor") is None
+        options = dict(zip(self.parameters, args, strict=False)) | kwargs
+        labels = options.get("labels")
+        self.active = labels is not None and options.get("output_processor") is None
         if not self.active:
             return
-        if given.get("runtime_gather_output"):
+        if options.get("runtime_gather_output"):
             got = "runtime_gather_output=True"
             raise no_logits("logits cannot be gathered, because there are none", got)
         if model.share_embeddings_and_output_weights:
             refuse_sharded(model.shared_embedding_or_output_weight())
-        mask = given.get("loss_mask")
-        self.main = labels
+        mask, self.main = options.get("loss_mask"), labels
         if mask is not None and mask.shape == labels.shape:
             self.mask = mask.t()
             self.supervised = count_supervised(
@@ -77,7 +75,7 @@ class FusedHead:
                 tp_group=self.tp.group, sequence_parallel=self.tp.sequence_parallel,
             )  # fmt: skip
 
-    def end(self, model, args, output) -> None:
+    def end(self, *_: Any) -> None:
         """After the model's forward, even if it failed."""
         self.active, self.mask, self.supervised, self.main = False, None, None, None
 
@@ -88,18 +86,17 @@ class FusedHead:
         is_main = labels is self.main
         if not is_main:  # a head of multi-token prediction: its mask comes after the loss
             # labels out of range are ignored: if they count, the main loss reports them
-            known = (labels >= 0) & (labels < self.layer.output_size_per_partition * self.tp.size)
-            labels = torch.where(known, labels, self.options.ignore_index)
+            vocab = self.layer.output_size_per_partition * self.tp.size
+            is_class = (labels >= 0) & (labels < vocab)
+            labels = torch.where(is_class, labels, self.options.ignore_index)
         losses_of = partial(
-            linear_cross_entropy, labels=labels.t(), reduction="none",
+            linear_cross_entropy, labels=labels.t(), reduction="none", invariant=self.invariant,
             tp_group=self.tp.group, sequence_parallel=self.tp.sequence_parallel,
-            loss_mask=self.mask if is_main else None,
+            loss_mask=self.mask if is_main else None, logit_scale=logits.scale,
             supervised=self.supervised if is_main else None,
             label_smoothing=self.options.label_smoothing, z_loss=self.options.z_loss,
-            softcap=self.options.softcap, logit_scale=logits.scale,
-            grads=self.config.grads if is_main else "recompute",
+            softcap=self.options.softcap, grads=self.config.grads if is_main else "recompute",
             keep_logits=is_main,  # the others are in memory at the same time
-            invariant=self.invariant,
         )  # fmt: skip
         loss = logits.compute(losses_of)
         assert isinstance(loss, Tensor)  # a pair only with return_lse
@@ -119,8 +116,7 @@ def fuse_loss(model: Any, config: FusedLossConfig | None = None) -> Any:
     """
     if not model.post_process or isinstance(getattr(model, "fused_head", None), FusedHead):
         return model
-    head = FusedHead(model, config or FusedLossConfig())
-    model.fused_head = head
+    model.fused_head = head = FusedHead(model, config or FusedLossConfig())
     head.layer.__class__, head.layer.fused_head = LazyLinear, head
     model.compute_language_model_loss = head.loss
     model.register_forward_pre_hook(head.begin, with_kwargs=True)
@@ -144,13 +140,15 @@ def log_probs_and_entropy(
         [b, s] log-probabilities of the labels, [b, s] entropies, and [b, s] which tokens count.
     """
     if labels is None and input_ids is None:
-        got = "labels=None and input_ids=None"
-        raise no_logits(
-            "log-probabilities need labels or tokens, because they say of which tokens", got
-        )
+        must = "log-probabilities need labels or tokens, because they say of which tokens"
+        raise no_logits(must, "labels=None and input_ids=None")
     if labels is None:
         group = packed.group_of(packed_seq_params, _cp_group_of(compute_language_model_loss))
-        targets = _next_of(input_ids, packed_seq_params, group)
+        sample = packed.sample_of(packed_seq_params, group.size())
+        names = sample.keys() & {"layout", "cu_seqlens", "cu_seqlens_padded"}
+        packed.shards_itself(group)
+        where = {name: sample[name] for name in names}
+        targets = next_tokens(input_ids.t(), group=group, **where)  # [s, b]
     else:
         targets = labels.t()
     tp = output_layer.tp_group
@@ -164,9 +162,9 @@ def log_probs_and_entropy(
         options=LossOptions(logit_scale=scale), keep_logits=False,  # many may wait for backward
         invariant=burst_config_of(config).invariant,
     )  # fmt: skip
-    found = inside(output_layer, of_targets, hidden_states, output_weight)
-    assert found.entropy is not None  # computed by default
-    return TokenLogProbs(found.log_probs.t(), found.entropy.t(), found.mask.t())
+    values = inside(output_layer, of_targets, hidden_states, output_weight)
+    assert values.entropy is not None  # computed by default
+    return TokenLogProbs(values.log_probs.t(), values.entropy.t(), values.mask.t())
 
 
 def _cp_group_of(loss: Any) -> dist.ProcessGroup:
@@ -176,28 +174,18 @@ def _cp_group_of(loss: Any) -> dist.ProcessGroup:
     return parallel_state.get_context_parallel_group() if groups is None else groups.cp
 
 
-def _next_of(input_ids: Tensor, params: PackedSeqParams | None, group: dist.ProcessGroup) -> Tensor:
-    """[s, b] labels of this rank's [b, s] tokens."""
-    sample = packed.sample_of(params, group.size())
-    given = ("layout", "cu_seqlens", "cu_seqlens_padded")
-    options = {name: sample[name] for name in given if name in sample}
-    packed.shards_itself(group)
-    return next_tokens(input_ids.t(), group=group, **options)
-
-
 def check_model(model: Any, config: FusedLossConfig) -> None:
     """Refuse a head that computes anything but `hidden @ weight.T`."""
     layer: Any = getattr(model, "output_layer", None)
-    head = SimpleNamespace(
+    head = dict(
         output_layer=None if type(layer) is ColumnParallelLinear else type(layer).__name__,
-        bias=getattr(layer, "bias", None) is not None,
+        bias=getattr(layer, "bias", None) is not None, burst_loss_grads=config.grads,
         gtp_remat_size=getattr(layer, "gtp_remat_size", None),
         disable_grad_reduce=getattr(layer, "disable_grad_reduce", None),
         parallel_output=not getattr(layer, "gather_output", False) or layer.tp_group.size() == 1,
         fp16_lm_cross_entropy=getattr(model, "fp16_lm_cross_entropy", False),
-        burst_loss_grads=config.grads,
-    )
-    refuse("head", SimpleNamespace(**vars(model.config) | vars(head)), WHO)
+    )  # fmt: skip
+    refuse("head", SimpleNamespace(**vars(model.config) | head), WHO)
 
 
 # ---- what replaces functions of Megatron, called with the original: see patches.py -----------

@@ -53,11 +53,8 @@ class Part:
         self._begun = self._ended = None
         if begun is None or ended is None:
             return nan
-        return (
-            begun.elapsed_time(ended) / 1e3
-            if isinstance(begun, torch.cuda.Event)
-            else ended - begun
-        )
+        on_gpu = isinstance(begun, torch.cuda.Event)
+        return begun.elapsed_time(ended) / 1e3 if on_gpu else ended - begun
 
 
 PART = Part()  # of this process
@@ -86,17 +83,9 @@ def lost(seconds: Sequence[float]) -> float:
 
 
 def line_of(seconds: Sequence[float], ranks: Sequence[int]) -> str:
-    """What a step lost, and on which ranks.
-
-    Args:
-        seconds: of each rank's part of the step.
-        ranks: their global numbers.
-    """
-    by_time = sorted(range(len(ranks)), key=seconds.__getitem__)
-    first, last = by_time[0], by_time[-1]
+    """What a step lost, by seconds of each rank's part, and on which ranks (global numbers)."""
+    first, *_, last = sorted(range(len(ranks)), key=seconds.__getitem__)
     mean, longest = lost(seconds), seconds[last]
-    return (
-        f"imbalance: {mean:.3f} s of this step lost on average ({mean / longest:.1%} of "
-        f"{longest:.3f} s) in waiting for rank {ranks[last]}; {longest - seconds[first]:.3f} s on "
-        f"rank {ranks[first]}"
-    )
+    return (f"imbalance: {mean:.3f} s of this step lost on average ({mean / longest:.1%} of "
+            f"{longest:.3f} s) in waiting for rank {ranks[last]}; {longest - seconds[first]:.3f} s "
+            f"on rank {ranks[first]}")  # fmt: skip

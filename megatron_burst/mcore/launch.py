@@ -20,19 +20,8 @@ from megatron_burst.errors import BurstError
 from megatron_burst.imports import when_imported
 from megatron_burst.installed import require_megatron
 from megatron_burst.logs import log_message
+from megatron_burst.mcore import args as flags
 from megatron_burst.mcore import patches
-from megatron_burst.mcore.args import (
-    add_flags,
-    check_command,
-    check_keep_args,
-    check_loss_args,
-    check_unused,
-    force_args,
-    global_args,
-    say_attention_backend,
-    wants_burst,
-    wants_fused_loss,
-)
 from megatron_burst.mcore.options import VARIABLE, environment_args, with_environment
 from megatron_burst.mcore.plan_file import DUMP_FLAG, check_plan, take_plans
 from megatron_burst.mcore.refusals import FLAG, KEEP_FLAG, names_burst, refuse
@@ -56,19 +45,15 @@ def prepare(argv: list[str], entry: str = "megatron_burst") -> None:
     """
     megatron = require_megatron(entry)
     if megatron.training is None:
-        raise BurstError(
-            f"{entry}: megatron.training must be importable, because burst's flags are added to "
-            f"its parser; got {megatron} alone; use megatron_burst.auto, or a checkout of "
-            "Megatron-LM"
-        )
+        raise BurstError(f"{entry}: megatron.training must be importable, because burst's flags "
+                         f"are added to its parser; got {megatron} alone; use megatron_burst.auto, "
+                         "or a checkout of Megatron-LM")  # fmt: skip
     asked = [word for word in argv if word.startswith(("--context-parallel-impl", "--burst-"))]
-    parsed = global_args()
+    parsed = flags.global_args()
     if asked and parsed is not None and not hasattr(parsed, "context_parallel_impl"):
-        raise BurstError(
-            f"{entry}: it must be imported before Megatron parses its arguments, because "
-            f"otherwise they lack burst's; got {asked[0]} in arguments that are parsed; import "
-            "it first"
-        )
+        raise BurstError(f"{entry}: it must be imported before Megatron parses its arguments, "
+                         f"because otherwise they lack burst's; got {asked[0]} in arguments that "
+                         "are parsed; import it first")  # fmt: skip
     if _wants_cpu(argv):
         from megatron_burst.tools import cpu_mode
 
@@ -88,22 +73,20 @@ def run_script(argv: list[str]) -> None:
     """
     if not argv or argv[0] in ("-h", "--help"):
         parser = ArgumentParser(usage=_USAGE, description=_MEANING, epilog=_REST, add_help=False)
-        add_flags(parser)
+        flags.add_flags(parser)
         parser.print_help()
         return
     script = Path(argv[0])
     if not script.is_file():
         is_what = "is not a file" if script.exists() else f"does not exist in {Path.cwd()}"
-        raise BurstError(
-            f"{_ENTRY}: the first argument must be a script, because it is run with burst's flags "
-            f"added; got {argv[0]!r}, which {is_what}; pass the path of your pretrain_gpt.py"
-        )
+        raise BurstError(f"{_ENTRY}: the first argument must be a script, because it is run with "
+                         f"burst's flags added; got {argv[0]!r}, which {is_what}; pass the path of "
+                         "your pretrain_gpt.py")  # fmt: skip
     only_dumps = any(word.partition("=")[0] == DUMP_FLAG for word in argv)
     if not (torch.cuda.is_available() or _wants_cpu(argv) or only_dumps):
-        raise BurstError(
-            f"{_ENTRY}: a CUDA GPU must be visible, because Megatron trains on GPUs; got none; add "
-            "--distributed-backend gloo to try it on the CPU"
-        )
+        raise BurstError(f"{_ENTRY}: a CUDA GPU must be visible, because Megatron trains on GPUs; "
+                         "got none; add --distributed-backend gloo to try it on the "
+                         "CPU")  # fmt: skip
     sys.argv = [str(script), *argv[1:]]
     sys.path.insert(0, str(script.resolve().parent))
     prepare(sys.argv, _ENTRY)
@@ -124,12 +107,12 @@ def switch_on_automatically() -> None:
         options = environment_args()
         burst = BurstConfig.from_args(options)
         loss = FusedLossConfig.from_args(options), True
-        check_unused(Namespace(**vars(options) | {"cp_comm_type": ["burst"]}))
+        flags.check_unused(Namespace(**vars(options) | {"cp_comm_type": ["burst"]}))
     except BurstError as error:
         log_message(str(error), logging.ERROR)
         raise
     patches.apply_when_imported("attention", "layers", *["invariant"] * burst.invariant)
-    if wants_fused_loss(options):
+    if flags.wants_fused_loss(options):
         patches.apply_when_imported("loss", given=loss)
     first, *_ = patches.rows("attention")
     on_undo(when_imported(first.module, functools.partial(_say_active, first)))
@@ -137,8 +120,8 @@ def switch_on_automatically() -> None:
 
 def _say_active(patch: Patch) -> None:
     if patch.live and os.environ.get("RANK", "0") == "0":
-        given = os.environ.get(VARIABLE) or "defaults"
-        log_message(f"burst attention: layers with cp_comm_type=burst run it ({VARIABLE}: {given})")
+        how = f"({VARIABLE}: {os.environ.get(VARIABLE) or 'defaults'})"
+        log_message(f"burst attention: layers with cp_comm_type=burst run it {how}")
 
 
 def take_args(args: Namespace) -> None:
@@ -148,8 +131,8 @@ def take_args(args: Namespace) -> None:
         BurstError: if they combine burst with something that it does not support.
     """
     if names_burst(args.cp_comm_type):
-        check_command(with_environment(args), "megatron_burst.auto.init")
-        force_args(args)
+        flags.check_command(with_environment(args), "megatron_burst.auto.init")
+        flags.force_args(args)
 
 
 def _wants_cpu(argv: list[str]) -> bool:
@@ -166,42 +149,43 @@ def switch_on(args: Namespace) -> None:
     A script may bypass `validate_args`, which checks the run and sets implied arguments. Burst's
     core attention is built even then, and refuses if they are not set.
     """
-    if wants_burst(args):
+    if flags.wants_burst(args):
         patches.apply("attention", "asked")
 
 
-def with_flags(
-    add_megatron_arguments, /, parser: ArgumentParser,
-    when_parsed: Callable[[Namespace], None] = switch_on,
-) -> ArgumentParser:  # fmt: skip
+def with_flags(add_megatron_arguments, /, parser: ArgumentParser,
+               when_parsed: Callable[[Namespace], None] = switch_on) -> ArgumentParser:  # fmt: skip
     """`add_megatron_arguments` that adds burst's flags; see `add_flags`."""
     _refuse_yaml()
     parser = add_megatron_arguments(parser)
-    add_flags(parser)
+    flags.add_flags(parser)
     take_plans(parser, when_parsed)
     return parser
 
 
 def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespace:
     """`validate_args` that first checks burst's requirements and switches burst on."""
-    _take_environment(args)
+    # Burst's options that the command line leaves open are those of the environment
+    vars(args).update(vars(with_environment(args)))
+    if (options := os.environ.get(VARIABLE)) and args.rank == 0:
+        log_message(f"burst attention: options that no flag sets come from {VARIABLE}: {options}")
     check_plan(args)
-    check_unused(args)
-    burst, has_loss = BurstConfig.from_args(args), wants_fused_loss(args)
-    if wants_burst(args):
-        check_command(args)
-        force_args(args)
+    flags.check_unused(args)
+    burst, has_loss = BurstConfig.from_args(args), flags.wants_fused_loss(args)
+    if flags.wants_burst(args):
+        flags.check_command(args)
+        flags.force_args(args)
     if burst.keep != "none" or burst.offloads_inputs:
         _hint_at_kept(args)
-        check_keep_args(args)
+        flags.check_keep_args(args)
     if has_loss:
-        check_loss_args(args)
+        flags.check_loss_args(args)
     validated = validate_args(args, {} if defaults is None else defaults)
-    if wants_burst(args):
+    if flags.wants_burst(args):
         layers = getattr(args, "heterogeneous_layers_config_encoded_json", None)
         more = ["layers"] * bool(layers) + ["invariant"] * burst.invariant
         patches.apply("attention", "asked", "packed", *more)
-        say_attention_backend(args)
+        flags.say_attention_backend(args)
     else:
         _hint_at_burst(args)
     _warn_of_sums(args)
@@ -213,23 +197,15 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
     return validated
 
 
-def _take_environment(args: Namespace) -> None:
-    """Set burst's options that the command line leaves open from MEGATRON_BURST; log it."""
-    vars(args).update(vars(with_environment(args)))
-    if (given := os.environ.get(VARIABLE)) and args.rank == 0:
-        log_message(f"burst attention: options that no flag sets come from {VARIABLE}: {given}")
-
-
 def _refuse_yaml() -> None:
     """Refuse burst with a YAML file, which replaces the parsed command line."""
     words = sys.argv[1:]
-    given = [word for word in words if word.partition("=")[0] == "--yaml-cfg"]
+    has_yaml = any(word.partition("=")[0] == "--yaml-cfg" for word in words)
     own = any(word.startswith("--burst-") for word in words)
-    if given and (own or {"burst", "--context-parallel-impl=burst"} & set(words)):
-        raise BurstError(
-            f"{FLAG}: cannot run with --yaml-cfg, because Megatron then ignores the command "
-            "line; got --yaml-cfg; pass the file's values as flags"
-        )
+    if has_yaml and (own or {"burst", "--context-parallel-impl=burst"} & set(words)):
+        raise BurstError(f"{FLAG}: cannot run with --yaml-cfg, because Megatron then ignores the "
+                         "command line; got --yaml-cfg; pass the file's values as "
+                         "flags")  # fmt: skip
 
 
 def _hint_at_burst(args: Namespace) -> None:
@@ -237,21 +213,20 @@ def _hint_at_burst(args: Namespace) -> None:
     local = getattr(args, "transformer_impl", None) == "local"
     alone = args.context_parallel_size == 1 or names_burst(args.cp_comm_type)
     if local and not alone and args.rank == 0:
-        log_message(
-            "Megatron's local attention: the context parallel size must be 1, because it only "
-            f"attends within a rank; got --context-parallel-size {args.context_parallel_size}; "
-            f"pass {FLAG}, or install transformer-engine"
-        )
+        size = args.context_parallel_size
+        log_message("Megatron's local attention: the context parallel size must be 1, because it "
+                    f"only attends within a rank; got --context-parallel-size {size}; pass {FLAG}, "
+                    "or install transformer-engine")  # fmt: skip
 
 
 def _hint_at_kept(args: Namespace) -> None:
     """Log whose results are kept where burst is not selected: perhaps its flag was forgotten."""
     size = args.context_parallel_size
-    if size > 1 and args.rank == 0 and not (wants_burst(args) or names_burst(args.cp_comm_type)):
-        log_message(
-            f"{KEEP_FLAG}: burst attention is not selected, so what is kept is of Megatron's own "
-            f"attention; got --context-parallel-size {size} without {FLAG}; pass it to run burst"
-        )
+    burst = flags.wants_burst(args) or names_burst(args.cp_comm_type)
+    if size > 1 and args.rank == 0 and not burst:
+        log_message(f"{KEEP_FLAG}: burst attention is not selected, so what is kept is of "
+                    f"Megatron's own attention; got --context-parallel-size {size} without "
+                    f"{FLAG}; pass it to run burst")  # fmt: skip
 
 
 def _warn_of_sums(args: Namespace) -> None:

@@ -75,14 +75,10 @@ def _has_mamba(o: Any) -> bool:
 def _scans_in_64_bits() -> bool:
     """Whether each kernel of the installed mamba_ssm's scan, and of the norm behind it, has a cast
     to 64 bits."""
-    found = find_spec("mamba_ssm")
-    if found is None or not found.submodule_search_locations:
+    spec = find_spec("mamba_ssm")
+    if spec is None or not spec.submodule_search_locations:
         return False
-    folder = Path(found.submodule_search_locations[0]) / "ops" / "triton"
-    return all(_casts(folder / f"{name}.py") for name in _SCAN)
-
-
-def _casts(file: Path) -> bool:
-    """Whether a file has Triton kernels, and a cast to 64 bits in each."""
-    kernels = file.read_text().split("@triton.jit")[1:] if file.exists() else []
-    return bool(kernels) and all("int64" in kernel for kernel in kernels)
+    folder = Path(spec.submodule_search_locations[0]) / "ops" / "triton"
+    files = [folder / f"{name}.py" for name in _SCAN]
+    kernels = [f.read_text().split("@triton.jit")[1:] if f.exists() else [] for f in files]
+    return all(kernels) and all("int64" in kernel for file in kernels for kernel in file)

@@ -12,12 +12,7 @@ from typing import Any, NoReturn
 
 from megatron_burst.config import FORCED, TUNINGS, BurstConfig
 from megatron_burst.errors import BurstError
-from megatron_burst.mcore.args import (
-    add_flags,
-    attention_kernel_of,
-    global_args,
-    with_attention_backend,
-)
+from megatron_burst.mcore import args as arguments
 from megatron_burst.mcore.plan_file import OWN, own_flags, words_of
 
 VARIABLE = "MEGATRON_BURST"
@@ -30,10 +25,10 @@ def burst_config_of(config: Any) -> BurstConfig:
     """`burst` of Megatron's TransformerConfig if set, else from its command line and, where that
     leaves them open, the environment; with the kernels of Megatron's `attention_backend`, unless
     that is auto."""
-    given = getattr(config, "burst", None)
-    if given is None:
-        given = BurstConfig.from_args(with_environment(global_args() or Namespace()))
-    return with_attention_backend(given, *attention_kernel_of(config))
+    burst = getattr(config, "burst", None)
+    if burst is None:
+        burst = BurstConfig.from_args(with_environment(arguments.global_args() or Namespace()))
+    return arguments.with_attention_backend(burst, *arguments.attention_kernel_of(config))
 
 
 def with_environment(args: Namespace) -> Namespace:
@@ -48,25 +43,20 @@ def with_environment(args: Namespace) -> Namespace:
     options, own = environment_args(), getattr(args, "burst_tune", None) or []
     plans = options.burst_plan, getattr(args, "burst_plan", None)
     if None not in plans and plans[0] != plans[1]:
-        raise BurstError(
-            f"{VARIABLE}: plan= must be the file of --burst-plan where both are given, because a "
-            f"run follows one plan; got {plans[0]} and {plans[1]}; leave one of them out"
-        )
+        raise BurstError(f"{VARIABLE}: plan= must be the file of --burst-plan where both are "
+                         f"given, because a run follows one plan; got {plans[0]} and {plans[1]}; "
+                         "leave one of them out")  # fmt: skip
     more = _unnamed(options.burst_tune or (), own)
-    taken = {name: value for name, value in vars(options).items() if name.startswith("burst_")}
-    given = {name: value for name, value in vars(args).items() if _is_given(value)}
-    tunings = {"burst_tune": [*more, *own] or None}
-    return Namespace(**vars(args) | taken | given | tunings)
+    defaults = {name: value for name, value in vars(options).items() if name.startswith("burst_")}
+    # 0.0 is set, as nothing else that is false is
+    is_set = {name: x for name, x in vars(args).items() if x is not None and x is not False}
+    return Namespace(**vars(args) | defaults | is_set | {"burst_tune": [*more, *own] or None})
 
 
 def _unnamed(tunings: Iterable[str], named: Iterable[str]) -> list[str]:
     """Of tunings, "name=value", those whose names no others have; those may be joined by commas."""
     names = {pair.partition("=")[0].strip() for text in named for pair in text.split(",")}
     return [pair for pair in tunings if pair.partition("=")[0].strip() not in names]
-
-
-def _is_given(value: object) -> bool:
-    return value is not None and value is not False  # but 0.0 is
 
 
 def environment_args() -> Namespace:
@@ -85,7 +75,7 @@ def environment_args() -> Namespace:
 @cache
 def _parsed(text: str) -> Namespace:
     parser = _OfVariable(add_help=False)
-    add_flags(parser)
+    arguments.add_flags(parser)
     flags = {
         action.dest.removeprefix("burst_"): action for action in parser._actions
         if action.dest.startswith("burst_") and action.dest not in _OF_COMMAND_LINES
@@ -106,28 +96,27 @@ def _parsed(text: str) -> Namespace:
             parser.error(f"got {pair!r}; it must be one of {', '.join(_SWITCH)}")
         elif _SWITCH[value]:
             words.append(flags[name].option_strings[0])
-    given = parser.parse_args(words)
-    return given if given.burst_plan is None else _with_plan(parser, given, words, names)
+    options = parser.parse_args(words)
+    return options if options.burst_plan is None else _with_plan(parser, options, words, names)
 
 
 def _with_plan(
-    parser: ArgumentParser, given: Namespace, words: list[str], names: list[str]
+    parser: ArgumentParser, options: Namespace, words: list[str], names: list[str]
 ) -> Namespace:
     """The variable's options, and what its plan adds to them."""
-    flags = own_flags(Path(given.burst_plan))
+    flags = own_flags(Path(options.burst_plan))
     tunings = [pair for text in flags.pop("--burst-tune", []) for pair in text.split(",")]
     more = {
         flag: value for flag, value in flags.items()
         if flag.removeprefix(OWN).replace("-", "_") not in names
     }  # fmt: skip
-    for pair in _unnamed(tunings, given.burst_tune or ()):
+    for pair in _unnamed(tunings, options.burst_tune or ()):
         words = ["--burst-tune", pair, *words]
     return parser.parse_args([*(word for flag in more.items() for word in words_of(*flag)), *words])
 
 
 class _OfVariable(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise BurstError(
-            f"{VARIABLE}: it must hold name=value, joined by commas, because a misspelt "
-            f"option would be silently ignored: {message}; correct it, or unset it"
-        )
+        raise BurstError(f"{VARIABLE}: it must hold name=value, joined by commas, because a "
+                         f"misspelt option would be silently ignored: {message}; correct it, or "
+                         "unset it")  # fmt: skip

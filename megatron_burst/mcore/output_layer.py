@@ -79,10 +79,8 @@ class LazyLogits:
         raise no_logits("logits are never stored while the loss is computed", func.__name__)
 
 
-def inside[T](
-    layer: tensor_parallel.ColumnParallelLinear, work: Callable[[Tensor, Tensor], T],
-    hidden: Tensor, weight: Tensor | None,
-) -> T:  # fmt: skip
+def inside[T](layer: tensor_parallel.ColumnParallelLinear, work: Callable[[Tensor, Tensor], T],
+              hidden: Tensor, weight: Tensor | None) -> T:  # fmt: skip
     """`work(hidden, weight)` as the forward of an output layer, with all hooks of its call.
 
     `weight`: as in a call of the layer; None: its own.
@@ -93,36 +91,30 @@ def inside[T](
     before = vars(layer).get("forward")
 
     def forward(hidden: Tensor, weight: Tensor | None = None) -> T:
-        return work(hidden, _gathered(layer, weight))
+        own = layer.weight
+        if isinstance(weight, DTensor) and own is not None:
+            # MTP detaches the layer's own before the call (mtp_detach_heads)
+            weight = own if weight.requires_grad else own.detach()
+        weight = own if weight is None else weight
+        refuse_sharded(weight)
+        return work(hidden, weight)
 
     layer.forward = forward
     try:
         return nn.Module.__call__(layer, hidden, weight=weight)
     finally:
-        if before is None:
-            del layer.forward
-        else:
+        del layer.forward
+        if before is not None:
             layer.forward = before
-
-
-def _gathered(layer: tensor_parallel.ColumnParallelLinear, weight: Tensor | None) -> Tensor:
-    """The weight that a call computes with."""
-    if isinstance(weight, DTensor) and layer.weight is not None:
-        # MTP detaches the layer's own before the call (mtp_detach_heads)
-        weight = layer.weight if weight.requires_grad else layer.weight.detach()
-    weight = layer.weight if weight is None else weight
-    refuse_sharded(weight)
-    return weight
 
 
 def refuse_sharded(weight: Tensor | None) -> None:
     """Refuse a weight that FSDP2 has sharded where it is read."""
     if isinstance(weight, DTensor):
-        raise BurstError(
-            f"{WHO}: cannot run with tied embeddings under FSDP2, because FSDP2 gathers their "
-            "weight for the embedding alone; got a sharded weight; pass "
-            "--untie-embeddings-and-output-weights, or --use-megatron-fsdp"
-        )
+        raise BurstError(f"{WHO}: cannot run with tied embeddings under FSDP2, because FSDP2 "
+                         "gathers their weight for the embedding alone; got a sharded weight; pass "
+                         "--untie-embeddings-and-output-weights, or "
+                         "--use-megatron-fsdp")  # fmt: skip
 
 
 def no_logits(must: str, got: object) -> BurstError:

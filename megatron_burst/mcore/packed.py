@@ -25,7 +25,7 @@ from megatron_burst.mcore.refusals import CUDA_GRAPHS, OFF
 from megatron_burst.schedule.layout import Layout, positions
 
 # Caches of this process. Results derived from boundaries, once per sample instead of per layer:
-_FOUND: BoundedDict[Hashable, tuple[Any, Any]] = BoundedDict(32)
+_RESULTS: BoundedDict[Hashable, tuple[Any, Any]] = BoundedDict(32)
 # a group of this rank alone, for the life of the default group
 _ALONE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 # by size, this rank's sub-group of a context-parallel group, for the life of that
@@ -61,10 +61,9 @@ def _are_rows(params: PackedSeqParams, tokens: int, samples: int) -> bool:
         rows = torch.arange(samples + 1, dtype=ends.dtype, device=ends.device) * tokens
         return ends.shape == rows.shape and bool((ends == rows).all())
 
-    given = [x for x in (params.cu_seqlens_q, params.cu_seqlens_q_padded) if x is not None]
-    return all(
-        found_once(partial(end_rows, ends), ("rows", tokens, samples), ends) for ends in given
-    )
+    boundaries = params.cu_seqlens_q, params.cu_seqlens_q_padded
+    return all(found_once(partial(end_rows, ends), ("rows", tokens, samples), ends)
+               for ends in boundaries if ends is not None)  # fmt: skip
 
 
 def group_of(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -92,19 +91,19 @@ def group_of_one() -> dist.ProcessGroup:
 def sample_of(params: PackedSeqParams | None, cp_size: int) -> dict[str, Any]:
     """The layout of a call's tensors, as arguments of `burst_attention`."""
     slices = slices_in(params)
-    given = {} if slices is None else {"slices": slices}
+    sample = {"qkv_format": "thd" if is_packed(params) else "sbhd"}
+    sample |= {} if slices is None else {"slices": slices}
     if params is None or not is_packed(params):
-        return {"qkv_format": "sbhd"} | given
-    if given and layout_of(cp_size) is not Layout.DOCUMENTS:
-        return {"qkv_format": "thd"} | given
-    padded = params.cu_seqlens_q_padded
-    return {
-        "qkv_format": "thd",
-        "layout": str(layout_of(cp_size)),
-        "cu_seqlens": params.cu_seqlens_q,
-        "cu_seqlens_padded": None if padded is params.cu_seqlens_q else padded,
-        "max_seqlen": _longest(params.max_seqlen_q),
-    } | given
+        return sample
+    layout = layout_of(cp_size)
+    if slices is not None and layout is not Layout.DOCUMENTS:
+        return sample
+    padded, longest = params.cu_seqlens_q_padded, params.max_seqlen_q
+    # reading a tensor on a GPU would synchronize; burst then finds the length once per sample
+    is_hidden = longest is None or (isinstance(longest, Tensor) and longest.is_cuda)
+    return sample | {"layout": str(layout), "cu_seqlens": params.cu_seqlens_q,
+                     "cu_seqlens_padded": None if padded is params.cu_seqlens_q else padded,
+                     "max_seqlen": None if is_hidden else int(longest)}  # fmt: skip
 
 
 def layout_of(cp_size: int) -> Layout:
@@ -122,13 +121,6 @@ def documents_lie_anywhere() -> bool:
     args = global_args()
     anywhere = getattr(args, "dataloader_inter_document_masking", False)
     return bool(anywhere and not getattr(args, "sft", False))
-
-
-def _longest(max_seqlen: int | Tensor | None) -> int | None:
-    """As a number, or None if reading it would synchronize; burst then finds it once per sample."""
-    if max_seqlen is None or (isinstance(max_seqlen, Tensor) and max_seqlen.is_cuda):
-        return None
-    return int(max_seqlen)
 
 
 def shards_itself(group: dist.ProcessGroup) -> None:
@@ -156,10 +148,10 @@ def found_once[T](find: Callable[[], T], what: Hashable, *boundaries: Tensor) ->
     """The cached result of `find` for these boundaries on the current stream; the entry also holds
     the boundaries, to recognize them."""
     key = what, Placement.of(boundaries[0]), *map(identity, boundaries)
-    found = _FOUND.recent(key)
-    if found is None:
-        found = _FOUND[key] = find(), boundaries
-    return found[0]
+    entry = _RESULTS.recent(key)
+    if entry is None:
+        entry = _RESULTS[key] = find(), boundaries
+    return entry[0]
 
 
 # ---- a micro-batch's own group --------------------------------------------------------------
@@ -194,21 +186,16 @@ def check_rotated(
     group = group_of(params, cp_group)
     change = "import megatron_burst.auto, or start the script with python -m megatron_burst"
     require("packed samples", [
-        (group is cp_group or follows,
-         "the group of a packed micro-batch must be the layer's with CUDA graphs and in models "
-         "that only name burst in their spec, because Megatron's RoPE uses positions in the "
-         "layer's group",
+        (group is cp_group or follows, "the group of a packed micro-batch must be the layer's with "
+         "CUDA graphs and in models that only name burst in their spec, because Megatron's RoPE "
+         "uses positions in the layer's group",
          f"a group of {group.size()} ranks in a layer of {cp_group.size()}", change),
-        (cp_group.size() == 1 or not documents_lie_anywhere() or _rotates_anywhere(),
+        (cp_group.size() == 1 or not documents_lie_anywhere()
+         or all(patch.live for patch in patches.rows("anywhere")),
          "documents must not start at any token in models that only name burst in their spec, "
          "because Megatron's RoPE assumes that each is sharded on its own",
          "--dataloader-inter-document-masking", change),
     ])  # fmt: skip
-
-
-def _rotates_anywhere() -> bool:
-    """Whether burst's RoPE is applied."""
-    return all(patch.live for patch in patches.rows("anywhere"))
 
 
 def _take_own_group(layer, args, options) -> None:
@@ -219,10 +206,9 @@ def _take_own_group(layer, args, options) -> None:
         return
     fused = layer.config.multi_latent_attention and layer.config.apply_rope_fusion
     require("packed samples", [
-        (not fused or own.size() == groups.cp.size(),
-         "the group of a packed micro-batch must be the layer's with MLA and fused RoPE, because "
-         "its kernels use positions in the layer's group",
-         f"a group of {own.size()} ranks in a layer of {groups.cp.size()}",
+        (not fused or own.size() == groups.cp.size(), "the group of a packed micro-batch must be "
+         "the layer's with MLA and fused RoPE, because its kernels use positions in the layer's "
+         "group", f"a group of {own.size()} ranks in a layer of {groups.cp.size()}",
          "pass --no-rope-fusion"),
         (not getattr(layer, "recompute_up_proj", False),
          "the group of a packed micro-batch must be the layer's if RoPE is recomputed in "
@@ -244,12 +230,12 @@ def consecutive_part(cp_group: dist.ProcessGroup, size: int) -> dist.ProcessGrou
         return cp_group
     if size == 1:
         return group_of_one()
-    made = _PARTS.setdefault(cp_group, {})
-    if size not in made:
+    parts = _PARTS.setdefault(cp_group, {})
+    if size not in parts:
         ranks, first = dist.get_process_group_ranks(cp_group), cp_group.rank() // size * size
-        some = ranks[first : first + size]
-        made[size] = dist.new_group(some, use_local_synchronization=True)
-    return made[size]
+        mine = ranks[first : first + size]
+        parts[size] = dist.new_group(mine, use_local_synchronization=True)
+    return parts[size]
 
 
 # ---- TransformerEngine's rows of a rank -----------------------------------------------------
@@ -276,12 +262,12 @@ def partitioned_indices(
     """
     pieces, on_cpu = 2 * world_size, cu_seqlens.device.type == "cpu"
     cut = not on_cpu or not bool((cu_seqlens % pieces).any())
-    known = f"boundaries {cu_seqlens[:8].tolist()} of " if on_cpu else ""
+    ends = f"boundaries {cu_seqlens[:8].tolist()} of " if on_cpu else ""
     require("packed samples", [(
         cut and total_tokens % pieces == 0,
         f"each document must be padded to a multiple of {pieces} tokens, because each of "
         f"{world_size} ranks holds two chunks of it",
-        f"{known}{total_tokens} tokens", "pad them",
+        f"{ends}{total_tokens} tokens", "pad them",
     )])  # fmt: skip
     starts = cu_seqlens // world_size
     rows = torch.arange(total_tokens // world_size, dtype=torch.int32, device=starts.device)

@@ -55,51 +55,37 @@ TRAINING_LOG = "megatron.training.training:training_log"
 
 # shared parameter lists
 LAYER = "self config submodules layer_number attn_mask_type attention_type cp_comm_type"
-GPT_HEAD = (
-    "self config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
-    "fp16_lm_cross_entropy"
-)
-GPT_TAIL = (
-    "parallel_output share_embeddings_and_output_weights position_embedding_type rotary_percent "
-    "rotary_base rope_scaling rope_scaling_factor scatter_embedding_sequence_parallel "
-    "seq_len_interpolation_factor mtp_block_spec pg_collection vp_stage"
-)
-HYBRID_TAIL = (
-    "parallel_output share_embeddings_and_output_weights position_embedding_type rotary_percent "
-    "rotary_base scatter_embedding_sequence_parallel seq_len_interpolation_factor pg_collection"
-)
-STEP = (
-    "forward_step_func data_iterator model optimizer opt_param_scheduler config "
-    "forward_backward_func iteration"
-)
-LOGGED = (
-    "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter "
-    "grad_norm params_norm num_zeros_in_grad max_attention_logit pg_collection is_first_iteration"
-)
+GPT_HEAD = ("self config transformer_layer_spec vocab_size max_sequence_length pre_process "
+            "post_process fp16_lm_cross_entropy")  # fmt: skip
+GPT_TAIL = ("parallel_output share_embeddings_and_output_weights position_embedding_type "
+            "rotary_percent rotary_base rope_scaling rope_scaling_factor "
+            "scatter_embedding_sequence_parallel seq_len_interpolation_factor mtp_block_spec "
+            "pg_collection vp_stage")  # fmt: skip
+HYBRID_TAIL = ("parallel_output share_embeddings_and_output_weights position_embedding_type "
+               "rotary_percent rotary_base scatter_embedding_sequence_parallel "
+               "seq_len_interpolation_factor pg_collection")  # fmt: skip
+STEP = ("forward_step_func data_iterator model optimizer opt_param_scheduler config "
+        "forward_backward_func iteration")  # fmt: skip
+LOGGED = ("loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag "
+          "skipped_iter grad_norm params_norm num_zeros_in_grad max_attention_logit pg_collection "
+          "is_first_iteration")  # fmt: skip
 _FORWARD = "self query key value attention_mask attn_mask_type attention_bias packed_seq_params"
 _LAYER = f"{LAYER} pg_collection pp_layer_offset name"
-_IN_LAYER = (
-    "self hidden_states attention_mask context context_mask rotary_pos_emb rotary_pos_cos "
-    "rotary_pos_sin rotary_pos_cos_sin attention_bias inference_context packed_seq_params "
-    "sequence_len_offset"
-)
-_RECOMPUTED = (
-    "self hidden_states attention_mask context context_mask rotary_pos_emb attention_bias "
-    "packed_seq_params use_inner_quantization_context padding_mask"
-)
-_HYBRID = (
-    "vocab_size max_sequence_length hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio "
-    "hybrid_override_pattern pre_process post_process fp16_lm_cross_entropy "
-    f"{HYBRID_TAIL} vp_stage"
-)
+_IN_LAYER = ("self hidden_states attention_mask context context_mask rotary_pos_emb rotary_pos_cos "
+             "rotary_pos_sin rotary_pos_cos_sin attention_bias inference_context packed_seq_params "
+             "sequence_len_offset")  # fmt: skip
+_RECOMPUTED = ("self hidden_states attention_mask context context_mask rotary_pos_emb "
+               "attention_bias packed_seq_params use_inner_quantization_context "
+               "padding_mask")  # fmt: skip
+_HYBRID = ("vocab_size max_sequence_length hybrid_layer_pattern hybrid_attention_ratio "
+           "hybrid_mlp_ratio hybrid_override_pattern pre_process post_process "
+           f"fp16_lm_cross_entropy {HYBRID_TAIL} vp_stage")  # fmt: skip
 _TE_CHECKPOINT = (
     "forward_func distribute_saved_activations get_rng_state_tracker tp_group args kwargs"
 )
 # shared reasons
-_CORES = (
-    "specs name Megatron's own core attention, and --spec does not reach the layers of "
-    "multi-token prediction"
-)
+_CORES = ("specs name Megatron's own core attention, and --spec does not reach the layers of "
+          "multi-token prediction")  # fmt: skip
 _OWN = "keeps what Megatron's own attention saves for its backward, with --burst-keep"
 _INPUTS = "layers call it by this name; hooks for what it saves must be set around the call"
 _BUILT = "attaches the fused loss to models when they are built, by any code"
@@ -151,8 +137,8 @@ def rows(*groups: str) -> tuple[Patch, ...]:
 
 def there(patches: Iterable[Patch]) -> tuple[Patch, ...]:
     """Those whose place this Megatron has."""
-    found = [patch for patch in patches if _is_there(patch)]
-    return tuple(patch for patch in found if patch.te is None or patch.te == _has_te())
+    fitting = [patch for patch in patches if _is_there(patch)]
+    return tuple(patch for patch in fitting if patch.te is None or patch.te == _has_te())
 
 
 def _is_there(patch: Patch) -> bool:
@@ -224,12 +210,10 @@ def patches_of(
         forms: parameters in other releases, by place.
     """
     for place, becomes, parameters, why in rows:
-        yield Patch(
-            name, place, becomes, tuple(parameters.split()), why,
-            package=place.partition(".")[0].replace("megatron", "megatron-core"), te=te,
-            others=tuple(tuple(form.split()) for form in forms.get(place, {}).values()),
-            releases=releases.get(place, EVERY_RELEASE),
-        )  # fmt: skip
+        yield Patch(name, place, becomes, tuple(parameters.split()), why,
+                    package=place.partition(".")[0].replace("megatron", "megatron-core"), te=te,
+                    others=tuple(tuple(form.split()) for form in forms.get(place, {}).values()),
+                    releases=releases.get(place, EVERY_RELEASE))  # fmt: skip
 
 
 TABLE: tuple[Patch, ...] = (
@@ -274,15 +258,13 @@ TABLE: tuple[Patch, ...] = (
     # also applied by the flag
     *patches_of(
         "asked",
-        (ATTENTION, f"{_SPECS}:refuse_unset", _LAYER,
-         "a script may bypass the validate_args that sets cp_comm_type, and the flag would have "
-         "no effect"),
+        (ATTENTION, f"{_SPECS}:refuse_unset", _LAYER, "a script may bypass the validate_args that "
+         "sets cp_comm_type, and the flag would have no effect"),
     ),
     # for packed samples
     *patches_of(
         "packed",
-        (DOCUMENTS,
-         f"{_PACKED}:shard_without_te", "batch cp_group",
+        (DOCUMENTS, f"{_PACKED}:shard_without_te", "batch cp_group",
          "TransformerEngine's extension tells which rows a rank has (core/utils.py:2441), and "
          "without TransformerEngine there is none"),
         (FINE_TUNING, f"{_PACKED}:shard_without_te", "batch cp_group", "the same in 0.18"),
@@ -291,8 +273,7 @@ TABLE: tuple[Patch, ...] = (
     # for --dataloader-inter-document-masking
     *patches_of(
         "anywhere",
-        (ROTARY,
-         f"{_PACKED}:rotate_anywhere",
+        (ROTARY, f"{_PACKED}:rotate_anywhere",
          "t freqs config cu_seqlens mscale cp_group mla_rotary_interleaved",
          "assumes that each document is sharded on its own (rope_utils.py:184), but these "
          "samples are sharded as a whole"),
@@ -310,15 +291,13 @@ TABLE: tuple[Patch, ...] = (
     # not replaced, but relied on
     *patches_of(
         "hook points",
-        (f"{_ATTENTION}:CoreAttentionBuilder.__call__", "",
-         "self config layer_number attn_mask_type attention_type cp_comm_type softmax_scale "
-         "pg_collection",
+        (f"{_ATTENTION}:CoreAttentionBuilder.__call__", "", "self config layer_number "
+         "attn_mask_type attention_type cp_comm_type softmax_scale pg_collection",
          "Megatron builds burst's core attention with these"),
     ),
     *patches_of(
         "spec",
-        (LAYER_SPEC, "", "config vp_stage",
-         "--spec megatron_burst.spec layer_spec"),
+        (LAYER_SPEC, "", "config vp_stage", "--spec megatron_burst.spec layer_spec"),
     ),
     # applied by megatron_burst.keep, with --burst-keep or without Megatron
     *CHECKPOINTS,
@@ -329,8 +308,7 @@ TABLE: tuple[Patch, ...] = (
          "ctx run_function distribute_saved_activations args",
          "pairs a layer's first pass with recomputation; there is no hook around them"),
         (f"{_DOT_PRODUCT}.forward", f"{_RECOMPUTE}:own_kept", _FORWARD, _OWN),
-        (TRANSFORMER_LAYER, f"{_MODULES}:in_layer",
-         f"{_IN_LAYER} padding_mask inference_params",
+        (TRANSFORMER_LAYER, f"{_MODULES}:in_layer", f"{_IN_LAYER} padding_mask inference_params",
          "modules of a layer have no hook that could replace their call"),
         *((place, f"{_WHOLE}:with_fewer_checkpoints",
            f"{_RECOMPUTED} extract_layer_indices layer_offset",
@@ -358,26 +336,21 @@ TABLE: tuple[Patch, ...] = (
     ),
     *patches_of(
         "inputs",
-        (TE_RECOMPUTE, f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT,
-         _INPUTS),
+        (TE_RECOMPUTE, f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT, _INPUTS),
         (f"{_TE}:te_checkpoint", f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT, _INPUTS),
         te=True,
     ),
     # applied by --burst-fused-loss; given: its configuration
     *patches_of(
         "loss",
-        (GPT, f"{_LOSS}:build_with_loss",
-         f"{GPT_HEAD} {GPT_TAIL}", _BUILT),
-        (HYBRID, f"{_LOSS}:build_with_loss",
-         f"self config hybrid_stack_spec {_HYBRID}", _BUILT),
-        (MAMBA, f"{_LOSS}:build_with_loss",
-         f"self config mamba_stack_spec {_HYBRID}", _BUILT),
+        (GPT, f"{_LOSS}:build_with_loss", f"{GPT_HEAD} {GPT_TAIL}", _BUILT),
+        (HYBRID, f"{_LOSS}:build_with_loss", f"self config hybrid_stack_spec {_HYBRID}", _BUILT),
+        (MAMBA, f"{_LOSS}:build_with_loss", f"self config mamba_stack_spec {_HYBRID}", _BUILT),
     ),
     # applied by --burst-log
     *patches_of(
         "log",
-        (TRAIN_STEP, f"{_LOG}:count_in_step",
-         f"{STEP} pg_collection p2p_communicator",
+        (TRAIN_STEP, f"{_LOG}:count_in_step", f"{STEP} pg_collection p2p_communicator",
          "evaluations run between steps, and nothing is called where a step begins"),
         (TRAINING_LOG, f"{_LOG}:log_transfers",
          f"{LOGGED} seqlen_squared_sum_in_batch total_real_tokens_in_batch",

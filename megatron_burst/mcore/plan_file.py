@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,12 +20,9 @@ FLAG, DUMP_FLAG = "--burst-plan", "--burst-dump-args"
 OWN = "--burst-"  # burst's options on the command line win
 # and so do options that no figure depends on
 _NO_FIGURE = ("--max-position-embeddings", "--ckpt-format")
-_SIZES = {  # Megatron's names of a planned model's sizes
-    "num_layers": "layers",
-    "hidden_size": "hidden",
-    "num_attention_heads": "heads_q",
-    "ffn_hidden_size": "ffn",
-}
+# Megatron's names of a planned model's sizes
+_SIZES = {"num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads_q",
+          "ffn_hidden_size": "ffn"}  # fmt: skip
 _WHY, _CHANGE = "its options are taken from there", "make it with megatron-burst plan"
 _ANY = Limits(-1e15)
 _Word = str | bool | Annotated[int, _ANY] | Annotated[float, _ANY]
@@ -82,28 +79,27 @@ def take_plans(parser: ArgumentParser, then: Callable[[Namespace], None]) -> Non
 
     def parse_with_plan(args: Sequence[str] | None = None, namespace: Namespace | None = None):
         words = sys.argv[1:] if args is None else list(args)
-        found, unknown = parse(words, namespace)
-        if found.burst_plan is not None:
-            _fill(parser, parse, found, words)
-        if found.burst_dump_args is not None:
-            _dump(parser, parse, found, words)
-        then(found)
-        return found, unknown
+        parsed, unknown = parse(words, namespace)
+        if parsed.burst_plan is not None:
+            _fill(parser, parse, parsed, words)
+        if parsed.burst_dump_args is not None:
+            _dump(parser, parse, parsed, words)
+        then(parsed)
+        return parsed, unknown
 
     parser.parse_known_args = parse_with_plan
 
 
-def _dump(parser: ArgumentParser, parse: _Parse, found: Namespace, words: Sequence[str]) -> None:
+def _dump(parser: ArgumentParser, parse: _Parse, parsed: Namespace, words: Sequence[str]) -> None:
     """Write the arguments that the command line or the script's own defaults give, by their names,
     as JSON for `megatron-burst plan`; ends the process."""
-    absent = object()
-    defaults = {action.dest: absent for action in parser._actions}
-    given = vars(parse(words, Namespace(**defaults))[0])
-    own = parser._defaults  # of set_defaults, which Megatron leaves to scripts
-    names = [name for name, value in given.items() if value is not absent or name in own]
     if os.environ.get("RANK", "0") == "0":
-        path = Path(found.burst_dump_args)
-        values = {name: getattr(found, name) for name in names if name != "burst_dump_args"}
+        absent, own = object(), parser._defaults  # by set_defaults, which is for scripts
+        defaults = {action.dest: absent for action in parser._actions}
+        by_name = vars(parse(words, Namespace(**defaults))[0])
+        names = [name for name, value in by_name.items() if value is not absent or name in own]
+        path = Path(parsed.burst_dump_args)
+        values = {name: getattr(parsed, name) for name in names if name != "burst_dump_args"}
         try:
             path.write_text(json.dumps({"megatron_arguments": values}, indent=1, default=str))
         except OSError as error:
@@ -115,42 +111,36 @@ def _dump(parser: ArgumentParser, parse: _Parse, found: Namespace, words: Sequen
     sys.exit(0)
 
 
-def _fill(parser: ArgumentParser, parse: _Parse, found: Namespace, words: Sequence[str]) -> None:
-    path, known = found.burst_plan, parser._option_string_actions
+def _fill(parser: ArgumentParser, parse: _Parse, run: Namespace, words: Sequence[str]) -> None:
+    path, actions = run.burst_plan, parser._option_string_actions
     flags = read_plan(Path(path)).flags
-    _check_names(flags, [flag for flag in known if flag not in (FLAG, DUMP_FLAG)], path)
-    planned = _parsed(parser, parse, flags, path)
-    given, taken = {word.partition("=")[0] for word in words}, []
+    legal = [flag for flag in actions if flag not in (FLAG, DUMP_FLAG)]
     for flag in flags:
-        dest = known[flag].dest
-        value, there = getattr(planned, dest), getattr(found, dest)
-        same = sorted(name for name in given if name in known and known[name].dest == dest)
-        if not same:
-            setattr(found, dest, value)
-            taken += words_of(flag, flags[flag])
-        elif value != there and not flag.startswith(OWN) and flag not in _NO_FIGURE:
-            got = same[0] if isinstance(there, bool) else there
-            raise _refusal(
-                f"the run must be the one that {path} was made for",
-                f"{_in_words(flag, flags[flag])} in the plan and {got} in the run",
-                f"leave {same[0]} out of the run, or plan again",
-            )
-    if taken and os.environ.get("RANK", "0") == "0":
-        # Megatron parses thrice (training/inprocess_restart.py:133, ft_integration.py:78)
-        log_message_once(harmless(f"burst attention: {path} adds {' '.join(taken)}"))
-
-
-def _check_names(flags: Iterable[str], known: Collection[str], path: str) -> None:
-    for flag in flags:
-        if flag not in known:
-            near = get_close_matches(flag, known, n=1)
+        if flag not in legal:
+            near = get_close_matches(flag, legal, n=1)
             change = f"write {near[0]}" if near else "leave it out"
             raise _refusal(f"{path} must name existing flags", flag, change)
+    planned = _args(parser, parse, flags, path)
+    names, added = {word.partition("=")[0] for word in words} & actions.keys(), []
+    for flag in flags:
+        dest, text = actions[flag].dest, words_of(flag, flags[flag])
+        value, in_run = getattr(planned, dest), getattr(run, dest)
+        same = sorted(name for name in names if actions[name].dest == dest)
+        if not same:
+            setattr(run, dest, value)
+            added += text
+        elif value != in_run and not flag.startswith(OWN) and flag not in _NO_FIGURE:
+            in_plan = " ".join(text) or f"no {flag}"
+            got = f"{in_plan} in the plan and {same[0] if isinstance(in_run, bool) else in_run}"
+            must = f"the run must be the one that {path} was made for"
+            change = f"leave {same[0]} out of the run, or plan again"
+            raise _refusal(must, f"{got} in the run", change)
+    if added and os.environ.get("RANK", "0") == "0":
+        # Megatron parses thrice (training/inprocess_restart.py:133, ft_integration.py:78)
+        log_message_once(harmless(f"burst attention: {path} adds {' '.join(added)}"))
 
 
-def _parsed(
-    parser: ArgumentParser, parse: _Parse, flags: Mapping[str, Any], path: str
-) -> Namespace:
+def _args(parser: ArgumentParser, parse: _Parse, flags: Mapping[str, Any], path: str) -> Namespace:
     """A plan's flags as the command line would have them, with the same checks of values."""
     words = [word for flag, value in flags.items() for word in words_of(flag, value)]
     exits, parser.exit_on_error = parser.exit_on_error, False
@@ -168,7 +158,7 @@ def read_plan(path: Path) -> Plan:
     Raises:
         BurstError: if the file cannot be read, or is no plan.
     """
-    reader = _reader(path)
+    reader = Reader(FLAG, str(path), _WHY, _CHANGE)
     plan: Plan = reader.typed(Plan, data := reader.json(), closed=False)
     reader.typed(Rates | None, data.get("rates"), "rates")  # no others
     for flag in plan.flags:
@@ -186,10 +176,8 @@ def own_flags(path: Path) -> dict[str, Any]:
 
 
 def rates_of(args: Namespace) -> Rates:
-    """Speeds of the GPUs that the run's plan is for; the defaults without one.
-
-    `args`: Megatron's parsed arguments.
-    """
+    """Speeds of the GPUs that the run's plan is for, by Megatron's parsed arguments; the defaults
+    without one."""
     path = getattr(args, "burst_plan", None)
     return (read_plan(Path(path)).rates if path is not None else None) or Rates()
 
@@ -203,13 +191,11 @@ def check_plan(args: Namespace) -> None:
     if path is None:
         return
     plan = read_plan(Path(path))
-    for name, size, found in _sizes(args, plan.job or _Job()):
-        if None not in (size, found) and size != found:
-            raise _refusal(
-                f"the run must be the one that {path} was made for",
-                f"{name} {size} in the plan and {found} in the run",
-                "plan again for this run",
-            )
+    for name, size, in_run in _sizes(args, plan.job or _Job()):
+        if None not in (size, in_run) and size != in_run:
+            must = f"the run must be the one that {path} was made for"
+            got = f"{name} {size} in the plan and {in_run} in the run"
+            raise _refusal(must, got, "plan again for this run")
     if plan.best and plan.best.fits is False:
         must = f"the strategy of {path} must be one that fits in memory"
         raise _refusal(must, plan.best.why or "", "plan other sizes, or leave the file out")
@@ -232,14 +218,6 @@ def words_of(flag: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [flag] if value else []
     return [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
-
-
-def _in_words(flag: str, value: Any) -> str:
-    return " ".join(words_of(flag, value)) or f"no {flag}"
-
-
-def _reader(path: Path) -> Reader:
-    return Reader(FLAG, str(path), _WHY, _CHANGE)
 
 
 def _refusal(must: str, got: str, change: str = _CHANGE) -> BurstError:

@@ -124,8 +124,8 @@ def _keeps_dispatch(o: Options) -> bool:
 
 def _selective(o: Options) -> bool:
     """Whether Megatron will recompute selectively."""
-    given = o.recompute_granularity
-    return given == "selective" or (not given and getattr(o, "recompute_activations", False))
+    kind = o.recompute_granularity
+    return kind == "selective" or (not kind and getattr(o, "recompute_activations", False))
 
 
 def _on_gpus(name: str, needed: str, allowed: Container[object] = OFF, asked: str = "") -> Refusal:
@@ -163,11 +163,9 @@ def _spares_loss(impl: object, o: Options) -> bool:
 
 
 def _cuda_graphs() -> Iterator[Refusal]:
-    change = (
-        "leave it out, or capture only parts other than attention (--cuda-graph-modules "
-        "moe_router, moe_preprocess or mamba, with transformer_engine or in hybrids also mlp "
-        "and moe, in older releases --cuda-graph-scope)"
-    )
+    change = ("leave it out, or capture only parts other than attention (--cuda-graph-modules "
+              "moe_router, moe_preprocess or mamba, with transformer_engine or in hybrids also mlp "
+              "and moe, in older releases --cuda-graph-scope)")  # fmt: skip
     for name in CUDA_GRAPHS:
         yield Refusal("attention", name, _spares_attention, "transfers between ranks cannot be "
                       "captured in CUDA graphs", change)  # fmt: skip
@@ -181,10 +179,6 @@ def _cuda_graphs() -> Iterator[Refusal]:
 def _by_spec(name: str, allowed, why: str) -> Iterator[Refusal]:
     change = f"start the script with python -m megatron_burst and {FLAG} instead of --spec"
     yield Refusal("spec", name, allowed, f"{why}, and --spec does not patch Megatron", change)
-
-
-def _packed(o: Options) -> bool:
-    return getattr(o, "packed_seq_params", None) == "thd"
 
 
 def _shards_documents(o: Options) -> bool:
@@ -204,17 +198,15 @@ _NO_MASK = "pass --no-create-attention-mask-in-dataloader"
 
 TABLE: tuple[Refusal, ...] = (
     # burst attention: command line
-    Refusal("command", "seq_length", _fits_zigzag,
-        "zigzag gives each rank two chunks, so it must be divisible by twice the context parallel "
-        "size",
+    Refusal("command", "seq_length", _fits_zigzag, "zigzag gives each rank two chunks, so it must "
+        "be divisible by twice the context parallel size",
         lambda o: f"choose a {nearest_multiples(o.seq_length, 2 * o.context_parallel_size)}",
         got="--seq-length {value} and --context-parallel-size {o.context_parallel_size}"),
     Refusal("run", "burst_nodes",
         lambda nodes, o: nodes is None or (nodes >= 1 and o.context_parallel_size % nodes == 0),
         "nested rings need equally many ranks on each node, so their number must divide the "
         "context parallel size",
-        lambda o: f"choose among the divisors of {o.context_parallel_size}",
-        asked="--burst-tune",
+        lambda o: f"choose among the divisors of {o.context_parallel_size}", asked="--burst-tune",
         got="--burst-tune nodes={value} and --context-parallel-size {o.context_parallel_size}"),
     Refusal("run", "hierarchical_context_parallel_sizes", OFF,
         "burst finds out itself which ranks share a node",
@@ -247,8 +239,7 @@ TABLE: tuple[Refusal, ...] = (
         "{o.tensor_model_parallel_size}"),
     Refusal("built", "create_attention_mask_in_dataloader", OFF,
         "causal attention needs no mask tensor, and other masks are not supported", _NO_MASK),
-    Refusal("model", "cp_comm_type",
-        lambda kinds, o: names_burst(kinds) or not _must_run_burst(o),
+    Refusal("model", "cp_comm_type", lambda kinds, o: names_burst(kinds) or not _must_run_burst(o),
         "no layer has the cp_comm_type burst, so all would run Megatron's own attention",
         "set it in a TransformerConfig of your own, pass --cp-comm-type burst, or call "
         "validate_args of megatron.training.arguments, which sets it, after importing "
@@ -298,15 +289,13 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("attention", "use_kitchen_attention", OFF, "it replaces core attention too"),
     Refusal("attention", "qk_clip", OFF, "burst does not track the largest logit"),
     Refusal("attention", "log_max_attention_logit", OFF, "burst does not track it"),
-    Refusal(
-        "attention", "flash_attention_version",
+    Refusal("attention", "flash_attention_version",
         lambda version, o: version is None or (version == 4 and _invariant(o)),
         "it names a kernel of Megatron's own attention (4 with --burst-invariant: burst's too)",
         "leave it out, or pass --burst-backend"),
     Refusal("attention", "experimental_attention_variant", ("gated_delta_net",),
         "burst computes softmax attention over all keys that a mask shows, not over keys that "
-        "learned scores select (DSA), nor linear attention (KDA)",
-        _WITHOUT),
+        "learned scores select (DSA), nor linear attention (KDA)", _WITHOUT),
     Refusal("attention", "attn_logit_softcapping", (0.0,),
         "most of burst's kernels have no soft cap of the scores", _WITHOUT,
         asked="softcapped scores"),
@@ -329,27 +318,25 @@ TABLE: tuple[Refusal, ...] = (
     *(Refusal("attention keep", name, OFF, "burst has no fp8 kernels and does not keep fp8 scales",
               "switch it off", asked="fp8 attention")
       for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")),
-    Refusal(
-        "attention", "attention_type", ("self",), "Megatron does not shard a second sequence",
+    Refusal("attention", "attention_type", ("self",), "Megatron does not shard a second sequence",
         _WITHOUT, asked="attention other than self-attention"),
     Refusal("attention", "attn_mask_type", _MASKS, _OTHER_MASKS, _WITHOUT, asked="this mask"),
     Refusal("backend", "attention_backend", ("auto", "flash", "fused", "unfused"),
         "it is Megatron's own attention, which burst replaces",
         "leave it out, or pass unfused for attention in plain PyTorch"),
     # a call of burst attention
-    Refusal(
-        "call", "attention_mask", (), "causal attention needs no mask tensor, and other masks "
-                                      "are not supported",
-        _NO_MASK, asked="a mask tensor", got="one of shape {value}"),
+    Refusal("call", "attention_mask", (),
+        "causal attention needs no mask tensor, and other masks are not supported", _NO_MASK,
+        asked="a mask tensor", got="one of shape {value}"),
     Refusal("call", "attention_bias", (), "burst's kernels add none",
         "use a position embedding such as rope", asked="an attention bias",
         got="one of shape {value}"),
-    Refusal("call", "packed_seq_params", ("thd",),
-        "documents are separated in the format thd only",
+    Refusal("call", "packed_seq_params", ("thd",), "documents are separated in the format thd only",
         "pass packed_seq_params with qkv_format thd", asked="these packed sequences",
         got="qkv_format={value}"),
     Refusal("call", "attn_mask_type",
-        lambda mask, o: mask in _MASKS[:2] or (mask in _MASKS and _packed(o)),
+        lambda mask, o: mask in (_MASKS if getattr(o, "packed_seq_params", None) == "thd"
+                                 else _MASKS[:2]),
         f"{_OTHER_MASKS}, and padding is supported in packed samples only",
         "use a causal mask without padding, or pass packed_seq_params", asked="this mask"),
     Refusal("packed", "cu_seqlens_q", (), "cu_seqlens_q says where documents begin",
@@ -389,9 +376,8 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("keep", "attention_dropout", (0.0,),
         "a recomputation that skips attention would not draw its random numbers",
         "pass --attention-dropout 0"),
-    Refusal("keep", "experimental_attention_variant",
-        lambda value, o: value != "dsa", "only softmax attention over all keys can be kept",
-        f"leave {KEEP_FLAG} out"),
+    Refusal("keep", "experimental_attention_variant", lambda value, o: value != "dsa",
+        "only softmax attention over all keys can be kept", f"leave {KEEP_FLAG} out"),
     Refusal("keep", "use_kitchen_attention", OFF,
         "only burst's attention, TransformerEngine's and Megatron's own can be kept",
         f"leave {KEEP_FLAG} out"),
@@ -455,8 +441,7 @@ TABLE: tuple[Refusal, ...] = (
                                             "gathering it",
         "leave that out", asked="a weight that is sharded over other ranks"),
     Refusal("head", "disable_grad_reduce", OFF,
-        "the fused loss itself reduces the hidden states' gradients",
-        asked="disable_grad_reduce"),
+        "the fused loss itself reduces the hidden states' gradients", asked="disable_grad_reduce"),
     # CPU mode
     _on_gpus("fp8", "8-bit kernels", asked="--fp8-format"),
     _on_gpus("fp4", "4-bit kernels", asked="--fp4-format"),

@@ -66,10 +66,8 @@ class SlicedSeqParams(PackedSeqParams):
             positions: see the attribute.
         """
         tokens = integer(WHO, "tokens", tokens, 1)
-        return cls(
-            qkv_format="sbhd", max_seqlen_q=tokens, max_seqlen_kv=tokens, slices=slices,
-            positions=positions,
-        )  # fmt: skip
+        return cls(qkv_format="sbhd", max_seqlen_q=tokens, max_seqlen_kv=tokens, slices=slices,
+                   positions=positions)  # fmt: skip
 
     @classmethod
     def of_tree(
@@ -119,10 +117,8 @@ class _Length(int):
     params: ReferenceType[SlicedSeqParams]
 
 
-def length_with_positions(
-    length_of, /, self, inference_context, transformer, transformer_input, transformer_config,
-    packed_seq_params=None, **options,
-):  # fmt: skip
+def length_with_positions(length_of, /, self, inference_context, transformer, transformer_input,
+                          transformer_config, packed_seq_params=None, **options):  # fmt: skip
     """`RotaryEmbedding.get_rotary_seq_len`, which models and MLA's layers call before they ask for
     the table; it is the first to see the parameters."""
     tensors, params = (transformer, transformer_input, transformer_config), packed_seq_params
@@ -144,36 +140,27 @@ def length_with_positions(
 def _needs(params: SlicedSeqParams, rotary: type, config: Any, tokens: int) -> Iterator[Need]:
     """What a sample of so many tokens needs."""
     is_packed, places = packed.is_packed(params), params.positions
-    told = params.max_seqlen_q, params.max_seqlen_kv
-    yield (
-        is_packed or told == (tokens, tokens),
-        "tokens must be those of a whole sequence, because Megatron's RoPE has a row for each",
-        f"{told[0]} for a sequence of {tokens}", "pass its length over all ranks",
-    )  # fmt: skip
+    yield (is_packed or params.max_seqlen_q == params.max_seqlen_kv == tokens,
+           "tokens must be those of a whole sequence, because Megatron's RoPE has a row for each",
+           f"{params.max_seqlen_q} for a sequence of {tokens}",
+           "pass its length over all ranks")  # fmt: skip
     if places is None:
         return
     fits = isinstance(places, Tensor) and places.shape == (tokens,)
     fits = fits and places.dtype in (torch.int32, torch.int64)
     got = f"{places.dtype} {tuple(places.shape)}" if isinstance(places, Tensor) else type(places)
-    yield (
-        fits and not packed.found_once(lambda: bool((places < 0).any()), "negative", places),
-        f"positions must be int32 or int64 [{tokens}] from 0 on, because each token of the sample "
-        "has one",
-        "negative ones" if fits else got, "pass those of the whole sample",
-    )  # fmt: skip
-    yield (
-        rotary.forward in (RotaryEmbedding.forward, YarnRotaryEmbedding.forward),
-        "positions must go to Megatron's own RotaryEmbedding or YarnRotaryEmbedding, because "
-        "others make their tables themselves",
-        rotary.__name__, "leave positions out, or train this model without trees",
-    )  # fmt: skip
+    yield (fits and not packed.found_once(lambda: bool((places < 0).any()), "negative", places),
+           f"positions must be int32 or int64 [{tokens}] from 0 on, because each token of the "
+           "sample has one", "negative ones" if fits else got,
+           "pass those of the whole sample")  # fmt: skip
+    yield (rotary.forward in (RotaryEmbedding.forward, YarnRotaryEmbedding.forward),
+           "positions must go to Megatron's own RotaryEmbedding or YarnRotaryEmbedding, because "
+           "others make their tables themselves", rotary.__name__,
+           "leave positions out, or train this model without trees")  # fmt: skip
     whole = is_packed or config.multi_latent_attention
-    yield (
-        not (whole and config.apply_rope_fusion),
-        "positions must come without fused RoPE in MLA and in packed samples, because its kernels "
-        "count through each document themselves",
-        "apply_rope_fusion", "pass --no-rope-fusion",
-    )  # fmt: skip
+    yield (not (whole and config.apply_rope_fusion), "positions must come without fused RoPE in "
+           "MLA and in packed samples, because its kernels count through each document themselves",
+           "apply_rope_fusion", "pass --no-rope-fusion")  # fmt: skip
 
 
 def _place(rotary: RotaryEmbedding, args: tuple, options: dict[str, Any], table: Any) -> Any:
@@ -184,24 +171,24 @@ def _place(rotary: RotaryEmbedding, args: tuple, options: dict[str, Any], table:
         return None
     where = Placement.of(table[0] if isinstance(table, tuple) else table)
     places, longest = _places(params, packed.group_of(params, _group_of(rotary)), where)
-    made = rotary.get_emb(longest)  # not kept: the next sample has other positions
+    longer = rotary.get_emb(longest)  # not kept: the next sample has other positions
     params.are_placed = True
-    return (made[0][places], *made[1:]) if isinstance(made, tuple) else made[places]
+    return (longer[0][places], *longer[1:]) if isinstance(longer, tuple) else longer[places]
 
 
 def _places(
     params: SlicedSeqParams, group: dist.ProcessGroup, where: Placement
 ) -> tuple[Tensor, int]:
     """Rows of the table, and how many it must have."""
-    given, is_packed = params.positions, packed.is_packed(params)
+    whole, is_packed = params.positions, packed.is_packed(params)
 
     def find() -> tuple[Tensor, int]:
-        mine = given
+        mine = whole
         if not is_packed:
-            mine = given[packed.places_in_zigzag(len(given) // group.size(), group)]
-        return mine.to(where.device, torch.int64), int(given.max()) + 1
+            mine = whole[packed.places_in_zigzag(len(whole) // group.size(), group)]
+        return mine.to(where.device, torch.int64), int(whole.max()) + 1
 
-    return packed.found_once(find, ("placed", is_packed, group.rank(), group.size(), where), given)
+    return packed.found_once(find, ("placed", is_packed, group.rank(), group.size(), where), whole)
 
 
 def _group_of(rotary: RotaryEmbedding) -> dist.ProcessGroup:

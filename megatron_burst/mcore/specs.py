@@ -15,15 +15,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_burst.errors import BurstError
 from megatron_burst.imports import when_imported
 from megatron_burst.installed import find_megatron
-from megatron_burst.mcore import patches
+from megatron_burst.mcore import core_attention, patches
 from megatron_burst.mcore.args import global_args
 from megatron_burst.mcore.checks import WHO, check_layer, check_run
-from megatron_burst.mcore.core_attention import (
-    PER_LAYER,
-    asks_for_burst,
-    burst_core_of,
-    burst_replacements,
-)
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.packed import documents_lie_anywhere, follow_groups
 from megatron_burst.mcore.refusals import refuse
@@ -43,30 +37,25 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
             support.
     """
     if not patches.rows("spec"):
-        raise BurstError(
-            "--spec megatron_burst.spec layer_spec: Megatron-Core must be 0.19 or newer, "
-            "because older ones do not pass it the model's configuration; got "
-            f"{find_megatron()}; pass --context-parallel-impl burst instead"
-        )
+        raise BurstError("--spec megatron_burst.spec layer_spec: Megatron-Core must be 0.19 or "
+                         "newer, because older ones do not pass it the model's configuration; got "
+                         f"{find_megatron()}; pass --context-parallel-impl burst "
+                         "instead")  # fmt: skip
     patches.apply("spec")
-    _leave_out_of_checkpoints(global_args())
+    # Megatron has read the flag; with --use-checkpoint-args a checkpoint that has it would force
+    # burst on a run that did not ask for it (training/checkpointing.py:1925)
+    if (args := global_args()) and (args.spec or [None])[0] == "megatron_burst.spec":
+        args.spec = None
     from megatron.training.models.gpt import default_layer_spec
 
     if config.transformer.context_parallel_size > 1:  # check before Megatron builds the model
         check_run()
-        refuse("attention", config.transformer, WHO, skip=PER_LAYER)
+        refuse("attention", config.transformer, WHO, skip=("attention_dropout",))  # may differ
         if not all(patch.live for patch in patches.rows("attention")):  # else layers build it
             _check_by_spec(config.transformer)
     if getattr(config.transformer, "burst", None) is not None:
         patches.apply("layers")
     return _replaced(default_layer_spec(config, vp_stage))
-
-
-def _leave_out_of_checkpoints(args: Namespace | None) -> None:
-    """Forget the flag once Megatron has read it: with --use-checkpoint-args a checkpoint that has
-    it would force burst on a run that did not ask for it (training/checkpointing.py:1925)."""
-    if args is not None and (args.spec or [None])[0] == "megatron_burst.spec":
-        args.spec = None
 
 
 def _check_by_spec(config: Any) -> None:
@@ -96,46 +85,43 @@ def burst_spec(spec: Any) -> Any:
 
 
 def _replaced(spec: Any) -> Any:
-    found: dict[type, type | None] = {}
-    made = _copy(spec, {}, found)
-    if not any(found.values()):
-        raise BurstError(
-            "burst_spec: the spec must hold a core attention of Megatron's, or a sub-class of "
-            "TransformerEngine's without a forward of its own, because that is what burst "
-            f"replaces; got {', '.join(core.__name__ for core in found) or 'none'} in "
-            f"{type(spec).__name__}; pass a layer or block spec with one"
-        )
-    return made
+    cores: dict[type, type | None] = {}
+    copied = _copy(spec, {}, cores)
+    if not any(cores.values()):
+        raise BurstError("burst_spec: the spec must hold a core attention of Megatron's, or a "
+                         "sub-class of TransformerEngine's without a forward of its own, because "
+                         "that is what burst replaces; got "
+                         f"{', '.join(core.__name__ for core in cores) or 'none'} in "
+                         f"{type(spec).__name__}; pass a layer or block spec with one")  # fmt: skip
+    return copied
 
 
-def _copy(node: Any, memo: dict[int, Any], found: dict[type, type | None]) -> Any:
-    """Copy the path to each core attention; `memo` keeps shared specs shared, `found` collects core
+def _copy(node: Any, memo: dict[int, Any], cores: dict[type, type | None]) -> Any:
+    """Copy the path to each core attention; `memo` keeps shared specs shared, `cores` collects core
     attentions, each with burst's replacement or None."""
     if isinstance(node, type):
-        core = burst_core_of(node)
-        if core is not None or issubclass(node, tuple(burst_replacements())):
-            found[node] = core
+        core = core_attention.burst_core_of(node)
+        if core is not None or issubclass(node, tuple(core_attention.burst_replacements())):
+            cores[node] = core
         if core is not None:
             _convert_alike(node, core)
         return core or node
     if id(node) in memo:
         return memo[id(node)]
-    inner = functools.partial(_copy, memo=memo, found=found)
-    made = node
-    if isinstance(node, ModuleSpec) or (
-        dataclasses.is_dataclass(node) and type(node).__name__.endswith("Submodules")
-    ):
-        values = {f.name: inner(getattr(node, f.name)) for f in dataclasses.fields(node)}
-        made = dataclasses.replace(cast(Any, node), **values)
+    inner, copied = functools.partial(_copy, memo=memo, cores=cores), node
+    has_name = dataclasses.is_dataclass(node) and type(node).__name__.endswith("Submodules")
+    if has_name or isinstance(node, ModuleSpec):
+        values = {f.name: inner(getattr(node, f.name)) for f in dataclasses.fields(cast(Any, node))}
+        copied = dataclasses.replace(cast(Any, node), **values)
     elif isinstance(node, functools.partial):
         keywords = {name: inner(value) for name, value in node.keywords.items()}
-        made = functools.partial(inner(node.func), *map(inner, node.args), **keywords)
+        copied = functools.partial(inner(node.func), *map(inner, node.args), **keywords)
     elif type(node) in (list, tuple):
-        made = type(node)(map(inner, node))
+        copied = type(node)(map(inner, node))
     elif type(node) is dict:
-        made = {key: inner(value) for key, value in node.items()}
-    memo[id(node)] = made
-    return made
+        copied = {key: inner(value) for key, value in node.items()}
+    memo[id(node)] = copied
+    return copied
 
 
 @functools.cache
@@ -166,18 +152,17 @@ def build_burst(init, /, self, *arguments, **options) -> None:
     This covers specs other than GPT's (hybrid, heterogeneous, a user's), which name Megatron's own.
     """
     bound = inspect.signature(init).bind(self, *arguments, **options)
-    given = bound.arguments
-    runs_burst = _asks_for_burst(**given)
+    layer = bound.arguments
+    runs_burst = _asks_for_burst(**layer)
     if runs_burst:
         patches.apply("packed", *["anywhere"] * documents_lie_anywhere())
-        given["submodules"] = _with_burst(**given)
-        given["cp_comm_type"] = "burst"  # passed on by transformer layers only
+        layer["submodules"] = _with_burst(**layer)
+        layer["cp_comm_type"] = "burst"  # passed on by transformer layers only
     init(*bound.args, **bound.kwargs)
     if runs_burst:
-        _check_core(type(self.core_attention), **given)  # built by a function, or with params
-        self.core_attention.burst = dataclasses.replace(
-            self.core_attention.burst, follows_groups=follow_groups(self)
-        )
+        core = self.core_attention
+        _check_core(type(core), **layer)  # built by a function, or with params
+        core.burst = dataclasses.replace(core.burst, follows_groups=follow_groups(self))
 
 
 def with_options(config_of_layer, /, self, layer_number):
@@ -193,54 +178,47 @@ def refuse_unset(init, /, self, *arguments, **options) -> None:
     Without context parallelism also of causal models, which the flag means; with it their
     configuration may say that they are towers, which hold whole samples.
     """
-    given = inspect.signature(init).bind(self, *arguments, **options).arguments
+    layer = inspect.signature(init).bind(self, *arguments, **options).arguments
     alone = parallel_state.get_context_parallel_world_size() <= 1
-    mask = getattr(given["attn_mask_type"], "name", None) if alone else None
-    refuse("model", Namespace(**vars(given["config"]) | {"attn_mask_type": mask}), WHO)
+    mask = getattr(layer["attn_mask_type"], "name", None) if alone else None
+    refuse("model", Namespace(**vars(layer["config"]) | {"attn_mask_type": mask}), WHO)
     init(self, *arguments, **options)
 
 
-def _asks_for_burst(
-    config, layer_number, cp_comm_type=None, pg_collection=None, **_
-) -> bool:  # fmt: skip
+def _asks_for_burst(config, layer_number, cp_comm_type=None, pg_collection=None, **_) -> bool:
     """Whether a layer is given burst, or else has it in the model's `cp_comm_type`.
 
     MLA, and attention built without a transformer layer, give none.
     """
     kinds = cp_comm_type or config.cp_comm_type
     kind = kinds[layer_number - 1] if isinstance(kinds, list) else kinds
-    return kind == "burst" and asks_for_burst(config, layer_number, kind, pg_collection)
+    asks = core_attention.asks_for_burst
+    return kind == "burst" and asks(config, layer_number, kind, pg_collection)
 
 
 def _with_burst(submodules, **layer) -> Any:
     """A layer's submodules, with burst's core attention."""
-    found: dict[type, type | None] = {}
-    core = _copy(submodules.core_attention, {}, found)
-    if not any(found.values()):
-        _check_core(_class_of(core), **layer)
+    cores: dict[type, type | None] = {}
+    core = _copy(submodules.core_attention, {}, cores)
+    if not any(cores.values()):
+        core = getattr(core, "module", core)
+        core = core.func if isinstance(core, functools.partial) else core
+        # others are known once they are built
+        _check_core(core if isinstance(core, type) else None, **layer)
         return submodules
     submodules = copy.copy(submodules)
     submodules.core_attention = core
     return submodules
 
 
-def _check_core(
-    core: type | None, config, layer_number, attn_mask_type, attention_type, **_
-) -> None:
-    """Refuse a layer that should run burst but would build another core attention."""
-    if core is None or issubclass(core, tuple(burst_replacements().values())):
+def _check_core(core, config, layer_number, attn_mask_type, attention_type, **_) -> None:
+    """Refuse a layer that should run burst but would build another core attention: a class; None:
+    not known yet."""
+    if core is None or issubclass(core, tuple(core_attention.burst_replacements().values())):
         return
     check_layer(config, layer_number, attn_mask_type, attention_type, None)
-    raise BurstError(
-        f"{WHO}: the model's spec must name burst's core attention, Megatron's own, or a sub-class "
-        "of TransformerEngine's without a forward of its own, because no other knows what "
-        f"cp_comm_type=burst means; got {core.__name__} in layer {layer_number}; put one of these "
-        "into the spec, or train this model without burst"
-    )
-
-
-def _class_of(core_attention) -> type | None:
-    """The class of a spec's core attention, if known before it is built."""
-    core = getattr(core_attention, "module", core_attention)
-    core = core.func if isinstance(core, functools.partial) else core
-    return core if isinstance(core, type) else None
+    raise BurstError(f"{WHO}: the model's spec must name burst's core attention, Megatron's own, "
+                     "or a sub-class of TransformerEngine's without a forward of its own, because "
+                     f"no other knows what cp_comm_type=burst means; got {core.__name__} in layer "
+                     f"{layer_number}; put one of these into the spec, or train this model without "
+                     "burst")  # fmt: skip

@@ -12,12 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.training.global_vars import (
-    get_args,
-    get_tensorboard_writer,
-    get_timers,
-    get_wandb_writer,
-)
+from megatron.training import global_vars
 from megatron.training.utils import print_rank_last
 
 from megatron_burst.engine.ranges import METER
@@ -52,7 +47,7 @@ def log_transfers(training_log, /, *args, **options) -> Any:
 
 
 def _is_logged(iteration: int) -> bool:
-    return iteration % get_args().log_interval == 0
+    return iteration % global_vars.get_args().log_interval == 0
 
 
 def _argument(function: Callable, args: tuple, options: dict, name: str) -> Any:
@@ -61,24 +56,27 @@ def _argument(function: Callable, args: tuple, options: dict, name: str) -> Any:
 
 def _log_times(iteration: int) -> None:
     """Log times through Megatron's timers, which all ranks read together."""
-    args, timers, seconds = get_args(), get_timers(), METER.seconds()
+    args, timers, seconds = global_vars.get_args(), global_vars.get_timers(), METER.seconds()
     for name, timer in TIMERS.items():
         timers(timer, log_level=0).set_elapsed(seconds.get(name, 0.0))
     names = list(TIMERS.values())
     if args.tensorboard_dir:
-        timers.write(names, get_tensorboard_writer(), iteration, reset=False)
+        timers.write(names, global_vars.get_tensorboard_writer(), iteration, reset=False)
     if getattr(args, "wandb_project", None):
-        timers.write(names, get_wandb_writer(), iteration, reset=False)
+        timers.write(names, global_vars.get_wandb_writer(), iteration, reset=False)
     timers.log(names)
     if not seconds:
-        print_rank_last(_NO_TIMES)
+        print_rank_last("burst attention: no times in this step: it is the first one, a profiler "
+                        "looks on, or it has passes of a shape or a mask that the step before did "
+                        "not have")  # fmt: skip
 
 
 def _log_bytes(iteration: int) -> None:
     """Log the bytes of the last rank, which prints and has the writers."""
     sent = METER.sent_bytes()
-    words = ", ".join(f"{name} {sent[link] / 2**20:.3f}" for link, name in _LINKS.items())
-    print_rank_last(f"burst attention, sent by the last rank in this step (MiB): {words}")
+    inside, outside = (sent[link] / 2**20 for link in (Link.INTRA, Link.INTER))
+    print_rank_last("burst attention, sent by the last rank in this step (MiB): inside its node "
+                    f"{inside:.3f}, to other nodes {outside:.3f}")  # fmt: skip
     for link, name in BYTES.items():
         _write(name, sent[link], iteration)
 
@@ -87,21 +85,14 @@ def _log_imbalance(iteration: int) -> None:
     """Log what the ranks of the last pipeline stage waited for the slowest of them."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     seconds = imbalance.of_all(PART.seconds(), group)
-    if len(seconds) > 1 and not isnan(found := imbalance.lost(seconds)):
+    if len(seconds) > 1 and not isnan(lost_s := imbalance.lost(seconds)):
         print_rank_last(imbalance.line_of(seconds, dist.get_process_group_ranks(group)))
-        _write(imbalance.TIMER, found, iteration)
+        _write(imbalance.TIMER, lost_s, iteration)
 
 
 def _write(name: str, value: float, iteration: int) -> None:
     """A scalar of this rank, if it has writers."""
-    if writer := get_tensorboard_writer():
+    if writer := global_vars.get_tensorboard_writer():
         writer.add_scalar(name, value, iteration)
-    if wandb_writer := get_wandb_writer():
+    if wandb_writer := global_vars.get_wandb_writer():
         wandb_writer.log({name: value}, iteration)
-
-
-_NO_TIMES = (
-    "burst attention: no times in this step: it is the first one, a profiler looks on, or it has "
-    "passes of a shape or a mask that the step before did not have"
-)
-_LINKS = {Link.INTRA: "inside its node", Link.INTER: "to other nodes"}

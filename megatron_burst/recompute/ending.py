@@ -42,9 +42,7 @@ class Ending:
         parameters: what it reads besides its arguments, as it is called.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], parameters: Callable[[], Iterable[Tensor]]
-    ) -> None:
+    def __init__(self, function: Callable, parameters: Callable[[], Iterable[Tensor]]) -> None:
         self._function, self._parameters = function, parameters
         self.unread: bool | None = None  # None: not known before its first recomputation
 
@@ -61,8 +59,8 @@ class Ending:
             keeping = Keeping(policy=Nothing(), parameters=tuple(self._parameters()))
             outs = call_kept(self._function, args, options, keeping)
             return self._watch(run, outs, True) if run.recomputes else outs
-        for each in runs:
-            each.place += 1  # as for a call that is kept
+        for frame in runs:
+            frame.place += 1  # as for a call that is kept
         if not run or not run.recomputes or self.unread is False:
             return self._function(*args, **options)
         try:
@@ -73,11 +71,8 @@ class Ending:
         return self._watch(run, outs)
 
     def _watch(self, run: RunningFrame, outs: Any, empty: bool = False) -> Any:
-        """The results of a recomputation; looks for readers in the graph once the checkpoint's own
-        exist.
-
-        `empty`: they are without values.
-        """
+        """The results of a recomputation, or `empty` ones, without values; looks for readers in the
+        graph once the checkpoint's own exist."""
         if run.frame.stops_early:  # torch would have ended it at its last call
             self._note(False, empty)
             return outs
@@ -87,9 +82,8 @@ class Ending:
 
     def _note(self, unread: bool, empty: bool = False) -> None:
         if empty and not unread:
-            raise BurstError(
-                f"{WHO}: what reads a layer's last results in backward must not change between "
-                "steps, because they are not recomputed where nothing reads them; got a reader "
-                "where there was none; recompute a function that does the same every time"
-            )
+            raise BurstError(f"{WHO}: what reads a layer's last results in backward must not "
+                             "change between steps, because they are not recomputed where nothing "
+                             "reads them; got a reader where there was none; recompute a function "
+                             "that does the same every time")  # fmt: skip
         self.unread = unread and self.unread is not False

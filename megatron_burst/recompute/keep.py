@@ -1,7 +1,7 @@
 """Calls functions so that checkpoints around them do not recompute them."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,14 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_burst.recompute.checkpoints import patch_checkpoints
-from megatron_burst.recompute.keeping import (
-    Frame,
-    Keeping,
-    RunningFrame,
-    Tensors,
-    framed,
-    running,
-)
+from megatron_burst.recompute.keeping import Frame, Keeping, Tensors, framed, running
 from megatron_burst.recompute.recording import Recording
 from megatron_burst.transforms import uncompiled
 
@@ -80,7 +73,7 @@ def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) ->
     runs = running()
     if not runs or torch.is_inference_mode_enabled():
         return function(*inputs)
-    recordings = [kept for kept in _taken(runs) if not kept.is_spent]
+    recordings = [kept for kept in _taken() if not kept.is_spent]
     recording = recordings[0] if recordings else Recording(function, inputs, keeping)
     if any(run.rounds for run in runs):
         recording.compare_no_bits()
@@ -92,11 +85,11 @@ def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) ->
     return recording.play(inputs, last=all(run.recomputes for run in runs))
 
 
-def _taken(runs: Sequence[RunningFrame]) -> list[Any]:
+def _taken() -> list[Any]:
     """What first passes kept of the call that begins now, for the frames that recompute it."""
-    for run in runs:
+    for run in running():
         run.place += 1
-    return [kept for run in runs if run.recomputes and (kept := run.take()) is not None]
+    return [kept for run in running() if run.recomputes and (kept := run.take()) is not None]
 
 
 def once[T](make: Callable[[], T]) -> T:
@@ -104,10 +97,9 @@ def once[T](make: Callable[[], T]) -> T:
     same object, once. Nothing in it may need a gradient."""
     if torch.is_inference_mode_enabled():
         return make()
-    runs = running()
-    kept = _taken(runs)
+    kept = _taken()
     result = kept[0] if kept else make()
-    for run in runs:
+    for run in running():
         if not run.recomputes:
             run.put(result)
     return result

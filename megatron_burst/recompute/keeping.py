@@ -55,7 +55,8 @@ class Frame[T]:
         def run(*args, **options):
             with self:
                 outs = function(*args, **options)
-                running()[-1].end(outs)
+                for notify in running()[-1].at_end:
+                    notify(outs)
                 return outs
 
         run.frame = self
@@ -64,9 +65,8 @@ class Frame[T]:
 
 def framed(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function bound to a frame: its own if it has one, else a new one."""
-    return (
-        function if isinstance(getattr(function, "frame", None), Frame) else Frame().bind(function)
-    )
+    has_own = isinstance(getattr(function, "frame", None), Frame)
+    return function if has_own else Frame().bind(function)
 
 
 @dataclass(slots=True)
@@ -83,11 +83,6 @@ class RunningFrame[T]:
     def put(self, kept: T) -> None:
         """Keep something of this call for recomputation."""
         self.frame._kept[self.place] = kept
-
-    def end(self, outs: Any) -> None:
-        """Tell calls of a recomputation what its results are."""
-        for notify in self.at_end:
-            notify(outs)
 
     def kept_bytes(self) -> int:
         """Bytes of what the first pass kept and recomputation has not taken yet."""
@@ -126,23 +121,17 @@ class Watch:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        counters = [_counter(x) for x in tensors]
-        self._seen = [
-            (x, x._version, tuple(y.shape)) for x, y in zip(counters, tensors, strict=True)
-        ]
+        self._seen = [(_counter(x), x._version, tuple(x.shape)) for x in tensors]
 
     def check(self) -> None:
         """Refuse a write."""
-        shapes = [
-            f"{shape}" for counter, version, shape in self._seen if counter._version != version
-        ]
+        shapes = [f"{shape}" for x, version, shape in self._seen if x._version != version]
         if shapes:
-            raise BurstError(
-                f"{WHO}: attention's kept results and offloaded inputs must not be modified in "
-                "place before backward, because recomputation needs their original values; got "
-                f"a write to shape {', '.join(shapes)}; write out = out + x instead of out += "
-                "x, or pass --burst-keep none"
-            )
+            raise BurstError(f"{WHO}: attention's kept results and offloaded inputs must not be "
+                             "modified in place before backward, because recomputation needs their "
+                             f"original values; got a write to shape {', '.join(shapes)}; write "
+                             "out = out + x instead of out += x, or pass --burst-keep "
+                             "none")  # fmt: skip
 
 
 def _counter(x: Tensor) -> Tensor:

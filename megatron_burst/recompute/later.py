@@ -38,19 +38,11 @@ class KeepTail:
     announcer: PassAnnouncer = field(default_factory=PassAnnouncer)  # of the whole call
     rounds: ClassVar[bool] = True  # whether results are other bits in recomputation
 
-    @property
-    def _early(self) -> slice:
-        return slice(self.plan.tokens)
-
-    @property
-    def _tail(self) -> slice:
-        return slice(self.plan.tokens, None)
-
     def trim(self, outs: Tensors) -> Tensors:
         """The tail of out [b, n, h, d] and of lse [b, h, n], as copies: a view would hold the
         memory of all rows."""
         out, lse = outs
-        return out[:, self._tail].clone(), lse[:, :, self._tail].clone()
+        return out[:, self.plan.tokens :].clone(), lse[:, :, self.plan.tokens :].clone()
 
     def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
         """Out [b, n, h, d] and lse [b, h, n] of all rows, in the dtypes of what was kept.
@@ -64,14 +56,12 @@ class KeepTail:
         collective = Pass(self.announcer, PassKind.EARLY_ROWS)
         with span, torch.no_grad(), torch.autocast(device, enabled=False), collective:
             out, lse = _with_rows(kept[0], tokens), _with_rows(kept[1], tokens, axis=2)
-            out[:, self._tail], lse[:, :, self._tail] = kept
+            out[:, self.plan.tokens :], lse[:, :, self.plan.tokens :] = kept
             self._recompute(inputs[:3], _rows_first(out, lse), collective.begin, *inputs[3:])
         return out, lse
 
-    def _recompute(
-        self, shard: Sequence[Tensor], results: Sequence[Tensor], begin: Callable[[], None],
-        sink: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def _recompute(self, shard: Sequence[Tensor], results: Sequence[Tensor],
+                   begin: Callable[[], None], sink: Tensor | None = None) -> None:  # fmt: skip
         """Fill the early rows of the results, out [b, n, h, d] and lse [b, n, h].
 
         A rank that fails after `begin` makes its transfers nevertheless, as in a program: the other
@@ -83,12 +73,13 @@ class KeepTail:
             begin: announces the pass to the other ranks.
             sink: of the call.
         """
+        tokens = self.plan.tokens
         if not self.plan.moves:
-            early = self._attend((x[:, self._early] for x in shard), begin, sink)
+            early = self._attend((x[:, :tokens] for x in shard), begin, sink)
             for target, rows in zip(results, early, strict=True):
-                target[:, self._early] = rows
+                target[:, :tokens] = rows
             return
-        resharded = [_dense_rows(x, self.plan.tokens) for x in shard]
+        resharded = [_dense_rows(x, tokens) for x in shard]
         outward = RowReshard(self.plan.moves, self.transport, resharded)
         back = RowReshard([move.reverse() for move in self.plan.moves], self.transport, results)
 
@@ -159,10 +150,9 @@ class RowReshard:
             self._targets[index][:, move.dest_rows.slice] = rows
 
 
-def keep_of(
-    call: Call, opened: Spec, spec: Spec, carrier: Communicator,
-    passes_of: Callable[[Spec], Passes], marks: PassAnnouncer,
-) -> tuple[Callable[..., Any] | None, list[Decision]]:  # fmt: skip
+def keep_of(call: Call, opened: Spec, spec: Spec, carrier: Communicator,
+            passes_of: Callable[[Spec], Passes],
+            marks: PassAnnouncer) -> tuple[Callable[..., Any] | None, list[Decision]]:  # fmt: skip
     """The function that runs a call and keeps its results (`run_kept`), or None if none are kept;
     the choices made.
 
@@ -177,11 +167,11 @@ def keep_of(
         choices = [replace(choice, value=f"keep half: {choice.value}")]
         if choice.value == "none":
             return None, choices
-        cp_size, tokens = spec.topology.cp_size, spec.shape.tokens
-        plan = early_rows(spec.layout, cp_size, tokens, choice.value == "resharded")
-        shape = replace(opened.shape, tokens=plan.tokens)
-        smaller = replace(opened, shape=shape, layout=plan.layout)
-        policy = KeepTail(plan, passes_of(smaller), carrier, marks)
+        shape = spec.topology.cp_size, spec.shape.tokens
+        plan = early_rows(spec.layout, *shape, choice.value == "resharded")
+        smaller = replace(opened.shape, tokens=plan.tokens)
+        passes = passes_of(replace(opened, shape=smaller, layout=plan.layout))
+        policy = KeepTail(plan, passes, carrier, marks)
     keeping = Keeping(policy, packer(call.devices[0], config), config.keep_debug, marks)
     return partial(run_kept, keeping=keeping), choices
 

@@ -4,6 +4,7 @@ which early rows, and whether they are resharded for it."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from megatron_burst.logs import Decision
 from megatron_burst.schedule.layout import Layout, positions
@@ -61,15 +62,12 @@ def early_rows(layout: Layout, cp_size: int, tokens: int, reshard: bool) -> Earl
         reshard: whether rows in zigzag go to other ranks; then `tokens` is a multiple of 4.
     """
     early = _early_tokens(tokens)
-    if layout is Layout.STRIPED:
-        return EarlyRows(Layout.STRIPED, early)
     if not reshard:
-        return EarlyRows(Layout.CONTIGUOUS, early)
-    ranks = range(cp_size)
+        striped = layout is Layout.STRIPED
+        return EarlyRows(Layout.STRIPED if striped else Layout.CONTIGUOUS, early)
     moves = tuple(
         RowMove(source, common.shifted(-source * early), dest, common.shifted(shift))
-        for source in ranks
-        for dest in ranks
+        for source, dest in product(range(cp_size), repeat=2)
         for chunk, shift in _chunks(dest, cp_size, early)
         if (common := chunk.intersection(Span(source * early, (source + 1) * early)))
     )
@@ -102,11 +100,8 @@ def choose_later(spec: Spec) -> Decision:
     early rows are recomputed, or "none" if keeping half gains nothing."""
     tokens = spec.shape.tokens
     if spec.mask.documents or not spec.mask.causal:
-        return Decision(
-            "none",
-            "only for a single causal document does recomputing early rows cost less than their "
-            "share of the time",
-        )
+        return Decision("none", "only for a single causal document does recomputing early rows "
+                        "cost less than their share of the time")  # fmt: skip
     if tokens < 2:
         return Decision("none", "one row per rank cannot be halved")
     if _is_even(spec):

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from itertools import count
-from math import prod
 
 import torch
 from torch import Tensor
 
 from megatron_burst.comm.alone import is_first
 from megatron_burst.environment import available_host_bytes
-from megatron_burst.logs import log_message
+from megatron_burst.logs import log_message, log_message_once
 from megatron_burst.recompute.auto.budget import LAYERS_BEHIND
 from megatron_burst.recompute.keeping import WHO, Frame, Resident, Tensors, Watch, running
 
@@ -57,7 +56,6 @@ class HostMemory:
         self._numbers = count()  # of lines
         self._leaving: deque[weakref.ref[HostParcel]] = deque()  # also on the device; oldest first
         self._ahead: list[weakref.ref[HostParcel]] = []
-        self._has_warned = False
 
     def pack(self, tensors: Tensors, input_of: Frame | None = None) -> "HostParcel | Resident":
         """Start copying tensors of the running frame to the host; if it is full they stay.
@@ -88,12 +86,9 @@ class HostMemory:
         if self.taken_bytes + num_bytes > self.limit_bytes:
             self.release()
         if self.taken_bytes + num_bytes > self.limit_bytes:
-            if not self._has_warned:
-                log_message(
-                    f"{WHO}: {self.limit_bytes / _GIB:.2f} GiB of host memory per rank are "
-                    "full; further results stay on the device"
-                )
-            self._has_warned = True
+            gib = self.limit_bytes / _GIB
+            log_message_once(f"{WHO}: {gib:.2f} GiB of host memory per rank are full; further "
+                             "results stay on the device")  # fmt: skip
             return None
         self.taken_bytes += num_bytes
         return _pinned(num_bytes, self.stream)
@@ -110,7 +105,7 @@ class HostMemory:
         if line is None:
             line = self._lines[frame] = _Line(self._last, next(self._numbers))
             self._last = weakref.ref(line)
-        parcel.made = line.number, len(line.parcels)
+        parcel.order = line.number, len(line.parcels)
         line.parcels.insert(len(line.parcels) if input_of is None else 0, weakref.ref(parcel))
         parcel.line = weakref.ref(line)
         self._let_leave(parcel)
@@ -118,10 +113,10 @@ class HostMemory:
     def _let_leave(self, parcel: _Lined) -> None:
         """Free the device's memory of what was packed some layers before a parcel: its copy has
         had as much time. Backward holds as much, fetched a layer ahead."""
-        line, place = parcel.made
+        line, place = parcel.order
         while self._leaving:
             oldest = self._leaving[0]()
-            if oldest is not None and oldest.made > (line - LAYERS_BEHIND, place):
+            if oldest is not None and oldest.order > (line - LAYERS_BEHIND, place):
                 break
             self._leaving.popleft()
             if oldest is not None:
@@ -132,15 +127,15 @@ class HostMemory:
         layer's backward takes about as long as the next one's copy; drop what was fetched in
         vain."""
         line = parcel.line()
-        coming = [each() for each in line.after(parcel)] if line else []
-        coming = [each for each in coming if isinstance(each, HostParcel)]
-        for other in (each() for each in (*self._ahead, *self._leaving)):
+        after = [ref() for ref in line.after(parcel)] if line else []
+        coming = [later for later in after if isinstance(later, HostParcel)]
+        for other in (ref() for ref in (*self._ahead, *self._leaving)):
             if other is not None and other is not parcel and other not in coming:
                 other.leave()
-        self._leaving = deque(each for each in self._leaving if each() in coming)
-        for each in coming:
-            each.prefetch()
-        self._ahead = [weakref.ref(each) for each in coming]
+        self._leaving = deque(ref for ref in self._leaving if ref() in coming)
+        for later in coming:
+            later.prefetch()
+        self._ahead = [weakref.ref(later) for later in coming]
 
 
 class _Line:
@@ -153,7 +148,7 @@ class _Line:
 
     def after(self, parcel: _Lined) -> list[weakref.ref[_Lined]]:
         """What is needed next: the rest of the line, then all of the line before."""
-        place = next(i for i, each in enumerate(self.parcels) if each() is parcel)
+        place = next(i for i, ref in enumerate(self.parcels) if ref() is parcel)
         before = self.before() if self.before else None
         return self.parcels[place + 1 :] + (before.parcels if before else [])
 
@@ -162,7 +157,7 @@ class DeviceParcel:
     """Kept tensors of a frame that stay on the device, beside others on the host."""
 
     line: "weakref.ref[_Line]"  # that contains it
-    made: tuple[int, int]  # that line's number, and how many it had before
+    order: tuple[int, int]  # that line's number, and how many it had before
 
     def __init__(self, memory: HostMemory, tensors: Tensors) -> None:
         self._memory, self._resident = memory, Resident(tensors)
@@ -177,30 +172,30 @@ class HostParcel:
     """Offloaded tensors. The buffer is reused once the parcel is gone."""
 
     line: "weakref.ref[_Line]"  # that contains it
-    made: tuple[int, int]  # that line's number, and how many it had before
+    order: tuple[int, int]  # that line's number, and how many it had before
 
     def __init__(self, memory: HostMemory, tensors: Tensors, buffer: Tensor) -> None:
         self._memory, self._buffer = memory, buffer
-        self._likes, self._watch = [_dense_like(x) for x in tensors], Watch(tensors)
+        # their dtypes and shapes, and strides if these leave no gaps
+        self._likes = [torch.empty_like(x, device="meta") for x in tensors]
+        self._watch = Watch(tensors)
         self.on_device: Tensors | None = tensors  # before the copy to the host and after that back
         self._copied = self._copy(self._views(), tensors)
 
-    def _copy(
-        self, targets: Sequence[Tensor], sources: Sequence[Tensor]
-    ) -> torch.cuda.Event | None:
+    def _copy(self, dests: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Copy tensors on the memory's stream; returns the end of it."""
         stream = self._memory.stream
-        if stream is not None:  # the sources' writers, and the targets' last users
+        if stream is not None:  # the sources' writers, and the dests' last users
             stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with _on(stream):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            for dest, source in zip(dests, sources, strict=True):
+                dest.copy_(source, non_blocking=True)
             return None if stream is None else stream.record_event()
 
     def _views(self) -> list[Tensor]:
         """The buffer as tensors of the right shapes, strides and dtypes."""
         return [
-            self._buffer[offset : offset + _num_bytes(x)].view(x.dtype).as_strided(
+            self._buffer[offset : offset + x.nbytes].view(x.dtype).as_strided(
                 x.shape, x.stride(), offset // x.itemsize
             )
             for offset, x in zip(_offsets(self._likes), self._likes, strict=False)
@@ -239,25 +234,12 @@ class HostParcel:
                 tensor.record_stream(self._memory.stream)
 
 
-def _dense_like(x: Tensor) -> Tensor:
-    """A tensor without data with x's dtype and shape, and its strides if they leave no gaps."""
-    return torch.empty_like(x, device="meta")
-
-
-def _num_bytes(x: Tensor) -> int:
-    return prod(x.shape) * x.itemsize
-
-
 def _offsets(tensors) -> list[int]:
     """Each tensor's offset in a buffer, then the buffer's size."""
     offsets = [0]
     for x in tensors:
-        offsets.append(offsets[-1] + -(-_num_bytes(x) // _ALIGNMENT) * _ALIGNMENT)
+        offsets.append(offsets[-1] + -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT)
     return offsets
-
-
-def _on(stream: torch.cuda.Stream | None):
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _pinned(num_bytes: int, stream: torch.cuda.Stream | None) -> Tensor:

@@ -164,34 +164,33 @@ class Recording:
         self._random = None if all(map(torch.equal, (cpu, *states), after)) else (devices, after)
         leaves, self._tree = tree_flatten(outs)
         self._holes = [index for index, x in enumerate(leaves) if x is None]
-        found = tuple(x for x in leaves if x is not None)
-        if not found or not all(isinstance(x, Tensor) for x in found):
-            raise BurstError(
-                f"{WHO}: what is kept must return only tensors and None, because other results "
-                f"cannot be kept; got {[type(x).__name__ for x in leaves]}; wrap it in a function "
-                "that does"
-            )
-        return found
+        results = tuple(x for x in leaves if x is not None)
+        if not results or not all(isinstance(x, Tensor) for x in results):
+            raise BurstError(f"{WHO}: what is kept must return only tensors and None, because "
+                             "other results cannot be kept; got "
+                             f"{[type(x).__name__ for x in leaves]}; wrap it in a function that "
+                             "does")  # fmt: skip
+        return results
 
     def _refer(self, inputs: Tensors, outs: Tensors) -> Tensors:
         """Replace inputs and outputs by references; returns what else the graph saves."""
         homes = {home(x): ("outs", i, x) for i, x in enumerate(outs)}
         homes |= {home(x): ("inputs", i, x) for i, x in enumerate(inputs)}
         homes |= {(*home(x), x.storage_offset()): ("inputs", i, x) for i, x in enumerate(inputs)}
-        of_parameters: dict[tuple, tuple] = {}  # looked for last, as there may be hundreds
+        parameters: dict[tuple, tuple] = {}  # looked for last, as there may be hundreds
         extras: list[Tensor] = []
         for saved in self._saved:
             tensor, place = saved.tensor, home(saved.tensor)
-            known = homes.get((*place, tensor.storage_offset())) or homes.get(place)
-            if known is None:
-                of_parameters = of_parameters or {
+            base = homes.get((*place, tensor.storage_offset())) or homes.get(place)
+            if base is None:
+                parameters = parameters or {
                     home(x): ("parameters", i, x) for i, x in enumerate(self._parameters)
                 }
-                known = of_parameters.get(place)
-            if known is None:
-                known = ("extras", len(extras), tensor)
+                base = parameters.get(place)
+            if base is None:
+                base = ("extras", len(extras), tensor)
                 extras.append(tensor)
-            saved.refer(*known)
+            saved.refer(*base)
             if saved.role == "inputs":
                 self._needs[saved.index] = max(self._needs[saved.index], saved.needs)
             elif saved.role == "outs":
@@ -276,9 +275,9 @@ class Recording:
                 torch.autograd.backward(*map(list, zip(*roots, strict=True)))
         finally:
             self._bound.clear()
-        found = iter(self._ends[:])
+        input_grads = iter(self._ends[:])
         self._ends.clear()
-        return [next(found, None) if floats else None for floats in self._floats]
+        return [next(input_grads, None) if floats else None for floats in self._floats]
 
     def constants(self, outs: Tensors) -> list[Tensor]:
         """The outputs that carry no gradient."""
@@ -286,36 +285,31 @@ class Recording:
 
     def _draw_again(self) -> None:
         """Leave the generators as the function left them: later code may draw from them."""
-        if self._random is None:
-            return
-        devices, (cpu, *states) = self._random
-        torch.set_rng_state(cpu)
-        set_device_states(devices, states)
+        if self._random is not None:
+            devices, (cpu, *states) = self._random
+            torch.set_rng_state(cpu)
+            set_device_states(devices, states)
 
     def _check(self, inputs: Tensors) -> None:
-        found = [geometry(x) for x in inputs]
+        now = [geometry(x) for x in inputs]
         depths = [max(needs, 1) for needs in self._needs]  # shapes matter for all
-        matches = len(found) == len(self._inputs) and all(
+        matches = len(now) == len(self._inputs) and all(
             got[:depth] == first[:depth]
-            for got, first, depth in zip(found, self._inputs, depths, strict=True)
+            for got, first, depth in zip(now, self._inputs, depths, strict=True)
         )
         if not matches:
-            raise BurstError(
-                f"{WHO}: recomputation must make the same calls as the first pass, "
-                "because kept results are matched by call order; got inputs (shape, strides, "
-                f"offset) {found} after {self._inputs}; recompute a function that does the same "
-                "every time"
-            )
+            raise BurstError(f"{WHO}: recomputation must make the same calls as the first pass, "
+                             "because kept results are matched by call order; got inputs (shape, "
+                             f"strides, offset) {now} after {self._inputs}; recompute a function "
+                             "that does the same every time")  # fmt: skip
         if self._debug is None:
             return
         differing = [i for i, x in enumerate(inputs) if checksum(x) != self._debug[i]]
         if differing:
-            raise BurstError(
-                f"{WHO}: recomputation's inputs must equal the first pass's bit by bit, because "
-                f"outputs are not recomputed; got other bits in inputs {differing}; look for "
-                "random numbers or weights that changed between the two, or pass --burst-keep "
-                "none"
-            )
+            raise BurstError(f"{WHO}: recomputation's inputs must equal the first pass's bit by "
+                             "bit, because outputs are not recomputed; got other bits in inputs "
+                             f"{differing}; look for random numbers or weights that changed "
+                             "between the two, or pass --burst-keep none")  # fmt: skip
 
 
 class _Played(torch.autograd.Function):
@@ -336,5 +330,4 @@ class _Played(torch.autograd.Function):
         refuse_transforms(WHO, *grads)
         saved, middle = ctx.saved_tensors, ctx.num_inputs + ctx.num_outs
         inputs, outs = saved[: ctx.num_inputs], saved[ctx.num_inputs : middle]
-        found = ctx.recording.backward(inputs, outs, saved[middle:], grads)
-        return None, None, None, None, *found
+        return None, None, None, None, *ctx.recording.backward(inputs, outs, saved[middle:], grads)

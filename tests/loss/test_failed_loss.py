@@ -31,7 +31,7 @@ WORLD, TIMEOUT_S = 2, 60
 # before a pass: labels are compared, tokens chosen, weighted; its memory; what ranks gathered; its
 # results
 ONCE = [
-    (checks, "valid_tokens"), (Rows, "of"), (linear, "_weights"), (passes, "_tile_buffer"),
+    (checks.rows, "valid_tokens"), (Rows, "of"), (linear, "_weights"), (passes, "_tile_buffer"),
     (loss_rows, "_combined"), (passes, "_poisoned"), (passes, "losses"),
 ]  # fmt: skip
 PLACES = [*ONCE, (statistics, "merge_statistics"), (statistics, "gradient_")]  # of tiles

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from megatron_burst.logs import log_message_once
 from megatron_burst.recompute.keeping import Frame, Resident
 from megatron_burst.recompute.offload import HostMemory, HostParcel, host_memory
 
@@ -35,6 +36,7 @@ def test_tensors_come_back_with_their_strides():
 
 
 def test_buffers_are_used_again_and_never_exceed_the_limit(caplog):
+    log_message_once.cache_clear()
     memory = HostMemory(CPU, 4096)
     for _ in range(5):
         parcels = [packed(memory, torch.full((256,), float(i))) for i in range(4)]

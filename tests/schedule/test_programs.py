@@ -24,7 +24,7 @@ from megatron_burst.schedule.program import (
 from megatron_burst.schedule.spec import Cargo, Circulate, Direction, Kernel
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from tests.sampling import examples
-from tests.schedule.cases import DOCUMENTS, MASKS, MODES, Case, copies_of, grid
+from tests.schedule.cases import DOCUMENTS, EMITTERS, MASKS, Case, copies_of, grid
 
 FORWARD, BACKWARD = Direction
 
@@ -91,7 +91,7 @@ def in_rows(x, unit):
 def test_one_program_serves_all_lengths(data):
     """In units, it is the program made for that very length, including slots."""
     mask = data.draw(st.sampled_from((*MASKS, *DOCUMENTS[:2])))
-    case = data.draw(calls(data.draw(st.sampled_from(list(MODES))), mask))
+    case = data.draw(calls(data.draw(st.sampled_from(list(EMITTERS))), mask))
     layout = data.draw(st.sampled_from((case.layout, Layout.DOCUMENTS)[: 1 + mask.documents]))
     tokens = 2 * data.draw(st.integers(1, 1 << 22))
     case = replace(case, layout=layout, tokens=tokens, tokens_kv=None)
@@ -100,7 +100,7 @@ def test_one_program_serves_all_lengths(data):
         spec = case.spec(direction, rank)
         in_units, unit = spec.in_units()
         assert in_units.shape.tokens == 2 and spec.shape.tokens == 2 * unit
-        one, whole = (MODES[case.mode](some) for some in (in_units, spec))
+        one, whole = (EMITTERS[case.mode](some) for some in (in_units, spec))
         assert in_rows(one.ops, unit) == whole.ops
         assert {
             name: in_rows(buffer, unit) for name, buffer in one.buffers.items()
@@ -312,7 +312,7 @@ def test_hop_buffers_do_not_grow_with_the_group(case):
     if case.mode == "ring" and case.layout is Layout.CONTIGUOUS and case.mask.causal:
         grad += 1  # a step without a tile adds nothing: what it sent stays until what came goes on
     for direction in Direction:
-        program = MODES[case.mode](case.spec(direction))
+        program = EMITTERS[case.mode](case.spec(direction))
         assert hops_in_memory(program, Cargo.READ) <= read
         assert hops_in_memory(program, Cargo.GRAD) <= (grad if direction is BACKWARD else 0)
         # what arrives is added in the accumulation dtype, while the next round begins

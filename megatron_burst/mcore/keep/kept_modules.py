@@ -18,22 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.logs import log_message_once
-from megatron_burst.mcore.keep.module_costs import (
-    ROUTER,
-    costs_of,
-    layers_of,
-    may_differ,
-    shared_shape,
-)
+from megatron_burst.mcore.keep import module_costs, stage_layers
 from megatron_burst.mcore.keep.recompute import modules_within
 from megatron_burst.mcore.keep.stage import Stage, stage_of
-from megatron_burst.mcore.keep.stage_layers import (
-    is_among,
-    is_last,
-    is_on_host,
-    layer_kind,
-    meets_other_sequences,
-)
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.refusals import CUDA_GRAPHS, KEEP_MODULES, refuse, refuses
 from megatron_burst.recompute.auto.budget import WHOLE, ModuleCost, Placed, most
@@ -46,22 +33,18 @@ _LAST = "linear_fc2"  # of an MLP, or of experts
 _DISPATCH, _COMBINE = "token_dispatch", "token_combine"  # send tokens to experts; results back
 _ATTENTION = "core_attention"  # whose results "auto" keeps first
 # of a dispatcher of tokens, once the CPU knows how many each expert gets; and the copy's event
-_COUNTED = (
-    "input_splits", "output_splits", "output_splits_tp", "num_out_tokens",
-    "num_global_tokens_per_local_expert", "d2h_event",
-)  # fmt: skip
+_COUNTED = ("input_splits", "output_splits", "output_splits_tp", "num_out_tokens",
+            "num_global_tokens_per_local_expert", "d2h_event")  # fmt: skip
 _INPUTS = 64  # sizes whose choices are held
 _PREPARED = "burst_modules"  # attribute of a layer
-_ASKED = "recompute_granularity", "fp8", "fp4", *CUDA_GRAPHS  # what modules are not kept with
+_WITHOUT = "recompute_granularity", "fp8", "fp4", *CUDA_GRAPHS  # what modules are not kept with
 
 
 def modules_of(layer: Module) -> "LayerModules":
     """The modules of a transformer layer; in its first call they are prepared."""
-    found = getattr(layer, _PREPARED, None)
-    if found is None:
-        found = LayerModules(layer)
-        setattr(layer, _PREPARED, found)
-    return found
+    if not hasattr(layer, _PREPARED):
+        setattr(layer, _PREPARED, LayerModules(layer))
+    return getattr(layer, _PREPARED)
 
 
 def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options: Any) -> Any:
@@ -81,15 +64,16 @@ def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options
     run = runs[-1]
     if run.recomputes:
         first.turn(run)
-        others = lambda: (*self.parameters(), *_tensors_of(args, options))  # noqa: E731
-        return first.weigh(call, x, run, layer_kind(self.config), others)
-    with first.timing(prod(shared_shape(self.config, x)), layer.skipped):
+        kind = stage_layers.layer_kind(self.config)
+        living = lambda: (*self.parameters(), *_tensors_of(args, options))  # noqa: E731
+        return first.weigh(call, x, run, kind, living)
+    with first.timing(prod(module_costs.shared_shape(self.config, x)), layer.skipped):
         return call()
 
 
 def _tensors_of(*arguments: Any) -> list[Tensor]:
     """Those in any nesting."""
-    return [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
 class LayerModules:
@@ -102,14 +86,17 @@ class LayerModules:
     """
 
     def __init__(self, layer: Module) -> None:
-        self._layer, self._found = layer, defaultdict(list)
+        self.config: TransformerConfig = layer.config
+        self._number: int = layer.layer_number
         self.expected_bytes, self.options = 0, {}
+        # by name: whether they are experts', and the modules
+        self._modules: dict[str, list[tuple[bool, Module]]] = defaultdict(list)
         self.skipped: list[Module] = []  # which recomputation does without anyway
         self._within: dict[str, Placed] = {}  # where "auto" keeps modules in the running call
         for path, module in list(layer.named_modules()):
             name = path.rpartition(".")[2]
             if name in KEEP_MODULES:
-                self._found[name].append((".experts." in path, module))
+                self._modules[name].append((".experts." in path, module))
             if name in (_LAST, _ATTENTION):
                 self.skipped.append(module)
             if name == _LAST or name in KEEP_MODULES:
@@ -118,11 +105,6 @@ class LayerModules:
             if _sends(dispatcher):
                 for call in (_DISPATCH, _COMBINE):
                     setattr(dispatcher, call, LayerModule(self, call, getattr(dispatcher, call)))
-
-    @property
-    def config(self) -> TransformerConfig:
-        """The layer's."""
-        return self._layer.config
 
     @cached_property
     def burst(self) -> BurstConfig:
@@ -142,17 +124,18 @@ class LayerModules:
     def is_whole_by(self, chosen: dict[str, Placed]) -> bool:
         """Whether a choice is to keep all of this layer."""
         placed = chosen.get(WHOLE, Placed())
-        return is_on_host(placed, self.config, self._layer.layer_number) is False
+        return stage_layers.is_on_host(placed, self.config, self._number) is False
 
     def packer(self, name: str, device: torch.device) -> Callable[[Tensors], Parcel] | None:
         """The function that stores what a module keeps in this layer; None: it keeps nothing."""
-        burst, config, number = self.burst, self.config, self._layer.layer_number
+        burst, layer = self.burst, (self.config, self._number)
         if name in burst.keep_modules:
-            kept, offloads = is_among(burst.keep_layers, config, number), burst.offloads_results
-            on_host = offloads and not is_last(config, number) if kept else None
+            offloads = burst.offloads_results
+            keeps = stage_layers.is_among(burst.keep_layers, *layer)
+            on_host = offloads and not stage_layers.is_last(*layer) if keeps else None
         else:
-            placed, whole = (self._within.get(each, Placed()) for each in (name, WHOLE))
-            on_host, offloads = is_on_host(placed, config, number, whole), placed.host > 0
+            placed, whole = (self._within.get(key, Placed()) for key in (name, WHOLE))
+            on_host, offloads = stage_layers.is_on_host(placed, *layer, whole), placed.host > 0
         if on_host is None:
             return None
         if not offloads:
@@ -163,39 +146,39 @@ class LayerModules:
     def see(self, x: Tensor, stage: Stage) -> None:
         """Take the layer's input, [rows, sequences, hidden], whose size says what "auto" keeps, in
         the first pass; recomputation keeps the same, whatever came in between."""
-        runs, layers = running(), layers_of(stage.models, self.config)
+        runs, layers = running(), module_costs.layers_of(stage.models, self.config)
         layers.are_all |= any(run.recomputes for run in runs)
-        layers.found.add(self)
-        known = [layers.by_frame[run.frame] for run in runs if run.frame in layers.by_frame]
-        self._within = known[0] if known else self.chosen(stage, x)
+        layers.seen.add(self)
+        before = [layers.by_frame[run.frame] for run in runs if run.frame in layers.by_frame]
+        self._within = before[0] if before else self.chosen(stage, x)
         for run in runs:
             layers.by_frame.setdefault(run.frame, self._within)
 
     def chosen(self, stage: Stage, x: Tensor) -> dict[str, Placed]:
         """Where "auto" keeps each module, for the layer's input: by the most that it takes in a
         layer, so that all layers choose alike, and together keep no more than fits."""
-        config, layers = self.config, layers_of(stage.models, self.config)
-        if meets_other_sequences(config):
+        config, layers = self.config, module_costs.layers_of(stage.models, self.config)
+        if stage_layers.meets_other_sequences(config):
             x = _as_agreed(x, stage, config)
-        is_known = stage.budget_bytes(self.burst, prod(shared_shape(config, x))) is not None
-        if not (is_known and x.numel()) or not (layers.are_all or not may_differ(config)):
+        tokens = prod(module_costs.shared_shape(config, x))
+        if stage.budget_bytes(self.burst, tokens) is None or not tokens:
             return {}
-        known = layers.may_be_whole, layers.are_all and len(layers.found)
-        key = x.shape, x.itemsize, stage.left_bytes, *known
+        if module_costs.may_differ(config) and not layers.are_all:
+            return {}
+        count, whole = layers.are_all and len(layers.seen), layers.may_be_whole
+        key = x.shape, x.itemsize, stage.left_bytes, whole, count
         if key not in layers.by_input:
-            if any(refuses("modules", name, config) for name in _ASKED):
+            if any(refuses("modules", name, config) for name in _WITHOUT):
                 return {}
             if len(layers.by_input) >= _INPUTS:
                 layers.by_input.clear()
-            costs = most(each.costs(x) for each in (layers.found if layers.are_all else (self,)))
-            layers.by_input[key] = modules_within(
-                self.burst, config, stage, x, costs, layers.may_be_whole
-            )
+            costs = most(layer.costs(x) for layer in (layers.seen if layers.are_all else (self,)))
+            layers.by_input[key] = modules_within(self.burst, config, stage, x, costs, whole)
         return layers.by_input[key]
 
     def costs(self, x: Tensor) -> tuple[ModuleCost, ...]:
         """What keeping each module takes and saves, for the layer's input."""
-        return costs_of(self._found, self.config, x)
+        return module_costs.costs_of(self._modules, self.config, x)
 
 
 def _sends(dispatcher: Any) -> bool:
@@ -208,33 +191,26 @@ def _sends(dispatcher: Any) -> bool:
 def _as_agreed(x: Tensor, stage: Stage, config: TransformerConfig) -> Tensor:
     """A layer's input, without data, of the first step's longest micro-batch on any rank, by which
     ranks of other sequences choose too; empty as long as they have not agreed."""
-    rows, tokens = x.shape[0] * x.shape[1], prod(shared_shape(config, x))
+    rows, tokens = x.shape[0] * x.shape[1], prod(module_costs.shared_shape(config, x))
     if 0 < stage.tokens < tokens:
-        log_message_once(
-            f"{WHO}: a micro-batch of {tokens} tokens is longer than those of the first step "
-            f"({stage.tokens}), and keeps the same layers, because its experts' ranks have other "
-            "micro-batches and must recompute the same: memory may not suffice; pass "
-            "--burst-keep-budget-gib to keep less"
-        )
+        log_message_once(f"{WHO}: a micro-batch of {tokens} tokens is longer than those of the "
+                         f"first step ({stage.tokens}), and keeps the same layers, because its "
+                         "experts' ranks have other micro-batches and must recompute the same: "
+                         "memory may not suffice; pass --burst-keep-budget-gib to keep "
+                         "less")  # fmt: skip
     return x.new_empty((rows * stage.tokens // tokens, 1, x.shape[2]), device="meta")
 
 
 class LayerModule:
     """A module's forward, or another function of a layer, in checkpoints and outside.
 
-    Args:
-        layer: that has it.
-        name: of the module or function.
-        forward: what it computes.
-        parameters: that this reads.
+    `parameters`: those that it reads.
     """
 
-    def __init__(
-        self, layer: LayerModules, name: str, forward: Callable[..., Any],
-        parameters: Callable[[], Iterable[Tensor]] = tuple,
-    ) -> None:  # fmt: skip
-        self._layer, self._name, self._parameters = layer, name, parameters
-        self._forward = forward
+    def __init__(self, layer: LayerModules, name: str, forward: Callable[..., Any],
+                 parameters: Callable[[], Iterable[Tensor]] = tuple) -> None:  # fmt: skip
+        self._layer, self._name = layer, name
+        self._forward, self._parameters = forward, parameters
         update_wrapper(self, forward, updated=())  # some read its parameters
         self._ending = Ending(forward, parameters) if name in (_LAST, _COMBINE) else None
 
@@ -245,14 +221,13 @@ class LayerModule:
         if self._ending is not None:
             call = self._ending if self._layer.may_end else self._forward
             return call(*args, **options)
-        device = _tensors_of(args, options)[0].device
-        pack = self._layer.packer(self._name, device)
+        pack = self._layer.packer(self._name, _tensors_of(args, options)[0].device)
         if pack is None:
             return self._forward(*args, **options)
         debug, parameters = self._layer.burst.keep_debug, tuple(self._parameters())
         keeping = Keeping(pack=pack, debug=debug, parameters=parameters)
         outs = call_kept(self._forward, args, options, keeping)
-        if self._name == ROUTER:
+        if self._name == module_costs.ROUTER:
             outs[1].is_kept = True  # which tokens go where: see `counted_once`
         return outs
 
@@ -264,10 +239,10 @@ def counted_once(count: Callable[..., Any], /, self: Any, point: str, counts: An
     if not is_kept or self.drop_and_pad or point != self.cuda_dtoh_point:
         return count(self, point, counts)
 
-    def first() -> tuple[Any, dict[str, Any]]:
-        found = count(self, point, counts)
-        return found, {name: getattr(self, name, None) for name in _COUNTED}
+    def in_first_pass() -> tuple[Any, dict[str, Any]]:
+        on_cpu = count(self, point, counts)
+        return on_cpu, {name: getattr(self, name, None) for name in _COUNTED}
 
-    counts, others = once(first)
-    vars(self).update(others)
+    counts, numbers = once(in_first_pass)
+    vars(self).update(numbers)
     return counts

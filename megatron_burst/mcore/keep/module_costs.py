@@ -23,7 +23,7 @@ class ModelLayers:
 
     Attributes:
         config: the model's; of heterogeneous layers, which have one each, the first one's.
-        found: the layers.
+        seen: the layers.
         are_all: whether these are all: a backward begins when each has run, also in pipelines.
         may_be_whole: whether the running block may leave out their checkpoints.
         by_input: what is chosen for inputs of a size.
@@ -31,7 +31,7 @@ class ModelLayers:
     """
 
     config: ReferenceType[TransformerConfig]
-    found: WeakSet[Any] = field(default_factory=WeakSet)
+    seen: WeakSet[Any] = field(default_factory=WeakSet)
     are_all: bool = False
     may_be_whole: bool = False
     by_input: dict[tuple[Any, ...], dict[str, Placed]] = field(default_factory=dict)
@@ -41,13 +41,13 @@ class ModelLayers:
 def layers_of(models: list[ModelLayers], config: TransformerConfig) -> ModelLayers:
     """Those of a model, by its configuration; added if there are none. Models that are gone are
     forgotten."""
-    for each in models:
-        theirs = each.config()
+    for model in models:
+        theirs = model.config()
         if theirs is config or (is_heterogeneous(config) and is_heterogeneous(theirs)):
-            return each
-    models[:] = [each for each in models if each.config() is not None]
-    models.append(found := ModelLayers(ref(config)))
-    return found
+            return model
+    models[:] = [model for model in models if model.config() is not None]
+    models.append(ModelLayers(ref(config)))
+    return models[-1]
 
 
 def is_heterogeneous(config: TransformerConfig | None) -> bool:
@@ -57,11 +57,11 @@ def is_heterogeneous(config: TransformerConfig | None) -> bool:
 
 def may_differ(config: TransformerConfig) -> bool:
     """Whether only some of a model's layers may have experts, attention or feed-forwards."""
-    every = getattr(config, "moe_layer_freq", 1)
-    pattern = {every} if isinstance(every, int) else set(every)
-    mixed = (getattr(config, name, None) for name in ("is_hybrid_model", "linear_attention_freq"))
-    some = bool(config.num_moe_experts) and pattern != {1}
-    return some or is_heterogeneous(config) or any(mixed)
+    mixed = [getattr(config, name, None) for name in ("is_hybrid_model", "linear_attention_freq")]
+    pattern = getattr(config, "moe_layer_freq", 1)
+    all_have_experts = pattern == 1 or (isinstance(pattern, list) and set(pattern) == {1})
+    some_have_experts = bool(config.num_moe_experts) and not all_have_experts
+    return some_have_experts or is_heterogeneous(config) or any(mixed)
 
 
 def shared_shape(config: TransformerConfig, x: Tensor) -> tuple[int, int]:
@@ -86,13 +86,10 @@ def costs_of(
         config: the model's.
         x: the layer's input, of this rank; only its size counts.
     """
-    found = []
-    for name, those in modules.items():
-        if name != ROUTER:
-            found.append(_linear(name, those, config, x))
-        elif not repeats_decisions(config):
-            found.append(_router(config, x))
-    return tuple(found)
+    costs = [_linear(name, those, config, x) for name, those in modules.items() if name != ROUTER]
+    if ROUTER in modules and not repeats_decisions(config):
+        costs.append(_router(config, x))
+    return tuple(costs)
 
 
 def _linear(
@@ -101,12 +98,12 @@ def _linear(
     tokens, shard = prod(shared_shape(config, x)), x.shape[0] * x.shape[1]
     num_bytes = flops = 0
     for of_experts, module in modules:
-        weights = [w for key, w in module.named_parameters() if "layer_norm" not in key]
-        for weight in (w for w in weights if w.dim() == 2):
-            rows = _routed(config, shard) if of_experts else tokens
-            made = shard if name == "linear_proj" else rows  # scattered over the ranks
-            flops += 2 * rows * weight.numel()
-            num_bytes += made * weight.shape[0] * x.itemsize
+        rows = _routed(config, shard) if of_experts else tokens
+        out_rows = shard if name == "linear_proj" else rows  # scattered over the ranks
+        for key, weight in module.named_parameters():
+            if "layer_norm" not in key and weight.dim() == 2:
+                flops += 2 * rows * weight.numel()
+                num_bytes += out_rows * weight.shape[0] * x.itemsize
         if hasattr(module, "layer_norm_weight"):  # TransformerEngine keeps its output
             num_bytes += x.nbytes
     return ModuleCost(name, num_bytes, flops)
@@ -114,11 +111,10 @@ def _linear(
 
 def _router(config: TransformerConfig, x: Tensor) -> ModuleCost:
     """Of a router's decisions: probabilities, map, and what their backward reads."""
-    tokens = x.shape[0] * x.shape[1]
-    each = {"fp32": 4, "fp64": 8}.get(config.moe_router_dtype or "", x.itemsize)
-    bytes_ = router_bytes(config.num_moe_experts, config.moe_router_topk, each)
-    flops = 2 * tokens * x.shape[2] * config.num_moe_experts
-    return ModuleCost(ROUTER, tokens * bytes_, flops, waits=True)
+    tokens, experts = x.shape[0] * x.shape[1], config.num_moe_experts
+    itemsize = {"fp32": 4, "fp64": 8}.get(config.moe_router_dtype or "", x.itemsize)
+    num_bytes = tokens * router_bytes(experts, config.moe_router_topk, itemsize)
+    return ModuleCost(ROUTER, num_bytes, 2 * tokens * x.shape[2] * experts, waits=True)
 
 
 def _routed(config: TransformerConfig, shard: int) -> int:

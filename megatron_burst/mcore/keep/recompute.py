@@ -10,28 +10,14 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.mcore.keep import stage_layers
 from megatron_burst.mcore.keep.module_costs import may_differ, shared_shape
 from megatron_burst.mcore.keep.stage import Stage, problem_of, say_of_stage, stage_of
-from megatron_burst.mcore.keep.stage_layers import (
-    input_share,
-    is_among,
-    layer_kind,
-    of_decoder,
-    sharing,
-)
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.refusals import refuse
 from megatron_burst.rates import Rates
-from megatron_burst.recompute.auto.budget import (
-    WHOLE,
-    KeepChoice,
-    KeepProblem,
-    ModuleCost,
-    Placed,
-    choose_keep,
-    choose_modules,
-    growth,
-)
+from megatron_burst.recompute.auto import budget
+from megatron_burst.recompute.auto.budget import KeepProblem, ModuleCost, Placed, choose_modules
 from megatron_burst.recompute.keep import call_kept
 from megatron_burst.recompute.keeping import WHO, Frame, Keeping, Parcel, Resident, framed, running
 from megatron_burst.recompute.later import packer
@@ -92,10 +78,8 @@ def own_config(config: TransformerConfig, layer_number: int, query, value) -> Bu
     return burst
 
 
-def resolved(
-    burst: BurstConfig, config: TransformerConfig, layer_number: int, query: Tensor, value: Tensor,
-    half_saves: float, waits: bool = False,
-) -> BurstConfig:  # fmt: skip
+def resolved(burst: BurstConfig, config: TransformerConfig, layer_number: int, query: Tensor,
+             value: Tensor, half_saves: float, waits: bool = False) -> BurstConfig:  # fmt: skip
     """Burst's options for one layer: with `keep` resolved, no more "auto" or number of layers.
 
     Args:
@@ -115,26 +99,23 @@ def resolved(
         layer_bytes = query.shape[:-1].numel() * _row_bytes(value.shape[-1], query.itemsize)
         problem = problem_of(config, stage, shape, layer_bytes, half_saves)
         choice = _choose(problem, budget_bytes, _host_bytes(burst, stage), stage.rates)
-        burst = _chosen(burst, choice, problem.layers, sharing(config))
+        burst = _chosen(burst, choice, problem.layers, stage_layers.sharing(config))
     if burst.keep == "none" or burst.keep_layers is None:
         return burst
-    if is_among(burst.keep_layers, config, layer_number):
+    if stage_layers.is_among(burst.keep_layers, config, layer_number):
         return replace(burst, keep_layers=None)
     return keeping_nothing(burst)
 
 
 def keeping_nothing(burst: BurstConfig) -> BurstConfig:
     """The same options for calls of which nothing is kept."""
-    return replace(
-        burst, keep="none", keep_modules=(), keep_layers=None, keep_offload="none",
-        keep_debug=False, keep_host_gib=None, keep_budget_gib=None,
-    )  # fmt: skip
+    return replace(burst, keep="none", keep_modules=(), keep_layers=None, keep_offload="none",
+                   keep_debug=False, keep_host_gib=None, keep_budget_gib=None)  # fmt: skip
 
 
-def modules_within(
-    burst: BurstConfig, config: TransformerConfig, stage: Stage, x: Tensor,
-    costs: tuple[ModuleCost, ...], may_be_whole: bool,
-) -> dict[str, Placed]:  # fmt: skip
+def modules_within(burst: BurstConfig, config: TransformerConfig, stage: Stage, x: Tensor,
+                   costs: tuple[ModuleCost, ...],
+                   may_be_whole: bool) -> dict[str, Placed]:  # fmt: skip
     """Where "auto" keeps the output of each module, and all of a layer.
 
     Args:
@@ -148,94 +129,75 @@ def modules_within(
     shape = shared_shape(config, x)
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     dim = config.v_head_dim if config.multi_latent_attention else config.kv_channels
-    layer_bytes = shape[0] * shape[1] * heads * _row_bytes(dim, x.itemsize)
-    problem, tokens = problem_of(config, stage, shape, layer_bytes), shape[0] * shape[1]
+    tokens = prod(shape)
+    layer_bytes = tokens * heads * _row_bytes(dim, x.itemsize)
+    problem = problem_of(config, stage, shape, layer_bytes)
     if may_be_whole:
-        rest_s = stage.rest_s or problem.forward_s
-        held = whole_bytes(config, stage, x)
-        problem = replace(problem, whole_bytes=held, whole_s=rest_s)
+        whole_s = stage.rest_s or problem.forward_s
+        problem = replace(problem, whole_bytes=whole_bytes(config, stage, x), whole_s=whole_s)
     budgets = stage.budget_bytes(burst, tokens), _host_bytes(burst, stage)
     if 0 < stage.tokens < tokens:
-        say_of_stage(
-            f"a micro-batch of {tokens} tokens is longer than those of the first step "
-            f"({stage.tokens}): {budgets[0] / 2**30:.2f} GiB are left for what it keeps"
-        )
+        say_of_stage(f"a micro-batch of {tokens} tokens is longer than those of the first step "
+                     f"({stage.tokens}): {budgets[0] / 2**30:.2f} GiB are left for what it "
+                     "keeps")  # fmt: skip
     chosen = _modules(problem, *budgets, stage.rates, costs, may_differ(config))
-    return of_decoder(chosen, config)
+    return stage_layers.of_decoder(chosen, config)
 
 
 def whole_bytes(config: TransformerConfig, stage: Stage, x: Tensor) -> int:
-    """Bytes that a layer which is not recomputed holds, as the first step measured it; 0: it did
-    not.
-
-    Args:
-        config: of the layer.
-        stage: what its ranks agreed on.
-        x: the layer's input; only its size counts.
-    """
-    if not stage.held_share or layer_kind(config) not in stage.first.kinds:
+    """Bytes that a layer which is not recomputed holds, as the first step measured it, for an input
+    of which only the size counts; 0: it did not."""
+    if not stage.held_share or stage_layers.layer_kind(config) not in stage.first.kinds:
         return 0
-    longer = growth(prod(shared_shape(config, x)), stage.tokens) ** 0.5  # x is longer too
-    return int((stage.held_share + input_share(config)) * x.nbytes * longer)
+    longer = budget.growth(prod(shared_shape(config, x)), stage.tokens) ** 0.5  # x is longer too
+    return int((stage.held_share + stage_layers.input_share(config)) * x.nbytes * longer)
 
 
 @lru_cache(maxsize=32)
-def _modules(
-    problem: KeepProblem, budget_bytes: float, host_bytes: int, rates: Rates,
-    costs: tuple[ModuleCost, ...], differ: bool,
-) -> dict[str, Placed]:  # fmt: skip
+def _modules(problem: KeepProblem, budget_bytes: float, host_bytes: int, rates: Rates,
+             costs: tuple[ModuleCost, ...], differ: bool) -> dict[str, Placed]:  # fmt: skip
     """The choice for a stage; made and logged once. If layers differ, costs are the largest."""
     chosen = choose_modules(problem, costs, budget_bytes, host_bytes, rates)
-    most = ", at most" * differ
+    at_most = ", at most" * differ
     for module in costs:
         if module.name in chosen:
-            say_of_stage(_words(module, chosen[module.name], problem, rates) + most)
-    if WHOLE in chosen:
-        say_of_stage(_words_of_whole(chosen[WHOLE].device, problem) + most)
+            say_of_stage(_words(module, chosen[module.name], problem, rates) + at_most)
+    if budget.WHOLE in chosen:
+        say_of_stage(_words_of_whole(chosen[budget.WHOLE].device, problem) + at_most)
     return chosen
 
 
 def _words(module: ModuleCost, placed: Placed, problem: KeepProblem, rates: Rates) -> str:
     here, there = placed.device * problem.in_flight, placed.host * problem.in_flight
     saved = rates.matmul_s(module.flops) * (placed.device + placed.host) * 1e3
-    return (
-        f"keep output of {module.name} in {placed}: {here * module.num_bytes / 2**30:.2f} GiB, on "
-        f"the host {there * module.num_bytes / 2**30:.2f} GiB, saves {saved:.1f} ms a micro-batch"
-    )
+    return (f"keep output of {module.name} in {placed}: {here * module.num_bytes / 2**30:.2f} GiB, "
+            f"on the host {there * module.num_bytes / 2**30:.2f} GiB, saves {saved:.1f} ms a "
+            "micro-batch")  # fmt: skip
 
 
 def _words_of_whole(layers: int, problem: KeepProblem) -> str:
     held = layers * problem.in_flight * problem.whole_bytes / 2**30
-    return (
-        f"recompute nothing in {layers} layers, with attention's results: {held:.2f} GiB, saves "
-        f"{layers * problem.whole_s * 1e3:.1f} ms a micro-batch"
-    )
+    return (f"recompute nothing in {layers} layers, with attention's results: {held:.2f} GiB, "
+            f"saves {layers * problem.whole_s * 1e3:.1f} ms a micro-batch")  # fmt: skip
 
 
-def _chosen(burst: BurstConfig, choice: KeepChoice, layers: int, with_them: int) -> BurstConfig:
-    """Options with "auto" replaced by the choice.
-
-    Args:
-        burst: with "auto".
-        choice: for its stage.
-        layers: of the stage.
-        with_them: number of multi-token prediction layers that keep like the decoder layers of the
-            same number.
-    """
-    some = 0 < choice.layers < layers
-    return replace(
-        burst, keep=choice.keep, keep_budget_gib=None,
-        keep_layers=max(0, choice.layers - with_them) if some else None,
-        keep_offload="results" if choice.offload else "none",
-        keep_host_gib=burst.keep_host_gib if choice.offload else None,
-        keep_debug=burst.keep_debug and choice.keep != "none",
-    )  # fmt: skip
+def _chosen(burst: BurstConfig, choice: budget.KeepChoice, layers: int, mtp: int) -> BurstConfig:
+    """Options with "auto" replaced by the choice for a stage of so many layers; `mtp`: number of
+    multi-token prediction layers that keep like the decoder layers of the same number."""
+    only_some = 0 < choice.layers < layers
+    return replace(burst, keep=choice.keep, keep_budget_gib=None,
+                   keep_layers=max(0, choice.layers - mtp) if only_some else None,
+                   keep_offload="results" if choice.offload else "none",
+                   keep_host_gib=burst.keep_host_gib if choice.offload else None,
+                   keep_debug=burst.keep_debug and choice.keep != "none")  # fmt: skip
 
 
 @lru_cache(maxsize=32)
-def _choose(problem: KeepProblem, budget_bytes: float, host_bytes: int, rates: Rates) -> KeepChoice:
+def _choose(
+    problem: KeepProblem, budget_bytes: float, host_bytes: int, rates: Rates
+) -> budget.KeepChoice:
     """The choice for a stage; made and logged once."""
-    choice = choose_keep(problem, budget_bytes, host_bytes, rates)
+    choice = budget.choose_keep(problem, budget_bytes, host_bytes, rates)
     say_of_stage(str(choice))
     return choice
 
@@ -245,8 +207,8 @@ def _host_bytes(burst: BurstConfig, stage: Stage) -> int:
     first step: pinning memory takes seconds, which would count as the layers' own."""
     if stage.left_bytes is None:
         return 0
-    given = burst.keep_host_gib
-    return stage.host_bytes if given is None else host_limit_bytes(given)
+    limit_gib = burst.keep_host_gib
+    return stage.host_bytes if limit_gib is None else host_limit_bytes(limit_gib)
 
 
 def _row_bytes(dim: int, itemsize: int) -> int:

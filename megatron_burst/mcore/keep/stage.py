@@ -1,9 +1,11 @@
 """A pipeline stage under `--burst-keep`: its layers, and what its ranks measure and agree on."""
 
+import json
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +28,7 @@ from megatron_burst.recompute.keeping import WHO, Frame, running
 from megatron_burst.recompute.offload import host_limit_bytes
 
 _GIB = 1 << 30
+_MOST = "tokens", "taken_bytes", "held_share", "num_models", "forward_s"  # worse if more
 
 
 @dataclass(slots=True)
@@ -41,9 +44,9 @@ class Stage:
         tokens: of the longest micro-batch of the first step on any rank.
         taken_bytes: what that step took above what it began with.
         free_bytes: see `KeepProblem`.
-        forward_s: seconds of a layer's forward in the first step; None: not measured.
+        forward_s: seconds of a layer's forward in the first step; 0: not measured.
         turn_s: seconds between the last layer's forward and its backward in the first step.
-        rest_s: seconds of a layer's forward that only a whole layer saves; None: not measured.
+        rest_s: seconds of a layer's forward that only a whole layer saves; 0: not measured.
         held_share: bytes that a layer's graph holds, by those of its input; 0: not measured.
         models: layers by model.
         num_models: that the first step recomputed, which share what is left.
@@ -56,9 +59,9 @@ class Stage:
     tokens: int = 0
     taken_bytes: int = 0
     free_bytes: float = inf
-    forward_s: float | None = None
+    forward_s: float = 0.0
     turn_s: float = 0.0
-    rest_s: float | None = None
+    rest_s: float = 0.0
     held_share: float = 0.0
     models: list[ModelLayers] = field(default_factory=list)
     num_models: int = 1
@@ -90,31 +93,26 @@ def stage_of(burst: BurstConfig, device: torch.device) -> Stage:
     pipeline stages. A call of a checkpoint chooses in recomputation as in its first pass, though
     some optimizer made a step in between: what is kept is matched by the order of calls.
     """
-    frames = [run.frame for run in running()]
-    master = _STAGES.get(parallel_state.get_tensor_and_context_parallel_group())
-    known = [master.by_frame[frame] for frame in frames if master and frame in master.by_frame]
-    stage = known[0] if known else _measured(burst, device)
-    for frame in frames:
-        stage.by_frame.setdefault(frame, stage if known else replace(stage))
-    return stage
-
-
-def _measured(burst: BurstConfig, device: torch.device) -> Stage:
-    """The stage as far as it is measured now."""
     group = parallel_state.get_tensor_and_context_parallel_group()
-    stage = _STAGES.get(group)
-    if stage is None:
-        rates, limit = (
-            rates_of(with_environment(global_args() or Namespace())),
-            host_limit_bytes(burst.keep_host_gib),
-        )
-        bandwidth = host_gbs(device) or rates.host_gbs
-        limit, bandwidth = _least((group,), burst, "host memory", limit, bandwidth)
-        rates = replace(rates, host_gbs=bandwidth)
-        stage = _STAGES[group] = Stage(int(limit), rates, FirstStep(device))
-    if stage.first.is_over and stage.left_bytes is None:
+    frames, stage = [run.frame for run in running()], _STAGES.get(group)
+    first = [stage.by_frame[frame] for frame in frames if frame in stage.by_frame] if stage else []
+    if first:
+        stage = first[0]
+    elif stage is None:
+        stage = _STAGES[group] = _begun(group, burst, device)
+    elif stage.first.is_over and stage.left_bytes is None:
         _agree(stage, group, burst)
+    for frame in frames:
+        stage.by_frame.setdefault(frame, stage if first else replace(stage))
     return stage
+
+
+def _begun(group: dist.ProcessGroup, burst: BurstConfig, device: torch.device) -> Stage:
+    """The stage before its first step."""
+    rates = rates_of(with_environment(global_args() or Namespace()))
+    limit, bandwidth = host_limit_bytes(burst.keep_host_gib), host_gbs(device) or rates.host_gbs
+    worst = _worst((group,), burst, host_bytes=limit, host_gbs=bandwidth)
+    return Stage(worst["host_bytes"], replace(rates, host_gbs=worst["host_gbs"]), FirstStep(device))
 
 
 def _agree(stage: Stage, group: dist.ProcessGroup, burst: BurstConfig) -> None:
@@ -122,46 +120,38 @@ def _agree(stage: Stage, group: dist.ProcessGroup, burst: BurstConfig) -> None:
     groups = group, parallel_state.get_data_parallel_group(with_context_parallel=True)
     first = stage.first
     first.release_cache()
-    (longest,) = _least(groups, burst, "longest micro-batch", -first.tokens)
-    stage.tokens = -int(longest)
-    bytes_ = first.left_bytes(stage.tokens), first.free_bytes(), -first.taken_bytes
-    times = -(first.forward_s() or 0.0), first.turn_s(), first.rest_s() or 0.0
-    host = stage.host_bytes, stage.rates.host_gbs  # what goes there leaves room for whole layers
-    models = -sum(each.are_all and each.config() is not None for each in stage.models)
-    left, stage.free_bytes, taken, most, slowest, stage.turn_s, rest, limit, bandwidth, models = (
-        _least(groups, burst, "memory left", *bytes_, -first.held_share, *times, *host, models)
-    )
-    stage.num_models = max(1, -int(models))
-    stage.host_bytes, stage.rates = int(limit), replace(stage.rates, host_gbs=bandwidth)
-    stage.left_bytes, stage.taken_bytes, stage.held_share = int(left), -int(taken), -most
-    stage.forward_s, stage.rest_s = -slowest or None, rest or None
-    say_of_stage(
-        f"the first step left {left / _GIB:.2f} GiB; a layer's forward takes "
-        f"{-slowest * 1e3:.2f} ms, the loss {stage.turn_s * 1e3:.2f} ms; "
-        f"{stage.rates.host_gbs:.1f} GB/s to host memory"
-    )
-    say_of_stage(
-        f"a layer holds {-most:.1f} times its input for backward; all of it saves "
-        f"{rest * 1e3:.2f} ms besides attention"
-    )
+    stage.tokens = _worst(groups, burst, tokens=first.tokens)["tokens"]
+    models = sum(model.are_all and model.config() is not None for model in stage.models)
+    worst = _worst(
+        groups, burst, left_bytes=first.left_bytes(stage.tokens), free_bytes=first.free_bytes(),
+        taken_bytes=first.taken_bytes, held_share=first.held_share, num_models=max(1, models),
+        forward_s=first.forward_s(), turn_s=first.turn_s(), rest_s=first.rest_s(),
+        # what goes to the host leaves room for whole layers
+        host_bytes=stage.host_bytes, host_gbs=stage.rates.host_gbs,
+    )  # fmt: skip
+    stage.rates = replace(stage.rates, host_gbs=worst.pop("host_gbs"))
+    for name, number in worst.items():
+        setattr(stage, name, number)
+    say_of_stage(f"the first step left {stage.left_bytes / _GIB:.2f} GiB; a layer's forward takes "
+                 f"{stage.forward_s * 1e3:.2f} ms, the loss {stage.turn_s * 1e3:.2f} ms; "
+                 f"{stage.rates.host_gbs:.1f} GB/s to host memory")  # fmt: skip
+    say_of_stage(f"a layer holds {stage.held_share:.1f} times its input for backward; all of it "
+                 f"saves {stage.rest_s * 1e3:.2f} ms besides attention")  # fmt: skip
 
 
-def _least(
-    groups: Sequence[dist.ProcessGroup], burst: BurstConfig, what: str, *numbers: float
-) -> list[float]:
-    """The least of each number over the ranks of all groups."""
+def _worst(groups: Sequence[dist.ProcessGroup], burst: BurstConfig, **numbers: Any) -> Any:
+    """Of each number the worst that a rank of the groups has: the most of `_MOST`, else the
+    least."""
     for group in groups:
-        mine = f"{' '.join(map(repr, numbers))} ({what})"
-        texts = state_of(group, burst.timeout_s).consensus.all_gather(mine, WHO)
-        everyones = [[float(word) for word in text.split(" (")[0].split()] for text in texts]
-        numbers = tuple(min(each) for each in zip(*everyones, strict=True))
-    return list(numbers)
+        texts = state_of(group, burst.timeout_s).consensus.all_gather(json.dumps(numbers), WHO)
+        ranks = [json.loads(text) for text in texts]
+        numbers = {name: (max if name in _MOST else min)(rank[name] for rank in ranks)
+                   for name in numbers}  # fmt: skip
+    return numbers
 
 
-def problem_of(
-    config: TransformerConfig, stage: Stage, shape: tuple[int, int], layer_bytes: int,
-    half_saves: float = 0.0,
-) -> KeepProblem:  # fmt: skip
+def problem_of(config: TransformerConfig, stage: Stage, shape: tuple[int, int], layer_bytes: int,
+               half_saves: float = 0.0) -> KeepProblem:  # fmt: skip
     """The inputs of the choice for a pipeline stage.
 
     Args:
@@ -175,15 +165,13 @@ def problem_of(
     chunks = config.virtual_pipeline_model_parallel_size or 1
     group_size = config.microbatch_group_size_per_vp_stage
     flying = in_flight(config.pipeline_model_parallel_size, rank, chunks, group_size)
-    others = mtp_layers(config)
-    layers = len(stage_layers(config)) + others
-    tokens = shape[0] * config.context_parallel_size
+    mtp = mtp_layers(config)
     estimate = stage.rates.matmul_s(shape[0] * shape[1] * _flops_per_token(config))
-    forward_s = stage.forward_s or estimate
-    turn_s = stage.turn_s if flying == 1 else 0.0  # else other micro-batches come in between once
     return KeepProblem(
-        layers, flying, layer_bytes, tokens, half_saves, forward_s, turn_s,
-        free_bytes=stage.free_bytes, never_whole=others,
+        len(stage_layers(config)) + mtp, flying, layer_bytes,
+        shape[0] * config.context_parallel_size, half_saves, stage.forward_s or estimate,
+        # with several in flight, other micro-batches come in between once
+        stage.turn_s if flying == 1 else 0.0, free_bytes=stage.free_bytes, never_whole=mtp,
     )  # fmt: skip
 
 

@@ -25,10 +25,8 @@ def stage_layers(config: TransformerConfig) -> list[int]:
     A multi-token prediction layer counts as the decoder layer of the same number, if there is one.
     "block" recomputes only the first layers of each chunk; with quantized layers it may be others.
     """
-    if config.recompute_method == "block" and not (config.fp8 or config.fp4):
-        most = config.recompute_num_layers
-    else:
-        most = config.num_layers
+    is_block = config.recompute_method == "block" and not (config.fp8 or config.fp4)
+    most = config.recompute_num_layers if is_block else config.num_layers
     numbers = []
     for chunk in _chunks(config):
         first = get_transformer_layer_offset(config, chunk) + 1
@@ -51,10 +49,10 @@ def input_share(config: TransformerConfig) -> float:
 def meets_other_sequences(config: TransformerConfig) -> bool:
     """Whether a layer communicates with ranks of other sequences: those must recompute the same
     layers, whatever the lengths of their own."""
-    shared = config.tensor_model_parallel_size * config.context_parallel_size
-    tp_of_experts = getattr(config, "expert_tensor_parallel_size", None) or 1
     if not config.num_moe_experts:
         return False
+    shared = config.tensor_model_parallel_size * config.context_parallel_size
+    tp_of_experts = getattr(config, "expert_tensor_parallel_size", None) or 1
     elsewhere = shared % (config.expert_model_parallel_size * tp_of_experts) > 0
     return elsewhere or "global_aux_loss" in config.moe_router_load_balancing_type
 
@@ -94,20 +92,19 @@ def _spread(placed: Placed, layers: int) -> list[bool | None]:
 def of_decoder(chosen: dict[str, Placed], config: TransformerConfig) -> dict[str, Placed]:
     """What is left for the stage's decoder layers when multi-token prediction layers keep like
     those of their number; all of these if it is enough for all."""
-    left = len(stage_layers(config)) - chosen.get(WHOLE, _NOWHERE).device
-    every = left + mtp_layers(config)
+    layers = len(stage_layers(config)) - chosen.get(WHOLE, _NOWHERE).device
+    mtp, shared = mtp_layers(config), sharing(config)
+
+    def of_decoder_layers(placed: Placed) -> Placed:
+        if placed.device >= layers + mtp:
+            return Placed(layers)
+        device = max(0, min(placed.device, layers) - shared)
+        return Placed(device, max(0, min(placed.host, layers - device) - mtp))
+
     return {
-        name: placed if name == WHOLE else _of_decoder(placed, left, every, config)
+        name: placed if name == WHOLE else of_decoder_layers(placed)
         for name, placed in chosen.items()
     }
-
-
-def _of_decoder(placed: Placed, layers: int, every: int, config: TransformerConfig) -> Placed:
-    """Of so many decoder layers, of `every` with those of multi-token prediction."""
-    if placed.device >= every:
-        return Placed(layers)
-    device = max(0, min(placed.device, layers) - sharing(config))
-    return Placed(device, max(0, min(placed.host, layers - device) - mtp_layers(config)))
 
 
 def sharing(config: TransformerConfig) -> int:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from itertools import chain
+from itertools import chain, pairwise, takewhile
 from math import inf
 
 from megatron_burst.rates import Rates
@@ -56,16 +56,12 @@ class ModuleCost:
 def most(layers: Iterable[Sequence[ModuleCost]]) -> tuple[ModuleCost, ...]:
     """Of each module the most bytes in one of these layers, and the mean of what it saves in all of
     them, which may be more than those that have it."""
-    every, found = list(layers), defaultdict(list)
-    for each in chain.from_iterable(every):
-        found[each.name].append(each)
-    return tuple(
-        ModuleCost(
-            name, max(each.num_bytes for each in those),
-            sum(each.flops for each in those) // len(every), those[0].waits,
-        )
-        for name, those in sorted(found.items())
-    )  # fmt: skip
+    every, by_name = list(layers), defaultdict(list)
+    for cost in chain.from_iterable(every):
+        by_name[cost.name].append(cost)
+    return tuple(ModuleCost(name, max(cost.num_bytes for cost in costs),
+                            sum(cost.flops for cost in costs) // len(every), costs[0].waits)
+                 for name, costs in sorted(by_name.items()))  # fmt: skip
 
 
 def router_bytes(experts: int, active: int, itemsize: int) -> int:
@@ -95,22 +91,18 @@ class Placed:
         Those in host memory are evenly spread, so that copies do not fall behind; the last layer's
         stays on the device, because its backward follows at once.
         """
-        found: list[bool | None] = [None] * layers
-        others = layers - bool(self.device)
-        for index in range(others):
-            if (index + 1) * self.host // others > index * self.host // others:
-                found[index] = True
-        free = [index for index, on_host in enumerate(found) if on_host is None]
+        most = layers - bool(self.device)
+        edges = [index * self.host // most for index in range(most + 1)] if most else [0]
+        on_host: list[bool | None] = [after > before or None for before, after in pairwise(edges)]
+        on_host += [None] * (layers - most)
+        free = [index for index, is_there in enumerate(on_host) if is_there is None]
         for index in free[max(0, len(free) - self.device) :]:
-            found[index] = False
-        return found
+            on_host[index] = False
+        return on_host
 
     def __str__(self) -> str:
-        words = (
-            f"{self.device} layers" * bool(self.device),
-            f"{self.host} on the host" * bool(self.host),
-        )
-        return " and ".join(filter(None, words))
+        device, host = f"{self.device} layers", f"{self.host} on the host"
+        return " and ".join([device] * bool(self.device) + [host] * bool(self.host))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +119,7 @@ class KeepChoice:
         return f"keep {self.keep} of {self.layers} layers{where} ({self.reason})"
 
 
-def in_flight(
-    pp_size: int, pp_rank: int, num_chunks: int = 1, group_size: int | None = None
-) -> float:
+def in_flight(pp_size: int, pp_rank: int, chunks: int = 1, group_size: int | None = None) -> float:
     """Micro-batches whose activations a stage holds at most, in units of the whole stage.
 
     1F1B holds P - p of them on stage p; interleaved, Megatron warms up 2(P - p - 1) + (v - 1)g
@@ -138,16 +128,16 @@ def in_flight(
 
     Source: Megatron-Core 0.19.2, pipeline_parallel/schedules.py, get_pp_rank_microbatches.
     """
-    if num_chunks == 1:
+    if chunks == 1:
         return float(pp_size - pp_rank)
     group_size = group_size or pp_size
-    return (2 * (pp_size - pp_rank - 1) + (num_chunks - 1) * group_size + 1) / num_chunks
+    return (2 * (pp_size - pp_rank - 1) + (chunks - 1) * group_size + 1) / chunks
 
 
-def growth(tokens: int, known: int) -> float:
-    """How many times as much memory a micro-batch of so many tokens takes at most as one of `known`
+def growth(tokens: int, first: int) -> float:
+    """How many times as much memory a micro-batch of so many tokens takes at most as one of `first`
     tokens: where attention stores its scores, the square; 1 for shorter ones."""
-    return max(1.0, tokens / known) ** 2 if known else 1.0
+    return max(1.0, tokens / first) ** 2 if first else 1.0
 
 
 def choose_keep(
@@ -160,8 +150,8 @@ def choose_keep(
     whichever saves more recomputation. A copy hides behind the layers' forward, or if attention
     alone takes longer, which for any model depends on the sequence length alone.
     """
-    per_layer = problem.layer_bytes * problem.in_flight
-    total, layers = per_layer * problem.layers, problem.layers
+    layers, per_layer = problem.layers, problem.layer_bytes * problem.in_flight
+    total = per_layer * layers
     figures = f"{total / _GIB:.2f} GiB in all, {budget_bytes / _GIB:.2f} GiB given"
     behind_layers = layers * problem.layer_bytes <= _hidden_bytes(problem, rates)
     hides = behind_layers or hides_copy(problem.tokens, rates)
@@ -178,10 +168,8 @@ def choose_keep(
     return KeepChoice("all" if whole else "none", whole, False, figures)
 
 
-def choose_modules(
-    problem: KeepProblem, modules: Iterable[ModuleCost], budget_bytes: float,
-    host_bytes: float = 0, rates: Rates = _USUAL,
-) -> dict[str, Placed]:  # fmt: skip
+def choose_modules(problem: KeepProblem, modules: Iterable[ModuleCost], budget_bytes: float,
+                   host_bytes: float = 0, rates: Rates = _USUAL) -> dict[str, Placed]:  # fmt: skip
     """Where to keep each module's output, and in how many layers everything (`WHOLE`, the last
     ones), with what attention's results leave of budgets of device and host memory: first of what
     waits for the GPU, then so that most time is saved.
@@ -198,44 +186,42 @@ def choose_modules(
     spare = budget_bytes - problem.layer_bytes * (2 if kept.offload else layers * flying)
     copied = layers * problem.layer_bytes if kept.offload else 0  # of one micro-batch
     host = min(host_bytes / flying, _hidden_bytes(problem, rates)) - copied
-    some = (module for module in modules if module.num_bytes)  # not experts without a token
-    best_first = sorted(some, key=lambda x: (not x.waits, -x.flops / x.num_bytes))
+    sized = (module for module in modules if module.num_bytes)  # not experts without a token
+    best_first = sorted(sized, key=lambda x: (not x.waits, -x.flops / x.num_bytes))
     choices = [
-        (whole, _best_beside(problem, whole, best_first, (left, host), rates))
-        for whole, left in enumerate(_left_by_whole(problem, spare, kept.offload))
+        (whole, _best_beside(problem, whole, best_first, (room, host), rates))
+        for whole, room in enumerate(_left_by_whole(problem, spare, kept.offload))
     ]
     whole, best = max(choices, key=lambda choice: _saved(problem, *choice, rates))
-    placed = [*best, (ModuleCost(WHOLE, problem.whole_bytes, 0), Placed(whole))]
-    return {module.name: each for module, each in placed if each.device}
+    chosen = {module.name: placed for module, placed in best if placed.device}
+    return chosen | ({WHOLE: Placed(whole)} if whole else {})
 
 
 def _left_by_whole(problem: KeepProblem, spare: float, is_offloaded: bool) -> Iterator[float]:
-    """What no layer, one, two and so on leave of the device, if they are not recomputed.
+    """What no layer, one, two and so on leave of the device, if they are whole: not recomputed.
 
-    Attention's results are in what they hold, and counted already unless they are offloaded. In the
-    last one's backward nothing is recomputed, so that one costs nothing; but all that the others
-    keep is there, of which then nothing is free. Nor is that one if others, which are recomputed,
-    come before it in backward.
+        left(n) = spare + free - n * size * in_flight
+
+    - size: what a whole layer holds, without attention's results if `spare` counts them already.
+    - free: the last layer's backward recomputes nothing, so it has room for its own `size`, as far
+      as a backward takes more than the rest of the step; not if recomputed layers (`never_whole`)
+      come before it in backward.
+    - beside whole layers no output of a module is free: see `_best_beside`.
     """
-    yield spare
     most = (problem.layers - problem.never_whole) * bool(problem.whole_bytes)
     size = max(0, problem.whole_bytes - problem.layer_bytes * (not is_offloaded))
     free = 0.0 if problem.never_whole else min(size, problem.free_bytes)
-    for whole in range(1, most + 1):
-        left = spare + free - size * whole * problem.in_flight
-        if left < 0:
-            return
-        yield left
+    lefts = (spare + free - size * whole * problem.in_flight for whole in range(1, most + 1))
+    yield from (spare, *takewhile(lambda room: room >= 0, lefts))
 
 
 def _saved(
     problem: KeepProblem, whole: int, placed: list[tuple[ModuleCost, Placed]], rates: Rates
 ) -> tuple[int, float]:
     """Waits and seconds that recomputation then does without."""
-    layers = [(module, each.device + each.host) for module, each in placed]
+    layers = [(module, at.device + at.host) for module, at in placed]
     waits = sum(n for x, n in layers if x.waits) + whole * any(x.waits for x, _ in layers)
-    flops = sum(x.flops * n for x, n in layers)
-    return waits, rates.matmul_s(flops) + whole * problem.whole_s
+    return waits, rates.matmul_s(sum(x.flops * n for x, n in layers)) + whole * problem.whole_s
 
 
 class _Way(Enum):
@@ -246,16 +232,15 @@ class _Way(Enum):
     LEFT = auto()  # one layer on the device, and what others leave of it
 
 
-def _best_beside(
-    problem: KeepProblem, whole: int, modules: Sequence[ModuleCost], spare: tuple[float, float],
-    rates: Rates,
-) -> list[tuple[ModuleCost, Placed]]:  # fmt: skip
+def _best_beside(problem: KeepProblem, whole: int, modules: Sequence[ModuleCost],
+                 spare: tuple[float, float],
+                 rates: Rates) -> list[tuple[ModuleCost, Placed]]:  # fmt: skip
     """What saves most beside so many whole layers, with what is left of the device and the host."""
     free = 0.0 if whole else problem.free_bytes
-    rest = replace(problem, layers=problem.layers - whole, free_bytes=free)
+    recomputed = replace(problem, layers=problem.layers - whole, free_bytes=free)
 
     def placed(ways: Sequence[_Way]) -> list[tuple[ModuleCost, Placed]]:
-        return _placed(rest, modules, ways, *spare)
+        return _placed(recomputed, modules, ways, *spare)
 
     def saved(ways: Sequence[_Way]) -> tuple[int, float]:
         return _saved(problem, whole, placed(ways), rates)
@@ -263,31 +248,31 @@ def _best_beside(
     return placed(best_ways(len(modules), tuple(_Way), saved))
 
 
-def _placed(
-    problem: KeepProblem, modules: Sequence[ModuleCost], ways: Sequence[_Way], spare: float,
-    host: float,
-) -> list[tuple[ModuleCost, Placed]]:  # fmt: skip
+def _placed(problem: KeepProblem, modules: Sequence[ModuleCost], ways: Sequence[_Way], spare: float,
+            host: float) -> list[tuple[ModuleCost, Placed]]:  # fmt: skip
     """In turn as much of each module as fits and its way says; then more on the device, with what
     is left of it."""
     placed, free = {}, problem.free_bytes
     for module, way in zip(modules, ways, strict=True):
         size = module.num_bytes
-        left = spare - max(0.0, size - free)  # its first layer may cost something
-        most = min(problem.layers, _layers_in(left / size, problem.in_flight))
+        spare_now = spare - max(0.0, size - free)  # its first layer may cost something
+        fitting = int((spare_now / size + 1) // problem.in_flight) if spare_now >= 0 else 0
+        most = min(problem.layers, fitting)
         here = most if way is _Way.DEVICE else min(most, 1)
-        fits = size * Placed(here, 1).at_peak(problem.in_flight) <= left
+        fits = size * Placed(here, 1).at_peak(problem.in_flight) <= spare_now
         offloads = way is _Way.HOST and here and fits
         there = min(problem.layers - here, int(host // size)) if offloads else 0
         placed[module] = Placed(here, max(there, 0))
         if here:
-            spare = left - size * placed[module].at_peak(problem.in_flight)
+            spare = spare_now - size * placed[module].at_peak(problem.in_flight)
             free = max(0.0, free - size)
         host -= placed[module].host * size
-    for module, got in placed.items():
-        more = int(max(spare, 0) // (module.num_bytes * problem.in_flight)) if got.device else 0
-        more = min(more, problem.layers - got.device - got.host)
-        placed[module] = Placed(got.device + more, got.host)
-        spare -= more * module.num_bytes * problem.in_flight
+    for module, at in placed.items():
+        size = module.num_bytes * problem.in_flight
+        room = int(max(spare, 0) // size) if at.device else 0
+        more = min(room, problem.layers - at.device - at.host)
+        placed[module] = Placed(at.device + more, at.host)
+        spare -= more * size
     return list(placed.items())
 
 
@@ -296,11 +281,6 @@ def _hidden_bytes(problem: KeepProblem, rates: Rates) -> float:
     what comes before their backward; then copies are some layers behind at most."""
     after = min(problem.turn_s, LAYERS_BEHIND * problem.forward_s)
     return _HIDDEN * (problem.layers * problem.forward_s + after) / rates.copy_s(1)
-
-
-def _layers_in(room: float, in_flight: float) -> int:
-    """How many layers fit on the device; `room`: in outputs of one layer and micro-batch."""
-    return int((room + 1) // in_flight) if room >= 0 else 0
 
 
 def hides_copy(tokens: int, rates: Rates = _USUAL) -> bool:

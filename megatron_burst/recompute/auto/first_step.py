@@ -2,7 +2,7 @@
 take, and what they hold for backward: what can be kept from then on."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from logging import WARNING
 from math import inf
 from statistics import median
@@ -20,7 +20,7 @@ from megatron_burst.recompute.auto.graph import graph_bytes, storages
 from megatron_burst.recompute.keeping import WHO, RunningFrame
 
 _COPIED = 1 << 26  # bytes, to measure the bandwidth
-_TOLD = 1.1  # times what was counted, from which on the log says so
+_MISCOUNTED = 1.1  # times what was counted, from which on the log says so
 
 
 class _Span:
@@ -66,7 +66,7 @@ class FirstStep:
         if self._on_gpu:  # what came before may have taken more than the step does
             torch.cuda.reset_peak_memory_stats(device)
         self._began = self._peak = self.allocated()
-        self._has_told = False
+        self._has_warned = False
         self._before_turn: int | None = None  # the peak until the first recomputation
         self._spans: list[tuple[_Span, list[_Span]]] = []  # layers, and calls in each
         self._turn: tuple[_Span, _Span] | None = None
@@ -84,8 +84,8 @@ class FirstStep:
         if not self._on_gpu:
             return 0
         # a tenth of the time that memory_allocated takes, for which every whole layer would wait
-        found = torch.cuda.memory_stats_as_nested_dict(self._device)
-        return found["allocated_bytes"]["all"]["current"] if found else 0
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return stats["allocated_bytes"]["all"]["current"] if stats else 0
 
     def _before_optimizer(self, *_: Any) -> None:
         if self._on_gpu and not self.is_over:
@@ -95,51 +95,44 @@ class FirstStep:
         self.is_over = True  # hooks cannot be removed while torch calls them
 
     @contextmanager
-    def timing(self, tokens: int, others: Iterable[Module] = ()) -> Iterator[None]:
+    def timing(self, tokens: int, modules: Iterable[Module] = ()) -> Iterator[None]:
         """Context of a layer's forward, whose time counts until the step is over.
 
         Args:
             tokens: of the micro-batch.
-            others: modules that recomputation does without anyway; see `rest_s`.
+            modules: modules that recomputation does without anyway; see `rest_s`.
         """
         if not self.is_over:
             self.tokens = max(self.tokens, tokens)
         if not self._on_gpu or self.is_over:
             yield
             return
-        within: list[_Span] = []
-        hooks = [
-            hook
-            for module in others
-            for hook in (
-                module.register_forward_pre_hook(lambda *_: within.append(_Span())),
-                module.register_forward_hook(lambda *_: within[-1].end()),
-            )
-        ]
-        span = _Span()
-        try:
+        calls: list[_Span] = []
+        with ExitStack() as hooks:
+            for module in modules:
+                begins = module.register_forward_pre_hook(lambda *_: calls.append(_Span()))
+                ends = module.register_forward_hook(lambda *_: calls[-1].end())
+                hooks.callback(begins.remove)
+                hooks.callback(ends.remove)
+            span = _Span()
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         span.end()
-        self._spans.append((span, within))
+        self._spans.append((span, calls))
 
-    def forward_s(self) -> float | None:
-        """Seconds of a layer's forward, the median; None: not measured. Waits for the GPU."""
-        return self._median(lambda layer, _: layer.seconds)
-
-    def rest_s(self) -> float | None:
-        """The same without modules that recomputation does without anyway."""
-        return self._median(
-            lambda layer, within: layer.seconds - sum(each.seconds for each in within)
-        )
-
-    def _median(self, seconds: Callable[[_Span, list[_Span]], float]) -> float | None:
+    def forward_s(self) -> float:
+        """Seconds of a layer's forward, the median; 0: not measured. Waits for the GPU."""
         if not self._spans:
-            return None
+            return 0.0
         torch.cuda.synchronize(self._device)
-        return median(seconds(*each) for each in self._spans)
+        return median(layer.seconds for layer, _ in self._spans)
+
+    def rest_s(self) -> float:
+        """The same without modules that recomputation does without anyway."""
+        if not self._spans:
+            return 0.0
+        torch.cuda.synchronize(self._device)
+        return median(layer.seconds - sum(call.seconds for call in calls)
+                      for layer, calls in self._spans)  # fmt: skip
 
     def turn(self, run: RunningFrame) -> None:
         """Say that a layer's recomputation begins: the first one is the last layer's."""
@@ -160,10 +153,8 @@ class FirstStep:
         torch.cuda.synchronize(self._device)
         return self._turn[0].until(self._turn[1])
 
-    def weigh(
-        self, forward: Callable[[], Any], x: Tensor, run: RunningFrame, kind: Hashable,
-        others: Callable[[], Iterable[Tensor]] = tuple,
-    ) -> Any:  # fmt: skip
+    def weigh(self, forward: Callable[[], Any], x: Tensor, run: RunningFrame, kind: Hashable,
+              living: Callable[[], Iterable[Tensor]] = tuple) -> Any:  # fmt: skip
         """A layer's results in recomputation; until the step is over, measures `held_share`.
 
         By what the graph saves, and on a GPU also by how much more is allocated, whichever is more:
@@ -176,7 +167,7 @@ class FirstStep:
             x: its input.
             run: the checkpoint that is recomputed.
             kind: of the layer: those of one kind hold as much.
-            others: tensors that the graph may save and that live on anyway, as parameters.
+            living: tensors that the graph may save and that live on anyway, as parameters.
         """
         if self.is_over or run.frame.stops_early:
             return forward()
@@ -185,7 +176,7 @@ class FirstStep:
         before = self.allocated() - run.kept_bytes()  # kept for this call, so part of it
         outs = forward()
         grown = self.allocated() - run.kept_bytes() - before - sum(storages(outs).values())
-        most = max(grown, graph_bytes(outs, (x, *others())))
+        most = max(grown, graph_bytes(outs, (x, *living())))
         self.held_share = max(self.held_share, most / x.nbytes)
         self.kinds.add(kind)
         return outs
@@ -194,11 +185,11 @@ class FirstStep:
     def expecting(self, num_bytes: int) -> Iterator[None]:
         """Context of a call that should hold so many bytes for backward, as measured; says once if
         a GPU has to hold more. 0: unknown."""
-        before = self.allocated() if num_bytes and not self._has_told else 0
+        before = self.allocated() if num_bytes and not self._has_warned else 0
         yield
         grown = self.allocated() - before if before else 0
-        if grown > _TOLD * num_bytes:
-            self._has_told = True
+        if grown > _MISCOUNTED * num_bytes:
+            self._has_warned = True
             log_message(
                 f"{WHO}: all results of a layer take {grown / 2**30:.2f} GiB in a micro-batch, "
                 f"where {num_bytes / 2**30:.2f} were counted by the first step, perhaps because "
@@ -230,8 +221,8 @@ class FirstStep:
         most = max(taken, torch.cuda.max_memory_allocated(self._device))
         most += int((growth(tokens, self.tokens) - 1) * self.taken_bytes)
         free, total = torch.cuda.mem_get_info(self._device)
-        others = total - free - torch.cuda.memory_reserved(self._device)
-        return max(0, int(MOST_USED * total) - others - most)
+        of_others = total - free - torch.cuda.memory_reserved(self._device)
+        return max(0, int(MOST_USED * total) - of_others - most)
 
 
 def host_gbs(device: torch.device) -> float | None:
@@ -248,12 +239,10 @@ def host_gbs(device: torch.device) -> float | None:
 
 def _copy_s(target: torch.Tensor, source: torch.Tensor) -> float:
     """Seconds of the fastest of some copies: other work of the node may disturb one."""
-    found = []
+    copies = []
     for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        copies.append(_Span())
         target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3)
-    return min(found)
+        copies[-1].end()
+    torch.cuda.synchronize()
+    return min(copy.seconds for copy in copies)

@@ -1,7 +1,7 @@
 """A search for where all ways are too many to be tried."""
 
 from collections.abc import Callable, Sequence
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from typing import Any
 
 TRIALS = 30  # at most, for each thing that has several ways
@@ -30,9 +30,9 @@ def best_ways[Way](
         before = None
         while best != before:
             before = best
-            for places in (some for size in sizes for some in combinations(range(number), size)):
-                if len(values) + len(ways) ** len(places) <= most:
-                    options = [ways if at in places else best[at : at + 1] for at in range(number)]
+            for changed in chain.from_iterable(combinations(range(number), n) for n in sizes):
+                if len(values) + len(ways) ** len(changed) <= most:
+                    options = [ways if at in changed else best[at : at + 1] for at in range(number)]
                     best = max(product(*options), key=valued)
         return best
 
