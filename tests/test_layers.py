@@ -277,8 +277,8 @@ BESIDE = {  # enums and machinery in the same modules
 }  # fmt: skip
 MOST = {  # modules, lines, and lines of code without imports
     "reading path": (52, 9780, 5600),
-    "trainer": (169, 27239, 15933),
-    "package": (233, 36446, 21783),
+    "trainer": (169, 27238, 15932),
+    "package": (233, 36445, 21782),
 }
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 

@@ -35,7 +35,7 @@ from threading import Event
 from unittest import mock
 import torch.distributed as dist
 from megatron_burst.desync import verdict
-from tests.comm.test_pass_log import log_of
+from tests.comm.test_detector import log_of
 inside, over = Event(), Event()
 def busy(*_):
     store, end = dist.HashStore(), time.monotonic() + 2

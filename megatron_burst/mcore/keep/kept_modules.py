@@ -85,9 +85,8 @@ class LayerModules:
         options: of that call, which Megatron gives to layers in checkpoints only.
     """
 
-    def __init__(self, layer: Module) -> None:
-        self.config: TransformerConfig = layer.config
-        self._number: int = layer.layer_number
+    def __init__(self, layer: Any) -> None:
+        self.config, self._number = layer.config, layer.layer_number
         self.expected_bytes, self.options = 0, {}
         # by name: whether they are experts', and the modules
         self._modules: dict[str, list[tuple[bool, Module]]] = defaultdict(list)
