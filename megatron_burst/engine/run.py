@@ -155,9 +155,8 @@ class Run:
         """Allocate results and indices before the loop, as they belong to the compute stream."""
         self.fields |= results()
         if self.documents is not None:
-            arrange, restore = self.documents.arrange_index, self.documents.restore_index
             for is_back, *chunks in self.executor.compiler.orders:
-                (restore if is_back else arrange)(*chunks)
+                (self.documents.restore_index if is_back else self.documents.arrange_index)(*chunks)
 
     def sink_of(self, heads: tuple[int, ...]) -> Tensor | None:
         """The sinks of these query heads; None if there are none."""
