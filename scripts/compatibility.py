@@ -77,7 +77,7 @@ ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
     },
     "Recomputation": {
         "full and selective": [("gpt", ".*full recompute.*"), ("keep", ".*-none.*|.*-all, sel.*")],
-        "all kept": [("keep", ".*-all.*"), ("packed", "kept"), ("keep_own", ".*")],
+        "all kept": [("keep", ".*-all.*"), ("packed", "kept"), ("keep_other_attention", ".*")],
         "half kept": [("keep", ".*-half.*"), ("gpt", ".*half.*"), ("packed", "kept by half")],
         "kept as it fits": [("keep", ".*-auto"), ("keep_auto", ".*"), ("packed", "kept as.*")],
         "outputs of modules kept": [("kept_modules", ".*")],
@@ -97,14 +97,16 @@ ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "Entry points": {
         "`python -m megatron_burst`": [("pretrain", "python -m.*|CP4 on.*")],
         "`import megatron_burst.patch`": [("pretrain", "imported.*")],
-        "`--spec`": [("pretrain", "--spec.*"), ("specs", ".*layer_spec"), ("doors", ".*by_spec.*")],
+        "`--spec`": [
+            ("pretrain", "--spec.*"), ("specs", ".*layer_spec"), ("entry_points", ".*by_spec.*"),
+        ],
         "`burst_spec`": [("specs", ".*")],
         "`megatron_burst.auto`": [("auto", ".*")],
         "diff in `patches/`": [("patches", ".*"), ("pretrain", "patched.*")],
         "refusals": [
             ("arguments", ".*"), ("core_attention", ".*"), ("packed_uses", ".*(refused|forbids).*"),
         ],
-        "releases, scripts, imports told apart": [("doors", ".*")],
+        "releases, scripts, imports told apart": [("entry_points", ".*")],
         "hook points of the table": [("releases", ".*")],
     },
     "Runs": {

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_burst.engine.executor import Executor
-from megatron_burst.engine.operations import GetFields
+from megatron_burst.engine.operations import GetFields, ref_fields
 from megatron_burst.engine.run import Compiler, Run, Step
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule import program as ops
@@ -36,8 +36,8 @@ def _guarded(compiler: Compiler, step: Step, op: Op, number: int) -> Step:
     places = _accessed(op, compiler.program)
     if places is None:
         return step
-    writes, reads = ([(ref, name, ref_fields(compiler, ref)) for ref, name in dict.fromkeys(positions)]
-                     for positions in places)  # fmt: skip
+    writes, reads = ([(ref, name, ref_fields(compiler, ref)) for ref, name in dict.fromkeys(refs)]
+                     for refs in places)  # fmt: skip
     total, direction = len(compiler.program.ops), compiler.program.direction
 
     def run(of: Run) -> Any:

@@ -24,7 +24,7 @@ def parsed(words: str):
 BURST = "--context-parallel-impl burst"
 FOR_ATTENTION = {
     "intra": "gather", "inter": "a2a", "invariant": "", "backend": "reference",
-    "tune": "circulate=q", "log": "",
+    "tune": "force.circulate=q", "log": "",
 }  # fmt: skip
 FOR_LOSS = {"label_smoothing": "0.1", "z_loss": "0.0", "softcap": "30"}
 
