@@ -230,17 +230,12 @@ def _saves_remote(spec: Spec, requested: Spec) -> Decision:
     other nodes, if asked for or if they are few."""
     if spec.intra == "a2a":
         return Decision(not spec.resends)
-    remote_nodes = spec.mode_topology.inter_size - 1 if spec.intra == "gather" else 0
-    if (
-        not remote_nodes
-        or spec.resends
-        or spec.circulate is Circulate.Q
-        or spec.saves_remote is False
-    ):
+    num_remote = spec.mode_topology.inter_size - 1 if spec.intra == "gather" else 0
+    must_resend = spec.resends or spec.circulate is Circulate.Q or spec.saves_remote is False
+    if not num_remote or must_resend:
         return Decision(False)
-    return Decision(
-        bool(spec.saves_remote) or remote_kv_fits(spec.shape, remote_nodes, circulating_share(spec))
-    )
+    fits = remote_kv_fits(spec.shape, num_remote, circulating_share(spec))
+    return Decision(bool(spec.saves_remote) or fits)
 
 
 def _a2a_backward_heads(spec: Spec, requested: Spec) -> Decision:
@@ -275,9 +270,8 @@ def _circulate(spec: Spec, requested: Spec) -> Decision:
         return Decision(Circulate.KV, "one node")
     share = circulating_share(spec) if spec.intra == "gather" else 1.0
     shape = spec.shape
-    if (
-        spec.mode_topology.inter_size == 1 and spec.ring_sum_dtype is Dtype.SUM
-    ):  # all hops are the ring's
+    # on one row all hops are the ring's, which may sum in the accumulation dtype
+    if spec.mode_topology.inter_size == 1 and spec.ring_sum_dtype is Dtype.SUM:
         shape = replace(shape, grad_bytes=shape.stat_bytes)
     return choose_circulate(shape, requested.circulate, share)
 
@@ -286,12 +280,10 @@ def choose_circulate(
     shape: AttentionShape, requested: Circulate | None = None, share: float = 1.0
 ) -> Decision:
     """What circulates; `share`: of the keys that would."""
-    cost = {
-        circulate: sum(hop_bytes(shape, Direction.BACKWARD, circulate, share).values())
-        for circulate in Circulate
-    }
-    of_kv, of_q = (format_bytes(cost[circulate]) for circulate in (Circulate.KV, Circulate.Q))
-    figures = f"a hop of backward is {of_kv} for kv and {of_q} for q"
+    hops = {way: hop_bytes(shape, Direction.BACKWARD, way, share) for way in Circulate}
+    cost = {way: sum(cargoes.values()) for way, cargoes in hops.items()}
+    kv, q = format_bytes(cost[Circulate.KV]), format_bytes(cost[Circulate.Q])
+    figures = f"a hop of backward is {kv} for kv and {q} for q"
     if requested is not None:
         return Decision(requested, f"asked for; {figures}")
     return Decision(min(cost, key=cost.__getitem__), figures)

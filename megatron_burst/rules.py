@@ -118,12 +118,9 @@ def busy_share(kernels: Sequence[int], multiprocessors: int) -> float:
 
 
 def choose_heads_gather(
-    shape: AttentionShape,
-    topology: Topology,
-    multiprocessors: int,
-    requested: int | None = None,
+    shape: AttentionShape, topology: Topology, multiprocessors: int, requested: int | None = None,
     exposed: bool = False,
-) -> int:
+) -> int:  # fmt: skip
     """KV heads gathered at a time: as few as keep the kernels busy, for small buffers.
 
     A tile's thread blocks should be two waves of a GPU's multiprocessors or more, and the last

@@ -9,11 +9,11 @@ from megatron_burst.config import (
     TUNINGS,
     BurstConfig,
     Force,
-    FusedLossConfig,
     legal_tunings,
     parse_tunings,
 )
 from megatron_burst.errors import BurstError
+from megatron_burst.loss.options import FusedLossConfig
 
 REFUSALS = {
     "a2a around a ring": (

@@ -269,16 +269,16 @@ DESCRIBES = {
     "comm.group": {"Group"},
 }
 BESIDE = {  # enums and machinery in the same modules
-    "config": {"FusedLossConfig"}, "attention": {"BurstAttentionFunction"},
+    "attention": {"BurstAttentionFunction"},
     "schedule.mask": {"Band", "Span", "Tile"},
     "schedule.spec": {"Cargo", "Circulate", "Direction", "Dtype"},
     "kernels.interface": {"Backend", "Capability", "QuerySide"},
     "comm.detector": {"Pass", "DesyncDetector"}, "comm.group": {"GroupMemory", "SubGroups"},
 }  # fmt: skip
 MOST = {  # modules, lines, and lines of code without imports
-    "reading path": (52, 9780, 5600),
-    "trainer": (169, 27238, 15932),
-    "package": (233, 36445, 21782),
+    "reading path": (53, 9600, 5600),
+    "trainer": (171, 26930, 15860),
+    "package": (235, 36140, 21710),
 }
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 

@@ -6,10 +6,12 @@ Loaded when there is something to say, and by the thread that looks whether ther
 import ctypes
 import json
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
 from threading import Event
 from time import monotonic, sleep, time
 from weakref import ReferenceType
@@ -18,7 +20,6 @@ import torch
 
 from megatron_burst.comm.stamps import Members, PendingPass, PostedTerms
 from megatron_burst.desync.hops import Waits, awaited_hop, culprits, issued_hop, named_ranks, tell
-from megatron_burst.environment import fault_folder
 from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.logs import log_message
 from megatron_burst.rules import format_bytes
@@ -149,9 +150,9 @@ def told_by_all(log: Members, entry: PendingPass, patience_s: float) -> list[Pos
 
 def report(log: Members, what: str, error: Exception, waits: Waits, ranks: Sequence[int]) -> None:
     """Append what this rank found to its file in the folder of faults, if there is one."""
-    folder = fault_folder()
-    if folder is None:
+    if not (name := os.environ.get("MEGATRON_BURST_FAULTS")):
         return
+    folder = Path(name)
     rank = log.ranks[log.rank]
     line = {"time": time(), "rank": rank, "cp_rank": log.rank, "group": log.name,
             "ranks": log.ranks, "nodes": log.nodes, "what": what, "waits": asdict(waits),

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 import warnings
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_burst.environment import share_kernel_cache
 from megatron_burst.kernels.interface import Capability, QuerySide
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
@@ -68,7 +68,8 @@ class FlashAttention4:
     @cached_property
     def _interface(self):
         """The module, or a text saying why it cannot be used."""
-        share_kernel_cache()
+        # compiled kernels are cached on disk for all ranks; set before the first import
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         try:
             module = importlib.import_module("flash_attn.cute.interface")
             forward, backward = (

@@ -11,10 +11,11 @@ from dataclasses import fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_burst import config as configs
-from megatron_burst.config import BurstConfig, FusedLossConfig, tunings_of_args
+from megatron_burst.config import BurstConfig, tunings_of_args
 from megatron_burst.errors import BurstError, require
 from megatron_burst.kernels.backends import backends
 from megatron_burst.logs import log_message
+from megatron_burst.loss.options import FusedLossConfig
 from megatron_burst.loss.statistics import LossOptions
 from megatron_burst.mcore.refusals import FLAG, KEEP_FLAG, LOSS_FLAG, refuse
 

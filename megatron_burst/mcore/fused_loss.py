@@ -19,9 +19,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
-from megatron_burst.config import FusedLossConfig
 from megatron_burst.loss.linear import TokenLogProbs, linear_cross_entropy, token_log_probs
 from megatron_burst.loss.next_tokens import next_tokens
+from megatron_burst.loss.options import FusedLossConfig
 from megatron_burst.loss.rows import SupervisedCount, TensorParallel, count_supervised
 from megatron_burst.loss.statistics import LossOptions
 from megatron_burst.mcore import packed

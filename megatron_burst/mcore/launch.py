@@ -15,11 +15,12 @@ from pathlib import Path
 
 import torch
 
-from megatron_burst.config import BurstConfig, FusedLossConfig
+from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.imports import when_imported
 from megatron_burst.installed import require_megatron
 from megatron_burst.logs import log_message
+from megatron_burst.loss.options import FusedLossConfig
 from megatron_burst.mcore import args as flags
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.options import VARIABLE, environment_args, with_environment

@@ -121,7 +121,8 @@ def terms(tokens=4, batch=1, heads=2, **changes):
 
 OTHERS = [
     {"heads": 1}, {"causal": False}, {"softmax_scale": 0.25}, {"layout": "striped"},
-    {"window": (3, 0)}, {"sample_args": ("cu_seqlens",)}, {"sample_args": ("cu_seqlens", "prefix_tree")},
+    {"window": (3, 0)}, {"sample_args": ("cu_seqlens",)},
+    {"sample_args": ("cu_seqlens", "prefix_tree")},
     {"qkv_format": "sbhd"}, {"config": BurstConfig(nodes=2)},
 ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_burst.config import FusedLossConfig
+from megatron_burst.loss.options import FusedLossConfig
 from tests.gpu import needs_gpus
 from tests.ranks import run_ranks
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from megatron_burst.config import FusedLossConfig
+from megatron_burst.loss.options import FusedLossConfig
 from tests.gpu import needs_gpus, needs_transformer_engine
 from tests.mcore.fsdp import gradients, gradients_without_fsdp, losses_of, wrapped
 from tests.ranks import run_ranks

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_burst.config import FusedLossConfig
+from megatron_burst.loss.options import FusedLossConfig
 from tests.mcore.gpt import SEQ, VOCAB, Model, Parallel, config_of, sharded
 from tests.ranks import preload
 

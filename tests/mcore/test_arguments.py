@@ -343,7 +343,7 @@ def fused_loss_flags(rank):
     live = [[patch.live for patch in rows("loss")]]
     values, _ = parse(f"{LOSS} --burst-loss-softcap 20 --burst-loss-z-loss 0.1")
     live.append([patch.live for patch in rows("loss")])
-    from megatron_burst.config import FusedLossConfig
+    from megatron_burst.loss.options import FusedLossConfig
 
     with pytest.raises(BurstError, match="cannot run with --yaml-cfg"):
         parse(f"{LOSS} --yaml-cfg a.yaml")

@@ -14,8 +14,9 @@ from unittest import mock
 
 import pytest
 
-from megatron_burst.config import BurstConfig, Force, FusedLossConfig
+from megatron_burst.config import BurstConfig, Force
 from megatron_burst.errors import BurstError
+from megatron_burst.loss.options import FusedLossConfig
 from megatron_burst.mcore.args import wants_fused_loss
 from megatron_burst.mcore.options import burst_config_of, environment_args, with_environment
 from tests.mcore.gpt import (

@@ -5,8 +5,9 @@ from dataclasses import fields
 
 import pytest
 
-from megatron_burst.config import OPTIONS, BurstConfig, Force, FusedLossConfig
+from megatron_burst.config import OPTIONS, BurstConfig, Force
 from megatron_burst.errors import BurstError
+from megatron_burst.loss.options import FusedLossConfig
 from megatron_burst.mcore.args import add_flags
 
 FLAGS = """--burst-keep half --burst-keep-layers 3 --burst-keep-offload both

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_burst.config import FusedLossConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.loss.options import FusedLossConfig
 from tests.mcore.gpt import SEQ, VOCAB
 from tests.mcore.lacking import why_not
 from tests.mcore.loss_model import FORWARD, Case, batch_of, begin, model_of

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_burst.config import FusedLossConfig
 from megatron_burst.errors import BurstError
+from megatron_burst.loss.options import FusedLossConfig
 from megatron_burst.mcore import offsets
 from megatron_burst.mcore.args import check_args, check_keep_args, check_loss_args, check_unused
 from megatron_burst.mcore.refusals import TABLE, refuse, refuses

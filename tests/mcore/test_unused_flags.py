@@ -5,8 +5,9 @@ from dataclasses import fields
 
 import pytest
 
-from megatron_burst.config import OPTIONS, FusedLossConfig
+from megatron_burst.config import OPTIONS
 from megatron_burst.errors import BurstError
+from megatron_burst.loss.options import FusedLossConfig
 from megatron_burst.mcore.args import check_unused
 from megatron_burst.mcore.launch import validate_flags, with_flags
 
