@@ -49,7 +49,7 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     return delta
 
 
-def delta_stand_in(dout: Tensor, delta: Tensor, nonzeros: int = 3) -> Tensor:
+def surrogate_out(dout: Tensor, delta: Tensor, nonzeros: int = 3) -> Tensor:
     """`partial.surrogate_out`: dout [b, n, h, dv] up to float32, delta [b, h, n] in float32."""
     stand_in = torch.empty_like(dout, memory_format=torch.contiguous_format)
     (of_dout, to), unit = _operands(dout, stand_in)

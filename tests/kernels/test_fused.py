@@ -130,7 +130,7 @@ def compare_sum(kernels, device, shape, dtypes, in_place):
 
 
 def compare_delta(kernels, device, shape, dtypes, scale):
-    """Errors of row_delta and delta_stand_in by name, relative to |dO||O|."""
+    """Errors of row_delta and surrogate_out by name, relative to |dO||O|."""
     dout, out = random_tensors(shape, dtypes, device)
     dout.mul_(scale)
     dout[:, 3] = 0
@@ -138,7 +138,7 @@ def compare_delta(kernels, device, shape, dtypes, scale):
     size = (dout.double().norm(dim=-1) * out.double().norm(dim=-1)).transpose(1, 2).clamp_min(1e-30)
     delta = kernels.row_delta(dout, out)
     assert delta.dtype is FP32 and delta.is_contiguous()
-    stand_in = kernels.delta_stand_in(dout, cut(delta, 2))
+    stand_in = kernels.surrogate_out(dout, cut(delta, 2))
     assert stand_in.dtype is dout.dtype and stand_in.is_contiguous()
     theirs = (dout.double() * stand_in.double()).sum(-1).transpose(1, 2)
     third = dout.abs().topk(3).values[..., 2:] * (1 - 1e-4)  # its order in float32 is less exact
@@ -156,19 +156,19 @@ def compare_corners(kernels, device):
     ones = torch.ones(1, device=device).expand(1, 5, 2, 40)
     small = torch.full((1, 1, 1, 8), -1e-4, dtype=FP16, device=device)
     sixteen = torch.full((1, 1, 1), 16.0, device=device)
-    share = kernels.delta_stand_in(small, sixteen)
+    share = kernels.surrogate_out(small, sixteen)
     narrow = torch.ones(1, 2, 1, 2, device=device)
     no_rows = torch.empty(1, 0, 2, 8, device=device)
     kernels.sum_parts(no_rows, [no_rows, no_rows])
     target = torch.empty(2, 3, 1, 300, device=device)
     kernels.sum_parts(target, [ones[:, :1, :1, :1].expand(target.shape)])
-    lost = kernels.delta_stand_in(narrow, torch.full((1, 1, 2), torch.nan, device=device))
+    lost = kernels.surrogate_out(narrow, torch.full((1, 1, 2), torch.nan, device=device))
     return {
         "expanded": bool((kernels.row_delta(ones, ones) == 40).all()),
         "fp16": bool(share.isfinite().all())
         and abs(float(kernels.row_delta(small, share)) - 16) <= 1e-3 * 16,
         "narrow": torch.equal(
-            kernels.delta_stand_in(narrow, narrow[..., 0].transpose(1, 2)).sum(-1), narrow[..., 0]
+            kernels.surrogate_out(narrow, narrow[..., 0].transpose(1, 2)).sum(-1), narrow[..., 0]
         ),
         "wide": bool((target == 1).all()),
         "NaN": bool(lost.isnan().any(-1).all()),
