@@ -375,6 +375,63 @@ def _lines_of(path: Path) -> tuple[int, int]:
     return len(lines), sum(bool(line) and not line.startswith("#") for line in code)
 
 
+# what no identifier of the reading path is, and what is no part of one between underscores and
+# capitals; `left` may only be a window's bound
+BARE = frozenset(
+    "found some one each every both other others these those this that what which mine theirs ours "
+    "its it here there given made known kept taken held asked wanted come came gone moved joined "
+    "arranged restored reached rest".split()
+)
+SPOKEN = frozenset(
+    "found told met lies say said heard heed door visitor guest home mend settle carrier".split()
+)
+METAPHORS = re.compile(r"\b(doors?|visitors?|guests?|way home|mend(s|ed)?|settle[sd]?)\b", re.I)
+PUBLIC_TEXT = (
+    "README.md",
+    "docs/*.md",
+    "docs/concepts/*.md",
+    "docs/how-to/*.md",
+    "docs/start/*.md",
+)
+
+
+def identifiers_of(tree: ast.AST) -> Iterable[tuple[int, str]]:
+    """What a module binds: variables, parameters, attributes, functions and classes, with lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
+def is_forbidden(name: str) -> bool:
+    words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+    return name.strip("_").lower() in BARE or bool(words & SPOKEN)
+
+
+def test_identifiers_of_the_reading_path_are_nouns_and_verbs_of_the_field():
+    forbidden = [
+        f"{name}:{line} {identifier}" for name in sorted(reading_path())
+        for line, identifier in identifiers_of(ast.parse(MODULES[name].read_text()))
+        if is_forbidden(identifier)
+    ]  # fmt: skip
+    assert forbidden == []
+    assert is_forbidden("_found") and is_forbidden("WayHome") and is_forbidden("told_by_all")
+    assert not is_forbidden("own_rows") and not is_forbidden("Transport")
+
+
+def test_public_text_has_no_metaphor_for_what_has_a_name():
+    pages = [page for pattern in PUBLIC_TEXT for page in PACKAGE.parent.glob(pattern)]
+    texts = {path: path.read_text() for path in [*pages, *MODULES.values()]}
+    assert len(pages) > 40
+    assert [f"{path}: {match[0]}" for path, text in texts.items()
+            for match in METAPHORS.finditer(text)] == []  # fmt: skip
+
+
 def test_the_house_does_not_grow():
     path = reading_path()
     assert not any(name.startswith("tools") for name in path)

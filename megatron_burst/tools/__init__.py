@@ -2,5 +2,6 @@
 and Megatron on CPU processes for trying out.
 
 `megatron-burst`, or `python -m megatron_burst.tools`, is the command. It imports the trainer; the
-trainer imports nothing from here, except that its doors reach CPU mode where there is no GPU.
+trainer imports nothing from here, except that its entry points reach CPU mode where there is no
+GPU.
 """
