@@ -27,8 +27,7 @@ from megatron_burst.tools.doctor.survey import survey_of
 from megatron_burst.tools.speeds import Mover
 from megatron_burst.tools.world import world_of
 
-# of each rank, as JSON: its node, its GPU ("" for none), what should be the same on all nodes, its
-# `RankLocation`, and the checks of its machine, from the first rank there
+# of each rank, as JSON: node, GPU ("" for none), what all nodes share, location, a node's checks
 Facts = Mapping[int, Mapping[str, Any]]
 _COMPARED = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_")
 
@@ -76,13 +75,8 @@ def _my_facts(launch: Launch, timeout_s: float) -> dict[str, Any]:
         alike |= hardware_of(survey) if "end" in survey else {}
     alike |= {n: v for n, v in os.environ.items() if n.startswith(_COMPARED)}
     node = os.environ.get("NCCL_HOSTID") or socket.gethostname()
-    return {
-        "node": node,
-        "gpu": gpu,
-        "alike": alike,
-        "home": asdict(my_location()),
-        "checks": checks,
-    }
+    location = asdict(my_location())
+    return {"node": node, "gpu": gpu, "alike": alike, "location": location, "checks": checks}
 
 
 def check_attendance(launch: Launch, facts: Facts, timeout_s: float) -> Check:
@@ -134,7 +128,7 @@ class _Transfers:
     def _run(self) -> None:
         launch, timeout_s = self.meeting.launch, self.meeting.timeout_s
         device = "cuda" if all(fact["gpu"] for fact in self.facts.values()) else "cpu"
-        homes = [RankLocation(**fact["home"]) for fact in self.facts.values()]
+        locations = [RankLocation(**fact["location"]) for fact in self.facts.values()]
         try:
             _use_gpu_of(launch)  # each thread has a current GPU of its own
             # a connection of its own: a connection that waits has a lock
@@ -144,7 +138,7 @@ class _Transfers:
                 world_size=launch.size, timeout=timedelta(seconds=5 * timeout_s),
             )  # fmt: skip
             world = world_of(device)
-            mover = Mover(world, topology_of_locations(homes))
+            mover = Mover(world, topology_of_locations(locations))
             for link in mover.rings:
                 self.stage = f"the shift over {link} links"
                 mover.shift(link, 1 << 20)()  # bytes
