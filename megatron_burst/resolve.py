@@ -160,6 +160,8 @@ def _intra(spec: Spec, requested: Spec) -> Decision:
     row, over_all = spec.mode_topology, spec.inter == "a2a"
     if row.cp_size == 1:
         return Decision("ring", "one rank")
+    if spec.inter == "flat":
+        return Decision("ring", "one ring over all ranks")
     if spec.shape.tokens_kv:
         return Decision("ring", "queries and keys have different lengths")
     if spec.intra is None and row.inter_size == 1 and not over_all:
@@ -167,8 +169,6 @@ def _intra(spec: Spec, requested: Spec) -> Decision:
             return Decision("gather", "chunks of each document are equal work on all ranks")
         if _prefers_whole_sequences(spec):
             return Decision("a2a", "each rank has all rows of some heads: equal work")
-    if spec.inter == "flat":
-        return Decision("ring", "one ring over all ranks")
     if over_all:
         return Decision("a2a", "over all ranks")
     if spec.intra is not None:
