@@ -62,7 +62,8 @@ def test_links_to_headings_lead_somewhere():
 # the last column of CONTRIBUTING.md's table, where no other meaning is common
 UNWANTED = re.compile(
     r"key heads|deal(?:t|s|ing)? (?:\w+ )?out\b|(?<![a-z])(?:"
-    r"replay\w*|visitors?|visiting|settle[sd]?|settling|dealt|mend(?:ed|s|ing)?)(?![a-z])",
+    r"replay\w*|visitors?|visiting|guests?|doors?|way[ _]home|settle[sd]?|settling|dealt|"
+    r"mend(?:ed|s|ing)?)(?![a-z])",
     re.IGNORECASE,
 )
 

@@ -336,7 +336,7 @@ def test_parts_of_two_megatrons_are_refused(tmp_path):
     assert f"; got {one}/megatron and {other}/megatron; put one of them first" in said
 
 
-def test_without_megatron_every_door_says_so():
+def test_without_megatron_every_entry_point_says_so():
     code = "import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]; import {}"
     done = python("-c", code.format("megatron_burst.spec"), path="")
     said = done.stderr.splitlines()[-1]

@@ -97,7 +97,7 @@ def test_megatrons_own_parser_takes_all_of_bursts_flags(module, by_another_entry
     assert outcome(module, FLAGS, by_another_entry=by_another_entry) == ("burst", "all")
 
 
-def test_what_burst_cannot_do_is_refused_as_by_every_door(module):
+def test_what_burst_cannot_do_is_refused_as_by_every_entry_point(module):
     flags = f"{FLAGS} --context-parallel-size 2 --attention-dropout 0.1"
     kind, what = outcome(module, flags, by_another_entry=False, package=True, validate=True)
     assert kind == BurstError.__name__ and "attention_dropout=0.1" in what

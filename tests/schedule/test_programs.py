@@ -263,7 +263,7 @@ def test_a_halo_of_4k_at_128k_is_a_sixteenth_of_a_shard_and_nobody_reads_the_las
 
 @examples(35, 100)
 @given(calls("ring"))
-def test_the_way_home_of_a_rings_gradients_takes_p_less_one_hops(case):
+def test_the_return_transfer_of_a_rings_gradients_takes_p_less_one_hops(case):
     nodes, ranks = case.topology.inter_size, case.topology.intra_size
     hops = {Link.INTRA: nodes * (ranks - 1), Link.INTER: nodes - 1}
     for program in case.programs(BACKWARD):

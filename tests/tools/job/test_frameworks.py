@@ -86,10 +86,10 @@ def test_bridge_lines_run_and_set_fields_that_megatrons_configuration_has():
 
     parts = ("model", "dataset", "train", "ddp")
     cfg = SimpleNamespace(**{name: SimpleNamespace() for name in parts})
-    door = "import megatron_burst.auto"  # it would change Megatron for the tests that follow
-    assert words("bridge").splitlines()[1].startswith(door)
+    loading = "import megatron_burst.auto"  # it would change Megatron for the tests that follow
+    assert words("bridge").splitlines()[1].startswith(loading)
     with mock.patch.dict(os.environ):
-        exec(words("bridge").replace(door, ""), {"cfg": cfg, "os": os})
+        exec(words("bridge").replace(loading, ""), {"cfg": cfg, "os": os})
         assert os.environ["MEGATRON_BURST"].startswith("fused_loss=1,keep=all")
     assert cfg.model.seq_length == cfg.dataset.seq_length == 1 << 18
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
