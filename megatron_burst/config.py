@@ -86,7 +86,7 @@ class BurstConfig:
     timeout_s: float | None = None
 
     def __new__(cls, *args: Any, **options: Any) -> "BurstConfig":
-        require("burst attention", map(_need_of_force, options.keys() & FORCED))
+        require("burst attention", (_need_of_force(name) for name in FORCED if name in options))
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -118,10 +118,8 @@ class BurstConfig:
         flat = self.force.flat
         over_all = {"flat": flat, "invariant": self.invariant, "inter=a2a": self.inter == "a2a"}
         names = [name for name, is_given in over_all.items() if is_given]
-        clash, only = (
-            (flat and names[1:]) or self.inter == "ring",
-            "ring" if flat else "a2a",
-        )
+        clash = (flat and names[1:]) or self.inter == "ring"
+        only = "ring" if flat else "a2a"
         return [
             (not names or (self.intra in ("auto", only) and not clash),
              f"{' and '.join(names)} must come without another mode, because one mode then runs "

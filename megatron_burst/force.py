@@ -16,7 +16,7 @@ _POSITIVE = {  # why a number must be positive
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Force:
     """Choices of `auto` made beforehand, to measure what each gains: `BurstConfig(force=...)`.
 
@@ -63,7 +63,7 @@ class Force:
              "round of all heads", together, "leave one of them out"),
         ])  # fmt: skip
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return changed_options(self)
 
 
@@ -81,7 +81,7 @@ def check_words(options: Any, who: str = "burst attention") -> None:
 
 def needs_of_numbers(numbers: Mapping[str, Any]) -> Iterator[Need]:
     """What these options must be, by name; others than numbers are skipped."""
-    for name in numbers.keys() & _POSITIVE:
+    for name in (name for name in _POSITIVE if name in numbers):
         value, is_count = numbers[name], name in ("nccl_ctas", "heads_per_round", "check")
         is_number = hasattr(value, "__index__" if is_count else "__float__")
         yield (
@@ -94,8 +94,7 @@ def needs_of_numbers(numbers: Mapping[str, Any]) -> Iterator[Need]:
 def changed_options(options: Any) -> str:
     """A configuration's fields that are not the defaults."""
     named = ((f.name, getattr(options, f.name), f.default) for f in fields(options))
-    changed = (f"{name}={value!s}" if name == "force" else f"{name}={value!r}"
-               for name, value, default in named if value != default)  # fmt: skip
+    changed = (f"{name}={value!r}" for name, value, default in named if value != default)
     return f"{type(options).__name__}({', '.join(changed)})"
 
 

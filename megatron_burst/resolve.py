@@ -1,6 +1,7 @@
 """How a call runs: `resolve` makes each choice that a spec leaves open, with its reason.
 
-The choices are the list `CHOICES`; each may read what the choices before it have set.
+The choices are the list `CHOICES`; each may read what the choices before it have set. `CHECKS` are
+made between them.
 """
 
 from collections.abc import Callable
@@ -55,6 +56,8 @@ def resolve(spec: Spec) -> Resolved:
         spec = replace(spec, **{field: decision.value})
         if decision.reason:
             reasons[field] = decision
+        if field in CHECKS:
+            CHECKS[field](spec)
     return spec, reasons
 
 
@@ -151,12 +154,7 @@ def _prefers_whole_sequences(spec: Spec) -> bool:
 
 
 def _intra(spec: Spec, requested: Spec) -> Decision:
-    """Among the ranks of a row: "ring", "gather" or "a2a".
-
-    Raises:
-        BurstError: if gather or a2a was requested where it cannot run.
-    """
-    check_intra(spec)
+    """Among the ranks of a row: "ring", "gather" or "a2a"."""
     row, over_all = spec.mode_topology, spec.inter == "a2a"
     if row.cp_size == 1:
         return Decision("ring", "one rank")
@@ -201,7 +199,6 @@ def _window_leaves_ranks_idle(spec: Spec) -> bool:
 
 def _wire(spec: Spec, requested: Spec) -> Decision:
     """The shape with the dtype of gradients between ranks."""
-    check_supported(spec)
     return Decision(with_wire_dtype(spec.shape, spec.grad_wire))
 
 
@@ -299,3 +296,4 @@ CHOICES: tuple[tuple[str, Callable[[Spec, Spec], Decision]], ...] = (  # (field,
     ("a2a_backward_heads", _a2a_backward_heads),
     ("circulate", _circulate),
 )
+CHECKS = {"inter": check_intra, "intra": check_supported}  # what is refused once it is chosen

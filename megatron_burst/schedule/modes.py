@@ -162,10 +162,8 @@ def _needs_of_rings(spec: Spec) -> Iterator[Need]:
 
 
 def _needs_of_heads(spec: Spec) -> Iterator[Need]:
-    heads, most = (
-        spec.heads_per_round or 0,
-        max_heads(spec.shape, spec.mode_topology, spec.intra or ""),
-    )
+    heads = spec.heads_per_round or 0
+    most = max_heads(spec.shape, spec.mode_topology, spec.intra or "")
     # heads that cannot be sharded evenly are refused with their program
     uneven = spec.intra == "a2a" and spec.shape.heads_q % spec.mode_topology.intra_size
     does = "gathers" if spec.intra == "gather" else "computes"

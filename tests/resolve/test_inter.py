@@ -1,20 +1,24 @@
 """How a call runs between nodes: bytes decide, and exposed communication."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.documents import SEED, lengths_of
+from megatron_burst.errors import BurstError
 from megatron_burst.resolve import circulating_share, resolve, reuses_remote
 from megatron_burst.rules import a2a_bytes, inter_ring_bytes
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
+from megatron_burst.schedule.modes import MODES, mode_of
 from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Kernel
 from megatron_burst.schedule.topology import Link, pretend_nodes
 from megatron_burst.tools.hardware import Curve, LinkSpeed
 from megatron_burst.tools.packed import way_of as packed_way
 from megatron_burst.tools.simulate.call import left_bytes, program, resolved
 from megatron_burst.tools.simulate.sample import Sample
+from tests.frozen import drawn_call
 from tests.tools.simulate.calls import call_of, opened
 from tests.tools.simulate.machines import H200
 
@@ -184,3 +188,15 @@ def test_of_windows_the_halo_goes_round_and_stays_whatever_the_heads(grid, layou
     ]
     assert max(sent) == 2 * rows * (2 if layout is Layout.ZIGZAG and grid[1] == 1 else 1)
     assert circulating_share(replace(asked, intra="ring")) == 1.0
+
+
+def test_auto_takes_every_mode_but_those_by_force():
+    taken = set()
+    for number in range(600):
+        spec = replace(
+            drawn_call(number), inter=None, intra=None, heads_per_round=None, circulate=None,
+            pulled=None, saves_remote=None,
+        )  # fmt: skip
+        with suppress(BurstError):  # a mask that no mode has in that layout
+            taken.add(mode_of(resolve(spec)[0]))
+    assert taken == {name for name, mode in MODES.items() if not mode.by_force}
