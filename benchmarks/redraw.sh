@@ -45,5 +45,5 @@ run "${plan[@]}" llama3-8b --seq-length 1M --gpus 64 --cp 64 --picture docs/plan
 run "${plan[@]}" llama3-8b --gpus 4 --cu-seqlens docs/sample_lengths.txt --picture docs/sample.png
 
 # what is drawn of the code
-for name in masks groups program; do run "$python" docs/draw_$name.py; done
-run "$python" examples/draw_ring.py # schedule.png
+for name in masks groups ring; do run "$python" docs/draw_$name.py; done # ring: schedule.png
+run "$python" examples/draw_program.py # program.png

@@ -2,18 +2,18 @@
 
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from draw_ring import save_picture
+from draw_program import save_picture
 from rich.console import Group
 from rich.table import Table
 
-from megatron_burst.resolve import choose_circulate
-from megatron_burst.schedule.ring import ring
-from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction, Spec
-from megatron_burst.schedule.topology import Link, Topology, pretend_nodes
+from megatron_burst.resolve import resolve
+from megatron_burst.schedule.modes import program_of
+from megatron_burst.schedule.spec import AttentionShape, Direction, Spec
+from megatron_burst.schedule.topology import Link, pretend_nodes
 
 
 def environment() -> dict[str, str]:
@@ -47,9 +47,13 @@ class Report:
         return values[len(values) // 2]
 
     @property
+    def on_gpus(self) -> bool:
+        """Whether the processes have GPUs: each needs its own."""
+        return torch.cuda.device_count() > 1
+
+    @property
     def shape(self) -> AttentionShape:
         """Shape of one layer's attention on one rank."""
-        on_gpus = torch.cuda.device_count() > 1
         model, dim = self.model, self.model["hidden-size"] // self.model["num-attention-heads"]
         return AttentionShape(
             batch=model["micro-batch-size"],
@@ -58,18 +62,18 @@ class Report:
             heads_kv=model["num-query-groups"],
             dim_qk=dim,
             dim_v=dim,
-            itemsize=2 if on_gpus else 4,
+            itemsize=2 if self.on_gpus else 4,
             stat_bytes=4,
             grad_bytes=4,
         )
 
-    def spec(self, topology: Topology, direction: Direction, cp_rank: int = 0) -> Spec:
-        """Spec of one layer's attention in one pass."""
-        backward = direction is Direction.BACKWARD
-        circulate = Circulate(choose_circulate(self.shape).value) if backward else Circulate.KV
-        return Spec(topology, self.shape, circulate=circulate, cp_rank=cp_rank, direction=direction)
+    def spec(self, direction: Direction, cp_rank: int = 0, inter: str | None = None) -> Spec:
+        """Spec of one layer's attention in one pass on two nodes; `inter` None: as auto chooses."""
+        nodes, pulled = pretend_nodes(self.cp_size, 2), None if self.on_gpus else False
+        spec = Spec(nodes, self.shape, inter=inter, pulled=pulled)
+        return replace(resolve(spec)[0], cp_rank=cp_rank, direction=direction)
 
-    def bytes_per_step(self, topology: Topology) -> tuple[Counter, int]:
+    def bytes_per_step(self, inter: str | None) -> tuple[Counter, int]:
         """Bytes that attention sends per training step: all ranks by link; the maximum of one rank
         between nodes."""
         calls = self.model["num-layers"] * (
@@ -79,7 +83,7 @@ class Report:
         for rank in range(self.cp_size):
             sent: Counter[Link] = Counter()
             for direction in Direction:
-                sent.update(ring(self.spec(topology, direction, rank)).sent_bytes())
+                sent.update(program_of(self.spec(direction, rank, inter)).sent_bytes())
             busiest = max(busiest, sent[Link.INTER] * calls)
             total.update({link: amount * calls for link, amount in sent.items()})
         return total, busiest
@@ -128,13 +132,12 @@ def _runs(report: Report) -> Table:
 
 
 def _bytes(report: Report) -> Table:
-    """Bytes of burst's run: rings that know the nodes against one flat ring (counted)."""
-    made = Table(title="burst attention's bytes a step: why rings follow the nodes")
+    """Bytes of burst's run, which knows the nodes, against one ring over all ranks (counted)."""
+    made = Table(title="burst attention's bytes a step: why it follows the nodes")
     made.add_column("")
     made.add_column("one ring over all ranks", justify="right")
-    made.add_column("rings that know the nodes", justify="right")
-    nested = pretend_nodes(report.cp_size, 2)
-    (ours, our_busiest), (flat, flat_busiest) = map(report.bytes_per_step, (nested, nested.flat()))
+    made.add_column("burst attention", justify="right")
+    (ours, our_busiest), (flat, flat_busiest) = map(report.bytes_per_step, (None, "flat"))
     for link in Link:
         where = "inside nodes" if link is Link.INTRA else "between nodes"
         made.add_row(
@@ -146,7 +149,7 @@ def _bytes(report: Report) -> Table:
 
 
 def save_pictures(report: Report, folder: Path) -> list[Path]:
-    """Write loss.png and schedule.png."""
+    """Write loss.png, and schedule.png: what one rank of burst's run does in a layer."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -161,6 +164,5 @@ def save_pictures(report: Report, folder: Path) -> list[Path]:
     axes.legend()
     loss, schedule = folder / "loss.png", folder / "schedule.png"
     figure.savefig(loss, dpi=140)
-    topology = pretend_nodes(report.cp_size, 2)
-    save_picture([report.spec(topology, direction) for direction in Direction], schedule)
+    save_picture([report.spec(direction) for direction in Direction], schedule)
     return [loss, schedule]

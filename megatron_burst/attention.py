@@ -60,16 +60,19 @@ def burst_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention of a sequence that is sharded over the ranks of a group.
 
-    Every rank passes its own rows and gets its own rows of the output. On GPUs, K and V are
+    Every rank passes its own rows and gets its own rows of the output. By default K and V are
     gathered inside a node, a few KV heads at a time. Between nodes, K and V circulate in a ring in
-    forward; in backward either (K, V, dK, dV) or (Q, dO, dQ) circulate, whichever is fewer bytes.
-    On CPUs there are rings inside nodes too. Results are merged and gradients summed in
-    max(float32, input dtype). Under `torch.no_grad` nothing is saved for backward. All ranks of
-    the group must call with the same shapes and options. If one of them runs backward through the
-    output, all of them must, because each needs the others' shards. Inside activation checkpoints
-    (`torch.utils.checkpoint` or Megatron's), `config.keep` lets recomputation reuse the results of
-    the first pass (from the process's second checkpoint on; the first call sets this up). For
-    torch.compile it is one graph break.
+    forward. In backward (K, V, dK, dV) or (Q, dO, dQ) circulate, whichever is fewer bytes; K and V
+    need not, if they are few enough to stay from forward. Parts of gradients move in the model's
+    dtype (unless `Force.grad_wire`). They are summed in max(float32, input dtype), once in each
+    node and once by the rank whose rows they are.
+
+    Under `torch.no_grad` nothing is saved for backward. All ranks of the group must call with the
+    same shapes and options. If one of them runs backward through the output, all of them must,
+    because each needs the others' shards. Inside activation checkpoints (`torch.utils.checkpoint`
+    or Megatron's), `config.keep` lets recomputation reuse the results of the first pass (from the
+    process's second checkpoint on; the first call sets this up). For torch.compile it is one graph
+    break.
 
     Args:
         q: [b, s_local, h, d_qk], or [s_local, b, h, d_qk] for "sbhd"; float64, float32, bfloat16

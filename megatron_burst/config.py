@@ -29,7 +29,7 @@ class BurstConfig:
     Attributes:
         intra: how K and V are combined inside a node: "ring" passes shards from rank to rank,
             "gather" collects a few KV heads at a time, "a2a" is an all-to-all that trades rows for
-            heads; "auto" gathers on GPUs, or trades where that is faster.
+            heads; "auto" gathers, or trades where that is faster.
         inter: how they are combined between nodes: "ring" passes them from node to node, "a2a" is
             an all-to-all over all ranks; "auto" chooses by the bytes sent between nodes.
         backend: name of the attention kernel, or several names joined by commas, of which the first

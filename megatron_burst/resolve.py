@@ -36,7 +36,6 @@ from megatron_burst.schedule.spec import (
 _MANY = 4  # ranks, of which each has an eighth of a document in a chunk
 _WHOLE_BYTES = 384 << 20  # of a KV head over all rows, of which buffers take seven times as much
 _IDLE, _SEQUENCE_BYTES = 0.1, 1 << 30  # share of the ranks' time; of a KV head over all rows
-_ON_CPU = "on CPUs fewer kernel calls gain nothing"
 
 type Resolved = tuple[Spec, dict[str, Decision]]  # without open choices; reasons by field
 
@@ -69,7 +68,7 @@ def reuses_remote(spec: Spec) -> bool:
 def circulating_share(spec: Spec) -> float:
     """Share of a shard's keys that circulates between nodes if they are gathered inside: under a
     window, what queries of other nodes see."""
-    gathers = spec.intra == "gather" or (spec.intra is None and spec.kernel.device != "cpu")
+    gathers = spec.intra in ("gather", None)
     in_order = spec.layout in (Layout.ZIGZAG, Layout.CONTIGUOUS)
     topology = spec.topology
     if not (spec.mask.windowed and gathers and in_order) or topology.spans_nodes:
@@ -108,8 +107,6 @@ def _inter(spec: Spec, requested: Spec) -> Decision:
             "with an all-to-all over all ranks each rank has whole documents, which windows need"
         )
         return Decision("a2a", reason)
-    if spec.kernel.device == "cpu":
-        return Decision("ring", _ON_CPU)
     if spec.layout is Layout.STRIPED or spec.shape.heads_q % spec.topology.cp_size:
         return Decision("ring", "no all-to-all over all ranks has this layout or number of heads")
     return _fewer_bytes(spec)
@@ -146,8 +143,7 @@ def _prefers_whole_sequences(spec: Spec) -> bool:
     documents make shards unequal in work, and windows in them need all keys of a query at once."""
     size = spec.topology.cp_size
     even = size > 1 and spec.shape.heads_q % size == 0
-    gains = spec.mask.windowed or spec.kernel.device != "cpu"
-    return spec.mask.documents and even and spec.layout is not Layout.STRIPED and gains
+    return spec.mask.documents and even and spec.layout is not Layout.STRIPED
 
 
 # ---- among the ranks of a row -------------------------------------------------------------------
@@ -173,8 +169,6 @@ def _intra(spec: Spec, requested: Spec) -> Decision:
         return Decision(spec.intra, "asked for")
     if row_refusal(spec):
         return Decision("ring", "gathering does not support it")
-    if spec.kernel.device == "cpu":
-        return Decision("ring", _ON_CPU)
     whole = spec.heads_per_round is None and _gives_sequences(spec)
     if whole and _window_leaves_ranks_idle(spec):
         return Decision("a2a", "under this window ranks with the first rows would wait")

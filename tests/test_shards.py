@@ -174,7 +174,7 @@ def packed_calls(rank: int) -> tuple[list[str], list[str]]:
     run = torch.utils.checkpoint.checkpoint
     rows = shard(x)  # a sample that is not packed
     out = run(lambda y: burst_attention(y, y, y), leaf, use_reentrant=False)
-    assert torch.allclose(out, texts[0]) and torch.allclose(out, texts[1])
+    assert all(torch.allclose(out, each, atol=1e-6) for each in texts)  # other modes
     labels = next_tokens(mine, cu_seqlens=ends), next_tokens(ids, whole_sample=True)
     assert int((labels[0] != labels[1]).sum()) == (rank == 0)  # 4 follows 3 in one document only
     shard(x, cu_seqlens=ends)

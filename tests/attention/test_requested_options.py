@@ -30,19 +30,17 @@ WAYS = {  # name: topology, options
     "gather": (pretend_nodes(4, 1), {"intra": "gather"}),
     "ring": (pretend_nodes(4, 1), {"intra": "ring"}),
     "a2a": (pretend_nodes(4, 1), {"intra": "a2a"}),
-    "CPU": (pretend_nodes(4, 1), {"device": "cpu"}),
     "2 nodes, gather": (pretend_nodes(4, 2), {"intra": "gather"}),
     "2 nodes, q": (pretend_nodes(4, 2), {"intra": "gather", "circulate": "q"}),
     "2 nodes, ring": (pretend_nodes(4, 2), {"intra": "ring"}),
     "2 nodes, a2a": (pretend_nodes(4, 2), {"intra": "a2a"}),
     "2 nodes, over all": (pretend_nodes(4, 2), {"inter": "a2a"}),
     "2 nodes, flat": (pretend_nodes(4, 2), {"inter": "flat"}),
-    "2 nodes, CPU": (pretend_nodes(4, 2), {"device": "cpu"}),
     "uneven nodes": (UNEVEN, {}),
 }
-RINGS = {"ring", "CPU", "2 nodes, ring", "2 nodes, flat", "2 nodes, CPU", "uneven nodes"}
+RINGS = {"ring", "2 nodes, ring", "2 nodes, flat", "uneven nodes"}
 REFUSED = {  # option: the modes that do not have it
-    ("resend", "never"): RINGS - {"ring", "CPU"} | {"2 nodes, q"},
+    ("resend", "never"): RINGS - {"ring"} | {"2 nodes, q"},
     ("resend", "always"): set(),
     ("heads_per_round", 1): RINGS,
     ("heads_per_round", 3): RINGS | {"a2a", "2 nodes, a2a", "2 nodes, over all"},
@@ -96,19 +94,21 @@ def test_auto_between_nodes_has_what_was_asked_for(asked, between):
 
 
 CALLS = {  # nodes, options of a call on the CPU, words of its refusal
-    "never, by default a ring": (2, {"resend": "never"}, "never must.*got ring inside nodes"),
+    "never, rings": (2, {"intra": "ring", "resend": "never"}, "never must.*got ring inside nodes"),
     "never, Q": (
         2, {"intra": "gather", "circulate": "q", "resend": "never"}, "never must.*got circulate=q;",
     ),
     "a2a in a ring": (2, {"intra": "a2a", "inter": "ring"}, "all-to-all must run over all ranks"),
     "never, flat": (2, {"flat": True, "resend": "never"}, "never must.*got ring over all"),
-    "a ring's heads": (1, {"heads_per_round": 1}, "heads_per_round must come with.*got heads_per"),
+    "a ring's heads": (
+        1, {"intra": "ring", "heads_per_round": 1}, "heads_per_round must come with.*got heads_per",
+    ),
     "heads": (1, {"intra": "gather", "heads_per_round": 9}, "gathers, because.*got 9 of 8; leave"),
     "a rank's heads": (1, {"intra": "a2a", "heads_per_round": 3}, "computes.*got 3 of 2; leave it"),
     "of all ranks": (2, {"inter": "a2a", "heads_per_round": 3}, "computes.*got 3 of 2; leave it"),
     "what does not": (2, {"inter": "a2a", "circulate": "kv"}, "circulate must come with a ring"),
     "inputs of layers": (1, {"keep_offload": "inputs"}, "keep_offload must be resolved by"),
-    "half": (2, {"keep": "half", "resend": "never"}, "resend=never must come with keys that are"),
+    "half": (2, {"intra": "ring", "keep": "half", "resend": "never"}, "resend=never must come"),
 }  # fmt: skip
 
 

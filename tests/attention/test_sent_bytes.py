@@ -87,7 +87,7 @@ def counted_and_planned(rank, world):
     for nodes, circulate, grad_wire in PASSES:
         topology = pretend_nodes(world, nodes)
         config = BurstConfig(
-            nodes=nodes, force=Force(circulate=circulate.value, grad_wire=grad_wire)
+            nodes=nodes, intra="ring", force=Force(circulate=circulate.value, grad_wire=grad_wire)
         )
         q, k, v = (torch.randn(2, 6, h, d).bfloat16() for h, d in ((4, 8), (2, 8), (2, 5)))
         q, k, v = (x.requires_grad_() for x in (q, k, v))

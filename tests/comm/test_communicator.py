@@ -77,7 +77,7 @@ def addresses(rank):
     for tokens in (4, 64, 64, 4, 64, *[4] * 32, 64):
         q, k, v = (torch.randn(1, tokens, 2, 8) for _ in range(3))
         for nodes in (1, 2) if tokens == 64 else (1,):
-            burst_attention(q, k, v, config=BurstConfig(nodes=nodes))
+            burst_attention(q, k, v, config=BurstConfig(nodes=nodes, intra="ring"))
         (flat,) = (x for used in memory._buffers.values() for x in used.flats)
         seen.append((flat.data_ptr(), flat.numel()))
     return seen

@@ -41,7 +41,6 @@ class Case:
 
 
 KV, Q = (BurstConfig(nodes=2, force=Force(circulate=way)) for way in ("kv", "q"))
-ONE_NODE_Q = BurstConfig(force=Force(circulate="q"))
 CASES = {
     "flat": Case(),
     "two nodes": Case(burst=BurstConfig(nodes=2)),
@@ -57,7 +56,7 @@ CASES = {
     "tied embeddings": Case(Model(tied=True), burst=BurstConfig(nodes=2)),
     "tied embeddings, full recompute": Case(Model(tied=True, recompute=True)),
     "tensor and sequence parallel": Case(parallel=TP_AND_CP),
-    "tensor parallel, MQA": Case(Model(groups=1), TP_AND_CP, ONE_NODE_Q),
+    "tensor parallel, MQA": Case(Model(groups=1), TP_AND_CP, Q),
     "tensor parallel, full recompute": Case(Model(recompute=True), TP_AND_CP, BurstConfig(nodes=2)),
     "one rank": Case(Model(tied=True), ALONE),
     "one rank, MLA": Case(Model(latent=True), ALONE),
@@ -106,12 +105,13 @@ def with_burst(case: Case) -> tuple[Run, set, set]:
 
     with mock.patch.object(Communicator, "send", noted):
         run = loss_and_grads(build(config, burst_spec(spec), case.model.tied))
-    sizes = {size for _, cargo, size in hops if cargo is Cargo.READ}
+    sizes = {size for link, cargo, size in hops if (link, cargo) == (Link.INTER, Cargo.READ)}
     return run, {link for link, *_ in hops}, sizes
 
 
 def compare_all(rank: int, seldom: tuple[str, ...]) -> dict:
-    """By case: errors of loss and gradients, attention calls, rings and sizes of hops."""
+    """By case: errors of loss and gradients, attention calls, links and sizes of hops between
+    nodes."""
     results, truths, cases = {}, {}, present(CASES, why, seldom)
     for tp in (1, 2):
         start(Parallel(tp=tp))
@@ -137,17 +137,17 @@ def comparisons(once, request):
 @pytest.mark.parametrize("name", parameters(CASES, why, SELDOM))
 def test_loss_and_every_gradient_equal_those_without_context_parallelism(comparisons, name):
     case = CASES[name]
-    for errors, calls, rings, sizes in (results[name] for results in comparisons):
+    for errors, calls, links, sizes in (results[name] for results in comparisons):
         assert len(errors) >= 14, errors.keys()
         assert max(errors.values()) <= 1e-9, errors
         assert calls == (4 if case.model.recompute else 2)
-        assert rings == rings_of(case)
+        assert links == links_of(case)
         if case.burst.force.circulate != "auto":  # k and v are always read in forward
             assert len(sizes) == {"kv": 1, "q": 2}[case.burst.force.circulate], sizes
 
 
-def rings_of(case: Case) -> set[Link]:
-    """The rings that the case must use."""
+def links_of(case: Case) -> set[Link]:
+    """The links that the case must use."""
     nodes = case.burst.nodes or 1
     inter = {Link.INTER} if nodes > 1 else set()
     return inter | ({Link.INTRA} if case.parallel.cp > nodes else set())

@@ -40,17 +40,18 @@ BY_SPEC = """--spec megatron_burst.spec layer_spec --cp-comm-type burst --contex
 KEEP = """--recompute-granularity full --recompute-method block --recompute-num-layers 2
     --burst-keep all --burst-keep-layers 1 --burst-keep-offload both
     --burst-tune keep_debug=true"""
-RING = "ring (on CPUs fewer kernel calls gain nothing)"
+GATHER, RING = "gather (few long kernel calls, merged once)", "ring (asked for)"
 PLAN = {
     "--context-parallel-size": 2,
     "--seq-length": 64,
     "--context-parallel-impl": "burst",
+    "--burst-intra": "ring",
     "--burst-tune": "force.circulate=q",
 }
 BY_TORCHRUN = f"{BY_FLAG} 2 --burst-fused-loss"
 FORKED = {  # what two ranks start that have torch loaded, their flags
     "import": ("own_script.py", f"{BY_FLAG} 2 --burst-plan plan.json"),
-    "diff": (str(SCRIPT), f"{BY_FLAG} 2 --burst-tune force.circulate=kv"),
+    "diff": (str(SCRIPT), f"{BY_FLAG} 2 --burst-intra ring --burst-tune force.circulate=kv"),
 }
 LOADED = {  # ranks and flags of runs that start with Megatron loaded
     "megatron": (1, ""),
@@ -137,11 +138,11 @@ def test_the_truth_is_a_training_run_of_megatrons_own(runs):
 @pytest.mark.parametrize(
     "name, said",
     [
-        pytest.param("launcher", RING, id="python -m megatron_burst, CP2, fused loss"),
-        pytest.param("flag", f"2 nodes x 2 ranks; {RING}", id="CP4 on two nodes, all kept"),
+        pytest.param("launcher", GATHER, id="python -m megatron_burst, CP2, fused loss"),
+        pytest.param("flag", f"2 nodes x 2 ranks; {GATHER}", id="CP4 on two nodes, all kept"),
         pytest.param(
             "spec",
-            f"2 nodes x 2 ranks; {RING}",
+            f"2 nodes x 2 ranks; {GATHER}",
             marks=needs("--spec"),
             id="--spec, CP4 on two nodes",
         ),

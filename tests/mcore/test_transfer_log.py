@@ -102,7 +102,7 @@ def test_the_trace_has_a_range_for_each_pass_of_the_steps_that_are_profiled(run)
         names = [event.get("name", "") for event in trace["traceEvents"]]
         found = Counter(name for name in names if name.startswith("burst ") and "layer" in name)
         passes = {
-            f"burst {direction}, layer {layer}, ring"
+            f"burst {direction}, layer {layer}, gather"
             for direction in ("forward", "backward")
             for layer in range(1, LAYERS + 1)
         }

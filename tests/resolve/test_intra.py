@@ -1,5 +1,6 @@
 """What `auto` chooses inside a node, how many heads per round, and what is refused."""
 
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -13,22 +14,22 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, tiles
 from megatron_burst.schedule.spec import AttentionShape, Direction, Kernel, Spec
 from megatron_burst.schedule.topology import pretend_nodes
+from tests.frozen import drawn_call
 
 SHAPE = AttentionShape(1, 64, 32, 8, 128, 128, 2, 4, 4)
 
 
-def intra(topology, layout=Layout.ZIGZAG, device="cuda", **asked):
-    spec = Spec(topology, SHAPE, layout, kernel=Kernel(device=device), inter="ring", **asked)
+def intra(topology, layout=Layout.ZIGZAG, **asked):
+    spec = Spec(topology, SHAPE, layout, inter="ring", **asked)
     return resolve(spec)[1]["intra"]
 
 
-def test_auto_gathers_on_gpus():
+def test_auto_gathers_where_it_can():
     one, two, alone = pretend_nodes(4, 1), pretend_nodes(4, 2), pretend_nodes(1, 1)
     for case in (one,), (two,), (one, Layout.CONTIGUOUS):
         assert intra(*case).value == "gather"
-    for case in (two.flat(),), (alone,), (one, Layout.STRIPED), (one, Layout.ZIGZAG, "cpu"):
+    for case in (two.flat(),), (alone,), (one, Layout.STRIPED):
         assert intra(*case).value == "ring"
-    assert intra(one, device="cpu", intra="gather").value == "gather"
     assert intra(one, intra="ring").reason == "asked for"
 
 
@@ -212,3 +213,17 @@ def test_backward_is_an_all_to_all_where_it_gains_more_than_it_sends():
         heads(mask=Mask(100, 0, documents=True)), heads(32 << 10),
     ):  # fmt: skip
         assert not other.a2a_backward_heads
+
+
+def test_cpus_choose_what_gpus_choose():
+    """So tests and the demo run the modes that users run."""
+    for number in range(2000):
+        of_gpu = drawn_call(number)
+        of_cpu = replace(of_gpu, kernel=replace(of_gpu.kernel, device="cpu"))
+        try:
+            spec, reasons = resolve(of_gpu)
+        except BurstError as refusal:
+            with pytest.raises(BurstError, match=re.escape(str(refusal))):
+                resolve(of_cpu)
+        else:
+            assert resolve(of_cpu) == (replace(spec, kernel=of_cpu.kernel), reasons), number

@@ -18,7 +18,7 @@ def spec(direction, circulate=Circulate.KV):
 
 @pytest.mark.parametrize("suffix, magic", [("png", b"\x89PNG"), ("svg", b"<?xml")])
 def test_a_picture_is_written_in_the_format_of_its_suffix(tmp_path, suffix, magic, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs")
     from draw_ring import save_picture
 
     path = tmp_path / f"schedule.{suffix}"

@@ -1,7 +1,5 @@
-"""A picture of what all ranks of a ring do, from their programs.
-
-Run as a script, it draws docs/schedule.png: forward and backward on two nodes x two ranks.
-"""
+"""Draws docs/schedule.png: what all ranks of a ring do in forward and backward on two nodes x two
+ranks, from their programs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -182,4 +180,4 @@ if __name__ == "__main__":
         Spec(pretend_nodes(4, 2), shape, circulate=circulate, direction=direction)
         for direction, circulate in zip(Direction, Circulate, strict=True)
     ]
-    save_picture(both, Path(__file__).parents[1] / "docs" / "schedule.png")
+    save_picture(both, Path(__file__).parent / "schedule.png")

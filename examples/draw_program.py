@@ -1,5 +1,10 @@
-"""Draws docs/program.png: what a rank does in a backward pass on two nodes x two ranks."""
+"""A picture of what one rank does in a pass, from its program: operations by stream and link, and
+what waits for what.
 
+Run as a script, it draws docs/program.png: a backward pass on two nodes x two ranks.
+"""
+
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
@@ -25,6 +30,26 @@ ARROWS = {  # what is read must be there; what is overwritten must have been rea
     True: {"color": "#1f3d66", "lw": 1.3, "ls": "-"},
     False: {"color": "#c2410c", "lw": 1.3, "ls": (0, (4, 2))},
 }
+
+
+def save_picture(panels: Sequence[Spec], path: Path) -> None:
+    """Draw the programs of resolved specs, one below the other; the path's suffix sets the
+    format."""
+    programs = [program_of(spec) for spec in panels]
+    heights = [0.75 + 0.575 * len(rows_of(each, order(each).waits)) for each in programs]
+    figure = Figure(figsize=(13, 0.4 + sum(heights)), layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for ax, spec, program in zip(axes, panels, programs, strict=True):
+        draw(ax, program)
+        if len(panels) > 1:
+            ax.set_title(f"{spec.direction} of rank {spec.cp_rank} on {spec.topology}", loc="left")
+    for data, style in ARROWS.items():
+        what = "waits for data" if data else "waits for memory to be free"
+        axes[-1].plot([], [], label=what, **style)
+    axes[-1].legend(
+        loc="upper center", bbox_to_anchor=(0.5, 0), ncols=2, frameon=False, fontsize=9.5
+    )
+    figure.savefig(path, dpi=110)
 
 
 def lane(op: Op) -> str:
@@ -109,15 +134,8 @@ if __name__ == "__main__":
         batch=1, tokens=8, heads_q=2, heads_kv=2, dim_qk=8, dim_v=8, itemsize=2, stat_bytes=4,
         grad_bytes=4,
     )  # fmt: skip
-    spec = Spec(
+    backward = Spec(
         pretend_nodes(4, 2), shape, intra="gather", heads_per_round=2, circulate=Circulate.KV,
         pulled=True, direction=Direction.BACKWARD,
     )  # fmt: skip
-    figure = Figure(figsize=(13, 11.5), layout="constrained")
-    axes = figure.subplots()
-    draw(axes, program_of(spec))
-    for data, style in ARROWS.items():
-        what = "waits for data" if data else "waits for memory to be free"
-        axes.plot([], [], label=what, **style)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 0), ncols=2, frameon=False, fontsize=9.5)
-    figure.savefig(Path(__file__).parent / "program.png", dpi=110)
+    save_picture([backward], Path(__file__).parents[1] / "docs" / "program.png")
