@@ -98,43 +98,26 @@ def _forward_kernel(
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH_V], tl.float32)
     if lists is not None:
-        for _ in range(clear_steps):
-            largest, total, sums = _add_keys(
-                largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch,
-                head_kv, first_row, first_key, band, None, LEFT, RIGHT, True,
-                DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
-            )  # fmt: skip
-            record, first_key = next_step(record, first_key, KEYS)
-        for _ in range(masked_steps):
-            largest, total, sums = _add_keys(
-                largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch,
-                head_kv, first_row, first_key, band, part_of(record), LEFT, RIGHT, False,
-                DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
-            )  # fmt: skip
-            record, first_key = next_step(record, first_key, KEYS)
-    else:
-        start, clear, edge, stop = rows_between(
-            first_row, key_begin, key_end, band[2], band[3], LEFT, RIGHT, False, ROWS, KEYS
-        )
-        if LEFT:
-            for first_key in range(start, clear, KEYS):
+        for masked in tl.static_range(2):
+            for _ in range(masked_steps if masked else clear_steps):
                 largest, total, sums = _add_keys(
                     largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch,
-                    head_kv, first_row, first_key, band, None, LEFT, RIGHT, False,
-                    DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+                    head_kv, first_row, first_key, band, part_of(record) if masked else None,
+                    LEFT, RIGHT, masked == 0, DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
                 )  # fmt: skip
-        for first_key in range(clear, edge, KEYS):
-            largest, total, sums = _add_keys(
-                largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch,
-                head_kv, first_row, first_key, band, None, LEFT, RIGHT, True,
-                DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
-            )  # fmt: skip
-        for first_key in range(edge, stop, KEYS):
-            largest, total, sums = _add_keys(
-                largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch,
-                head_kv, first_row, first_key, band, None, LEFT, RIGHT, False,
-                DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
-            )  # fmt: skip
+                record, first_key = next_step(record, first_key, KEYS)
+    else:
+        edges = rows_between(
+            first_row, key_begin, key_end, band[2], band[3], LEFT, RIGHT, False, ROWS, KEYS
+        )
+        for third in tl.static_range(3):  # the second needs no mask
+            if third > 0 or LEFT:
+                for first_key in range(edges[third], edges[third + 1], KEYS):
+                    largest, total, sums = _add_keys(
+                        largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale,
+                        batch, head_kv, first_row, first_key, band, None,
+                        LEFT, RIGHT, third == 1, DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+                    )  # fmt: skip
     if sink is not None:
         score = tl.load(sink + head).to(tl.float32) * LOG2_E
         with_sink = tl.maximum(largest, score)
