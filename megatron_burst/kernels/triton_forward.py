@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_burst.kernels.masks.block_lists import lists_of
 from megatron_burst.kernels.triton_tiles import (
     LN_2,
     LOG2_E,
@@ -15,22 +14,20 @@ from megatron_burst.kernels.triton_tiles import (
     blocks_for,
     bounds_of,
     box,
+    columns_of,
     heads_together,
     load_rows,
     next_step,
-    num_blocks,
     operand,
-    padded,
     part_of,
     place_of,
+    places_of,
     rows_between,
     seen_of,
     statistics,
     steps_of,
     store_rows,
-    table_of,
     tile_of_program,
-    widths,
 )
 from megatron_burst.kernels.visible import Visible
 
@@ -49,14 +46,8 @@ def launch_forward(
         return
     group, segments = heads // k.shape[2], visible.segments
     blocks = (choose or blocks_for)(KernelPass.FORWARD, q, dim_qk, dim_v)
-    count, table = num_blocks(n_q, blocks.rows, segments), None
-    if segments is not None:
-        table = table_of(segments.cu_q, segments.cu_k, blocks.rows, count)
+    count, table, lists = places_of(visible, blocks, n_q, q.device)
     values, bounded = bounds_of(visible, n_q, n_k)
-    lists = visible.parts
-    if lists is not None:
-        lists = lists_of(lists, False, (blocks.rows, blocks.keys), n_q, q.device)
-    width, rest = widths(dim_qk)
     longest = n_k if segments is None else segments.max_k
     together = group * heads_together(k, longest * (dim_qk + dim_v) * k.itemsize)
     sizes = (q, blocks.rows), (k, blocks.keys), (v, blocks.keys)
@@ -65,9 +56,7 @@ def launch_forward(
         _forward_kernel[(count * heads * batch,)](
             *map(operand, (q, k, v, out, lse)), sink, *boxes, table,
             lists, scale, n_q, n_k, *values.values(), count, heads, group,
-            batch * heads, together,
-            **bounded, DIM_QK=dim_qk, DIM_V=dim_v,
-            WIDTH=width, REST=rest, WIDTH_V=padded(dim_v), **blocks.options(),
+            batch * heads, together, **bounded, **columns_of(dim_qk, dim_v), **blocks.options(),
         )  # fmt: skip
 
 
