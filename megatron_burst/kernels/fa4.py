@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.interface import Capability, QuerySide
+from megatron_burst.kernels.interface import Backend, Capability, QuerySide
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
 
@@ -25,7 +25,7 @@ _BLOCKS = "block_sparse_tensors", "mask_mod", "aux_tensors"
 _INSTALL = "fa4 comes with: pip install -e '.[flash-attn-4]' in megatron_burst's checkout"
 
 
-class FlashAttention4:
+class FlashAttention4(Backend):
     """flash_attn.cute's own entry points: without its autograd, results written to given tensors.
 
     Backward gets delta through `dlse`: its preprocessing computes rowsum(dO * O) - dlse, which is
@@ -72,10 +72,8 @@ class FlashAttention4:
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         try:
             module = importlib.import_module("flash_attn.cute.interface")
-            forward, backward = (
-                inspect.signature(function).parameters
-                for function in (module._flash_attn_fwd, module._flash_attn_bwd)
-            )
+            forward = inspect.signature(module._flash_attn_fwd).parameters
+            backward = inspect.signature(module._flash_attn_bwd).parameters
         except (ImportError, AttributeError) as error:
             return f"it cannot be imported ({error}); {_INSTALL}"
         both = {*_WHERE, *_BLOCKS}
@@ -93,14 +91,9 @@ class FlashAttention4:
         packed = visible.segments is not None
         out, lse = (x[0] if packed else x for x in into) if into else (None, None)
         tensors = (x[0] if packed else x for x in (q, k, v))
+        results, where = dict(out=out, lse=lse), _where(visible, q, k, of_keys=False)
         found = self._interface._flash_attn_fwd(
-            *tensors,
-            softmax_scale=scale,
-            return_lse=True,
-            learnable_sink=sink,
-            out=out,
-            lse=lse,
-            **_where(visible, q, k, of_keys=False),
+            *tensors, softmax_scale=scale, return_lse=True, learnable_sink=sink, **results, **where
         )[:2]
         return into or (tuple(x.unsqueeze(0) for x in found) if packed else found)
 

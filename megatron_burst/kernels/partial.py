@@ -20,6 +20,12 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for (out [b, n, h, dv], lse [b, h, n]) of queries [b, n, h, d]."""
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate_dtype(q.dtype))
+    return q.new_empty(*q.shape[:3], v.shape[3]), lse
+
+
 def merge_parts(
     out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]], sink: Tensor | None = None
 ) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.interface import Capability, QuerySide, copy_results
+from megatron_burst.kernels.interface import Backend, Capability, QuerySide, copy_results
 from megatron_burst.kernels.visible import Segments, Visible, plain_causal
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
 
@@ -29,7 +29,7 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 _aten = torch.ops.aten
 
 
-class Cudnn:
+class Cudnn(Backend):
     """aten::_scaled_dot_product_cudnn_attention and its backward: grouped heads native.
 
     Torch skips it if deterministic algorithms are required (check_cudnn_deterministic in
@@ -75,7 +75,7 @@ class Cudnn:
         return copy_results(tuple(grad.transpose(1, 2) for grad in grads), into)
 
 
-class Flash:
+class Flash(Backend):
     """aten::_flash_attention_forward and _backward: bf16 and fp16, grouped heads native.
 
     Where the output has more than 2^31 elements, backward of documents reads out of bounds
@@ -98,9 +98,6 @@ class Flash:
         in_32_bits=True,
         speed="FlashAttention-2, which torch ships",
     )
-
-    def missing(self) -> str | None:
-        return None
 
     def forward(self, q, k, v, scale, visible, into=None):
         if is_varlen(visible):
