@@ -5,7 +5,7 @@ import inspect
 import os
 import warnings
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from torch import Tensor
 from megatron_burst.kernels.interface import Backend, Capability, QuerySide
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
-
-if TYPE_CHECKING:  # most runs never load it
-    from megatron_burst.kernels.masks.parts import Parts
 
 _WHERE = (
     "window_size_left", "window_size_right",
@@ -124,7 +121,7 @@ def _where(visible: Visible, q: Tensor, k: Tensor, of_keys: bool) -> dict[str, A
         of_keys: whether the pass works on blocks of keys, as backward does.
     """
     if visible.parts is not None:
-        return {"causal": False} | _blocks(visible.parts, q, k, of_keys)
+        return {"causal": False} | _blocks(visible, q, k, of_keys)
     if not visible.windowed:
         where: dict[str, Any] = {"causal": visible.causal}
     else:
@@ -136,14 +133,14 @@ def _where(visible: Visible, q: Tensor, k: Tensor, of_keys: bool) -> dict[str, A
     return where
 
 
-def _blocks(parts: "Parts", q: Tensor, k: Tensor, of_keys: bool) -> dict[str, Any]:
+def _blocks(visible: Visible, q: Tensor, k: Tensor, of_keys: bool) -> dict[str, Any]:
     """Parts as blocks."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     from megatron_burst.kernels.masks.block_sparse import SIZE, block_sparse_of
     from megatron_burst.kernels.masks.fa4_mask import is_seen
 
-    blocks = block_sparse_of(parts, q.shape[1], k.shape[1], q.device)
+    blocks = block_sparse_of(visible.parts, q.shape[1], k.shape[1], q.device)
     lists = blocks.of_keys if of_keys else blocks.of_rows
     return {
         "block_sparse_tensors": BlockSparseTensorsTorch(*lists, block_size=(SIZE, SIZE)),

@@ -35,8 +35,8 @@ def sum_parts(target: Tensor, parts: Sequence[Tensor]) -> None:
 def sum_rows(target: Tensor, source: Tensor, rows: Tensor) -> None:
     """See `partial.sum_rows`."""
     operands, unit = _operands(target, source)
-    picked = rows, *rows.stride()
-    _launch(_sum_rows_kernel, target, *operands, picked, COUNT=len(rows), UNIT=unit)
+    operands.append((rows, *rows.stride()))
+    _launch(_sum_rows_kernel, target, *operands, COUNT=len(rows), UNIT=unit)
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def merge_parts(
     merged = torch.zeros(out.shape, dtype=dtype, device=out.device)
     weights = stacked.softmax(0).masked_fill_(stacked == -torch.inf, 0)  # of only -inf it is NaN
     for part, weight in zip(outs, weights, strict=False):
-        merged += part.to(dtype) * _to_rows(weight)
+        merged += part.to(dtype) * weight.transpose(1, 2).unsqueeze(-1)
     out.copy_(merged)
     lse.copy_(stacked.logsumexp(0))
 
@@ -148,8 +148,3 @@ def _fused(*tensors: Tensor) -> ModuleType | None:
 
 def _common_dtype(*tensors: Tensor) -> torch.dtype:
     return reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
-
-
-def _to_rows(statistics: Tensor) -> Tensor:
-    """[b, h, n] as [b, n, h, 1]."""
-    return statistics.transpose(1, 2).unsqueeze(-1)

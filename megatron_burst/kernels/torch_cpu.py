@@ -113,10 +113,6 @@ def _for_kernel(*tensors: Tensor) -> list[Tensor]:
     """[b, n, h, d] -> [b, h, n, widest d], upcast, with a dense last axis."""
     widest = max(x.shape[-1] for x in tensors)
     dtype = accumulate_dtype(tensors[0].dtype)
-    prepared = []
-    for x in tensors:
-        x = x.to(dtype)
-        if x.shape[-1] < widest:
-            x = pad(x, (0, widest - x.shape[-1]))
-        prepared.append(x.transpose(1, 2))
-    return prepared
+    upcast = [x.to(dtype) for x in tensors]
+    padded = [x if x.shape[-1] == widest else pad(x, (0, widest - x.shape[-1])) for x in upcast]
+    return [x.transpose(1, 2) for x in padded]

@@ -45,9 +45,8 @@ def ready_statistics(lse: Tensor, delta: Tensor, packed: bool) -> Tensor:
     if ready.numel():
         grid = (whole // _LARGEST_BLOCK, batch * heads)
         with torch.cuda.device_of(lse):
-            _statistics_kernel[grid](
-                operand(lse), operand(delta), ready[0], ready[1], rows, heads, ROWS=_LARGEST_BLOCK
-            )
+            read = map(operand, (lse, delta))
+            _statistics_kernel[grid](*read, *ready, rows, heads, ROWS=_LARGEST_BLOCK)
     return ready
 
 

@@ -329,10 +329,7 @@ def places_of(
 
 
 # For 16-bit inputs: largest head dimension -> forward, key grads, query grads.
-_Row = dict[KernelPass, Blocks]
-
-
-def _row(*blocks: Blocks) -> _Row:
+def _row(*blocks: Blocks) -> dict[KernelPass, Blocks]:
     return dict(zip(KernelPass, blocks, strict=True))
 
 
