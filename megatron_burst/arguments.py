@@ -10,8 +10,6 @@ from torch import Tensor
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import Need, require
 
-_WHO = "burst attention"
-
 
 class CallArgs(NamedTuple):
     """Arguments of `burst_attention` besides tensors, as the caller passed them."""
@@ -120,7 +118,8 @@ def window_of(
     Raises:
         BurstError: if it is not a pair of numbers of positions.
     """
-    require(_WHO, () if is_window(window) else [need_of_argument("window", short_repr(window))])
+    needs = () if is_window(window) else [need_of_argument("window", short_repr(window))]
+    require("burst attention", needs)
     bounds = (None, None) if window is None else window
     left, right = (None if bound in (None, -1) else int(bound) for bound in bounds)
     return left, 0 if causal else right

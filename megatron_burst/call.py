@@ -18,7 +18,6 @@ from megatron_burst.schedule.spec import AttentionShape, Circulate, Kernel, Spec
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.version import __version__
 
-_WHO = "burst attention"
 _USUAL = bool, bool, int, BurstConfig
 
 
@@ -178,9 +177,8 @@ def key_of(
     Equal keys are of equal calls.
     """
     kinds = type(args.causal), type(args.return_lse), type(args.layer), type(args.config)
-    if kinds != _USUAL or not type(q) is type(k) is type(v) is Tensor or q.is_nested:
-        return None
-    if not is_sink(sink):
+    are_plain = type(q) is type(k) is type(v) is Tensor and is_sink(sink)
+    if kinds != _USUAL or not are_plain or q.is_nested:
         return None
     grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     ways = args[:5]  # up to the format

@@ -2,7 +2,6 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
@@ -90,7 +89,11 @@ class BurstConfig:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        require("burst keep", _needs_of_share(self.keep))
+        if isinstance(self.keep, int | float):
+            raise BurstError(
+                "burst keep: the option keep must be one of none, half, all, auto, because no "
+                f"other share of the rows can be kept; got {self.keep}; pass half"
+            )
         check_words(self)
         require("burst attention", self._needs_of_modes())
         require("burst attention", needs_of_numbers({name: getattr(self, name) for name in _TYPES}))
@@ -208,14 +211,6 @@ def _need_of_force(name: str) -> Need:
     return (
         False, f"{name} must be a field of force, because it makes a choice of auto", name,
         f"pass force=Force({name}=...), or --burst-tune force.{name}=...",
-    )  # fmt: skip
-
-
-def _needs_of_share(keep: object) -> Iterator[Need]:
-    yield (
-        not isinstance(keep, int | float),
-        "the option keep must be one of none, half, all, auto, because no other share of the rows "
-        "can be kept", keep, "pass half",
     )  # fmt: skip
 
 

@@ -20,8 +20,7 @@ def host_name() -> str:
 
 def _node() -> int:
     """This process's node rank from the launcher; 0 without a launcher."""
-    node_rank = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")
-    if node_rank:
+    if node_rank := os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID"):
         return int(node_rank)
     return int(os.environ.get("RANK", "0")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 

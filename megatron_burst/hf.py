@@ -210,7 +210,6 @@ def _attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
     lengths, window = (query.shape[2], key.shape[2]), sliding_window
     index = getattr(module, "layer_idx", None)
     require(WHO, of_attention(module, asked, lengths, window, causal))
-    assert burst is not None
     out = burst_attention(
         *(x.transpose(1, 2) for x in (query, key, value)), group=burst.group, causal=causal,
         softmax_scale=scaling, window=None if window is None else (window - 1, 0),

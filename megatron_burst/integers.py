@@ -53,7 +53,6 @@ def integer(
     must = f"{name} must be an integer from {least} to {most}, because {why}"
     fits = number is not None and least <= number <= most
     require(who, [(fits, must, shown(value), "pass an int in this range")])
-    assert number is not None
     return number
 
 
@@ -86,7 +85,6 @@ def entries[Entry](
     """
     given = as_list(values, axes)
     require(who, [(given is not None, must, shown(values), change)])
-    assert given is not None
     made = [read(entry) for entry in given]
     if None in made:
         at = made.index(None)

@@ -30,10 +30,8 @@ def remote_kv_fits(shape: AttentionShape, num_remote: int, share: float = 1.0) -
     """Whether K and V of all other nodes' pieces (the share that circulates) take no more memory
     than the queries, and returning their gradients takes no longer than with circulating Q."""
     keys = share * shape.rows_kv * (shape.dim_qk + shape.dim_v)
-    sides = hop_bytes(shape, Direction.BACKWARD, Circulate.Q).values()
-    return num_remote * keys <= shape.rows_q * shape.dim_qk and keys * shape.grad_bytes <= sum(
-        sides
-    )
+    sides = sum(hop_bytes(shape, Direction.BACKWARD, Circulate.Q).values())
+    return num_remote * keys <= shape.rows_q * shape.dim_qk and keys * shape.grad_bytes <= sides
 
 
 def hop_bytes(

@@ -270,10 +270,8 @@ def position_ids(tokens: int, *, group: Ranks = None, layout: LayoutName = "zigz
     got = f"{tokens} tokens and {shards.size} ranks"
     number, must = as_integer(tokens), "tokens must be an integer from 0 on, because it counts rows"
     fits = number is not None and 0 <= number <= MOST
-    needs = shards.follows(shards.sample is not None)
-    problem = unmet_needs(
-        who, chain([(fits, must, short_repr(tokens), "pass the sample's length")], needs)
-    )
+    need = fits, must, short_repr(tokens), "pass the sample's length"
+    problem = unmet_needs(who, chain([need], shards.follows(shards.sample is not None)))
     tokens = number or 0
     documents = shards.opened(problem, lambda: (tokens, 1, got, device))
     places = shards.mine(shards.rows(tokens), documents, device)

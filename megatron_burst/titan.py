@@ -74,7 +74,6 @@ def _attend(group: dist.ProcessGroup, layer: int, q: Tensor, k: Tensor, v: Tenso
          "attention must get the whole sample's layout, because a shard alone does not show where "
          "it lies", type(attention_masks).__name__, "shard with prepare_context_parallel_input"),
     ])  # fmt: skip
-    assert attention_masks is not None
     attend = partial(burst_attention, group=group, softmax_scale=scale,
                      layout=attention_masks.layout, causal=is_causal, layer=layer)  # fmt: skip
     if not attention_masks.cu_seqlens:

@@ -9,10 +9,10 @@ import numpy as np
 from megatron_burst.balance import grid as grids
 from megatron_burst.balance.costs import WHO, Costs, pairs_of
 from megatron_burst.balance.drafts import Draft, draft_in_order, draft_of
-from megatron_burst.balance.grid import BatchGrid
+from megatron_burst.balance.grid import BatchGrid, enough_documents, room_for
 from megatron_burst.balance.pipeline import alike
 from megatron_burst.balance.slots import SlotLayout, Units, patterned
-from megatron_burst.errors import require
+from megatron_burst.errors import BurstError, require
 from megatron_burst.integers import integer
 
 _ALIKE = 1e-3  # of a step: layouts that are to gain no more are not filled
@@ -77,17 +77,16 @@ def assign(lengths: Sequence[int] | np.ndarray, grid: BatchGrid, costs: Costs,
         BurstError: if a size, a length or the grid is refused, or documents do not fit.
     """
     sizes = grids.check_sizes(grid, costs, cp_sizes)
-    tokens = grids.checked_lengths(lengths, grid)
-    fastest = _fastest(tokens, grid, costs, sizes)
-    require(WHO, [(
-        fastest,
-        f"documents must fit whole into {grid.slots} micro-batches of {grid.token_limit * grid.cp} "
-        "tokens, because all are in the same step",
-        f"{len(tokens)} documents of {tokens.sum()} tokens, which were not found to fit",
-        "use more micro-batches in a step, or raise the token limit",
-    )])  # fmt: skip
-    assert fastest is not None
-    return fastest
+    tokens = grids.check_documents(lengths, grid)
+    require(WHO, (enough_documents(tokens.size, grid), room_for(int(tokens.sum()), grid)))
+    if fastest := _fastest(tokens, grid, costs, sizes):
+        return fastest
+    raise BurstError(
+        f"{WHO}: documents must fit whole into {grid.slots} micro-batches of "
+        f"{grid.token_limit * grid.cp} tokens, because all are in the same step; got {len(tokens)} "
+        f"documents of {tokens.sum()} tokens, which were not found to fit; use more micro-batches "
+        "in a step, or raise the token limit"
+    )
 
 
 def assign_fewest(

@@ -33,7 +33,14 @@ class Costs:
     transfer: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require(WHO, _of_costs(self))
+        at = self.transfer if isinstance(self.transfer, Mapping) else {0: None}
+        sane = all(_is_number(v, 1e9) for v in (self.token, self.pair, self.fixed, *at.values()))
+        sizes = all(isinstance(size, Integral) and (as_integer(size) or 0) > 0 for size in at)
+        require(WHO, [(
+            sane and sizes and self.token + self.pair > 1e-30,
+            "costs must be seconds up to 1e9, above 0 for a token or a pair, and transfer a "
+            "mapping of them by context-parallel size, because work is compared by them",
+            shown(self), "measure micro-batches and call fit, or read a plan")])  # fmt: skip
 
     def per_token(self, cp: int) -> float:
         """Seconds of a token of a micro-batch at a context-parallel size."""
@@ -59,8 +66,7 @@ class Costs:
         plan = reader.json()
         if not isinstance(plan, dict) or not plan.get(IN_PLAN):
             raise reader.refusal(f'be a plan with "{IN_PLAN}"', plan)
-        costs: Costs = reader.typed(cls, plan[IN_PLAN], IN_PLAN)
-        return costs
+        return reader.typed(cls, plan[IN_PLAN], IN_PLAN)
 
 
 def pairs_of(lengths: np.ndarray) -> np.ndarray:
@@ -131,16 +137,6 @@ def _is_number(value: Any, most: float = 1e18) -> bool:
     """Whether it is a real number from 0 on, and not too large to be summed up."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     return is_real and bool(0 <= value <= most)
-
-
-def _of_costs(costs: Costs) -> Iterable[Need]:
-    at = costs.transfer if isinstance(costs.transfer, Mapping) else {0: None}
-    sane = all(_is_number(v, 1e9) for v in (costs.token, costs.pair, costs.fixed, *at.values()))
-    sizes = all(isinstance(size, Integral) and (as_integer(size) or 0) > 0 for size in at)
-    yield (sane and sizes and costs.token + costs.pair > 1e-30,
-           "costs must be seconds up to 1e9, above 0 for a token or a pair, and transfer a mapping "
-           "of them by context-parallel size, because work is compared by them", shown(costs),
-           "measure micro-batches and call fit, or read a plan")  # fmt: skip
 
 
 def _of_measured(measured: Sequence[Measured]) -> Iterable[Need]:

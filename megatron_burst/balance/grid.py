@@ -89,18 +89,6 @@ def check_sizes(grid: BatchGrid, costs: Costs, cp_sizes: Any) -> tuple[int, ...]
     return cp_sizes
 
 
-def checked_lengths(lengths: Sequence[int] | np.ndarray, grid: BatchGrid) -> np.ndarray:
-    """The lengths of a batch as int64.
-
-    Raises:
-        BurstError: if they are no positive whole numbers, are fewer than the step has
-            micro-batches, or if one is longer, or all are more, than the ranks can hold.
-    """
-    checked = check_documents(lengths, grid)
-    require(WHO, (enough_documents(checked.size, grid), room_for(int(checked.sum()), grid)))
-    return checked
-
-
 def check_documents(lengths: Sequence[int] | np.ndarray, grid: BatchGrid) -> np.ndarray:
     """Lengths of documents as int64.
 

@@ -73,8 +73,7 @@ class Definition:
             sink: of the call, or None.
         """
         self.head = self._next_head()
-        rows, of = self._drawn(call["q"]), self._of
-        places = self._gathered(self._places(call["q"])[rows]).long()
+        (rows, places), of = self._drawn(call["q"]), self._of
         q, out = (self._gathered(call[name][of, rows, self._heads]) for name in ("q", "out"))
         got_lse = self._gathered(call["lse"][of, self._heads, rows].T)
         parts = [scores.logsumexp(-1) for scores, *_ in self._over_keys(call, q, places)]
@@ -94,8 +93,7 @@ class Definition:
 
     def grad_of_queries(self, call: Mapping[str, Tensor], dq: Tensor) -> Drawn:
         """dq of queries, by the call's own lse; `call`: also dout and delta."""
-        rows, of, heads = self._drawn(dq), self._of, self._heads
-        places = self._gathered(self._places(dq)[rows]).long()
+        (rows, places), of, heads = self._drawn(dq), self._of, self._heads
         q, dout, got = (self._gathered(x[of, rows, heads]) for x in (call["q"], call["dout"], dq))
         lse, delta = (self._gathered(call[name][of, heads, rows].T) for name in ("lse", "delta"))
         delta, total, squares = delta.unsqueeze(-1), torch.zeros_like(q), torch.zeros_like(q)
@@ -108,11 +106,9 @@ class Definition:
 
     def grads_of_keys(self, call: Mapping[str, Tensor], dk: Tensor, dv: Tensor) -> Drawn:
         """dk and dv of keys; `call` as for queries."""
-        rows, of, heads = self._drawn(dk), self._of, self._heads
-        places = self._gathered(self._places(dk)[rows]).long()
-        k, v, got_dk, got_dv = (
-            self._gathered(x[of, rows, self.head]) for x in (call["k"], call["v"], dk, dv)
-        )
+        (rows, places), of, heads = self._drawn(dk), self._of, self._heads
+        tensors = call["k"], call["v"], dk, dv
+        k, v, got_dk, got_dv = (self._gathered(x[of, rows, self.head]) for x in tensors)
         sums = [torch.zeros_like(x) for x in (k, k, v, v)]
         mine = self._places(call["q"])
         for at in _steps(len(mine), len(k) * self.group):
@@ -151,10 +147,11 @@ class Definition:
         carrier.checks += 1
         return head_in_turn(int(self._gathered(mine)[0]), by_rank)
 
-    def _drawn(self, x: Tensor) -> list[int]:
-        """Some of this rank's rows; equally many on all ranks."""
-        draw = Random(f"{self._number} {self._rank}")
-        return sorted(draw.sample(range(x.shape[1]), min(x.shape[1], -(-_ROWS // self.size))))
+    def _drawn(self, x: Tensor) -> tuple[list[int], Tensor]:
+        """Some of this rank's rows, equally many on all ranks, and the positions of all ranks'."""
+        draw, tokens = Random(f"{self._number} {self._rank}"), x.shape[1]
+        rows = sorted(draw.sample(range(tokens), min(tokens, -(-_ROWS // self.size))))
+        return rows, self._gathered(self._places(x)[rows]).long()
 
     def _places(self, x: Tensor) -> Tensor:
         """The positions of this rank's rows in the sample."""

@@ -76,5 +76,4 @@ def group_or_default(group: Ranks, caller: str) -> dist.ProcessGroup:
             f"own rows; got global rank {dist.get_rank()} outside of it; call it only on the "
             "group's ranks"
         )
-    assert group is not None
     return group

@@ -30,12 +30,12 @@ from megatron_burst.comm.transport import (
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.logs import Decision, log_message
+from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link, Topology
 
 if TYPE_CHECKING:
     from megatron_burst.comm.symmetric import SymmetricPool
-    from megatron_burst.schedule.program import Program
 
 
 class Communicator:
@@ -128,7 +128,7 @@ class Communicator:
         peers = [peer for peer, _ in (*sends, *recvs)]
         return SendRecvs(works, peers, self.consensus.timeout_s, self._error_of)
 
-    def run(self, program: "Program", unit: int, handles: list[Any], waits: Any) -> None:
+    def run(self, program: Program, unit: int, handles: list[Any], waits: Any) -> None:
         """As `Transport.run`."""
         if log := self._log:
             log.runs.append(RunningPass(log.number, log.stamp, program, unit, handles, waits))
@@ -156,14 +156,14 @@ def choose_transfer(
         )
     elif failure := try_out():
         cannot = f"symmetric memory must work between the GPUs; got: {failure}"
-    if cannot and requested == "pull":
+    if not cannot:
+        reason = "asked for" if requested == "pull" else "by copy engine, while kernels run"
+        return Decision("pull", reason)
+    if requested == "pull":
         raise BurstError(
             f"burst attention: to pull, {cannot}; pass --burst-tune transfer=send or transfer=auto"
         )
-    if cannot:
-        return Decision("send", cannot)
-    reason = "asked for" if requested == "pull" else "by copy engine, while kernels run"
-    return Decision("pull", reason)
+    return Decision("send", cannot)
 
 
 def communicator_of(

@@ -11,7 +11,6 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link, Topology
 
-_WHO = "cp_groups"
 Ranks = tuple[tuple[int, ...], ...]
 
 
@@ -79,7 +78,7 @@ def cp_groups(
         BurstError: if the group is no process group of this rank's, if ranks share a GPU, if they
             pass different options, or if the number of pretended nodes does not divide the ranks.
     """
-    group = group_or_default(group, _WHO)
+    group = group_or_default(group, "cp_groups")
     transport = communicator_of(group, config or BurstConfig())
     intra, inter = (transport.groups.get((link, Cargo.READ)) for link in (Link.INTRA, Link.INTER))
     return CPGroups(tuple(transport.ranks), transport.topology, intra, inter)

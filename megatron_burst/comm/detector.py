@@ -94,7 +94,10 @@ class DesyncDetector(Members):
 
     def _compare(self) -> None:
         while self._pending:
-            self._wait_for(self._pending[0])
+            entry = self._pending[0]
+            while not self._completes_soon(entry):
+                self._check_timeout(entry)
+                self._check_abort(entry)
             self._poll()
 
     def fail(self, error: Exception, missing: str = "") -> None:
@@ -173,11 +176,6 @@ class DesyncDetector(Members):
                 self.store.delete_key(self.terms_key(entry))
         if self._pending:
             self._check_timeout(self._pending[0])
-
-    def _wait_for(self, entry: PendingPass) -> None:
-        while not self._completes_soon(entry):
-            self._check_timeout(entry)
-            self._check_abort(entry)
 
     def _completes_soon(self, entry: PendingPass) -> bool:
         """Whether a pass is compared, after waiting for a moment."""

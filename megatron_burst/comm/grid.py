@@ -1,6 +1,7 @@
 """A group's ranks as a table: a row a node, a column a rail (not on the reading path)."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from megatron_burst.schedule.topology import Topology
 
@@ -25,15 +26,9 @@ def grid(topology: Topology, ranks: Sequence[int]) -> str:
         rails = [f"rail {column}" for column in range(topology.intra_size)]
         lines.insert(0, ("", *_few(rails, _MOST_RAILS)))
     lines = _few(lines, _MOST_NODES + 1)
-    widths = [max(len(line[place]) for line in lines if place < len(line))
-              for place in range(max(map(len, lines)))]  # fmt: skip
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=False))
-        ).rstrip()
-        for line in lines
-    )
+    first, *widths = [max(map(len, column)) for column in zip_longest(*lines, fillvalue="")]
+    rows = [[node.ljust(first), *map(str.rjust, cells, widths)] for node, *cells in lines]
+    return "\n".join("  ".join(row).rstrip() for row in rows)
 
 
 def _few(items: Sequence, most: int) -> list:

@@ -39,6 +39,7 @@ _SAMPLES = 8  # micro-batches in flight
 _SAME = -1.0  # keep the time-out
 _CONNECT_S = 60  # within which ranks must reach each other over gloo
 type Names = tuple[Link, Cargo]
+type Sharded = tuple[str, bool, int]  # layout, whether packed, and tokens, of a `shard`
 # an entry is dropped with its group
 _STATES: WeakKeyDictionary[dist.ProcessGroup, "Group"] = WeakKeyDictionary()
 
@@ -66,10 +67,9 @@ class SubGroups:
         keys = {name: (*sorted(ranks), name[1], ctas) for name, ranks in ranks_of.items()}
         names = list(ranks_of)
         missing = [index for index, name in enumerate(names) if keys[name] not in self._groups]
-        for place in self._missing_on_any_rank(missing):
-            ranks = [self._ranks[rank] for rank in ranks_of[names[place]]]
-            group = self._new(ranks, self._timeout_s, self._backend, self._bounded(ctas))
-            self._groups[keys[names[place]]] = group
+        for name in [names[place] for place in self._missing_on_any_rank(missing)]:
+            ranks, options = [self._ranks[rank] for rank in ranks_of[name]], self._bounded(ctas)
+            self._groups[keys[name]] = self._new(ranks, self._timeout_s, self._backend, options)
         return {name: self._groups[key] for name, key in keys.items()}
 
     def for_spot_checks(self) -> dist.ProcessGroup:
@@ -187,7 +187,7 @@ class Group:
     # packed samples
     samples: BoundedDict[Hashable, Any] = field(default_factory=lambda: BoundedDict(_SAMPLES))
     log: DesyncDetector | None = None  # None before the first communicator, and for a single rank
-    sharded: tuple[str, bool, int] | None = None  # layout, packed, tokens: of the last `shard`
+    sharded: Sharded | None = None  # of the last `shard`
 
     def agree(
         self, terms: Mapping[str, str], caller: str, key: Hashable = None, problem: str = "",
@@ -216,9 +216,8 @@ class Group:
         if self.log and not isinstance(error, BurstError):
             self.log.fail(error)
         elif isinstance(error, BurstError) and not isinstance(error, DisagreementError):
-            terms = terms or {}
-            announcer = PassAnnouncer.of(self.log, terms)
-            announced = replace(announcer, terms={**terms, PROBLEM: str(error)})
+            announcer = PassAnnouncer.of(self.log, terms or {})
+            announced = replace(announcer, terms={**announcer.terms, PROBLEM: str(error)})
             announced.begin(PassKind.REFUSAL)
         try:
             raise error

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -32,10 +33,9 @@ def check_devices(group: dist.ProcessGroup, consensus: StoreConsensus) -> None:
         return
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     named = os.environ.get("NCCL_HOSTID", "")
-    ranks_of: dict[str, list[int]] = {}
-    for cp_rank, gpu in enumerate(consensus.all_gather(f"{uuid} {named}".rstrip(), WHO)):
-        ranks_of.setdefault(gpu, []).append(cp_rank)
-    for gpu, cp_ranks in ranks_of.items():
+    gpus = consensus.all_gather(f"{uuid} {named}".rstrip(), WHO)
+    for gpu in gpus:
+        cp_ranks = [cp_rank for cp_rank, name in enumerate(gpus) if name == gpu]
         if len(cp_ranks) > 1:
             raise BurstError(
                 f"{WHO}: each rank must have a GPU of its own, because NCCL moves data between "
@@ -66,26 +66,21 @@ def my_location() -> RankLocation:
 
 def topology_of_locations(locations: Sequence[RankLocation]) -> Topology:
     """The topology of ranks at these locations; uneven nodes are flattened with a warning."""
-    first_rank: dict[str, int] = {}
-    for rank, location in enumerate(locations):
-        first_rank.setdefault(location.node, rank)
-    gpus = [(first_rank[location.node], location.gpu_index) for location in locations]
+    nodes = [location.node for location in locations]
+    gpus = [(nodes.index(location.node), location.gpu_index) for location in locations]
     return topology_of(nvlink_domains(locations), gpus)
 
 
 def nvlink_domains(locations: Sequence[RankLocation]) -> list[str]:
     """What counts as a rank's node: its NVLink domain if that spans nodes, else its node."""
-    nodes: dict[str | None, set[str]] = {}
-    for location in locations:
-        nodes.setdefault(location.fabric, set()).add(location.node)
-    wide = {fabric for fabric in nodes if fabric and len(nodes[fabric]) > 1}
+    nodes = Counter(fabric for fabric, _ in {(x.fabric, x.node) for x in locations})
+    wide = {fabric for fabric, count in nodes.items() if fabric and count > 1}
     return [f"NVLink {x.fabric}" if x.fabric in wide else x.node for x in locations]
 
 
 # ---- NVLink between nodes, as the driver reports it ----
 
 _COMPLETED = 3  # NVML_GPU_FABRIC_STATE_COMPLETED
-_UUID_BYTES = 16
 
 
 class _FabricInfo(ctypes.Structure):
@@ -93,7 +88,7 @@ class _FabricInfo(ctypes.Structure):
 
     _fields_ = (
         ("version", ctypes.c_uint),
-        ("cluster_uuid", ctypes.c_ubyte * _UUID_BYTES),
+        ("cluster_uuid", ctypes.c_ubyte * 16),
         ("status", ctypes.c_uint),
         ("clique_id", ctypes.c_uint),
         ("state", ctypes.c_ubyte),

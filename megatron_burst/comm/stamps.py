@@ -7,26 +7,29 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from megatron_burst.comm.store import CP, WHO, ParallelKind, StoreConsensus
-
-if TYPE_CHECKING:
-    from megatron_burst.schedule.program import Program
+from megatron_burst.schedule.program import Program
 
 _RUNS = 64  # passes that a CPU may be ahead of its GPU
 
 
 class PassKind(IntEnum):
-    """What a stamp announces; `KIND_TEXTS` has the same order."""
+    """What a stamp announces; `_TEXTS` has the same order."""
 
     AGREEMENT, FORWARD, BACKWARD, EARLY_ROWS, END = range(5)
     REFUSAL, FAILURE, RECORDING, CHECK, OVER = range(5, 10)
 
+    @property
+    def text(self) -> str:
+        """What a rank begins."""
+        return _TEXTS[self]
 
-KIND_TEXTS = (
+
+_TEXTS = (
     "a call that is new to it", "a forward", "the backward of", "the recomputation of early rows",
     "the end of a step", "a call that it refuses", "a pass that failed",
     "a forward whose results are kept for recomputation", "the check of a call",
@@ -62,7 +65,7 @@ class Stamp:
         return self.kind.name.lower().replace("_", " ")
 
     def __str__(self) -> str:
-        words = KIND_TEXTS[self.kind]
+        words = self.kind.text
         if self.kind is PassKind.BACKWARD:
             words += f" pass {self.call}"
         return words + (f" in layer {self.layer}" if self.layer else "")
@@ -73,7 +76,7 @@ class RunningPass(NamedTuple):
 
     number: int
     stamp: Stamp
-    program: "Program"  # of this rank
+    program: Program  # of this rank
     unit: int  # how many rows one row of the program stands for
     handles: list[Any]  # by operation, and of the work before; emptied once a CPU has finished
     waits: Sequence[Sequence[int]]  # by operation, which other operations must finish first

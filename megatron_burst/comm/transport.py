@@ -9,18 +9,16 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
-
-if TYPE_CHECKING:
-    from megatron_burst.schedule.program import Program
 
 _LATEST = 256  # passes: a few steps of a model
 Parcels = Sequence[tuple[int, Tensor]]  # (peer cp rank, tensor to send or receive)
@@ -242,5 +240,5 @@ class Transport(Protocol):
     def queues(self, device: torch.device) -> OneQueue | Queues:
         """The queues of a call, which starts after the group's previous call."""
 
-    def run(self, program: "Program", unit: int, handles: list[Any], waits: Any) -> None:
+    def run(self, program: Program, unit: int, handles: list[Any], waits: Any) -> None:
         """Record that a pass launches its operations; arguments as in `stamps.RunningPass`."""

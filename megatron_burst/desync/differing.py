@@ -2,17 +2,10 @@
 
 from collections.abc import Sequence
 
-from megatron_burst.comm.stamps import (
-    KIND_TEXTS,
-    Members,
-    PassKind,
-    PendingPass,
-    PostedTerms,
-    Stamp,
-)
+from megatron_burst.comm.stamps import Members, PassKind, PendingPass, PostedTerms, Stamp
 from megatron_burst.comm.store import PROBLEM, ParallelKind
 from megatron_burst.desync.hops import Waits
-from megatron_burst.desync.verdict import report, told_by_all
+from megatron_burst.desync.verdict import missing_error, report, told_by_all
 from megatron_burst.errors import BurstError, DisagreementError
 
 _TELL_S = 5.0  # how long a rank waits for what others tell of a pass that all have begun
@@ -38,13 +31,13 @@ def disagreement(log: Members, entry: PendingPass) -> tuple[BurstError, bool]:
         f"{entry.number} of the group, {differences(posted, of)}; pass the same on all "
         f"ranks, and run every forward and every backward on all of them{where}"
     )
-    report(log, "difference", error, _at(entry), [])
+    report(log, "difference", error, Waits.at(entry), [])
     return error, goes_on
 
 
 def _failure(log: Members, entry: PendingPass, posted: Sequence[PostedTerms]) -> DisagreementError:
     """The error if ranks failed."""
-    rank_word, begun = log.parallel_kind.rank, KIND_TEXTS[entry.stamp.kind]
+    rank_word, begun = log.parallel_kind.rank, entry.stamp.kind.text
     failed = {
         rank: f"{terms['failure']} on {rank_word} {rank}"
         for rank, (stamp, terms) in enumerate(posted)
@@ -59,24 +52,18 @@ def _failure(log: Members, entry: PendingPass, posted: Sequence[PostedTerms]) ->
                               f"while {rank_word} {log.rank} began {begun} as pass {entry.number} "
                               "of the group; look there first, and to go on after such an error, "
                               f"{go_on}")  # fmt: skip
-    report(log, "failure of others", error, _at(entry), [*failed])
+    report(log, "failure of others", error, Waits.at(entry), [*failed])
     return error
 
 
 def _heard_of_lost(log: Members, entry: PendingPass, posted: Sequence[PostedTerms]) -> BurstError:
     """The error if other ranks waited in vain for some."""
     by = [rank for rank, (_, terms) in enumerate(posted) if "lost" in terms]
-    lost, of = posted[by[0]].terms["lost"], log.parallel_kind
-    error = BurstError(f"{log.caller}: all ranks of a {of.group} group must take part in every "
-                       f"pass, because {of.reason}; got {lost}, as {of.rank}s {by} say before "
-                       f"pass {entry.number} of the group; check the output of these ranks first, "
-                       "and start the processes again")  # fmt: skip
-    report(log, "heard", error, _at(entry), [])
+    lost, rank_word = posted[by[0]].terms["lost"], log.parallel_kind.rank
+    where = f", as {rank_word}s {by} say before pass {entry.number} of the group"
+    error = missing_error(log, lost + where)
+    report(log, "heard", error, Waits.at(entry), [])
     return error
-
-
-def _at(entry: PendingPass) -> Waits:
-    return Waits(entry.number, entry.stamp.word, entry.stamp.layer, ())
 
 
 def at_one_place(stamps: Sequence[Stamp]) -> bool:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_burst.comm.stamps import Members, RunningPass
+from megatron_burst.comm.stamps import Members, PendingPass, RunningPass
 from megatron_burst.schedule.program import Transfer
 from megatron_burst.schedule.topology import Link
 
@@ -44,6 +44,11 @@ class Waits:
     num_bytes: int = 0
     broken: bool = False
     since: float = field(default=0.0, compare=False)
+
+    @classmethod
+    def at(cls, begun: Members | PendingPass) -> "Waits":
+        """In this pass, or in a rank's latest one, for nobody yet."""
+        return cls(begun.number, begun.stamp.word, begun.stamp.layer, ())
 
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> "Waits":

@@ -40,12 +40,10 @@ def lost_pass(log: Members, entry: PendingPass, why: str) -> tuple[BurstError, s
         log.store.set(log.waiting_key(log.rank), "")
     missing = _silent_in(log, told_by_all(log, entry, _GRACE_S))
     since = time() - (monotonic() - entry.begin_s)
-    waits = Waits(entry.number, entry.stamp.word, entry.stamp.layer, missing, since=since)
-    waits = _with_broken(log, waits)
+    waits = _with_broken(log, replace(Waits.at(entry), peers=missing, since=since))
     ranks = culprits(log, waits) if waits.peers else []
-    error = _missing(log, ranks, waits, f"pass {entry.number} of the group, {entry.stamp}: {why}")
-    report(log, "pass", error, waits, ranks)
-    return error, _whom(log, ranks, waits)
+    where = f"pass {entry.number} of the group, {entry.stamp}: {why}"
+    return _given_up(log, "pass", waits, ranks, where)
 
 
 def _silent_in(log: Members, posts: Sequence[PostedTerms | None]) -> tuple[int, ...]:
@@ -61,8 +59,7 @@ def lost_hop(log: Members, error: Exception) -> tuple[BurstError, str]:
     if error_of_call := _strayed(log):
         return error_of_call, ""
     why = str(error).splitlines()[0]
-    waits = awaited_hop(log) or issued_hop(log)
-    waits = waits or Waits(log.number, log.stamp.word, log.stamp.layer, ())
+    waits = awaited_hop(log) or issued_hop(log) or Waits.at(log)
     waited_s = log.consensus.timeout_s if "imed out" in why else 0.0
     return late_hop(log, replace(waits, since=time() - waited_s), why)
 
@@ -78,23 +75,26 @@ def late_hop(log: Members, waits: Waits, why: str) -> tuple[BurstError, str]:
     where = (f"the {waits.link} {waits.cargo} hop of {format_bytes(waits.num_bytes)} between "
              f"{word} {peers} and {word} {log.rank}, step {waits.step} of {waits.steps}{layer}, "
              f"{waits.what}, in pass {waits.number} of the group: {why}")  # fmt: skip
-    error = _missing(log, ranks, waits, where)
-    report(log, "hop", error, waits, ranks)
-    return error, _whom(log, ranks, waits)
+    return _given_up(log, "hop", waits, ranks, where)
 
 
-def _missing(log: Members, ranks: Sequence[int], waits: Waits, where: str) -> BurstError:
-    of, whom = log.parallel_kind, _whom(log, ranks, waits)
+def missing_error(log: Members, got: str) -> BurstError:
+    """The error if ranks are missing in a pass."""
+    of = log.parallel_kind
     return BurstError(f"{log.caller}: all ranks of a {of.group} group must take part in every "
-                      f"pass, because {of.reason}; got {whom} in {where}; check the output of "
+                      f"pass, because {of.reason}; got {got}; check the output of "
                       "these ranks first, and start the processes again")  # fmt: skip
 
 
-def _whom(log: Members, ranks: Sequence[int], waits: Waits) -> str:
-    if not ranks:
-        return "a broken connection"
-    what = "broken connections of" if waits.broken and log.rank in ranks else "no word from"
-    return f"{what} {named_ranks(log, ranks)}"
+def _given_up(
+    log: Members, what: str, waits: Waits, ranks: Sequence[int], where: str
+) -> tuple[BurstError, str]:
+    """The error of a wait that this rank gives up, reported; and for which ranks, in words."""
+    lost = "broken connections of" if waits.broken and log.rank in ranks else "no word from"
+    whom = f"{lost} {named_ranks(log, ranks)}" if ranks else "a broken connection"
+    error = missing_error(log, f"{whom} in {where}")
+    report(log, what, error, waits, ranks)
+    return error, whom
 
 
 def _with_broken(log: Members, waits: Waits) -> Waits:
@@ -126,8 +126,7 @@ def _strayed(log: Members) -> DisagreementError | None:
 
 def own_failure(log: Members, error: Exception) -> None:
     """Report that this rank could not run a pass."""
-    stamp = log.stamp
-    report(log, "failure", error, Waits(log.number, stamp.word, stamp.layer, ()), [log.rank])
+    report(log, "failure", error, Waits.at(log), [log.rank])
 
 
 def told_by_all(log: Members, entry: PendingPass, patience_s: float) -> list[PostedTerms | None]:

@@ -22,9 +22,7 @@ def backends() -> dict[str, Backend]:
     from megatron_burst.kernels.torch_gpu import Cudnn, Flash
     from megatron_burst.kernels.triton import Triton
 
-    kinds: tuple[type[Backend], ...] = (
-        FlashAttention4, Cudnn, Flash, Triton, TorchCpu, Reference,
-    )  # fmt: skip
+    kinds: tuple[type[Backend], ...] = FlashAttention4, Cudnn, Flash, Triton, TorchCpu, Reference
     return {kind.capability.name: kind() for kind in kinds}
 
 

@@ -5,17 +5,14 @@ import inspect
 import os
 import warnings
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.interface import Capability, QuerySide
+from megatron_burst.kernels.interface import Backend, Capability, QuerySide
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
-
-if TYPE_CHECKING:  # most runs never load it
-    from megatron_burst.kernels.masks.parts import Parts
 
 _WHERE = (
     "window_size_left", "window_size_right",
@@ -25,7 +22,7 @@ _BLOCKS = "block_sparse_tensors", "mask_mod", "aux_tensors"
 _INSTALL = "fa4 comes with: pip install -e '.[flash-attn-4]' in megatron_burst's checkout"
 
 
-class FlashAttention4:
+class FlashAttention4(Backend):
     """flash_attn.cute's own entry points: without its autograd, results written to given tensors.
 
     Backward gets delta through `dlse`: its preprocessing computes rowsum(dO * O) - dlse, which is
@@ -72,10 +69,8 @@ class FlashAttention4:
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         try:
             module = importlib.import_module("flash_attn.cute.interface")
-            forward, backward = (
-                inspect.signature(function).parameters
-                for function in (module._flash_attn_fwd, module._flash_attn_bwd)
-            )
+            forward = inspect.signature(module._flash_attn_fwd).parameters
+            backward = inspect.signature(module._flash_attn_bwd).parameters
         except (ImportError, AttributeError) as error:
             return f"it cannot be imported ({error}); {_INSTALL}"
         both = {*_WHERE, *_BLOCKS}
@@ -93,14 +88,9 @@ class FlashAttention4:
         packed = visible.segments is not None
         out, lse = (x[0] if packed else x for x in into) if into else (None, None)
         tensors = (x[0] if packed else x for x in (q, k, v))
+        results, where = dict(out=out, lse=lse), _where(visible, q, k, of_keys=False)
         found = self._interface._flash_attn_fwd(
-            *tensors,
-            softmax_scale=scale,
-            return_lse=True,
-            learnable_sink=sink,
-            out=out,
-            lse=lse,
-            **_where(visible, q, k, of_keys=False),
+            *tensors, softmax_scale=scale, return_lse=True, learnable_sink=sink, **results, **where
         )[:2]
         return into or (tuple(x.unsqueeze(0) for x in found) if packed else found)
 
@@ -131,7 +121,7 @@ def _where(visible: Visible, q: Tensor, k: Tensor, of_keys: bool) -> dict[str, A
         of_keys: whether the pass works on blocks of keys, as backward does.
     """
     if visible.parts is not None:
-        return {"causal": False} | _blocks(visible.parts, q, k, of_keys)
+        return {"causal": False} | _blocks(visible, q, k, of_keys)
     if not visible.windowed:
         where: dict[str, Any] = {"causal": visible.causal}
     else:
@@ -143,14 +133,14 @@ def _where(visible: Visible, q: Tensor, k: Tensor, of_keys: bool) -> dict[str, A
     return where
 
 
-def _blocks(parts: "Parts", q: Tensor, k: Tensor, of_keys: bool) -> dict[str, Any]:
+def _blocks(visible: Visible, q: Tensor, k: Tensor, of_keys: bool) -> dict[str, Any]:
     """Parts as blocks."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     from megatron_burst.kernels.masks.block_sparse import SIZE, block_sparse_of
     from megatron_burst.kernels.masks.fa4_mask import is_seen
 
-    blocks = block_sparse_of(parts, q.shape[1], k.shape[1], q.device)
+    blocks = block_sparse_of(visible.parts, q.shape[1], k.shape[1], q.device)
     lists = blocks.of_keys if of_keys else blocks.of_rows
     return {
         "block_sparse_tensors": BlockSparseTensorsTorch(*lists, block_size=(SIZE, SIZE)),

@@ -35,8 +35,8 @@ def sum_parts(target: Tensor, parts: Sequence[Tensor]) -> None:
 def sum_rows(target: Tensor, source: Tensor, rows: Tensor) -> None:
     """See `partial.sum_rows`."""
     operands, unit = _operands(target, source)
-    picked = rows, *rows.stride()
-    _launch(_sum_rows_kernel, target, *operands, picked, COUNT=len(rows), UNIT=unit)
+    operands.append((rows, *rows.stride()))
+    _launch(_sum_rows_kernel, target, *operands, COUNT=len(rows), UNIT=unit)
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
@@ -103,8 +103,9 @@ def _launch(kernel: triton.JITFunction, rows_of: Tensor, *operands: tuple, **con
 
 
 @triton.jit
-def _place(tokens, heads, ROWS: tl.constexpr):
-    """(batch, head, tokens) of this program, in int64: tensors may have more than 2^31 elements.
+def _place(tokens, heads, DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(batch, head, tokens, columns) of this program, then which tokens and which elements exist;
+    in int64, as tensors may have more than 2^31 elements.
 
     Heads run fastest, so that concurrent programs touch adjacent memory.
     """
@@ -112,7 +113,9 @@ def _place(tokens, heads, ROWS: tl.constexpr):
     block = tl.program_id(0) // heads
     rows = (block % blocks) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(0) % heads
-    return (block // blocks).to(tl.int64), head.to(tl.int64), rows.to(tl.int64)
+    batch, head, rows = (block // blocks).to(tl.int64), head.to(tl.int64), rows.to(tl.int64)
+    columns, inside = tl.arange(0, COLUMNS), rows < tokens
+    return batch, head, rows, columns, inside, inside[:, None] & (columns < DIM)[None, :]
 
 
 @triton.jit
@@ -139,9 +142,7 @@ def _merge_kernel(
     COUNT: tl.constexpr, UNIT: tl.constexpr,
     DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    batch, head, rows = _place(tokens, heads, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    inside = rows < tokens
+    batch, head, rows, columns, inside, valid = _place(tokens, heads, DIM, ROWS, COLUMNS)
     largest = tl.full([ROWS], -float("inf"), tl.float32)
     if sink is not None:
         largest = tl.maximum(largest, tl.load(sink + head).to(tl.float32))
@@ -154,7 +155,6 @@ def _merge_kernel(
     if sink is not None:
         total += tl.exp(tl.load(sink + head).to(tl.float32) - largest)
     merged = tl.zeros([ROWS, COLUMNS], tl.float32)
-    valid = inside[:, None] & (columns < DIM)[None, :]
     for i in tl.static_range(COUNT):
         pointers = _statistics(lses[i], batch, head, rows)
         part_lse = tl.load(pointers, mask=inside, other=-float("inf"))  # from the cache
@@ -175,9 +175,7 @@ def _sum_kernel(
     COUNT: tl.constexpr, UNIT: tl.constexpr,
     DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    batch, head, rows = _place(tokens, heads, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    valid = (rows < tokens)[:, None] & (columns < DIM)[None, :]
+    batch, head, rows, columns, _, valid = _place(tokens, heads, DIM, ROWS, COLUMNS)
     first = tl.load(_elements(parts[0], batch, head, rows, columns, UNIT), mask=valid)
     total = first.to(tl.float32)
     for i in tl.static_range(1, COUNT):
@@ -191,10 +189,7 @@ def _sum_rows_kernel(
     target, source, picked, tokens, heads, COUNT: tl.constexpr, UNIT: tl.constexpr,
     DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    batch, head, rows = _place(tokens, heads, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    inside = rows < tokens
-    valid = inside[:, None] & (columns < DIM)[None, :]
+    batch, head, rows, columns, inside, valid = _place(tokens, heads, DIM, ROWS, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for i in tl.static_range(COUNT):
         row = tl.load(picked[0] + i * picked[1] + rows, mask=inside, other=-1)
@@ -209,10 +204,7 @@ def _delta_kernel(
     dout, out, delta, tokens, heads,
     UNIT: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    batch, head, rows = _place(tokens, heads, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    inside = rows < tokens
-    valid = inside[:, None] & (columns < DIM)[None, :]
+    batch, head, rows, columns, inside, valid = _place(tokens, heads, DIM, ROWS, COLUMNS)
     left = tl.load(_elements(dout, batch, head, rows, columns, UNIT), mask=valid, other=0.0)
     right = tl.load(_elements(out, batch, head, rows, columns, UNIT), mask=valid, other=0.0)
     sums = tl.sum(left.to(tl.float32) * right.to(tl.float32), axis=1)
@@ -224,10 +216,7 @@ def _stand_in_kernel(
     dout, delta, stand_in, tokens, heads, NONZEROS: tl.constexpr, LARGEST: tl.constexpr,
     UNIT: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    batch, head, rows = _place(tokens, heads, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    inside = rows < tokens
-    valid = inside[:, None] & (columns < DIM)[None, :]
+    batch, head, rows, columns, inside, valid = _place(tokens, heads, DIM, ROWS, COLUMNS)
     x = tl.load(_elements(dout, batch, head, rows, columns, UNIT), mask=valid, other=0.0)
     left = tl.load(_statistics(delta, batch, head, rows), mask=inside, other=0.0)
     zeros = tl.zeros([ROWS, COLUMNS], x.dtype)

@@ -153,7 +153,7 @@ class Backend(Protocol):
 
     def missing(self) -> str | None:
         """What must be installed to use it, or None if nothing is missing."""
-        ...
+        return None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Visible,

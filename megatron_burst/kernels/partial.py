@@ -20,6 +20,12 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for (out [b, n, h, dv], lse [b, h, n]) of queries [b, n, h, d]."""
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate_dtype(q.dtype))
+    return q.new_empty(*q.shape[:3], v.shape[3]), lse
+
+
 def merge_parts(
     out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]], sink: Tensor | None = None
 ) -> None:
@@ -47,7 +53,7 @@ def merge_parts(
     merged = torch.zeros(out.shape, dtype=dtype, device=out.device)
     weights = stacked.softmax(0).masked_fill_(stacked == -torch.inf, 0)  # of only -inf it is NaN
     for part, weight in zip(outs, weights, strict=False):
-        merged += part.to(dtype) * _to_rows(weight)
+        merged += part.to(dtype) * weight.transpose(1, 2).unsqueeze(-1)
     out.copy_(merged)
     lse.copy_(stacked.logsumexp(0))
 
@@ -142,8 +148,3 @@ def _fused(*tensors: Tensor) -> ModuleType | None:
 
 def _common_dtype(*tensors: Tensor) -> torch.dtype:
     return reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
-
-
-def _to_rows(statistics: Tensor) -> Tensor:
-    """[b, h, n] as [b, n, h, 1]."""
-    return statistics.transpose(1, 2).unsqueeze(-1)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.interface import Capability, QuerySide, copy_results
+from megatron_burst.kernels.interface import Backend, Capability, QuerySide, copy_results
 from megatron_burst.kernels.partial import accumulate_dtype, row_delta
 from megatron_burst.kernels.visible import Visible, segments_of
 from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS
@@ -14,7 +14,7 @@ from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS
 _ROWS = 1024  # query rows at a time: bounds the scores to rows x keys
 
 
-class Reference:
+class Reference(Backend):
     """Attention by its definition, computed in max(float32, input dtype)."""
 
     capability = Capability(
@@ -30,9 +30,6 @@ class Reference:
         speed="runs anywhere, slowly: plain torch in blocks",
     )
 
-    def missing(self) -> str | None:
-        return None
-
     def forward(self, q, k, v, scale, visible, into=None):
         dtype = accumulate_dtype(q.dtype)
         k, v = k.to(dtype), v.to(dtype)
@@ -43,7 +40,7 @@ class Reference:
             block_lse = torch.logsumexp(scores, dim=-1, keepdim=True)
             weights = torch.exp(scores - block_lse.masked_fill(block_lse == -torch.inf, 0.0))
             values = torch.einsum("bkgqs,bskd->bqkgd", weights, v[:, block.keys])
-            out[:, block.rows] = _ungroup(values)
+            out[:, block.rows] = values.flatten(2, 3)
             lse[:, :, block.rows] = block_lse.squeeze(-1).flatten(1, 2)
         return copy_results((out, lse), into)
 
@@ -62,7 +59,7 @@ class Reference:
             dv[:, block.keys] += torch.einsum("bkgqs,bqkgd->bskd", weights, dout)
             dweights = torch.einsum("bqkgd,bskd->bkgqs", dout, values)
             dscores = weights * (dweights - _group_stat(rows.delta, heads_kv)) * scale
-            dq[:, block.rows] = _ungroup(torch.einsum("bkgqs,bskd->bqkgd", dscores, keys))
+            dq[:, block.rows] = torch.einsum("bkgqs,bskd->bqkgd", dscores, keys).flatten(2, 3)
             dk[:, block.keys] += torch.einsum("bkgqs,bqkgd->bskd", dscores, _group(q, heads_kv))
         return copy_results((dq, dk, dv), into)
 
@@ -94,10 +91,6 @@ def _blocks(visible: Visible, num_rows: int, num_keys: int) -> Iterator[_Block]:
 def _group(x: Tensor, heads_kv: int) -> Tensor:
     """[b, n, h, d] -> [b, n, h_kv, g, d]: the query heads of each KV head."""
     return x.unflatten(2, (heads_kv, -1))
-
-
-def _ungroup(x: Tensor) -> Tensor:
-    return x.flatten(2, 3)
 
 
 def _group_stat(stat: Tensor, heads_kv: int) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_burst.kernels.interface import Capability, QuerySide, copy_results
+from megatron_burst.kernels.interface import Backend, Capability, QuerySide, copy_results
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.kernels.reference import hidden
 from megatron_burst.kernels.visible import Visible, plain_causal, segments_of
@@ -16,7 +16,7 @@ from megatron_burst.schedule.mask import DOCUMENTS, SLICES
 _aten = torch.ops.aten
 
 
-class TorchCpu:
+class TorchCpu(Backend):
     """aten::_scaled_dot_product_flash_attention_for_cpu, computed in max(float32, input dtype).
 
     Its bf16 and fp16 gradients would be summed in bf16 and fp16 across blocks, hence the upcast.
@@ -36,9 +36,6 @@ class TorchCpu:
         wide_grads=True,
         speed="torch's fastest attention on CPUs",
     )
-
-    def missing(self) -> str | None:
-        return None
 
     def forward(self, q, k, v, scale, visible, into=None):
         parts = [
@@ -102,14 +99,13 @@ def _band(visible: Visible, q: Tensor, k: Tensor) -> dict[str, Any]:
     """The kernel's mask arguments; its own causal mask is aligned top left."""
     rows, keys, dtype = q.shape[1], k.shape[1], accumulate_dtype(q.dtype)
     if visible.parts is not None:
-        mask = torch.zeros(rows, keys, dtype=dtype)
-        mask.masked_fill_(~visible.parts.seen(slice(0, rows), keys, q.device), -torch.inf)
-        return {"is_causal": False, "attn_mask": mask}
-    causal = plain_causal(visible, "torch-cpu", packed=True)
-    if not causal or rows == keys:
-        return {"is_causal": causal}
-    mask = torch.zeros(rows, keys, dtype=dtype)
-    mask.masked_fill_(hidden(visible, q, k, keys - rows), -torch.inf)
+        unseen = ~visible.parts.seen(slice(0, rows), keys, q.device)
+    else:
+        causal = plain_causal(visible, "torch-cpu", packed=True)
+        if not causal or rows == keys:
+            return {"is_causal": causal}
+        unseen = hidden(visible, q, k, keys - rows)
+    mask = torch.zeros(rows, keys, dtype=dtype).masked_fill_(unseen, -torch.inf)
     return {"is_causal": False, "attn_mask": mask}
 
 
@@ -117,10 +113,6 @@ def _for_kernel(*tensors: Tensor) -> list[Tensor]:
     """[b, n, h, d] -> [b, h, n, widest d], upcast, with a dense last axis."""
     widest = max(x.shape[-1] for x in tensors)
     dtype = accumulate_dtype(tensors[0].dtype)
-    prepared = []
-    for x in tensors:
-        x = x.to(dtype)
-        if x.shape[-1] < widest:
-            x = pad(x, (0, widest - x.shape[-1]))
-        prepared.append(x.transpose(1, 2))
-    return prepared
+    upcast = [x.to(dtype) for x in tensors]
+    padded = [x if x.shape[-1] == widest else pad(x, (0, widest - x.shape[-1])) for x in upcast]
+    return [x.transpose(1, 2) for x in padded]

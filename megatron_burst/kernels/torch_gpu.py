@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.interface import Capability, QuerySide, copy_results
+from megatron_burst.kernels.interface import Backend, Capability, QuerySide, copy_results
 from megatron_burst.kernels.visible import Segments, Visible, plain_causal
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
 
@@ -29,7 +29,7 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 _aten = torch.ops.aten
 
 
-class Cudnn:
+class Cudnn(Backend):
     """aten::_scaled_dot_product_cudnn_attention and its backward: grouped heads native.
 
     Torch skips it if deterministic algorithms are required (check_cudnn_deterministic in
@@ -75,7 +75,7 @@ class Cudnn:
         return copy_results(tuple(grad.transpose(1, 2) for grad in grads), into)
 
 
-class Flash:
+class Flash(Backend):
     """aten::_flash_attention_forward and _backward: bf16 and fp16, grouped heads native.
 
     Where the output has more than 2^31 elements, backward of documents reads out of bounds
@@ -98,9 +98,6 @@ class Flash:
         in_32_bits=True,
         speed="FlashAttention-2, which torch ships",
     )
-
-    def missing(self) -> str | None:
-        return None
 
     def forward(self, q, k, v, scale, visible, into=None):
         if is_varlen(visible):
@@ -129,8 +126,13 @@ def _no_dropout(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _where(visible: Visible, q: Tensor, k: Tensor) -> tuple[tuple, dict[str, int | None]]:
     """Segments and band, as both passes take them."""
-    segments, band = segments_for(visible, q, k), visible.within(q.shape[1], k.shape[1])
-    places = segments.cu_q, segments.cu_k, *limits(segments), 0.0, band.causal
+    # without segments each sequence of the batch is one
+    segments = visible.segments or Segments(starts(q), starts(k), q.shape[1], k.shape[1])
+    band = visible.within(q.shape[1], k.shape[1])
+    # Upper bounds: max_q of 1 would make FlashAttention-2 swap rows and heads, which requires one
+    # query in every segment; max_k of 0 would launch an empty grid. max_k below max_q: `is_varlen`.
+    max_q = max(segments.max_q, 2)
+    places = segments.cu_q, segments.cu_k, max_q, max(segments.max_k, max_q), 0.0, band.causal
     return places, {"window_size_left": band.left, "window_size_right": band.right}
 
 
@@ -141,22 +143,23 @@ def _forward_varlen(
     out, lse, *_ = _aten._flash_attention_forward(
         flat(q), flat(k), flat(v), *places, False, scale=scale, **band
     )
-    return results(q, out, lse)
+    lse = lse.masked_fill_(lse == torch.inf, -torch.inf)  # of rows without a key it may be either
+    return like(q, out), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
 
 
 def _backward_varlen(
     side: QuerySide, k: Tensor, v: Tensor, scale: float, visible: Visible
 ) -> tuple[Tensor, ...]:
     places, band = _where(visible, side.q, k)
-    tensors = side.q, k, v
+    tensors, lse = (side.q, k, v), side.lse.transpose(0, 1).flatten(1, 2).contiguous()  # [h, b * n]
     grads = _aten._flash_attention_backward(
-        flat(side.dout), *map(flat, tensors), flat(side.out), flat_statistic(side.lse), *places,
+        flat(side.dout), *map(flat, tensors), flat(side.out), lse, *places,
         *_no_dropout(k), scale=scale, **band,
     )  # fmt: skip
     return tuple(like(x, grad) for x, grad in zip(tensors, grads, strict=True))
 
 
-# ---- varlen kernels, of torch's FlashAttention-2 and of packages --------------------------------
+# ---- FlashAttention-2's varlen kernels -----------------------------------------------------------
 
 
 def is_varlen(visible: Visible) -> bool:
@@ -170,23 +173,6 @@ def is_varlen(visible: Visible) -> bool:
     return visible.windowed or visible.segments is not None
 
 
-def segments_for(visible: Visible, q: Tensor, k: Tensor) -> Segments:
-    """The segments of a call on [b, n, h, d]; without any each sequence of the batch is one."""
-    if visible.segments is not None:
-        return visible.segments
-    return Segments(starts(q), starts(k), q.shape[1], k.shape[1])
-
-
-def limits(segments: Segments) -> tuple[int, int]:
-    """(max_q, max_k) for FlashAttention-2: upper bounds.
-
-    max_q of 1 would make it swap rows and heads, which requires one query in every segment; max_k
-    of 0 would launch an empty grid. max_k below max_q: see `is_varlen`.
-    """
-    max_q = max(segments.max_q, 2)
-    return max_q, max(segments.max_k, max_q)
-
-
 def starts(x: Tensor) -> Tensor:
     """Where each sequence of a batch [b, n, h, d] begins, and the end: [b + 1], int32."""
     batch, rows = x.shape[:2]
@@ -198,20 +184,6 @@ def flat(x: Tensor) -> Tensor:
     return x[0] if x.shape[0] == 1 else x.flatten(0, 1)
 
 
-def flat_statistic(x: Tensor) -> Tensor:
-    """[b, h, n] -> [h, b * n] without gaps."""
-    return x.transpose(0, 1).flatten(1, 2).contiguous()
-
-
 def like(x: Tensor, rows: Tensor) -> Tensor:
     """[b * n, h, d] of a kernel -> [b, n, h, d], as x is."""
     return rows.unflatten(0, x.shape[:2])
-
-
-def results(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """(out [b, n, h, dv], lse [b, h, n]) from the results of a FlashAttention kernel.
-
-    Its lse of rows without a key is +inf or -inf.
-    """
-    lse = lse.masked_fill_(lse == torch.inf, -torch.inf)
-    return like(q, out), lse.unflatten(1, q.shape[:2]).transpose(0, 1)

@@ -4,12 +4,12 @@ from importlib.util import find_spec
 
 import torch
 
-from megatron_burst.kernels.interface import Capability, QuerySide
-from megatron_burst.kernels.partial import row_delta
+from megatron_burst.kernels.interface import Backend, Capability, QuerySide
+from megatron_burst.kernels.partial import empty_results, row_delta
 from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS
 
 
-class Triton:
+class Triton(Backend):
     """Kernels of `triton_forward` and `triton_backward`, for GPUs since Ampere.
 
     Head dimensions that are not a power of two are padded in registers, never in memory. float32 is
@@ -38,9 +38,7 @@ class Triton:
     def forward(self, q, k, v, scale, visible, into=None, sink=None):
         from megatron_burst.kernels.triton_forward import launch_forward
 
-        if into is None:
-            out = q.new_empty(*q.shape[:3], v.shape[3])
-            into = out, q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        into = into or empty_results(q, v)
         launch_forward(q, k, v, scale, visible, *into, sink)
         return into
 

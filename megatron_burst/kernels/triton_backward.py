@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from megatron_burst.kernels.masks.block_lists import lists_of
 from megatron_burst.kernels.triton_grads import key_grads_kernel, query_grads_kernel
 from megatron_burst.kernels.triton_tiles import (
     LOG2_E,
@@ -21,14 +20,12 @@ from megatron_burst.kernels.triton_tiles import (
     blocks_for,
     bounds_of,
     box,
+    columns_of,
     heads_together,
-    num_blocks,
     operand,
-    padded,
+    places_of,
     statistics,
     statistics_box,
-    table_of,
-    widths,
 )
 from megatron_burst.kernels.visible import Visible
 
@@ -48,9 +45,8 @@ def ready_statistics(lse: Tensor, delta: Tensor, packed: bool) -> Tensor:
     if ready.numel():
         grid = (whole // _LARGEST_BLOCK, batch * heads)
         with torch.cuda.device_of(lse):
-            _statistics_kernel[grid](
-                operand(lse), operand(delta), ready[0], ready[1], rows, heads, ROWS=_LARGEST_BLOCK
-            )
+            read = map(operand, (lse, delta))
+            _statistics_kernel[grid](*read, *ready, rows, heads, ROWS=_LARGEST_BLOCK)
     return ready
 
 
@@ -82,21 +78,13 @@ def launch_backward(
     group, segments = heads // heads_kv, visible.segments
     ready = ready_statistics(lse, delta, segments is not None)
     values, bounded = bounds_of(visible, n_q, n_k)
-    width, rest = widths(dim_qk)
-    constants = dict(DIM_QK=dim_qk, DIM_V=dim_v, WIDTH=width, REST=rest, WIDTH_V=padded(dim_v))
+    columns = columns_of(dim_qk, dim_v)
 
     def launch(kernel: JITFunction, which: KernelPass, outputs: tuple[Tensor, ...], together: int):
         blocks = (choose or blocks_for)(which, q, dim_qk, dim_v)
         of_keys = which is KernelPass.KEY_GRADS
-        own, size = (n_k, blocks.keys) if of_keys else (n_q, blocks.rows)
-        count, table = num_blocks(own, size, segments), None
-        lists = visible.parts
-        if lists is not None:
-            block = (size, blocks.rows if of_keys else blocks.keys)
-            lists = lists_of(lists, of_keys, block, own, q.device)
-        if segments is not None:
-            starts = segments.cu_q, segments.cu_k
-            table = table_of(*(reversed(starts) if of_keys else starts), size, count)
+        own = n_k if of_keys else n_q
+        count, table, lists = places_of(visible, blocks, own, q.device, of_keys)
         all_heads = batch * (heads_kv if of_keys else heads)
         sizes = blocks.rows, blocks.keys, blocks.keys, blocks.rows
         read = q, k, v, dout
@@ -105,7 +93,7 @@ def launch_backward(
             *(box(x, n, blocks.tma) for x, n in zip(read, sizes, strict=True)),
             *(statistics_box(x, blocks.rows, blocks.tma and table is None) for x in ready), table,
             lists, ready.shape[-1], scale, n_q, n_k, *values.values(),
-            count, heads_kv, group, all_heads, together, **bounded, **constants, **blocks.options(),
+            count, heads_kv, group, all_heads, together, **bounded, **columns, **blocks.options(),
         )  # fmt: skip
 
     longest = (n_q, n_k) if segments is None else (segments.max_q, segments.max_k)

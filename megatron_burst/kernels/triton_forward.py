@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_burst.kernels.masks.block_lists import lists_of
 from megatron_burst.kernels.triton_tiles import (
     LN_2,
     LOG2_E,
@@ -15,22 +14,20 @@ from megatron_burst.kernels.triton_tiles import (
     blocks_for,
     bounds_of,
     box,
+    columns_of,
     heads_together,
     load_rows,
     next_step,
-    num_blocks,
     operand,
-    padded,
     part_of,
     place_of,
+    places_of,
     rows_between,
     seen_of,
     statistics,
     steps_of,
     store_rows,
-    table_of,
     tile_of_program,
-    widths,
 )
 from megatron_burst.kernels.visible import Visible
 
@@ -49,14 +46,8 @@ def launch_forward(
         return
     group, segments = heads // k.shape[2], visible.segments
     blocks = (choose or blocks_for)(KernelPass.FORWARD, q, dim_qk, dim_v)
-    count, table = num_blocks(n_q, blocks.rows, segments), None
-    if segments is not None:
-        table = table_of(segments.cu_q, segments.cu_k, blocks.rows, count)
+    count, table, lists = places_of(visible, blocks, n_q, q.device)
     values, bounded = bounds_of(visible, n_q, n_k)
-    lists = visible.parts
-    if lists is not None:
-        lists = lists_of(lists, False, (blocks.rows, blocks.keys), n_q, q.device)
-    width, rest = widths(dim_qk)
     longest = n_k if segments is None else segments.max_k
     together = group * heads_together(k, longest * (dim_qk + dim_v) * k.itemsize)
     sizes = (q, blocks.rows), (k, blocks.keys), (v, blocks.keys)
@@ -65,9 +56,7 @@ def launch_forward(
         _forward_kernel[(count * heads * batch,)](
             *map(operand, (q, k, v, out, lse)), sink, *boxes, table,
             lists, scale, n_q, n_k, *values.values(), count, heads, group,
-            batch * heads, together,
-            **bounded, DIM_QK=dim_qk, DIM_V=dim_v,
-            WIDTH=width, REST=rest, WIDTH_V=padded(dim_v), **blocks.options(),
+            batch * heads, together, **bounded, **columns_of(dim_qk, dim_v), **blocks.options(),
         )  # fmt: skip
 
 
@@ -98,43 +87,26 @@ def _forward_kernel(
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH_V], tl.float32)
     if lists is not None:
-        for _ in range(clear_steps):
-            largest, total, sums = _add_keys(
-                largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch,
-                head_kv, first_row, first_key, band, None, LEFT, RIGHT, True,
-                DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
-            )  # fmt: skip
-            record, first_key = next_step(record, first_key, KEYS)
-        for _ in range(masked_steps):
-            largest, total, sums = _add_keys(
-                largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch,
-                head_kv, first_row, first_key, band, part_of(record), LEFT, RIGHT, False,
-                DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
-            )  # fmt: skip
-            record, first_key = next_step(record, first_key, KEYS)
-    else:
-        start, clear, edge, stop = rows_between(
-            first_row, key_begin, key_end, band[2], band[3], LEFT, RIGHT, False, ROWS, KEYS
-        )
-        if LEFT:
-            for first_key in range(start, clear, KEYS):
+        for masked in tl.static_range(2):
+            for _ in range(masked_steps if masked else clear_steps):
                 largest, total, sums = _add_keys(
                     largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch,
-                    head_kv, first_row, first_key, band, None, LEFT, RIGHT, False,
-                    DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+                    head_kv, first_row, first_key, band, part_of(record) if masked else None,
+                    LEFT, RIGHT, masked == 0, DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
                 )  # fmt: skip
-        for first_key in range(clear, edge, KEYS):
-            largest, total, sums = _add_keys(
-                largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch,
-                head_kv, first_row, first_key, band, None, LEFT, RIGHT, True,
-                DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
-            )  # fmt: skip
-        for first_key in range(edge, stop, KEYS):
-            largest, total, sums = _add_keys(
-                largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale, batch,
-                head_kv, first_row, first_key, band, None, LEFT, RIGHT, False,
-                DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
-            )  # fmt: skip
+                record, first_key = next_step(record, first_key, KEYS)
+    else:
+        edges = rows_between(
+            first_row, key_begin, key_end, band[2], band[3], LEFT, RIGHT, False, ROWS, KEYS
+        )
+        for third in tl.static_range(3):  # the second needs no mask
+            if third > 0 or LEFT:
+                for first_key in range(edges[third], edges[third + 1], KEYS):
+                    largest, total, sums = _add_keys(
+                        largest, total, sums, queries, queries_rest, k, v, k_box, v_box, scale,
+                        batch, head_kv, first_row, first_key, band, None,
+                        LEFT, RIGHT, third == 1, DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+                    )  # fmt: skip
     if sink is not None:
         score = tl.load(sink + head).to(tl.float32) * LOG2_E
         with_sink = tl.maximum(largest, score)

@@ -49,52 +49,33 @@ def key_grads_kernel(
         for member in range(group):
             head = head_kv * group + member
             at, first_row = record, tl.load(record)
-            for _ in range(clear_steps):
-                key_grads, key_grads_rest, value_grads = _add_rows(
-                    key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse,
-                    delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
-                    heads_kv * group, first_row, first_key, band, None, LEFT, RIGHT, True,
-                    DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
-                )  # fmt: skip
-                at, first_row = next_step(at, first_row, ROWS)
-            for _ in range(masked_steps):
-                key_grads, key_grads_rest, value_grads = _add_rows(
-                    key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse,
-                    delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
-                    heads_kv * group, first_row, first_key, band, part_of(at), LEFT, RIGHT, False,
-                    DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
-                )  # fmt: skip
-                at, first_row = next_step(at, first_row, ROWS)
+            for masked in tl.static_range(2):
+                for _ in range(masked_steps if masked else clear_steps):
+                    key_grads, key_grads_rest, value_grads = _add_rows(
+                        key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout,
+                        lse, delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
+                        heads_kv * group, first_row, first_key, band,
+                        part_of(at) if masked else None, LEFT, RIGHT, masked == 0,
+                        DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+                    )  # fmt: skip
+                    at, first_row = next_step(at, first_row, ROWS)
     else:  # rows that are not there weigh 0, if next to no others
-        start, clear, edge, stop = rows_between(
+        edges = rows_between(
             first_key, row_begin, row_end, -band[3], -band[2], RIGHT, LEFT, table is None,
             KEYS, ROWS,
         )  # fmt: skip
         for member in range(group):
             head = head_kv * group + member
-            if RIGHT:
-                for first_row in range(start, clear, ROWS):
-                    key_grads, key_grads_rest, value_grads = _add_rows(
-                        key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout,
-                        lse, delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
-                        heads_kv * group, first_row, first_key, band, None, LEFT, RIGHT, False,
-                        DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
-                    )  # fmt: skip
-            for first_row in range(clear, edge, ROWS):
-                key_grads, key_grads_rest, value_grads = _add_rows(
-                    key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse,
-                    delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
-                    heads_kv * group, first_row, first_key, band, None, LEFT, RIGHT, True,
-                    DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
-                )  # fmt: skip
-            if LEFT or table is not None:
-                for first_row in range(edge, stop, ROWS):
-                    key_grads, key_grads_rest, value_grads = _add_rows(
-                        key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout,
-                        lse, delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
-                        heads_kv * group, first_row, first_key, band, None, LEFT, RIGHT, False,
-                        DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
-                    )  # fmt: skip
+            for third in tl.static_range(3):  # the second needs no mask
+                if (third > 0 or RIGHT) and (third < 2 or LEFT or table is not None):
+                    for first_row in range(edges[third], edges[third + 1], ROWS):
+                        key_grads, key_grads_rest, value_grads = _add_rows(
+                            key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q,
+                            dout, lse, delta, q_box, dout_box, lse_box, delta_box, stride, scale,
+                            batch, head, heads_kv * group, first_row, first_key, band, None,
+                            LEFT, RIGHT, third == 1,
+                            DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+                        )  # fmt: skip
     store_rows(dv, value_grads, batch, head_kv, first_key, key_end, 0, DIM_V, KEYS, WIDTH_V)
     key_grads *= scale
     store_rows(dk, key_grads, batch, head_kv, first_key, key_end, 0, DIM_QK, KEYS, WIDTH)
@@ -187,43 +168,27 @@ def query_grads_kernel(
         )
         grads_rest = tl.zeros([ROWS, REST], tl.float32)
     if lists is not None:
-        for _ in range(clear_steps):
-            grads, grads_rest = _add_keys(
-                grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v,
-                k_box, v_box, scale, batch, head_kv, first_row, first_key, band, None, LEFT,
-                RIGHT, True, DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
-            )  # fmt: skip
-            record, first_key = next_step(record, first_key, KEYS)
-        for _ in range(masked_steps):
-            grads, grads_rest = _add_keys(
-                grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v,
-                k_box, v_box, scale, batch, head_kv, first_row, first_key, band, part_of(record),
-                LEFT, RIGHT, False, DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
-            )  # fmt: skip
-            record, first_key = next_step(record, first_key, KEYS)
-    else:
-        start, clear, edge, stop = rows_between(
-            first_row, key_begin, key_end, band[2], band[3], LEFT, RIGHT, False, ROWS, KEYS
-        )
-        if LEFT:
-            for first_key in range(start, clear, KEYS):
+        for masked in tl.static_range(2):
+            for _ in range(masked_steps if masked else clear_steps):
                 grads, grads_rest = _add_keys(
                     grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v,
-                    k_box, v_box, scale, batch, head_kv, first_row, first_key, band, None, LEFT,
-                    RIGHT, False, DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+                    k_box, v_box, scale, batch, head_kv, first_row, first_key, band,
+                    part_of(record) if masked else None, LEFT, RIGHT, masked == 0,
+                    DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
                 )  # fmt: skip
-        for first_key in range(clear, edge, KEYS):
-            grads, grads_rest = _add_keys(
-                grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v,
-                k_box, v_box, scale, batch, head_kv, first_row, first_key, band, None, LEFT,
-                RIGHT, True, DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
-            )  # fmt: skip
-        for first_key in range(edge, stop, KEYS):
-            grads, grads_rest = _add_keys(
-                grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v,
-                k_box, v_box, scale, batch, head_kv, first_row, first_key, band, None, LEFT,
-                RIGHT, False, DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
-            )  # fmt: skip
+                record, first_key = next_step(record, first_key, KEYS)
+    else:
+        edges = rows_between(
+            first_row, key_begin, key_end, band[2], band[3], LEFT, RIGHT, False, ROWS, KEYS
+        )
+        for third in tl.static_range(3):  # the second needs no mask
+            if third > 0 or LEFT:
+                for first_key in range(edges[third], edges[third + 1], KEYS):
+                    grads, grads_rest = _add_keys(
+                        grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta,
+                        k, v, k_box, v_box, scale, batch, head_kv, first_row, first_key, band, None,
+                        LEFT, RIGHT, third == 1, DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+                    )  # fmt: skip
     grads *= scale
     store_rows(dq, grads, batch, head, first_row, row_end, 0, DIM_QK, ROWS, WIDTH)
     if REST > 0:

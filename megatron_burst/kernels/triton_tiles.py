@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megatron_burst.kernels.masks.block_lists import lists_of
 from megatron_burst.kernels.visible import Segments, Visible
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -78,6 +79,12 @@ def widths(dim: int) -> tuple[int, int]:
     if half < 16 or half + padded(dim - half) >= padded(dim):
         return padded(dim), 0
     return half, padded(dim - half)
+
+
+def columns_of(dim_qk: int, dim_v: int) -> dict[str, int]:
+    """Head dimensions, and the columns that they take, as constants of kernels."""
+    width, rest = widths(dim_qk)
+    return dict(DIM_QK=dim_qk, DIM_V=dim_v, WIDTH=width, REST=rest, WIDTH_V=padded(dim_v))
 
 
 def padded(dim: int) -> int:
@@ -303,22 +310,27 @@ class Blocks:
 
     def options(self) -> dict[str, int]:
         """As launch options."""
-        return {
-            "ROWS": self.rows, "KEYS": self.keys,
-            "num_warps": self.warps, "num_stages": self.stages,
-        }  # fmt: skip
+        return dict(ROWS=self.rows, KEYS=self.keys, num_warps=self.warps, num_stages=self.stages)
+
+
+def places_of(
+    visible: Visible, blocks: Blocks, own: int, device: torch.device, of_keys: bool = False
+) -> tuple[int, Tensor | None, Tensor | None]:
+    """How many blocks `own` rows have, `table_of` segments and `lists_of` parts, if there are some;
+    `of_keys`: whether own rows are keys."""
+    sizes = (blocks.keys, blocks.rows) if of_keys else (blocks.rows, blocks.keys)
+    segments, parts = visible.segments, visible.parts
+    count = num_blocks(own, sizes[0], segments)
+    lists = None if parts is None else lists_of(parts, of_keys, sizes, own, device)
+    if segments is None:
+        return count, None, lists
+    starts = segments.cu_q, segments.cu_k
+    return count, table_of(*(starts[::-1] if of_keys else starts), sizes[0], count), lists
 
 
 # For 16-bit inputs: largest head dimension -> forward, key grads, query grads.
-_Row = dict[KernelPass, Blocks]
-
-
-def _row(forward: Blocks, key_grads: Blocks, query_grads: Blocks) -> _Row:
-    return {
-        KernelPass.FORWARD: forward,
-        KernelPass.KEY_GRADS: key_grads,
-        KernelPass.QUERY_GRADS: query_grads,
-    }
+def _row(*blocks: Blocks) -> dict[KernelPass, Blocks]:
+    return dict(zip(KernelPass, blocks, strict=True))
 
 
 _HOPPER = {

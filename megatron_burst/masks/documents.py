@@ -20,7 +20,6 @@ from megatron_burst.schedule.chunks import NeededBy
 from megatron_burst.schedule.layout import Chunks, ChunkSegments, Layout
 from megatron_burst.schedule.mask import Band, Positions, TilePositions
 
-_WHO = "burst attention"
 type Pair = tuple[Tensor, Tensor]
 
 
@@ -62,7 +61,7 @@ class Documents:
     """
 
     def __init__(self, sample: Sample, sizes: tuple[int, int], layout: Layout, device: torch.device,
-                 who: str = _WHO) -> None:  # fmt: skip
+                 who: str = "burst attention") -> None:  # fmt: skip
         require(who, chain(samples.of_tensors(sample, device), samples.of_parents(sample)))
         self.parents = None if sample.parents is None else samples.listed_of(sample.parents)
         self._who, self._sample, self._layout = who, sample, layout

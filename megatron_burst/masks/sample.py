@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_burst.arguments import is_strided, short_repr
+from megatron_burst.comm.group import Sharded
 from megatron_burst.errors import Need, require
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Positions
-
-_WHOLE = torch.int32, torch.int64
-type Sharded = tuple[str, bool, int]  # layout, whether packed, and tokens, of a `shard`
 
 
 class Sample(NamedTuple):
@@ -97,7 +95,7 @@ def indices_of(places: Iterable[range], device: torch.device | None = None) -> T
 
 def holds_whole(x: object) -> bool:
     """Whether it is a tensor of int32 or int64 in rows."""
-    return is_strided(x) and x.dtype in _WHOLE
+    return is_strided(x) and x.dtype in (torch.int32, torch.int64)
 
 
 def kind_of(x: object) -> str:

@@ -27,7 +27,7 @@ from megatron_burst.kernels.backends import in_one_call
 from megatron_burst.kernels.interface import Backend, Problem, QuerySide, arch_of
 from megatron_burst.kernels.masks.block_sparse import is_worth
 from megatron_burst.kernels.masks.parts import Parts, on_device
-from megatron_burst.kernels.partial import accumulate_dtype, merge_parts, sum_parts
+from megatron_burst.kernels.partial import accumulate_dtype, empty_results, merge_parts, sum_parts
 from megatron_burst.kernels.visible import Segments, Visible
 from megatron_burst.schedule.mask import Span, split_at_edges
 
@@ -97,10 +97,7 @@ class Calls:
     def forward(self, run: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float,
                 into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As `Backend.forward`."""
-        if into is None:
-            out = q.new_empty(*q.shape[:3], v.shape[3])
-            sums = accumulate_dtype(q.dtype)
-            into = out, q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=sums)
+        into = into or empty_results(q, v)
         if other := self._instead(run, q, k, v):
             return other.forward(q, k, v, scale, Visible(parts=self.parts), into=into)
         (out, lse), (alone, shared), parts = into, self.merges, {}

@@ -144,8 +144,7 @@ def _rows_where_before(
 
 def sees_nothing(slices: np.ndarray) -> int | None:
     """The first query that sees no key, before the last that sees one; None if all do."""
-    begin, end = slices[:, 0].copy(), slices[:, 1].copy()
-    begin, end = _rows_where_before(slices, slices, begin, end)
+    begin, end = _rows_where_before(slices, slices, slices[:, 0], slices[:, 1])
     order = np.argsort(begin, kind="stable")
     begin, end = begin[order], end[order]
     begin, end = begin[begin < end], end[begin < end]

@@ -1,7 +1,6 @@
 """What a kernel call sees as parts of its score matrix."""
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,9 +16,11 @@ class Parts:
     Attributes:
         table: int64 [parts, 6]: rows [begin, end), keys [begin, end), low and high. Row i of a part
             sees its keys from i + low to i + high. Each row sees one, each key is seen.
+        kept: what kernels derive from the parts, by their own keys.
     """
 
     table: np.ndarray
+    kept: dict = field(default_factory=dict, init=False)
 
     def seen(self, rows: slice, keys: int, device: torch.device) -> Tensor:
         """bool [rows, keys]: whether some queries see each key."""
@@ -32,11 +33,6 @@ class Parts:
             part = found[begin - rows.start : end - rows.start, first:last]
             part |= (ahead >= low) & (ahead <= high)
         return found
-
-    @cached_property
-    def kept(self) -> dict:
-        """What kernels derive from the parts, by their own keys."""
-        return {}
 
 
 def listed(first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
