@@ -231,6 +231,17 @@ TABLE: tuple[Patch, ...] = (
         # also applied by the flag
         ("asked", ATTENTION, f"{_MCORE}.specs:refuse_unset", _LAYER, "a script may bypass the "
          "validate_args that sets cp_comm_type, and the flag would have no effect"),
+    ),
+    # for packed samples
+    *patches_of(
+        ("packed", DOCUMENTS, f"{_MCORE}.packed:shard_without_te", "batch cp_group",
+         "TransformerEngine's extension tells which rows a rank has (core/utils.py:2441), and "
+         "without TransformerEngine there is none"),
+        ("packed", FINE_TUNING, f"{_MCORE}.packed:shard_without_te", "batch cp_group",
+         "the same in 0.18"),
+        te=False,
+    ),
+    *patches_of(
         # for --dataloader-inter-document-masking
         ("anywhere", ROTARY, f"{_MCORE}.packed:rotate_anywhere",
          "t freqs config cu_seqlens mscale cp_group mla_rotary_interleaved",
@@ -248,15 +259,6 @@ TABLE: tuple[Patch, ...] = (
          "layer_number attn_mask_type attention_type cp_comm_type softmax_scale pg_collection",
          "Megatron builds burst's core attention with these"),
         ("spec", LAYER_SPEC, "", "config vp_stage", "--spec megatron_burst.spec layer_spec"),
-    ),
-    # for packed samples
-    *patches_of(
-        ("packed", DOCUMENTS, f"{_MCORE}.packed:shard_without_te", "batch cp_group",
-         "TransformerEngine's extension tells which rows a rank has (core/utils.py:2441), and "
-         "without TransformerEngine there is none"),
-        ("packed", FINE_TUNING, f"{_MCORE}.packed:shard_without_te", "batch cp_group",
-         "the same in 0.18"),
-        te=False,
     ),
     # applied by megatron_burst.keep, with --burst-keep or without Megatron
     *CHECKPOINTS,
