@@ -174,7 +174,6 @@ class Keeping:
     policy: Any = None
     pack: Callable[[Tensors], Parcel] = Resident  # stores kept tensors until recomputation
     debug: bool = False  # whether its inputs are compared with the first pass's, bit by bit
-    announcer: PassAnnouncer = field(
-        default_factory=PassAnnouncer
-    )  # of the call: tell other ranks of errors
+    # of the call: tell other ranks of errors
+    announcer: PassAnnouncer = field(default_factory=PassAnnouncer)
     parameters: Tensors = ()  # that the function reads: they live on, so they are not kept

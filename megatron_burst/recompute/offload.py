@@ -23,7 +23,6 @@ from megatron_burst.recompute.keeping import WHO, Frame, Resident, Tensors, Watc
 
 _ALIGNMENT = 256  # bytes; every dtype's width divides it
 _GIB = 1 << 30
-type _Lined = HostParcel | DeviceParcel  # kept tensors of a frame, in the order of their use
 
 
 def host_limit_bytes(limit_gib: float | None) -> int:
@@ -42,6 +41,13 @@ def host_memory(device: torch.device, limit_gib: float | None) -> "HostMemory":
             f"{WHO}: at most {memory.limit_bytes / _GIB:.2f} GiB of host memory per rank ({how})"
         )
     return memory
+
+
+class _Lined:
+    """Kept tensors of a frame, in the order of their use."""
+
+    line: "weakref.ref[_Line]"  # that contains it
+    order: tuple[int, int]  # that line's number, and how many it had before
 
 
 class HostMemory:
@@ -80,8 +86,7 @@ class HostMemory:
         return parcel
 
     def _take(self, num_bytes: int) -> Tensor | None:
-        free = self._free.get(num_bytes)
-        if free:
+        if free := self._free.get(num_bytes):
             return free.pop()
         if self.taken_bytes + num_bytes > self.limit_bytes:
             self.release()
@@ -153,11 +158,8 @@ class _Line:
         return self.parcels[place + 1 :] + (before.parcels if before else [])
 
 
-class DeviceParcel:
+class DeviceParcel(_Lined):
     """Kept tensors of a frame that stay on the device, beside others on the host."""
-
-    line: "weakref.ref[_Line]"  # that contains it
-    order: tuple[int, int]  # that line's number, and how many it had before
 
     def __init__(self, memory: HostMemory, tensors: Tensors) -> None:
         self._memory, self._resident = memory, Resident(tensors)
@@ -168,11 +170,8 @@ class DeviceParcel:
         return self._resident.get()
 
 
-class HostParcel:
+class HostParcel(_Lined):
     """Offloaded tensors. The buffer is reused once the parcel is gone."""
-
-    line: "weakref.ref[_Line]"  # that contains it
-    order: tuple[int, int]  # that line's number, and how many it had before
 
     def __init__(self, memory: HostMemory, tensors: Tensors, buffer: Tensor) -> None:
         self._memory, self._buffer = memory, buffer
@@ -212,10 +211,7 @@ class HostParcel:
         if self.on_device is not None:
             return
         device = "cpu" if self._memory.stream is None else self._memory.stream.device
-        self.on_device = tuple(
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-            for x in self._likes
-        )
+        self.on_device = tuple(torch.empty_like(x, device=device) for x in self._likes)
         self._copied = self._copy(self.on_device, self._views())
 
     def get(self) -> Tensors:
