@@ -29,8 +29,7 @@ from megatron_burst.mcore.args import global_args, wants_fused_loss
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.output_layer import ColumnParallelLinear as LazyLinear
 from megatron_burst.mcore.output_layer import LazyLogits, inside, no_logits, refuse_sharded
-from megatron_burst.mcore.refusals import LOSS_FLAG as WHO
-from megatron_burst.mcore.refusals import names_burst, refuse
+from megatron_burst.mcore.refusals import LOSS_FLAG, names_burst, refuse
 
 
 class FusedHead:
@@ -185,7 +184,7 @@ def check_model(model: Any, config: FusedLossConfig) -> None:
         parallel_output=not getattr(layer, "gather_output", False) or layer.tp_group.size() == 1,
         fp16_lm_cross_entropy=getattr(model, "fp16_lm_cross_entropy", False),
     )  # fmt: skip
-    refuse("head", SimpleNamespace(**vars(model.config) | head), WHO)
+    refuse("head", SimpleNamespace(**vars(model.config) | head), LOSS_FLAG)
 
 
 # ---- what replaces functions of Megatron, called with the original: see patches.py -----------
