@@ -10,7 +10,6 @@ nothing changes.
 import inspect
 from argparse import Namespace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -184,7 +183,7 @@ def check_model(model: Any, config: FusedLossConfig) -> None:
         parallel_output=not getattr(layer, "gather_output", False) or layer.tp_group.size() == 1,
         fp16_lm_cross_entropy=getattr(model, "fp16_lm_cross_entropy", False),
     )  # fmt: skip
-    refuse("head", SimpleNamespace(**vars(model.config) | head), LOSS_FLAG)
+    refuse("head", Namespace(**vars(model.config) | head), LOSS_FLAG)
 
 
 # ---- what replaces functions of Megatron, called with the original: see patches.py -----------

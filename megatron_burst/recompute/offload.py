@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
-from itertools import count
+from itertools import accumulate, count
 
 import torch
 from torch import Tensor
@@ -37,9 +37,8 @@ def host_memory(device: torch.device, limit_gib: float | None) -> "HostMemory":
     memory = HostMemory(device, host_limit_bytes(limit_gib))
     if is_first():
         how = "half of what is available" if limit_gib is None else "as asked"
-        log_message(
-            f"{WHO}: at most {memory.limit_bytes / _GIB:.2f} GiB of host memory per rank ({how})"
-        )
+        gib = memory.limit_bytes / _GIB
+        log_message(f"{WHO}: at most {gib:.2f} GiB of host memory per rank ({how})")
     return memory
 
 
@@ -194,11 +193,9 @@ class HostParcel(_Lined):
     def _views(self) -> list[Tensor]:
         """The buffer as tensors of the right shapes, strides and dtypes."""
         return [
-            self._buffer[offset : offset + x.nbytes].view(x.dtype).as_strided(
-                x.shape, x.stride(), offset // x.itemsize
-            )
+            self._buffer.view(x.dtype).as_strided(x.shape, x.stride(), offset // x.itemsize)
             for offset, x in zip(_offsets(self._likes), self._likes, strict=False)
-        ]  # fmt: skip
+        ]
 
     def leave(self) -> None:
         """Free the device's memory, once the copy has ended."""
@@ -232,10 +229,8 @@ class HostParcel(_Lined):
 
 def _offsets(tensors) -> list[int]:
     """Each tensor's offset in a buffer, then the buffer's size."""
-    offsets = [0]
-    for x in tensors:
-        offsets.append(offsets[-1] + -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT)
-    return offsets
+    sizes = (-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in tensors)
+    return [*accumulate(sizes, initial=0)]
 
 
 def _pinned(num_bytes: int, stream: torch.cuda.Stream | None) -> Tensor:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
@@ -317,7 +316,7 @@ class _Played(torch.autograd.Function):
         return outs
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
         refuse_transforms(WHO, *grads)
         saved, middle = ctx.saved_tensors, ctx.num_inputs + ctx.num_outs

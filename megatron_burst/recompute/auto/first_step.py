@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import optimizer
 
 from megatron_burst.logs import log_message
@@ -95,7 +94,7 @@ class FirstStep:
         self.is_over = True  # hooks cannot be removed while torch calls them
 
     @contextmanager
-    def timing(self, tokens: int, modules: Iterable[Module] = ()) -> Iterator[None]:
+    def timing(self, tokens: int, modules: Iterable[torch.nn.Module] = ()) -> Iterator[None]:
         """Context of a layer's forward, whose time counts until the step is over.
 
         Args:
