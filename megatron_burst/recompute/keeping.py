@@ -151,15 +151,11 @@ class Parcel(Protocol):
         ...
 
 
-@dataclass(slots=True)
 class Resident:
     """Kept tensors that stay where they are."""
 
-    tensors: Tensors
-    _watch: Watch = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._watch = Watch(self.tensors)
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors, self._watch = tensors, Watch(tensors)
 
     def get(self) -> Tensors:
         self._watch.check()
