@@ -208,7 +208,10 @@ class HostParcel(_Lined):
         if self.on_device is not None:
             return
         device = "cpu" if self._memory.stream is None else self._memory.stream.device
-        self.on_device = tuple(torch.empty_like(x, device=device) for x in self._likes)
+        self.on_device = tuple(  # empty_like would change strides of axes of length 1
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+            for x in self._likes
+        )
         self._copied = self._copy(self.on_device, self._views())
 
     def get(self) -> Tensors:
