@@ -42,6 +42,11 @@ class Refusal:
     # empty, the argument and its value
     got: str = ""
 
+    @property
+    def named(self) -> str:
+        """The option, as a user writes it."""
+        return self.asked or f"--{self.argument.replace('_', '-')}"
+
     def value_in(self, options: Options) -> object | None:
         """The value if it is refused (by name if an enum, "None" if missing), else None."""
         value = getattr(options, self.argument, None)
@@ -55,8 +60,7 @@ class Refusal:
         got = self.got or f"{self.argument}={{value}}"
         got = got.format(value=value, words=words, o=options)
         change = self.change if isinstance(self.change, str) else self.change(options)
-        asked = self.asked or f"--{self.argument.replace('_', '-')}"
-        return f"{who}: cannot run with {asked}, because {self.why}; got {got}; {change}"
+        return f"{who}: cannot run with {self.named}, because {self.why}; got {got}; {change}"
 
 
 def refuse(feature: str, options: Options, who: str, skip: Container[str] = ()) -> None:
