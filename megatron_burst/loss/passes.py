@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import setitem
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def statistics_pass(
     buffer = attempt(_tile_buffer, head, hidden)
     for piece, x in head.tp.chunks(attempt, hidden, rows, head.tiles.rows):
         mine = attempt(_chunk_statistics, head, x, weight, rows, piece, buffer)
-        attempt(_put, stats, piece, mine)
+        attempt(setitem, stats, (..., piece), mine)
     whole = head.tp.combine(attempt, attempt.or_nan(stats, shape, dtype))
     return attempt(_poisoned, whole), buffer
 
@@ -187,10 +188,6 @@ def _chunk_statistics(head, x, weight, rows: Rows, piece: slice, buffer) -> Tens
     for _, raw, targets in _tiles(head, x, weight, rows, piece, buffer):
         _kernels(raw).merge_statistics(stats, raw, targets, head.options, head.extras)
     return stats.view(len(Stat), rows.labels.shape[0], -1)
-
-
-def _put(stats: Tensor, piece: slice, mine: Tensor) -> None:
-    stats[:, :, piece] = mine
 
 
 def _poisoned(stats: Tensor) -> Tensor:

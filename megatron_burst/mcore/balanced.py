@@ -88,9 +88,7 @@ class BalancedBatches(Iterator[Batch]):
             ranks = parallel_state.get_data_parallel_rank(), self._cp_group.rank()
             self._coming.extend(next(self._sampler).of_rank(*ranks))
         micro_batch = self._coming.popleft()
-        device = torch.device("cpu")
-        if torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = torch.device(torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
         documents = [self._read(index) for index in micro_batch.documents]
         return self._packed(documents, micro_batch.cp, device)
 

@@ -96,16 +96,14 @@ def check_packed(
                          f"mtp_num_layers={mtp_num_layers}; pass mtp_num_layers=None")  # fmt: skip
     group = packed.group_of(params, cp_group)
     own = group is cp_group
-    call = SimpleNamespace(
+    call = vars(params) | dict(
         cu_seqlens_q="none" if packed.is_packed(params) and params.cu_seqlens_q is None else None,
         cu_seqlens_kv=None if packed.keys_are_alike(params) else "other boundaries",
-        cp_partition_mode=getattr(params, "cp_partition_mode", None),
-        local_cp_size=params.local_cp_size,
         cp_group_size=group.size(),
         keep="none" if own else keep,
         mtp_num_layers=None if own else mtp_num_layers,
     )
-    refuse("packed", call, WHO)
+    refuse("packed", SimpleNamespace(**call), WHO)
 
 
 def check_slices(params: PackedSeqParams | None) -> None:

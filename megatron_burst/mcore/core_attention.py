@@ -39,13 +39,6 @@ from megatron_burst.schedule.spec import Kernel
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.transforms import uncompiled
 
-CAUSAL = {  # supported masks; in packed samples padding is at the documents' ends
-    AttnMaskType.causal: True,
-    AttnMaskType.no_mask: False,
-    AttnMaskType.padding_causal: True,
-    AttnMaskType.padding: False,
-}
-
 
 class BurstCoreAttention(MegatronModule):
     """Core attention of specs without TransformerEngine.
@@ -194,9 +187,13 @@ def asks_for_burst(
     """
     if config.context_parallel_size > 1:
         return cp_comm_type == "burst"
-    kinds = config.cp_comm_type
-    kind = kinds[layer_number - 1] if isinstance(kinds, list) else kinds
+    kind = comm_type_of_layer(config.cp_comm_type, layer_number)
     return kind == "burst" and cp_group_of(pg_collection).size() == 1
+
+
+def comm_type_of_layer(kinds: str | list[str] | None, layer_number: int) -> str | None:
+    """A layer's own of a configuration's `cp_comm_type`."""
+    return kinds[layer_number - 1] if isinstance(kinds, list) else kinds
 
 
 @dataclass(frozen=True)
@@ -257,8 +254,8 @@ class BurstForward:
             check_placed(packed_seq_params)
             checks.check_decoding(query, key)
             slices = packed.slices_in(packed_seq_params)
-            # slices say alone what is seen
-            causal = CAUSAL[attn_mask_type] if slices is None else not sees_later(slices)
+            # slices say alone what is seen; in packed samples padding is at the documents' ends
+            causal = "causal" in attn_mask_type.name if slices is None else not sees_later(slices)
             window = window_of_layer(self.layer_config, self.layer_number, causal)
             is_told = slices is not None or packed.is_packed(packed_seq_params)
             config = self._resolved(query, key, value, window, causal, is_told)

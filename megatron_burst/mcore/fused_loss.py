@@ -9,8 +9,8 @@ nothing changes.
 
 import inspect
 from argparse import Namespace
+from dataclasses import asdict
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,8 +29,7 @@ from megatron_burst.mcore.args import global_args, wants_fused_loss
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.output_layer import ColumnParallelLinear as LazyLinear
 from megatron_burst.mcore.output_layer import LazyLogits, inside, no_logits, refuse_sharded
-from megatron_burst.mcore.refusals import LOSS_FLAG as WHO
-from megatron_burst.mcore.refusals import names_burst, refuse
+from megatron_burst.mcore.refusals import LOSS_FLAG, names_burst, refuse
 
 
 class FusedHead:
@@ -83,20 +82,20 @@ class FusedHead:
         """Replaces `compute_language_model_loss`: [b, s] losses of [b, s] labels."""
         if not isinstance(logits, LazyLogits):
             return self.loss_of(labels, logits)
-        is_main = labels is self.main
-        if not is_main:  # a head of multi-token prediction: its mask comes after the loss
+        options: dict[str, Any] = asdict(self.config)
+        if labels is self.main:
+            options |= {"loss_mask": self.mask, "supervised": self.supervised}
+        else:  # a head of multi-token prediction: its mask comes after the loss
             # labels out of range are ignored: if they count, the main loss reports them
             vocab = self.layer.output_size_per_partition * self.tp.size
             is_class = (labels >= 0) & (labels < vocab)
             labels = torch.where(is_class, labels, self.options.ignore_index)
+            # these heads' logits would all be in memory at the same time
+            options |= {"grads": "recompute", "keep_logits": False}
         losses_of = partial(
             linear_cross_entropy, labels=labels.t(), reduction="none", invariant=self.invariant,
             tp_group=self.tp.group, sequence_parallel=self.tp.sequence_parallel,
-            loss_mask=self.mask if is_main else None, logit_scale=logits.scale,
-            supervised=self.supervised if is_main else None,
-            label_smoothing=self.options.label_smoothing, z_loss=self.options.z_loss,
-            softcap=self.options.softcap, grads=self.config.grads if is_main else "recompute",
-            keep_logits=is_main,  # the others are in memory at the same time
+            logit_scale=logits.scale, **options,
         )  # fmt: skip
         loss = logits.compute(losses_of)
         assert isinstance(loss, Tensor)  # a pair only with return_lse
@@ -185,7 +184,7 @@ def check_model(model: Any, config: FusedLossConfig) -> None:
         parallel_output=not getattr(layer, "gather_output", False) or layer.tp_group.size() == 1,
         fp16_lm_cross_entropy=getattr(model, "fp16_lm_cross_entropy", False),
     )  # fmt: skip
-    refuse("head", SimpleNamespace(**vars(model.config) | head), WHO)
+    refuse("head", Namespace(**vars(model.config) | head), LOSS_FLAG)
 
 
 # ---- what replaces functions of Megatron, called with the original: see patches.py -----------

@@ -48,11 +48,6 @@ class LazyLogits:
     weight: Tensor | None = None  # [vocab / tp, h]; None: the layer's own
     scale: float = 1.0
 
-    @property
-    def tp(self) -> TensorParallel:
-        """Ranks that the vocabulary is sharded over."""
-        return TensorParallel.of(self.layer.tp_group, self.layer.sequence_parallel)
-
     def compute[T](self, work: Callable[[Tensor, Tensor], T]) -> T:
         """`work(hidden, weight)`, inside the layer's call."""
         return inside(self.layer, work, self.hidden, self.weight)
@@ -69,8 +64,9 @@ class LazyLogits:
         """Largest logit and its class in this rank's part of the vocabulary, [s, b] each."""
         if dim not in (-1, 2):
             raise no_logits("logits are compared along the vocabulary only", f"max({dim})")
+        tp = TensorParallel.of(self.layer.tp_group, self.layer.sequence_parallel)
         with torch.no_grad():
-            return self.compute(lambda x, weight: largest_class(x, weight, self.tp, self.scale))
+            return self.compute(lambda x, weight: largest_class(x, weight, tp, self.scale))
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -25,19 +25,10 @@ _ARGUMENTS = "megatron.training.arguments"
 _ATTENTION = f"{_CORE}.transformer.attention"
 _DOT_PRODUCT = f"{_CORE}.transformer.dot_product_attention:DotProductAttention"
 _TE = f"{_CORE}.extensions.transformer_engine"
-_LAUNCH = "megatron_burst.mcore.launch"
-_SPECS = "megatron_burst.mcore.specs"
-_RECOMPUTE = "megatron_burst.mcore.keep.recompute"
-_PACKED = "megatron_burst.mcore.packed"
-_SLICED = "megatron_burst.mcore.sliced"
-_MODULES = "megatron_burst.mcore.keep.kept_modules"
-_WHOLE = "megatron_burst.mcore.keep.whole_layers"
-_KEEP = "megatron_burst.recompute.keep"
-_LOSS = "megatron_burst.mcore.fused_loss"
-_LOG = "megatron_burst.mcore.transfer_log"
+_MCORE = "megatron_burst.mcore"
 
 # places that releases have in different forms
-ATTENTION = f"{_CORE}.transformer.attention:Attention.__init__"
+ATTENTION = f"{_ATTENTION}:Attention.__init__"
 LATENT = f"{_CORE}.transformer.multi_latent_attention:MultiLatentAttention.__init__"
 ROTARY = f"{_CORE}.models.common.embeddings.rope_utils:apply_rotary_pos_emb"
 DOCUMENTS = f"{_CORE}.utils:_get_batch_on_this_cp_rank_per_document_balancing"
@@ -77,9 +68,10 @@ _IN_LAYER = ("self hidden_states attention_mask context context_mask rotary_pos_
 _RECOMPUTED = ("self hidden_states attention_mask context context_mask rotary_pos_emb "
                "attention_bias packed_seq_params use_inner_quantization_context "
                "padding_mask")  # fmt: skip
-_HYBRID = ("vocab_size max_sequence_length hybrid_layer_pattern hybrid_attention_ratio "
-           "hybrid_mlp_ratio hybrid_override_pattern pre_process post_process "
-           f"fp16_lm_cross_entropy {HYBRID_TAIL} vp_stage")  # fmt: skip
+_HYBRID_HEAD = ("vocab_size max_sequence_length hybrid_layer_pattern hybrid_attention_ratio "
+                "hybrid_mlp_ratio hybrid_override_pattern pre_process post_process "
+                "fp16_lm_cross_entropy")  # fmt: skip
+_HYBRID = f"{_HYBRID_HEAD} {HYBRID_TAIL} vp_stage"
 _TE_CHECKPOINT = (
     "forward_func distribute_saved_activations get_rng_state_tracker tp_group args kwargs"
 )
@@ -102,10 +94,7 @@ RELEASES = {  # first and last release that have a place, or need its patch
     LAYER_SPEC: ((0, 19), NEWEST),
 }
 OTHER_FORMS = {  # a place's parameters in releases where they differ from 0.19.2
-    ATTENTION: {
-        "0.16": f"{LAYER} pg_collection",
-        "0.17": f"{LAYER} pg_collection pp_layer_offset",
-    },
+    ATTENTION: {"0.16": f"{LAYER} pg_collection", "0.17": f"{LAYER} pg_collection pp_layer_offset"},
     LATENT: {"0.16, 0.17": f"{LAYER} pg_collection"},
     ROTARY: {
         "0.16 to 0.18": "t freqs config cu_seqlens mscale cp_group",
@@ -114,9 +103,7 @@ OTHER_FORMS = {  # a place's parameters in releases where they differ from 0.19.
     },
     GPT: {"0.20": f"{GPT_HEAD} logit_dtype {GPT_TAIL}"},
     HYBRID: {
-        "0.20": "self config hybrid_stack_spec vocab_size max_sequence_length "
-        "hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern "
-        f"pre_process post_process fp16_lm_cross_entropy logit_dtype {HYBRID_TAIL} vp_stage"
+        "0.20": f"self config hybrid_stack_spec {_HYBRID_HEAD} logit_dtype {HYBRID_TAIL} vp_stage"
     },
     MAMBA: {
         "0.16": "self config mamba_stack_spec vocab_size max_sequence_length pre_process "
@@ -196,164 +183,128 @@ def _has_te() -> bool:
 
 
 def patches_of(
-    name: str, *rows: tuple[str, str, str, str], te: bool | None = None,
+    *rows: tuple[str, str, str, str, str], te: bool | None = None,
     releases: Mapping[str, Releases] = RELEASES,
     forms: Mapping[str, Mapping[str, str]] = OTHER_FORMS,
 ) -> Iterator[Patch]:  # fmt: skip
-    """The patches of a group.
+    """The patches of some rows.
 
     Args:
-        name: of the group.
-        rows: (place, becomes, parameters, why).
+        rows: (group, place, becomes, parameters, why).
         te: as in `Patch`.
         releases: first and last release by place, where not all have it.
         forms: parameters in other releases, by place.
     """
-    for place, becomes, parameters, why in rows:
-        yield Patch(name, place, becomes, tuple(parameters.split()), why,
+    for group, place, becomes, parameters, why in rows:
+        yield Patch(group, place, becomes, tuple(parameters.split()), why,
                     package=place.partition(".")[0].replace("megatron", "megatron-core"), te=te,
                     others=tuple(tuple(form.split()) for form in forms.get(place, {}).values()),
                     releases=releases.get(place, EVERY_RELEASE))  # fmt: skip
 
 
 TABLE: tuple[Patch, ...] = (
-    # applied by every entry point
     *patches_of(
-        "flags",
-        (f"{_ARGUMENTS}:add_megatron_arguments", f"{_LAUNCH}:with_flags", "parser",
+        # applied by every entry point
+        ("flags", f"{_ARGUMENTS}:add_megatron_arguments", f"{_MCORE}.launch:with_flags", "parser",
          "adds burst's flags: Megatron's parser has no hook for plugins"),
-        (f"{_ARGUMENTS}:validate_args", f"{_LAUNCH}:validate_flags", "args defaults",
+        ("flags", f"{_ARGUMENTS}:validate_args", f"{_MCORE}.launch:validate_flags", "args defaults",
          "checks burst's flags, and switches burst on if they ask for it"),
-    ),
-    # applied for scripts without burst too
-    *patches_of(
-        "helpers",
-        (f"{_CORE}.datasets.utils:compile_helpers", f"{_LAUNCH}:compile_unless_built", "",
+        # applied for scripts without burst too
+        ("helpers", f"{_CORE}.datasets.utils:compile_helpers",
+         f"{_MCORE}.launch:compile_unless_built", "",
          "the wheel has the data set helpers built, but not the Makefile that would build them, "
          "and Megatron exits without it (training/initialize.py:175)"),
-    ),
-    # applied by --context-parallel-impl burst and by megatron_burst.auto
-    *patches_of(
-        "attention",
-        (ATTENTION, f"{_SPECS}:build_burst", _LAYER, _CORES),
-        (LATENT, f"{_SPECS}:build_burst", _LAYER,
+        # applied by --context-parallel-impl burst and by megatron_burst.auto
+        ("attention", ATTENTION, f"{_MCORE}.specs:build_burst", _LAYER, _CORES),
+        ("attention", LATENT, f"{_MCORE}.specs:build_burst", _LAYER,
          "builds its core attention itself, after Attention has built one"),
-    ),
-    # for options that a script sets, in heterogeneous models
-    *patches_of(
-        "layers",
-        (f"{_CORE}.transformer.heterogeneous.heterogeneous_config:"
-         "HeterogeneousTransformerConfig.get_config_for_layer", f"{_SPECS}:with_options",
+        # for options that a script sets, in heterogeneous models
+        ("layers", f"{_CORE}.transformer.heterogeneous.heterogeneous_config:"
+         "HeterogeneousTransformerConfig.get_config_for_layer", f"{_MCORE}.specs:with_options",
          "self layer_number",
          "copies only Megatron's own fields into a layer's configuration, so `burst` is lost"),
-    ),
-    # for --batch-invariant-mode with --burst-invariant
-    *patches_of(
-        "invariant",
-        (f"{_CORE}.transformer.transformer_config:TransformerConfig.__post_init__",
-         f"{_LAUNCH}:at_any_cp_size", "self",
+        # for --batch-invariant-mode with --burst-invariant
+        ("invariant", f"{_CORE}.transformer.transformer_config:TransformerConfig.__post_init__",
+         f"{_MCORE}.launch:at_any_cp_size", "self",
          "asserts that batch-invariant models have one context-parallel rank, as "
          "TransformerEngine's attention needs (core/transformer/transformer_config.py:2892)"),
-    ),
-    # also applied by the flag
-    *patches_of(
-        "asked",
-        (ATTENTION, f"{_SPECS}:refuse_unset", _LAYER, "a script may bypass the validate_args that "
-         "sets cp_comm_type, and the flag would have no effect"),
+        # also applied by the flag
+        ("asked", ATTENTION, f"{_MCORE}.specs:refuse_unset", _LAYER, "a script may bypass the "
+         "validate_args that sets cp_comm_type, and the flag would have no effect"),
     ),
     # for packed samples
     *patches_of(
-        "packed",
-        (DOCUMENTS, f"{_PACKED}:shard_without_te", "batch cp_group",
+        ("packed", DOCUMENTS, f"{_MCORE}.packed:shard_without_te", "batch cp_group",
          "TransformerEngine's extension tells which rows a rank has (core/utils.py:2441), and "
          "without TransformerEngine there is none"),
-        (FINE_TUNING, f"{_PACKED}:shard_without_te", "batch cp_group", "the same in 0.18"),
+        ("packed", FINE_TUNING, f"{_MCORE}.packed:shard_without_te", "batch cp_group",
+         "the same in 0.18"),
         te=False,
     ),
-    # for --dataloader-inter-document-masking
     *patches_of(
-        "anywhere",
-        (ROTARY, f"{_PACKED}:rotate_anywhere",
+        # for --dataloader-inter-document-masking
+        ("anywhere", ROTARY, f"{_MCORE}.packed:rotate_anywhere",
          "t freqs config cu_seqlens mscale cp_group mla_rotary_interleaved",
          "assumes that each document is sharded on its own (rope_utils.py:184), but these "
          "samples are sharded as a whole"),
-    ),
-    # for micro-batches with masks of slices
-    *patches_of(
-        "positions",
-        (f"{_CORE}.models.common.embeddings.rotary_pos_embedding:"
-         "RotaryEmbedding.get_rotary_seq_len", f"{_SLICED}:length_with_positions",
+        # for micro-batches with masks of slices
+        ("positions", f"{_CORE}.models.common.embeddings.rotary_pos_embedding:"
+         "RotaryEmbedding.get_rotary_seq_len", f"{_MCORE}.sliced:length_with_positions",
          "self inference_context transformer transformer_input transformer_config "
          "packed_seq_params inference_params",
          "the table of RoPE counts through the sample, and only this method is given the "
          "parameters"),
-    ),
-    # not replaced, but relied on
-    *patches_of(
-        "hook points",
-        (f"{_ATTENTION}:CoreAttentionBuilder.__call__", "", "self config layer_number "
-         "attn_mask_type attention_type cp_comm_type softmax_scale pg_collection",
+        # not replaced, but relied on
+        ("hook points", f"{_ATTENTION}:CoreAttentionBuilder.__call__", "", "self config "
+         "layer_number attn_mask_type attention_type cp_comm_type softmax_scale pg_collection",
          "Megatron builds burst's core attention with these"),
-    ),
-    *patches_of(
-        "spec",
-        (LAYER_SPEC, "", "config vp_stage", "--spec megatron_burst.spec layer_spec"),
+        ("spec", LAYER_SPEC, "", "config vp_stage", "--spec megatron_burst.spec layer_spec"),
     ),
     # applied by megatron_burst.keep, with --burst-keep or without Megatron
     *CHECKPOINTS,
-    # also applied by --burst-keep
     *patches_of(
-        "keep",
-        (f"{_CORE}.tensor_parallel.random:CheckpointFunction.forward", f"{_KEEP}:in_frames",
+        # also applied by --burst-keep
+        ("keep", f"{_CORE}.tensor_parallel.random:CheckpointFunction.forward",
+         "megatron_burst.recompute.keep:in_frames",
          "ctx run_function distribute_saved_activations args",
          "pairs a layer's first pass with recomputation; there is no hook around them"),
-        (f"{_DOT_PRODUCT}.forward", f"{_RECOMPUTE}:own_kept", _FORWARD, _OWN),
-        (TRANSFORMER_LAYER, f"{_MODULES}:in_layer", f"{_IN_LAYER} padding_mask inference_params",
+        ("keep", f"{_DOT_PRODUCT}.forward", f"{_MCORE}.keep.recompute:own_kept", _FORWARD, _OWN),
+        ("keep", TRANSFORMER_LAYER, f"{_MCORE}.keep.kept_modules:in_layer",
+         f"{_IN_LAYER} padding_mask inference_params",
          "modules of a layer have no hook that could replace their call"),
-        *((place, f"{_WHOLE}:with_fewer_checkpoints",
+        *(("keep", place, f"{_MCORE}.keep.whole_layers:with_fewer_checkpoints",
            f"{_RECOMPUTED} extract_layer_indices layer_offset",
            "whether a layer is in a checkpoint is decided here, by two options for all layers")
           for place in (RECOMPUTE, RECOMPUTE_OF_BLOCK)),
-        (f"{_CORE}.transformer.moe.token_dispatcher:"
-         "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize", f"{_MODULES}:counted_once",
-         "self point tokens_per_expert",
+        ("keep", f"{_CORE}.transformer.moe.token_dispatcher:"
+         "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+         f"{_MCORE}.keep.kept_modules:counted_once", "self point tokens_per_expert",
          "waits for the GPU in recomputation too, which then runs no kernel until the CPU has "
          "launched the experts' (core/transformer/moe/token_dispatcher.py:913)"),
-    ),
-    *patches_of(
-        "keep",
-        ("transformer_engine.pytorch.distributed:checkpoint", f"{_RECOMPUTE}:te_in_frames",
-         "function args kwargs", "the same for the checkpoint that fp8 and fp4 layers use"),
-        (f"{_TE}:TEDotProductAttention.forward", f"{_RECOMPUTE}:own_kept",
-         f"{_FORWARD} num_splits", _OWN),
-        te=True,
-    ),
-    # applied by --burst-keep-offload inputs; given: limit in GiB
-    *patches_of(
-        "inputs",
-        (f"{_CORE}.tensor_parallel:checkpoint", f"{_RECOMPUTE}:inputs_on_host",
+        # applied by --burst-keep-offload inputs; given: limit in GiB
+        ("inputs", f"{_CORE}.tensor_parallel:checkpoint", f"{_MCORE}.keep.recompute:inputs_on_host",
          "function distribute_saved_activations args", _INPUTS),
-    ),
-    *patches_of(
-        "inputs",
-        (TE_RECOMPUTE, f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT, _INPUTS),
-        (f"{_TE}:te_checkpoint", f"{_RECOMPUTE}:inputs_on_host", _TE_CHECKPOINT, _INPUTS),
-        te=True,
-    ),
-    # applied by --burst-fused-loss; given: its configuration
-    *patches_of(
-        "loss",
-        (GPT, f"{_LOSS}:build_with_loss", f"{GPT_HEAD} {GPT_TAIL}", _BUILT),
-        (HYBRID, f"{_LOSS}:build_with_loss", f"self config hybrid_stack_spec {_HYBRID}", _BUILT),
-        (MAMBA, f"{_LOSS}:build_with_loss", f"self config mamba_stack_spec {_HYBRID}", _BUILT),
-    ),
-    # applied by --burst-log
-    *patches_of(
-        "log",
-        (TRAIN_STEP, f"{_LOG}:count_in_step", f"{STEP} pg_collection p2p_communicator",
+        # applied by --burst-fused-loss; given: its configuration
+        ("loss", GPT, f"{_MCORE}.fused_loss:build_with_loss", f"{GPT_HEAD} {GPT_TAIL}", _BUILT),
+        *(("loss", place, f"{_MCORE}.fused_loss:build_with_loss",
+           f"self config {spec} {_HYBRID}", _BUILT)
+          for place, spec in ((HYBRID, "hybrid_stack_spec"), (MAMBA, "mamba_stack_spec"))),
+        # applied by --burst-log
+        ("log", TRAIN_STEP, f"{_MCORE}.transfer_log:count_in_step",
+         f"{STEP} pg_collection p2p_communicator",
          "evaluations run between steps, and nothing is called where a step begins"),
-        (TRAINING_LOG, f"{_LOG}:log_transfers",
+        ("log", TRAINING_LOG, f"{_MCORE}.transfer_log:log_transfers",
          f"{LOGGED} seqlen_squared_sum_in_batch total_real_tokens_in_batch",
          "names the timers that it logs (training/training.py:2624)"),
+    ),
+    *patches_of(
+        ("keep", "transformer_engine.pytorch.distributed:checkpoint",
+         f"{_MCORE}.keep.recompute:te_in_frames", "function args kwargs",
+         "the same for the checkpoint that fp8 and fp4 layers use"),
+        ("keep", f"{_TE}:TEDotProductAttention.forward", f"{_MCORE}.keep.recompute:own_kept",
+         f"{_FORWARD} num_splits", _OWN),
+        *(("inputs", place, f"{_MCORE}.keep.recompute:inputs_on_host", _TE_CHECKPOINT, _INPUTS)
+          for place in (TE_RECOMPUTE, f"{_TE}:te_checkpoint")),
+        te=True,
     ),
 )  # fmt: skip

@@ -131,16 +131,15 @@ def _convert_alike(theirs: type, ours: type) -> None:
     Its table lists class names (0.6.2, models/conversion/param_mapping.py:1409): an attention sink
     of an unlisted class would abort the conversion.
     """
+
+    def register() -> None:
+        mapping = sys.modules[_CONVERSION].AutoMapping
+        for kind, names in getattr(mapping, "_MODULE_TYPE_REGISTRY", {}).items():
+            if theirs.__name__ in names:
+                mapping.register_module_type(ours.__name__, kind)
+
     on_undo(_convert_alike.cache_clear)  # undone together with the import hook
-    register = functools.partial(_register, theirs.__name__, ours.__name__)
     on_undo(when_imported(_CONVERSION, register))
-
-
-def _register(theirs: str, ours: str) -> None:
-    mapping = sys.modules[_CONVERSION].AutoMapping
-    for kind, names in getattr(mapping, "_MODULE_TYPE_REGISTRY", {}).items():
-        if theirs in names:
-            mapping.register_module_type(ours, kind)
 
 
 # ---- what replaces functions of Megatron, called with the original: see patches.py -----------
@@ -190,8 +189,7 @@ def _asks_for_burst(config, layer_number, cp_comm_type=None, pg_collection=None,
 
     MLA, and attention built without a transformer layer, give none.
     """
-    kinds = cp_comm_type or config.cp_comm_type
-    kind = kinds[layer_number - 1] if isinstance(kinds, list) else kinds
+    kind = core_attention.comm_type_of_layer(cp_comm_type or config.cp_comm_type, layer_number)
     asks = core_attention.asks_for_burst
     return kind == "burst" and asks(config, layer_number, kind, pg_collection)
 

@@ -17,7 +17,6 @@ from megatron.training.utils import print_rank_last
 
 from megatron_burst.engine.ranges import METER
 from megatron_burst.mcore import imbalance
-from megatron_burst.mcore.imbalance import PART
 from megatron_burst.schedule.topology import Link
 
 TIMERS = {"": "burst-attention", "exposed": "burst-attention-exposed"}  # by `Clock.seconds`'s name
@@ -29,7 +28,7 @@ def count_in_step(train_step, /, *args, **options) -> Any:
     before = _argument(train_step, args, options, "iteration")
     METER.begin_step(timed=before is not None and _is_logged(before + 1))
     try:
-        with PART.of_step(_argument(train_step, args, options, "config")):
+        with imbalance.PART.of_step(_argument(train_step, args, options, "config")):
             return train_step(*args, **options)
     finally:
         METER.end_step()
@@ -84,7 +83,7 @@ def _log_bytes(iteration: int) -> None:
 def _log_imbalance(iteration: int) -> None:
     """Log what the ranks of the last pipeline stage waited for the slowest of them."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    seconds = imbalance.of_all(PART.seconds(), group)
+    seconds = imbalance.of_all(imbalance.PART.seconds(), group)
     if len(seconds) > 1 and not isnan(lost_s := imbalance.lost(seconds)):
         print_rank_last(imbalance.line_of(seconds, dist.get_process_group_ranks(group)))
         _write(imbalance.TIMER, lost_s, iteration)

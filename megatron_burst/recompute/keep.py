@@ -56,16 +56,14 @@ def call_kept(function: Callable[..., Any], args: tuple, options: dict, keeping:
     if not running():
         return function(*args, **options)
     leaves, tree = tree_flatten((args, options))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def of_tensors(*tensors: Tensor) -> Any:
-        arguments = list(leaves)
-        for place, tensor in zip(places, tensors, strict=True):
-            arguments[place] = tensor
+        inputs = iter(tensors)
+        arguments = [next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         positional, named = tree_unflatten(arguments, tree)
         return function(*positional, **named)
 
-    return run_kept(of_tensors, tuple(leaves[place] for place in places), keeping)
+    return run_kept(of_tensors, tuple(x for x in leaves if isinstance(x, Tensor)), keeping)
 
 
 def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) -> Any:

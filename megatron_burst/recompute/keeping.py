@@ -151,15 +151,11 @@ class Parcel(Protocol):
         ...
 
 
-@dataclass(slots=True)
 class Resident:
     """Kept tensors that stay where they are."""
 
-    tensors: Tensors
-    _watch: Watch = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._watch = Watch(self.tensors)
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors, self._watch = tensors, Watch(tensors)
 
     def get(self) -> Tensors:
         self._watch.check()
@@ -174,7 +170,6 @@ class Keeping:
     policy: Any = None
     pack: Callable[[Tensors], Parcel] = Resident  # stores kept tensors until recomputation
     debug: bool = False  # whether its inputs are compared with the first pass's, bit by bit
-    announcer: PassAnnouncer = field(
-        default_factory=PassAnnouncer
-    )  # of the call: tell other ranks of errors
+    # of the call: tell other ranks of errors
+    announcer: PassAnnouncer = field(default_factory=PassAnnouncer)
     parameters: Tensors = ()  # that the function reads: they live on, so they are not kept

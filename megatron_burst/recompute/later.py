@@ -55,7 +55,7 @@ class KeepTail:
         span = range_of("burst recomputation of early rows")
         collective = Pass(self.announcer, PassKind.EARLY_ROWS)
         with span, torch.no_grad(), torch.autocast(device, enabled=False), collective:
-            out, lse = _with_rows(kept[0], tokens), _with_rows(kept[1], tokens, axis=2)
+            out, lse = _with_rows(kept[0], tokens), kept[1].new_empty(*kept[1].shape[:2], tokens)
             out[:, self.plan.tokens :], lse[:, :, self.plan.tokens :] = kept
             self._recompute(inputs[:3], _rows_first(out, lse), collective.begin, *inputs[3:])
         return out, lse
@@ -193,11 +193,8 @@ def _dense_rows(x: Tensor, rows: int) -> Tensor:
     return x.new_empty(x.shape[0], rows, *x.shape[2:])
 
 
-def _with_rows(x: Tensor, rows: int, axis: int = 1) -> Tensor:
+def _with_rows(x: Tensor, rows: int) -> Tensor:
     """An empty tensor like x [b, n, ...] of `rows` rows; keeps rows outermost in memory."""
-    sizes = list(x.shape)
-    sizes[axis] = rows
-    if axis == 1 and x.shape[0] > 1 and x.stride(0) < x.stride(1):
-        sizes[:2] = reversed(sizes[:2])
-        return x.new_empty(sizes).transpose(0, 1)
-    return x.new_empty(sizes)
+    if x.shape[0] > 1 and x.stride(0) < x.stride(1):
+        return x.new_empty(rows, x.shape[0], *x.shape[2:]).transpose(0, 1)
+    return _dense_rows(x, rows)

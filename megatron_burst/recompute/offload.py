@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
-from itertools import count
+from itertools import accumulate, count
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from megatron_burst.recompute.keeping import WHO, Frame, Resident, Tensors, Watc
 
 _ALIGNMENT = 256  # bytes; every dtype's width divides it
 _GIB = 1 << 30
-type _Lined = HostParcel | DeviceParcel  # kept tensors of a frame, in the order of their use
 
 
 def host_limit_bytes(limit_gib: float | None) -> int:
@@ -38,10 +37,16 @@ def host_memory(device: torch.device, limit_gib: float | None) -> "HostMemory":
     memory = HostMemory(device, host_limit_bytes(limit_gib))
     if is_first():
         how = "half of what is available" if limit_gib is None else "as asked"
-        log_message(
-            f"{WHO}: at most {memory.limit_bytes / _GIB:.2f} GiB of host memory per rank ({how})"
-        )
+        gib = memory.limit_bytes / _GIB
+        log_message(f"{WHO}: at most {gib:.2f} GiB of host memory per rank ({how})")
     return memory
+
+
+class _Lined:
+    """Kept tensors of a frame, in the order of their use."""
+
+    line: "weakref.ref[_Line]"  # that contains it
+    order: tuple[int, int]  # that line's number, and how many it had before
 
 
 class HostMemory:
@@ -80,8 +85,7 @@ class HostMemory:
         return parcel
 
     def _take(self, num_bytes: int) -> Tensor | None:
-        free = self._free.get(num_bytes)
-        if free:
+        if free := self._free.get(num_bytes):
             return free.pop()
         if self.taken_bytes + num_bytes > self.limit_bytes:
             self.release()
@@ -153,11 +157,8 @@ class _Line:
         return self.parcels[place + 1 :] + (before.parcels if before else [])
 
 
-class DeviceParcel:
+class DeviceParcel(_Lined):
     """Kept tensors of a frame that stay on the device, beside others on the host."""
-
-    line: "weakref.ref[_Line]"  # that contains it
-    order: tuple[int, int]  # that line's number, and how many it had before
 
     def __init__(self, memory: HostMemory, tensors: Tensors) -> None:
         self._memory, self._resident = memory, Resident(tensors)
@@ -168,11 +169,8 @@ class DeviceParcel:
         return self._resident.get()
 
 
-class HostParcel:
+class HostParcel(_Lined):
     """Offloaded tensors. The buffer is reused once the parcel is gone."""
-
-    line: "weakref.ref[_Line]"  # that contains it
-    order: tuple[int, int]  # that line's number, and how many it had before
 
     def __init__(self, memory: HostMemory, tensors: Tensors, buffer: Tensor) -> None:
         self._memory, self._buffer = memory, buffer
@@ -195,11 +193,9 @@ class HostParcel:
     def _views(self) -> list[Tensor]:
         """The buffer as tensors of the right shapes, strides and dtypes."""
         return [
-            self._buffer[offset : offset + x.nbytes].view(x.dtype).as_strided(
-                x.shape, x.stride(), offset // x.itemsize
-            )
+            self._buffer.view(x.dtype).as_strided(x.shape, x.stride(), offset // x.itemsize)
             for offset, x in zip(_offsets(self._likes), self._likes, strict=False)
-        ]  # fmt: skip
+        ]
 
     def leave(self) -> None:
         """Free the device's memory, once the copy has ended."""
@@ -212,7 +208,7 @@ class HostParcel:
         if self.on_device is not None:
             return
         device = "cpu" if self._memory.stream is None else self._memory.stream.device
-        self.on_device = tuple(
+        self.on_device = tuple(  # empty_like would change strides of axes of length 1
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
             for x in self._likes
         )
@@ -236,10 +232,8 @@ class HostParcel:
 
 def _offsets(tensors) -> list[int]:
     """Each tensor's offset in a buffer, then the buffer's size."""
-    offsets = [0]
-    for x in tensors:
-        offsets.append(offsets[-1] + -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT)
-    return offsets
+    sizes = (-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in tensors)
+    return [*accumulate(sizes, initial=0)]
 
 
 def _pinned(num_bytes: int, stream: torch.cuda.Stream | None) -> Tensor:

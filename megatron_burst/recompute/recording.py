@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from megatron_burst.engine.passes import compact_copy
 from megatron_burst.errors import BurstError
-from megatron_burst.recompute.auto.graph import leaves_of
+from megatron_burst.recompute.auto.graph import leaves_of, storages
 from megatron_burst.recompute.keeping import WHO, Keeping, Parcel, Tensors, Watch, without_frames
 from megatron_burst.transforms import refuse_transforms
 
@@ -50,13 +49,10 @@ class Saved:
     def find(self, bound: dict[str, Tensors]) -> Tensor:
         """The tensor, from those that the backward pass has."""
         base = bound[self.role][self.index]
-        if self._view is None and self.role == "parameters":
-            return base  # with its attributes, such as Megatron's main_grad
-        base = base.detach()
-        if self._view is None:
-            return base
+        if self._view is None:  # parameters have attributes, such as Megatron's main_grad
+            return base if self.role == "parameters" else base.detach()
         shape, stride, offset = self._view
-        return base.as_strided(shape, stride, base.storage_offset() + offset)
+        return base.detach().as_strided(shape, stride, base.storage_offset() + offset)
 
 
 def checksum(x: Tensor) -> bytes:
@@ -78,11 +74,6 @@ def extent(x: Tensor) -> int:
 def home(x: Tensor) -> tuple:
     """The memory that a tensor is a view of."""
     return x.untyped_storage().data_ptr(), x.untyped_storage().nbytes(), x.dtype
-
-
-def num_bytes(tensors: Tensors) -> int:
-    """Bytes of the memory that the tensors are views of."""
-    return sum({home(x)[:2]: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 class _Enter(torch.autograd.Function):
@@ -129,7 +120,7 @@ class Recording:
         # other objects: Megatron frees the data of what a pipeline stage has sent
         self._fresh: tuple[Tensors, Tensors] | None = (tuple(x.detach() for x in outs), extras)
         self._num_kept = len(kept)
-        self.num_bytes = num_bytes((*kept, *extras))
+        self.num_bytes = sum(storages((*kept, *extras)).values())
         with self._marks.reporting_errors():
             self._parcel: Parcel | None = keeping.pack((*kept, *extras))
 
@@ -325,7 +316,7 @@ class _Played(torch.autograd.Function):
         return outs
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
         refuse_transforms(WHO, *grads)
         saved, middle = ctx.saved_tensors, ctx.num_inputs + ctx.num_outs

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
-from torch.nn import Module
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from megatron_burst.config import BurstConfig
@@ -40,14 +39,14 @@ _PREPARED = "burst_modules"  # attribute of a layer
 _WITHOUT = "recompute_granularity", "fp8", "fp4", *CUDA_GRAPHS  # what modules are not kept with
 
 
-def modules_of(layer: Module) -> "LayerModules":
+def modules_of(layer: nn.Module) -> "LayerModules":
     """The modules of a transformer layer; in its first call they are prepared."""
     if not hasattr(layer, _PREPARED):
         setattr(layer, _PREPARED, LayerModules(layer))
     return getattr(layer, _PREPARED)
 
 
-def in_layer(forward: Callable[..., Any], /, self: Module, *args: Any, **options: Any) -> Any:
+def in_layer(forward: Callable[..., Any], /, self: nn.Module, *args: Any, **options: Any) -> Any:
     """A transformer layer's forward; in a checkpoint its modules are called as they are kept."""
     layer, runs = modules_of(self), running()
     is_whole = not runs and layer.expected_bytes > 0
@@ -89,8 +88,8 @@ class LayerModules:
         self.config, self._number = layer.config, layer.layer_number
         self.expected_bytes, self.options = 0, {}
         # by name: whether they are experts', and the modules
-        self._modules: dict[str, list[tuple[bool, Module]]] = defaultdict(list)
-        self.skipped: list[Module] = []  # which recomputation does without anyway
+        self._modules: dict[str, list[tuple[bool, nn.Module]]] = defaultdict(list)
+        self.skipped: list[nn.Module] = []  # which recomputation does without anyway
         self._within: dict[str, Placed] = {}  # where "auto" keeps modules in the running call
         for path, module in list(layer.named_modules()):
             name = path.rpartition(".")[2]

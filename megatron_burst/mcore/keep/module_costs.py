@@ -8,8 +8,7 @@ from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
-from torch.nn import Module
+from torch import Tensor, nn
 
 from megatron_burst.recompute.auto.budget import ModuleCost, Placed, router_bytes
 from megatron_burst.recompute.keeping import Frame
@@ -77,7 +76,7 @@ def repeats_decisions(config: TransformerConfig) -> bool:
 
 
 def costs_of(
-    modules: Mapping[str, Sequence[tuple[bool, Module]]], config: TransformerConfig, x: Tensor
+    modules: Mapping[str, Sequence[tuple[bool, nn.Module]]], config: TransformerConfig, x: Tensor
 ) -> tuple[ModuleCost, ...]:
     """What keeping each module takes and saves.
 
@@ -93,7 +92,7 @@ def costs_of(
 
 
 def _linear(
-    name: str, modules: Sequence[tuple[bool, Module]], config: TransformerConfig, x: Tensor
+    name: str, modules: Sequence[tuple[bool, nn.Module]], config: TransformerConfig, x: Tensor
 ) -> ModuleCost:
     tokens, shard = prod(shared_shape(config, x)), x.shape[0] * x.shape[1]
     num_bytes = flops = 0

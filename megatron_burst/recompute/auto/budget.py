@@ -105,6 +105,9 @@ class Placed:
         return " and ".join([device] * bool(self.device) + [host] * bool(self.host))
 
 
+type _Kept = list[tuple[ModuleCost, Placed]]
+
+
 @dataclass(frozen=True, slots=True)
 class KeepChoice:
     """What is kept, and why, as text for the user."""
@@ -215,9 +218,7 @@ def _left_by_whole(problem: KeepProblem, spare: float, is_offloaded: bool) -> It
     yield from (spare, *takewhile(lambda room: room >= 0, lefts))
 
 
-def _saved(
-    problem: KeepProblem, whole: int, placed: list[tuple[ModuleCost, Placed]], rates: Rates
-) -> tuple[int, float]:
+def _saved(problem: KeepProblem, whole: int, placed: _Kept, rates: Rates) -> tuple[int, float]:
     """Waits and seconds that recomputation then does without."""
     layers = [(module, at.device + at.host) for module, at in placed]
     waits = sum(n for x, n in layers if x.waits) + whole * any(x.waits for x, _ in layers)
@@ -233,13 +234,12 @@ class _Way(Enum):
 
 
 def _best_beside(problem: KeepProblem, whole: int, modules: Sequence[ModuleCost],
-                 spare: tuple[float, float],
-                 rates: Rates) -> list[tuple[ModuleCost, Placed]]:  # fmt: skip
+                 spare: tuple[float, float], rates: Rates) -> _Kept:  # fmt: skip
     """What saves most beside so many whole layers, with what is left of the device and the host."""
     free = 0.0 if whole else problem.free_bytes
     recomputed = replace(problem, layers=problem.layers - whole, free_bytes=free)
 
-    def placed(ways: Sequence[_Way]) -> list[tuple[ModuleCost, Placed]]:
+    def placed(ways: Sequence[_Way]) -> _Kept:
         return _placed(recomputed, modules, ways, *spare)
 
     def saved(ways: Sequence[_Way]) -> tuple[int, float]:
@@ -249,7 +249,7 @@ def _best_beside(problem: KeepProblem, whole: int, modules: Sequence[ModuleCost]
 
 
 def _placed(problem: KeepProblem, modules: Sequence[ModuleCost], ways: Sequence[_Way], spare: float,
-            host: float) -> list[tuple[ModuleCost, Placed]]:  # fmt: skip
+            host: float) -> _Kept:  # fmt: skip
     """In turn as much of each module as fits and its way says; then more on the device, with what
     is left of it."""
     placed, free = {}, problem.free_bytes

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import optimizer
 
 from megatron_burst.logs import log_message
@@ -95,7 +94,7 @@ class FirstStep:
         self.is_over = True  # hooks cannot be removed while torch calls them
 
     @contextmanager
-    def timing(self, tokens: int, modules: Iterable[Module] = ()) -> Iterator[None]:
+    def timing(self, tokens: int, modules: Iterable[torch.nn.Module] = ()) -> Iterator[None]:
         """Context of a layer's forward, whose time counts until the step is over.
 
         Args:
@@ -121,18 +120,17 @@ class FirstStep:
 
     def forward_s(self) -> float:
         """Seconds of a layer's forward, the median; 0: not measured. Waits for the GPU."""
-        if not self._spans:
-            return 0.0
-        torch.cuda.synchronize(self._device)
-        return median(layer.seconds for layer, _ in self._spans)
+        return self._median(lambda layer, calls: layer.seconds)
 
     def rest_s(self) -> float:
         """The same without modules that recomputation does without anyway."""
+        return self._median(lambda layer, calls: layer.seconds - sum(x.seconds for x in calls))
+
+    def _median(self, seconds: Callable[[_Span, list[_Span]], float]) -> float:
         if not self._spans:
             return 0.0
         torch.cuda.synchronize(self._device)
-        return median(layer.seconds - sum(call.seconds for call in calls)
-                      for layer, calls in self._spans)  # fmt: skip
+        return median(seconds(*spans) for spans in self._spans)
 
     def turn(self, run: RunningFrame) -> None:
         """Say that a layer's recomputation begins: the first one is the last layer's."""
