@@ -145,24 +145,24 @@ class Spec:
         layout: of the tokens.
         mask: of the sequence.
         kernel: that computes the tiles.
-        again: whether backward sends again what forward received: results are kept, so that no
+        resends: whether backward sends again what forward received: results are kept, so that no
             backward follows its forward directly.
         inter: between nodes: "ring"; or over all ranks, whatever their nodes: "a2a", or "flat" for
             one ring.
         intra: inside a node, or over all ranks: "ring", "gather" or "a2a".
         heads_per_round: KV heads of a round, gathered or computed by a rank; 0: all of them. Rings
             have no rounds.
-        whole_heads: KV heads that a rank computes at a time in backward, if that is an all-to-all
+        a2a_backward_heads: KV heads of a rank at a time in backward, if that is an all-to-all
             after a gather; 0: backward runs as forward.
         grad_wire: dtype of gradients between ranks: "accumulate" or "input"; None: the input's, but
             the accumulation dtype where a ring sums them on the way.
         circulate: what circulates in backward, in the ring or between nodes.
         pulled: whether ranks of a node read each other's slots by copy engine.
-        left: whether forward saves for backward what it received, and backward reads it.
+        saves_remote: whether forward saves for backward what it received, and backward reads it.
         invariant: whether results have the same bits on any number of ranks.
-        cp_rank: that runs the program; like direction and times of a program alone.
+        cp_rank: that runs the program; like direction and unit_rows, of a program alone.
         direction: of the pass.
-        times: how many rows one row stands for at least, a power of two; the slot count depends on
+        unit_rows: how many rows one row stands for at least, a power of two; slot counts depend on
             it.
     """
 
