@@ -98,7 +98,7 @@ def choices_in(output: Path) -> list[str]:
 def tables(report: Report) -> Group:
     """What both runs logged, what their processes share, and what topology awareness saves."""
     cores = f"{report.cp_size} processes share the cores of one machine: only GPUs tell speeds"
-    on_cpu = [] if torch.cuda.device_count() > 1 else [cores]
+    on_cpu = [] if report.on_gpus else [cores]
     return Group(_runs(report), *on_cpu, _bytes(report))
 
 

@@ -33,9 +33,10 @@ def check_devices(group: dist.ProcessGroup, consensus: StoreConsensus) -> None:
         return
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     named = os.environ.get("NCCL_HOSTID", "")
-    gpus = consensus.all_gather(f"{uuid} {named}".rstrip(), WHO)
-    for gpu in gpus:
-        cp_ranks = [cp_rank for cp_rank, name in enumerate(gpus) if name == gpu]
+    ranks_of: dict[str, list[int]] = {}
+    for cp_rank, gpu in enumerate(consensus.all_gather(f"{uuid} {named}".rstrip(), WHO)):
+        ranks_of.setdefault(gpu, []).append(cp_rank)
+    for gpu, cp_ranks in ranks_of.items():
         if len(cp_ranks) > 1:
             raise BurstError(
                 f"{WHO}: each rank must have a GPU of its own, because NCCL moves data between "

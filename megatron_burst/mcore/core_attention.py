@@ -285,8 +285,8 @@ class BurstForward:
         the call."""
         mask = Mask(*window_of(window, causal), is_told)
         shapes = [x.transpose(0, 1).shape for x in (query, key, value)]
-        shape, kernel = attention_shape(shapes, query.dtype), Kernel(device=query.device.type)
-        spec = spec_of(self.config, self.topology, shape, Layout.ZIGZAG, mask, kernel)
+        shape = attention_shape(shapes, query.dtype)
+        spec = spec_of(self.config, self.topology, shape, Layout.ZIGZAG, mask, Kernel())
         return 1 - recomputed_share(resolve(spec)[0])
 
 
