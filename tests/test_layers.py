@@ -118,6 +118,35 @@ def test_package_docstrings_and_contributing_name_modules_that_exist():
         assert (PACKAGE / folder).is_dir() or (PACKAGE.parent / folder).is_dir(), folder
 
 
+def test_documented_attributes_are_attributes():
+    """A class's docstring keeps its names when a field is renamed."""
+    documented = 0
+    for path in MODULES.values():
+        classes = [c for c in ast.walk(ast.parse(path.read_text())) if isinstance(c, ast.ClassDef)]
+        for node in classes:
+            section = (ast.get_docstring(node) or "").partition("Attributes:\n")[2]
+            rows = re.findall(r"^    (\w[\w, ]*):", section.partition("\n\n")[0], re.MULTILINE)
+            names = {getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(node)}
+            names |= {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
+            assert {name for row in rows for name in row.split(", ")} <= names, node.name
+            documented += len(rows)
+    assert documented > 50
+
+
+def test_pages_about_the_code_name_what_it_has():
+    """Identifiers in backticks, on the pages that lead a reader through it."""
+    root = PACKAGE.parent
+    paths = [*MODULES.values(), *(root / "tests").rglob("*.py"), *(root / "examples").glob("*.py")]
+    code = {path.stem for path in paths} | {path.parent.name for path in paths}
+    for node in (node for path in paths for node in ast.walk(ast.parse(path.read_text()))):
+        code |= {getattr(node, field, None) for field in ("id", "attr", "name", "arg")}
+    for name in ("architecture", "concepts/programs"):
+        text = (PACKAGE.parent / "docs" / f"{name}.md").read_text()
+        named = re.findall(r"`([A-Za-z_][\w.]*)(?:\(.*?\))?`", text)
+        words = {word for each in named for word in each.removesuffix(".py").split(".")}
+        assert len(words) > 20 and words <= code, (name, words - code)
+
+
 def test_the_benchmarks_only_get_smaller():
     """One runner, one row format and one table maker: a new benchmark declares its cases."""
     files = [*(PACKAGE.parent / "benchmarks").rglob("*.py")]
