@@ -22,7 +22,12 @@ PAGES = runpy.run_path(str(ROOT / "docs" / "reference_pages.py"))["PAGES"]
 
 
 def documents():
-    docs = {*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")}
+    docs = {
+        *(ROOT / "docs").rglob("*.md"),
+        *ROOT.glob("*/README.md"),
+        *(ROOT / "conformance").rglob("*.md"),
+        ROOT / "benchmarks/columns.md",
+    }
     return [*ROOT.glob("*.md"), *sorted(docs)]
 
 

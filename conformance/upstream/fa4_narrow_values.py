@@ -1,6 +1,6 @@
 """Gradients of FlashAttention-4 on Hopper with a V dimension below the QK dimension of 128.
 
-python docs/upstream/fa4_narrow_values.py
+python conformance/upstream/fa4_narrow_values.py
 
 Needs a Hopper GPU and flash-attn-4 (4.0.0b36). Compares with attention in float32, by V's head
 dimension, with and without a causal mask, and shows which rows of dq are wrong.

@@ -1,6 +1,6 @@
 """By which angles Megatron's RoPE turns rows under --dataloader-inter-document-masking.
 
-python docs/upstream/inter_document_rope.py
+python conformance/upstream/inter_document_rope.py
 
 Needs megatron-core 0.19 and no GPU: it asks Megatron's own functions which rows two
 context-parallel ranks hold, and by which position each row is turned, and counts the rows where

@@ -1,9 +1,9 @@
 """Fused RoPE where Q, K and V of a GPU have more than 2^31 elements.
 
-python docs/upstream/fused_rope_32_bits.py te 131072     # TransformerEngine's, below the limit
-python docs/upstream/fused_rope_32_bits.py te 144000     # above it
-python docs/upstream/fused_rope_32_bits.py mla 80000     # Megatron's for MLA with YaRN
-python docs/upstream/fused_rope_32_bits.py mla 90000
+python conformance/upstream/fused_rope_32_bits.py te 131072   # TransformerEngine's, below the limit
+python conformance/upstream/fused_rope_32_bits.py te 144000   # above it
+python conformance/upstream/fused_rope_32_bits.py mla 80000    # Megatron's for MLA with YaRN
+python conformance/upstream/fused_rope_32_bits.py mla 90000
 
 Needs a GPU with 16 GiB free, Megatron-Core and, for `te`, TransformerEngine. The number is of
 tokens. Prints how far the last token is off, which should be rounding.

@@ -1,10 +1,10 @@
 """The loss of one small GPT on a sample of several documents, sharded as Megatron's pretrain_gpt.py
 shards it under --dataloader-inter-document-masking. It must not depend on the number of ranks.
 
-torchrun --nproc-per-node 1 docs/upstream/inter_document_masking.py    the truth
-torchrun --nproc-per-node 2 docs/upstream/inter_document_masking.py    TransformerEngine at CP 2
-torchrun --nproc-per-node 2 docs/upstream/inter_document_masking.py --attention burst
-torchrun --nproc-per-node 2 docs/upstream/inter_document_masking.py --attention by-document
+torchrun --nproc-per-node 1 conformance/upstream/inter_document_masking.py  # the truth
+torchrun --nproc-per-node 2 conformance/upstream/inter_document_masking.py  # te, CP 2
+torchrun --nproc-per-node 2 conformance/upstream/inter_document_masking.py --attention burst
+torchrun --nproc-per-node 2 conformance/upstream/inter_document_masking.py --attention by-document
 
 Needs megatron-core 0.19, and a GPU a rank and TransformerEngine for the first two. The others run
 on CPUs too, over gloo: `burst` knows how the sample is sharded, `by-document` is burst taking the

@@ -1,7 +1,7 @@
 """What Megatron's in-process restart leaves to the next attempt; needs no GPU and no
 nvidia-resiliency-ext.
 
-python docs/upstream/restarted_arguments.py
+python conformance/upstream/restarted_arguments.py
 """
 
 import inspect

@@ -1,11 +1,11 @@
 """Backward of attention where the output of a GPU has more than 2^31 elements.
 
-python docs/upstream/attention_32_bits.py cudnn 520000     # cuDNN's, below the limit
-python docs/upstream/attention_32_bits.py cudnn 540000     # above it
-python docs/upstream/attention_32_bits.py varlen 520000    # FlashAttention-2's for documents
-python docs/upstream/attention_32_bits.py varlen 540000
-python docs/upstream/attention_32_bits.py batch 512000     # for sequences of a batch
-python docs/upstream/attention_32_bits.py batch 516000
+python conformance/upstream/attention_32_bits.py cudnn 520000     # cuDNN's, below the limit
+python conformance/upstream/attention_32_bits.py cudnn 540000     # above it
+python conformance/upstream/attention_32_bits.py varlen 520000    # FlashAttention-2's for documents
+python conformance/upstream/attention_32_bits.py varlen 540000
+python conformance/upstream/attention_32_bits.py batch 512000     # for sequences of a batch
+python conformance/upstream/attention_32_bits.py batch 516000
 
 Needs a GPU with 60 GiB free and torch. The number is of tokens, of 32 heads of 128; of `varlen` and
 `batch` a multiple of 4000. Sequences of a batch are padded to multiples of 128 tokens, which is why
