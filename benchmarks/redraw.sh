@@ -10,7 +10,7 @@ rows=benchmarks/results
 run() { echo "== $*"; "$@" >/dev/null; }
 
 # tables
-run "$python" -m benchmarks.show docs docs/benchmarks/*.md docs/decisions/programs-and-the-engine.md
+run "$python" -m benchmarks.show docs docs/benchmarks/*.md
 
 # what was measured
 run "$python" -m benchmarks.show gains docs/gains.png $rows/{attention_2x,attention_4x,peers_4x}h200_one_node.csv \
