@@ -459,7 +459,7 @@ def test_the_house_does_not_grow():
 
 PUBLIC = """
 import importlib, megatron_burst
-names = [name for name in dir(megatron_burst) if not name.startswith("_")]
+names = megatron_burst.__all__
 before = {name: getattr(megatron_burst, name) for name in names}
 for module in {modules}:
     try:
