@@ -455,3 +455,25 @@ def test_the_house_does_not_grow():
         size = size_of(modules)
         print(f"{what}: {size[0]} modules, {size[1]} lines, {size[2]} of code")
         assert all(now <= most for now, most in zip(size, MOST[what], strict=True)), (what, size)
+
+
+PUBLIC = """
+import importlib, megatron_burst
+names = megatron_burst.__all__
+before = {name: getattr(megatron_burst, name) for name in names}
+for module in {modules}:
+    try:
+        importlib.import_module("megatron_burst." + module)
+    except ImportError:
+        pass  # of a framework that is not installed
+print(len(names), *(name for name in names if getattr(megatron_burst, name) is not before[name]))
+"""
+
+
+def test_public_names_stay_what_they_are_when_all_modules_are_imported():
+    """A module of the same name would take a function's place in the package."""
+    modules = sorted(name for name in MODULES if name and not name.endswith("__main__"))
+    code = PUBLIC.replace("{modules}", repr(modules))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    count, *others = done.stdout.splitlines()[-1].split()
+    assert int(count) >= 19 and others == []
