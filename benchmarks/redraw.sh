@@ -15,8 +15,8 @@ run "$python" -m benchmarks.show docs docs/benchmarks/*.md docs/decisions/progra
 # what was measured
 run "$python" -m benchmarks.show gains docs/gains.png $rows/{attention_2x,attention_4x,peers_4x}h200_one_node.csv \
     $rows/{packed_2x,packed_4x}h200_one_node.csv $rows/{attention_2x2x,packed_2x1x}h200.csv
-run "$python" -m benchmarks.frontier plot docs/frontier.png $rows/frontier_1xh200.csv \
-    --model qwen3-8b --model qwen3-4b --model llama3.2-1b --model qwen3-1.7b:32K
+run "$python" -m benchmarks.frontier plot docs/frontier.png $rows/frontier_{4xh200,1xh200}.csv \
+    --run 2026-11-27T07:26 --run 2026-11-26T06:50 --run 2026-11-26T06:48
 for name in {attention_2x,packed_2x}h200_one_node attention_2x2xh200; do
     run "$python" -m benchmarks.show plot $rows/$name.csv # NAME_tflops.png, NAME_memory.png
 done
