@@ -32,8 +32,6 @@ done
 run "$python" -m benchmarks.show loss $rows/loss_h200.csv # loss_h200_loss.png
 run "$python" -m benchmarks.accuracy $rows/accuracy_4xh200.csv $rows/accuracy_cpu.csv --plot docs/accuracy.png \
     --title "error of attention against float64: 4 x H200, 2026-11-21; simulated ranks, 2026-11-26"
-run "$python" -m benchmarks.timeline draw $rows/timeline_4xh200_128k_32_32.csv docs/timeline.png \
-    --title "one GPU in a forward and a backward, 128K tokens, 32/32 heads; 4 x H200, 2026-11-21"
 run "$python" docs/draw_soak.py # soak.png, soak_gpu.png
 
 # what was predicted
