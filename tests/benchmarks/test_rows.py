@@ -320,10 +320,7 @@ def test_a_table_of_libraries_has_their_fastest_modes():
     assert library_table(rows) == "No library was measured."
     rows += [row(f"torch:{way}", (ms, ms, ms)) for way, ms in (("slow", 30.0), ("fast", 20.0))]
     head, _, line = library_table(rows).splitlines()[2:5]
-    assert (
-        head
-        == "| heads | S | pass | burst | torch (mode) | burst / torch |"
-    )
+    assert head == "| heads | S | pass | burst | torch (mode) | burst / torch |"
     assert line.endswith("| 360 (fast) | 2.00 (1.67-2.22) |")
     apart = replace(rows[-1], versions="torch 2.11.0; commit 2b")
     with pytest.raises(BurstError, match="must be of one commit and machine"):
