@@ -58,7 +58,7 @@ def _draw(comparisons: list[Comparison], kind: Kind, path: Path) -> None:
             _panel(axis, list(members.values()), kind, colours)
             axis.set(title=title, xlabel="tokens of the sequence")
             axis.set_xticks(range(len(members)), list(members))
-        look.legend_below(figure)
+        look.legend_below(figure, columns=5)
         where = look.measured_on(row for each in comparisons for row in each.rows.values())
         figure.suptitle(f"attention, forward and backward, {_UNITS[kind]}: {where}")
 

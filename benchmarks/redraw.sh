@@ -17,15 +17,11 @@ run "$python" -m benchmarks.show gains docs/gains.png $rows/{attention_2x,attent
     $rows/{packed_2x,packed_4x}h200_one_node.csv $rows/{attention_2x2x,packed_2x1x}h200.csv
 run "$python" -m benchmarks.frontier plot docs/frontier.png $rows/frontier_{4xh200,1xh200}.csv \
     --run 2026-11-27T07:26 --run 2026-11-26T06:50 --run 2026-11-26T06:48
-for name in {attention_2x,packed_2x}h200_one_node attention_2x2xh200; do
-    run "$python" -m benchmarks.show plot $rows/$name.csv # NAME_tflops.png, NAME_memory.png
+for name in packed_2xh200_one_node attention_2x2xh200; do # NAME_tflops.png
+    run "$python" -m benchmarks.show plot $rows/$name.csv
 done
 run "$python" -m benchmarks.show plot $rows/{attention,peers}_4xh200_one_node.csv # of the first name
-run "$python" -m benchmarks.show plot $rows/packed_2x1xh200.csv # packed_2x1xh200_tflops.png
-rm -f $rows/packed_2x1xh200_memory.png                          # no page shows it
-for name in recompute_2xh200 recompute_4xh200; do # NAME_trade.png
-    run "$python" -m benchmarks.show recompute $rows/$name.csv
-done
+rm -f $rows/*_memory.png                                                          # no page shows them
 for name in loss_curves_1xh200 loss_curves_2xh200 loss_curves_2xh200_defaults; do # NAME.png
     run "$python" -m benchmarks.show curves $rows/$name.csv
 done

@@ -69,7 +69,7 @@ def words_of(name: str) -> str:
     impl, _, mode = name.partition(":")
     mode, _, layout = mode.partition("@")
     said = _WORDS.get(mode, mode.replace("_", "-").replace("=", " "))
-    return ", ".join(filter(None, (_WORDS[impl], said, _WORDS.get(layout, layout))))
+    return ", ".join(filter(None, (_WORDS.get(impl, impl), said, _WORDS.get(layout, layout))))
 
 
 def colour_of(name: str) -> str:
