@@ -146,17 +146,19 @@ def loss() -> Lines:
 
 
 def _told(row: Any, peer: Any) -> tuple[str, ...]:
-    """Cells of a ratio, memory and where they come from, if one of them is worse for burst."""
+    """Cells of a ratio, memory and where they come from, if one of them is worse for burst. Of
+    rows of two commits or machines memory counts alone."""
     ratio = Ratio.of(row, peer)
     if ratio is None:
         return ()
-    gib, is_slow, is_more = "-", round(ratio.value, 2) < 1, False
+    is_one = measured_by(row) == measured_by(peer)
+    gib, is_slow, is_more = "-", is_one and round(ratio.value, 2) < 1, False
     if row.peak_gib and peer.peak_gib is not None:
         gib = f"{row.peak_gib:.2f}, {peer.peak_gib:.2f}"
         is_more = round(row.peak_gib, 2) > round(peer.peak_gib, 2)
     if not is_slow and not is_more:
         return ()
-    speed = f"**{ratio}**" if is_slow else f"{ratio}"
+    speed = f"**{ratio}**" if is_slow else f"{ratio}" if is_one else "another run"
     return speed, f"**{gib}**" if is_more else gib, _origin(row)
 
 
