@@ -139,10 +139,12 @@ def test_sentences_of_steps_follow_from_their_runs():
     )]  # fmt: skip
     long, small = named["11-27T07:26"], named["11-27T10:20"]["burst:keep"]
     keep, off = long["burst:keep"], long["megatron:off"]
+    between = named["11-27T04:31"]["burst:auto-12"], named["11-26T04:44"]["burst:auto-18"]
     offload = named["11-27T10:18"]
     behind = offload["burst:auto-36"].ms / offload["megatron:offload"].ms
     assert_told(
-        PAGES / "steps.md", f"burst is {span(dense)} times as fast for dense models",
+        PAGES / "steps.md", *(f"{one.ms / 1e3:#.3g} s in {one.peak_gib:.1f} GiB" for one in between),
+        f"burst is {span(dense)} times as fast for dense models",
         f"takes {keep.ms / 1e3:.2f} s in {keep.peak_gib:.0f} GiB, where Megatron needs "
         f"{off.ms / 1e3:.2f} s and {off.peak_gib:.0f} GiB",
         f"takes {small.ratio:.2f} times as long with `keep` as with nothing recomputed, in "
