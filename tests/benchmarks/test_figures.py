@@ -143,7 +143,8 @@ def test_sentences_of_steps_follow_from_their_runs():
     offload = named["11-27T10:18"]
     behind = offload["burst:auto-36"].ms / offload["megatron:offload"].ms
     assert_told(
-        PAGES / "steps.md", *(f"{one.ms / 1e3:#.3g} s in {one.peak_gib:.1f} GiB" for one in between),
+        PAGES / "steps.md",
+        *(f"{one.ms / 1e3:#.3g} s in {one.peak_gib:.1f} GiB" for one in between),
         f"burst is {span(dense)} times as fast for dense models",
         f"takes {keep.ms / 1e3:.2f} s in {keep.peak_gib:.0f} GiB, where Megatron needs "
         f"{off.ms / 1e3:.2f} s and {off.peak_gib:.0f} GiB",
