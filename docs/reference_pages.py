@@ -224,7 +224,7 @@ def csvs() -> str:
         "All CSVs below `benchmarks/results` and `benchmarks/predictions` have rows of these "
         "kinds, generated from `benchmarks/sheets.py`. A column has one meaning in all of them. A "
         "last column `superseded`, where there is one, has the commit that made a row obsolete "
-        "([rows stay](../docs/benchmarks/method.md#rows-stay)).",
+        "([rows stay](../docs/benchmarks/how-measured.md#rows-stay)).",
         "",
         "| written by | columns |",
         "| --- | --- |",
