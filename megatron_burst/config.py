@@ -6,14 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_burst.errors import BurstError, Need, nearest, require
-from megatron_burst.force import (
-    ENDLESS,
-    NO_FORCE,
-    Force,
-    changed_options,
-    check_words,
-    needs_of_numbers,
-)
+from megatron_burst.force import ENDLESS, Force, changed_options, check_words, needs_of_numbers
 
 _NUMBERS = {int: re.compile(r"-?\d+"), float: re.compile(r"-?\d*\.?\d+(e-?\d+)?")}
 
@@ -74,7 +67,7 @@ class BurstConfig:
     keep_budget_gib: float | None = None
     nodes: int | None = None
     deterministic: bool = False
-    force: Force = NO_FORCE
+    force: Force = Force()
     nccl_ctas: int | None = None
     overlap: bool = True
     keep_modules: tuple[str, ...] = ()

@@ -96,6 +96,3 @@ def changed_options(options: Any) -> str:
     named = ((f.name, getattr(options, f.name), f.default) for f in fields(options))
     changed = (f"{name}={value!r}" for name, value, default in named if value != default)
     return f"{type(options).__name__}({', '.join(changed)})"
-
-
-NO_FORCE = Force()

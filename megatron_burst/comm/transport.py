@@ -133,19 +133,6 @@ class SentSlots:
 Slots = Any  # of one call: SentSlots, or PulledSlots, which has the same methods
 
 
-class DoneHandle:
-    """A handle of work that is already done."""
-
-    def wait(self, stream: torch.cuda.Stream | None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
-DONE = DoneHandle()
-
-
 @dataclass(slots=True)
 class SendRecvs:
     """Sends and receives in flight."""
@@ -153,8 +140,9 @@ class SendRecvs:
     works: Sequence[dist.Work]  # that nothing has waited for yet
     peers: Sequence[int]  # on CPUs, the cp rank of each
     timeout_s: float | None  # of each wait; None on GPUs, where such a wait would block the CPU
-    # a weak reference, as the pass log holds transfers: torch's exception -> BurstError
-    error_of: Callable[[], Callable[[Exception], Exception]]
+    # torch's exception -> BurstError; a weak reference, as the pass log holds transfers; None if
+    # there are no works
+    error_of: Callable[[], Callable[[Exception], Exception]] | None
     waiting_for: int | None = None  # on CPUs, the cp rank that this process waits for
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -177,6 +165,9 @@ class SendRecvs:
         if self.timeout_s is not None:
             return self.waiting_for is None
         return all(work.is_completed() for work in self.works)
+
+
+DONE = SendRecvs((), (), None, None)  # of nothing
 
 
 class OneQueue:
