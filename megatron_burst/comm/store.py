@@ -127,11 +127,11 @@ class StoreConsensus:
         for rank, post in enumerate(posts):
             if post != own:
                 term = next(key for key in [*own, *post] if own.get(key) != post.get(key))
+                change = kind.changes.get(term, "give all ranks the same")
                 raise DisagreementError(
                     f"{caller}: all ranks of a {kind.group} group must call with the same shapes "
                     f"and options, because {kind.reason}; got {term}={own.get(term)} on {kind.rank}"
-                    f" {self._rank} and {term}={post.get(term)} on {kind.rank} {rank}; "
-                    f"{kind.changes.get(term, 'give all ranks the same')}"
+                    f" {self._rank} and {term}={post.get(term)} on {kind.rank} {rank}; {change}"
                 )
         self._agreed[key] = None
 

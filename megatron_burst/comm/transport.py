@@ -133,6 +133,16 @@ class SentSlots:
 Slots = Any  # of one call: SentSlots, or PulledSlots, which has the same methods
 
 
+class DoneHandle(Handle):
+    """A handle of work that is already done: to wait for it does nothing."""
+
+    def query(self) -> bool:
+        return True
+
+
+DONE = DoneHandle()
+
+
 @dataclass(slots=True)
 class SendRecvs:
     """Sends and receives in flight."""
@@ -140,9 +150,8 @@ class SendRecvs:
     works: Sequence[dist.Work]  # that nothing has waited for yet
     peers: Sequence[int]  # on CPUs, the cp rank of each
     timeout_s: float | None  # of each wait; None on GPUs, where such a wait would block the CPU
-    # torch's exception -> BurstError; a weak reference, as the pass log holds transfers; None if
-    # there are no works
-    error_of: Callable[[], Callable[[Exception], Exception]] | None
+    # a weak reference, as the pass log holds transfers: torch's exception -> BurstError
+    error_of: Callable[[], Callable[[Exception], Exception]]
     waiting_for: int | None = None  # on CPUs, the cp rank that this process waits for
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -165,9 +174,6 @@ class SendRecvs:
         if self.timeout_s is not None:
             return self.waiting_for is None
         return all(work.is_completed() for work in self.works)
-
-
-DONE = SendRecvs((), (), None, None)  # of nothing
 
 
 class OneQueue:

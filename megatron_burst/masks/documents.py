@@ -298,8 +298,7 @@ def _with_padding(of_q: Pair, of_keys: Pair) -> Pair:
     (rows, real), (keys, there) = of_q, of_keys
     none = torch.zeros_like(rows)
     parts = (real, rows - real, none), (there, none, keys - there)
-    of_q, of_keys = (_running(torch.stack(columns, 1).flatten()) for columns in parts)
-    return of_q, of_keys
+    return tuple(_running(torch.stack(columns, 1).flatten()) for columns in parts)
 
 
 def _running(lengths: Tensor) -> Tensor:

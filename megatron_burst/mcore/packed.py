@@ -277,13 +277,12 @@ def partitioned_indices(
 
 def shard_without_te(shard, /, batch, cp_group):
     """Shards each document of a batch, by row indices from TransformerEngine, else from burst."""
-    if utils.tex is not None:
-        return shard(batch, cp_group)
-    utils.tex = SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
+    theirs, ours = utils.tex, SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
+    utils.tex = theirs or ours
     try:
         return shard(batch, cp_group)
     finally:
-        utils.tex = None
+        utils.tex = theirs
 
 
 def rotate_anywhere(
