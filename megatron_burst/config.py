@@ -6,14 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_burst.errors import BurstError, Need, nearest, require
-from megatron_burst.force import (
-    ENDLESS,
-    NO_FORCE,
-    Force,
-    changed_options,
-    check_words,
-    needs_of_numbers,
-)
+from megatron_burst.force import Force, changed_options, check_words, needs_of_numbers
 
 _NUMBERS = {int: re.compile(r"-?\d+"), float: re.compile(r"-?\d*\.?\d+(e-?\d+)?")}
 
@@ -74,7 +67,7 @@ class BurstConfig:
     keep_budget_gib: float | None = None
     nodes: int | None = None
     deterministic: bool = False
-    force: Force = NO_FORCE
+    force: Force = Force()
     nccl_ctas: int | None = None
     overlap: bool = True
     keep_modules: tuple[str, ...] = ()
@@ -95,7 +88,7 @@ class BurstConfig:
                 f"other share of the rows can be kept; got {self.keep}; pass half"
             )
         check_words(self)
-        require("burst attention", self._needs_of_modes())
+        require("burst attention", [self._need_of_modes()])
         require("burst attention", needs_of_numbers({name: getattr(self, name) for name in _TYPES}))
         require("burst keep", self._needs_of_keep())
 
@@ -117,18 +110,16 @@ class BurstConfig:
         """Whether gradients must be bitwise reproducible."""
         return self.deterministic or self.invariant
 
-    def _needs_of_modes(self) -> list[Need]:
+    def _need_of_modes(self) -> Need:
         flat = self.force.flat
         over_all = {"flat": flat, "invariant": self.invariant, "inter=a2a": self.inter == "a2a"}
         names = [name for name, is_given in over_all.items() if is_given]
         clash = (flat and names[1:]) or self.inter == "ring"
         only = "ring" if flat else "a2a"
-        return [
-            (not names or (self.intra in ("auto", only) and not clash),
-             f"{' and '.join(names)} must come without another mode, because one mode then runs "
-             "over all ranks, ignoring nodes",
-             f"intra={self.intra}, inter={self.inter}", "leave one of them out"),
-        ]  # fmt: skip
+        return (not names or (self.intra in ("auto", only) and not clash),
+                f"{' and '.join(names)} must come without another mode, because one mode then runs "
+                "over all ranks, ignoring nodes",
+                f"intra={self.intra}, inter={self.inter}", "leave one of them out")  # fmt: skip
 
     def _needs_of_keep(self) -> list[Need]:
         auto, layers, room = self.keep == "auto", self.keep_layers, self.keep_budget_gib
@@ -140,9 +131,6 @@ class BurstConfig:
         return [
             (layers is None or layers >= 0,
              "keep_layers must not be negative, because it counts layers", layers, "leave it out"),
-            (room is None or 0 < room < ENDLESS,
-             "keep_budget_gib must be positive and below 1e9, because it limits what is kept", room,
-             "pass GiB, or leave it out"),
             (auto or room is None,
              "keep_budget_gib must come with keep=auto, because only auto keeps as much as a "
              "budget allows", f"keep={self.keep}, keep_budget_gib={room}",
@@ -172,11 +160,10 @@ class BurstConfig:
 FORCED = {field.name: field.type for field in fields(Force)}  # names before `force`
 _TYPES = {field.name: field.type for field in fields(BurstConfig)}
 OPTIONS = tuple(_TYPES)[: list(_TYPES).index("nodes")]  # options with a flag of their own
-_TUNINGS = {  # types by name of --burst-tune
+TUNINGS = {  # types by name of --burst-tune
     **{name: _TYPES[name] for name in _TYPES if name not in (*OPTIONS, "force")},
     **{f"force.{name}": kind for name, kind in FORCED.items()},
 }
-TUNINGS = tuple(_TUNINGS)
 
 
 def parse_tunings(text: str, who: str = "--burst-tune") -> dict[str, Any]:
@@ -193,10 +180,10 @@ def parse_tunings(text: str, who: str = "--burst-tune") -> dict[str, Any]:
     for pair in text.split(",") if text else ():
         name, _, word = pair.partition("=")
         require(who, [_need_of_force(name)] if name in FORCED else ())
-        fresh = name in _TUNINGS and name not in tunings
-        value = _value(_TUNINGS[name], word) if fresh else None
+        fresh = name in TUNINGS and name not in tunings
+        value = _value(TUNINGS[name], word) if fresh else None
         if value is None:
-            legal = f"{name}={_legal(_TUNINGS[name])}" if name in _TUNINGS else "name=value"
+            legal = f"{name}={_legal(TUNINGS[name])}" if name in TUNINGS else "name=value"
             raise BurstError(
                 f"{who}: each tuning must be given once, as {legal}, because a misspelt one would "
                 f"be silently ignored; got {pair!r}{nearest(name, TUNINGS)}; see docs/how-to/settings.md#tunings"
@@ -216,7 +203,7 @@ def _need_of_force(name: str) -> Need:
 
 def legal_tunings() -> str:
     """All names, with the values that each may have."""
-    return ", ".join(f"{name}={_legal(kind)}" for name, kind in _TUNINGS.items())
+    return ", ".join(f"{name}={_legal(kind)}" for name, kind in TUNINGS.items())
 
 
 def tunings_of_args(args: Namespace) -> dict[str, Any]:

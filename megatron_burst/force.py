@@ -6,10 +6,11 @@ from typing import Any, Literal, get_args, get_origin
 
 from megatron_burst.errors import BurstError, Need, require
 
-ENDLESS = 1e9  # timers and counts of bytes overflow somewhere above
+_ENDLESS = 1e9  # timers and counts of bytes overflow somewhere above
 _POSITIVE = {  # why a number must be positive
     "nccl_ctas": "nothing would be sent otherwise",
     "heads_per_round": "nothing would be sent otherwise",
+    "keep_budget_gib": "it limits what is kept",
     "keep_host_gib": "it limits the memory for offloading",
     "check": "one of so many calls is compared",
     "timeout_s": "a rank waits that long for the others",
@@ -85,7 +86,7 @@ def needs_of_numbers(numbers: Mapping[str, Any]) -> Iterator[Need]:
         value, is_count = numbers[name], name in ("nccl_ctas", "heads_per_round", "check")
         is_number = hasattr(value, "__index__" if is_count else "__float__")
         yield (
-            value is None or (is_number and 0 < value < ENDLESS),
+            value is None or (is_number and 0 < value < _ENDLESS),
             f"{name} must be {'whole, ' * is_count}positive and below 1e9, because "
             f"{_POSITIVE[name]}", value, "leave it out",
         )  # fmt: skip
@@ -96,6 +97,3 @@ def changed_options(options: Any) -> str:
     named = ((f.name, getattr(options, f.name), f.default) for f in fields(options))
     changed = (f"{name}={value!r}" for name, value, default in named if value != default)
     return f"{type(options).__name__}({', '.join(changed)})"
-
-
-NO_FORCE = Force()

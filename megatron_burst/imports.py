@@ -15,7 +15,7 @@ def when_imported(module: str, then: Callable[[], None]) -> Callable[[], None]:
         then()
         return lambda: None
     for finder in sys.meta_path:
-        if isinstance(finder, _ImportWatcher) and finder.matches(module, then):
+        if getattr(finder, "request", None) == (module, _parts(then)):
             return finder.cancel
     watcher = _ImportWatcher(module, then)
     sys.meta_path.insert(0, watcher)
@@ -27,10 +27,7 @@ class _ImportWatcher(MetaPathFinder):
 
     def __init__(self, module: str, then: Callable[[], None]) -> None:
         self.module, self.then, self.is_delegating = module, then, False
-
-    def matches(self, module: str, then: Callable[[], None]) -> bool:
-        """Whether this is the watcher of an equal request."""
-        return self.module == module and _parts(self.then) == _parts(then)
+        self.request = module, _parts(then)  # equal for equal requests
 
     def find_spec(self, name, path=None, target=None):
         if name != self.module or self.is_delegating:

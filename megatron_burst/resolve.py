@@ -8,30 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
+from megatron_burst import rules
 from megatron_burst.logs import Decision
-from megatron_burst.rules import (
-    a2a_bytes,
-    choose_heads_a2a,
-    choose_heads_gather,
-    format_bytes,
-    head_bytes_over_all_rows,
-    hop_bytes,
-    inter_ring_bytes,
-    remote_kv_fits,
-    window_imbalance,
-    with_wire_dtype,
-)
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.modes import check_intra, check_supported, max_heads, row_refusal
 from megatron_burst.schedule.node_shards import halo
-from megatron_burst.schedule.spec import (
-    LONG_SHARD,
-    AttentionShape,
-    Circulate,
-    Direction,
-    Dtype,
-    Spec,
-)
+from megatron_burst.schedule.spec import LONG_SHARD, Circulate, Dtype, Spec
 
 _MANY = 4  # ranks, of which each has an eighth of a document in a chunk
 _WHOLE_BYTES = 384 << 20  # of a KV head over all rows, of which buffers take seven times as much
@@ -114,15 +96,16 @@ def _inter(spec: Spec, requested: Spec) -> Decision:
 
 def _fewer_bytes(spec: Spec) -> Decision:
     over_all = replace(spec, inter="a2a").mode_topology
-    shape = with_wire_dtype(spec.shape, spec.grad_wire)
+    shape = rules.with_wire_dtype(spec.shape, spec.grad_wire)
     share = circulating_share(spec)
-    ring = min(inter_ring_bytes(shape, spec.topology, circulate, share) for circulate in Circulate)
-    sent = a2a_bytes(shape, spec.topology, spec.resends)
-    heads = choose_heads_a2a(shape, over_all, spec.kernel.multiprocessors, spec.heads_per_round)
+    ring = min(rules.inter_ring_bytes(shape, spec.topology, way, share) for way in Circulate)
+    sent = rules.a2a_bytes(shape, spec.topology, spec.resends)
+    sizes = shape, over_all, spec.kernel.multiprocessors, spec.heads_per_round
+    heads = rules.choose_heads_a2a(*sizes)
     bare = sent // -(-max_heads(shape, over_all, "a2a") // heads)
     figures = (
-        f"between nodes a ring sends {format_bytes(ring)} a rank, an all-to-all "
-        f"{format_bytes(sent)}, of which {format_bytes(bare)} are exposed"
+        f"between nodes a ring sends {rules.format_bytes(ring)} a rank, an all-to-all "
+        f"{rules.format_bytes(sent)}, of which {rules.format_bytes(bare)} are exposed"
     )
     counted = sent + bare * (spec.topology.inter_size == 2)
     return Decision("a2a" if counted < ring else "ring", figures)
@@ -184,16 +167,21 @@ def _gives_sequences(spec: Spec) -> bool:
 
 def _window_leaves_ranks_idle(spec: Spec) -> bool:
     """Whether ranks wait under a window, and an all-to-all fits that would keep them busy."""
-    left, row, shape = spec.mask.left, spec.mode_topology, spec.shape
-    fits = (
-        shape.tokens >= LONG_SHARD // 2 and head_bytes_over_all_rows(shape, row) <= _SEQUENCE_BYTES
-    )
-    return left is not None and fits and window_imbalance(left, row.cp_size, shape.tokens) > _IDLE
+    left = spec.mask.left
+    if left is None or not _fits_over_all_rows(spec, _SEQUENCE_BYTES):
+        return False
+    return rules.window_imbalance(left, spec.mode_topology.cp_size, spec.shape.tokens) > _IDLE
+
+
+def _fits_over_all_rows(spec: Spec, most_bytes: int) -> bool:
+    """Whether shards are long, and a KV head over all rows of a node is no larger than that."""
+    num_bytes = rules.head_bytes_over_all_rows(spec.shape, spec.mode_topology)
+    return spec.shape.tokens >= LONG_SHARD // 2 and num_bytes <= most_bytes
 
 
 def _wire(spec: Spec, requested: Spec) -> Decision:
     """The shape with the dtype of gradients between ranks."""
-    return Decision(with_wire_dtype(spec.shape, spec.grad_wire))
+    return Decision(rules.with_wire_dtype(spec.shape, spec.grad_wire))
 
 
 def _heads_per_round(spec: Spec, requested: Spec) -> Decision:
@@ -202,9 +190,9 @@ def _heads_per_round(spec: Spec, requested: Spec) -> Decision:
         return Decision(None)
     sizes = spec.shape, spec.mode_topology, spec.kernel.multiprocessors, spec.heads_per_round
     if spec.intra == "a2a":
-        return Decision(choose_heads_a2a(*sizes))
+        return Decision(rules.choose_heads_a2a(*sizes))
     # a round is one kernel call over all its keys
-    return Decision(choose_heads_gather(*sizes, exposed=spec.layout is Layout.DOCUMENTS))
+    return Decision(rules.choose_heads_gather(*sizes, exposed=spec.layout is Layout.DOCUMENTS))
 
 
 def _pulled(spec: Spec, requested: Spec) -> Decision:
@@ -225,7 +213,7 @@ def _saves_remote(spec: Spec, requested: Spec) -> Decision:
     must_resend = spec.resends or spec.circulate is Circulate.Q or spec.saves_remote is False
     if not num_remote or must_resend:
         return Decision(False)
-    fits = remote_kv_fits(spec.shape, num_remote, circulating_share(spec))
+    fits = rules.remote_kv_fits(spec.shape, num_remote, circulating_share(spec))
     return Decision(bool(spec.saves_remote) or fits)
 
 
@@ -242,10 +230,10 @@ def _a2a_backward_heads(spec: Spec, requested: Spec) -> Decision:
     shape, row, kernel = spec.shape, spec.mode_topology, spec.kernel
     slow = shape.dim_qk != shape.dim_v and not kernel.rectangular_causal and _gives_sequences(spec)
     many = row.inter_size == 1 and row.intra_size >= _MANY and not row.spans_nodes
-    fits = shape.tokens >= LONG_SHARD // 2 and head_bytes_over_all_rows(shape, row) <= _WHOLE_BYTES
+    fits = _fits_over_all_rows(spec, _WHOLE_BYTES)
     if not (slow or (many and fits and _prefers_whole_sequences(spec))):
         return Decision(0)
-    heads = choose_heads_a2a(shape, row, kernel.multiprocessors)
+    heads = rules.choose_heads_a2a(shape, row, kernel.multiprocessors)
     return Decision(heads if slow or heads < max_heads(shape, row, "a2a") else 0)
 
 
@@ -264,20 +252,7 @@ def _circulate(spec: Spec, requested: Spec) -> Decision:
     # on one row all hops are the ring's, which may sum in the accumulation dtype
     if spec.mode_topology.inter_size == 1 and spec.ring_sum_dtype is Dtype.SUM:
         shape = replace(shape, grad_bytes=shape.stat_bytes)
-    return choose_circulate(shape, requested.circulate, share)
-
-
-def choose_circulate(
-    shape: AttentionShape, requested: Circulate | None = None, share: float = 1.0
-) -> Decision:
-    """What circulates; `share`: of the keys that would."""
-    hops = {way: hop_bytes(shape, Direction.BACKWARD, way, share) for way in Circulate}
-    cost = {way: sum(cargoes.values()) for way, cargoes in hops.items()}
-    kv, q = format_bytes(cost[Circulate.KV]), format_bytes(cost[Circulate.Q])
-    figures = f"a hop of backward is {kv} for kv and {q} for q"
-    if requested is not None:
-        return Decision(requested, f"asked for; {figures}")
-    return Decision(min(cost, key=cost.__getitem__), figures)
+    return rules.choose_circulate(shape, requested.circulate, share)
 
 
 CHOICES: tuple[tuple[str, Callable[[Spec, Spec], Decision]], ...] = (  # (field, its choice)

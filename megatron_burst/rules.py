@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
+from megatron_burst.logs import Decision
 from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.schedule.modes import max_heads
 from megatron_burst.schedule.spec import LONG_SHARD, AttentionShape, Cargo, Circulate, Direction
@@ -50,6 +51,19 @@ def hop_bytes(
         read = shape.rows_q * (both_dims * shape.itemsize + 2 * shape.stat_bytes)
         grad = shape.rows_q * shape.dim_qk * shape.grad_bytes
     return {Cargo.READ: read, Cargo.GRAD: grad if direction is Direction.BACKWARD else 0}
+
+
+def choose_circulate(
+    shape: AttentionShape, requested: Circulate | None = None, share: float = 1.0
+) -> Decision:
+    """What circulates in backward; `share`: of the keys that would."""
+    hops = {way: hop_bytes(shape, Direction.BACKWARD, way, share) for way in Circulate}
+    cost = {way: sum(cargoes.values()) for way, cargoes in hops.items()}
+    kv, q = format_bytes(cost[Circulate.KV]), format_bytes(cost[Circulate.Q])
+    figures = f"a hop of backward is {kv} for kv and {q} for q"
+    if requested is not None:
+        return Decision(requested, f"asked for; {figures}")
+    return Decision(min(cost, key=cost.__getitem__), figures)
 
 
 def a2a_bytes(shape: AttentionShape, topology: Topology, resends: bool = False) -> int:

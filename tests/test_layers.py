@@ -56,7 +56,6 @@ EXITS = {
     ("comm.communicator", "comm.symmetric"): "GPUs of one node that pull",
     ("comm.detector", "desync.verdict"): "a fault",
     ("comm.detector", "desync.differing"): "a fault",
-    ("comm.store", "desync.terms"): "ranks that differ",
 }
 
 

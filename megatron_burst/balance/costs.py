@@ -1,7 +1,7 @@
 """Seconds of a micro-batch, as a few coefficients: from a plan, or fitted to measured ones."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import astuple, dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,6 @@ class Costs:
     def seconds(self, tokens: float, area: float, cp: int) -> float:
         """Seconds of a micro-batch of so many tokens and (query, key) pairs on `cp` ranks."""
         return self.fixed + self.per_token(cp) * tokens + self.pair / cp * area
-
-    def as_json(self) -> dict[str, Any]:
-        """What a plan has of them."""
-        return asdict(self)
 
     @classmethod
     def from_plan(cls, path: Path | str) -> "Costs":

@@ -1,8 +1,8 @@
 """Times a pass and its waits, for logs: loaded by the first pass that is timed."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -102,8 +102,7 @@ class _Watched(list):
         super().__setitem__(index, _Waited(self._clock, what))
 
 
-@dataclass(frozen=True, slots=True)
-class _Waited:
+class _Waited(NamedTuple):
     clock: Clock
     what: Handle
 

@@ -14,9 +14,8 @@ from megatron_burst.engine.operations import GetFields, ref_fields
 from megatron_burst.engine.run import Compiler, Run, Step
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule import program as ops
-from megatron_burst.schedule.program import Op, Program, Ref
 
-type Positions = list[tuple[Ref, str]]  # fields of rows of buffers
+type Positions = list[tuple[ops.Ref, str]]  # fields of rows of buffers
 _RESULTS, _KEYS = ("out", "lse"), ("k", "v")
 
 
@@ -32,7 +31,7 @@ class GuardedExecutor(Executor):
         return compiler
 
 
-def _guarded(compiler: Compiler, step: Step, op: Op, number: int) -> Step:
+def _guarded(compiler: Compiler, step: Step, op: ops.Op, number: int) -> Step:
     places = _accessed(op, compiler.program)
     if places is None:
         return step
@@ -56,12 +55,12 @@ def _guarded(compiler: Compiler, step: Step, op: Op, number: int) -> Step:
     return replace(step, run=run)
 
 
-def _accessed(op: Op, program: Program) -> tuple[Positions, Positions] | None:
+def _accessed(op: ops.Op, program: ops.Program) -> tuple[Positions, Positions] | None:
     """Fields that an operation writes, and that it reads; None if it is not checked. Other fields
     of the same rows may not be written yet: their memory may hold NaN."""
     fields = {name: [f.name for f in buffer.fields] for name, buffer in program.buffers.items()}
 
-    def first(refs: Iterable[Ref], names: Iterable[str]) -> Positions:
+    def first(refs: Iterable[ops.Ref], names: Iterable[str]) -> Positions:
         """Of several buffers each field is in the first that has it, as in `first_of`."""
         first_with = {name: ref for ref in reversed([*refs]) for name in fields[ref.buffer]}
         return [(first_with[name], name) for name in names if name in first_with]
@@ -85,7 +84,7 @@ def _accessed(op: Op, program: Program) -> tuple[Positions, Positions] | None:
     return None
 
 
-def _first_nan(run: Run, parts: list[tuple[Ref, str, GetFields]]) -> str:
+def _first_nan(run: Run, parts: list[tuple[ops.Ref, str, GetFields]]) -> str:
     """The first field with a NaN, in words; "" if none has any."""
     for ref, name, of in parts:
         x = of(run).get(name)  # a call omits tensors that no operation reads
@@ -94,7 +93,7 @@ def _first_nan(run: Run, parts: list[tuple[Ref, str, GetFields]]) -> str:
     return ""
 
 
-def _tile(ref: Ref, unit: int) -> str:
+def _tile(ref: ops.Ref, unit: int) -> str:
     rows = f" rows {ref.rows.start * unit} to {ref.rows.stop * unit - 1}" if ref.rows else ""
     heads = f" heads {ref.heads.start} to {ref.heads.stop - 1}" if ref.heads else ""
     return f"{ref.buffer!r}{rows}{heads}"

@@ -6,7 +6,7 @@ Links are intra and inter (inside a node, between nodes); cargo is what is read,
 import logging
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -33,9 +33,6 @@ from megatron_burst.logs import Decision, log_message
 from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link, Topology
-
-if TYPE_CHECKING:
-    from megatron_burst.comm.symmetric import SymmetricPool
 
 
 class Communicator:
@@ -69,10 +66,8 @@ class Communicator:
         refusal = partial(self._pool.refusal, state.consensus) if self._pool else lambda: None
         self.transfer = choose_transfer(topology, device, self._requested, refusal)  # inside a node
 
-    def _pool_of(
-        self, together: dist.ProcessGroup | None, sub_groups: SubGroups
-    ) -> "SymmetricPool | None":
-        """Symmetric memory of the ranks of a row, shared by all communicators."""
+    def _pool_of(self, together: dist.ProcessGroup | None, sub_groups: SubGroups) -> Any:
+        """The `SymmetricPool` of the ranks of a row, shared by all communicators; None for one."""
         if together is None:
             return None
         from megatron_burst.comm.symmetric import SymmetricPool  # it loads much of torch
@@ -161,7 +156,7 @@ def choose_transfer(
         return Decision("pull", reason)
     if requested == "pull":
         raise BurstError(
-            f"burst attention: to pull, {cannot}; pass --burst-tune transfer=send or transfer=auto"
+            f"burst attention: to pull, {cannot}; pass --burst-tune force.transfer=send or auto"
         )
     return Decision("send", cannot)
 

@@ -259,10 +259,8 @@ class PassAnnouncer:
         """`DesyncDetector.begin`. `data`: more terms that must be equal on all ranks."""
         if not self.log:
             return 0
-        if data is None:
-            return self.log.begin(kind, self.digest, self.terms, call, layer)
-        announcer = PassAnnouncer.of(self.log, {**self.terms, **data})
-        return self.log.begin(kind, announcer.digest, announcer.terms, call, layer)
+        own = self if data is None else PassAnnouncer.of(self.log, {**self.terms, **data})
+        return self.log.begin(kind, own.digest, own.terms, call, layer)
 
     def reporting_errors(self) -> "Pass":
         """A context that announces an error in it, before the pass that other ranks wait for."""

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,9 +31,6 @@ from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.schedule.spec import Cargo
 from megatron_burst.schedule.topology import Link
 
-if TYPE_CHECKING:
-    from megatron_burst.comm.symmetric import SymmetricPool
-
 _CALLS = 128  # calls whose programs are cached
 _SAMPLES = 8  # micro-batches in flight
 _SAME = -1.0  # keep the time-out
@@ -57,7 +54,7 @@ class SubGroups:
         self._groups: dict[tuple, dist.ProcessGroup] = {}
         self._number = 0  # of groups that were made
         self._gloo_groups: list[dist.ProcessGroup] = []
-        self.pools: dict[str, SymmetricPool] = {}  # by the name of a sub-group
+        self.pools: dict[str, Any] = {}  # `SymmetricPool`s, by the name of a sub-group
 
     def obtain(
         self, ranks_of: Mapping[Names, Sequence[int]], ctas: int | None

@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from megatron_burst.errors import BurstError
+from megatron_burst.errors import BurstError, DisagreementError
 
 WHO = "burst attention"
 PREFIX = "megatron_burst"  # of keys in stores and names of groups
@@ -124,10 +124,15 @@ class StoreConsensus:
         for rank, post in enumerate(posts):
             if refusal := post.get(PROBLEM):
                 raise BurstError(f"{refusal} ({kind.rank} {rank})")
-        if any(post != own for post in posts):
-            from megatron_burst.desync.terms import refuse_differences
-
-            refuse_differences(caller, posts, self._rank, kind)
+        for rank, post in enumerate(posts):
+            if post != own:
+                term = next(key for key in [*own, *post] if own.get(key) != post.get(key))
+                change = kind.changes.get(term, "give all ranks the same")
+                raise DisagreementError(
+                    f"{caller}: all ranks of a {kind.group} group must call with the same shapes "
+                    f"and options, because {kind.reason}; got {term}={own.get(term)} on {kind.rank}"
+                    f" {self._rank} and {term}={post.get(term)} on {kind.rank} {rank}; {change}"
+                )
         self._agreed[key] = None
 
     def has_agreed(self, key: Hashable) -> bool:

@@ -65,15 +65,6 @@ class Numbered(dist.Store):
         self._store.wait([self._own(key) for key in keys], *limit)
 
 
-def _register(store: dist.Store, rank: int, size: int) -> tuple[str, dist.ProcessGroup]:
-    """A name under which torch's rendezvous finds this rank, and the store to meet in; valid while
-    the returned group, which has no backend, is alive. Ranks may have different names."""
-    group = dist.ProcessGroup(store, rank, size)
-    name = f"{PREFIX}-{uuid4().hex}"
-    c10d._register_process_group(name, group)
-    return name, group
-
-
 class SymmetricError(BurstError):
     """A rank has too little memory for slots that others read; raised on all ranks of its node.
 
@@ -107,7 +98,11 @@ class SymmetricPool:
         consensus: StoreConsensus,
     ) -> None:  # fmt: skip
         self._numbered = Numbered(group.get_group_store())
-        self._name, self._registered = _register(self._numbered, group.rank(), group.size())
+        # torch's rendezvous finds the store by this name, as long as a group of that name is alive;
+        # it needs no backend, and ranks may have different names
+        self._name = f"{PREFIX}-{uuid4().hex}"
+        self._registered = dist.ProcessGroup(self._numbered, group.rank(), group.size())
+        c10d._register_process_group(self._name, self._registered)
         weakref.finalize(self, c10d._unregister_process_group, self._name).atexit = False
         self._cp_ranks, self._cp_rank = cp_ranks, cp_rank
         self._consensus = consensus

@@ -133,11 +133,8 @@ class SentSlots:
 Slots = Any  # of one call: SentSlots, or PulledSlots, which has the same methods
 
 
-class DoneHandle:
-    """A handle of work that is already done."""
-
-    def wait(self, stream: torch.cuda.Stream | None) -> None:
-        pass
+class DoneHandle(Handle):
+    """A handle of work that is already done: to wait for it does nothing."""
 
     def query(self) -> bool:
         return True

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.kernels.interface import Backend, Capability, QuerySide, copy_results
-from megatron_burst.kernels.partial import accumulate_dtype, row_delta
+from megatron_burst.kernels.partial import accumulate_dtype, empty_results, row_delta
 from megatron_burst.kernels.visible import Visible, segments_of
 from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS
 
@@ -32,11 +32,10 @@ class Reference(Backend):
 
     def forward(self, q, k, v, scale, visible, into=None):
         dtype = accumulate_dtype(q.dtype)
-        k, v = k.to(dtype), v.to(dtype)
-        out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
-        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=dtype, device=q.device)
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        out, lse = empty_results(q, v)
         for block in _blocks(visible, q.shape[1], k.shape[1]):
-            scores = _scores(q[:, block.rows].to(dtype), k[:, block.keys], scale, block)
+            scores = _scores(q[:, block.rows], k[:, block.keys], scale, block)
             block_lse = torch.logsumexp(scores, dim=-1, keepdim=True)
             weights = torch.exp(scores - block_lse.masked_fill(block_lse == -torch.inf, 0.0))
             values = torch.einsum("bkgqs,bskd->bqkgd", weights, v[:, block.keys])

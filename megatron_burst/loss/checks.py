@@ -85,12 +85,10 @@ def _kinds(inputs: Given) -> Iterator[Need]:
            "pass what count_supervised returns")  # fmt: skip
 
 
-def _needs_of(options: object) -> Iterator[Need]:
-    if isinstance(options, LossOptions):
-        yield from options.needs()
-        return
-    yield (False, "options must be LossOptions, because others would be ignored",
-           short_repr(options), "pass LossOptions(...)")  # fmt: skip
+def _needs_of(options: LossOptions) -> Iterator[Need]:
+    yield (isinstance(options, LossOptions), "options must be LossOptions, because others would be "
+           "ignored", short_repr(options), "pass LossOptions(...)")  # fmt: skip
+    yield from options.needs()
 
 
 def _switches(tp: TensorParallel, settings: Mapping[str, object]) -> Iterator[Need]:

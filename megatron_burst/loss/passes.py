@@ -124,11 +124,11 @@ def forward_gradient_pass(head: Head, hidden: Tensor, weight: Tensor, rows: Rows
     return stats
 
 
-@torch.no_grad()
 def largest_class(
     hidden: Tensor, weight: Tensor, tp: TensorParallel, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Largest logit and its class on this rank's part of the vocabulary, tile by tile.
+    """Largest logit and its class on this rank's part of the vocabulary, tile by tile; without
+    gradients.
 
     Args:
         hidden: [s, b, h], or with sequence parallelism this rank's part of s.

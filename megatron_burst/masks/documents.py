@@ -5,6 +5,7 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from megatron_burst.comm.store import BoundedDict
 from megatron_burst.comm.transport import Placement
 from megatron_burst.errors import require
 from megatron_burst.kernels.interface import Backend
+from megatron_burst.kernels.masks.parts import on_device
 from megatron_burst.kernels.visible import Segments, Visible
 from megatron_burst.masks import sample as samples
 from megatron_burst.masks.sample import Sample, in_rows
@@ -266,16 +268,13 @@ class Documents:
 
     def _table(self, values: Sequence) -> Tensor:
         """The values on the device, copied asynchronously."""
-        table = torch.tensor(values, device="cpu")
-        if self._row_starts.is_cuda:
-            table = table.pin_memory().to(self._row_starts.device, non_blocking=True)
-        return table
+        return on_device(np.array(values), self._row_starts.device)
 
 
-def told_briefly(text: str, count: int, what: str = "documents") -> str:
+def told_briefly(text: str, count: int) -> str:
     """A list of numbers, shortened, with a digest that tells it from others."""
     digest = blake2b(text.encode(), digest_size=8).hexdigest()
-    return f"{text if count < 10 else f'{text[:40]} ... of {count} {what}'} ({digest})"
+    return f"{text if count < 10 else f'{text[:40]} ... of {count} documents'} ({digest})"
 
 
 def rows_before(edges: Tensor, places: Positions) -> Tensor:
@@ -299,8 +298,7 @@ def _with_padding(of_q: Pair, of_keys: Pair) -> Pair:
     (rows, real), (keys, there) = of_q, of_keys
     none = torch.zeros_like(rows)
     parts = (real, rows - real, none), (there, none, keys - there)
-    of_q, of_keys = (_running(torch.stack(columns, 1).flatten()) for columns in parts)
-    return of_q, of_keys
+    return tuple(_running(torch.stack(columns, 1).flatten()) for columns in parts)
 
 
 def _running(lengths: Tensor) -> Tensor:

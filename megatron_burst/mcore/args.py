@@ -17,7 +17,7 @@ from megatron_burst.kernels.backends import backends
 from megatron_burst.logs import log_message
 from megatron_burst.loss.options import FusedLossConfig
 from megatron_burst.loss.statistics import LossOptions
-from megatron_burst.mcore.refusals import FLAG, KEEP_FLAG, LOSS_FLAG, refuse
+from megatron_burst.mcore.refusals import FLAG, KEEP_FLAG, LOSS_FLAG, names_burst, refuse
 
 _ATTENTION = {
     "intra": "inside a node: ring (pass shards from rank to rank), gather (all K and V of a few "
@@ -151,8 +151,7 @@ def check_unused(args: Namespace) -> None:
 
     Keeping works with Megatron's own attention too.
     """
-    runs_burst = getattr(args, "context_parallel_impl", None) == "burst"
-    if not runs_burst and "burst" not in (getattr(args, "cp_comm_type", None) or ()):
+    if not (wants_burst(args) or names_burst(getattr(args, "cp_comm_type", None))):
         names = [name for name in configs.OPTIONS if not name.startswith("keep")]
         tunings = {n: x for n, x in tunings_of_args(args).items() if not n.startswith("keep")}
         tunes = BurstConfig(**tunings) != BurstConfig()

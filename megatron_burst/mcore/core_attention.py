@@ -145,10 +145,8 @@ if HAVE_TE:
 
 def burst_replacements() -> dict[type, type]:
     """Megatron's core attention classes -> ours."""
-    replacements = {DotProductAttention: BurstCoreAttention}
-    if HAVE_TE:
-        replacements[TEDotProductAttention] = BurstTECoreAttention
-    return replacements
+    with_te = {TEDotProductAttention: BurstTECoreAttention} if HAVE_TE else {}
+    return {DotProductAttention: BurstCoreAttention, **with_te}
 
 
 def burst_core_of(core: type) -> type | None:

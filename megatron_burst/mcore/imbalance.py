@@ -22,9 +22,8 @@ class Part:
     On GPUs these are events on the current stream, read once the step is over.
     """
 
-    def __init__(self) -> None:
-        self._begun: Any = None
-        self._ended: Any = None
+    _begun: Any = None
+    _ended: Any = None
 
     @contextmanager
     def of_step(self, config: Any) -> Iterator[None]:

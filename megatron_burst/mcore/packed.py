@@ -23,6 +23,7 @@ from megatron_burst.mcore import patches
 from megatron_burst.mcore.args import global_args
 from megatron_burst.mcore.refusals import CUDA_GRAPHS, OFF
 from megatron_burst.schedule.layout import Layout, positions
+from megatron_burst.shards import in_documents
 
 # Caches of this process. Results derived from boundaries, once per sample instead of per layer:
 _RESULTS: BoundedDict[Hashable, tuple[Any, Any]] = BoundedDict(32)
@@ -95,7 +96,8 @@ def sample_of(params: PackedSeqParams | None, cp_size: int) -> dict[str, Any]:
     sample |= {} if slices is None else {"slices": slices}
     if params is None or not is_packed(params):
         return sample
-    layout = layout_of(cp_size)
+    # document by document as in TransformerEngine, but for samples of documents of any length
+    layout = Layout.ZIGZAG if cp_size == 1 or shards_whole_sample() else Layout.DOCUMENTS
     if slices is not None and layout is not Layout.DOCUMENTS:
         return sample
     padded, longest = params.cu_seqlens_q_padded, params.max_seqlen_q
@@ -106,18 +108,9 @@ def sample_of(params: PackedSeqParams | None, cp_size: int) -> dict[str, Any]:
                      "max_seqlen": None if is_hidden else int(longest)}  # fmt: skip
 
 
-def layout_of(cp_size: int) -> Layout:
-    """How a packed sample is sharded.
-
-    Document by document as in TransformerEngine, except with Megatron's
-    --dataloader-inter-document-masking, whose documents have any length (get_batch_on_this_cp_rank,
-    core/utils.py:2601, then shards the whole sample).
-    """
-    return Layout.ZIGZAG if cp_size == 1 or shards_whole_sample() else Layout.DOCUMENTS
-
-
 def shards_whole_sample() -> bool:
-    """Whether samples are sharded as a whole, so that documents may have any length."""
+    """Whether samples are sharded as a whole, so that documents may have any length: with
+    --dataloader-inter-document-masking (get_batch_on_this_cp_rank, core/utils.py:2601)."""
     args = global_args()
     anywhere = getattr(args, "dataloader_inter_document_masking", False)
     return bool(anywhere and not getattr(args, "sft", False))
@@ -284,13 +277,12 @@ def partitioned_indices(
 
 def shard_without_te(shard, /, batch, cp_group):
     """Shards each document of a batch, by row indices from TransformerEngine, else from burst."""
-    if utils.tex is not None:
-        return shard(batch, cp_group)
-    utils.tex = SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
+    theirs, ours = utils.tex, SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
+    utils.tex = theirs or ours
     try:
         return shard(batch, cp_group)
     finally:
-        utils.tex = None
+        utils.tex = theirs
 
 
 def rotate_anywhere(
@@ -301,22 +293,19 @@ def rotate_anywhere(
     if cu_seqlens is None or group.size() == 1 or not shards_whole_sample():
         return rotate(t, freqs, config, cu_seqlens, mscale, group, *more, **options)
     of_sample = len(freqs) == len(t) * group.size()  # as Megatron tells them apart
-    rows = _positions(cu_seqlens, len(t), group, in_documents=not of_sample)
+    rows = _positions(cu_seqlens, len(t), group, by_document=not of_sample)
     rotated = rotate(t.unsqueeze(1), freqs[rows], config, None, mscale, group, *more, **options)
     return rotated.squeeze(1)
 
 
-def _positions(cu_seqlens: Tensor, tokens: int, group, in_documents: bool) -> Tensor:
+def _positions(cu_seqlens: Tensor, tokens: int, group, by_document: bool) -> Tensor:
     """Positions of this rank's rows, in the sample or in their documents."""
 
     def find() -> Tensor:
         places = places_in_zigzag(tokens, group).to(cu_seqlens.device)
-        if not in_documents:
-            return places
-        document = torch.searchsorted(cu_seqlens.long(), places, right=True) - 1
-        return places - cu_seqlens[document]
+        return in_documents(places, cu_seqlens if by_document else None)
 
-    what = "positions", tokens, group.rank(), group.size(), in_documents
+    what = "positions", tokens, group.rank(), group.size(), by_document
     return found_once(find, what, cu_seqlens)
 
 

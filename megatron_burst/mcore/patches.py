@@ -124,18 +124,20 @@ def rows(*groups: str) -> tuple[Patch, ...]:
 
 def there(patches: Iterable[Patch]) -> tuple[Patch, ...]:
     """Those whose place this Megatron has."""
-    fitting = [patch for patch in patches if _is_there(patch)]
-    return tuple(patch for patch in fitting if patch.te is None or patch.te == _has_te())
+    return tuple(filter(_is_there, patches))
 
 
 def _is_there(patch: Patch) -> bool:
-    """Whether this release has the place; a wheel without megatron.training has none there."""
+    """Whether this release has the place, with TransformerEngine or without as the patch says; a
+    wheel without megatron.training has none there."""
     megatron = find_megatron()
     if megatron is None:
         return True  # `apply` reports it
     first, last = patch.releases
     trains = megatron.training is not None or not patch.module.startswith("megatron.training")
-    return first <= minor(megatron.version) <= last and trains
+    if not (first <= minor(megatron.version) <= last and trains):
+        return False
+    return patch.te is None or patch.te == importlib.import_module(_TE).HAVE_TE
 
 
 def apply(*groups: str, given: tuple[Any, ...] = ()) -> None:
@@ -175,11 +177,6 @@ def switch_on_keep(burst: BurstConfig) -> None:
         apply("checkpoints", "keep")
     if burst.offloads_inputs:
         apply("inputs", given=(burst.keep_host_gib,))
-
-
-def _has_te() -> bool:
-    """Whether Megatron has found TransformerEngine."""
-    return bool(importlib.import_module(_TE).HAVE_TE)
 
 
 def patches_of(

@@ -19,6 +19,7 @@ from megatron_burst.comm.announce import reporting_errors
 from megatron_burst.comm.transport import Placement
 from megatron_burst.errors import Need, require
 from megatron_burst.integers import integer
+from megatron_burst.masks.sample import holds_whole, kind_of
 from megatron_burst.mcore import packed, patches
 
 WHO = "SlicedSeqParams"
@@ -146,12 +147,10 @@ def _needs(params: SlicedSeqParams, rotary: type, config: Any, tokens: int) -> I
            "pass its length over all ranks")  # fmt: skip
     if places is None:
         return
-    fits = isinstance(places, Tensor) and places.shape == (tokens,)
-    fits = fits and places.dtype in (torch.int32, torch.int64)
-    got = f"{places.dtype} {tuple(places.shape)}" if isinstance(places, Tensor) else type(places)
+    fits = holds_whole(places) and places.shape == (tokens,)
     yield (fits and not packed.found_once(lambda: bool((places < 0).any()), "negative", places),
            f"positions must be int32 or int64 [{tokens}] from 0 on, because each token of the "
-           "sample has one", "negative ones" if fits else got,
+           "sample has one", "negative ones" if fits else kind_of(places),
            "pass those of the whole sample")  # fmt: skip
     yield (rotary.forward in (RotaryEmbedding.forward, YarnRotaryEmbedding.forward),
            "positions must go to Megatron's own RotaryEmbedding or YarnRotaryEmbedding, because "

@@ -293,9 +293,8 @@ class Recording:
                              "because kept results are matched by call order; got inputs (shape, "
                              f"strides, offset) {now} after {self._inputs}; recompute a function "
                              "that does the same every time")  # fmt: skip
-        if self._debug is None:
-            return
-        differing = [i for i, x in enumerate(inputs) if checksum(x) != self._debug[i]]
+        debug = self._debug or ()
+        differing = [i for i, digest in enumerate(debug) if checksum(inputs[i]) != digest]
         if differing:
             raise BurstError(f"{WHO}: recomputation's inputs must equal the first pass's bit by "
                              "bit, because outputs are not recomputed; got other bits in inputs "

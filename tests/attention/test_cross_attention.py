@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst.attention import burst_attention
 from megatron_burst.errors import BurstError, DisagreementError
-from megatron_burst.resolve import choose_circulate, resolve
-from megatron_burst.rules import inter_ring_bytes, with_wire_dtype
+from megatron_burst.resolve import resolve
+from megatron_burst.rules import choose_circulate, inter_ring_bytes, with_wire_dtype
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import program_of

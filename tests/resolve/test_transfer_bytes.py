@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_burst.resolve import choose_circulate
-from megatron_burst.rules import hop_bytes, inter_ring_bytes, with_wire_dtype
+from megatron_burst.rules import choose_circulate, hop_bytes, inter_ring_bytes, with_wire_dtype
 from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.topology import pretend_nodes
 

@@ -88,8 +88,6 @@ def resolved(burst: BurstConfig, config: TransformerConfig, layer_number: int, q
         half_saves: share of recomputation saved by keeping half; 0 if unsupported.
         waits: whether "auto" keeps nothing in the first step, not even within a budget.
     """
-    if burst.keep != "auto" and burst.keep_layers is None:
-        return burst
     if burst.keep == "auto":
         stage = stage_of(burst, query.device)
         shape = query.shape[0], query.shape[1]
@@ -100,7 +98,7 @@ def resolved(burst: BurstConfig, config: TransformerConfig, layer_number: int, q
         problem = problem_of(config, stage, shape, layer_bytes, half_saves)
         choice = _choose(problem, budget_bytes, _host_bytes(burst, stage), stage.rates)
         burst = _chosen(burst, choice, problem.layers, stage_layers.sharing(config))
-    if burst.keep == "none" or burst.keep_layers is None:
+    if burst.keep_layers is None:  # all, or nothing is kept
         return burst
     if stage_layers.is_among(burst.keep_layers, config, layer_number):
         return replace(burst, keep_layers=None)

@@ -64,7 +64,8 @@ def readers(results: Any, nodes: list[Node]) -> Iterable[Node]:
         new = {*users[stack.pop()]} - between
         between |= new
         stack += new
-    return (node for node in between if any(map(_is_float, _saved_by(node))))
+    saved = ((node, x) for node in between for x in _saved_by(node))
+    return (node for node, x in saved if isinstance(x, Tensor) and x.is_floating_point())
 
 
 def leaves_of(nodes: Iterable[Node]) -> Iterable[Tensor]:
@@ -93,7 +94,3 @@ def _saved_by(node: Node) -> list[Any]:
 @cache
 def _names_of_saved(kind: type[Node]) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_saved_"))
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()

@@ -73,7 +73,7 @@ def as_json(
             "packing": asdict(job.packing) if job.packing else None,
         },
         "rates": asdict(rates_of(job)),
-        IN_PLAN: costs.as_json() if costs else None,
+        IN_PLAN: asdict(costs) if costs else None,
         "documents": documents,
         "best": _describe(best, best),
         "kept": [asdict(row) for row in rows_of(job, best.strategy)],
