@@ -31,7 +31,7 @@ def flags() -> str:
         "# Flags",
         "",
         "All flags that burst adds to Megatron's command line, generated from the code. Their "
-        "uses: [how to](../README.md). Options for experiments: [tuning](../how-to/settings.md#tunings).",
+        "uses: [settings](../how-to/settings.md), which also has options for experiments.",
     ]
     for group in parser._action_groups[2:]:
         lines += ["", f"## {group.title}", "", group.description or "", ""]

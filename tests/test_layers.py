@@ -305,10 +305,10 @@ BESIDE = {  # enums and machinery in the same modules
     "kernels.interface": {"Backend", "Capability", "QuerySide"},
     "comm.detector": {"Pass", "DesyncDetector"}, "comm.group": {"GroupMemory", "SubGroups"},
 }  # fmt: skip
-MOST = {  # modules, lines, and lines of code without imports
-    "reading path": (53, 9600, 5600),
-    "trainer": (171, 26930, 15860),
-    "package": (235, 36140, 21710),
+MOST = {  # modules, lines, lines of code with imports, and without
+    "reading path": (53, 9600, 6300, 5600),
+    "trainer": (170, 26600, 17300, 15600),
+    "package": (235, 35900, 24000, 21450),
 }
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 
@@ -386,23 +386,24 @@ def test_folders_of_the_reading_path_say_what_is_not_on_it():
             assert "not on the reading path" in first, module
 
 
-def size_of(modules: Iterable[str]) -> tuple[int, int, int]:
-    """Modules, their lines, and lines of code: no blank line, comment, docstring or import."""
+def size_of(modules: Iterable[str]) -> tuple[int, ...]:
+    """Modules, their lines, and lines of code with imports and without: no blank line, comment or
+    docstring."""
     sizes = [(1, *_lines_of(MODULES[name])) for name in modules]
     return tuple(map(sum, zip(*sizes, strict=True)))
 
 
-def _lines_of(path: Path) -> tuple[int, int]:
+def _lines_of(path: Path) -> tuple[int, int, int]:
     text = path.read_text()
-    lines, other = text.splitlines(), set()
+    lines, words, imports = text.splitlines(), set(), set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
-            node = node.body[0]
-        elif not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
-        other |= {*range(node.lineno, node.end_lineno + 1)}
-    code = (line.strip() for number, line in enumerate(lines, 1) if number not in other)
-    return len(lines), sum(bool(line) and not line.startswith("#") for line in code)
+            words |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            imports |= {*range(node.lineno, node.end_lineno + 1)}
+    code = {number for number, line in enumerate(map(str.strip, lines), 1)
+            if line and not line.startswith("#")} - words  # fmt: skip
+    return len(lines), len(code), len(code - imports)
 
 
 # what no identifier of the reading path is, and what is no part of one between underscores and
@@ -452,7 +453,7 @@ def test_the_house_does_not_grow():
     sizes = {"reading path": path, "trainer": trainer, "package": MODULES}
     for what, modules in sizes.items():
         size = size_of(modules)
-        print(f"{what}: {size[0]} modules, {size[1]} lines, {size[2]} of code")
+        print(f"{what}: {size[0]} modules, {size[1]} lines, {size[2:]} of code")
         assert all(now <= most for now, most in zip(size, MOST[what], strict=True)), (what, size)
 
 
