@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
+from benchmarks.planned import peer_ms, predict
 from benchmarks.rows import read
-from megatron_burst.tools.hardware import GIB
+from benchmarks.validate_plan import SHAPE, _read, results
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.layers import Windows
 from megatron_burst.tools.job.memory import memory_of
-from megatron_burst.tools.job.peer import gain
+from megatron_burst.tools.job.peer import GAIN_ERROR, GAIN_EXCESS_BETWEEN, gain
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy
 
@@ -45,15 +47,47 @@ def test_narrow_heads_gain_as_wide_ones_do():
     assert other == pytest.approx(one, abs=0.03) and other > 1
 
 
-def test_what_is_kept_is_told_apart_and_charged():
-    job = Job(LLAMA, 1 << 18, 4, 4, 1, H200)
-    keeping = Strategy(cp=4, keep="all")
-    none, every = gain(job, Strategy(cp=4)), gain(job, keeping)
-    assert none.seconds == every.seconds and none.kept == none.seconds[0] > 1.2 * every.kept
-    kept = memory_of(job, keeping).kept
-    assert kept > GIB and every.num_bytes[0] >= kept + none.num_bytes[0]
-    over = gain(job, Strategy(cp=4, recompute="none", core_attn=True))
-    assert over.seconds == pytest.approx(none.seconds)
+def errors_of_gains() -> dict[bool, list[float]]:
+    """By whether there are several nodes: predicted gains over the fastest measured mode of
+    TransformerEngine's, relative to measured ones; both passes, from 32K tokens on, the last run of
+    each problem."""
+    rows = _read([*results(), *RESULTS.glob("packed_[24]x*.csv")])
+    last = {}
+    for row in sorted(rows, key=lambda row: row.date):
+        ours = (row.impl, row.mode) == ("burst", "auto")
+        long = row.seq >= 1 << 15 and row.ranks > 1 and row.pass_ == "fwd_bwd"
+        if (ours or row.impl == "te") and long and row.status == "ok" and "H" in row.gpu:
+            if ms := (found := predict(row)) and found.ms if ours else peer_ms(row):
+                problem = tuple(getattr(row, name) for name in (
+                    "nodes", "gpu", "ranks", "seq", "heads_q", "heads_kv", "head_dim_qk", "mask"))
+                last.setdefault(problem, {})["" if ours else row.mode] = row.ms, ms
+    errors = {}
+    for (nodes, *problem), times in last.items():
+        if (ours := times.pop("", None)) and times:
+            measured, predicted = (min(t[i] for t in times.values()) / ours[i] for i in (0, 1))
+            errors.setdefault(nodes > 1, []).append(predicted / measured - 1)
+    return errors
+
+
+def test_gains_are_off_by_as_much_as_is_printed():
+    errors = errors_of_gains()
+    on_one = sorted(map(abs, errors[False]))
+    assert len(on_one) > 150 and len(errors[True]) > 50
+    assert GAIN_ERROR - 0.02 < on_one[int(0.9 * len(on_one))] < GAIN_ERROR
+    assert median(errors[True]) == pytest.approx(GAIN_EXCESS_BETWEEN, abs=0.02)
+    print(on_one[int(0.9 * len(on_one))], median(errors[True]))
+
+
+def test_an_all_gather_is_the_fastest_of_megatrons_modes_nowhere():
+    """So that no gain is over a mode that the planner does not know."""
+    times: dict[tuple, dict[str, list[float]]] = {}
+    for row in _read(results()):
+        if row.impl == "te" and row.status == "ok" and row.ranks > 1:
+            problem = tuple(getattr(row, name) for name in SHAPE if name not in ("impl", "mode"))
+            times.setdefault((row.gpu, *problem), {}).setdefault(row.mode, []).append(row.ms)
+    several = [{mode: median(ms) for mode, ms in of.items()} for of in times.values() if len(of) > 1]
+    assert len(several) > 300
+    assert not [of for of in several if min(of, key=of.__getitem__) == "all_gather"]
 
 
 def test_megatrons_step_keeps_nothing_and_has_the_pipelines_bubble():
@@ -61,7 +95,9 @@ def test_megatrons_step_keeps_nothing_and_has_the_pipelines_bubble():
     plain = Strategy(cp=4, pp=2)
     found = gain(job, plain)
     kept = gain(job, replace(plain, keep="all", offload=True, offload_inputs=True))
-    assert kept.step == found.step
+    assert kept == found
+    over = gain(job, replace(plain, recompute="none", core_attn=True))
+    assert over.seconds == pytest.approx(found.seconds)
     step = step_time(job, plain, memory_of(job, plain)).seconds
     ours, theirs = found.seconds
     # 2 micro-batches on 2 stages take as long as 3; the optimizer hides a little less or more
