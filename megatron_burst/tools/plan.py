@@ -51,6 +51,7 @@ _MODEL = (
 )
 _HARDWARE = f"{', '.join(preset_names())}, or a TOML file from calibrate"
 _BATCH = "sequences per step; default: 4M tokens, or 1K per GPU if that is more"
+_FSDP = "none, torch or megatron: ZeRO-3; never chosen for you"
 _KEEP = (
     "none, half or all of attention's results are kept by full recomputation (--burst-keep); auto: "
     "also outputs of modules, as a run would choose"
@@ -85,13 +86,15 @@ def plan(
     ep: Annotated[int | None, Sharding(help="expert-parallel size")] = None,
     fsdp: Annotated[
         Fsdp | None,
-        Policy(metavar="WHOSE", help="none, torch or megatron: ZeRO-3; never chosen for you"),
+        Sharding(min=None, metavar="WHOSE", help=_FSDP),
     ] = None,
     recompute: Annotated[
         Literal["none", "selective", "full"] | None,
         Policy(metavar="WHAT", help="none, selective (the feed-forward) or full"),
     ] = None,
-    keep: Annotated[Literal["none", "half", "all", "auto"] | None, Policy(metavar="WHAT", help=_KEEP)] = None,
+    keep: Annotated[
+        Literal["none", "half", "all", "auto"] | None, Policy(metavar="WHAT", help=_KEEP)
+    ] = None,
     keep_budget_gib: Annotated[
         float | None,
         Policy(min=0.01, metavar="GIB", help="GPU memory for --keep auto; default: what is left"),
@@ -110,9 +113,7 @@ def plan(
         Path | None,
         Output(metavar="FILE", help="write the plan as JSON, for --burst-plan; -: print only that"),
     ] = None,
-    framework: Annotated[
-        Framework | None, Output("--for", metavar="NAME", help=_FRAMEWORK)
-    ] = None,
+    framework: Annotated[Framework | None, Output("--for", metavar="NAME", help=_FRAMEWORK)] = None,
     picture: Annotated[Path | None, Output(metavar="FILE", help=_PICTURE)] = None,
     frontier: Annotated[Path | None, Output(metavar="FILE", help=_FRONTIER)] = None,
 ) -> None:
@@ -152,9 +153,12 @@ def plan(
         job = Job(described, tokens, count, on_node, batch(count), machine, packing, logits)
         with shown(0, "comparing strategies"):
             found = search(job, fixed, script.named)
-        missing = "" if found[0].fits else no_room(job, found, fixed, batch)
+        missing, shown_job, best = "", job, found
+        if not found[0].fits:
+            with shown(0, "looking for GPUs that would be enough"):
+                missing, shown_job, best = no_room(job, found, fixed, batch)
         notes = [*script.notes, *layout_note(script, drawn_from)]
-        warnings = [*notes, *warnings_of(job, found, fixed, in_file)]
+        warnings = [*notes, *warnings_of(shown_job, best, fixed, in_file)]
         if logits:
             warnings.append(
                 f"{framework} takes all logits from the model: their memory is counted, and "
@@ -174,7 +178,7 @@ def plan(
             with writing("plan", "--frontier", frontier), shown(0, f"drawing {frontier}"):
                 save_frontier(job, found[0].strategy, frontier)
         outcome = Shown(
-            job, found, script, in_file, warnings, missing, do_search, repeated, more,
+            shown_job, best, script, in_file, warnings, missing, do_search, verbose, repeated, more,
             usual_batch=not (global_batch_size or "global_batch_size" in in_file),
             framework=framework,
         )  # fmt: skip

@@ -11,6 +11,13 @@ from megatron_burst.tools.job.search import Fixed, enough_gpus, length_step, opt
 from megatron_burst.tools.job.strategy import SIZES, Job
 
 _NARROW = 2048  # width of an expert
+_MEASURED = "h100", "h200"  # presets whose predictions were compared with measured steps
+# Errors of predicted time: the largest of dense models' measured steps on one node, without copies
+# to the host and with them (frontier_*.csv); that of nine in ten measured calls of attention on two
+# emulated nodes (docs/planner_errors.csv). Measured over predicted time of narrow experts
+# (frontier_1x*.csv), and at most of packed documents (packed_2x1xh200.csv).
+STEP_ERROR, COPIES_ERROR, BETWEEN_ERROR = 0.10, 0.17, 0.21
+NARROW_TIMES, PACKED_TIMES = (1.1, 1.9), 3.6
 
 
 def warnings_of(
@@ -46,23 +53,33 @@ def _of_script(job: Job, best: Candidate, arguments: Arguments) -> Iterator[str]
 
 
 def _of_model(job: Job) -> Iterator[str]:
-    """That parts beside the language model are not counted, that nothing of linear attention is
-    measured, and that narrow experts take longer (`frontier_1x*.csv` of the benchmarks)."""
+    """That parts beside the language model are not counted."""
     if towers := " and ".join(job.model.towers):
         yield (
             f"only the language model is planned: time and memory of {towers} (towers for images "
             "or sound, which every context-parallel rank runs whole) come on top"
         )
+
+
+def _of_speed(job: Job) -> Iterator[str]:
+    """Why no error of a predicted speed is known, or why it is known to be too high."""
     if job.model.linear:
         yield (
-            "time and memory of linear attention are computed from its FLOPs and bytes, and have "
-            "not been compared with measurements"
+            " has no known error: the time of linear attention is computed from FLOPs and bytes, "
+            "and has not been compared with measurements"
         )
     if job.model.experts and job.model.experts.ffn < _NARROW:
         yield (
-            f"experts are {job.model.experts.ffn} wide, and their products are counted at the "
-            "speed of large ones: measured layers with 128 experts 768 wide took 1.1 to 1.8 "
-            "times as long"
+            f" is too high: experts {job.model.experts.ffn} wide are counted at the speed of large "
+            "products, and measured layers with 128 experts 768 wide took "
+            f"{NARROW_TIMES[0]} to {NARROW_TIMES[1]} times as long"
+        )
+    if job.hardware.name not in _MEASURED:
+        yield f" has no known error: no step was measured on {job.hardware.name}"
+    if job.packing and job.gpus > job.on_node:
+        yield (
+            " has no known error: attention of packed documents between nodes took up to "
+            f"{PACKED_TIMES} times as long as predicted"
         )
 
 
@@ -147,17 +164,47 @@ def with_keep(job: Job, best: Candidate) -> str:
     return ""
 
 
-def no_room(job: Job, found: Sequence[Candidate], fixed: Fixed, batch: Callable[[int], int]) -> str:
-    """By how much the best of what does not fit is too large, and what would do; `batch`: sequences
-    of a step of a job with so many GPUs."""
-    said = loses(found[0], found[0])
-    if fixed and (best := search(job)[0]).fits:
+def no_room(
+    job: Job, found: Sequence[Candidate], fixed: Fixed, batch: Callable[[int], int]
+) -> tuple[str, Job, Sequence[Candidate]]:
+    """What would be enough for a job of which nothing fits, and by how much the best is too large,
+    as a sentence; then the job with that and its strategies. `batch`: sequences of a step of a job
+    with so many GPUs."""
+    lack = loses(found[0], found[0]).partition(";")[0]
+    if fixed and (free := search(job))[0].fits:
         options = " ".join(options_of(fixed))
-        found_so = f"{best.strategy.layout}, {best.strategy.policy}"
-        return f"{said}; without {options} it fits: {found_so}"
+        return f"without {options} it does, as planned below; with them {lack}", job, free
     without_dp = tuple((name, value) for name, value in fixed if name != "dp")
-    if gpus := enough_gpus(job, without_dp, batch):
-        return f"{said}; {gpus} GPUs would be enough"
-    if fixed and (gpus := enough_gpus(job, (), batch)):
-        return f"{said}; {gpus} GPUs would be enough, with sizes and policy chosen by the planner"
-    return f"{said}; more GPUs alone do not help: shorten the sequence, or lower the batch"
+    for some, chosen in ((without_dp, ""), ((), ", with sizes and policy chosen by the planner")):
+        if more := enough_gpus(job, some, batch):
+            enough = f"{more.gpus} GPUs would be enough{chosen}, as planned below"
+            return f"{enough}; on {job.gpus} {lack}", more, search(more, some)
+    return (
+        f"more GPUs alone do not help: shorten the sequence, or lower the batch; {lack}",
+        job,
+        found,
+    )
+
+
+def mfu_doubt(job: Job, best: Candidate) -> tuple[str, list[str]]:
+    """The range of a predicted MFU, as text, and what is known of it: ends of sentences."""
+    doubts = list(_of_speed(job))
+    if not best.time or doubts:
+        return "", doubts
+    error, of = STEP_ERROR, "the largest error of a measured step on one node"
+    if best.strategy.offload or best.strategy.offload_inputs:
+        error, of = COPIES_ERROR, "the largest error of a measured step that copies to the host"
+    if job.gpus > job.on_node:
+        error = BETWEEN_ERROR
+        of = "9 of 10 attention calls on two emulated nodes; no step ran between nodes"
+    low, high = ((1 + sign * error) * best.time.mfu for sign in (-1, 1))
+    return f" ({low:.0%} to {high:.0%})", [f" may be off by {error:.0%} ({of})"]
+
+
+def links_in_words(job: Job) -> str:
+    """The speeds of links that a plan assumes."""
+    links, share = job.hardware.links, job.hardware.inter_share(job.on_node)
+    said = f"{links.pull.gbs.points[-1][1]:.0f} GB/s over NVLink"
+    if job.gpus > job.on_node:
+        said += f", {share * links.inter.gbs.points[-1][1]:.0f} GB/s a GPU between nodes"
+    return said

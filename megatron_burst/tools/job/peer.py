@@ -8,8 +8,6 @@ from megatron_burst.schedule.spec import AttentionShape, Circulate, Direction
 from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.job.layer_time import recomputed
-from megatron_burst.tools.job.memory import memory_of
-from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import (
     Job,
     Strategy,
@@ -21,25 +19,22 @@ from megatron_burst.tools.simulate.buffers import cudnn_workspace
 from megatron_burst.tools.simulate.call import AttentionCall, on_cudnn, pass_time, resolved
 from megatron_burst.tools.simulate.sample import Packing
 
-
-# How far predicted gains over the fastest measured mode were off, from 32K tokens on: on one node in
-# nine of ten cases; on two emulated nodes too high, in the median (tests/tools/job/test_peer.py).
+# How far predicted gains over the fastest measured mode were off, from 32K tokens on: on one node
+# in nine of ten cases; on two emulated ones too high, in the median (tests/tools/job/test_peer.py).
 GAIN_ERROR, GAIN_EXCESS_BETWEEN = 0.11, 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """A training step on a GPU with burst's attention, and with Megatron's own in its fastest mode,
-    which keeps nothing. Attention is that of layers without windows, recomputation included."""
+    """Attention of layers without windows in a training step, recomputation included: burst's, and
+    Megatron's own in its fastest mode. Neither keeps results."""
 
     mode: str  # the fastest, a value of --cp-comm-type
-    seconds: tuple[float, float]  # attention of burst, of Megatron's own, computed again alike
-    step: float  # seconds of Megatron's own
+    seconds: tuple[float, float]  # of burst, of Megatron's own
 
     @property
     def ratio(self) -> float:
-        """Burst's speedup if both recompute attention in the same way; 1 if every layer has a
-        window."""
+        """Burst's speedup; 1 if every layer has a window."""
         if not self.seconds[0]:
             return 1.0
         return self.seconds[1] / self.seconds[0]
@@ -111,17 +106,15 @@ def _traded(call: AttentionCall, ranks: int) -> AttentionCall:
 
 
 def gain(job: Job, strategy: Strategy) -> Gain:
-    """What a step gains from burst attention, and from what a strategy keeps."""
+    """What a step gains from burst attention, if a strategy kept nothing."""
     plain = replace(strategy, keep="none", offload=False, offload_inputs=False, placed=(), whole=0)
     packing = job.packing and Packing(Layout.DOCUMENTS, job.packing.sample)
     own = replace(job, packing=packing)
     modes = modes_of(open_call(own, plain), job.hardware)
     times = {name: _attention_seconds(own, plain, call) for name, call in modes.items()}
     mode = min(times, key=times.__getitem__)
-    return Gain(
-        mode, (_attention_seconds(job, plain, attention_call(job, plain)), times[mode]),
-        step_time(own, plain, memory_of(own, plain), modes[mode]).seconds,
-    )  # fmt: skip
+    ours = _attention_seconds(job, plain, attention_call(job, plain))
+    return Gain(mode, (ours, times[mode]))
 
 
 def _attention_seconds(job: Job, strategy: Strategy, call: AttentionCall) -> float:

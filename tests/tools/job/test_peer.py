@@ -12,9 +12,7 @@ from benchmarks.validate_plan import SHAPE, _read, results
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.layers import Windows
-from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.peer import GAIN_ERROR, GAIN_EXCESS_BETWEEN, gain
-from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy
 
 H200 = preset("h200")
@@ -56,13 +54,14 @@ def errors_of_gains() -> dict[bool, list[float]]:
     for row in sorted(rows, key=lambda row: row.date):
         ours = (row.impl, row.mode) == ("burst", "auto")
         long = row.seq >= 1 << 15 and row.ranks > 1 and row.pass_ == "fwd_bwd"
-        if (ours or row.impl == "te") and long and row.status == "ok" and "H" in row.gpu:
-            if ms := (found := predict(row)) and found.ms if ours else peer_ms(row):
-                problem = tuple(getattr(row, name) for name in (
-                    "nodes", "gpu", "ranks", "seq", "heads_q", "heads_kv", "head_dim_qk", "mask"))
-                last.setdefault(problem, {})["" if ours else row.mode] = row.ms, ms
+        if not ((ours or row.impl == "te") and long and row.status == "ok" and "H" in row.gpu):
+            continue
+        if ms := (found := predict(row)) and found.ms if ours else peer_ms(row):
+            names = "gpu", "ranks", "seq", "heads_q", "heads_kv", "head_dim_qk", "mask"
+            problem = row.nodes, *(getattr(row, name) for name in names)
+            last.setdefault(problem, {})["" if ours else row.mode] = row.ms, ms
     errors = {}
-    for (nodes, *problem), times in last.items():
+    for (nodes, *_), times in last.items():
         if (ours := times.pop("", None)) and times:
             measured, predicted = (min(t[i] for t in times.values()) / ours[i] for i in (0, 1))
             errors.setdefault(nodes > 1, []).append(predicted / measured - 1)
@@ -75,7 +74,6 @@ def test_gains_are_off_by_as_much_as_is_printed():
     assert len(on_one) > 150 and len(errors[True]) > 50
     assert GAIN_ERROR - 0.02 < on_one[int(0.9 * len(on_one))] < GAIN_ERROR
     assert median(errors[True]) == pytest.approx(GAIN_EXCESS_BETWEEN, abs=0.02)
-    print(on_one[int(0.9 * len(on_one))], median(errors[True]))
 
 
 def test_an_all_gather_is_the_fastest_of_megatrons_modes_nowhere():
@@ -85,12 +83,14 @@ def test_an_all_gather_is_the_fastest_of_megatrons_modes_nowhere():
         if row.impl == "te" and row.status == "ok" and row.ranks > 1:
             problem = tuple(getattr(row, name) for name in SHAPE if name not in ("impl", "mode"))
             times.setdefault((row.gpu, *problem), {}).setdefault(row.mode, []).append(row.ms)
-    several = [{mode: median(ms) for mode, ms in of.items()} for of in times.values() if len(of) > 1]
+    several = [
+        {mode: median(ms) for mode, ms in of.items()} for of in times.values() if len(of) > 1
+    ]
     assert len(several) > 300
     assert not [of for of in several if min(of, key=of.__getitem__) == "all_gather"]
 
 
-def test_megatrons_step_keeps_nothing_and_has_the_pipelines_bubble():
+def test_neither_side_of_a_gain_keeps_results():
     job = Job(LLAMA, 1 << 18, 8, 8, 2, H200)
     plain = Strategy(cp=4, pp=2)
     found = gain(job, plain)
@@ -98,10 +98,6 @@ def test_megatrons_step_keeps_nothing_and_has_the_pipelines_bubble():
     assert kept == found
     over = gain(job, replace(plain, recompute="none", core_attn=True))
     assert over.seconds == pytest.approx(found.seconds)
-    step = step_time(job, plain, memory_of(job, plain)).seconds
-    ours, theirs = found.seconds
-    # 2 micro-batches on 2 stages take as long as 3; the optimizer hides a little less or more
-    assert found.step - step == pytest.approx(1.5 * (theirs - ours), rel=0.02)
 
 
 def test_layers_and_sequences_of_a_stage_are_counted():
@@ -115,4 +111,4 @@ def test_layers_and_sequences_of_a_stage_are_counted():
 def test_a_model_whose_every_layer_has_a_window_gains_nothing():
     windowed = replace(LLAMA, windows=Windows(4096, (True,) * LLAMA.layers))
     found = gain(Job(windowed, 1 << 18, 4, 4, 1, H200), Strategy(cp=4))
-    assert found.seconds == (0, 0) and found.ratio == 1 and found.step > 0
+    assert found.seconds == (0, 0) and found.ratio == 1
