@@ -20,7 +20,7 @@ from megatron_burst.tools.hardware_file import preset_of
 from megatron_burst.tools.job.layer_time import layer_seconds
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.model import Model
-from megatron_burst.tools.job.peer import as_megatron, megatron_bytes, modes_of
+from megatron_burst.tools.job.peer import as_megatron, megatron_bytes
 from megatron_burst.tools.job.strategy import Job, Strategy, open_call
 from megatron_burst.tools.simulate.call import (
     AttentionCall,
@@ -111,31 +111,6 @@ def _of_attention(row: Row, hardware: Hardware) -> Prediction:
         elif known and not _is_outdated(row, opened, call):
             gib = (buffer_bytes(call) + _left_bytes(call)) / GIB
     return Prediction(1e3 * seconds, gib)
-
-
-def peer_ms(row: Row) -> float | None:
-    """What `plan` would predict for a row of TransformerEngine in its own mode; None where it does
-    not compare with that mode."""
-    hardware, packed = preset_of(row.gpu, "a benchmark's row"), isinstance(row, PackedRow)
-    kind = row.mask.removesuffix(f"-{row.seed}") if packed else ""
-    if packed and kind.startswith(("tree", "window")):
-        return None
-    call = _call(replace(row, mask="causal") if packed else row, hardware)
-    sample = None
-    if packed:
-        lengths = lengths_of(kind, row.seq, row.seed, multiple_for(row.ranks))
-        packing = Packing(Layout.DOCUMENTS, Sample.of(lengths))
-        sample = packing.sharded(row.ranks)
-        call = replace(call, layout=packing.layout, mask=Mask(right=0, documents=True))
-    work, seconds = 0.0, 0.0
-    if not (mode := modes_of(call, hardware).get(row.mode)):
-        return None
-    over_all = mode.traders is not None and mode.traders.spans_nodes
-    where = _with_links(row, hardware, replace(call, intra="a2a") if over_all else mode)
-    for direction in _passes(row):
-        work += (row.area if packed else 1) * _tflop(call, direction)
-        seconds += pass_time(mode, where, direction, sample, work).seconds
-    return 1e3 * seconds
 
 
 def _tflop(call: AttentionCall, direction: Direction) -> float:

@@ -59,7 +59,7 @@ def test_a_healthy_machine_has_nothing_to_change():
 @pytest.mark.parametrize(
     "changes, name, status, match",
     [
-        ({"gpus": "sh: nvidia-smi: not found"}, "gpus", Status.SKIP, "it says: sh: nvidia-smi"),
+        ({"gpus": "sh: nvidia-smi: not found"}, "gpus", Status.SKIP, "sh: nvidia-smi: not found"),
         ({"gpus": gpu_line(0, errors="3")}, "state", Status.FAIL, r"GPUs \[0\]: memory errors"),
         ({"gpus": gpu_line(0, throttles="0x0000000000000060")}, "state", Status.WARN,
          r"GPUs \[0\]: slowed down by heat or power"),

@@ -6,14 +6,20 @@ from statistics import median
 
 import pytest
 
-from benchmarks.planned import peer_ms, predict
+from benchmarks import planned
+from benchmarks.documents import lengths_of, multiple_for
 from benchmarks.rows import read
+from benchmarks.sheets import PackedRow, Row
 from benchmarks.validate_plan import SHAPE, _read, results
+from megatron_burst.schedule.layout import Layout
+from megatron_burst.schedule.mask import Mask
 from megatron_burst.tools.hardware_file import preset
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.layers import Windows
-from megatron_burst.tools.job.peer import GAIN_ERROR, GAIN_EXCESS_BETWEEN, gain
+from megatron_burst.tools.job.peer import GAIN_ERROR, GAIN_EXCESS_BETWEEN, gain, modes_of
 from megatron_burst.tools.job.strategy import Job, Strategy
+from megatron_burst.tools.simulate.call import pass_time
+from megatron_burst.tools.simulate.sample import Packing, Sample
 
 H200 = preset("h200")
 LLAMA = PRESETS["llama3-8b"]
@@ -45,6 +51,31 @@ def test_narrow_heads_gain_as_wide_ones_do():
     assert other == pytest.approx(one, abs=0.03) and other > 1
 
 
+def peer_ms(row: Row) -> float | None:
+    """What `plan` predicts for a row of TransformerEngine in its own mode; None where it does not
+    compare with that mode."""
+    sample, hardware, share = None, planned.preset_of(row.gpu, "a test"), 1.0
+    if isinstance(row, PackedRow):
+        kind, share = row.mask.removesuffix(f"-{row.seed}"), row.area
+        if kind.startswith(("tree", "window")):
+            return None
+        lengths = lengths_of(kind, row.seq, row.seed, multiple_for(row.ranks))
+        sample = Packing(Layout.DOCUMENTS, Sample.of(lengths)).sharded(row.ranks)
+        row = replace(row, mask="causal")
+    call = planned._call(row, hardware)
+    if sample:
+        call = replace(call, layout=Layout.DOCUMENTS, mask=Mask(right=0, documents=True))
+    if not (mode := modes_of(call, hardware).get(row.mode)):
+        return None
+    over_all = mode.traders is not None and mode.traders.spans_nodes
+    link_of = replace(call, intra="a2a") if over_all else mode
+    where, work, seconds = planned._with_links(row, hardware, link_of), 0.0, 0.0
+    for direction in planned._passes(row):
+        work += share * planned._tflop(call, direction)
+        seconds += pass_time(mode, where, direction, sample, work).seconds
+    return 1e3 * seconds
+
+
 def errors_of_gains() -> dict[bool, list[float]]:
     """By whether there are several nodes: predicted gains over the fastest measured mode of
     TransformerEngine's, relative to measured ones; both passes, from 32K tokens on, the last run of
@@ -56,7 +87,7 @@ def errors_of_gains() -> dict[bool, list[float]]:
         long = row.seq >= 1 << 15 and row.ranks > 1 and row.pass_ == "fwd_bwd"
         if not ((ours or row.impl == "te") and long and row.status == "ok" and "H" in row.gpu):
             continue
-        if ms := (found := predict(row)) and found.ms if ours else peer_ms(row):
+        if ms := (found := planned.predict(row)) and found.ms if ours else peer_ms(row):
             names = "gpu", "ranks", "seq", "heads_q", "heads_kv", "head_dim_qk", "mask"
             problem = row.nodes, *(getattr(row, name) for name in names)
             last.setdefault(problem, {})["" if ours else row.mode] = row.ms, ms
