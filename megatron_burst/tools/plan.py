@@ -99,9 +99,9 @@ def plan(
         float | None,
         Policy(min=0.01, metavar="GIB", help="GPU memory for --keep auto; default: what is left"),
     ] = None,
-    offload: Annotated[bool | None, Offload(help="of kept results")] = None,
+    offload: Annotated[bool | None, Offload(help="offload kept results")] = None,
     offload_inputs: Annotated[
-        bool | None, Offload(help="of the inputs of recomputed layers")
+        bool | None, Offload(help="offload the inputs of recomputed layers")
     ] = None,
     cu_seqlens: Annotated[Path | None, Documents(help=_CU_SEQLENS)] = None,
     lengths: Annotated[Path | None, Documents(help=_LENGTHS)] = None,

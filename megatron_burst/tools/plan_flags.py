@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_burst.files import harmless
 from megatron_burst.tools.job.candidate import Candidate
 from megatron_burst.tools.job.flags import as_words, flag_values
 from megatron_burst.tools.job.frameworks import MEGATRON, words_of
@@ -42,9 +43,7 @@ def show_flags(console: Console, shown: Shown) -> None:
     flags = flag_values(job, best.strategy, best.memory.node, shown.script.flags)
     if shown.framework not in (None, MEGATRON):
         words = words_of(shown.framework, job, best.strategy, flags)
-        head = f"[bold]For {shown.framework}, which builds the model itself:[/bold]"
-        console.print(head, highlight=False)
-        say(console, words)
+        _copy(console, f"For {shown.framework}, which builds the model itself:", words)
         return
     if shown.framework == MEGATRON:
         _show_words(console, "Flags of the run, beside the model's:", as_words(flags))
@@ -85,9 +84,14 @@ def _is_there(arguments: Mapping[str, Any], flag: str, value: object) -> bool:
 
 def _show_words(console: Console, head: str, words: Sequence[str]) -> None:
     """As many words on a line as fit, which a shell reads as one."""
-    console.print(f"[bold]{head}[/bold]", highlight=False)
     lines, width = [words[0]], min(console.width, _WIDTH) - len(" \\")
     for word in words[1:]:
         longer = f"{lines[-1]} {word}"
         lines = [*lines[:-1], longer] if len(longer) <= width else [*lines, f"  {word}"]
-    console.print(" \\\n".join(lines), soft_wrap=True, highlight=False, markup=False)
+    _copy(console, head, " \\\n".join(lines))
+
+
+def _copy(console: Console, head: str, text: str) -> None:
+    """Print lines that nothing may break."""
+    console.print(f"[bold]{head}[/bold]", highlight=False)
+    console.print(harmless(text), soft_wrap=True, highlight=False, markup=False)

@@ -25,15 +25,10 @@ def warnings_of(
 ) -> list[str]:
     """What speaks against taking the best of a search as it is, which was given `fixed` and a
     script's arguments."""
-    of_job = (
-        *_of_nodes(job),
-        *_of_one_rank(found[0]),
-        *_of_model(job),
-        *_of_length(job, fixed),
-        *_of_memory(job, found),
-        *_of_packing(job),
-    )
-    return [*of_job, *_of_script(job, found[0], arguments)]
+    best = found[0]
+    of_job = *_of_nodes(job), *_of_one_rank(best), *_of_model(job), *_of_length(job, fixed)
+    of_best = *_of_memory(job, best), *_of_packing(job), *_of_script(job, best, arguments)
+    return [*of_job, *of_best]
 
 
 def _of_script(job: Job, best: Candidate, arguments: Arguments) -> Iterator[str]:
@@ -131,11 +126,10 @@ def _of_nodes(job: Job) -> Iterator[str]:
     )
 
 
-def _of_memory(job: Job, found: Sequence[Candidate]) -> Iterator[str]:
+def _of_memory(job: Job, best: Candidate) -> Iterator[str]:
     """That the best nearly fills a GPU's memory, or exceeds the node's."""
-    best, usable = found[0], job.hardware.gpu.usable_bytes
     if best.fits and best.is_tight:
-        free = (usable - best.memory.peak) / GIB
+        free = (job.hardware.gpu.usable_bytes - best.memory.peak) / GIB
         yield (
             f"the peak is {best.share:.1%} of the usable memory, {free:.1f} GiB below it: what the "
             "planner does not model (fragmentation, uneven experts) may not fit; nothing with "
@@ -167,9 +161,8 @@ def with_keep(job: Job, best: Candidate) -> str:
 def no_room(
     job: Job, found: Sequence[Candidate], fixed: Fixed, batch: Callable[[int], int]
 ) -> tuple[str, Job, Sequence[Candidate]]:
-    """What would be enough for a job of which nothing fits, and by how much the best is too large,
-    as a sentence; then the job with that and its strategies. `batch`: sequences of a step of a job
-    with so many GPUs."""
+    """What would be enough for a job of which nothing fits, as a sentence; then the job with that,
+    and its strategies. `batch`: sequences of a step of a job with so many GPUs."""
     lack = loses(found[0], found[0]).partition(";")[0]
     if fixed and (free := search(job))[0].fits:
         options = " ".join(options_of(fixed))
@@ -179,11 +172,8 @@ def no_room(
         if more := enough_gpus(job, some, batch):
             enough = f"{more.gpus} GPUs would be enough{chosen}, as planned below"
             return f"{enough}; on {job.gpus} {lack}", more, search(more, some)
-    return (
-        f"more GPUs alone do not help: shorten the sequence, or lower the batch; {lack}",
-        job,
-        found,
-    )
+    why = f"more GPUs alone do not help: shorten the sequence, or lower the batch; {lack}"
+    return why, job, found
 
 
 def mfu_doubt(job: Job, best: Candidate) -> tuple[str, list[str]]:
@@ -192,7 +182,7 @@ def mfu_doubt(job: Job, best: Candidate) -> tuple[str, list[str]]:
     if not best.time or doubts:
         return "", doubts
     error, of = STEP_ERROR, "the largest error of a measured step on one node"
-    if best.strategy.offload or best.strategy.offload_inputs:
+    if best.memory.node:
         error, of = COPIES_ERROR, "the largest error of a measured step that copies to the host"
     if job.gpus > job.on_node:
         error = BETWEEN_ERROR

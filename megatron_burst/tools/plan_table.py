@@ -8,7 +8,6 @@ from rich.table import Table
 
 from megatron_burst.comm.grid import grid
 from megatron_burst.recompute.later_plan import choose_later
-from megatron_burst.resolve import resolve
 from megatron_burst.schedule.modes import describe_mode
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
@@ -17,7 +16,7 @@ from megatron_burst.tools.job.candidate import Candidate, slower_part
 from megatron_burst.tools.job.flags import OFFLOADED
 from megatron_burst.tools.job.memory import NAMES, Memory
 from megatron_burst.tools.job.peer import GAIN_ERROR, GAIN_EXCESS_BETWEEN, gain
-from megatron_burst.tools.job.strategy import Job, Strategy, attention_call, open_call
+from megatron_burst.tools.job.strategy import Job, Strategy, attention_call
 from megatron_burst.tools.plan_flags import Shown, show_flags
 from megatron_burst.tools.plan_kept import show_kept
 from megatron_burst.tools.plan_notes import links_in_words, mfu_doubt
@@ -27,11 +26,6 @@ from megatron_burst.tools.units import digits, in_units
 
 _TOP = 12  # strategies that are shown
 _SMALL = 0.005  # share of a sum below which a part is left out
-_RUNS = {
-    "gather": "each rank copies the others' keys and values, a few KV heads at a time",
-    "ring": "keys and values travel from rank to rank",
-    "a2a": "ranks exchange rows of all heads for all rows of some heads, and back",
-}
 _LINKS = {Link.INTRA: "NVLink", Link.INTER: "the network"}
 
 
@@ -47,7 +41,10 @@ def show(shown: Shown) -> None:
         _show_others(console, shown.job, shown.found)
     else:
         say(console, _why_best(shown.found))
-    _show_best(console, shown)
+    best = shown.found[0].strategy
+    say(console, f"{best.layout}, {best.policy}")
+    if meant := _meant(best):
+        say(console, meant)
     if shown.verbose or not shown.others:
         _show_parts(console, shown)
     if shown.with_keep:
@@ -64,25 +61,17 @@ def _show_answer(console: Console, shown: Shown) -> None:
     sequences += " (the default)" * shown.usual_batch
     model = f"{job.model.name} ({job.model.params / 1e9:.2f} B weights)"
     if time := best.time:
-        low_to_high, doubts = mfu_doubt(job, best)
-        every = time.tokens_per_gpu * job.gpus
-        say(
-            console,
-            f"{time.tokens} tokens/s per GPU ({every:,.0f} on all), MFU {time.mfu:.1%}"
-            f"{low_to_high}, {gib}",
-            "fits: ", "green",
-        )  # fmt: skip
+        bounds, doubts = mfu_doubt(job, best)
+        speed = f"{time.tokens} tokens/s per GPU ({time.tokens_per_gpu * job.gpus:,.0f} on all)"
+        say(console, f"{speed}, MFU {time.mfu:.1%}{bounds}, {gib}", "fits: ", "green")
         for doubt in doubts:
             say(console, doubt, "MFU", "bold")
         alike = ", if micro-batches are full and alike" if job.packing else ""
         say(console, f"a step takes {digits(time.seconds, 4)} s{alike}: {sequences}, {model}")
     else:
         say(console, f"a GPU needs {gib}: {sequences}, {model}")
-    say(
-        console,
-        f"{job.gpus} GPUs ({job.hardware.name}), {job.on_node} a node; assumes "
-        f"{links_in_words(job)}",
-    )
+    gpus = f"{job.gpus} GPUs ({job.hardware.name}), {job.on_node} a node"
+    say(console, f"{gpus}; assumes {links_in_words(job)}")
     if read := shown.script.in_words:
         say(console, f"read from the script: {read}")
     if job.packing and job.packing.sample:
@@ -130,14 +119,6 @@ def _why_best(found: Sequence[Candidate]) -> str:
     slower, _ = slower_part(others[0], best) if others else ("", "")
     after = f"; next: {others[0].strategy.layout}, {slower} slower" if others else ""
     return f"the fastest of {len(found)} strategies{after}; --search shows more"
-
-
-def _show_best(console: Console, shown: Shown) -> None:
-    """The best, in its words and in a sentence."""
-    best = shown.found[0]
-    say(console, f"{best.strategy.layout}, {best.strategy.policy}")
-    if meant := _meant(best.strategy):
-        say(console, meant)
 
 
 def _show_parts(console: Console, shown: Shown) -> None:
@@ -220,7 +201,6 @@ def _which(job: Job) -> str:
 def _attention_lines(job: Job, strategy: Strategy, is_all: bool) -> Iterator[str]:
     """How one layer's attention runs, and how long it takes; also what it sends, on which ranks."""
     call = attention_call(job, strategy)
-    assert call.intra
     sample = job.packing and job.packing.sharded(call.topology.cp_size)
     times = {way: pass_time(call, job.hardware, way, sample) for way in Direction}
     taken = " and ".join(f"{1e3 * time.seconds:.2f} ms {way}" for way, time in times.items())
@@ -234,9 +214,6 @@ def _attention_lines(job: Job, strategy: Strategy, is_all: bool) -> Iterator[str
         yield f"keep half: {choose_later(call)}"
     if not is_all:
         return
-    yield _RUNS[call.intra] + (f"; in backward {_RUNS['a2a']}" if call.a2a_backward_heads else "")
-    if call.intra == "ring" or call.mode_topology.inter_size > 1:
-        yield f"backward circulates {resolve(open_call(job, strategy))[1]['circulate']}"
     for way in Direction:
         sent = [f"{x / GIB:.2f} GiB over {_LINKS[link]}"
                 for link, x in sent_bytes(call, way).items() if x]  # fmt: skip

@@ -114,8 +114,8 @@ def test_keep_auto_is_shown_as_a_run_will_choose(tmp_path):
     assert len(placed) == 5 == len(plan["kept"]) and strategy["whole"]
     for row in plan["kept"]:
         assert placed[row["name"]] == {"device": row["device"], "host": row["host"]}
-        line = next(line for line in text.splitlines() if f" {row['name']} " in line)
-        assert line.replace("│", " ").split()[-5:] == [
+        line = next(line for line in text.splitlines() if line.startswith(f"{row['name']} "))
+        assert line.split()[-5:] == [
             str(row["device"]), str(row["host"]), f"{row['device_gib']:.2f}",
             f"{row['host_gib']:.2f}", f"{row['saved_ms']:.1f}",
         ]  # fmt: skip
@@ -139,7 +139,6 @@ def test_gathering_inside_nodes_is_shown_with_both_links():
         "--verbose",
     )
     assert "gather inside nodes, ring between them, on 2 nodes x 8 ranks" in text
-    assert "backward circulates kv" in text
     (second,) = (line for line in text.splitlines() if line.startswith("node 1 "))
     assert second.split() == ["node", "1", *map(str, range(8, 16))]
     lines = [line for line in text.splitlines() if "a rank sends" in line]

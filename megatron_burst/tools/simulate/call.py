@@ -138,10 +138,8 @@ def pass_time(
     """`attention_time` on any number of nodes, without spans; by default in training."""
     if call.traders:
         base = pass_time(replace(call, traders=None), hardware, direction, sample, pass_tflop)
-        seconds, link = _trade_seconds(call, hardware), call.traders.spans_nodes
-        at = Link.INTER if link else Link.INTRA
-        waits = [(each, wait + seconds * (each is at)) for each, wait in base.waits]
-        return Timeline(base.seconds + seconds, (), tuple(waits))
+        seconds = base.seconds + _trade_seconds(call, call.traders, hardware)
+        return replace(base, seconds=seconds)
     if sample:  # each shard's work depends on its documents
         even = call.layout is Layout.DOCUMENTS or call.intra == "a2a"
         ranks = _simulated(call) if even else range(call.topology.cp_size)
@@ -159,10 +157,10 @@ def pass_time(
     return Timeline(base.seconds + times * (base.seconds - less.seconds), (), tuple(waits))
 
 
-def _trade_seconds(call: AttentionCall, hardware: Hardware) -> float:
+def _trade_seconds(call: AttentionCall, traders: Topology, hardware: Hardware) -> float:
     """Of q, k and v there and the output back, or of their gradients: nothing hides them. Each is
     copied twice, to and from what is sent."""
-    shape, ranks, nodes = call.shape, call.traders.cp_size, call.traders.inter_size
+    shape, ranks, nodes = call.shape, traders.cp_size, traders.inter_size
     heads = shape.heads_q + shape.heads_kv
     num_bytes = shape.batch * shape.tokens * heads * (shape.dim_qk + shape.dim_v) * shape.itemsize
     seconds = hardware.links.intra.seconds(num_bytes * (1 / nodes - 1 / ranks))
