@@ -181,14 +181,14 @@ def mfu_doubt(job: Job, best: Candidate) -> tuple[str, list[str]]:
     doubts = list(_of_speed(job))
     if not best.time or doubts:
         return "", doubts
-    error, of = STEP_ERROR, "the largest error of a measured step on one node"
+    error, of = STEP_ERROR, ", the largest error of a measured step on one node"
     if best.memory.node:
-        error, of = COPIES_ERROR, "the largest error of a measured step that copies to the host"
+        error, of = COPIES_ERROR, ", the largest error of a measured step that copies to the host"
     if job.gpus > job.on_node:
         error = BETWEEN_ERROR
-        of = "9 of 10 attention calls on two emulated nodes; no step ran between nodes"
+        of = ". On two emulated nodes, 9 of 10 attention calls were within it; no step ran"
     low, high = ((1 + sign * error) * best.time.mfu for sign in (-1, 1))
-    return f" ({low:.0%} to {high:.0%})", [f" may be off by {error:.0%} ({of})"]
+    return f" ({low:.0%} to {high:.0%})", [f" may be off by {error:.0%}{of}"]
 
 
 def links_in_words(job: Job) -> str:

@@ -48,7 +48,7 @@ def layout_note(script: Script, lengths: Lengths | None) -> list[str]:
 
 def tokens_of(seq: str) -> int:
     """Tokens of a sequence, which must be given."""
-    require("plan", [(seq, "--seq-length must be given, because everything depends on it",
+    require("plan", [(seq, "--seq-length must be given, because time and memory depend on it",
                       "none, neither as an option nor in the model's file",
                       "write for example --seq-length 1M")])  # fmt: skip
     return whole_number(seq, "--seq-length")

@@ -12,7 +12,7 @@ from megatron_burst.schedule.modes import describe_mode
 from megatron_burst.schedule.spec import Direction
 from megatron_burst.schedule.topology import Link
 from megatron_burst.tools.hardware import GIB
-from megatron_burst.tools.job.candidate import Candidate, slower_part
+from megatron_burst.tools.job.candidate import ROOMY, Candidate, slower_part
 from megatron_burst.tools.job.flags import OFFLOADED
 from megatron_burst.tools.job.memory import NAMES, Memory
 from megatron_burst.tools.job.peer import GAIN_ERROR, GAIN_EXCESS_BETWEEN, gain
@@ -24,7 +24,7 @@ from megatron_burst.tools.simulate.call import pass_time, sent_bytes
 from megatron_burst.tools.terminal import new_console, say
 from megatron_burst.tools.units import digits, in_units
 
-_TOP = 12  # strategies that are shown
+_TOP = 8  # strategies that are shown
 _SMALL = 0.005  # share of a sum below which a part is left out
 _LINKS = {Link.INTRA: "NVLink", Link.INTER: "the network"}
 
@@ -115,10 +115,12 @@ def _why_best(found: Sequence[Candidate]) -> str:
         return "the only strategy with the given options"
     if not best.fits:
         return f"of {len(found)} strategies, this one lacks least:"
-    others = [one for one in found if one.fits and one.strategy.layout != best.strategy.layout]
-    slower, _ = slower_part(others[0], best) if others else ("", "")
-    after = f"; next: {others[0].strategy.layout}, {slower} slower" if others else ""
-    return f"the fastest of {len(found)} strategies{after}; --search shows more"
+    alike = [one for one in found if one.fits and one.is_tight == best.is_tight]
+    room = "fit" if best.is_tight else f"leave {1 - ROOMY:.0%} of memory"
+    why = f"fastest of {len(alike)} that {room}"
+    for other in [one for one in alike if one.strategy.layout != best.strategy.layout][:1]:
+        why += f"; next: {other.strategy.layout}, {slower_part(other, best)[0]} slower"
+    return f"{why} (--search)"
 
 
 def _show_parts(console: Console, shown: Shown) -> None:

@@ -71,9 +71,9 @@ def test_packed_attention_between_nodes_takes_as_much_longer_as_is_printed():
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        ("llama3-8b --gpus 8 --cp 8 --keep all", "MFU may be off by 10% (the largest error of a"),
-        ("llama3-8b --gpus 8 --cp 8 --keep all --offload", "MFU may be off by 17% (the largest"),
-        ("llama3-8b --gpus 16", "MFU may be off by 21% (9 of 10 attention calls on two emulated"),
+        ("llama3-8b --gpus 8 --cp 8 --keep all", "MFU may be off by 10%, the largest error of a"),
+        ("llama3-8b --gpus 8 --cp 8 --keep all --offload", "MFU may be off by 17%, the largest"),
+        ("llama3-8b --gpus 16", "MFU may be off by 21%. On two emulated nodes, 9 of 10"),
         ("qwen3-30b-a3b --gpus 8", "MFU is too high: experts 768 wide are counted at the speed"),
         ("llama3-8b --gpus 8 --hardware b200", "MFU has no known error: no step was measured on"),
     ],
@@ -90,9 +90,11 @@ def test_the_error_of_mfu_stands_beside_it(job, said):
         "llama3-8b --seq-length 1M",
         "llama3-8b --seq-length 1M --search",
         "qwen3-30b-a3b --seq-length 128k",
-        "deepseek-v3 --seq-length 128k --gpus-per-node 8",
+        "deepseek-v3 --seq-length 128k",
+        "deepseek-v3 --seq-length 128k --search",
+        "llama3-405b --seq-length 1M",
     ],
 )
 def test_a_plan_fits_a_terminal(job):
-    lines = run(*job.split(), "--gpus", "128", COLUMNS="100").splitlines()
+    lines = run(*job.split(), "--gpus", "64", COLUMNS="100", code=None).splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
