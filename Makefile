@@ -11,7 +11,7 @@ ARGS ?=
 # Plans, kernels, simulated ranks, recomputation, parts of the loss, the rules about the code; without
 # Megatron, the command line and most real processes, which take most of the time.
 FAST := $(addprefix tests/, schedule resolve kernels attention masks checks desync recompute loss \
-  tools/job tools/simulate test_shards.py test_config.py test_docs.py test_environment.py test_layers.py) \
+  tools/job tools/simulate test_shards.py test_slice_makers.py test_config.py test_docs.py test_environment.py test_layers.py) \
   --ignore-glob='*/test_processes.py' --ignore=tests/attention/test_refusals.py \
   --ignore=tests/schedule/test_check.py \
   --ignore=tests/loss/test_linear.py --ignore=tests/loss/test_memory.py

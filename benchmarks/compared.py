@@ -133,16 +133,14 @@ def markdown_table(rows: Sequence[Row], pass_: str) -> str:
 
 def library_table(rows: Sequence[Row]) -> str:
     """One line a problem and pass of which a library was measured: burst, and the fastest mode of
-    each library, TransformerEngine the last; BurstError if a ratio would be of two commits or
-    machines."""
+    each library; BurstError if a ratio would be of two commits or machines."""
     every = [each for each in compare(rows) if each.burst and any(map(each.fastest, LIBRARIES))]
     if not every:
         return "No library was measured."
-    impls = *LIBRARIES, "te"
     for each in every:
-        check_alike(each, [each.burst, *map(each.fastest, impls)])
+        check_alike(each, [each.burst, *map(each.fastest, LIBRARIES)])
     columns: dict[str, Cell] = {"burst": lambda each: _speed(each.burst)}
-    for impl in impls:
+    for impl in LIBRARIES:
         columns[f"{impl} (mode)"] = lambda each, impl=impl: _named(each.fastest(impl))
         columns[f"burst / {impl}"] = lambda each, impl=impl: _ratio(each.burst, each.fastest(impl))
     return _table(columns, every, ("heads", "S", "pass"))

@@ -30,10 +30,10 @@ from benchmarks.frontier_table import frontier_table
 from benchmarks.rows import check_appendable, read
 from benchmarks.sheets import FRONTIER_CSV, FrontierRow
 from benchmarks.tables import spread
+from megatron_burst.errors import require
 from megatron_burst.recompute.offload import host_memory
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.terminal import Device
-from megatron_burst.tools.units import whole_number
 from megatron_burst.tools.world import World, attempt, clean_up, started, timed_ms
 
 if TYPE_CHECKING:
@@ -195,25 +195,20 @@ def table(csvs: runner.Csvs) -> None:
 def plot(
     picture: Annotated[Path, Argument(help="what is written, such as docs/frontier.png")],
     csvs: runner.Csvs,
-    model: Annotated[
-        list[str] | None,
-        Option(help="repeatable, default all; qwen3-1.7b:32K is of that many tokens alone"),
+    run: Annotated[
+        list[str] | None, Option(help="repeatable, as rows name it; default: each problem's last")
     ] = None,
 ) -> None:
-    """Peak memory across and time upwards, one panel for each problem's last run."""
+    """Peak memory across and time upwards, one panel a run."""
     from benchmarks.frontier_plot import draw_frontier
 
-    asked = [each.partition(":")[::2] for each in model or ()]
-    cases.models_of([name for name, _ in asked])  # there are such
-    wanted = {
-        (name, whole_number(tokens, "--model", cases.WHO) if tokens else None)
-        for name, tokens in asked
-    }
-    rows = [
-        row for row in read(csvs, FRONTIER_CSV)
-        if not wanted or {(row.model, row.seq), (row.model, None)} & wanted
-    ]  # fmt: skip
-    draw_frontier(rows, picture)
+    rows = read(csvs, FRONTIER_CSV)
+    for each in run or ():
+        require(cases.WHO, [(
+            any(row.run.startswith(each) for row in rows), "--run must name a run of the CSVs, "
+            "because a panel is one", each, "name one of theirs",
+        )])  # fmt: skip
+    draw_frontier([row for row in rows if not run or row.run.startswith(tuple(run))], picture)
     typer.echo(picture)
 
 

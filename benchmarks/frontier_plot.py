@@ -9,45 +9,46 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
-from benchmarks.frontier_cases import MODELS, problem_in
+from benchmarks.frontier_cases import problem_in
 from benchmarks.frontier_table import Point, hull_of, points_of, runs_in
 from benchmarks.sheets import FrontierRow
 from benchmarks.style import BURST, MEGATRON, legend_below, measured_on, picture
 
-_DPI, _COLUMNS, _FONT = 160, 3, 9
+_DPI, _COLUMNS, _FONT = 160, 3, 8
 _ANGLES, _REACHES = range(0, 360, 15), (4, 11, 21, 33, 47)  # degrees; points from name to point
 _LED = 14  # points from which on a thin line leads to the name
 _STEP = 3  # pixels between two points of a line that names keep clear of
 _MARGIN = 5  # pixels around a name, half a marker's among them
 _SIDES = {True: ("burst", BURST, "o"), False: ("Megatron", MEGATRON, "s")}
-_READ = (
-    "full recomputes all, off nothing; auto-7 may add 7 GiB to full's peak\n"
-    "axes do not begin at 0; hollow: a mix of two other settings is faster in its memory"
-)
+_WORDS = {  # of settings
+    "full": "all layers recomputed", "off": "nothing recomputed", "mlp": "MLPs recomputed",
+    "offload": "offloading", "offload+mlp": "offloading and MLPs", "keep": "attention kept",
+}  # fmt: skip
+_READ = "peak memory counts what a stream still reads; axes do not begin at 0"
 
 
 def draw_frontier(rows: Sequence[FrontierRow], path: Path) -> None:
-    """Draw a panel for each problem, of its latest run that has settings of both sides, in the
-    models' order.
-
-    Bars are the fastest and the slowest step. A line joins the settings that mixing others over
-    layers could not beat; others are hollow. Those that failed are left out, and so are rows whose
-    peak leaves out what copies still read, if others have it.
+    """Draw a panel for each problem, of its latest run that has settings of both sides, the longest
+    samples first. A line joins the settings that mixing others over layers could not beat; no
+    others are drawn, and neither are rows whose peak leaves out what copies still read, if others
+    have it.
     """
     panels: dict[tuple, tuple[FrontierRow, list[Point]]] = {}
     rows = [row for row in rows if row.active_gib is not None] or rows
     for _, own in sorted(runs_in(rows), key=lambda run: run[1][0].run):
         points = [one for one in points_of(own) if one.ms and one.peak_gib is not None]
         if {point.is_burst for point in points} == {True, False}:
-            panels[_place(own[0])] = own[0], points
+            row = own[0]
+            panels[-row.seq, row.documents, row.model, row.layers, row.ranks] = row, points
     columns = min(_COLUMNS, len(panels)) or 1
     lines = -(-len(panels) // columns) or 1
-    with picture(path, 3.5 * columns, 3.15 * lines + 1, _DPI) as figure:
+    with picture(path, 3.9 * columns, 3.3 * lines + 0.9, _DPI) as figure:
         axes = list(figure.subplots(lines, columns, squeeze=False).flat)
         drawn = list(zip(axes, (panels[place] for place in sorted(panels)), strict=False))
         for axis, (row, points) in drawn:
             _panel(axis, points)
-            axis.set_title(problem_in(row), fontsize=10)
+            gpus = f"{row.ranks} GPU{'s' * (row.ranks > 1)}"
+            axis.set_title(f"{problem_in(row)}, {gpus}", fontsize=9)
         for axis in axes[len(panels) :]:
             axis.remove()
         legend_below(figure, title=_READ)
@@ -57,39 +58,39 @@ def draw_frontier(rows: Sequence[FrontierRow], path: Path) -> None:
             _name(axis, points)
 
 
-def _place(row: FrontierRow) -> tuple:
-    sample = row.seq, not row.documents, row.documents, row.ranks
-    return list(MODELS).index(row.model), row.layers, *sample
-
-
 def _panel(axis: Axes, points: Sequence[Point]) -> None:
     for is_burst, (label, colour, marker) in _SIDES.items():
-        own = [point for point in points if point.is_burst is is_burst]
-        best = hull_of(own)
-        for point in own:
-            bars = [[point.ms - point.ms_min], [point.ms_max - point.ms]]
-            axis.errorbar(
-                point.peak_gib, point.ms, bars, marker=marker, color=colour, capsize=2, lw=0.8,
-                linestyle="none", mfc=colour if point in best else "white", ms=5,
-            )  # fmt: skip
-        hull = [(point.peak_gib, point.ms) for point in best]
-        if hull:
-            axis.plot(*zip(*hull, strict=True), color=colour, marker=marker, ms=5, label=label)
-    axis.set(xlabel="peak GiB", ylabel="ms of a step")
+        best = [(one.peak_gib, one.ms / 1e3) for one in _hull(points, is_burst)]
+        axis.plot(*zip(*best, strict=True), color=colour, marker=marker, ms=5, label=label)
+    axis.set(xlabel="peak GiB of a GPU", ylabel="seconds a step")
     axis.margins(0.2, 0.15)
     axis.grid(alpha=0.3)
+    axis.annotate(
+        "better", (0.78, 0.78), (0.97, 0.94), xycoords="axes fraction", fontsize=_FONT,
+        ha="right", arrowprops={"arrowstyle": "->"},
+    )  # fmt: skip
+
+
+def _hull(points: Sequence[Point], is_burst: bool) -> list[Point]:
+    return hull_of([point for point in points if point.is_burst is is_burst])
 
 
 def _name(axis: Axes, points: Sequence[Point]) -> None:
-    """Each point's setting beside it, those on the lines first."""
-    lines = [[(point.peak_gib, ms) for ms in (point.ms_min, point.ms_max)] for point in points]
-    hulls = [hull_of([one for one in points if one.is_burst is side]) for side in _SIDES]
-    lines += [[(point.peak_gib, point.ms) for point in hull] for hull in hulls]
+    """Each point's setting beside it."""
+    hulls = [_hull(points, side) for side in _SIDES]
+    lines = [[(point.peak_gib, point.ms / 1e3) for point in hull] for hull in hulls]
     names = [
-        (point.name.partition(":")[2], (point.peak_gib, point.ms), _SIDES[point.is_burst][1])
-        for point in sorted(points, key=lambda one: not any(one in hull for hull in hulls))
-    ]
+        (_words(point.name), (point.peak_gib, point.ms / 1e3), _SIDES[point.is_burst][1])
+        for hull in hulls for point in hull
+    ]  # fmt: skip
     name_points(axis, names, lines, _FONT)
+
+
+def _words(name: str) -> str:
+    """What a picture calls a setting."""
+    setting = name.partition(":")[2]
+    kind, _, budget = setting.partition("-")
+    return f"auto, {budget} GiB more" if kind == "auto" and budget else _WORDS.get(setting, setting)
 
 
 def name_points(

@@ -1,11 +1,11 @@
-"""What the hardware allows beside what burst reaches: tables of docs/benchmarks/limits.md, which
-`benchmarks.show docs` makes; and what one GPU reaches without attention, as CSV:
+"""What the hardware allows: a table of docs/benchmarks/comparison.md, which `benchmarks.show docs`
+makes; and what one GPU reaches without attention, as CSV:
 
 python -m benchmarks.limits --out limits.csv     a matrix product, and a copy in its own memory
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -14,29 +14,19 @@ import torch
 import typer
 
 from benchmarks import sheets
-from benchmarks.compared import check_alike, compare
 from benchmarks.facts import stamp
-from benchmarks.planned import sent_by
 from benchmarks.rows import read
 from benchmarks.runner import App, Out, check_out, save
-from benchmarks.tables import Ratio, repetitions, share_of_peak, spread
-from megatron_burst.schedule.topology import Link
+from benchmarks.tables import repetitions, spread
 from megatron_burst.tools.hardware_file import preset_of
 from megatron_burst.tools.speeds import Run, matmul, times_ms
 from megatron_burst.tools.terminal import Device
-from megatron_burst.tools.units import in_units
 from megatron_burst.tools.world import World, started
 
 RESULTS = Path(__file__).parent / "results"
 _LINK = re.compile(r"ring ([\d.]+), all-to-all ([\d.]+) GB/s (on one|between 2)")
 FOUR = "attention_4xh200_one_node+peers_4xh200_one_node"
-CAUSAL = (
-    ("attention_2xh200_one_node", (65536, 131072)),
-    (FOUR, (65536, 131072, 262144, 524288)),
-    ("attention_2x2xh200", (65536, 131072, 262144)),
-)  # fmt: skip
 _MEMORY_GBS = 4800.0  # of an H200, in its data sheet
-NVLINK_GBS = 300.0  # a ring shift inside emulated nodes, where rows have only that between them
 _SIDES = {"cuda": (4096, 8192, 16384), "cpu": (256,)}
 _COPIED = {"cuda": (2**30, 2**32), "cpu": (2**20,)}  # bytes
 Lines = Iterator[tuple[str, ...]]
@@ -91,76 +81,6 @@ def _links() -> Lines:
     yield what, "", _span(rings), "`attention_2x2xh200.csv`"
 
 
-def attention() -> Lines:
-    """Causal attention: how near it comes to the kernel alone, and to the links' speed."""
-    yield (
-        "GPUs", "heads", "tokens", "TFLOP/s", "of the kernel alone", "of the data sheet",
-        "ms", "ms of transfers inside nodes", "between nodes",
-    )  # fmt: skip
-    for name, lengths in CAUSAL:
-        for one in compare(sheet(name)):
-            row, alone = one.burst, one.ceiling
-            if one.problem.pass_ != "fwd_bwd" or row.seq not in lengths or row.heads_kv != 8:
-                continue
-            check_alike(one, [row, alone])
-            sent, speed = sent_by(row), rates(row)[0]
-            inside = NVLINK_GBS if row.nodes > 1 else speed
-            yield (
-                " + ".join([f"{row.ranks // row.nodes}"] * row.nodes),
-                f"{row.heads_q}/{row.heads_kv}", in_units(row.seq), f"{row.tflops_per_gpu:.0f}",
-                f"{Ratio.of(row, alone).value:.2f}" if alone else "", _share(row), f"{row.ms:.1f}",
-                f"{sent.get(Link.INTRA, 0) / inside / 1e6:.1f}",
-                f"{sent[Link.INTER] / speed / 1e6:.1f}" if row.nodes > 1 else "",
-            )  # fmt: skip
-
-
-def packed() -> Lines:
-    """Packed documents on two GPUs."""
-    yield "heads", "tokens", "documents", "TFLOP/s", "of the kernel alone", "of the data sheet"
-    for one in compare(sheet("packed_2xh200_one_node", sheets.PACKED_CSV)):
-        row, alone = one.burst, one.ceiling
-        if one.problem.pass_ == "fwd_bwd" and row.mask.startswith("drawn") and alone:
-            yield (
-                f"{row.heads_q}/{row.heads_kv}", in_units(row.seq), f"{row.num_documents}",
-                f"{row.tflops_per_gpu:.0f}", f"{Ratio.of(row, alone).value:.2f}", _share(row),
-            )  # fmt: skip
-
-
-def steps() -> Lines:
-    """Whole training steps of two Llama-3-8B layers on two GPUs, and the LM head alone."""
-    yield "what", "tokens", "TFLOP/s a GPU", "of the matrix product", "of the data sheet"
-    losses = [row for row in sheet("loss_h200", sheets.LOSS_CSV) if row.ms]
-    square = median({row.matmul_tflops for row in losses})
-    names = {
-        "megatron": "step, Megatron, full recomputation", "burst": "step, burst, attention kept",
-        "megatron-keep": "step, Megatron, attention kept",
-        "burst-recompute": "step, burst, full recomputation, packed",
-    }  # fmt: skip
-    newest = {(row.seq, row.impl): row for row in sheet("slices_2xh200", sheets.SLICES_CSV)}
-    for row in newest.values():
-        if row.impl in names:
-            packed = row.documents and row.impl == "megatron"
-            kind = names[row.impl] + ", packed" * bool(packed)
-            rate = row.tflops_per_gpu
-            yield kind, in_units(row.seq), f"{rate:.0f}", f"{rate / square:.2f}", _share(row)
-    heads = {
-        (row.hidden, row.tokens): row for row in losses
-        if (row.ranks, row.impl, row.vocab) == (1, "burst:forward", 131072)
-    }  # fmt: skip
-    for (hidden, tokens), row in sorted(heads.items()):
-        rate = row.gemm_efficiency * row.matmul_tflops
-        share = share_of_peak(rate, row.gpu)
-        yield (
-            f"LM head and loss, forward mode, hidden {hidden}", in_units(tokens),
-            f"{rate:.0f}", f"{row.gemm_efficiency:.2f}", f"{share:.2f}",
-        )  # fmt: skip
-
-
-TABLES: dict[str, Callable[[], Lines]] = {
-    "machine": machine, "attention": attention, "packed": packed, "steps": steps,
-}  # fmt: skip
-
-
 def _files(name: str) -> str:
     """Those of `sheet`, for a page."""
     return ", ".join(f"`{one}.csv`" for one in name.split("+"))
@@ -176,11 +96,6 @@ def _span(values) -> str:
     digits = 0 if max(values) > 50 else 1
     least, most = (f"{bound:.{digits}f}" for bound in (min(values), max(values)))
     return f"{median(values):.{digits}f} ({least}-{most})"
-
-
-def _share(row) -> str:
-    """Of the data sheet's bf16 peak of the row's GPU."""
-    return f"{share_of_peak(row.tflops_per_gpu, row.gpu):.2f}"
 
 
 @app.command()

@@ -24,7 +24,7 @@ _IN_PAGES = {  # implementations, in the order of their columns
     "liger": "Liger", "quack": "QuACK", "cce": "CCE",
 }  # fmt: skip
 _GONE = "burst:auto"  # a mode of earlier commits
-_LEFT_OUT = _GONE, "megatron:unfused", "torch:linear"  # which loss-rows.md tells of
+_LEFT_OUT = _GONE, "megatron:unfused", "torch:linear"
 
 
 def loss_table(rows: Sequence[LossRow]) -> str:
@@ -38,19 +38,6 @@ def loss_table(rows: Sequence[LossRow]) -> str:
         "status": lambda row: "ok" if row.status == "ok" else f"{row.status}: {_short(row.note)}",
     }
     return listed(columns, sorted(rows, key=_line))
-
-
-def every_run(rows: Sequence[LossRow], size: str) -> str:
-    """Markdown: a line for each row of one size, by ranks, tokens and day; arguments as of
-    `heads_by_tokens`."""
-    columns = {
-        "day": lambda row: row.date[:10],
-        "tokens, GPUs (TP)": lambda row: f"{in_units(row.tokens)}, {row.ranks}",
-        "impl": lambda row: row.impl,
-        **_measured(rows),
-    }
-    of_size = sorted(_of_size(rows, size), key=lambda row: (_line(row), row.date[:10]))
-    return listed(columns, of_size)
 
 
 def native_of(row: LossRow, rows: Sequence[LossRow]) -> LossRow | None:

@@ -1,7 +1,6 @@
 """The planner's prediction for a benchmark row, before or after it is measured."""
 
 import re
-from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -14,7 +13,7 @@ from megatron_burst.rules import a2a_pass_bytes, max_heads
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.spec import AttentionShape, Direction, Kernel
-from megatron_burst.schedule.topology import Link, pretend_nodes
+from megatron_burst.schedule.topology import pretend_nodes
 from megatron_burst.tools.hardware import GIB, Curve, Hardware, LinkSpeed
 from megatron_burst.tools.hardware_file import preset_of
 from megatron_burst.tools.job.layer_time import layer_seconds
@@ -31,7 +30,6 @@ from megatron_burst.tools.simulate.call import (
     pass_time,
     resolved,
     run_by,
-    sent_bytes,
 )
 from megatron_burst.tools.simulate.kernels import Timer
 from megatron_burst.tools.simulate.sample import Packing, Sample
@@ -88,12 +86,6 @@ def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
     if isinstance(row, PackedRow):
         return _of_packed(row, hardware)
     return _of_kernel(row, hardware) if row.impl == "ceiling" else _of_attention(row, hardware)
-
-
-def sent_by(row: Row) -> dict[Link, int]:
-    """Bytes that the fullest rank of a row's run of burst sends on each kind of link."""
-    call = resolved(_call(row, preset_of(row.gpu, "a benchmark's row")))
-    return sum((Counter(sent_bytes(call, direction)) for direction in _passes(row)), Counter())
 
 
 def _of_attention(row: Row, hardware: Hardware) -> Prediction:

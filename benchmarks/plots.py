@@ -20,9 +20,7 @@ _ALONE = "one length of each"
 _UNITS = {"tflops": "TFLOP/s per GPU", "memory": "GiB above inputs and outputs, worst rank"}
 type Kind = Literal["tflops", "memory"]
 _DPI = 200  # twice a README's column, for sharp screens
-_ON_CUDNN = "burst:backend=cudnn"
-_MEAN = "burst: mean, least and most of several problems"
-_BOUND, _SAME = "burst's kernel alone, no transfers", "burst on TransformerEngine's kernel"
+_MEAN = "geometric mean, and the slowest and the fastest case"
 
 
 def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
@@ -60,7 +58,7 @@ def _draw(comparisons: list[Comparison], kind: Kind, path: Path) -> None:
             _panel(axis, list(members.values()), kind, colours)
             axis.set(title=title, xlabel="tokens of the sequence")
             axis.set_xticks(range(len(members)), list(members))
-        look.legend_below(figure)
+        look.legend_below(figure, columns=5)
         where = look.measured_on(row for each in comparisons for row in each.rows.values())
         figure.suptitle(f"attention, forward and backward, {_UNITS[kind]}: {where}")
 
@@ -92,9 +90,21 @@ def _panel(axis: Axes, members: list[Comparison], kind: Kind, colours: Mapping[s
         names = [name for name in colours if name in each.rows and name not in bounds]
         for place, name in enumerate(names):
             at = x + (place - (len(names) - 1) / 2) * width
-            _bar(axis, at, width, each.rows[name], kind, color=colours[name], label=name)
+            _bar(
+                axis,
+                at,
+                width,
+                each.rows[name],
+                kind,
+                color=colours[name],
+                label=look.words_of(name),
+            )
     for name in bounds if kind == "tflops" else ():
-        style = {"color": colours[name], "ls": _LINES[name.partition(":")[0]], "label": name}
+        style = {
+            "color": colours[name],
+            "ls": _LINES[name.partition(":")[0]],
+            "label": look.words_of(name),
+        }
         for x, each in enumerate(members):
             if name in each.rows and each.rows[name].ms:
                 axis.hlines(each.rows[name].tflops_per_gpu, x - 0.45, x + 0.45, **style)
@@ -128,10 +138,6 @@ class Gains:
     speed: list[float] = field(default_factory=list)
     # for each problem, peak memory of that mode / burst's
     memory: list[float] = field(default_factory=list)
-    # as speed, of burst's kernel alone, without transfers: what burst could reach
-    kernel: list[float] = field(default_factory=list)
-    # as speed, of burst on cuDNN, TransformerEngine's kernel, where it ran
-    same_kernel: list[float] = field(default_factory=list)
 
 
 def gains_of(rows: Sequence[Row]) -> list[Gains]:
@@ -144,14 +150,11 @@ def gains_of(rows: Sequence[Row]) -> list[Gains]:
         burst, te = each.burst, each.best_te
         if each.problem.pass_ != "fwd_bwd" or burst is None or te is None:
             continue
-        check_alike(each, [burst, te, each.ceiling, each.rows.get(_ON_CUDNN)])
+        check_alike(each, [burst, te])
         label = _label(each.problem)
         gains = kinds.setdefault(label, Gains(label))
         gains.speed.append(Ratio.of(burst, te).value)
         gains.memory.extend(_memory(each))
-        others = (gains.kernel, each.ceiling), (gains.same_kernel, each.rows.get(_ON_CUDNN))
-        for found, row in others:
-            found += [ratio.value] if (ratio := Ratio.of(row, te)) else []
     return [gains for gains in kinds.values() if len(gains.speed) > 1]
 
 
@@ -184,22 +187,14 @@ def draw_gains(rows: Sequence[Row], path: Path) -> None:
     gains = gains_of(rows)
     with look.picture(path, 8, 0.62 * len(gains) + 1.8, _DPI) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-        _bars(left, [each.speed for each in gains], "times as fast")
+        _bars(left, [each.speed for each in gains], "times as fast as TransformerEngine")
         _bars(right, [each.memory for each in gains], "TransformerEngine's memory / burst's")
-        alone, same = (
-            {y: geometric_mean(found) for y, found in enumerate(every) if found}
-            for every in ([each.kernel for each in gains], [each.same_kernel for each in gains])
-        )
-        ends = [y - 0.4 for y in alone], [y + 0.4 for y in alone]
-        left.vlines(list(alone.values()), *ends, colors="black", ls="--", lw=1.4, label=_BOUND)
-        marks = {"color": "white", "markeredgecolor": look.INK, "label": _SAME}
-        left.plot(same.values(), same.keys(), "D", **marks)
         for axis in (left, right):
             axis.set_xlim(0, None)
         left.set_yticks(range(len(gains)), [each.label for each in gains])
         left.invert_yaxis()
-        look.legend_below(figure, columns=2, fontsize=9)
-        title = "attention, forward and backward: TransformerEngine's fastest mode / burst"
+        look.legend_below(figure, fontsize=9)
+        title = "attention, forward and backward, beside TransformerEngine's fastest mode"
         figure.suptitle(f"{title}\n{look.measured_on(rows)}", fontsize=11)
 
 

@@ -10,30 +10,24 @@ rows=benchmarks/results
 run() { echo "== $*"; "$@" >/dev/null; }
 
 # tables
-run "$python" -m benchmarks.show docs docs/benchmarks/*.md docs/decisions/programs-and-the-engine.md
+run "$python" -m benchmarks.show docs docs/benchmarks/*.md
 
 # what was measured
 run "$python" -m benchmarks.show gains docs/gains.png $rows/{attention_2x,attention_4x,peers_4x}h200_one_node.csv \
     $rows/{packed_2x,packed_4x}h200_one_node.csv $rows/{attention_2x2x,packed_2x1x}h200.csv
-run "$python" -m benchmarks.frontier plot docs/frontier.png $rows/frontier_1xh200.csv \
-    --model qwen3-8b --model qwen3-4b --model llama3.2-1b --model qwen3-1.7b:32K
-for name in {attention_2x,packed_2x}h200_one_node attention_2x2xh200; do
-    run "$python" -m benchmarks.show plot $rows/$name.csv # NAME_tflops.png, NAME_memory.png
+run "$python" -m benchmarks.frontier plot docs/frontier.png $rows/frontier_{4xh200,1xh200}.csv \
+    --run 2026-11-27T07:26 --run 2026-11-26T06:50 --run 2026-11-26T06:48
+for name in packed_2xh200_one_node attention_2x2xh200; do # NAME_tflops.png
+    run "$python" -m benchmarks.show plot $rows/$name.csv
 done
 run "$python" -m benchmarks.show plot $rows/{attention,peers}_4xh200_one_node.csv # of the first name
-run "$python" -m benchmarks.show plot $rows/packed_2x1xh200.csv # packed_2x1xh200_tflops.png
-rm -f $rows/packed_2x1xh200_memory.png                          # no page shows it
-for name in recompute_2xh200 recompute_4xh200; do # NAME_trade.png
-    run "$python" -m benchmarks.show recompute $rows/$name.csv
-done
+rm -f $rows/*_memory.png                                                          # no page shows them
 for name in loss_curves_1xh200 loss_curves_2xh200 loss_curves_2xh200_defaults; do # NAME.png
     run "$python" -m benchmarks.show curves $rows/$name.csv
 done
 run "$python" -m benchmarks.show loss $rows/loss_h200.csv # loss_h200_loss.png
 run "$python" -m benchmarks.accuracy $rows/accuracy_4xh200.csv $rows/accuracy_cpu.csv --plot docs/accuracy.png \
     --title "error of attention against float64: 4 x H200, 2026-11-21; simulated ranks, 2026-11-26"
-run "$python" -m benchmarks.timeline draw $rows/timeline_4xh200_128k_32_32.csv docs/timeline.png \
-    --title "one GPU in a forward and a backward, 128K tokens, 32/32 heads; 4 x H200, 2026-11-21"
 run "$python" docs/draw_soak.py # soak.png, soak_gpu.png
 
 # what was predicted

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from benchmarks import curves_table, limits, loss_table, sheets, steps_table
+from benchmarks import limits, loss_curves, loss_table, losses, sheets, steps_table
 from benchmarks.compared import library_table, markdown_table
 from benchmarks.facts import now
 from benchmarks.rows import append, is_packed, read
@@ -102,12 +102,13 @@ _TABLES: dict[str, Callable[[Sequence[str]], str]] = {
     "table": partial(_of_attention, partial(markdown_table, pass_="fwd_bwd")),
     "libraries": partial(_of_attention, library_table),
     "frontier": partial(_of_steps, steps_table.frontier_lines),
-    "overview": partial(_of_steps, steps_table.overview_lines),
+    "jobs": lambda words: markdown(steps_table.job_lines(words)),
+    "rates": lambda words: markdown(steps_table.rate_lines(words)),
     "slices": partial(_of_steps, steps_table.slice_lines),
     "recompute": partial(_of_rows, sheets.RECOMPUTE_CSV, 0, steps_table.modes_by_length),
     "loss": partial(_of_rows, sheets.LOSS_CSV, 1, loss_table.heads_by_tokens),
-    "loss_rows": partial(_of_rows, sheets.LOSS_CSV, 1, loss_table.every_run),
-    "limits": lambda words: markdown(limits.TABLES[words[0]]()),
+    "limits": lambda words: markdown(limits.machine()),
+    "losses": lambda words: markdown(losses.TABLES[words[0]]()),
 }
 
 
@@ -143,7 +144,7 @@ def loss(csvs: Csvs) -> None:
 @app.command()
 def curves(csvs: Csvs) -> None:
     """Loss curves: how far apart runs are at the end."""
-    _show(csvs, sheets.CURVES_CSV, curves_table.curves_table, curves_table.draw_curves)
+    _show(csvs, sheets.CURVES_CSV, loss_curves.curves_table, loss_curves.draw_curves)
 
 
 def _show(csvs: list[Path], sheet: sheets.Sheet, table: Callable, draw: Callable) -> None:

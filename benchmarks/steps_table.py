@@ -11,11 +11,12 @@ from benchmarks.frontier_cases import FULL, problem_in
 from benchmarks.frontier_table import HEAD, Point, in_equal_memory, line_of, points_of, speedup
 from benchmarks.rows import read
 from benchmarks.sheets import FRONTIER_CSV, SLICES_CSV, FrontierRow, Row, SliceRow
-from benchmarks.style import colours_of, legend_below, measured_on, optional, picture
+from benchmarks.style import colours_of, gpu_of, legend_below, measured_on, optional, picture
+from benchmarks.tables import measured_by
 from megatron_burst.errors import require
 from megatron_burst.tools.units import in_units
 
-_WHO = "benchmarks.show docs"
+_WHO, _ROOT = "benchmarks.show docs", Path(__file__).parents[1]
 _NAMES = {  # of settings of slices
     "burst": "burst, `--burst-keep all`", "burst-recompute": "burst",
     "megatron": "Megatron, `p2p`", "megatron-a2a": "Megatron, `a2a`",
@@ -27,16 +28,18 @@ _A_LINE = 3  # panels
 _MODES = {  # of layers in pages, in their order
     "megatron:full": "full recomputation, Megatron + TE p2p", "burst:none": "full recomputation",
     "burst:half": "`--burst-keep half`",
-    "burst:all-half-layers": "`--burst-keep all`, half of the layers",
     "burst:all": "`--burst-keep all`",
     "burst:all-offload": "`--burst-keep all --burst-keep-offload results`",
     "megatron:full-keep": "`--burst-keep all` with Megatron's TE p2p",
-    "burst:selective": "selective (attention only)",
-    "megatron:selective": "selective, Megatron + TE p2p", "burst:off": "no recomputation",
+    "burst:off": "no recomputation",
     "megatron:off": "no recomputation, Megatron + TE p2p",
     "burst:attention": "attention's forward alone",
 }  # fmt: skip
-_LEFT_OUT = ("megatron:attention",)
+_LEFT_OUT = ("megatron:attention", "burst:all-half-layers", "burst:selective", "megatron:selective")
+_SIDES = (
+    "Megatron, every layer recomputed", "Megatron, its fastest setting",
+    "burst, the least memory", "burst, in the memory of Megatron's fastest",
+)  # fmt: skip
 Lines = list[list[str]]
 
 
@@ -51,38 +54,72 @@ def frontier_lines(path: Path, runs: Sequence[str]) -> Lines:
     return [list(compress(line, some)) for line in (HEAD, *lines)]
 
 
-def overview_lines(path: Path, runs: Sequence[str]) -> Lines:
-    """A line a run: full recomputation beside `auto` with the least memory, and Megatron's fastest
-    other setting beside burst's fastest one in no more memory."""
+def job_lines(words: Sequence[str]) -> Lines:
+    """A line a run, in seconds and GiB: Megatron with every layer recomputed and its fastest
+    setting, burst with the least memory and its fastest setting in no more than the latter's."""
     head = [
-        "step", "Megatron, full recomputation", "`--burst-keep auto`", "times as fast",
-        "Megatron's fastest setting that saves memory", "burst in its memory", "times as fast",
+        "step", *_SIDES, "times as fast as full", "times as fast as the fastest", "measured",
     ]  # fmt: skip
-    return [head, *(_overview(rows) for rows in _runs(path, runs))]
+    return [head, *(_job(rows) for rows in _named(words))]
 
 
-def _overview(rows: Sequence[FrontierRow]) -> list[str]:
-    points = {point.name: point for point in points_of(rows) if point.ms}
-    full = points.get(FULL)
-    autos = [point for name, point in points.items() if name.startswith("burst:auto")]
-    auto = min(autos, key=lambda point: (point.peak_gib, point.ms))
-    gains = in_equal_memory(list(points.values()))
-    others = [points[name] for name in gains if name not in (FULL, "megatron:off")]
-    peer = min(others, key=lambda point: point.ms, default=None)
-    gain, best = gains[peer.name] if peer else (None, "")
+def rate_lines(words: Sequence[str]) -> Lines:
+    """The same settings of the same runs, in tokens/s of a GPU and MFU."""
+    shown = [(rows, _four(points_of(rows))) for rows in _named(words)]
+    lines = ([_step(rows), *(map(_rate, four))] for rows, four in shown)
+    return [["tokens/s a GPU, MFU", *_SIDES], *lines]
+
+
+def _job(rows: Sequence[FrontierRow]) -> list[str]:
+    full, fastest, least, ours = four = _four(points_of(rows))
+    row = next(row for row in rows if row.ms)
+    steps = sorted({point.steps for point in four if point})
+    count = " to ".join(map(str, dict.fromkeys((steps[0], steps[-1]))))
+    told = [row.date[:10], *measured_by(row), f"{count} steps"]
     return [
-        problem_in(rows[0]), _cell(full), _cell(auto),
-        tables.shown(speedup(auto, full) if full else None, 2), _cell(peer),
-        _cell(points.get(best)), tables.shown(gain, 3),
+        _step(rows), *map(_cell, four), tables.shown(least and full and speedup(least, full), 2),
+        tables.shown(ours and fastest and speedup(ours, fastest), 3), ", ".join(told),
     ]  # fmt: skip
+
+
+def _four(points: Sequence[Point]) -> list[Point | None]:
+    """Megatron with every layer recomputed, its fastest setting, burst's `keep` or `auto` with the
+    least memory, and its fastest setting in no more than that of Megatron's fastest one."""
+    able = {point.name: point for point in points if point.ms}
+    peers = [point for point in able.values() if not point.is_burst]
+    fastest = min(peers, key=lambda point: point.ms, default=None)
+    kept = [one for name, one in able.items() if name.startswith(("burst:keep", "burst:auto"))]
+    least = min(kept, key=lambda point: (point.peak_gib, point.ms), default=None)
+    gains = in_equal_memory(points)
+    own = able[gains[fastest.name][1]] if fastest and fastest.name in gains else None
+    return [able.get(FULL), fastest, least, own]
+
+
+def _step(rows: Sequence[FrontierRow]) -> str:
+    row = rows[0]
+    return f"{problem_in(row)}, {row.ranks} {gpu_of(row.gpu)}"
 
 
 def _cell(point: Point | None) -> str:
     if point is None:
         return "-"
     name = point.name.partition(":")[2]
-    said = "" if name == "full" else f" (`{name}`)"
-    return f"{point.ms:.0f} ms, {point.peak_gib:.1f} GiB{said}"
+    return f"{point.ms / 1e3:#.3g}, {point.peak_gib:.1f} (`{name}`)"
+
+
+def _rate(point: Point | None) -> str:
+    return f"{point.tokens_per_s:.0f}, {100 * point.mfu:.1f} %" if point else "-"
+
+
+def _named(words: Sequence[str]) -> list[list[FrontierRow]]:
+    """The rows of runs that follow the CSV that they are in."""
+    found, path = [], None
+    for word in words:
+        if word.endswith(".csv"):
+            path = Path(word)
+        else:
+            found += _runs(path, [word])
+    return found
 
 
 def slice_lines(path: Path, sequences: Sequence[str]) -> Lines:
@@ -113,7 +150,7 @@ def _slice(row: SliceRow, ours: SliceRow) -> list[str]:
 
 def _runs(path: Path, names: Sequence[str]) -> list[list[FrontierRow]]:
     """The rows of each run, in the order of the names."""
-    rows = read([path], FRONTIER_CSV)
+    rows = read([_ROOT / path], FRONTIER_CSV)
     found = [[row for row in rows if row.run.startswith(name)] for name in names]
     for name, own in zip(names, found, strict=True):
         require(_WHO, [(

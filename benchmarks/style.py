@@ -37,6 +37,13 @@ _MODES = {  # names share a colour if they are the same, or a peer's like of ano
     "#4d7c0f": "liger", "#84cc16": "quack", "#a16207": "cce", "#525250": "torch",
     "#000000": "ceiling:auto", "#78716c": "ceiling:cudnn", "#8a8a86": "other order",
 }  # fmt: skip
+_WORDS = {
+    "burst": "burst", "te": "TransformerEngine", "ceiling": "kernel alone", "one_gpu": "one GPU",
+    "auto": "", "zigzag": "documents at any token", "p2p": "ring", "a2a": "all-to-all",
+    "all_gather": "gather", "a2a+p2p": "all-to-all and ring", "backend=cudnn": "on cuDNN",
+    "inter=ring": "ring between nodes", "inter=a2a": "all-to-all between nodes",
+    "cudnn": "cuDNN", "fa4": "FlashAttention-4",
+}  # fmt: skip
 _COLOURS = {name: colour for colour, names in _MODES.items() for name in names.split(", ")}
 _OTHERS = (
     "#db2777", "#475569", "#15803d", "#7c2d12", "#b45309", "#86198f", "#0891b2", "#9f1239",
@@ -55,6 +62,14 @@ def colours_of(names: Iterable[str]) -> dict[str, str]:
         wanted = [*filter(None, [_known(name)]), *_OTHERS[first:], *_OTHERS[:first]]
         found[name] = next((each for each in wanted if each not in found.values()), wanted[0])
     return {name: found[name] for name in names}
+
+
+def words_of(name: str) -> str:
+    """What a legend calls an implementation or its mode."""
+    impl, _, mode = name.partition(":")
+    mode, _, layout = mode.partition("@")
+    said = _WORDS.get(mode, mode.replace("_", "-").replace("=", " "))
+    return ", ".join(filter(None, (_WORDS.get(impl, impl), said, _WORDS.get(layout, layout))))
 
 
 def colour_of(name: str) -> str:
@@ -76,7 +91,7 @@ def measured_on(rows: Iterable[Any]) -> str:
     if nodes > 1 and not others:
         emulated = any("of one machine" in row.link for row in rows)
         where = f"{nodes} {'emulated ' * emulated}nodes x {count // nodes} "
-    gpus = sorted({where + _short(row.gpu) for row in rows})
+    gpus = sorted({where + gpu_of(row.gpu) for row in rows})
     days = sorted({row.date[:10] for row in rows if row.date})
     when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""
     return ", ".join(filter(None, [" and ".join(gpus), when]))
@@ -103,7 +118,7 @@ def legend_below(figure: Any, columns: int = 6, **style: Any) -> None:
     figure.legend(handles.values(), handles.keys(), **where)
 
 
-def _short(gpu: str) -> str:
+def gpu_of(gpu: str) -> str:
     """A GPU's name without its maker, memory, clock and temperature."""
     name = gpu.partition(";")[0].removeprefix("NVIDIA ")
     preset = name.removeprefix("predicted for ")

@@ -9,7 +9,7 @@ from pathlib import Path
 from posixpath import relpath
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,15 +21,25 @@ ELSEWHERE = {
     "benchmarks/README.md": "benchmarks/harness.md",
     "examples/README.md": "examples.md",
     "patches/README.md": "patches.md",
+}
+# pages that others link to, but neither the navigation nor the search has
+ASIDE = {
+    "LICENSES.md": "licences.md",
+    "benchmarks/columns.md": "benchmarks/columns.md",
+    "conformance/README.md": "conformance.md",
+    "conformance/upstream/README.md": "upstream.md",
     "tests/README.md": "tests.md",
 }
+PAGES = ELSEWHERE | ASIDE
 _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what is not in docs/."""
-    for path, uri in ELSEWHERE.items():
-        files.append(File.generated(config, uri, content=(ROOT / path).read_text()))
+    for path, uri in PAGES.items():
+        level = InclusionLevel.NOT_IN_NAV if path in ASIDE else InclusionLevel.UNDEFINED
+        content = (ROOT / path).read_text()
+        files.append(File.generated(config, uri, content=content, inclusion=level))
     for file in files.documentation_pages():
         for path in _outside(file.content_string, _source(file.src_uri)):
             copy = f"files/{path}"
@@ -42,6 +52,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Point links of the repository at pages and files of the site."""
     uri = page.file.src_uri
     source = _source(uri)
+    if source in ASIDE:
+        page.meta["search"] = {"exclude": True}
 
     def target(match: re.Match) -> str:
         path = _resolved(match[1], source)
@@ -52,7 +64,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _source(uri: str) -> str:
     """Where a page is in the repository."""
-    return {page: path for path, page in ELSEWHERE.items()}.get(uri, DOCS + uri)
+    return {page: path for path, page in PAGES.items()}.get(uri, DOCS + uri)
 
 
 def _resolved(link: str, source: str) -> str:
@@ -64,11 +76,11 @@ def _resolved(link: str, source: str) -> str:
 def _outside(markdown: str, source: str) -> set[str]:
     """Files that are linked, are in the repository, and are no pages."""
     found = {_resolved(link, source) for link in _LINK.findall(markdown)}
-    return {path for path in found if not path.startswith(DOCS) and path not in ELSEWHERE}
+    return {path for path in found if not path.startswith(DOCS) and path not in PAGES}
 
 
 def _uri(path: str) -> str:
     """The site's address of a path of the repository."""
     if path.startswith(DOCS):
         return path.removeprefix(DOCS)
-    return ELSEWHERE.get(path, f"files/{path}")
+    return PAGES.get(path, f"files/{path}")

@@ -224,7 +224,7 @@ def csvs() -> str:
         "All CSVs below `benchmarks/results` and `benchmarks/predictions` have rows of these "
         "kinds, generated from `benchmarks/sheets.py`. A column has one meaning in all of them. A "
         "last column `superseded`, where there is one, has the commit that made a row obsolete "
-        "([rows stay](../benchmarks/method.md#rows-stay)).",
+        "([rows stay](../docs/benchmarks/how-measured.md#rows-stay)).",
         "",
         "| written by | columns |",
         "| --- | --- |",
@@ -245,7 +245,7 @@ PAGES = {
     "reference/flags.md": flags,
     "reference/command-line.md": command_line,
     "reference/errors.md": refusals,
-    "reference/csv.md": csvs,
+    "../benchmarks/columns.md": csvs,
 }
 
 if __name__ == "__main__":

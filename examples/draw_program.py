@@ -136,6 +136,6 @@ if __name__ == "__main__":
     )  # fmt: skip
     backward = Spec(
         pretend_nodes(4, 2), shape, intra="gather", heads_per_round=2, circulate=Circulate.KV,
-        pulled=True, direction=Direction.BACKWARD,
+        pulled=True, saves_remote=True, direction=Direction.BACKWARD,
     )  # fmt: skip
     save_picture([backward], Path(__file__).parents[1] / "docs" / "program.png")

@@ -128,8 +128,8 @@ def window_of(
 def sample_args_of(
     cu_seqlens: object, padded: object, longest: object, parents: object, slices: object
 ) -> tuple[str, ...]:
-    """Which arguments describe a packed sample or a mask of slices; beside boundaries ranks need
-    not all say the longest."""
+    """Which arguments describe a packed sample or a mask of slices. With boundaries `max_seqlen`
+    does not count, because ranks may pass it or not."""
     if cu_seqlens is slices is padded is longest is parents is None:
         return ()
     names = "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "prefix_tree", "slices"

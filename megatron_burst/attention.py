@@ -105,7 +105,8 @@ def burst_attention(
             kind of each part of the score matrix that is computed, by positions in the whole
             sample; all else is masked. Kinds: 0 full; 1 causal, the last query level with the last
             key; 2 inverse causal, the first query level with the first key; 3 both. They must not
-            overlap, and no key may be behind a query unless `causal` is False. `layout` "zigzag" or
+            overlap, and unless `causal` is False no
+            key may be at a later position than its query. `layout` "zigzag" or
             "contiguous", or "zigzag-documents" with `cu_seqlens`, which then says only where rows
             are. Makers of usual masks: `megatron_burst.slices`.
         sink: [h], float32 or q's dtype: attention sinks, one more score for each query of a head,
@@ -155,7 +156,7 @@ def burst_attention(
         passes = state.resolved[key or call] = _prepare(call, group, state)
     if qkv_format == "thd":
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    documents: SampleMask | None = None
+    sample_mask: SampleMask | None = None
     try:
         q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
         if state.sharded is not None:
@@ -166,10 +167,10 @@ def burst_attention(
             )
         if sample_args:
             sizes = q.shape[1], group.size(), k.shape[1]
-            documents = _documents(state, sample, causal, sizes, layout, q)
+            sample_mask = _sample_mask(state, sample, causal, sizes, layout, q)
     except Exception as error:  # out of memory too: a rank must not skip a pass without a word
         state.refuse(error)
-    run = partial(_attend, passes=passes, documents=documents, layer=layer)
+    run = partial(_attend, passes=passes, sample_mask=sample_mask, layer=layer)
     tensors = (q, k, v) if sink is None else (q, k, v, sink)
     out, lse = passes.keep(run, tensors) if passes.keep else run(*tensors)
     if qkv_format == "thd":
@@ -258,6 +259,7 @@ def _describe_choices(
     if spec.topology.cp_size == 1:
         return [*choices, Decision("one rank: the kernel alone")]
     choices += [Decision(f"{row}"), reasons["intra"]]
+    choices += [Decision(f"layout {spec.layout}")] * spec.mask.documents
     if spec.intra == "ring" or row.inter_size > 1:
         choices.append(_labelled("circulate", reasons["circulate"]))
     if spec.intra == "gather":
@@ -275,7 +277,7 @@ def _labelled(label: str, choice: Decision) -> Decision:
     return replace(choice, value=f"{label} {choice.value}")
 
 
-def _documents(
+def _sample_mask(
     state: Group,
     sample_values: tuple,
     causal: bool,
@@ -283,7 +285,7 @@ def _documents(
     layout: str,
     like: Tensor,
 ) -> SampleMask:
-    """The documents of a sample, or its slices.
+    """What a sample says of the mask: its documents, or its slices.
 
     Raises:
         BurstError: if they are refused.
@@ -307,35 +309,35 @@ def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, passes: Passes,
-    documents: SampleMask | None, layer: int,
+    sample_mask: SampleMask | None, layer: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tensors = (q, k, v) if sink is None else (q, k, v, sink)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     followed = differentiated and not recording()  # backward follows without recomputation
     run = passes if followed else passes.for_recompute or passes
     if not passes.check:
-        return BurstAttentionFunction.apply(q, k, v, sink, run, documents, layer)
+        return BurstAttentionFunction.apply(q, k, v, sink, run, sample_mask, layer)
     from megatron_burst.checks.spot_checks import checked  # which most runs never load
 
-    return checked(BurstAttentionFunction.apply, (q, k, v, sink), run, documents, layer)
+    return checked(BurstAttentionFunction.apply, (q, k, v, sink), run, sample_mask, layer)
 
 
 class BurstAttentionFunction(torch.autograd.Function):
     """The two passes of one call; saves out and forward's state."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sink, passes, documents, layer):
-        text = documents.text if documents else None
-        span = range_of_pass(Direction.FORWARD, layer, passes.spec.intra)
+    def forward(ctx, q, k, v, sink, passes, sample_mask, layer):
+        text = sample_mask.text if sample_mask else None
+        span = range_of_pass(Direction.FORWARD, layer, passes.spec)
         # they run different programs
         kind = PassKind.RECORDING if recording() else PassKind.FORWARD
         with span, _without_autocast(q), Pass(passes.announcer, kind, layer=layer) as running:
             begin = partial(running.begin, text)
-            out, lse, saved = passes.forward(q, k, v, documents, begin, sink)
+            out, lse, saved = passes.forward(q, k, v, sample_mask, begin, sink)
             out = out.to(q.dtype)
         of_sink = (sink, lse) if ctx.needs_input_grad[3] else (None, None)
         ctx.save_for_backward(out, *of_sink, *saved)
-        ctx.passes, ctx.documents, ctx.layer = passes, documents, layer
+        ctx.passes, ctx.sample_mask, ctx.layer = passes, sample_mask, layer
         ctx.its_backward = partial(Pass, passes.announcer, PassKind.BACKWARD, running.number, layer)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
@@ -348,12 +350,13 @@ class BurstAttentionFunction(torch.autograd.Function):
         if dout is None:
             return (None,) * 7
         out, sink, lse, *saved = ctx.saved_tensors
-        span = range_of_pass(Direction.BACKWARD, ctx.layer, ctx.passes.spec.intra)
+        span = range_of_pass(Direction.BACKWARD, ctx.layer, ctx.passes.spec)
         with span, _without_autocast(out), ctx.its_backward() as running:
-            begin = partial(running.begin, ctx.documents.checked_text() if ctx.documents else None)
+            text = ctx.sample_mask.checked_text() if ctx.sample_mask else None
+            begin = partial(running.begin, text)
             dout = _readable(dout)
             delta = row_delta(dout, out) if ctx.needs_input_grad[3] else None
-            grads = ctx.passes.backward(saved, out, dout, ctx.documents, begin, delta)
+            grads = ctx.passes.backward(saved, out, dout, ctx.sample_mask, begin, delta)
             dsink = None if delta is None else sink_grad(sink, lse, delta)
             return *(grad.to(out.dtype) for grad in grads), dsink, None, None, None
 

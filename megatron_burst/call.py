@@ -47,12 +47,13 @@ class Call:
 
     @property
     def sliced(self) -> bool:
-        """Whether a run is told what a query sees by slices, which a tree becomes."""
+        """Whether slices say what a query sees; a tree becomes slices."""
         return "slices" in self.sample_args or "prefix_tree" in self.sample_args
 
     @property
     def mask(self) -> Mask:
-        """Which keys a query sees, by position; slices, as documents, only tell a run."""
+        """What the program knows of which keys a query sees: a band of positions. The sample, with
+        its documents or slices, says the rest when the call runs."""
         if self.sliced:
             in_order = self.causal and self.layout != Layout.DOCUMENTS
             return Mask(None, 0 if in_order else None, True)

@@ -1,7 +1,7 @@
 """The interface of BurstAttention and BurstEngine (the package burst_attn) on this engine, so that
 a script changes one import only.
 
-docs/how-to/burst-engine.md has a table of all arguments: what each does in the original and here.
+docs/versions.md has a table of all arguments, and how each differs from the original.
 """
 
 from collections.abc import Callable, Iterator, Sequence

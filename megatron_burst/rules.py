@@ -78,7 +78,7 @@ def a2a_pass_bytes(
     `replicated` for its ranks.
 
     Forward: Q, K, V there; the output and lse back. Backward: dO and delta there; dQ, dK, dV back.
-    With `again` backward sends Q, K, V and lse too: kept results replace the forward that would
+    With `resends` backward sends Q, K, V and lse too: kept results replace the forward that would
     have saved them.
     """
     q = shape.rows_q * shape.dim_qk * shape.itemsize

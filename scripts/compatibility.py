@@ -23,12 +23,12 @@ HEAD = """# Compatibility
 `scripts/compatibility.py` generates this page from [compatibility.csv](compatibility.csv), which
 `make test-matrix` writes. Do not edit it.
 
-A cell names the tests that passed: the file, `gpt` for `tests/mcore/test_gpt.py`, and in brackets
-the case or the function, or how many cases. The number after "no" and "not all" refers to the
-list at the end: what the release lacks for the other tests. The script says which tests belong to a
-row; the CSV has the result of every test by its full name. All tests run on the CPU, in processes
-over gloo without TransformerEngine, and most of them compare with Megatron without context
-parallelism. Tests that need a GPU are in `tests/gpu`, and run with 0.19.2.
+A tick says that the tests of a row passed with that release. A number stands for what the release
+lacks ([the list](#what-releases-lack)): behind a tick for some of the tests, behind "no" for all of
+them. The CSV has the result of every test.
+
+All tests run on the CPU, in processes over gloo without TransformerEngine, and most compare with
+Megatron without context parallelism. `tests/gpu` runs with 0.19.2.
 
 Of Apex, the extension for gradients of weights was run on one H200, [by hand](versions.md#apex);
 its fused layer norm was not. The table's tests run on CPUs, where `tests/mcore/test_apex.py` puts
@@ -223,34 +223,16 @@ def name_of(test: Outcome) -> str:
 
 
 def cell(tests: list[Outcome], release: str, reasons: list[str]) -> str:
-    """The files and cases that passed, in words; what failed; or the number of the reason why
-    nothing ran."""
-    results = {test: test.results[release] for test in dict.fromkeys(tests)}
-    failed = [test.name for test, result in results.items() if result == "failed"]
-    if failed:
-        return f"**fails**: `{'`, `'.join(failed)}`"
-    passed: dict[str, list[str]] = {}
-    for test, result in results.items():
-        if result == "passed":
-            passed.setdefault(test.file, []).append(test.case)
-    named = [f"`{file}` [{in_words(cases)}]" for file, cases in passed.items()]
-    lacking = dict.fromkeys(r for r in results.values() if r.startswith("skipped"))
-    numbers = []
-    for why in (result.removeprefix("skipped: ") for result in lacking):
-        if why not in reasons:
-            reasons.append(why)
-        numbers.append(str(reasons.index(why) + 1))
-    if numbers:
-        named.append(f"{'not all' if passed else 'no'}<sup>{', '.join(numbers)}</sup>")
-    return ", ".join(named) or "not run"
-
-
-def in_words(cases: list[str]) -> str:
-    """Names of one case or two, functions' without their underscores; of more how many."""
-    if len(cases) > 2:
-        return f"{len(cases)} cases"
-    return "; ".join(re.sub("^test_|_", " ", case).strip() if case[:5] == "test_" else case
-                     for case in cases)  # fmt: skip
+    """A tick if tests passed, and the numbers of the reasons why others did not run."""
+    results = [test.results[release] for test in tests]
+    if "failed" in results:
+        return "**fails**"
+    lacking = dict.fromkeys(result.removeprefix("skipped: ") for result in results
+                            if result.startswith("skipped"))  # fmt: skip
+    reasons += [why for why in lacking if why not in reasons]
+    numbers = ", ".join(map(str, sorted(reasons.index(why) + 1 for why in lacking)))
+    said = "✓" if "passed" in results else "no" if lacking else "not run"
+    return said + f"<sup>{numbers}</sup>" * bool(numbers)
 
 
 def totals(tests: list[Outcome]) -> str:

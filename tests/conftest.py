@@ -23,7 +23,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 if not Path("/dev/nvidiactl").exists():
     # A thread that wakes another is then not interrupted by it. Otherwise a small message over gloo
     # took milliseconds where threads are more than cores, in which gloo's threads were busy:
-    # docs/decisions/benchmarks-packaging-checks.md.
+    # docs/decisions/project.md#where-test-time-went.
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

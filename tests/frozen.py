@@ -6,7 +6,7 @@ In both checkouts the same things are written down, each as a hash or a number u
 programs of all cases of `tests/schedule/cases.py` and of 20,000 drawn calls, and how these resolve;
 bits of out, lse, dq, dk and dv on simulated ranks; simulated times of each mode asked for by name;
 12 plans; what is refused, with which words. Programs are compared by the values of their fields, so
-classes and fields may be renamed: `RENAMED` gives the class its old name.
+classes, fields and buffers may be renamed: `RENAMED` and `BUFFERS` give them their old names.
 """
 
 import json
@@ -54,7 +54,22 @@ RENAMED = {  # classes and values of enums: name now, and before
     "Space.saved": "left",
     "ShardChunk": "Piece",
     "Space.temp": "part",
-    "Space.ring": "hop",
+    "Space.pool": "hop",
+}
+BUFFERS = {  # of programs: first words of a name now, and before
+    "outgoing sum": "leaves",
+    "incoming sum": "arrives",
+    "dkv of rearranged": "made",
+    "rearranged": "seen",
+    "partial dkv": "shares",
+    "restored dkv": "whole",
+    "received dkv": "came",
+    "received": "came",
+    "saved": "left",
+    "all rows": "whole",
+    "own results": "home",
+    "computed": "made",
+    "surrogate out of": "stand-in for",
 }
 
 type Record = dict[str, str | float | dict[str, str]]
@@ -75,7 +90,10 @@ def values(x: Any) -> Any:
         return tuple(sorted(map(values, x)))
     if isinstance(x, range):
         return "range", x.start, x.stop, x.step
-    assert x is None or isinstance(x, str | int | float), type(x)
+    if isinstance(x, str):
+        new = next((new for new in BUFFERS if f"{x} ".startswith(f"{new} ")), "")
+        return BUFFERS[new] + x.removeprefix(new) if new else x
+    assert x is None or isinstance(x, int | float), type(x)
     return x
 
 

@@ -175,7 +175,7 @@ def test_a_release_is_tagged_only_if_all_agree(tmp_path, told):
 
 
 def test_licences_are_those_of_what_is_installed():
-    page = (ROOT / "docs" / "licences.md").read_text()
+    page = (ROOT / "LICENSES.md").read_text()
     rows = re.findall(r"^\| ([\w-]+) \| (\d[\w.]*) \| ([^|]+) \|", page, re.MULTILINE)
     told = {name: (version, licence) for name, version, licence in rows}
     asked = {Requirement(text).name for text in importlib.metadata.requires("megatron-burst")}

@@ -22,7 +22,12 @@ PAGES = runpy.run_path(str(ROOT / "docs" / "reference_pages.py"))["PAGES"]
 
 
 def documents():
-    docs = {*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")}
+    docs = {
+        *(ROOT / "docs").rglob("*.md"),
+        *ROOT.glob("*/README.md"),
+        *(ROOT / "conformance").rglob("*.md"),
+        ROOT / "benchmarks/columns.md",
+    }
     return [*ROOT.glob("*.md"), *sorted(docs)]
 
 
@@ -32,7 +37,7 @@ def test_tests_named_in_documents_exist():
     named = set()
     for path in (ROOT / "docs").rglob("*.md"):
         named |= set(re.findall(r"`(test_\w+)`", path.read_text()))
-    assert len(named) > 10 and named <= there, named - there
+    assert len(named) > 3 and named <= there, named - there
 
 
 def test_relative_links_lead_somewhere():

@@ -118,6 +118,37 @@ def test_package_docstrings_and_contributing_name_modules_that_exist():
         assert (PACKAGE / folder).is_dir() or (PACKAGE.parent / folder).is_dir(), folder
 
 
+def test_documented_attributes_are_attributes():
+    """A class's docstring keeps its names when a field is renamed."""
+    documented = 0
+    for path in MODULES.values():
+        classes = [c for c in ast.walk(ast.parse(path.read_text())) if isinstance(c, ast.ClassDef)]
+        for node in classes:
+            section = (ast.get_docstring(node) or "").partition("Attributes:\n")[2]
+            rows = re.findall(r"^    (\w[\w, ]*):", section.partition("\n\n")[0], re.MULTILINE)
+            names = {getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(node)}
+            names |= {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
+            assert {name for row in rows for name in row.split(", ")} <= names, node.name
+            documented += len(rows)
+    assert documented > 50
+
+
+def test_pages_about_the_code_name_what_it_has():
+    """Identifiers in backticks, on the pages that lead a reader through it."""
+    root = PACKAGE.parent
+    code = {path.stem for name in ("tests", "examples") for path in (root / name).rglob("*.py")}
+    for module, path in MODULES.items():
+        code |= {*module.split(".")}
+        for node in ast.walk(ast.parse(path.read_text())):
+            code |= {getattr(node, field, None) for field in ("id", "attr", "name", "arg")}
+    for name in ("architecture", "concepts/programs"):
+        text = (PACKAGE.parent / "docs" / f"{name}.md").read_text()
+        named = re.findall(r"`([A-Za-z_][\w.]*)(?:\(.*?\))?`", text)
+        words = {word for each in named for word in each.removesuffix(".py").split(".")}
+        words -= {"MEGATRON_BURST", "CUDA_DEVICE_MAX_CONNECTIONS"}  # environment variables
+        assert len(words) > 20 and words <= code, (name, words - code)
+
+
 def test_the_benchmarks_only_get_smaller():
     """One runner, one row format and one table maker: a new benchmark declares its cases."""
     files = [*(PACKAGE.parent / "benchmarks").rglob("*.py")]
@@ -424,3 +455,25 @@ def test_the_house_does_not_grow():
         size = size_of(modules)
         print(f"{what}: {size[0]} modules, {size[1]} lines, {size[2]} of code")
         assert all(now <= most for now, most in zip(size, MOST[what], strict=True)), (what, size)
+
+
+PUBLIC = """
+import importlib, megatron_burst
+names = megatron_burst.__all__
+before = {name: getattr(megatron_burst, name) for name in names}
+for module in {modules}:
+    try:
+        importlib.import_module("megatron_burst." + module)
+    except ImportError:
+        pass  # of a framework that is not installed
+print(len(names), *(name for name in names if getattr(megatron_burst, name) is not before[name]))
+"""
+
+
+def test_public_names_stay_what_they_are_when_all_modules_are_imported():
+    """A module of the same name would take a function's place in the package."""
+    modules = sorted(name for name in MODULES if name and not name.endswith("__main__"))
+    code = PUBLIC.replace("{modules}", repr(modules))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    count, *others = done.stdout.splitlines()[-1].split()
+    assert int(count) >= 19 and others == []

@@ -208,7 +208,7 @@ def test_boundaries_that_are_forgotten_after_a_packed_shard_are_refused_on_all_r
         assert "next tokens: " in turned[2] and "pass whole_sample=True" in turned[2]
 
 
-PAGES = {"README.md": "**You have plain PyTorch.**", "docs/how-to/without-megatron.md": "## Plain"}
+PAGES = {"README.md": "**Plain PyTorch**", "docs/how-to/without-megatron.md": "## Plain"}
 ROOT = Path(__file__).parents[1]
 
 

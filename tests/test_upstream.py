@@ -1,4 +1,4 @@
-"""docs/upstream: what its scripts find here, without a GPU, is what the reports say."""
+"""conformance/upstream: what its scripts find here, without a GPU, is what the reports say."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ from megatron_burst.mcore.offsets import rope_fits
 from megatron_burst.schedule.mask import DOCUMENTS
 from tests.mcore.lacking import needs
 
-UPSTREAM = Path(__file__).parents[1] / "docs" / "upstream"
+UPSTREAM = Path(__file__).parents[1] / "conformance" / "upstream"
 REPORT = (UPSTREAM / "README.md").read_text()
 
 

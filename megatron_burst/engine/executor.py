@@ -36,7 +36,7 @@ class Executor(BoundProgram):
 
     def run(
         self, tensors: Mapping[str, Fields], saved: Mapping[str, Tensor] | None = None,
-        documents: SampleMask | None = None, results: Callable[[], dict[str, Fields]] = dict,
+        sample_mask: SampleMask | None = None, results: Callable[[], dict[str, Fields]] = dict,
         begin: Callable[[], object] = dict, sink: Tensor | None = None,
     ) -> Run:  # fmt: skip
         """Run the program.
@@ -47,14 +47,14 @@ class Executor(BoundProgram):
         Args:
             tensors: the call's inputs by buffer, and outputs to write.
             saved: bytes of buffers that forward saved.
-            documents: documents or slices, if the program's mask has some.
+            sample_mask: documents or slices, if the program's mask has some.
             results: allocates the outputs that are not in `tensors`.
             begin: called when all memory that other ranks write to is allocated.
             sink: [h], attention sinks of the call's query heads.
         """
         device = next(iter(next(iter(tensors.values())).values())).device
         queues = self.transport.queues(device)
-        run = Run(self, dict(tensors), dict(saved or {}), queues, documents, sink)
+        run = Run(self, dict(tensors), dict(saved or {}), queues, sample_mask, sink)
         begin()
         clock = METER.clock(self) if METER.on else None
         steps = self.ranged if profiled() else clock.steps if clock else self.compiler.steps

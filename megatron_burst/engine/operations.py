@@ -162,7 +162,7 @@ def _same_rows(compiler: Compiler, source: Ref, target: Ref) -> bool:
 
 def arrange(compiler: Compiler, op: ops.Arrange) -> BoundOp:
     select = _selecting(compiler, op)
-    return lambda run: select(run, run.documents.arrange_index(op.src_blocks, op.dst_chunks))
+    return lambda run: select(run, run.sample_mask.arrange_index(op.src_blocks, op.dst_chunks))
 
 
 def restore(compiler: Compiler, op: ops.Restore) -> BoundOp:
@@ -170,11 +170,11 @@ def restore(compiler: Compiler, op: ops.Restore) -> BoundOp:
     without_copies = sorted(chunks) == sorted(chunk for block in blocks for chunk in block)
     if without_copies and _same_rows(compiler, op.source, op.target):
         select = _selecting(compiler, op)
-        return lambda run: select(run, run.documents.restore_index(blocks, chunks)[0])
+        return lambda run: select(run, run.sample_mask.restore_index(blocks, chunks)[0])
     sources, targets = ref_fields(compiler, op.source), ref_fields(compiler, op.target)
 
     def bound(run: Run) -> None:
-        copies, source = run.documents.restore_index(blocks, chunks), sources(run)
+        copies, source = run.sample_mask.restore_index(blocks, chunks), sources(run)
         for name, target in targets(run).items():
             sum_rows(target, source[name], copies)
 
@@ -286,7 +286,7 @@ def visible(
     band, positions = Visible(op.mask.left, op.mask.right), op.positions
     if not op.mask.documents:
         return lambda run: band
-    return lambda run: run.documents.visible(band, positions, run.unit, run.executor.backend)
+    return lambda run: run.sample_mask.visible(band, positions, run.unit, run.executor.backend)
 
 
 def attend(compiler: Compiler, op: ops.Attend) -> BoundOp:
@@ -421,9 +421,9 @@ def _needed[T: (ops.Send, ops.Recv)](
     run: Run, endpoints: list[tuple[T, GetRows]]
 ) -> list[tuple[T, GetRows]]:
     """The sends or receives whose rows some rank needs; all ranks know it from their slices."""
-    if run.documents is None:
+    if run.sample_mask is None:
         return endpoints
-    is_seen = run.documents.is_seen
+    is_seen = run.sample_mask.is_seen
     return [(end, rows) for end, rows in endpoints if not end.needed_by or is_seen(end.needed_by)]
 
 

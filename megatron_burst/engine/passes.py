@@ -97,7 +97,7 @@ class Passes:
         return self._executor(Direction.BACKWARD)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: SampleMask | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, sample_mask: SampleMask | None = None,
         begin: Callable[[], object] = dict, sink: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensors]:  # fmt: skip
         """Attention of this rank's queries over the keys of all ranks.
@@ -109,7 +109,7 @@ class Passes:
         executor = self.forward_executor
         tensors = {"q": {"q": q}, "kv": {"k": k, "v": v}}
         results = partial(_results, executor, {"out": (q, v.shape[-1])})
-        run = executor.run(tensors, None, documents, results, begin, sink)
+        run = executor.run(tensors, None, sample_mask, results, begin, sink)
         out, lse = run.fields["out"]["out"], run.fields["out"]["lse"]
         saved = tuple(run.saved[name] for name in executor.program.saved)
         if self._saves_inputs:
@@ -123,7 +123,7 @@ class Passes:
 
     def backward(
         self, saved: Sequence[Tensor], out: Tensor, dout: Tensor,
-        documents: SampleMask | None = None, begin: Callable[[], object] = dict,
+        sample_mask: SampleMask | None = None, begin: Callable[[], object] = dict,
         delta: Tensor | None = None,
     ) -> Tensors:  # fmt: skip
         """Gradients of this rank's q, k and v, in their dtype or the accumulation dtype.
@@ -141,7 +141,7 @@ class Passes:
         rows = {name: (x, dim) for (name, dim), x in zip(dims.items(), like, strict=True)}
         tensors["side"] = side | ({} if delta is None else {"delta": delta})
         buffers = dict(zip(self.forward_executor.program.saved, saved, strict=True))
-        run = executor.run(tensors, buffers, documents, partial(_results, executor, rows), begin)
+        run = executor.run(tensors, buffers, sample_mask, partial(_results, executor, rows), begin)
         return run.fields["dq"]["dq"], run.fields["dkv"]["dk"], run.fields["dkv"]["dv"]
 
 

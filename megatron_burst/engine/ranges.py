@@ -15,7 +15,7 @@ from torch.autograd import profiler
 
 from megatron_burst.engine.run import BoundProgram, Run, Step
 from megatron_burst.schedule.program import Op, Program, Ref, Transfer
-from megatron_burst.schedule.spec import Direction
+from megatron_burst.schedule.spec import Direction, Spec
 from megatron_burst.schedule.topology import Link
 
 if TYPE_CHECKING:
@@ -34,11 +34,12 @@ def range_of(name: str) -> AbstractContextManager:
     return profiler.record_function(name) if profiled() else _NONE
 
 
-def range_of_pass(direction: Direction, layer: int, mode: str) -> AbstractContextManager:
-    """A range around one pass of a call; `layer` 0: unknown."""
+def range_of_pass(direction: Direction, layer: int, spec: Spec) -> AbstractContextManager:
+    """A range around one pass of a call, named by the mode of the pass; `layer` 0: unknown."""
     if not profiled():
         return _NONE
     where = f", layer {layer}" if layer else ""
+    mode = spec.program_spec(0, direction).intra  # backward may have another one than forward
     return profiler.record_function(f"burst {direction}{where}, {mode}")
 
 

@@ -126,11 +126,11 @@ class Run:
 
     def __init__(
         self, executor: BoundProgram, tensors: dict[str, Fields], saved: dict[str, Tensor],
-        queues: OneQueue | Queues, documents: SampleMask | None = None,
+        queues: OneQueue | Queues, sample_mask: SampleMask | None = None,
         sink: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.sink = None if sink is None else sink.contiguous()
-        self.fields, self.saved, self.documents = tensors, saved, documents
+        self.fields, self.saved, self.sample_mask = tensors, saved, sample_mask
         self.executor, self.queues, transport = executor, queues, executor.transport
         self.unit, self.failure = executor.unit, None
         self.slots = {
@@ -154,9 +154,9 @@ class Run:
     def prepare(self, results: Callable[[], dict[str, Fields]]) -> None:
         """Allocate results and indices before the loop, as they belong to the compute stream."""
         self.fields |= results()
-        if self.documents is not None:
+        if (sample := self.sample_mask) is not None:
             for is_back, *chunks in self.executor.compiler.orders:
-                (self.documents.restore_index if is_back else self.documents.arrange_index)(*chunks)
+                (sample.restore_index if is_back else sample.arrange_index)(*chunks)
 
     def sink_of(self, heads: tuple[int, ...]) -> Tensor | None:
         """The sinks of these query heads; None if there are none."""
@@ -197,7 +197,7 @@ class Run:
             return self.slots[buffer.use].flat(buffer.number)[:size]
         if buffer.space is Space.SAVED:
             return self.saved[buffer.name]
-        number = buffer.number if buffer.space is Space.RING else buffer.number % buffer.count
+        number = buffer.number if buffer.space is Space.POOL else buffer.number % buffer.count
         use = buffer.space, buffer.use
         begin = self.executor.arena_offsets[0][use] + number * _aligned(self.executor.uses[use][1])
         return self._flat[begin : begin + size]

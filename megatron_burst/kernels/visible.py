@@ -27,9 +27,9 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Visible(Band):
-    """A band: -left <= key - (query + keys - queries) <= right, where None is no bound.
-
-    So the last query is level with the last key (bottom right), also in each segment.
+    """A band of a kernel call: in each segment, query i of n sees key j of m if
+    -left <= j - (i + m - n) <= right; None is no bound. So the last query is level with the last
+    key.
     """
 
     segments: Segments | None = None  # None: all rows are one segment

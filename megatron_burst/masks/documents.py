@@ -52,7 +52,7 @@ class Documents:
         who: subject of error messages.
 
     Attributes:
-        known: a text that ranks compare, if the boundaries came on the CPU.
+        text: what ranks compare, if the boundaries came on the CPU.
         parents: of the documents, if they are segments of a tree, as `slices_of` makes slices; -1
             for none.
 
@@ -80,9 +80,9 @@ class Documents:
         self._tail_segments = -(-self._tokens // longest) if longest else 1
         to_device = dict(device=device, dtype=torch.int32, non_blocking=True, copy=True)
         ours = (x if x is None or x.is_cuda else y for x, y in zip(bounds, self._host, strict=True))
-        starts, padded = (x if x is None else x.to(**to_device) for x in ours)
-        self._starts = starts if padded is None else padded
-        self._lengths = None if padded is None else starts.diff()
+        real_starts, padded_starts = (x if x is None else x.to(**to_device) for x in ours)
+        self._row_starts = real_starts if padded_starts is None else padded_starts
+        self._lengths = None if padded_starts is None else real_starts.diff()
 
     def _find_longest(self) -> int:
         """Rows of the longest document; rows after the last one count as a document."""
@@ -91,7 +91,7 @@ class Documents:
         return max(int(starts.diff().max()), self._tokens - int(starts[-1]))
 
     def checked_text(self) -> Mapping[str, str]:
-        """A text that ranks compare.
+        """What ranks compare.
 
         Raises:
             BurstError: if the boundaries are invalid.
@@ -121,7 +121,11 @@ class Documents:
         return Visible(band.left, band.right, self.segments(*places, unit))
 
     def segments(self, q: Positions, keys: Positions, unit: int = 1) -> Segments:
-        """Segments of a kernel call with queries and keys at these positions, in units of rows."""
+        """Segments of a kernel call with queries and keys at these positions, in units of rows.
+
+        A document's segment has the rows of the call that lie in the document. It begins behind as
+        many rows of the call as lie before the document, and may be empty.
+        """
         call = q, keys, unit
         if call not in self._segments:
             (of_q, of_keys), q, keys = self._edges, in_rows(q, unit), in_rows(keys, unit)
@@ -137,7 +141,7 @@ class Documents:
         queries. So do rows after the last document, in segments no longer than a document, because
         kernels are launched for that many rows per segment.
         """
-        starts, rows = self._starts, self._tokens - self._starts[-1:]
+        starts, rows = self._row_starts, self._tokens - self._row_starts[-1:]
         before = torch.arange(self._tail_segments, device=starts.device) * self._longest
         full = (rows - before).clamp_(0, self._longest)
         real, begins = torch.zeros_like(full), starts
@@ -243,12 +247,13 @@ class Documents:
     @cached_property
     def _chunk_starts(self) -> Tensor:
         """Where documents would begin if each were one chunk."""
-        return self._starts.long() // (2 * self._cp_size)
+        return self._row_starts.long() // (2 * self._cp_size)
 
     @cached_property
     def followed(self) -> Tensor:
         """By position, whether the next position is in the same document and not padding: bool."""
-        places, starts = torch.arange(self._tokens, device=self._starts.device), self._starts.long()
+        starts = self._row_starts.long()
+        places = torch.arange(self._tokens, device=starts.device)
         document = torch.searchsorted(starts, places, right=True).sub_(1).clamp_(0, len(starts) - 2)
         lengths = starts.diff() if self._lengths is None else self._lengths
         return places - starts[document] + 1 < lengths[document]
@@ -262,8 +267,8 @@ class Documents:
     def _table(self, values: Sequence) -> Tensor:
         """The values on the device, copied asynchronously."""
         table = torch.tensor(values, device="cpu")
-        if self._starts.is_cuda:
-            table = table.pin_memory().to(self._starts.device, non_blocking=True)
+        if self._row_starts.is_cuda:
+            table = table.pin_memory().to(self._row_starts.device, non_blocking=True)
         return table
 
 

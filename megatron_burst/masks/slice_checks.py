@@ -38,8 +38,9 @@ def need_of_pairs(
            "(both)", _first(slices, ~legal), "pass one of them")  # fmt: skip
     ahead = _ahead(slices)
     yield (not (causal and ahead.any()),
-           "with causal=True no slice may have a key behind a query, because such hops are left "
-           "out", _first(slices, ahead), "pass causal=False")  # fmt: skip
+           "with causal=True no slice may have a key at a later position than its query, "
+           "because hops with such keys are left out", _first(slices, ahead),
+           "pass causal=False")  # fmt: skip
     twice = counted_twice(slices)
     yield (twice is None,
            "slices must not overlap, because a pair of a query and a key counts once",

@@ -60,7 +60,7 @@ class Slices:
     waits for the device, except for boundaries of documents that are on a GPU.
 
     Args:
-        given: from the caller; None: those of a tree.
+        tensor: from the caller; None: the slices of the documents' tree.
         causal: whether the caller says that no query sees a later key.
         sizes: tokens on a rank, ranks, sequences of the batch, and keys on a rank.
         layout: how tokens are sharded.
@@ -69,7 +69,7 @@ class Slices:
             are.
 
     Attributes:
-        known: a text that ranks compare.
+        text: what ranks compare, by name.
         slices: int64 [slices, 5], as numpy's.
         documents: as given.
 
@@ -117,7 +117,7 @@ class Slices:
                 f"needs {np.mean(needed):.0%}, and a gather sends no others")  # fmt: skip
 
     def checked_text(self) -> dict[str, str]:
-        """A text that ranks compare; what came on a GPU is checked now."""
+        """What ranks compare; what came on a GPU is checked now."""
         return self.text | dict(self.documents.checked_text() if self.documents else {})
 
     def is_seen(self, between: NeededBy) -> bool:
@@ -150,7 +150,7 @@ class Slices:
         key = (places if isinstance(places, ChunkSegments) else (*places, unit)), native
         if key not in self._visible:
             if isinstance(places, ChunkSegments):
-                (sides,) = places.pairs  # of a mask that is not causal
+                (sides,) = places.pairs  # without a causal band all chunks form one segment
                 q, keys = map(self.documents.places_of, sides)
             else:
                 q, keys = (in_rows(side, unit) for side in places)

@@ -203,7 +203,7 @@ def _of_command(args: Any, sampler: Sampler) -> Iterable[Need]:
     mine = sampler.documents, grid.micro_batches
     theirs = args.global_batch_size, args.global_batch_size // (args.micro_batch_size * grid.dp)
     ramps = getattr(args, "rampup_batch_size", None)
-    yield (not packed.documents_lie_anywhere(),
+    yield (not packed.shards_whole_sample(),
            "documents must be sharded one by one, because BalancedBatches pads and shards them so",
            "--dataloader-inter-document-masking", "leave it out")  # fmt: skip
     yield (

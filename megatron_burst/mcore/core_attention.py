@@ -257,10 +257,10 @@ class BurstForward:
             # slices say alone what is seen; in packed samples padding is at the documents' ends
             causal = "causal" in attn_mask_type.name if slices is None else not sees_later(slices)
             window = window_of_layer(self.layer_config, self.layer_number, causal)
-            is_told = slices is not None or packed.is_packed(packed_seq_params)
-            config = self._resolved(query, key, value, window, causal, is_told)
+            has_sample_mask = slices is not None or packed.is_packed(packed_seq_params)
+            config = self._resolved(query, key, value, window, causal, has_sample_mask)
             sample = packed.sample_of(packed_seq_params, group.size())
-            packed.shards_itself(group)
+            packed.forget_boundaries_of_shard(group)
         out = burst_attention(query, key, value, group=group, causal=causal, window=window,
                               sink=sink, softmax_scale=self.softmax_scale, config=config,
                               layer=self.layer_number, **sample)  # fmt: skip
@@ -279,11 +279,11 @@ class BurstForward:
         return resolved(*what, saves, waits)
 
     def _half_saves(
-        self, query: Tensor, key: Tensor, value: Tensor, window, causal: bool, is_told: bool
+        self, query: Tensor, key: Tensor, value: Tensor, window, causal: bool, has_sample_mask: bool
     ) -> float:
-        """Share of recomputation that keeping half saves; `is_told`: documents or slices come with
-        the call."""
-        mask = Mask(*window_of(window, causal), is_told)
+        """Share of recomputation that keeping half saves; `has_sample_mask`: documents or slices
+        come with the call."""
+        mask = Mask(*window_of(window, causal), has_sample_mask)
         shapes = [x.transpose(0, 1).shape for x in (query, key, value)]
         shape = attention_shape(shapes, query.dtype)
         spec = spec_of(self.config, self.topology, shape, Layout.ZIGZAG, mask, Kernel())

@@ -145,7 +145,7 @@ def log_probs_and_entropy(
         group = packed.group_of(packed_seq_params, _cp_group_of(compute_language_model_loss))
         sample = packed.sample_of(packed_seq_params, group.size())
         names = sample.keys() & {"layout", "cu_seqlens", "cu_seqlens_padded"}
-        packed.shards_itself(group)
+        packed.forget_boundaries_of_shard(group)
         where = {name: sample[name] for name in names}
         targets = next_tokens(input_ids.t(), group=group, **where)  # [s, b]
     else:

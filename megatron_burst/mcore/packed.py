@@ -113,19 +113,19 @@ def layout_of(cp_size: int) -> Layout:
     --dataloader-inter-document-masking, whose documents have any length (get_batch_on_this_cp_rank,
     core/utils.py:2601, then shards the whole sample).
     """
-    return Layout.ZIGZAG if cp_size == 1 or documents_lie_anywhere() else Layout.DOCUMENTS
+    return Layout.ZIGZAG if cp_size == 1 or shards_whole_sample() else Layout.DOCUMENTS
 
 
-def documents_lie_anywhere() -> bool:
+def shards_whole_sample() -> bool:
     """Whether samples are sharded as a whole, so that documents may have any length."""
     args = global_args()
     anywhere = getattr(args, "dataloader_inter_document_masking", False)
     return bool(anywhere and not getattr(args, "sft", False))
 
 
-def shards_itself(group: dist.ProcessGroup) -> None:
-    """Have calls of a group not ask for boundaries after a `shard` of the user's that had some:
-    Megatron shards its samples itself, and its parameters say which are packed."""
+def forget_boundaries_of_shard(group: dist.ProcessGroup) -> None:
+    """Stop the group's calls from asking for the boundaries of the user's last `shard`: Megatron
+    shards its samples itself, and its parameters say which are packed."""
     state = state_of(group)
     state.sharded = state.sharded and (state.sharded[0], False, 0)
 
@@ -190,7 +190,7 @@ def check_rotated(
          "CUDA graphs and in models that only name burst in their spec, because Megatron's RoPE "
          "uses positions in the layer's group",
          f"a group of {group.size()} ranks in a layer of {cp_group.size()}", change),
-        (cp_group.size() == 1 or not documents_lie_anywhere()
+        (cp_group.size() == 1 or not shards_whole_sample()
          or all(patch.live for patch in patches.rows("anywhere")),
          "documents must not start at any token in models that only name burst in their spec, "
          "because Megatron's RoPE assumes that each is sharded on its own",
@@ -298,7 +298,7 @@ def rotate_anywhere(
 ):
     """`apply_rotary_pos_emb`, also for documents that start at any token."""
     group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
-    if cu_seqlens is None or group.size() == 1 or not documents_lie_anywhere():
+    if cu_seqlens is None or group.size() == 1 or not shards_whole_sample():
         return rotate(t, freqs, config, cu_seqlens, mscale, group, *more, **options)
     of_sample = len(freqs) == len(t) * group.size()  # as Megatron tells them apart
     rows = _positions(cu_seqlens, len(t), group, in_documents=not of_sample)

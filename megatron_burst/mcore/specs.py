@@ -19,7 +19,7 @@ from megatron_burst.mcore import core_attention, patches
 from megatron_burst.mcore.args import global_args
 from megatron_burst.mcore.checks import WHO, check_layer, check_run
 from megatron_burst.mcore.options import burst_config_of
-from megatron_burst.mcore.packed import documents_lie_anywhere, follow_groups
+from megatron_burst.mcore.packed import follow_groups, shards_whole_sample
 from megatron_burst.mcore.refusals import refuse
 from megatron_burst.patching import on_undo
 
@@ -154,7 +154,7 @@ def build_burst(init, /, self, *arguments, **options) -> None:
     layer = bound.arguments
     runs_burst = _asks_for_burst(**layer)
     if runs_burst:
-        patches.apply("packed", *["anywhere"] * documents_lie_anywhere())
+        patches.apply("packed", *["anywhere"] * shards_whole_sample())
         layer["submodules"] = _with_burst(**layer)
         layer["cp_comm_type"] = "burst"  # passed on by transformer layers only
     init(*bound.args, **bound.kwargs)

@@ -122,7 +122,7 @@ class HeadsAllToAll:
         emitter = self._emitter
         if round_ >= len(emitter.rounds):
             return
-        this_rank, stream = emitter.spec.cp_rank, Stream.beside(round_)
+        this_rank, stream = emitter.spec.cp_rank, Stream.side_if(round_)
         slot = emitter.slot("heads", round_, Cargo.READ, self._fields(round_), self._slots)
         sources = emitter.refs(round_, self._sources)
         heads_kv = emitter.heads_of(round_)[1]
@@ -146,18 +146,19 @@ class HeadsAllToAll:
         if emitter.reorders and round_ < len(emitter.rounds) and round_ not in rounds:
             rounds.add(round_)
             received, in_order = self._received(round_), self._in_order(round_)
-            emitter.emit(Arrange(received, in_order, *emitter.orders, Stream.beside(round_)))
+            emitter.emit(Arrange(received, in_order, *emitter.orders, Stream.side_if(round_)))
 
     def _received(self, round_: int) -> Ref:
         """Where a round is received, rank by rank: one buffer for all rounds; it is soon read."""
-        return self._emitter.staging("came", round_, "came", self._fields(round_), 1, round_)
+        fields = self._fields(round_)
+        return self._emitter.staging("received", round_, "received", fields, 1, round_)
 
     def _in_order(self, round_: int) -> Ref:
         """Where a round's rows are in order."""
         if self._saves:
             return self._emitter.saved(round_)
         fields, count = self._fields(round_), min(2, len(self._emitter.rounds))
-        return self._emitter.staging("whole", round_, "heads", fields, count, round_)
+        return self._emitter.staging("all rows", round_, "heads", fields, count, round_)
 
     def queries(self, round_: int) -> Ref:
         """The buffer with a round's received query side."""
@@ -215,7 +216,7 @@ class OutputAllToAll:
         """Where a round's results are written: in the slot that is sent next, unless results return
         to the ranks' order first."""
         if self._emitter.reorders:
-            return self._emitter.staging("made", round_, "made", self._fields(round_))
+            return self._emitter.staging("computed", round_, "computed", self._fields(round_))
         return self._slot(round_)
 
     def _slot(self, round_: int) -> Ref:
@@ -228,7 +229,7 @@ class OutputAllToAll:
         emitter, slot = self._emitter, self._slot(round_)
         if emitter.reorders:
             emitter.emit(Restore(self.of(round_), slot, *emitter.orders))
-        received = emitter.staging("home", round_, "results", self._fields(round_))
+        received = emitter.staging("own results", round_, "results", self._fields(round_))
         from_peers, own = emitter.by_rank(received)
         for chunk, rows in own:
             emitter.emit(Copy((slot.at(chunk.node_rows),), rows))
@@ -248,5 +249,5 @@ class OutputAllToAll:
         round_, self._in_flight = self._in_flight, None
         emitter, targets = self._emitter, self._emitter.refs(round_, self._targets)
         ranks, (_, heads_kv) = len(emitter.ranks), emitter.heads_of(round_)
-        received = Ref(f"home {round_}")
+        received = Ref(f"own results {round_}")
         emitter.emit(FromRanks(received, targets, ranks, heads_kv, emitter.copies, stream))

@@ -84,7 +84,7 @@ class AllToAllEmitter(Emitter):
     def saved(self, round_: int) -> Ref:
         """q, k and v of a round's heads that forward saves."""
         fields = self.qkv_fields(round_)
-        return self.buffer(f"left {round_}", Space.SAVED, self.rows, fields, interleaved=True)
+        return self.buffer(f"saved {round_}", Space.SAVED, self.rows, fields, interleaved=True)
 
     def staging(
         self, name: str, round_: int, use: str, fields: Sequence[Field], count: int = 1,

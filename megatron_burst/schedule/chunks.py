@@ -50,7 +50,8 @@ def chunk_pairs(
         queries: chunks, ascending.
         src_blocks: key chunks, by block; ascending in each. They include all chunks of the queries
             or none.
-        mask: causal, full, or a window if keys of all ranks are present.
+        mask: causal or full; a window only over the keys of all ranks, because it is counted in
+            rows of the whole document.
         size: rows of one chunk of all documents together.
     """
     keys = tuple(sorted(chunk for block in src_blocks for chunk in block))
@@ -113,7 +114,7 @@ class NeededBy:
     def of_circulating(cls, spec: Spec, owner: int, ranks: Iterable[int]) -> "NeededBy | None":
         """The owner's circulating shard, at these ranks."""
         owners = (owner,)
-        return cls.of_ranks(spec, *((ranks, owners) if spec.kv_circulates else (owners, ranks)))
+        return cls.of_ranks(spec, *((ranks, owners) if spec.queries_stay else (owners, ranks)))
 
     @classmethod
     def of_nodes(cls, spec: Spec, offset: int, hops: Iterable[int]) -> "NeededBy | None":

@@ -59,7 +59,8 @@ class Emitter:
 
     @property
     def result_dtype(self) -> Dtype:
-        """Dtype of out and gradients: they are summed in place, or written once."""
+        """Dtype in which the program writes out, dq, dk and dv: the input's, because each row is
+        written once. Rings, which sum in place, have a wider one."""
         return Dtype.INPUT
 
     def buffer(
@@ -87,16 +88,16 @@ class Emitter:
         )  # fmt: skip
         return assign_buffers(program)
 
-    def slot_count(self, cargo: Cargo, rounds: int, rows: int, fields: Sequence[Field]) -> int:
-        """How many slots of so many rows the rounds cycle through."""
+    def slot_count(self, cargo: Cargo, transfers: int, rows: int, fields: Sequence[Field]) -> int:
+        """How many slots of so many rows the transfers of a pass take in turns."""
         if not self.spec.pulled:
-            return sent_count(rounds)
+            return sent_count(transfers)
         shape, widths = self.spec.shape, widths_of(self.spec.shape)
         width = sum(field.elements * widths[field.dtype] for field in fields)
         # for the largest power of two of tokens: lengths up to the next power have equal programs
         tokens = power_below(shape.tokens) * self.spec.unit_rows
         num_bytes = rows * tokens / shape.tokens * shape.batch * width
-        return pulled_count(cargo, rounds, num_bytes, tokens)
+        return pulled_count(cargo, transfers, num_bytes, tokens)
 
     def exchange(
         self, cargo: Cargo, slot: Ref, sends: Sequence[Send], recvs: Sequence[Recv]
@@ -145,7 +146,7 @@ class Emitter:
         that has the same delta."""
         if self.spec.kernel.takes_delta:
             return sides
-        name, rows = f"stand-in for {sides[0].buffer}", self.buffers[sides[0].buffer].rows
+        name, rows = f"surrogate out of {sides[0].buffer}", self.buffers[sides[0].buffer].rows
         fields = (f for side in sides for f in self.buffers[side.buffer].fields)
         heads = next(field.heads for field in fields if field.name == "dout")
         out = self.temp(name, rows, (Field("out", heads, self.spec.shape.dim_v),))

@@ -18,7 +18,10 @@ often in order already.
 
 On one node a round is one step. On several, the other nodes' shards circulate (`inter_node`): K and
 V, gathered inside the node in each step; or in backward queries, over keys that are gathered once
-per round.
+per round. A row's *owner* is the rank whose shard has it. If K and V circulate, each node has one
+*holder* of the row: its rank in the owner's column, to which the row was sent. Then dk and dv go
+back in two hops: the ranks of a node send their parts to the holder, which sums them; the holder
+sends the sum to the owner, which adds the sums of all nodes.
 """
 
 from collections import defaultdict
@@ -203,7 +206,7 @@ class KVGather:
     def __init__(self, emitter: _Gather) -> None:
         self._emitter, self._plan, spec = emitter, emitter.plan, emitter.spec
         self._circulating = None
-        received = spec.kv_circulates and not (spec.saves_remote and spec.backward)
+        received = spec.queries_stay and not (spec.saves_remote and spec.backward)
         if received and not emitter.single_node:
             self._circulating = InterNodeRing(
                 emitter, emitter.order, lambda round_: (emitter.kv_ref("kv", round_),),
@@ -258,7 +261,7 @@ class KVGather:
         )  # fmt: skip
         self._copy_own(index, source, slot)
         users = [step]
-        if not spec.kv_circulates:
+        if not spec.queries_stay:
             users = [user for user in emitter.order if user.round == step.round]
         sends = [
             Send(peer, slot.at(chunk.node_rows), needed_by(spec, users, peer, chunk))
@@ -274,13 +277,13 @@ class KVGather:
     def _source(self, step: NodeStep) -> Ref:
         """The shard that this rank contributes: its own, one it received, or one it saved."""
         emitter, offset = self._emitter, step.node_offset
-        if not (offset and emitter.spec.kv_circulates):
+        if not (offset and emitter.spec.queries_stay):
             return emitter.kv_ref("kv", step.round)
         piece = self._circulating and self._circulating.piece(step.round, offset)
         if not emitter.spec.saves_remote:
             assert piece
             return piece
-        name, rows = f"left {step.round}+{offset}", emitter.halos[offset].rows
+        name, rows = f"saved {step.round}+{offset}", emitter.halos[offset].rows
         saved = emitter.buffer(name, Space.SAVED, rows, emitter.kv_fields_of(step.round))
         if piece and rows:
             emitter.emit(Copy((piece,), saved, Stream.SIDE))
@@ -289,8 +292,8 @@ class KVGather:
     def _copy_own(self, index: int, source: Ref, slot: Ref) -> None:
         """Copy the shard that this rank contributes into the slot."""
         emitter, step = self._emitter, self._plan.steps[index]
-        offset = emitter.order[index].node_offset if emitter.spec.kv_circulates else 0
-        stream = Stream.beside(index if step.chunk_pairs else self._is_received(index))
+        offset = emitter.order[index].node_offset if emitter.spec.queries_stay else 0
+        stream = Stream.side_if(index if step.chunk_pairs else self._is_received(index))
         for chunk in step.keys:
             if chunk.cp_rank != emitter.spec.cp_rank:
                 continue
@@ -306,9 +309,9 @@ class KVGather:
         if not pairs or pairs.is_identity:
             return
         source, fields = self.of(index), emitter.kv_fields_of(emitter.order[index].round)
-        target = emitter.double_buffer("seen", index, len(pairs.tile.kv), fields)
+        target = emitter.double_buffer("rearranged", index, len(pairs.tile.kv), fields)
         self._rearranged[index] = target
-        stream = Stream.beside(index)
+        stream = Stream.side_if(index)
         emitter.emit(Arrange(source, target, pairs.src_blocks, pairs.dst_chunks, stream))
 
 
@@ -369,17 +372,16 @@ class PartialKVGrads:
         that is sent; those of rearranged keys in a buffer of their own."""
         emitter, step = self._emitter, self._plan.steps[index]
         if step.chunk_pairs:
-            dtype = emitter.spec.grad_dtype
+            rows, dtype = len(step.chunk_pairs.tile.kv), emitter.spec.grad_dtype
             fields = emitter.dkv_fields_of(emitter.order[index].round, dtype)
-            return [emitter.double_buffer("made", index, len(step.chunk_pairs.tile.kv), fields)]
+            return [emitter.double_buffer("dkv of rearranged", index, rows, fields)]
         slot = self._slot(index)
         return [slot.at(span) for span in consecutive_spans(len(t.kv) for t in step.tiles.gathered)]
 
     def _slot(self, index: int) -> Ref:
-        return self._emitter.buffer(
-            f"shares {index}", Space.SLOT, self._plan.grad_rows, self._fields(index), Cargo.GRAD,
-            index, self.slots,
-        )  # fmt: skip
+        rows, fields = self._plan.grad_rows, self._fields(index)
+        name = f"partial dkv {index}"
+        return self._emitter.buffer(name, Space.SLOT, rows, fields, Cargo.GRAD, index, self.slots)
 
     def compute_own(self, index: int, grads: Gradients, tiles: Sequence[Tile]) -> None:
         """Compute tiles over the rank's own shard, whose parts stay until their step is summed."""
@@ -405,15 +407,15 @@ class PartialKVGrads:
         """A step's parts in the order of the gathered keys."""
         emitter, pairs = self._emitter, self._plan.steps[index].chunk_pairs
         if not pairs:
-            return Ref(f"shares {index}")
-        grads = Ref(f"made {index}")
+            return Ref(f"partial dkv {index}")
+        grads = Ref(f"dkv of rearranged {index}")
         if pairs.is_identity:
             return grads
         if emitter.peers:
             target = self._slot(index)
         else:
             rows, fields = self._plan.grad_rows, self._fields(index)
-            target = emitter.double_buffer("whole", index, rows, fields)
+            target = emitter.double_buffer("restored dkv", index, rows, fields)
         emitter.emit(Restore(grads, target, pairs.src_blocks, pairs.dst_chunks, Stream.SIDE))
         return target
 
@@ -427,7 +429,9 @@ class PartialKVGrads:
             rows_of = {chunk.cp_rank: chunk.node_rows for chunk in step.keys}
             spans, total = [rows_of[peer] for peer, _ in sent], self._plan.num_rows
         fields = self._fields(index)
-        staged = emitter.buffer(f"came {index}", Space.STAGING, total, fields, "shares")
+        staged = emitter.buffer(
+            f"received dkv {index}", Space.STAGING, total, fields, "partial dkv"
+        )
         return [(*grads, staged.at(span)) for grads, span in zip(sent, spans, strict=True)]
 
     def sums(self, index: int) -> list[Sum]:
@@ -449,7 +453,9 @@ class PartialKVGrads:
         return sums_of(parts, split_at_edges(edges, emitter.spec.shape.tokens))
 
 
-Moment = Literal["before", "during", "after"]  # the tiles over gathered keys
+# where in the issue order of a step: before its kernels; directly before or after the kernels over
+# gathered keys; once the next step's transfers have been issued
+Moment = Literal["before", "during", "after"]
 
 
 class KVGradReducer:
@@ -473,11 +479,11 @@ class KVGradReducer:
         self._recvs: Moment = self._adds
         if remote_keys and not (one_slot or by_rank):
             self._recvs = "after"
-        self._stream = Stream.beside(by_rank or self._recvs == "after")
-        self._last_stream = Stream.beside(by_rank)
+        self._stream = Stream.side_if(by_rank or self._recvs == "after")
+        self._last_stream = Stream.side_if(by_rank)
 
     def add(self, moment: Moment, index: int) -> None:
-        """Do what is due of a step's sums at this moment of the next step."""
+        """Issue what is due of a step's sums at this place in the next step."""
         if index >= 0 and moment == self._adds:
             self._reducer.add(index, self._partial_grads.sums(index), self._stream)
         if index >= 0 and moment == self._recvs:

@@ -190,7 +190,7 @@ def gather_steps(spec: Spec, order: Sequence[NodeStep]) -> GatherSteps:
     ranks = spec.topology.grid[spec.topology.coord(spec.cp_rank)[0]]
     make_steps = _steps_by_rank if spec.layout is Layout.DOCUMENTS else _steps_in_sequence
     steps = make_steps(spec, ranks, order)
-    # a step has its own gather, or its round's if queries circulate
+    # each step gathers; if queries circulate, only the first step of a round
     begins = (spec.circulate is Circulate.KV or step.first for step in order)
     gathers = tuple(count - 1 for count in accumulate(begins))
     return GatherSteps(
@@ -227,8 +227,8 @@ def _steps_by_rank(
     steps = []
     for offset in range(topology.inter_size):
         remote = topology.grid[(row - offset) % topology.inter_size]
-        kv_circulates = spec.circulate is Circulate.KV
-        q_owner, kv_owners = (this_rank, remote) if kv_circulates else (remote[column], ranks)
+        queries_stay = spec.circulate is Circulate.KV
+        q_owner, kv_owners = (this_rank, remote) if queries_stay else (remote[column], ranks)
         src_blocks = chunks_by_rank(kv_owners, size)
         pairs = chunk_pairs(chunks_of(q_owner, size), src_blocks, spec.mask, rows // 2)
         tiles = StepTiles((pairs.tile,))
@@ -307,11 +307,11 @@ def needed_by(
 ) -> NeededBy | None:
     """The condition for sending a chunk, or its gradients, between the chunk's rank and a rank of
     the node that computes with it in these steps."""
-    topology, kv_circulates = spec.topology, spec.kv_circulates
+    topology, queries_stay = spec.topology, spec.queries_stay
     (row, column), (_, kv_column) = map(topology.coord, (rank, chunk.cp_rank))
     rows = [row - step.node_offset for step in steps]
-    queries = (topology.rank_at(row if kv_circulates else remote, column) for remote in rows)
-    keys = (topology.rank_at(remote if kv_circulates else row, kv_column) for remote in rows)
+    queries = (topology.rank_at(row if queries_stay else remote, column) for remote in rows)
+    keys = (topology.rank_at(remote if queries_stay else row, kv_column) for remote in rows)
     needed = NeededBy.of_ranks(spec, queries, keys)
     if needed is None or spec.layout is Layout.DOCUMENTS:
         return needed

@@ -40,10 +40,10 @@ class NodeStep:
 def steps(nodes: int, rounds: int, backward: bool, saved: bool) -> tuple[NodeStep, ...]:
     """The steps of a pass.
 
-    Each round begins with the node's own shards. In backward the last round ends with them, so that
-    their tiles hide the last return transfer. A single round does not: nothing would hide its first
-    piece. If forward saved the pieces, every round ends with the node's own shards, so that no two
-    rounds send gradients right after each other.
+    A round begins with the node's own shards, whose tiles hide the first hop. In backward the last
+    of several rounds ends with them instead, so that their tiles hide the last gradients on their
+    way to the owner. If forward saved the pieces, there is no hop to hide, and every round ends
+    with them, so that no two rounds send gradients right after each other.
     """
     order = []
     for round_ in range(rounds):
@@ -91,7 +91,7 @@ class InterNodeRing:
         name = f"piece {round_}+{offset}"
         if name not in self._emitter.buffers:
             rows = self._halos[offset].rows
-            self._emitter.buffer(name, Space.RING, rows, self._fields(round_), Cargo.READ)
+            self._emitter.buffer(name, Space.POOL, rows, self._fields(round_), Cargo.READ)
         return Ref(name)
 
     def send_own(self, index: int) -> None:
@@ -137,7 +137,7 @@ class RemoteGradReduce:
         self._nodes = emitter.spec.topology.inter_size
         self._recvs: dict[int, list[NodeStep]] = defaultdict(list)  # whose gradients, by step index
         for index, step in enumerate(order):
-            if step.node_offset:  # one more step hides the transfer
+            if step.node_offset:  # sent in the next step, whose tiles hide the transfer
                 self._recvs[min(len(order), index + 2)].append(step)
         self._missing: dict[int, int] = {}  # contributions of a round that are yet to be added
 
@@ -155,10 +155,10 @@ class RemoteGradReduce:
         ]
         outgoing, incoming = (
             emitter.buffer(
-                f"{name} {step.round}+{offset}", Space.RING, self._halos[owner].rows,
+                f"{name} {step.round}+{offset}", Space.POOL, self._halos[owner].rows,
                 self._fields(step.round, Dtype.WIRE), Cargo.GRAD,
             )
-            for name, owner in (("leaves", offset), ("arrives", 0))
+            for name, owner in (("outgoing sum", offset), ("incoming sum", 0))
         )  # fmt: skip
         add_up(emitter, outgoing, packed_sums, True, stream)
         needed = [NeededBy.of_nodes(emitter.spec, owner, (offset,)) for owner in (offset, 0)]
@@ -168,7 +168,7 @@ class RemoteGradReduce:
         """Add what other nodes sent for this rank's rows, if it is due at this step."""
         halo = self._halos[0]
         for step in self._recvs[index]:
-            incoming = Ref(f"arrives {step.round}+{step.node_offset}")
+            incoming = Ref(f"incoming sum {step.round}+{step.node_offset}")
             sums = [
                 (span, tuple(incoming.at(packed) for _, packed in halo.circulating_parts(span)))
                 for span in split_at_edges(halo.spans, halo.shard_rows)
@@ -184,7 +184,7 @@ class RemoteGradReduce:
             return
         if total.buffer not in emitter.buffers:
             fields = self._fields(round_, Dtype.SUM)
-            emitter.buffer(total.buffer, Space.RING, self._halos[0].shard_rows, fields, "sums")
+            emitter.buffer(total.buffer, Space.POOL, self._halos[0].shard_rows, fields, "sums")
         add_up(emitter, total, sums, missing == self._nodes - 1, stream)
 
 

@@ -49,8 +49,8 @@ class Mask(Band):
     position.
 
     Attributes:
-        documents: whether a query sees keys of its own document only; where documents begin is
-            passed at run time, so that one program serves all samples.
+        documents: whether the sample says more of what a query sees, when the call runs: its own
+            document only, or slices. So one program serves all samples.
     """
 
     documents: bool = False

@@ -74,7 +74,7 @@ def _ends(program: Program) -> dict[str, int]:
     accesses: dict[str, list[int]] = defaultdict(list)
     for index, (reads, writes) in enumerate(program.accesses):
         for ref in (*reads, *writes):
-            if program.buffers[ref.buffer].space is Space.RING:
+            if program.buffers[ref.buffer].space is Space.POOL:
                 accesses[ref.buffer].append(index)
     ends = {name: indices[-1] for name, indices in accesses.items()}
     for index, op in enumerate(program.ops):

@@ -28,9 +28,9 @@ class Stream(StrEnum):
     SIDE = "side"
 
     @classmethod
-    def beside(cls, kernels: int) -> "Stream":
-        """The stream of a copy: in parallel with kernels, if there are any that hide it."""
-        return cls.SIDE if kernels else cls.COMPUTE
+    def side_if(cls, hidden: int) -> "Stream":
+        """The stream of a copy: the side stream if kernels run meanwhile and hide it."""
+        return cls.SIDE if hidden else cls.COMPUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +270,10 @@ class Space(StrEnum):
     CALL = "call"  # an argument of the call, or a result
     SAVED = "saved"  # written by forward, read by the backward that follows
     TEMP = "temp"  # allocated by the operation that writes it first
-    RING = "ring"  # memory of the group, reused by every call; assigned by lifetime
+    POOL = "pool"  # memory of the group, reused by every call; assigned by lifetime
     SLOT = "slot"  # likewise, numbered; other ranks of the node read its rows, or are sent them
     STAGING = "staging"  # likewise, numbered; receives rows for this rank
-    SUM = "sum"  # likewise, numbered
+    SUM = "sum"  # likewise, numbered; sums that stay on the rank
 
 
 NUMBERED = (Space.SLOT, Space.STAGING, Space.SUM)
@@ -300,7 +300,7 @@ class Buffer:
 
     Attributes:
         use: buffers of one use share memory, according to their numbers.
-        number: of slots, staging and sums; `order.assign_buffers` sets that of ring buffers.
+        number: of slots, staging and sums; `order.assign_buffers` sets that of the pool's.
         count: after how many numbers memory is reused.
         interleaved: whether the fields are side by side in each row, so that rows can be sent; else
             each is dense.
@@ -318,7 +318,7 @@ class Buffer:
     @property
     def storage(self) -> tuple:
         """A key for its memory: buffers with equal keys overlap."""
-        if self.space is Space.RING:
+        if self.space is Space.POOL:
             return self.space, self.use, self.number
         shared = self.space in NUMBERED
         return (self.space, self.use, self.number % self.count) if shared else (self.name,)
@@ -369,8 +369,8 @@ def uses_of(sizes: Iterable[tuple[Buffer, int]]) -> dict[tuple[Space, str], tupl
     bytes."""
     uses: dict[tuple[Space, str], tuple[int, int]] = {}
     for buffer, size in sizes:
-        if buffer.space is Space.RING or buffer.space in NUMBERED:
-            count = buffer.count if buffer.space is not Space.RING else buffer.number + 1
+        if buffer.space is Space.POOL or buffer.space in NUMBERED:
+            count = buffer.count if buffer.space is not Space.POOL else buffer.number + 1
             most, largest = uses.get((buffer.space, buffer.use), (0, 0))
             uses[buffer.space, buffer.use] = max(most, count), max(largest, size)
     return uses

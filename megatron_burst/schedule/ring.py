@@ -7,10 +7,10 @@ sent on the inter ring and has the whole round to arrive.
 
 The gradient of a circulating shard follows one step later along the intra ring, summed on the way
 in the accumulation dtype. Each row's sum ends one place before the owner's column. There the sum of
-the owner's row waits. The sums of other rows are rounded once, go straight to that place with a
-whole round to arrive, and are added to the sum that waits. The total takes one intra hop to the
-owner, whose own contribution never leaves it. So N(L-1) intra and N-1 inter hops, as for the
-inputs.
+the owner's row waits. The sums of other rows are rounded once and go straight to that place. There
+each is added to the sum that waits, a round after it was sent; only the last one, which on two
+nodes is the only one, has no round to arrive in. The total takes one intra hop to the owner, whose
+own contribution never leaves it. So N(L-1) intra and N-1 inter hops, as for the inputs.
 
 Source: BurstEngine (arXiv 2509.19836) for the double ring; the return transfer is our own.
 """
@@ -62,7 +62,7 @@ class _Ring(Emitter):
         super().__init__(spec)
         self.row, self.column = spec.topology.coord(spec.cp_rank)
         self.inter_size, self.intra_size = spec.topology.inter_size, spec.topology.intra_size
-        self.kv_circulates = spec.kv_circulates
+        self.queries_stay = spec.queries_stay
 
     @property
     def result_dtype(self) -> Dtype:
@@ -91,9 +91,10 @@ class _Ring(Emitter):
         #   intra, grad  sum(s-1) to the next rank --->  which adds to it only after its kernels
         #   inter, read  K, V of round r+1 ------------------------------------- (the whole round)
         #   inter, grad  the row's sum of round r-1, to the owner's row -------- (the whole round)
+        # The last round's sum has no round to arrive in.
         # If Q, dO, lse and delta circulate, dq follows, and dkv stays.
-        sides = (Ref("side"),) if self.kv_circulates else (Ref("side"), self.delta())
-        own = ("kv",) if self.kv_circulates else tuple(side.buffer for side in sides)
+        sides = (Ref("side"),) if self.queries_stay else (Ref("side"), self.delta())
+        own = ("kv",) if self.queries_stay else tuple(side.buffer for side in sides)
         circulating = self.pack_own(own)
         self.emit(Fill(Ref("dq")), Fill(Ref("dkv")))
         grads = GradRing(self)
@@ -107,7 +108,7 @@ class _Ring(Emitter):
         """Compute a step's tiles: add gradients that stay; return those that circulate, with their
         rows of the shard."""
         kv, step_tiles = Ref("kv"), self.tiles_of(step)
-        if self.kv_circulates:
+        if self.queries_stay:
             kv = self.circulating(step)
         elif step and step_tiles:
             sides = self.side_for_kernel(self.circulating(step))
@@ -121,9 +122,9 @@ class _Ring(Emitter):
             keys = kv.at(tile.kv)
             self.emit(AttendBackward(rows, keys, tile.mask, dq, dkv, tile.positions))
             local, remote = (tile.q, dq), self.in_shard_order(step, tile, dkv)
-            if not self.kv_circulates:
+            if not self.queries_stay:
                 local, remote = remote, local
-            total = Ref("dq" if self.kv_circulates else "dkv").at(local[0])
+            total = Ref("dq" if self.queries_stay else "dkv").at(local[0])
             self.emit(Add((total, local[1]), total))
             grads.append(remote)
         return grads
@@ -134,7 +135,7 @@ class _Ring(Emitter):
         if not pairs or pairs.is_identity:
             return keys
         fields = kv_fields(self.spec.shape.heads_kv, self.spec.shape)
-        target = self.temp(f"seen {step}", len(pairs.tile.kv), fields)
+        target = self.temp(f"rearranged {step}", len(pairs.tile.kv), fields)
         self.emit(Arrange(keys, target, pairs.src_blocks, pairs.dst_chunks))
         return target
 
@@ -167,7 +168,7 @@ class _Ring(Emitter):
     def q_and_kv_owner(self, step: int) -> tuple[int, int]:
         """The ranks whose queries and whose keys are in a step's tiles."""
         this_rank, owner = self.spec.cp_rank, self.owner(step)
-        return (this_rank, owner) if self.kv_circulates else (owner, this_rank)
+        return (this_rank, owner) if self.queries_stay else (owner, this_rank)
 
     def owner(self, step: int) -> int:
         """The rank whose shard circulates through this rank in a step."""
@@ -191,14 +192,14 @@ class _Ring(Emitter):
 
     def ring_buffer(self, step: int) -> Ref:
         shape = self.spec.shape
-        fields = (kv_fields(shape.heads_kv, shape) if self.kv_circulates
+        fields = (kv_fields(shape.heads_kv, shape) if self.queries_stay
                   else circulating_side_fields(shape.heads_q, shape))  # fmt: skip
-        rows = shape.keys if self.kv_circulates else shape.tokens
-        return self.buffer(f"circulating {step}", Space.RING, rows, fields, Cargo.READ)
+        rows = shape.keys if self.queries_stay else shape.tokens
+        return self.buffer(f"circulating {step}", Space.POOL, rows, fields, Cargo.READ)
 
     def circulating(self, step: int) -> Ref:
         """What circulates in a step; the rank's own keys are read from the call's buffer."""
-        return Ref(f"circulating {step}" if step or not self.kv_circulates else "kv")
+        return Ref(f"circulating {step}" if step or not self.queries_stay else "kv")
 
     def send_inputs(self, step: int, circulating: Ref) -> Ref:
         """Start the hops of a step; returns what circulates in the next one."""
@@ -224,18 +225,18 @@ class GradRing:
 
     def __init__(self, ring: _Ring) -> None:
         self.ring = ring
-        self.own = Ref("dkv" if ring.kv_circulates else "dq")
+        self.own = Ref("dkv" if ring.queries_stay else "dq")
         self.total: Ref = self.own  # of the previous step
         self.row_sum: Ref | None = None  # the own row's sum, for the next column
         self.remote_sum: Ref | None = None  # another row's sum, for the same owner
 
     def buffer(self, name: str, step: int, dtype: Dtype) -> Ref:
         """Where a gradient is in a step, or arrives by its end."""
-        shape, of_keys = self.ring.spec.shape, self.ring.kv_circulates
+        shape, of_keys = self.ring.spec.shape, self.ring.queries_stay
         fields = (dkv_fields(shape.heads_kv, shape, dtype) if of_keys
                   else dq_fields(shape.heads_q, shape, dtype))  # fmt: skip
         rows = shape.keys if of_keys else shape.tokens
-        return self.ring.buffer(f"{name} {step}", Space.RING, rows, fields, Cargo.GRAD)
+        return self.ring.buffer(f"{name} {step}", Space.POOL, rows, fields, Cargo.GRAD)
 
     def send_sum(self, step: int) -> None:
         """Before a step's tiles: send on the previous step's sum."""
@@ -264,8 +265,8 @@ class GradRing:
             return
         self.add_arrived()
         due = min(step + size, ring.spec.topology.cp_size)
-        outgoing = self.buffer("leaves", step, Dtype.WIRE)
-        self.remote_sum = self.buffer("arrives", due, Dtype.WIRE)
+        outgoing = self.buffer("outgoing sum", step, Dtype.WIRE)
+        self.remote_sum = self.buffer("incoming sum", due, Dtype.WIRE)
         ring.emit(Add((total,), outgoing))
         # `remote_sum` is for the same rank as `row_sum`
         needed = [ring.needed_in(at, step - size + 1, step + 1) for at in (step, size - 1)]

@@ -21,8 +21,8 @@ class Cargo(StrEnum):
 class Circulate(StrEnum):
     """Which operand circulates in the rings."""
 
-    KV = "kv"  # K, V; in backward dK, dV follow
-    Q = "q"  # backward only: Q, dO, lse, delta; dQ follows
+    KV = "kv"  # K and V; dK and dV go back to the owner
+    Q = "q"  # in backward only: Q, dO, lse and delta; dQ goes back to the owner
 
 
 class Direction(StrEnum):
@@ -37,7 +37,7 @@ class Dtype(StrEnum):
 
     INPUT = "input"  # of q, k and v
     SUM = "sum"  # the accumulation dtype, also of lse and delta
-    WIRE = "wire"  # of gradients between ranks
+    WIRE = "wire"  # of sums of gradients that are sent to another rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +101,20 @@ _LARGE = 16 << 20  # bytes of a slot; below, a second one costs less than a seco
 _LONG_ROUND = 256 << 20  # bytes of a slot; a KV head of 512K tokens
 
 
-def pulled_count(cargo: Cargo, rounds: int, num_bytes: float, tokens: int) -> int:
-    """Slots that pulling needs: inputs arrive before the next round begins; shares must not make a
-    rank wait for the slowest one in every round. One slot is enough if waiting costs about a
-    percent at most: in a call of one round, and between the two rounds of long shards."""
+def pulled_count(cargo: Cargo, transfers: int, num_bytes: float, tokens: int) -> int:
+    """Slots that the transfers of a pass need if ranks pull: inputs arrive before they are
+    computed with; partial gradients must not make a rank wait for the slowest one in every
+    transfer. One slot is enough if waiting costs about a percent at most: for one transfer, and
+    between the two of long shards."""
     long = tokens >= LONG_SHARD or num_bytes >= _LONG_ROUND
-    if (rounds == 1 and num_bytes >= _LARGE) or (rounds == 2 and long):
+    if (transfers == 1 and num_bytes >= _LARGE) or (transfers == 2 and long):
         return 1
-    return 2 if cargo is Cargo.READ else min(3, rounds + 1)
+    return 2 if cargo is Cargo.READ else min(3, transfers + 1)
 
 
-def sent_count(rounds: int) -> int:
-    """Slots that sending needs: two rounds may be in flight."""
-    return min(2, rounds)
+def sent_count(transfers: int) -> int:
+    """Slots that the transfers of a pass need if ranks send: two may be in flight."""
+    return min(2, transfers)
 
 
 def power_below(number: int) -> int:
@@ -222,8 +223,8 @@ class Spec:
         return self.direction is Direction.BACKWARD
 
     @property
-    def kv_circulates(self) -> bool:
-        """Whether keys circulate, not queries."""
+    def queries_stay(self) -> bool:
+        """Whether queries stay on their rank, and the other ranks' keys move to them."""
         return not self.backward or self.circulate is Circulate.KV
 
     @property

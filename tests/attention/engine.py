@@ -135,7 +135,7 @@ class Passes:
     def forward(self, q, k, v):
         given = {"q": {"q": q}, "kv": {"k": k, "v": v}}
         given |= self._outputs(q, 0)
-        return self.executors[0].run(given, documents=self.documents, sink=self.sink)
+        return self.executors[0].run(given, sample_mask=self.documents, sink=self.sink)
 
     def _outputs(self, like, index):
         """Allocate with rows outermost in memory if the inputs have them so."""

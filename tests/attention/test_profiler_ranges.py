@@ -5,6 +5,7 @@ any cost while nobody profiles.
 """
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_burst.attention import burst_attention
 from megatron_burst.engine import executor
 from megatron_burst.schedule.program import Transfer
-from tests.options import burst_config
+from tests.options import backward_as_a2a, burst_config
 from tests.ranks import run_ranks
 
 CONFIGS = [
@@ -22,6 +23,7 @@ CONFIGS = [
     {"intra": "ring", "nodes": 1},
     {"inter": "a2a", "nodes": 2},
 ]
+MIXED = {"intra": "gather", "heads_per_round": 2, "nodes": 1}  # whose backward is an all-to-all
 
 
 def profiled(rank, options):
@@ -41,7 +43,8 @@ def profiled(rank, options):
         raise AssertionError(f"nobody profiles, and there is a range {name}")
 
     record, profiler.record_function = profiler.record_function, refused
-    call()
+    with backward_as_a2a() if options == MIXED else nullcontext():
+        call()
     profiler.record_function, executor.Executor.run = record, noted
     with profile(activities=[ProfilerActivity.CPU]) as found:
         call()
@@ -61,13 +64,15 @@ def _mib(program, op, unit):
     return sum(program.num_bytes(give.rows) for give in op.sends) * unit / 2**20
 
 
-@pytest.mark.parametrize("options", CONFIGS, ids=str)
+@pytest.mark.parametrize("options", [*CONFIGS, MIXED], ids=str)
 def test_each_operation_has_a_range_within_its_pass_and_nothing_has_one_otherwise(options):
     mode = options.get("intra", "a2a")
+    backward_mode = "a2a" if options == MIXED else mode
     for ranges, ops in run_ranks(profiled, 4, options):
         passes = [each for each in ranges if "layer" in each[0]]
         assert [name for name, *_ in passes] == [
-            f"burst forward, layer 3, {mode}", f"burst backward, layer 3, {mode}",
+            f"burst forward, layer 3, {mode}",
+            f"burst backward, layer 3, {backward_mode}",
         ]  # fmt: skip
         inner = [each for each in ranges if each not in passes]
         assert len(inner) == len(ops) > 4

@@ -98,7 +98,7 @@ def test_goals_that_the_page_says_are_reached():
     assert len(cases) == 24 and min(of_best_fit) >= 1.05
     assert sum(share >= 0.95 for share in of_bound) == 13
     assert sum(gain >= 1.2 for gain in of_sequential) == 16
-    page = (PREDICTED.parents[2] / "docs" / "how-to" / "balance-figures.md").read_text()
+    page = (PREDICTED.parents[2] / "docs" / "benchmarks" / "steps.md").read_text()
     told = ("1.05 times best-fit packing", 24), ("1.2 times sequential packing", 16)
     for goal, reached in (*told, ("0.95 of the bound", 13)):
         assert f"| {goal} | {reached} |" in page

@@ -65,7 +65,21 @@ def test_the_same_kernel_on_both_sides():
     rows = rows_of("attention_2xh200_one_node")
     found = [on_cudnn(rows, pass_) for pass_ in ("fwd_bwd", "fwd")]
     spans = [span([ratio for _, ratio in pairs]) for pairs in found]
-    assert_told(PAGES / "attention.md", *spans)
+    both, _ = (span([ratio for _, ratio in on_cudnn(rows_of(NODE), p)]) for p in ("fwd_bwd", "fwd"))
+    told = f"at {both} of TransformerEngine's speed on 4 GPUs, and at {spans[0]} on 2"
+    assert_told(PAGES / "attention.md", told)
+
+
+def test_how_many_times_as_fast_attention_is():
+    for name, gpus in ((NODE, 4), ("attention_2xh200_one_node", 2)):
+        both, alone = (
+            span([Ratio.of(each.burst, each.best_te).value for each in compare(rows_of(name))
+                  if each.problem.pass_ == pass_])
+            for pass_ in ("fwd_bwd", "fwd")
+        )  # fmt: skip
+        begins = f"On {gpus} GPUs burst" if gpus == 4 else "On 2 GPUs it"
+        told = f"{begins} is {both} times as fast, and in forward alone {alone} times"
+        assert_told(PAGES / "attention.md", told)
 
 
 def test_what_context_parallelism_costs_beside_the_kernel_alone():
@@ -81,13 +95,7 @@ def test_what_context_parallelism_costs_beside_the_kernel_alone():
         )
     )
     costs = f"{min(ours)} to {max(ours)} %", f"up to {max(cudnn)} %", f"up to {max(theirs)} %"
-    rows = [row for row in rows_of("attention_2xh200_one_node") if row.pass_ == "fwd_bwd"]
-    first = min(row.date for row in rows if (row.heads_kv, row.seq) == (32, 1 << 16))
-    ms = {(row.heads_kv, row.impl, row.mode): row.ms for row in rows
-          if row.date[:13] == first[:13] and row.seq == 1 << 16}  # fmt: skip
-    best = {heads: min(ms[heads, "te", mode] for mode in ("p2p", "a2a")) for heads in (32, 8)}
-    earlier = [f"{best[heads] / ms[heads, 'burst', 'auto']:.2f}" for heads in best]
-    assert_told(PAGES / "attention.md", *costs, "{} for 32/32 and {} for 32/8".format(*earlier))
+    assert_told(PAGES / "attention.md", *costs)
 
 
 def steps_in(*names):
@@ -119,43 +127,32 @@ def test_whole_steps():
     long = ms[512, "megatron"][-1] / ms[512, "burst"][-1]
     figures = f"{long:.2f}", f"{megatron / keep:.2f}", f"{keep / whole:.2f}"
     assert_told(PAPERS, *figures[:2], f"{megatron / whole:.2f}")
-    (packed,) = ms[128, "burst-recompute"]
-    packed_leads = [f"{time / packed:.3f}" for time in ms[128, "megatron"]]
-    assert_told(PAGES / "step.md", *figures, f"gain little, {leads_with_everything_recomputed()}")
-    assert_told(PAGES / "step-packed.md", *packed_leads)
-
-
-def test_what_steps_gain_on_one_gpu():
-    """The spans at the top of step.md are of its own table."""
-    text = (PAGES / "step.md").read_text()
-    *_, table = re.findall(r"show overview .*-->\n\n((?:\|.*\n)+)", text)
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-    for kind in ("one document", "packed"):
-        gains, more = [], []
-        for name, full, auto, gain, *_ in lines:
-            if name.endswith(kind) and gain != "-":
-                gains.append(float(gain))
-                gib = [float(re.search(r"([\d.]+) GiB", cell)[1]) for cell in (full, auto)]
-                more.append(gib[1] - gib[0])
-        least, most = min(more), max(more)
-        assert len(gains) > 1
-        assert_told(PAGES / "step.md", f"{span(gains)} times as fast, in {least:.0f} to {most:.0f}")
+    told = f"on both sides** are {leads_with_everything_recomputed()} times as fast"
+    assert_told(PAGES / "steps.md", *figures, told)
 
 
 def test_sentences_of_steps_follow_from_their_runs():
-    runs = {run: points_of(own) for run, own in steps_in("1xh200", "2xh100").items()}
-    packed, one = runs["11-26T06:48"], runs["11-26T06:50"]
-    told = {"step-packed": (packed, runs["11-24T19:57"]), "step-long": (one, runs["11-24T20:01"])}
-    for page, measured in told.items():
-        for points in measured:
-            mean = geometric_mean(gain for gain, _ in in_equal_memory(points).values())
-            assert_told(PAGES / f"{page}.md", f"{mean:.2f} times as fast in the geometric mean")
-    names = [{point.name: point for point in points} for points in (packed, one)]
-    first, second = (of["burst:auto-7"].ratio for of in names)
-    off = [f"{of['burst:off'].ms:.0f} ms" for of in names]
-    assert_told(PAGES / "step.md", f"{first:.3f} and {second:.3f} times as long", *off)
-    for page in (PAGES / "step.md", PAGES / "step-experts.md"):
-        assert_told(page, f"{lead_with_experts()} times as fast")
+    runs = {run: points_of(own) for run, own in steps_in("1xh200", "1xh100", "4xh200").items()}
+    named = {run: {point.name: point for point in points} for run, points in runs.items()}
+    dense = [in_equal_memory(runs[run])["megatron:off"][0] for run in (
+        "11-27T07:26", "11-27T04:31", "11-27T01:04", "11-27T10:20", "11-27T07:47",
+    )]  # fmt: skip
+    long, small = named["11-27T07:26"], named["11-27T10:20"]["burst:keep"]
+    keep, off = long["burst:keep"], long["megatron:off"]
+    between = named["11-27T04:31"]["burst:auto-12"], named["11-26T04:44"]["burst:auto-18"]
+    offload = named["11-27T10:18"]
+    behind = offload["burst:auto-36"].ms / offload["megatron:offload"].ms
+    assert_told(
+        PAGES / "steps.md",
+        *(f"{one.ms / 1e3:#.3g} s in {one.peak_gib:.1f} GiB" for one in between),
+        f"burst is {span(dense)} times as fast for dense models",
+        f"takes {keep.ms / 1e3:.2f} s in {keep.peak_gib:.0f} GiB, where Megatron needs "
+        f"{off.ms / 1e3:.2f} s and {off.peak_gib:.0f} GiB",
+        f"takes {small.ratio:.2f} times as long with `keep` as with nothing recomputed, in "
+        f"{small.peak_gib:.0f} instead of 92 GiB",
+        f"it was {behind:.2f} times as fast as the best of burst's settings",
+        f"burst is {lead_with_experts()} times as fast on an H100",
+    )  # fmt: skip
 
 
 def lead_with_experts():
@@ -166,15 +163,19 @@ def lead_with_experts():
 
 def test_settings_of_a_table_train_the_same():
     dense, experts = [], []
-    for page in ("step-packed", "step-models", "step-long", "step-experts"):
-        text = (PAGES / f"{page}.md").read_text()
-        for name, run in re.findall(r"show frontier .*frontier_(\w+)\.csv 2026-(\S+)", text):
-            own = steps_in(name)[run]
-            spread = spread_of(own)
-            assert spread["loss"] < 2e-5
-            (experts if MODELS[own[0].model].experts else dense).append(spread["grad_norm"])
-    (told,) = re.findall(r"Losses are equal to 2e-5, and gradient norms to (\S+) \(dense models\) "
-                         r"or (\S+) \(experts\)", (PAGES / "step-runs.md").read_text())  # fmt: skip
+    text = (PAGES / "steps.md").read_text()
+    (words,) = re.findall(r"show jobs (.*) -->", text)
+    for word in words.split():
+        if word.endswith(".csv"):
+            name = word.rpartition("frontier_")[2].removesuffix(".csv")
+            continue
+        own = steps_in(name)[word[5:]]
+        spread = spread_of(own)
+        assert spread["loss"] < 2e-5
+        (experts if MODELS[own[0].model].experts else dense).append(spread["grad_norm"])
+    method = (PAGES / "how-measured.md").read_text()
+    words = r"Losses are equal to 2e-5, and gradient norms to (\S+) \(dense models\) or (\S+) \(exp"
+    (told,) = re.findall(words, method)
     for bound, found in zip(map(float, told), (dense, experts), strict=True):
         assert bound / 2 < max(found) < bound
 
@@ -185,14 +186,13 @@ def test_recomputation():
         ms.setdefault(f"{row.impl}:{row.mode}", {})[row.seq] = row.ms
     full, kept, ours = (ms[name] for name in ("megatron:full", "megatron:full-keep", "burst:all"))
     for slow, fast in ((full, ours), (full, kept), (kept, ours)):
-        assert_told(PAGES / "recompute.md", span([slow[seq] / fast[seq] for seq in fast]))
+        assert_told(PAGES / "steps.md", span([slow[seq] / fast[seq] for seq in fast]))
 
 
 def test_what_keeping_gives_on_one_gpu():
     ms = {row.impl: row.ms for row in rows_of("ablation_step_1xh200", SLICES_CSV)}
-    assert_told(PAGES / "step-scaling.md", *(f"{one:.1f}" for one in ms.values()))
     gain = f"{ms['fused-loss'] / ms['whole']:.3f}"
-    assert_told(PAGES / "step-scaling.md", gain)
+    assert_told(PAGES / "steps.md", gain)
     assert_told(PAPERS, gain)
 
 
@@ -202,7 +202,7 @@ def test_the_ablation_of_a_step_on_one_gpu():
     told = [f"| {row.ms:.1f} ({row.ms_min:.1f}-{row.ms_max:.1f}) |" for row in rows]
     told += [f"{row.tflops_per_gpu:.0f} | {row.peak_gib:.2f}" for row in rows]
     gains = {row.impl: f"{rows[0].ms / row.ms:.3f}" for row in rows}
-    assert_told(PAGES / "step-scaling.md", *told, *list(gains.values())[2:])
+    assert_told(PAGES / "steps.md", *told, *list(gains.values())[3:])
     assert_told(PAPERS, *(gains[impl] for impl in ("half", "burst", "planned")))
 
 
@@ -211,28 +211,26 @@ def test_sequences_and_batches_on_one_gpu():
     rows = [row for name in ("seeds_1xh100", "seeds_long_1xh100") for row in rows_of(name)]
     found = [row.tflops_per_gpu for row in rows if row.impl == "burst" and row.pass_ == "fwd_bwd"]
     span = f"{min(found):.0f} to {max(found):.0f} TFLOP/s"
-    assert_told(PAGES / "step-scaling.md", span)
+    assert_told(PAGES / "attention.md", span)
     assert_told(PAPERS, span)
 
 
 def test_measured_steps_of_balanced_micro_batches():
-    """Measured and simulated steps of each draw, what changing sizes gain, and the errors."""
-    draws, gains, errors = {}, ([], []), []
+    """Measured steps of each draw, what changing sizes gain, also simulated, and the errors."""
+    draws, errors = {}, []
     for row in rows_of("balance_steps_2xh200", STEPS_CSV):
         draws.setdefault((row.kind, row.seed), []).append((row.ms, row.simulated_ms))
         errors.append(100 * (1 - row.simulated_ms / row.ms))
     lines = []
     for (kind, seed), pairs in draws.items():
         cells = [f"{kind}, draw {seed}"]
-        for times, found in zip(zip(*pairs, strict=True), gains, strict=True):
-            found += [times[0] / ms for ms in times[2:]]
-            told = [f"{ms:.1f}" for ms in times] + [f"{found[-1]:.3f}" for _ in times[2:]]
-            cells += told + [""] * (4 - len(told))
-        lines.append(f"| {' | '.join(cells)} |")
-    spans = [f"{min(found):.3f} to {max(found):.3f}" for found in gains]
-    figures = PAGES.parent / "how-to" / "balance-figures.md"
-    assert_told(figures, *spans, f"{min(errors):.1f} to {max(errors):.1f} % less")
-    assert "\n".join(lines) in figures.read_text(encoding="utf-8")
+        times, simulated = zip(*pairs, strict=True)
+        told = [f"{ms:.1f}" for ms in times]
+        told += [f"{each[0] / each[2]:.3f}" for each in (times, simulated) if len(each) > 2]
+        lines.append(f" {' | '.join([*cells, *told])} |")
+    text = (PAGES / "steps.md").read_text(encoding="utf-8")
+    assert [line for line in lines if line not in text] == []
+    assert f"take {min(errors):.1f} to {max(errors):.1f} % less than measured" in text
 
 
 def test_what_replaced_parts_of_the_papers():
@@ -253,7 +251,7 @@ def test_what_replaced_parts_of_the_papers():
 
 def test_predictions_of_the_papers_set_ups_are_the_planners():
     """58.0 GB and 53.3% in the planner's table of published set-ups are the same here."""
-    table = (ROOT / "docs" / "planner-published.md").read_text()
+    table = (PAGES / "planner.md").read_text()
     rows = re.findall(r"^\| BurstEngine, all \| (.*) \|$", table, re.MULTILINE)
     cells = [row.split(" | ") for row in rows]
     shares = [share.replace("%", " %") for *_, share, _, _, _ in cells]

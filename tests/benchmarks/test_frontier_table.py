@@ -109,15 +109,15 @@ def test_table_and_picture(tmp_path):
     picture = tmp_path / "a.png"
     drawn = CliRunner().invoke(app, ["plot", str(picture), str(tmp_path / "a.csv")])
     assert drawn.exit_code == 0 and picture.stat().st_size > 20_000, drawn.output
-    options = ["--model", f"{ROWS[0].model}:{ROWS[0].seq}"]
+    options = ["--run", ROWS[0].run]
     again = CliRunner().invoke(
         app, ["plot", str(tmp_path / "b.png"), str(tmp_path / "a.csv"), *options]
     )
     assert again.exit_code == 0 and (tmp_path / "b.png").read_bytes() == picture.read_bytes()
     wrong = CliRunner().invoke(
-        app, ["plot", str(picture), str(tmp_path / "a.csv"), "--model", "x:1K"]
+        app, ["plot", str(picture), str(tmp_path / "a.csv"), "--run", "2025"]
     )
-    assert wrong.exit_code != 0 and "--model" in wrong.output
+    assert wrong.exit_code != 0 and "--run" in wrong.output
 
 
 def test_names_of_points_cover_neither_lines_nor_each_other():

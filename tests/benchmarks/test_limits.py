@@ -1,20 +1,17 @@
-"""docs/benchmarks/limits.md: its tables are those of the rows, and its sentences of the tables."""
-
-import re
+"""What the hardware allows, in docs/benchmarks/comparison.md: sentences follow from the rows."""
 
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks import limits as gpu_limits
-from benchmarks.limits import FOUR, NVLINK_GBS, TABLES, rates, sheet
-from benchmarks.planned import sent_by
+from benchmarks.compared import compare
+from benchmarks.limits import FOUR, machine, sheet
 from benchmarks.rows import read
 from benchmarks.sheets import LIMITS_CSV
-from benchmarks.show import ROOT, refreshed
-from benchmarks.tables import Ratio, times_of
-from megatron_burst.schedule.topology import Link
+from benchmarks.show import ROOT
+from benchmarks.tables import Ratio, share_of_peak, times_of
 
-PAGE = ROOT / "docs" / "benchmarks" / "limits.md"
+PAGE = ROOT / "docs" / "benchmarks" / "comparison.md"
 
 
 @pytest.fixture(scope="module")
@@ -22,79 +19,42 @@ def text():
     return PAGE.read_text()
 
 
-def cells(name: str) -> list[dict[str, str]]:
-    head, *rows = TABLES[name]()
+@pytest.fixture(scope="module")
+def lines():
+    head, *rows = machine()
     return [dict(zip(head, row, strict=True)) for row in rows]
 
 
-def test_tables_are_made_from_the_rows(text):
-    assert refreshed(text) == text
-    assert re.findall(r"<!-- benchmarks.show limits (\w+) -->", text) == list(TABLES)
-    assert refreshed(text.replace("0.9", "0.8")) != text.replace("0.9", "0.8")
-
-
-def test_sentences_follow_from_the_tables(text):
-    square = next(row for row in cells("machine") if row["what"].startswith("matrix"))
+def test_sentences_follow_from_the_table(text, lines):
+    square = next(row for row in lines if row["what"].startswith("matrix"))
     measured = float(square["measured"].split()[0])
     assert round(measured / float(square["data sheet"]), 1) == 0.8
-    rows = [row for row in cells("attention") if "+" not in row["GPUs"]]
-    shares = [float(row["ms of transfers inside nodes"]) / float(row["ms"]) for row in rows]
-    assert f"{100 * min(shares):.1f} to {100 * max(shares):.0f} %" in text
-    losses = [1 - float(row["of the kernel alone"]) for row in rows]
-    assert f"{100 * min(losses):.0f} to {100 * max(losses):.0f} % of it" in text
-    kept = [row for row in cells("steps") if row["what"] == "step, burst, attention kept"]
-    assert all(0.6 < float(row["of the matrix product"]) < 0.7 for row in kept)
+    found = []
+    for name in (FOUR, "attention_2xh200_one_node"):
+        for one in compare(sheet(name)):
+            of, row = one.problem, one.burst
+            if of.pass_ == "fwd_bwd" and of.heads_kv == 8 and of.seq >= 64 << 10 and one.ceiling:
+                share = share_of_peak(row.tflops_per_gpu, row.gpu)
+                found.append((share, Ratio.of(row, one.ceiling).value))
+    shares, alone = (f"{min(some):.2f} to {max(some):.2f}" for some in zip(*found, strict=True))
+    assert f"reaches {shares} of it on one node, which is {alone} of the kernel alone" in text
 
 
-def test_sentences_of_a_gpu_alone_follow_from_its_lines(text):
-    lines = {row["what"]: row for row in cells("machine")}
+def test_sentences_of_a_gpu_alone_follow_from_its_lines(text, lines):
+    lines = {row["what"]: row for row in lines}
     reached = {
         what: float(row["measured"].split()[0]) / float(row["data sheet"])
         for what, row in lines.items() if "gpu_limits" in row["rows"]
     }  # fmt: skip
     copies = [share for what, share in reached.items() if what.startswith("copy")]
     assert len(copies) == 2 and len(reached) == 5
-    assert f"reaches {min(copies):.2f} to {max(copies):.2f} of the data sheet's 4800 GB/s" in text
     side = reached["matrix product of side 16384, bf16, TFLOP/s"]
     assert f"one of side 16384 reaches {side:.2f}" in text
 
 
-def test_sentences_between_nodes_follow_from_their_rows(text):
-    two = {row["tokens"]: row for row in cells("attention") if "+" in row["GPUs"]}
-    short = two.pop("64K")
-    assert min(float(row["of the kernel alone"]) for row in two.values()) >= 0.87
-    rows = [row for row in sheet("attention_2x2xh200") if row.ms]
-    speeds = [(row.date[:10], rates(row)[0]) for row in rows]
-    last = [speed for day, speed in speeds if day == "2026-11-27"]
-    before = [speed for day, speed in speeds if day < "2026-11-27"]
-    told = [
-        f"{min(last):.2f} to {max(last):.2f} GB/s that day",
-        f"{min(before):.1f} to {max(before):.1f} before",
-        f"the transfers ({short['between nodes']} ms)",
-        f"the pass takes {short['ms']} ms, so it reaches {short['of the kernel alone']}",
-    ]
-    te, hidden = [], []
-    for day in ("2026-11-26", "2026-11-27"):
-        run = {
-            f"{row.impl}:{row.mode}": row for row in rows
-            if (row.date[:10], row.seq, row.heads_q, row.heads_kv, row.pass_)
-            == (day, 65536, 32, 8, "fwd_bwd")
-        }  # fmt: skip
-        te.append(min(row.ms for row in run.values() if row.impl == "te"))
-        ours, alone = run["burst:auto"], run["ceiling:auto"]
-        sent = sent_by(ours)
-        moved = (sent[Link.INTER] / rates(ours)[0] + sent[Link.INTRA] / NVLINK_GBS) / 1e6
-        hidden.append(f"{alone.ms + moved - ours.ms:.0f} ms")
-        if day == "2026-11-26":
-            told.append(f"{ours.ms:.1f} ms and reached {Ratio.of(ours, alone).value:.2f}")
-    told += [f"the kernel alone ({alone.ms:.1f} ms)", f"from {te[0]:.1f} to {te[1]:.1f} ms"]
-    told.append("{} of transfers were hidden then, and {} on 27 November".format(*hidden))
-    assert [each for each in told if each not in text] == []
-
-
-def test_the_lines_of_one_kernel_are_of_that_kernel():
+def test_the_lines_of_one_kernel_are_of_that_kernel(lines):
     """Guards against cuDNN's rows among FlashAttention-4's."""
-    (line,) = (row for row in cells("machine") if "alone, causal, forward and" in row["what"])
+    (line,) = (row for row in lines if "alone, causal, forward and" in row["what"])
     found = [
         row.tflops_per_gpu for row in sheet(FOUR)
         if row.impl == "ceiling" and row.pass_ == "fwd_bwd" and row.ms and "fa4" in row.note

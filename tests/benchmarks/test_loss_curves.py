@@ -11,8 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import loss_curves, show
-from benchmarks.curves_table import curves_table, overlays
-from benchmarks.loss_curves import TINY, flags_of, runs
+from benchmarks.loss_curves import TINY, curves_table, flags_of, overlays, runs
 from benchmarks.rows import append, read
 from benchmarks.sheets import CURVES_CSV, CurveRow
 from tests.mcore.pretraining import EXAMPLES, pretrain

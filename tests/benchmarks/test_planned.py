@@ -8,6 +8,7 @@ import csv
 import re
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, median, quantiles
 
 import pytest
 from typer.testing import CliRunner
@@ -224,11 +225,26 @@ def test_all_results_make_the_table_and_the_picture(tmp_path):
     assert done.exit_code == 0, done.output
     made = (tmp_path / "planner_errors.csv").read_text()
     assert made == (validate.ROOT / "docs/planner_errors.csv").read_text(), "run validate_plan.py"
-    page = (validate.ROOT / "docs/planner-model.md").read_text()
+    page = (validate.ROOT / "docs/benchmarks/planner.md").read_text()
     errors = r"([\d.]+ %) \(median\), ([\d.]+ %) \(worst\) of (\d+) rows"
     for middle, worst, rows in re.findall(errors, done.output):
         told = f"| {rows} | {middle}, {worst}", f"| {rows} | {worst} |"
         assert any(each in page for each in told), told
+    _, *lines = csv.reader((tmp_path / "planner_errors.csv").open())
+    told = {
+        "burst:auto": "| {} | {} | {:.1f} % | {:.1f} % | {:+.1f} % |",
+        "te:p2p": "by {4:.1f} % on",
+    }
+    for nodes, where in (("1", "one node"), ("2", "two emulated nodes")):
+        for variant, words in told.items():
+            own = [float(line[9].rstrip("%")) for line in lines if line[0] == "attention"
+                   and (line[2], line[5]) == (nodes, variant)]  # fmt: skip
+            sizes = [*map(abs, own)]
+            figures = median(sizes), quantiles(sizes, n=10)[-1], fmean(own)
+            if nodes == "1" or variant == "burst:auto":
+                assert words.format(where, len(own), *figures) in page
+    alone = sum(line[5].startswith("ceiling") for line in lines)
+    assert f"{alone} of these rows are the kernel alone" in page
     fit = " ".join((validate.ROOT / "docs/start/fit.md").read_text().split())
     of_rings = re.findall(r"p2p on .*time ([\d.]+) %", done.output)
     for of_ring, where in zip(of_rings, ("one node", "two nodes"), strict=True):

@@ -120,15 +120,13 @@ def test_the_same_kernel_on_both_sides_has_columns_of_its_own(tmp_path):
 
 
 def test_gains_are_by_kind_and_a_single_problem_is_none(tmp_path):
-    """burst:auto takes 10 ms and 1.5 GiB, TransformerEngine's best mode 15 and 2.5, a kernel 8."""
+    """burst:auto takes 10 ms and 1.5 GiB, TransformerEngine's best mode 15 and 2.5."""
     pytest.importorskip("matplotlib")
     from benchmarks import plots as gains
 
     rows = [*one_problem(), *one_problem(seq=2**17), *one_problem(mask="window-4K")]
     (found,) = gains.gains_of(rows + one_problem(pass_="fwd"))
-    assert found == gains.Gains("causal\n4 GPUs", [1.5] * 2, [2.5 / 1.5] * 2, [15 / 8] * 2)
-    rows.append(row("burst:backend=cudnn", (16.0, 16.0, 16.0)))
-    assert gains.gains_of(rows)[0].same_kernel == [15 / 16]
+    assert found == gains.Gains("causal\n4 GPUs", [1.5] * 2, [2.5 / 1.5] * 2)
     append(tmp_path / "a.csv", rows)
     done = CliRunner().invoke(app, ["gains", str(tmp_path / "g.png"), str(tmp_path / "a.csv")])
     assert done.exit_code == 0 and (tmp_path / "g.png").stat().st_size > 10_000, done.output
@@ -322,11 +320,8 @@ def test_a_table_of_libraries_has_their_fastest_modes():
     assert library_table(rows) == "No library was measured."
     rows += [row(f"torch:{way}", (ms, ms, ms)) for way, ms in (("slow", 30.0), ("fast", 20.0))]
     head, _, line = library_table(rows).splitlines()[2:5]
-    assert (
-        head
-        == "| heads | S | pass | burst | torch (mode) | burst / torch | te (mode) | burst / te |"
-    )
-    assert "| 360 (fast) | 2.00 (1.67-2.22) | 655 (p2p) |" in line
+    assert head == "| heads | S | pass | burst | torch (mode) | burst / torch |"
+    assert line.endswith("| 360 (fast) | 2.00 (1.67-2.22) |")
     apart = replace(rows[-1], versions="torch 2.11.0; commit 2b")
     with pytest.raises(BurstError, match="must be of one commit and machine"):
         library_table([*rows[:2], apart])

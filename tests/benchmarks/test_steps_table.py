@@ -1,10 +1,12 @@
 """Tables of whole steps, of rows written by hand: who is compared with whom."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.rows import append
 from benchmarks.sheets import FRONTIER_CSV, SLICES_CSV, SliceRow
-from benchmarks.steps_table import frontier_lines, overview_lines, slice_lines
+from benchmarks.steps_table import frontier_lines, job_lines, rate_lines, slice_lines
 from megatron_burst.errors import BurstError
 from tests.benchmarks.test_frontier_table import row
 
@@ -43,17 +45,27 @@ def test_a_runs_table_has_the_columns_that_were_measured(frontier):
         frontier_lines(frontier, ["2025"])
 
 
-def test_the_overview_compares_in_no_more_memory(frontier):
+def test_jobs_compare_in_no_more_memory(frontier):
     """And nothing with what was not measured: full recomputation is of another run."""
-    _, line = overview_lines(frontier, ["then"])
+    words = [str(frontier), "then"]
+    _, line = job_lines(words)
     assert line == [
-        "Qwen3-8B, 4 layers, 64K, packed", "-", "116 ms, 25.0 GiB (`auto-2`)", "-",
-        "121 ms, 40.0 GiB (`mlp`)", "110 ms, 39.0 GiB (`auto-7`)", "1.100",
+        "Qwen3-8B, 4 layers, 64K, packed, 1 H200", "-", "0.102, 60.0 (`off`)",
+        "0.116, 25.0 (`auto-2`)", "0.100, 60.0 (`off`)", "-", "1.020", "then, 2 steps",
     ]  # fmt: skip
     append(frontier, [row("megatron:full", "145 145", 20.0)], FRONTIER_CSV)
-    assert overview_lines(frontier, ["then"])[1][1:4] == [
-        "145 ms, 20.0 GiB", "116 ms, 25.0 GiB (`auto-2`)", "1.25",
-    ]  # fmt: skip
+    _, line = job_lines(words)
+    assert (line[1], line[5]) == ("0.145, 20.0 (`full`)", "1.25")
+
+
+def test_rates_are_of_the_settings_of_jobs(tmp_path):
+    rows = [
+        row(name, "200", gib, tflops=247.25)
+        for name, gib in (("burst:keep", 20.0), ("megatron:off", 30.0))
+    ]
+    append(tmp_path / "a.csv", [replace(one, ms=200.0) for one in rows], FRONTIER_CSV)
+    _, line = rate_lines([str(tmp_path / "a.csv"), "then"])
+    assert line[1:] == ["-", *["327680, 25.0 %"] * 3]
 
 
 def test_slices_stand_beside_bursts_last_run(tmp_path):

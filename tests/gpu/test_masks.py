@@ -5,6 +5,8 @@ Guards against misread segments, a halo that is too short, rows put in the wrong
 boundaries that change during running calls.
 """
 
+from contextlib import nullcontext
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -21,7 +23,7 @@ from megatron_burst.schedule.mask import Mask
 from tests.gpu import needs_gpus
 from tests.gpu.test_nccl import alone, relative
 from tests.mask_cases import assert_as_declared, cells, outcomes
-from tests.options import burst_config
+from tests.options import backward_as_a2a, burst_config
 from tests.oracle import rows_of, seen_by, seen_by_slices, truth_of
 from tests.ranks import run_ranks
 from tests.sampling import crossed, whole
@@ -33,6 +35,7 @@ pytestmark = [
 TOKENS, DIM = 2048, 128
 ANYWHERE = (0, 1, 1, 300, 1111, 2047)  # one of a token, an empty one, one token behind the last
 EACH = (0, 8, 8, 304, 1112, 2048)
+REAL = (0, 5, 5, 301, 1109, 2040)  # of EACH without padding: cumulated lengths
 
 
 class Case(NamedTuple):
@@ -43,6 +46,7 @@ class Case(NamedTuple):
     edges: tuple[int, ...] = ()  # where documents begin
     sinks: bool = False
     slices: torch.Tensor | None = None
+    lengths: tuple[int, ...] = ()  # where documents would begin without their padding
 
 
 CASES = {
@@ -50,6 +54,9 @@ CASES = {
     "documents, not causal": Case(Mask(documents=True), "contiguous", ANYWHERE),
     "documents each for itself": Case(Mask(right=0, documents=True), "zigzag-documents", EACH),
     "each for itself, not causal": Case(Mask(documents=True), "zigzag-documents", EACH),
+    "each for itself, with padding": Case(
+        Mask(right=0, documents=True), "zigzag-documents", EACH, lengths=REAL
+    ),
     "window": Case(Mask(200, 0), "zigzag"),
     "window to both sides": Case(Mask(100, 50), "contiguous"),
     "window in documents": Case(Mask(200, 0, documents=True), "zigzag", ANYWHERE),
@@ -71,6 +78,7 @@ CASES |= {  # on Hopper FlashAttention-4 takes these by blocks
 }
 WAYS = ({}, {"intra": "ring"}, {"intra": "gather", "heads_per_round": 1}, {"intra": "a2a"},
         {"intra": "a2a", "heads_per_round": 1})  # fmt: skip
+MIXED = {"intra": "gather", "heads_per_round": 2}  # whose backward is made an all-to-all
 BETWEEN = ({"inter": "a2a"}, {"intra": "ring", "circulate": "q"},
            {"intra": "gather", "heads_per_round": 1, "circulate": "q"},
            {"intra": "gather", "heads_per_round": 2, "resend": "always"})  # fmt: skip
@@ -94,6 +102,12 @@ def problem(heads, case):
     seen = seen_by(case.mask, case.edges, TOKENS)
     if case.slices is not None:
         seen = seen_by_slices(case.slices.tolist(), TOKENS)
+    if case.lengths:
+        real = torch.zeros(TOKENS, dtype=torch.bool)
+        for start, (begin, end) in zip(case.edges, pairwise(case.lengths), strict=False):
+            real[start : start + end - begin] = True
+        seen &= real & real.unsqueeze(1)
+        tensors[3][:, ~real] = 0
     sink = torch.arange(heads[0], device="cuda") % 5 - 1.0 if case.sinks else None
     return (tensors, sink), truth_of(tensors, DIM**-0.5, seen=seen.cuda(), sink=sink)
 
@@ -103,25 +117,28 @@ def errors(rank, world, nodes, name, heads):
     case = CASES[name]
     mask, layout, edges = case[:3]
     (tensors, sink), truth = problem(heads, case)
-    starts = torch.tensor(edges, dtype=torch.int32, device="cuda") if edges else None
+    starts, padded = (torch.tensor(bounds, dtype=torch.int32, device="cuda") if bounds else None
+                      for bounds in (case.lengths or edges, case.lengths and edges))  # fmt: skip
 
     def run(rows, config, group=None):
         q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors[:3])
         out = burst_attention(
             q, k, v, causal=mask.right == 0, window=(mask.left, mask.right), cu_seqlens=starts,
             layout=layout, config=config, group=group, sink=sink, slices=case.slices,
+            cu_seqlens_padded=padded,
         )  # fmt: skip
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
 
     rows = rows_of(Layout(layout), rank, world, TOKENS // world, edges).cuda()
     found = {"alone": alone(run, truth, BurstConfig())}
-    ways = (*WAYS, *BETWEEN) if nodes > 1 else WAYS
+    ways = (*WAYS, *(BETWEEN if nodes > 1 else (MIXED,)))
     for way in (way for way in ways if can(name, way, nodes)):
         config = burst_config(nodes=nodes, **way)
         for turn in range(4):  # buffers are used again; a race shows as a difference
             if turn == rank:
                 torch.cuda._sleep(20_000_000)  # ranks must not have to run in step
-            got = relative(run(rows, config), truth, rows)
+            with backward_as_a2a() if way is MIXED else nullcontext():
+                got = relative(run(rows, config), truth, rows)
             found[str(way)] = max(found.get(str(way), (0,)), got)
     return found
 

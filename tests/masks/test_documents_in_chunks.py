@@ -1,5 +1,6 @@
 """Documents sharded in two chunks per rank: row orders, segments, and runs on real processes."""
 
+from contextlib import nullcontext
 from itertools import accumulate, pairwise
 
 import pytest
@@ -19,7 +20,7 @@ from megatron_burst.schedule.layout import (
 )
 from megatron_burst.schedule.mask import Mask
 from tests.attention.engine import problem
-from tests.options import burst_config
+from tests.options import backward_as_a2a, burst_config
 from tests.oracle import full_attention, rows_of, seen_by
 from tests.ranks import run_ranks
 
@@ -101,6 +102,11 @@ WAYS = (
     {"intra": "gather", "heads_per_round": 1}, {"intra": "gather", "circulate": "q"},
     {"intra": "a2a"}, {"inter": "a2a"}, {"flat": True},
 )  # fmt: skip
+MIXED = {"intra": "gather", "heads_per_round": 2}  # whose backward is made an all-to-all
+
+
+def ways_on(nodes):
+    return WAYS if nodes > 1 else (*WAYS[:-2], MIXED)
 
 
 def errors_of_chunks(rank, world, nodes):
@@ -121,12 +127,14 @@ def errors_of_chunks(rank, world, nodes):
         leaves = [x.clone().requires_grad_() for x in tensors[:3]]
         out = full_attention(*leaves, False, 6**-0.5, seen)
         truth = [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
-        for way in WAYS if nodes > 1 else WAYS[:-2]:
+        for way in ways_on(nodes):
             q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors[:3])
-            out = burst_attention(
-                q, k, v, causal=causal, cu_seqlens=torch.tensor(starts), layout="zigzag-documents",
-                cu_seqlens_padded=torch.tensor(padded), config=burst_config(nodes=nodes, **way),
-            )  # fmt: skip
+            with backward_as_a2a() if way is MIXED else nullcontext():
+                out = burst_attention(
+                    q, k, v, causal=causal, cu_seqlens=torch.tensor(starts),
+                    layout="zigzag-documents", cu_seqlens_padded=torch.tensor(padded),
+                    config=burst_config(nodes=nodes, **way),
+                )  # fmt: skip
             found = [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3][:, rows])]
             both = zip(found, truth, strict=True)
             errors[causal, str(way)] = max(float((x - y[:, rows]).abs().max()) for x, y in both)
@@ -138,5 +146,5 @@ def test_documents_each_for_itself_on_processes(nodes, world):
     """Guards against what simulated ranks cannot show: wrong groups, and choices that refuse or
     lose the layout."""
     for errors in run_ranks(errors_of_chunks, world, world, nodes):
-        assert len(errors) == 2 * len(WAYS if nodes > 1 else WAYS[:-2])
+        assert len(errors) == 2 * len(ways_on(nodes))
         assert max(errors.values()) <= 1e-12, errors

@@ -147,7 +147,7 @@ WRONG = {  # slices of a sample of 8 tokens, more arguments, words
     "outside": ([[0, 9, 0, 8, 0]], {}, r"within the 8 queries and 8 keys.*got \[0, 9, 0, 8, 0\]"),
     "empty": ([[0, 8, 3, 3, 0]], {}, "none may be empty"),
     "a kind": ([[0, 8, 0, 8, 4]], {}, r"kind of a slice must be 0 \(full\)"),
-    "later keys": ([[0, 8, 0, 8, 0]], {"causal": True}, "no slice may have a key behind a query"),
+    "later keys": ([[0, 8, 0, 8, 0]], {"causal": True}, "no slice may have a key at a later"),
     "twice": ([[0, 8, 0, 8, 1], [6, 8, 0, 1, 0]], {}, "must not overlap.* and "),
     "blind": ([[0, 2, 0, 2, 1], [4, 8, 0, 8, 0]], {}, "must see a key.*got query 2"),
     "a window": (GOOD, {"window": (2, 0)}, "slices must come without a window"),

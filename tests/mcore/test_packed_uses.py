@@ -281,7 +281,7 @@ def test_documents_anywhere_are_refused_where_rope_is_megatrons_own(monkeypatch)
     group = SimpleNamespace(size=lambda: 2)
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 8]))
     packed.check_rotated(params, group, follows=False)
-    monkeypatch.setattr(packed, "documents_lie_anywhere", lambda: True)
+    monkeypatch.setattr(packed, "shards_whole_sample", lambda: True)
     with pytest.raises(BurstError, match=r"got --dataloader-inter-document-masking; import"):
         packed.check_rotated(params, group, follows=False)
     packed.check_rotated(None, group, follows=False)

@@ -27,7 +27,7 @@ from tests.proof.values import Values
 Passes = Sequence[Sequence[Program]]
 _OWN = (Space.CALL, Space.TEMP)  # memory of one pass
 _CARRIED = (
-    Space.RING,
+    Space.POOL,
     Space.SLOT,
     Space.STAGING,
     Space.SUM,

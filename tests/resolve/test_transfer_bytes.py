@@ -52,8 +52,8 @@ def test_a_choice_can_be_asked_for():
 
 
 def test_the_table_of_bytes_between_nodes_is_what_is_sent():
-    """docs/concepts/modes.md: bytes of a backward for each token and query head."""
-    page = Path(__file__).parents[2] / "docs/concepts/modes.md"
+    """docs/concepts/programs.md: bytes of a backward for each token and query head."""
+    page = Path(__file__).parents[2] / "docs/concepts/programs.md"
     rows = [line.split("|")[1:-1] for line in page.read_text().splitlines() if line[:2] == "| "]
     rows = [[cell.strip() for cell in row] for row in rows if row[0][:5] in (" MHA ", " GQA,")]
     assert len(rows) == 6

@@ -124,7 +124,7 @@ def early_reuse(passes: Passes, orders: Orders) -> Iterator[Mutant]:
     for turn, programs in enumerate(passes):
         program = programs[RANK]
         for name, buffer in program.buffers.items():
-            if buffer.space is Space.RING and buffer.number:
+            if buffer.space is Space.POOL and buffer.number:
                 moved = replace(buffer, number=buffer.number - 1)
                 new = replace(program, buffers={**program.buffers, name: moved})
                 yield f"{turn}: {name} at {moved.number}", _put(passes, turn, new), orders

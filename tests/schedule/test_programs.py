@@ -300,7 +300,7 @@ def most_buffers(case):
 
 def hops_in_memory(program, use):
     """How many distinct hop buffers of a use there are."""
-    every = (b for b in program.buffers.values() if (b.space, b.use) == (Space.RING, use))
+    every = (b for b in program.buffers.values() if (b.space, b.use) == (Space.POOL, use))
     return len({buffer.storage for buffer in every})
 
 

@@ -211,6 +211,6 @@ def late_bytes(job: Job, strategy: Strategy, layers: int) -> tuple[float, float]
 
 def head_seconds(job: Job, strategy: Strategy) -> float:
     """Head and its backward: four products. The fused loss computes logits again; for Megatron's
-    own, passes over all logits take about as long (docs/benchmarks/loss-rows.md)."""
+    own, passes over all logits take about as long (docs/benchmarks/loss.md)."""
     flops = 2 * 4 * job.model.embedding_params * (job.seq // strategy.cp) / strategy.tp
     return Timer(job.hardware).matmul(flops)

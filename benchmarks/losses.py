@@ -1,0 +1,174 @@
+"""Where burst is slower than what it is compared with, or needs more memory: every problem of the
+published tables, as those of docs/benchmarks/losses.md, which `benchmarks.show docs` makes."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.compared import LIBRARIES, Comparison, compare
+from benchmarks.frontier_cases import problem_in
+from benchmarks.frontier_table import Point, in_equal_memory, points_of, runs_in
+from benchmarks.limits import FOUR, sheet
+from benchmarks.sheets import FRONTIER_CSV, LOSS_CSV, PACKED_CSV, RECOMPUTE_CSV, SLICES_CSV
+from benchmarks.style import gpu_of
+from benchmarks.tables import Ratio, measured_by, times_of
+from megatron_burst.tools.units import in_units
+
+_SIZES = "sizes_2xh200_one_node+sizes_4xh200_one_node+gather_then_all_to_all_h200"
+_PEERS = "peers_4xh200_one_node+peers_few_heads_4xh200_one_node"
+_CAUSAL = (
+    "attention_1xh200", "attention_2xh200_one_node", FOUR, _SIZES, _PEERS, "attention_2x2xh200",
+    "seeds_1xh100", "seeds_long_1xh100", "seeds_4xh200_one_node",
+)  # fmt: skip
+_PACKED = (
+    "packed_1xh200", "packed_2xh200_one_node", "packed_2xh100_one_node", "packed_4xh200_one_node",
+    "packed_2x1xh200", "packed_2x2xh200",
+)  # fmt: skip
+_MODES = "burst:recompute", "burst:forward", "burst:plain"  # of the loss
+_HEAD = "times as fast", "GiB: burst, beside", "measured"
+_LIKE = {"none": "full", "off": "off", "all": "full-keep", "selective": "selective"}  # in layers
+Lines = Iterator[tuple[str, ...]]
+
+
+def attention() -> Lines:
+    """Of both passes, and of forward alone; burst as it runs by itself."""
+    yield "GPUs", "heads", "tokens", "sample", "pass", "burst", "beside", *_HEAD
+    yield from _attention({"burst:auto": "", "burst:auto@zigzag": "documents at any token"})
+
+
+def on_cudnn() -> Lines:
+    """The same with cuDNN, TransformerEngine's kernel."""
+    yield "GPUs", "heads", "tokens", "sample", "pass", "burst", "beside", *_HEAD
+    yield from _attention({"burst:backend=cudnn": "on cuDNN"})
+
+
+def _attention(variants: dict[str, str]) -> Lines:
+    sheets = *((name,) for name in _CAUSAL), *((name, PACKED_CSV) for name in _PACKED)
+    for each in (one.alike() for names in sheets for one in compare(sheet(*names))):
+        words, place = each.problem.words(), each.problem
+        for name, said in variants.items():
+            row = _by_itself(each) if name == "burst:auto" else each.rows.get(name)
+            for peer in (each.fastest(impl) for impl in ("te", *LIBRARIES)):
+                if row and peer and (told := _told(row, peer)):
+                    gpus = " + ".join([f"{place.ranks // place.nodes}"] * place.nodes)
+                    sample = ", ".join(
+                        f"{fact} {words[fact]}".removeprefix("mask ")
+                        for fact in ("mask", "head dim", "dtype", "batch")
+                        if words[fact] not in ("128", "bfloat16", "1")
+                    )
+                    yield (
+                        f"{gpus} {gpu_of(row.gpu)}", words["heads"], words["S"], sample,
+                        "forward" if place.pass_ == "fwd" else "both", said or row.mode,
+                        f"{peer.impl} `{peer.mode}`", *told,
+                    )  # fmt: skip
+
+
+def _by_itself(each: Comparison) -> Any:
+    """Burst's row. Forward alone of grouped heads of 192/128 gathers, which older rows of `auto`
+    did not: it is measured under its own name."""
+    of, gather = each.problem, each.rows.get("burst:gather")
+    is_grouped = (of.head_dim_qk, of.pass_) == (192, "fwd") and of.heads_kv < of.heads_q
+    return gather if is_grouped and gather and gather.ms else each.burst
+
+
+def steps() -> Lines:
+    """Megatron's settings that are faster than all of burst's in no more memory; and steps and
+    layers of the same setting."""
+    yield "step", "burst", "Megatron", *_HEAD
+    for name in ("1xh200", "1xh100", "2xh100", "4xh200"):
+        runs = {}
+        for _, rows in runs_in(sheet(f"frontier_{name}", FRONTIER_CSV)):
+            points = [point for point in points_of(rows) if point.ms]
+            if {point.is_burst for point in points} == {True, False}:
+                runs[_trained(rows[0])] = rows, points
+        for rows, points in runs.values():
+            yield from _in_memory(rows, {point.name: point for point in points})
+    for name in ("slices_2xh200", "tensor_4xh200"):
+        rows = [row for row in sheet(name, SLICES_CSV) if row.ms]
+        ours = {(row.seq, row.layers): row for row in rows if row.impl.startswith("burst")}
+        for row in rows:
+            own = ours.get((row.seq, row.layers))
+            if own and not row.impl.startswith("burst") and (told := _told(own, row)):
+                what = f"{own.model}, {own.layers} layers, {in_units(own.seq)}"
+                yield (
+                    f"{what}, {own.gpus} {gpu_of(own.gpu)}",
+                    f"`{own.impl}`",
+                    f"`{row.impl}`",
+                    *told,
+                )
+    for name in ("recompute_2xh200", "recompute_4xh200"):
+        rows = {(row.seq, row.impl, row.mode): row for row in sheet(name, RECOMPUTE_CSV) if row.ms}
+        for (seq, impl, mode), own in rows.items():
+            peer = rows.get((seq, "megatron", _LIKE.get(mode)))
+            if impl == "burst" and peer and (told := _told(own, peer)):
+                what = f"{own.note.split()[0]} layers of Llama-3-8B, {in_units(seq)}"
+                yield f"{what}, {own.ranks} {gpu_of(own.gpu)}", f"`{mode}`", f"`{peer.mode}`", *told
+
+
+def _trained(row: Any) -> tuple:
+    return row.model, row.layers, row.seq, row.documents, row.ranks
+
+
+def _in_memory(rows: list, points: dict[str, Point]) -> Lines:
+    row = next(row for row in rows if row.ms)
+    counted = "" if row.active_gib is not None else " (allocated)"
+    for name, (gain, best) in in_equal_memory(list(points.values())).items():
+        if f"{gain:.3f}" < "1.000":
+            own, peer = points[best], points[name]
+            gib = f"{own.peak_gib:.2f}, {peer.peak_gib:.2f}{counted}"
+            yield (
+                f"{problem_in(row)}, {row.ranks} {gpu_of(row.gpu)}", _setting(best),
+                _setting(name), f"**{gain:.3f}**", gib, _origin(row, own.steps),
+            )  # fmt: skip
+
+
+def _setting(name: str) -> str:
+    return f"`{name.partition(':')[2]}`"
+
+
+def loss() -> Lines:
+    """The LM head and loss: each of burst's modes beside every other that ran with it."""
+    yield "tokens, GPUs", "hidden x classes", "burst", "beside", *_HEAD
+    runs: dict[tuple, dict[str, Any]] = {}
+    for row in sheet("loss_h200", LOSS_CSV):
+        if row.ms:
+            head = row.ranks, row.hidden, row.vocab, row.tokens
+            runs.setdefault((*head, row.date[:10], measured_by(row)), {})[row.impl] = row
+    newest = {
+        (*run[:4], name, peer): (rows[name], rows[peer])
+        for run, rows in runs.items() for name in rows for peer in rows
+        if name in _MODES and not peer.startswith("burst")
+    }  # fmt: skip
+    for (ranks, hidden, vocab, tokens, name, peer), pair in sorted(newest.items()):
+        if told := _told(*pair):
+            head = f"{in_units(tokens)}, {ranks}", f"{hidden} x {in_units(vocab)}"
+            yield *head, f"`{name}`", f"`{peer}`", *told
+
+
+def _told(row: Any, peer: Any) -> tuple[str, ...]:
+    """Cells of a ratio, memory and where they come from, if one of them is worse for burst. Of
+    rows of two commits or machines memory counts alone."""
+    ratio = Ratio.of(row, peer)
+    if ratio is None:
+        return ()
+    is_one = measured_by(row) == measured_by(peer)
+    gib, is_slow, is_more = "-", is_one and round(ratio.value, 2) < 1, False
+    if row.peak_gib and peer.peak_gib is not None:
+        gib = f"{row.peak_gib:.2f}, {peer.peak_gib:.2f}"
+        is_more = round(row.peak_gib, 2) > round(peer.peak_gib, 2)
+    if not is_slow and not is_more:
+        return ()
+    speed = f"**{ratio}**" if is_slow else f"{ratio}" if is_one else "another run"
+    return speed, f"**{gib}**" if is_more else gib, _origin(row)
+
+
+def _origin(row: Any, count: int = 0) -> str:
+    """The day, commit and machine of a row, and how many repetitions it has."""
+    said = re.search(r"(\d+) repetition", row.note)
+    count = count or len(times_of(row)) or int(said[1] if said else 0)
+    return ", ".join([row.date[:10], *measured_by(row), *[f"n = {count}"] * bool(count)])
+
+
+TABLES: dict[str, Callable[[], Lines]] = {
+    "attention": attention, "cudnn": on_cudnn, "steps": steps, "loss": loss,
+}  # fmt: skip
