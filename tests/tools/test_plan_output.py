@@ -289,6 +289,8 @@ def test_what_takes_long_is_shown_on_a_terminal_only(tmp_path):
     command = [sys.executable, "-m", "megatron_burst.tools", "plan", *LLAMA.split()]
     command += ["--picture", str(tmp_path / "p.png")]
     out, shown = at_a_terminal(command)
-    assert all(words in shown for words in ("comparing strategies", "comparing recomputation", "drawing"))
+    assert all(
+        words in shown for words in ("comparing strategies", "comparing recomputation", "drawing")
+    )
     piped = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "drawing" not in out and "drawing" not in piped.stdout and not piped.stderr
