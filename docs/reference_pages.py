@@ -31,7 +31,7 @@ def flags() -> str:
         "# Flags",
         "",
         "All flags that burst adds to Megatron's command line, generated from the code. Their "
-        "uses: [how to](../how-to/README.md). Options for experiments: [tuning](../tuning.md).",
+        "uses: [how to](../README.md). Options for experiments: [tuning](../how-to/settings.md#tunings).",
     ]
     for group in parser._action_groups[2:]:
         lines += ["", f"## {group.title}", "", group.description or "", ""]

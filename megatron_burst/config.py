@@ -199,7 +199,7 @@ def parse_tunings(text: str, who: str = "--burst-tune") -> dict[str, Any]:
             legal = f"{name}={_legal(_TUNINGS[name])}" if name in _TUNINGS else "name=value"
             raise BurstError(
                 f"{who}: each tuning must be given once, as {legal}, because a misspelt one would "
-                f"be silently ignored; got {pair!r}{nearest(name, TUNINGS)}; see docs/tuning.md"
+                f"be silently ignored; got {pair!r}{nearest(name, TUNINGS)}; see docs/how-to/settings.md#tunings"
             )
         tunings[name] = value
     forced = {n: tunings.pop(f"force.{n}") for n in FORCED if f"force.{n}" in tunings}

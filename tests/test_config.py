@@ -112,7 +112,7 @@ def test_every_tuning_is_among_those_that_are_read():
     ],
 )  # fmt: skip
 def test_what_is_no_tuning_is_refused_beside_the_nearest(text, pair):
-    with pytest.raises(BurstError, match=r"^HERE: each tuning must.*docs/tuning.md") as refusal:
+    with pytest.raises(BurstError, match=r"^HERE: each tuning must.*docs/how-to/settings.md#tunings") as refusal:
         parse_tunings(text, "HERE")
     said, name = str(refusal.value), pair.partition("=")[0]
     assert f"; got '{pair}" in said

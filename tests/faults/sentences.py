@@ -21,7 +21,7 @@ _FIXED = {  # what is another number in each run, or another path
 
 
 def cell(told: str | None, quiet: str) -> str:
-    """What was got, without the reason, which is the same in many."""
+    """What was got, without the reason and the advice, which are the same in many."""
     if told is None:
         return "(ends)"
     if not told.strip():
@@ -31,14 +31,15 @@ def cell(told: str | None, quiet: str) -> str:
     kind, _, sentence = told.strip().partition(": ")
     got = re.search(r"; (got,? .*)", sentence)
     words = f"... {got[1]}" if got else f"{kind}: {sentence}"
-    return words.splitlines()[0].replace("|", "\\|")
+    return words.splitlines()[0].replace("|", "\\|").split("; ")[0] + " ..." * (got is not None)
 
 
 def row(name: str, told: list[str | None]) -> str:
     """A line of the table."""
     about, other = FAULTS[name], told[1]
     go_on = "yes" if about.again else "it did" if not about.said else "a new group"
-    cells = [about.what, cell(other, about.quiet), cell(told[ODD], about.quiet), go_on]
+    others, own = cell(other, about.quiet), cell(told[ODD], about.quiet)
+    cells = [about.what, others, "the same" if own == others else own, go_on]
     return f"| {' | '.join(cells)} |\n"
 
 

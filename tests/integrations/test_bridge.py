@@ -334,5 +334,5 @@ def without_burst(rank):
 
 def test_without_burst_its_configuration_ends_in_the_sentence_that_the_documents_have():
     run_ranks(without_burst, 2)
-    text = (ROOT / "docs" / "integrations-bridge.md").read_text()
+    text = (ROOT / "docs" / "integrations.md").read_text()
     assert "Unsupported communication type: burst!" in text

@@ -78,7 +78,7 @@ def test_a_bad_tuning_is_refused_beside_the_nearest(capsys):
     said = capsys.readouterr().err.rpartition("error:")[2]  # after the usage
     assert (
         "got 'force.circulat=q', did you mean 'force.circulate'?" in said
-        and "docs/tuning.md" in said
+        and "docs/how-to/settings.md#tunings" in said
     )
     assert "nccl_ctas" not in said
 
