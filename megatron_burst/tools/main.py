@@ -8,15 +8,16 @@ from typer import Option
 
 from megatron_burst.tools.doctor import doctor
 from megatron_burst.tools.plan import plan
+from megatron_burst.tools.plan_options import presets_by_family
 from megatron_burst.tools.terminal import Device, Nodes, check_writable, in_one_sentence, writing
 from megatron_burst.version import __version__
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_HELP,
-    rich_markup_mode=None,  # Rich's tables cut options and their help at 80 columns
+    rich_markup_mode="rich",
 )  # fmt: skip
-app.command()(plan)
+app.command(epilog=presets_by_family())(plan)
 app.command()(doctor)
 
 

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from typer import Argument, Exit, Option, echo
 
@@ -12,7 +12,6 @@ from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.hardware_file import preset_names
 from megatron_burst.tools.job.flags import as_json
 from megatron_burst.tools.job.frameworks import takes_logits
-from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.model_file import model_of
 from megatron_burst.tools.job.script import arguments_in, given, read_script
 from megatron_burst.tools.job.search import search
@@ -39,31 +38,34 @@ from megatron_burst.tools.units import whole_number
 
 _NOT_RUN = 3  # exit code; 2 is refused input
 Framework = Literal["megatron", "bridge", "verl", "ms-swift", "slime", "nemo-rl", "roll"]
-Size = partial(Option, min=1, metavar="N")
-File = partial(Option, metavar="FILE")
+_FRAMEWORK = f"print the plan as settings of {', '.join(get_args(Framework))}"
+_CHOSEN = "the fastest that fits, if left out"
+Sharding = partial(Option, min=1, metavar="N", rich_help_panel=f"Sharding: {_CHOSEN}")
+Policy = partial(Option, rich_help_panel=f"Recomputation: {_CHOSEN}")
+Offload = partial(Option, rich_help_panel=f"Copies to host memory: {_CHOSEN}")
+Documents = partial(Option, metavar="FILE", rich_help_panel="Packed documents")
+Output = partial(Option, rich_help_panel="Output")
 _MODEL = (
-    f"{', '.join(PRESETS)}, hf:ORG/NAME (cached), a config.json or its folder, or what "
-    "--burst-dump-args wrote of your job"
+    "a preset (listed below), hf:ORG/NAME (from the local cache), a config.json or its folder, or "
+    "the file that --burst-dump-args wrote of your job"
 )
-_HARDWARE = f"{', '.join(preset_names())}, or a TOML file that calibrate wrote"
+_HARDWARE = f"{', '.join(preset_names())}, or a TOML file from calibrate"
 _BATCH = "sequences per step; default: 4M tokens, or 1K per GPU if that is more"
+_FSDP = "none, torch or megatron: ZeRO-3; never chosen for you"
 _KEEP = (
-    "which of attention's results full recomputation keeps (--burst-keep); auto: outputs of "
-    "modules too, as a run will choose"
+    "none, half or all of attention's results are kept by full recomputation (--burst-keep); auto: "
+    "also outputs of modules, as a run would choose"
 )
 _CU_SEQLENS = (
-    "documents of a packed sample: a file of boundaries or lengths (text, .npy, .pt); without "
-    "--seq-length, plan the attention of this sample instead of a job"
+    "documents of a packed sample: boundaries or lengths (text, .npy, .pt); without --seq-length, "
+    "plan only the attention of this sample"
 )
 _LENGTHS = (
-    "lengths of a data set's documents: a histogram (.csv), a list (.jsonl), or Megatron's index "
-    "(.idx); with --seq-length, compare rules that assign documents to ranks"
+    "document lengths of a data set: a histogram (.csv), a list (.jsonl), or Megatron's index "
+    "(.idx); with --seq-length, compare ways to assign documents to ranks"
 )
 _PICTURE = "draw one layer's attention over time, or the sample of --cu-seqlens (.png, .svg, .pdf)"
-_FRONTIER = (
-    "draw peak memory against step time, from full recomputation through budgets of --keep auto "
-    "to nothing recomputed (.png, .svg, .pdf)"
-)
+_FRONTIER = "draw peak memory against step time for all memory budgets (.png, .svg, .pdf)"
 
 
 def plan(
@@ -73,50 +75,51 @@ def plan(
         str, Option(metavar="TOKENS", help="length of a sequence, e.g. 1M, 128k, 1048576")
     ] = "",
     gpus_per_node: Annotated[
-        int | None, Size(help="GPUs per node; default: as in --hardware")
+        int | None, Option(min=1, metavar="N", help="GPUs per node; default: as in --hardware")
     ] = None,
     hardware: Annotated[str, Option(metavar="NAME|FILE", help=_HARDWARE)] = "h200",
     global_batch_size: Annotated[str, Option(metavar="N", help=_BATCH)] = "",
-    tp: Annotated[int | None, Size(help="tensor-parallel size")] = None,
-    cp: Annotated[int | None, Size(help="context-parallel size")] = None,
-    pp: Annotated[int | None, Size(help="pipeline-parallel size")] = None,
-    dp: Annotated[int | None, Size(help="data-parallel size")] = None,
-    ep: Annotated[int | None, Size(help="expert-parallel size")] = None,
-    recompute: Annotated[
-        Literal["none", "selective", "full"] | None,
-        Option(help="what is recomputed in backward; selective: the feed-forward"),
-    ] = None,
-    keep: Annotated[Literal["none", "half", "all", "auto"] | None, Option(help=_KEEP)] = None,
-    keep_budget_gib: Annotated[
-        float | None,
-        Option(min=0.01, metavar="GIB", help="GPU memory for --keep auto; default: what is left"),
-    ] = None,
-    offload: Annotated[bool | None, Option(help="offload these results to host memory")] = None,
-    offload_inputs: Annotated[
-        bool | None, Option(help="offload the inputs of recomputed layers to host memory")
-    ] = None,
+    tp: Annotated[int | None, Sharding(help="tensor-parallel size")] = None,
+    cp: Annotated[int | None, Sharding(help="context-parallel size")] = None,
+    pp: Annotated[int | None, Sharding(help="pipeline-parallel size")] = None,
+    dp: Annotated[int | None, Sharding(help="data-parallel size")] = None,
+    ep: Annotated[int | None, Sharding(help="expert-parallel size")] = None,
     fsdp: Annotated[
         Fsdp | None,
-        Option(help="ZeRO-3: shard weights and gradients too, by torch's FSDP2 or Megatron-FSDP"),
+        Sharding(min=None, metavar="WHOSE", help=_FSDP),
     ] = None,
-    do_search: Annotated[bool, Option("--search", help="show other strategies too")] = False,
+    recompute: Annotated[
+        Literal["none", "selective", "full"] | None,
+        Policy(metavar="WHAT", help="none, selective (the feed-forward) or full"),
+    ] = None,
+    keep: Annotated[
+        Literal["none", "half", "all", "auto"] | None, Policy(metavar="WHAT", help=_KEEP)
+    ] = None,
+    keep_budget_gib: Annotated[
+        float | None,
+        Policy(min=0.01, metavar="GIB", help="GPU memory for --keep auto; default: what is left"),
+    ] = None,
+    offload: Annotated[bool | None, Offload(help="offload kept results")] = None,
+    offload_inputs: Annotated[
+        bool | None, Offload(help="offload the inputs of recomputed layers")
+    ] = None,
+    cu_seqlens: Annotated[Path | None, Documents(help=_CU_SEQLENS)] = None,
+    lengths: Annotated[Path | None, Documents(help=_LENGTHS)] = None,
+    do_search: Annotated[bool, Output("--search", help="show other strategies too")] = False,
+    verbose: Annotated[
+        bool, Output("--verbose", "-v", help="show ranks, transfers, and small parts too")
+    ] = False,
     json: Annotated[
-        Path | None, File(help="write the plan as JSON, for --burst-plan; -: print only that")
+        Path | None,
+        Output(metavar="FILE", help="write the plan as JSON, for --burst-plan; -: print only that"),
     ] = None,
-    framework: Annotated[
-        Framework | None,
-        Option("--for", help="print the plan's decisions as settings of this framework"),
-    ] = None,
-    cu_seqlens: Annotated[Path | None, File(help=_CU_SEQLENS)] = None,
-    lengths: Annotated[Path | None, File(help=_LENGTHS)] = None,
-    picture: Annotated[Path | None, File(help=_PICTURE)] = None,
-    frontier: Annotated[Path | None, File(help=_FRONTIER)] = None,
+    framework: Annotated[Framework | None, Output("--for", metavar="NAME", help=_FRAMEWORK)] = None,
+    picture: Annotated[Path | None, Output(metavar="FILE", help=_PICTURE)] = None,
+    frontier: Annotated[Path | None, Output(metavar="FILE", help=_FRONTIER)] = None,
 ) -> None:
     """Predict time and memory of a job, and print its flags.
 
-    Sizes and policies that you leave out are those of the fastest strategy that fits in memory.
-    Exit status: 0 for a plan that fits, 2 for refused input, 3 if nothing fits (the closest
-    strategy is shown).
+    Exit status: 0 for a plan that fits, 2 for refused input, 3 if nothing fits.
     """
     with in_one_sentence():
         check_outputs(json, picture, frontier)
@@ -150,9 +153,12 @@ def plan(
         job = Job(described, tokens, count, on_node, batch(count), machine, packing, logits)
         with shown(0, "comparing strategies"):
             found = search(job, fixed, script.named)
-        missing = "" if found[0].fits else no_room(job, found, fixed, batch)
+        missing, shown_job, best = "", job, found
+        if not found[0].fits:
+            with shown(0, "looking for GPUs that would be enough"):
+                missing, shown_job, best = no_room(job, found, fixed, batch)
         notes = [*script.notes, *layout_note(script, drawn_from)]
-        warnings = [*notes, *warnings_of(job, found, fixed, in_file)]
+        warnings = [*notes, *warnings_of(shown_job, best, fixed, in_file)]
         if logits:
             warnings.append(
                 f"{framework} takes all logits from the model: their memory is counted, and "
@@ -172,7 +178,7 @@ def plan(
             with writing("plan", "--frontier", frontier), shown(0, f"drawing {frontier}"):
                 save_frontier(job, found[0].strategy, frontier)
         outcome = Shown(
-            job, found, script, in_file, warnings, missing, do_search, repeated, more,
+            shown_job, best, script, in_file, warnings, missing, do_search, verbose, repeated, more,
             usual_batch=not (global_batch_size or "global_batch_size" in in_file),
             framework=framework,
         )  # fmt: skip

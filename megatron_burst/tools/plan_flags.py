@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_burst.files import harmless
 from megatron_burst.tools.job.candidate import Candidate
 from megatron_burst.tools.job.flags import as_words, flag_values
 from megatron_burst.tools.job.frameworks import MEGATRON, words_of
@@ -14,6 +15,8 @@ from megatron_burst.tools.job.model_flags import model_flags
 from megatron_burst.tools.job.script import Script
 from megatron_burst.tools.job.strategy import Job
 from megatron_burst.tools.terminal import say
+
+_WIDTH = 100  # of lines of flags, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,9 @@ class Shown:
     script: Script  # what a file of Megatron's arguments says of the job
     arguments: Mapping[str, Any]  # that it has; {} if the model is not from such a file
     warnings: Sequence[str]  # sentences
-    no_room: str  # by how much the best does not fit, and what would do; "" if it does
+    no_room: str  # what would be enough for a job that does not fit, which is shown; "" if it does
     others: bool  # whether to show them; else a line on how the best was chosen
+    verbose: bool  # whether to show ranks, transfers and small parts
     repeated: str  # how a file's documents fill a sample
     with_keep: str  # what more kept results come to, in a line
     usual_batch: bool  # whether the batch is the default
@@ -34,34 +38,30 @@ class Shown:
 
 
 def show_flags(console: Console, shown: Shown) -> None:
-    """Flags to copy: the model's, if no file has them, and the strategy's."""
+    """Flags to copy of a plan that fits: the model's, if no file has them, and the strategy's."""
     job, best = shown.job, shown.found[0]
-    note = "in addition to the model's own" if best.fits else "this plan does not fit"
     flags = flag_values(job, best.strategy, best.memory.node, shown.script.flags)
     if shown.framework not in (None, MEGATRON):
         words = words_of(shown.framework, job, best.strategy, flags)
-        note = "which builds the model itself" if best.fits else "but this plan does not fit"
-        console.print(f"\n[bold]For {shown.framework}, {note}:[/bold]", highlight=False)
-        say(console, words)
+        _copy(console, f"For {shown.framework}, which builds the model itself:", words)
         return
     if shown.framework == MEGATRON:
-        _show_words(console, f"Megatron flags ({note}):", as_words(flags))
+        _show_words(console, "Flags of the run, beside the model's:", as_words(flags))
         return
-    if not shown.arguments and job.model.unknown:
-        say(console, _no_model_flags(job.model.unknown), "\nno model flags: ", "yellow")
-    elif not shown.arguments:
-        script = ", of Megatron-LM 0.19's pretrain_hybrid.py" if job.model.pattern else ""
-        _show_words(console, f"Model flags{script}:", as_words(model_flags(job.model)))
     if not shown.arguments:
-        _show_words(console, f"Megatron flags ({note}):", as_words(flags))
+        if job.model.unknown:
+            say(console, _no_model_flags(job.model.unknown), "no model flags: ", "yellow")
+        else:
+            script = ", of Megatron-LM 0.19's pretrain_hybrid.py" if job.model.pattern else ""
+            _show_words(console, f"Flags of the model{script}:", as_words(model_flags(job.model)))
+        _show_words(console, "Flags of the run:", as_words(flags))
         return
     there = {flag for flag, value in flags.items() if _is_there(shown.arguments, flag, value)}
     new = {flag: value for flag, value in flags.items() if flag not in there}
-    head = "Megatron flags to add or change, started with -m megatron_burst"
-    head += "" if best.fits else f" ({note})"
-    _show_words(console, f"{head}:", as_words(new) or ["none"])
+    head = "Flags to add or change, started with -m megatron_burst:"
+    _show_words(console, head, as_words(new) or ["none"])
     old = {flag: flags[flag] for flag in flags if flag in there}
-    _show_words(console, "Megatron flags that are there already:", as_words(old) or ["none"])
+    _show_words(console, "Flags that are there already:", as_words(old) or ["none"])
 
 
 def _no_model_flags(unknown: Sequence[str]) -> str:
@@ -83,5 +83,15 @@ def _is_there(arguments: Mapping[str, Any], flag: str, value: object) -> bool:
 
 
 def _show_words(console: Console, head: str, words: Sequence[str]) -> None:
-    console.print(f"\n[bold]{head}[/bold]", highlight=False)
-    say(console, " \\\n    ".join(words))
+    """As many words on a line as fit, which a shell reads as one."""
+    lines, width = [words[0]], min(console.width, _WIDTH) - len(" \\")
+    for word in words[1:]:
+        longer = f"{lines[-1]} {word}"
+        lines = [*lines[:-1], longer] if len(longer) <= width else [*lines, f"  {word}"]
+    _copy(console, head, " \\\n".join(lines))
+
+
+def _copy(console: Console, head: str, text: str) -> None:
+    """Print lines that nothing may break."""
+    console.print(f"[bold]{head}[/bold]", highlight=False)
+    console.print(harmless(text), soft_wrap=True, highlight=False, markup=False)

@@ -26,8 +26,8 @@ def show_kept(console: Console, job: Job, strategy: Strategy) -> None:
         say(console, "nothing fits, so everything but a layer's last product is recomputed")
         return
     where = " of the first pipeline stage" if strategy.pp > 1 else ""
-    table = Table(title=f"kept in layers{where}; ms of a micro-batch", title_justify="left")
-    table.add_column("item")
+    table = Table(box=None, padding=(0, 3, 0, 0))
+    table.add_column(f"kept in layers{where}")
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:

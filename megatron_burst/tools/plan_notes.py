@@ -11,6 +11,13 @@ from megatron_burst.tools.job.search import Fixed, enough_gpus, length_step, opt
 from megatron_burst.tools.job.strategy import SIZES, Job
 
 _NARROW = 2048  # width of an expert
+_MEASURED = "h100", "h200"  # presets whose predictions were compared with measured steps
+# Errors of predicted time: the largest of dense models' measured steps on one node, without copies
+# to the host and with them (frontier_*.csv); that of nine in ten measured calls of attention on two
+# emulated nodes (docs/planner_errors.csv). Measured over predicted time of narrow experts
+# (frontier_1x*.csv), and at most of packed documents (packed_2x1xh200.csv).
+STEP_ERROR, COPIES_ERROR, BETWEEN_ERROR = 0.10, 0.17, 0.21
+NARROW_TIMES, PACKED_TIMES = (1.1, 1.9), 3.7
 
 
 def warnings_of(
@@ -18,15 +25,10 @@ def warnings_of(
 ) -> list[str]:
     """What speaks against taking the best of a search as it is, which was given `fixed` and a
     script's arguments."""
-    of_job = (
-        *_of_nodes(job),
-        *_of_one_rank(found[0]),
-        *_of_model(job),
-        *_of_length(job, fixed),
-        *_of_memory(job, found),
-        *_of_packing(job),
-    )
-    return [*of_job, *_of_script(job, found[0], arguments)]
+    best = found[0]
+    of_job = *_of_nodes(job), *_of_one_rank(best), *_of_model(job), *_of_length(job, fixed)
+    of_best = *_of_memory(job, best), *_of_packing(job), *_of_script(job, best, arguments)
+    return [*of_job, *of_best]
 
 
 def _of_script(job: Job, best: Candidate, arguments: Arguments) -> Iterator[str]:
@@ -46,23 +48,33 @@ def _of_script(job: Job, best: Candidate, arguments: Arguments) -> Iterator[str]
 
 
 def _of_model(job: Job) -> Iterator[str]:
-    """That parts beside the language model are not counted, that nothing of linear attention is
-    measured, and that narrow experts take longer (`frontier_1x*.csv` of the benchmarks)."""
+    """That parts beside the language model are not counted."""
     if towers := " and ".join(job.model.towers):
         yield (
             f"only the language model is planned: time and memory of {towers} (towers for images "
             "or sound, which every context-parallel rank runs whole) come on top"
         )
+
+
+def _of_speed(job: Job) -> Iterator[str]:
+    """Why no error of a predicted speed is known, or why it is known to be too high."""
     if job.model.linear:
         yield (
-            "time and memory of linear attention are computed from its FLOPs and bytes, and have "
-            "not been compared with measurements"
+            " has no known error: the time of linear attention is computed from FLOPs and bytes, "
+            "and has not been compared with measurements"
         )
     if job.model.experts and job.model.experts.ffn < _NARROW:
         yield (
-            f"experts are {job.model.experts.ffn} wide, and their products are counted at the "
-            "speed of large ones: measured layers with 128 experts 768 wide took 1.1 to 1.8 "
-            "times as long"
+            f" is too high: experts {job.model.experts.ffn} wide are counted at the speed of large "
+            "products, and measured layers with 128 experts 768 wide took "
+            f"{NARROW_TIMES[0]} to {NARROW_TIMES[1]} times as long"
+        )
+    if job.hardware.name not in _MEASURED:
+        yield f" has no known error: no step was measured on {job.hardware.name}"
+    if job.packing and job.gpus > job.on_node:
+        yield (
+            " has no known error: attention of packed documents between nodes took up to "
+            f"{PACKED_TIMES} times as long as predicted"
         )
 
 
@@ -114,11 +126,10 @@ def _of_nodes(job: Job) -> Iterator[str]:
     )
 
 
-def _of_memory(job: Job, found: Sequence[Candidate]) -> Iterator[str]:
+def _of_memory(job: Job, best: Candidate) -> Iterator[str]:
     """That the best nearly fills a GPU's memory, or exceeds the node's."""
-    best, usable = found[0], job.hardware.gpu.usable_bytes
     if best.fits and best.is_tight:
-        free = (usable - best.memory.peak) / GIB
+        free = (job.hardware.gpu.usable_bytes - best.memory.peak) / GIB
         yield (
             f"the peak is {best.share:.1%} of the usable memory, {free:.1f} GiB below it: what the "
             "planner does not model (fragmentation, uneven experts) may not fit; nothing with "
@@ -147,17 +158,43 @@ def with_keep(job: Job, best: Candidate) -> str:
     return ""
 
 
-def no_room(job: Job, found: Sequence[Candidate], fixed: Fixed, batch: Callable[[int], int]) -> str:
-    """By how much the best of what does not fit is too large, and what would do; `batch`: sequences
-    of a step of a job with so many GPUs."""
-    said = loses(found[0], found[0])
-    if fixed and (best := search(job)[0]).fits:
+def no_room(
+    job: Job, found: Sequence[Candidate], fixed: Fixed, batch: Callable[[int], int]
+) -> tuple[str, Job, Sequence[Candidate]]:
+    """What would be enough for a job of which nothing fits, as a sentence; then the job with that,
+    and its strategies. `batch`: sequences of a step of a job with so many GPUs."""
+    lack = loses(found[0], found[0]).partition(";")[0]
+    if fixed and (free := search(job))[0].fits:
         options = " ".join(options_of(fixed))
-        found_so = f"{best.strategy.layout}, {best.strategy.policy}"
-        return f"{said}; without {options} it fits: {found_so}"
+        return f"without {options} it does, as planned below; with them {lack}", job, free
     without_dp = tuple((name, value) for name, value in fixed if name != "dp")
-    if gpus := enough_gpus(job, without_dp, batch):
-        return f"{said}; {gpus} GPUs would be enough"
-    if fixed and (gpus := enough_gpus(job, (), batch)):
-        return f"{said}; {gpus} GPUs would be enough, with sizes and policy chosen by the planner"
-    return f"{said}; more GPUs alone do not help: shorten the sequence, or lower the batch"
+    for some, chosen in ((without_dp, ""), ((), ", with sizes and policy chosen by the planner")):
+        if more := enough_gpus(job, some, batch):
+            enough = f"{more.gpus} GPUs would be enough{chosen}, as planned below"
+            return f"{enough}; on {job.gpus} {lack}", more, search(more, some)
+    why = f"more GPUs alone do not help: shorten the sequence, or lower the batch; {lack}"
+    return why, job, found
+
+
+def mfu_doubt(job: Job, best: Candidate) -> tuple[str, list[str]]:
+    """The range of a predicted MFU, as text, and what is known of it: ends of sentences."""
+    doubts = list(_of_speed(job))
+    if not best.time or doubts:
+        return "", doubts
+    error, of = STEP_ERROR, ", the largest error of a measured step on one node"
+    if best.memory.node:
+        error, of = COPIES_ERROR, ", the largest error of a measured step that copies to the host"
+    if job.gpus > job.on_node:
+        error = BETWEEN_ERROR
+        of = ". On two emulated nodes, 9 of 10 attention calls were within it; no step ran"
+    low, high = ((1 + sign * error) * best.time.mfu for sign in (-1, 1))
+    return f" ({low:.0%} to {high:.0%})", [f" may be off by {error:.0%}{of}"]
+
+
+def links_in_words(job: Job) -> str:
+    """The speeds of links that a plan assumes."""
+    links, share = job.hardware.links, job.hardware.inter_share(job.on_node)
+    said = f"{links.pull.gbs.points[-1][1]:.0f} GB/s over NVLink"
+    if job.gpus > job.on_node:
+        said += f", {share * links.inter.gbs.points[-1][1]:.0f} GB/s a GPU between nodes"
+    return said

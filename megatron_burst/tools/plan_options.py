@@ -1,5 +1,6 @@
 """Options of `megatron-burst plan`: what is refused of them, and what a job has of them."""
 
+import re
 from collections.abc import Callable
 from math import ceil
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 from megatron_burst.errors import BurstError, require
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.tools.documents import typical_packing
+from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.script import Script
 from megatron_burst.tools.lengths import Lengths
 from megatron_burst.tools.simulate.sample import Packing, Sample, numbers_in
@@ -46,7 +48,7 @@ def layout_note(script: Script, lengths: Lengths | None) -> list[str]:
 
 def tokens_of(seq: str) -> int:
     """Tokens of a sequence, which must be given."""
-    require("plan", [(seq, "--seq-length must be given, because everything depends on it",
+    require("plan", [(seq, "--seq-length must be given, because time and memory depend on it",
                       "none, neither as an option nor in the model's file",
                       "write for example --seq-length 1M")])  # fmt: skip
     return whole_number(seq, "--seq-length")
@@ -99,3 +101,13 @@ def check_outputs(json: Path | None, picture: Path | None, frontier: Path | None
                 f"the suffix selects the format; got {path}; rename it"
             )
         taken.append(path)
+
+
+def presets_by_family() -> str:
+    """Models known by name, a paragraph a family; families of one model share the last."""
+    families: dict[str, list[str]] = {}
+    for name in sorted(PRESETS, key=lambda name: re.sub(r"\d+", lambda n: n[0].zfill(4), name)):
+        families.setdefault(re.split(r"[\d-]", name)[0], []).append(name)
+    several = [", ".join(names) for names in families.values() if len(names) > 1]
+    single = ", ".join(names[0] for names in families.values() if len(names) == 1)
+    return "\n\n".join(["Models known by name:", *several, single])

@@ -26,14 +26,18 @@ _WIDTH = 160  # where no terminal says
 
 def new_console() -> Console:
     """As wide as the terminal, or as tables need where there is none."""
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if known else _WIDTH)
+    return Console(width=None if _is_known() else _WIDTH)
+
+
+def _is_known() -> bool:
+    """Whether the width of the terminal is."""
+    return sys.stdout.isatty() or "COLUMNS" in os.environ
 
 
 def say(console: Console, text: str, head: str = "", style: str = "") -> None:
-    """A line that the terminal wraps, so that pipes and copies get it whole."""
-    console.print(head, style=style or None, end="", markup=False)
-    console.print(harmless(text), soft_wrap=True, highlight=False, markup=False)
+    """A text in lines of the terminal's width; in a pipe whole."""
+    line = Text(head, style=style) + Text(harmless(text), style="default")
+    console.print(line, soft_wrap=not _is_known(), highlight=False)
 
 
 def check_writable(who: str, option: str, path: Path) -> None:

@@ -19,8 +19,8 @@ def whole_number(text: str, option: str, who: str = "plan") -> int:
     value = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
     if not 1 <= value <= _MOST or value != int(value):
         raise BurstError(
-            f"{who}: {option} must be a positive whole number up to 1024G, because it counts "
-            f"something; got {text!r}; write for example 1048576, 128k or 1M (K is 1024)"
+            f"{who}: {option} must be a positive whole number up to 1024G, because it is "
+            f"a count; got {text!r}; write for example 1048576, 128k or 1M (K is 1024)"
         )
     return int(value)
 

@@ -94,7 +94,7 @@ def of_model(path: Path) -> int:
     found = [candidate(job, strategy)]
     warnings = [*script.notes, *warnings_of(job, found, (), in_file)]
     with redirect_stdout(StringIO()) as printed:
-        show(Shown(job, found, script, in_file, warnings, "", True, "", "", True, None))
+        show(Shown(job, found, script, in_file, warnings, "", True, True, "", "", True, None))
     check_harmless(printed.getvalue() + as_json(job, found, script.flags))
     return 0
 

@@ -59,29 +59,28 @@ def _explain(folder: Path, as_json: bool) -> bool:
 
 def _examine(nodes: str | None, timeout_s: float, as_json: bool) -> bool:
     """Print a report; whether a run would break. Ends a rank's process: a transfer may be stuck."""
-    from megatron_burst.tools.doctor.meeting import launch_of
-    from megatron_burst.tools.doctor.report import Check, breaks, print_report
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    with shown(int(rank != "0" and nodes is None), "loading torch") as progress:
+        from megatron_burst.tools.doctor.meeting import launch_of
+        from megatron_burst.tools.doctor.report import Check, breaks, print_report
 
-    launch = None if nodes is not None else launch_of(os.environ)
-    with shown(launch.rank if launch else 0) as progress:
+        launch = None if nodes is not None else launch_of(os.environ)
 
         def say(checks: list[Check]) -> None:
             progress.end()
             print_report(checks, as_json)
 
-        progress.now("asking all ranks" if launch else "asking what machines have")
+        progress.now("waiting for all ranks" if launch else "looking at GPUs, networks and kernels")
         if launch:
             from megatron_burst.tools.doctor.job import check_job
 
             os._exit(int(breaks(check_job(launch, timeout_s, say))))
-        if nodes is not None:
-            from megatron_burst.tools.doctor.nodes import check_nodes, nodes_in
+        from megatron_burst.tools.doctor import machine, survey
+        from megatron_burst.tools.doctor.nodes import check_nodes, nodes_in
 
+        if nodes is not None:
             checks = check_nodes(nodes_in(nodes), timeout_s)
         else:
-            from megatron_burst.tools.doctor.machine import check_machine
-            from megatron_burst.tools.doctor.survey import survey_of
-
-            checks = check_machine(survey_of(timeout_s))
+            checks = machine.check_machine(survey.survey_of(timeout_s))
         say(checks)
     return breaks(checks)

@@ -29,9 +29,9 @@ _FAULTS: tuple[tuple[str, Callable[[str], object], Status, str, str], ...] = (
 _ROOM = (  # sections of a survey: the least that is enough, what is counted, and what to do
     ("shm", 1 << 20, Status.WARN, "KiB free in /dev/shm",  # a container's default is 64 MiB
      "give it 1 GiB or more, with docker: --ipc=host or --shm-size=16g"),
-    ("memlock", inf, Status.FAIL, "locked memory in KiB (RDMA locks its buffers)",
+    ("memlock", inf, Status.FAIL, "KiB of memory that may be locked, as RDMA does",
      "raise ulimit -l to unlimited (docker: --ulimit memlock=-1)"),
-    ("nofile", 4096, Status.WARN, "open files",
+    ("nofile", 4096, Status.WARN, "files that may be open",
      "raise ulimit -n to 4096 or more: each rank opens sockets to many others"),
 )  # fmt: skip
 
@@ -54,7 +54,7 @@ def check_state(survey: Survey) -> list[Check]:
     gpus = gpus_of(survey)
     if not gpus:
         answer = survey.word("gpus") or "nothing"
-        return [skip("gpus", f"nvidia-smi lists no GPU; it says: {answer}")]
+        return [skip("gpus", f"nvidia-smi lists no GPU ({answer})")]
     kinds = sorted({f"{gpu['name']} of {gpu['clocks.max.sm']} MHz" for gpu in gpus})
     memory, driver = number(gpus[0]["memory.total"]) / 1024, gpus[0]["driver_version"]
     what = f"{len(gpus)} x {', '.join(kinds)}, {memory:.0f} GiB, driver {driver}"
@@ -76,7 +76,7 @@ def check_nvlink(survey: Survey) -> Check:
     links = {(a, b): link for (a, b), link in links_of(survey).items()
              if b.startswith("GPU") and a < b}  # fmt: skip
     if not links:
-        return skip("nvlink", "no two GPUs to join")
+        return skip("nvlink", "fewer than two GPUs")
     if without := [pair for pair, link in links.items() if not link.startswith("NV")]:
         a, b = without[0]
         what = f"{len(without)} of {len(links)} pairs of GPUs have no NVLink, but {links[a, b]}"
@@ -86,7 +86,7 @@ def check_nvlink(survey: Survey) -> Check:
 
 
 def check_room(survey: Survey) -> list[Check]:
-    """Room in /dev/shm, through which processes of a node meet; locked memory; open files."""
+    """Room in /dev/shm, locked memory, open files."""
     checks = []
     for name, least, status, what, change in _ROOM:
         word = survey.word(name)
@@ -134,9 +134,9 @@ def check_network(survey: Survey) -> list[Check]:
     if route := re.search(r"\bdev (\S+)", survey.word("route")):
         # = is NCCL's sign for "this name, not those that begin with it"
         names = f"NCCL_SOCKET_IFNAME=={route[1]} and GLOO_SOCKET_IFNAME={route[1]}"
-        checks = [ok("interface", f"the default route's is {names}")]
+        checks = [ok("interface", f"use {names}, as the default route does")]
     if not hcas:
-        return [*checks, skip("hcas", "no InfiniBand or RoCE: nodes talk over TCP, if at all")]
+        return [*checks, skip("hcas", "no InfiniBand or RoCE: several nodes would use TCP")]
     what = f"use NCCL_IB_HCA=={','.join(hca.name for hca in used)}" if used else "use none"
     fastest = {hca.network for hca in used}
     for hca in (hca for hca in hcas if hca not in used):
@@ -147,14 +147,14 @@ def check_network(survey: Survey) -> list[Check]:
 
 _ON, _OFF = ("1", "true", "True", "Y", "y"), ("0", "false", "False")
 VARIABLES: tuple[tuple[str, tuple[str, ...], str], ...] = (  # values that spoil a run
-    ("NCCL_P2P_DISABLE", _ON, "GPUs of a node then meet in host memory"),
-    ("NCCL_IB_DISABLE", _ON, "nodes then talk over TCP instead of RDMA"),
-    ("NCCL_NET", ("Socket",), "nodes then talk over TCP instead of RDMA"),
-    ("NCCL_SOCKET_IFNAME", ("lo", "=lo"), "other nodes cannot be reached by lo"),
-    ("GLOO_SOCKET_IFNAME", ("lo",), "other nodes cannot be reached by lo"),
-    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", _OFF, "a rank whose peer died then waits for ever"),
-    ("TORCH_NCCL_BLOCKING_WAIT", _ON, "the CPU waits for each transfer, and nothing is hidden"),
-    ("CUDA_LAUNCH_BLOCKING", _ON, "each kernel is waited for, and nothing is hidden"),
+    ("NCCL_P2P_DISABLE", _ON, "GPUs of a node then copy through host memory"),
+    ("NCCL_IB_DISABLE", _ON, "nodes then use TCP instead of RDMA"),
+    ("NCCL_NET", ("Socket",), "nodes then use TCP instead of RDMA"),
+    ("NCCL_SOCKET_IFNAME", ("lo", "=lo"), "lo reaches no other node"),
+    ("GLOO_SOCKET_IFNAME", ("lo",), "lo reaches no other node"),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", _OFF, "ranks then wait forever for one that died"),
+    ("TORCH_NCCL_BLOCKING_WAIT", _ON, "the CPU then waits for each transfer"),
+    ("CUDA_LAUNCH_BLOCKING", _ON, "the CPU then waits for each kernel"),
     ("NVTE_FUSED_ATTN", ("0",), "with flash-attn-4, TransformerEngine's own context parallelism "
      "computes wrong results"),
 )  # fmt: skip
@@ -166,4 +166,4 @@ def check_environment(environ: Mapping[str, str]) -> list[Check]:
         warn("environment", f"{name}={environ[name]!r}: {effect}", f"unset {name}, or correct it")
         for name, bad, effect in VARIABLES
         if environ.get(name) in bad
-    ] or [ok("environment", "no variable of NCCL or torch spoils a run")]
+    ] or [ok("environment", "no harmful NCCL or torch variable is set")]

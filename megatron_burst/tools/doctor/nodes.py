@@ -25,7 +25,7 @@ def nodes_in(text: str) -> tuple[str, ...]:
     """
     names = tuple(name.strip() for name in text.split(","))
     valid = len({*names}) == len(names) and all(re.fullmatch(r"(?!-)[\w.@:-]+", n) for n in names)
-    require("doctor", [(valid, "--nodes must list node names, each once, because each is asked",
+    require("doctor", [(valid, "--nodes must list node names, each once, because doctor asks each",
                         repr(text), "write --nodes a,b,c")])  # fmt: skip
     return names
 

@@ -71,13 +71,14 @@ def print_report(checks: Sequence[Check], as_json: bool) -> None:
         report = {"breaks": breaks(checks), "checks": [*map(asdict, checks)]}
         print(json.dumps(report, indent=2), flush=True)
         return
-    console = new_console()
-    heads = ("check", "status", "where", "found", "what to change")
-    table = Table(*(Column(name, overflow="fold") for name in heads), title="megatron-burst doctor")
+    heads = {"name": "check", "status": "status", "where": "where", "what": "found",
+             "change": "what to change"}  # fmt: skip
+    told = [field for field in heads if any(getattr(check, field) for check in checks)]
+    table = Table(*(Column(heads[field], overflow="fold") for field in told))
     for check in sorted(checks, key=lambda check: list(Status).index(check.status)):
-        status = Text(check.status, style=_STYLE[check.status])
-        table.add_row(check.name, status, *map(Text, (check.where, check.what, check.change)))
-    console.print(table)
+        style = {"status": _STYLE[check.status]}
+        table.add_row(*(Text(getattr(check, field), style.get(field, "")) for field in told))
+    new_console().print(table)
     counts = Counter(check.status for check in checks)
     numbers = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status])
     print(f"\n{numbers}: a run would {'break' if breaks(checks) else 'start'}", flush=True)

@@ -31,7 +31,7 @@ def check_torch(gpus_listed: int) -> Check:
     """That torch sees the GPUs that nvidia-smi lists, and that they reach each other's memory."""
     seen = torch.cuda.device_count()
     if not seen and not gpus_listed:
-        return skip("torch", "torch sees no GPU: runs are on the CPU, for trying out")
+        return skip("torch", "torch sees no GPU: a run would use the CPU, slowly")
     if not seen:
         change = "install a torch built for this driver's CUDA; look at CUDA_VISIBLE_DEVICES"
         return fail("torch", f"nvidia-smi lists {gpus_listed} GPUs, torch sees none", change)
@@ -52,7 +52,7 @@ def check_backends() -> Check:
     why = {n: b.capability.refusal(problem) or b.missing() for n, b in backends().items()}
     live = [name for name, refusal in why.items() if refusal is None]
     reasons = describe_refusals({name: refusal for name, refusal in why.items() if refusal})
-    what = f"live: {', '.join(live) or 'none'}" + (f"; {reasons}" if reasons else "")
+    what = f"usable: {', '.join(live) or 'none'}" + (f"; {reasons}" if reasons else "")
     if not live:
         return fail("backends", what, "install a torch with attention kernels")
     if arch in (9, 10) and "fa4" not in live:
@@ -78,4 +78,4 @@ def check_hook_points() -> Check:
     if broken := [(patch, problem) for patch in found if (problem := patch.misfit())]:
         what = "; ".join(f"{p.target} ({p.why}): {problem}" for p, problem in broken)
         return fail("hook points", what, _INSTALL)
-    return ok("hook points", f"all {len(found)} fit")
+    return ok("hook points", f"all {len(found)} Megatron functions are as expected")

@@ -85,9 +85,7 @@ def loses(one: Candidate, best: Candidate) -> str:
         return f"a node lacks {one.host_over_gib:.0f} GiB of host memory"
     if one is best or not one.time or not best.time:
         return "the best"
-    theirs, ours = dict(one.time.parts), dict(best.time.parts)
-    extra = {part: theirs[part] - ours.get(part, 0.0) for part in theirs}
-    part = max(extra, key=extra.__getitem__)
+    part, extra = _most_of_it(one.time, best.time)
     slower = one.time.seconds / best.time.seconds - 1
     if one.is_tight > best.is_tight and slower < 0:
         return f"{-slower:.1%} faster, but needs {one.share:.0%} of the memory"
@@ -95,7 +93,26 @@ def loses(one: Candidate, best: Candidate) -> str:
         same = one.strategy.layout == best.strategy.layout
         return "as fast, with other copies to host memory" if same else "as fast"
     more = one.time.seconds - best.time.seconds
-    rest = extra[part] - more
+    rest = extra - more
     less = f", {digits(rest, 3)} s less for the rest" if rest > 0.1 * more else ""
     says = f"{slower:.1%} slower ({digits(more, 3)} s a step)"
-    return f"{says}: {digits(extra[part], 3)} s more for {part}{less}"
+    return f"{says}: {digits(extra, 3)} s more for {part}{less}"
+
+
+def slower_part(one: Candidate, best: Candidate) -> tuple[str, str]:
+    """How much slower a candidate is than the best, and the part that takes most of that; or why it
+    is not compared."""
+    if not one.time or not best.time:
+        return "", loses(one, best).partition(";")[0]
+    slower = f"{one.time.seconds / best.time.seconds - 1:.1%}"
+    if one.is_tight > best.is_tight:
+        return slower, f"needs {one.share:.0%} of the memory"
+    return slower, _most_of_it(one.time, best.time)[0]
+
+
+def _most_of_it(one: StepTime, best: StepTime) -> tuple[str, float]:
+    """The part that takes most longer, and by how many seconds."""
+    theirs, ours = dict(one.parts), dict(best.parts)
+    extra = {part: theirs[part] - ours.get(part, 0.0) for part in theirs}
+    part = max(extra, key=extra.__getitem__)
+    return part, extra[part]

@@ -41,7 +41,7 @@ def model_of(name_or_path: str) -> Model:
     if not os.path.exists(path):
         close = _near(name_or_path.lower().rpartition("/")[2])
         raise BurstError(
-            "plan: MODEL must be a preset or a file, because sizes come from there; got "
+            "plan: MODEL must be a preset or a file, because the planner needs its sizes; got "
             f"{excerpt(name_or_path)!r}{close}; choose one of those that plan --help lists, "
             "hf:ORG/NAME, a config.json or its folder, or a file of Megatron's arguments"
         )

@@ -61,9 +61,9 @@ def search(job: Job, fixed: Fixed = (), of_script: Named = ()) -> tuple[Candidat
     return tuple(sorted(found, key=rank))
 
 
-def enough_gpus(job: Job, fixed: Fixed, batch: Callable[[int], int]) -> int | None:
-    """Twice as many GPUs as a job that fits nowhere has, or four times, ..., until something fits;
-    `batch`: of a job with so many GPUs."""
+def enough_gpus(job: Job, fixed: Fixed, batch: Callable[[int], int]) -> Job | None:
+    """The job on twice as many GPUs, or four times, ..., until something fits; `batch`: of a job
+    with so many GPUs."""
     node = job.gpus_per_node if job.gpus > job.gpus_per_node else job.hardware.node.gpus
     gpus = 2 * job.gpus
     while gpus <= _MOST_GPUS:
@@ -71,7 +71,7 @@ def enough_gpus(job: Job, fixed: Fixed, batch: Callable[[int], int]) -> int | No
         for layout in layouts(more, _given_sizes(fixed)):
             for strategy in _policies(more, layout, fixed):
                 if max(missing_gib(more, memory_of(more, strategy))) <= 0:
-                    return gpus
+                    return more
         gpus *= 2
     return None
 

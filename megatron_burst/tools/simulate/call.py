@@ -10,7 +10,7 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.modes import program_of
 from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.spec import Circulate, Direction, Spec
-from megatron_burst.schedule.topology import Link, pretend_nodes
+from megatron_burst.schedule.topology import Link, Topology, pretend_nodes
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.simulate.buffers import kept_bytes, passing_bytes
 from megatron_burst.tools.simulate.kernels import Timer
@@ -32,6 +32,9 @@ class AttentionCall(Spec):
     # same time: the tensor-parallel size
     neighbours: int = 1
     overlap: bool = True  # whether transfers are hidden
+    # ranks that trade rows for heads before and after, as TransformerEngine's all-to-alls do; the
+    # call has what they hold then: all rows of the ranks, fewer heads
+    traders: Topology | None = None
 
 
 def run_by(call: AttentionCall, backend: str) -> AttentionCall:
@@ -133,6 +136,10 @@ def pass_time(
     pass_tflop: float = inf,
 ) -> Timeline:  # fmt: skip
     """`attention_time` on any number of nodes, without spans; by default in training."""
+    if call.traders:
+        base = pass_time(replace(call, traders=None), hardware, direction, sample, pass_tflop)
+        seconds = base.seconds + _trade_seconds(call, call.traders, hardware)
+        return replace(base, seconds=seconds)
     if sample:  # each shard's work depends on its documents
         even = call.layout is Layout.DOCUMENTS or call.intra == "a2a"
         ranks = _simulated(call) if even else range(call.topology.cp_size)
@@ -148,6 +155,19 @@ def pass_time(
     waits = [(link, max(wait + times * (wait - less.exposed(link)), 0.0))
              for link, wait in base.waits]  # fmt: skip
     return Timeline(base.seconds + times * (base.seconds - less.seconds), (), tuple(waits))
+
+
+def _trade_seconds(call: AttentionCall, traders: Topology, hardware: Hardware) -> float:
+    """Of q, k and v there and the output back, or of their gradients: nothing hides them. Each is
+    copied twice, to and from what is sent."""
+    shape, ranks, nodes = call.shape, traders.cp_size, traders.inter_size
+    heads = shape.heads_q + shape.heads_kv
+    num_bytes = shape.batch * shape.tokens * heads * (shape.dim_qk + shape.dim_v) * shape.itemsize
+    seconds = hardware.links.intra.seconds(num_bytes * (1 / nodes - 1 / ranks))
+    if nodes > 1:
+        share = hardware.inter_share(call.neighbours)
+        seconds = max(seconds, hardware.links.inter.seconds(num_bytes * (1 - 1 / nodes), share))
+    return seconds + Timer(hardware).memory(4 * num_bytes)
 
 
 def sent_bytes(call: AttentionCall, direction: Direction) -> dict[Link, int]:

@@ -3,8 +3,10 @@ those that a job uses, busy GPUs that pass as free, and problems that pass as fi
 
 import json
 import logging
+import os
 import re
 import subprocess
+import sys
 import warnings
 
 import pytest
@@ -59,7 +61,7 @@ def test_a_healthy_machine_has_nothing_to_change():
 @pytest.mark.parametrize(
     "changes, name, status, match",
     [
-        ({"gpus": "sh: nvidia-smi: not found"}, "gpus", Status.SKIP, "it says: sh: nvidia-smi"),
+        ({"gpus": "sh: nvidia-smi: not found"}, "gpus", Status.SKIP, "sh: nvidia-smi: not found"),
         ({"gpus": gpu_line(0, errors="3")}, "state", Status.FAIL, r"GPUs \[0\]: memory errors"),
         ({"gpus": gpu_line(0, throttles="0x0000000000000060")}, "state", Status.WARN,
          r"GPUs \[0\]: slowed down by heat or power"),
@@ -229,6 +231,30 @@ def test_equal_findings_are_merged_and_printed_worst_first(capsys):
     text = capsys.readouterr().out
     assert text.index("errors") < text.index("room")
     assert "1 fail, 1 ok: a run would break" in text
+    assert "where" in text and "what to change" in text
+
+
+def test_columns_without_a_word_are_left_out(capsys):
+    print_report([ok("shm", "room"), ok("nofile", "enough")], as_json=False)
+    text = capsys.readouterr().out
+    assert "found" in text and "where" not in text and "what to change" not in text
+
+
+def test_a_terminal_shows_progress_before_torch_is_there():
+    """Loading it takes seconds, in which nothing was shown."""
+    code = (
+        "import builtins, sys\n"
+        "from megatron_burst.tools.main import app\n"
+        "real = builtins.__import__\n"
+        "def found(name, *more):\n"
+        "    if name == 'torch': print('torch', file=sys.stderr, flush=True); sys.exit(0)\n"
+        "    return real(name, *more)\n"
+        "builtins.__import__ = found\n"
+        "app(['doctor'])\n"
+    )
+    there = os.environ | {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=there)
+    assert "loading torch" in done.stderr.partition("\ntorch")[0]
 
 
 def test_warnings_of_other_packages_stay_out_of_the_report(monkeypatch, caplog, recwarn):
