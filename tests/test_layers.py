@@ -308,7 +308,7 @@ BESIDE = {  # enums and machinery in the same modules
 MOST = {  # modules, lines, lines of code with imports, and without
     "reading path": (53, 9600, 6300, 5600),
     "trainer": (170, 26600, 17300, 15600),
-    "package": (235, 35900, 24000, 21450),
+    "package": (235, 35900, 24000, 21500),
 }
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 
