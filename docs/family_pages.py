@@ -1,11 +1,12 @@
-"""Generates docs/families: a page a model family, and a table of all models.
+"""Generates docs/families/README.md: a table of all models, and a section for each family.
 
-python docs/family_pages.py            # the pages, from what the planner knows and plans.csv
+python docs/family_pages.py            # the page, from what the planner knows and plans.csv
 python docs/family_pages.py --plans    # plans.csv first, which takes some minutes
 """
 
 import csv
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -106,13 +107,30 @@ def index() -> str:
         "for, and are refused. Values were written from model cards and from the defaults of "
         "transformers 5.12's classes: a single one may differ from the published file.",
         "",
-        "| model | page | weights | burst attention | flags |",
+        FILTER,
+        "",
+        "| model | family | weights | burst attention | flags |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for key, family in FAMILIES.items():
-        page = f"[{family['title']}]({key}.md)"
-        lines += [f"| {name} | {page} | {_row(found[name])} |" for name in family["models"]]
-    return "\n".join([*lines, ""])
+    for family in FAMILIES.values():
+        anchor = re.sub(r"[^\w\- ]", "", family["title"].lower()).replace(" ", "-")
+        link = f"[{family['title']}](#{anchor})"
+        lines += [f"| {name} | {link} | {_row(found[name])} |" for name in family["models"]]
+    lines += ["", *(line for key in FAMILIES for line in section(key))]
+    lines += ["See also: [the planner](../planner.md), [frameworks](../integrations.md), "
+              "[what no layer of burst computes](../models.md).", ""]  # fmt: skip
+    return "\n".join(lines)
+
+
+# docs/assets/filter.js shows the sections and rows that have its words; GitHub leaves it out
+FILTER = '<input class="filter" type="search" placeholder="model, such as qwen3-30b">'
+
+
+def folded(title: str, lines: Iterator[str]) -> Iterator[str]:
+    """Lines of Markdown that a click unfolds."""
+    yield from ('<details markdown="1">', f"<summary>{title}</summary>", "")
+    yield from lines
+    yield from ("", "</details>", "")
 
 
 def _row(model: Model | str) -> str:
@@ -156,43 +174,31 @@ def attention_of(model: Model) -> str:
     return ", ".join(words)
 
 
-def page(key: str) -> str:
-    """The page of a family."""
+def section(key: str) -> Iterator[str]:
+    """A family's models, plans, flags and frameworks."""
     family = FAMILIES[key]
     found = {name: described(name) for name in family["models"]}
-    lines = [
-        f"# {family['title']}",
-        "",
-        HEAD,
-        "",
-        "| model | weights | attention | burst runs in |",
-    ]
-    lines.append("| --- | --- | --- | --- |")
+    yield from (f"## {family['title']}", "", "| model | weights | attention | burst runs in |")
+    yield "| --- | --- | --- | --- |"
     for name, model in found.items():
         if isinstance(model, str):
-            lines.append(f"| {name} | | | refused: the planner has no times for {model} |")
+            yield f"| {name} | | | refused: the planner has no times for {model} |"
         else:
             words = _weights(model), attention_of(model), burst_of(model)
-            lines.append(f"| {name} | {' | '.join(words)} |")
+            yield f"| {name} | {' | '.join(words)} |"
     if "note" in family:
-        lines += ["", family["note"]]
-    known = [preset for name in found if (preset := preset_name(name))]
-    if known:
+        yield from ("", family["note"])
+    if known := [preset for name in found if (preset := preset_name(name))]:
         others = "".join(f", `{name}`" for name in known[1:])
-        lines += [
-            "",
-            f"Known by name: `megatron-burst plan {known[0]} --gpus 64 --seq-length 128k`{others}. "
-            "With `--for bridge`, `verl`, `ms-swift`, `slime`, `nemo-rl` or `roll` the plan is in "
-            "that framework's words.",
-        ]
-    lines += ["", *_planned(family), *_flags(found), *_frameworks(family), ""]
-    other = "[frameworks](../integrations.md), [what no layer of burst computes](../models.md)"
-    return "\n".join([*lines, f"See also: [the planner](../planner.md), {other}.", ""])
+        yield from ("", f"`megatron-burst plan {known[0]} --gpus 64 --seq-length 128k`{others}")
+    yield ""
+    yield from folded("Planned time and memory", _planned(family))
+    yield from folded("Flags of the models", _flags(found))
+    yield from folded("Frameworks that convert them", _frameworks(family))
 
 
 def _frameworks(family: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        "## Frameworks\n\n"
         "Which frameworks make Megatron's models of these checkpoints, by each one's own list "
         "(`docs/converters.toml` has the versions). In all of them `import megatron_burst.auto` "
         "[turns burst on](../integrations.md).\n"
@@ -210,8 +216,6 @@ def _frameworks(family: Mapping[str, Any]) -> Iterator[str]:
 def _planned(family: Mapping[str, Any]) -> Iterator[str]:
     with PLANS.open() as file:
         rows = [row for row in csv.DictReader(file) if row["model"] in family["planned"]]
-    yield "## Planned time and memory"
-    yield ""
     yield (
         f"Predicted, not measured: {HARDWARE.upper()}, 64 sequences a step (128 of 32K), the "
         f"fastest strategy that needs at most 92 % of the memory of {GPUS[0]} GPUs, or of more "
@@ -229,8 +233,6 @@ def _planned(family: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _flags(found: Mapping[str, Model | str]) -> Iterator[str]:
-    yield "## Flags of the model"
-    yield ""
     for name, model in found.items():
         if isinstance(model, Model) and model.unknown:
             yield f"**{name}**: none. No flag says what these entries mean: {_named(model)}."
@@ -244,10 +246,9 @@ def _flags(found: Mapping[str, Model | str]) -> Iterator[str]:
             yield ""
 
 
-PAGES = {"README.md": index} | {f"{key}.md": lambda key=key: page(key) for key in FAMILIES}
+PAGES = {"README.md": index}
 
 if __name__ == "__main__":
     if "--plans" in sys.argv:
         write_plans()
-    for file_name, make in PAGES.items():
-        (DOCS / "families" / file_name).write_text(make(), encoding="utf-8")
+    (DOCS / "families" / "README.md").write_text(index(), encoding="utf-8")

@@ -31,6 +31,9 @@ ASIDE = {
     "tests/README.md": "tests.md",
 }
 PAGES = ELSEWHERE | ASIDE
+# how much more, or less, pages count in the search, by the beginning of their address
+BOOST = {"start/": 2.0, "how-to/": 2.0, "troubleshooting.md": 2.0, "decisions/": 0.3,
+         "changelog.md": 0.3, "reference/errors.md": 0.3, "benchmarks/losses.md": 0.3}  # fmt: skip
 _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)")
 
 
@@ -54,6 +57,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = _source(uri)
     if source in ASIDE:
         page.meta["search"] = {"exclude": True}
+    for begins, boost in BOOST.items():
+        if uri.startswith(begins):
+            page.meta["search"] = {"boost": boost}
 
     def target(match: re.Match) -> str:
         path = _resolved(match[1], source)

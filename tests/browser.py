@@ -5,9 +5,9 @@ python tests/browser.py FOLDER_OF_SCREENSHOTS PAGE.html...    WIDTH=390 for a ph
 Prints JSON by page: first heading, pictures that did not load, console messages, pixels by which
 the page is wider than the window, flags that a line break splits.
 
-python tests/browser.py --search WORDS PAGE.html
+python tests/browser.py --search PAGE.html QUERY...
 
-Prints as JSON the titles that the page's search finds.
+Prints as JSON, by query, what the page's search finds: addresses of pages, best first.
 """
 
 import json
@@ -46,10 +46,11 @@ _FIND = """(() => {
     input.dispatchEvent(new InputEvent("input", {bubbles: true}));
 })()"""
 _FOUND = """JSON.stringify(
-    [...document.querySelectorAll(".md-search-result__article h1")].map(x => x.textContent)
+    [...document.querySelectorAll(".md-search-result__item > .md-search-result__link")]
+        .map(x => x.getAttribute("href"))
 )"""
 _PAINTED_MS, _SEARCHED_MS = 300, 200
-_SEARCHES = 100  # looks at what the search has found
+_SEARCHES = 25  # looks at what the search has found for one query
 _AT_ONCE = 4  # pages: most of a visit is waiting
 
 
@@ -113,28 +114,42 @@ def look_at(shots: Path, pages: list[Path]) -> dict[str, dict]:
     return {page: found for visit in visits for page, found in visit.found.items()}
 
 
-def search(words: str, path: Path) -> list[str]:
-    """The titles that a page's search finds; none if it does not answer."""
+def search(path: Path, queries: list[str]) -> dict[str, list[str]]:
+    """The pages that a page's search finds for each query; none if it does not answer."""
     application = QApplication(sys.argv[:1])
-    view, found = QWebEngineView(), []
+    view, found, todo = QWebEngineView(), {query: [] for query in queries}, ["", *queries]
     page = Page(view)
     view.setPage(page)
     view.resize(1300, 1000)
-    looks = iter(range(_SEARCHES))
+    looks = 0
 
     def note(text: str) -> None:
-        if found or not text:  # an answer that comes after the page was closed
+        """An answer to the first of the queries; to the empty one it is an empty list."""
+        nonlocal looks
+        if not todo or not text:
             return
-        found[:] = json.loads(text)
-        if found or next(looks, None) is None:
+        looks, answered = looks + 1, bool(json.loads(text)) == bool(todo[0])
+        if not answered and looks < _SEARCHES:
+            return
+        looks, query = 0, todo.pop(0)
+        if query:
+            found[query] = [href.partition("?")[0] for href in json.loads(text)]
+            if todo:
+                todo.insert(0, "")  # so that no answer is taken for another query's
+        if todo:
+            ask(todo[0])
+        else:
             timer.stop()
             application.quit()
+
+    def ask(words: str) -> None:
+        page.runJavaScript(_FIND.replace("WORDS", json.dumps(words)))
 
     timer = QTimer()
     timer.timeout.connect(lambda: page.runJavaScript(_FOUND, note))
 
     def start() -> None:
-        page.runJavaScript(_FIND.replace("WORDS", json.dumps(words)))
+        ask("")
         timer.start(_SEARCHED_MS)
 
     view.loadFinished.connect(lambda _: QTimer.singleShot(_PAINTED_MS, start))
@@ -147,6 +162,6 @@ def search(words: str, path: Path) -> list[str]:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--search":
-        print(json.dumps(search(sys.argv[2], Path(sys.argv[3]))))
+        print(json.dumps(search(Path(sys.argv[2]), sys.argv[3:])))
     else:
         print(json.dumps(look_at(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])))
