@@ -96,16 +96,10 @@ def index() -> str:
     lines = [
         "# Model families",
         "",
-        f"{HEAD} Of {len(found)} models, the planner prints Megatron's flags of {printed}, whose "
-        "every entry it understands. A model of each of their classes was compared field by field "
-        "with what Megatron's own parser makes of its flags (`tests/mcore/test_model_flags.py`), "
-        "and each with Megatron-Bridge's provider, where that has one "
-        "(`tests/integrations/test_bridge_flags.py`). The weights of 70 were compared with those "
-        "of transformers' class (to 0.04 %, `tests/integrations/test_bridge_weights.py`). "
-        f"Of {len(read) - printed} it plans time and memory, prints no flags, and names the "
-        f"entries that no flag says. {len(found) - len(read)} have layers that it has no times "
-        "for, and are refused. Values were written from model cards and from the defaults of "
-        "transformers 5.12's classes: a single one may differ from the published file.",
+        f"{len(found)} published models: what burst runs in each, Megatron's flags, and planned "
+        f"time and memory. Of {printed} the planner prints the flags, of {len(read) - printed} it "
+        "names the entries that no flag says, and the others are refused "
+        "([where this is from](#where-this-is-from)).",
         "",
         FILTER,
         "",
@@ -117,11 +111,20 @@ def index() -> str:
         link = f"[{family['title']}](#{anchor})"
         lines += [f"| {name} | {link} | {_row(found[name])} |" for name in family["models"]]
     lines += ["", *(line for key in FAMILIES for line in section(key))]
+    lines += ["## Where this is from", "", ORIGIN, ""]
     lines += ["See also: [the planner](../planner.md), [frameworks](../integrations.md), "
               "[what no layer of burst computes](../models.md).", ""]  # fmt: skip
     return "\n".join(lines)
 
 
+ORIGIN = (
+    f"{HEAD} A model of each class whose flags are printed was compared field by field with what "
+    "Megatron's own parser makes of its flags (`tests/mcore/test_model_flags.py`), and each with "
+    "Megatron-Bridge's provider, where that has one (`tests/integrations/test_bridge_flags.py`). "
+    "The weights of 70 were compared with those of transformers' class (to 0.04 %, "
+    "`tests/integrations/test_bridge_weights.py`). Values were written from model cards and from "
+    "the defaults of transformers 5.12's classes: a single one may differ from the published file."
+)
 # docs/assets/filter.js shows the sections and rows that have its words; GitHub leaves it out
 FILTER = '<input class="filter" type="search" placeholder="model, such as qwen3-30b">'
 
