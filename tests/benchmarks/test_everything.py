@@ -21,7 +21,7 @@ from conformance import run as conformance
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "everything.sh"
 TEXT = SCRIPT.read_text()
-PAGE = (ROOT / "docs" / "benchmarks" / "not-shown.md").read_text().partition("## On your mach")[2]
+PAGE = (ROOT / "docs" / "benchmarks" / "README.md").read_text().partition("## On your mach")[2]
 WORST = """
 timeout() { printf '%q ' "$@"; echo; SECONDS=$((SECONDS + $1)); }
 python3() { printf '%q ' python3 "$@"; echo; }
