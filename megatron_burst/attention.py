@@ -105,10 +105,9 @@ def burst_attention(
             kind of each part of the score matrix that is computed, by positions in the whole
             sample; all else is masked. Kinds: 0 full; 1 causal, the last query level with the last
             key; 2 inverse causal, the first query level with the first key; 3 both. They must not
-            overlap, and unless `causal` is False no
-            key may be at a later position than its query. `layout` "zigzag" or
-            "contiguous", or "zigzag-documents" with `cu_seqlens`, which then says only where rows
-            are. Makers of usual masks: `megatron_burst.slices`.
+            overlap, and unless `causal` is False no key may be at a later position than its query.
+            `layout` "zigzag" or "contiguous", or "zigzag-documents" with `cu_seqlens`, which then
+            says only where rows are. Makers of usual masks: `megatron_burst.slices`.
         sink: [h], float32 or q's dtype: attention sinks, one more score for each query of a head,
             without a value (gpt-oss); zeros are softmax-off-by-one. The same on all ranks. Its
             gradient is of this rank's rows: sum it over the group, as Megatron does with gradients
