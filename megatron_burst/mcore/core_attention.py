@@ -39,6 +39,13 @@ from megatron_burst.schedule.spec import Kernel
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.transforms import uncompiled
 
+CAUSAL = {  # supported masks; in packed samples padding is at the documents' ends
+    AttnMaskType.causal: True,
+    AttnMaskType.no_mask: False,
+    AttnMaskType.padding_causal: True,
+    AttnMaskType.padding: False,
+}
+
 
 class BurstCoreAttention(MegatronModule):
     """Core attention of specs without TransformerEngine.
@@ -252,8 +259,8 @@ class BurstForward:
             check_placed(packed_seq_params)
             checks.check_decoding(query, key)
             slices = packed.slices_in(packed_seq_params)
-            # slices say alone what is seen; in packed samples padding is at the documents' ends
-            causal = "causal" in attn_mask_type.name if slices is None else not sees_later(slices)
+            # slices say alone what is seen
+            causal = CAUSAL[attn_mask_type] if slices is None else not sees_later(slices)
             window = window_of_layer(self.layer_config, self.layer_number, causal)
             has_sample_mask = slices is not None or packed.is_packed(packed_seq_params)
             config = self._resolved(query, key, value, window, causal, has_sample_mask)
