@@ -5,8 +5,9 @@ torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py [--cp 2] [--steps 5] [f
 
 Each group of `--cp` ranks shards the same packed sample; FSDP2 shards the weights over all ranks.
 Runs on the GPUs of the machine, or without any on CPU processes. It prints the loss of each step,
-which does not depend on the number of ranks in a group. Three lines are burst's: the import, the
-attn_implementation, and `shard_batch`.
+which does not depend on the number of ranks in a group. Four lines are burst's: the import, the
+attn_implementation, the data loader, and `shard_batch`, which also has the loss computed without
+logits.
 """
 
 import argparse
@@ -15,12 +16,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Qwen3Config
 
-from megatron_burst.hf import shard_batch
+from megatron_burst.hf import prepare_data_loader, shard_batch
 
 TINY = dict(
     vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16,
@@ -53,13 +53,12 @@ def main() -> None:
             documents(options.files, options.length), batch_size=4,
             collate_fn=DataCollatorWithFlattening(), drop_last=True,
         ),
-        accelerator.device, put_on_device=True,
-        num_processes=mesh["dp"].size(), process_index=mesh["dp"].get_local_rank(),
+        group=mesh["cp"], device=accelerator.device,
     )  # fmt: skip
     if not len(loader):
         raise SystemExit("accelerate_fsdp2: pass more files, 4 for each group of ranks")
     for step, batch in zip(range(options.steps), loader, strict=False):
-        loss = model(**shard_batch(batch, group=mesh["cp"]), use_cache=False).loss
+        loss = model(**shard_batch(batch, group=mesh["cp"], fused_loss=True), use_cache=False).loss
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

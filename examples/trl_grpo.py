@@ -20,34 +20,35 @@ from trl.trainer.utils import RepeatSampler
 from trl_sft import TINY, bytes_tokenizer, context_parallel
 
 from megatron_burst import unshard
-from megatron_burst.hf import RepeatedBatches, shard_batch
+from megatron_burst.hf import ContextParallelMixin, shard_batch
 
 
-class BurstGRPOTrainer(GRPOTrainer):
+class BurstGRPOTrainer(ContextParallelMixin, GRPOTrainer):
     """GRPOTrainer whose log-probabilities are computed on shards."""
 
-    def __init__(self, *arguments, group, **options):
-        super().__init__(*arguments, **options)
-        self.group = group
-        self.ranks = 1 if group is None else group.size()
+    def __init__(self, *arguments, cp_group, **options):
+        super().__init__(*arguments, cp_group=cp_group, **options)
+        self.ranks = 1 if cp_group is None else cp_group.size()
         # TRL's differ between ranks; a group generates and shuffles as one
         set_seed(self.args.seed + self.accelerator.process_index // self.ranks)
 
+    def shard_inputs(self, inputs):
+        return inputs  # prompts; their answers are sharded below
+
     def _get_train_sampler(self, dataset=None):
         args, steps = self.args, self.args.steps_per_generation
-        sampler = RepeatSampler(
+        return RepeatSampler(
             self.train_dataset if dataset is None else dataset, self.num_generations,
             batch_size=args.generation_batch_size // self.num_generations // self.ranks,
             repeat_count=self.num_iterations * steps, shuffle=self.shuffle_dataset, seed=args.seed,
         )  # fmt: skip
-        return RepeatedBatches(sampler, self._train_batch_size * steps, self.group)
 
     def _generate_single_turn(self, *arguments, **options):
         self.model.set_attn_implementation("sdpa")
         answers = list(super()._generate_single_turn(*arguments, **options))
         self.model.set_attn_implementation("burst")
-        if self.group is not None:
-            dist.broadcast_object_list(answers, group=self.group.get_group(), group_src=0)
+        if self.cp_group is not None:
+            dist.broadcast_object_list(answers, group=self.cp_group.get_group(), group_src=0)
         return tuple(answers)
 
     def _get_per_token_logps_and_entropies(
@@ -60,13 +61,13 @@ class BurstGRPOTrainer(GRPOTrainer):
         labels[:, :-logits_to_keep] = -100  # only answers are scored
         ends = torch.tensor([0, *real.sum(1).cumsum(0).tolist()])
         packed = {"input_ids": input_ids[real][None], "labels": labels[real][None]}
-        batch = shard_batch(packed | {"cu_seqlens": ends}, group=self.group)
+        batch = shard_batch(packed | {"cu_seqlens": ends}, group=self.cp_group)
         with self.accelerator.autocast():
             found = model(**batch, fused_lm_head=True)
 
         def spread(x: torch.Tensor) -> torch.Tensor:
             """Rows of the shard, each of which predicts the next token, to their tokens."""
-            whole = unshard(x, group=self.group, cu_seqlens=batch["burst"].cu_seqlens)[0]
+            whole = unshard(x, group=self.cp_group, cu_seqlens=batch["burst"].cu_seqlens)[0]
             of_tokens = whole[: int(ends[-1])].roll(1)  # a document's last row predicts nothing
             return whole.new_zeros(real.shape).masked_scatter(real, of_tokens)[:, -logits_to_keep:]
 
@@ -94,7 +95,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(Qwen3Config(**TINY), attn_implementation="burst")
     prompts = [f"{number} vowels, please" for number in range(1, 40, 7)] * 2
     trainer = BurstGRPOTrainer(
-        model, vowels, args, group=context_parallel(args, options.cp),
+        model, vowels, args, cp_group=context_parallel(args, options.cp),
         train_dataset=Dataset.from_dict({"prompt": prompts}), processing_class=bytes_tokenizer(),
     )  # fmt: skip
     trainer.train()

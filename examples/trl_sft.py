@@ -4,8 +4,9 @@ pip install trl
 torchrun --nproc-per-node 2 examples/trl_sft.py [--cp 2] [--steps 4]
 
 TRL refuses packing with accelerate's cp_size, which replaces attention by torch's own. So
-accelerate sees data-parallel ranks only: `RepeatedBatches` gives the ranks of a group the same
-batches, and the collator shards them. The losses do not depend on the number of ranks in a group.
+accelerate sees data-parallel ranks only: `ContextParallelMixin` gives the ranks of a group the same
+batches, and shards them. The losses do not depend on the number of ranks in a group. TRL computes
+the loss without logits itself.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from megatron_burst.hf import RepeatedBatches, shard_batch
+from megatron_burst import BurstConfig
+from megatron_burst.hf import ContextParallelMixin
 
 TINY = dict(
     vocab_size=260, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16,
@@ -26,17 +28,8 @@ TINY = dict(
 )  # fmt: skip
 
 
-class BurstSFTTrainer(SFTTrainer):
+class BurstSFTTrainer(ContextParallelMixin, SFTTrainer):
     """SFTTrainer whose batches are sharded over a context-parallel group."""
-
-    def __init__(self, *arguments, group, **options):
-        super().__init__(*arguments, **options)
-        self.group, collate = group, self.data_collator
-        self.data_collator = lambda examples: shard_batch(collate(examples), group=group)
-
-    def _get_train_sampler(self, *arguments):
-        sampler = super()._get_train_sampler(*arguments)
-        return RepeatedBatches(sampler, self._train_batch_size, self.group)
 
 
 def main() -> None:
@@ -48,7 +41,7 @@ def main() -> None:
         output_dir="sft", use_cpu=not torch.cuda.is_available(), bf16=torch.cuda.is_available(),
         packing=True, max_length=510, per_device_train_batch_size=1, max_steps=options.steps,
         logging_steps=1, report_to="none", save_strategy="no", learning_rate=1e-3,
-        gradient_checkpointing=True, disable_tqdm=True,
+        gradient_checkpointing=True, disable_tqdm=True, eval_strategy="steps", eval_steps=2,
     )  # fmt: skip
     group = context_parallel(args, options.cp)
     files = sorted(Path(argparse.__file__).parent.glob("[a-d]*.py"))
@@ -56,13 +49,19 @@ def main() -> None:
     set_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3Config(**TINY), attn_implementation="burst")
     trainer = BurstSFTTrainer(
-        model, args, group=group, train_dataset=Dataset.from_dict({"text": texts}),
-        processing_class=bytes_tokenizer(),
+        model, args, cp_group=group,
+        # gradient checkpointing then recomputes all of a layer but attention
+        shard_options={"config": BurstConfig(keep="all")},
+        train_dataset=Dataset.from_dict({"text": texts[:-9]}),
+        eval_dataset=Dataset.from_dict({"text": texts[-9:]}), processing_class=bytes_tokenizer(),
     )  # fmt: skip
     trainer.train()
     if args.process_index == 0:
-        for step in trainer.state.log_history[: options.steps]:
-            print(f"step {step['step']} loss {step['loss']} gradient norm {step['grad_norm']}")
+        for step in trainer.state.log_history:
+            if "loss" in step:
+                print(f"step {step['step']} loss {step['loss']} gradient norm {step['grad_norm']}")
+            elif "eval_loss" in step:
+                print(f"step {step['step']} evaluation loss {step['eval_loss']:.6f}")
 
 
 def context_parallel(args, cp: int | None) -> dist.DeviceMesh | None:

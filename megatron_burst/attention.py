@@ -29,7 +29,7 @@ from megatron_burst.kernels.partial import row_delta, sink_grad
 from megatron_burst.logs import Decision, log_message
 from megatron_burst.resolve import resolve
 from megatron_burst.schedule.spec import Direction, Spec
-from megatron_burst.transforms import refuse_transforms, uncompiled
+from megatron_burst.transforms import autocast_inputs, refuse_transforms, uncompiled
 
 _WHO = "burst attention"
 _DENSE = torch.contiguous_format
@@ -65,7 +65,8 @@ def burst_attention(
     forward. In backward (K, V, dK, dV) or (Q, dO, dQ) circulate, whichever is fewer bytes; K and V
     need not, if they are few enough to stay from forward. Parts of gradients move in the model's
     dtype (unless `Force.grad_wire`). They are summed in max(float32, input dtype), once in each
-    node and once by the rank whose rows they are.
+    node and once by the rank whose rows they are. Under torch's autocast q, k and v are cast to its
+    dtype, as for torch's own attention.
 
     Under `torch.no_grad` nothing is saved for backward. All ranks of the group must call with the
     same shapes and options. If one of them runs backward through the output, all of them must,
@@ -140,6 +141,7 @@ def burst_attention(
     Source: BurstAttention (arXiv 2403.09347), BurstEngine (arXiv 2509.19836).
     """
     refuse_transforms(_WHO, q, k, v, sink)
+    q, k, v = autocast_inputs(q, k, v)
     sample = cu_seqlens, cu_seqlens_padded, max_seqlen, prefix_tree, slices
     config, sample_args = _USUAL if config is None else config, sample_args_of(*sample)
     args = CallArgs(

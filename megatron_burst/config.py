@@ -2,7 +2,7 @@
 
 import re
 from argparse import Namespace
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_burst.errors import BurstError, Need, nearest, require
@@ -33,9 +33,9 @@ class BurstConfig:
             costs most. "auto" chooses what saves most time, outputs of other modules too, on the
             device and in host memory; under Megatron only.
         keep_layers: keep only in the first N layers of a pipeline stage; None: in all of them.
-            Under Megatron only.
+            Under Megatron and in transformers.
         keep_offload: what to offload to pinned host memory: kept "results", "inputs" of recomputed
-            layers (under Megatron only), "both" or "none".
+            layers (under Megatron and in transformers), "both" or "none".
         keep_budget_gib: device memory per rank that "auto" may add to full recomputation's peak;
             None: what the first training step, which keeps nothing, leaves of the GPU.
         nodes: pretend that the group spans this many nodes of contiguous ranks; None: detect them.
@@ -104,6 +104,13 @@ class BurstConfig:
     def offloads_inputs(self) -> bool:
         """Whether inputs of recomputed layers are offloaded."""
         return self.keep_offload in ("inputs", "both")
+
+    def for_calls(self) -> "BurstConfig":
+        """The options without those of the checkpoints around calls, and of modules beside
+        attention."""
+        room = self.keep_host_gib if self.offloads_results or self.keep == "auto" else None
+        offload = "results" if self.offloads_results else "none"
+        return replace(self, keep_host_gib=room, keep_offload=offload, keep_modules=())
 
     @property
     def reproducible(self) -> bool:

@@ -36,6 +36,20 @@ def uncompiled[F: Callable[..., Any]](function: F) -> F:
     return cast(F, call)
 
 
+def autocast_inputs(*tensors: Any) -> tuple[Any, ...]:
+    """Inputs as torch's own attention and matrix products get them: under autocast those in other
+    dtypes than float64 are cast to its dtype. What is no tensor stays."""
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(x.to(dtype) if _is_cast(x) else x for x in tensors)
+
+
+def _is_cast(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+
+
 def refuse_transforms(caller: str, *tensors: Tensor | None) -> None:
     """Refuse a call, or a backward pass, that torch transforms, or captures in a CUDA graph. Takes
     about a microsecond.

@@ -78,7 +78,8 @@ def _kinds(inputs: Given) -> Iterator[Need]:
     for name, x in inputs.tensors.items():
         yield (is_dense(x),
                f"{name} must be a dense tensor with data, because nothing is converted silently",
-               short_repr(x), "make it one, or call to_local() on a DTensor")  # fmt: skip
+               short_repr(x), "make it one; call full_tensor() on a DTensor, or compute the loss where "
+               "FSDP2 has gathered the weights, in the model's forward")  # fmt: skip
     yield (isinstance(inputs.supervised, SupervisedCount | None),
            "supervised must be a count that the GPU may still be computing, because the CPU waits "
            "for it", type(inputs.supervised).__name__,

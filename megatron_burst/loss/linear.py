@@ -13,7 +13,7 @@ from megatron_burst.loss.passes import Head
 from megatron_burst.loss.rows import Rows, SupervisedCount, TensorParallel, valid_tokens
 from megatron_burst.loss.statistics import Grads, LossOptions, Reduction, sum_dtype
 from megatron_burst.loss.tiles import choose_tiles, fixed_tiles
-from megatron_burst.transforms import uncompiled
+from megatron_burst.transforms import autocast_inputs, uncompiled
 
 
 @uncompiled
@@ -31,7 +31,8 @@ def linear_cross_entropy(
     weight, for any number of tokens. If Megatron's `main_grad` is that gradient, computing
     gradients in forward needs one more. Statistics, loss and sums are in float32 (float64 for
     float64); logits and their gradients are rounded to the model's dtype for the GEMMs. It never
-    synchronizes with the GPU. A token is ignored (loss 0, gradient 0, whatever its hidden state)
+    synchronizes with the GPU. Under torch's autocast hidden and weight are cast to its dtype, as for
+    torch's own products. A token is ignored (loss 0, gradient 0, whatever its hidden state)
     if its label is `ignore_index` or its mask is 0.
 
     Args:
@@ -77,6 +78,7 @@ def linear_cross_entropy(
         the vocabulary split of Megatron-Core's tensor_parallel/cross_entropy.py; gradients in
         forward as in Liger-Kernel's fused_linear_cross_entropy.
     """
+    hidden, weight = autocast_inputs(hidden, weight)
     options = LossOptions(label_smoothing, z_loss, softcap, logit_scale, ignore_index)
     tp = TensorParallel.of(tp_group, sequence_parallel)
     settings = dict(reduction=reduction, grads=grads, return_lse=return_lse, invariant=invariant)
@@ -130,6 +132,7 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, *,
     Raises:
         BurstError: as of `linear_cross_entropy`.
     """
+    hidden, weight = autocast_inputs(hidden, weight)
     options = LossOptions() if options is None else options
     tp = TensorParallel.of(tp_group, sequence_parallel)
     inputs = Given(hidden, weight, labels, loss_mask)

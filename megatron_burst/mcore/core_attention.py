@@ -25,7 +25,7 @@ from megatron_burst.errors import BurstError
 from megatron_burst.masks.slice_checks import sees_later
 from megatron_burst.mcore import checks, packed
 from megatron_burst.mcore.checks import WHO, check_layer
-from megatron_burst.mcore.keep.recompute import for_calls, keeping_nothing, resolved
+from megatron_burst.mcore.keep.recompute import keeping_nothing, resolved
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.patches import apply, switch_on_keep
 from megatron_burst.mcore.refusals import refuse
@@ -232,7 +232,7 @@ class BurstForward:
         topology = communicator_of(cp_group, burst_config).topology
         switch_on_keep(burst_config)
         checks.say_if_keep_is_idle(burst_config, config)
-        return cls(cp_group, softmax_scale, for_calls(burst_config), config, layer_number, topology)
+        return cls(cp_group, softmax_scale, burst_config.for_calls(), config, layer_number, topology)
 
     def over(self, group: dist.ProcessGroup | None) -> "BurstForward":
         """The same over another group, whose communicators are made if needed."""

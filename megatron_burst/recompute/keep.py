@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megatron_burst.errors import BurstError
 from megatron_burst.recompute.checkpoints import patch_checkpoints
-from megatron_burst.recompute.keeping import Frame, Keeping, Tensors, framed, running
+from megatron_burst.recompute.inputs import all_go_to_host, offloaded_if_asked
+from megatron_burst.recompute.keeping import WHO, Frame, Keeping, Tensors, framed, running
 from megatron_burst.recompute.recording import Recording
 from megatron_burst.transforms import uncompiled
 
@@ -107,6 +109,10 @@ def in_frames(forward, /, ctx, run_function, *args):
     """A reentrant checkpoint's forward: each call runs in a new frame, or in the one that its
     function is bound to. In none where no input needs a gradient, as in a forward without: it is
     never recomputed, and what is kept runs with gradients, by which routers count tokens."""
+    if all_go_to_host():
+        raise BurstError(f"{WHO}: checkpoints that offload their inputs must not be reentrant, "
+                         "because a reentrant one saves them where nothing sees it; got "
+                         "use_reentrant=True; pass use_reentrant=False")  # fmt: skip
     return forward(ctx, framed(run_function) if any(ctx.needs_input_grad) else run_function, *args)
 
 
@@ -114,14 +120,16 @@ def with_contexts(generator, /, *args, **options):
     """The generator of other checkpoints: each call runs in a new frame."""
     by_name = "context_fn" in options  # since torch 2.15
     context_fn = options["context_fn"] if by_name else args[2]
+    frame: Frame[Any] = Frame(stops_early=True)
 
     def contexts():
-        frame: Frame[Any] = Frame(stops_early=True)
         return tuple(_Both(context, frame) for context in context_fn())
 
-    if by_name:
-        return generator(*args, **options | {"context_fn": contexts})
-    return generator(*args[:2], contexts, *args[3:], **options)
+    with offloaded_if_asked(frame):  # around the checkpoint's own hooks, which begin later
+        if by_name:
+            yield from generator(*args, **options | {"context_fn": contexts})
+        else:
+            yield from generator(*args[:2], contexts, *args[3:], **options)
 
 
 class _Both:

@@ -247,15 +247,20 @@ def test_no_grad_keeps_nothing():
 
 
 def under_autocast(rank):
-    """The sums must stay in fp32: autocast would compute the reference's products in bf16."""
-    tensors = [x.float() for x in inputs(2, 8, (4, 2), (8, 8), torch.float64)]
+    """The inputs are cast as for torch's attention; the sums must stay in fp32, although autocast
+    would compute the reference's products in bf16."""
+    wide = [x.float() for x in inputs(2, 8, (4, 2), (8, 8), torch.float64)]
+    narrow = [x.bfloat16() for x in wide]
     rows = rows_of(Layout.ZIGZAG, rank, 2, 8)
     options = dict(causal=True, config=BurstConfig(backend="reference"))
-    plain = run(tensors, rows, **options)
+    plain = run(narrow, rows, **options)
     with torch.autocast("cpu", torch.bfloat16):
-        cast = run(tensors, rows, **options)
-    return all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+        again, cast = run(narrow, rows, **options), run(wide, rows, **options)
+    same = [torch.equal(a, b) for a, b in zip(plain, again, strict=True)]
+    same += [torch.equal(a, b.to(a.dtype)) for a, b in zip(plain, cast, strict=True)]
+    return all(same), [str(x.dtype) for x in cast[:1] + cast[-1:]]
 
 
-def test_autocast_changes_nothing():
-    assert run_ranks(under_autocast, 2) == [True] * 2
+def test_under_autocast_inputs_are_cast_and_sums_are_not():
+    expected = True, ["torch.bfloat16", "torch.float32"]
+    assert run_ranks(under_autocast, 2) == [expected] * 2

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, is_grad_enabled
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.keep import stage_layers
@@ -19,11 +18,10 @@ from megatron_burst.rates import Rates
 from megatron_burst.recompute.auto import budget
 from megatron_burst.recompute.auto.budget import KeepProblem, ModuleCost, Placed, choose_modules
 from megatron_burst.recompute.keep import call_kept
-from megatron_burst.recompute.keeping import WHO, Frame, Keeping, Parcel, Resident, framed, running
+from megatron_burst.recompute.inputs import offloaded_inputs
+from megatron_burst.recompute.keeping import WHO, Frame, Keeping, framed, running
 from megatron_burst.recompute.later import packer
-from megatron_burst.recompute.offload import host_limit_bytes, host_memory
-
-_LEAST = 1 << 10  # elements of an input worth offloading
+from megatron_burst.recompute.offload import host_limit_bytes
 
 
 # ---- what replaces functions of Megatron, called with the original: see patches.py -----------
@@ -32,13 +30,7 @@ _LEAST = 1 << 10  # elements of an input worth offloading
 def inputs_on_host(checkpoint, limit_gib: float | None, /, function, *args, **options):
     """A checkpoint that offloads its function's inputs."""
     frame = Frame()
-
-    def pack(x: Tensor) -> Parcel:
-        if not (x.requires_grad and x.is_contiguous() and x.numel() >= _LEAST):
-            return Resident((x,))
-        return host_memory(x.device, limit_gib).pack((x.detach(),), input_of=frame)
-
-    with saved_tensors_hooks(pack, lambda parcel: parcel.get()[0]):
+    with offloaded_inputs(frame, limit_gib):
         return checkpoint(frame.bind(function), *args, **options)
 
 
@@ -59,18 +51,9 @@ def own_kept(forward, /, self, query, key, value, *args, **options):
 # ---- a layer's options ----------------------------------------------------------------------
 
 
-def for_calls(burst: BurstConfig) -> BurstConfig:
-    """Burst's options without those of the checkpoints around calls, which are already applied,
-    and of modules beside attention."""
-    offloads = burst.offloads_results
-    room = burst.keep_host_gib if offloads or burst.keep == "auto" else None
-    offload = "results" if offloads else "none"
-    return replace(burst, keep_host_gib=room, keep_offload=offload, keep_modules=())
-
-
 def own_config(config: TransformerConfig, layer_number: int, query, value) -> BurstConfig:
     """Burst's options for a layer with Megatron's own attention; refuses what cannot be kept."""
-    burst = for_calls(burst_config_of(config))
+    burst = burst_config_of(config).for_calls()
     if burst.keep != "none":
         refuse("keep", config, WHO, skip=("recompute_modules",))  # it runs only if recomputed
         burst = resolved(burst, config, layer_number, query, value, half_saves=0.0)
@@ -83,7 +66,7 @@ def resolved(burst: BurstConfig, config: TransformerConfig, layer_number: int, q
     """Burst's options for one layer: with `keep` resolved, no more "auto" or number of layers.
 
     Args:
-        burst: the model's, from `for_calls`.
+        burst: the model's, from `BurstConfig.for_calls`.
         query, value: [s_local, b, h, d_qk] and [s_local, b, h_kv, d_v], of the layer's attention.
         half_saves: share of recomputation saved by keeping half; 0 if unsupported.
         waits: whether "auto" keeps nothing in the first step, not even within a budget.

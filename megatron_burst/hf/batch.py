@@ -1,28 +1,20 @@
-"""Burst attention in transformers: importing this module registers `attn_implementation="burst"`.
+"""`shard_batch`: this rank's shard of a batch, and what attention must know of the whole sample."""
 
-`shard_batch` shards a batch and adds what attention needs to know of the whole sample, which models
-pass on to attention as the keyword argument `burst`.
-"""
-
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import batched
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.data import Sampler, get_worker_info
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.utils.data import get_worker_info
 
 from megatron_burst.arguments import is_dense, short_repr
-from megatron_burst.attention import burst_attention
 from megatron_burst.comm.alone import Ranks, group_or_default
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import Need, require, unmet_needs
-from megatron_burst.hf_refusals import WHO, no_mask, of_attention
 from megatron_burst.loss.next_tokens import labels_of
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.shards import LayoutName, Sizes, in_documents, shards_of
@@ -42,17 +34,31 @@ class ShardedBatch:
         group: ranks that it is sharded over; None: this process alone.
         layout: how.
         cu_seqlens: ends of the whole sample's documents, on the CPU; None if it is not packed.
-        config: burst's options.
+        config: burst's options of a call of attention.
+        keep_layers: how many layers, from the first, keep attention's results; None: as `config`.
+        input_gib: where inputs of recomputed layers are on the host, the limit of its memory in a
+            tuple; None: they stay on the device.
+        fused_loss: whether the model's head computes the loss in place of logits.
     """
 
     group: dist.ProcessGroup | None
     layout: LayoutName
     cu_seqlens: Tensor | None
-    config: BurstConfig | None
+    config: BurstConfig
+    keep_layers: int | None = None
+    input_gib: tuple[float | None] | None = None
+    fused_loss: bool = False
+
+    def config_of(self, index: int | None) -> BurstConfig:
+        """Burst's options in a layer, by its index."""
+        if self.keep_layers is None or index is None or index < self.keep_layers:
+            return self.config
+        return replace(self.config, keep="none", keep_offload="none", keep_host_gib=None)
 
 
 def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: LayoutName = "zigzag",
-                config: BurstConfig | None = None) -> dict[str, Any]:  # fmt: skip
+                config: BurstConfig | None = None,
+                fused_loss: bool = False) -> dict[str, Any]:  # fmt: skip
     """This rank's shard of a batch, for a model with `attn_implementation="burst"`.
 
     `model(**shard_batch(batch, group=group)).loss` is this rank's part of the mean loss over the
@@ -65,17 +71,23 @@ def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: Layout
             "shift_labels", [b, s], -100 where ignored, and "position_ids", [b, s]. A packed sample
             has batch size 1 and "cu_seqlens" or "cu_seq_lens_q", int [documents + 1], or
             position_ids that start again with each document. "attention_mask" must be all ones:
-            padding is refused. Other names are refused too, but for those that follow from these.
+            padding is refused. "num_items_in_batch" is the number of labels that losses are divided
+            by, such as those of several micro-batches; left out: the batch's. Other names are
+            refused too, but for those that follow from these.
         group: the context-parallel group, or that dimension of a DeviceMesh; None: all processes.
         layout: which rows a rank gets, as in `burst_attention`. In "zigzag" and "contiguous" rows
             are added at the end of a single sequence where the layout has equal chunks; they attend
             to nothing and have no loss.
-        config: options for `burst_attention`.
+        config: options for `burst_attention`. `keep="all"`: activation checkpointing keeps
+            attention's results, with `keep_layers` in the first layers alone; `keep_offload`: they,
+            or the inputs of layers that are recomputed, are in host memory.
+        fused_loss: whether the model's head computes the loss, a tile at a time, in place of
+            logits, which then never exist; reading them is refused.
 
     Returns:
         "input_ids", "position_ids", "labels" and "shift_labels" (both shifted over the whole
         sample), [b, s / ranks]; "num_items_in_batch", float32 [], the number of labels of the whole
-        batch, divided by the ranks; and "burst", for attention.
+        batch, or the one given, divided by the ranks; and "burst", for attention.
 
     Raises:
         BurstError: on all ranks of the group, if the batch cannot be sharded, or if ranks pass
@@ -109,36 +121,17 @@ def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: Layout
     mine = shards.mine(shards.rows(ids.shape[1]), documents, ids.device)
     shard: dict[str, Any] = {name: x.index_select(1, mine) for name, x in rows.items()}
     shard["labels"] = shard["shift_labels"]  # without any, transformers computes no loss
-    items = (rows["shift_labels"] != _IGNORED).sum().clamp(min=1)
-    shard["num_items_in_batch"] = items / group.size()
+    items = batch.get("num_items_in_batch")
+    if items is None:
+        items = (rows["shift_labels"] != _IGNORED).sum().clamp(min=1)
+    shard["num_items_in_batch"] = torch.as_tensor(items, device=ids.device) / group.size()
     ranks = group if dist.is_initialized() else None
-    return shard | {"burst": ShardedBatch(ranks, layout, cu_seqlens, config)}
-
-
-class RepeatedBatches(Sampler[int]):
-    """A sampler for Trainers: every rank of a context-parallel group gets the same batches.
-
-    accelerate gives batches to the processes in turn, as if each were data parallel. So each batch
-    comes once for every rank of the group, whose ranks must be next to each other in the default
-    group. Indices that fill no batch are left out. Use it in `Trainer._get_train_sampler`.
-
-    Args:
-        sampler: indices, the same on all processes.
-        batch_size: of a process and a step (`per_device_train_batch_size`).
-        group: the context-parallel group.
-    """
-
-    def __init__(self, sampler: Iterable[int], batch_size: int, group: Ranks = None) -> None:
-        self._sampler, self._batch_size = sampler, batch_size
-        self._times = group_or_default(group, "RepeatedBatches").size()
-
-    def __iter__(self) -> Iterator[int]:
-        for batch in batched(self._sampler, self._batch_size):
-            if len(batch) == self._batch_size:
-                yield from batch * self._times
-
-    def __len__(self) -> int:
-        return len(self._sampler) // self._batch_size * self._batch_size * self._times
+    config = BurstConfig() if config is None else config
+    per_call = replace(config.for_calls(), keep_layers=None)
+    input_gib = (config.keep_host_gib,) if config.offloads_inputs else None
+    burst = ShardedBatch(ranks, layout, cu_seqlens, per_call, config.keep_layers, input_gib,
+                         fused_loss)  # fmt: skip
+    return shard | {"burst": burst}
 
 
 def _of_batch(batch: Mapping[str, Any]) -> Iterator[Need]:
@@ -155,7 +148,8 @@ def _of_batch(batch: Mapping[str, Any]) -> Iterator[Need]:
     mask = batch.get("attention_mask")
     yield (mask is None or bool((mask != 0).all()),
            "a batch must have no padding, because attention would see it",
-           "zeros in attention_mask", "pack it (a padding-free collator, cu_seqlens)")  # fmt: skip
+           "zeros in attention_mask", "pack its sequences in one row (a padding-free collator, "
+           "such as DataCollatorWithFlattening)")  # fmt: skip
     yield (len(ids) == 1 or len(_begins(batch)) == 0,
            "packed documents must have batch size 1, because attention gets the boundaries of a "
            "single sample", f"{len(ids)} sequences with position_ids that start again",
@@ -197,27 +191,3 @@ def _digest(rows: Mapping[str, Tensor]) -> str:
     """Tells batches apart."""
     data = b"".join(x.cpu().contiguous().numpy().tobytes() for x in rows.values())
     return blake2b(data, digest_size=8).hexdigest()
-
-
-def _attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
-            attention_mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0,
-            sliding_window: int | None = None, s_aux: Tensor | None = None,
-            is_causal: bool | None = None, burst: ShardedBatch | None = None,
-            **options: Any) -> tuple[Tensor, None]:  # fmt: skip
-    """An attention function of transformers; q, k and v [b, heads, s, d], out [b, s, heads, d]."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    asked = {"attention_mask": attention_mask, "dropout": dropout, "burst": burst, **options}
-    lengths, window = (query.shape[2], key.shape[2]), sliding_window
-    index = getattr(module, "layer_idx", None)
-    require(WHO, of_attention(module, asked, lengths, window, causal))
-    out = burst_attention(
-        *(x.transpose(1, 2) for x in (query, key, value)), group=burst.group, causal=causal,
-        softmax_scale=scaling, window=None if window is None else (window - 1, 0),
-        cu_seqlens=burst.cu_seqlens, sink=s_aux, layout=burst.layout, config=burst.config,
-        layer=0 if index is None else index + 1,  # errors name no layer 0
-    )  # fmt: skip
-    return out, None
-
-
-AttentionInterface.register("burst", _attend)
-AttentionMaskInterface.register("burst", no_mask)

@@ -1,0 +1,207 @@
+"""The loss of a transformers model without its logits: the head computes it, a tile at a time.
+
+While a model runs, its head returns `FusedLogits` in place of logits, which the model hands to its
+loss function. Scales and soft caps that a model applies in between are taken from its config, and
+compared with what it does.
+"""
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import register_pytree_node
+
+from megatron_burst.errors import BurstError, Need, require
+from megatron_burst.loss.linear import linear_cross_entropy
+
+_WHO = "fused loss in transformers"
+type Step = tuple[str, float]  # "*", "/" or "tanh", and the number
+
+
+class LogitsError(BurstError, AttributeError):
+    """Logits were read that do not exist. An AttributeError, so that `hasattr` says no."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLogits:
+    """Takes the place of logits, of which no more than a tile ever exists.
+
+    Attributes:
+        total: the sum of the labels' losses, [].
+        planned: what the loss took the model to do to logits.
+        done: what the model did to them.
+    """
+
+    total: Tensor
+    planned: tuple[Step, ...]
+    done: tuple[Step, ...] = ()
+
+    def loss(self, count: Any) -> Tensor:
+        """The sum over the number of labels.
+
+        Raises:
+            BurstError: if the model did something else to its logits.
+        """
+        require(_WHO, [
+            (self.done == self.planned, "a model must scale and cap its logits as its config says, "
+             "because the loss is computed before", f"{self.done or 'nothing'} for {self.planned}",
+             "leave fused_loss out"),
+            (count is not None, "the loss must be divided by num_items_in_batch, because a shard "
+             "does not know all labels", "none", "pass all that shard_batch returns"),
+        ])  # fmt: skip
+        return self.total / count
+
+    @property
+    def device(self) -> torch.device:
+        """Where labels must be."""
+        return self.total.device
+
+    def float(self) -> "FusedLogits":
+        """Itself: the loss is in float32."""
+        return self
+
+    def view(self, *_shape: int) -> "FusedLogits":
+        """Itself: the loss has all rows."""
+        return self
+
+    def contiguous(self) -> "FusedLogits":
+        """Itself."""
+        return self
+
+    def to(self, *_: Any, **__: Any) -> "FusedLogits":
+        """Itself."""
+        return self
+
+    reshape = view
+
+    def __mul__(self, factor: Any) -> "FusedLogits":
+        return self._after("*", factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> "FusedLogits":
+        return self._after("/", divisor)
+
+    def tanh(self) -> "FusedLogits":
+        """As the middle of a soft cap."""
+        return self._after("tanh", 0.0)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), options: Any = None):
+        if function in (torch.tanh, torch.Tensor.tanh):
+            return args[0].tanh()
+        raise _not_there(getattr(function, "__name__", str(function)))
+
+    def __getattr__(self, name: str) -> Any:
+        raise _not_there(name)
+
+    def __getitem__(self, place: Any) -> Any:
+        raise _not_there("[...]")
+
+    def __add__(self, other: Any) -> Any:
+        raise _not_there("+")
+
+    __radd__ = __add__
+
+    def _after(self, step: str, number: Any) -> "FusedLogits":
+        return replace(self, done=(*self.done, (step, float(number))))
+
+
+def _not_there(what: str) -> LogitsError:
+    return LogitsError(f"{_WHO}: nothing may read the logits, because fused_loss never stores "
+                       f"them; got {what}; call shard_batch without fused_loss where logits are "
+                       "needed, and leave metrics that read them out")  # fmt: skip
+
+
+# FSDP2 looks for tensors in what a module returns, to gather its weights before backward
+register_pytree_node(
+    FusedLogits,
+    lambda x: ([x.total], (x.planned, x.done)),
+    lambda tensors, steps: FusedLogits(*tensors, *steps),
+)
+
+
+@contextmanager
+def fused_head(model: torch.nn.Module, labels: Tensor | None, is_asked: bool) -> Iterator[None]:
+    """While it lasts, the model's head computes the loss of labels [b, s] in place of logits.
+
+    Raises:
+        BurstError: if it is asked for, and the head is not a linear layer without a bias.
+    """
+    if not is_asked or labels is None:
+        yield
+        return
+    head = model.get_output_embeddings()
+    require(_WHO, _of_head(model, head))
+    own = vars(head).get("forward")  # an instance's, which accelerate sets
+    head.forward = partial(_fused, head, labels, _planned(model.config.get_text_config()))
+    try:
+        yield
+    finally:
+        del head.forward
+        if own is not None:
+            head.forward = own
+
+
+def _fused(head: torch.nn.Module, labels: Tensor, planned: tuple[Step, ...],
+           hidden: Tensor) -> FusedLogits:  # fmt: skip
+    require(_WHO, [(
+        hidden.shape[:-1] == labels.shape, "the head must get a row for each label, because each "
+        "has a loss", f"{tuple(hidden.shape[:-1])} rows and {tuple(labels.shape)} labels",
+        "leave logits_to_keep out")])  # fmt: skip
+    caps = [number for step, number in planned[-1:] if len(planned) > 1]
+    scale = 1.0 if caps or not planned else _factor(*planned[0])
+    total = linear_cross_entropy(hidden, _weight_of(head), labels, reduction="sum",
+                                 softcap=caps[0] if caps else 0.0, logit_scale=scale)  # fmt: skip
+    return FusedLogits(total, planned)
+
+
+def _factor(step: str, number: float) -> float:
+    return (operator.mul if step == "*" else operator.truediv)(1.0, number)
+
+
+def _planned(config: Any) -> tuple[Step, ...]:
+    """What a model does to logits, by the names in its config."""
+    if cap := getattr(config, "final_logit_softcapping", None):
+        return ("/", float(cap)), ("tanh", 0.0), ("*", float(cap))
+    if isinstance(scale := getattr(config, "logit_scale", None), int | float):
+        return (("*", float(scale)),)
+    if scaling := getattr(config, "logits_scaling", None):
+        return (("/", float(scaling)),)
+    return ()
+
+
+def _of_head(model: torch.nn.Module, head: Any) -> Iterator[Need]:
+    yield (head is not None, "a model must have a head, because the loss takes its place",
+           f"none in {type(model).__name__}", "leave fused_loss out")  # fmt: skip
+    base = _base_of(head)
+    yield (getattr(base, "weight", None) is not None and getattr(base, "bias", None) is None,
+           "the head must be a linear layer without a bias, because the loss multiplies by its "
+           "weight alone", type(base).__name__, "leave fused_loss out")  # fmt: skip
+    dropouts = getattr(head, "lora_dropout", {}).values()
+    plain = not any(getattr(x, "p", 0) for x in dropouts) and not getattr(head, "lora_variant", {})
+    yield (plain, "LoRA of the head must be plain and without dropout, because its weight is added "
+           "to the head's", "dropout or a variant", "set lora_dropout=0, or leave the head "
+           "out of target_modules")  # fmt: skip
+
+
+def _base_of(head: torch.nn.Module) -> torch.nn.Module:
+    """The linear layer that PEFT wraps, or the head itself."""
+    if trained := getattr(head, "modules_to_save", None):
+        return trained[head.active_adapter if isinstance(head.active_adapter, str)
+                       else head.active_adapter[0]]  # fmt: skip
+    return getattr(head, "base_layer", head)
+
+
+def _weight_of(head: torch.nn.Module) -> Tensor:
+    """The head's weight [vocab, h], with that of its LoRA adapters."""
+    weight = _base_of(head).weight
+    if hasattr(head, "lora_A") and not (head.merged or head.disable_adapters):
+        names = [name for name in head.active_adapters if name in head.lora_A]
+        weight = weight + sum(head.get_delta_weight(name).to(weight.dtype) for name in names)
+    return weight
