@@ -17,10 +17,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
+from trl_rows import values_of_rows
 from trl_sft import TINY, bytes_tokenizer, context_parallel
 
-from megatron_burst import unshard
-from megatron_burst.hf import ContextParallelMixin, shard_batch
+from megatron_burst.hf import ContextParallelMixin
 
 
 class BurstGRPOTrainer(ContextParallelMixin, GRPOTrainer):
@@ -56,22 +56,13 @@ class BurstGRPOTrainer(ContextParallelMixin, GRPOTrainer):
         compute_entropy=False, compute_aux_loss=False, **images,
     ):  # fmt: skip
         assert not compute_aux_loss and not any(x is not None for x in images.values())
-        real = attention_mask.bool()
         labels = input_ids.clone()
         labels[:, :-logits_to_keep] = -100  # only answers are scored
-        ends = torch.tensor([0, *real.sum(1).cumsum(0).tolist()])
-        packed = {"input_ids": input_ids[real][None], "labels": labels[real][None]}
-        batch = shard_batch(packed | {"cu_seqlens": ends}, group=self.cp_group)
         with self.accelerator.autocast():
-            found = model(**batch, fused_lm_head=True)
-
-        def spread(x: torch.Tensor) -> torch.Tensor:
-            """Rows of the shard, each of which predicts the next token, to their tokens."""
-            whole = unshard(x, group=self.cp_group, cu_seqlens=batch["burst"].cu_seqlens)[0]
-            of_tokens = whole[: int(ends[-1])].roll(1)  # a document's last row predicts nothing
-            return whole.new_zeros(real.shape).masked_scatter(real, of_tokens)[:, -logits_to_keep:]
-
-        return spread(found.log_probs), spread(found.entropy) if compute_entropy else None, None
+            values = values_of_rows(model, self.cp_group, input_ids=input_ids,
+                                    attention_mask=attention_mask, labels=labels)  # fmt: skip
+        entropy = values.entropy[:, -logits_to_keep:] if compute_entropy else None
+        return values.log_probs[:, -logits_to_keep:], entropy, None
 
 
 def vowels(completion_ids, **others) -> list[float]:

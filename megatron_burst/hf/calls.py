@@ -157,12 +157,13 @@ def _of_outputs(model: torch.nn.Module, call: Call, inputs: Mapping[str, Any],
            "the auxiliary loss of experts must be off, because it would count the tokens of a "
            "shard", "output_router_logits", "pass output_router_logits=False, and "
            "router_aux_loss_coef=0.0 to TRL")  # fmt: skip
-    yield (loss is None or call.losses > 0,
+    of_trl = bool(inputs.get("fused_lm_head"))  # of shift_labels and num_items_in_batch too
+    yield (loss is None or call.losses > 0 or of_trl,
            "a model must compute its loss from shift_labels and num_items_in_batch, because its "
            "own labels and counts are those of a shard", f"another loss in {name}",
            "pass neither labels nor shift_labels, and compute the loss from logits")  # fmt: skip
-    yield (not call.batch.fused_loss or loss is not None or call.labels is None,
-           "fused_loss must replace a loss that the model computes from its head's logits",
+    yield (not call.batch.fused_loss or call.losses > 0 or call.labels is None,
+           "fused_loss must replace a loss that a model computes from its head's logits",
            f"none in this call of {name}", "leave fused_loss out: TRL's trainers compute "
            "log-probabilities without logits themselves")  # fmt: skip
     for output in ("logits", "last_hidden_state", "pooler_output", "start_logits"):

@@ -5,7 +5,6 @@ loss function. Scales and soft caps that a model applies in between are taken fr
 compared with what it does.
 """
 
-import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -138,14 +137,11 @@ def fused_head(model: torch.nn.Module, labels: Tensor | None, is_asked: bool) ->
         return
     head = model.get_output_embeddings()
     require(_WHO, _of_head(model, head))
-    own = vars(head).get("forward")  # an instance's, which accelerate sets
     head.forward = partial(_fused, head, labels, _planned(model.config.get_text_config()))
     try:
         yield
     finally:
         del head.forward
-        if own is not None:
-            head.forward = own
 
 
 def _fused(head: torch.nn.Module, labels: Tensor, planned: tuple[Step, ...],
@@ -154,35 +150,36 @@ def _fused(head: torch.nn.Module, labels: Tensor, planned: tuple[Step, ...],
         hidden.shape[:-1] == labels.shape, "the head must get a row for each label, because each "
         "has a loss", f"{tuple(hidden.shape[:-1])} rows and {tuple(labels.shape)} labels",
         "leave logits_to_keep out")])  # fmt: skip
-    caps = [number for step, number in planned[-1:] if len(planned) > 1]
-    scale = 1.0 if caps or not planned else _factor(*planned[0])
-    total = linear_cross_entropy(hidden, _weight_of(head), labels, reduction="sum",
-                                 softcap=caps[0] if caps else 0.0, logit_scale=scale)  # fmt: skip
+    steps, cap = planned[: len(planned) % 3], planned[-1][1] if len(planned) > 2 else 0.0
+    scale = 1.0
+    for step, number in steps:
+        scale = scale * number if step == "*" else scale / number
+    total = linear_cross_entropy(hidden, _weight_of(head), labels, reduction="sum", softcap=cap,
+                                 logit_scale=scale)  # fmt: skip
     return FusedLogits(total, planned)
 
 
-def _factor(step: str, number: float) -> float:
-    return (operator.mul if step == "*" else operator.truediv)(1.0, number)
-
-
 def _planned(config: Any) -> tuple[Step, ...]:
-    """What a model does to logits, by the names in its config."""
+    """What a model does to logits, by the names in its config: a scale, then a soft cap."""
+    steps: list[Step] = []
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"):
+        if isinstance(number := getattr(config, name, None), int | float):
+            divides = name == "logits_scaling" and config.model_type != "hyperclovax"
+            steps.append(("/" if divides else "*", float(number)))
+            break
     if cap := getattr(config, "final_logit_softcapping", None):
-        return ("/", float(cap)), ("tanh", 0.0), ("*", float(cap))
-    if isinstance(scale := getattr(config, "logit_scale", None), int | float):
-        return (("*", float(scale)),)
-    if scaling := getattr(config, "logits_scaling", None):
-        return (("/", float(scaling)),)
-    return ()
+        steps += [("/", float(cap)), ("tanh", 0.0), ("*", float(cap))]
+    return tuple(steps)
 
 
 def _of_head(model: torch.nn.Module, head: Any) -> Iterator[Need]:
     yield (head is not None, "a model must have a head, because the loss takes its place",
            f"none in {type(model).__name__}", "leave fused_loss out")  # fmt: skip
     base = _base_of(head)
-    yield (getattr(base, "weight", None) is not None and getattr(base, "bias", None) is None,
-           "the head must be a linear layer without a bias, because the loss multiplies by its "
-           "weight alone", type(base).__name__, "leave fused_loss out")  # fmt: skip
+    plain = getattr(type(base), "forward", None) is torch.nn.Linear.forward
+    plain &= "forward" not in vars(head) and getattr(base, "bias", None) is None
+    yield (plain, "the head must be a linear layer without a bias, because the loss multiplies by "
+           "its weight alone", type(base).__name__, "leave fused_loss out")  # fmt: skip
     dropouts = getattr(head, "lora_dropout", {}).values()
     plain = not any(getattr(x, "p", 0) for x in dropouts) and not getattr(head, "lora_variant", {})
     yield (plain, "LoRA of the head must be plain and without dropout, because its weight is added "

@@ -41,9 +41,12 @@ def prepare_data_loader(loader: DataLoader, *, group: Ranks = None, **options: A
     index, count = _place_of(group)
     device = options.get("device")
     defaults = {"rng_types": ["generator"], "put_on_device": device is not None}
-    return of_accelerate(loader, **defaults | options | {
+    prepared = of_accelerate(loader, **defaults | options | {
         "num_processes": count, "process_index": index, "dispatch_batches": False,
         "torch_device_mesh": None})  # fmt: skip
+    # gather_for_metrics would cut what it gathers, as if each process had samples of its own
+    prepared._drop_last = True
+    return prepared
 
 
 class ContextParallelMixin:
@@ -86,6 +89,13 @@ class ContextParallelMixin:
     def get_batch_samples(self, epoch_iterator: Iterator, *args: Any) -> tuple:
         """Trainer's, of sharded batches, so that each label is counted once."""
         return super().get_batch_samples(map(self.shard_inputs, epoch_iterator), *args)
+
+    def compute_loss(self, model: torch.nn.Module, inputs: Mapping[str, Any],
+                     return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:  # fmt: skip
+        """Trainer's, also in evaluation with the number of labels of the whole batch."""
+        if num_items_in_batch is None and "burst" in inputs:  # which Trainer multiplies by again
+            num_items_in_batch = inputs["num_items_in_batch"] * self.accelerator.num_processes
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def prediction_step(self, model: torch.nn.Module, inputs: Mapping[str, Any], *args: Any,
                         **options: Any) -> tuple:  # fmt: skip

@@ -40,7 +40,8 @@ _OF_TYPES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 7},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8, "expand": 2},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
-    "reformer": {"is_decoder": True},
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "deepseek_v2": {"num_experts_per_tok": 2},
 }
 
 
@@ -55,7 +56,9 @@ def config_of(model_type: str, fills: bool) -> Any:
     """A config of the type with two small layers; `fills`: also sizes that are None by default."""
     from transformers import CONFIG_MAPPING
 
-    text = CONFIG_MAPPING[model_type]().get_text_config(decoder=True)
+    text = CONFIG_MAPPING[model_type]()
+    if not text.is_encoder_decoder:
+        text = text.get_text_config(decoder=True)
     names = text.to_dict()
     sizes = {name: size for name, size in _SIZES.items()
              if name in names and (fills or names[name] is not None)}  # fmt: skip

@@ -1,0 +1,63 @@
+"""All causal model types of transformers, tiny, on two ranks against one process: what
+docs/how-to/without-megatron.md says of each.
+
+A type in no row of that page was not built: its default config is too large, or invalid if small.
+"""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.tiny_models import model_types, outcomes
+from tests.ranks import preload, run_ranks
+
+pytest.importorskip("trl", reason="make test-integrations FRAMEWORKS=hf")
+preload("transformers", "megatron_burst.hf")
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "without-megatron.md"
+# rows of the page's table, by what a refusal says
+REASONS = {
+    "layers other than full attention or a window": "all layers must be attention",
+    "positions that the model counts itself": "must take position_ids",
+    "attention that the model computes itself":
+        "every layer must compute attention|AttentionInterface|pass further keyword arguments",
+    "masks, biases or soft caps of the model's own":
+        "no mask or bias|nothing but windows|must pass it to attention",
+}  # fmt: skip
+
+
+def row_of(outcome: str) -> str:
+    """The row of a type that does this; "" if it was not built."""
+    if outcome == "right" or outcome.startswith("not built"):
+        return outcome.partition(":")[0].replace("not built", "")
+    reasons = [name for name, said in REASONS.items() if re.search(said, outcome)]
+    assert outcome.startswith("refused: ") and len(reasons) == 1, outcome
+    return reasons[0]
+
+
+def table_of(found: dict[str, str]) -> str:
+    """The page's rows."""
+    rows = defaultdict(list)
+    for name, outcome in found.items():
+        rows[row_of(outcome)].append(f"`{name}`")
+    return "\n".join(
+        f"| {reason} | {len(rows[reason])} | {', '.join(rows[reason])} |"
+        for reason in ("right", *REASONS)
+    )
+
+
+def test_every_type_is_right_or_refused_as_the_page_says():
+    first, second = run_ranks(outcomes, 2, list(model_types()), False, {}, timeout_s=1500)
+    assert {name: row_of(x) for name, x in first.items()} == {n: row_of(x) for n, x in second.items()}
+    assert table_of(first) in PAGE.read_text(encoding="utf-8"), table_of(first)
+
+
+def test_types_that_are_right_are_so_packed_and_with_the_fused_loss():
+    (row,) = re.findall(r"\| right \| \d+ \| (.*) \|", PAGE.read_text(encoding="utf-8"))
+    types = re.findall(r"`([^`]+)`", row)
+    for found in run_ranks(outcomes, 2, types, True, {"fused_loss": True}, timeout_s=1500):
+        others = {name: x for name, x in found.items() if x != "right"}
+        said = "linear layer without a bias|as its config says"
+        assert all(re.search(f"refused: fused loss in .*({said})", x) for x in others.values()), others
+        assert len(others) < len(types) / 6
