@@ -74,8 +74,9 @@ def _links() -> Lines:
             what = f"NVLink, {gpus}, {way} by NCCL, GB/s a rank"
             yield what, "450", _span(found), _files(names)
     for gpus in ("H200", "H100"):
-        host, rows = preset_of(gpus, "limits").gpu.host_gbs, _files(f"frontier_1x{gpus.lower()}")
-        yield f"copies to host memory, {gpus}, GB/s", "64", f"{host:.0f}", rows
+        assumed = f"assumed: {preset_of(gpus, 'limits').gpu.host_gbs:.0f}"
+        rows = f"`machines/{gpus.lower()}.toml`"
+        yield f"copies to host memory, {gpus}, GB/s", "64", assumed, rows
     rings, _ = zip(*map(rates, sheet("attention_2x2xh200")), strict=True)
     what = "sockets between emulated nodes, ring shift, GB/s a rank"
     yield what, "", _span(rings), "`attention_2x2xh200.csv`"

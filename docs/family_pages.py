@@ -96,10 +96,10 @@ def index() -> str:
     lines = [
         "# Model families",
         "",
-        f"{len(found)} published models: what burst runs in each, Megatron's flags, and planned "
-        f"time and memory. Of {printed} the planner prints the flags, of {len(read) - printed} it "
-        "names the entries that no flag says, and the others are refused "
-        "([where this is from](#where-this-is-from)).",
+        f"This page has {len(found)} published models: what burst runs in each, Megatron's flags, "
+        f"and planned time and memory. The planner prints the flags of {printed}. For "
+        f"{len(read) - printed} it names the settings that no flag expresses. The others are "
+        "refused ([where this is from](#where-this-is-from)).",
         "",
         FILTER,
         "",
@@ -238,7 +238,7 @@ def _planned(family: Mapping[str, Any]) -> Iterator[str]:
 def _flags(found: Mapping[str, Model | str]) -> Iterator[str]:
     for name, model in found.items():
         if isinstance(model, Model) and model.unknown:
-            yield f"**{name}**: none. No flag says what these entries mean: {_named(model)}."
+            yield f"**{name}**: none. No flag expresses these settings: {_named(model)}."
             yield ""
         elif isinstance(model, Model):
             yield f"**{name}**:"

@@ -30,8 +30,8 @@ def flags() -> str:
     lines = [
         "# Flags",
         "",
-        "All flags that burst adds to Megatron's command line, generated from the code. Their "
-        "uses: [settings](../how-to/settings.md), which also has options for experiments.",
+        "This page lists all flags that burst adds to Megatron's command line. "
+        "[Settings](../how-to/settings.md) says when to use them, and has options for experiments.",
     ]
     for group in parser._action_groups[2:]:
         lines += ["", f"## {group.title}", "", group.description or "", ""]
