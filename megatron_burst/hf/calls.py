@@ -126,7 +126,7 @@ def prediction_step(original: Callable, trainer: Any, model: torch.nn.Module, in
 
 def mean_over(group: dist.ProcessGroup | None, loss: Tensor | None) -> Tensor | None:
     """The mean of a loss over the ranks of a group."""
-    if group is None or loss is None:
+    if group is None or group.size() == 1 or loss is None:
         return loss
     total = loss.detach().clone()
     dist.all_reduce(total, group=group)
