@@ -177,7 +177,7 @@ def test_what_is_wrong_or_differs_on_one_rank_is_refused_on_all():
     for said in run_ranks(refusals, 2):
         boundaries, rows, wrong, layout, odd, lengths, nothing, sparse = said
         assert "cu_seqlens=[0, 4, 8]" in boundaries and "cu_seqlens=[0, 3, 8]" in boundaries
-        assert "(4,)" in rows and "(6,)" in rows and "pass the same on all ranks" in rows
+        assert "(4,)" in rows and "(6,)" in rows and "pass the same shapes" in rows
         assert "must begin with 0 and not decrease" in wrong and "cp ranks [1]" in wrong
         assert "layout=zigzag" in layout and "layout=contiguous" in layout
         assert "a multiple of 4 tokens" in odd and "tokens (5,) and 2 ranks" in odd
