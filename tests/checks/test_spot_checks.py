@@ -233,7 +233,7 @@ def test_a_kernel_that_is_wrong_in_a_few_rows_of_one_rank_alone_is_found():
 
     alone(1)
     with patch.object(kernel, "forward", wrong):
-        assert "got out of position" in told_in(partial(alone, 1))
+        assert "got out at position" in told_in(partial(alone, 1))
         assert "and 50 of 128" not in told_in(partial(alone, None))
 
 

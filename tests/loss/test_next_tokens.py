@@ -130,7 +130,7 @@ CU = torch.tensor([0, 3, 8])
 REFUSED = {
     "layout": ((IDS,), {"layout": "zigzg"}, "layout must be one of zigzag.*got 'zigzg'"),
     "no integers": ((IDS.float(),), {}, "must be integers.*got torch.float32 of shape"),
-    "a list": ((IDS.tolist(),), {}, r"tokens must be a dense tensor.*got \[0, 1.*; make it one"),
+    "a list": ((IDS.tolist(),), {}, r"tokens must be a dense tensor.*got \[0, 1.*; pass a d"),
     "ignored": ((IDS,), {"ignore_index": 1.5}, "ignore_index must be an integer.*got 1.5"),
     "too many axes": ((TWO.view(2, 4, 2),), {}, r"\[t\] or \[s, b\].*got torch.int64 of shape"),
     "a batch": ((TWO,), {"cu_seqlens": CU}, r"batch size 1.*got tokens \(8, 2\) and 1 ranks"),

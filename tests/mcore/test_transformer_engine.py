@@ -234,7 +234,7 @@ def rebound(rank):
     errors = [float((alone - truth.permute(2, 0, 1, 3).flatten(-2)).abs().max())]
     core.set_context_parallel_group(group, [0, 1], "a stream", core.given["cp_comm_type"])
     errors.append(float((core(*given) - trained).abs().max()))
-    with pytest.raises(BurstError, match=r"must be one group.*got a list of 2; pass the group of"):
+    with pytest.raises(BurstError, match=r"must be one group.*got a list of 2 groups; pass"):
         core.set_context_parallel_group([group, group], [0, 1], None)
     other = module.BurstTECoreAttention(config_of(parallel), cp_comm_type="a2a", **options)
     other.set_context_parallel_group(None, None, None)  # TransformerEngine's own

@@ -224,7 +224,7 @@ def test_a_script_whose_documents_start_at_any_token_is_warned(tmp_path, histogr
     )
     text = planning.run(script, "--gpus", 4, "--lengths", histogram)
     warned = [line for line in text.splitlines() if line.startswith("warning")]
-    assert sum("sharded one by one" in line for line in warned) == 1
+    assert sum("--lengths one by one" in line for line in warned) == 1
 
 
 def test_a_plan_that_does_not_fit_has_no_steps(histogram):

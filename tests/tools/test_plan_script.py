@@ -138,7 +138,7 @@ def test_an_option_drops_what_it_makes_meaningless(plan_of, more, options, read,
          "got recompute selective from the script; leave --keep out, or pass --recompute full"),
         (SELECTIVE, "--offload", "got recompute core_attn from the script; leave --offload out"),
         (FULL, "--offload", "got keep none from the script; pass --keep all"),
-        (f"{SELECTIVE}--recompute-modules mlp,moe", "", "between them"),
+        (f"{SELECTIVE}--recompute-modules mlp,moe", "", "separated by spaces"),
     ],
 )  # fmt: skip
 def test_what_a_script_rules_out_is_said_to_come_from_it(plan_of, more, options, words):
