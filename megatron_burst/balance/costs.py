@@ -112,7 +112,7 @@ def fit(measured: Sequence[Measured]) -> Costs:
         rank >= wanted,
         f"measured micro-batches must differ enough for {wanted} coefficients, because "
         "the fit must separate the effects of tokens, area and context-parallel size",
-        f"only {rank} independent measurements", "at each size, measure micro-batches of a few "
+        f"enough for only {rank}", "at each size, measure micro-batches of a few "
         "long documents, of many short ones, and of half as many tokens")])  # fmt: skip
     token, pair, fixed, *more = (_least_squares(matrix / scale) / scale).tolist()
     return Costs(token, pair, fixed, dict(zip(wider.astype(int).tolist(), more, strict=True)))
