@@ -62,7 +62,7 @@ class _Kind(NamedTuple):
 _TENSOR = _Kind(
     is_dense,
     "must be a dense tensor with data, because kernels read its rows",
-    "pass one, or call to_local() on a DTensor",
+    "pass a dense tensor, or call to_local() on a DTensor",
 )
 _SWITCH = _Kind(
     lambda x: isinstance(x, bool),
@@ -70,27 +70,27 @@ _SWITCH = _Kind(
 )  # fmt: skip
 _WORD = _Kind(
     lambda x: isinstance(x, str),
-    "must be a word, because it names one of several ways", "pass one of them",
+    "must be a string, because it is one of several names", "pass one of them",
 )  # fmt: skip
 KINDS = {
     **dict.fromkeys("qkv", _TENSOR),
-    "sink": _TENSOR._replace(holds=is_sink, change="pass one, or leave it out"),
+    "sink": _TENSOR._replace(holds=is_sink, change="pass a dense tensor, or leave it out"),
     **dict.fromkeys(("causal", "return_lse"), _SWITCH),
     "window": _Kind(
         is_window,
-        "must be (left, right), the number of earlier and of later positions that a query attends "
-        "to, each at least 0, or None or -1 for no bound",
+        "must be (left, right), the numbers (0 or more) of earlier and later positions that a "
+        "query attends to, with None or -1 for no bound",
         "pass such a pair",
     ),
     "softmax_scale": _Kind(
         lambda x: x is None or (isinstance(x, Real) and x is not True and not abs(x) > 3e38),
-        "must be a number within float32, because kernels scale in that and return no gradient",
+        "must be a number in float32's range, because kernels scale in it and return no gradient",
         "pass a float; if it is learned, multiply q by it and pass softmax_scale=1.0",
     ),
     **dict.fromkeys(("layout", "qkv_format"), _WORD),
     "config": _Kind(
         lambda x: isinstance(x, BurstConfig),
-        "must be a BurstConfig, because that checks its options",
+        "must be a BurstConfig, because a BurstConfig checks its options",
         "pass BurstConfig(...), or leave it out",
     ),
     "layer": _Kind(_is_integer, "must be a whole number, because ranks compare it", "pass one"),

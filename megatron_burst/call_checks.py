@@ -21,7 +21,7 @@ def _of_names(call: Call) -> Iterator[Need]:
          repr(call.qkv_format), "pass one of these"),
         (call.layout in tuple(Layout),
          f"layout must be one of {', '.join(Layout)}, because it decides which keys a query may "
-         "attend to", repr(call.layout), "pass the one in which the tokens are sharded"),
+         "attend to", repr(call.layout), "pass the layout in which the tokens are sharded"),
         (call.packed or call.layout != Layout.DOCUMENTS,
          "cu_seqlens must be given for the layout zigzag-documents, because it shards each "
          "document on its own", "no cu_seqlens", "pass it, or another layout"),
@@ -40,7 +40,7 @@ def _of_sample(call: Call) -> Iterator[Need]:
          "ancestors of its segment", f"causal={call.causal} and window={call.window}",
          "leave out causal and window, or prefix_tree"),
         (not slices or (call.window in ((None, 0), (None, None)) and not tree),
-         "slices must come without a window and a prefix tree, because slices alone say what a "
+         "slices must come without a window or a prefix tree, because slices alone say what a "
          "query sees", f"window={call.window}" + ", prefix_tree" * tree,
          "leave these out, and add slices for them"),
         (not slices or call.layout != Layout.STRIPED,
@@ -71,18 +71,19 @@ def _of_shapes(call: Call) -> Iterator[Need]:
          "packed documents must have batch size 1, because cu_seqlens describes a single sample",
          got, "pass a batch of one"),
         (q[batch] == k[batch] and k[:3] == v[:3] and q[3] == k[3],
-         "q, k and v must agree in batch, k and v in heads and tokens, q and k in head dimension, "
-         "because each key is compared with queries and has a value", got, "pass matching shards"),
+         "q, k and v must have one batch size, k and v equal heads and tokens, q and k one head "
+         "dimension, because each key is compared with queries and has a "
+         "value", got, "pass matching shards"),
         (batch or call.mask.full or not q[2] == k[2] > q[1] > k[1],
          "q, k and v must be [b, s, h, d], because the sequence is the second axis", got,
          "pass x.transpose(1, 2) of [b, h, s, d], as for scaled_dot_product_attention"),
         (q[1 - batch] == k[1 - batch] or (call.mask.full and not call.packed),
          "q and k must have equally many tokens if the mask is causal, a window or documents, "
-         "because these compare positions in one sequence", got,
-         "for cross-attention pass causal=False, without a window and cu_seqlens, or slices"),
+         "because these masks compare positions in one sequence", got,
+         "for cross-attention pass causal=False without a window or cu_seqlens, or pass slices"),
         (0 not in (*q, *k, *v) and q[2] % k[2] == 0,
-         "the number of KV heads must divide that of query heads and no axis may be empty, because "
-         "each KV head serves equally many query heads", got,
+         "the number of KV heads must divide the number of query heads, and no axis may be empty, "
+         "because each KV head serves equally many query heads", got,
          "change the heads (in Megatron --num-query-groups) or the batch"),
     )  # fmt: skip
 
@@ -97,8 +98,8 @@ def _of_tensors(call: Call) -> Iterator[Need]:
          "q, k and v must be on one device, because one kernel reads them",
          ", ".join(map(str, call.devices)), "move them"),
         (not call.is_elsewhere(device),
-         "q, k and v must be on the process's current device, because streams and transfers belong "
-         "to it", f"{device} while cuda:{call.current_device} is current",
+         "q, k and v must be on the process's current device, because streams and transfers use "
+         "that device", f"{device} while cuda:{call.current_device} is current",
          "call torch.cuda.set_device(LOCAL_RANK) first"),
     )  # fmt: skip
 
@@ -124,7 +125,7 @@ def _of_options(call: Call) -> Iterator[Need]:
     yield (
         torch.finfo(torch.float32).tiny <= call.softmax_scale < float("inf"),
         "softmax_scale must be positive and finite, because kernels take the largest score "
-        "before they scale it", call.softmax_scale, "leave it out for d ** -0.5",
+        "before they scale it", call.softmax_scale, "leave it out to scale by d ** -0.5",
     )  # fmt: skip
     config = call.config
     per_layer = config.keep == "auto", config.keep_layers is not None, config.offloads_inputs

@@ -222,11 +222,11 @@ def _slices_of(who: str, mask: Any, causal: bool, rows: int, keys: int, size: in
          "mask_mod must be a BlockMask or slices, because a function would be called for each pair",
          f"a {type(mask).__name__}", "pass create_block_mask(mask_mod, None, None, t, t)"),
         (length in (None, rows, rows * size),
-         "a BlockMask must be of the whole sequence or of a rank's rows, because it says which of "
-         "them see each other", f"{length} rows", f"make one of {rows * size} or {rows}"),
+         "a BlockMask must be of the whole sequence or of a rank's rows, because it says which "
+         "rows see each other", f"{length} rows", f"make one of {rows * size} or {rows} rows"),
         (length is None or keys == rows,
          "a BlockMask must come with as many keys as queries, because both are the rows of one "
-         "sequence", f"{keys} keys of {rows} queries", "pass slices"),
+         "sequence", f"{keys} keys and {rows} queries", "pass slices"),
     ])  # fmt: skip
     return _stretched(mask, causal, rows * size // length) if length else mask
 
@@ -242,21 +242,21 @@ def _needs(flash: Any, grad_ckpt: Any, group: Any, nested: Sequence[Any]) -> Ite
     yield (flash in _KERNELS, "flash must be cuda, triton or None, because the order of the axes "
            "depends on it", repr(flash), "choose one of these, or call "
            "burst_attention(config=BurstConfig(backend=...))")  # fmt: skip
-    yield (grad_ckpt in _KEEP, "grad_ckpt must be none, full or seq-wise, because a misspelt one "
+    yield (grad_ckpt in _KEEP, "grad_ckpt must be none, full or seq-wise, because a misspelt value "
            "would keep nothing", repr(grad_ckpt), "choose one of these")  # fmt: skip
     for own in (group, *nested):
         yield (own is None or isinstance(own, dist.ProcessGroup),
-               "groups must be torch.distributed's, because burst sends through it",
+               "groups must be process groups of torch.distributed, because burst sends through it",
                f"a {type(own).__name__}",
-               "make one of the same ranks, as examples/bmtrain_group.py does")  # fmt: skip
+               "make a group of the same ranks, as examples/bmtrain_group.py does")  # fmt: skip
     ranks = [None if own is None else dist.get_process_group_ranks(own) for own in nested]
     yield ([x is None for x in ranks] in ([True, True], [False, False]),
            "double_group must be the two groups [intra, inter], because together they tile the "
-           "ranks", ranks, "pass both, or leave them out")  # fmt: skip
+           "ranks", ranks, "pass both groups, or leave double_group out")  # fmt: skip
     if ranks[0] is not None:
         every, size = dist.get_process_group_ranks(group or dist.group.WORLD), len(ranks[0])
         row, column = divmod(every.index(dist.get_rank()), size)
         yield (ranks == [every[row * size :][:size], every[column::size]],
                "double_group must be a row and a column of process_group's ranks, because rings "
-               "run inside nodes and between them", ranks, "pass groups of neighbouring ranks and "
-               "of those with the same place, or leave them out")  # fmt: skip
+               "run inside nodes and between them", ranks, "pass a row of neighbouring ranks and a "
+               "column across rows, or leave double_group out")  # fmt: skip

@@ -124,8 +124,8 @@ class BurstConfig:
         clash = (flat and names[1:]) or self.inter == "ring"
         only = "ring" if flat else "a2a"
         return (not names or (self.intra in ("auto", only) and not clash),
-                f"{' and '.join(names)} must come without another mode, because one mode then runs "
-                "over all ranks, ignoring nodes",
+                f"{' and '.join(names)} must come without another mode, because a single mode then "
+                "runs over all ranks and ignores nodes",
                 f"intra={self.intra}, inter={self.inter}", "leave one of them out")  # fmt: skip
 
     def _needs_of_keep(self) -> list[Need]:
@@ -148,7 +148,7 @@ class BurstConfig:
               for name, value in beside.items()),
             (not auto or (layers is None and not results and not self.keep_modules),
              "keep=auto must not be combined with keep_layers, keep_modules or "
-             "keep_offload=results, because it chooses them", f"keep_modules={self.keep_modules}, "
+             "keep_offload=results, because auto sets them", f"keep_modules={self.keep_modules}, "
              f"keep_layers={layers}, keep_offload={self.keep_offload}", "leave them out"),
             (host is None or self.keep_offload != "none" or auto,
              "keep_host_gib must come with keep_offload or keep=auto, because it limits the "
@@ -204,7 +204,7 @@ def parse_tunings(text: str, who: str = "--burst-tune") -> dict[str, Any]:
 
 def _need_of_force(name: str) -> Need:
     return (
-        False, f"{name} must be a field of force, because it makes a choice of auto", name,
+        False, f"{name} must be set in force, because it overrides a choice of auto", name,
         f"pass force=Force({name}=...), or --burst-tune force.{name}=...",
     )  # fmt: skip
 

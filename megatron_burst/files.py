@@ -128,10 +128,10 @@ class Reader:
             if isinstance(value, list | dict):
                 left += [(part, depth + 1) for part in inside]
             if depth > _DEEPEST:
-                raise self.refusal(f"be at most {_DEEPEST} lists and tables deep", "more", at)
+                raise self.refusal(f"nest lists and tables at most {_DEEPEST} deep", "more", at)
             large = isinstance(value, int) and abs(value) >= _LARGEST
             if large or (value != value and form == "JSON"):  # whose NaN not all readers type
-                raise self.refusal("have numbers, whole ones below 2^64", value, at)
+                raise self.refusal("have no NaN and no whole number from 2^64 on", value, at)
         return found
 
     def typed(self, kind: Any, value: Any, at: str = "", closed: bool = True) -> Any:
@@ -223,7 +223,7 @@ class _Typed:
             must = f"be one of {', '.join(get_args(kind))}"
             self._check(value in get_args(kind), must, repr(value), at)
         elif kind is str:
-            self._check(isinstance(value, str), "be a text", value, at)
+            self._check(isinstance(value, str), "be a string", value, at)
             most = _SHORT if limits is _USUAL else limits
             self._check(most.hold(len(value)), f"be under {most.high:g} characters", value, at)
         elif kind is bool:

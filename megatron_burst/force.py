@@ -12,7 +12,7 @@ _POSITIVE = {  # why a number must be positive
     "heads_per_round": "nothing would be sent otherwise",
     "keep_budget_gib": "it limits what is kept",
     "keep_host_gib": "it limits the memory for offloading",
-    "check": "one of so many calls is compared",
+    "check": "one call in that many is compared",
     "timeout_s": "a rank waits that long for the others",
 }
 

@@ -73,7 +73,8 @@ def _needs(found: Megatron | None):
          f"Megatron-Core must be {FIRST[0]}.{FIRST[1]} or newer, because older ones lack "
          "functions that burst patches", str(found), _INSTALL),
         (found.training is None or found.training.resolve() == found.folder.resolve(),
-         "megatron.core and megatron.training must come from the same release",
+         "megatron.core and megatron.training must come from the same release, because burst "
+         "patches both",
          f"{found.folder} and {found.training}", "put one of them first on PYTHONPATH"),
     )  # fmt: skip
 

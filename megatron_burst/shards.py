@@ -57,7 +57,7 @@ class Shards:
         """Checks beyond those that `Documents` makes on boundaries."""
         yield (self.layout in tuple(Layout), f"layout must be one of {', '.join(Layout)}, because "
                "it says which rows a rank holds", repr(self.layout),
-               "pass the one in which the tokens are sharded")  # fmt: skip
+               "pass the layout in which the tokens are sharded")  # fmt: skip
         yield (self.sample is None or self.sample.cu_seqlens is not None,
                "cu_seqlens must come with cu_seqlens_padded, because it says where documents end",
                "no cu_seqlens", "pass it, or leave out cu_seqlens_padded")  # fmt: skip
@@ -71,7 +71,7 @@ class Shards:
         whole = tokens * (1 if self.whole else self.size)
         yield (self.size == 1 or (tokens > 0 and whole % pieces == 0),
                f"the sample's length must be a multiple of {pieces} tokens, because the layout "
-               f"{self.layout} has equal chunks", got, "pad it")  # fmt: skip
+               f"{self.layout} has equal chunks", got, "pad the sample")  # fmt: skip
 
     def follows(self, packed: bool) -> Iterator[Need]:
         """Checks against the group's last `shard`; `packed`: as for `of_last_shard`."""
@@ -152,7 +152,7 @@ def _of_tensor(x: Tensor, dim: int) -> Iterator[Need]:
     yield (is_dense(x), "the tensor must be dense and have data, because its rows are copied",
            short_repr(x), "make it dense, or call to_local() on a DTensor")  # fmt: skip
     yield (type(dim) is int and -x.dim() <= dim < x.dim(),
-           "dim must be an axis of the tensor, because it is the one that is sharded",
+           "dim must be an axis of the tensor, because the tensor is sharded along it",
            f"dim={dim!r} and shape {tuple(x.shape)}", "pass the axis of the sequence")  # fmt: skip
 
 

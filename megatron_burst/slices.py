@@ -42,7 +42,7 @@ def chunked(tokens: int, chunk: int) -> Tensor:
     """Causal attention inside of chunks of so many tokens (Llama-4's local layers); the last one
     may be shorter."""
     tokens = integer("chunked", "tokens", tokens, 1)
-    chunk = integer("chunked", "chunk", chunk, 1, why="the sample is cut into chunks of as many")
+    chunk = integer("chunked", "chunk", chunk, 1, why="the sample is cut into chunks of that many")
     edges = pairwise((*range(0, tokens, chunk), tokens))
     return _table((start, stop, start, stop, CAUSAL) for start, stop in edges)
 
@@ -53,7 +53,9 @@ def causal_with_spans(spans: Iterable[Span], tokens: int) -> Tensor:
     who = "causal_with_spans"
     tokens, parts, end = integer(who, "tokens", tokens, 1), [], 0
     for start, stop in (*_ranges(who, "spans", spans), (tokens, tokens)):
-        must = f"spans must ascend within the {tokens} tokens of the sample, because each is a part"
+        must = (
+            f"spans must ascend within the sample's {tokens} tokens, because each is a part of it"
+        )
         got = f"({start}, {stop}) after position {end}"
         require(who, [(end <= start and stop <= tokens, must, got, "sort them, and cut overlaps")])
         parts += [(end, start, 0, start, CAUSAL), (start, stop, 0, stop, FULL)]
@@ -110,9 +112,9 @@ def of_trie(trie: Any) -> Tensor:
         starts = [node.start_idx for node in trie.nodes]
         lengths = [node.end_idx + 1 - node.start_idx for node in trie.nodes]
     except (AttributeError, TypeError, LookupError) as error:
-        must = "a trie must have nodes with start_idx, end_idx and ancestors among them, as AReaL's"
+        must = "a trie must have nodes with start_idx, end_idx and ancestors, as AReaL's tries have"
         got = f"{type(error).__name__}: {error}"
-        raise BurstError(f"of_trie: {must}; got {got}; pass the root of one") from None
+        raise BurstError(f"of_trie: {must}; got {got}; pass the root of such a trie") from None
     return tree(lengths, parents, starts)
 
 
@@ -128,7 +130,7 @@ def of_ranges(q_ranges: Sequence[Span], k_ranges: Sequence[Span],
 
     who = "of_ranges"
     must = f"kinds must be a sequence of {', '.join(_KINDS)}, or of 0 to 3, because a slice has one"
-    numbers = entries(who, must, kinds, kind_of, "pass a list of them")
+    numbers = entries(who, must, kinds, kind_of, "pass a list of kinds")
     queries, keys = _ranges(who, "q_ranges", q_ranges), _ranges(who, "k_ranges", k_ranges)
     require(who, [_alike(q_ranges=queries, k_ranges=keys, kinds=numbers)])
     return _table((*q, *k, kind) for q, k, kind in zip(queries, keys, numbers, strict=True))
@@ -144,16 +146,16 @@ def blocks(alive: Tensor, block: int, tokens: int, causal: bool = False) -> Tens
         causal: whether a query sees no later keys; `alive` must have none above the diagonal.
     """
     who, tokens = "blocks", integer("blocks", "tokens", tokens, 1)
-    block = integer(who, "block", block, 1, why="the sample is cut into blocks of as many tokens")
+    block = integer(who, "block", block, 1, why="the sample is cut into blocks of that many tokens")
     number = -(-tokens // block)
     fits = _is_bitmap(alive) and tuple(alive.shape) == (number, number)
-    must = f"a block mask must be bool [{number}, {number}], because {tokens} tokens are so many "
+    must = f"a block mask must be bool [{number}, {number}], because {tokens} tokens make so many "
     must += f"blocks of {block}"
     later = bool(alive.triu(1).any()) if fits and causal else False
     require(who, [
         (fits, must, shown(alive), "pass one entry for each pair of blocks"),
-        (not later, "a causal block mask must have no block above the diagonal, because its keys "
-         "are later", "some", "leave out causal, or call tril() first"),
+        (not later, "a causal block mask must have no block above the diagonal, because keys there "
+         "are later than queries", "some", "leave out causal, or call tril() first"),
     ])  # fmt: skip
     parts = []
     for row, first, last in _runs(alive):
@@ -205,7 +207,7 @@ def of_block_mask(mask: Any, causal: bool = False) -> Tensor:
 def of_pairs(seen: Tensor) -> Tensor:
     """Any mask, pair by pair, bool [queries, keys]; for small ones."""
     must = "seen must be a bool tensor [queries, keys], because it says which pairs count"
-    require("of_pairs", [(_is_bitmap(seen), must, shown(seen), "pass one with two axes")])
+    require("of_pairs", [(_is_bitmap(seen), must, shown(seen), "pass a tensor with two axes")])
     strips: list[list] = []  # of each: first row, end, first key; keys of its last row; kind
     for row, start, stop in _runs(seen):
         for strip in strips:
@@ -225,9 +227,9 @@ def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
     tables = list(samples) if isinstance(samples, Iterable) and getattr(samples, "ndim", 1) else []
     require(who, [_alike(samples=tables, lengths=spans)])
     for at, (sample, (start, stop)) in enumerate(zip(tables, spans, strict=True)):
-        must = "samples must be slices [slices, 5] of positions in them, because they are shifted"
+        must = "each sample must be slices [slices, 5] of its positions, because they are shifted"
         got = f"{shown(sample)} as sample {at} of {stop - start} tokens"
-        change = "pass what makers make, with the tokens of each sample"
+        change = "pass what makers return, with the number of tokens of each sample"
         require(who, [(_are_slices(sample, stop - start), must, got, change)])
     shifts = (torch.tensor([start] * 4 + [0]) for start, _ in spans)
     return torch.cat([sample.long() + by for sample, by in zip(tables, shifts, strict=True)])
@@ -237,21 +239,21 @@ def _segments(who: str, lengths: Integers, parents: Integers,
               starts: Integers | None) -> Iterator[tuple[Span, list[Span]]]:  # fmt: skip
     """Where each segment of a tree is, and where its ancestors are."""
     spans = _spans(who, lengths)
-    why = "parents are -1, or another segment"
+    why = "a parent is -1 or another segment"
     parents = integers(who, "parents", parents, -1, len(spans) - 1, why)
     require(who, [_alike(lengths=spans, parents=parents)])
     if starts is not None:
         starts = integers(who, "starts", starts, why="they are positions in the sample")
         require(who, [_alike(lengths=spans, starts=starts)])
         spans = [(at, at + stop - start) for at, (start, stop) in zip(starts, spans, strict=True)]
-        must = "segments must not overlap, because each token is in one"
+        must = "segments must not overlap, because each token is in one segment"
         for (start, stop), (after, _) in pairwise(sorted(x for x in spans if x[0] < x[1])):
             got = f"segments from {start} to {stop} and from {after} on"
             require(who, [(stop <= after, must, got, "change starts or lengths")])
     for segment, own in enumerate(spans):
         way, ancestor = {segment: own}, parents[segment]
         while ancestor != -1:
-            must = "parents must be those of a tree: -1, or another segment, without a cycle"
+            must = "parents must form a tree: each is -1 or another segment, without a cycle"
             got = f"parent {ancestor} on the way up from segment {segment}"
             require(who, [(ancestor not in way, must, got, "number segments from 0")])
             way[ancestor] = spans[ancestor]
@@ -262,9 +264,9 @@ def _segments(who: str, lengths: Integers, parents: Integers,
 def _alike(**lists: Sequence) -> Need:
     """That there are equally many of all."""
     counts = {name: len(entries) for name, entries in lists.items()}
-    must = f"{', '.join(counts)} must be equally many, because they belong together one by one"
+    must = f"{', '.join(counts)} must be equally long, because their entries belong together"
     got = ", ".join(f"{count} {name}" for name, count in counts.items())
-    return len(set(counts.values())) == 1, must, got, "pass one of each"
+    return len(set(counts.values())) == 1, must, got, "pass lists of one length"
 
 
 def _spans(who: str, lengths: Sequence[int], least: int = 0) -> list[Span]:
@@ -284,7 +286,7 @@ def _ranges(who: str, name: str, values: Iterable[Any]) -> list[Span]:
         return None
 
     must = f"{name} must be pairs (start, stop) of positions, because each is a part of the sample"
-    change = "pass a list of pairs of int, of which the second is not smaller"
+    change = "pass a list of pairs of int whose second is not smaller than the first"
     return entries(who, must, values, pair_of, change, axes=(1, 2))
 
 

@@ -57,7 +57,7 @@ def apply_cp_to_forward(attention_modules: Sequence[torch.nn.Module], cp_mesh: A
     for layer, module in enumerate(attention_modules, 1):
         require(_WHO, [(
             type(module) in fit, "inner attention must be FlexAttention or "
-            "ScaledDotProductAttention, because burst does not know what others compute",
+            "ScaledDotProductAttention, because burst does not know what other modules compute",
             type(module).__name__, "set attn_backend flex")])  # fmt: skip
         module.forward = partial(_attend, cp_mesh.get_group(), layer)
     _IN_PLACE.add(cp_mesh.get_group())
@@ -107,17 +107,17 @@ def prepare_context_parallel_input(
 
 
 def _of_input(group: dist.ProcessGroup, masks: Any, balancer: str | None) -> Iterator[Need]:
-    yield (group in _IN_PLACE, "parallelism.spmd_backend must be partial_dtensor, because "
-           "torchtitan shards attention itself with the others", "no replaced attention",
+    yield (group in _IN_PLACE, "parallelism.spmd_backend must be partial_dtensor, because with "
+           "other backends torchtitan shards attention itself", "no replaced attention",
            "pass --parallelism.spmd_backend partial_dtensor")  # fmt: skip
     yield (balancer in _LAYOUTS, "context_parallel_load_balancer must be headtail or None, because "
-           "burst has no layout for the rows of others", balancer, "pass headtail")  # fmt: skip
+           "burst has no layout for other balancers", balancer, "pass headtail")  # fmt: skip
     yield (masks is None or isinstance(masks, BlockMask),
-           "all layers must share one BlockMask, because burst supports only that of documents "
+           "all layers must share one BlockMask, because burst supports only a mask of documents "
            "here", type(masks).__name__, "use another model")  # fmt: skip
     strange = sorted(parts_of(masks.mask_mod) - _MASKS) if masks is not None else []
     yield (not strange, "a mask must be causal or of documents, because burst supports no other "
-           "here", ", ".join(strange), "use another model")  # fmt: skip
+           "mask here", ", ".join(strange), "use another model")  # fmt: skip
 
 
 def put_in_place() -> None:

@@ -401,7 +401,7 @@ def test_masks_that_are_none_of_the_call_are_refused(mask, words, called):
     with pytest.raises(BurstError, match=f"^burst_attn_func_sparse: .*{words}"):
         burst_attn_func_sparse(Q, Q, Q, mask)
     longer = torch.cat((Q, Q), 1)
-    with pytest.raises(BurstError, match="got 8 keys of 4 queries; pass slices"):
+    with pytest.raises(BurstError, match="got 8 keys and 4 queries; pass slices"):
         burst_attn_func_sparse(Q, longer, longer, block_mask(lambda b, h, q, k: q >= k, 4, 2))
     with pytest.raises(BurstError, match="got a NCCLCommunicator"):
         burst_attn_func_sparse(Q, Q, Q, mask, process_group=NCCLCommunicator())

@@ -203,7 +203,7 @@ def test_files_that_scripts_name_are_there():
         ({"job": {"model": {"layers": 80}}}, "num_layers 80 in the plan and 32 in the run"),
         (
             {"best": {"fits": False, "why": "out of memory by 3 GiB"}},
-            "must be one that fits in memory.* got out of memory by 3 GiB; plan other",
+            "must fit in memory.* got out of memory by 3 GiB; plan other",
         ),
     ],
 )

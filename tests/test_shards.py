@@ -143,7 +143,7 @@ def test_another_layout_than_the_last_shards_is_refused_on_all_ranks():
     for said in run_ranks(other_layouts, 2):
         *others, whole, layouts, lengths, odd, axis, mesh, boundaries, documents = said
         for who, text in zip(FOLLOW, others, strict=True):
-            assert text.startswith(f"{who}: layout must be that of the group's last shard")
+            assert text.startswith(f"{who}: layout must be the layout of the group's last shard")
             used = "striped" if "striped" in text else "zigzag"
             assert f'got layout "{used}" after shard(..., layout="contiguous")' in text
         assert "got the 8 tokens of the whole sample; pass whole_sample=True" in whole
@@ -151,7 +151,7 @@ def test_another_layout_than_the_last_shards_is_refused_on_all_ranks():
         assert "(1, 8, 2, 8)" in lengths and "(1, 4, 2, 8)" in lengths
         assert "must be a multiple of 4 tokens" in odd
         assert "dim=4 and shape (1, 8, 2, 8)" in axis
-        assert "got a DeviceMesh; pass one, or a DeviceMesh of one dimension" in mesh
+        assert "got a DeviceMesh; pass a process group, or a DeviceMesh of one dimension" in mesh
         assert "cu_seqlens" in boundaries
         assert "cu_seqlens must be given for the layout zigzag-documents" in documents
 

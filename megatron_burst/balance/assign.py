@@ -82,10 +82,10 @@ def assign(lengths: Sequence[int] | np.ndarray, grid: BatchGrid, costs: Costs,
     if fastest := _fastest(tokens, grid, costs, sizes):
         return fastest
     raise BurstError(
-        f"{WHO}: documents must fit whole into {grid.slots} micro-batches of "
-        f"{grid.token_limit * grid.cp} tokens, because all are in the same step; got {len(tokens)} "
-        f"documents of {tokens.sum()} tokens, which were not found to fit; use more micro-batches "
-        "in a step, or raise the token limit"
+        f"{WHO}: documents must fit into {grid.slots} micro-batches of "
+        f"{grid.token_limit * grid.cp} tokens without being cut, because one step trains on all of "
+        f"them; got {len(tokens)} documents with {tokens.sum()} tokens, for which no assignment "
+        "was found; use more micro-batches in a step, or raise the token limit"
     )
 
 

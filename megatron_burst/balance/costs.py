@@ -38,9 +38,9 @@ class Costs:
         sizes = all(isinstance(size, Integral) and (as_integer(size) or 0) > 0 for size in at)
         require(WHO, [(
             sane and sizes and self.token + self.pair > 1e-30,
-            "costs must be seconds up to 1e9, above 0 for a token or a pair, and transfer a "
-            "mapping of them by context-parallel size, because work is compared by them",
-            shown(self), "measure micro-batches and call fit, or read a plan")])  # fmt: skip
+            "costs must be seconds from 0 to 1e9, above 0 for a token or a pair, and transfer must "
+            "map context-parallel sizes to seconds, because work is compared by its cost",
+            shown(self), "fit them to measured micro-batches, or read a plan")])  # fmt: skip
 
     def per_token(self, cp: int) -> float:
         """Seconds of a token of a micro-batch at a context-parallel size."""
@@ -112,8 +112,8 @@ def fit(measured: Sequence[Measured]) -> Costs:
         rank >= wanted,
         f"measured micro-batches must differ enough for {wanted} coefficients, because "
         "the fit must separate the effects of tokens, area and context-parallel size",
-        f"{rank} that are independent", "measure some of few long and some of many short "
-        "documents, and some half as large, at each size")])  # fmt: skip
+        f"enough for only {rank}", "at each size, measure micro-batches of a few "
+        "long documents, of many short ones, and of half as many tokens")])  # fmt: skip
     token, pair, fixed, *more = (_least_squares(matrix / scale) / scale).tolist()
     return Costs(token, pair, fixed, dict(zip(wider.astype(int).tolist(), more, strict=True)))
 
@@ -142,4 +142,4 @@ def _of_measured(measured: Sequence[Measured]) -> Iterable[Need]:
     yield (listed and measured and not wrong, "measured micro-batches must have tokens, area, a "
            "context-parallel size and seconds above 0, because coefficients are fitted to them",
            shown(wrong[0]) if wrong else "none" if listed else shown(measured),
-           "leave out those that did not run")  # fmt: skip
+           "leave out micro-batches that did not run")  # fmt: skip

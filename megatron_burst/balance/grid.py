@@ -52,16 +52,16 @@ class BatchGrid:
     def _needs(self) -> Iterable[Need]:
         ranks = self.dp * self.cp
         yield (ranks * self.pp <= _RANKS,
-               f"a job must have at most {_RANKS} ranks, because times are kept for each",
+               f"a job must have at most {_RANKS} ranks, because times are kept for each rank",
                f"DP {self.dp}, CP {self.cp}, PP {self.pp}", "pass the job's sizes")  # fmt: skip
         yield (self.token_limit * self.cp <= MOST,
                f"a micro-batch must have at most {MOST} tokens, because its pairs are counted in "
                "64 bits", f"a token limit of {self.token_limit} on {self.cp} ranks",
-               "pass the tokens that a rank has memory for")  # fmt: skip
+               "pass the number of tokens for which a rank has memory")  # fmt: skip
         yield (ranks % self.ep == 0 and (self.ep <= self.cp or self.ep % self.cp == 0),
                "the expert-parallel size must divide DP x CP, and be a multiple of CP if it is "
-               "larger, because expert-parallel ranks are consecutive ones of a pipeline stage",
-               f"EP {self.ep}, DP {self.dp}, CP {self.cp}", "choose another size")  # fmt: skip
+               "larger, because expert-parallel ranks are consecutive ranks of a pipeline stage",
+               f"EP {self.ep}, DP {self.dp}, CP {self.cp}", "choose another EP")  # fmt: skip
 
 
 def check_sizes(grid: BatchGrid, costs: Costs, cp_sizes: Any) -> tuple[int, ...]:
@@ -73,16 +73,16 @@ def check_sizes(grid: BatchGrid, costs: Costs, cp_sizes: Any) -> tuple[int, ...]
     """
     require(WHO, [(
         isinstance(grid, BatchGrid) and isinstance(costs, Costs),
-        "grid and costs must be a BatchGrid and Costs, because documents are assigned by them",
-        f"{type(grid).__name__} and {type(costs).__name__}", "make them first",
+        "grid must be a BatchGrid and costs must be Costs, because documents are assigned by them",
+        f"{type(grid).__name__} and {type(costs).__name__}", "make both first",
     )])  # fmt: skip
     if cp_sizes is None:
         return (grid.cp,)
     cp_sizes = tuple(integers(WHO, "cp_sizes", cp_sizes, 1, why=_COUNTED))
     require(WHO, [(
         set(cp_sizes) <= set(grid.cp_sizes) and grid.cp in cp_sizes,
-        "context-parallel sizes must be powers of two that divide the group's, with the group's "
-        "own, because sub-groups are halves of a group and the longest documents need all of it",
+        "context-parallel sizes must be powers of two that divide the group's size, and include "
+        "it, because sub-groups are halves of a group and the longest documents need the whole one",
         list(cp_sizes),
         f"choose among {', '.join(map(str, grid.cp_sizes))}",
     )])  # fmt: skip

@@ -60,10 +60,10 @@ class Sampler(Iterator[AssignedStep]):
         self._padded = -(-self.lengths // (2 * grid.cp)) * (2 * grid.cp)
         grids.check_documents(self._padded, grid)
         self.grid, self.costs = grid, costs
-        why = "it counts documents: Megatron's global batch size, its consumed_train_samples"
+        why = "it counts documents, as Megatron's global batch size and consumed_train_samples do"
         self.documents = integer(WHO, "documents", documents, 1, why=why)
         self.consumed = integer(WHO, "consumed", consumed, 0, 1 << 62, why)
-        why = "it begins the order of documents; None leaves them in the data set's"
+        why = "it seeds the order of documents (None keeps the data set's order)"
         self.seed = None if seed is None else integer(WHO, "seed", seed, 0, 1 << 62, why)
         self._epoch, self._order = -1, np.arange(0)
         require(WHO, self._needs())

@@ -44,7 +44,7 @@ def _guarded(compiler: Compiler, step: Step, op: ops.Op, number: int) -> Step:
         if wrong := _first_nan(of, writes):
             came = _first_nan(of, reads)
             tiles = ", ".join(_tile(ref, of.unit) for ref in op.reads)
-            origin = f"which {came} had before" if came else "which the inputs had not"
+            origin = f"as {came} had before" if came else "although the inputs had none"
             raise BurstError("burst attention: with nan_guard results must not be NaN, because "
                              f"training continues with them; got NaN in {wrong}, {origin}, after "
                              f"{type(op).__name__} of {tiles}, step {number} of {total}, "

@@ -100,10 +100,10 @@ class SpotCheck:
             row, head = divmod(worst, away.shape[1])
             first = self._definition.head * (1 if name in ("dk", "dv") else away.shape[1])
             raise self._error(
-                direction, f"{name} of position {int(places[row])} and head {first + head} off by "
-                f"{float(away[row, head]):.3g} ({float(limit[row, head]):.2g} is allowed), on "
-                f"{self._owner(row, len(places))}, and {int(wrong.any(1).sum())} of {len(places)} "
-                "rows that were drawn are wrong")  # fmt: skip
+                direction, f"{name} at position {int(places[row])} and head {first + head}, which "
+                f"is off by {float(away[row, head]):.3g} ({float(limit[row, head]):.2g} is "
+                f"allowed), on {self._owner(row, len(places))}, and {int(wrong.any(1).sum())} of "
+                f"{len(places)} sampled rows are wrong")  # fmt: skip
 
     def _tolerance(self, name: str) -> float:
         """Of rounding: kernels round weights to q's dtype too; float32 on GPUs may be TF32, whose
@@ -122,8 +122,8 @@ class SpotCheck:
         layer, number = self._where
         where = f"layer {layer}, {direction}" if layer else direction
         of = f", pass {number} of the group" if self._passes.announcer.log else ""
-        return BurstError(f"burst attention: with check={self._passes.check} results must be those "
-                          "of attention by its definition, because training continues with them; "
-                          f"got {got}, in {where}{of}; repeat the step, and if it happens again, "
-                          "try another --burst-backend, or the job without that rank's "
+        return BurstError(f"burst attention: with check={self._passes.check} results must match "
+                          "attention's definition, because training continues with them; got "
+                          f"{got}, in {where}{of}; repeat the step, and if it happens again, try "
+                          "another --burst-backend, or the job without that rank's "
                           "GPU")  # fmt: skip

@@ -52,9 +52,8 @@ def group_or_default(group: Ranks, caller: str) -> dist.ProcessGroup:
     outside = dist.GroupMember.NON_GROUP_MEMBER
     if group not in (None, outside) and not isinstance(group, dist.ProcessGroup):
         raise BurstError(
-            f"{caller}: group must be a process group, because ranks send each other what they "
-            f"compute in it; got a {type(group).__name__}; pass one, or a DeviceMesh of one "
-            "dimension"
+            f"{caller}: group must be a process group, because ranks exchange shards in it; got a "
+            f"{type(group).__name__}; pass a process group, or a DeviceMesh of one dimension"
         )
     if not dist.is_initialized():
         raise BurstError(
@@ -67,8 +66,8 @@ def group_or_default(group: Ranks, caller: str) -> dist.ProcessGroup:
         rank = dist.get_rank(group)
     except ValueError as error:
         raise BurstError(
-            f"{caller}: the group must exist, because ranks send each other what they compute in "
-            "it; got one that was destroyed; pass a group that was made after that"
+            f"{caller}: the group must exist, because ranks exchange shards in it; got a group "
+            "that was destroyed; pass a new group"
         ) from error
     if rank < 0:
         raise BurstError(

@@ -104,7 +104,7 @@ class Communicator:
                 if self._requested == "pull":
                     raise
                 self.transfer = Decision("send", error.reason)
-                log_message(f"{WHO}: from now on {self.transfer}", logging.WARNING)
+                log_message(f"{WHO}: from now on ranks {self.transfer}", logging.WARNING)
         memory = self.buffers(cargo, count, nbytes, placement)
         return SentSlots(memory, count, partial(self.send, Link.INTRA, cargo))
 
@@ -146,17 +146,20 @@ def choose_transfer(
         cannot = f"the ranks must use GPUs, because only GPUs have copy engines; got {device}"
     elif topology.spans_nodes or topology.intra_size == 1:
         cannot = (
-            "a rank must share its node with those it gathers from, because it reads their memory; "
-            f"got {topology}"
+            "a rank must be on one node with the ranks it gathers from, because it reads their "
+            f"memory; got {topology}"
         )
     elif failure := try_out():
-        cannot = f"symmetric memory must work between the GPUs; got: {failure}"
+        cannot = (
+            f"symmetric memory must work between the GPUs, because ranks read it; got {failure}"
+        )
     if not cannot:
         reason = "asked for" if requested == "pull" else "by copy engine, while kernels run"
         return Decision("pull", reason)
     if requested == "pull":
         raise BurstError(
-            f"burst attention: to pull, {cannot}; pass --burst-tune force.transfer=send or auto"
+            f"burst attention: with transfer=pull, {cannot}; pass --burst-tune force.transfer=send "
+            "or auto"
         )
     return Decision("send", cannot)
 

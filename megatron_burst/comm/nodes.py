@@ -40,8 +40,8 @@ def check_devices(group: dist.ProcessGroup, consensus: StoreConsensus) -> None:
         if len(cp_ranks) > 1:
             raise BurstError(
                 f"{WHO}: each rank must have a GPU of its own, because NCCL moves data between "
-                f"GPUs; got cp ranks {cp_ranks} on GPU {gpu}; call torch.cuda.set_device("
-                "LOCAL_RANK) before, and start no more processes than GPUs"
+                f"GPUs; got cp ranks {cp_ranks} on GPU {gpu}; call "
+                "torch.cuda.set_device(LOCAL_RANK) first, and start no more processes than GPUs"
             )
 
 

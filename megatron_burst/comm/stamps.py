@@ -30,8 +30,8 @@ class PassKind(IntEnum):
 
 
 _TEXTS = (
-    "a call that is new to it", "a forward", "the backward of", "the recomputation of early rows",
-    "the end of a step", "a call that it refuses", "a pass that failed",
+    "the first call of its kind", "a forward", "the backward of", "the recomputation of early rows",
+    "the end of a step", "a refused call", "a pass that failed",
     "a forward whose results are kept for recomputation", "the check of a call",
     "the end of a backward",
 )  # fmt: skip

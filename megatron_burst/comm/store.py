@@ -127,7 +127,7 @@ class StoreConsensus:
         for rank, post in enumerate(posts):
             if post != own:
                 term = next(key for key in [*own, *post] if own.get(key) != post.get(key))
-                change = kind.changes.get(term, "give all ranks the same")
+                change = kind.changes.get(term, "give all ranks the same shapes and options")
                 raise DisagreementError(
                     f"{caller}: all ranks of a {kind.group} group must call with the same shapes "
                     f"and options, because {kind.reason}; got {term}={own.get(term)} on {kind.rank}"

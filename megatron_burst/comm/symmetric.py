@@ -73,11 +73,11 @@ class SymmetricError(BurstError):
     """
 
     def __init__(self, num_bytes: int, reason: str) -> None:
-        self.reason = f"{num_bytes / 2**20:.1f} MiB of symmetric memory failed on {reason}"
+        self.reason = f"no {num_bytes / 2**20:.1f} MiB of symmetric memory on {reason}"
         super().__init__(
-            "burst attention: to pull, each rank must allocate memory that the other ranks of its "
-            f"node can read, because they copy from it; got {self.reason}; free some, or pass "
-            "--burst-tune force.transfer=send or auto"
+            "burst attention: with transfer=pull, each rank must allocate memory that the other "
+            f"ranks of its node can read, because they copy from it; got {self.reason}; free "
+            "memory, or pass --burst-tune force.transfer=send or auto"
         )
 
 

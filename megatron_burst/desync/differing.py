@@ -28,8 +28,8 @@ def disagreement(log: Members, entry: PendingPass) -> tuple[BurstError, bool]:
     error = DisagreementError(
         f"{log.caller}: all ranks of a {of.group} group must make the same calls in the same "
         f"order, with the same shapes and options, because {of.reason}; got, as pass "
-        f"{entry.number} of the group, {differences(posted, of)}; pass the same on all "
-        f"ranks, and run every forward and every backward on all of them{where}"
+        f"{entry.number} of the group, {differences(posted, of)}; pass the same shapes and options "
+        f"on all ranks, and run every forward and every backward on all of them{where}"
     )
     report(log, "difference", error, Waits.at(entry), [])
     return error, goes_on
@@ -48,9 +48,9 @@ def _failure(log: Members, entry: PendingPass, posted: Sequence[PostedTerms]) ->
     go_on = can_go_on if log.waits else "start the processes again"
     error = DisagreementError(f"{log.caller}: a pass must succeed on every rank, because ranks "
                               "send each other what they compute; got "
-                              f"{' and '.join(failed.values())}, "
-                              f"while {rank_word} {log.rank} began {begun} as pass {entry.number} "
-                              "of the group; look there first, and to go on after such an error, "
+                              f"{' and '.join(failed.values())}, while {rank_word} {log.rank} "
+                              f"began {begun} as pass {entry.number} of the group; look at the "
+                              "output of the failed ranks first, and to go on after such an error, "
                               f"{go_on}")  # fmt: skip
     report(log, "failure of others", error, Waits.at(entry), [*failed])
     return error
@@ -82,7 +82,7 @@ def differences(posted: Sequence[PostedTerms], of: ParallelKind) -> str:
     differing = [name for name in names if len({terms.get(name) for terms in calls}) > 1]
     ranks: dict[str, list[int]] = {}
     for rank, (stamp, terms) in enumerate(posted):
-        words = f"{stamp or 'a call of which it has not told yet'}"
+        words = f"{stamp or 'a call that is not announced yet'}"
         if terms in calls and differing:
             words += " with " + ", ".join(f"{name}={terms.get(name)}" for name in differing)
         if problem := terms.get(PROBLEM):

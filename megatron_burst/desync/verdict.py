@@ -196,7 +196,7 @@ class HopWatch:
             self._has_told = True
         elif hop is not None and not log.waits and monotonic() - self._since > _EARLY * limit:
             hop = replace(hop, since=time() - _EARLY * limit)
-            return late_hop(log, hop, f"it is not over after {_EARLY * limit:g} s")
+            return late_hop(log, hop, f"the hop has not ended after {_EARLY * limit:g} s")
         return None
 
 

@@ -92,7 +92,7 @@ class Capability:
         if lacks := sorted(problem.needs - self.masks - self.composed, reverse=True):
             return f"it has no {lacks[0]}"
         if problem.huge and self.in_32_bits:
-            return "its offsets are of 32 bits, and a rank's output, padded, has over 2^31 elements"
+            return "its offsets have 32 bits, and a rank's padded output has over 2^31 elements"
         equal_dims = self.equal_dims or (self.equal_dims_if_grouped and problem.grouped)
         if equal_dims and problem.dim_qk != problem.dim_v:
             return "it needs equal head dimensions of queries and values"

@@ -64,7 +64,7 @@ def plain_causal(visible: Visible, name: str, packed: bool = False) -> bool:
     if visible.windowed or (visible.segments is not None and not packed):
         feature = "a window" if visible.windowed else "packed documents"
         raise BurstError(
-            f"burst attention: the backend {name} must be given full or causal calls, because "
-            f"it supports no others; got {feature}; choose the backend for a problem that says so"
+            f"burst attention: the backend {name} must be given full or causal calls, because it "
+            f"supports no others; got {feature}; choose the backend for a problem with this mask"
         )
     return visible.causal

@@ -72,6 +72,6 @@ def failed_elsewhere(ranks: list[int]) -> DisagreementError:
     """The error of a rank when others failed."""
     return DisagreementError(f"{WHO}: a pass must succeed on every rank of a tensor-parallel "
                              "group, because each computes its part of every token's logits; got "
-                             f"an exception on tp ranks {ranks}; look at their output first, and "
-                             "to go on after such an error, catch it on all ranks and repeat the "
-                             "step on all of them")  # fmt: skip
+                             f"an exception on tp ranks {ranks}; look at the output of these ranks "
+                             "first, and to go on after such an error, catch it on all ranks and "
+                             "repeat the step on all of them")  # fmt: skip

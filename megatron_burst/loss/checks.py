@@ -78,17 +78,17 @@ def _kinds(inputs: Given) -> Iterator[Need]:
     for name, x in inputs.tensors.items():
         yield (is_dense(x),
                f"{name} must be a dense tensor with data, because nothing is converted silently",
-               short_repr(x), "make it one; call full_tensor() on a DTensor, or compute the loss where "
-               "FSDP2 has gathered the weights, in the model's forward")  # fmt: skip
+               short_repr(x), "pass a dense tensor; of a DTensor full_tensor(), or compute the loss "
+               "where FSDP2 has gathered the weights, in the model's forward")  # fmt: skip
     yield (isinstance(inputs.supervised, SupervisedCount | None),
-           "supervised must be a count that the GPU may still be computing, because the CPU waits "
-           "for it", type(inputs.supervised).__name__,
-           "pass what count_supervised returns")  # fmt: skip
+           "supervised must be what count_supervised returns, because the CPU waits until the GPU "
+           "has counted", type(inputs.supervised).__name__,
+           "call count_supervised and pass its result")  # fmt: skip
 
 
 def _needs_of(options: LossOptions) -> Iterator[Need]:
-    yield (isinstance(options, LossOptions), "options must be LossOptions, because others would be "
-           "ignored", short_repr(options), "pass LossOptions(...)")  # fmt: skip
+    yield (isinstance(options, LossOptions), "options must be LossOptions, because other types "
+           "would be ignored", short_repr(options), "pass LossOptions(...)")  # fmt: skip
     yield from options.needs()
 
 
@@ -96,7 +96,7 @@ def _switches(tp: TensorParallel, settings: Mapping[str, object]) -> Iterator[Ne
     switches = settings.keys() & {"return_lse", "entropy", "invariant"}
     values = {name: settings[name] for name in sorted(switches)}
     for name, value in {"sequence_parallel": tp.sequence_parallel, **values}.items():
-        yield (isinstance(value, bool), f"{name} must be True or False, because it is one of two",
+        yield (isinstance(value, bool), f"{name} must be True or False, because it is a switch",
                repr(value), "pass a bool")  # fmt: skip
 
 
@@ -121,24 +121,24 @@ def _needs(
          "because nothing is converted silently", dtypes, "cast one of them"),
         (weight.shape[0] > 0, "the vocabulary must not be empty, because a label names a class",
          shapes, "pass the weight of the output layer"),
-        (tuple(labels.shape) == expected, "labels must have the leading axes of hidden, the first "
-         "times tp with sequence parallelism, because each token has one", f"labels "
-         f"{tuple(labels.shape)} instead of {expected}", "transpose or gather them; if these are "
+        (tuple(labels.shape) == expected, "labels must have the leading axes of hidden (the first "
+         "times tp with sequence parallelism), because each token has a label", f"labels "
+         f"{tuple(labels.shape)} instead of {expected}", "transpose or gather them; if labels are "
          "of the whole sample and hidden is a shard, pass whole_sample=True to next_tokens"),
         (not (labels.dtype.is_floating_point or labels.dtype == torch.bool),
          "labels must be integers, because they name classes", str(labels.dtype), "cast them"),
-        (not any(mask.is_complex() for mask in masks), "loss_mask must be real, because it weighs "
-         "losses", f"{[str(m.dtype) for m in masks]}", "pass weights"),
+        (not any(mask.is_complex() for mask in masks), "loss_mask must not be complex, because it "
+         "weights the losses", f"{[str(m.dtype) for m in masks]}", "pass real weights"),
         (all(mask.shape == labels.shape for mask in masks), "loss_mask must have the shape of "
          "labels, because each token has a weight", f"{[tuple(m.shape) for m in masks]}",
          "reshape it"),
         (len(devices) == 1, "hidden, weight, labels and loss_mask must be on one device, because "
          "one kernel reads them", ", ".join(sorted(devices)), "move them"),
         (settings.get("reduction", "none") in ("none", "sum", "mean"), "reduction must be none, "
-         "sum or mean, because a misspelt one would be ignored", repr(settings.get("reduction")),
+         "sum or mean, because a misspelt value would be ignored", repr(settings.get("reduction")),
          "choose one of these"),
         (settings.get("grads", "auto") in ("auto", "forward", "recompute"), "grads must be auto, "
-         "forward or recompute, because a misspelt one would be ignored",
+         "forward or recompute, because a misspelt value would be ignored",
          repr(settings.get("grads")), "choose one of these"),
         (not (settings.get("return_lse") and settings.get("grads") == "forward"),
          "return_lse needs grads='recompute', because its gradient is not known in forward",
@@ -232,12 +232,12 @@ def _refuse_differences(counts: list[int], got: object, vocab: int, options: Los
     if largest != ~smallest:
         raise DisagreementError(f"{WHO}: labels and loss_mask must be the same on all ranks of a "
                                 "tensor-parallel group, because each computes its part of every "
-                                "token's logits; got other ones on another rank; broadcast the "
+                                "token's logits; got different ones on another rank; broadcast the "
                                 "batch within the group")  # fmt: skip
     if more:
         raise BurstError(f"{WHO}: supervised must count at least the tokens of the loss, because "
-                         "others would be dropped; got fewer, as of another batch; pass the same "
-                         "labels and loss_mask to count_supervised")  # fmt: skip
+                         "the rest would be dropped; got fewer, as from another batch; pass the "
+                         "same labels and loss_mask to count_supervised")  # fmt: skip
 
 
 def _stays_on_gpu(x: Tensor) -> bool:

@@ -81,13 +81,13 @@ def labels_of(shards: Shards, tokens: Tensor, dim: int, ignore_index: int = -100
 def _of_ids(tokens: Tensor, dim: int) -> Iterator[Need]:
     yield (is_dense(tokens),
            "tokens must be a dense tensor with data, because nothing is converted silently",
-           short_repr(tokens), "make it one, or call to_local() on a DTensor")  # fmt: skip
+           short_repr(tokens), "pass a dense tensor, or call to_local() on a DTensor")  # fmt: skip
     yield (tokens.dim() in (1, 2) and not tokens.dtype.is_floating_point
            and tokens.dtype != torch.bool,
            "tokens must be integers [t] or [s, b], because they name classes",
-           f"{tokens.dtype} of shape {tuple(tokens.shape)}", "pass ids")  # fmt: skip
+           f"{tokens.dtype} of shape {tuple(tokens.shape)}", "pass token ids")  # fmt: skip
     yield (type(dim) is int and (dim == 0 or (dim == 1 and tokens.dim() == 2)),
-           "dim must be the axis of the sequence, because the next token is there",
+           "dim must be the axis of the sequence, because the next token is along that axis",
            f"dim={dim!r} and shape {tuple(tokens.shape)}",
            "pass 0 for [t] and [s, b], 1 for [b, s]")  # fmt: skip
 
@@ -103,8 +103,8 @@ def _of_rows(shards: Shards, tokens: Tensor, dim: int) -> Iterator[Need]:
     ends = [int(x.max()) for x in bounds if holds_whole(x) and x.numel() and not x.is_cuda][:1]
     whole = last is not None and last[2] == rows
     whole |= ends == [rows] and ends_in_one_rank(rows, rows * shards.size, shards.size)
-    yield (not whole, "tokens must be this rank's rows without whole_sample=True, because those of "
-           "all ranks are gathered", f"the {rows} tokens of the whole sample",
+    yield (not whole, "without whole_sample=True, tokens must be this rank's rows, because the "
+           "rows of all ranks are gathered", f"the {rows} tokens of the whole sample",
            "pass whole_sample=True, or shard them")  # fmt: skip
 
 

@@ -53,8 +53,8 @@ class LossOptions:
              "it is the weight of a penalty"),
             ("softcap", Real, lambda x: 0 <= x < inf, "be 0 or positive", "0 means no cap"),
             ("logit_scale", Real, lambda x: 0 < x < inf, "be positive and finite",
-             "the order of the classes would change"),
-            ("ignore_index", Integral, lambda x: True, "be an integer", "labels are"),
+             "otherwise the order of the classes would change"),
+            ("ignore_index", Integral, lambda x: True, "be an integer", "labels are integers"),
         )  # fmt: skip
         for name, kind, holds, must, why in bounds:
             x = getattr(self, name)

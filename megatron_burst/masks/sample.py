@@ -38,13 +38,13 @@ def of_last_shard(last: Sharded | None, layout: str, packed: bool) -> Iterator[N
     if last is None:
         return
     sharded, documents, _ = last
-    yield (layout in ("", sharded), "layout must be that of the group's last shard, because the "
-           "same rows are other positions in another layout",
+    yield (layout in ("", sharded), "layout must be the layout of the group's last shard, because "
+           "the same rows have other positions in another layout",
            f'layout "{layout}" after shard(..., layout="{sharded}")', "pass the same")  # fmt: skip
     yield (packed or not documents, "cu_seqlens must be given after a shard of a packed sample, "
-           "because its documents would be taken for one",
-           "no cu_seqlens after shard(..., cu_seqlens=...)", "pass it; to take the whole sample "
-           "for one document, pass torch.tensor([0, tokens])")  # fmt: skip
+           "because otherwise its documents would be treated as one",
+           "no cu_seqlens after shard(..., cu_seqlens=...)", "pass cu_seqlens; to treat the whole "
+           "sample as one document, pass torch.tensor([0, tokens])")  # fmt: skip
 
 
 def check_rows(last: Sharded, mask: tuple[str, bool, tuple[str, ...]],
@@ -120,10 +120,10 @@ def of_tensors(sample: Sample, device: torch.device) -> Iterator[Need]:
             (len(x) >= 2 and len(x) == len(sample.cu_seqlens),
              f"{name} must say where each document begins and where the last one ends, so its "
              "length must be the number of documents plus one, with and without padding",
-             f"{len(x)} boundaries of {len(sample.cu_seqlens) - 1} documents",
+             f"{len(x)} boundaries for {len(sample.cu_seqlens) - 1} documents",
              "pass cu_seqlens and cu_seqlens_padded of the same length"),
             (x.device in (device, torch.device("cpu")),
-             f"{name} must be on the CPU or on q's device, because kernels there read it",
+             f"{name} must be on the CPU or on q's device, because kernels on that device read it",
              f"{x.device}", f"move it to {device}"),
         )  # fmt: skip
 
@@ -150,23 +150,24 @@ def of_values(
         (end <= tokens, f"documents must end within the sample of {tokens} tokens (of all ranks "
          "together), because the sample has no more", f"an end at {end}",
          "pass boundaries of the whole sample, not of a rank's shard"),
-        (bool((lengths <= room).all()), "a document must not be longer than with its padding",
+        (bool((lengths <= room).all()), "a document must not be longer than with its padding, "
+                                        "because padding only adds tokens",
          f"{_some(lengths - room)} tokens more",
          "pass cu_seqlens without padding and cu_seqlens_padded with it"),
         (longest is None or int(room.max()) <= longest,
          "max_seqlen must be at least the longest document's number of tokens, because kernels "
          "are launched for that many", f"{longest} and a document of {int(room.max())}",
-         "pass the longest document's tokens, including padding"),
+         "pass the longest document's length, including padding"),
         (not ends_in_one_rank(end, tokens, cp_size),
-         "cu_seqlens must have the boundaries of the whole sample, because all ranks pass the same "
-         "and rows after the last document attend to nothing",
+         "cu_seqlens must have the boundaries of the whole sample, because all ranks pass the "
+         "same, and rows after the last document attend to nothing",
          f"an end at {end}, within the {tokens // cp_size} rows of one of {cp_size} ranks",
-         "pass those of the whole sample; if its other rows are padding, end cu_seqlens_padded at "
-         f"{tokens}, or make them a document"),
+         "pass the boundaries of the whole sample; if its other rows are padding, end "
+         f"cu_seqlens_padded at {tokens}, or make them a document"),
         (layout is not Layout.DOCUMENTS or cp_size == 1 or (end == tokens and cut),
          "in the layout zigzag-documents each document must be padded to a multiple of "
-         f"{2 * cp_size} tokens and the last one must end the sample of {tokens}, because each "
-         "rank has two chunks of each", f"lengths {_some(room)} and an end at {end}",
+         f"{2 * cp_size} tokens and the last one must end at {tokens}, because each rank has two "
+         "chunks of each document", f"lengths {_some(room)} and an end at {end}",
          "pad them (cu_seqlens_padded), or pass another layout"),
     )  # fmt: skip
 
@@ -202,8 +203,8 @@ def of_parents(sample: Sample) -> Iterator[Need]:
          "pass a list of int"),
         (len(listed) == segments,
          "prefix_tree must have a parent for each segment, -1 for none, because cu_seqlens says "
-         "where segments begin", f"{len(listed)} parents of {segments} segments",
-         "pass one fewer than cu_seqlens has boundaries"),
+         "where segments begin", f"{len(listed)} parents for {segments} segments",
+         "pass one parent fewer than cu_seqlens has boundaries"),
         (sample.padded is None, "a prefix tree must have no padding between segments, because a "
          "segment's descendants must be contiguous rows", "cu_seqlens_padded",
          "pass cu_seqlens alone, with padding only after the last segment"),

@@ -15,8 +15,8 @@ from megatron_burst.schedule.layout import Layout, positions
 def need_of_tensor(slices: object) -> Iterator[Need]:
     """Checks before anything is read."""
     shaped = holds_whole(slices) and slices.dim() == 2 and slices.shape[1] == 5
-    yield (shaped and len(slices) > 0, "slices must be a tensor of int32 or int64 [slices, 5], at "
-           "least one: where queries begin and end, where keys begin and end, and the kind",
+    yield (shaped and len(slices) > 0, "slices must be a tensor of int32 or int64 [slices, 5] with "
+           "at least one row: where queries begin and end, where keys begin and end, and the kind",
            kind_of(slices), "pass such a tensor")  # fmt: skip
     yield (slices.device.type == "cpu", "slices must be on the CPU, because they decide what "
            "kernels are given", slices.device, "pass slices.cpu(), once per sample")  # fmt: skip
@@ -35,7 +35,7 @@ def need_of_pairs(
            "positions", _first(slices, ~inside), "pass positions in the whole sample")  # fmt: skip
     legal = (kind >= 0) & (kind <= 3)
     yield (legal.all(), "the kind of a slice must be 0 (full), 1 (causal), 2 (inverse causal) or 3 "
-           "(both)", _first(slices, ~legal), "pass one of them")  # fmt: skip
+           "(both)", _first(slices, ~legal), "pass one of these kinds")  # fmt: skip
     ahead = _ahead(slices)
     yield (not (causal and ahead.any()),
            "with causal=True no slice may have a key at a later position than its query, "
@@ -43,17 +43,17 @@ def need_of_pairs(
            "pass causal=False")  # fmt: skip
     twice = counted_twice(slices)
     yield (twice is None,
-           "slices must not overlap, because a pair of a query and a key counts once",
+           "slices must not overlap, because each pair of a query and a key counts once",
            "" if twice is None else " and ".join(map(str, twice)), "cut one of them")  # fmt: skip
     blind = sees_nothing(slices)
-    yield (blind is None, "every query up to the last one of all slices must see a key, because "
+    yield (blind is None, "every query before the end of the last slice must see a key, because "
            "attention to no keys is undefined", f"query {blind}", "add a slice for it")  # fmt: skip
     end = int(q_stop.max())
     yield (cp_size == 1 or end * cp_size != queries, "slices must be those of the whole sample, "
-           "because all ranks pass the same and queries after the last slice attend to nothing",
-           f"an end at {end}, the number of queries of one of {cp_size} ranks",
-           "pass those of the whole sample; if its other rows are padding, add a slice of them and "
-           "one key")  # fmt: skip
+           "because all ranks pass the same slices and later queries attend to nothing",
+           f"an end at {end}, the number of queries on one of {cp_size} ranks",
+           "pass the slices of the whole sample; if its other rows are padding, add a slice with "
+           "these rows and one key")  # fmt: skip
 
 
 def work_of_ranks(slices: Tensor, cp_size: int, layout: Layout, tokens: int) -> list[int]:

@@ -112,9 +112,10 @@ class Slices:
         ratio = max(work) * len(work) / sum(work)
         held = [list(chunks_held(layout, rank, cp_size)) for rank in range(cp_size)]
         needed = [np.delete(self._chunks[own].any(0), own) for own in held]
-        return (f"the slowest rank computes {ratio:.2f} times the mean of (query, key) pairs; all "
-                "the same with an all-to-all (--burst-intra a2a); of the other ranks' keys a rank "
-                f"needs {np.mean(needed):.0%}, and a gather sends no others")  # fmt: skip
+        return (f"the slowest rank computes {ratio:.2f} times the mean of (query, key) pairs, and "
+                "with an all-to-all (--burst-intra a2a) all ranks compute equally many; a rank "
+                f"needs {np.mean(needed):.0%} of the other ranks' keys, and a gather sends no "
+                "others")  # fmt: skip
 
     def checked_text(self) -> dict[str, str]:
         """What ranks compare; what came on a GPU is checked now."""

@@ -22,13 +22,13 @@ from megatron_burst.mcore.refusals import FLAG, KEEP_FLAG, LOSS_FLAG, names_burs
 _ATTENTION = {
     "intra": "inside a node: ring (pass shards from rank to rank), gather (all K and V of a few "
     "KV heads at a time) or a2a (all-to-all of heads, on several nodes over all ranks)",
-    "inter": "between nodes: ring (around the mode inside nodes) or a2a (all-to-all of heads "
-    "over all ranks); auto compares the bytes and what kernels can hide",
+    "inter": "between nodes: ring (around the mode inside nodes) or a2a (all-to-all of heads over "
+    "all ranks); auto compares their bytes and how much of them kernels can hide",
     "invariant": "give the same bits on any number of ranks that divides the heads, with an "
     "all-to-all over all ranks; allows --batch-invariant-mode",
     "backend": "attention kernel",
     "keep": "which attention results to keep, so that attention is not recomputed: all, or those "
-    "of the later half of the sequence; auto: what saves the most time in the memory that the "
+    "of the later half of the sequence; auto: whatever saves the most time in the memory that the "
     "first step leaves, including outputs of modules",
     "keep_layers": "keep only in the first N layers of a pipeline stage; the others recompute "
     "attention",
@@ -55,7 +55,7 @@ def add_flags(parser: ArgumentParser) -> None:
         help="burst: use BurstAttention instead of Megatron's own context parallelism",
     )  # fmt: skip
     group.add_argument("--burst-plan", metavar="FILE", help="JSON file of a plan; sets all options "
-                       "that the command line does not")  # fmt: skip
+                       "that the command line leaves out")  # fmt: skip
     group.add_argument(
         "--burst-dump-args", metavar="FILE",
         help="write the arguments of this run as JSON, for megatron-burst plan FILE, and exit",

@@ -98,9 +98,9 @@ class BalancedBatches(Iterator[Batch]):
         has_labels = isinstance(document, Mapping)
         require(WHO, [(
             not has_labels or "cu_seqlens" not in document,
-            "a document must not hold others, because boundaries inside it would be lost",
+            "a document must not hold other documents, because boundaries inside it would be lost",
             f"document {index} with cu_seqlens, as samples of Megatron's SFTDataset have",
-            "pass each conversation as a document",
+            "pass each conversation as its own document",
         )])  # fmt: skip
         tokens = torch.as_tensor(document["tokens"] if has_labels else document).long()
         if has_labels:
@@ -166,27 +166,27 @@ class BalancedBatches(Iterator[Batch]):
     def _needs(self) -> Iterable[Need]:
         config, grid, args = self._config, self._sampler.grid, global_args()
         own = self.grid(config, grid.micro_batches, grid.token_limit)
-        yield (grid == own, "the sampler's grid must be the job's, because ranks follow it",
+        yield (grid == own, "the sampler's grid must have the job's sizes, because ranks follow it",
                f"{grid} in a job of {own}", "make it with BalancedBatches.grid")  # fmt: skip
         yield (not getattr(args, "use_torch_fsdp2", False),
-               "gradients must be divided by a step's tokens, because micro-batches differ in "
-               "them, which Megatron does not do under FSDP2", "--use-torch-fsdp2",
+               "gradients must be divided by the step's number of tokens, because micro-batches "
+               "differ in length, but Megatron does not do so under FSDP2", "--use-torch-fsdp2",
                "pass --use-megatron-fsdp, or --use-distributed-optimizer")  # fmt: skip
         yield (config.calculate_per_token_loss, "the loss must be a mean over all tokens of the "
-               "step, because micro-batches differ in tokens", "calculate_per_token_loss=False",
+               "step, because micro-batches differ in length", "calculate_per_token_loss=False",
                "pass --calculate-per-token-loss")  # fmt: skip
         yield (config.variable_seq_lengths or grid.pp == 1, "pipeline stages must send each other "
-               "the shapes of their tensors, because micro-batches differ in tokens",
+               "the shapes of their tensors, because micro-batches differ in length",
                "variable_seq_lengths=False", "set it in the model's configuration")  # fmt: skip
         chunks = config.virtual_pipeline_model_parallel_size or 1
         yield (chunks == 1 or grid.pp > 2, "a pipeline of several model chunks must have more than "
-               "two stages, because Megatron exchanges the shapes of what two stages send both "
-               "ways in an order that mixes them up", f"{grid.pp} stages of {chunks} model chunks",
+               "two stages, because between two stages Megatron mixes up the shapes of both "
+               "directions", f"{grid.pp} stages of {chunks} model chunks",
                "use one chunk, or more stages")  # fmt: skip
         sizes = list(self._sampler.cp_sizes)
         yield (not config.mtp_num_layers or set(sizes) == {grid.cp},
-               "micro-batches must run on the whole context-parallel group with multi-token "
-               "prediction, because Megatron shifts its tokens over that",
+               "with multi-token prediction, micro-batches must run on the whole context-parallel "
+               "group, because Megatron shifts tokens across that group",
                f"context-parallel sizes {sizes}", "leave cp_sizes out")  # fmt: skip
         yield (names_burst(config.cp_comm_type) or set(sizes) == {grid.cp},
                "the model's configuration must ask for burst, because layers that only name it in "
@@ -208,12 +208,12 @@ def _of_command(args: Any, sampler: Sampler) -> Iterable[Need]:
            "--dataloader-inter-document-masking", "leave it out")  # fmt: skip
     yield (
         mine == theirs and not ramps and args.dataloader_type == "external",
-        "Megatron must count the documents and micro-batches of the sampler's steps, because it "
-        "requests that many and resumes from that count",
+        "Megatron's flags must have the sampler's documents and micro-batches of a step, because "
+        "Megatron requests that many and resumes from that count",
         f"steps of {mine[0]} documents in {mine[1]} micro-batches a rank, with "
         f"--global-batch-size {args.global_batch_size}, --micro-batch-size "
         f"{args.micro_batch_size}, --dataloader-type {args.dataloader_type}"
         + (f" and --rampup-batch-size {ramps}" if ramps else ""),
-        "pass the documents of a step as the global batch size, their mean in a micro-batch as the "
-        "micro-batch size, --dataloader-type external, and no ramp-up",
+        "pass the number of documents in a step as the global batch size, their mean number in a "
+        "micro-batch as the micro-batch size, --dataloader-type external, and no ramp-up",
     )

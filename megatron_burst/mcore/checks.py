@@ -52,8 +52,8 @@ def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
     if idle and is_first():
         asked = f"keep={burst.keep}" if keeps else "keep_offload=inputs"
         log_message_once(f"burst attention: {asked} has no effect on a model that does not "
-                         "recompute attention; if this one trains, set its recompute_granularity "
-                         "to full")  # fmt: skip
+                         "recompute attention; if this model is trained, set its "
+                         "recompute_granularity to full")  # fmt: skip
 
 
 def check_layer(config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType,
@@ -92,7 +92,7 @@ def check_packed(
         return
     if packed.slices_in(params) is not None and mtp_num_layers:
         raise BurstError(f"{WHO}: a mask of slices must come without multi-token prediction, "
-                         "because Megatron shifts its tokens by documents only; got "
+                         "because Megatron shifts tokens by documents only; got "
                          f"mtp_num_layers={mtp_num_layers}; pass mtp_num_layers=None")  # fmt: skip
     group = packed.group_of(params, cp_group)
     own = group is cp_group
@@ -109,8 +109,8 @@ def check_packed(
 def check_slices(params: PackedSeqParams | None) -> None:
     """Refuse slices in a layer that does not run burst."""
     if packed.slices_in(params) is not None:
-        raise BurstError(f"{WHO}: a mask of slices must go to layers that run burst, because "
-                         "others would ignore it; got a layer of Megatron's own; pass "
+        raise BurstError(f"{WHO}: a mask of slices must go to layers that run burst, because other "
+                         "layers would ignore it; got a layer with Megatron's own attention; pass "
                          "--cp-comm-type burst for all layers")  # fmt: skip
 
 

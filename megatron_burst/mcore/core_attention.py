@@ -224,11 +224,11 @@ class BurstForward:
         if config.deterministic_mode:
             burst_config = replace(burst_config, deterministic=True)
         if config.context_parallel_size != cp_group.size():
-            raise BurstError(f"{WHO}: the layer's context parallel size must be that of its group, "
+            raise BurstError(f"{WHO}: the layer's context parallel size must be its group's size, "
                              "because a layer that holds whole sequences must not join a ring; got "
                              f"context_parallel_size={config.context_parallel_size} and a group of "
                              f"{cp_group.size()} ranks; pass the layer a pg_collection whose cp "
-                             "group fits")  # fmt: skip
+                             "group has that size")  # fmt: skip
         topology = communicator_of(cp_group, burst_config).topology
         switch_on_keep(burst_config)
         checks.say_if_keep_is_idle(burst_config, config)
@@ -238,8 +238,8 @@ class BurstForward:
         """The same over another group, whose communicators are made if needed."""
         if isinstance(group, Sequence):
             raise BurstError(f"{WHO}: a layer's context-parallel group must be one group, because "
-                             f"burst finds the nodes itself; got a list of {len(group)}; pass the "
-                             "group of all ranks")  # fmt: skip
+                             f"burst finds the nodes itself; got a list of {len(group)} groups; "
+                             "pass the group of all ranks")  # fmt: skip
         group = packed.group_of_one() if group is None else group
         topology = communicator_of(group, self.config).topology
         return replace(self, cp_group=group, topology=topology)

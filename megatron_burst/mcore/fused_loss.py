@@ -139,7 +139,7 @@ def log_probs_and_entropy(
         [b, s] log-probabilities of the labels, [b, s] entropies, and [b, s] which tokens count.
     """
     if labels is None and input_ids is None:
-        must = "log-probabilities need labels or tokens, because they say of which tokens"
+        must = "log-probabilities need labels or tokens, because these say of which tokens"
         raise no_logits(must, "labels=None and input_ids=None")
     if labels is None:
         group = packed.group_of(packed_seq_params, _cp_group_of(compute_language_model_loss))

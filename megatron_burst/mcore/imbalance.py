@@ -85,6 +85,6 @@ def line_of(seconds: Sequence[float], ranks: Sequence[int]) -> str:
     """What a step lost, by seconds of each rank's part, and on which ranks (global numbers)."""
     first, *_, last = sorted(range(len(ranks)), key=seconds.__getitem__)
     mean, longest = lost(seconds), seconds[last]
-    return (f"imbalance: {mean:.3f} s of this step lost on average ({mean / longest:.1%} of "
-            f"{longest:.3f} s) in waiting for rank {ranks[last]}; {longest - seconds[first]:.3f} s "
-            f"on rank {ranks[first]}")  # fmt: skip
+    return (f"imbalance: in this step ranks waited {mean:.3f} s on average ({mean / longest:.1%} "
+            f"of {longest:.3f} s) for rank {ranks[last]}, and rank {ranks[first]} waited "
+            f"{longest - seconds[first]:.3f} s")  # fmt: skip

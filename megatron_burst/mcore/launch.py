@@ -53,8 +53,8 @@ def prepare(argv: list[str], entry: str = "megatron_burst") -> None:
     parsed = flags.global_args()
     if asked and parsed is not None and not hasattr(parsed, "context_parallel_impl"):
         raise BurstError(f"{entry}: it must be imported before Megatron parses its arguments, "
-                         f"because otherwise they lack burst's; got {asked[0]} in arguments that "
-                         "are parsed; import it first")  # fmt: skip
+                         f"because otherwise the arguments lack burst's flags; got {asked[0]} in "
+                         "arguments that are already parsed; import it first")  # fmt: skip
     if _wants_cpu(argv):
         from megatron_burst.tools import cpu_mode
 
@@ -215,9 +215,9 @@ def _hint_at_burst(args: Namespace) -> None:
     alone = args.context_parallel_size == 1 or names_burst(args.cp_comm_type)
     if local and not alone and args.rank == 0:
         size = args.context_parallel_size
-        log_message("Megatron's local attention: the context parallel size must be 1, because it "
-                    f"only attends within a rank; got --context-parallel-size {size}; pass {FLAG}, "
-                    "or install transformer-engine")  # fmt: skip
+        log_message("Megatron's local attention: the context parallel size must be 1, because this "
+                    f"attention only attends within a rank; got --context-parallel-size {size}; "
+                    f"pass {FLAG}, or install transformer-engine")  # fmt: skip
 
 
 def _hint_at_kept(args: Namespace) -> None:
@@ -225,9 +225,9 @@ def _hint_at_kept(args: Namespace) -> None:
     size = args.context_parallel_size
     burst = flags.wants_burst(args) or names_burst(args.cp_comm_type)
     if size > 1 and args.rank == 0 and not burst:
-        log_message(f"{KEEP_FLAG}: burst attention is not selected, so what is kept is of "
-                    f"Megatron's own attention; got --context-parallel-size {size} without "
-                    f"{FLAG}; pass it to run burst")  # fmt: skip
+        log_message(f"{KEEP_FLAG}: burst attention is not selected, so results of Megatron's own "
+                    f"attention are kept; got --context-parallel-size {size} without {FLAG}; pass "
+                    "that flag to run burst")  # fmt: skip
 
 
 def _warn_of_sums(args: Namespace) -> None:
@@ -236,10 +236,10 @@ def _warn_of_sums(args: Namespace) -> None:
     summed = getattr(args, "calculate_per_token_loss", False)
     if summed and getattr(args, "use_torch_fsdp2", False) and args.rank == 0:
         log_message(
-            "Megatron's FSDP2: --calculate-per-token-loss must be left out, because gradients are "
-            "then not divided by the number of tokens, with burst or without it; got both, so "
-            "gradients and their norm are too large by a step's tokens / (data-parallel x "
-            "context-parallel ranks); leave it out, or pass --use-megatron-fsdp",
+            "Megatron's FSDP2: --calculate-per-token-loss must be left out, because with it "
+            "gradients are not divided by the number of tokens, whether burst runs or not; got "
+            "both, so gradients and their norm are too large by a step's tokens / (data-parallel x "
+            "context-parallel ranks); leave the flag out, or pass --use-megatron-fsdp",
             logging.WARNING,
         )
 

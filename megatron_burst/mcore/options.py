@@ -43,9 +43,9 @@ def with_environment(args: Namespace) -> Namespace:
     options, own = environment_args(), getattr(args, "burst_tune", None) or []
     plans = options.burst_plan, getattr(args, "burst_plan", None)
     if None not in plans and plans[0] != plans[1]:
-        raise BurstError(f"{VARIABLE}: plan= must be the file of --burst-plan where both are "
-                         f"given, because a run follows one plan; got {plans[0]} and {plans[1]}; "
-                         "leave one of them out")  # fmt: skip
+        raise BurstError(f"{VARIABLE}: plan= must be the file of --burst-plan if both are given, "
+                         f"because a run follows one plan; got {plans[0]} and {plans[1]}; leave "
+                         "one of them out")  # fmt: skip
     more = _unnamed(options.burst_tune or (), own)
     defaults = {name: value for name, value in vars(options).items() if name.startswith("burst_")}
     # 0.0 is set, as nothing else that is false is
@@ -89,11 +89,11 @@ def _parsed(text: str) -> Namespace:
             words += ["--burst-tune", pair]
         elif name not in flags or names.count(name) > 1:
             legal = ", ".join([*flags, *sorted(TUNINGS)])
-            parser.error(f"got {pair!r}; its names are {legal}, each once")
+            parser.error(f"{pair!r}; choose each name once among {legal}")
         elif flags[name].nargs != 0:
             words.append(f"{flags[name].option_strings[0]}={value}")
         elif value not in _SWITCH:
-            parser.error(f"got {pair!r}; it must be one of {', '.join(_SWITCH)}")
+            parser.error(f"{pair!r}; choose one of {', '.join(_SWITCH)}")
         elif _SWITCH[value]:
             words.append(flags[name].option_strings[0])
     options = parser.parse_args(words)
@@ -118,5 +118,5 @@ def _with_plan(
 class _OfVariable(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise BurstError(f"{VARIABLE}: it must hold name=value, joined by commas, because a "
-                         f"misspelt option would be silently ignored: {message}; correct it, or "
-                         "unset it")  # fmt: skip
+                         f"misspelt option would be silently ignored; got {message}; correct it, "
+                         "or unset it")  # fmt: skip

@@ -115,4 +115,4 @@ def refuse_sharded(weight: Tensor | None) -> None:
 
 def no_logits(must: str, got: object) -> BurstError:
     """An error: someone needs logits while the fused loss makes none."""
-    return BurstError(f"{WHO}: {must}; got {got}; leave that out, or the flag")
+    return BurstError(f"{WHO}: {must}; got {got}; leave that out, or --burst-fused-loss")

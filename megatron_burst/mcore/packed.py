@@ -179,14 +179,14 @@ def check_rotated(
     group = group_of(params, cp_group)
     change = "import megatron_burst.auto, or start the script with python -m megatron_burst"
     require("packed samples", [
-        (group is cp_group or follows, "the group of a packed micro-batch must be the layer's with "
+        (group is cp_group or follows, "a packed micro-batch must run on the layer's group with "
          "CUDA graphs and in models that only name burst in their spec, because Megatron's RoPE "
          "uses positions in the layer's group",
          f"a group of {group.size()} ranks in a layer of {cp_group.size()}", change),
         (cp_group.size() == 1 or not shards_whole_sample()
          or all(patch.live for patch in patches.rows("anywhere")),
-         "documents must not start at any token in models that only name burst in their spec, "
-         "because Megatron's RoPE assumes that each is sharded on its own",
+         "documents must not start at arbitrary tokens in models that only name burst in their "
+         "spec, because Megatron's RoPE assumes that each document is sharded on its own",
          "--dataloader-inter-document-masking", change),
     ])  # fmt: skip
 
@@ -199,13 +199,13 @@ def _take_own_group(layer, args, options) -> None:
         return
     fused = layer.config.multi_latent_attention and layer.config.apply_rope_fusion
     require("packed samples", [
-        (not fused or own.size() == groups.cp.size(), "the group of a packed micro-batch must be "
-         "the layer's with MLA and fused RoPE, because its kernels use positions in the layer's "
+        (not fused or own.size() == groups.cp.size(), "a packed micro-batch must run on the "
+         "layer's group with MLA and fused RoPE, because the fused kernels use positions in that "
          "group", f"a group of {own.size()} ranks in a layer of {groups.cp.size()}",
          "pass --no-rope-fusion"),
         (not getattr(layer, "recompute_up_proj", False),
-         "the group of a packed micro-batch must be the layer's if RoPE is recomputed in "
-         "backward, because the recomputation uses the layer's group",
+         "a packed micro-batch must run on the layer's group if RoPE is recomputed in backward, "
+         "because the recomputation uses that group",
          "recomputation of mla_up_proj", "leave mla_up_proj out of --recompute-modules"),
     ])  # fmt: skip
     layer.pg_collection = copy.copy(groups)
@@ -260,7 +260,7 @@ def partitioned_indices(
         cut and total_tokens % pieces == 0,
         f"each document must be padded to a multiple of {pieces} tokens, because each of "
         f"{world_size} ranks holds two chunks of it",
-        f"{ends}{total_tokens} tokens", "pad them",
+        f"{ends}{total_tokens} tokens", "pad the documents",
     )])  # fmt: skip
     starts = cu_seqlens // world_size
     rows = torch.arange(total_tokens // world_size, dtype=torch.int32, device=starts.device)

@@ -23,7 +23,7 @@ _NO_FIGURE = ("--max-position-embeddings", "--ckpt-format")
 # Megatron's names of a planned model's sizes
 _SIZES = {"num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads_q",
           "ffn_hidden_size": "ffn"}  # fmt: skip
-_WHY, _CHANGE = "its options are taken from there", "make it with megatron-burst plan"
+_WHY, _CHANGE = "the run takes its options from there", "make it with megatron-burst plan"
 _ANY = Limits(-1e15)
 _Word = str | bool | Annotated[int, _ANY] | Annotated[float, _ANY]
 _Size = Count | None
@@ -104,8 +104,8 @@ def _dump(parser: ArgumentParser, parse: _Parse, parsed: Namespace, words: Seque
             path.write_text(json.dumps({"megatron_arguments": values}, indent=1, default=str))
         except OSError as error:
             raise BurstError(
-                f"{DUMP_FLAG}: the file must be writable, because the arguments go there; got "
-                f"{path}: {error.strerror}; name another"
+                f"{DUMP_FLAG}: the file must be writable, because the arguments are written there; "
+                f"got {path}: {error.strerror}; name another file"
             ) from None
         log_message(f"{DUMP_FLAG}: wrote {path}; this run ends here")
     sys.exit(0)
@@ -197,7 +197,7 @@ def check_plan(args: Namespace) -> None:
             got = f"{name} {size} in the plan and {in_run} in the run"
             raise _refusal(must, got, "plan again for this run")
     if plan.best and plan.best.fits is False:
-        must = f"the strategy of {path} must be one that fits in memory"
+        must = f"the strategy of {path} must fit in memory"
         raise _refusal(must, plan.best.why or "", "plan other sizes, or leave the file out")
 
 

@@ -163,9 +163,9 @@ def _spares_loss(impl: object, o: Options) -> bool:
 
 
 def _cuda_graphs() -> Iterator[Refusal]:
-    change = ("leave it out, or capture only parts other than attention (--cuda-graph-modules "
-              "moe_router, moe_preprocess or mamba, with transformer_engine or in hybrids also mlp "
-              "and moe, in older releases --cuda-graph-scope)")  # fmt: skip
+    change = ("leave it out, or capture only parts other than attention (--cuda-graph-modules, in "
+              "older releases --cuda-graph-scope: moe_router, moe_preprocess, mamba, and with "
+              "transformer_engine or in hybrids mlp and moe)")  # fmt: skip
     for name in CUDA_GRAPHS:
         yield Refusal("attention", name, _spares_attention, "transfers between ranks cannot be "
                       "captured in CUDA graphs", change)  # fmt: skip
@@ -198,38 +198,40 @@ _NO_MASK = "pass --no-create-attention-mask-in-dataloader"
 
 TABLE: tuple[Refusal, ...] = (
     # burst attention: command line
-    Refusal("command", "seq_length", _fits_zigzag, "zigzag gives each rank two chunks, so it must "
-        "be divisible by twice the context parallel size",
+    Refusal("command", "seq_length", _fits_zigzag, "zigzag gives each rank two chunks, so the "
+        "length must be divisible by twice the context parallel size",
         lambda o: f"choose a {nearest_multiples(o.seq_length, 2 * o.context_parallel_size)}",
-        got="--seq-length {value} and --context-parallel-size {o.context_parallel_size}"),
+        "this --seq-length",
+        "--seq-length {value} and --context-parallel-size {o.context_parallel_size}"),
     Refusal("run", "burst_nodes",
         lambda nodes, o: nodes is None or (nodes >= 1 and o.context_parallel_size % nodes == 0),
-        "nested rings need equally many ranks on each node, so their number must divide the "
+        "nested rings need equally many ranks on each node, so the number of nodes must divide the "
         "context parallel size",
-        lambda o: f"choose among the divisors of {o.context_parallel_size}", asked="--burst-tune",
+        lambda o: f"choose among the divisors of {o.context_parallel_size}",
+        asked="this --burst-tune",
         got="--burst-tune nodes={value} and --context-parallel-size {o.context_parallel_size}"),
     Refusal("run", "hierarchical_context_parallel_sizes", OFF,
         "burst finds out itself which ranks share a node",
         "leave it out, or pass --burst-tune nodes=N",
         got="--hierarchical-context-parallel-sizes {words}"),
     Refusal("run", "cp_comm_type", lambda kinds, o: kinds in (None, ["p2p"]) or "burst" in kinds,
-        "no layer would run burst unless it is among the values",
-        "leave it out, or name burst for the layers that should run it",
+        "no layer runs burst unless burst is among the values",
+        "leave it out, or name burst for the layers that should run it", "this --cp-comm-type",
         got="--cp-comm-type {words}"),
     Refusal("run", "hybrid_layer_pattern", lambda layers, o: not layers or set("*+") & set(layers),
         "it has no attention layer (* or +) that could run burst", f"leave out {FLAG}",
-        got="--hybrid-layer-pattern {value}"),
+        "this --hybrid-layer-pattern", "--hybrid-layer-pattern {value}"),
     Refusal("run", "apply_rope_fusion", rope_fits,
-        "its kernels count elements in 32 bits, and read out of bounds where the Q, K and V of a "
-        "rank have over 2^31",
+        "its kernels count elements in 32 bits, and read out of bounds if a rank's Q, K and V have "
+        "over 2^31 elements",
         "pass --no-rope-fusion, or train with more context or tensor parallel ranks",
         asked="fused RoPE",
         got="apply_rope_fusion={value} with --seq-length {o.seq_length}, --micro-batch-size "
         "{o.micro_batch_size}, {o.num_attention_heads} query heads, and context and tensor "
         "parallel sizes {o.context_parallel_size} and {o.tensor_model_parallel_size}"),
     Refusal("run", "mamba_state_dim", mamba_fits,
-        "the kernels of mamba_ssm count elements in 32 bits, and read out of bounds where what a "
-        "rank projects of a whole sample has over 2^31",
+        "the kernels of mamba_ssm count elements in 32 bits, and read out of bounds if a rank's "
+        "projections of a whole sample have over 2^31 elements",
         "train with more context or tensor parallel ranks, or with a mamba_ssm that counts in 64 "
         "bits",
         asked="Mamba layers",
@@ -240,10 +242,10 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("built", "create_attention_mask_in_dataloader", OFF,
         "causal attention needs no mask tensor, and other masks are not supported", _NO_MASK),
     Refusal("model", "cp_comm_type", lambda kinds, o: names_burst(kinds) or not _must_run_burst(o),
-        "no layer has the cp_comm_type burst, so all would run Megatron's own attention",
-        "set it in a TransformerConfig of your own, pass --cp-comm-type burst, or call "
-        "validate_args of megatron.training.arguments, which sets it, after importing "
-        "megatron_burst.patch"),
+        "no layer has the cp_comm_type burst, so all layers would run Megatron's own attention",
+        "set it in your own TransformerConfig, pass --cp-comm-type burst, or import "
+        "megatron_burst.patch before you call validate_args of megatron.training.arguments, which "
+        "sets it"),
     Refusal("spec", "mtp_num_layers", (0,),
         "Megatron builds layers of multi-token prediction without --spec",
         f"start the script with python -m megatron_burst and {FLAG} instead of --spec",
@@ -271,8 +273,8 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("attention", "hybrid_context_parallel", OFF,
         # HybridCPDataLoaderWrapper.unpack_batch (core/datasets/data_schedule.py:261), and then
         # get_batch_on_this_cp_rank (core/utils.py:2652); 0.16 and 0.17 shard another way
-        "from 0.18 on Megatron's loader drops the boundaries of its samples, and without them each "
-        "is sharded over the layer's group instead of its own (before, it is untested)",
+        "from 0.18 on Megatron's loader drops the boundaries of its samples, so each sample is "
+        "sharded over the layer's group instead of its own (older releases are untested)",
         "leave it out (BalancedBatches with cp_sizes gives micro-batches groups of their own, or "
         "shard samples in your script and pass packed_seq_params.cp_group)"),
     Refusal("attention", "attention_cp_layout",
@@ -283,24 +285,24 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("attention recompute loss", "recompute_modules",
         lambda modules, o: "mlp" not in (modules or ()) or not (
             _selective(o) and o.add_bias_linear),
-        "Megatron's checkpoint of an MLP returns its bias, whose backward then enters the "
-        "checkpoint again, for ever",
+        "Megatron's checkpoint of an MLP returns the bias, and the bias's backward enters the "
+        "checkpoint again, without end",
         "pass --disable-bias-linear, or leave mlp out", got="--recompute-modules {words}"),
     Refusal("attention", "use_kitchen_attention", OFF, "it replaces core attention too"),
     Refusal("attention", "qk_clip", OFF, "burst does not track the largest logit"),
-    Refusal("attention", "log_max_attention_logit", OFF, "burst does not track it"),
+    Refusal("attention", "log_max_attention_logit", OFF, "burst does not track this logit"),
     Refusal("attention", "flash_attention_version",
         lambda version, o: version is None or (version == 4 and _invariant(o)),
-        "it names a kernel of Megatron's own attention (4 with --burst-invariant: burst's too)",
+        "it names a kernel of Megatron's own attention (4 under --burst-invariant is burst's too)",
         "leave it out, or pass --burst-backend"),
     Refusal("attention", "experimental_attention_variant", ("gated_delta_net",),
-        "burst computes softmax attention over all keys that a mask shows, not over keys that "
-        "learned scores select (DSA), nor linear attention (KDA)", _WITHOUT),
+        "burst computes softmax attention over all keys that a mask shows, neither over keys that "
+        "learned scores select (DSA) nor linear attention (KDA)", _WITHOUT),
     Refusal("attention", "attn_logit_softcapping", (0.0,),
         "most of burst's kernels have no soft cap of the scores", _WITHOUT,
         asked="softcapped scores"),
     Refusal("attention", "batch_invariant_mode", lambda on, o: not on or _invariant(o),
-        "burst chooses how it runs by lengths and ranks, and bits depend on it",
+        "burst chooses its mode by lengths and ranks, and the results' bits depend on the mode",
         "leave it out, or pass --burst-invariant too"),
     # what Megatron itself asserts of one context-parallel rank (core/transformer/
     # transformer_config.py:2875), and burst of several
@@ -308,8 +310,8 @@ TABLE: tuple[Refusal, ...] = (
         "pass --attention-backend flash", asked="batch-invariant kernels and other attention"),
     Refusal("invariant", "flash_attention_version",
         lambda version, o: version == 4 or not getattr(o, "batch_invariant_mode", False),
-        "training and rollouts must run the same kernel, whose splits can be fixed, and burst "
-        "has FlashAttention-4 alone (3 was never measured)",
+        "training and rollouts must run one kernel with fixed splits, and burst has no "
+        "FlashAttention but 4 (3 was never measured)",
         "pass --flash-attention-version 4, also to the rollouts",
         asked="batch-invariant kernels and any other FlashAttention"),
     Refusal("attention", "transformer_impl", ("local", "transformer_engine"),
@@ -328,7 +330,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("call", "attention_mask", (),
         "causal attention needs no mask tensor, and other masks are not supported", _NO_MASK,
         asked="a mask tensor", got="one of shape {value}"),
-    Refusal("call", "attention_bias", (), "burst's kernels add none",
+    Refusal("call", "attention_bias", (), "burst's kernels add no bias",
         "use a position embedding such as rope", asked="an attention bias",
         got="one of shape {value}"),
     Refusal("call", "packed_seq_params", ("thd",), "documents are separated in the format thd only",
@@ -342,7 +344,8 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("packed", "cu_seqlens_q", (), "cu_seqlens_q says where documents begin",
         "pass packed_seq_params with cu_seqlens_q", asked="packed sequences without boundaries"),
     Refusal("packed", "cu_seqlens_kv", (), "queries and keys must come from the same tokens",
-        "pass cu_seqlens_q as cu_seqlens_kv too, and do the same for the padded ones", _OTHER_KEYS),
+        "pass cu_seqlens_q as cu_seqlens_kv too, and likewise for the padded "
+        "boundaries", _OTHER_KEYS),
     Refusal("packed", "cp_partition_mode",
         lambda mode, o: mode in (None, "zigzag") or o.cp_group_size == 1,
         "each document is assumed to be sharded on its own, in zigzag order", "leave it out"),
@@ -351,8 +354,8 @@ TABLE: tuple[Refusal, ...] = (
         "pass both", asked="this group",
         got="local_cp_size={value} and a cp_group of {o.cp_group_size}"),
     Refusal("packed", "keep", lambda keep, o: keep != "auto",
-        "all ranks of a group must choose the same, and only those of the layer's own group "
-        "have agreed on a choice", f"pass {KEEP_FLAG} all", asked="keep=auto",
+        "all ranks of a group must keep the same, and only the ranks of the layer's own group have "
+        "agreed on a choice", f"pass {KEEP_FLAG} all", asked="keep=auto",
         got="keep={value} and a group of the micro-batch's own ({o.cp_group_size} ranks)"),
     Refusal("packed", "mtp_num_layers", (0,),
         "Megatron shifts the tokens of multi-token prediction over the model's own group",
@@ -405,7 +408,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("modules", "burst_keep_modules",
         lambda names, o: KEEP_MODULES.issuperset(names or ())
         and (not _keeps_dispatch(o) or "router" in names),
-        "no other module is kept, and token_dispatch, whose call waits for the number of tokens, "
+        "only some modules can be kept, and token_dispatch, which waits for the number of tokens, "
         "only with the router", f"name {', '.join(sorted(KEEP_MODULES))}", asked="keep_modules",
         got="{value}"),
     Refusal("modules", "moe_token_dispatcher_type",
@@ -434,7 +437,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "head", "output_layer", (), "only Megatron's ColumnParallelLinear computes these logits",
         f"leave {LOSS_FLAG} out", asked="this output layer", got="{value}"),
-    Refusal("head", "bias", OFF, "the loss adds none", asked="a bias of the output layer"),
+    Refusal("head", "bias", OFF, "the loss adds no bias", asked="a bias of the output layer"),
     Refusal("head", "parallel_output", (True,), "there are no logits to gather", "leave that out",
         asked="logits that are gathered"),
     Refusal("head", "gtp_remat_size", (1,), "the output layer's weight is read without "

@@ -88,7 +88,7 @@ class SlicedSeqParams(PackedSeqParams):
         """
         slices, own = masks.tree(lengths, parents), masks.tree_positions(lengths, parents)
         tokens = len(own) if tokens is None else integer(WHO, "tokens", tokens, 1)
-        must = "a sequence must hold all segments of its tree, because each is a part of it"
+        must = "a sequence must hold all segments of its tree, because each segment is a part of it"
         got = f"{len(own)} tokens of segments in {tokens}"
         require(WHO, [(len(own) <= tokens, must, got, "pass the tokens of the whole sequence")])
         return cls.of(slices, tokens, torch.cat((own, own.new_zeros(tokens - len(own)))))
@@ -100,9 +100,10 @@ def check_placed(params: PackedSeqParams | None) -> None:
     require(WHO, [(
         not unused,
         "positions must go to a model with Megatron's RoPE or YaRN, because learned positions and "
-        "mrope take theirs from the model's position_ids",
-        "a model that made no table of them",
-        "pass SlicedSeqParams.of(slices, tokens) without positions, and position_ids that say them",
+        "mrope come from the model's position_ids",
+        "a model that made no table of positions",
+        "pass SlicedSeqParams.of(slices, tokens) without positions, and the positions as "
+        "position_ids",
     )])  # fmt: skip
 
 
@@ -142,23 +143,23 @@ def _needs(params: SlicedSeqParams, rotary: type, config: Any, tokens: int) -> I
     """What a sample of so many tokens needs."""
     is_packed, places = packed.is_packed(params), params.positions
     yield (is_packed or params.max_seqlen_q == params.max_seqlen_kv == tokens,
-           "tokens must be those of a whole sequence, because Megatron's RoPE has a row for each",
+           "tokens must be the whole sequence's length, because Megatron's RoPE has a row for each",
            f"{params.max_seqlen_q} for a sequence of {tokens}",
-           "pass its length over all ranks")  # fmt: skip
+           "pass the length over all ranks")  # fmt: skip
     if places is None:
         return
     fits = holds_whole(places) and places.shape == (tokens,)
     yield (fits and not packed.found_once(lambda: bool((places < 0).any()), "negative", places),
            f"positions must be int32 or int64 [{tokens}] from 0 on, because each token of the "
-           "sample has one", "negative ones" if fits else kind_of(places),
-           "pass those of the whole sample")  # fmt: skip
+           "sample has a position", "negative ones" if fits else kind_of(places),
+           "pass the positions of the whole sample")  # fmt: skip
     yield (rotary.forward in (RotaryEmbedding.forward, YarnRotaryEmbedding.forward),
            "positions must go to Megatron's own RotaryEmbedding or YarnRotaryEmbedding, because "
-           "others make their tables themselves", rotary.__name__,
+           "other classes make their tables themselves", rotary.__name__,
            "leave positions out, or train this model without trees")  # fmt: skip
     whole = is_packed or config.multi_latent_attention
-    yield (not (whole and config.apply_rope_fusion), "positions must come without fused RoPE in "
-           "MLA and in packed samples, because its kernels count through each document themselves",
+    yield (not (whole and config.apply_rope_fusion), "in MLA and in packed samples, positions must "
+           "come without fused RoPE, because its kernels count in each document themselves",
            "apply_rope_fusion", "pass --no-rope-fusion")  # fmt: skip
 
 

@@ -38,8 +38,8 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     """
     if not patches.rows("spec"):
         raise BurstError("--spec megatron_burst.spec layer_spec: Megatron-Core must be 0.19 or "
-                         "newer, because older ones do not pass it the model's configuration; got "
-                         f"{find_megatron()}; pass --context-parallel-impl burst "
+                         "newer, because older releases do not pass the model's configuration to "
+                         f"it; got {find_megatron()}; pass --context-parallel-impl burst "
                          "instead")  # fmt: skip
     patches.apply("spec")
     # Megatron has read the flag; with --use-checkpoint-args a checkpoint that has it would force
@@ -88,9 +88,9 @@ def _replaced(spec: Any) -> Any:
     cores: dict[type, type | None] = {}
     copied = _copy(spec, {}, cores)
     if not any(cores.values()):
-        raise BurstError("burst_spec: the spec must hold a core attention of Megatron's, or a "
-                         "sub-class of TransformerEngine's without a forward of its own, because "
-                         "that is what burst replaces; got "
+        raise BurstError("burst_spec: the spec must hold Megatron's core attention, or a subclass "
+                         "of TransformerEngine's that does not override forward, because burst "
+                         "replaces that; got "
                          f"{', '.join(core.__name__ for core in cores) or 'none'} in "
                          f"{type(spec).__name__}; pass a layer or block spec with one")  # fmt: skip
     return copied
@@ -216,7 +216,7 @@ def _check_core(core, config, layer_number, attn_mask_type, attention_type, **_)
         return
     check_layer(config, layer_number, attn_mask_type, attention_type, None)
     raise BurstError(f"{WHO}: the model's spec must name burst's core attention, Megatron's own, "
-                     "or a sub-class of TransformerEngine's without a forward of its own, because "
-                     f"no other knows what cp_comm_type=burst means; got {core.__name__} in layer "
-                     f"{layer_number}; put one of these into the spec, or train this model without "
-                     "burst")  # fmt: skip
+                     "or a subclass of TransformerEngine's that does not override forward, because "
+                     f"no other class knows what cp_comm_type=burst means; got {core.__name__} in "
+                     f"layer {layer_number}; put one of these into the spec, or train this model "
+                     "without burst")  # fmt: skip

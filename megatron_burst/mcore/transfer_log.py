@@ -65,17 +65,17 @@ def _log_times(iteration: int) -> None:
         timers.write(names, global_vars.get_wandb_writer(), iteration, reset=False)
     timers.log(names)
     if not seconds:
-        print_rank_last("burst attention: no times in this step: it is the first one, a profiler "
-                        "looks on, or it has passes of a shape or a mask that the step before did "
-                        "not have")  # fmt: skip
+        print_rank_last("burst attention: no times in this step: it is the first step, a profiler "
+                        "is running, or it has passes with a shape or mask that the previous step "
+                        "did not have")  # fmt: skip
 
 
 def _log_bytes(iteration: int) -> None:
     """Log the bytes of the last rank, which prints and has the writers."""
     sent = METER.sent_bytes()
     inside, outside = (sent[link] / 2**20 for link in (Link.INTRA, Link.INTER))
-    print_rank_last("burst attention, sent by the last rank in this step (MiB): inside its node "
-                    f"{inside:.3f}, to other nodes {outside:.3f}")  # fmt: skip
+    print_rank_last(f"burst attention: in this step the last rank sent {inside:.3f} MiB inside its "
+                    f"node and {outside:.3f} MiB to other nodes")  # fmt: skip
     for link, name in BYTES.items():
         _write(name, sent[link], iteration)
 

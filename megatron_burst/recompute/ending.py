@@ -83,7 +83,7 @@ class Ending:
     def _note(self, unread: bool, empty: bool = False) -> None:
         if empty and not unread:
             raise BurstError(f"{WHO}: what reads a layer's last results in backward must not "
-                             "change between steps, because they are not recomputed where nothing "
-                             "reads them; got a reader where there was none; recompute a function "
-                             "that does the same every time")  # fmt: skip
+                             "change between steps, because results that nothing reads are not "
+                             "recomputed; got a reader where there was none before; recompute a "
+                             "function that does the same every time")  # fmt: skip
         self.unread = unread and self.unread is not False

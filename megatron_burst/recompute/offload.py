@@ -38,7 +38,7 @@ def host_memory(device: torch.device, limit_gib: float | None) -> "HostMemory":
     if is_first():
         how = "half of what is available" if limit_gib is None else "as asked"
         gib = memory.limit_bytes / _GIB
-        log_message(f"{WHO}: at most {gib:.2f} GiB of host memory per rank ({how})")
+        log_message(f"{WHO}: takes at most {gib:.2f} GiB of host memory per rank ({how})")
     return memory
 
 

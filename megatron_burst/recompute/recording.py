@@ -296,9 +296,9 @@ class Recording:
         debug = self._debug or ()
         differing = [i for i, digest in enumerate(debug) if checksum(inputs[i]) != digest]
         if differing:
-            raise BurstError(f"{WHO}: recomputation's inputs must equal the first pass's bit by "
-                             "bit, because outputs are not recomputed; got other bits in inputs "
-                             f"{differing}; look for random numbers or weights that changed "
+            raise BurstError(f"{WHO}: recomputation's inputs must equal the first pass's inputs "
+                             "bit by bit, because outputs are not recomputed; got other bits in "
+                             f"inputs {differing}; look for random numbers or weights that changed "
                              "between the two, or pass --burst-keep none")  # fmt: skip
 
 

@@ -99,7 +99,7 @@ def check_tokens(layout: Layout, cp_size: int, tokens: int) -> None:
     if layout in (Layout.ZIGZAG, Layout.DOCUMENTS) and cp_size > 1 and tokens % 2:
         raise BurstError(
             "burst attention: the number of tokens on a rank must be a multiple of 2, because "
-            f"zigzag holds two chunks on each; got {tokens} tokens on a rank and context parallel "
-            f"size {cp_size}; pad the sample to a "
+            f"zigzag gives each rank two chunks; got {tokens} tokens on a rank and context "
+            f"parallel size {cp_size}; pad the sample to a "
             f"{nearest_multiples(tokens * cp_size, 2 * cp_size)} (in Megatron --seq-length)"
         )

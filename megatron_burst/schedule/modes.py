@@ -151,7 +151,7 @@ def check_supported(spec: Spec) -> None:
 def _needs_of_rings(spec: Spec) -> Iterator[Need]:
     yield from (
         (not spec.heads_per_round,
-         "heads_per_round must come with gather or a2a, because a ring has no rounds of some heads",
+         "heads_per_round must come with gather or a2a, because a ring has no rounds of heads",
          f"heads_per_round={spec.heads_per_round} and {describe_mode(spec)}",
          "leave it out, or pass --burst-intra gather (intra='gather') or a2a"),
         (not spec.pulled,
@@ -169,8 +169,8 @@ def _needs_of_heads(spec: Spec) -> Iterator[Need]:
     does = "gathers" if spec.intra == "gather" else "computes"
     yield (
         heads <= most or uneven,
-        f"heads_per_round must not exceed the KV heads that a rank {does}, because a round has "
-        "some of them", f"{heads} of {most}", "leave it out",
+        f"heads_per_round must not exceed the KV heads that a rank {does}, because a round takes "
+        "some of these heads", f"{heads} of {most}", "leave it out",
     )  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def _needs_between_nodes(spec: Spec) -> Iterator[Need]:
         not spec.saves_remote or spec.inter == "a2a"
         or (gathers and spec.circulate is not Circulate.Q),
         "resend=never must come with keys that are gathered inside nodes while K and V circulate "
-        "between nodes, because only those can stay until backward",
+        "between nodes, because only such keys can stay until backward",
         f"circulate={spec.circulate or 'auto'}" if gathers else describe_mode(spec),
         "leave it out, or pass --burst-intra gather (intra='gather') and no circulate=q",
     )  # fmt: skip

@@ -114,7 +114,7 @@ def pretend_nodes(cp_size: int, num_nodes: int) -> Topology:
     if num_nodes < 1 or cp_size % num_nodes:
         raise BurstError(
             "burst attention: the number of nodes must divide the context-parallel size, because "
-            f"nested rings need equally many ranks on each; got {num_nodes} nodes and context "
+            f"nested rings need equally many ranks on each node; got {num_nodes} nodes and context "
             f"parallel size {cp_size}; choose --burst-tune nodes=N among the divisors of {cp_size}"
         )
     row = cp_size // num_nodes
@@ -139,7 +139,7 @@ def topology_of(nodes: Sequence[Hashable], places: Sequence | None = None) -> To
     """
     if not nodes:
         raise BurstError(
-            "topology: a context-parallel group must have a rank, because a ring of none sends "
+            "topology: a context-parallel group must have a rank, because a ring of no ranks sends "
             "nothing; got no nodes; pass the node of each cp rank"
         )
     rows: dict[Hashable, list[int]] = {}
@@ -158,10 +158,10 @@ def topology_of(nodes: Sequence[Hashable], places: Sequence | None = None) -> To
     warnings.warn(
         "burst attention: nested rings need equally many ranks of the context-parallel group on "
         "each node, because the ring between nodes connects ranks in the same position; got "
-        f"{sizes} ranks on {len(sizes)} nodes, so one flat ring runs over all {len(nodes)} "
-        f"ranks, whose slowest link sets the pace: between nodes its busiest rank sends "
-        f"{len(nodes) - 1} shards instead of {len(sizes) - 1}; place equally many ranks of the "
-        "group on each node",
+        f"{sizes} ranks on {len(sizes)} nodes, so one flat ring runs over all {len(nodes)} ranks "
+        f"at the pace of its slowest link, and its busiest rank sends {len(nodes) - 1} shards "
+        f"between nodes instead of {len(sizes) - 1}; place equally many ranks of the group on each "
+        "node",
         stacklevel=2,
     )
     return flat

@@ -18,9 +18,9 @@ def show_documents(found: Documents) -> None:
     console.print("\n[bold]Documents:[/bold]", highlight=False)
     say(
         console,
-        f"a step has {len(each):,}, drawn from the file{cut}; with padding {each.mean():,.0f} "
-        f"tokens on average, {each.max():,} the longest. A rank has memory for micro-batches with "
-        f"{found.token_limit:,} tokens of it",
+        f"a step has {len(each):,} documents, drawn from the file{cut}; with padding, they have "
+        f"{each.mean():,.0f} tokens on average and {each.max():,} at most. A rank has memory for "
+        f"{found.token_limit:,} tokens of a micro-batch",
     )
     console.print(_table(found.outcomes))
     say(console, f"recommended: {in_words(found)}")

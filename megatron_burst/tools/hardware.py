@@ -34,7 +34,7 @@ class Curve:
         )  # fmt: skip
         xs = [p[0] for p in pairs] if good else []
         if not good or xs != sorted(set(xs)):
-            raise ValueError("be a number or a list of [x, y] of positive numbers, x ascending")
+            raise ValueError("be a number or a list of positive [x, y] with ascending x")
         return cls(tuple((float(x), float(y)) for x, y in pairs))
 
     def at(self, x: float) -> float:

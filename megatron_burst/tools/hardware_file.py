@@ -71,9 +71,9 @@ def hardware(name_or_path: str) -> Hardware:
     if not os.path.exists(name_or_path):
         raise BurstError(
             "hardware: --hardware must be a preset or a readable TOML file, because speeds come "
-            f"from there; got {excerpt(name_or_path)!r}{nearest(name_or_path.lower(), names)} (No "
-            f"such file); choose one of {', '.join(names)} or a file that megatron-burst "
-            "calibrate wrote"
+            f"from it; got {excerpt(name_or_path)!r}{nearest(name_or_path.lower(), names)} (No "
+            f"such file); choose one of {', '.join(names)} or a file that megatron-burst calibrate "
+            "wrote"
         )
     return parse_hardware(_reader(name_or_path).text(), name_or_path)
 
@@ -94,7 +94,7 @@ def parse_hardware(text: str, name: str) -> Hardware:
 
 def _reader(name: str) -> Reader:
     why = "the planner uses all figures and no others"
-    return Reader("hardware", name, why, "correct it", most=64 << 10)
+    return Reader("hardware", name, why, "correct the file", most=64 << 10)
 
 
 def _measured(found: Calibration, name: str) -> Hardware:

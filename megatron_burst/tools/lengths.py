@@ -111,7 +111,7 @@ def _bin(row: dict[str, str], where: str) -> tuple[int, int, int]:
     try:
         numbers = {name: int(text) for name, text in row.items()}
     except (TypeError, ValueError):
-        raise ValueError(f"{where}: what is no whole number for each column") from None
+        raise ValueError(f"{where}: something other than a whole number for each column") from None
     low, high = (numbers.get(name, numbers.get("length", 0)) for name in ("shortest", "longest"))
     if not (0 <= low <= high <= _MOST and high and 0 <= numbers["documents"] <= _MOST):
         raise ValueError(f"{where}: {numbers['documents']} documents of {low} to {high} tokens")
@@ -142,7 +142,7 @@ def _index(reader: Reader) -> Lengths:
     with path.open("rb") as file:
         head = file.read(_HEADER.itemsize)
         if len(head) < _HEADER.itemsize or not head.startswith(_MAGIC):
-            raise ValueError("no index of Megatron's")
+            raise ValueError("no Megatron index")
         (fields,) = np.frombuffer(head, _HEADER)
         sequences, documents = int(fields["sequences"]), int(fields["documents"])
         if path.stat().st_size < len(head) + 12 * sequences + 8 * documents:
@@ -152,7 +152,7 @@ def _index(reader: Reader) -> Lengths:
         firsts = np.fromfile(file, "<i8", documents)
     ends = np.concatenate(([0], np.cumsum(tokens, dtype=np.int64)))
     if len(firsts) and not 0 <= firsts.min() <= firsts.max() <= sequences:
-        raise ValueError("documents of other sequences than it has")
+        raise ValueError("documents of sequences that it does not have")
     lengths = np.diff(ends[firsts])
     if len(lengths) and lengths.min() < 1:
         raise ValueError(f"a length of {lengths.min()} of document {lengths.argmin()}")

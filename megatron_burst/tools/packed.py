@@ -122,7 +122,7 @@ def plan_sample(job: Job, path: Path, sizes: Mapping[str, int]) -> tuple[dict[st
     )
     console = new_console()
     say(console, f"{title} ({path.name} has {read})")
-    say(console, f"its work is {sample.share:.1%} of one causal sequence's; one layer's attention:")
+    say(console, f"it has {sample.share:.1%} of one causal sequence's work; one layer's attention:")
     console.print(_table(found))
     for name, way in ways.items():
         if isinstance(way, Way) and way.why.reason != "asked for":
@@ -142,7 +142,7 @@ def _ways(job: Job, sizes: Mapping[str, int], sample: Sample) -> dict[str, Way |
     if why := misfit(job, strategy):
         raise BurstError(
             "plan: --gpus, --tp and --cp must fit the model and each other, because ranks share "
-            f"heads and tokens evenly; got sizes of which {why}; choose others"
+            f"heads and tokens evenly; got {why}; choose other sizes"
         )
     call = open_call(job, strategy)
     stays = replace(call, intra="gather", inter="ring")

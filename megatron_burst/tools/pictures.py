@@ -48,8 +48,8 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise BurstError(
-            "plan: --picture needs matplotlib, which draws it; got an environment without it; pip "
-            "install matplotlib, or leave the option out"
+            "plan: --picture needs matplotlib, which draws it; got an environment without it; run "
+            "pip install matplotlib, or leave the option out"
         ) from None
     return Figure(figsize=(width, height), layout="constrained")
 

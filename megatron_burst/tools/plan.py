@@ -47,7 +47,7 @@ Documents = partial(Option, metavar="FILE", rich_help_panel="Packed documents")
 Output = partial(Option, rich_help_panel="Output")
 _MODEL = (
     "a preset (listed below), hf:ORG/NAME (from the local cache), a config.json or its folder, or "
-    "the file that --burst-dump-args wrote of your job"
+    "the file that --burst-dump-args wrote for your job"
 )
 _HARDWARE = f"{', '.join(preset_names())}, or a TOML file from calibrate"
 _BATCH = "sequences per step; default: 4M tokens, or 1K per GPU if that is more"

@@ -61,7 +61,7 @@ def show_flags(console: Console, shown: Shown) -> None:
     head = "Flags to add or change, started with -m megatron_burst:"
     _show_words(console, head, as_words(new) or ["none"])
     old = {flag: flags[flag] for flag in flags if flag in there}
-    _show_words(console, "Flags that are there already:", as_words(old) or ["none"])
+    _show_words(console, "Flags that the script has already:", as_words(old) or ["none"])
 
 
 def _no_model_flags(unknown: Sequence[str]) -> str:
@@ -69,7 +69,7 @@ def _no_model_flags(unknown: Sequence[str]) -> str:
         "the planner knows no flags of Megatron-LM for these entries of the model's config: "
         f"{', '.join(unknown)}. Flags of the other entries alone would train another model, so "
         "build this one with Megatron Bridge, or write its flags yourself. Time and memory above "
-        "count the sizes and the kinds of layers of this config, and none of these entries"
+        "count this config's sizes and kinds of layers, but none of these entries"
     )
 
 

@@ -60,7 +60,7 @@ def _of_speed(job: Job) -> Iterator[str]:
     """Why no error of a predicted speed is known, or why it is known to be too high."""
     if job.model.linear:
         yield (
-            " has no known error: the time of linear attention is computed from FLOPs and bytes, "
+            "'s error is not known: the time of linear attention is computed from FLOPs and bytes, "
             "and has not been compared with measurements"
         )
     if job.model.experts and job.model.experts.ffn < _NARROW:
@@ -70,10 +70,10 @@ def _of_speed(job: Job) -> Iterator[str]:
             f"{NARROW_TIMES[0]} to {NARROW_TIMES[1]} times as long"
         )
     if job.hardware.name not in _MEASURED:
-        yield f" has no known error: no step was measured on {job.hardware.name}"
+        yield f"'s error is not known: no step was measured on {job.hardware.name}"
     if job.packing and job.gpus > job.on_node:
         yield (
-            " has no known error: attention of packed documents between nodes took up to "
+            "'s error is not known: attention of packed documents between nodes took up to "
             f"{PACKED_TIMES} times as long as predicted"
         )
 
@@ -83,8 +83,8 @@ def _of_length(job: Job, fixed: Fixed) -> Iterator[str]:
     step = length_step(job, {name: value for name, value in fixed if name in SIZES})
     if job.seq % step:
         yield (
-            f"{job.seq} tokens rule out every strategy whose 2 x CP x TP does not divide them; to "
-            f"rule out none, choose a {nearest_multiples(job.seq, step)}"
+            f"a sequence of {job.seq} tokens rules out every strategy whose 2 x CP x TP does not "
+            f"divide it; to rule out none, choose a {nearest_multiples(job.seq, step)}"
         )
 
 
@@ -92,9 +92,9 @@ def _of_packing(job: Job) -> Iterator[str]:
     """That the documents of packed samples are not known."""
     if job.packing and not job.packing.sample:
         yield (
-            "the lengths of your documents are not known, so usual ones are planned, which "
-            f"have {job.share:.0%} of the query-key pairs of one causal sequence (MagiAttention's "
-            "published distribution); --cu-seqlens FILE gives yours"
+            "the lengths of your documents are not known, so the plan assumes MagiAttention's "
+            f"published distribution, with {job.share:.0%} of the query-key pairs of one causal "
+            "sequence; pass yours as --cu-seqlens FILE"
         )
 
 
@@ -119,10 +119,10 @@ def _of_nodes(job: Job) -> Iterator[str]:
         return
     nodes, last = job.gpus // job.on_node, job.gpus % most
     yield (
-        f"{job.gpus} GPUs are not a multiple of a node's {most}: planned as {nodes} nodes with "
-        f"{job.on_node} each, {most - job.on_node} idle on each; start {job.on_node} ranks on "
-        f"each node. A group of ranks over nodes of {most} and {last} would be a flat ring, whose "
-        f"busiest rank sends {most + last - 1} shards between nodes instead of 1"
+        f"{job.gpus} GPUs do not fill nodes of {most}, so the plan uses {job.on_node} GPUs on each "
+        f"of {nodes} nodes and leaves {most - job.on_node} idle on each; start {job.on_node} ranks "
+        f"on each node. A group of ranks on nodes of {most} and {last} would be a flat ring, and "
+        f"its busiest rank would send {most + last - 1} shards between nodes instead of 1"
     )
 
 
@@ -138,10 +138,10 @@ def _of_memory(job: Job, best: Candidate) -> Iterator[str]:
     if best.host_over_gib:
         node = job.hardware.node
         yield (
-            f"pinned host memory of {best.memory.node / GIB:.0f} GiB a node exceeds what a plan "
-            f"takes, 80 % of the {node.memory_gib * job.on_node / node.gpus:.0f} GiB that "
-            f"{job.on_node} GPUs of an {job.hardware.name} node have; if yours has more, give it "
-            "as memory_gib in a --hardware file"
+            f"the plan needs {best.memory.node / GIB:.0f} GiB of pinned host memory on a node, "
+            f"which exceeds 80 % of the {node.memory_gib * job.on_node / node.gpus:.0f} GiB that "
+            f"{job.on_node} GPUs of an {job.hardware.name} node have; if yours has more, set "
+            "memory_gib in a --hardware file"
         )
 
 

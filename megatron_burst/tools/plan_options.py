@@ -41,8 +41,8 @@ def layout_note(script: Script, lengths: Lengths | None) -> list[str]:
     if not lengths or script.layout in (None, Layout.DOCUMENTS):
         return []
     return [
-        "documents of --lengths are planned as sharded one by one (--sft); the script's start at "
-        "any token"
+        "the plan shards documents of --lengths one by one (--sft), but the script's start at any "
+        "token"
     ]
 
 
@@ -83,8 +83,8 @@ def check_sample(given: dict[str, object]) -> None:
     """Refuse options that a sample does not have."""
     options = [f"--{name}" for name, value in given.items() if value and name not in ("tp", "cp")]
     require("plan", [(not options, "without --seq-length, --cu-seqlens must only be combined with "
-                      "--gpus, --gpus-per-node, --hardware, --tp, --cp and --picture, because it "
-                      "plans one layer's attention, not a job",
+                      "--gpus, --gpus-per-node, --hardware, --tp, --cp and --picture, because the "
+                      "plan is then of one layer's attention, not of a job",
                       "".join(options[:1]).replace("_", "-"), "leave one out")])  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def _why_best(found: Sequence[Candidate]) -> str:
     if len(found) == 1:
         return "the only strategy with the given options"
     if not best.fits:
-        return f"of {len(found)} strategies, this one lacks least:"
+        return f"of {len(found)} strategies, this one lacks the least:"
     alike = [one for one in found if one.fits and one.is_tight == best.is_tight]
     room = "fit" if best.is_tight else f"leave {1 - ROOMY:.0%} of memory"
     why = f"fastest of {len(alike)} that {room}"

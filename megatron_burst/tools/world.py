@@ -199,7 +199,7 @@ def _reports(world: World, failure: str | None) -> list[str | None]:
     patience = _PATIENCE if failure is None else _FAILED_PATIENCE
     if missing := late(store, keys, patience.total_seconds()):
         silent = f"ranks {missing} said nothing for {patience / timedelta(minutes=1):g} minutes"
-        raise _failed_alone(f"rank {world.rank}, while {silent}", failure or "theirs, perhaps")
+        raise _failed_alone(f"rank {world.rank}, while {silent}", failure or "perhaps theirs")
     return [store.get(key).decode() or None for key in keys.values()]
 
 

@@ -61,7 +61,7 @@ def test_a_coefficient_that_would_be_negative_is_zero():
     [
         ([], "got none"),
         ([Measured(10, 55, 1, 0.0)], "seconds above 0"),
-        ([Measured(10, 55, 1, 1.0)] * 9, "got 1 that are independent"),
+        ([Measured(10, 55, 1, 1.0)] * 9, "got enough for only 1;"),
     ],
 )
 def test_measurements_that_say_too_little_are_refused(rows, said):

@@ -129,8 +129,8 @@ def test_a_wrong_tile_of_one_rank_is_an_error_on_all_ranks(way):
     assert {*good, *fine} == {""}
     for sentences, name, direction in ((forward, "out|lse", "forward"), (backward, "d.", "back")):
         assert len({*sentences}) == 1, sentences
-        assert re.search(rf"got ({name}) of position \d+ and head \d off by .* is allowed\), on cp "
-                         rf"rank \d \(rank \d\), and \d+ of \d+ rows.* in layer 7, {direction}",
+        assert re.search(rf"got ({name}) at position \d+ and head \d, which is off by .* is allowed"
+                         rf"\), on cp rank \d \(rank \d\), and \d+ of .* in layer 7, {direction}",
                          sentences[0]), sentences[0]  # fmt: skip
     assert "on cp rank 1 (rank 1)" in forward[0]
 
@@ -233,7 +233,7 @@ def test_a_kernel_that_is_wrong_in_a_few_rows_of_one_rank_alone_is_found():
 
     alone(1)
     with patch.object(kernel, "forward", wrong):
-        assert "got out of position" in told_in(partial(alone, 1))
+        assert "got out at position" in told_in(partial(alone, 1))
         assert "and 50 of 128" not in told_in(partial(alone, None))
 
 

@@ -140,7 +140,7 @@ ASTRAY = {
     skipped_before_backward: ("the backward of pass", "a forward"),
     skipped_before_the_end: ("the end of a step", "a forward"),
     backward_of_another: ("the backward of pass 2", "the backward of pass 1"),
-    first_of_a_kind: ("a call that is new to it.* causal=False", "a forward.* causal=True"),
+    first_of_a_kind: ("the first call of its kind.* causal=False", "a forward.* causal=True"),
 }
 
 

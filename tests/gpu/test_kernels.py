@@ -209,7 +209,7 @@ def test_strides_beyond_2_31_elements(name, packed):
     band = Band(lengths, lengths, packed=packed, dtype=torch.bfloat16, **ONE)
     backend = backend_for(name, band)
     if backend.capability.in_32_bits:
-        pytest.skip("its offsets are of 32 bits")
+        pytest.skip("its offsets have 32 bits")
     memory = torch.empty(rows * far, dtype=torch.bfloat16, device="cuda")
     near, visible = band.inputs("cuda"), band.visible("cuda")
 

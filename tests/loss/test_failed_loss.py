@@ -183,7 +183,7 @@ def unlike(rank):
 
 
 def test_options_of_a_wrong_kind_on_one_rank_are_refused_on_all():
-    words = "options must be", "entropy must be", "return_lse must be", "loss_mask must be real"
+    words = "options must be", "entropy must be", "return_lse must be", "loss_mask must not"
     for found in run_ranks(unlike, WORLD):
         for said, word in zip(found, words, strict=True):
             assert word in said

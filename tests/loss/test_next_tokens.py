@@ -130,7 +130,7 @@ CU = torch.tensor([0, 3, 8])
 REFUSED = {
     "layout": ((IDS,), {"layout": "zigzg"}, "layout must be one of zigzag.*got 'zigzg'"),
     "no integers": ((IDS.float(),), {}, "must be integers.*got torch.float32 of shape"),
-    "a list": ((IDS.tolist(),), {}, r"tokens must be a dense tensor.*got \[0, 1.*; make it one"),
+    "a list": ((IDS.tolist(),), {}, r"tokens must be a dense tensor.*got \[0, 1.*; pass a d"),
     "ignored": ((IDS,), {"ignore_index": 1.5}, "ignore_index must be an integer.*got 1.5"),
     "too many axes": ((TWO.view(2, 4, 2),), {}, r"\[t\] or \[s, b\].*got torch.int64 of shape"),
     "a batch": ((TWO,), {"cu_seqlens": CU}, r"batch size 1.*got tokens \(8, 2\) and 1 ranks"),
@@ -177,7 +177,7 @@ def test_what_is_wrong_or_differs_on_one_rank_is_refused_on_all():
     for said in run_ranks(refusals, 2):
         boundaries, rows, wrong, layout, odd, lengths, nothing, sparse = said
         assert "cu_seqlens=[0, 4, 8]" in boundaries and "cu_seqlens=[0, 3, 8]" in boundaries
-        assert "(4,)" in rows and "(6,)" in rows and "pass the same on all ranks" in rows
+        assert "(4,)" in rows and "(6,)" in rows and "pass the same shapes" in rows
         assert "must begin with 0 and not decrease" in wrong and "cp ranks [1]" in wrong
         assert "layout=zigzag" in layout and "layout=contiguous" in layout
         assert "a multiple of 4 tokens" in odd and "tokens (5,) and 2 ranks" in odd

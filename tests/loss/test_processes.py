@@ -183,7 +183,7 @@ def test_what_is_wrong_on_one_rank_alone_is_refused_on_all():
         labels, known, dtype, vocab, options = said
         assert f"got {['some on another rank', [40]][rank]}" in labels
         assert "all ranks of a tensor-parallel group must make the same calls" in known
-        assert "a call that is new to it" in known and "cast one of them) on tp ranks [1]" in known
+        assert "first call of its kind" in known and "cast one of them) on tp ranks [1]" in known
         assert "float64 and torch.bfloat16; cast one of them (tp rank 1)" in dtype
         assert "weight=(20, 16)" in vocab and "weight=(19, 16)" in vocab
         assert "--make-vocab-size-divisible-by" in vocab

@@ -116,7 +116,7 @@ def test_the_log_tells_how_much_of_other_ranks_keys_is_needed(layout, seed):
     ]
     given, sizes = torch.tensor(way.slices), (tokens, size, 1, tokens)
     told = Slices(given, False, sizes, layout, torch.device("cpu")).balance
-    assert f" needs {sum(sees) / len(sees):.0%}," in told
+    assert f" needs {sum(sees) / len(sees):.0%} of" in told
 
 
 @pytest.mark.parametrize("layout, seed", [*product(LAYOUTS, range(3))])

@@ -186,8 +186,8 @@ REFUSED = {  # parents, and words of the message
     "breadth first": (
         [-1, -1, 0], "depth first.*got segment 2 not directly after segment 0 and its descendants"
     ),
-    "too few": ([-1, 0], "a parent for each segment.*got 2 parents of 3 segments"),
-    "none": ([], "a parent for each segment.*got 0 parents of 3 segments"),
+    "too few": ([-1, 0], "a parent for each segment.*got 2 parents for 3 segments"),
+    "none": ([], "a parent for each segment.*got 0 parents for 3 segments"),
     "no integers": ([-1, 0.0, 0], "integers on the CPU.*got float, int; pass a list of int"),
     "booleans": ([-1, True, 0], "integers on the CPU.*got bool, int"),
     "nested": ([[-1], [0], [0]], "integers on the CPU.*got list"),

@@ -60,12 +60,12 @@ def test_words_of_the_environment_are_those_of_the_flags():
 @pytest.mark.parametrize(
     "text, got",
     [
-        ("kep=all", "got 'kep=all'; its names are plan, intra, inter, .*overlap"),
+        ("kep=all", "got 'kep=all'; choose each name once among plan, intra, inter, .*overlap"),
         ("plan=a.json", "a.json must be a readable file"),
         ("keep=all,keep=half", "got 'keep=all'"),
         ("keep=al", "invalid choice: 'al' .*none.*half"),
         ("overlap=1", "got 'overlap=1'"),
-        ("fused_loss=yes", "got 'fused_loss=yes'; it must be one of 1, true, 0, false"),
+        ("fused_loss=yes", "got 'fused_loss=yes'; choose one of 1, true, 0, false"),
         ("keep_layers=2", "keep_layers must come with keep"),
         ("loss_z_loss=0.1", "--burst-loss-z-loss: must come with --burst-fused-loss"),
     ],

@@ -300,7 +300,7 @@ def test_jobs_that_would_be_wrong_are_refused():
             return balanced.unmet_needs("", ours._needs())
 
     assert not refusal()
-    assert "the sampler's grid must be the job's" in refusal(context_parallel_size=4)
+    assert "the sampler's grid must have the job's sizes" in refusal(context_parallel_size=4)
     assert "pass --calculate-per-token-loss" in refusal(calculate_per_token_loss=False)
     fsdp2 = flags | dict(use_torch_fsdp2=True)
     assert "got --use-torch-fsdp2; pass" in refusal(args=fsdp2, calculate_per_token_loss=False)

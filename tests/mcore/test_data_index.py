@@ -26,5 +26,5 @@ def test_an_index_that_megatron_wrote_has_the_lengths_of_its_documents(tmp_path)
         lengths_in(path)
     with _IndexWriter(str(path), np.uint16) as writer:
         writer.write([700, 5], None, [0, 3])
-    with pytest.raises(BurstError, match="documents of other sequences"):
+    with pytest.raises(BurstError, match="documents of sequences that it does not have"):
         lengths_in(path)

@@ -102,7 +102,7 @@ def flag_without_its_check(rank):
     start_groups(Parallel())
     encoder.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.no_mask
     build_module(encoder, config=whole, layer_number=1)
-    with pytest.raises(BurstError, match=r"; got cp_comm_type=None; set it in a Trans"):
+    with pytest.raises(BurstError, match=r"; got cp_comm_type=None; set it in your own Trans"):
         build_module(late, config=whole, layer_number=1)
     return said, [type(layer.self_attention.core_attention).__name__ for layer in layers]
 

@@ -38,14 +38,14 @@ def test_a_ranks_part_ends_before_it_waits():
         assert isnan(afterwards)
         for seconds, work in zip(every, WORK, strict=True):
             assert work <= seconds < work + 0.25
-        assert 0 < lost(every) < 0.4 and "waiting for rank 1; " in line_of(every, range(3))
+        assert 0 < lost(every) < 0.4 and " for rank 1, and " in line_of(every, range(3))
 
 
 def test_the_line_names_global_ranks():
     said = line_of([1.0, 2.5, 1.5, 2.0], [4, 5, 12, 13])
     assert said == (
-        "imbalance: 0.750 s of this step lost on average (30.0% of 2.500 s) in waiting for rank 5; "
-        "1.500 s on rank 4"
+        "imbalance: in this step ranks waited 0.750 s on average (30.0% of 2.500 s) for rank 5, "
+        "and rank 4 waited 1.500 s"
     )
     assert lost([1.0, 2.5, 1.5, 2.0]) == 0.75 and isnan(lost([1.0, nan]))
 

@@ -113,7 +113,7 @@ def test_a_resumed_run_goes_on_with_the_next_documents(documents, truth, tmp_pat
             "documents must be sharded one by one",
             marks=needs("documents anywhere"),
         ),
-        ("--dataloader-type single", "--dataloader-type single; pass the documents of a step"),
+        ("--dataloader-type single", "--dataloader-type single; pass the number of documents"),
         ("--seq-length 24", "got .* tokens; use more micro-batches in a step"),
     ],
 )

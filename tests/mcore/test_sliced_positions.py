@@ -261,5 +261,5 @@ def test_what_would_rotate_wrongly_is_refused_on_all_ranks():
         assert "got negative ones" in said["negative"] and "got torch.float32" in said["kind"]
         assert rank == 1 or "cp rank 1" in said["on one rank"]
         assert "Megatron's own RotaryEmbedding" in said["another"] and "Other" in said["another"]
-        assert "mrope take theirs from the model's position_ids" in said["none"]
+        assert "mrope come from the model's position_ids" in said["none"]
         assert "pass --no-rope-fusion" in said["fused"]

@@ -122,7 +122,7 @@ def test_a_class_of_the_callers_own_is_left_alone():
 
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = Own
-    with pytest.raises(BurstError, match=r"must hold a core attention.*got Own in ModuleSpec; pa"):
+    with pytest.raises(BurstError, match=r"must hold Megatron's core.*got Own in ModuleSpec; pa"):
         burst_spec(spec)
 
 
@@ -146,9 +146,7 @@ def test_bridge_is_told_of_burst_again_after_undo_all(monkeypatch):
 @pytest.mark.parametrize("tree", [ModuleSpec(module=TransformerLayer), [], None, "spec"])
 def test_refuses_a_spec_without_core_attention(tree):
     """It would be returned unchanged, and Megatron's own attention would run."""
-    message = (
-        rf"^burst_spec: the spec must hold a core attention.*got none in {type(tree).__name__}"
-    )
+    message = rf"^burst_spec: the spec must hold Megatron's core.*got none in {type(tree).__name__}"
     with pytest.raises(BurstError, match=message):
         burst_spec(tree)
 

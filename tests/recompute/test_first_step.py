@@ -223,7 +223,7 @@ def test_a_layer_that_holds_more_than_was_counted_is_told_of_once(monkeypatch, c
         with first.expecting(counted << 30):
             gpu.allocated += more
         assert len(caplog.records) == told
-    assert "12.00 GiB in a micro-batch, where 10.00 were counted" in caplog.text
+    assert "12.00 GiB in a micro-batch, but 10.00 in the first step" in caplog.text
 
 
 class Event:

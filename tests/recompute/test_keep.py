@@ -195,7 +195,7 @@ def test_debug_mode_finds_recomputation_with_other_inputs():
     recompute_with_other(True, lambda x: x * 1)
     for change in (last_bit, lambda x: x.flip(1), sign_of_a_row):
         with pytest.raises(
-            BurstError, match=r"equal the first pass's bit by bit.*inputs \[0, 1, 2"
+            BurstError, match=r"equal the first pass's inputs bit by bit.*inputs \[0, 1, 2"
         ):
             recompute_with_other(True, change)
 

@@ -131,7 +131,8 @@ def test_there_is_one_memory_for_a_device_and_limit_and_it_says_its_bound_once(c
     host_memory.cache_clear()
     assert host_memory(CPU, 0.5) is host_memory(CPU, 0.5)
     assert host_memory(CPU, 0.5).limit_bytes == 1 << 29
-    assert caplog.messages == ["burst keep: at most 0.50 GiB of host memory per rank (as asked)"]
+    said = "burst keep: takes at most 0.50 GiB of host memory per rank (as asked)"
+    assert caplog.messages == [said]
     limit = host_memory(CPU, None).limit_bytes
     assert limit > 0
     assert f"at most {limit / 2**30:.2f} GiB" in caplog.messages[1]

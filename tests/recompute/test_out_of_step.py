@@ -111,7 +111,7 @@ def test_inputs_that_follow_a_half_recomputed_call_may_be_rounded_otherwise(of_d
 def test_if_inputs_changed_on_one_rank_the_others_hear_of_it(of_debug):
     for rank, (errors, later) in enumerate(of_debug):
         kind, sentence = errors[3]
-        assert "recomputation's inputs must equal the first pass's bit by bit" in sentence
+        assert "recomputation's inputs must equal the first pass's inputs bit by bit" in sentence
         assert later == (None, "")
         if rank != ODD:
             assert kind is DisagreementError and "on cp rank 1, while" in sentence

@@ -180,9 +180,9 @@ def test_ranks_pull_where_they_can(nodes, device, asked, trouble, value):
 @pytest.mark.parametrize(
     "nodes, device, trouble, why",
     [
-        (4, "cuda", None, "a rank must share its node with those it"),
+        (4, "cuda", None, "a rank must be on one node with the ranks it"),
         (1, "cpu", None, "the ranks must use GPUs"),
-        (1, "cuda", "no peer access", "symmetric memory must work between the GPUs; got: no peer"),
+        (1, "cuda", "no peer access", "symmetric memory must work between the GPUs.*; got no peer"),
     ],
 )
 def test_pulling_that_cannot_be_done_is_refused(nodes, device, trouble, why):

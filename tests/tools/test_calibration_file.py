@@ -44,7 +44,7 @@ def test_a_file_is_a_machine(tmp_path):
     "old, new, match",
     [
         ("memory_gib = 139.8", "memory_gib = ", "must be TOML.*line 4"),
-        ("memory_gib = 139.8", "", "x must hold name, gpu.*got no 'memory_gib'; correct it"),
+        ("memory_gib = 139.8", "", "x must hold name, gpu.*got no 'memory_gib'; correct the"),
         ("memory_gib", "memory_gb", "x must hold only .*'memory_gb', did you mean 'memory_gib'"),
         ("139.8", '"139.8"', "x: memory_gib must be a positive number.*got '139.8'"),
         ("139.8", "nan", "must be a positive number.*got nan"),

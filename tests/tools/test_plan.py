@@ -57,8 +57,8 @@ def test_without_search_the_best_is_shown_with_its_reason():
         ("64", None),
         ("36", None),
         ("144", None),
-        ("128", "planned as 2 nodes with 64 each, 8 idle on each; start 64 ranks on each node"),
-        ("256", "planned as 4 nodes with 64 each"),
+        ("128", "64 GPUs on each of 2 nodes and leaves 8 idle on each; start 64 ranks on each"),
+        ("256", "so the plan uses 64 GPUs on each of 4 nodes"),
     ],
 )
 def test_a_part_of_racks_is_planned(gpus, words):
@@ -69,8 +69,8 @@ def test_a_part_of_racks_is_planned(gpus, words):
     flat = " ".join(text.split())
     assert ("warning" in text) == (words is not None) and (words or "") in flat
     if gpus == "128":
-        assert "over nodes of 72 and 56 would be a flat ring" in flat
-        assert "sends 127 shards between nodes instead of 1" in flat
+        assert "on nodes of 72 and 56 would be a flat ring" in flat
+        assert "would send 127 shards between nodes instead of 1" in flat
     assert "flat ring of" not in text and "fastest of" in text
 
 

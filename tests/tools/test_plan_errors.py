@@ -75,7 +75,7 @@ def test_packed_attention_between_nodes_takes_as_much_longer_as_is_printed():
         ("llama3-8b --gpus 8 --cp 8 --keep all --offload", "MFU may be off by 17%, the largest"),
         ("llama3-8b --gpus 16", "MFU may be off by 21%. On two emulated nodes, 9 of 10"),
         ("qwen3-30b-a3b --gpus 8", "MFU is too high: experts 768 wide are counted at the speed"),
-        ("llama3-8b --gpus 8 --hardware b200", "MFU has no known error: no step was measured on"),
+        ("llama3-8b --gpus 8 --hardware b200", "MFU's error is not known: no step was measured on"),
     ],
 )
 def test_the_error_of_mfu_stands_beside_it(job, said):

@@ -64,17 +64,17 @@ def test_histograms_and_lists_are_read(tmp_path, histogram):
         ("a.csv", "length,documents\n", "no documents"),
         ("a.csv", "length,documents\n5,0\n", "no documents"),
         ("a.csv", "length,documents\n5,1\n0,1\n", "line 3: 1 documents of 0 to 0 tokens"),
-        ("a.csv", "length,documents\n5\n", "line 2: what is no whole number"),
+        ("a.csv", "length,documents\n5\n", "line 2: something other than a whole number"),
         ("a.csv", "shortest,longest,documents\n9,5,1\n", "line 2: 1 documents of 9 to 5 tokens"),
         ("a.csv", "shortest,longest,documents\n1,5,-1\n", "-1 documents"),
-        ("a.csv", "length,documents\n1.5,1\n", "line 2: what is no whole number"),
+        ("a.csv", "length,documents\n1.5,1\n", "line 2: something other than a whole number"),
         ("a.jsonl", "", "no documents"),
         ("a.jsonl", "5\n0\n", "line 2: 0, no length from 1 on"),
         ("a.jsonl", "5\ntrue\n", "line 2: true, no length"),
         ("a.jsonl", '{"text": "a"}\n', "no length from 1 on"),
         ("a.jsonl", "5 6\n", "line 1 must be JSON"),
-        ("a.jsonl", f"{1 << 80}\n", "below 2^64"),
-        ("a.idx", "not an index, but long enough to have a header", "no index of Megatron's"),
+        ("a.jsonl", f"{1 << 80}\n", "no whole number from 2^64 on"),
+        ("a.idx", "not an index, but long enough to have a header", "no Megatron index"),
         ("a.txt", "5\n", "a name that ends in .txt"),
         ("a.csv", None, "No such file"),
         ("a.jsonl", b"\xff\xfe", "codec"),
@@ -224,7 +224,7 @@ def test_a_script_whose_documents_start_at_any_token_is_warned(tmp_path, histogr
     )
     text = planning.run(script, "--gpus", 4, "--lengths", histogram)
     warned = [line for line in text.splitlines() if line.startswith("warning")]
-    assert sum("sharded one by one" in line for line in warned) == 1
+    assert sum("--lengths one by one" in line for line in warned) == 1
 
 
 def test_a_plan_that_does_not_fit_has_no_steps(histogram):

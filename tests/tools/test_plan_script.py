@@ -28,7 +28,7 @@ def test_a_script_is_planned_as_it_says(tmp_path):
     assert f"read from the script: {said}" in text
     assert "TP 2 CP 4 PP 1 DP 1, recompute full, keep all on host" in text
     assert "the only strategy with the given options" in text
-    assert "usual ones are planned, which have 9% of the query-key pairs" in text
+    assert "published distribution, with 9% of the query-key pairs" in text
     assert "recompute full, keep none" in run(str(path), "--gpus", "8", "--keep", "none",
                                               "--no-offload")  # fmt: skip
     assert "recompute none" in run(str(path), "--gpus", "8", "--recompute", "none")
@@ -138,7 +138,7 @@ def test_an_option_drops_what_it_makes_meaningless(plan_of, more, options, read,
          "got recompute selective from the script; leave --keep out, or pass --recompute full"),
         (SELECTIVE, "--offload", "got recompute core_attn from the script; leave --offload out"),
         (FULL, "--offload", "got keep none from the script; pass --keep all"),
-        (f"{SELECTIVE}--recompute-modules mlp,moe", "", "between them"),
+        (f"{SELECTIVE}--recompute-modules mlp,moe", "", "separated by spaces"),
     ],
 )  # fmt: skip
 def test_what_a_script_rules_out_is_said_to_come_from_it(plan_of, more, options, words):
@@ -157,7 +157,7 @@ def test_sizes_that_make_up_no_job_are_named_as_the_script_has_them(plan_of):
 def test_what_is_new_stands_before_what_a_script_has(plan_of):
     text = plan_of(f"{FULL} --attention-dropout 0.0", "--cp 2 --tp 4")
     head = "Flags to add or change, started with -m megatron_burst:"
-    new, there = text.split(head)[1].split("Flags that are there already:")
+    new, there = text.split(head)[1].split("Flags that the script has already:")
     assert "--context-parallel-size 2" in new and "--context-parallel-impl burst" in new
     assert "--seq-length" not in new and "--recompute-method uniform" in there
     assert "--attention-dropout" not in new and "--attention-dropout 0" in there

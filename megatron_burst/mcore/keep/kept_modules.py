@@ -192,9 +192,9 @@ def _as_agreed(x: Tensor, stage: Stage, config: TransformerConfig) -> Tensor:
     rows, tokens = x.shape[0] * x.shape[1], prod(module_costs.shared_shape(config, x))
     if 0 < stage.tokens < tokens:
         log_message_once(f"{WHO}: a micro-batch of {tokens} tokens is longer than those of the "
-                         f"first step ({stage.tokens}), and keeps the same layers, because its "
-                         "experts' ranks have other micro-batches and must recompute the same: "
-                         "memory may not suffice; pass --burst-keep-budget-gib to keep "
+                         f"first step ({stage.tokens}) but keeps the same layers, because its "
+                         "experts' ranks have other micro-batches and must recompute the same "
+                         "layers, so memory may not suffice; pass --burst-keep-budget-gib to keep "
                          "less")  # fmt: skip
     return x.new_empty((rows * stage.tokens // tokens, 1, x.shape[2]), device="meta")
 

@@ -151,8 +151,8 @@ def _modules(problem: KeepProblem, budget_bytes: float, host_bytes: int, rates: 
 def _words(module: ModuleCost, placed: Placed, problem: KeepProblem, rates: Rates) -> str:
     here, there = placed.device * problem.in_flight, placed.host * problem.in_flight
     saved = rates.matmul_s(module.flops) * (placed.device + placed.host) * 1e3
-    return (f"keep output of {module.name} in {placed}: {here * module.num_bytes / 2**30:.2f} GiB, "
-            f"on the host {there * module.num_bytes / 2**30:.2f} GiB, saves {saved:.1f} ms a "
+    return (f"keep the output of {module.name} in {placed}: {here * module.num_bytes / 2**30:.2f} "
+            f"GiB, on the host {there * module.num_bytes / 2**30:.2f} GiB, saves {saved:.1f} ms a "
             "micro-batch")  # fmt: skip
 
 

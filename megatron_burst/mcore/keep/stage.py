@@ -135,8 +135,8 @@ def _agree(stage: Stage, group: dist.ProcessGroup, burst: BurstConfig) -> None:
     say_of_stage(f"the first step left {stage.left_bytes / _GIB:.2f} GiB; a layer's forward takes "
                  f"{stage.forward_s * 1e3:.2f} ms, the loss {stage.turn_s * 1e3:.2f} ms; "
                  f"{stage.rates.host_gbs:.1f} GB/s to host memory")  # fmt: skip
-    say_of_stage(f"a layer holds {stage.held_share:.1f} times its input for backward; all of it "
-                 f"saves {stage.rest_s * 1e3:.2f} ms besides attention")  # fmt: skip
+    say_of_stage(f"a layer holds {stage.held_share:.1f} times its input for backward; keeping all "
+                 f"of it saves {stage.rest_s * 1e3:.2f} ms besides attention")  # fmt: skip
 
 
 def _worst(groups: Sequence[dist.ProcessGroup], burst: BurstConfig, **numbers: Any) -> Any:

@@ -189,10 +189,10 @@ class FirstStep:
         if grown > _MISCOUNTED * num_bytes:
             self._has_warned = True
             log_message(
-                f"{WHO}: all results of a layer take {grown / 2**30:.2f} GiB in a micro-batch, "
-                f"where {num_bytes / 2**30:.2f} were counted by the first step, perhaps because "
-                "this GPU's experts get more tokens: memory may not suffice; pass "
-                "--burst-keep-budget-gib to keep less",
+                f"{WHO}: all results of a layer take {grown / 2**30:.2f} GiB in a micro-batch, but "
+                f"{num_bytes / 2**30:.2f} in the first step, perhaps because this GPU's experts "
+                "get more tokens, so memory may not suffice; pass --burst-keep-budget-gib to keep "
+                "less",
                 WARNING,
             )
 

@@ -16,8 +16,8 @@ from megatron_burst.files import harmless
 from megatron_burst.tools.terminal import in_one_sentence, shown, without_warnings
 
 _NOTHING = (
-    "no rank wrote anything in {}: none met an error of another rank, or their launcher ended them "
-    "first, because a rank of their node had ended: then torchrun's output names that rank"
+    "no rank wrote anything in {}: either none met another rank's error, or the launcher ended "
+    "them first because a rank on their node had ended; torchrun's output then names that rank"
 )
 
 

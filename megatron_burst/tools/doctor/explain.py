@@ -53,7 +53,7 @@ def explained(folder: Path) -> str:
     """
     require("doctor", [(
         os.path.isdir(folder), "--explain must name the folder of MEGATRON_BURST_FAULTS, because "
-        "ranks wrote to it", f"{folder}, which is none", "correct it",
+        "ranks wrote to it", f"{folder}, which is no folder", "name that folder",
     )])  # fmt: skip
     lines: dict[int, Line] = {}  # what each rank wrote first: later ones follow from it
     for line in sorted(_read(folder), key=lambda line: (line.time, line.rank)):

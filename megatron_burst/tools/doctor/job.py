@@ -44,7 +44,7 @@ def check_job(launch: Launch, timeout_s: float, say: Callable[[list[Check]], Non
     facts = meeting.gather("facts", _my_facts(launch, timeout_s))
     need = (
         launch.rank in facts, "all ranks must arrive in time, because they check each other",
-        f"rank {launch.rank} beside {len(facts)} that rank 0 has seen", "raise --timeout-s",
+        f"rank {launch.rank} after rank 0 had counted {len(facts)}", "raise --timeout-s",
     )  # fmt: skip
     require("doctor", [need])
     seats = check_seats({rank: fact["gpu"] for rank, fact in facts.items()})
@@ -86,7 +86,7 @@ def check_attendance(launch: Launch, facts: Facts, timeout_s: float) -> Check:
         return ok("attendance", f"all {launch.size} ranks are there")
     nodes = ", ".join(sorted({f"node {rank // launch.local_size}" for rank in missing}))
     what = f"ranks {missing} of {launch.size} did not come within {timeout_s:g} s"
-    change = f"see that {nodes} runs them and reaches {launch.address}:{launch.port}"
+    change = f"make sure that {nodes} runs them and reaches {launch.address}:{launch.port}"
     return fail("attendance", what, change, nodes)
 
 
@@ -117,12 +117,12 @@ class _Transfers:
         ends = {rank: said.get(rank, ("transfers", "it ended")) for rank in self.facts}
         late = {rank: error for rank, (stage, error) in ends.items() if stage}
         if not late:
-            return ok("transfers", f"{len(ends)} ranks send to each other along all rings")
+            return ok("transfers", f"{len(ends)} ranks reach each other along all rings")
         stages = " or ".join(sorted({stage for stage, _ in ends.values()} - {""}))
         at = {rank: f"rank {rank} on {self.facts[rank]['node']}" for rank in late}
         why = [f"{at[rank]}: {error}" for rank, error in late.items() if error]
         what = few([f"ranks {[*late]} did not finish {stages} within {limit_s:g} s", *why])
-        change = "see to routes, firewalls and GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO says more"
+        change = "check routes, firewalls and GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO says more"
         return fail("transfers", what, change, few([*at.values()]))
 
     def _run(self) -> None:

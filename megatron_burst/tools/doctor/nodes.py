@@ -11,10 +11,10 @@ from megatron_burst.tools.doctor.report import Check, Status, fail, few, merged,
 from megatron_burst.tools.doctor.survey import Survey, gpus_of, survey_of
 
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
-_BY_SSH = "see that ssh reaches it without a password, or leave it out"
+_BY_SSH = "make sure that ssh reaches the node without a password, or leave it out"
 _MAY_DIFFER = {"NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_TOPO_FILE"}
 _HARDWARE = {"gpu", "clock", "gpus", "ranks", "driver", "hcas"}
-_OF_A_KIND = "take nodes of one kind, with as many ranks each: the slowest sets the pace"
+_OF_A_KIND = "use nodes of one kind with equally many ranks: the slowest node sets the pace"
 
 
 def nodes_in(text: str) -> tuple[str, ...]:
@@ -78,6 +78,6 @@ def check_alike(nodes: Mapping[str, Mapping[str, str]]) -> list[Check]:
             change = _OF_A_KIND if name in _HARDWARE else "export the same value on all nodes"
         odd = {node: value for node, value in values.items() if value != common}
         named = few([f"{node} has {value}" for node, value in odd.items()])
-        what = f"{name} differs: {named}; the others {common}"
+        what = f"{name} differs: {named}; the others have {common}"
         checks.append(Check(status, "alike", what, change, ", ".join(odd)))
     return checks or [ok("alike", f"{len(nodes)} nodes have the same {', '.join(names)}")]

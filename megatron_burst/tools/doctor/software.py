@@ -38,7 +38,7 @@ def check_torch(gpus_listed: int) -> Check:
     pairs = list(permutations(range(seen), 2))
     if apart := [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]:
         what = f"{len(apart)} of {len(pairs)} pairs of GPUs cannot read each other's memory"
-        change = "keys are then sent by NCCL (force.transfer=send); see to NVLink or PCIe access"
+        change = "keys are then sent by NCCL (force.transfer=send); check NVLink or PCIe access"
         return warn("torch", f"{what}, such as {apart[0]}", change)
     return ok("torch", f"torch sees {seen} GPUs, all with access to their peers")
 

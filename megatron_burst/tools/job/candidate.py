@@ -44,7 +44,7 @@ def candidate(job: Job, strategy: Strategy) -> Candidate:
     if reason := misfit(job, strategy):
         raise BurstError(
             "plan: the parallel sizes must fit the GPUs, the model and the batch, because Megatron "
-            f"shards all of them evenly; got: {reason}; change it, or leave it to the search"
+            f"shards all of them evenly; got {reason}; change that size, or leave it to the search"
         )
     return look_at(job, placed_by_auto(job, strategy))
 

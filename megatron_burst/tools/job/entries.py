@@ -34,7 +34,7 @@ class Sizes:
             close = "" if value is not None else nearest(key, self._table)
             raise BurstError(
                 f"plan: {self._name} must hold a number {key!r} up to {most}, because a model's "
-                f"time and memory depend on it; got {excerpt(repr(value))}{close}; add it"
+                f"time and memory depend on it; got {excerpt(repr(value))}{close}; set it"
             )
         return int(digits[1])
 

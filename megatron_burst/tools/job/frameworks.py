@@ -38,7 +38,7 @@ def takes_logits(framework: str | None, fsdp: str = "none") -> bool:
     if fsdp != "none":
         raise BurstError(
             f"plan: --for {framework} must come without --fsdp, because the planner only knows "
-            f"Megatron's own settings of it; got --fsdp {fsdp}; leave one out"
+            f"Megatron's own settings of FSDP; got --fsdp {fsdp}; leave one of them out"
         )
     return bool(FRAMEWORKS[framework].get("logits"))
 

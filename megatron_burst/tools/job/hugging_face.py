@@ -183,8 +183,7 @@ def _check_layers(config: Config, kind: Type, name: str) -> None:
         raise BurstError(
             f"plan: {name} must be a model whose layers are softmax attention over all earlier "
             "keys or a window of them, gated delta nets or Mamba-2, because the planner has no "
-            "times for others; got "
-            f"{', '.join(found)}; plan another model"
+            f"times for other layers; got {', '.join(found)}; plan another model"
         )
 
 

@@ -148,7 +148,7 @@ class Mamba(_Linear):
             return f"TP {tp} does not divide the {self.groups} groups of Mamba heads"
         groups = self.groups // tp
         if max(groups, cp) % min(groups, cp):
-            return f"CP {cp} and the {groups} groups of Mamba heads of a TP rank do not divide"
+            return f"CP {cp} does not fit the {groups} groups of Mamba heads of a TP rank"
         if not self.is_countable(tp, cp, tokens):
             return f"TP x CP {tp * cp} is too small for Mamba's kernels, which count in 32 bits"
         return ""

@@ -53,13 +53,13 @@ class Model:
         if not wrong and self.heads_q % self.heads_kv:
             wrong = ["heads_q", "heads_kv"]
         got = ", ".join(f"{name} {getattr(self, name)}" for name in wrong)
-        require("model", [(not wrong, "all sizes must be positive and KV heads divide query heads, "
-                           "because each KV head serves equally many", got,
+        require("model", [(not wrong, "all sizes must be positive and KV heads must divide query "
+                           "heads, because each KV head serves equally many query heads", got,
                            f"correct {self.name}")])  # fmt: skip
         widest = max(self.dim_qk, self.dim_v)
         require("plan", [(widest <= _WIDEST, f"heads must have at most {_WIDEST} dimensions, "
-                          "because on GPUs only plain PyTorch, which is too slow to plan, computes "
-                          "wider ones", f"heads of {widest}",
+                          "because on GPUs only plain PyTorch computes wider heads, and it is too "
+                          "slow to plan", f"heads of {widest}",
                           f"plan another model than {self.name}")])  # fmt: skip
 
     @property

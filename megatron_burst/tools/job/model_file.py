@@ -82,7 +82,7 @@ def _cached_config(name: str) -> Path:
     path = folder / "snapshots" / commit / "config.json"
     if not repository:
         raise BurstError(
-            "plan: hf: must be followed by a name, because the cache has models by name; got "
+            "plan: hf: must be followed by a name, because the cache lists models by name; got "
             f"{name!r}; write e.g. hf:Qwen/Qwen3-8B"
         )
     if not os.path.isfile(path):

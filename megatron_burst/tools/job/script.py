@@ -93,8 +93,8 @@ def _modules(arguments: Arguments) -> list[str]:
     names = [] if given is True else str(given).split()
     if not all(re.fullmatch("[a-z_]+", name) for name in names):
         raise BurstError(
-            "plan: --recompute-modules of the script must be names with spaces between them, "
-            f"because time and memory depend on each; got {given!r}; write for example "
+            "plan: --recompute-modules of the script must be names separated by spaces, because "
+            f"time and memory depend on each module; got {given!r}; write for example "
             "--recompute-modules mlp core_attn"
         )
     return names
@@ -185,11 +185,11 @@ def _notes(arguments: Arguments) -> Iterator[str]:
     if others:
         yield f"recomputation of {', '.join(sorted(others))} is not counted: it takes little time"
     if layers := arguments.get("burst_keep_layers"):
-        yield f"--burst-keep-layers {layers} is not counted: all layers keep"
+        yield f"--burst-keep-layers {layers} is not counted: all layers keep results"
     if arguments.get("reset_attention_mask"):
         yield (
             "burst attention refuses --reset-attention-mask: pass "
-            "--dataloader-inter-document-masking, which this plan is of"
+            "--dataloader-inter-document-masking, as this plan assumes"
         )
 
 
@@ -226,10 +226,10 @@ def _check_policy(given: Arguments, asked: Arguments) -> None:
         (is_full, f"{option} must come with --recompute full, because it concerns the inputs of "
          "recomputed layers", got, f"leave {option} out, or pass --recompute full"),
         (keep == "auto" or given.get("keep_budget_gib") is None, "--keep-budget-gib must come with "
-         "--keep auto, because only that has a budget", f"--keep {keep}",
+         "--keep auto, because only auto has a budget", f"--keep {keep}",
          "pass --keep auto, or leave it out"),
-        (not offload or keep != "auto", "--offload must not come with --keep auto, because that "
-         "chooses what goes to host memory", "both", "leave one out"),
+        (not offload or keep != "auto", "--offload must not come with --keep auto, because auto "
+         "chooses what goes to host memory", "both", "leave one of them out"),
         (not offload or given.get("keep") != "none", "--offload must come with --keep half or all, "
          "because nothing is kept without it", none, "pass --keep all, or leave it out"),
     ]  # fmt: skip

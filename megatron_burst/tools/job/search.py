@@ -132,7 +132,7 @@ def _why_nothing(job: Job, fixed: Fixed, of_script: Named) -> str:
             near = nearest_multiples(job.seq, length_step(job, sizes))
             change = f"choose a --seq-length that is a {near} (2 x CP x TP)"
     return (
-        "plan: some TP x CP x PP x DP and policy must make up the job, because Megatron shards "
+        "plan: some TP x CP x PP x DP and policy must fit the job, because Megatron shards "
         f"everything evenly; got {job.gpus} GPUs, {job.model.heads_q}/{job.model.heads_kv} heads, "
         f"{job.seq} tokens, a batch of {job.batch} and {given}{why and f' ({why})'}; {change}"
     )

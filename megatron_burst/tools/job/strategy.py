@@ -45,8 +45,8 @@ class Job:
     def __post_init__(self) -> None:
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise BurstError(
-                "plan: --gpus must be a multiple of --gpus-per-node, because nodes are used whole; "
-                f"got {self.gpus} and {self.gpus_per_node}; choose a "
+                "plan: --gpus must be a multiple of --gpus-per-node, because only whole nodes are "
+                f"used; got {self.gpus} and {self.gpus_per_node}; choose a "
                 f"{nearest_multiples(self.gpus, self.gpus_per_node)}"
             )
 
@@ -72,7 +72,7 @@ def even_share(gpus: int, gpus_per_node: int) -> int:
             return gpus // nodes
     raise BurstError(
         "plan: --gpus must spread evenly over the nodes, because rings between nodes connect "
-        f"equally many ranks of each; got {gpus} on nodes of {gpus_per_node}; choose a "
+        f"equally many ranks of each node; got {gpus} on nodes of {gpus_per_node}; choose a "
         f"{nearest_multiples(gpus, gpus_per_node)}"
     )
 
@@ -192,7 +192,7 @@ def misfit(job: Job, strategy: Strategy) -> str:
         near = nearest_multiples(job.seq, least_multiple(strategy))
         return f"a sequence of {job.seq} tokens is no {near} (2 x CP x TP)"
     if strategy.keep == "half" and strategy.cp == 1:
-        return "keeping half is burst's own, which needs CP above 1"
+        return "only burst keeps half, and burst needs CP above 1"
     if strategy.fsdp == "torch" and (strategy.pp > 1 or strategy.ep > 1 or job.model.tied):
         return "--use-torch-fsdp2 has no pipeline or expert parallelism and no tied embeddings"
     if stage % strategy.ep:

@@ -67,8 +67,8 @@ class Sample:
         if self.tokens > tokens:
             raise BurstError(
                 "plan: --cu-seqlens must fit into --seq-length, because documents are packed into "
-                f"samples of that length; got {self.tokens} and {tokens} tokens; raise "
-                "--seq-length, or leave it out for attention of this sample alone"
+                f"samples of that length; got {self.tokens} tokens of documents and {tokens} of a "
+                "sample; raise --seq-length, or leave it out for attention of this sample alone"
             )
         lengths = self.lengths * -(-tokens // self.tokens)
         edges = [edge for edge in accumulate(lengths, initial=0) if edge < tokens]

@@ -121,7 +121,7 @@ def test_the_command(tmp_path, as_json):
     asked = ["doctor", "--explain", str(tmp_path), *["--json"] * as_json]
     nothing = CliRunner().invoke(app, asked)
     assert nothing.exit_code == 0
-    assert as_json or "torchrun's output names that rank" in " ".join(nothing.output.split())
+    assert as_json or "torchrun's output then names that rank" in " ".join(nothing.output.split())
     write(tmp_path, ring_of_deaths(13))
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 1 and "rank 13 on node 1 never started step 3" in done.output

@@ -140,7 +140,7 @@ def test_a_healthy_job_and_only_rank_0_reports(tmp_path):
     assert [out[rank] for rank in (1, 2, 3)] == ["", "", ""]
     found = checks_of(out[0])
     assert found["attendance", "ok"]["what"] == "all 4 ranks are there"
-    assert found["transfers", "ok"]["what"] == "4 ranks send to each other along all rings"
+    assert found["transfers", "ok"]["what"] == "4 ranks reach each other along all rings"
     assert found["hook points", "ok"]["where"] == "all 2 nodes"
 
 

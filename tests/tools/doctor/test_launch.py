@@ -65,5 +65,5 @@ def test_a_rank_that_came_too_late_ends_in_a_sentence(monkeypatch):
     store.set("doctor/facts/0", "{}")
     monkeypatch.setattr(job, "open_store", lambda launch, timeout_s: store)
     monkeypatch.setattr(job, "_my_facts", lambda launch, timeout_s: {})
-    with pytest.raises(BurstError, match="all ranks must arrive in time.*got rank 1 beside 1 that"):
+    with pytest.raises(BurstError, match="all ranks must arrive in time.*got rank 1 after rank 0"):
         job.check_job(Launch(1, 2, 1, 2, "localhost", 0), 0.1, print)

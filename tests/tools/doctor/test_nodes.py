@@ -78,8 +78,8 @@ def test_the_table(ssh):
 def test_nodes_that_differ(ssh):
     checks = check_nodes(["a", "b", "c"], 60.0)
     assert [(check.status, check.what) for check in checks if check.name == "alike"] == [
-        (Status.WARN, "clock differs: c has 1755; the others 1980"),
-        (Status.WARN, "gpus differs: c has 4; the others 8"),
+        (Status.WARN, "clock differs: c has 1755; the others have 1980"),
+        (Status.WARN, "gpus differs: c has 4; the others have 8"),
     ]
     assert {check.where for check in checks if check.name == "interface"} == {"a, b", "c"}
     assert not any(check.status is Status.FAIL for check in checks)
@@ -94,17 +94,17 @@ USUAL = {
 @pytest.mark.parametrize(
     "changes, status, what",
     [
-        ({"gpu": "H100"}, Status.WARN, "gpu differs: d has H100; the others H200"),
-        ({"gpus": "4"}, Status.WARN, "gpus differs: d has 4; the others 8"),
-        ({"ranks": "4"}, Status.WARN, "ranks differs: d has 4; the others 8"),
-        ({"clock": "1755"}, Status.WARN, "clock differs: d has 1755; the others 1980"),
+        ({"gpu": "H100"}, Status.WARN, "gpu differs: d has H100; the others have H200"),
+        ({"gpus": "4"}, Status.WARN, "gpus differs: d has 4; the others have 8"),
+        ({"ranks": "4"}, Status.WARN, "ranks differs: d has 4; the others have 8"),
+        ({"clock": "1755"}, Status.WARN, "clock differs: d has 1755; the others have 1980"),
         ({"hcas": "7 x InfiniBand at 400 Gbit/s"}, Status.WARN, "hcas differs: d has "
-         "7 x InfiniBand at 400 Gbit/s; the others 8 x InfiniBand at 400 Gbit/s"),
-        ({"driver": "550"}, Status.WARN, "driver differs: d has 550; the others 570"),
+         "7 x InfiniBand at 400 Gbit/s; the others have 8 x InfiniBand at 400 Gbit/s"),
+        ({"driver": "550"}, Status.WARN, "driver differs: d has 550; the others have 570"),
         ({"torch": "2.10.0"}, Status.FAIL,
-         "torch differs: d has 2.10.0; the others 2.11.0"),
-        ({"te": "2.20"}, Status.FAIL, "te differs: d has 2.20; the others none"),
-        ({"NCCL_PROTO": "LL"}, Status.WARN, "NCCL_PROTO differs: d has LL; the others none"),
+         "torch differs: d has 2.10.0; the others have 2.11.0"),
+        ({"te": "2.20"}, Status.FAIL, "te differs: d has 2.20; the others have none"),
+        ({"NCCL_PROTO": "LL"}, Status.WARN, "NCCL_PROTO differs: d has LL; the others have none"),
     ],
 )  # fmt: skip
 def test_the_odd_node_is_named(changes, status, what):
