@@ -121,10 +121,16 @@ mask = slices.prefix_lm(prefix=16, tokens=64)  # the first 16 tokens see each ot
 out = burst_attention(q, k, v, group=cp_group, slices=mask, causal=False)
 
 # %% hf
-from megatron_burst.hf import shard_batch
+from megatron_burst.hf import ContextParallelMixin, prepare_data_loader, shard_batch
 
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="burst")
-loss = model(**shard_batch(batch, group=cp_group)).loss
+for batch in prepare_data_loader(loader, group=cp_group):
+    shard = shard_batch(batch, group=cp_group, fused_loss=True)
+    model(**shard, use_cache=False).loss.backward()
+
+
+class BurstSFTTrainer(ContextParallelMixin, SFTTrainer): ...
+
 
 # %% titan
 # torchrun ... -m megatron_burst.titan --module llama3 --config llama3_8b ...

@@ -64,7 +64,9 @@ def main() -> None:
 def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seq", type=int, default=131072, help="tokens of a sample")
-    parser.add_argument("--with", dest="variant", choices=("burst", "sdpa", "alst"), default="burst")
+    parser.add_argument(
+        "--with", dest="variant", choices=("burst", "sdpa", "alst"), default="burst"
+    )
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--keep-layers", type=int, help="layers that keep attention; default: all")
     parser.add_argument("--host-gib", type=float, help="memory for inputs; default: half of all")

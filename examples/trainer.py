@@ -14,7 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 from transformers import (
-    AutoModelForCausalLM, DataCollatorWithFlattening, Qwen3Config, Trainer, TrainingArguments,
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    Qwen3Config,
+    Trainer,
+    TrainingArguments,
     set_seed,
 )  # fmt: skip
 

@@ -109,7 +109,7 @@ class BurstConfig:
         """The options without those of the checkpoints around calls, and of modules beside
         attention."""
         room = self.keep_host_gib if self.offloads_results or self.keep == "auto" else None
-        offload = "results" if self.offloads_results else "none"
+        offload: Literal["results", "none"] = "results" if self.offloads_results else "none"
         return replace(self, keep_host_gib=room, keep_offload=offload, keep_modules=())
 
     @property

@@ -19,6 +19,8 @@ read -ra packages <<<"${BURST_PACKAGES:-}"
 read -ra alone <<<"${BURST_ALONE:-}"
 venv=${BURST_ENVIRONMENT:+.venvs/$BURST_ENVIRONMENT}
 venv=${venv:-.venv}
+extras=dev
+[ -n "${BURST_ENVIRONMENT:-}" ] || extras=dev,hf # frameworks bring transformers of their own
 stamp=$venv/.bootstrap-stamp
 uv_version=0.13.8
 # megatron-core has wheels for these two only; the first is preferred.
@@ -224,7 +226,7 @@ install_packages() {
     done
     say "uv installs what pyproject.toml asks for into $venv (several GB the first time)"
     "$uv" pip install ${quiet:+"$quiet"} --python "$venv/bin/python" --constraints "$constraints" \
-        --build-constraints "$constraints" -e '.[dev]' "${packages[@]}" >&2 || fail_to_install
+        --build-constraints "$constraints" -e ".[$extras]" "${packages[@]}" >&2 || fail_to_install
     if [ "${#alone[@]}" -gt 0 ]; then
         # built, if they have no wheel, with the torch that runs them and the headers that it brings
         local headers=("$root/$venv"/lib/python*/site-packages/nvidia/*/include)

@@ -21,11 +21,11 @@ from megatron_burst.hf.refusals import WHO, of_class, of_inputs, of_model
 from megatron_burst.recompute.checkpoints import patch_checkpoints
 from megatron_burst.recompute.inputs import all_on_host
 
-_RUNNING: ContextVar["Call | None"] = ContextVar("hf call", default=None)
+_RUNNING: ContextVar["ModelCall | None"] = ContextVar("hf call", default=None)
 
 
 @dataclass(slots=True)
-class Call:
+class ModelCall:
     """The outermost call of a model with a sharded batch, while it runs."""
 
     batch: ShardedBatch
@@ -50,7 +50,7 @@ def watched(original: Callable, model: torch.nn.Module, *args: Any, **inputs: An
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
     require(WHO, of_model(model, inner, batch.group is not None and batch.group.size() > 1))
     require(WHO, of_inputs(inner, args, inputs))
-    call = Call(batch, inputs.get("shift_labels"))
+    call = ModelCall(batch, inputs.get("shift_labels"))
     token = _RUNNING.set(call)
     try:
         with fused_head(inner, call.labels, batch.fused_loss), _checkpoints_of(batch):
@@ -62,7 +62,7 @@ def watched(original: Callable, model: torch.nn.Module, *args: Any, **inputs: An
 
 
 def _checkpoints_of(batch: ShardedBatch) -> AbstractContextManager[None]:
-    """Context for activation checkpoints, which keep attention's results: where their inputs are."""
+    """Context for activation checkpoints: it says where their inputs are."""
     if batch.config.keep != "none" or batch.input_gib is not None:
         patch_checkpoints()
     return nullcontext() if batch.input_gib is None else all_on_host(*batch.input_gib)
@@ -75,9 +75,18 @@ def count_attention(module: torch.nn.Module, batch: ShardedBatch | None) -> None
         BurstError: if the model got a sharded batch, and did not pass it on to attention.
     """
     if call := _RUNNING.get():
-        require(WHO, [(
-            batch is not None, "all layers must pass further keyword arguments on to attention, "
-            "because burst is one", f"none in {type(module).__name__}", "use another model")])
+        require(
+            WHO,
+            [
+                (
+                    batch is not None,
+                    "all layers must pass further keyword arguments on to attention, "
+                    "because burst is one",
+                    f"none in {type(module).__name__}",
+                    "use another model",
+                )
+            ],
+        )
         call.attended += 1
 
 
@@ -140,7 +149,7 @@ def _of_inner(model: torch.nn.Module, inputs: Mapping[str, Any]) -> Iterator[Nee
            "use a model with rotary embeddings")  # fmt: skip
 
 
-def _of_outputs(model: torch.nn.Module, call: Call, inputs: Mapping[str, Any],
+def _of_outputs(model: torch.nn.Module, call: ModelCall, inputs: Mapping[str, Any],
                 outputs: Any) -> Iterator[Need]:  # fmt: skip
     """Whether a model used the batch in every layer, and its outputs are the whole batch's."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
@@ -150,7 +159,7 @@ def _of_outputs(model: torch.nn.Module, call: Call, inputs: Mapping[str, Any],
            "shard as if it were the sample", f"{call.attended} of {layers} layers in {name}",
            "set attn_implementation=\"burst\", or use another model")  # fmt: skip
     if not isinstance(outputs, Mapping):
-        outputs = dict(zip(("loss", "logits"), outputs)) if call.labels is not None else {}
+        outputs = _named(outputs, call.labels)
     loss, rows = outputs.get("loss"), inputs["position_ids"].shape[1]
     is_sharded = call.batch.group is not None and call.batch.group.size() > 1
     yield (outputs.get("aux_loss") is None or not is_sharded,
@@ -172,3 +181,9 @@ def _of_outputs(model: torch.nn.Module, call: Call, inputs: Mapping[str, Any],
         yield (per_row, f"{output} must have a row for each token, because what sums up a sample "
                "would sum up a shard", f"shape {tuple(getattr(x, 'shape', ()))} in {name}",
                "take the hidden states, call unshard on them, and score those")  # fmt: skip
+
+
+def _named(outputs: tuple, labels: Tensor | None) -> dict[str, Any]:
+    """Outputs of `return_dict=False`, as far as they are known."""
+    names = ("logits",) if labels is None else ("loss", "logits")
+    return dict(zip(names, outputs, strict=False))

@@ -62,15 +62,17 @@ class ContextParallelMixin:
     overrides `shard_inputs`.
 
     Args:
-        cp_group: the context-parallel group, or that dimension of a DeviceMesh; None: all processes.
+        cp_group: the context-parallel group, or that dimension of a DeviceMesh; None: all ranks.
         shard_options: further arguments of `shard_batch`, such as `fused_loss`.
 
     Raises:
         BurstError: if the Trainer would compute with the labels of a shard.
     """
 
-    def __init__(self, *args: Any, cp_group: Ranks = None,
-                 shard_options: Mapping[str, Any] | None = None, **options: Any) -> None:  # fmt: skip
+    def __init__(
+        self, *args: Any, cp_group: Ranks = None, shard_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
         self.cp_group, self.shard_options = cp_group, dict(shard_options or {})
         super().__init__(*args, **options)
         require(_WHO, _of_trainer(self))
@@ -90,8 +92,10 @@ class ContextParallelMixin:
         """Trainer's, of sharded batches, so that each label is counted once."""
         return super().get_batch_samples(map(self.shard_inputs, epoch_iterator), *args)
 
-    def compute_loss(self, model: torch.nn.Module, inputs: Mapping[str, Any],
-                     return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:  # fmt: skip
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:  # fmt: skip
         """Trainer's, also in evaluation with the number of labels of the whole batch."""
         if num_items_in_batch is None and "burst" in inputs:  # which Trainer multiplies by again
             num_items_in_batch = inputs["num_items_in_batch"] * self.accelerator.num_processes
@@ -105,8 +109,10 @@ class ContextParallelMixin:
         return (mean_over(group_or_default(self.cp_group, _WHO), loss), *others)
 
 
-def _prepared(accelerator: Any, group: Ranks, loader: DataLoader, device_placement: bool | None = None,
-              slice_fn_for_dispatch: Any = None) -> DataLoader:  # fmt: skip
+def _prepared(
+    accelerator: Any, group: Ranks, loader: DataLoader, device_placement: bool | None = None,
+    slice_fn_for_dispatch: Any = None,
+) -> DataLoader:  # fmt: skip
     """`Accelerator.prepare_data_loader`."""
     if getattr(loader, "_is_accelerate_prepared", False):
         return loader

@@ -78,8 +78,8 @@ def _kinds(inputs: Given) -> Iterator[Need]:
     for name, x in inputs.tensors.items():
         yield (is_dense(x),
                f"{name} must be a dense tensor with data, because nothing is converted silently",
-               short_repr(x), "pass a dense tensor; of a DTensor full_tensor(), or compute the loss "
-               "where FSDP2 has gathered the weights, in the model's forward")  # fmt: skip
+               short_repr(x), "pass a dense tensor; of a DTensor full_tensor(), or compute the "
+               "loss where FSDP2 has gathered the weights, in the model's forward")  # fmt: skip
     yield (isinstance(inputs.supervised, SupervisedCount | None),
            "supervised must be what count_supervised returns, because the CPU waits until the GPU "
            "has counted", type(inputs.supervised).__name__,

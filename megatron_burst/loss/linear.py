@@ -31,8 +31,8 @@ def linear_cross_entropy(
     weight, for any number of tokens. If Megatron's `main_grad` is that gradient, computing
     gradients in forward needs one more. Statistics, loss and sums are in float32 (float64 for
     float64); logits and their gradients are rounded to the model's dtype for the GEMMs. It never
-    synchronizes with the GPU. Under torch's autocast hidden and weight are cast to its dtype, as for
-    torch's own products. A token is ignored (loss 0, gradient 0, whatever its hidden state)
+    synchronizes with the GPU. Under torch's autocast hidden and weight are cast to its dtype, as
+    for torch's own products. A token is ignored (loss 0, gradient 0, whatever its hidden state)
     if its label is `ignore_index` or its mask is 0.
 
     Args:

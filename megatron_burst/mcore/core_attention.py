@@ -232,7 +232,9 @@ class BurstForward:
         topology = communicator_of(cp_group, burst_config).topology
         switch_on_keep(burst_config)
         checks.say_if_keep_is_idle(burst_config, config)
-        return cls(cp_group, softmax_scale, burst_config.for_calls(), config, layer_number, topology)
+        return cls(
+            cp_group, softmax_scale, burst_config.for_calls(), config, layer_number, topology
+        )
 
     def over(self, group: dist.ProcessGroup | None) -> "BurstForward":
         """The same over another group, whose communicators are made if needed."""

@@ -108,7 +108,11 @@ def once[T](make: Callable[[], T]) -> T:
 def in_frames(forward, /, ctx, run_function, *args):
     """A reentrant checkpoint's forward: each call runs in a new frame, or in the one that its
     function is bound to. In none where no input needs a gradient, as in a forward without: it is
-    never recomputed, and what is kept runs with gradients, by which routers count tokens."""
+    never recomputed, and what is kept runs with gradients, by which routers count tokens.
+
+    Raises:
+        BurstError: if checkpoints offload their inputs.
+    """
     if all_go_to_host():
         raise BurstError(f"{WHO}: checkpoints that offload their inputs must not be reentrant, "
                          "because a reentrant one saves them where nothing sees it; got "

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_burst.errors import BurstError
 from tests.integrations.test_hf import SIZES, batch_of, model_of
 from tests.ranks import preload, run_ranks
 
@@ -121,7 +122,7 @@ def heads_that_are_refused(rank: int) -> list[str]:
     odd = model_of("Llama", "burst")
     odd.config.logit_scale = 0.5  # which Llama does not apply
     for model in (biased, odd):
-        with pytest.raises(ValueError) as raised:
+        with pytest.raises(BurstError) as raised:
             model(**batch, use_cache=False)
         said.append(str(raised.value))
     return said
@@ -197,7 +198,7 @@ def readers_that_are_refused(rank: int) -> dict[str, str]:
     }  # fmt: skip
     said = {}
     for name, call in calls.items():
-        with pytest.raises(ValueError) as raised:
+        with pytest.raises(BurstError) as raised:
             call()
         said[name] = str(raised.value)
     return said
@@ -234,7 +235,7 @@ def trl_with_a_second_fused_loss(rank: int) -> str:
     out = model(**shard_batch(batch), fused_lm_head=True)
     loss, _ = one_process(model_of("Llama", "sdpa"), batch)
     assert abs(mean_of(out.loss) - loss) < 1e-5
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(BurstError) as raised:
         model(**shard_batch(batch, fused_loss=True), fused_lm_head=True)
     return str(raised.value)
 
@@ -336,7 +337,7 @@ def test_checkpointing_keeps_attention_and_offloads(keep, reentrant, calls, pack
 
 
 def reentrant_inputs(rank: int) -> str:
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(BurstError) as raised:
         attention_calls(rank, {"keep_offload": "inputs"}, True)
     return str(raised.value)
 
@@ -386,6 +387,41 @@ def test_lora_on_two_ranks_is_that_on_one(modules, saved, fused):
         assert loss < 1e-6 and error < 1e-6
 
 
+def errors_of_qlora(rank: int, folder: str) -> tuple[float, float]:
+    """Of 4-bit weights under adapters; all but the products is in float32."""
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+
+    def tuned(attention):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation=attention, quantization_config=quantized,
+            dtype=torch.bfloat16, device_map={"": "cpu"},
+        )  # fmt: skip
+        model = prepare_model_for_kbit_training(
+            model, gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+        torch.manual_seed(1)
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return get_peft_model(model, config).train()
+
+    batch = batch_of(packed=False, rows=32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, grads = one_process(tuned("sdpa"), batch)
+        ours, our_grads, _ = sharded(tuned("burst"), batch, fused_loss=True)
+    error = max(float((our_grads[name] - x).norm() / x.norm()) for name, x in grads.items())
+    return abs(ours - loss), error
+
+
+def test_qlora_on_two_ranks_is_that_on_one(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    more = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}  # blocks of 64 weights
+    model_of("Llama", "sdpa", **more).bfloat16().save_pretrained(tmp_path)
+    for loss, error in run_ranks(errors_of_qlora, 2, str(tmp_path)):
+        assert loss < 2e-3 and error < 0.05  # bfloat16
+
+
 def refused_by_peft(rank: int) -> list[str]:
     from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 
@@ -402,7 +438,7 @@ def refused_by_peft(rank: int) -> list[str]:
         (model_of("Llama", "burst"), dropped, shard_batch(batch, fused_loss=True)),
     )
     for model, config, shard in cases:
-        with pytest.raises(ValueError) as raised:
+        with pytest.raises(BurstError) as raised:
             get_peft_model(model, config)(**shard)
         said.append(str(raised.value))
     return said

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_burst.errors import BurstError
 from tests.ranks import preload, run_ranks
 
 pytest.importorskip("trl", reason="make test-integrations FRAMEWORKS=hf")
@@ -66,6 +67,12 @@ def test_trl_refuses_accelerates_context_parallelism(loss):
 # ---- what a Trainer may not read ---------------------------------------------------------------
 
 
+def as_torchrun_would(rank: int, world: int) -> None:
+    """Let accelerate see the process group."""
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world}"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
 def trainer_of(kind: type, folder: str, collate, **options):
     """A Trainer with a tiny model; options of its arguments have a name in capitals."""
     from transformers import TrainingArguments
@@ -92,18 +99,26 @@ def trainers_that_are_refused(rank: int, folder: str) -> dict[str, str]:
     class Mixed(ContextParallelMixin, Trainer):
         pass
 
+    as_torchrun_would(rank, 2)
     flat = DataCollatorWithFlattening()
     metrics = {"compute_metrics": lambda x: {"accuracy": 0.0}}
-    loss = {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: outputs.logits.sum()}
+    loss = {
+        "compute_loss_func": lambda outputs, labels, num_items_in_batch=None: outputs.logits.sum()
+    }
     smooth, local = {"LABEL_SMOOTHING_FACTOR": 0.1}, {"AVERAGE_TOKENS_ACROSS_DEVICES": False}
     said = {}
 
     def refused(name, call):
-        with pytest.raises(ValueError) as raised:
+        with pytest.raises(BurstError) as raised:
             call()
         said[name] = str(raised.value)
 
-    for name, options in {"metrics": metrics, "loss": loss, "smooth": smooth, "local": local}.items():
+    for name, options in {
+        "metrics": metrics,
+        "loss": loss,
+        "smooth": smooth,
+        "local": local,
+    }.items():
         refused(f"mixin, {name}", lambda o=options: trainer_of(Mixed, folder, flat, **o))
     for name, options in {"loss": loss, "smooth": smooth}.items():  # a Trainer that shards itself
         plain = trainer_of(Trainer, folder, lambda x: shard_batch(flat(x * 2)), **options)
@@ -142,6 +157,7 @@ def batches_of(rank: int, cp: int, stream: bool, shuffle: bool) -> tuple[list, l
 
     from megatron_burst.hf import prepare_data_loader
 
+    as_torchrun_would(rank, 4)
     Accelerator(cpu=True)
     mesh = dist.init_device_mesh("cpu", (4 // cp, cp), mesh_dim_names=("dp", "cp"))
 
@@ -157,7 +173,7 @@ def batches_of(rank: int, cp: int, stream: bool, shuffle: bool) -> tuple[list, l
 
 @pytest.mark.parametrize(("stream", "shuffle"), [(False, False), (False, True), (True, False)])
 def test_ranks_of_a_group_read_the_same_batches(stream, shuffle):
-    results = run_ranks(batches_of, 4, 2, stream, shuffle)
+    results = run_ranks(batches_of, 4, 2, stream, shuffle, fresh=True)
     by_group = {dp: [x for x, other in results if other == dp] for _, dp in results}
     assert all(one == two for one, two in by_group.values()) and len(by_group) == 2
     seen = [number for (one, _) in by_group.values() for batch in one for number in batch]

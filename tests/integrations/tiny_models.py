@@ -116,7 +116,9 @@ def expected(model_type: str, packed: bool) -> tuple[Tensor, list[Tensor | None]
         model = model_of(model_type, "eager")
     batch = batch_of(packed)
     lengths = LENGTHS if packed else (sum(LENGTHS),)
-    pieces = zip(batch["input_ids"].split(lengths, 1), batch["labels"].split(lengths, 1), strict=True)
+    pieces = zip(
+        batch["input_ids"].split(lengths, 1), batch["labels"].split(lengths, 1), strict=True
+    )
     total, count = torch.zeros((), dtype=torch.float64), 0
     for ids, labels in pieces:
         logits = model(input_ids=ids, use_cache=False).logits.double()

@@ -17,12 +17,11 @@ from megatron_burst.mcore.refusals import refuse
 from megatron_burst.rates import Rates
 from megatron_burst.recompute.auto import budget
 from megatron_burst.recompute.auto.budget import KeepProblem, ModuleCost, Placed, choose_modules
-from megatron_burst.recompute.keep import call_kept
 from megatron_burst.recompute.inputs import offloaded_inputs
+from megatron_burst.recompute.keep import call_kept
 from megatron_burst.recompute.keeping import WHO, Frame, Keeping, framed, running
 from megatron_burst.recompute.later import packer
 from megatron_burst.recompute.offload import host_limit_bytes
-
 
 # ---- what replaces functions of Megatron, called with the original: see patches.py -----------
 
