@@ -33,7 +33,8 @@ ASIDE = {
 PAGES = ELSEWHERE | ASIDE
 # how much more, or less, pages count in the search, by the beginning of their address
 BOOST = {"start/": 2.0, "how-to/": 2.0, "troubleshooting.md": 2.0, "decisions/": 0.3,
-         "changelog.md": 0.3, "reference/errors.md": 0.3, "benchmarks/losses.md": 0.3}  # fmt: skip
+         "changelog.md": 0.3, "reference/errors.md": 0.3,
+         "reference/transformers.md": 0.2, "benchmarks/losses.md": 0.3}  # fmt: skip
 _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)")
 
 

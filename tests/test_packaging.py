@@ -290,7 +290,7 @@ def bootstrap(tmp_path):
 
 def test_make_installs_the_tested_set_again_when_it_changes(bootstrap, tmp_path):
     (first,) = bootstrap()
-    assert "--constraints .venv/constraints.txt" in first and first.endswith("-e .[dev]")
+    assert "--constraints .venv/constraints.txt" in first and first.endswith("-e .[dev,hf]")
     tested = (tmp_path / ".venv" / "constraints.txt").read_text()
     assert tested == (tmp_path / "constraints.txt").read_text()
     assert bootstrap() == [first]
