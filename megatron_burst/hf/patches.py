@@ -1,7 +1,5 @@
 """Functions of transformers and PEFT that burst replaces, to see how a sharded batch is used."""
 
-from functools import partial
-
 from megatron_burst.imports import when_imported
 from megatron_burst.patching import Patch
 
@@ -33,4 +31,4 @@ def patch_transformers() -> None:
         BurstError: if transformers or PEFT differ from what the rows were written for.
     """
     for patch in _ROWS:
-        when_imported(patch.module, partial(patch.apply))
+        when_imported(patch.module, patch.apply)

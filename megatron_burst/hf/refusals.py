@@ -129,6 +129,8 @@ def of_inputs(model: torch.nn.Module, args: tuple, inputs: Mapping[str, Any]) ->
     """Checks of what a model gets beside a sharded batch."""
     yield (not args, "a sharded batch must be passed by name, because each name has its meaning",
            f"{len(args)} arguments without", "call model(**batch)")  # fmt: skip
+    yield (inputs.get("position_ids") is not None, "a sharded batch must have position_ids, "
+           "because a model would count those of its shard", "none", _SHARD)  # fmt: skip
     mask = inputs.get("attention_mask")
     yield (mask is None or (mask.dim() == 2 and bool(mask.all())),
            "a batch must have no padding and no mask, because attention would see all of it",
