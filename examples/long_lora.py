@@ -144,13 +144,13 @@ def tiled_loss(causal: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tens
 
 def flops_of(config: Qwen3Config, tokens: int) -> float:
     """Of a step with frozen weights, without recomputation: products forward, and those of
-    activations' gradients; attention forward, and 2.5 times as much backward."""
+    activations' gradients; attention forward, and twice as much backward."""
     heads, kv = config.num_attention_heads, config.num_key_value_heads
     h, d = config.hidden_size, config.head_dim
     layer = h * d * (2 * heads + 2 * kv) + 3 * h * config.intermediate_size
     weights = config.num_hidden_layers * layer + h * config.vocab_size
     attention = config.num_hidden_layers * 4 * heads * d * tokens / 2
-    return tokens * (2 * 2 * weights + 3.5 * attention)
+    return tokens * (2 * 2 * weights + 3 * attention)
 
 
 def report(options: argparse.Namespace, model: torch.nn.Module, number: int, seconds: float,
