@@ -40,9 +40,10 @@ def autocast_inputs(*tensors: Any) -> tuple[Any, ...]:
     """Inputs as torch's own attention and matrix products get them: under autocast those in other
     dtypes than float64 are cast to its dtype. What is no tensor stays."""
     first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+    kind = first.device.type if isinstance(first, Tensor) else ""
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
+    dtype = torch.get_autocast_dtype(kind)
     return tuple(x.to(dtype) if _is_cast(x) else x for x in tensors)
 
 

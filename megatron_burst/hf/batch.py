@@ -71,9 +71,9 @@ def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: Layout
             "shift_labels", [b, s], -100 where ignored, and "position_ids", [b, s]. A packed sample
             has batch size 1 and "cu_seqlens" or "cu_seq_lens_q", int [documents + 1], or
             position_ids that start again with each document. "attention_mask" must be all ones:
-            padding is refused. "num_items_in_batch" is the number of labels that losses are divided
-            by, such as those of several micro-batches; left out: the batch's. Other names are
-            refused too, but for those that follow from these.
+            padding is refused. "num_items_in_batch" is the number of labels that losses are
+            divided by, such as those of several micro-batches; left out: the batch's. Other names
+            are refused too, but for those that follow from these.
         group: the context-parallel group, or that dimension of a DeviceMesh; None: all processes.
         layout: which rows a rank gets, as in `burst_attention`. In "zigzag" and "contiguous" rows
             are added at the end of a single sequence where the layout has equal chunks; they attend
@@ -86,8 +86,8 @@ def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: Layout
 
     Returns:
         "input_ids", "position_ids", "labels" and "shift_labels" (both shifted over the whole
-        sample), [b, s / ranks]; "num_items_in_batch", float32 [], the number of labels of the whole
-        batch, or the one given, divided by the ranks; and "burst", for attention.
+        sample), [b, s / ranks]; "num_items_in_batch", the number of labels of the whole batch, or
+        the one given, divided by the ranks; and "burst", for attention.
 
     Raises:
         BurstError: on all ranks of the group, if the batch cannot be sharded, or if ranks pass
@@ -97,7 +97,8 @@ def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: Layout
         get_worker_info() is None, "a batch must be sharded in the main process, because ranks "
         "compare it there", "a worker of a DataLoader",
         "pass num_workers=0, or shard what the loader returns")])  # fmt: skip
-    group, problem = group_or_default(group, _WHO), unmet_needs(_WHO, _of_batch(batch))
+    group = group_or_default(group, _WHO)
+    problem = unmet_needs(_WHO, _of_batch(batch, _chunks(group.size(), layout)))
     rows, cu_seqlens = {}, None
     if not problem:
         rows, cu_seqlens = _whole_chunks(*_rows_of(batch), group.size(), layout)
@@ -124,7 +125,8 @@ def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: Layout
     items = batch.get("num_items_in_batch")
     if items is None:
         items = (rows["shift_labels"] != _IGNORED).sum().clamp(min=1)
-    shard["num_items_in_batch"] = torch.as_tensor(items, device=ids.device) / group.size()
+    # no tensor: FSDP's mixed precision would round it
+    shard["num_items_in_batch"] = float(items) / group.size()
     ranks = group if dist.is_initialized() else None
     config = BurstConfig() if config is None else config
     per_call = replace(config.for_calls(), keep_layers=None)
@@ -134,7 +136,7 @@ def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: Layout
     return shard | {"burst": burst}
 
 
-def _of_batch(batch: Mapping[str, Any]) -> Iterator[Need]:
+def _of_batch(batch: Mapping[str, Any], chunks: int) -> Iterator[Need]:
     ids, legal = batch.get("input_ids"), {*_ROWS, *_BOUNDARIES, *_FOLLOW, "num_items_in_batch"}
     strange = [name for name, x in batch.items() if name not in legal and x is not None]
     yield (not strange, f"a batch must consist of {', '.join(_ROWS)} and cu_seqlens, because "
@@ -154,6 +156,15 @@ def _of_batch(batch: Mapping[str, Any]) -> Iterator[Need]:
            "packed documents must have batch size 1, because attention gets the boundaries of a "
            "single sample", f"{len(ids)} sequences with position_ids that start again",
            "pack them in one")  # fmt: skip
+    yield (len(ids) == 1 or not ids.shape[1] % max(chunks, 1),
+           f"several sequences must have a multiple of {chunks} tokens, because each rank gets "
+           "equal chunks of all", f"{ids.shape[1]} tokens",
+           "pack them in one row, of any length")  # fmt: skip
+
+
+def _chunks(ranks: int, layout: str) -> int:
+    """How many equal chunks a layout has; 0 if it has none."""
+    return ranks * {Layout.ZIGZAG: 2, Layout.CONTIGUOUS: 1}.get(layout, 0) if ranks > 1 else 0
 
 
 def _begins(batch: Mapping[str, Any]) -> Tensor:
@@ -176,8 +187,8 @@ def _whole_chunks(
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """A single sequence with rows added at its end, after its last document, for equal chunks."""
     batch, tokens = rows["input_ids"].shape
-    chunks = size * {Layout.ZIGZAG: 2, Layout.CONTIGUOUS: 1}.get(layout, 0)
-    lacking = -tokens % chunks if chunks and batch == 1 and size > 1 else 0
+    chunks = _chunks(size, layout)
+    lacking = -tokens % chunks if chunks and batch == 1 else 0
     if not lacking:
         return rows, cu_seqlens
     value = {"labels": _IGNORED, "shift_labels": _IGNORED}

@@ -30,6 +30,7 @@ class ModelCall:
 
     batch: ShardedBatch
     labels: Tensor | None  # next tokens, this rank's
+    items: Any  # the number of labels that losses are divided by
     attended: int = 0  # calls of burst attention
     losses: int = 0  # of these labels, divided by the labels of the whole batch
 
@@ -50,7 +51,7 @@ def watched(original: Callable, model: torch.nn.Module, *args: Any, **inputs: An
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
     require(WHO, of_model(model, inner, batch.group is not None and batch.group.size() > 1))
     require(WHO, of_inputs(inner, args, inputs))
-    call = ModelCall(batch, inputs.get("shift_labels"))
+    call = ModelCall(batch, inputs.get("shift_labels"), inputs.get("num_items_in_batch"))
     token = _RUNNING.set(call)
     try:
         with fused_head(inner, call.labels, batch.fused_loss), _checkpoints_of(batch):
@@ -108,7 +109,10 @@ def cross_entropy(original: Callable, source: Any, target: Tensor,
     """transformers' `fixed_cross_entropy`, also of fused logits."""
     call = _RUNNING.get()
     if call and call.labels is not None and num_items_in_batch is not None:
-        call.losses += target.data_ptr() == call.labels.data_ptr() and ignore_index == -100
+        is_right = target.data_ptr() == call.labels.data_ptr() and ignore_index == -100
+        call.losses += is_right
+        # FSDP2's mixed precision rounds what reaches the model
+        num_items_in_batch = call.items if is_right else num_items_in_batch
     if isinstance(source, FusedLogits):
         return source.loss(num_items_in_batch)
     return original(source, target, num_items_in_batch, ignore_index, **options)

@@ -19,6 +19,8 @@ from megatron_burst.errors import BurstError, Need, require
 from megatron_burst.loss.linear import linear_cross_entropy
 
 _WHO = "fused loss in transformers"
+# adapters whose weight is added to that of a linear layer, as (module, class)
+_LORA = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.adalora.layer", "SVDLinear")}
 type Step = tuple[str, float]  # "*", "/" or "tanh", and the number
 
 
@@ -175,29 +177,48 @@ def _planned(config: Any) -> tuple[Step, ...]:
 def _of_head(model: torch.nn.Module, head: Any) -> Iterator[Need]:
     yield (head is not None, "a model must have a head, because the loss takes its place",
            f"none in {type(model).__name__}", "leave fused_loss out")  # fmt: skip
-    base = _base_of(head)
-    plain = getattr(type(base), "forward", None) is torch.nn.Linear.forward
-    plain &= "forward" not in vars(head) and getattr(base, "bias", None) is None
-    yield (plain, "the head must be a linear layer without a bias, because the loss multiplies by "
-           "its weight alone", type(base).__name__, "leave fused_loss out")  # fmt: skip
-    dropouts = getattr(head, "lora_dropout", {}).values()
-    plain = not any(getattr(x, "p", 0) for x in dropouts) and not getattr(head, "lora_variant", {})
-    yield (plain, "LoRA of the head must be plain and without dropout, because its weight is added "
-           "to the head's", "dropout or a variant", "set lora_dropout=0, or leave the head "
-           "out of target_modules")  # fmt: skip
+    kind = type(head).__name__
+    linear = _linear_of(head)
+    yield (_is_linear(linear) and linear.bias is None and "forward" not in vars(head),
+           "the head must be a linear layer without a bias, because the loss multiplies by its "
+           "weight alone", kind, "leave fused_loss out")  # fmt: skip
+    if linear is head or hasattr(head, "modules_to_save"):
+        return
+    plain = _is_of(head, _LORA) and not head.lora_variant and not any(head.lora_bias.values())
+    plain = plain and not any(getattr(x, "p", 0) for x in head.lora_dropout.values())
+    yield (plain, "an adapter of the head must be plain LoRA without dropout and bias, because its "
+           "weight is added to the head's", f"another {kind}",
+           "set lora_dropout=0, or leave the head out of target_modules")  # fmt: skip
+    yield (not (head.merged and head.disable_adapters), "adapters of the head must not be merged "
+           "where they are disabled, because PEFT takes them out in the head's own call", "both",
+           "call unmerge_adapter() before")  # fmt: skip
 
 
-def _base_of(head: torch.nn.Module) -> torch.nn.Module:
+def _is_linear(module: Any) -> bool:
+    return getattr(type(module), "forward", None) is torch.nn.Linear.forward
+
+
+def _is_of(module: torch.nn.Module, kinds: set[tuple[str, str]]) -> bool:
+    """Whether a class of PEFT's is among those of a module, which FSDP2 derives from it."""
+    return any((x.__module__, x.__name__) in kinds for x in type(module).__mro__)
+
+
+def _linear_of(head: Any) -> Any:
     """The linear layer that PEFT wraps, or the head itself."""
-    if trained := getattr(head, "modules_to_save", None):
-        return trained[head.active_adapter if isinstance(head.active_adapter, str)
-                       else head.active_adapter[0]]  # fmt: skip
+    if (trained := getattr(head, "modules_to_save", None)) is not None:
+        active = [name for name in _names_of(head.active_adapter) if name in trained]
+        off = head.disable_adapters or not active
+        return head.original_module if off else trained[active[0]]
     return getattr(head, "base_layer", head)
 
 
-def _weight_of(head: torch.nn.Module) -> Tensor:
+def _names_of(active: Any) -> list[str]:
+    return [active] if isinstance(active, str) else list(active or ())
+
+
+def _weight_of(head: Any) -> Tensor:
     """The head's weight [vocab, h], with that of its LoRA adapters."""
-    weight = _base_of(head).weight
+    weight = _linear_of(head).weight
     if hasattr(head, "lora_A") and not (head.merged or head.disable_adapters):
         names = [name for name in head.active_adapters if name in head.lora_A]
         weight = weight + sum(head.get_delta_weight(name).to(weight.dtype) for name in names)

@@ -38,12 +38,14 @@ def prepare_data_loader(loader: DataLoader, *, group: Ranks = None, **options: A
         not options.get("dispatch_batches"), "every process must read its batches itself, because "
         "parts of a batch that one process read would go to the ranks of a group",
         "dispatch_batches=True", "leave it out")])  # fmt: skip
-    index, count = _place_of(group)
+    firsts = _firsts_of(group)
+    ranks = group_or_default(group, "prepare_data_loader")
+    first = min(dist.get_process_group_ranks(ranks)) if dist.is_initialized() else 0
     device = options.get("device")
     defaults = {"rng_types": ["generator"], "put_on_device": device is not None}
     prepared = of_accelerate(loader, **defaults | options | {
-        "num_processes": count, "process_index": index, "dispatch_batches": False,
-        "torch_device_mesh": None})  # fmt: skip
+        "num_processes": len(firsts), "process_index": firsts.index(first),
+        "dispatch_batches": False, "torch_device_mesh": None})  # fmt: skip
     # gather_for_metrics would cut what it gathers, as if each process had samples of its own
     prepared._drop_last = True
     return prepared
@@ -81,6 +83,11 @@ class ContextParallelMixin:
         """Trainer's, with `prepare_data_loader` of this module."""
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare_data_loader = partial(_prepared, self.accelerator, self.cp_group)
+        self.accelerator.gather_for_metrics = partial(
+            _gathered, self.accelerator, _firsts_of(self.cp_group),
+            self.accelerator.gather_for_metrics,
+        )  # fmt: skip
+        self.gather_function = self.accelerator.gather_for_metrics
 
     def shard_inputs(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """This rank's shard of a batch; as it is, if it is sharded already."""
@@ -125,19 +132,37 @@ def _prepared(
         data_seed=accelerator.dataloader_config.data_seed,
         use_stateful_dataloader=accelerator.use_stateful_dataloader,
     )  # fmt: skip
+    prepared._drop_last = loader.drop_last  # `_gathered` cuts rightly
     accelerator._dataloaders.append(prepared)
     return prepared
 
 
-def _place_of(group: Ranks) -> tuple[int, int]:
-    """Which group this process is in, by their lowest ranks, and how many groups there are."""
+def _gathered(accelerator: Any, firsts: list[int], original: Any, values: Any,
+              use_gather_object: bool = False) -> Any:  # fmt: skip
+    """`Accelerator.gather_for_metrics`: values per sample once for each group, without those of
+    samples that filled up the last batch; scalars, which are of shards, of all ranks."""
+    if not isinstance(values, torch.Tensor) or not dist.is_initialized():
+        return original(values, use_gather_object)
+    everyones = accelerator.gather(values)
+    if values.dim() == 0:
+        return everyones
+    ranks = dist.get_world_size()
+    of_groups = everyones.view(ranks, *values.shape)[firsts].flatten(0, 1)
+    state = accelerator.gradient_state
+    is_last = state.end_of_dataloader and state.remainder > 0
+    return of_groups[: state.remainder] if is_last else of_groups
+
+
+def _firsts_of(group: Ranks) -> list[int]:
+    """The lowest rank of each group, this process's included."""
     ranks = group_or_default(group, "prepare_data_loader")
     if not dist.is_initialized():
-        return 0, 1
-    lowest: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(lowest, min(dist.get_process_group_ranks(ranks)))
-    firsts = sorted(set(lowest))
-    return firsts.index(lowest[dist.get_rank()]), len(firsts)
+        return [0]
+    device = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
+    mine = torch.tensor([min(dist.get_process_group_ranks(ranks))], device=device)
+    lowest = mine.new_empty(dist.get_world_size())
+    dist.all_gather_into_tensor(lowest, mine)
+    return sorted(set(lowest.tolist()))
 
 
 def _of_trainer(trainer: Any) -> Iterator[Need]:
@@ -151,6 +176,9 @@ def _of_trainer(trainer: Any) -> Iterator[Need]:
     yield (trainer.compute_metrics is None, "compute_metrics must be None, because predictions are "
            "those of a shard", "a function", "evaluate the loss, or compute metrics from "
            "hidden states after unshard")  # fmt: skip
+    yield (args.neftune_noise_alpha is None, "neftune_noise_alpha must be None, because its noise "
+           "would be that of a shard's length", args.neftune_noise_alpha,
+           "leave it out")  # fmt: skip
     yield (args.average_tokens_across_devices or args.world_size == 1,
            "average_tokens_across_devices must be on, because ranks have unequal numbers of labels",
            "False", "leave it on")  # fmt: skip

@@ -422,8 +422,49 @@ def test_qlora_on_two_ranks_is_that_on_one(tmp_path):
         assert loss < 2e-3 and error < 0.05  # bfloat16
 
 
+def errors_without_adapters(rank: int) -> list[float]:
+    """Of the fused loss under disable_adapter(), and of an adapter without a head of its own."""
+    from contextlib import nullcontext
+
+    from peft import LoraConfig, get_peft_model
+
+    from megatron_burst.hf import shard_batch
+
+    batch, errors = batch_of(packed=False, rows=32), []
+    own = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    on_head = {"target_modules": ["q_proj", "lm_head"]}
+    for options, other, off in ((own, False, True), (on_head, False, True), (own, True, False)):
+        losses = []
+        for attention in ("sdpa", "burst"):
+            model = model_of("Llama", attention)
+            torch.manual_seed(1)
+            config = LoraConfig(r=4, init_lora_weights=False, **options)
+            model = get_peft_model(model, config).double()
+            if "modules_to_save" in options:
+                model.get_output_embeddings().modules_to_save["default"].weight.data.mul_(2)
+            if other:
+                model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"]))
+                model.set_adapter("other")
+            with model.disable_adapter() if off else nullcontext(), torch.no_grad():
+                if attention == "sdpa":
+                    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+                    labels = batch["labels"][:, 1:].flatten()
+                    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels)
+                else:
+                    shard = shard_batch(batch, fused_loss=True)
+                    loss = model(**shard, use_cache=False).loss
+                losses.append(mean_of(loss))
+        errors.append(abs(losses[0] - losses[1]))
+    return errors
+
+
+def test_the_fused_loss_takes_the_head_that_peft_takes():
+    for errors in run_ranks(errors_without_adapters, 2):
+        assert max(errors) < 1e-9
+
+
 def refused_by_peft(rank: int) -> list[str]:
-    from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
+    from peft import LoHaConfig, LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 
     from megatron_burst.hf import shard_batch
 
@@ -436,6 +477,11 @@ def refused_by_peft(rank: int) -> list[str]:
         (model_of("Llama", "burst"), prompts, shard_batch(batch)),
         (made("ForSequenceClassification", "Llama", num_labels=64), scores, shard_batch(batch)),
         (model_of("Llama", "burst"), dropped, shard_batch(batch, fused_loss=True)),
+        (
+            model_of("Llama", "burst"),
+            LoHaConfig(r=2, target_modules=["lm_head"]),
+            shard_batch(batch, fused_loss=True),
+        ),
     )
     for model, config, shard in cases:
         with pytest.raises(BurstError) as raised:
@@ -445,7 +491,7 @@ def refused_by_peft(rank: int) -> list[str]:
 
 
 def test_what_peft_adds_is_refused_where_a_shard_would_be_wrong():
-    for prompts, scores, dropped in run_ranks(refused_by_peft, 2):
+    for prompts, scores, dropped, loha in run_ranks(refused_by_peft, 2):
         assert "PromptTuningConfig; use LoRA" in prompts
         assert "labels must be next tokens" in scores
-        assert "LoRA of the head must be plain and without dropout" in dropped
+        assert all("an adapter of the head must be plain LoRA" in x for x in (dropped, loha))

@@ -106,6 +106,7 @@ def trainers_that_are_refused(rank: int, folder: str) -> dict[str, str]:
         "compute_loss_func": lambda outputs, labels, num_items_in_batch=None: outputs.logits.sum()
     }
     smooth, local = {"LABEL_SMOOTHING_FACTOR": 0.1}, {"AVERAGE_TOKENS_ACROSS_DEVICES": False}
+    noisy = {"NEFTUNE_NOISE_ALPHA": 5.0}
     said = {}
 
     def refused(name, call):
@@ -118,6 +119,7 @@ def trainers_that_are_refused(rank: int, folder: str) -> dict[str, str]:
         "loss": loss,
         "smooth": smooth,
         "local": local,
+        "noisy": noisy,
     }.items():
         refused(f"mixin, {name}", lambda o=options: trainer_of(Mixed, folder, flat, **o))
     for name, options in {"loss": loss, "smooth": smooth}.items():  # a Trainer that shards itself
@@ -135,6 +137,7 @@ SAID = {
     "mixin, metrics": "compute_metrics must be None",
     "mixin, loss": "compute_loss_func must be None",
     "mixin, smooth": "label_smoothing_factor must be 0",
+    "mixin, noisy": "neftune_noise_alpha must be None",
     "mixin, local": "average_tokens_across_devices must be on",
     "plain, loss": "shift_labels without labels",
     "plain, smooth": "shift_labels without labels",
@@ -180,3 +183,35 @@ def test_ranks_of_a_group_read_the_same_batches(stream, shuffle):
     assert sorted(seen) == list(range(12))
     if not shuffle:
         assert by_group[0][0] == [[0, 1], [4, 5], [8, 9]]
+
+
+def evaluated(rank: int, world: int, cp: int, folder: str) -> float:
+    """The evaluation loss of four documents, three at a time; of Trainer itself where cp is 0."""
+    import torch.distributed as dist
+    from transformers import DataCollatorWithFlattening, Trainer
+
+    from megatron_burst.hf import ContextParallelMixin
+
+    class Mixed(ContextParallelMixin, Trainer):
+        pass
+
+    if world > 1:
+        as_torchrun_would(rank, world)
+    flat, more = DataCollatorWithFlattening(), {}
+    if cp:
+        mesh = dist.init_device_mesh("cpu", (world // cp, cp), mesh_dim_names=("dp", "cp"))
+        more = {"cp_group": mesh["cp"]}
+    trainer = trainer_of(Mixed if cp else Trainer, folder, flat, **more)
+    if not cp:
+        trainer.model.set_attn_implementation("eager")
+        trainer.model.config.use_cache = False
+    trainer.args.per_device_eval_batch_size = 3
+    return trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize(("world", "cp"), [(2, 2), (4, 2)])
+def test_an_evaluation_is_that_of_plain_trainer_on_as_many_groups(world, cp, tmp_path):
+    """Also where the last batch is not full: its samples count once."""
+    ours = run_ranks(evaluated, world, world, cp, str(tmp_path), fresh=True)
+    theirs = run_ranks(evaluated, world // cp, world // cp, 0, str(tmp_path), fresh=True)
+    assert ours == pytest.approx([theirs[0]] * world, rel=1e-5)
