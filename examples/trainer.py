@@ -72,12 +72,18 @@ def main() -> None:
         data_collator=DataCollatorWithFlattening(),
     )  # fmt: skip
     trainer.train()
-    if args.process_index == 0:
-        for step in trainer.state.log_history:
-            if "loss" in step:
-                print(f"step {step['step']} loss {step['loss']} gradient norm {step['grad_norm']}")
-            elif "eval_loss" in step:
-                print(f"step {step['step']} evaluation loss {step['eval_loss']:.6f}")
+    print_steps(trainer)
+
+
+def print_steps(trainer: Trainer) -> None:
+    """Losses and gradient norms of training, and losses of evaluation."""
+    if trainer.args.process_index:
+        return
+    for step in trainer.state.log_history:
+        if "loss" in step:
+            print(f"step {step['step']} loss {step['loss']} gradient norm {step['grad_norm']}")
+        elif "eval_loss" in step:
+            print(f"step {step['step']} evaluation loss {step['eval_loss']:.6f}")
 
 
 def context_parallel(args: TrainingArguments, cp: int | None) -> dist.DeviceMesh | None:

@@ -13,10 +13,11 @@ from functools import partial
 
 import torch
 from datasets import Dataset
+from trainer import context_parallel
 from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
 from trl import DPOConfig, DPOTrainer
 from trl_rows import values_of_rows
-from trl_sft import TINY, bytes_tokenizer, context_parallel
+from trl_sft import TINY, bytes_tokenizer
 
 from megatron_burst.hf import ContextParallelMixin
 

@@ -14,11 +14,12 @@ import argparse
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from trainer import context_parallel
 from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 from trl_rows import values_of_rows
-from trl_sft import TINY, bytes_tokenizer, context_parallel
+from trl_sft import TINY, bytes_tokenizer
 
 from megatron_burst.hf import ContextParallelMixin
 

@@ -13,9 +13,9 @@ import argparse
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from trainer import context_parallel, print_steps
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -56,20 +56,7 @@ def main() -> None:
         eval_dataset=Dataset.from_dict({"text": texts[-9:]}), processing_class=bytes_tokenizer(),
     )  # fmt: skip
     trainer.train()
-    if args.process_index == 0:
-        for step in trainer.state.log_history:
-            if "loss" in step:
-                print(f"step {step['step']} loss {step['loss']} gradient norm {step['grad_norm']}")
-            elif "eval_loss" in step:
-                print(f"step {step['step']} evaluation loss {step['eval_loss']:.6f}")
-
-
-def context_parallel(args, cp: int | None) -> dist.DeviceMesh | None:
-    """Groups of `cp` ranks next to each other, or of all; None for one process."""
-    if args.world_size == 1:
-        return None
-    sizes = args.world_size // (cp or args.world_size), cp or args.world_size
-    return dist.init_device_mesh(args.device.type, sizes, mesh_dim_names=("dp", "cp"))["cp"]
+    print_steps(trainer)
 
 
 def bytes_tokenizer() -> PreTrainedTokenizerFast:
