@@ -36,6 +36,7 @@ class ShardedBatch:
         cu_seqlens: ends of the whole sample's documents, on the CPU; None if it is not packed.
         config: burst's options of a call of attention.
         keep_layers: how many layers, from the first, keep attention's results; None: as `config`.
+        config_beyond: the options in the layers after those.
         input_gib: where inputs of recomputed layers are on the host, the limit of its memory in a
             tuple; None: they stay on the device.
         fused_loss: whether the model's head computes the loss in place of logits.
@@ -45,15 +46,15 @@ class ShardedBatch:
     layout: LayoutName
     cu_seqlens: Tensor | None
     config: BurstConfig
-    keep_layers: int | None = None
+    keep_layers: int | None
+    config_beyond: BurstConfig
     input_gib: tuple[float | None] | None = None
     fused_loss: bool = False
 
     def config_of(self, index: int | None) -> BurstConfig:
         """Burst's options in a layer, by its index."""
-        if self.keep_layers is None or index is None or index < self.keep_layers:
-            return self.config
-        return replace(self.config, keep="none", keep_offload="none", keep_host_gib=None)
+        kept = self.keep_layers is None or index is None or index < self.keep_layers
+        return self.config if kept else self.config_beyond
 
 
 def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: LayoutName = "zigzag",
@@ -131,8 +132,10 @@ def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: Layout
     config = BurstConfig() if config is None else config
     per_call = replace(config.for_calls(), keep_layers=None)
     input_gib = (config.keep_host_gib,) if config.offloads_inputs else None
-    burst = ShardedBatch(ranks, layout, cu_seqlens, per_call, config.keep_layers, input_gib,
-                         fused_loss)  # fmt: skip
+    beyond = replace(per_call, keep="none", keep_offload="none", keep_host_gib=None,
+                     keep_budget_gib=None, keep_debug=False)  # fmt: skip
+    burst = ShardedBatch(ranks, layout, cu_seqlens, per_call, config.keep_layers, beyond,
+                         input_gib, fused_loss)  # fmt: skip
     return shard | {"burst": burst}
 
 

@@ -35,7 +35,7 @@ class ModelCall:
     losses: int = 0  # of these labels, divided by the labels of the whole batch
 
 
-def watched(original: Callable, model: torch.nn.Module, *args: Any, **inputs: Any) -> Any:
+def call_model(original: Callable, model: torch.nn.Module, *args: Any, **inputs: Any) -> Any:
     """`PreTrainedModel.__call__` and `PeftModel.__call__`.
 
     Raises:
@@ -91,8 +91,8 @@ def count_attention(module: torch.nn.Module, batch: ShardedBatch | None) -> None
         call.attended += 1
 
 
-def made(original: Callable, model: torch.nn.Module, config: Any, *args: Any,
-         **options: Any) -> None:  # fmt: skip
+def make_model(original: Callable, model: torch.nn.Module, config: Any, *args: Any,
+               **options: Any) -> None:  # fmt: skip
     """`PreTrainedModel.__init__`.
 
     Raises:

@@ -6,11 +6,11 @@ from megatron_burst.patching import Patch
 _CALLS = "megatron_burst.hf.calls"
 _CALL = "self", "args", "kwargs"
 _ROWS = (
-    Patch("hf", "transformers.modeling_utils:PreTrainedModel.__init__", f"{_CALLS}:made",
+    Patch("hf", "transformers.modeling_utils:PreTrainedModel.__init__", f"{_CALLS}:make_model",
           ("self", "config", "inputs", "kwargs"),
           "a model that does not know burst would stop with a KeyError", "transformers"),
-    Patch("hf", "transformers.modeling_utils:PreTrainedModel.__call__", f"{_CALLS}:watched", _CALL,
-          "no hook of a model sees its keyword arguments and its outputs before the loss is used",
+    Patch("hf", "transformers.modeling_utils:PreTrainedModel.__call__", f"{_CALLS}:call_model",
+          _CALL, "no hook of a model sees its keyword arguments and its outputs before the loss is used",
           "transformers"),
     Patch("hf", "transformers.loss.loss_utils:fixed_cross_entropy", f"{_CALLS}:cross_entropy",
           ("source", "target", "num_items_in_batch", "ignore_index", "kwargs"),
@@ -19,7 +19,7 @@ _ROWS = (
     Patch("hf", "transformers.trainer:Trainer.prediction_step", f"{_CALLS}:prediction_step",
           ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
           "metrics would get the shards of all ranks as if they were samples", "transformers"),
-    Patch("hf", "peft.peft_model:PeftModel.__call__", f"{_CALLS}:watched", _CALL,
+    Patch("hf", "peft.peft_model:PeftModel.__call__", f"{_CALLS}:call_model", _CALL,
           "PEFT calls forward of the model that it wraps, and no call of it is seen", "peft"),
 )  # fmt: skip
 

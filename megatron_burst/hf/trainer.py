@@ -32,20 +32,14 @@ def prepare_data_loader(loader: DataLoader, *, group: Ranks = None, **options: A
     Raises:
         BurstError: if `dispatch_batches` is asked for, which sends parts of one process's batches.
     """
-    from accelerate.data_loader import prepare_data_loader as of_accelerate
-
     require("prepare_data_loader", [(
         not options.get("dispatch_batches"), "every process must read its batches itself, because "
         "parts of a batch that one process read would go to the ranks of a group",
         "dispatch_batches=True", "leave it out")])  # fmt: skip
-    firsts = _firsts_of(group)
-    ranks = group_or_default(group, "prepare_data_loader")
-    first = min(dist.get_process_group_ranks(ranks)) if dist.is_initialized() else 0
-    device = options.get("device")
-    defaults = {"rng_types": ["generator"], "put_on_device": device is not None}
-    prepared = of_accelerate(loader, **defaults | options | {
-        "num_processes": len(firsts), "process_index": firsts.index(first),
-        "dispatch_batches": False, "torch_device_mesh": None})  # fmt: skip
+    put = options.get("device") is not None
+    prepared = _for_groups(
+        loader, group, {"rng_types": ["generator"], "put_on_device": put} | options
+    )
     # gather_for_metrics would cut what it gathers, as if each process had samples of its own
     prepared._drop_last = True
     return prepared
@@ -116,6 +110,16 @@ class ContextParallelMixin:
         return (mean_over(group_or_default(self.cp_group, _WHO), loss), *others)
 
 
+def _for_groups(loader: DataLoader, group: Ranks, options: Mapping[str, Any]) -> DataLoader:
+    """accelerate's loader for as many processes as there are groups."""
+    from accelerate.data_loader import prepare_data_loader as of_accelerate
+
+    firsts = _firsts_of(group)
+    return of_accelerate(loader, **options | {
+        "num_processes": len(firsts), "process_index": firsts.index(_first_of(group)),
+        "dispatch_batches": False, "torch_device_mesh": None})  # fmt: skip
+
+
 def _prepared(
     accelerator: Any, group: Ranks, loader: DataLoader, device_placement: bool | None = None,
     slice_fn_for_dispatch: Any = None,
@@ -124,15 +128,13 @@ def _prepared(
     if getattr(loader, "_is_accelerate_prepared", False):
         return loader
     put = accelerator.device_placement if device_placement is None else device_placement
-    prepared = prepare_data_loader(
-        loader, group=group, device=accelerator.device, put_on_device=put,
-        split_batches=accelerator.split_batches, rng_types=accelerator.rng_types.copy(),
-        even_batches=accelerator.even_batches, non_blocking=accelerator.non_blocking,
+    prepared = _for_groups(loader, group, dict(
+        device=accelerator.device, put_on_device=put, split_batches=accelerator.split_batches,
+        rng_types=accelerator.rng_types.copy(), even_batches=accelerator.even_batches,
+        non_blocking=accelerator.non_blocking, data_seed=accelerator.dataloader_config.data_seed,
         use_seedable_sampler=accelerator.use_seedable_sampler,
-        data_seed=accelerator.dataloader_config.data_seed,
         use_stateful_dataloader=accelerator.use_stateful_dataloader,
-    )  # fmt: skip
-    prepared._drop_last = loader.drop_last  # `_gathered` cuts rightly
+    ))  # fmt: skip
     accelerator._dataloaders.append(prepared)
     return prepared
 
@@ -155,14 +157,20 @@ def _gathered(accelerator: Any, firsts: list[int], original: Any, values: Any,
 
 def _firsts_of(group: Ranks) -> list[int]:
     """The lowest rank of each group, this process's included."""
-    ranks = group_or_default(group, "prepare_data_loader")
+    first = _first_of(group)
     if not dist.is_initialized():
-        return [0]
+        return [first]
     device = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
-    mine = torch.tensor([min(dist.get_process_group_ranks(ranks))], device=device)
+    mine = torch.tensor([first], device=device)
     lowest = mine.new_empty(dist.get_world_size())
     dist.all_gather_into_tensor(lowest, mine)
     return sorted(set(lowest.tolist()))
+
+
+def _first_of(group: Ranks) -> int:
+    """The lowest rank of this process's group."""
+    ranks = group_or_default(group, "prepare_data_loader")
+    return min(dist.get_process_group_ranks(ranks)) if dist.is_initialized() else 0
 
 
 def _of_trainer(trainer: Any) -> Iterator[Need]:
