@@ -129,11 +129,12 @@ def with_contexts(generator, /, *args, **options):
     def contexts():
         return tuple(_Both(context, frame) for context in context_fn())
 
+    if by_name:
+        options["context_fn"] = contexts
+    else:
+        args = (*args[:2], contexts, *args[3:])
     with offloaded_if_asked(frame):  # around the checkpoint's own hooks, which begin later
-        if by_name:
-            yield from generator(*args, **options | {"context_fn": contexts})
-        else:
-            yield from generator(*args[:2], contexts, *args[3:], **options)
+        yield from generator(*args, **options)
 
 
 class _Both:
