@@ -10,8 +10,8 @@ _ROWS = (
           ("self", "config", "inputs", "kwargs"),
           "a model that does not know burst would stop with a KeyError", "transformers"),
     Patch("hf", "transformers.modeling_utils:PreTrainedModel.__call__", f"{_CALLS}:call_model",
-          _CALL, "no hook of a model sees its keyword arguments and its outputs before the loss is used",
-          "transformers"),
+          _CALL, "no hook of a model sees its keyword arguments and its outputs before the loss is "
+          "used", "transformers"),
     Patch("hf", "transformers.loss.loss_utils:fixed_cross_entropy", f"{_CALLS}:cross_entropy",
           ("source", "target", "num_items_in_batch", "ignore_index", "kwargs"),
           "shows which labels and which count a loss is made of, and takes fused logits",
