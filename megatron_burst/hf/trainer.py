@@ -14,6 +14,7 @@ from megatron_burst.hf.batch import shard_batch
 from megatron_burst.hf.calls import mean_over
 
 _WHO = "burst in Trainer"
+_DISPATCH = "because parts of a batch that one process read would go to the ranks of a group"
 
 
 def prepare_data_loader(loader: DataLoader, *, group: Ranks = None, **options: Any) -> DataLoader:
@@ -33,9 +34,8 @@ def prepare_data_loader(loader: DataLoader, *, group: Ranks = None, **options: A
         BurstError: if `dispatch_batches` is asked for, which sends parts of one process's batches.
     """
     require("prepare_data_loader", [(
-        not options.get("dispatch_batches"), "every process must read its batches itself, because "
-        "parts of a batch that one process read would go to the ranks of a group",
-        "dispatch_batches=True", "leave it out")])  # fmt: skip
+        not options.get("dispatch_batches"), f"dispatch_batches must be off, {_DISPATCH}", "True",
+        "leave it out")])  # fmt: skip
     put = options.get("device") is not None
     prepared = _for_groups(
         loader, group, {"rng_types": ["generator"], "put_on_device": put} | options
@@ -187,6 +187,8 @@ def _of_trainer(trainer: Any) -> Iterator[Need]:
     yield (args.neftune_noise_alpha is None, "neftune_noise_alpha must be None, because its noise "
            "would be that of a shard's length", args.neftune_noise_alpha,
            "leave it out")  # fmt: skip
+    yield (not trainer.accelerator.dispatch_batches, f"dispatch_batches must be off, {_DISPATCH}",
+           "True", "leave it out of accelerator_config")  # fmt: skip
     yield (args.average_tokens_across_devices or args.world_size == 1,
            "average_tokens_across_devices must be on, because ranks have unequal numbers of labels",
            "False", "leave it on")  # fmt: skip

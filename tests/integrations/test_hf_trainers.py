@@ -107,6 +107,7 @@ def trainers_that_are_refused(rank: int, folder: str) -> dict[str, str]:
     }
     smooth, local = {"LABEL_SMOOTHING_FACTOR": 0.1}, {"AVERAGE_TOKENS_ACROSS_DEVICES": False}
     noisy = {"NEFTUNE_NOISE_ALPHA": 5.0}
+    sent = {"ACCELERATOR_CONFIG": {"dispatch_batches": True}}
     said = {}
 
     def refused(name, call):
@@ -120,6 +121,7 @@ def trainers_that_are_refused(rank: int, folder: str) -> dict[str, str]:
         "smooth": smooth,
         "local": local,
         "noisy": noisy,
+        "sent": sent,
     }.items():
         refused(f"mixin, {name}", lambda o=options: trainer_of(Mixed, folder, flat, **o))
     for name, options in {"loss": loss, "smooth": smooth}.items():  # a Trainer that shards itself
@@ -142,7 +144,8 @@ SAID = {
     "plain, loss": "shift_labels without labels",
     "plain, smooth": "shift_labels without labels",
     "plain, metrics": "evaluation must ask for the loss alone",
-    "dispatched": "every process must read its batches itself",
+    "dispatched": "dispatch_batches must be off",
+    "mixin, sent": "dispatch_batches must be off",
 }
 
 
