@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
@@ -29,6 +28,7 @@ from megatron_burst.mcore.keep.recompute import keeping_nothing, resolved
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.patches import apply, switch_on_keep
 from megatron_burst.mcore.refusals import refuse
+from megatron_burst.mcore.sinks import mark_sharded, sinks_of
 from megatron_burst.mcore.sliced import check_placed
 from megatron_burst.recompute.keeping import running
 from megatron_burst.recompute.later_plan import recomputed_share
@@ -70,7 +70,7 @@ class BurstCoreAttention(MegatronModule):
         check_layer(config, layer_number, attn_mask_type, attention_type, attention_dropout)
         self.burst = BurstForward.of(config, layer_number, softmax_scale, pg_collection)
         self.tp_group = tp_group_of(pg_collection)
-        self.softmax_offset = sinks_of(config, self.tp_group.size())
+        self.softmax_offset = sinks_of(config, self.tp_group)
 
     # the checkpoint of the sinks is that of Megatron's own class
     sharded_state_dict = DotProductAttention.sharded_state_dict
@@ -123,6 +123,7 @@ if HAVE_TE:
             if runs_burst:
                 check_layer(config, layer_number, attn_mask_type, attention_type, attention_dropout)
                 self.burst = BurstForward.of(config, layer_number, softmax_scale, pg_collection)
+                mark_sharded(self.softmax_offset)
 
         def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                     attn_mask_type: AttnMaskType, attention_bias: Tensor | None = None,
@@ -309,21 +310,6 @@ def window_of_layer(
     window, skip = config.window_size, config.window_attn_skip_freq
     has_none = not is_layer_window_attention(window, skip, layer_number)
     return None if has_none or (tuple(window) == (-1, 0) and not causal) else tuple(window)
-
-
-def sinks_of(config: TransformerConfig, tp_size: int) -> Tensor | None:
-    """The attention sinks of a layer as `DotProductAttention` makes them, [h]; None without."""
-    if config.softmax_type == "vanilla":
-        return None
-    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-    heads = config.num_attention_heads // tp_size
-    zeros = torch.zeros(heads, dtype=config.params_dtype, device=device)
-    if config.softmax_type == "off-by-one":
-        return zeros
-    sinks = torch.nn.Parameter(zeros)
-    if config.perform_initialization:
-        config.init_method(sinks)
-    return sinks
 
 
 def tp_group_of(pg_collection) -> dist.ProcessGroup:

@@ -35,7 +35,7 @@ def _rotated_width(o: Any) -> int:
     if o.multi_latent_attention:
         width = o.qk_head_dim + max(o.qk_pos_emb_head_dim, o.v_head_dim)
         return heads * width // tp if o.rope_type == "yarn" else 0
-    if o.position_embedding_type != "rope":
+    if o.position_embedding_type not in ("rope", "mrope", "yarn"):
         return 0
     if o.qk_layernorm or getattr(o, "qk_l2_norm", False):  # they copy Q and K first
         return heads * o.kv_channels // tp

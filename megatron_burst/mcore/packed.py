@@ -3,6 +3,7 @@ TransformerEngine, or if documents start at any token."""
 
 import copy
 from collections.abc import Callable, Hashable
+from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +22,14 @@ from megatron_burst.errors import require
 from megatron_burst.masks.sample import identity, indices_of
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.args import global_args
-from megatron_burst.mcore.refusals import CUDA_GRAPHS, OFF
+from megatron_burst.mcore.refusals import CUDA_GRAPHS, OFF, needs_documents
 from megatron_burst.schedule.layout import Layout, positions
 from megatron_burst.shards import in_documents
 
+# From Megatron's #6821 on, an attention layer returns to this group of its own in each forward
+_BUILT_FOR = "_build_time_cp_group"
+# whether the sample of the attention layer that runs is sharded as a whole
+_WHOLE: ContextVar[bool | None] = ContextVar("sharded whole", default=None)
 # Caches of this process. Results derived from boundaries, once per sample instead of per layer:
 _RESULTS: BoundedDict[Hashable, tuple[Any, Any]] = BoundedDict(32)
 # a group of this rank alone, for the life of the default group
@@ -97,7 +102,7 @@ def sample_of(params: PackedSeqParams | None, cp_size: int) -> dict[str, Any]:
     if params is None or not is_packed(params):
         return sample
     # document by document as in TransformerEngine, but for samples of documents of any length
-    layout = Layout.ZIGZAG if cp_size == 1 or shards_whole_sample() else Layout.DOCUMENTS
+    layout = Layout.ZIGZAG if cp_size == 1 or is_sharded_whole(params) else Layout.DOCUMENTS
     if slices is not None and layout is not Layout.DOCUMENTS:
         return sample
     padded, longest = params.cu_seqlens_q_padded, params.max_seqlen_q
@@ -114,6 +119,14 @@ def shards_whole_sample() -> bool:
     args = global_args()
     anywhere = getattr(args, "dataloader_inter_document_masking", False)
     return bool(anywhere and not getattr(args, "sft", False))
+
+
+def is_sharded_whole(params: PackedSeqParams) -> bool:
+    """Whether this sample is: from Megatron's #6912 on, pretrain_hybrid.py pads each document and
+    shards it on its own, and only the padded boundaries say so."""
+    is_padded = params.cu_seqlens_q_padded is not None
+    each = is_padded or getattr(params, "pad_between_seqs", None) is not None
+    return shards_whole_sample() and not each
 
 
 def forget_boundaries_of_shard(group: dist.ProcessGroup) -> None:
@@ -177,17 +190,21 @@ def check_rotated(
     if not is_packed(params):
         return
     group = group_of(params, cp_group)
+    whole = cp_group.size() > 1 and is_sharded_whole(params)
     change = "import megatron_burst.auto, or start the script with python -m megatron_burst"
     require("packed samples", [
         (group is cp_group or follows, "a packed micro-batch must run on the layer's group with "
          "CUDA graphs and in models that only name burst in their spec, because Megatron's RoPE "
          "uses positions in the layer's group",
          f"a group of {group.size()} ranks in a layer of {cp_group.size()}", change),
-        (cp_group.size() == 1 or not shards_whole_sample()
-         or all(patch.live for patch in patches.rows("anywhere")),
+        (not whole or all(patch.live for patch in patches.rows("anywhere")),
          "documents must not start at arbitrary tokens in models that only name burst in their "
          "spec, because Megatron's RoPE assumes that each document is sharded on its own",
          "--dataloader-inter-document-masking", change),
+        (not whole or not needs_documents(global_args()),
+         "multi-token prediction, Mamba, GDN and MLA with fused yarn need samples whose documents "
+         "are sharded each on its own", "a sample that is sharded as a whole",
+         "leave out --dataloader-inter-document-masking"),
     ])  # fmt: skip
 
 
@@ -195,7 +212,9 @@ def _take_own_group(layer, args, options) -> None:
     params, groups = options.get("packed_seq_params"), layer.pg_collection
     own = group_of(params, groups.cp) if is_packed(params) else groups.cp
     layer.groups_of_all = groups
-    if own is groups.cp:
+    whole = is_packed(params) and is_sharded_whole(params)
+    _WHOLE.set(whole)
+    if own is groups.cp and whole == shards_whole_sample():
         return
     fused = layer.config.multi_latent_attention and layer.config.apply_rope_fusion
     require("packed samples", [
@@ -204,16 +223,22 @@ def _take_own_group(layer, args, options) -> None:
          "group", f"a group of {own.size()} ranks in a layer of {groups.cp.size()}",
          "pass --no-rope-fusion"),
         (not getattr(layer, "recompute_up_proj", False),
-         "a packed micro-batch must run on the layer's group if RoPE is recomputed in backward, "
-         "because the recomputation uses that group",
+         "a packed micro-batch must run on the layer's group, and be sharded as a whole with "
+         "--dataloader-inter-document-masking, if RoPE is recomputed in backward, because the "
+         "recomputation assumes both",
          "recomputation of mla_up_proj", "leave mla_up_proj out of --recompute-modules"),
     ])  # fmt: skip
     layer.pg_collection = copy.copy(groups)
     layer.pg_collection.cp = own
+    if hasattr(layer, _BUILT_FOR):
+        setattr(layer, _BUILT_FOR, own)
 
 
 def _give_back_group(layer, args, output) -> None:
+    _WHOLE.set(None)
     layer.pg_collection = layer.groups_of_all
+    if hasattr(layer, _BUILT_FOR):
+        setattr(layer, _BUILT_FOR, layer.pg_collection.cp)
 
 
 def consecutive_part(cp_group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
@@ -290,7 +315,8 @@ def rotate_anywhere(
 ):
     """`apply_rotary_pos_emb`, also for documents that start at any token."""
     group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
-    if cu_seqlens is None or group.size() == 1 or not shards_whole_sample():
+    whole = shards_whole_sample() if _WHOLE.get() is None else _WHOLE.get()
+    if cu_seqlens is None or group.size() == 1 or not whole:
         return rotate(t, freqs, config, cu_seqlens, mscale, group, *more, **options)
     of_sample = len(freqs) == len(t) * group.size()  # as Megatron tells them apart
     rows = _positions(cu_seqlens, len(t), group, by_document=not of_sample)

@@ -62,12 +62,14 @@ LOGGED = ("loss_dict total_loss_dict learning_rate iteration loss_scale report_m
           "is_first_iteration")  # fmt: skip
 _FORWARD = "self query key value attention_mask attn_mask_type attention_bias packed_seq_params"
 _LAYER = f"{LAYER} pg_collection pp_layer_offset name"
+_MTP_LAYER = f"{LAYER} pg_collection pp_layer_offset is_mtp_layer name"
 _IN_LAYER = ("self hidden_states attention_mask context context_mask rotary_pos_emb rotary_pos_cos "
              "rotary_pos_sin rotary_pos_cos_sin attention_bias inference_context packed_seq_params "
              "sequence_len_offset")  # fmt: skip
 _RECOMPUTED = ("self hidden_states attention_mask context context_mask rotary_pos_emb "
                "attention_bias packed_seq_params use_inner_quantization_context "
                "padding_mask")  # fmt: skip
+_OF_LAYERS = "extract_layer_indices layer_offset"
 _HYBRID_HEAD = ("vocab_size max_sequence_length hybrid_layer_pattern hybrid_attention_ratio "
                 "hybrid_mlp_ratio hybrid_override_pattern pre_process post_process "
                 "fp16_lm_cross_entropy")  # fmt: skip
@@ -94,8 +96,12 @@ RELEASES = {  # first and last release that have a place, or need its patch
     LAYER_SPEC: ((0, 19), NEWEST),
 }
 OTHER_FORMS = {  # a place's parameters in releases where they differ from 0.19.2
-    ATTENTION: {"0.16": f"{LAYER} pg_collection", "0.17": f"{LAYER} pg_collection pp_layer_offset"},
-    LATENT: {"0.16, 0.17": f"{LAYER} pg_collection"},
+    ATTENTION: {
+        "0.16": f"{LAYER} pg_collection",
+        "0.17": f"{LAYER} pg_collection pp_layer_offset",
+        "after #6402": _MTP_LAYER,
+    },
+    LATENT: {"0.16, 0.17": f"{LAYER} pg_collection", "after #6402": _MTP_LAYER},
     ROTARY: {
         "0.16 to 0.18": "t freqs config cu_seqlens mscale cp_group",
         "0.20": "t freqs config cu_seqlens mscale cp_group mla_rotary_interleaved inverse "
@@ -109,6 +115,10 @@ OTHER_FORMS = {  # a place's parameters in releases where they differ from 0.19.
         "0.16": "self config mamba_stack_spec vocab_size max_sequence_length pre_process "
         "hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern post_process "
         f"fp16_lm_cross_entropy {HYBRID_TAIL}"
+    },
+    RECOMPUTE: {
+        "after #6776": f"{_RECOMPUTED} {_OF_LAYERS} cp_layout_state",
+        "after #6815": f"{_RECOMPUTED} {_OF_LAYERS} cp_layout_state packed_sequence_cp_metadata",
     },
     RECOMPUTE_OF_BLOCK: {"0.16": _RECOMPUTED, "wrapped by slime": "self args kwargs"},
     TRANSFORMER_LAYER: {"0.16": "self args kwargs"},
@@ -270,7 +280,7 @@ TABLE: tuple[Patch, ...] = (
          f"{_IN_LAYER} padding_mask inference_params",
          "modules of a layer have no hook that could replace their call"),
         *(("keep", place, f"{_MCORE}.keep.whole_layers:with_fewer_checkpoints",
-           f"{_RECOMPUTED} extract_layer_indices layer_offset",
+           f"{_RECOMPUTED} {_OF_LAYERS}",
            "whether a layer is in a checkpoint is decided here, by two options for all layers")
           for place in (RECOMPUTE, RECOMPUTE_OF_BLOCK)),
         ("keep", f"{_CORE}.transformer.moe.token_dispatcher:"

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from megatron_burst.errors import BurstError, nearest_multiples
+from megatron_burst.installed import find_megatron
 from megatron_burst.mcore.offsets import mamba_fits, rope_fits
 
 FLAG, KEEP_FLAG = "--context-parallel-impl burst", "--burst-keep"
@@ -21,6 +22,9 @@ KEEP_MODULES = frozenset(
     "linear_qkv linear_q_proj linear_q_down_proj linear_q_up_proj linear_kv_down_proj "
     "linear_kv_up_proj linear_proj linear_fc1 router token_dispatch".split()
 )
+# Megatron shards these layers itself; the first name is that of 0.18 and 0.19, and from 0.20 on is
+# read as the second
+DELTA_NETS = frozenset({"gated_delta_net", "gdn", "gdn2"})
 
 _NO_DISPATCH = "leave token_dispatch out of keep_modules"
 
@@ -181,12 +185,19 @@ def _by_spec(name: str, allowed, why: str) -> Iterator[Refusal]:
     yield Refusal("spec", name, allowed, f"{why}, and --spec does not patch Megatron", change)
 
 
-def _shards_documents(o: Options) -> bool:
+def shards_documents() -> bool:
+    """Whether Megatron's pretrain_hybrid.py shards packed samples document by document, wherever
+    they begin: from #6912 on. Each sample's parameters say so (`packed.is_sharded_whole`)."""
+    megatron = find_megatron()
+    return bool(megatron) and (megatron.folder / "core/context_parallel/utils.py").exists()
+
+
+def needs_documents(o: Options) -> bool:
     """Whether the model has parts that expect packed samples to be sharded document by document."""
     yarn = getattr(o, "rope_type", None) == "yarn" and getattr(o, "apply_rope_fusion", False)
     fused_yarn = yarn and getattr(o, "multi_latent_attention", False)
     linear = {*"MG"} & {*(getattr(o, "hybrid_layer_pattern", None) or "")}
-    delta = getattr(o, "experimental_attention_variant", None) == "gated_delta_net"
+    delta = getattr(o, "experimental_attention_variant", None) in DELTA_NETS
     return bool(fused_yarn or linear or delta or getattr(o, "mtp_num_layers", None))
 
 
@@ -265,7 +276,8 @@ TABLE: tuple[Refusal, ...] = (
         "Megatron then separates documents with a dense mask, which causal attention ignores",
         "pass --dataloader-inter-document-masking"),
     Refusal("attention", "dataloader_inter_document_masking",
-        lambda on, o: not on or o.context_parallel_size == 1 or not _shards_documents(o),
+        lambda on, o: not on or o.context_parallel_size == 1 or not needs_documents(o)
+        or (shards_documents() and bool(getattr(o, "hybrid_layer_pattern", None))),
         "multi-token prediction, Mamba, GDN and MLA with fused yarn assume that each document "
         "is sharded on its own, but this flag shards the sample as a whole",
         "leave these out (for yarn --no-rope-fusion is enough), or run with one "
@@ -295,7 +307,7 @@ TABLE: tuple[Refusal, ...] = (
         lambda version, o: version is None or (version == 4 and _invariant(o)),
         "it names a kernel of Megatron's own attention (4 under --burst-invariant is burst's too)",
         "leave it out, or pass --burst-backend"),
-    Refusal("attention", "experimental_attention_variant", ("gated_delta_net",),
+    Refusal("attention", "experimental_attention_variant", DELTA_NETS,
         "burst computes softmax attention over all keys that a mask shows, neither over keys that "
         "learned scores select (DSA) nor linear attention (KDA)", _WITHOUT),
     Refusal("attention", "attn_logit_softcapping", (0.0,),
@@ -379,7 +391,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("keep", "attention_dropout", (0.0,),
         "a recomputation that skips attention would not draw its random numbers",
         "pass --attention-dropout 0"),
-    Refusal("keep", "experimental_attention_variant", lambda value, o: value != "dsa",
+    Refusal("keep", "experimental_attention_variant", DELTA_NETS,
         "only softmax attention over all keys can be kept", f"leave {KEEP_FLAG} out"),
     Refusal("keep", "use_kitchen_attention", OFF,
         "only burst's attention, TransformerEngine's and Megatron's own can be kept",

@@ -6,6 +6,9 @@ Import it at the top of a test module, so that its processes start with Megatron
 
 import inspect
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -119,11 +122,30 @@ def build(config, spec, tied: bool = False):
     from megatron.core.models.gpt import GPTModel
 
     torch.manual_seed(1234)
-    gpt = GPTModel(
-        config, spec, VOCAB, SEQ, position_embedding_type="rope", parallel_output=False,
-        share_embeddings_and_output_weights=tied,
-    )  # fmt: skip
+    numbers, names = count(), ("init_method", "output_layer_init_method")
+    draws = {name: partial(_draw, getattr(config, name), numbers) for name in names}
+    with mock.patch.multiple(config, **draws):
+        gpt = GPTModel(
+            config, spec, VOCAB, SEQ, position_embedding_type="rope", parallel_output=False,
+            share_embeddings_and_output_weights=tied,
+        )  # fmt: skip
+    for name, sinks in gpt.named_parameters():
+        if name.endswith("softmax_offset"):  # Megatron draws those of all ranks alike
+            sinks.data.copy_(_mine(torch.linspace(-1, 1, HEADS), len(sinks)))
     return gpt.double()  # torch's RMSNorm is built in float32
+
+
+def _draw(init, numbers, weight: torch.Tensor) -> torch.Tensor:
+    """Draw a weight, whatever was drawn for others: burst's sinks and Megatron's differ in that."""
+    torch.manual_seed(next(numbers))
+    return init(weight)
+
+
+def _mine(heads: torch.Tensor, count: int) -> torch.Tensor:
+    """A tensor-parallel rank's part of what there is of each head."""
+    from megatron.core import parallel_state
+
+    return heads.split(count)[parallel_state.get_tensor_model_parallel_rank()]
 
 
 def whole_batch() -> dict:

@@ -26,12 +26,36 @@ BLOCKS = [  # of a heterogeneous model; omitted keys are null
 ]
 
 
+def delta_net():
+    """Megatron's gated delta net in the place of self-attention."""
+    from megatron.core.ssm import gated_delta_net as delta
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    parts = delta.GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
+    )
+    return ModuleSpec(delta.GatedDeltaNet, submodules=parts)
+
+
+def delta_layers():
+    """A GPTModel's layers, a delta net and attention, as Megatron builds them for
+    `experimental_attention_variant`, which needs TransformerEngine there."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    attention = get_gpt_layer_local_spec(normalization="RMSNorm")
+    delta = replace(attention, submodules=replace(attention.submodules, self_attention=delta_net()))
+    return TransformerBlockSubmodules([delta, attention], WrappedTorchNorm)
+
+
 def hybrid_stack():
     """Megatron's stack of mixed layers, without TransformerEngine's modules."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
@@ -51,9 +75,6 @@ def hybrid_stack():
         return ModuleSpec(module=module, submodules=replace(spec.submodules, **without))
 
     linear = dict(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
-    delta = ModuleSpec(
-        GatedDeltaNet, submodules=GatedDeltaNetSubmodules(out_norm=WrappedTorchNorm, **linear)
-    )
     # the gated norm is a kernel of mamba_ssm's, of single rows
     mamba = ModuleSpec(MambaMixer, {"rmsnorm": False}, MambaMixerSubmodules(**linear))
     attention = part(TransformerLayer, no_mlp)
@@ -63,7 +84,7 @@ def hybrid_stack():
             attention_layer=attention,
             mla_layer=part(TransformerLayer, no_mlp, multi_latent_attention=True),
             gdn_layer=replace(
-                attention, submodules=replace(attention.submodules, self_attention=delta)
+                attention, submodules=replace(attention.submodules, self_attention=delta_net())
             ),
             mamba_layer=ModuleSpec(
                 MambaLayer,

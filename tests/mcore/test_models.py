@@ -59,6 +59,14 @@ def hybrid(pattern: str, model: Model | None = None, **options) -> Callable:
     return made
 
 
+def with_delta_net(parallel: Parallel, change: Callable):
+    config = config_of(
+        parallel, experimental_attention_variant="gated_delta_net", linear_attention_freq=2, **DELTA
+    )
+    config.deterministic_mode = True
+    return build(config, change(models.delta_layers()))
+
+
 def heterogeneous(parallel: Parallel, change: Callable):
     from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
         get_gpt_heterogeneous_layer_spec,
@@ -96,6 +104,7 @@ EXPERTS = dict(
     num_moe_experts=4, moe_ffn_hidden_size=64, moe_router_topk=2, moe_router_dtype="fp64"
 )
 CASES = {
+    "GPTModel, GDN": Case(with_delta_net, CP4, bound=SINGLE),
     "HybridModel, Mamba": Case(hybrid("M*-", **MAMBA), CP4),
     "HybridModel, GDN": Case(hybrid("G*-", **DELTA), CP4, bound=SINGLE),
     "HybridModel, experts": Case(hybrid("*E*E", **EXPERTS), calls=2),

@@ -258,6 +258,28 @@ def test_what_takes_positions_of_the_layers_group_is_refused_with_another():
         check_packed(params, "none", four, 1)
 
 
+def test_a_layer_that_returns_to_its_own_group_in_forward_gets_the_micro_batchs():
+    """As from Megatron's #6821 on: a group of one has no place in its parameters."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megatron_burst.mcore import packed as module
+
+    class Later(torch.nn.Module):
+        def forward(self, x, packed_seq_params):
+            self.pg_collection.cp = packed_seq_params.cp_group or self._build_time_cp_group
+            return self.pg_collection.cp
+
+    one, four = (SimpleNamespace(size=lambda size=size: size) for size in (1, 4))
+    layer = Later()
+    layer.config = SimpleNamespace(multi_latent_attention=False, apply_rope_fusion=False)
+    layer.pg_collection, layer._build_time_cp_group = SimpleNamespace(cp=four), four
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 8]), local_cp_size=1)
+    module.follow_groups(layer)
+    with mock.patch.object(module, "group_of_one", lambda: one):
+        assert layer(torch.zeros(1), packed_seq_params=params) is one
+    assert layer.pg_collection.cp is four and layer._build_time_cp_group is four
+
+
 def test_layers_with_cuda_graphs_have_no_hooks_which_megatron_forbids():
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
@@ -306,21 +328,25 @@ def test_rows_that_are_not_in_zigzag_are_refused():
 
 
 def anywhere(rank: int) -> dict:
-    """Errors by context parallel size, for a sample that is sharded as one sequence."""
+    """Errors by context parallel size, for a sample that is sharded as one sequence, and with the
+    same flag for one whose documents are padded and sharded each on its own, as later versions of
+    Megatron's pretrain_hybrid.py do (#6912)."""
     from megatron_burst.mcore import packed as module
 
     errors, args = {}, Namespace(dataloader_inter_document_masking=True)
     start(Parallel())
-    truth = one_by_one(ANYWHERE, Parallel(), TWO_GROUPS)
+    truths = {each: one_by_one(each, Parallel(), TWO_GROUPS) for each in (ANYWHERE, SAMPLE)}
     for parallel in (Parallel(cp=2), Parallel(cp=4)):
         start(parallel)
-        whole = ANYWHERE.batch()
-        params = params_of(whole, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None)
+        without = dict(cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None)
         with mock.patch.object(module, "global_args", return_value=args):
             patches.apply("attention")
-            gpt = burst_model(parallel, TWO_GROUPS)
-            mine = shard(dict(whole), use_per_sequence_balancing=True)
-            errors[parallel.cp] = relative_errors(packed(gpt, mine, params), truth)
+            for sample, truth in truths.items():
+                batch, each = sample.batch(), sample is SAMPLE
+                gpt = burst_model(parallel, TWO_GROUPS)
+                mine = shard(dict(batch), use_per_sequence_balancing=not each)
+                got = packed(gpt, mine, params_of(batch, **{} if each else without))
+                errors[parallel.cp, each] = relative_errors(got, truth)
     return errors
 
 
@@ -328,6 +354,7 @@ def anywhere(rank: int) -> dict:
 def test_documents_may_begin_anywhere_in_a_sample():
     """Megatron's --dataloader-inter-document-masking."""
     for errors in run_ranks(anywhere, 4):
+        assert len(errors) == 4
         assert all(max(each.values()) <= TOLERANCE for each in errors.values()), errors
 
 

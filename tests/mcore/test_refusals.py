@@ -13,9 +13,9 @@ import pytest
 
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.options import FusedLossConfig
-from megatron_burst.mcore import offsets
+from megatron_burst.mcore import offsets, refusals
 from megatron_burst.mcore.args import check_args, check_keep_args, check_loss_args, check_unused
-from megatron_burst.mcore.refusals import TABLE, refuse, refuses
+from megatron_burst.mcore.refusals import DELTA_NETS, TABLE, refuse, refuses
 
 
 class Part(Enum):
@@ -98,7 +98,9 @@ CASES = {
         "cp_comm_type": ([["a2a"], ["p2p", "p2p"]], [["p2p"], ["burst"], ["p2p", "burst"]]),
         "hierarchical_context_parallel_sizes": ([[2, 2]], [None]),
         "apply_rope_fusion": (
-            [LONG, MHA | dict(micro_batch_size=2), LONG | GQA | dict(micro_batch_size=3),
+            [LONG, LONG | dict(position_embedding_type="yarn"),
+             LONG | dict(position_embedding_type="mrope"),
+             MHA | dict(micro_batch_size=2), LONG | GQA | dict(micro_batch_size=3),
              LONG | GQA | FEW | dict(tensor_model_parallel_size=2),
              LONG | GQA | dict(attention_output_gate=True, micro_batch_size=2),
              MHA | MLA | dict(seq_length=4 * 65600)],
@@ -155,7 +157,7 @@ CASES = {
         "dataloader_inter_document_masking": (
             [ANYWHERE | dict(mtp_num_layers=1), ANYWHERE | dict(hybrid_layer_pattern="M*"),
              ANYWHERE | dict(hybrid_layer_pattern="G*"), ANYWHERE | FUSED_YARN,
-             ANYWHERE | dict(experimental_attention_variant="gated_delta_net")],
+             *(ANYWHERE | dict(experimental_attention_variant=name) for name in DELTA_NETS)],
             [True, False, ANYWHERE | dict(mtp_num_layers=1, context_parallel_size=1),
              ANYWHERE | FUSED_YARN | dict(apply_rope_fusion=False)],
         ),
@@ -171,7 +173,7 @@ CASES = {
             [3, dict(flash_attention_version=3) | INVARIANT],
             [None, dict(flash_attention_version=4) | INVARIANT],
         ),
-        "experimental_attention_variant": (["dsa"], ["gated_delta_net"]),
+        "experimental_attention_variant": (["dsa", "dsv4_hybrid", "kda"], [*DELTA_NETS]),
         "attn_logit_softcapping": ([50.0], [0.0, None]),
         "batch_invariant_mode": ([True], [False, dict(batch_invariant_mode=True) | INVARIANT]),
         "transformer_impl": (["inference_optimized"], ["local", "transformer_engine"]),
@@ -216,7 +218,7 @@ CASES = {
             [["mlp"], SELECTIVE | dict(recompute_modules=["mlp", "core_attn"]), SELECTIVE],
         ),
         "attention_dropout": ([0.1], [0.0]),
-        "experimental_attention_variant": (["dsa"], ["gated_delta_net"]),
+        "experimental_attention_variant": (["dsa"], [*DELTA_NETS]),
         "use_kitchen_attention": FLAG,
         "fp8_dot_product_attention": FLAG,
         "fp8_multi_head_attention": FLAG,
@@ -390,6 +392,19 @@ def test_numbers_of_the_loss_are_checked():
     with pytest.raises(BurstError, match=r"label_smoothing must be in \[0, 1\)"):
         check_loss_args(arguments(burst_loss_label_smoothing=1.5))
     check_unused(arguments(burst_tune=["keep_host_gib=2"]))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_hybrids_may_mask_documents_where_megatron_pads_each(padded, tmp_path, monkeypatch):
+    """From #6912 on, pretrain_hybrid.py does, and pretrain_gpt.py does not."""
+    place = tmp_path / "core/context_parallel"
+    place.mkdir(parents=True)
+    (place / "utils.py").touch() if padded else None
+    monkeypatch.setattr(refusals, "find_megatron", lambda: SimpleNamespace(folder=tmp_path))
+    hybrid = options_with("", ANYWHERE | dict(hybrid_layer_pattern="M*"))
+    assert refuses("attention", "dataloader_inter_document_masking", hybrid) != padded
+    gpt = options_with("", ANYWHERE | dict(mtp_num_layers=1))
+    assert refuses("attention", "dataloader_inter_document_masking", gpt)
 
 
 @pytest.mark.parametrize("fixed", [0, 5, 6])

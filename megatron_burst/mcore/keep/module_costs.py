@@ -42,11 +42,21 @@ def layers_of(models: list[ModelLayers], config: TransformerConfig) -> ModelLaye
     forgotten."""
     for model in models:
         theirs = model.config()
-        if theirs is config or (is_heterogeneous(config) and is_heterogeneous(theirs)):
+        if theirs is config or _is_of_one_model(theirs, config):
             return model
     models[:] = [model for model in models if model.config() is not None]
     models.append(ModelLayers(ref(config)))
     return models[-1]
+
+
+def _is_of_one_model(one: TransformerConfig | None, other: TransformerConfig) -> bool:
+    """Whether two configurations are those of layers of one model: from Megatron's #6313 on, each
+    layer of a HybridModel has a copy."""
+    if is_heterogeneous(one) and is_heterogeneous(other):
+        return True
+    sizes = ("is_hybrid_model", "num_layers", "hidden_size", "num_attention_heads")
+    mine, theirs = ([getattr(config, name, None) for name in sizes] for config in (other, one))
+    return bool(mine[0]) and mine == theirs
 
 
 def is_heterogeneous(config: TransformerConfig | None) -> bool:
