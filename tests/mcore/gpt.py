@@ -161,14 +161,14 @@ def logits_of(gpt, batch: dict) -> torch.Tensor:
     return gpt(batch["tokens"], batch["position_ids"], attention_mask=None)
 
 
-def loss_and_grads(gpt, logits_of=logits_of) -> Run:
+def loss_and_grads(gpt, logits_of=logits_of, **rows) -> Run:
     """Loss and gradients of one fixed batch; torch's cross entropy, as Megatron's is float32.
 
-    `logits_of`: how a model other than a language model is called.
+    `logits_of`: how a model other than a language model is called; `rows`: how Megatron shards.
     """
     from megatron.core import parallel_state
 
-    batch = sharded(whole_batch(), parallel_state.get_context_parallel_group())
+    batch = sharded(whole_batch(), parallel_state.get_context_parallel_group(), **rows)
     calls = []
     for name, module in gpt.named_modules():
         if name.endswith("core_attention"):
