@@ -23,7 +23,7 @@ from megatron_burst.tools.job.flags import as_words  # noqa: E402
 from megatron_burst.tools.job.hugging_face import from_hugging_face, preset_name  # noqa: E402
 from megatron_burst.tools.job.linear import DeltaNet  # noqa: E402
 from megatron_burst.tools.job.model import Model  # noqa: E402
-from megatron_burst.tools.job.model_flags import model_flags  # noqa: E402
+from megatron_burst.tools.job.model_flags import Values, as_hybrid, model_flags  # noqa: E402
 from megatron_burst.tools.job.search import search  # noqa: E402
 from megatron_burst.tools.job.strategy import Job  # noqa: E402
 from megatron_burst.tools.units import in_units  # noqa: E402
@@ -101,6 +101,8 @@ def index() -> str:
         f"{len(read) - printed} it names the settings that no flag expresses. The others are "
         "refused ([where this is from](#where-this-is-from)).",
         "",
+        HYBRID,
+        "",
         FILTER,
         "",
         "| model | family | weights | burst attention | flags |",
@@ -117,13 +119,20 @@ def index() -> str:
     return "\n".join(lines)
 
 
+HYBRID = (
+    "Flags are `pretrain_gpt.py`'s, or `pretrain_hybrid.py`'s if they have a pattern of layers. "
+    'Below them, "HybridModel" has what the latter takes instead, for the same model. It is '
+    "missing where Megatron-LM 0.19's HybridModel does not scale rotary embeddings as the model "
+    "does."
+)
 ORIGIN = (
     f"{HEAD} A model of each class whose flags are printed was compared field by field with what "
     "Megatron's own parser makes of its flags (`tests/mcore/test_model_flags.py`), and each with "
     "Megatron-Bridge's provider, where that has one (`tests/integrations/test_bridge_flags.py`). "
     "The weights of 70 were compared with those of transformers' class (to 0.04 %, "
     "`tests/integrations/test_bridge_weights.py`). Values were written from model cards and from "
-    "the defaults of transformers 5.12's classes: a single one may differ from the published file."
+    "the defaults of transformers 5.12's classes, those of 2026 from copies of config.json in "
+    "public repositories: a single one may differ from the published file."
 )
 # docs/assets/filter.js shows the sections and rows that have its words; GitHub leaves it out
 FILTER = '<input class="filter" type="search" placeholder="model, such as qwen3-30b">'
@@ -197,10 +206,11 @@ def section(key: str) -> Iterator[str]:
     yield ""
     yield from folded("Planned time and memory", _planned(family))
     yield from folded("Flags of the models", _flags(found))
-    yield from folded("Frameworks that convert them", _frameworks(family))
+    runs = [name for name, model in found.items() if isinstance(model, Model)]
+    yield from folded("Frameworks that convert them", _frameworks(family, runs))
 
 
-def _frameworks(family: Mapping[str, Any]) -> Iterator[str]:
+def _frameworks(family: Mapping[str, Any], names: list[str]) -> Iterator[str]:
     yield (
         "Which frameworks make Megatron's models of these checkpoints, by each one's own list "
         "(`docs/converters.toml` has the versions). In all of them `import megatron_burst.auto` "
@@ -208,7 +218,7 @@ def _frameworks(family: Mapping[str, Any]) -> Iterator[str]:
     )
     yield f"| model | {' | '.join(one['title'] for one in CONVERTERS.values())} |"
     yield f"| --- |{' --- |' * len(CONVERTERS)}"
-    for name in family["models"]:
+    for name in names:
         kind = published()[name]["model_type"]
         cells = ("yes" if kind in one["types"] else "-" for one in CONVERTERS.values())
         yield f"| {name} | {' | '.join(cells)} |"
@@ -235,6 +245,15 @@ def _planned(family: Mapping[str, Any]) -> Iterator[str]:
     yield ""
 
 
+def _hybrid(flags: Values, model: Model) -> Iterator[str]:
+    """What flags of a GPT become for HybridModel."""
+    others = model_flags(model)
+    absent = ", ".join(f"`{flag}`" for flag in flags if flag not in others)
+    new = {flag: value for flag, value in others.items() if flags.get(flag) != value}
+    yield f"HybridModel{absent and f', without {absent}'}:"
+    yield from ("", "```", " ".join(as_words(new)), "```", "")
+
+
 def _flags(found: Mapping[str, Model | str]) -> Iterator[str]:
     for name, model in found.items():
         if isinstance(model, Model) and model.unknown:
@@ -244,9 +263,11 @@ def _flags(found: Mapping[str, Model | str]) -> Iterator[str]:
             yield f"**{name}**:"
             yield ""
             yield "```"
-            yield " \\\n    ".join(as_words(model_flags(model)))
+            yield " \\\n    ".join(as_words(flags := model_flags(model)))
             yield "```"
             yield ""
+            if hybrid := as_hybrid(model):
+                yield from _hybrid(flags, hybrid)
 
 
 PAGES = {"README.md": index}

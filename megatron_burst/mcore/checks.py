@@ -14,9 +14,9 @@ from megatron_burst.errors import BurstError
 from megatron_burst.installed import require_megatron
 from megatron_burst.logs import log_message_once
 from megatron_burst.mcore import packed
-from megatron_burst.mcore.args import check_args, global_args
+from megatron_burst.mcore.args import check_args, global_args, wants_fused_loss
 from megatron_burst.mcore.options import burst_config_of, with_environment
-from megatron_burst.mcore.refusals import refuse, refuses
+from megatron_burst.mcore.refusals import LOSS_FLAG, refuse, refuses
 
 try:
     from megatron.core.inference.utils import InferenceMode
@@ -35,8 +35,33 @@ def check_run() -> None:
     if is_first():
         log_message_once(f"burst attention: {megatron}")
     if args is not None:
+        say_if_counts_differ(with_environment(args))
         check_args(with_environment(args), WHO)
         refuse("built", args, WHO)
+
+
+def say_if_counts_differ(args: Any) -> None:
+    """Log what Megatron divides by each rank's own number of labels, if the data set masks labels.
+
+    Only these two flags make one of Megatron's do so. Elsewhere all ranks have as many labels, or,
+    of multi-token prediction, nearly.
+    """
+    masks = [flag for flag in ("sft", "eod_mask_loss") if getattr(args, flag, False)]
+    if not masks or args.context_parallel_size == 1 or not is_first():
+        return
+    why = "because Megatron divides each rank's losses by the rank's own number of labels"
+    flag = f"--{masks[0]}".replace("_", "-")
+    got = f"{flag} and --context-parallel-size {args.context_parallel_size} without it, so"
+    if not args.calculate_per_token_loss:
+        fsdp2 = getattr(args, "use_torch_fsdp2", False)
+        also = ", and --use-megatron-fsdp instead of --use-torch-fsdp2" if fsdp2 else ""
+        log_message_once(f"Megatron's loss: --calculate-per-token-loss must be passed, {why}; got "
+                         f"{got} gradients are wrong where ranks have unequally many, at a right "
+                         f"loss; pass --calculate-per-token-loss{also}")  # fmt: skip
+    if getattr(args, "mtp_num_layers", None) and not wants_fused_loss(args):
+        log_message_once(f"Megatron's multi-token prediction: {LOSS_FLAG} must be passed, {why}; "
+                         f"got {got} gradients and logged losses are wrong where ranks have "
+                         f"unequally many; pass {LOSS_FLAG}")  # fmt: skip
 
 
 def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:

@@ -9,6 +9,7 @@ nothing changes.
 
 import inspect
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -26,9 +27,17 @@ from megatron_burst.loss.rows import SupervisedCount, TensorParallel, count_supe
 from megatron_burst.loss.statistics import LossOptions
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import global_args, wants_fused_loss
+from megatron_burst.mcore.checks import say_if_counts_differ
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.output_layer import ColumnParallelLinear as LazyLinear
-from megatron_burst.mcore.output_layer import LazyLogits, inside, no_logits, refuse_sharded
+from megatron_burst.mcore.output_layer import (
+    HeadMask,
+    LazyLogits,
+    inside,
+    masks_of_heads,
+    no_logits,
+    refuse_sharded,
+)
 from megatron_burst.mcore.refusals import LOSS_FLAG, names_burst, refuse
 
 
@@ -48,6 +57,7 @@ class FusedHead:
         self.mask: Tensor | None = None
         self.supervised: SupervisedCount | None = None
         self.main: Tensor | None = None
+        self.head_masks: Iterator[HeadMask] = iter(())
 
     @property
     def pg_collection(self):
@@ -73,17 +83,25 @@ class FusedHead:
                 labels.t(), self.mask, ignore_index=self.options.ignore_index,
                 tp_group=self.tp.group, sequence_parallel=self.tp.sequence_parallel,
             )  # fmt: skip
+        if self.model_config.mtp_num_layers and self.pg_collection.cp.size() > 1:
+            mask = torch.ones_like(labels) if mask is None else mask
+            self.head_masks = masks_of_heads(
+                mask, self.model_config.mtp_num_layers, self.pg_collection.cp,
+                options.get("packed_seq_params"),
+            )  # fmt: skip
 
     def end(self, *_: Any) -> None:
         """After the model's forward, even if it failed."""
         self.active, self.mask, self.supervised, self.main = False, None, None, None
+        self.head_masks = iter(())
 
     def loss(self, labels: Tensor, logits: Tensor | LazyLogits) -> Tensor:
         """Replaces `compute_language_model_loss`: [b, s] losses of [b, s] labels."""
         if not isinstance(logits, LazyLogits):
             return self.loss_of(labels, logits)
         options: dict[str, Any] = asdict(self.config)
-        if labels is self.main:
+        is_main = labels is self.main
+        if is_main:
             options |= {"loss_mask": self.mask, "supervised": self.supervised}
         else:  # a head of multi-token prediction: its mask comes after the loss
             # labels out of range are ignored: if they count, the main loss reports them
@@ -99,7 +117,9 @@ class FusedHead:
         )  # fmt: skip
         loss = logits.compute(losses_of)
         assert isinstance(loss, Tensor)  # a pair only with return_lse
-        return loss.t().contiguous()
+        loss = loss.t().contiguous()
+        head = None if is_main else next(self.head_masks, None)
+        return loss if head is None else head.normalize(loss, self.model_config)
 
 
 def fuse_loss(model: Any, config: FusedLossConfig | None = None) -> Any:
@@ -198,6 +218,7 @@ def build_with_loss(build, fused: FusedLossConfig, only_burst: bool, /, self, *a
     build(self, *args, **options)
     asked = global_args() or Namespace()
     if wants_fused_loss(asked):
+        say_if_counts_differ(asked)
         fused, only_burst = FusedLossConfig.from_args(asked), False
     if not only_burst or names_burst(self.config.cp_comm_type):
         fuse_loss(self, fused)

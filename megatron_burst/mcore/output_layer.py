@@ -2,14 +2,17 @@
 
 FSDP gathers a weight before the call of the module that has it, and shards it again afterwards; in
 backward it gathers it for the call's output and reduces the gradient that autograd then adds to it.
+The same layer serves the heads of multi-token prediction, whose losses are normalized here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.transformer import multi_token_prediction as mtp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -116,3 +119,56 @@ def refuse_sharded(weight: Tensor | None) -> None:
 def no_logits(must: str, got: object) -> BurstError:
     """An error: someone needs logits while the fused loss makes none."""
     return BurstError(f"{WHO}: {must}; got {got}; leave that out, or --burst-fused-loss")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMask:
+    """Labels of one head of multi-token prediction, where several context-parallel ranks have them.
+
+    Megatron divides by a rank's own number of them, up to the commit d98e8a6 of main
+    (core/transformer/multi_token_prediction.py:885, 891), and then averages over ranks.
+
+    Attributes:
+        mask: [b, s], shifted as the head's labels are.
+        local: this rank's number of labels.
+        total: that of all ranks.
+        main: that of the main head, on all ranks.
+        ranks: how many there are.
+    """
+
+    mask: Tensor
+    local: Tensor
+    total: Tensor
+    main: Tensor
+    ranks: int
+
+    def normalize(self, losses: Tensor, config: Any) -> Tensor:
+        """Losses [b, s] whose gradient, and what Megatron logs of them, are those of one rank.
+
+        The gradient does not pass through what Megatron does with the result, which may multiply it
+        by 0. Megatron's class for losses beside the main one gives it the scale of those.
+        """
+        total = self.total.clamp(min=1)
+        weighted = config.mtp_loss_scaling_factor / config.mtp_num_layers * self.mask * losses
+        if not config.calculate_per_token_loss:
+            weighted = weighted * self.ranks / total
+        elif hasattr(mtp, "process_mtp_loss"):  # 0.16 does not weight them as the main losses
+            weighted = weighted * (self.main / total)
+        logged = losses.detach() * (self.local.clamp(min=1) * self.ranks / total)
+        return mtp.MTPLossAutoScaler.apply(logged, weighted)
+
+
+def masks_of_heads(mask: Tensor, heads: int, group: dist.ProcessGroup, packed_seq_params: Any
+                   ) -> Iterator[HeadMask]:  # fmt: skip
+    """Each head's mask; one all-reduce for the counts of all."""
+    masks = [mask]
+    for _ in range(heads):
+        rolled, _count = mtp.roll_tensor(
+            masks[-1], shifts=-1, dims=-1, cp_group=group, packed_seq_params=packed_seq_params
+        )
+        masks.append(rolled)
+    local = torch.stack([each.sum() for each in masks])
+    total = local.clone()
+    dist.all_reduce(total, group=group)
+    for head in range(1, 1 + heads):
+        yield HeadMask(masks[head], local[head], total[head], total[0], group.size())

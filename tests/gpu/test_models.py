@@ -10,15 +10,22 @@ where none is returned. Latent attention (MLA) of Megatron's own spec is selecte
 import pytest
 import torch
 
+from megatron_burst import BurstConfig
 from tests.gpu import needs_gpus, needs_transformer_engine
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, needs_gpus(), needs_transformer_engine()]
 TOKENS, HIDDEN = 2048, 512
-FP8 = dict(fp8="hybrid", fp8_recipe="tensorwise")
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+SELECTIVE = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+FP8 = {
+    f"fp8 {recipe}{name}": dict(fp8="hybrid", fp8_recipe=recipe) | more
+    for recipe in ("tensorwise", "delayed", "blockwise")
+    for name, more in {"": {}, ", selective": SELECTIVE, ", full": FULL, ", kept": FULL}.items()
+}  # of linears; attention is in bf16
 CASES = {
     "bf16": {},
-    "fp8 linears, bf16 attention": FP8,
+    **FP8,
     "fused gradient accumulation": dict(gradient_accumulation_fusion=True),
 }
 LATENT = dict(
@@ -87,12 +94,16 @@ def latent(config, burst: bool):
     return model
 
 
-def gradients(build, comm_type: str, world: int, options: dict) -> tuple[torch.Tensor, int]:
+def gradients(
+    build, comm_type: str, world: int, options: dict, burst: BurstConfig | None = None
+) -> tuple[torch.Tensor, int]:
     """All gradients of a rank as one vector, and how many went to main_grad."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(7)  # weights come from its generators
-    model = build(config_of(comm_type, world, options), comm_type == "burst").cuda()
+    config = config_of(comm_type, world, options)
+    config.burst = burst
+    model = build(config, comm_type == "burst").cuda()
     shape, generator = (TOKENS // world, 1, HIDDEN), torch.Generator("cuda").manual_seed(11)
     hidden, dout = (
         torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
@@ -122,11 +133,17 @@ def compare_all(rank: int, world: int) -> dict:
         exact, _ = gradients(build, "p2p", world, {})
         for name, options in CASES.items():
             truth, _ = gradients(build, "p2p", world, options)
-            got, fused = gradients(build, "burst", world, options)
+            keep = BurstConfig(keep="all" if "kept" in name else "none")
+            got, fused = gradients(build, "burst", world, options, keep)
             found[build.__name__, name] = relative(got, truth), relative(truth, exact), fused
     truth, _ = gradients(latent, "p2p", world, LATENT)
     got, _ = gradients(latent, "burst", world, LATENT)
     found["latent"] = relative(got, truth)
+    sinks = gpt(config_of("burst", world, dict(softmax_type="learnable")), True)
+    found["sinks"] = [
+        parameter.tensor_model_parallel for name, parameter in sinks.named_parameters()
+        if name.endswith("softmax_offset")
+    ]  # fmt: skip
     return found
 
 
@@ -154,3 +171,7 @@ def test_gradients_are_those_of_megatrons_own_context_parallelism(comparisons, m
 def test_latent_attention_of_megatrons_own_spec_has_the_gradients_of_p2p(comparisons):
     """To ten roundings of 2e-3 in bf16."""
     assert max(found["latent"] for found in comparisons) <= 2e-2
+
+
+def test_sinks_of_transformer_engine_count_on_each_tensor_parallel_rank(comparisons):
+    assert all(found["sinks"] == [True] * 4 for found in comparisons)

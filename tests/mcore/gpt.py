@@ -5,6 +5,7 @@ Import it at the top of a test module, so that its processes start with Megatron
 """
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -122,21 +123,26 @@ def build(config, spec, tied: bool = False):
     from megatron.core.models.gpt import GPTModel
 
     torch.manual_seed(1234)
-    numbers, names = count(), ("init_method", "output_layer_init_method")
-    draws = {name: partial(_draw, getattr(config, name), numbers) for name in names}
-    with mock.patch.multiple(config, **draws):
+    with _one_by_one(config) if config.softmax_type == "learnable" else nullcontext():
         gpt = GPTModel(
             config, spec, VOCAB, SEQ, position_embedding_type="rope", parallel_output=False,
             share_embeddings_and_output_weights=tied,
         )  # fmt: skip
-    for name, sinks in gpt.named_parameters():
+    for name, parameter in gpt.named_parameters():
         if name.endswith("softmax_offset"):  # Megatron draws those of all ranks alike
-            sinks.data.copy_(_mine(torch.linspace(-1, 1, HEADS), len(sinks)))
+            parameter.data.copy_(_mine(torch.linspace(-1, 1, HEADS), len(parameter)))
     return gpt.double()  # torch's RMSNorm is built in float32
 
 
+def _one_by_one(config):
+    """Draw each weight alike, whatever earlier ones took: burst draws sinks of all ranks, Megatron
+    those of one."""
+    methods, numbers = ("init_method", "output_layer_init_method"), count()
+    draws = {name: partial(_draw, getattr(config, name), numbers) for name in methods}
+    return mock.patch.multiple(config, **draws)
+
+
 def _draw(init, numbers, weight: torch.Tensor) -> torch.Tensor:
-    """Draw a weight, whatever was drawn for others: burst's sinks and Megatron's differ in that."""
     torch.manual_seed(next(numbers))
     return init(weight)
 

@@ -33,13 +33,14 @@ GRID = {
 CASES = GRID | {
     "gradients in forward": Case(2, 2, sp=True, masked=True, fused=FORWARD),
     "gradients in forward, TP without SP": Case(2, 2, fused=FORWARD),
-    "MTP": Case(2, 2, sp=True, mtp=2, masked=True),
-    "MTP, no TP": Case(1, 2, mtp=1),
+    # on one context-parallel rank, as Megatron's own are wrong on several: test_megatron_loss.py
+    "MTP": Case(2, sp=True, mtp=2, masked=True),
+    "MTP, no TP": Case(mtp=1),
     "MTP, tied, PP": Case(2, 1, 2, sp=True, tied=True, mtp=1, masked=True, fused=FORWARD),
     "MTP, per-token loss": Case(2, sp=True, mtp=1, masked=True, options=PER_TOKEN),
     "MTP, detached heads": Case(2, sp=True, mtp=1, options={"mtp_detach_heads": True}),
     "MuP": Case(2, 1, sp=True, options=MUP),
-    "MuP, MTP": Case(1, 2, mtp=1, options=MUP),
+    "MuP, MTP": Case(mtp=1, options=MUP),
     "Megatron's fused loss": Case(2, 2, sp=True, options=NATIVE_FUSED),
     "DDP": Case(2, 2, sp=True, masked=True, ddp=True),
     "DDP, forward": Case(2, 1, masked=True, ddp=True, fused=FORWARD),

@@ -275,7 +275,7 @@ def test_a_layer_that_returns_to_its_own_group_in_forward_gets_the_micro_batchs(
     layer.pg_collection, layer._build_time_cp_group = SimpleNamespace(cp=four), four
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 8]), local_cp_size=1)
     module.follow_groups(layer)
-    with mock.patch.object(module, "group_of_one", lambda: one):
+    with mock.patch.object(module, "group_of_one", return_value=one):
         assert layer(torch.zeros(1), packed_seq_params=params) is one
     assert layer.pg_collection.cp is four and layer._build_time_cp_group is four
 

@@ -86,8 +86,9 @@ def _problem(job: Job, strategy: Strategy) -> KeepProblem:
     nothing = _nothing_kept(strategy)
     turn = head_seconds(job, nothing) if strategy.pp == 1 else 0.0
     memory = memory_of(job, nothing)
-    # of hybrids with Mamba none is without a checkpoint
-    whole = 0 if "M" in job.model.pattern else round(whole_bytes(job, nothing))
+    # only where each layer has a checkpoint of its own, and none is Mamba's
+    has_own = not job.model.hybrid and "M" not in job.model.pattern
+    whole = round(whole_bytes(job, nothing)) if has_own else 0
     return KeepProblem(
         again_layers(job.model, nothing), in_flight(strategy.pp, 0),
         round(results_bytes(job, strategy)), job.seq, _half_saves(job, nothing),

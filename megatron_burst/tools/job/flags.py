@@ -13,7 +13,7 @@ from megatron_burst.mcore.refusals import refuses
 from megatron_burst.tools.job.auto import rates_of, rows_of
 from megatron_burst.tools.job.candidate import Candidate, loses
 from megatron_burst.tools.job.model import Model
-from megatron_burst.tools.job.model_flags import Values, model_flags
+from megatron_burst.tools.job.model_flags import Values, hybrid_pattern, model_flags
 from megatron_burst.tools.job.step import costs_of
 from megatron_burst.tools.job.strategy import Job, Strategy, stage_layers
 
@@ -68,7 +68,8 @@ def as_json(
         "flags": flag_values(job, best.strategy, best.memory.node, own),
         "model_flags": None if job.model.unknown else model_flags(job.model),
         "job": {
-            "model": asdict(job.model), "seq": job.seq, "gpus": job.gpus,
+            "model": asdict(job.model) | {"layers": job.model.megatron_layers},
+            "seq": job.seq, "gpus": job.gpus,
             "gpus_per_node": job.gpus_per_node, "batch": job.batch, "hardware": job.hardware.name,
             "packing": asdict(job.packing) if job.packing else None,
         },
@@ -117,9 +118,7 @@ def flag_values(
     } | {SIZES[name]: getattr(strategy, name) for name in ("tp", "cp", "pp")}
     if strategy.tp > 1:
         flags["--sequence-parallel"] = True
-    last = job.model.layers - stage_layers(job.model, strategy) * (strategy.pp - 1)
-    if strategy.pp > 1 and last != stage_layers(job.model, strategy):
-        flags["--decoder-last-pipeline-num-layers"] = last
+    flags |= _stage_flags(job.model, strategy)
     if job.model.experts:
         flags |= {SIZES["ep"]: strategy.ep, "--expert-tensor-parallel-size": 1}
         flags |= {"--moe-token-dispatcher-type": "alltoall"} | fast_experts(job.model)
@@ -136,6 +135,16 @@ def flag_values(
         gib = host_bytes / job.on_node / (1 << 30)
         flags["--burst-tune"] = f"keep_host_gib={ceil(1.1 * gib)}"
     return flags
+
+
+def _stage_flags(model: Model, strategy: Strategy) -> Values:
+    """How many layers each pipeline stage has, if not equally many; of a HybridModel always."""
+    each = stage_layers(model, strategy)
+    last = model.layers - each * (strategy.pp - 1)
+    if model.hybrid:
+        stages = [*[each] * (strategy.pp - 1), last]
+        return {"--hybrid-layer-pattern": hybrid_pattern(model, stages)}
+    return {"--decoder-last-pipeline-num-layers": last} if last != each else {}
 
 
 def fast_experts(model: Model) -> Values:
@@ -182,7 +191,8 @@ def _again_flags(job: Job, strategy: Strategy) -> Values:
         layers = strategy.again_layers
         method, count = ("uniform", 1) if layers is None else ("block", layers)
         flags: Values = {"--recompute-granularity": "full", "--recompute-method": method}
-        return flags | {"--recompute-num-layers": count}
+        each = job.model.megatron_layers // job.model.layers
+        return flags | {"--recompute-num-layers": count * each}
     modules = ["core_attn"] if strategy.core_attn else []
     if strategy.recompute == "selective":
         modules.append("mlp")

@@ -1,13 +1,22 @@
 """Models from Hugging Face's config.json: sizes and kinds of layers."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import cycle, islice
 from types import MappingProxyType
 from typing import Any
 
 from megatron_burst.errors import BurstError, nearest
 from megatron_burst.files import Count, LongText, Reader, excerpt
-from megatron_burst.tools.job.config_flags import KEYS, TYPES, Config, Type, flags_of, table
+from megatron_burst.tools.job.config_flags import (
+    FIELDS,
+    KEYS,
+    TYPES,
+    Config,
+    Type,
+    flags_of,
+    table,
+)
 from megatron_burst.tools.job.entries import Sizes, positive, unread
 from megatron_burst.tools.job.layers import Experts, Latent, Windows
 from megatron_burst.tools.job.linear import DeltaNet, Linear, Mamba
@@ -18,7 +27,13 @@ _PATTERN = "hybrid_override_pattern"
 _TIED = "tie_word_embeddings"  # of a model with other parts too, that of the whole counts
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _NAMES = {"attention": _FULL, "mamba": _LINEAR}  # of kinds of layers, of hybrids
-_LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
+# transformers 5 has names of other models' layers for the first two
+_LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E", _LINEAR: "M", _FULL: "*"}
+# how entries of attention begin whose learned scores select keys (DSA, QSA, MSA)
+_SELECTS = re.compile("(index|indexer|sparse)_")
+_SELECTED = " (learned scores select keys)"
+_MEANT = {"linear_attn_config": " (Kimi delta attention)"}  # of keys that do not say it
+_LONG = 60  # letters of a value that is not shown
 # types of entries that are no sizes; such as are null, false or 0 say nothing
 _ENTRIES: Mapping[str, Any] = {
     **dict.fromkeys(("model_type", "_name_or_path", _PATTERN), LongText),
@@ -117,8 +132,11 @@ def _pattern(config: Config, kind: Type) -> str:
     """A letter a layer, of a hybrid whose layers are either a mixer or a feed-forward."""
     if not kind.halves:
         return ""
-    listed = (_LETTERS.get(one, one) for one in config.get("layers_block_type") or ())
-    return config.get(_PATTERN) or "".join(listed)
+    return config.get(_PATTERN) or _letters_of(config.get("layers_block_type"))
+
+
+def _letters_of(kinds: Iterable[str] | None) -> str:
+    return "".join(_LETTERS.get(one, one) for one in kinds or ())
 
 
 def _renamed(config: Config, kind: Type) -> Config:
@@ -148,7 +166,8 @@ def _experts(config: Config, kind: Type, size: Sizes, layers: int, name: str) ->
         shared = size(key, shared)
     shared = size("shared_expert_intermediate_size", shared)
     dense = _dense_layers(config, layers, name)
-    return Experts(count, size("num_experts_per_tok"), width, shared, dense)
+    latent = size("moe_latent_size", 0)
+    return Experts(count, size("num_experts_per_tok"), width, shared, dense, latent)
 
 
 def _linear(config: Config, kind: Type, size: Sizes) -> Linear | None:
@@ -169,22 +188,35 @@ def _linear(config: Config, kind: Type, size: Sizes) -> Linear | None:
 
 def _check_layers(config: Config, kind: Type, name: str) -> None:
     """Refuse layers that the planner has no times for."""
-    others = [key for key in KEYS["not_counted"] if config.get(key) and key not in kind.reads]
-    found = [f"{key} {excerpt(config[key])}" for key in others]
-    kinds = {str(kind) for kind in config.get("layer_types") or ()}
-    known = {_FULL, _SLIDING, _LINEAR} if kind.delta or kind.mamba else {_FULL, _SLIDING}
-    if unknown := sorted(kinds - known):
-        found.append(f"layer_types with {', '.join(unknown)}")
-    if any(kind != 1 for kind in config.get("attn_type_list") or ()):  # MiniMax: 1 is softmax
-        found.append("attn_type_list with others than 1")
-    if unknown := sorted({*_pattern(config, kind)} - {*_LETTERS.values()}):
-        found.append(f"layers {', '.join(unknown)} of its pattern")
-    if found:
+    if untimed := ", ".join(_untimed(config, kind)):
         raise BurstError(
             f"plan: {name} must be a model whose layers are softmax attention over all earlier "
             "keys or a window of them, gated delta nets or Mamba-2, because the planner has no "
-            f"times for other layers; got {', '.join(found)}; plan another model"
+            f"times for other layers; got {untimed}; plan another model"
         )
+
+
+def _untimed(config: Config, kind: Type) -> Iterator[str]:
+    """What says that a config has such layers."""
+    selects = [key for key in config if _SELECTS.match(key) and config[key]]
+    others = {*KEYS["not_counted"]}.difference(kind.reads, FIELDS, selects)
+    keys = [key for key in KEYS["not_counted"] if key in others and config.get(key)]
+    keys += sorted(selects, key=lambda one: not one.endswith(("topk", "budget")))[:1]
+    for key in keys:
+        value = excerpt(config[key])
+        words = _SELECTED if key in selects else _MEANT.get(key, "")
+        yield f"{key} {value}{words}" if len(value) < _LONG else f"{key}{words}"
+    kinds = {str(one) for one in config.get("layer_types") or ()}
+    timed = {_FULL, _SLIDING, _LINEAR} if kind.delta or kind.mamba else {_FULL, _SLIDING}
+    if (unknown := sorted(kinds - timed)) and not keys:
+        yield f"layer_types with {', '.join(unknown)}"
+    if any(one != 1 for one in config.get("attn_type_list") or ()):  # MiniMax: 1 is softmax
+        yield "attn_type_list with others than 1"
+    if unknown := sorted({*_pattern(config, kind)} - {*_LETTERS.values()}):
+        yield f"layers {', '.join(unknown)} of its pattern"
+    ahead = config.get(f"mtp_{_PATTERN}") or _letters_of(config.get("mtp_layers_block_type"))
+    if config.get("num_nextn_predict_layers") and ahead not in ("", "*E", "*-"):
+        yield f"layers {ahead} of multi-token prediction"
 
 
 def _windows(config: Config, kind: Type, layers: int, name: str) -> Windows | None:

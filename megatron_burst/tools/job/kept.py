@@ -91,9 +91,10 @@ def _moe_share(model: Model) -> float:
 
 def _fc1(model: Model, share: float, tokens: float, tp: int) -> ModuleCost:
     """The first product of a feed-forward, where so large a share of them are experts."""
-    made = (2 if model.gated else 1) * feed_width(model, share) * tokens / tp
+    made = (2 if model.gated else 1) * _feed_width(model, share) * tokens / tp
     norm = 2 * model.hidden * (1 - share) * tokens / tp
-    return ModuleCost("linear_fc1", round(2 * made + norm), round(2 * model.hidden * made))
+    flops = (2 if model.gated else 1) * _feed_flops(model, share) * tokens / tp
+    return ModuleCost("linear_fc1", round(2 * made + norm), round(flops))
 
 
 def _router(model: Model, experts: Experts, tokens: float) -> ModuleCost:
@@ -103,20 +104,26 @@ def _router(model: Model, experts: Experts, tokens: float) -> ModuleCost:
     return ModuleCost("router", round(num_bytes * tokens), round(flops), waits=True)
 
 
-def feed_width(model: Model, share: float | None = None) -> float:
-    """Width of a token's feed-forward, of all its experts together; `share` as in
-    `module_costs`."""
+def _feed_width(model: Model, share: float) -> float:
+    """Width of a token's feed-forward, of all its experts together; `share`: of layers with
+    experts."""
     if not model.experts:
         return model.ffn
-    share = _moe_share(model) if share is None else share
     active = model.experts.active * model.experts.ffn + model.experts.shared_ffn
     return (1 - share) * model.ffn + share * active
 
 
+def _feed_flops(model: Model, share: float) -> float:
+    """Of a token's product of a feed-forward from its input to its width, or back."""
+    routed = share * model.experts.active * model.experts.ffn if model.experts else 0.0
+    others = _feed_width(model, share) - routed
+    return 2 * (model.hidden * others + model.expert_width * routed)
+
+
 def last_flops(job: Job, strategy: Strategy) -> int:
     """Of a layer's last product, before which recomputation ends if anything is kept."""
-    width = feed_width(job.model)
-    return round(2 * job.model.hidden * width * (job.seq // strategy.cp) / strategy.tp)
+    flops = _feed_flops(job.model, _moe_share(job.model))
+    return round(flops * (job.seq // strategy.cp) / strategy.tp)
 
 
 @dataclass(frozen=True, slots=True)

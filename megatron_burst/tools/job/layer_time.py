@@ -107,7 +107,7 @@ class Layer:
         ffn = model.ffn
         if model.experts:
             ffn = model.experts.shared_ffn + model.experts.active * (
-                model.experts.ffn + model.hidden
+                model.experts.ffn + model.expert_width
             )
         feeds = (model.dense_layers + model.moe_layers) / model.layers
         num_bytes = 10 * model.halves * model.hidden + 8 * width * model.softmax_share
@@ -140,7 +140,7 @@ class Layer:
         model, strategy = self._job.model, self._strategy
         if not model.experts or strategy.ep == 1:
             return 0.0
-        moved = model.experts.active * 2 * model.hidden * self._tokens / strategy.tp
+        moved = model.experts.active * 2 * model.expert_width * self._tokens / strategy.tp
         moved *= 1 - 1 / strategy.ep
         seconds = all_to_all_seconds(self._job, moved, strategy.ep / self._job.on_node)
         return 2 * seconds * model.moe_layers / model.layers

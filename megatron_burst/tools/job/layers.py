@@ -16,6 +16,9 @@ class Experts:
     ffn: int  # width of one
     shared_ffn: int = 0  # width of the shared expert
     dense_layers: int = 0  # layers without experts, at the front
+    # width of what routed experts take and give, between two products that all of them share
+    # (LatentMoE of Nemotron-3-Super); 0: the hidden size
+    latent: int = 0
 
 
 @dataclass(frozen=True, slots=True)

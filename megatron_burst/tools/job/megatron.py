@@ -5,9 +5,12 @@ Sources: is_layer_window_attention and the argument parser of Megatron-Core 0.19
 
 import ast
 import operator
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_burst.errors import BurstError
+from megatron_burst.files import excerpt
 from megatron_burst.tools.job.entries import MOST_LAYERS, Sizes, positive, unread
 from megatron_burst.tools.job.layers import Experts, Latent, Windows
 from megatron_burst.tools.job.linear import DeltaNet, Linear, Mamba
@@ -15,6 +18,15 @@ from megatron_burst.tools.job.model import Model
 
 Arguments = Mapping[str, Any]
 _OPERATORS: dict[type, Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+_DELTA_NETS = ("gated_delta_net", "gdn")  # until 0.19, and from 0.20 on
+_LETTERS = ("M*+-E", "G*+-E")  # of hybrids whose layers all have times
+_PAIRS = re.compile("([*+G]-)*([*+G]E)*")  # of layers as a GPT has them, dense ones first
+# other letters and variants that main has, or forks of it
+_UNTIMED = {
+    "D": "D is DSA, where learned scores select keys", "K": "K is Kimi delta attention",
+    "C": "C is DeepSeek-V4's CSA", "H": "H is DeepSeek-V4's HCA", "W": "W is DeepSeek-V4's windows",
+    "dsa": "learned scores select keys", "gdn2": "each of its channels has a decay of its own",
+}  # fmt: skip
 
 
 def from_megatron(arguments: Arguments, name: str) -> Model:
@@ -29,48 +41,71 @@ def from_megatron(arguments: Arguments, name: str) -> Model:
     heads_kv, dims, latent = heads, (dim, dim), None
     if size.truth("group_query_attention"):
         heads_kv = size("num_query_groups")
-    if size.truth("multi_latent_attention"):
+    pattern, predicted = _pattern(arguments, name)
+    if size.truth("multi_latent_attention") or "+" in pattern:
         rope = size("qk_pos_emb_head_dim", 64)
         dims = size("qk_head_dim", 128) + rope, size("v_head_dim", 128)
         latent = Latent(size("q_lora_rank", 0), size("kv_lora_rank", 512), rope)
     # megatron/training/arguments.py: about as many weights with a gate as without
     width = int(4 * hidden * 2 / 3 / 64) * 64 if size.truth("swiglu") else 4 * hidden
     experts, ffn = None, size("ffn_hidden_size", width)
-    pattern, predicted = _pattern(arguments, name)
-    layers = len(pattern) or size("num_layers")
+    pairs = _is_pairs(pattern)
+    layers = len(pattern) // (2 if pairs else 1) or size("num_layers")
     vocab = "padded_vocab_size" if "padded_vocab_size" in arguments else "vocab_size"
-    if size("num_experts", 0):
+    if size("num_experts", 0) and (not pattern or "E" in pattern):
         experts = Experts(
             size("num_experts"), size("moe_router_topk", 2), size("moe_ffn_hidden_size", ffn),
             size("moe_shared_expert_intermediate_size", 0),
-            _dense_layers(arguments, layers, name),
+            pattern.count("-") if pairs else _dense_layers(arguments, layers, name),
+            size("moe_latent_size", 0),
         )  # fmt: skip
     return Model(
         name, layers, hidden, heads, heads_kv, *dims, ffn,
         size(vocab), gated=size.truth("swiglu") or size.truth("quick_geglu"),
         tied=not size.truth("untie_embeddings_and_output_weights"), experts=experts, latent=latent,
-        windows=_windows(arguments, layers, name), predicted=predicted or size("mtp_num_layers", 0),
-        linear=_linear(arguments, pattern, layers, name), pattern=pattern,
+        windows=_windows(arguments, pattern, layers, name),
+        predicted=predicted or size("mtp_num_layers", 0),
+        linear=_linear(arguments, pattern, layers, name),
+        pattern="" if pairs else pattern, hybrid=pairs,
         gated_attention=size.truth("attention_output_gate"),
         sinks=arguments.get("softmax_type", "vanilla") not in ("vanilla", None),
         biases=size.truth("add_bias_linear", True) and not size.truth("disable_bias_linear"),
     )  # fmt: skip
 
 
-def _windows(arguments: Arguments, layers: int, name: str) -> Windows | None:
-    """The windows, whose sizes leave out the query's own key."""
+def letters_of_layer(arguments: Arguments) -> int:
+    """Megatron's layers in one of `Model`: 2 of a HybridModel of mixers with feed-forwards."""
+    return 2 if _is_pairs(_main_pattern(arguments)[0]) else 1
+
+
+def _is_pairs(pattern: str) -> bool:
+    return bool(pattern) and bool(_PAIRS.fullmatch(pattern))
+
+
+def _windows(arguments: Arguments, pattern: str, layers: int, name: str) -> Windows | None:
+    """The windows, whose sizes leave out the query's own key; a letter of a hybrid is a layer."""
     asked = arguments.get("window_size")
     if asked in (None, "None"):
         return None
     keys = 1 + positive(str(asked).strip("()[]").partition(",")[0], "--window-size", name)
     freq = _freq(arguments.get("window_attn_skip_freq"), "--window-attn-skip-freq", name)
+    every = len(pattern) or layers
     if freq is None:
-        freq = [1] * layers
+        freq = [1] * every
     if isinstance(freq, int):
-        freq = [number % freq for number in range(1, layers + 1)]
-    if len(freq) != layers:
-        raise unread(name, "--window-attn-skip-freq", f"{len(freq)} of {layers} layers")
-    return Windows.of(keys, freq, name)
+        freq = [number % freq for number in range(1, every + 1)]
+    if len(freq) != every:
+        raise unread(name, "--window-attn-skip-freq", f"{len(freq)} of {every} layers")
+    if pattern:
+        freq = [has and letter in "*+" for has, letter in zip(freq, pattern, strict=True)]
+    return Windows.of(keys, freq[:: letters_of_layer(arguments)], name)
+
+
+def _main_pattern(arguments: Arguments) -> tuple[str, list[str]]:
+    """Letters of a hybrid's layers, and those of its layers of multi-token prediction."""
+    text = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern")
+    main, *predicted = str(text or "").replace("|", "").split("/")
+    return main, [letters for letters in predicted if letters]
 
 
 def _pattern(arguments: Arguments, name: str) -> tuple[str, int]:
@@ -79,20 +114,36 @@ def _pattern(arguments: Arguments, name: str) -> tuple[str, int]:
     Raises:
         BurstError: if the planner has no times for one of them.
     """
-    given = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern")
-    main, *predicted = str(given or "").replace("|", "").split("/")
-    if {*main} - {*"M*+-E"} and {*main} - {*"G*+-E"}:
-        raise unread(name, "--hybrid-layer-pattern of M or G, *, +, - and E", str(given))
+    main, predicted = _main_pattern(arguments)
+    feed = "E" if "E" in main else "-"
+    if all({*main} - {*letters} for letters in _LETTERS):
+        raise _untimed(name, "--hybrid-layer-pattern of M or G, *, +, - and E", main)
+    if {*predicted} - {f"*{feed}", f"+{feed}"}:
+        must = f"--hybrid-layer-pattern with *{feed} or +{feed} behind each /"
+        raise _untimed(name, must, "/".join(predicted))
     return main, len(predicted)
+
+
+def _untimed(name: str, option: str, got: str) -> BurstError:
+    """The refusal of layers without times, which says what they are where that is known."""
+    meanings = ", ".join(what for layer, what in _UNTIMED.items() if layer in (got, *got))
+    words = f" ({meanings})" if meanings else ""
+    return BurstError(
+        f"plan: {name} must have an {option}, because the planner has no times for other layers; "
+        f"got {excerpt(got)}{words}; plan another model"
+    )
 
 
 def _linear(arguments: Arguments, pattern: str, layers: int, name: str) -> Linear | None:
     """The layers of gated delta nets or Mamba-2; unset sizes are those of Megatron."""
+    variant = arguments.get("experimental_attention_variant")
+    if variant not in (None, "None", *_DELTA_NETS):
+        raise _untimed(name, "--experimental-attention-variant of gated_delta_net", str(variant))
     if pattern:
-        kinds = tuple(letter in "MG" for letter in pattern)
+        kinds = tuple(letter in "MG" for letter in pattern[:: letters_of_layer(arguments)])
         of = _mamba if "M" in pattern else _delta
         return of(arguments, kinds, name) if any(kinds) else None
-    if arguments.get("experimental_attention_variant") != "gated_delta_net":
+    if variant not in _DELTA_NETS:
         return None
     freq = _freq(arguments.get("linear_attention_freq"), "--linear-attention-freq", name)
     if isinstance(freq, int):

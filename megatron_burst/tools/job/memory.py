@@ -233,13 +233,15 @@ def _feed_forwards(model: Model, tp: int, tokens: float) -> list[tuple[int, _Fee
         return [dense]
     experts, hidden = model.experts, 2 * model.hidden * tokens
     shared = _dense(model, experts.shared_ffn, tp, tokens)
-    came, width = experts.active * hidden, 2 * experts.active * experts.ffn * tokens
+    inner = 2 * model.expert_width * tokens
+    came, width = experts.active * inner, 2 * experts.active * experts.ffn * tokens
     first = _first(model, width)
     # gradients of the experts' outputs exist together with that of the activation's output
     working = hidden + max(first, came + width)
     if experts.shared_ffn:
         working = max(working, shared.working)
-    routed = _FeedForward(shared.saved + came + first + width, working)
+    around = 2 * inner if experts.latent else 0.0  # of the products around them, in and out
+    routed = _FeedForward(shared.saved + came + first + width + around, working)
     return [(model.moe_layers, routed), dense]
 
 

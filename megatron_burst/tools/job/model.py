@@ -36,6 +36,8 @@ class Model:
     # Megatron's --hybrid-layer-pattern (M Mamba, G gated delta net, * and + attention,
     # - feed-forward, E experts)
     pattern: str = ""
+    # whether it is a HybridModel without `pattern`: each of its layers is two letters, such as *-
+    hybrid: bool = False
     gated_attention: bool = False  # whether a gate as wide as the queries multiplies the output
     sinks: bool = False  # whether the softmax has a learned sink for each head
     biases: bool = False  # whether linear layers have biases
@@ -104,8 +106,13 @@ class Model:
         linear = self.linear.count * self.linear.params(self.hidden) if self.linear else 0
         return (linear + self.softmax_layers * self.attention_params) / self.layers
 
-    def _mlp(self, ffn: int) -> int:
-        return (3 if self.gated else 2) * self.hidden * ffn
+    def _mlp(self, ffn: int, width: int = 0) -> int:
+        return (3 if self.gated else 2) * (width or self.hidden) * ffn
+
+    @property
+    def expert_width(self) -> int:
+        """Width of what routed experts take and give."""
+        return (self.experts.latent if self.experts else 0) or self.hidden
 
     @property
     def dense_params(self) -> int:
@@ -115,21 +122,25 @@ class Model:
     @property
     def expert_params(self) -> int:
         """Weights of all routed experts of a layer."""
-        return self.experts.count * self._mlp(self.experts.ffn) if self.experts else 0
+        if not self.experts:
+            return 0
+        return self.experts.count * self._mlp(self.experts.ffn, self.expert_width)
 
     @property
     def shared_params(self) -> int:
-        """Weights of an MoE layer's shared expert and router."""
+        """Weights of an MoE layer's shared expert, router and products around routed experts."""
         if not self.experts:
             return 0
-        return self._mlp(self.experts.shared_ffn) + self.hidden * self.experts.count
+        beside = self.experts.count + 2 * self.experts.latent
+        return self._mlp(self.experts.shared_ffn) + self.hidden * beside
 
     @property
     def active_params(self) -> int:
         """Weights of an MoE layer's feed-forward that are active for one token."""
         if not self.experts:
             return 0
-        return self.shared_params + self.experts.active * self._mlp(self.experts.ffn)
+        each = self._mlp(self.experts.ffn, self.expert_width)
+        return self.shared_params + self.experts.active * each
 
     @property
     def active_feed_params(self) -> float:
@@ -153,6 +164,16 @@ class Model:
     def halves(self) -> int:
         """Mixers and feed-forwards of a layer, each with its norm and residual."""
         return 1 if self.pattern else 2
+
+    @property
+    def megatron_layers(self) -> int:
+        """Layers as Megatron counts them."""
+        return self.layers * (2 if self.hybrid else 1)
+
+    @property
+    def predicted_layers(self) -> int:
+        """Layers of multi-token prediction, each a mixer and a feed-forward."""
+        return self.predicted * 2 // self.halves
 
     def stage_feeds(self, layers: int) -> tuple[float, float]:
         """Dense feed-forwards and those with experts of a stage with so many layers, of the stage

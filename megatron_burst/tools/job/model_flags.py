@@ -1,6 +1,8 @@
 """A model as Megatron's flags, those of the argument parser of Megatron-Core 0.19."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from megatron_burst.tools.job.linear import DeltaNet, Mamba
@@ -8,6 +10,8 @@ from megatron_burst.tools.job.model import Model
 
 Values = dict[str, int | float | str | bool | list[str] | tuple[Any, ...]]
 _SPEC = ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec")  # of hybrids
+# of rotary embeddings, what HybridModel does not pass on
+_GPT_ONLY = {"--use-rope-scaling", "--rotary-seq-len-interpolation-factor", "--mrope-section"}
 
 
 def model_flags(model: Model) -> Values:
@@ -20,16 +24,58 @@ def model_flags(model: Model) -> Values:
     return {flag: value for flag, value in every.items() if value is not False}
 
 
+def as_hybrid(model: Model) -> Model | None:
+    """A GPT as the HybridModel that computes the same; None if Megatron cannot build it so.
+
+    Source: HybridModel and hybrid_builder of Megatron-LM 0.19.
+    """
+    beside = dict(model.beside)
+    if model.pattern or model.unknown or _GPT_ONLY & beside.keys():
+        return None
+    if skips := beside.get("--no-rope-freq"):
+        words: list[Any] = str(skips).strip("[]").split(",")
+        if isinstance(skips, int):
+            words = [int(number % skips == 0) for number in range(1, model.layers + 1)]
+        beside["--no-rope-freq"] = _of_letters(words)
+    return replace(model, hybrid=True, beside=tuple(beside.items()))
+
+
+def _of_letters(words: Iterable[object]) -> str:
+    """A list of a word a layer, with 0 for its feed-forward, which is a layer of a HybridModel."""
+    return f"[{','.join(f'{word},0' for word in words)}]"
+
+
+def hybrid_pattern(model: Model, stages: Sequence[int] = ()) -> str:
+    """Letters of a hybrid's layers, as --hybrid-layer-pattern has them; "" of other models.
+
+    `stages`: layers of each pipeline stage, if the letters have their ends.
+    """
+    softmax, feed = "+" if model.latent else "*", "E" if model.moe_layers else "-"
+    layers = [*model.pattern]
+    if model.hybrid:
+        linear = model.linear.layers if model.linear else (False,) * model.layers
+        feeds = "-" * model.dense_layers + "E" * model.moe_layers
+        pairs = zip(linear, feeds, strict=True)
+        layers = [("G" if is_linear else softmax) + one for is_linear, one in pairs]
+    if not layers:
+        return ""
+    for end in reversed([*accumulate(stages[:-1])]):
+        layers.insert(end, "|")
+    return "".join(layers) + f"/{softmax}{feed}" * model.predicted
+
+
 def _skip_freq(model: Model) -> str | int | None:
     """Which layers have no window: every n-th, or a list; None if all have one."""
     if not model.windows or all(model.windows.layers):
         return None
+    if model.hybrid:
+        return _of_letters(map(int, model.windows.layers))
     return _all_but_each(model.windows.layers)
 
 
 def _linear_freq(model: Model) -> str | int | None:
     """Which layers have gated delta nets: all but every n-th, or a list."""
-    if not isinstance(model.linear, DeltaNet) or model.pattern:
+    if not isinstance(model.linear, DeltaNet) or model.pattern or model.hybrid:
         return None
     return _all_but_each(model.linear.layers)
 
@@ -43,7 +89,7 @@ def _all_but_each(layers: tuple[bool, ...]) -> str | int:
 
 def _moe_freq(model: Model) -> str | None:
     """Which layers have experts, if the first ones have none."""
-    if not model.experts or not model.experts.dense_layers or model.pattern:
+    if not model.experts or not model.experts.dense_layers or model.pattern or model.hybrid:
         return None
     return f"[0]*{model.experts.dense_layers}+[1]*{model.moe_layers}"
 
@@ -53,7 +99,7 @@ def _of(kind: type, name: str) -> Callable[[Model], Any]:
 
 
 _FLAGS: tuple[tuple[str, Callable[[Model], Any]], ...] = (  # a flag is there if its value is true
-    ("--num-layers", lambda m: m.layers),
+    ("--num-layers", lambda m: m.megatron_layers),
     ("--hidden-size", lambda m: m.hidden),
     ("--ffn-hidden-size", lambda m: m.ffn),
     ("--num-attention-heads", lambda m: m.heads_q),
@@ -70,12 +116,13 @@ _FLAGS: tuple[tuple[str, Callable[[Model], Any]], ...] = (  # a flag is there if
     ("--moe-router-topk", lambda m: m.experts and m.experts.active),
     ("--moe-ffn-hidden-size", lambda m: m.experts and m.experts.ffn),
     ("--moe-shared-expert-intermediate-size", lambda m: m.experts and m.experts.shared_ffn),
+    ("--moe-latent-size", lambda m: m.experts and m.experts.latent),
     ("--moe-layer-freq", _moe_freq),
     # Megatron's window size leaves out the query's own key
     ("--window-size", lambda m: m.windows and f"{m.windows.size - 1},0"),
     ("--window-attn-skip-freq", _skip_freq),
-    ("--hybrid-layer-pattern", lambda m: m.pattern),
-    ("--spec", lambda m: m.pattern and _SPEC),
+    ("--hybrid-layer-pattern", hybrid_pattern),
+    ("--spec", lambda m: hybrid_pattern(m) and _SPEC),
     ("--mamba-num-heads", _of(Mamba, "heads")),
     ("--mamba-head-dim", _of(Mamba, "dim")),
     ("--mamba-num-groups", _of(Mamba, "groups")),

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from megatron_burst.errors import BurstError, require
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.tools.job.flags import OFFLOADED, SIZES
 from megatron_burst.tools.job.hugging_face import preset_name
-from megatron_burst.tools.job.megatron import Arguments
+from megatron_burst.tools.job.megatron import Arguments, letters_of_layer
 from megatron_burst.tools.job.model_file import arguments_of
 from megatron_burst.tools.job.strategy import FSDP_ARGUMENTS, Strategy, policy_words
 from megatron_burst.tools.units import whole_number
@@ -123,7 +124,8 @@ def _full(arguments: Arguments, asked: Arguments) -> dict[str, Any]:
     policy: dict[str, Any] = {"recompute": "full", "offload_inputs": inputs}
     if arguments.get("recompute_method") == "block":
         count = str(arguments.get("recompute_num_layers", "1"))
-        policy["again_layers"] = whole_number(count, "--recompute-num-layers")
+        layers = whole_number(count, "--recompute-num-layers")
+        policy["again_layers"] = ceil(layers / letters_of_layer(arguments))
     if keep == "auto":
         policy["keep"] = "auto"
         budget = arguments.get("burst_keep_budget_gib")
@@ -175,11 +177,12 @@ def _layout(arguments: Arguments) -> Layout | None:
 
 def _notes(arguments: Arguments) -> Iterator[str]:
     granularity, count = _granularity(arguments), arguments.get("recompute_num_layers", "1")
-    method = arguments.get("recompute_method", "uniform")
-    if granularity == "full" and method != "block" and str(count) != "1":
+    method, each = arguments.get("recompute_method", "uniform"), letters_of_layer(arguments)
+    if granularity == "full" and method != "block" and str(count) != str(each):
+        layer = "layer" if each == 1 else "mixer with its feed-forward"
         yield (
-            f"--recompute-method {method} --recompute-num-layers {count} is counted as uniform 1: "
-            "every layer is recomputed from its own input"
+            f"--recompute-method {method} --recompute-num-layers {count} is counted as uniform "
+            f"{each}: every {layer} is recomputed from its own input"
         )
     others = set(_modules(arguments)) - _COUNTED if granularity == "selective" else ()
     if others:

@@ -213,7 +213,7 @@ def stage_layers(model: Model, strategy: Strategy) -> int:
 def first_stage_layers(model: Model, strategy: Strategy) -> int:
     """Layers of the first pipeline stage, those of multi-token prediction among them if it is the
     last stage too."""
-    return stage_layers(model, strategy) + (model.predicted if strategy.pp == 1 else 0)
+    return stage_layers(model, strategy) + (model.predicted_layers if strategy.pp == 1 else 0)
 
 
 def again_layers(model: Model, strategy: Strategy) -> int:
@@ -226,7 +226,7 @@ def again_layers(model: Model, strategy: Strategy) -> int:
 def busiest_layers(model: Model, strategy: Strategy) -> int:
     """Layers of the stage that computes most: those of multi-token prediction are on the last."""
     most = stage_layers(model, strategy)
-    return max(most, model.layers - most * (strategy.pp - 1) + model.predicted)
+    return max(most, model.layers - most * (strategy.pp - 1) + model.predicted_layers)
 
 
 def ranks_per_node(job: Job, strategy: Strategy) -> int:

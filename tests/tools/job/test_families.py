@@ -1,4 +1,5 @@
-"""Forty more models, as transformers 5.12 writes their configs with a published model's sizes.
+"""More models, as transformers 5.12 writes their configs with a published model's sizes; those of
+2026 as copies of their config.json in public repositories are, or as transformers 5.24's classes.
 
 Guards against flags of another model than the class's, and against sizes under another name that a
 plan would count as if they were not there.
@@ -6,6 +7,7 @@ plan would count as if they were not there.
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,9 @@ from docs import family_pages
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.job.flags import as_words
 from megatron_burst.tools.job.hugging_face import from_hugging_face
+from megatron_burst.tools.job.megatron import from_megatron
+from megatron_burst.tools.job.model_file import megatron_arguments
+from megatron_burst.tools.job.model_flags import as_hybrid, model_flags
 from tests.tools.job.configs import PRINTED, WITHHELD
 
 CONFIGS = json.loads((Path(__file__).parent / "families.json").read_text())
@@ -36,6 +41,15 @@ SAID = {
         "--moe-router-group-topk 1 "
         "--moe-router-topk-scaling-factor 1.0",
     ),
+}
+_NEMOTRON_3 = (
+    "--norm-epsilon 1e-05 --squared-relu --position-embedding-type none "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32 "
+    "--moe-router-num-groups 1 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 5.0"
+)
+SAID |= {  # with prediction layers; sizes and flags as in Megatron-LM's examples/post_training
+    "Nemotron-3-Super-120B-A12B": (120.6 + 3.0, _NEMOTRON_3),
+    "Nemotron-3-Ultra-550B-A55B": (549.5 + 11.1, _NEMOTRON_3),
 }
 # billions of their cards; one of the entries that are named beside the model type
 NAMED = {
@@ -63,6 +77,7 @@ NAMED = {
     "InternLM2.5-7B": (7.74, "auto_map"),
     "InternLM3-8B": (8.80, "qkv_bias False"),
     "InternVL2.5-8B": (7.74, "downsample_ratio 0.5"),
+    "Qwen3.8-2.4T-A95B": (2415.8, "mtp_num_hidden_layers 1"),
 }
 REFUSED = {
     "Jamba-v0.1": "attn_layer_period 8",
@@ -74,9 +89,22 @@ REFUSED = {
     "Llama-4-Scout-17B-16E": "attention_chunk_size 8192",
     "Gemma-2-9B": "attn_logit_softcapping 50.0",
     "Gemma-4 31B, text": "heads of 512",
-    "DeepSeek-V3.2": "index_topk 2048",
+    **dict.fromkeys(["DeepSeek-V3.2", "GLM-5", "GLM-5.2"], "index_topk 2048 .learned scores"),
+    **dict.fromkeys(["DeepSeek-V4-Flash", "DeepSeek-V4.1-Flash"], "index_topk 512 .learned scores"),
+    "GLM-5.3-Flash": "linear_attn_config .Kimi delta attention., index_topk 2048 .learned",
+    **dict.fromkeys(["Kimi-Linear-48B-A3B", "Kimi-K3"], "linear_attn_config .Kimi delta attention"),
+    "MiniMax-M3": "sparse_attention_config .learned scores select keys",
+    "Qwen3.8-Flash-Next": "indexer_budget 2048 .learned scores select keys",
     "GPT-2": "model_type gpt2 without num_hidden_layers, hidden_size, num_attention_heads",
 }
+
+
+def is_gpt_with_flags(config):
+    try:
+        found = from_hugging_face(config, "x")
+    except BurstError:
+        return False
+    return not found.unknown and not found.pattern
 
 
 def test_every_config_has_an_expectation_and_a_page():
@@ -156,3 +184,50 @@ def test_planned_times_of_the_pages_are_the_planners():
     there = [row for row in rows if row["model"] == "Gemma-3-27B"]
     for row, again in zip(there, now, strict=True):
         assert row == {key: str(again[key]) for key in row}
+
+
+HYBRID = [name for name, config in family_pages.published().items() if is_gpt_with_flags(config)]
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_flags_of_a_hybrid_are_read_as_those_of_the_gpt(name):
+    """But for scaled rotary embeddings, which Megatron's HybridModel has none of."""
+    gpt = from_hugging_face(family_pages.published()[name], name)
+    scaled = {"--use-rope-scaling", "--rotary-seq-len-interpolation-factor", "--mrope-section"}
+    hybrid = as_hybrid(gpt)
+    assert (hybrid is None) == bool(scaled & model_flags(gpt).keys())
+    if hybrid:
+        plain, paired = (
+            from_megatron(megatron_arguments(" ".join(as_words(model_flags(one)))), name)
+            for one in (gpt, hybrid)
+        )
+        assert paired.hybrid and replace(paired, hybrid=False) == plain
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "gpt-oss-20b", "Qwen3-Next-80B-A3B"])
+def test_megatron_makes_the_same_config_of_a_hybrids_flags(name):
+    """But for what names or counts layers."""
+    pytest.importorskip("megatron.training")
+    from tests.mcore.test_model_flags import built
+
+    gpt = from_hugging_face(family_pages.published()[name], name)
+    one, other = (built(" ".join(as_words(model_flags(m)))) for m in (gpt, as_hybrid(gpt)))
+    of_layers = {
+        "num_layers", "is_hybrid_model", "moe_layer_freq", "window_attn_skip_freq",
+        "linear_attention_freq", "experimental_attention_variant",
+    }  # fmt: skip
+    assert {key for key in one if one[key] != other[key]} <= of_layers
+    assert (one["num_layers"], other["num_layers"]) == (gpt.layers, 2 * gpt.layers)
+
+
+def test_layers_without_rotary_embeddings_are_attentions_of_a_hybrid():
+    smol = from_hugging_face(family_pages.published()["SmolLM3-3B"], "x")
+    freq = [0, 0, 0, 0, 0, 0, 1, 0] * 9  # every fourth of 36 layers
+    listed = replace(smol, beside=(("--no-rope-freq", "[0,0,0,1]"),), layers=4)
+    assert json.loads(str(model_flags(as_hybrid(smol))["--no-rope-freq"])) == freq
+    assert json.loads(str(model_flags(as_hybrid(listed))["--no-rope-freq"])) == freq[:8]
+
+
+def test_no_hybrid_of_a_model_that_is_one_already_or_has_no_flags():
+    for name in ("Nemotron-H-8B", "Qwen3.5-27B"):
+        assert as_hybrid(from_hugging_face(family_pages.published()[name], name)) is None

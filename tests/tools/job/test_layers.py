@@ -3,19 +3,22 @@
 Guards against planning a model that burst refuses as if all its layers saw all keys.
 """
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from megatron_burst.errors import BurstError
 from megatron_burst.tools.hardware_file import preset
-from megatron_burst.tools.job.flags import as_words
+from megatron_burst.tools.job.flags import as_json, as_words, flag_values
 from megatron_burst.tools.job.hugging_face import PRESETS, from_hugging_face
+from megatron_burst.tools.job.kept import last_flops, module_costs
 from megatron_burst.tools.job.layers import Windows
 from megatron_burst.tools.job.megatron import from_megatron
 from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.model_file import megatron_arguments
-from megatron_burst.tools.job.model_flags import model_flags
+from megatron_burst.tools.job.model_flags import as_hybrid, hybrid_pattern, model_flags
+from megatron_burst.tools.job.search import search
 from megatron_burst.tools.job.step import step_time
 from megatron_burst.tools.job.strategy import Job, Strategy
 from tests.tools.job.configs import (
@@ -180,3 +183,114 @@ def test_model_flops_count_a_window_as_far_as_it_sees():
     pairs = sum(min(row + 1, 4096) for row in range(seq)) / seq
     attention = windowed.flops_per_token(seq) - 6 * windowed.matmul_params
     assert attention == pytest.approx(12 * 32 * 32 * 128 * pairs, rel=1e-3)
+
+
+GPT = (
+    "--num-layers 6 --hidden-size 4096 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --ffn-hidden-size 14336 --vocab-size 128256 --swiglu "
+    "--untie-embeddings-and-output-weights --disable-bias-linear"
+)
+MOE = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1024"
+DELTA = "--linear-num-key-heads 16 --linear-num-value-heads 32"
+WINDOW = "--window-size 4095,0 --window-attn-skip-freq"
+
+
+def read(flags):
+    return from_megatron(megatron_arguments(flags), "x")
+
+
+def test_experts_of_a_latent_width():
+    """LatentMoE of Nemotron-3-Super: routed experts between two products that all share."""
+    flags = f"{GPT} {MOE} --moe-shared-expert-intermediate-size 2048"
+    plain, latent = read(flags), read(f"{flags} --moe-latent-size 512")
+    assert model_flags(latent)["--moe-latent-size"] == 512 == latent.expert_width
+    expert, around = 3 * 512 * 1024, 2 * 4096 * 512
+    beside = around + 4096 * 8 + 3 * 4096 * 2048  # the router and the shared expert
+    assert (latent.expert_params, latent.shared_params) == (8 * expert, beside)
+    assert latent.active_params == beside + 2 * expert
+    parts = {}
+    for model in (plain, latent):
+        strategy = Strategy(cp=4, ep=4, keep="all")
+        job = Job(model, 1 << 18, 4, 8, 8, preset("h200"))
+        parts[model] = dict(step_time(job, strategy, memory_of(job, strategy)).parts)
+        width, tokens = model.expert_width, (1 << 18) / 4
+        costs = {cost.name: cost for cost in module_costs(job, strategy)}
+        products = 4096 * 2048 + width * 2 * 1024  # of the shared expert, and of two routed ones
+        assert costs["linear_fc1"].flops == 2 * 2 * products * tokens
+        assert last_flops(job, strategy) == 2 * products * tokens
+    sent = [parts[model]["expert-parallel transfers"] for model in (latent, plain)]
+    assert sent[0] == pytest.approx(sent[1] / 8, rel=0.1)  # and a latency
+    element_wise = [parts[model]["element-wise kernels"] for model in (latent, plain)]
+    assert element_wise[0] < element_wise[1]
+
+
+@pytest.mark.parametrize(
+    ("gpt", "hybrid"),  # flags that are added to both
+    [
+        ("", "--hybrid-layer-pattern *-*-*-*-*-*-"),
+        ("", "--hybrid-override-pattern *-*-|*-*-|*-*-"),
+        ("--mtp-num-layers 1", "--hybrid-layer-pattern *-*-*-*-*-*-/*-"),
+        (f"{MOE} --moe-layer-freq [0]*2+[1]*4", f"{MOE} --hybrid-layer-pattern *-*-*E*E*E*E"),
+        (MOE, f"{MOE} --hybrid-layer-pattern *E*E*E|*E*E*E"),
+        ("", f"{MOE} --hybrid-layer-pattern *-*-*-*-*-*-"),  # whose experts no layer has
+        (f"{WINDOW} 2", f"{WINDOW} [1,1,0,1]*3 --hybrid-layer-pattern *-*-*-*-*-*-"),
+        (f"{WINDOW} 1", f"{WINDOW} 1 --hybrid-layer-pattern *-*-*-*-*-*-"),
+        ("--multi-latent-attention --kv-lora-rank 512",
+         "--kv-lora-rank 512 --hybrid-layer-pattern +-+-+-+-+-+-"),
+        (f"{DELTA} --experimental-attention-variant gdn --linear-attention-freq 3",
+         f"{DELTA} --hybrid-layer-pattern G-G-*-G-G-*-"),
+    ],
+    ids=lambda flags: flags.rpartition(" ")[2],
+)  # fmt: skip
+def test_a_hybrid_of_pairs_is_planned_as_the_gpt(gpt, hybrid):
+    plain = read(f"{GPT} {gpt}")
+    paired = read(f"{GPT} {hybrid}".replace("--num-layers 6 ", ""))  # which the letters say
+    assert paired.hybrid and replace(paired, hybrid=False) == plain
+    jobs = [Job(model, 1 << 18, 8, 8, 8, preset("h200")) for model in (plain, paired)]
+    one, other = (search(job)[:50] for job in jobs)
+    assert one == other  # strategies, times and memory
+
+
+def test_a_hybrid_of_mixers_and_feed_forwards_has_windows_in_its_attention_alone():
+    found = read(f"{GPT} --mamba-num-heads 128 --window-size 4095,0 --hybrid-layer-pattern M-*-M-")
+    assert not found.hybrid and found.layers == 6
+    assert found.windows.layers == (False, False, True, False, False, False)
+    assert (found.softmax_layers, found.full_layers) == (1, 0)
+
+
+def test_flags_of_a_hybrid_of_pairs():
+    """Its layers are twice as many, two in a checkpoint, with the ends of pipeline stages."""
+    hybrid = as_hybrid(read(f"{GPT} --mtp-num-layers 1".replace("layers 6", "layers 5")))
+    job = Job(hybrid, 1 << 18, 8, 8, 8, preset("h200"))
+    flags = flag_values(job, Strategy(pp=2, cp=4))
+    assert flags["--hybrid-layer-pattern"] == "*-*-*-|*-*-/*-"
+    assert "--decoder-last-pipeline-num-layers" not in flags
+    assert flags["--recompute-method"] == "uniform" and flags["--recompute-num-layers"] == 2
+    block = flag_values(job, Strategy(cp=8, again_layers=3))
+    assert (
+        block["--hybrid-layer-pattern"] == "*-*-*-*-*-/*-" and block["--recompute-num-layers"] == 6
+    )
+    written = json.loads(as_json(job, search(job)))
+    assert written["job"]["model"]["layers"] == written["model_flags"]["--num-layers"] == 10
+    gpt = flag_values(replace(job, model=replace(hybrid, hybrid=False)), Strategy(pp=2, cp=4))
+    assert gpt["--decoder-last-pipeline-num-layers"] == 2 and gpt["--recompute-num-layers"] == 1
+    assert hybrid_pattern(replace(hybrid, hybrid=False)) == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "option", "got"),
+    [
+        ("--hybrid-layer-pattern *-D-", "pattern of M or G", r"\*-D- \(D is DSA"),
+        ("--hybrid-layer-pattern KEKE*E", "pattern of M or G", r"\(K is Kimi delta attention"),
+        ("--hybrid-layer-pattern C-H-W-", "pattern of M or G", "CSA, H is DeepSeek-V4's HCA, W is"),
+        ("--hybrid-layer-pattern M-*-/MM", r"pattern with \*- or \+-", "MM"),
+        (f"{MOE} --hybrid-layer-pattern *E/*-", r"pattern with \*E or \+E", r"\*-"),
+        ("--experimental-attention-variant gdn2 --hybrid-layer-pattern G-*-", "variant of gated",
+         r"gdn2 \(each of its channels has a decay"),
+        ("--experimental-attention-variant dsa", "variant of gated", "dsa .learned scores select"),
+    ],
+    ids=lambda text: text.rpartition(" ")[2],
+)  # fmt: skip
+def test_layers_of_megatrons_without_times_are_refused(flags, option, got):
+    with pytest.raises(BurstError, match=f"^plan: x must have .*{option}.*; got .*{got}.*; plan"):
+        read(f"{GPT} {flags}")

@@ -172,11 +172,13 @@ def test_published_mamba_hybrids_are_planned(config, billions, softmax, mamba, m
 
 def test_layers_may_be_listed_or_a_pattern_and_megatrons_own_flags_say_the_same():
     names = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+    later = names | {"M": "linear_attention", "*": "full_attention"}  # of transformers 5.24
     for config in (NEMOTRON_H_8B, NEMOTRON_3_NANO):
         listed = dict(config)
         pattern = listed.pop("hybrid_override_pattern")
         found = model(config)
-        assert model(listed | {"layers_block_type": [names[one] for one in pattern]}) == found
+        for kinds in (names, later):
+            assert model(listed | {"layers_block_type": [kinds[one] for one in pattern]}) == found
         flags = " ".join(as_words(model_flags(found)))
         read = from_megatron(megatron_arguments(flags), found.name)
         assert replace(read, beside=found.beside) == found

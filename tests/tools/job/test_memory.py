@@ -103,6 +103,14 @@ def test_experts(ffn, active, routed, fullest):
     assert kib("layer", experts, recompute="selective") == routed + 8 + 8 + fullest
 
 
+def test_experts_of_a_latent_width():
+    """LatentMoE: their inputs and outputs have 2 KiB, which the products around them save too."""
+    latent = replace(LLAMA, experts=Experts(16, 8, 512, latent=1024))
+    routed = 8 * 2 + 16 + 8 + 2 * 2
+    assert kib("saved", latent, recompute="none") == 4 * (8 + 8 + 12 + 8.125 + 8 + 8 + routed)
+    assert kib("layer", latent, recompute="none") == 8 + 8 * 2 + 8
+
+
 def test_layers_without_experts_may_need_more():
     mixed = replace(LLAMA, experts=Experts(16, 1, 512, 0, dense_layers=1))
     assert kib("layer", mixed, recompute="none") == 64

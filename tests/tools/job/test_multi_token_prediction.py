@@ -69,6 +69,14 @@ def test_time_is_that_of_a_layer_more_and_of_the_head_again(recompute):
         assert found[part] == pytest.approx(longer[part])
 
 
+def test_of_a_hybrid_it_is_two_letters():
+    halves = replace(LLAMA, layers=8, pattern="*-" * 4)
+    longer = replace(halves, layers=10, pattern="*-" * 5, predicted=0)
+    for part in ("attention kernels", "element-wise kernels"):
+        assert parts(halves)[part] == pytest.approx(parts(longer)[part])
+    assert kib("saved", halves) == kib("saved", longer)
+
+
 def test_time_of_a_stage_with_fewer_layers_has_room_for_it():
     """Of 7 layers on 2 stages, the last has 3."""
     seven = replace(LLAMA, layers=7)

@@ -67,6 +67,9 @@ def test_packing_is_read(text, layout):
         ("--recompute-granularity selective --recompute-modules mlp layernorm moe_act",
          ["recomputation of layernorm, moe_act is not counted"]),
         (f"{FULL} --burst-keep all --burst-keep-layers 3", ["--burst-keep-layers 3 is not"]),
+        (f"--hybrid-layer-pattern M-*- {FULL}", []),
+        (f"--hybrid-layer-pattern *-*- {FULL}", [f"{FULL[29:]} is counted as uniform 2: every"]),
+        ("--hybrid-layer-pattern *-*- --recompute-granularity full --recompute-num-layers 2", []),
         (f"{FULL} --burst-keep auto --burst-keep-budget-gib 4", []),
         ("--reset-attention-mask", ["burst attention refuses --reset-attention-mask"]),
     ],
@@ -86,6 +89,8 @@ def test_keep_auto_has_its_budget_and_block_its_layers():
     block = "--recompute-granularity full --recompute-method block --recompute-num-layers 4"
     assert read(block).policy["again_layers"] == 4
     assert read(block).in_words == "recompute full in 4 layers of a stage, keep none"
+    for pattern, layers in (("*-*-*-", 2), ("M-*-*-", 4)):  # two letters are a layer of a GPT
+        assert read(f"{block} --hybrid-layer-pattern {pattern}").policy["again_layers"] == layers
     assert read("--swiglu").policy == {}
     with pytest.raises(BurstError, match="must be a number"):
         read(f"{FULL} --burst-keep auto --burst-keep-budget-gib much")
