@@ -7,6 +7,7 @@
 # of Megatron-LM: its HEAD is tested as main, and with its tag core_v0.16.1 what asks for
 # megatron.training, which that wheel has not. Runs what `make test` samples whole, so that the page
 # has every case. Without arguments docs/compatibility.md is made anew.
+# Muon and Lion are tested if PYTHONPATH has Emerging-Optimizers 0.4 and absl.
 # Prints a table at the end; fails if any test does.
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
@@ -53,7 +54,7 @@ for release in ${RELEASES-0.16.1 0.17.1 0.18.2 0.19.2}; do
 done
 if [ -n "${MEGATRON_LM:-}" ]; then
     with 0.19.2
-    with 0.19.2 PYTHONPATH="$(checkout HEAD)"
+    with 0.19.2 PYTHONPATH="$(checkout HEAD)${PYTHONPATH:+:$PYTHONPATH}"
     run main "$(git -C "$MEGATRON_LM" rev-parse --short HEAD)" "${all[@]}" "${training[@]}" "$@"
     with 0.16.1
     with 0.16.1 PYTHONPATH="$(checkout core_v0.16.1)"

@@ -307,8 +307,8 @@ BESIDE = {  # enums and machinery in the same modules
 }  # fmt: skip
 MOST = {  # modules, lines, lines of code with imports, and without
     "reading path": (53, 9600, 6300, 5600),
-    "trainer": (178, 27400, 17900, 16100),
-    "package": (243, 36700, 24500, 22000),
+    "trainer": (179, 27900, 18200, 16400),
+    "package": (243, 37400, 24950, 22450),
 }
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 

@@ -74,6 +74,8 @@ class FusedHead:
         if options.get("runtime_gather_output"):
             got = "runtime_gather_output=True"
             raise no_logits("logits cannot be gathered, because there are none", got)
+        if model.output_layer is not self.layer:  # an adapter around it, which would add to logits
+            check_model(model, self.config)
         if model.share_embeddings_and_output_weights:
             refuse_sharded(model.shared_embedding_or_output_weight())
         mask, self.main = options.get("loss_mask"), labels
@@ -161,8 +163,14 @@ def log_probs_and_entropy(
     if labels is None and input_ids is None:
         must = "log-probabilities need labels or tokens, because these say of which tokens"
         raise no_logits(must, "labels=None and input_ids=None")
+    if any(isinstance(inner, ColumnParallelLinear) for inner in output_layer.children()):
+        must = "the output layer must have no adapter, because its weight alone is read"
+        raise no_logits(must, type(output_layer).__name__)
     if labels is None:
         group = packed.group_of(packed_seq_params, _cp_group_of(compute_language_model_loss))
+        if group.size() > 1 and getattr(config, "linear_cp_layout", "zigzag") != "zigzag":
+            must = "log-probabilities need labels, because next tokens are looked up in zigzag rows"
+            raise no_logits(must, f"linear_cp_layout={config.linear_cp_layout} without labels")
         sample = packed.sample_of(packed_seq_params, group.size())
         names = sample.keys() & {"layout", "cu_seqlens", "cu_seqlens_padded"}
         packed.forget_boundaries_of_shard(group)

@@ -444,6 +444,11 @@ TABLE: tuple[Refusal, ...] = (
         "the weight's gradient comes with the loss"),
     Refusal("loss", "overlap_moe_expert_parallel_comm", OFF,
         "its schedule computes the loss outside the model's forward"),
+    Refusal("loss", "linear_cp_layout",
+        lambda layout, o: layout in (None, "zigzag") or o.context_parallel_size == 1
+        or not getattr(o, "mtp_num_layers", None),
+        "heads of multi-token prediction have their rows in zigzag, and the main loss has not",
+        f"leave that out, or {LOSS_FLAG}"),
     Refusal("loss", "logits_load_dir", OFF, "distillation needs the logits"),
     Refusal("loss", "modelopt_enabled", OFF, "it replaces the output layer"),
     Refusal(

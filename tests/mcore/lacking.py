@@ -38,6 +38,7 @@ LACKING = {  # need: releases without it, and why, as the tables in docs show it
         "packed samples ask for TransformerEngine's version up to 0.17",
     ),
     "inference mode": ("0.16 0.17", "megatron.core.inference has an InferenceMode from 0.18 on"),
+    "emerging optimizers": ("0.16 0.17", "it cannot run Emerging-Optimizers 0.4"),
     "output_processor": ("0.16 0.17", "models take an output_processor from 0.18 on"),
 }
 _HERE = find_megatron()

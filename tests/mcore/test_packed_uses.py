@@ -309,6 +309,38 @@ def test_documents_anywhere_are_refused_where_rope_is_megatrons_own(monkeypatch)
     packed.check_rotated(None, group, follows=False)
 
 
+def test_a_whole_sample_is_refused_in_a_hybrid_whose_other_layers_need_documents(monkeypatch):
+    """Where Megatron pads documents (#6912) it is not refused at start."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megatron_burst.mcore import packed
+
+    group, boundaries = SimpleNamespace(size=lambda: 2), torch.tensor([0, 8])
+    args = Namespace(dataloader_inter_document_masking=True, hybrid_layer_pattern="M*-")
+    monkeypatch.setattr(packed, "global_args", lambda: args)
+    monkeypatch.setattr(packed.patches, "rows", lambda *groups: ())
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=boundaries)
+    with pytest.raises(
+        BurstError, match=r"Mamba, .*got a sample that is sharded as a whole; leave"
+    ):
+        packed.check_rotated(params, group, follows=True)
+    params.cu_seqlens_q_padded = boundaries
+    packed.check_rotated(params, group, follows=True)
+
+
+def test_next_tokens_are_not_looked_up_in_contiguous_rows():
+    from megatron_burst.mcore.fused_loss import log_probs_and_entropy
+
+    two = SimpleNamespace(size=lambda: 2)
+    loss = SimpleNamespace(__self__=SimpleNamespace(pg_collection=SimpleNamespace(cp=two)))
+    config = SimpleNamespace(linear_cp_layout="contiguous")
+    with pytest.raises(BurstError, match=r"need labels, .*got linear_cp_layout=contiguous without"):
+        log_probs_and_entropy(
+            hidden_states=None, output_layer=torch.nn.Identity(), output_weight=None, config=config,
+            input_ids=torch.zeros(1, 8), compute_language_model_loss=loss,
+        )  # fmt: skip
+
+
 def test_rows_that_are_not_in_zigzag_are_refused():
     """Megatron's branch dev names them so; verl and ms-swift shard DeepSeek-V4's rows for it."""
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -4,11 +4,12 @@ The reference is always Megatron's own run without context parallelism.
 """
 
 from functools import cache
+from importlib.util import find_spec
 
 import pytest
 
 from tests.mcore.lacking import needs, parameters, why_not
-from tests.mcore.pretraining import assert_same, pretrain
+from tests.mcore.pretraining import Pretrained, assert_same, pretrain
 
 BURST = "--context-parallel-impl burst"
 CP2 = f"{BURST} --context-parallel-size 2"
@@ -22,6 +23,8 @@ MEGATRON_FSDP = """--use-megatron-fsdp --data-parallel-sharding-strategy optim_g
 PIPELINE = """--num-layers 4 --pipeline-model-parallel-size 2
     --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1"""
 SHARDED_STATES = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+MUON = "--optimizer muon --lr 0.01 --min-lr 0.001 --muon-fp32-matmul-prec high --adam-eps 1"
+LION = "--optimizer lion --lr 0.01 --min-lr 0.001"
 RUNS = {  # ranks and flags of the truth, ranks and flags of a run that must give the same
     "one rank": (
         (1, ODD),
@@ -35,6 +38,8 @@ RUNS = {  # ranks and flags of the truth, ranks and flags of a run that must giv
     ),
     "interleaved pipeline": ((2, PIPELINE), (4, f"{PIPELINE} {CP2}")),  # stages draw weights apart
     "distributed optimizer, two CP groups": ((1, ""), (4, f"{SHARDED_STATES} {CP2}")),
+    "Muon": ((1, MUON), (2, f"{MUON} {CP2} --burst-fused-loss")),
+    "Lion": ((1, LION), (2, f"{LION} {CP2} --burst-fused-loss")),
     "evaluation alone": ((1, "--skip-train"), (2, f"--skip-train {CP2} --burst-fused-loss")),
 }
 pytestmark = [pytest.mark.numeric, needs("training")]
@@ -43,6 +48,9 @@ pytestmark = [pytest.mark.numeric, needs("training")]
 def why(run: tuple) -> str:
     """Why this Megatron cannot run it."""
     needed = {"torch FSDP2": FSDP2, "Megatron-FSDP": MEGATRON_FSDP, "experts": EXPERTS}
+    if "--optimizer" in run[1][1]:
+        missing = "" if find_spec("emerging_optimizers") else "Emerging-Optimizers is not installed"
+        return why_not("emerging optimizers") or missing
     return "".join(why_not(need) for need, flags in needed.items() if flags in run[1][1])
 
 
@@ -72,3 +80,12 @@ def test_fsdp2_does_not_divide_gradients_by_tokens_which_is_said(run):
         assert step["grad norm"] == pytest.approx(4 * 32 * true["grad norm"], rel=2e-5)
     said = "--calculate-per-token-loss must be left out"
     assert [any(said in line for line in each.said) for each in (truth, got)] == [False, True]
+
+
+@pytest.mark.skipif(bool(why(RUNS["Muon"])), reason=why(RUNS["Muon"]))
+def test_a_run_with_burst_continues_one_without(tmp_path):
+    """As test_checkpoints.py has it for Adam."""
+    flags = f"{MUON} --ckpt-format torch_dist"
+    whole = pretrain(tmp_path, 1, f"{flags} --save saved --save-interval 1")
+    got = pretrain(tmp_path, 2, f"{flags} {CP2} --burst-fused-loss --load saved --ckpt-step 1")
+    assert_same(got, Pretrained(whole.steps[1:], whole.evaluated))

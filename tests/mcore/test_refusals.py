@@ -262,6 +262,11 @@ CASES = {
         "fp16_lm_cross_entropy": FLAG,
         "defer_embedding_wgrad_compute": FLAG,
         "overlap_moe_expert_parallel_comm": FLAG,
+        "linear_cp_layout": (
+            [dict(linear_cp_layout="contiguous", mtp_num_layers=1)],
+            ["contiguous", dict(linear_cp_layout="zigzag", mtp_num_layers=1),
+             dict(linear_cp_layout="contiguous", mtp_num_layers=1, context_parallel_size=1)],
+        ),
         "logits_load_dir": (["logits"], []),
         "modelopt_enabled": FLAG,
     },

@@ -22,6 +22,7 @@ _OPTIONS = {flag.lstrip("-").replace("-", "_"): option for option, flag in SIZES
 _OFFLOADS = {value: pair for pair, value in OFFLOADED.items()}
 _COUNTED = {"core_attn", "mlp", "moe"}  # modules of selective recomputation
 _MODULES = "recompute_modules"
+_NARROW = ("fp8", "fp8_format", "fp4", "fp4_format")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +190,16 @@ def _notes(arguments: Arguments) -> Iterator[str]:
         yield f"recomputation of {', '.join(sorted(others))} is not counted: it takes little time"
     if layers := arguments.get("burst_keep_layers"):
         yield f"--burst-keep-layers {layers} is not counted: all layers keep results"
+    optimizer = arguments.get("optimizer", "adam")
+    if optimizer != "adam":
+        yield f"--optimizer {optimizer} is counted as adam: its memory and time were not measured"
+    bits = next((name[2] for name in _NARROW if arguments.get(name)), "")
+    if bits:
+        recipe = arguments.get(f"fp{bits}_recipe")
+        yield (
+            f"linear layers in fp{bits}{f' ({recipe})' if recipe else ''} are counted as bf16: "
+            "their memory and time were not measured (mxfp8 and nvfp4 need Blackwell)"
+        )
     if arguments.get("reset_attention_mask"):
         yield (
             "burst attention refuses --reset-attention-mask: pass "

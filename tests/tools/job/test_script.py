@@ -71,6 +71,11 @@ def test_packing_is_read(text, layout):
         (f"--hybrid-layer-pattern *-*- {FULL}", [f"{FULL[29:]} is counted as uniform 2: every"]),
         ("--hybrid-layer-pattern *-*- --recompute-granularity full --recompute-num-layers 2", []),
         (f"{FULL} --burst-keep auto --burst-keep-budget-gib 4", []),
+        ("--optimizer adam", []),
+        ("--optimizer muon", ["--optimizer muon is counted as adam"]),
+        ("--fp8-format hybrid --fp8-recipe mxfp8",
+         ["linear layers in fp8 (mxfp8) are counted as bf16"]),
+        ("--fp4-format e2m1", ["linear layers in fp4 are counted as bf16"]),
         ("--reset-attention-mask", ["burst attention refuses --reset-attention-mask"]),
     ],
 )  # fmt: skip
