@@ -307,8 +307,8 @@ BESIDE = {  # enums and machinery in the same modules
 }  # fmt: skip
 MOST = {  # modules, lines, lines of code with imports, and without
     "reading path": (53, 9600, 6300, 5600),
-    "trainer": (179, 27900, 18200, 16400),
-    "package": (243, 37400, 24950, 22450),
+    "trainer": (179, 28000, 18250, 16450),
+    "package": (243, 37500, 25000, 22500),
 }
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import multi_token_prediction as mtp
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -26,6 +27,10 @@ except ImportError:  # before 0.18 engines do not tell that they run
 WHO = "burst core attention"
 
 
+# flags with which Megatron's data sets mask labels
+_MASKING = "sft", "eod_mask_loss", "allow_ambiguous_pad_tokens"
+
+
 def check_run() -> None:
     """Check the run when burst attention is built, through any entry point; log its Megatron.
 
@@ -43,10 +48,10 @@ def check_run() -> None:
 def say_if_counts_differ(args: Any) -> None:
     """Log what Megatron divides by each rank's own number of labels, if the data set masks labels.
 
-    Only these two flags make one of Megatron's do so. Elsewhere all ranks have as many labels, or,
-    of multi-token prediction, nearly.
+    Only some flags make Megatron's do so. Elsewhere all ranks have as many labels, or, of
+    multi-token prediction, nearly.
     """
-    masks = [flag for flag in ("sft", "eod_mask_loss") if getattr(args, flag, False)]
+    masks = [flag for flag in _MASKING if getattr(args, flag, False)]
     if not masks or args.context_parallel_size == 1 or not is_first():
         return
     why = "because Megatron divides each rank's losses by the rank's own number of labels"
@@ -59,9 +64,11 @@ def say_if_counts_differ(args: Any) -> None:
                          f"{got} gradients are wrong where ranks have unequally many, at a right "
                          f"loss; pass --calculate-per-token-loss{also}")  # fmt: skip
     if getattr(args, "mtp_num_layers", None) and not wants_fused_loss(args):
+        is_weighted = args.calculate_per_token_loss and not hasattr(mtp, "process_mtp_loss")
+        wrong = "logged losses" if is_weighted else "gradients and logged losses"  # 0.16 weights
         log_message_once(f"Megatron's multi-token prediction: {LOSS_FLAG} must be passed, {why}; "
-                         f"got {got} gradients and logged losses are wrong where ranks have "
-                         f"unequally many; pass {LOSS_FLAG}")  # fmt: skip
+                         f"got {got} {wrong} are wrong where ranks have unequally many; pass "
+                         f"{LOSS_FLAG}")  # fmt: skip
 
 
 def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:

@@ -9,9 +9,9 @@ nothing changes.
 
 import inspect
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
+from megatron_burst.installed import minor, version_of
 from megatron_burst.loss.linear import TokenLogProbs, linear_cross_entropy, token_log_probs
 from megatron_burst.loss.next_tokens import next_tokens
 from megatron_burst.loss.options import FusedLossConfig
@@ -92,6 +93,21 @@ class FusedHead:
                 options.get("packed_seq_params"),
             )  # fmt: skip
 
+    def with_hooks(self, forward: Callable) -> Callable:
+        """A model's forward that begins and ends itself where its caller does not."""
+
+        @wraps(forward)
+        def begun(*args: Any, **kwargs: Any) -> Any:
+            if self.active:
+                return forward(*args, **kwargs)
+            self.begin(self.model, args, kwargs)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.end()
+
+        return begun
+
     def end(self, *_: Any) -> None:
         """After the model's forward, even if it failed."""
         self.active, self.mask, self.supervised, self.main = False, None, None, None
@@ -142,6 +158,8 @@ def fuse_loss(model: Any, config: FusedLossConfig | None = None) -> Any:
     model.compute_language_model_loss = head.loss
     model.register_forward_pre_hook(head.begin, with_kwargs=True)
     model.register_forward_hook(head.end, always_call=True)
+    if minor(version_of("megatron-core")) < (0, 19):  # its Megatron-FSDP calls no hooks
+        model.forward = head.with_hooks(model.forward)
     if model.share_embeddings_and_output_weights and model.config.pipeline_model_parallel_size == 1:
         model.shared_embedding_or_output_weight().zero_out_wgrad = True
     return model

@@ -35,7 +35,7 @@ def _rotated_width(o: Any) -> int:
     if o.multi_latent_attention:
         width = o.qk_head_dim + max(o.qk_pos_emb_head_dim, o.v_head_dim)
         return heads * width // tp if o.rope_type == "yarn" else 0
-    if o.position_embedding_type not in ("rope", "mrope", "yarn"):
+    if not _is_fused(o):
         return 0
     if o.qk_layernorm or getattr(o, "qk_l2_norm", False):  # they copy Q and K first
         return heads * o.kv_channels // tp
@@ -43,6 +43,16 @@ def _rotated_width(o: Any) -> int:
     gates = heads if getattr(o, "attention_output_gate", False) else 0
     width = (heads + gates + 2 * groups) * o.kv_channels  # K lies between Q and V
     return width // tp if groups >= tp else width  # then Megatron gathers all of it
+
+
+def _is_fused(o: Any) -> bool:
+    """Whether Megatron calls the fused kernel: for other samples than packed ones not if positions
+    differ between samples, or YaRN scales the result (core/models/common/embeddings/rope_utils.py:
+    292)."""
+    packed = getattr(o, "sft", False) or getattr(o, "dataloader_inter_document_masking", False)
+    kind = o.position_embedding_type
+    return kind == "rope" or (kind == "yarn" and packed) or (
+        kind == "mrope" and (packed or o.micro_batch_size == 1))  # fmt: skip
 
 
 def mamba_fits(state: int | None, o: Any) -> bool:

@@ -201,6 +201,10 @@ def check_rotated(
          "documents must not start at arbitrary tokens in models that only name burst in their "
          "spec, because Megatron's RoPE assumes that each document is sharded on its own",
          "--dataloader-inter-document-masking", change),
+        (cp_group.size() == 1 or follows or whole == shards_whole_sample(),
+         "documents must not be padded one by one with CUDA graphs, because Megatron's RoPE is "
+         "then replaced for all samples alike", "--dataloader-inter-document-masking with padded "
+         "boundaries", "leave CUDA graphs out"),
         (not whole or not needs_documents(global_args()),
          "multi-token prediction, Mamba, GDN and MLA with fused yarn need samples whose documents "
          "are sharded each on its own", "a sample that is sharded as a whole",
@@ -214,7 +218,7 @@ def _take_own_group(layer, args, options) -> None:
     layer.groups_of_all = groups
     whole = is_packed(params) and is_sharded_whole(params)
     _WHOLE.set(whole)
-    if own is groups.cp and whole == shards_whole_sample():
+    if not is_packed(params) or (own is groups.cp and whole == shards_whole_sample()):
         return
     fused = layer.config.multi_latent_attention and layer.config.apply_rope_fusion
     require("packed samples", [

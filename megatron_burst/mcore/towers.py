@@ -47,7 +47,8 @@ def shard_towers(model: nn.Module | Sequence[nn.Module], cp_group: dist.ProcessG
 
     Args:
         model: a model, or the chunks of a pipeline stage.
-        cp_group: the context-parallel group; None: Megatron's.
+        cp_group: the context-parallel group; None: the model's in each call, which
+            Megatron-Bridge swaps for evaluation.
         by_frame: shard the frames of a video too. Only for towers that attend within frames, such
             as those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 
@@ -59,14 +60,18 @@ def shard_towers(model: nn.Module | Sequence[nn.Module], cp_group: dist.ProcessG
             In a call of a tower, on all ranks: for other inputs, such as images packed by
             `imgs_sizes`, for other outputs, and if ranks have different images.
     """
-    ranks = group_or_default(cp_group or parallel_state.get_context_parallel_group(), WHO)
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     towers = [pair for chunk in chunks for pair in _towers_of(chunk)]
     require(WHO, _of_model(chunks, towers))
+    owners = [module for chunk in chunks for module in chunk.modules() if _own_group_of(module)]
     for path, tower in towers:
-        if ranks.size() > 1 and not isinstance(tower.forward, ShardedForward):
-            tower.forward = ShardedForward(path, tower.forward, ranks, by_frame)
+        if not isinstance(tower.forward, ShardedForward):
+            tower.forward = ShardedForward(path, tower.forward, cp_group or owners[:1], by_frame)
     return [path for path, _ in towers]
+
+
+def _own_group_of(module: nn.Module) -> dist.ProcessGroup | None:
+    return getattr(getattr(module, "pg_collection", None), "cp", None)
 
 
 def _towers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -147,13 +152,24 @@ class Images:
 class ShardedForward:
     """The forward of a tower for this rank's images, and for all ranks' embeddings."""
 
-    def __init__(self, path: str, forward: Any, group: dist.ProcessGroup, by_frame: bool) -> None:
+    def __init__(self, path: str, forward: Any, group: dist.ProcessGroup | list[nn.Module],
+                 by_frame: bool) -> None:  # fmt: skip
         functools.update_wrapper(self, forward)  # some callers read its signature
-        self._who, self._forward, self._group = f"{WHO}, {path}", forward, group
+        self._who, self._forward, self._given = f"{WHO}, {path}", forward, group
         self._by_frame = by_frame
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        """The group that is given, else that of the module that has one, else Megatron's."""
+        if not isinstance(self._given, list):
+            return self._given
+        own = [_own_group_of(module) for module in self._given]
+        return group_or_default((*own, parallel_state.get_context_parallel_group())[0], WHO)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The tower's output for all images; see `shard_towers`."""
+        if self._group.size() == 1:
+            return self._forward(*args, **options)
         inputs, images = self._agree((*args, *options.values()))
         if not images.sizes:
             return self._forward(*args, **options)
@@ -184,7 +200,8 @@ class ShardedForward:
         if not problem:
             pixels, grid = (*inputs, None)[:2]
             images = Images.of(pixels, grid, self._by_frame)
-            data = {"shape": str(tuple(pixels.shape)), "patches": str(images.sizes)}
+            data = {"shape": str(tuple(pixels.shape)), "patches": str(images.sizes),
+                    "sum of pixels": str(float(pixels.detach().double().sum()))}  # fmt: skip
         announce(self._group, {"tower": self._who}, self._who, problem, data=data)
         return inputs, images
 

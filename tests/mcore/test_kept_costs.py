@@ -80,6 +80,14 @@ class Config:
         vars(self).update(given)
 
 
+class Copied(Config):
+    """As later releases make for each layer of a hybrid."""
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**vars(config))
+
+
 def test_layers_of_a_model_are_found_by_its_configuration_and_models_do_not_mix():
     """A policy and its reference model share a process; heterogeneous layers, a model."""
     from megatron_burst.mcore.keep.module_costs import layers_of
@@ -90,10 +98,11 @@ def test_layers_of_a_model_are_found_by_its_configuration_and_models_do_not_mix(
     assert found[0] is found[4] and found[2] is found[3]
     assert len({id(each) for each in found}) == len(models) == 3
     hybrid = dict(is_hybrid_model=True, num_layers=4, hidden_size=64, num_attention_heads=4)
-    copies = [Config(**hybrid), Config(**hybrid), Config(**hybrid | dict(num_layers=8))]
-    copied = [layers_of([], copies[0])]
-    copied = [layers_of(copied, config) for config in copies]  # as later releases make for a layer
-    assert copied[0] is copied[1] and copied[2] is not copied[0]
+    for kind in (Config, Copied):
+        copies = [kind(**hybrid), kind(**hybrid), kind(**hybrid | dict(num_layers=8))]
+        of_layers: list = []
+        first, second, other = [layers_of(of_layers, config) for config in copies]
+        assert (first is second) == (kind is Copied) and other is not first
     del theirs
     assert layers_of(models, last := Config()).config() is last
     assert len(models) == 3  # one is gone

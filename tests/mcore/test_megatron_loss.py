@@ -197,6 +197,7 @@ SAID = {  # by what is passed with --context-parallel-size 2: how lines end
     "mtp_num_layers": [],
     "sft": [LOSS],
     "eod_mask_loss": [LOSS],
+    "allow_ambiguous_pad_tokens": [LOSS],
     "sft calculate_per_token_loss": [],
     "sft mtp_num_layers": [LOSS, MTP],
     "sft calculate_per_token_loss mtp_num_layers": [MTP],

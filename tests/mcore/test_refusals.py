@@ -98,7 +98,7 @@ CASES = {
         "cp_comm_type": ([["a2a"], ["p2p", "p2p"]], [["p2p"], ["burst"], ["p2p", "burst"]]),
         "hierarchical_context_parallel_sizes": ([[2, 2]], [None]),
         "apply_rope_fusion": (
-            [LONG, LONG | dict(position_embedding_type="yarn"),
+            [LONG, LONG | dict(position_embedding_type="yarn", sft=True),
              LONG | dict(position_embedding_type="mrope"),
              MHA | dict(micro_batch_size=2), LONG | GQA | dict(micro_batch_size=3),
              LONG | GQA | FEW | dict(tensor_model_parallel_size=2),
@@ -109,6 +109,9 @@ CASES = {
                 LONG | dict(apply_rope_fusion=False),
                 LONG | dict(tensor_model_parallel_size=2), LONG | dict(context_parallel_size=8),
                 LONG | dict(position_embedding_type="none"),
+                LONG | dict(position_embedding_type="yarn"),
+                LONG | dict(position_embedding_type="mrope", seq_length=LONG["seq_length"] // 2,
+                            micro_batch_size=2),
                 MHA | MLA, LONG | MLA | dict(rope_type="rope"),
                 LONG | dict(qk_l2_norm=True), LONG | GQA | dict(micro_batch_size=2),
                 LONG | dict(seq_length=None), LONG | dict(num_attention_heads=None),

@@ -56,7 +56,7 @@ def _is_of_one_model(one: TransformerConfig | None, other: TransformerConfig) ->
         return True
     sizes = ("is_hybrid_model", "num_layers", "hidden_size", "num_attention_heads")
     mine, theirs = ([getattr(config, name, None) for name in sizes] for config in (other, one))
-    return bool(mine[0]) and mine == theirs
+    return hasattr(type(other), "from_config") and bool(mine[0]) and mine == theirs
 
 
 def is_heterogeneous(config: TransformerConfig | None) -> bool:
