@@ -24,7 +24,7 @@ KEEP_MODULES = frozenset(
 )
 # Megatron shards these layers itself; the first name is that of 0.18 and 0.19, and from 0.20 on is
 # read as the second
-DELTA_NETS = frozenset({"gated_delta_net", "gdn", "gdn2"})
+DELTA_NETS = ("gated_delta_net", "gdn", "gdn2")
 
 _NO_DISPATCH = "leave token_dispatch out of keep_modules"
 

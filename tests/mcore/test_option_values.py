@@ -17,7 +17,7 @@ from megatron_burst.mcore.refusals import _BESIDE_ATTENTION, _MASKS, DELTA_NETS,
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
 
 VALUES = {  # option: values that burst runs with, values that it refuses
-    "experimental_attention_variant": (DELTA_NETS, {"dsa", "dsv4_hybrid"}),
+    "experimental_attention_variant": ({*DELTA_NETS}, {"dsa", "dsv4_hybrid"}),
     "softmax_type": ({"vanilla", "off-by-one", "learnable"}, set()),
     "transformer_impl": ({"local", "transformer_engine"}, {"inference_optimized"}),
     "cuda_graph_impl": ({"none"}, {"local", "transformer_engine", "full_iteration"}),
