@@ -127,7 +127,8 @@ ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "`megatron_burst.auto`": [("auto", ".*")],
         "diff in `patches/`": [("patches", ".*"), ("pretrain", "patched.*")],
         "refusals": [
-            ("arguments", ".*"), ("core_attention", ".*"), ("packed_uses", ".*(refused|forbids|not_looked_up).*"),
+            ("arguments", ".*"), ("core_attention", ".*"),
+            ("packed_uses", ".*(refused|forbids|not_looked_up).*"),
         ],
         "releases, scripts, imports told apart": [("entry_points", ".*")],
         "hook points of the table": [("releases", ".*")],
