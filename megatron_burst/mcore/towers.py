@@ -168,18 +168,19 @@ class ShardedForward:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The tower's output for all images; see `shard_towers`."""
-        if self._group.size() == 1:
+        group = self._group
+        if group.size() == 1:
             return self._forward(*args, **options)
-        inputs, images = self._agree((*args, *options.values()))
+        inputs, images = self._agree((*args, *options.values()), group)
         if not images.sizes:
             return self._forward(*args, **options)
-        shares = share_images(images.sizes, self._group.size())
-        own = shares[self._group.rank()]
+        shares = share_images(images.sizes, group.size())
+        own = shares[group.rank()]
         # a rank without an image takes part, for DDP waits for gradients of all parameters
         smallest = min(range(len(images.sizes)), key=images.sizes.__getitem__)
         computed = own or [smallest]
         local = dict(zip(map(id, inputs), images.select(computed), strict=False))
-        with reporting_errors(self._group):
+        with reporting_errors(group):
             output = self._forward(
                 *(local.get(id(x), x) for x in args),
                 **{name: local.get(id(x), x) for name, x in options.items()},
@@ -187,11 +188,13 @@ class ShardedForward:
             leaves, spec = tree_flatten(output)
             rows = [images.rows_of(computed, x) if isinstance(x, Tensor) else None for x in leaves]
             require(self._who, _of_outputs(leaves, rows))
-        places = [Places(self._group, shares, counts) for counts in rows]
+        places = [Places(group, shares, counts) for counts in rows]
         mine = [x if own else x[:0] for x in leaves]
-        return tree_unflatten(list(_Gathered.apply(places, self._group, *mine)), spec)
+        return tree_unflatten(list(_Gathered.apply(places, group, *mine)), spec)
 
-    def _agree(self, values: tuple[Any, ...]) -> tuple[list[Tensor], Images]:
+    def _agree(
+        self, values: tuple[Any, ...], group: dist.ProcessGroup
+    ) -> tuple[list[Tensor], Images]:
         """A call's tensors, pixels first, and its images, once all ranks have the same."""
         inputs = [x for x in values if isinstance(x, Tensor)]
         inputs.sort(key=lambda x: not x.is_floating_point())
@@ -202,7 +205,7 @@ class ShardedForward:
             images = Images.of(pixels, grid, self._by_frame)
             data = {"shape": str(tuple(pixels.shape)), "patches": str(images.sizes),
                     "sum of pixels": str(float(pixels.detach().double().sum()))}  # fmt: skip
-        announce(self._group, {"tower": self._who}, self._who, problem, data=data)
+        announce(group, {"tower": self._who}, self._who, problem, data=data)
         return inputs, images
 
 

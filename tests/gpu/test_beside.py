@@ -8,7 +8,6 @@ parameters that burst's layers name otherwise.
 
 import importlib
 import json
-import multiprocessing
 import os
 import shlex
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import needs_gpus, needs_transformer_engine
+from tests.mcore.children import end_children, let_children_write
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, needs_gpus(), needs_transformer_engine()]
@@ -67,18 +67,8 @@ def trained(rank: int, folder: str, log: str, flags: str) -> list[dict]:
     script = importlib.import_module("pretrain_gpt")
     script.main(script.add_arguments, partial(planned, script))
     torch.distributed.barrier()
-    for child in multiprocessing.active_children():  # Megatron leaves them to the interpreter
-        child.terminate()
+    end_children()
     return [json.loads(line) for line in Path(log).read_text().splitlines()]
-
-
-def let_children_write() -> None:
-    """Megatron writes checkpoints in child processes, which a daemon must not have."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    multiprocessing.current_process()._config["daemon"] = False
-    # its own process for this queue would import everything again
-    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
 
 
 def planned(script, data_iterator, model, return_schedule_plan: bool = False) -> tuple:

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import multiprocessing
 import os
 import shlex
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.mcore import gpt  # noqa: F401  (its processes start with Megatron loaded)
+from tests.mcore.children import end_children, let_children_write
 from tests.mcore.older_pretrain import EXAMPLES, provide
 from tests.ranks import preload, run_ranks
 from tests.said import hearing
@@ -88,13 +88,10 @@ def _main(
     rank: int, folder: str, flags: str, documents: int, script: str = "pretrain_gpt"
 ) -> tuple[list[float], list[str]]:
     from megatron.core.datasets import gpt_dataset
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # checkpoints are written by child processes, which a daemon must not have
-    multiprocessing.current_process()._config["daemon"] = False
     gpt_dataset.MockGPTLowLevelDataset.size = documents
-    if "--save" in flags:  # Megatron's own process for this queue would import everything again
-        filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+    if "--save" in flags:
+        let_children_write()
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
     os.chdir(folder)
     sys.argv = ["pretrain_gpt.py", *shlex.split(flags), "--step-log", "steps.jsonl"]
@@ -122,7 +119,5 @@ def _main(
             else:
                 module.main()
     finally:
-        for child in multiprocessing.active_children():  # Megatron leaves them to the interpreter
-            child.terminate()
-            child.join()
+        end_children()
     return evaluated, said

@@ -15,8 +15,6 @@ Config = Mapping[str, Any]
 Flags = dict[str, int | float | str | bool | tuple[int, ...]]
 _NOTHING = (None, False, 0)
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
-# fields of `Model`: of every type, and of types whose layers have a pattern
-FIELDS, _OF_PATTERNS = ("moe_latent_size",), ("num_nextn_predict_layers",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +83,7 @@ def _of_class(config: Config, kind: Type) -> Iterator[str]:
 
 def _unread(config: Config, kind: Type) -> Iterator[str]:
     known = {*KEYS["read"], *KEYS["harmless"], *kind.ignores, kind.epsilon}
-    known |= {*kind.reads, *(() if kind.name else KEYS["sizes"]), *FIELDS}
-    known |= {*_OF_PATTERNS} if kind.halves else set()
+    known |= {*kind.reads, *(() if kind.name else KEYS["sizes"])}
     known |= {name.partition(".")[0] for name in kind.names.values()}
     harmless = {**KEYS["at"], **kind.at}
     for key, value in config.items():

@@ -8,15 +8,7 @@ from typing import Any
 
 from megatron_burst.errors import BurstError, nearest
 from megatron_burst.files import Count, LongText, Reader, excerpt
-from megatron_burst.tools.job.config_flags import (
-    FIELDS,
-    KEYS,
-    TYPES,
-    Config,
-    Type,
-    flags_of,
-    table,
-)
+from megatron_burst.tools.job.config_flags import KEYS, TYPES, Config, Type, flags_of, table
 from megatron_burst.tools.job.entries import Sizes, positive, unread
 from megatron_burst.tools.job.layers import Experts, Latent, Windows
 from megatron_burst.tools.job.linear import DeltaNet, Linear, Mamba
@@ -199,7 +191,7 @@ def _check_layers(config: Config, kind: Type, name: str) -> None:
 def _untimed(config: Config, kind: Type) -> Iterator[str]:
     """What says that a config has such layers."""
     selects = [key for key in config if _SELECTS.match(key) and config[key]]
-    others = {*KEYS["not_counted"]}.difference(kind.reads, FIELDS, selects)
+    others = {*KEYS["not_counted"]}.difference(kind.reads, selects)
     keys = [key for key in KEYS["not_counted"] if key in others and config.get(key)]
     keys += sorted(selects, key=lambda one: not one.endswith(("topk", "budget")))[:1]
     for key in keys:
