@@ -77,7 +77,8 @@ def _note(what: str) -> None:
 
 
 def attend(attn_forward_func_with_cp, /, *args, **options):
-    """Replaces TransformerEngine's function by `burst_attention`; out like q, [..., h, d_v].
+    """Replaces TransformerEngine's function by `burst_attention`; out like q, [..., h, d_v], and
+    the largest logits [h] if they are asked for.
 
     Raises:
         BurstError: for a feature that burst lacks.
@@ -95,6 +96,7 @@ def attend(attn_forward_func_with_cp, /, *args, **options):
     return burst_attention(
         call.q, call.k, call.v, causal="causal" in call.attn_mask_type,
         window=_window(call), softmax_scale=call.softmax_scale, qkv_format=call.qkv_format,
+        softcap=call.softcap or 0.0, return_max_logit=bool(call.return_max_logit),
         config=BurstConfig(
             intra=intra, inter=inter, deterministic=call.deterministic, nodes=nodes
         ),
@@ -148,10 +150,6 @@ def _needs(call: Any):
         (not call.fp8, "attention must not be fp8, which burst lacks", "fp8", "leave the case out"),
         (call.attn_bias_type == "no_bias", "there must be no bias, which burst does not add",
          call.attn_bias_type, "leave the case out"),
-        (not call.softcap, "there must be no softcap, which burst lacks", call.softcap,
-         "leave the case out"),
-        (not call.return_max_logit, "the largest logit must not be asked for, as burst does not "
-         "track it", "return_max_logit", "leave the case out"),
         (not call.dropout_p, "there must be no dropout, which burst lacks", call.dropout_p,
          "leave the case out"),
         (call.load_balancing_strategy.name == "DUAL_CHUNK_SWAP",

@@ -111,7 +111,6 @@ _FUSED_AXES = (
     Axis("cp_comm_type", ("p2p", "all_gather", "a2a"), _TWO, ranks=4),
     Axis("model", ("cp_1_2", "cp_1_3", "cp_1_4", "cp_2_2", "cp_2_3", "cp_2_4", "cp_2_5", "cp_3_2",
                    "cp_3_3", "cp_3_4"), "burst adds no attention bias"),
-    Axis("model", ("cp_1_0", "cp_1_1"), "burst does not track the largest logit"),
     Axis("model", ("cp_5_0", "cp_5_1"), "TransformerEngine's own run of head dimension 256 needs "
          "a Blackwell server GPU"),
 )  # fmt: skip
@@ -122,7 +121,6 @@ _FLASH = Exclusion(
 _EIGHT, _FOUR = "needs 8 ranks", "needs 4 ranks"
 # Processes that share GPUs take longer than TransformerEngine allows.
 _TE_ENVIRONMENT = (("NVTE_TEST_ESSENTIAL", "0"), ("NVTE_CP_POOL_TIMEOUT_SEC", "170"))
-_LOGITS = "burst does not track the largest logit, which --qk-clip is about"
 
 # The most telling first.
 SUITES = (
@@ -148,7 +146,6 @@ SUITES = (
         "Megatron test_attention", MEGATRON, "tests/unit_tests/transformer/test_attention.py",
         "torchrun", attends=(4,),  # with two ranks only constructors are left
         exclusions=(
-            Exclusion("TestClipQK::test_clip_qk_(?!disabled)", _LOGITS),
             Exclusion("TestParallelAttention::test_(gpu|fused|checkpointed)",
                       "a dense padding mask, which burst refuses: packed samples may be padded"),
             Exclusion("TestSelfAttention::", _EIGHT),

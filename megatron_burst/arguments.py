@@ -17,8 +17,10 @@ class CallArgs(NamedTuple):
     causal: bool = True
     window: tuple[int | None, int | None] | None = None
     softmax_scale: float | None = None
+    softcap: float = 0.0
     layout: str = "zigzag"
     qkv_format: str = "bshd"
+    return_max_logit: bool = False
     return_lse: bool = False
     config: BurstConfig = BurstConfig()
     layer: int = 0
@@ -75,7 +77,7 @@ _WORD = _Kind(
 KINDS = {
     **dict.fromkeys("qkv", _TENSOR),
     "sink": _TENSOR._replace(holds=is_sink, change="pass a dense tensor, or leave it out"),
-    **dict.fromkeys(("causal", "return_lse"), _SWITCH),
+    **dict.fromkeys(("causal", "return_lse", "return_max_logit"), _SWITCH),
     "window": _Kind(
         is_window,
         "must be (left, right), the numbers (0 or more) of earlier and later positions that a "
@@ -86,6 +88,11 @@ KINDS = {
         lambda x: x is None or (isinstance(x, Real) and x is not True and not abs(x) > 3e38),
         "must be a number in float32's range, because kernels scale in it and return no gradient",
         "pass a float; if it is learned, multiply q by it and pass softmax_scale=1.0",
+    ),
+    "softcap": _Kind(
+        lambda x: isinstance(x, Real) and not isinstance(x, bool) and 0 <= x < 3e38,
+        "must be 0 or a positive number in float32's range, because it bounds the scores",
+        "pass a float, or leave it out for none",
     ),
     **dict.fromkeys(("layout", "qkv_format"), _WORD),
     "config": _Kind(

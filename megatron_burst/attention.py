@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,17 +26,17 @@ from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import choose_backend, kernel_of
 from megatron_burst.kernels.interface import Backend
 from megatron_burst.kernels.partial import row_delta, sink_grad
+from megatron_burst.largest_logits import LargestLogits
 from megatron_burst.logs import Decision, log_message
 from megatron_burst.resolve import resolve
 from megatron_burst.schedule.spec import Direction, Spec
-from megatron_burst.transforms import autocast_inputs, refuse_transforms, uncompiled
+from megatron_burst.transforms import autocast_inputs, compilable, refuse_transforms
 
 _WHO = "burst attention"
 _DENSE = torch.contiguous_format
 _AS_IS, _USUAL = nullcontext(), BurstConfig()
 
 
-@uncompiled
 def burst_attention(
     q: Tensor,
     k: Tensor,
@@ -45,6 +45,7 @@ def burst_attention(
     group: Ranks = None,
     causal: bool = True,
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
     window: tuple[int | None, int | None] | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_padded: Tensor | None = None,
@@ -55,9 +56,10 @@ def burst_attention(
     layout: Literal["zigzag", "contiguous", "striped", "zigzag-documents"] = "zigzag",
     qkv_format: Literal["bshd", "sbhd", "thd"] = "bshd",
     return_lse: bool = False,
+    return_max_logit: bool = False,
     config: BurstConfig | None = None,
     layer: int = 0,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact softmax attention of a sequence that is sharded over the ranks of a group.
 
     Every rank passes its own rows and gets its own rows of the output. By default K and V are
@@ -72,8 +74,9 @@ def burst_attention(
     same shapes and options. If one of them runs backward through the output, all of them must,
     because each needs the others' shards. Inside activation checkpoints (`torch.utils.checkpoint`
     or Megatron's), `config.keep` lets recomputation reuse the results of the first pass (from the
-    process's second checkpoint on; the first call sets this up). For torch.compile it is one graph
-    break.
+    process's second checkpoint on; the first call sets this up). In torch.compile it is one
+    operator of the graph (`megatron_burst.operators`), but with `config.keep` or `config.check` a
+    graph break.
 
     Args:
         q: [b, s_local, h, d_qk], or [s_local, b, h, d_qk] for "sbhd"; float64, float32, bfloat16
@@ -114,18 +117,22 @@ def burst_attention(
             gradient is of this rank's rows: sum it over the group, as Megatron does with gradients
             of parameters.
         softmax_scale: scale of the scores; None is d_qk ** -0.5.
+        softcap: bound of the scores, softcap * tanh(score / softcap), as in Gemma 2; 0: none.
         layout: which positions a rank holds; "zigzag" (Megatron's): chunks r and 2P-1-r of 2P;
             "zigzag-documents" (TransformerEngine's THD): the same for each document. Of no account
             without a mask, else the last `shard`'s; in cross-attention of queries and of keys.
         qkv_format: order of the first two axes; "thd": no batch, [s_local, h, d].
         return_lse: whether to also return the log-sum-exp of the scores, sinks included.
+        return_max_logit: whether to also return the largest score of each head over all ranks, as
+            QK-clip needs it: scaled, capped and without sinks, of keys that some query sees.
         config: options.
         layer: a number of the caller's choice, from 1, which errors name; 0 for none. With it, a
             rank that skips one of several identical calls is detected at its next call.
 
     Returns:
         out, shaped as q with d_v for d_qk and in q's dtype; with return_lse also lse [b, h,
-        s_local] ([h, s_local] for "thd") in max(float32, input dtype), which carries no gradient.
+        s_local] ([h, s_local] for "thd") in max(float32, input dtype); with return_max_logit also
+        the largest scores [h] in that dtype. Neither carries a gradient.
 
     Raises:
         BurstError: if the input is not supported, or inside torch.func's transforms, vmap and
@@ -140,44 +147,79 @@ def burst_attention(
 
     Source: BurstAttention (arXiv 2403.09347), BurstEngine (arXiv 2509.19836).
     """
-    refuse_transforms(_WHO, q, k, v, sink)
-    q, k, v = autocast_inputs(q, k, v)
     sample = cu_seqlens, cu_seqlens_padded, max_seqlen, prefix_tree, slices
+    options = causal, window, softmax_scale, softcap, layout, qkv_format, return_max_logit
+    results = _burst_attention((q, k, v), sink, sample, group, options, return_lse, config, layer)
+    return results if return_lse or return_max_logit else results[0]
+
+
+@compilable("megatron_burst.operators:traced_attention")
+def _burst_attention(
+    tensors: tuple[Tensor, Tensor, Tensor], sink: Tensor | None, sample: tuple, group: Ranks,
+    options: tuple, return_lse: bool, config: BurstConfig | None, layer: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`burst_attention`; `options`: the first of `CallArgs`."""
+    refuse_transforms(_WHO, *tensors, sink)
     config, sample_args = _USUAL if config is None else config, sample_args_of(*sample)
-    args = CallArgs(
-        causal, window, softmax_scale, layout, qkv_format, return_lse, config, layer, sample_args
-    )
+    args = CallArgs._make((*options, return_lse, config, layer, sample_args))
+    ready = ready_call(autocast_inputs(*tensors), sink, args, sample, group)
+    passes, mask, (q, k, v) = ready.passes, ready.sample_mask, ready.tensors
+    largest = LargestLogits.of_call(q, passes, ready.group) if args.return_max_logit else None
+    run = partial(_attend, passes=passes, sample_mask=mask, layer=layer, largest=largest)
+    inputs = (q, k, v) if sink is None else (q, k, v, sink)
+    out, lse = passes.keep(run, inputs) if passes.keep else run(*inputs)
+    results = ready.as_given(out, lse) if return_lse else ready.as_given(out)
+    return results if largest is None else (*results, largest.scores)
+
+
+class ReadyCall(NamedTuple):
+    """A call that all ranks agree on; q, k and v in "bshd"."""
+
+    passes: Passes
+    sample_mask: SampleMask | None
+    tensors: tuple[Tensor, Tensor, Tensor]
+    group: dist.ProcessGroup
+    qkv_format: str
+
+    def as_given(self, out: Tensor, *lse: Tensor) -> tuple[Tensor, ...]:
+        """out [b, n, h, d], and lse [b, h, n] if it is passed, in the call's format."""
+        if self.qkv_format == "thd":
+            return tuple(x.squeeze(0) for x in (out, *lse))
+        return *_to_bshd(self.qkv_format, out), *lse
+
+
+def ready_call(
+    tensors: tuple[Tensor, ...], sink: Tensor | None, args: CallArgs, sample: tuple, group: Ranks
+) -> ReadyCall:
+    """What a call runs. `tensors`: q, k and v as given; `sample`: fields of `Sample`.
+
+    Raises:
+        BurstError: as `burst_attention`.
+    """
+    (q, k, v), sample_args = tensors, args.sample_args
     group, key = group_or_default(group, _WHO), key_of(q, k, v, args, sink)
     call = None if key else call_of((q, k, v), args, sink)
-    valid_config = call.config if call else config
-    state = state_of(group, valid_config.timeout_s)
+    state = state_of(group, (call.config if call else args.config).timeout_s)
     passes = state.resolved.recent(key or call)
     if passes is None:
         call = call or call_of((q, k, v), args, sink)
         passes = state.resolved[key or call] = _prepare(call, group, state)
-    if qkv_format == "thd":
+    if args.qkv_format == "thd":
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     sample_mask: SampleMask | None = None
     try:
-        q, k, v = (_readable(x) for x in _to_bshd(qkv_format, q, k, v))
+        q, k, v = (_readable(x) for x in _to_bshd(args.qkv_format, q, k, v))
         if state.sharded is not None:
             from megatron_burst.masks.sample import check_rows
 
-            check_rows(
-                state.sharded, (layout, bool(causal or window), sample_args), (q, k), group.size()
-            )
+            mask = args.layout, bool(args.causal or args.window), sample_args
+            check_rows(state.sharded, mask, (q, k), group.size())
         if sample_args:
             sizes = q.shape[1], group.size(), k.shape[1]
-            sample_mask = _sample_mask(state, sample, causal, sizes, layout, q)
+            sample_mask = _sample_mask(state, sample, args.causal, sizes, args.layout, q)
     except Exception as error:  # out of memory too: a rank must not skip a pass without a word
         state.refuse(error)
-    run = partial(_attend, passes=passes, sample_mask=sample_mask, layer=layer)
-    tensors = (q, k, v) if sink is None else (q, k, v, sink)
-    out, lse = passes.keep(run, tensors) if passes.keep else run(*tensors)
-    if qkv_format == "thd":
-        out, lse = out.squeeze(0), lse.squeeze(0)
-    (out,) = _to_bshd(qkv_format, out)
-    return (out, lse) if return_lse else out
+    return ReadyCall(passes, sample_mask, (q, k, v), group, args.qkv_format)
 
 
 def _prepare(call: Call, group: dist.ProcessGroup, state: Group) -> Passes:
@@ -247,7 +289,7 @@ def _passes_of(
     config = call.config
     return Passes(
         spec, backend, transport, call.softmax_scale, call.dtypes[0], config.reproducible,
-        config.nan_guard, announcer, check=config.check,
+        config.nan_guard, announcer, check=config.check, softcap=call.softcap,
     )  # fmt: skip
 
 
@@ -310,36 +352,40 @@ def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, passes: Passes,
-    sample_mask: SampleMask | None, layer: int,
+    sample_mask: SampleMask | None, layer: int, largest: LargestLogits | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tensors = (q, k, v) if sink is None else (q, k, v, sink)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     followed = differentiated and not recording()  # backward follows without recomputation
     run = passes if followed else passes.for_recompute or passes
+    options = run, sample_mask, layer, largest
     if not passes.check:
-        return BurstAttentionFunction.apply(q, k, v, sink, run, sample_mask, layer)
+        return BurstAttentionFunction.apply(q, k, v, sink, *options)
     from megatron_burst.checks.spot_checks import checked  # which most runs never load
 
-    return checked(BurstAttentionFunction.apply, (q, k, v, sink), run, sample_mask, layer)
+    return checked(BurstAttentionFunction.apply, (q, k, v, sink), *options)
 
 
 class BurstAttentionFunction(torch.autograd.Function):
     """The two passes of one call; saves out and forward's state."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sink, passes, sample_mask, layer):
+    def forward(ctx, q, k, v, sink, passes, sample_mask, layer, largest):
         text = sample_mask.text if sample_mask else None
         span = range_of_pass(Direction.FORWARD, layer, passes.spec)
         # they run different programs
         kind = PassKind.RECORDING if recording() else PassKind.FORWARD
         with span, _without_autocast(q), Pass(passes.announcer, kind, layer=layer) as running:
-            begin = partial(running.begin, text)
-            out, lse, saved = passes.forward(q, k, v, sample_mask, begin, sink)
+            begin, scores = partial(running.begin, text), largest and largest.scores
+            try:
+                out, lse, saved = passes.forward(q, k, v, sample_mask, begin, sink, scores)
+            finally:
+                if largest and running.number:  # the pass has begun: other ranks wait for this one
+                    largest.share()
             out = out.to(q.dtype)
         of_sink = (sink, lse) if ctx.needs_input_grad[3] else (None, None)
         ctx.save_for_backward(out, *of_sink, *saved)
-        ctx.passes, ctx.sample_mask, ctx.layer = passes, sample_mask, layer
-        ctx.its_backward = partial(Pass, passes.announcer, PassKind.BACKWARD, running.number, layer)
+        ctx.passes, ctx.sample_mask, ctx.call = passes, sample_mask, (running.number, layer)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -349,17 +395,19 @@ class BurstAttentionFunction(torch.autograd.Function):
     def backward(ctx, dout, _dlse):
         refuse_transforms(_WHO, dout)
         if dout is None:
-            return (None,) * 7
+            return (None,) * 8
         out, sink, lse, *saved = ctx.saved_tensors
-        span = range_of_pass(Direction.BACKWARD, ctx.layer, ctx.passes.spec)
-        with span, _without_autocast(out), ctx.its_backward() as running:
+        (number, layer), announcer = ctx.call, ctx.passes.announcer
+        span = range_of_pass(Direction.BACKWARD, layer, ctx.passes.spec)
+        its_backward = Pass(announcer, PassKind.BACKWARD, number, layer)
+        with span, _without_autocast(out), its_backward as running:
             text = ctx.sample_mask.checked_text() if ctx.sample_mask else None
             begin = partial(running.begin, text)
             dout = _readable(dout)
             delta = row_delta(dout, out) if ctx.needs_input_grad[3] else None
             grads = ctx.passes.backward(saved, out, dout, ctx.sample_mask, begin, delta)
             dsink = None if delta is None else sink_grad(sink, lse, delta)
-            return *(grad.to(out.dtype) for grad in grads), dsink, None, None, None
+            return *(grad.to(out.dtype) for grad in grads), dsink, None, None, None, None
 
 
 def _without_autocast(x: Tensor):

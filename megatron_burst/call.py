@@ -10,7 +10,7 @@ from megatron_burst.arguments import KINDS, CallArgs, is_dense, is_sink, short_r
 from megatron_burst.config import BurstConfig
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import choose_backend, pick
-from megatron_burst.kernels.interface import Problem, arch_of, multiprocessors
+from megatron_burst.kernels.interface import SOFTCAP, Problem, arch_of, multiprocessors
 from megatron_burst.kernels.partial import accumulate_dtype
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import SLICES, Mask
@@ -35,8 +35,10 @@ class Call:
     window: tuple[int | None, int | None]
     sample_args: tuple[str, ...]
     softmax_scale: float
+    softcap: float
     layout: str
     qkv_format: str
+    return_max_logit: bool
     config: BurstConfig
     wrong_kinds: tuple[tuple[str, str], ...]  # arguments of another kind, and what they are
 
@@ -71,10 +73,11 @@ class Call:
     def problem(self) -> Problem:
         """What a kernel must support."""
         shape, mask, device = self.shape, self.mask, self.devices[0]
+        needs = frozenset({SLICES}) if self.sliced else mask.needs
         return Problem(
             device.type, self.dtypes[0], shape.dim_qk, shape.dim_v,
             shape.heads_q != shape.heads_kv, self.config.reproducible, arch_of(device),
-            frozenset({SLICES}) if self.sliced else mask.needs, self.config.invariant,
+            needs | ({SOFTCAP} if self.softcap else set()), self.config.invariant,
             shape.exceeds_int32,
         )  # fmt: skip
 
@@ -117,6 +120,8 @@ class Call:
             words["sink"] = f"{shape}, {dtype}, {self._place_of(device)}, gradient {grad}"
         if self.window not in ((None, None), (None, 0)):
             words["window"] = str(self.window)
+        for name in ("softcap", "return_max_logit"):
+            words |= {name: str(value)} if (value := getattr(self, name)) else {}
         return words | dict(self.wrong_kinds)
 
     def configuration(self) -> "Call":
@@ -182,7 +187,7 @@ def key_of(
     if kinds != _USUAL or not are_plain or q.is_nested:
         return None
     grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    ways = args[:5]  # up to the format
+    ways = args[:7]  # up to the largest logit
     try:
         hash(ways)
     except TypeError:
@@ -227,8 +232,10 @@ def call_of(tensors: Sequence[Tensor], args: CallArgs, sink: Tensor | None = Non
         window=window_of(args.window, args.causal),
         sample_args=args.sample_args,
         softmax_scale=max(dim, 1) ** -0.5 if scale is None else float(scale),
+        softcap=float(args.softcap),
         layout=args.layout,
         qkv_format=args.qkv_format,
+        return_max_logit=args.return_max_logit,
         config=args.config,
         wrong_kinds=wrong,
     )

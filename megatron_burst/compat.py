@@ -23,7 +23,7 @@ _KERNELS = {"cuda": ("auto", False), "triton": ("triton", False), None: ("auto",
             "none": ("auto", True)}  # fmt: skip
 _KEEP: dict[str, Any] = {"none": "none", "seq-wise": "half", "full": "all"}
 _NONE = (None, None)
-type Result = Tensor | tuple[Tensor, Tensor]
+type Result = Tensor | tuple[Tensor, ...]
 type Flash = Literal["cuda", "triton", "none"] | None
 type Checkpoint = Literal["none", "full", "seq-wise"]
 type Window = tuple[int, int] | None

@@ -7,7 +7,7 @@ import by name; with other backends torchtitan does not replace attention, which
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from torchtitan.distributed import activation_checkpoint
 from torchtitan.distributed.context_parallel import api
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 
+from megatron_burst import operators  # noqa: F401  (registers what is saved)
 from megatron_burst.attention import burst_attention
 from megatron_burst.errors import Need, require
 from megatron_burst.masks_of_models import parts_of
@@ -120,8 +122,16 @@ def _of_input(group: dist.ProcessGroup, masks: Any, balancer: str | None) -> Ite
            "mask here", ", ".join(strange), "use another model")  # fmt: skip
 
 
+def _saved_operators(theirs: Callable[[], set]) -> set:
+    """What selective checkpoints save: attention in compiled layers too."""
+    return {*theirs(), torch.ops.megatron_burst.attention.default}
+
+
 def put_in_place() -> None:
     """Replace torchtitan's functions wherever they were imported by name; again changes nothing."""
+    theirs = activation_checkpoint._get_default_save_ops
+    if getattr(theirs, "func", None) is not _saved_operators:
+        activation_checkpoint._get_default_save_ops = partial(_saved_operators, theirs)
     for ours in (apply_cp_to_forward, prepare_context_parallel_input):
         theirs = getattr(api, ours.__name__)
         for module in [*sys.modules.values()]:

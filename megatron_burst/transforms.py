@@ -1,39 +1,55 @@
 """Transforms of torch that attention and loss do not support: compile, func, CUDA graphs."""
 
 import functools
+import importlib
 from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from megatron_burst.errors import BurstError
 from megatron_burst.imports import when_imported
 
 
 def uncompiled[F: Callable[..., Any]](function: F) -> F:
-    """The function as one graph break of torch.compile, instead of one at each of its operations.
+    """The function as one graph break of torch.compile, instead of one at each operation."""
+    return _wrapped(function, None)
 
-    torch.compiler.disable imports torch._dynamo, which takes as long as importing torch. So the
-    function is wrapped only once torch._dynamo is imported: nothing is compiled before.
-    """
-    run: Callable[..., Any] = function
+
+def compilable[F: Callable[..., Any]](traced: str) -> Callable[[F], F]:
+    """The function, for which torch.compile traces another, "module:name". That gets the first,
+    which is one graph break, and the arguments."""
+    return partial(_wrapped, traced=traced)
+
+
+def _wrapped(function: Callable[..., Any], traced: str | None) -> Any:
+    """torch.compiler.disable imports torch._dynamo, which takes as long as importing torch. So the
+    function is wrapped only once torch._dynamo is imported: nothing is compiled before."""
+    run, in_graph = function, None
 
     def disable() -> None:
-        nonlocal run
+        nonlocal run, in_graph
         reason = "megatron_burst runs kernels and communication that torch.compile cannot trace"
         run = torch.compiler.disable(function, reason=reason)
+        if traced is not None:
+            module, _, name = traced.partition(":")
+            in_graph = partial(getattr(importlib.import_module(module), name), run)
 
     when_imported("torch._dynamo", disable)
-    if run is not function:
-        return cast(F, run)
+    if run is not function and traced is None:
+        return run
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
+        if in_graph is not None and is_compiling():
+            return in_graph(*args, **options)
         return run(*args, **options)
 
-    return cast(F, call)
+    return call
 
 
 def autocast_inputs(*tensors: Any) -> tuple[Any, ...]:

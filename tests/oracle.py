@@ -12,20 +12,18 @@ from megatron_burst.schedule.mask import Mask
 
 def full_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None,
-    sink: Tensor | None = None,
+    sink: Tensor | None = None, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Softmax attention of [b, s, h, d] tensors, differentiable; KV heads are expanded; a sink [h]
-    is one more key that all rows see, with a value of 0."""
-    groups = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) * scale
+    is one more key that all rows see, with a value of 0, and is not capped."""
+    v = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2).transpose(1, 2)
+    scores = all_scores(q, k, scale, softcap)
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
     if sink is not None:
-        b, s, h, _ = *v.shape[:1], q.shape[2], q.shape[1], 0
-        scores = torch.cat((scores, sink.view(1, h, 1, 1).expand(b, h, s, 1)), -1)
+        of_rows = sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, of_rows), -1)
         v = torch.nn.functional.pad(v, (0, 0, 0, 1))
         if seen is not None:
             seen = torch.nn.functional.pad(seen, (0, 1), value=True)
@@ -34,6 +32,20 @@ def full_attention(
         weights = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0).softmax(-1)
         return ((weights * seen) @ v).transpose(1, 2)
     return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def all_scores(q: Tensor, k: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
+    """Scores [b, h, queries, keys], scaled and capped; KV heads are expanded."""
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * scale
+    return softcap * (scores / softcap).tanh() if softcap else scores
+
+
+def largest_of(
+    q: Tensor, k: Tensor, scale: float, seen: Tensor, softcap: float = 0.0
+) -> Tensor:  # fmt: skip
+    """The largest score of each head [h], of keys that some query sees."""
+    return all_scores(q, k, scale, softcap).masked_fill(~seen, -torch.inf).amax((0, 2, 3))
 
 
 def truth_of(

@@ -30,14 +30,11 @@ REFUSED: dict[str, Callable[[], None]] = {
     "linear attention of its own (KDA of Kimi-K3, lightning attention)": _option(
         "attention", "experimental_attention_variant", "kda"
     ),
-    "softcapped scores (Gemma-2, Grok)": _option("attention", "attn_logit_softcapping", 50.0),
     "images of Gemma-3's vision model, seen both ways by an attention bias": _option(
         "call", "attention_bias", (1, 1, 4, 4)
     ),
     "head dimensions above 256 on GPUs (Gemma-4's 512)": _wide,
     "masks as tensors": _option("call", "attention_mask", (1, 1, 4, 4)),
-    "QK-clip": _option("attention", "qk_clip", True),
-    "the largest logit": _option("attention", "log_max_attention_logit", True),
     "fp8 attention": _option("attention", "fp8_dot_product_attention", True),
     "dropout": _option("attention", "attention_dropout", 0.1),
     "cross-attention (T5)": _option("attention", "attention_type", "cross"),

@@ -32,7 +32,9 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"checks"},
     {"desync"},
     {"recompute"},
+    {"largest_logits"},
     {"attention"},
+    {"operators"},
     {"shards"},
     {"loss"},
     {"mcore"},
@@ -50,6 +52,7 @@ EXITS = {
     ("attention", "masks.slices"): "slices or prefix_tree",
     ("attention", "recompute.later"): "keep",
     ("attention", "checks.spot_checks"): "check",
+    ("largest_logits", "recompute.keep"): "return_max_logit with keep",
     ("engine.passes", "checks.guard"): "nan_guard",
     ("engine.ranges", "checks.clock"): "--burst-log",
     ("comm.communicator", "comm.symmetric"): "GPUs of one node that pull",
@@ -306,9 +309,9 @@ BESIDE = {  # enums and machinery in the same modules
     "comm.detector": {"Pass", "DesyncDetector"}, "comm.group": {"GroupMemory", "SubGroups"},
 }  # fmt: skip
 MOST = {  # modules, lines, lines of code with imports, and without
-    "reading path": (53, 9600, 6300, 5600),
-    "trainer": (179, 28000, 18250, 16450),
-    "package": (243, 37500, 25000, 22500),
+    "reading path": (54, 9750, 6320, 5700),
+    "trainer": (184, 28900, 18900, 17000),
+    "package": (248, 38400, 25650, 23050),
 }
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 

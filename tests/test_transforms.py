@@ -97,9 +97,7 @@ def test_batches_of_gradients_are_refused(name):
 
 KEPT = keep(flash)
 COMPILED = {  # each with something to compile before and after
-    "attention": (lambda q: burst_attention(q * 2, K, V).sin().sum(), Q),
     "keep": (lambda q: KEPT(q * 2, K, V).sin().sum(), Q),
-    "loss": (lambda x: linear_cross_entropy(x * 2, WEIGHT, LABELS).sin(), HIDDEN),
     "log-probabilities": (lambda x: token_log_probs(x * 2, WEIGHT, LABELS)[0].sin().sum(), HIDDEN),
 }
 
@@ -128,8 +126,8 @@ x = torch.randn(8, 16, requires_grad=True)
 linear_cross_entropy(x, torch.randn(32, 16), torch.arange(8)).backward()
 assert "torch._dynamo" not in sys.modules
 undo_all()
-explained = torch._dynamo.explain(
-    lambda x: linear_cross_entropy(x * 2, torch.randn(32, 16), torch.arange(8)).sin())(x)
+explained = torch._dynamo.explain(lambda x: linear_cross_entropy(
+    x * 2, torch.randn(32, 16), torch.arange(8), grads="recompute").sin())(x)
 assert "megatron_burst runs kernels" in explained.break_reasons[0].reason, explained
 """
 

@@ -22,6 +22,7 @@ from megatron_burst.schedule.layout import Layout, chunks_of, positions
 from megatron_burst.schedule.spec import Direction, Spec
 
 _ROWS = 128  # of all ranks together
+_OF_SLOPE = 1 / 8  # of numbers near 1: GPUs' fast tanh is as exact as float16
 _SCORES = 1 << 20  # computed at a time: 8 MiB, and about six times as much beside
 
 
@@ -99,8 +100,9 @@ class Definition:
         delta, total, squares = delta.unsqueeze(-1), torch.zeros_like(q), torch.zeros_like(q)
         for scores, k, v in self._over_keys(call, q, places):
             weights, above = _weights(scores, lse), torch.einsum("rgd,md->rgm", dout, v)
-            total += torch.einsum("rgm,md->rgd", weights * (above - delta), k)
-            spread = weights**2 * (above**2 + delta**2)
+            slope, rough = self._slope(scores)
+            total += torch.einsum("rgm,md->rgd", weights * slope * (above - delta), k)
+            spread = (weights * rough) ** 2 * (above**2 + delta**2)
             squares += torch.einsum("rgm,md->rgd", spread, k**2)
         return places, {"dq": self._rows_of(got, total, squares, self._scale)}
 
@@ -114,12 +116,13 @@ class Definition:
         for at in _steps(len(mine), len(k) * self.group):
             q, dout = (call[name][of, at, heads].double() for name in ("q", "dout"))
             lse, delta = (call[name][of, heads, at].T.double() for name in ("lse", "delta"))
-            scores = torch.einsum("mgd,rd->mgr", q, k) * self._scale
+            scores = self._scores(torch.einsum("mgd,rd->mgr", q, k))
             seen = seen_at(self._passes.spec.mask, self._sample, mine[at], places)
             weights = _weights(scores.masked_fill(~seen.unsqueeze(1), -torch.inf), lse)
             above, delta = torch.einsum("mgd,rd->mgr", dout, v), delta.unsqueeze(-1)
-            spread = weights**2 * (above**2 + delta**2)
-            factors = weights * (above - delta), spread, weights, weights**2
+            slope, rough = self._slope(scores)
+            spread = (weights * rough) ** 2 * (above**2 + delta**2)
+            factors = weights * slope * (above - delta), spread, weights, weights**2
             for total, by, x in zip(sums, factors, (q, q**2, dout, dout**2), strict=True):
                 total += torch.einsum("mgr,mgd->rd", by, x)
         got_dk, got_dv, *totals = (x.unsqueeze(1) for x in (got_dk, got_dv, *sums))
@@ -128,6 +131,19 @@ class Definition:
 
     def _rows_of(self, got: Tensor, total: Tensor, squares: Tensor, scale: float) -> Compared:
         return Compared(got, self._summed(total) * scale, self._summed(squares) * scale**2)
+
+    def _scores(self, products: Tensor) -> Tensor:
+        """Scores of products of queries and keys."""
+        scores, cap = products * self._scale, self._passes.softcap
+        return cap * (scores / cap).tanh() if cap else scores
+
+    def _slope(self, scores: Tensor) -> tuple[Tensor | float, Tensor | float]:
+        """How fast scores grow with what they were before they were capped; and what its rounding
+        is a part of, as a slope near 0 is a difference of numbers near 1."""
+        if not (cap := self._passes.softcap):
+            return 1.0, 1.0
+        slope = 1 - (scores.clamp(min=-cap) / cap) ** 2  # -inf: no key is seen
+        return slope, slope + _OF_SLOPE
 
     # ---- shards ----
 
@@ -175,7 +191,7 @@ class Definition:
         mine = self._places(call["k"])
         for at in _steps(len(mine), len(q) * self.group):
             seen = seen_at(self._passes.spec.mask, self._sample, places, mine[at])
-            scores = torch.einsum("rgd,md->rgm", q, k[at].double()) * self._scale
+            scores = self._scores(torch.einsum("rgd,md->rgm", q, k[at].double()))
             yield scores.masked_fill(~seen.unsqueeze(1), -torch.inf), k[at].double(), v[at].double()
 
     # ---- ranks ----

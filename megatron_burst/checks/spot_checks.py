@@ -24,13 +24,14 @@ from megatron_burst.kernels.partial import row_delta
 
 
 def checked(attend: Callable[..., tuple[Tensor, Tensor]], tensors: tuple, passes: Passes,
-            sample: Any, layer: int) -> tuple[Tensor, Tensor]:  # fmt: skip
+            sample: Any, layer: int,
+            largest: Any = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A call, and its backward, compared if it is drawn.
 
     Args:
         attend: `BurstAttentionFunction.apply`.
         tensors: q, k, v [b, n, h, d], and the sink or None.
-        passes, sample, layer: its other arguments.
+        passes, sample, layer, largest: its other arguments.
 
     Raises:
         BurstError: on all ranks, also from backward, if a result is too far from the definition.
@@ -38,10 +39,10 @@ def checked(attend: Callable[..., tuple[Tensor, Tensor]], tensors: tuple, passes
     log, every = passes.announcer.log, passes.check
     number = log.number + 1 if log else getrandbits(32)  # the same on all ranks
     if not every or Random(number // every).randrange(every) != number % every:
-        return attend(*tensors, passes, sample, layer)
+        return attend(*tensors, passes, sample, layer, largest)
     *inputs, sink = tensors
     inputs = [x.view_as(x) for x in inputs]  # whose gradients are of this call alone
-    out, lse = attend(*inputs, sink, passes, sample, layer)
+    out, lse = attend(*inputs, sink, passes, sample, layer, largest)
     fields = {n: x.detach() for n, x in zip("qkv", inputs, strict=True)}
     fields |= {"out": out.detach(), "lse": lse}  # not `out`, whose graph holds this
     check = SpotCheck(passes, sample, (layer, number), fields)

@@ -38,6 +38,7 @@ class Executor(BoundProgram):
         self, tensors: Mapping[str, Fields], saved: Mapping[str, Tensor] | None = None,
         sample_mask: SampleMask | None = None, results: Callable[[], dict[str, Fields]] = dict,
         begin: Callable[[], object] = dict, sink: Tensor | None = None,
+        largest: Tensor | None = None,
     ) -> Run:  # fmt: skip
         """Run the program.
 
@@ -51,10 +52,11 @@ class Executor(BoundProgram):
             results: allocates the outputs that are not in `tensors`.
             begin: called when all memory that other ranks write to is allocated.
             sink: [h], attention sinks of the call's query heads.
+            largest: [h], raised to the largest score of each query head.
         """
         device = next(iter(next(iter(tensors.values())).values())).device
         queues = self.transport.queues(device)
-        run = Run(self, dict(tensors), dict(saved or {}), queues, sample_mask, sink)
+        run = Run(self, dict(tensors), dict(saved or {}), queues, sample_mask, sink, largest)
         begin()
         clock = METER.clock(self) if METER.on else None
         steps = self.ranged if profiled() else clock.steps if clock else self.compiler.steps

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatron_burst.comm.transport import Handle
 from megatron_burst.engine.memory import Fields, fields_at
-from megatron_burst.engine.run import Compiler, Run
+from megatron_burst.engine.run import BoundProgram, Compiler, Run, are_neighbours, of_heads
 from megatron_burst.engine.sample_mask import TileCalls
+from megatron_burst.kernels.backends import attend_and_raise
 from megatron_burst.kernels.interface import QuerySide
 from megatron_burst.kernels.partial import (
     copy_rows,
@@ -293,26 +294,42 @@ def attend(compiler: Compiler, op: ops.Attend) -> BoundOp:
     q, kv = ref_fields(compiler, op.q), ref_fields(compiler, op.kv)
     into, has_memory = merged_fields(compiler, op.into), is_allocated(compiler, op.into[0])
     temp = op.into[0].buffer if len(op.into) == 1 else None
-    get_visible = visible(compiler, op)
+    get_visible, heads = visible(compiler, op), op.heads
 
     def bound(run: Run) -> None:
-        keys, backend, scale = kv(run), run.executor.backend, run.executor.scale
+        keys, executor = kv(run), run.executor
         tensors, results = (q(run)["q"], keys["k"], keys["v"]), None
         if not temp or has_memory(run):
             target = into(run)
             results = target["out"], target["lse"]
-        sink, seen = run.sink_of(op.sinks), get_visible(run)
-        native = {"sink": sink} if sink is not None and backend.capability.sinks else {}
-        if isinstance(seen, Visible):
-            results = backend.forward(*tensors, scale, seen, into=results, **native)
-        else:
-            results, native = seen.forward(backend, *tensors, scale, results), {}
+        sink = of_heads(run.sink, heads) if op.joins_sinks else None
+        largest = of_heads(run.largest, heads)
+        results = _attend_tile(executor, tensors, get_visible(run), results, sink, largest)
+        if largest is not None and not are_neighbours(heads):
+            for head, score in zip(heads, largest, strict=True):
+                run.largest[head] = score
         if temp and not has_memory(run):
             run.fields[temp] = dict(zip(("out", "lse"), results, strict=True))
-        if sink is not None and not native:
-            merge_parts(*results, [results], sink)
 
     return bound
+
+
+def _attend_tile(
+    executor: BoundProgram, tensors: tuple[Tensor, Tensor, Tensor], seen: Visible | TileCalls,
+    into: tuple[Tensor, Tensor] | None, sink: Tensor | None, largest: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) of one tile's q, k and v, by one kernel call or several."""
+    backend, scale, options = executor.backend, executor.scale, dict(executor.score_options)
+    if not isinstance(seen, Visible):
+        results = seen.forward(backend, *tensors, scale, into, largest=largest, **options)
+    else:
+        if sink is not None and backend.capability.sinks:
+            options["sink"], sink = sink, None
+        forward = attend_and_raise(backend, largest)
+        results = forward(*tensors, scale, seen, into=into, **options)
+    if sink is not None:
+        merge_parts(*results, [results], sink)
+    return results
 
 
 def attend_backward(compiler: Compiler, op: ops.AttendBackward) -> BoundOp:
@@ -330,6 +347,7 @@ def attend_backward(compiler: Compiler, op: ops.AttendBackward) -> BoundOp:
         side = QuerySide(*map(fields.get, ("q", "dout", "lse", "delta", "out")))
         tensors = side, keys["k"], keys["v"]
         seen, options = get_visible(run), {"deterministic": run.executor.deterministic}
+        options |= run.executor.score_options
         if isinstance(seen, Visible):
             grads = backend.backward(*tensors, scale, seen, into=into, **options)
         else:

@@ -73,6 +73,7 @@ class Passes:
     for_recompute: "Passes | None" = None
     keep: Callable[..., Any] | None = None  # runs the call and keeps its results
     check: int | None = None  # one of so many calls is compared with the definition
+    softcap: float = 0.0  # of the scores; 0: none
 
     def _executor(self, direction: Direction) -> Executor:
         spec, unit = self.spec.program_spec(self.transport.cp_rank, direction).in_units()
@@ -86,6 +87,7 @@ class Passes:
         return kind(
             program_of(spec), self.backend, self.transport, self.scale,
             {Dtype.INPUT: self.dtype, Dtype.SUM: sums, Dtype.WIRE: wire}, self.deterministic, unit,
+            self.softcap,
         )  # fmt: skip
 
     @cached_property
@@ -99,6 +101,7 @@ class Passes:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sample_mask: SampleMask | None = None,
         begin: Callable[[], object] = dict, sink: Tensor | None = None,
+        largest: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensors]:  # fmt: skip
         """Attention of this rank's queries over the keys of all ranks.
 
@@ -109,7 +112,7 @@ class Passes:
         executor = self.forward_executor
         tensors = {"q": {"q": q}, "kv": {"k": k, "v": v}}
         results = partial(_results, executor, {"out": (q, v.shape[-1])})
-        run = executor.run(tensors, None, sample_mask, results, begin, sink)
+        run = executor.run(tensors, None, sample_mask, results, begin, sink, largest)
         out, lse = run.fields["out"]["out"], run.fields["out"]["lse"]
         saved = tuple(run.saved[name] for name in executor.program.saved)
         if self._saves_inputs:

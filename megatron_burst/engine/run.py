@@ -67,6 +67,12 @@ class BoundProgram:
     dtypes: Dtypes
     deterministic: bool  # whether gradients must be bitwise the same every time
     unit: int = 1  # how many rows one row of the program stands for
+    softcap: float = 0.0  # of the scores; 0: none
+
+    @cached_property
+    def score_options(self) -> dict[str, float]:
+        """What kernels must know of the scores besides their scale."""
+        return {"softcap": self.softcap} if self.softcap else {}
 
     @cached_property
     def compiler(self) -> Compiler:
@@ -122,14 +128,15 @@ class Run:
         views: views of buffers by the compiler's names; those of the group's memory and of slots
             are reused by the next run.
         sink: [h], attention sinks of the call's query heads.
+        largest: [h], raised to the largest score of each query head; None if nobody asks.
     """
 
     def __init__(
         self, executor: BoundProgram, tensors: dict[str, Fields], saved: dict[str, Tensor],
         queues: OneQueue | Queues, sample_mask: SampleMask | None = None,
-        sink: Tensor | None = None,
+        sink: Tensor | None = None, largest: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.sink = None if sink is None else sink.contiguous()
+        self.sink, self.largest = None if sink is None else sink.contiguous(), largest
         self.fields, self.saved, self.sample_mask = tensors, saved, sample_mask
         self.executor, self.queues, transport = executor, queues, executor.transport
         self.unit, self.failure = executor.unit, None
@@ -157,14 +164,6 @@ class Run:
         if (sample := self.sample_mask) is not None:
             for is_back, *chunks in self.executor.compiler.orders:
                 (sample.restore_index if is_back else sample.arrange_index)(*chunks)
-
-    def sink_of(self, heads: tuple[int, ...]) -> Tensor | None:
-        """The sinks of these query heads; None if there are none."""
-        if self.sink is None or not heads:
-            return None
-        if heads[-1] - heads[0] == len(heads) - 1:
-            return self.sink[heads[0] : heads[-1] + 1]
-        return torch.stack([self.sink[head] for head in heads])
 
     def make(self, name: str) -> Fields:
         """Allocate a temp, or results, at first use in this run."""
@@ -201,6 +200,18 @@ class Run:
         use = buffer.space, buffer.use
         begin = self.executor.arena_offsets[0][use] + number * _aligned(self.executor.uses[use][1])
         return self._flat[begin : begin + size]
+
+
+def of_heads(x: Tensor | None, heads: tuple[int, ...]) -> Tensor | None:
+    """What a tensor [h] has for these heads; a view of it if they are neighbours."""
+    if x is None or are_neighbours(heads):
+        return None if x is None else x[heads[0] : heads[-1] + 1]
+    return torch.stack([x[head] for head in heads])
+
+
+def are_neighbours(heads: tuple[int, ...]) -> bool:
+    """Whether heads follow each other, as they do but in some all-to-alls."""
+    return heads[-1] - heads[0] == len(heads) - 1
 
 
 def _aligned(size: int) -> int:

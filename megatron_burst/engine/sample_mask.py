@@ -17,7 +17,8 @@ class TileCalls(Protocol):
 
     def forward(
         self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float,
-        into: tuple[Tensor, Tensor] | None = None,
+        into: tuple[Tensor, Tensor] | None = None, softcap: float = 0.0,
+        largest: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As `Backend.forward`."""
         ...
@@ -25,6 +26,7 @@ class TileCalls(Protocol):
     def backward(
         self, backend: Backend, side: QuerySide, k: Tensor, v: Tensor, scale: float,
         into: tuple[Tensor, Tensor, Tensor] | None = None, deterministic: bool = False,
+        softcap: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """As `Backend.backward`."""
         ...

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from megatron_burst.attention import burst_attention
@@ -24,19 +25,22 @@ def register() -> None:
 def _attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
             attention_mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0,
             sliding_window: int | None = None, s_aux: Tensor | None = None,
-            is_causal: bool | None = None, burst: ShardedBatch | None = None,
-            **options: Any) -> tuple[Tensor, None]:  # fmt: skip
+            softcap: float | None = None, is_causal: bool | None = None,
+            burst: ShardedBatch | None = None, **options: Any) -> tuple[Tensor, None]:  # fmt: skip
     """An attention function of transformers; q, k and v [b, heads, s, d], out [b, s, heads, d]."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     asked = {"attention_mask": attention_mask, "dropout": dropout, "burst": burst, **options}
     lengths, window = (query.shape[2], key.shape[2]), sliding_window
-    index = getattr(module, "layer_idx", None)
+    # a compiled layer that reads its number would be compiled anew for each
+    numbered = not is_compiling() or (burst is not None and burst.config.keep != "none")
+    index = getattr(module, "layer_idx", None) if numbered else None
     count_attention(module, burst)
-    require(WHO, of_attention(module, asked, lengths, window, causal))
+    require(WHO, of_attention(module, index, asked, lengths, window, causal))
     out = burst_attention(
         *(x.transpose(1, 2) for x in _narrowed(module, query, key, value)), group=burst.group,
-        causal=causal, softmax_scale=scaling, window=None if window is None else (window - 1, 0),
-        cu_seqlens=burst.cu_seqlens, sink=s_aux, layout=burst.layout, config=burst.config_of(index),
+        causal=causal, softmax_scale=scaling, softcap=softcap or 0.0,
+        window=None if window is None else (window - 1, 0), cu_seqlens=burst.cu_seqlens, sink=s_aux,
+        layout=burst.layout, config=burst.config_of(index),
         layer=0 if index is None else index + 1,  # errors name no layer 0
     )  # fmt: skip
     return out, None

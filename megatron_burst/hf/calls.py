@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from megatron_burst.errors import Need, require
 from megatron_burst.hf.batch import ShardedBatch
 from megatron_burst.hf.fused import FusedLogits, fused_head
 from megatron_burst.hf.refusals import WHO, of_class, of_inputs, of_model
+from megatron_burst.operators import ON_CALL
 from megatron_burst.recompute.checkpoints import patch_checkpoints
 from megatron_burst.recompute.inputs import all_on_host
 
@@ -33,6 +35,10 @@ class ModelCall:
     items: Any  # the number of labels that losses are divided by
     attended: int = 0  # calls of burst attention
     losses: int = 0  # of these labels, divided by the labels of the whole batch
+
+    def count(self) -> None:
+        """Burst attention is called."""
+        self.attended += 1
 
 
 def call_model(original: Callable, model: torch.nn.Module, *args: Any, **inputs: Any) -> Any:
@@ -52,12 +58,13 @@ def call_model(original: Callable, model: torch.nn.Module, *args: Any, **inputs:
     require(WHO, of_model(model, inner, batch.group is not None and batch.group.size() > 1))
     require(WHO, of_inputs(inner, args, inputs))
     call = ModelCall(batch, inputs.get("shift_labels"), inputs.get("num_items_in_batch"))
-    token = _RUNNING.set(call)
+    token, of_operators = _RUNNING.set(call), ON_CALL.set(call.count)
     try:
         with fused_head(inner, call.labels, batch.fused_loss), _checkpoints_of(batch):
             outputs = original(model, *args, **inputs)
     finally:
         _RUNNING.reset(token)
+        ON_CALL.reset(of_operators)
     require(WHO, _of_outputs(inner, call, inputs, outputs))
     return outputs
 
@@ -75,6 +82,8 @@ def count_attention(module: torch.nn.Module, batch: ShardedBatch | None) -> None
     Raises:
         BurstError: if the model got a sharded batch, and did not pass it on to attention.
     """
+    if is_compiling():  # the operator counts, whenever it runs
+        return
     if call := _RUNNING.get():
         require(
             WHO,
@@ -88,7 +97,7 @@ def count_attention(module: torch.nn.Module, batch: ShardedBatch | None) -> None
                 )
             ],
         )
-        call.attended += 1
+        call.count()
 
 
 def make_model(original: Callable, model: torch.nn.Module, config: Any, *args: Any,

@@ -44,9 +44,11 @@ def no_mask(*, mask_function: Callable, attention_mask: Tensor | None = None, **
     ])  # fmt: skip
 
 
-def of_attention(module: torch.nn.Module, asked: Mapping[str, Any], lengths: tuple[int, int],
-                 window: int | None, causal: bool) -> Iterator[Need]:  # fmt: skip
-    """Checks of one call of a model's attention: what it asks for beyond q, k, v and a window."""
+def of_attention(module: torch.nn.Module, index: int | None, asked: Mapping[str, Any],
+                 lengths: tuple[int, int], window: int | None,
+                 causal: bool) -> Iterator[Need]:  # fmt: skip
+    """Checks of one call of a model's attention: what it asks for beyond q, k, v and a window;
+    `index`: its layer, None if that is not known."""
     yield (asked["burst"] is not None,
            "attention must get the whole sample's layout, because a shard alone does not show "
            "where it lies", "no keyword argument burst", f"to train, {_SHARD}; to generate or "
@@ -60,8 +62,8 @@ def of_attention(module: torch.nn.Module, asked: Mapping[str, Any], lengths: tup
            "set attention_dropout=0.0 in the model's config")  # fmt: skip
     legal = {"burst", "attention_mask", "dropout", *_HARMLESS}
     strange = [n for n, x in asked.items() if n not in legal and x is not None and x is not False]
-    yield (not strange, "a model must ask attention for nothing but windows, sinks and a scale, "
-           "because burst supports nothing else here", ", ".join(strange),
+    yield (not strange, "a model must ask attention for nothing but windows, sinks, a soft cap and "
+           "a scale, because burst supports nothing else here", ", ".join(strange),
            _OTHER)  # fmt: skip
     yield (lengths[0] == lengths[1], "queries and keys must be the same rows, because both are "
            "sharded alike", "{} queries and {} keys".format(*lengths),
@@ -69,9 +71,11 @@ def of_attention(module: torch.nn.Module, asked: Mapping[str, Any], lengths: tup
     yield (window is None or causal, "a window must be causal, because transformers counts both "
            "its sides differently", f"sliding_window={window} and is_causal={causal}",
            _OTHER)  # fmt: skip
-    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    config = getattr(module, "config", None)
     types = list(getattr(config, "layer_types", None) or ())
     mine = types[index] if index is not None and index < len(types) else ""
+    if index is None:
+        mine = types[0] if len(set(types)) == 1 else getattr(module, "layer_type", "")
     windowed = getattr(config, "sliding_window", None) and not types
     windowed = windowed and getattr(config, "use_sliding_window", True)
     yield (window is not None or not (windowed or mine == "sliding_attention"),

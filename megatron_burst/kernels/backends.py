@@ -1,10 +1,12 @@
 """The list of backends, and the choice among them: the fastest that supports the problem."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.interface import Backend, Problem, multiprocessors
@@ -24,6 +26,18 @@ def backends() -> dict[str, Backend]:
 
     kinds: tuple[type[Backend], ...] = FlashAttention4, Cudnn, Flash, Triton, TorchCpu, Reference
     return {kind.capability.name: kind() for kind in kinds}
+
+
+def attend_and_raise(backend: Backend, largest: Tensor | None) -> Callable[..., Any]:
+    """`backend.forward`, which also raises `largest` [h] to the largest score of each head, without
+    sinks; None: only that."""
+    if largest is None:
+        return backend.forward
+    if backend.capability.largest:
+        return partial(backend.forward, largest=largest)
+    from megatron_burst.kernels.reference import with_scores
+
+    return partial(with_scores, backend, largest)
 
 
 def kernel_of(backend: Backend, device: torch.device) -> Kernel:

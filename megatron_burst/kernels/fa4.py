@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.interface import Backend, Capability, QuerySide
+from megatron_burst.kernels.interface import Backend, Capability, QuerySide, arch_of
+from megatron_burst.kernels.partial import raise_to
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule.mask import DOCUMENTS, WINDOWS
 
@@ -55,6 +56,8 @@ class FlashAttention4(Backend):
         masks=frozenset({WINDOWS, DOCUMENTS}),
         block_sparse_on={9: 128},
         sinks=True,
+        softcap=True,
+        largest=True,
         archs=frozenset({9, 10}),
         max_dim_on={10: 128},
         wide_pairs=frozenset({(192, 128)}),
@@ -74,8 +77,9 @@ class FlashAttention4(Backend):
         except (ImportError, AttributeError) as error:
             return f"it cannot be imported ({error}); {_INSTALL}"
         both = {*_WHERE, *_BLOCKS}
-        known = {"learnable_sink", *both} <= forward.keys()
-        if not known or not {"dlse", "deterministic", "dq", "dk", "dv", *both} <= backward.keys():
+        known = {"learnable_sink", "softcap", *both} <= forward.keys()
+        needed = {"softcap", "dlse", "deterministic", "dq", "dk", "dv", *both}
+        if not known or not needed <= backward.keys():
             return f"the installed one has another interface; {_INSTALL}"
         # at each first compilation the DSL warns that it guesses how to pass a structure
         warnings.filterwarnings("ignore", message="Argument aux_data", module=r"cutlass\.")
@@ -84,17 +88,35 @@ class FlashAttention4(Backend):
     def missing(self) -> str | None:
         return self._interface if isinstance(self._interface, str) else None
 
-    def forward(self, q, k, v, scale, visible, into=None, sink=None):
+    def forward(
+        self, q, k, v, scale, visible, into=None, sink=None, softcap=0.0, largest=None
+    ):  # fmt: skip
+        if largest is not None and arch_of(q.device) != 9:
+            from megatron_burst.kernels.reference import with_scores
+
+            rest = {"sink": sink, "softcap": softcap}
+            return with_scores(self, largest, q, k, v, scale, visible, into, **rest)
         packed = visible.segments is not None
         out, lse = (x[0] if packed else x for x in into) if into else (None, None)
-        tensors = (x[0] if packed else x for x in (q, k, v))
-        results, where = dict(out=out, lse=lse), _where(visible, q, k, of_keys=False)
-        found = self._interface._flash_attn_fwd(
-            *tensors, softmax_scale=scale, return_lse=True, learnable_sink=sink, **results, **where
-        )[:2]
-        return into or (tuple(x.unsqueeze(0) for x in found) if packed else found)
+        run, options = self._interface._flash_attn_fwd, dict(out=out, lse=lse, softcap=softcap)
+        if largest is not None:
+            from megatron_burst.kernels.fa4_largest import empty_lse, forward_with_largest
 
-    def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
+            run, options["lse"], rows = forward_with_largest(), *empty_lse(q, packed)
+        tensors = (x[0] if packed else x for x in (q, k, v))
+        where = _where(visible, q, k, of_keys=False)
+        results = run(
+            *tensors, softmax_scale=scale, return_lse=True, learnable_sink=sink, **options, **where
+        )[:2]
+        if largest is not None:
+            raise_to(largest, rows if softcap else rows * scale)  # capped scores are scaled before
+            if lse is not None:
+                lse.copy_(results[1])
+        return into or (tuple(x.unsqueeze(0) for x in results) if packed else results)
+
+    def backward(
+        self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False, softcap=0.0
+    ):
         packed = visible.segments is not None
         dlse, out = None, side.out
         if side.delta is not None:
@@ -105,7 +127,7 @@ class FlashAttention4(Backend):
             tensors = (None if x is None else x[0] for x in tensors)
         *tensors, dlse, dq, dk, dv = tensors
         grads = self._interface._flash_attn_bwd(
-            *tensors, softmax_scale=scale, deterministic=deterministic,
+            *tensors, softmax_scale=scale, deterministic=deterministic, softcap=softcap,
             dq=dq, dk=dk, dv=dv, dlse=dlse, **_where(visible, side.q, k, of_keys=True),
         )[:3]  # fmt: skip
         return into or (tuple(x.unsqueeze(0) for x in grads) if packed else grads)

@@ -12,6 +12,8 @@ from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS
 from megatron_burst.schedule.spec import USUAL_MULTIPROCESSORS
 
+SOFTCAP = "soft cap of the scores"  # of kernels, in words
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -24,7 +26,7 @@ class Problem:
     grouped: bool = False  # fewer KV heads than query heads
     deterministic: bool = False  # gradients must be bitwise reproducible
     arch: int = 0  # major number of the GPU's compute capability
-    needs: frozenset[str] = frozenset()  # `Mask.needs`
+    needs: frozenset[str] = frozenset()  # `Mask.needs`, and SOFTCAP
     invariant: bool = False  # bits must not depend on the number of heads
     huge: bool = False  # `AttentionShape.exceeds_int32`
 
@@ -67,6 +69,9 @@ class Capability:
     block_sparse_on: Mapping[int, int] = field(default_factory=dict)
     wide_grads: bool = False  # whether gradients have the accumulation dtype, not the input's
     sinks: bool = False  # whether forward takes attention sinks; else they are merged afterwards
+    softcap: bool = False  # whether both passes take a soft cap of the scores
+    # whether forward returns the largest scores; else another kernel computes them
+    largest: bool = False
     deterministic: bool = True  # whether it can compute bitwise reproducible gradients
     splits: bool = False  # whether few heads may make it split the keys of a row
     archs: frozenset[int] = frozenset()  # major compute capabilities, as keys below
@@ -89,7 +94,8 @@ class Capability:
             return "its gradients are not deterministic"
         if problem.invariant and self.splits:
             return "it may split a row's keys if heads are few, so that bits depend on their number"
-        if lacks := sorted(problem.needs - self.masks - self.composed, reverse=True):
+        supported = self.masks | self.composed | ({SOFTCAP} if self.softcap else set())
+        if lacks := sorted(problem.needs - supported, reverse=True):
             return f"it has no {lacks[0]}"
         if problem.huge and self.in_32_bits:
             return "its offsets have 32 bits, and a rank's padded output has over 2^31 elements"
@@ -116,7 +122,8 @@ class Capability:
     def takes_blocks(self, problem: Problem) -> bool:
         """Whether it takes slices by blocks, for a problem that it supports."""
         dims, largest = (problem.dim_qk, problem.dim_v), self.block_sparse_on.get(problem.arch, 0)
-        return dims[0] == dims[1] <= largest and not problem.deterministic
+        free = not problem.deterministic and SOFTCAP not in problem.needs
+        return dims[0] == dims[1] <= largest and free
 
     def max_dim_of(self, arch: int) -> int:
         """The largest head dimension on GPUs of a major compute capability; 0: any."""
@@ -147,6 +154,9 @@ class Backend(Protocol):
     has out 0, lse -inf and no gradients. Query head i uses KV head i // (h / h_kv). Results are
     written to `into`, if it is passed, and returned. With `Capability.sinks` forward takes `sink`
     [h]: one more score for each query, without a value; rows without a key then have that lse.
+    With `Capability.softcap` both passes take `softcap`, a positive number: scores s are
+    softcap * tanh(s / softcap). With `Capability.largest` forward takes `largest` [h], float32 or
+    lse's dtype, and raises it to the largest score of each head, without sinks.
     """
 
     capability: Capability

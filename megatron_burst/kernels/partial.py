@@ -58,6 +58,12 @@ def merge_parts(
     lse.copy_(stacked.logsumexp(0))
 
 
+def raise_to(largest: Tensor, rows: Tensor) -> None:
+    """largest [h] <- the larger of it and of all rows [b, h, n]."""
+    if rows.shape[0] * rows.shape[2]:
+        torch.maximum(largest, rows.amax((0, 2)), out=largest)
+
+
 def sink_grad(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """The gradient of attention sinks [h]: -sum over rows of exp(sink - lse) * delta.
 

@@ -3,9 +3,11 @@
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from megatron_burst.kernels.interface import Backend, Capability, QuerySide
-from megatron_burst.kernels.partial import empty_results, row_delta
+from megatron_burst.kernels.partial import empty_results, raise_to, row_delta
+from megatron_burst.kernels.visible import Visible
 from megatron_burst.schedule.mask import DOCUMENTS, SLICES, WINDOWS
 
 
@@ -28,6 +30,8 @@ class Triton(Backend):
         masks=frozenset({WINDOWS, DOCUMENTS, SLICES}),
         wide_grads=True,
         sinks=True,
+        softcap=True,
+        largest=True,
         archs=frozenset({8, 9, 10, 11, 12}),
         speed="our own Triton kernels, for any GPU since Ampere",
     )
@@ -35,18 +39,31 @@ class Triton(Backend):
     def missing(self) -> str | None:
         return None if find_spec("triton") else "Triton is not installed"
 
-    def forward(self, q, k, v, scale, visible, into=None, sink=None):
-        from megatron_burst.kernels.triton_forward import launch_forward
+    def forward(
+        self, q, k, v, scale, visible, into=None, sink=None, softcap=0.0, largest=None
+    ):  # fmt: skip
+        from megatron_burst.kernels.triton_forward import empty_largest, launch_forward
 
-        into = into or empty_results(q, v)
-        launch_forward(q, k, v, scale, visible, *into, sink)
+        into, rows = into or empty_results(q, v), None if largest is None else empty_largest(q)
+        launch_forward(q, k, v, scale, visible, *into, sink, softcap=softcap, largest=rows)
+        if largest is not None:
+            raise_to(largest, rows)
         return into
 
-    def backward(self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False):
+    def largest_of_rows(self, q: Tensor, k: Tensor, scale: float, visible: Visible) -> Tensor:
+        """The largest score of each row [b, h, n] in float32, -inf without a key."""
+        from megatron_burst.kernels.triton_forward import launch_largest
+
+        return launch_largest(q, k, scale, visible)
+
+    def backward(
+        self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False, softcap=0.0
+    ):
         from megatron_burst.kernels.triton_backward import launch_backward
 
         delta = row_delta(side.dout, side.out) if side.delta is None else side.delta
         if into is None:
             into = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in (side.q, k, v))
-        launch_backward((side.q, side.dout, side.lse, delta), k, v, scale, visible, into)
+        tensors = (side.q, side.dout, side.lse, delta), k, v
+        launch_backward(*tensors, scale, visible, into, softcap=softcap)
         return into

@@ -67,6 +67,7 @@ def _statistics_kernel(lse, delta, ready_lse, ready_delta, rows, heads, ROWS: tl
 def launch_backward(
     query_side: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor, scale: float,
     visible: Visible, grads: tuple[Tensor, Tensor, Tensor], choose: Chooser | None = None,
+    softcap: float = 0.0,
 ) -> None:  # fmt: skip
     """Write (dq, dk, dv), computed from (q, dout, lse, delta); see `Backend.backward`.
 
@@ -92,8 +93,9 @@ def launch_backward(
             *map(operand, outputs), *map(operand, read), *ready,
             *(box(x, n, blocks.tma) for x, n in zip(read, sizes, strict=True)),
             *(statistics_box(x, blocks.rows, blocks.tma and table is None) for x in ready), table,
-            lists, ready.shape[-1], scale, n_q, n_k, *values.values(),
-            count, heads_kv, group, all_heads, together, **bounded, **columns, **blocks.options(),
+            lists, ready.shape[-1], scale, softcap or 1.0, n_q, n_k, *values.values(),
+            count, heads_kv, group, all_heads, together, **bounded, CAPPED=softcap > 0, **columns,
+            **blocks.options(),
         )  # fmt: skip
 
     longest = (n_q, n_k) if segments is None else (segments.max_q, segments.max_k)

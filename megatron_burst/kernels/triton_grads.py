@@ -6,12 +6,14 @@ import triton.language as tl
 from megatron_burst.kernels.triton_tiles import (
     LOG2_E,
     VARYING,
+    capped,
     load_rows,
     next_step,
     part_of,
     place_of,
     rows_between,
     seen_of,
+    slope_of,
     steps_of,
     store_rows,
     tile_of_program,
@@ -21,8 +23,8 @@ from megatron_burst.kernels.triton_tiles import (
 @triton.jit(do_not_specialize=VARYING)
 def key_grads_kernel(
     dk, dv, q, k, v, dout, lse, delta, q_box, k_box, v_box, dout_box, lse_box, delta_box,
-    table, lists, stride, scale, n_q, n_k, left, right, count, heads_kv, group,
-    all_heads, together, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    table, lists, stride, scale, softcap, n_q, n_k, left, right, count, heads_kv, group,
+    all_heads, together, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, WIDTH_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -53,9 +55,9 @@ def key_grads_kernel(
                 for _ in range(masked_steps if masked else clear_steps):
                     key_grads, key_grads_rest, value_grads = _add_rows(
                         key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout,
-                        lse, delta, q_box, dout_box, lse_box, delta_box, stride, scale, batch, head,
-                        heads_kv * group, first_row, first_key, band,
-                        part_of(at) if masked else None, LEFT, RIGHT, masked == 0,
+                        lse, delta, q_box, dout_box, lse_box, delta_box, stride, scale, softcap,
+                        batch, head, heads_kv * group, first_row, first_key, band,
+                        part_of(at) if masked else None, LEFT, RIGHT, masked == 0, CAPPED,
                         DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
                     )  # fmt: skip
                     at, first_row = next_step(at, first_row, ROWS)
@@ -72,8 +74,8 @@ def key_grads_kernel(
                         key_grads, key_grads_rest, value_grads = _add_rows(
                             key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q,
                             dout, lse, delta, q_box, dout_box, lse_box, delta_box, stride, scale,
-                            batch, head, heads_kv * group, first_row, first_key, band, None,
-                            LEFT, RIGHT, third == 1,
+                            softcap, batch, head, heads_kv * group, first_row, first_key, band,
+                            None, LEFT, RIGHT, third == 1, CAPPED,
                             DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
                         )  # fmt: skip
     store_rows(dv, value_grads, batch, head_kv, first_key, key_end, 0, DIM_V, KEYS, WIDTH_V)
@@ -97,8 +99,9 @@ def _load_statistics(x, box, head, stride, first_row, ROWS: tl.constexpr):
 @triton.jit
 def _add_rows(
     key_grads, key_grads_rest, value_grads, keys, keys_rest, values, q, dout, lse, delta,
-    q_box, dout_box, lse_box, delta_box, stride, scale, batch, head, heads, first_row, first_key,
-    band, part, LEFT: tl.constexpr, RIGHT: tl.constexpr, CLEAR: tl.constexpr,
+    q_box, dout_box, lse_box, delta_box, stride, scale, softcap, batch, head, heads, first_row,
+    first_key, band, part, LEFT: tl.constexpr, RIGHT: tl.constexpr, CLEAR: tl.constexpr,
+    CAPPED: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
     WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +120,8 @@ def _add_rows(
         scores = tl.dot(keys_rest, tl.trans(queries_rest), scores, input_precision="tf32x3")
     row_lse = _load_statistics(lse, lse_box, batch * heads + head, stride, first_row, ROWS)
     row_delta = _load_statistics(delta, delta_box, batch * heads + head, stride, first_row, ROWS)
-    weights = tl.exp2(scores * (scale * LOG2_E) - row_lse)
+    scores = capped(scores, scale * LOG2_E, softcap) if CAPPED else scores * (scale * LOG2_E)
+    weights = tl.exp2(scores - row_lse)
     if not CLEAR:
         seen = seen_of(first_row, first_key, band, part, LEFT, RIGHT, ROWS, KEYS)
         weights = tl.where(tl.trans(seen), weights, 0.0)
@@ -128,6 +132,7 @@ def _add_rows(
         weights.to(out_grads.dtype), out_grads, value_grads, input_precision="tf32x3"
     )
     weight_grads = tl.dot(values, tl.trans(out_grads), input_precision="tf32x3")
+    weights = weights * slope_of(scores, softcap) if CAPPED else weights
     score_grads = (weights * (weight_grads - row_delta)).to(queries.dtype)
     key_grads = tl.dot(score_grads, queries, key_grads, input_precision="tf32x3")
     if REST > 0:
@@ -138,8 +143,8 @@ def _add_rows(
 @triton.jit(do_not_specialize=VARYING)
 def query_grads_kernel(
     dq, q, k, v, dout, lse, delta, q_box, k_box, v_box, dout_box, lse_box, delta_box,
-    table, lists, stride, scale, n_q, n_k, left, right, count, heads_kv, group,
-    all_heads, together, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    table, lists, stride, scale, softcap, n_q, n_k, left, right, count, heads_kv, group,
+    all_heads, together, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, WIDTH_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -172,8 +177,8 @@ def query_grads_kernel(
             for _ in range(masked_steps if masked else clear_steps):
                 grads, grads_rest = _add_keys(
                     grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v,
-                    k_box, v_box, scale, batch, head_kv, first_row, first_key, band,
-                    part_of(record) if masked else None, LEFT, RIGHT, masked == 0,
+                    k_box, v_box, scale, softcap, batch, head_kv, first_row, first_key, band,
+                    part_of(record) if masked else None, LEFT, RIGHT, masked == 0, CAPPED,
                     DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
                 )  # fmt: skip
                 record, first_key = next_step(record, first_key, KEYS)
@@ -186,8 +191,9 @@ def query_grads_kernel(
                 for first_key in range(edges[third], edges[third + 1], KEYS):
                     grads, grads_rest = _add_keys(
                         grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta,
-                        k, v, k_box, v_box, scale, batch, head_kv, first_row, first_key, band, None,
-                        LEFT, RIGHT, third == 1, DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
+                        k, v, k_box, v_box, scale, softcap, batch, head_kv, first_row, first_key,
+                        band, None, LEFT, RIGHT, third == 1, CAPPED,
+                        DIM_QK, DIM_V, WIDTH, REST, WIDTH_V, ROWS, KEYS,
                     )  # fmt: skip
     grads *= scale
     store_rows(dq, grads, batch, head, first_row, row_end, 0, DIM_QK, ROWS, WIDTH)
@@ -199,8 +205,8 @@ def query_grads_kernel(
 @triton.jit
 def _add_keys(
     grads, grads_rest, queries, queries_rest, out_grads, row_lse, row_delta, k, v, k_box, v_box,
-    scale, batch, head_kv, first_row, first_key, band, part,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, CLEAR: tl.constexpr,
+    scale, softcap, batch, head_kv, first_row, first_key, band, part,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CLEAR: tl.constexpr, CAPPED: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
     WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -214,11 +220,13 @@ def _add_keys(
         )
         scores = tl.dot(queries_rest, tl.trans(keys_rest), scores, input_precision="tf32x3")
     values = load_rows(v, v_box, batch, head_kv, first_key, band[1], 0, DIM_V, KEYS, WIDTH_V, CLEAR)
-    weights = tl.exp2(scores * (scale * LOG2_E) - row_lse[:, None])
+    scores = capped(scores, scale * LOG2_E, softcap) if CAPPED else scores * (scale * LOG2_E)
+    weights = tl.exp2(scores - row_lse[:, None])
     if not CLEAR:
         seen = seen_of(first_row, first_key, band, part, LEFT, RIGHT, ROWS, KEYS)
         weights = tl.where(seen, weights, 0.0)
     weight_grads = tl.dot(out_grads, tl.trans(values), input_precision="tf32x3")
+    weights = weights * slope_of(scores, softcap) if CAPPED else weights
     score_grads = (weights * (weight_grads - row_delta[:, None])).to(keys.dtype)
     grads = tl.dot(score_grads, keys, grads, input_precision="tf32x3")
     if REST > 0:

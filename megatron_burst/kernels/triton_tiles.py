@@ -282,6 +282,24 @@ def seen_of(
     return seen
 
 
+@triton.jit
+def capped(products, scale, softcap):
+    """softcap * tanh(s / softcap) of scores s = scale * products, in powers of two as `scale` is.
+
+    Its error is of the order of softcap's rounding.
+    """
+    shrunk = tl.exp2(-2.0 * tl.abs(products * scale) / softcap)
+    size = (1.0 - shrunk) / (1.0 + shrunk)
+    return tl.where(products < 0, -size, size) * (softcap * LOG2_E)
+
+
+@triton.jit
+def slope_of(scores, softcap):
+    """The derivative of capped scores, in powers of two, by those before."""
+    share = scores / (softcap * LOG2_E)
+    return 1.0 - share * share
+
+
 class KernelPass(Enum):
     """Which kernel."""
 

@@ -1,7 +1,8 @@
 """The public functions of the loss."""
 
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,9 @@ from megatron_burst.loss.passes import Head
 from megatron_burst.loss.rows import Rows, SupervisedCount, TensorParallel, valid_tokens
 from megatron_burst.loss.statistics import Grads, LossOptions, Reduction, sum_dtype
 from megatron_burst.loss.tiles import choose_tiles, fixed_tiles
-from megatron_burst.transforms import autocast_inputs, uncompiled
+from megatron_burst.transforms import autocast_inputs, compilable, uncompiled
 
 
-@uncompiled
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False, reduction: Reduction = "mean", ignore_index: int = -100,
@@ -33,7 +33,8 @@ def linear_cross_entropy(
     float64); logits and their gradients are rounded to the model's dtype for the GEMMs. It never
     synchronizes with the GPU. Under torch's autocast hidden and weight are cast to its dtype, as
     for torch's own products. A token is ignored (loss 0, gradient 0, whatever its hidden state)
-    if its label is `ignore_index` or its mask is 0.
+    if its label is `ignore_index` or its mask is 0. In torch.compile it is one operator of the
+    graph if gradients are computed in forward, else a graph break.
 
     Args:
         hidden: [..., h] in bf16, fp16, fp32 or fp64; any strides. In Megatron [s, b, h]; with
@@ -78,26 +79,68 @@ def linear_cross_entropy(
         the vocabulary split of Megatron-Core's tensor_parallel/cross_entropy.py; gradients in
         forward as in Liger-Kernel's fused_linear_cross_entropy.
     """
+    settings = dict(
+        sequence_parallel=sequence_parallel, reduction=reduction, ignore_index=ignore_index,
+        label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, logit_scale=logit_scale,
+        return_lse=return_lse, grads=grads, keep_logits=keep_logits, supervised=supervised,
+        invariant=invariant,
+    )  # fmt: skip
+    return _linear_cross_entropy(hidden, weight, labels, loss_mask, tp_group, settings)
+
+
+@compilable("megatron_burst.loss.operators:traced_loss")
+def _linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor | None,
+    tp_group: dist.ProcessGroup | None, settings: Mapping[str, Any],
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`linear_cross_entropy`; `settings`: its other arguments."""
     hidden, weight = autocast_inputs(hidden, weight)
-    options = LossOptions(label_smoothing, z_loss, softcap, logit_scale, ignore_index)
-    tp = TensorParallel.of(tp_group, sequence_parallel)
-    settings = dict(reduction=reduction, grads=grads, return_lse=return_lse, invariant=invariant)
-    rows = checked_rows(Given(hidden, weight, labels, loss_mask, supervised), tp, options, settings)
-    # in forward fp16 is not loss-scaled yet
-    late = hidden.dtype == torch.float16 or return_lse or reduction == "none"
-    mode = grads if grads != "auto" else "recompute" if late else "forward"
-    rows, weights = _row_weights(rows, loss_mask, reduction, hidden.dtype, tp)
-    if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
-        mode = "recompute"
-    held = held_bytes(weight) if mode == "forward" and weight.requires_grad else 0
-    head = _head(hidden, weight, options, tp, rows, mode == "forward", held, invariant)
-    if mode == "forward":
+    enabled = torch.is_grad_enabled()
+    wanted = enabled and hidden.requires_grad, enabled and weight.requires_grad
+    call = ready_loss(Given(hidden, weight, labels, loss_mask), tp_group, settings, wanted)
+    rows, weights, head = call
+    if head.whole:
         loss = GradientsInForward.apply(hidden, weight, weights, rows, head)
     else:
-        head = replace(head, keep=keep_logits)
         loss, lse, _ = Recomputed.apply(hidden, weight, rows, head)
-    loss = loss.view(labels.shape) if reduction == "none" else (loss * weights).sum()
-    return (loss, lse.view(labels.shape)) if return_lse else loss
+    is_rows = settings["reduction"] == "none"
+    loss = loss.view(labels.shape) if is_rows else (loss * weights).sum()
+    return (loss, lse.view(labels.shape)) if settings["return_lse"] else loss
+
+
+class ReadyLoss(NamedTuple):
+    """A call that all ranks agree on."""
+
+    rows: Rows
+    weights: Tensor | None  # of losses in the reduction, [blocks, tokens]
+    head: Head
+
+
+def ready_loss(
+    inputs: Given, tp_group: dist.ProcessGroup | None, settings: Mapping[str, Any],
+    wanted: tuple[bool, bool],
+) -> ReadyLoss:  # fmt: skip
+    """What a call runs; `wanted`: whether hidden states and the weight need gradients.
+
+    Raises:
+        BurstError: as `linear_cross_entropy`.
+    """
+    hidden, weight, _, loss_mask, _ = inputs
+    options = LossOptions(*(settings[field.name] for field in fields(LossOptions)))
+    tp = TensorParallel.of(tp_group, settings["sequence_parallel"])
+    compared = {name: settings[name] for name in ("reduction", "grads", "return_lse", "invariant")}
+    inputs = inputs._replace(supervised=settings["supervised"])
+    rows = checked_rows(inputs, tp, options, compared)
+    reduction, grads, invariant = (settings[n] for n in ("reduction", "grads", "invariant"))
+    # in forward fp16 is not loss-scaled yet
+    late = hidden.dtype == torch.float16 or settings["return_lse"] or reduction == "none"
+    mode = grads if grads != "auto" else "recompute" if late else "forward"
+    whole = mode == "forward" and any(wanted)
+    rows, weights = _row_weights(rows, loss_mask, reduction, hidden.dtype, tp)
+    held = held_bytes(weight) if whole and wanted[1] else 0
+    head = _head(hidden, weight, options, tp, rows, whole, held, invariant)
+    keep = head.keep if whole else settings["keep_logits"]
+    return ReadyLoss(rows, weights, replace(head, keep=keep, whole=whole))
 
 
 class TokenLogProbs(NamedTuple):

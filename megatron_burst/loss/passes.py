@@ -24,6 +24,7 @@ class Head:
     vocab: int  # number of classes on all ranks together
     entropy: bool = False  # whether to compute it
     keep: bool = True  # whether to save the last tile of logits for backward, if that recomputes
+    whole: bool = False  # whether gradients are computed along with the loss
 
     @property
     def extras(self) -> bool:

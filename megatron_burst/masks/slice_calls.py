@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_burst.kernels.backends import in_one_call
-from megatron_burst.kernels.interface import Backend, Problem, QuerySide, arch_of
+from megatron_burst.kernels.backends import attend_and_raise, in_one_call
+from megatron_burst.kernels.interface import SOFTCAP, Backend, Problem, QuerySide, arch_of
 from megatron_burst.kernels.masks.block_sparse import is_worth
 from megatron_burst.kernels.masks.parts import Parts, on_device
 from megatron_burst.kernels.partial import accumulate_dtype, empty_results, merge_parts, sum_parts
@@ -82,30 +82,34 @@ class Calls:
         spans = [call.rows for call in self.calls]
         return tuple(_alone(spans)), tuple(_overlaps(spans)) if spans else ()
 
-    def _instead(self, run: Backend, q: Tensor, k: Tensor, v: Tensor, backward: bool = False,
+    def _instead(self, run: Backend, q: Tensor, k: Tensor, v: Tensor, capped: bool,
+                 backward: bool = False,
                  deterministic: bool = False) -> Backend | None:  # fmt: skip
         """The kernel that takes all parts in one call."""
         if not self.are_many and (backward or not self.overlap):
             return None
         grouped, arch = q.shape[2] != k.shape[2], arch_of(q.device)
         shape = q.device.type, q.dtype, k.shape[3], v.shape[3], grouped
-        problem = Problem(*shape, deterministic, arch)
+        problem = Problem(*shape, deterministic, arch, frozenset({SOFTCAP} if capped else ()))
         if run.capability.takes_blocks(problem) and is_worth(self.parts, q.shape[1], k.shape[1]):
             return run
         return in_one_call(problem) if self.are_many else None
 
     def forward(self, run: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float,
-                into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                into: tuple[Tensor, Tensor] | None = None, softcap: float = 0.0,
+                largest: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As `Backend.forward`."""
-        into = into or empty_results(q, v)
-        if other := self._instead(run, q, k, v):
-            return other.forward(q, k, v, scale, Visible(parts=self.parts), into=into)
+        into, options = into or empty_results(q, v), {"softcap": softcap} if softcap else {}
+        if other := self._instead(run, q, k, v, bool(softcap)):
+            forward, seen = attend_and_raise(other, largest), Visible(parts=self.parts)
+            return forward(q, k, v, scale, seen, into=into, **options)
+        forward = attend_and_raise(run, largest)
         (out, lse), (alone, shared), parts = into, self.merges, {}
         for index, (call, single) in enumerate(zip(self.calls, alone, strict=True)):
             rows, keys = call.rows.slice, call.keys.slice
             target = (out[:, rows], lse[:, :, rows]) if single else None
             tensors = q[:, rows], k[:, keys], v[:, keys]
-            parts[index] = run.forward(*tensors, scale, call.visible, into=target)
+            parts[index] = forward(*tensors, scale, call.visible, into=target, **options)
         end = 0
         for rows, covering in shared:
             if end < rows.start:
@@ -119,15 +123,18 @@ class Calls:
 
     def backward(self, run: Backend, side: QuerySide, k: Tensor, v: Tensor, scale: float,
                  into: tuple[Tensor, Tensor, Tensor] | None = None,
-                 deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+                 deterministic: bool = False,
+                 softcap: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """As `Backend.backward`; gradients are summed in the accumulation dtype."""
-        wide = run.capability.wide_grads
-        if other := self._instead(run, side.q, k, v, True, deterministic):
-            totals = other.backward(side, k, v, scale, Visible(parts=self.parts), into=into)
+        wide, options = run.capability.wide_grads, {"softcap": softcap} if softcap else {}
+        if other := self._instead(run, side.q, k, v, bool(softcap), True, deterministic):
+            seen = Visible(parts=self.parts)
+            totals = other.backward(side, k, v, scale, seen, into=into, **options)
         else:
+            options["deterministic"] = deterministic
             grads = (run.backward(side.rows(call.rows.slice), k[:, call.keys.slice],
                                   v[:, call.keys.slice], scale, call.visible,
-                                  deterministic=deterministic) for call in self.calls)  # fmt: skip
+                                  **options) for call in self.calls)  # fmt: skip
             totals = self._sums(grads, (side.q, k, v), into, wide)
         if into is None:
             return tuple(total if wide else total.to(k.dtype) for total in totals)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
@@ -45,9 +46,24 @@ CAUSAL = {  # supported masks; in packed samples padding is at the documents' en
     AttnMaskType.padding_causal: True,
     AttnMaskType.padding: False,
 }
+_GEMMA2 = "megatron.bridge.models.gemma.gemma2_provider"
 
 
-class BurstCoreAttention(MegatronModule):
+class _RaisesMaxLogits:
+    """What `clip_qk` reads of a core attention (core/optimizer/qk_clip.py), and sets to None."""
+
+    current_max_attn_logits: Tensor | None = None
+
+    def _results(self, out: Tensor, *max_logits: Tensor) -> Tensor:
+        """`out`, once the largest scores of a call [h] are among those of the step."""
+        for scores in max_logits:
+            before = self.current_max_attn_logits
+            scores = scores if before is None else torch.maximum(before, scores)
+            self.current_max_attn_logits = scores
+        return out
+
+
+class BurstCoreAttention(_RaisesMaxLogits, MegatronModule):
     """Core attention of specs without TransformerEngine.
 
     Args: those of Megatron's `CoreAttentionBuilder`, and `k_channels`, `v_channels` of its MLA.
@@ -80,8 +96,9 @@ class BurstCoreAttention(MegatronModule):
                 packed_seq_params=None) -> Tensor:  # fmt: skip
         """Attention of [s_local, b, h, d] tensors, or [t_local, h, d] of packed samples; returns
         [s_local, b, h * d_v] or [t_local, h * d_v]."""
-        return self.burst(query, key, value, attention_mask, attn_mask_type, attention_bias,
-                          packed_seq_params, self.softmax_offset)  # fmt: skip
+        return self._results(*self.burst(
+            query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params,
+            self.softmax_offset))  # fmt: skip
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
@@ -95,7 +112,7 @@ class BurstCoreAttention(MegatronModule):
 
 if HAVE_TE:
 
-    class BurstTECoreAttention(TEDotProductAttention):
+    class BurstTECoreAttention(_RaisesMaxLogits, TEDotProductAttention):
         """Core attention of TransformerEngine specs: burst in layers whose cp_comm_type says so.
 
         Other layers run TransformerEngine's own. Its checkpoint format is TransformerEngine's.
@@ -133,7 +150,7 @@ if HAVE_TE:
             if self.burst is None:
                 checks.check_slices(packed_seq_params)
                 return super().forward(query, key, value, *extras, num_splits)
-            return self.burst(query, key, value, *extras, self.softmax_offset)
+            return self._results(*self.burst(query, key, value, *extras, self.softmax_offset))
 
         def set_context_parallel_group(
             self, cp_group, cp_global_ranks, cp_stream, cp_comm_type: str = "p2p"
@@ -162,24 +179,29 @@ def burst_core_of(core: type) -> type | None:
 
     A model's own subclass of TransformerEngine's (Gemma's in Megatron-Bridge) is kept, with burst's
     as its base. Not if it overrides `forward`: that may depend on positions in the sequence
-    (Ministral's) without knowing the shard.
+    (Ministral's) without knowing the shard. Megatron-Bridge's classes for Gemma 2 are replaced.
     """
     replacements = burst_replacements()
     if core in replacements or core in replacements.values():
         return replacements.get(core, core)
+    if core.__module__ == _GEMMA2:
+        from megatron_burst.mcore.gemma2 import REPLACED, Gemma2CoreAttention
+
+        ours = _with_burst_as_base(Gemma2CoreAttention, BurstCoreAttention)
+        return ours if core.__name__ in REPLACED else None
     if not (HAVE_TE and issubclass(core, TEDotProductAttention)):
-        return None
+        return core if issubclass(core, BurstCoreAttention) else None
     if issubclass(core, BurstTECoreAttention):
         return core
     keeps_forward = core.forward is TEDotProductAttention.forward
-    return _with_burst_as_base(core) if keeps_forward else None
+    return _with_burst_as_base(core, BurstTECoreAttention) if keeps_forward else None
 
 
 @cache
-def _with_burst_as_base(core: type) -> type:
+def _with_burst_as_base(core: type, burst: type) -> type:
     """A subclass whose `super().__init__` is burst's."""
     members = {"__doc__": core.__doc__, "__module__": core.__module__}
-    return type(f"Burst{core.__name__}", (core, BurstTECoreAttention), members)
+    return type(f"Burst{core.__name__}", (core, burst), members)
 
 
 def asks_for_burst(
@@ -249,9 +271,11 @@ class BurstForward:
 
     @uncompiled
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, attention_mask, attn_mask_type,
-                 attention_bias, packed_seq_params, sink: Tensor | None) -> Tensor:  # fmt: skip
+                 attention_bias, packed_seq_params,
+                 sink: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
         """A layer's forward: [s_local, b, h, d] to [s_local, b, h * d_v]; packed samples: [t_local,
-        h, d] to [t_local, h * d_v]; `sink` [h]: Megatron's `softmax_offset`."""
+        h, d] to [t_local, h * d_v]; `sink` [h]: Megatron's `softmax_offset`. If the configuration
+        asks for them, also the largest scores [h]."""
         extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
         with reporting_errors(self.cp_group):  # other ranks may be in the call
             group = packed.group_of(packed_seq_params, self.cp_group)
@@ -269,10 +293,24 @@ class BurstForward:
             config = self._resolved(query, key, value, window, causal, has_sample_mask)
             sample = packed.sample_of(packed_seq_params, group.size())
             packed.forget_boundaries_of_shard(group)
-        out = burst_attention(query, key, value, group=group, causal=causal, window=window,
-                              sink=sink, softmax_scale=self.softmax_scale, config=config,
-                              layer=self.layer_number, **sample)  # fmt: skip
-        return out.flatten(-2)
+        results = burst_attention(
+            query, key, value, group=group, causal=causal, window=window, sink=sink,
+            softmax_scale=self.softmax_scale, softcap=self._softcap, config=config,
+            layer=self.layer_number, return_max_logit=self._finds_max_logits, **sample,
+        )  # fmt: skip
+        out, *max_logits = results if isinstance(results, tuple) else (results,)
+        return out.flatten(-2), *max_logits
+
+    @property
+    def _softcap(self) -> float:
+        """Bound of the scores, of models that have one (Gemma 2 in Megatron-Bridge)."""
+        return getattr(self.layer_config, "attn_logit_softcapping", None) or 0.0
+
+    @property
+    def _finds_max_logits(self) -> bool:
+        """Whether `clip_qk` clips by the largest scores, or logs them."""
+        config, flags = self.layer_config, ("qk_clip", "log_max_attention_logit")
+        return any(getattr(config, flag, False) for flag in flags)
 
     def _resolved(self, query: Tensor, key: Tensor, value: Tensor, *mask) -> BurstConfig:
         """Options of this layer's calls, with `keep` resolved."""

@@ -301,8 +301,6 @@ TABLE: tuple[Refusal, ...] = (
         "checkpoint again, without end",
         "pass --disable-bias-linear, or leave mlp out", got="--recompute-modules {words}"),
     Refusal("attention", "use_kitchen_attention", OFF, "it replaces core attention too"),
-    Refusal("attention", "qk_clip", OFF, "burst does not track the largest logit"),
-    Refusal("attention", "log_max_attention_logit", OFF, "burst does not track this logit"),
     Refusal("attention", "flash_attention_version",
         lambda version, o: version is None or (version == 4 and _invariant(o)),
         "it names a kernel of Megatron's own attention (4 under --burst-invariant is burst's too)",
@@ -310,9 +308,6 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("attention", "experimental_attention_variant", DELTA_NETS,
         "burst computes softmax attention over all keys that a mask shows, neither over keys that "
         "learned scores select (DSA) nor linear attention (KDA)", _WITHOUT),
-    Refusal("attention", "attn_logit_softcapping", (0.0,),
-        "most of burst's kernels have no soft cap of the scores", _WITHOUT,
-        asked="softcapped scores"),
     Refusal("attention", "batch_invariant_mode", lambda on, o: not on or _invariant(o),
         "burst chooses its mode by lengths and ranks, and the results' bits depend on the mode",
         "leave it out, or pass --burst-invariant too"),

@@ -67,8 +67,8 @@ class _AllToAll(AllToAllEmitter):
             lse, out = self.lse(round_), outputs.of(round_)
             q, kv = q.at(self.tile.q), kv.at(self.tile.kv)
             into = lse.at(self.tile.q), out.at(self.tile.q)
-            sinks = self.own_heads(round_)
-            self.emit(Attend(q, kv, self.tile.mask, into, self.tile.positions, sinks))
+            heads = self.own_heads(round_)
+            self.emit(Attend(q, kv, self.tile.mask, into, self.tile.positions, heads, True))
             inputs.post(round_ + 1)
             # issued before operations that wait for the kernel
             outputs.collect(Stream.SIDE)

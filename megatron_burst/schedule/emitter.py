@@ -159,17 +159,17 @@ class Sinks:
     as the call counts them."""
 
     def __init__(self, tiles: Iterable[Tile], heads: Iterable[int]) -> None:
-        self._heads, self._rows = tuple(heads), list[Span]()
+        self.heads, self._rows = tuple(heads), list[Span]()
         for rows in sorted((tile.q for tile in tiles), key=len, reverse=True):
             if not any(rows.intersection(span) for span in self._rows):
                 self._rows.append(rows)
 
-    def join(self, tile: Tile) -> tuple[int, ...]:
-        """The heads whose sinks join in a tile; none if another tile of its rows has them."""
-        if tile.q not in self._rows:
-            return ()
-        self._rows.remove(tile.q)
-        return self._heads
+    def join(self, tile: Tile) -> bool:
+        """Whether sinks join in a tile, and not in another tile of its rows."""
+        joins = tile.q in self._rows
+        if joins:
+            self._rows.remove(tile.q)
+        return joins
 
 
 class Outputs:
@@ -190,8 +190,9 @@ class Outputs:
         if not has_sole_rows(tile, self._tiles):
             out = emitter.temp(f"{self._name} part {len(self._parts)}", len(tile.q), self._fields)
             self._parts.append((tile.q, out))
-        q, keys, sinks = self._q.at(tile.q), kv.at(tile.kv), self._sinks.join(tile)
-        emitter.emit(Attend(q, keys, tile.mask, (out,), tile.positions, sinks))
+        q, keys, sinks = self._q.at(tile.q), kv.at(tile.kv), self._sinks
+        joins = sinks.join(tile)
+        emitter.emit(Attend(q, keys, tile.mask, (out,), tile.positions, sinks.heads, joins))
 
     def merge(self) -> None:
         """Merge the results of rows with several tiles."""

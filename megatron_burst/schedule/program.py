@@ -132,8 +132,9 @@ class Attend:
     values; `mask` and `positions` as in `mask.Tile`.
 
     Attributes:
-        sinks: the query heads, as the call counts them, if their attention sinks join in this
-            kernel; for each row they join in one.
+        heads: the query heads, as the call counts them.
+        joins_sinks: whether their attention sinks join in this kernel; for each row they join in
+            one.
     """
 
     q: Ref
@@ -141,7 +142,8 @@ class Attend:
     mask: Mask
     into: tuple[Ref, ...]
     positions: TilePositions | None = None
-    sinks: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
+    joins_sinks: bool = False
     stream: Stream = Stream.COMPUTE
 
     reads = property(lambda self: (self.q, self.kv))

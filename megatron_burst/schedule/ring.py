@@ -80,8 +80,9 @@ class _Ring(Emitter):
                 sinks = Sinks(step_tiles, range(shape.heads_q))
             for number, tile in enumerate(step_tiles):
                 part = self.temp(f"part {step}.{number}", len(tile.q), fields)
-                q, keys = Ref("q").at(tile.q), kv.at(tile.kv)
-                self.emit(Attend(q, keys, tile.mask, (part,), tile.positions, sinks.join(tile)))
+                q, keys, joins = Ref("q").at(tile.q), kv.at(tile.kv), sinks.join(tile)
+                attend = Attend(q, keys, tile.mask, (part,), tile.positions, sinks.heads, joins)
+                self.emit(attend)
                 self.emit(Merge((out.at(tile.q), part), (out.at(tile.q),)))
 
     def backward(self) -> None:
@@ -306,5 +307,5 @@ def _single_rank(spec: Spec) -> Program:
         emitter.emit(AttendBackward(side, kv, tile.mask, dq, dkv, tile.positions))
     else:
         heads = tuple(range(spec.shape.heads_q))
-        emitter.emit(Attend(Ref("q"), kv, tile.mask, (Ref("out"),), tile.positions, heads))
+        emitter.emit(Attend(Ref("q"), kv, tile.mask, (Ref("out"),), tile.positions, heads, True))
     return emitter.program()

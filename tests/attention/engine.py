@@ -25,7 +25,7 @@ from megatron_burst.schedule.program import Space, Transfer
 from megatron_burst.schedule.spec import Circulate, Direction, Dtype, Kernel, Spec
 from megatron_burst.schedule.topology import pretend_nodes
 from tests.attention.simulated import run_simulated
-from tests.oracle import full_attention, rows_of, seen_by, seen_by_slices
+from tests.oracle import full_attention, largest_of, rows_of, seen_by, seen_by_slices
 
 _ONE_AT_A_TIME = Lock()  # ranks are threads: one's patch would outlive another's
 
@@ -42,14 +42,14 @@ def problem(cp_size, tokens, heads, dims, seed, batch=2, keys=None):
     return [torch.randn(batch, *x, generator=generator, dtype=torch.float64) for x in shapes]
 
 
-def truth(q, k, v, dout, mask, scale, edges=(), parents=(), sink=None, slices=()):
+def truth(q, k, v, dout, mask, scale, edges=(), parents=(), sink=None, slices=(), softcap=0.0):
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     tokens, keys = q.shape[1], k.shape[1]
     if slices:
         seen = seen_by_slices(slices, tokens, keys)
     else:
         seen = seen_by(mask, edges, tokens, parents, keys)
-    out = full_attention(*leaves, False, scale, seen, sink)
+    out = full_attention(*leaves, False, scale, seen, sink, softcap)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -74,6 +74,13 @@ class Way:
     invariant: bool = False
     whole_heads: int = 0
     guarded: bool = False  # whether results are checked for NaN
+    softcap: float = 0.0
+
+    def seen(self, rows, keys):
+        """Which keys each query of a sample sees."""
+        if self.slices:
+            return seen_by_slices(self.slices, rows, keys)
+        return seen_by(self.mask, self.edges, rows, self.parents, keys)
 
     def sink(self, q):
         """An attention sink for each head, some larger than all scores; one changes nothing."""
@@ -128,14 +135,16 @@ class Passes:
             )
         kind = GuardedExecutor if way.guarded else Executor
         self.executors = [
-            kind(program, backend, carrier, way.scale, dtypes, False, unit)
+            kind(program, backend, carrier, way.scale, dtypes, False, unit, way.softcap)
             for program in self.programs
         ]
 
     def forward(self, q, k, v):
         given = {"q": {"q": q}, "kv": {"k": k, "v": v}}
         given |= self._outputs(q, 0)
-        return self.executors[0].run(given, sample_mask=self.documents, sink=self.sink)
+        self.largest = q.new_full(q.shape[2:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
+        options = {"sample_mask": self.documents, "sink": self.sink, "largest": self.largest}
+        return self.executors[0].run(given, **options)
 
     def _outputs(self, like, index):
         """Allocate with rows outermost in memory if the inputs have them so."""
@@ -174,11 +183,7 @@ class SeenPairs(dict):
         self.way, self.size, self.lengths = way, size, lengths  # of queries and keys
 
     def __missing__(self, between):
-        way, (rows, keys) = self.way, self.lengths
-        pairs = (
-            seen_by_slices(way.slices, rows, keys) if way.slices
-            else seen_by(way.mask, way.edges, rows, way.parents, keys)
-        )  # fmt: skip
+        pairs = self.way.seen(*self.lengths)
         queries, keys = map(self._rows, (between.queries, between.keys), self.lengths)
         self[between] = bool(pairs[queries][:, keys].any())
         return self[between]
@@ -208,14 +213,24 @@ def run_engine(topology, tensors, way, seed=0):
             for give in (op.sends if isinstance(op, Transfer) else ())
             if not (way.slices or way.parents) or give.needed_by is None or seen[give.needed_by]
         )
-        return passes.both(q, k, v, dout), counted
+        return passes.both(q, k, v, dout), counted, passes.largest
 
     results, carriers = run_simulated(one, size, seed, way.pulls)
-    for carrier, (_, counted) in zip(carriers, results, strict=True):
+    assert_largest(torch.stack([largest for *_, largest in results]).amax(0), tensors, way)
+    for carrier, (_, counted, _) in zip(carriers, results, strict=True):
         # rows with statistics in another dtype than the tensors' are padded, narrow heads most
         padded = accumulate_dtype(tensors[0].dtype) is not tensors[0].dtype
         assert counted == carrier.sent_bytes or (padded and counted < carrier.sent_bytes)
-    return [tensors for tensors, _ in results]
+    return [tensors for tensors, *_ in results]
+
+
+def assert_largest(got, tensors, way):
+    """Check the largest score of each head."""
+    q, k = (x.double() for x in tensors[:2])
+    seen = way.seen(q.shape[1], k.shape[1])
+    true = largest_of(q, k, way.scale, seen, way.softcap)
+    tolerance = 16 * torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.double(), true, rtol=tolerance, atol=tolerance)
 
 
 def rows_in(x, way, rank, size):
@@ -229,14 +244,15 @@ def assert_exact(topology, tensors, way, seed=0, dtype=torch.float64):
     tensors = [x.to(dtype) for x in tensors]
     sink = way.sink(tensors[0])
     sink = None if sink is None else sink.double()
-    whole = way.mask, way.scale, way.edges, way.parents, sink, way.slices
+    whole = way.mask, way.scale, way.edges, way.parents, sink, way.slices, way.softcap
     expected = truth(*(x.double() for x in tensors), *whole)
     errors = _errors(topology, tensors, way, seed, expected)
     if dtype is torch.float64:
         assert max(float(error.abs().max()) for error in errors) <= 1e-12
         return
     alone = Way("ring", mask=way.mask, backend=way.backend, scale=way.scale, edges=way.edges,
-                parents=way.parents, sinks=way.sinks, slices=way.slices)  # fmt: skip
+                parents=way.parents, sinks=way.sinks, slices=way.slices,
+                softcap=way.softcap)  # fmt: skip
     eps = torch.finfo(dtype).eps
     # what float32 sums leave where terms cancel
     least = 4 * torch.finfo(torch.float32).eps * max(whole.norm() for whole in expected)

@@ -1,4 +1,5 @@
-"""The engine with programs of any mode and size, on simulated ranks, in float64.
+"""The engine with programs of any mode and size, on simulated ranks, in float64: results, and the
+largest score of each head.
 
 Guards against wrong tiles, merges or sums that miss or repeat a part, buffers used before they
 arrived or after they were released, and byte counts that differ from the program's.
@@ -28,20 +29,27 @@ pytestmark = pytest.mark.numeric
 DIMS = st.sampled_from([(4, 4), (6, 3), (2, 5)])
 
 
+def caps(backend):
+    """Soft caps that a kernel takes."""
+    return st.sampled_from([0.0, 0.6] if backend == "reference" else [0.0])
+
+
 @st.composite
 def cases(draw):
     layout = draw(st.sampled_from(LAYOUTS))
     nodes, ranks = draw(st.sampled_from([(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (3, 3)]))
     tokens = draw(st.integers(1, 5)) * (2 if layout is Layout.ZIGZAG else 1)
     heads = draw(st.sampled_from([(2, 2), (4, 2), (3, 1)]))
+    backend = draw(st.sampled_from(["reference", "torch-cpu"]))
     way = Way(
         "ring",
         draw(st.sampled_from(list(Circulate))),
         layout=layout,
         mask=draw(st.sampled_from(MASKS)),
-        backend=draw(st.sampled_from(["reference", "torch-cpu"])),
+        backend=backend,
         scale=draw(st.sampled_from([0.5, 1.3])),
         sinks=draw(st.booleans()),
+        softcap=draw(caps(backend)),
     )
     seed = draw(st.integers(0, 9))
     tensors = problem(nodes * ranks, tokens, heads, draw(DIMS), seed)
@@ -88,6 +96,7 @@ def gather_cases(draw):
         "gather", circulate, draw(st.integers(1, heads[1])), rectangular, left,
         draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
         draw(st.sampled_from(MASKS)), backend, pulls=draw(pulls(nodes)), sinks=draw(st.booleans()),
+        softcap=draw(caps(backend)),
     )  # fmt: skip
     return draw(scattered(nodes, ranks)), tensors, way, seed
 
@@ -107,13 +116,12 @@ def a2a_cases(draw):
     heads_kv, group = draw(st.integers(1, 2 * size + 1)), draw(st.sampled_from([1, 2]))
     heads = (lcm(size, heads_kv) * group, heads_kv)
     per_rank = heads_kv // gcd(size, heads_kv)
-    seed = draw(st.integers(0, 9))
+    seed, backend = draw(st.integers(0, 9)), draw(st.sampled_from(["reference", "torch-cpu"]))
     way = Way(
         "a2a", draw(st.sampled_from(list(Circulate))), draw(st.integers(1, per_rank)),
         left=draw(st.booleans()), layout=draw(st.sampled_from([Layout.ZIGZAG, Layout.CONTIGUOUS])),
-        mask=draw(st.sampled_from(MASKS)),
-        backend=draw(st.sampled_from(["reference", "torch-cpu"])), pulls=draw(pulls(nodes)),
-        sinks=draw(st.booleans()),
+        mask=draw(st.sampled_from(MASKS)), backend=backend, pulls=draw(pulls(nodes)),
+        sinks=draw(st.booleans()), softcap=draw(caps(backend)),
     )  # fmt: skip
     tensors = problem(nodes * ranks, 2 * draw(st.integers(1, 3)), heads, draw(DIMS), seed)
     return draw(scattered(nodes, ranks)), tensors, way, seed

@@ -245,8 +245,12 @@ REFUSED = (
     f"{MODELS}.ministral3.ministral3_provider:MinistralTEDotProductAttention",
     f"{MODELS}.mimo_v2_flash.modeling_mimo_v2_flash:MiMoV2FlashTEDotProductAttention",
     "megatron.bridge.diffusion.models.llada15.llada15_attention:LLaDA15TEDotProductAttention",
-    f"{MODELS}.gemma.gemma2_provider:Gemma2DotProductAttention",
 )
+
+
+GEMMA2 = [
+    f"{MODELS}.gemma.gemma2_provider:Gemma2{kind}DotProductAttention" for kind in ("", "Flex")
+]
 
 
 def named(place):
@@ -255,7 +259,8 @@ def named(place):
 
 
 def sub_classes(rank):
-    """How Bridge converts an attention sink for each class; Gemma's windows; what is refused."""
+    """How Bridge converts an attention sink for each class; Gemma's windows; what replaces Gemma
+    2's, twice; what is refused."""
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -275,22 +280,24 @@ def sub_classes(rank):
         built = [core(given, number, **layer) for number in (1, 2)]
         windows.append([one.burst.layer_config.window_size for one in built])
         kinds.append((mapping._detect_parallelism_type(built[0]), issubclass(core, theirs)))
+    once = [burst_spec(ModuleSpec(module=named(place))) for place in GEMMA2]
+    others = [(x.module.__name__, burst_spec(x).module is x.module) for x in once]
     said = []
     for place in REFUSED:
         with pytest.raises(BurstError) as refused:
             burst_spec(ModuleSpec(module=named(place)))
         said.append(str(refused.value))
-    return kinds, windows, said
+    return kinds, windows, others, said
 
 
 def test_sub_classes_of_transformer_engines_attention_run_burst_or_are_refused():
     """Gemma's class sets windows per layer. Ministral's and MiMo's change queries and values."""
-    for kinds, windows, said in run_ranks(sub_classes, 2):
+    for kinds, windows, others, said in run_ranks(sub_classes, 2):
         assert kinds == [("column", True), ("replicated", True), ("replicated", True)]
         assert windows == [[None, None], [(15, 0), None], [(15, 0), None]]
+        assert others == [("BurstGemma2CoreAttention", True)] * 2
         for place, sentence in zip(REFUSED, said, strict=True):
-            name = place.partition(":")[2]
-            assert f"got {name if 'TE' in name else 'none'} in ModuleSpec" in sentence
+            assert f"got {place.partition(':')[2]} in ModuleSpec" in sentence
 
 
 def saved(rank, folder):

@@ -54,6 +54,10 @@ MODELS = {  # class of transformers, and what its configuration has besides `SIZ
         },
         "max_position_embeddings": 131072,
     }),
+    "Gemma-2": ("Gemma2", {
+        "sliding_window": 5, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 0.5,
+        "tie_word_embeddings": True,
+    }),
     "Gemma-3, text": ("Gemma3", {
         "num_hidden_layers": 6, "sliding_window": 5, "query_pre_attn_scalar": 20,
         "tie_word_embeddings": True, "rope_parameters": {
@@ -65,7 +69,7 @@ MODELS = {  # class of transformers, and what its configuration has besides `SIZ
 # fields that Bridge 0.6.2 leaves out, so that its model is not transformers'
 CORRECTED = {"Qwen3, YaRN": {"yarn_correction_range_round_to_int": True}}
 # whose layers are Bridge's own
-OWN_LAYERS = {"Gemma-3, text"}
+OWN_LAYERS = {"Gemma-2", "Gemma-3, text"}
 # transformers' norms and rotary embeddings are in float32
 EXACT = 1e-5
 

@@ -1,8 +1,8 @@
 """transformers' own models with `attn_implementation="burst"` on two ranks, against one process.
 
-Guards against padding, windows, sinks or document boundaries that are dropped without a word,
-labels shifted at the end of a shard, and a loss that is the mean of ranks with other numbers of
-labels.
+Guards against padding, windows, sinks, soft caps or document boundaries that are dropped without a
+word, labels shifted at the end of a shard, and a loss that is the mean of ranks with other numbers
+of labels.
 """
 
 import pytest
@@ -22,13 +22,16 @@ FAMILIES = {
     "Llama": {},
     "Qwen3": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     "Mistral": {"sliding_window": 7},
+    "Gemma2": {"sliding_window": 7, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 0.2},
     "Gemma3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"],
                "query_pre_attn_scalar": 5},
     "GptOss": {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 # of logits, loss and gradients: transformers' loss is in float32 (rounding: 6e-8 of it), so are
-# Gemma's norms and the softmax of eager attention, the only one with sinks; all else is in float64
+# Gemma's norms and the softmax of eager attention, the only one with sinks and soft caps; all else
+# is in float64
 EXACT, ROUGH = (1e-13, 3e-7, 1e-12), (2e-6, 3e-7, 5e-6)
+EAGER = "GptOss", "Gemma2"
 LENGTHS = (11, 3, 16)  # documents; the sample gets 2 more rows
 
 
@@ -71,7 +74,7 @@ def errors_of(rank: int, family: str, packed: bool, layout: str) -> tuple[float,
     from megatron_burst.hf import shard_batch
 
     batch = batch_of(packed, 30 if packed else 32)
-    oracle = model_of(family, "eager" if family == "GptOss" else "sdpa")
+    oracle = model_of(family, "eager" if family in EAGER else "sdpa")
     logits = logits_of(oracle, batch["input_ids"], packed)
     loss = oracle.loss_function(logits, batch["labels"], SIZES["vocab_size"])
     loss.backward()
@@ -97,7 +100,7 @@ def errors_of(rank: int, family: str, packed: bool, layout: str) -> tuple[float,
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "batch"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_on_two_ranks_is_that_on_one(family, packed):
-    bounds = ROUGH if family in ("Gemma3", "GptOss") else EXACT
+    bounds = ROUGH if family in ("Gemma3", *EAGER) else EXACT
     for errors in run_ranks(errors_of, 2, family, packed, "zigzag"):
         assert all(x < bound for x, bound in zip(errors, bounds, strict=True)), errors
 
@@ -145,7 +148,7 @@ MODELS = {
     "a mask": ("Llama", {}, {"attention_mask": torch.ones(1, 1, 30, 30)}, "no padding and no mask"),
     "no burst": ("Llama", {}, {"burst": None}, "no keyword argument burst; to train, call"),
     "dropout": ("Qwen3", {"attention_dropout": 0.1}, {}, "dropout=0.1; set attention_dropout=0.0"),
-    "softcap": ("Gemma2", {}, {}, "but windows, sinks and a scale.*got softcap"),
+    "bias": ("Llama", {}, {"bias": torch.ones(1)}, "windows, sinks, a soft cap and a.*got bias"),
     "boundaries": ("Llama", {}, {"cu_seq_lens_q": torch.tensor([0, 30])}, "got cu_seq_lens_q"),
     "a chunk": ("Llama4Text", {"attention_chunk_size": 8, "layer_types": ["chunked_attention"] * 2,
                 "intermediate_size_mlp": 48, "num_local_experts": 2}, {}, "got chunked_attention"),

@@ -28,7 +28,7 @@ REASONS = {
     "positions that the model counts itself": "must take position_ids",
     "attention that the model computes itself":
         "every layer must compute attention|AttentionInterface|pass further keyword arguments",
-    "masks, biases or soft caps of the model's own":
+    "masks or biases of the model's own":
         "no mask or bias|nothing but windows|must pass it to attention",
 }  # fmt: skip
 UNKNOWN = "not tried: the default config cannot be made small, or lacks a package"

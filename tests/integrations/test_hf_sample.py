@@ -12,7 +12,10 @@ from tests.ranks import preload, run_ranks
 
 pytest.importorskip("transformers", reason="pip install transformers")
 preload("transformers", "megatron_burst.hf")
-RIGHT = "llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "cohere", "phi3", "gpt2", "opt"
+RIGHT = (
+    "llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "cohere", "phi3", "gpt2",
+    "opt",
+)  # fmt: skip
 REFUSED = {
     "mamba": "all layers must be attention",
     "qwen3_next": "all layers must be attention.*linear_attention",
@@ -22,7 +25,6 @@ REFUSED = {
     "xglm": "every layer must compute attention",
     "stablelm": "must pass further keyword arguments on",
     "falcon": "AttentionInterface.*FALCON_ATTENTION_CLASSES",
-    "gemma2": "got softcap",
     "deepseek_v32": "indexed_attention",
 }
 

@@ -57,8 +57,10 @@ def loss_of(logits, labels):
     )
 
 
-def errors_of(rank: int, balancer: str | None, recompute: str) -> tuple[float, float]:
-    """Largest errors of the loss and of gradients."""
+def errors_of(
+    rank: int, balancer: str | None, recompute: str, compiled: bool
+) -> tuple[float, float]:
+    """Largest errors of loss and gradients; `compiled`: each layer, without a graph break."""
     from torch.distributed.fsdp import FSDPModule
     from torchtitan import trainer
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -67,6 +69,7 @@ def errors_of(rank: int, balancer: str | None, recompute: str) -> tuple[float, f
     from torchtitan.models.llama3 import parallelize_llama
 
     import megatron_burst.titan  # noqa: F401  # after torchtitan's models and trainer
+    from megatron_burst import operators
 
     parallel_dims.device_type = "cpu"  # it takes any torch with CUDA for a GPU
     tokens, labels, positions = batch_of()
@@ -80,7 +83,8 @@ def errors_of(rank: int, balancer: str | None, recompute: str) -> tuple[float, f
     model = model_of()
     masks = model.get_attention_masks(positions)
     parallelize_llama(
-        model, parallel_dims=dims, dump_folder="", compile_config=CompileConfig(),
+        model, parallel_dims=dims, dump_folder="",
+        compile_config=CompileConfig(enable=compiled, components=["model"], backend="aot_eager"),
         ac_config={"full": FullAC, "selective": SelectiveAC}[recompute].Config(),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor", context_parallel_degree=2),
         training=TrainingConfig(mixed_precision_param="float32", mixed_precision_reduce="float32"),
@@ -92,8 +96,14 @@ def errors_of(rank: int, balancer: str | None, recompute: str) -> tuple[float, f
         tokens, labels, {"positions": positions, "attention_masks": masks},
         dims.get_mesh("cp"), torch.device("cpu"), balancer,
     )  # fmt: skip
+    calls: list[None] = []
+    token = operators.ON_CALL.set(lambda: calls.append(None))
     loss = loss_of(model(mine, **told), targets)
     loss.backward()
+    operators.ON_CALL.reset(token)
+    # a sequence of each of two batches in two layers, again where all is recomputed
+    expected = (8 if recompute == "full" else 4) if compiled else 0
+    assert len(calls) == expected, len(calls)
     total = loss.detach().clone()
     dist.all_reduce(total)
     errors = [
@@ -103,11 +113,12 @@ def errors_of(rank: int, balancer: str | None, recompute: str) -> tuple[float, f
     return float((total / true - 1).abs()), max(errors)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     ("balancer", "recompute"), [("headtail", "selective"), (None, "full")], ids=str
 )
-def test_a_llama_on_two_ranks_is_that_on_one(balancer, recompute):
-    for errors in run_ranks(errors_of, 2, balancer, recompute):
+def test_a_llama_on_two_ranks_is_that_on_one(balancer, recompute, compiled):
+    for errors in run_ranks(errors_of, 2, balancer, recompute, compiled, fresh=True):
         assert max(errors) < 2e-5, errors
 
 

@@ -42,6 +42,7 @@ _OF_TYPES: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    **{name: {"attn_logit_softcapping": 0.2} for name in ("gemma2", "vaultgemma")},
 }
 
 

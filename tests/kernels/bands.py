@@ -5,16 +5,17 @@ autograd then finds, a backend must find from lse and delta over all keys. The s
 on the CPU, in Triton's interpreter and, in tests/gpu, on a GPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_burst.kernels.backends import attend_and_raise
 from megatron_burst.kernels.interface import Backend, QuerySide
 from megatron_burst.kernels.masks.parts import Parts
-from megatron_burst.kernels.partial import surrogate_out
+from megatron_burst.kernels.partial import accumulate_dtype, surrogate_out
 from megatron_burst.kernels.visible import Segments, Visible
 from megatron_burst.masks.slice_calls import Calls
 from megatron_burst.masks.slice_parts import Bands
@@ -42,6 +43,7 @@ class Band:
     strided: bool = False  # inputs and gradients lie side by side in wider rows
     sinks: bool = False  # whether forward has attention sinks; backward does not know of them
     slices: tuple[tuple[int, ...], ...] = ()  # instead of a band and segments
+    softcap: float = 0.0  # of the scores; none for a backend without
 
     @property
     def sink(self) -> Tensor:
@@ -51,6 +53,11 @@ class Band:
     @property
     def scale(self) -> float:
         return self.dim_qk**-0.5
+
+    @property
+    def score_options(self) -> dict[str, float]:
+        """What both passes of a backend get."""
+        return {"softcap": self.softcap} if self.softcap else {}
 
     def visible(self, device: str = "cpu") -> Visible:
         if self.slices:
@@ -96,15 +103,15 @@ class Composed:
     """A backend that takes no slices, given them as the engine does: in several calls."""
 
     def __init__(self, backend: Backend) -> None:
-        self.backend, self.capability = backend, backend.capability
+        self.backend, self.capability = backend, replace(backend.capability, largest=True)
 
-    def forward(self, q, k, v, scale, visible, into=None):
+    def forward(self, q, k, v, scale, visible, into=None, **options):
         """As `Backend.forward`."""
-        return self._calls(q, visible).forward(self.backend, q, k, v, scale, into)
+        return self._calls(q, visible).forward(self.backend, q, k, v, scale, into, **options)
 
-    def backward(self, side, k, v, scale, visible, into=None, deterministic=False):
+    def backward(self, side, k, v, scale, visible, into=None, deterministic=False, **options):
         """As `Backend.backward`."""
-        how = {"into": into, "deterministic": deterministic}
+        how = {"into": into, "deterministic": deterministic, **options}
         return self._calls(side.q, visible).backward(self.backend, side, k, v, scale, **how)
 
     def _calls(self, q: Tensor, visible: Visible) -> Calls:
@@ -142,7 +149,10 @@ def truth_of(band: Band, inputs: list[Tensor]) -> dict[str, Tensor]:
     other[:, :, ::3] = -torch.inf
     q, k, v = (x.transpose(1, 2) for x in leaves)
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = (q @ k.mT * band.scale).masked_fill(~band.seen().to(q.device), -torch.inf)
+    scores = q @ k.mT * band.scale
+    if band.softcap:
+        scores = band.softcap * (scores / band.softcap).tanh()
+    scores = scores.masked_fill(~band.seen().to(q.device), -torch.inf)
     alone, _ = softmax(scores)
     weights, total = softmax(torch.cat((scores, other), dim=-1))
     values = torch.randn(band.batch, heads, rows, band.dim_v, dtype=torch.float64).to(q.device)
@@ -150,9 +160,15 @@ def truth_of(band: Band, inputs: list[Tensor]) -> dict[str, Tensor]:
     grads = torch.autograd.grad(out, leaves, dout)
     found = {
         "out": (alone @ v).transpose(1, 2), "lse": scores.logsumexp(-1), "total": total,
-        "delta": (dout * out).sum(-1).transpose(1, 2),
+        "delta": (dout * out).sum(-1).transpose(1, 2), "largest": largest_of_heads(scores),
     } | dict(zip(NAMES[1:], grads, strict=True))  # fmt: skip
     return {name: x.detach() for name, x in found.items()}
+
+
+def largest_of_heads(scores: Tensor) -> Tensor:
+    """[h] of scores [b, h, n, m], which may have no rows or no keys."""
+    least = scores.new_full((*scores.shape[:2], 1), -torch.inf)
+    return torch.cat((scores.flatten(2), least), -1).amax((0, 2))
 
 
 def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,38 +192,42 @@ def results_of(
     """
     q, k, v, dout = inputs
     visible = band.visible(q.device)
-    out, lse = backend.forward(q, k, v, band.scale, visible)
+    options = band.score_options
+    largest = torch.full((band.heads,), -torch.inf, dtype=accumulate_dtype(q.dtype)).to(q.device)
+    forward = attend_and_raise(backend, largest)
+    out, lse = forward(q, k, v, band.scale, visible, **options)
     delta, total = (apart(truth[name].to(lse.dtype), band.strided) for name in ("delta", "total"))
     like = None if with_delta else surrogate_out(dout, delta)
     side = QuerySide(q, dout, total, delta if with_delta else None, like)
-    grads = backend.backward(side, k, v, band.scale, visible)
+    grads = backend.backward(side, k, v, band.scale, visible, **options)
     if into:
         told = beside(out + 9, True), apart(torch.ones_like(lse), True)
         tolds = [beside(x + 9, True) for x in grads]
-        again = backend.forward(q, k, v, band.scale, visible, into=told)
-        anew = backend.backward(side, k, v, band.scale, visible, into=tuple(tolds))
+        again = forward(q, k, v, band.scale, visible, into=told, **options)
+        anew = backend.backward(side, k, v, band.scale, visible, into=tuple(tolds), **options)
         assert all(a is b for a, b in zip((*again, *anew), (*told, *tolds), strict=True))
         for x in (told[0], *tolds):  # neighbouring memory
             assert x._base[..., :8].eq(7).all() and x._base[..., -8:].eq(7).all()
         (out, lse), grads = again, anew
-    return dict(zip(("out", "lse", *NAMES[1:]), (out, lse, *grads), strict=True))
+    names = "out", "lse", *NAMES[1:], "largest"
+    return dict(zip(names, (out, lse, *grads, largest), strict=True))
 
 
 def errors_with_sinks(backend: Backend, band: Band, device: str, into: bool) -> dict[str, float]:
     """`errors_of` forward with sinks: of out, and of lse."""
-    inputs = band.inputs(device)
+    inputs, options = band.inputs(device), band.score_options
     plain = truth_of(band, inputs)
     sink = band.sink.to(device).view(1, -1, 1)
     lse = torch.logaddexp(plain["lse"], sink.double())
     out = plain["out"] * (plain["lse"] - lse).exp().transpose(1, 2).unsqueeze(-1)
     told = None
     if into:
-        kinds = backend.forward(*inputs[:3], band.scale, band.visible(device))
+        kinds = backend.forward(*inputs[:3], band.scale, band.visible(device), **options)
         told = beside(kinds[0] + 9, True), apart(torch.ones_like(kinds[1]), True)
     for dtype in (torch.float32, band.dtype):
         got = backend.forward(
             *inputs[:3], band.scale, band.visible(device), into=told,
-            sink=sink.flatten().to(dtype),
+            sink=sink.flatten().to(dtype), **options,
         )  # fmt: skip
     difference = (got[1].double() - lse).abs()
     largest = float(difference.max()) if difference.numel() else 0.0
@@ -219,6 +239,8 @@ def errors_of(
     with_delta: bool | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Relative errors in norm by name; for lse the largest difference, infinite if one is NaN."""
+    if not backend.capability.softcap:
+        band = replace(band, softcap=0.0)
     if band.sinks:
         return errors_with_sinks(backend, band, device, into)
     inputs = band.inputs(device)
@@ -231,4 +253,7 @@ def errors_of(
     blank = empty.transpose(1, 2)
     assert not got["out"][blank].any() and not got["dq"][blank].any()
     difference = (got["lse"].double() - truth["lse"])[~empty].abs()
+    assert torch.equal(got["largest"] == -torch.inf, truth["largest"] == -torch.inf)
+    of_largest = (got["largest"].double() - truth["largest"]).nan_to_num()  # of -inf and -inf
+    errors["largest"] = float(of_largest.abs().max())
     return errors | {"lse": float(difference.max()) if difference.numel() else 0.0}

@@ -24,6 +24,8 @@ BANDS = {
     "documents, full": Band((16, 17, 0, 31), (32, 15, 9, 5)),
     "documents with a window": Band((3, 40, 0, 17), (30, 40, 4, 12), 18, 6, heads_kv=2),
     "two parts": Band((20, 19), (20, 25), 9, 0, dim_qk=48, dim_v=32),
+    "capped": Band((50,), (50,), None, 0, packed=False, softcap=0.5),
+    "capped documents, two parts": Band((20, 19), (20, 25), 9, 0, dim_qk=48, softcap=0.5),
 }
 
 
@@ -54,6 +56,7 @@ def test_slices_equal_float64(interpreter, name, how):
     check(interpreter(band, sizes, tma), dtype)
     if not strided:
         check(interpreter(replace(band, sinks=True), sizes, tma), dtype)
+        check(interpreter(replace(band, softcap=0.5), sizes, tma), dtype)
 
 
 @pytest.mark.parametrize("name, how", crossed(BANDS, EACH_HOW, 1))

@@ -28,18 +28,19 @@ from tests.kernels.test_visible import bands
 pytestmark = pytest.mark.numeric
 
 
-def forward(q, k, v, scale, visible, empty):
+def forward(q, k, v, scale, visible, empty, softcap=0.0):
     """(out [t, h, d], lse [h, t]) with `empty` in rows without a key."""
-    out, lse = Reference().forward(q[None], k[None], v[None], scale, visible)
+    out, lse = Reference().forward(q[None], k[None], v[None], scale, visible, softcap=softcap)
     assert out.dtype is torch.float64
     return out[0], lse[0].masked_fill(lse[0] == -torch.inf, empty)
 
 
-def backward(dout, q, k, v, out, lse, scale, visible, delta=None):
+def backward(dout, q, k, v, out, lse, scale, visible, delta=None, softcap=0.0):
     assert lse.is_contiguous() and lse.shape == (q.shape[1], q.shape[0])
     given = delta if delta is None else delta[None]
     side = QuerySide(q[None], dout[None], lse[None], given, out[None])
-    return [x[0] for x in Reference().backward(side, k[None], v[None], scale, visible)]
+    grads = Reference().backward(side, k[None], v[None], scale, visible, softcap=softcap)
+    return [x[0] for x in grads]
 
 
 def segments(q, k, cu_q, cu_k, max_q, max_k):
@@ -104,13 +105,13 @@ class FlashAttn4:
         self, q, k, v, *, softmax_scale=None, causal=False, return_lse=False, out=None, lse=None,
         window_size_left=None, window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None,
         max_seqlen_q=None, max_seqlen_k=None, learnable_sink=None, block_sparse_tensors=None,
-        mask_mod=None, aux_tensors=None,
+        mask_mod=None, aux_tensors=None, softcap=None,
     ):  # fmt: skip
         assert block_sparse_tensors is mask_mod is aux_tensors is None
         where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         visible = self.visible(q, k, causal, window_size_left, window_size_right, where)
         run = Reference().forward if cu_seqlens_q is None else self.varlen
-        found = run(q, k, v, softmax_scale, visible)
+        found = run(q, k, v, softmax_scale, visible, softcap=softcap or 0.0)
         if learnable_sink is not None:
             whole = [x if cu_seqlens_q is None else x.unsqueeze(0) for x in found]
             merge_parts(*whole, [whole], learnable_sink)
@@ -121,14 +122,14 @@ class FlashAttn4:
         assert return_lse
         return found[0] if out is None else out, found[1] if lse is None else lse, None, None, None
 
-    def varlen(self, q, k, v, scale, visible):
-        return forward(q, k, v, scale, visible, -torch.inf)
+    def varlen(self, q, k, v, scale, visible, softcap):
+        return forward(q, k, v, scale, visible, -torch.inf, softcap)
 
     def _flash_attn_bwd(
         self, q, k, v, out, dout, lse, softmax_scale=None, causal=False, *, window_size_left=None,
         window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
         max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, dlse=None,
-        block_sparse_tensors=None, mask_mod=None, aux_tensors=None,
+        block_sparse_tensors=None, mask_mod=None, aux_tensors=None, softcap=0.0,
     ):  # fmt: skip
         assert block_sparse_tensors is mask_mod is aux_tensors is None
         where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -136,9 +137,10 @@ class FlashAttn4:
         delta = (out * dout).sum(-1).transpose(-1, -2) - (0 if dlse is None else dlse)
         if cu_seqlens_q is None:
             side = QuerySide(q, dout, lse, delta, None)
-            grads = Reference().backward(side, k, v, softmax_scale, visible)
+            grads = Reference().backward(side, k, v, softmax_scale, visible, softcap=softcap)
         else:
-            grads = backward(dout, q, k, v, out, lse.contiguous(), softmax_scale, visible, delta)
+            of_rows = lse.contiguous(), softmax_scale, visible, delta, softcap
+            grads = backward(dout, q, k, v, out, *of_rows)
         for target, grad in zip((dq, dk, dv), grads, strict=True):
             if target is not None:
                 assert target.shape == grad.shape
@@ -157,6 +159,7 @@ KERNELS = {
 @given(band=bands(windows=True), into=st.booleans(), with_delta=st.booleans(), sinks=st.booleans())
 @example(band=Band((9,), (3,), None, 4, packed=False), into=False, with_delta=False, sinks=False)
 @example(band=Band((9,), (3,), 0, None), into=True, with_delta=True, sinks=True)
+@example(band=Band((9, 5), (3, 9), 0, None, softcap=0.5), into=True, with_delta=True, sinks=False)
 def test_a_kernel_is_asked_for_what_is_visible(name, band, into, with_delta, sinks):
     kind, stand_in = KERNELS[name]
     with ExitStack() as stack:

@@ -31,6 +31,7 @@ def bands(draw, windows: bool, longest=9, most=5):
         queries, keys, left, right, packed, heads_kv * draw(st.integers(1, 3)), heads_kv,
         dim_qk=draw(st.integers(1, 9)), dim_v=draw(st.integers(1, 9)),
         batch=1 if packed else draw(st.integers(1, 2)), strided=draw(st.booleans()),
+        softcap=draw(st.sampled_from((0.0, 0.0, 0.6))),
     )  # fmt: skip
 
 

@@ -40,6 +40,10 @@ LACKING = {  # need: releases without it, and why, as the tables in docs show it
     "inference mode": ("0.16 0.17", "megatron.core.inference has an InferenceMode from 0.18 on"),
     "emerging optimizers": ("0.16 0.17", "it cannot run Emerging-Optimizers 0.4"),
     "output_processor": ("0.16 0.17", "models take an output_processor from 0.18 on"),
+    "logged scores of a step": (
+        "0.16 0.17 0.18",
+        "its clip_qk never forgets the largest scores that it only logs",
+    ),
 }
 _HERE = find_megatron()
 

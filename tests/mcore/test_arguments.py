@@ -199,8 +199,6 @@ REFUSED = {  # with the value shown in the message
     "--hybrid-context-parallel": "hybrid_context_parallel=True",
     "--recompute-modules mlp --recompute-granularity selective": "--recompute-modules mlp",
     "--use-kitchen-attention": "use_kitchen_attention=True",
-    "--qk-clip": "qk_clip=True",
-    "--log-max-attention-logit": "log_max_attention_logit=True",
     "--cuda-graph-impl local": "cuda_graph_impl=local",
     "--enable-cuda-graph": "enable_cuda_graph=True",
     "--external-cuda-graph": "external_cuda_graph=True",
@@ -256,7 +254,6 @@ def test_every_flag_that_is_refused_has_a_case():
     """Some belong to layers only, or to frameworks' configurations: no flag sets them; one came
     after 0.19."""
     of_layers = {"attention_type", "attn_mask_type", "attention_cp_layout"}
-    of_layers |= {"attn_logit_softcapping"}
     of_layers |= {"fp8_dot_product_attention", "fp8_multi_head_attention"}
     of_layers |= {"apply_rope_fusion", "mamba_state_dim"}  # refused by sizes: see below
     ours = {"command", "run", "attention"}

@@ -50,8 +50,8 @@ def names_bound_before(rank):
     args = own.parse_args()
     with redirect_stdout(io.StringIO()):
         own.check(args, {})
-    with pytest.raises(BurstError, match="cannot run with --qk-clip"):
-        own.check(Namespace(**vars(args) | {"qk_clip": True}), {})
+    with pytest.raises(BurstError, match="cannot run with --use-kitchen-attention"):
+        own.check(Namespace(**vars(args) | {"use_kitchen_attention": True}), {})
     return args.cp_comm_type, args.create_attention_mask_in_dataloader, args.transformer_impl
 
 

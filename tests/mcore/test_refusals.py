@@ -170,14 +170,11 @@ CASES = {
             ["zigzag", dict(attention_cp_layout="contiguous", context_parallel_size=1)],
         ),
         "use_kitchen_attention": FLAG,
-        "qk_clip": FLAG,
-        "log_max_attention_logit": FLAG,
         "flash_attention_version": (
             [3, dict(flash_attention_version=3) | INVARIANT],
             [None, dict(flash_attention_version=4) | INVARIANT],
         ),
         "experimental_attention_variant": (["dsa", "dsv4_hybrid", "kda"], [*DELTA_NETS]),
-        "attn_logit_softcapping": ([50.0], [0.0, None]),
         "batch_invariant_mode": ([True], [False, dict(batch_invariant_mode=True) | INVARIANT]),
         "transformer_impl": (["inference_optimized"], ["local", "transformer_engine"]),
         "fp8_dot_product_attention": FLAG,
@@ -373,7 +370,7 @@ def arguments(**changes) -> Namespace:
     "ask, changes, who",
     [
         (check_args, dict(burst_tune=["nodes=3"]), "--context-parallel-impl burst"),
-        (check_args, dict(qk_clip=True), "--context-parallel-impl burst"),
+        (check_args, dict(use_kitchen_attention=True), "--context-parallel-impl burst"),
         (check_keep_args, dict(recompute_granularity=None), "--burst-keep"),
         (check_keep_args, dict(attention_dropout=0.1), "--burst-keep"),
         (check_keep_args, dict(burst_keep="half", cp_comm_type=["p2p", "burst"]),

@@ -235,9 +235,9 @@ def _attend(values, program: Program, op: ops.Attend) -> None:
     q = _taken(values.read(program, op.q), "q", (op.q,))
     k = _keys(values, values.read(program, op.kv), (op.kv,))
     met = _tile(values, program, op, q, k)
-    if op.sinks:
-        if any([cell.head for cell in row] != list(op.sinks) for row in q):
-            raise WrongError(f"sinks of heads {op.sinks} join queries of others")
+    if any([cell.head for cell in row] != list(op.heads) for row in q):
+        raise WrongError(f"heads {op.heads} are named beside queries of others")
+    if op.joins_sinks:
         met = [[of | 1 << values.size for of in row] for row in met]
     for name in ("out", "lse"):
         made = [[Cell(name, cell.position, cell.head, of) for cell, of in zip(*both, strict=True)]

@@ -172,13 +172,11 @@ def wrong_mask(passes: Passes, orders: Orders) -> Iterator[Mutant]:
 
 
 def wrong_sinks(passes: Passes, orders: Orders) -> Iterator[Mutant]:
-    """Let sinks join twice, never, or those of other heads."""
+    """Let sinks join twice or never, and those and the largest scores be of other heads."""
     for turn, index, op in _ops(passes, Attend):
-        heads = next(f.heads for f in passes[turn][RANK].buffers[op.q.buffer].fields)
-        own = op.sinks or tuple(range(heads))
-        for other in {(), own, tuple(head + 1 for head in own)} - {op.sinks}:
-            new = replace(op, sinks=other)
-            yield f"{turn}:{index} sinks {other}", _with_ops(passes, turn, index, new), None
+        others = tuple(head + 1 for head in op.heads)
+        for new in (replace(op, joins_sinks=not op.joins_sinks), replace(op, heads=others)):
+            yield f"{turn}:{index} sinks {new.heads}", _with_ops(passes, turn, index, new), None
 
 
 def freed_part(passes: Passes, orders: Orders) -> Iterator[Mutant]:

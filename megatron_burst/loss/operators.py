@@ -1,0 +1,121 @@
+"""The loss as an operator of torch's compiler, so that a compiled model stays one graph.
+
+    megatron_burst::linear_cross_entropy    hidden, weight, labels, mask -> loss, dhidden, dweight
+
+It computes gradients along with the loss; backward multiplies them by a number. The compiler sees
+the name of a process group and a text of options, which mean the same in the next process.
+"""
+
+from ast import literal_eval
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.compiler import assume_constant_result
+
+from megatron_burst.comm.alone import group_or_default
+from megatron_burst.loss.autograd import GradientsInForward, Recomputed
+from megatron_burst.loss.checks import Given
+from megatron_burst.loss.statistics import WHO, sum_dtype
+from megatron_burst.transforms import autocast_inputs
+
+
+def traced_loss(
+    eager: Callable[..., Any], hidden: Tensor, weight: Tensor, labels: Tensor,
+    loss_mask: Tensor | None, tp_group: dist.ProcessGroup | None, settings: dict[str, Any],
+) -> Any:  # fmt: skip
+    """What the compiler traces for `eager`, whose arguments the others are."""
+    if not _is_operator(hidden, weight, settings):
+        return eager(hidden, weight, labels, loss_mask, tp_group, settings)
+    hidden, weight = autocast_inputs(hidden, weight)
+    enabled = torch.is_grad_enabled()
+    wanted = enabled and hidden.requires_grad, enabled and weight.requires_grad
+    name, words = _constants(tp_group, tuple(settings.items()), wanted)
+    operator = torch.ops.megatron_burst.linear_cross_entropy
+    return operator(hidden, weight, labels, loss_mask, name, words)[0]
+
+
+def _is_operator(hidden: Any, weight: Any, settings: dict[str, Any]) -> bool:
+    """Whether the operator computes a call: not where logits are computed again in backward, nor
+    into Megatron's `main_grad`, nor with a count that an event announces."""
+    if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor)):
+        return False
+    late = hidden.dtype == torch.float16 or settings["return_lse"]
+    scalar = settings["reduction"] in ("sum", "mean") and not settings["return_lse"]
+    in_forward = settings["grads"] == "forward" or (settings["grads"] == "auto" and not late)
+    plain = settings["supervised"] is None and getattr(weight, "main_grad", None) is None
+    return scalar and in_forward and plain
+
+
+@assume_constant_result
+def _constants(tp_group: dist.ProcessGroup | None, *options: Any) -> tuple[str, str]:
+    """The name of the tensor-parallel group, "" for none, and options as a text."""
+    name = "" if tp_group is None else group_or_default(tp_group, WHO).group_name
+    return name, repr(options)
+
+
+@lru_cache(maxsize=1024)
+def _options_of(words: str) -> tuple[dict[str, Any], tuple[bool, bool]]:
+    settings, wanted = literal_eval(words)
+    return dict(settings), wanted
+
+
+@torch.library.custom_op(
+    "megatron_burst::linear_cross_entropy", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+def _linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor | None, group: str,
+    options: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, gradients of hidden and weight if they are wanted, else nothing)."""
+    from megatron_burst.loss.linear import ready_loss  # whose import asks for this module
+
+    settings, wanted = _options_of(options)
+    tp_group = torch.distributed.distributed_c10d._resolve_process_group(group) if group else None
+    with torch.no_grad():
+        given = Given(hidden, weight, labels, loss_mask)
+        rows, weights, head = ready_loss(given, tp_group, settings, wanted)
+        grads: list[Tensor | None] = [None, None]
+        if head.whole:
+            ctx = SimpleNamespace(needs_input_grad=wanted)
+            losses = GradientsInForward.forward(ctx, hidden, weight, weights, rows, head)
+            grads = GradientsInForward.backward(ctx, weights)[:2]
+        else:
+            ctx = SimpleNamespace(
+                needs_input_grad=wanted,
+                save_for_backward=lambda *_: None,
+                set_materialize_grads=bool,
+            )
+            losses, *_ = Recomputed.forward(ctx, hidden, weight, rows, replace(head, keep=False))
+        loss = (losses * weights).sum()
+    return loss, *(hidden.new_empty(0) if grad is None else grad for grad in grads)
+
+
+@_linear_cross_entropy.register_fake
+def _(hidden, weight, labels, loss_mask, group, options):
+    _, wanted = _options_of(options)
+    grads = [
+        x.new_empty(x.shape if w else 0) for x, w in zip((hidden, weight), wanted, strict=True)
+    ]
+    return hidden.new_empty((), dtype=sum_dtype(hidden.dtype)), *grads
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    _, *grads = output
+    ctx.save_for_backward(*grads)
+    ctx.wanted = _options_of(inputs[-1])[1]
+    ctx.mark_non_differentiable(*grads)
+
+
+def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple:
+    pairs = zip(ctx.saved_tensors, ctx.wanted, strict=True)
+    grads = [(x.to(dloss.dtype) * dloss).to(x.dtype) if w else None for x, w in pairs]
+    return *grads, None, None, None, None
+
+
+_linear_cross_entropy.register_autograd(_backward, setup_context=_save)

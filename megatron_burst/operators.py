@@ -1,0 +1,216 @@
+"""Attention as operators of torch's compiler, so that a compiled model stays one graph (not on the
+reading path).
+
+    megatron_burst::attention            q, k, v, sink, sample, group, options -> out, lse, largest
+    megatron_burst::attention_backward   dout, q, k, v, sink, out, lse, sample -> dq, dk, dv, dsink
+
+An operator runs the same call as without the compiler. The compiler sees tensors, the name of a
+process group and a text of options, which mean the same in the next process: compiled code is kept
+on disk. Nothing is saved but inputs and outputs: an all-to-all sends q, k and v again in backward.
+"""
+
+from ast import literal_eval
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import fields
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.compiler import assume_constant_result
+
+from megatron_burst.arguments import CallArgs, sample_args_of
+from megatron_burst.comm.alone import Ranks, group_or_default
+from megatron_burst.config import BurstConfig
+from megatron_burst.force import Force
+from megatron_burst.kernels.partial import accumulate_dtype
+from megatron_burst.largest_logits import LargestLogits
+from megatron_burst.transforms import autocast_inputs, refuse_transforms
+
+if TYPE_CHECKING:
+    from megatron_burst.attention import ReadyCall
+
+_WHO = "burst attention"
+_CONFIG = tuple(field.name for field in fields(BurstConfig) if field.name != "force")
+_FORCE = tuple(field.name for field in fields(Force))
+# called when an operator runs: who counts calls sees none of them in compiled code
+ON_CALL: ContextVar[Callable[[], object]] = ContextVar("megatron_burst on call", default=bool)
+
+
+def traced_attention(
+    eager: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, Tensor, Tensor],
+    sink: Tensor | None, sample: tuple, group: Ranks, options: tuple, return_lse: bool,
+    config: BurstConfig | None, layer: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What the compiler traces for `eager`, whose arguments the others are. The graph does not know
+    `layer`, of which each would be compiled anew."""
+    if config is not None and (config.keep != "none" or config.check):
+        return eager(tensors, sink, sample, group, options, return_lse, config, layer)
+    bounds, padded, longest, tree, slices = sample
+    parents = tree if isinstance(tree, Tensor) else None
+    listed = None if tree is None or isinstance(tree, Tensor) else tuple([int(x) for x in tree])
+    chosen = None if config is None else tuple([getattr(config, name) for name in _CONFIG])
+    forced = None if config is None else tuple([getattr(config.force, name) for name in _FORCE])
+    inputs = tensors if sink is None else (*tensors, sink)
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    name, words = _constants(group, options, listed, chosen, forced, differentiated)
+    out, lse, largest, _ = torch.ops.megatron_burst.attention(
+        *autocast_inputs(*tensors), sink, bounds, padded, longest, parents, slices, name, words
+    )
+    results = (out, lse) if return_lse else (out,)
+    return (*results, largest) if options[-1] else results
+
+
+@assume_constant_result
+def _constants(group: Ranks, *options: Any) -> tuple[str, str]:
+    """The name of a group, "" if it is of this process alone, and options as a text."""
+    resolved = group_or_default(group, _WHO)
+    return resolved.group_name if dist.is_initialized() else "", repr(options)
+
+
+class _Options(NamedTuple):
+    """What the text says."""
+
+    args: CallArgs
+    parents: tuple[int, ...] | None
+    differentiated: bool
+
+
+@lru_cache(maxsize=1024)
+def _options_of(words: str) -> _Options:
+    options, parents, chosen, forced, differentiated = literal_eval(words)
+    config = BurstConfig()
+    if chosen is not None:
+        force = Force(**dict(zip(_FORCE, forced, strict=True)))
+        config = BurstConfig(**dict(zip(_CONFIG, chosen, strict=True)), force=force)
+    args = CallArgs(*options)._replace(return_lse=True, config=config)
+    return _Options(args, parents, differentiated)
+
+
+def _ready(tensors: Sequence[Tensor], sink: Tensor | None, sample: tuple, name: str,
+           words: str) -> tuple["ReadyCall", _Options]:  # fmt: skip
+    """The call of an operator, as ranks without the compiler make it."""
+    from megatron_burst.attention import ready_call  # whose import asks for this module
+
+    args, parents, differentiated = options = _options_of(words)
+    bounds, padded, longest, tree, slices = sample
+    sample = bounds, padded, longest, parents if tree is None else tree, slices
+    args = args._replace(sample_args=sample_args_of(*sample))
+    group = torch.distributed.distributed_c10d._resolve_process_group(name) if name else None
+    with torch.set_grad_enabled(differentiated):
+        tensors = [x.detach().requires_grad_(differentiated) for x in tensors]
+        return ready_call(tuple(tensors), sink, args, sample, group), options
+
+
+@torch.library.custom_op(
+    "megatron_burst::attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_seqlens: Tensor | None,
+    padded: Tensor | None, max_seqlen: int | None, parents: Tensor | None, slices: Tensor | None,
+    group: str, options: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(out, lse, largest scores or none, number of the pass as an int64 on the CPU)."""
+    refuse_transforms(_WHO, q)
+    ON_CALL.get()()
+    sample = cu_seqlens, padded, max_seqlen, parents, slices
+    ready, (args, *_) = _ready((q, k, v), sink, sample, group, options)
+    passes, (q, k, v) = ready.passes.for_recompute or ready.passes, ready.tensors
+    largest = LargestLogits.of_call(q, passes, ready.group) if args.return_max_logit else None
+    with torch.no_grad():
+        ctx = _context(saved_tensors=(), sink=sink)
+        run = _function().forward
+        out, lse = run(ctx, q, k, v, sink, passes, ready.sample_mask, 0, largest)
+        scores = lse.new_empty(0) if largest is None else largest.scores
+        out, lse = (x.contiguous() for x in ready.as_given(out, lse))
+    return out, lse, scores, torch.tensor(ctx.call[0])
+
+
+def _context(saved_tensors: tuple, sink: Tensor | None, **fields: Any) -> Any:
+    """What an autograd function gets, where the compiler saves tensors itself."""
+    ignored = "save_for_backward", "mark_non_differentiable", "set_materialize_grads"
+    return SimpleNamespace(
+        needs_input_grad=(True, True, True, sink is not None), saved_tensors=saved_tensors,
+        **dict.fromkeys(ignored, lambda *_: None), **fields,
+    )  # fmt: skip
+
+
+def _function() -> Any:
+    from megatron_burst.attention import BurstAttentionFunction
+
+    return BurstAttentionFunction
+
+
+@_attention.register_fake
+def _(q, k, v, sink, cu_seqlens, padded, max_seqlen, parents, slices, group, options):
+    args, dtype = _options_of(options).args, accumulate_dtype(q.dtype)
+    *rows, heads, _ = q.shape
+    at = [*rows[1:], rows[0]] if args.qkv_format == "sbhd" else rows
+    lse = q.new_empty((*at[:-1], heads, at[-1]), dtype=dtype)
+    largest = q.new_empty(heads if args.return_max_logit else 0, dtype=dtype)
+    number = torch.empty((), dtype=torch.int64, device="cpu")
+    return q.new_empty((*rows, heads, v.shape[-1])), lse, largest, number
+
+
+@torch.library.custom_op(
+    "megatron_burst::attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+def _attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor,
+    number: Tensor, cu_seqlens: Tensor | None, padded: Tensor | None, max_seqlen: int | None,
+    parents: Tensor | None, slices: Tensor | None, group: str, options: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv, gradient of the sinks or none)."""
+    refuse_transforms(_WHO, dout)
+    sample = cu_seqlens, padded, max_seqlen, parents, slices
+    ready, (args, *_) = _ready((q, k, v), sink, sample, group, options)
+    passes = ready.passes.for_recompute or ready.passes
+    with torch.no_grad():
+        out, dout = (_to_bshd(x, args.qkv_format) for x in (out, dout))
+        lse = lse.unsqueeze(0) if args.qkv_format == "thd" else lse
+        of_sink = (None, None) if sink is None else (sink, lse)
+        ctx = _context(
+            (out, *of_sink, *ready.tensors, lse), sink, passes=passes,
+            sample_mask=ready.sample_mask, call=(int(number), 0),
+        )  # fmt: skip
+        *grads, dsink = _function().backward(ctx, dout, None)[:4]
+        grads = [_from_bshd(x, args.qkv_format).contiguous() for x in grads]
+    return *grads, out.new_empty(0) if dsink is None else dsink
+
+
+@_attention_backward.register_fake
+def _(dout, q, k, v, sink, *others):
+    grads = [x.new_empty(x.shape) for x in (q, k, v)]
+    return *grads, q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+
+
+def _to_bshd(x: Tensor, qkv_format: str) -> Tensor:
+    if qkv_format == "thd":
+        return x.unsqueeze(0)
+    return x.transpose(0, 1) if qkv_format == "sbhd" else x
+
+
+def _from_bshd(x: Tensor, qkv_format: str) -> Tensor:
+    return x.squeeze(0) if qkv_format == "thd" else _to_bshd(x, qkv_format)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, v, sink, bounds, padded, ctx.longest, parents, slices, *ctx.names = inputs
+    out, lse, _, number = output
+    ctx.save_for_backward(q, k, v, sink, out, lse, number, bounds, padded, parents, slices)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple:
+    *tensors, bounds, padded, parents, slices = ctx.saved_tensors
+    *grads, dsink = torch.ops.megatron_burst.attention_backward(
+        dout, *tensors, bounds, padded, ctx.longest, parents, slices, *ctx.names
+    )
+    sink = tensors[3]
+    return *grads, None if sink is None else dsink, *(None,) * 7
+
+
+_attention.register_autograd(_backward, setup_context=_save)
