@@ -50,7 +50,7 @@ def largest_of(
 
 def truth_of(
     tensors: Sequence[Tensor], scale: float, causal: bool = False, seen: Tensor | None = None,
-    sink: Tensor | None = None,
+    sink: Tensor | None = None, softcap: float = 0.0,
 ) -> list[Tensor]:  # fmt: skip
     """(out, dq, dk, dv) of `full_attention` in float64, from (q, k, v, dout), on their device.
 
@@ -64,7 +64,7 @@ def truth_of(
             places = [(slice(batch, batch + 1), slice(None), x) for x in (many, many, one, one)]
             leaves = [x[at].requires_grad_() for x, at in zip((q, k, v), places[1:], strict=True)]
             mine = None if sink is None else sink[many].double()
-            out = full_attention(*leaves, causal, scale, seen, mine)
+            out = full_attention(*leaves, causal, scale, seen, mine, softcap)
             grads = torch.autograd.grad(out, leaves, dout[places[0]])
             for whole, at, part in zip(found, places, (out.detach(), *grads), strict=True):
                 whole[at] = part

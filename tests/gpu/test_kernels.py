@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_burst.kernels.backends import backends
-from megatron_burst.kernels.interface import QuerySide
+from megatron_burst.kernels.interface import SOFTCAP, QuerySide
 from megatron_burst.kernels.partial import row_delta
 from megatron_burst.kernels.visible import CAUSAL, FULL, Segments
 from megatron_burst.schedule.mask import SLICES, Mask
@@ -46,6 +46,8 @@ CASES = {
     "documents with two sides": Band((0, 400, 65), (3, 130, 65), 10, 40),
     "no keys": Band((30, 0), (0, 0)),
     "no queries": Band((0, 0), (20, 3), None, 0),
+    "capped": Band((700,), (700,), None, 0, packed=False, batch=2, softcap=1.5),
+    "capped documents with a window": Band((1, 600, 200), (1, 600, 350), 128, 0, softcap=1.5),
 }
 CASES |= {
     name: Band((400,), (400,), packed=False, batch=2, slices=some)
@@ -57,6 +59,7 @@ CASES |= {
                         for m in range(0, 400, 40) if (n + 3 * m) // 40 % 4 < 2),
     }.items()
 }  # fmt: skip
+CASES["capped slices"] = replace(CASES["slices"], softcap=1.5)
 SHAPES = {f"{name}, 64/8": replace(band, **GROUPED) for name, band in CASES.items()} | {
     f"{name}, 4/4": replace(CASES[name], **PLAIN)
     for name in ("window", "documents", "documents, fewer keys", "documents with a window")
@@ -65,7 +68,7 @@ SHAPES = {f"{name}, 64/8": replace(band, **GROUPED) for name, band in CASES.item
 SOME = {
     "window", "two sides, more keys", "to the right, more rows", "documents",
     "documents, fewer keys", "branches of a tree", "documents with a window", "no keys", "slices",
-    "blocks",
+    "blocks", "capped", "capped documents with a window", "capped slices",
 }  # fmt: skip
 WITH_SINKS = {"window", "to the right, more rows", "documents", "branches of a tree", "no keys"}
 
@@ -94,6 +97,7 @@ def backend_for(name, band):
     problem = problem_of(q, k, v, mask=mask)
     if band.slices:
         problem = replace(problem, needs=frozenset({SLICES}))
+    problem = replace(problem, needs=problem.needs | ({SOFTCAP} if band.softcap else set()))
     if why := backend.capability.refusal(problem):
         pytest.skip(why)
     return Composed(backend) if problem.needs & backend.capability.composed else backend

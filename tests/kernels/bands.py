@@ -195,7 +195,9 @@ def results_of(
     options = band.score_options
     largest = torch.full((band.heads,), -torch.inf, dtype=accumulate_dtype(q.dtype)).to(q.device)
     forward = attend_and_raise(backend, largest)
-    out, lse = forward(q, k, v, band.scale, visible, **options)
+    # which a kernel may be another one for
+    plain = backend.forward if into else forward
+    out, lse = plain(q, k, v, band.scale, visible, **options)
     delta, total = (apart(truth[name].to(lse.dtype), band.strided) for name in ("delta", "total"))
     like = None if with_delta else surrogate_out(dout, delta)
     side = QuerySide(q, dout, total, delta if with_delta else None, like)

@@ -15,5 +15,5 @@ def let_children_write() -> None:
 def end_children() -> None:
     """End those that Megatron leaves to the interpreter."""
     for child in multiprocessing.active_children():
-        child.terminate()
+        child.kill()  # beside CUDA some do not end when they are asked to
         child.join()
