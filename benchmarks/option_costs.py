@@ -1,0 +1,53 @@
+"""What options of a call cost on one GPU, as CSV: python -m benchmarks.option_costs --out x.csv"""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.nn.functional import linear, silu
+
+from benchmarks import sheets
+from benchmarks.facts import stamp
+from benchmarks.runner import App, Out, check_out, save
+from benchmarks.tables import repetitions, spread
+from megatron_burst import BurstConfig, burst_attention
+from megatron_burst.tools.speeds import times_ms
+from megatron_burst.tools.terminal import Device
+from megatron_burst.tools.world import started
+
+OPTIONS = {"plain": {}, "largest logit": {"return_max_logit": True}, "soft cap": {"softcap": 50.0}}
+WAYS = {"eager": "none", "compiled": "none", "compiled, a graph break": "all"}  # what is kept
+app = App()
+
+
+def layer(x: torch.Tensor, weights: list[torch.Tensor], keep: str) -> torch.Tensor:
+    """Half of a transformer's layer, with something to fuse on both sides of attention."""
+    heads = linear(silu(x), weights[0]).unflatten(-1, (48, -1)).split((32, 8, 8), 2)
+    q, k, v = (y * y.float().square().mean(-1, True).rsqrt().to(y) for y in heads)
+    out = burst_attention(q, k, v, config=BurstConfig(keep=keep))
+    return x + silu(linear(out.flatten(2), weights[1]))
+
+
+@app.command()
+def main(out: Out = Path("option_costs.csv"), device: Device = None) -> None:
+    """Forward of a call with each option, and both passes of a layer in each way."""
+    with started("benchmarks.option_costs", device) as world:
+        check_out(out, world, sheets.LIMITS_CSV)
+        make = partial(torch.randn, device=world.device, dtype=torch.bfloat16)
+        weights = [make(48 * 128, 4096), make(4096, 4096)]
+        for size in (8192, 65536) if world.device.type == "cuda" else (64,):
+            qkv, x = make(3, 1, size, 16, 128), make(1, size, 4096).requires_grad_()
+            runs = {name: partial(burst_attention, *qkv, **o) for name, o in OPTIONS.items()}
+            for name, keep in WAYS.items():
+                run = layer if name == "eager" else torch.compile(layer)
+                call = partial(run, x, weights, keep)
+                runs[f"layer, {name}"] = lambda call=call: call().sum().backward()
+            for what, run in runs.items():
+                ms = times_ms(run, world, reps=8)
+                how = {**stamp(world.device), **spread(ms), "note": repetitions(ms)}
+                row = sheets.LimitRow(what=what, size=size, rate=size / how["ms"], **how)
+                save(out, world, [row], sheets.LIMITS_CSV)
+
+
+if __name__ == "__main__":
+    app()
