@@ -95,10 +95,10 @@ def _linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`linear_cross_entropy`; `settings`: its other arguments."""
     hidden, weight = autocast_inputs(hidden, weight)
-    enabled = torch.is_grad_enabled()
-    wanted = enabled and hidden.requires_grad, enabled and weight.requires_grad
-    call = ready_loss(Given(hidden, weight, labels, loss_mask), tp_group, settings, wanted)
-    rows, weights, head = call
+    enabled = torch.is_grad_enabled()  # what is no tensor is refused below
+    wanted = tuple(enabled and getattr(x, "requires_grad", False) for x in (hidden, weight))
+    inputs = Given(hidden, weight, labels, loss_mask)
+    rows, weights, head = ready_loss(inputs, tp_group, settings, wanted)
     if head.whole:
         loss = GradientsInForward.apply(hidden, weight, weights, rows, head)
     else:
@@ -118,7 +118,7 @@ class ReadyLoss(NamedTuple):
 
 def ready_loss(
     inputs: Given, tp_group: dist.ProcessGroup | None, settings: Mapping[str, Any],
-    wanted: tuple[bool, bool],
+    wanted: tuple[bool, ...],
 ) -> ReadyLoss:  # fmt: skip
     """What a call runs; `wanted`: whether hidden states and the weight need gradients.
 
