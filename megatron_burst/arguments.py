@@ -90,8 +90,8 @@ KINDS = {
         "pass a float; if it is learned, multiply q by it and pass softmax_scale=1.0",
     ),
     "softcap": _Kind(
-        lambda x: isinstance(x, Real) and not isinstance(x, bool) and 0 <= x < 3e38,
-        "must be 0 or a positive number in float32's range, because it bounds the scores",
+        lambda x: isinstance(x, Real) and x is not True and (x == 0 or 1e-30 <= x <= 1e30),
+        "must be 0 or between 1e-30 and 1e30, because kernels bound the scores by it in float32",
         "pass a float, or leave it out for none",
     ),
     **dict.fromkeys(("layout", "qkv_format"), _WORD),

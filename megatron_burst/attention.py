@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import choose_backend, kernel_of
 from megatron_burst.kernels.interface import Backend
 from megatron_burst.kernels.partial import row_delta, sink_grad
-from megatron_burst.largest_logits import LargestLogits
 from megatron_burst.logs import Decision, log_message
 from megatron_burst.resolve import resolve
 from megatron_burst.schedule.spec import Direction, Spec
@@ -127,7 +126,8 @@ def burst_attention(
             QK-clip needs it: scaled, capped and without sinks, of keys that some query sees.
         config: options.
         layer: a number of the caller's choice, from 1, which errors name; 0 for none. With it, a
-            rank that skips one of several identical calls is detected at its next call.
+            rank that skips one of several identical calls is detected at its next call. Not known
+            in compiled code.
 
     Returns:
         out, shaped as q with d_v for d_qk and in q's dtype; with return_lse also lse [b, h,
@@ -164,7 +164,11 @@ def _burst_attention(
     args = CallArgs._make((*options, return_lse, config, layer, sample_args))
     ready = ready_call(autocast_inputs(*tensors), sink, args, sample, group)
     passes, mask, (q, k, v) = ready.passes, ready.sample_mask, ready.tensors
-    largest = LargestLogits.of_call(q, passes, ready.group) if args.return_max_logit else None
+    largest: Any = None
+    if args.return_max_logit:
+        from megatron_burst.largest_logits import LargestLogits  # which most runs never load
+
+        largest = LargestLogits.of_call(q, passes, ready.group)
     run = partial(_attend, passes=passes, sample_mask=mask, layer=layer, largest=largest)
     inputs = (q, k, v) if sink is None else (q, k, v, sink)
     out, lse = passes.keep(run, inputs) if passes.keep else run(*inputs)
@@ -352,7 +356,7 @@ def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, passes: Passes,
-    sample_mask: SampleMask | None, layer: int, largest: LargestLogits | None,
+    sample_mask: SampleMask | None, layer: int, largest: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tensors = (q, k, v) if sink is None else (q, k, v, sink)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -376,12 +380,11 @@ class BurstAttentionFunction(torch.autograd.Function):
         # they run different programs
         kind = PassKind.RECORDING if recording() else PassKind.FORWARD
         with span, _without_autocast(q), Pass(passes.announcer, kind, layer=layer) as running:
-            begin, scores = partial(running.begin, text), largest and largest.scores
-            try:
-                out, lse, saved = passes.forward(q, k, v, sample_mask, begin, sink, scores)
-            finally:
-                if largest and running.number:  # the pass has begun: other ranks wait for this one
-                    largest.share()
+            begin = partial(running.begin, text)
+            if largest is None:
+                out, lse, saved = passes.forward(q, k, v, sample_mask, begin, sink)
+            else:
+                out, lse, saved = largest.of_pass(passes, q, k, v, sample_mask, begin, sink)
             out = out.to(q.dtype)
         of_sink = (sink, lse) if ctx.needs_input_grad[3] else (None, None)
         ctx.save_for_backward(out, *of_sink, *saved)

@@ -1,6 +1,8 @@
 """The largest score of each head in one call of attention, over all ranks."""
 
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,7 +10,9 @@ from torch import Tensor
 
 from megatron_burst.comm.group import log_of
 from megatron_burst.engine.passes import Passes
+from megatron_burst.errors import BurstError
 from megatron_burst.kernels.partial import accumulate_dtype
+from megatron_burst.recompute.keep import once
 
 
 @dataclass(slots=True)
@@ -34,16 +38,37 @@ class LargestLogits:
 
         if passes.keep is None:
             return lowest()
-        from megatron_burst.recompute.keep import once  # which most runs never load
-
         return once(lowest)
 
-    def share(self) -> None:
-        """Make the scores those of all ranks; collective."""
-        if self.group.size() > 1:
-            try:
-                dist.all_reduce(self.scores, dist.ReduceOp.MAX, self.group)
-            except RuntimeError as error:
-                if log := log_of(self.group):
-                    raise log.lost_hop(error) from error
-                raise
+    def of_pass(self, passes: Passes, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Any:
+        """`passes.forward`, after which the scores are those of all ranks; collective. A rank whose
+        kernels fail shares too, as other ranks wait for it, unless a transfer failed."""
+        begun: list[None] = []
+        sample_mask, begin, sink = options
+
+        def noted() -> None:
+            begin()
+            begun.append(None)
+
+        try:
+            results = passes.forward(q, k, v, sample_mask, noted, sink, self.scores)
+        except Exception:
+            log = log_of(self.group)
+            if begun and log is not None and log.later_error is None:
+                with suppress(Exception):  # the first error is the cause
+                    self._share()
+            raise
+        self._share()
+        return results
+
+    def _share(self) -> None:
+        if self.group.size() == 1:
+            return
+        try:
+            dist.all_reduce(self.scores, dist.ReduceOp.MAX, self.group)
+        except RuntimeError as error:
+            log, text = log_of(self.group), (str(error).splitlines() or [""])[0]
+            lost = BurstError("burst attention: all ranks must share the largest scores of a call, "
+                              "because return_max_logit asks for those of the whole sample; got "
+                              f"{text}; look at the output of the other ranks first")  # fmt: skip
+            raise (log.abort(lost, "") if log else lost) from error

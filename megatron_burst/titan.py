@@ -131,12 +131,16 @@ def put_in_place() -> None:
     """Replace torchtitan's functions wherever they were imported by name; again changes nothing."""
     theirs = activation_checkpoint._get_default_save_ops
     if getattr(theirs, "func", None) is not _saved_operators:
-        activation_checkpoint._get_default_save_ops = partial(_saved_operators, theirs)
+        _replace(theirs, partial(_saved_operators, theirs), "_get_default_save_ops")
     for ours in (apply_cp_to_forward, prepare_context_parallel_input):
-        theirs = getattr(api, ours.__name__)
-        for module in [*sys.modules.values()]:
-            if module is not None and vars(module).get(ours.__name__) is theirs:
-                setattr(module, ours.__name__, ours)
+        _replace(getattr(api, ours.__name__), ours, ours.__name__)
+
+
+def _replace(theirs: object, ours: object, name: str) -> None:
+    """Replace a function of this name in all modules that have it."""
+    for module in [*sys.modules.values()]:
+        if module is not None and vars(module).get(name) is theirs:
+            setattr(module, name, ours)
 
 
 put_in_place()

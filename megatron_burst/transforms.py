@@ -21,8 +21,8 @@ def uncompiled[F: Callable[..., Any]](function: F) -> F:
 
 
 def compilable[F: Callable[..., Any]](traced: str) -> Callable[[F], F]:
-    """The function, for which torch.compile traces another, "module:name". That gets the first,
-    which is one graph break, and the arguments."""
+    """The function; torch.compile traces another one for it, "module:name", whose arguments are
+    this function, as one graph break, and its arguments."""
     return partial(_wrapped, traced=traced)
 
 

@@ -52,7 +52,7 @@ EXITS = {
     ("attention", "masks.slices"): "slices or prefix_tree",
     ("attention", "recompute.later"): "keep",
     ("attention", "checks.spot_checks"): "check",
-    ("largest_logits", "recompute.keep"): "return_max_logit with keep",
+    ("attention", "largest_logits"): "return_max_logit",
     ("engine.passes", "checks.guard"): "nan_guard",
     ("engine.ranges", "checks.clock"): "--burst-log",
     ("comm.communicator", "comm.symmetric"): "GPUs of one node that pull",
@@ -309,9 +309,9 @@ BESIDE = {  # enums and machinery in the same modules
     "comm.detector": {"Pass", "DesyncDetector"}, "comm.group": {"GroupMemory", "SubGroups"},
 }  # fmt: skip
 MOST = {  # modules, lines, lines of code with imports, and without
-    "reading path": (54, 9750, 6320, 5700),
-    "trainer": (184, 28900, 18900, 17000),
-    "package": (248, 38400, 25650, 23050),
+    "reading path": (53, 9710, 6310, 5690),
+    "trainer": (184, 29000, 18970, 17050),
+    "package": (248, 38500, 25710, 23090),
 }
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 

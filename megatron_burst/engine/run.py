@@ -211,7 +211,7 @@ def of_heads(x: Tensor | None, heads: tuple[int, ...]) -> Tensor | None:
 
 def are_neighbours(heads: tuple[int, ...]) -> bool:
     """Whether heads follow each other, as they do but in some all-to-alls."""
-    return heads[-1] - heads[0] == len(heads) - 1
+    return not heads or heads[-1] - heads[0] == len(heads) - 1
 
 
 def _aligned(size: int) -> int:

@@ -75,7 +75,10 @@ def of_attention(module: torch.nn.Module, index: int | None, asked: Mapping[str,
     types = list(getattr(config, "layer_types", None) or ())
     mine = types[index] if index is not None and index < len(types) else ""
     if index is None:
-        mine = types[0] if len(set(types)) == 1 else getattr(module, "layer_type", "")
+        names = ("layer_type", "attention_type")
+        mine = types[0] if len(set(types)) == 1 else next(
+            (x for name in names if (x := getattr(module, name, None))), "")  # fmt: skip
+        mine = "sliding_attention" if getattr(module, "is_sliding", False) else mine
     windowed = getattr(config, "sliding_window", None) and not types
     windowed = windowed and getattr(config, "use_sliding_window", True)
     yield (window is not None or not (windowed or mine == "sliding_attention"),

@@ -5,6 +5,7 @@ import inspect
 import os
 import warnings
 from functools import cached_property
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -85,13 +86,17 @@ class FlashAttention4(Backend):
         warnings.filterwarnings("ignore", message="Argument aux_data", module=r"cutlass\.")
         return module
 
+    def _stores_largest(self, device: torch.device) -> bool:
+        """Whether `fa4_largest` has a kernel for this GPU: a subclass of the release's own."""
+        return arch_of(device) == 9 and version("flash-attn-4") == "4.0.0b36"
+
     def missing(self) -> str | None:
         return self._interface if isinstance(self._interface, str) else None
 
     def forward(
         self, q, k, v, scale, visible, into=None, sink=None, softcap=0.0, largest=None
     ):  # fmt: skip
-        if largest is not None and arch_of(q.device) != 9:
+        if largest is not None and not self._stores_largest(q.device):
             from megatron_burst.kernels.reference import with_scores
 
             rest = {"sink": sink, "softcap": softcap}

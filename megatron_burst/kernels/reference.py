@@ -116,6 +116,7 @@ def with_scores(
 
     supports, dim = Triton.capability, q.shape[-1]
     fits = q.dtype in supports.dtypes and supports.min_dim <= dim <= supports.max_dim
+    fits = fits and Triton().missing() is None
     rows_of = Triton().largest_of_rows if q.is_cuda and fits else _largest_of_rows
     rows = rows_of(q, k, scale, visible)
     if softcap := options.get("softcap"):  # which keeps the order of scores

@@ -286,11 +286,16 @@ def seen_of(
 def capped(products, scale, softcap):
     """softcap * tanh(s / softcap) of scores s = scale * products, in powers of two as `scale` is.
 
-    Its error is of the order of softcap's rounding.
+    Scores far below the cap are those of the series: the difference from 1 would lose them.
     """
-    shrunk = tl.exp2(-2.0 * tl.abs(products * scale) / softcap)
+    scores = products * scale
+    share = scores / (softcap * LOG2_E)
+    shrunk = tl.exp2(-2.0 * LOG2_E * tl.abs(share))
     size = (1.0 - shrunk) / (1.0 + shrunk)
-    return tl.where(products < 0, -size, size) * (softcap * LOG2_E)
+    large = tl.where(share < 0, -size, size) * (softcap * LOG2_E)
+    square = share * share
+    small = scores * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
+    return tl.where(tl.abs(share) < 0.05, small, large)
 
 
 @triton.jit

@@ -22,7 +22,10 @@ from megatron_burst.comm.alone import group_or_default
 from megatron_burst.loss.autograd import GradientsInForward, Recomputed
 from megatron_burst.loss.checks import Given
 from megatron_burst.loss.statistics import WHO, sum_dtype
+from megatron_burst.operators import is_plain, plain, source_of
 from megatron_burst.transforms import autocast_inputs
+
+_SOURCE = source_of(__file__)
 
 
 def traced_loss(
@@ -30,38 +33,45 @@ def traced_loss(
     loss_mask: Tensor | None, tp_group: dist.ProcessGroup | None, settings: dict[str, Any],
 ) -> Any:  # fmt: skip
     """What the compiler traces for `eager`, whose arguments the others are."""
-    if not _is_operator(hidden, weight, settings):
+    if not _is_operator((hidden, weight, labels), loss_mask, settings):
         return eager(hidden, weight, labels, loss_mask, tp_group, settings)
     hidden, weight = autocast_inputs(hidden, weight)
     enabled = torch.is_grad_enabled()
     wanted = enabled and hidden.requires_grad, enabled and weight.requires_grad
-    name, words = _constants(tp_group, tuple(settings.items()), wanted)
+    options = [(key, plain(value)) for key, value in settings.items()]
+    name, words = _constants(tp_group, tuple(options), wanted)
     operator = torch.ops.megatron_burst.linear_cross_entropy
     return operator(hidden, weight, labels, loss_mask, name, words)[0]
 
 
-def _is_operator(hidden: Any, weight: Any, settings: dict[str, Any]) -> bool:
+def _is_operator(tensors: tuple, loss_mask: Any, settings: dict[str, Any]) -> bool:
     """Whether the operator computes a call: not where logits are computed again in backward, nor
     into Megatron's `main_grad`, nor with a count that an event announces."""
-    if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor)):
+    if torch._C._are_functorch_transforms_active():
         return False
+    masks = () if loss_mask is None else (loss_mask,)
+    if not all(isinstance(x, Tensor) for x in (*tensors, *masks)) or not is_plain(
+        [value for key, value in settings.items() if key != "supervised"]
+    ):
+        return False
+    hidden, weight, _ = tensors
     late = hidden.dtype == torch.float16 or settings["return_lse"]
     scalar = settings["reduction"] in ("sum", "mean") and not settings["return_lse"]
     in_forward = settings["grads"] == "forward" or (settings["grads"] == "auto" and not late)
-    plain = settings["supervised"] is None and getattr(weight, "main_grad", None) is None
-    return scalar and in_forward and plain
+    plain_weight = settings["supervised"] is None and getattr(weight, "main_grad", None) is None
+    return scalar and in_forward and plain_weight and not any(x.requires_grad for x in masks)
 
 
 @assume_constant_result
 def _constants(tp_group: dist.ProcessGroup | None, *options: Any) -> tuple[str, str]:
     """The name of the tensor-parallel group, "" for none, and options as a text."""
     name = "" if tp_group is None else group_or_default(tp_group, WHO).group_name
-    return name, repr(options)
+    return name, repr((*options, _SOURCE))
 
 
 @lru_cache(maxsize=1024)
 def _options_of(words: str) -> tuple[dict[str, Any], tuple[bool, bool]]:
-    settings, wanted = literal_eval(words)
+    settings, wanted, _ = literal_eval(words)
     return dict(settings), wanted
 
 
@@ -80,41 +90,43 @@ def _linear_cross_entropy(
     with torch.no_grad():
         given = Given(hidden, weight, labels, loss_mask)
         rows, weights, head = ready_loss(given, tp_group, settings, wanted)
-        grads: list[Tensor | None] = [None, None]
         if head.whole:
             ctx = SimpleNamespace(needs_input_grad=wanted)
             losses = GradientsInForward.forward(ctx, hidden, weight, weights, rows, head)
-            grads = GradientsInForward.backward(ctx, weights)[:2]
+            grads = ctx.sums
         else:
+            ignored = "save_for_backward", "set_materialize_grads"
             ctx = SimpleNamespace(
-                needs_input_grad=wanted,
-                save_for_backward=lambda *_: None,
-                set_materialize_grads=bool,
+                needs_input_grad=wanted, **dict.fromkeys(ignored, lambda *_: None)
             )
             losses, *_ = Recomputed.forward(ctx, hidden, weight, rows, replace(head, keep=False))
+            grads = None, None
         loss = (losses * weights).sum()
     return loss, *(hidden.new_empty(0) if grad is None else grad for grad in grads)
 
 
 @_linear_cross_entropy.register_fake
 def _(hidden, weight, labels, loss_mask, group, options):
-    _, wanted = _options_of(options)
-    grads = [
-        x.new_empty(x.shape if w else 0) for x, w in zip((hidden, weight), wanted, strict=True)
-    ]
-    return hidden.new_empty((), dtype=sum_dtype(hidden.dtype)), *grads
+    _, (of_hidden, of_weight) = _options_of(options)
+    dtype = sum_dtype(hidden.dtype)
+    dhidden = hidden.new_empty(hidden.shape if of_hidden else 0)
+    # a sum, which is rounded once it is multiplied
+    dweight = hidden.new_empty(weight.shape, dtype=dtype) if of_weight else hidden.new_empty(0)
+    if loss_mask is not None:
+        dtype = torch.promote_types(dtype, loss_mask.dtype)
+    return hidden.new_empty((), dtype=dtype), dhidden, dweight
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     _, *grads = output
     ctx.save_for_backward(*grads)
-    ctx.wanted = _options_of(inputs[-1])[1]
+    ctx.wanted, ctx.dtype = _options_of(inputs[-1])[1], inputs[1].dtype
     ctx.mark_non_differentiable(*grads)
 
 
 def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple:
     pairs = zip(ctx.saved_tensors, ctx.wanted, strict=True)
-    grads = [(x.to(dloss.dtype) * dloss).to(x.dtype) if w else None for x, w in pairs]
+    grads = [(x.to(dloss.dtype) * dloss).to(ctx.dtype) if w else None for x, w in pairs]
     return *grads, None, None, None, None
 
 

@@ -242,7 +242,7 @@ def test_another_cap_or_result_on_one_rank_only_is_named_on_all(other):
 
 
 REFUSED = [
-    ("softcap", value, "0 or a positive number") for value in (-0.5, float("nan"), True, 1e39, "x")
+    ("softcap", value, "0 or between") for value in (-0.5, float("nan"), True, 1e39, "x")
 ] + [("return_max_logit", value, "True or False") for value in (1, None)]
 
 
