@@ -80,6 +80,7 @@ ROWS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "Model": {
         "MHA, MQA": [("gpt", "M[HQ]A.*")],
         "attention sinks": [("gpt", "sinks.*|softmax.*"), ("sinks", ".*")],
+        "largest logits, soft caps": [("max_logits", ".*")],
         "MLA": [("gpt", "(one rank, )?MLA.*"), ("packed", "MLA")],
         "tied embeddings": [("gpt", "tied.*"), ("loss", ".* tied|DDP.* tied")],
         "multi-token prediction": [

@@ -14,7 +14,7 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 all=(tests/mcore/test_{releases,option_values,specs,gpt,sinks,models,auto,core_attention}.py
     tests/mcore/test_{packed,packed_rows,packed_uses,keep,keep_auto,keep_other_attention,kept_modules}.py
-    tests/mcore/test_whole_{layers,batches}.py
+    tests/mcore/test_{max_logits,whole_layers,whole_batches}.py
     tests/mcore/test_{loss,loss_fsdp,loss_uses,megatron_loss}.py)
 training=(tests/mcore/test_{arguments,entry_points,patches,pretrain,pretrain_on_cpu,checkpoints}.py)
 reports=()
