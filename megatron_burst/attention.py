@@ -189,7 +189,7 @@ class ReadyCall(NamedTuple):
         """out [b, n, h, d], and lse [b, h, n] if it is passed, in the call's format."""
         if self.qkv_format == "thd":
             return tuple(x.squeeze(0) for x in (out, *lse))
-        return *_to_bshd(self.qkv_format, out), *lse
+        return *to_bshd(self.qkv_format, out), *lse
 
 
 def ready_call(
@@ -208,11 +208,9 @@ def ready_call(
     if passes is None:
         call = call or call_of((q, k, v), args, sink)
         passes = state.resolved[key or call] = _prepare(call, group, state)
-    if args.qkv_format == "thd":
-        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     sample_mask: SampleMask | None = None
     try:
-        q, k, v = (_readable(x) for x in _to_bshd(args.qkv_format, q, k, v))
+        q, k, v = (_readable(x) for x in to_bshd(args.qkv_format, q, k, v))
         if state.sharded is not None:
             from megatron_burst.masks.sample import check_rows
 
@@ -349,8 +347,10 @@ def _sample_mask(
     return slices_of(state, sample, causal, sizes, layout, like)
 
 
-def _to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Convert to "bshd", or back."""
+def to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors [..., h, d] of a call's format in "bshd"; those in "sbhd" also back."""
+    if qkv_format == "thd":
+        return tuple(x.unsqueeze(0) for x in tensors)
     return tuple(x.transpose(0, 1) for x in tensors) if qkv_format == "sbhd" else tensors
 
 

@@ -190,7 +190,7 @@ def _attention(
     token = FRAMES.set(None if any(wanted) else FRAMES.get())
     try:
         with torch.no_grad():
-            ctx, run = _context((), wanted), _function().forward
+            ctx, run = context_of((True, True, True, wanted[1])), _function().forward
             out, lse = run(ctx, q, k, v, sink, passes, ready.sample_mask, 0, largest)
     finally:
         FRAMES.reset(token)
@@ -199,13 +199,11 @@ def _attention(
     return out, lse, scores, torch.tensor(ctx.call[0])
 
 
-def _context(saved_tensors: tuple, wanted: tuple[bool, bool], **more: Any) -> Any:
+def context_of(needs_input_grad: tuple[bool, ...], **more: Any) -> Any:
     """What an autograd function gets, where the compiler saves tensors itself."""
     ignored = "save_for_backward", "mark_non_differentiable", "set_materialize_grads"
-    return SimpleNamespace(
-        needs_input_grad=(True, True, True, wanted[1]), saved_tensors=saved_tensors,
-        **dict.fromkeys(ignored, lambda *_: None), **more,
-    )  # fmt: skip
+    methods = dict.fromkeys(ignored, lambda *_: None)
+    return SimpleNamespace(needs_input_grad=needs_input_grad, **methods, **more)
 
 
 def _function() -> Any:
@@ -235,20 +233,22 @@ def _attention_backward(
     options: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, gradient of the sinks or none)."""
+    from megatron_burst.attention import to_bshd
+
     refuse_transforms(_WHO, dout)
     sample = cu_seqlens, padded, max_seqlen, listed, parents, slices
     ready, (args, wanted) = _ready((q, k, v), sink, sample, group, options)
     passes = ready.passes.for_recompute or ready.passes
     with torch.no_grad():
-        out, dout = (_to_bshd(x, args.qkv_format) for x in (out, dout))
+        out, dout = to_bshd(args.qkv_format, out, dout)
         lse = lse.unsqueeze(0) if args.qkv_format == "thd" else lse
         of_sink = (sink, lse) if wanted[1] else (None, None)
-        ctx = _context(
-            (out, *of_sink, *ready.tensors, lse), wanted, passes=passes,
-            sample_mask=ready.sample_mask, call=(int(number), 0),
+        ctx = context_of(
+            (True, True, True, wanted[1]), saved_tensors=(out, *of_sink, *ready.tensors, lse),
+            passes=passes, sample_mask=ready.sample_mask, call=(int(number), 0),
         )  # fmt: skip
         *grads, dsink = _function().backward(ctx, dout, None)[:4]
-        grads = [_from_bshd(x, args.qkv_format).contiguous() for x in grads]
+        grads = [ready.as_given(x)[0].contiguous() for x in grads]
     return *grads, out.new_empty(0) if dsink is None else dsink
 
 
@@ -257,16 +257,6 @@ def _(dout, q, k, v, sink, *others):
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
     wants_sink = _options_of(others[-1]).wanted[1]
     return *grads, sink.new_empty(sink.shape) if wants_sink else q.new_empty(0)
-
-
-def _to_bshd(x: Tensor, qkv_format: str) -> Tensor:
-    if qkv_format == "thd":
-        return x.unsqueeze(0)
-    return x.transpose(0, 1) if qkv_format == "sbhd" else x
-
-
-def _from_bshd(x: Tensor, qkv_format: str) -> Tensor:
-    return x.squeeze(0) if qkv_format == "thd" else _to_bshd(x, qkv_format)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:

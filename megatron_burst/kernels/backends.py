@@ -33,7 +33,7 @@ def attend_and_raise(backend: Backend, largest: Tensor | None) -> Callable[..., 
     sinks; None: only that."""
     if largest is None:
         return backend.forward
-    if backend.capability.largest:
+    if backend.finds_largest(largest.device):
         return partial(backend.forward, largest=largest)
     from megatron_burst.kernels.reference import with_scores
 

@@ -58,7 +58,6 @@ class FlashAttention4(Backend):
         block_sparse_on={9: 128},
         sinks=True,
         softcap=True,
-        largest=True,
         archs=frozenset({9, 10}),
         max_dim_on={10: 128},
         wide_pairs=frozenset({(192, 128)}),
@@ -86,21 +85,16 @@ class FlashAttention4(Backend):
         warnings.filterwarnings("ignore", message="Argument aux_data", module=r"cutlass\.")
         return module
 
-    def _stores_largest(self, device: torch.device) -> bool:
-        """Whether `fa4_largest` has a kernel for this GPU: a subclass of the release's own."""
-        return arch_of(device) == 9 and version("flash-attn-4") == "4.0.0b36"
-
     def missing(self) -> str | None:
         return self._interface if isinstance(self._interface, str) else None
+
+    def finds_largest(self, device: torch.device) -> bool:
+        # `fa4_largest` has a subclass of this release's kernel for Hopper
+        return arch_of(device) == 9 and version("flash-attn-4") == "4.0.0b36"
 
     def forward(
         self, q, k, v, scale, visible, into=None, sink=None, softcap=0.0, largest=None
     ):  # fmt: skip
-        if largest is not None and not self._stores_largest(q.device):
-            from megatron_burst.kernels.reference import with_scores
-
-            rest = {"sink": sink, "softcap": softcap}
-            return with_scores(self, largest, q, k, v, scale, visible, into, **rest)
         packed = visible.segments is not None
         out, lse = (x[0] if packed else x for x in into) if into else (None, None)
         run, options = self._interface._flash_attn_fwd, dict(out=out, lse=lse, softcap=softcap)

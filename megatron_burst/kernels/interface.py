@@ -70,8 +70,6 @@ class Capability:
     wide_grads: bool = False  # whether gradients have the accumulation dtype, not the input's
     sinks: bool = False  # whether forward takes attention sinks; else they are merged afterwards
     softcap: bool = False  # whether both passes take a soft cap of the scores
-    # whether forward returns the largest scores; else another kernel computes them
-    largest: bool = False
     deterministic: bool = True  # whether it can compute bitwise reproducible gradients
     splits: bool = False  # whether few heads may make it split the keys of a row
     archs: frozenset[int] = frozenset()  # major compute capabilities, as keys below
@@ -155,8 +153,8 @@ class Backend(Protocol):
     written to `into`, if it is passed, and returned. With `Capability.sinks` forward takes `sink`
     [h]: one more score for each query, without a value; rows without a key then have that lse.
     With `Capability.softcap` both passes take `softcap`, a positive number: scores s are
-    softcap * tanh(s / softcap). With `Capability.largest` forward takes `largest` [h], float32 or
-    lse's dtype, and raises it to the largest score of each head, without sinks.
+    softcap * tanh(s / softcap). Where `finds_largest` forward takes `largest` [h], float32 or lse's
+    dtype, and raises it to the largest score of each head, without sinks.
     """
 
     capability: Capability
@@ -164,6 +162,10 @@ class Backend(Protocol):
     def missing(self) -> str | None:
         """What must be installed to use it, or None if nothing is missing."""
         return None
+
+    def finds_largest(self, device: torch.device) -> bool:
+        """Whether forward takes `largest` on a device; else another kernel computes it."""
+        return False
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Visible,

@@ -28,9 +28,11 @@ class Reference(Backend):
         masks=frozenset({WINDOWS, DOCUMENTS, SLICES}),
         wide_grads=True,
         softcap=True,
-        largest=True,
         speed="runs anywhere, slowly: plain torch in blocks",
     )
+
+    def finds_largest(self, device: torch.device) -> bool:
+        return True
 
     def forward(self, q, k, v, scale, visible, into=None, softcap=0.0, largest=None):
         dtype = accumulate_dtype(q.dtype)

@@ -31,13 +31,15 @@ class Triton(Backend):
         wide_grads=True,
         sinks=True,
         softcap=True,
-        largest=True,
         archs=frozenset({8, 9, 10, 11, 12}),
         speed="our own Triton kernels, for any GPU since Ampere",
     )
 
     def missing(self) -> str | None:
         return None if find_spec("triton") else "Triton is not installed"
+
+    def finds_largest(self, device: torch.device) -> bool:
+        return True
 
     def forward(
         self, q, k, v, scale, visible, into=None, sink=None, softcap=0.0, largest=None

@@ -10,7 +10,6 @@ from ast import literal_eval
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from megatron_burst.comm.alone import group_or_default
 from megatron_burst.loss.autograd import GradientsInForward, Recomputed
 from megatron_burst.loss.checks import Given
 from megatron_burst.loss.statistics import WHO, sum_dtype
-from megatron_burst.operators import is_plain, plain, source_of
+from megatron_burst.operators import context_of, is_plain, plain, source_of
 from megatron_burst.transforms import autocast_inputs
 
 _SOURCE = source_of(__file__)
@@ -90,15 +89,11 @@ def _linear_cross_entropy(
     with torch.no_grad():
         given = Given(hidden, weight, labels, loss_mask)
         rows, weights, head = ready_loss(given, tp_group, settings, wanted)
+        ctx = context_of(wanted)
         if head.whole:
-            ctx = SimpleNamespace(needs_input_grad=wanted)
             losses = GradientsInForward.forward(ctx, hidden, weight, weights, rows, head)
             grads = ctx.sums
         else:
-            ignored = "save_for_backward", "set_materialize_grads"
-            ctx = SimpleNamespace(
-                needs_input_grad=wanted, **dict.fromkeys(ignored, lambda *_: None)
-            )
             losses, *_ = Recomputed.forward(ctx, hidden, weight, rows, replace(head, keep=False))
             grads = None, None
         loss = (losses * weights).sum()

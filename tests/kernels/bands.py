@@ -103,7 +103,11 @@ class Composed:
     """A backend that takes no slices, given them as the engine does: in several calls."""
 
     def __init__(self, backend: Backend) -> None:
-        self.backend, self.capability = backend, replace(backend.capability, largest=True)
+        self.backend, self.capability = backend, backend.capability
+
+    def finds_largest(self, device: torch.device) -> bool:
+        """As `Backend.finds_largest`: `Calls` asks another kernel itself."""
+        return True
 
     def forward(self, q, k, v, scale, visible, into=None, **options):
         """As `Backend.forward`."""
