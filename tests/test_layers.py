@@ -309,9 +309,9 @@ BESIDE = {  # enums and machinery in the same modules
     "comm.detector": {"Pass", "DesyncDetector"}, "comm.group": {"GroupMemory", "SubGroups"},
 }  # fmt: skip
 MOST = {  # modules, lines, lines of code with imports, and without
-    "reading path": (53, 9710, 6310, 5690),
-    "trainer": (184, 29000, 18970, 17050),
-    "package": (248, 38500, 25710, 23090),
+    "reading path": (53, 9700, 6300, 5690),
+    "trainer": (184, 28980, 18960, 17040),
+    "package": (248, 38480, 25700, 23080),
 }
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 
