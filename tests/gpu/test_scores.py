@@ -73,32 +73,29 @@ def test_several_ranks_equal_float64(cap):
         assert away <= (CAP * 2**-10 if cap else 1e-4), (case, away)
 
 
-def theirs(rank, world):
-    """TransformerEngine's largest logits and burst's, where both have the same shards."""
+def beside(rank, world):
+    """TransformerEngine's largest logits of the whole sequence, and burst's of its shards."""
     from transformer_engine.pytorch import DotProductAttention
 
-    q, k, v, _ = sample()
+    tensors = sample()[:3]
     rows = rows_of("zigzag", rank, world, TOKENS // world).cuda()
-    shards = [x[:, rows].transpose(0, 1).contiguous() for x in (q, k, v)]  # [s, b, h, d]
-    group = dist.new_group(list(range(world)))
     module = DotProductAttention(
         num_attention_heads=8, kv_channels=128, num_gqa_groups=2, attention_dropout=0.0,
         qkv_format="sbhd", attn_mask_type="causal", softmax_scale=SCALE, return_max_logit=True,
     )  # fmt: skip
-    if world > 1:
-        module.set_context_parallel_group(group, list(range(world)), torch.cuda.Stream(), "p2p")
-    _, largest = module(*shards)
+    _, theirs = module(*(x.transpose(0, 1).contiguous() for x in tensors))
     _, ours = burst_attention(
-        *shards, group=group, qkv_format="sbhd", softmax_scale=SCALE, return_max_logit=True
+        *(x[:, rows] for x in tensors), softmax_scale=SCALE, return_max_logit=True
     )
-    return largest.float().tolist(), ours.tolist()
+    return theirs.float().tolist(), ours.tolist()
 
 
 @needs_transformer_engine()
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_largest_logits_are_those_of_transformer_engine(world):
+    """TransformerEngine returns them in bf16. With several ranks it needs cuDNN 9.21."""
     environment = {"NVTE_FLASH_ATTN": "0"}  # which returns none
-    for largest, ours in run_ranks(
-        theirs, world, world, backend="nccl", environment=environment, timeout_s=300, fresh=True
+    for theirs, ours in run_ranks(
+        beside, world, world, backend="nccl", environment=environment, timeout_s=300, fresh=True
     ):
-        assert ours == pytest.approx(largest, rel=1e-5)
+        assert ours == pytest.approx(theirs, rel=2**-8)
