@@ -1,4 +1,7 @@
-"""What options of a call cost on one GPU, as CSV: python -m benchmarks.option_costs --out x.csv"""
+"""What options of a call cost on one GPU, as CSV: python -m benchmarks.option_costs --out x.csv
+
+On several GPUs only a call beside the same call in a CUDA graph: torchrun -m benchmarks.option_costs
+"""
 
 from functools import partial
 from pathlib import Path
@@ -28,20 +31,40 @@ def layer(x: torch.Tensor, weights: list[torch.Tensor], keep: str) -> torch.Tens
     return x + silu(linear(out.flatten(2), weights[1]))
 
 
+def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Both passes of a call."""
+    torch.autograd.grad(burst_attention(q, k, v), (q, k, v), q)
+
+
+def in_graph(run: partial) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of what has run once."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
 @app.command()
 def main(out: Out = Path("option_costs.csv"), device: Device = None) -> None:
-    """Forward of a call with each option, and both passes of a layer in each way."""
+    """Forward of a call with each option, both passes of a layer in each way and of a call."""
     with started("benchmarks.option_costs", device) as world:
         check_out(out, world, sheets.LIMITS_CSV)
+        on_gpu, alone = world.device.type == "cuda", world.size == 1
         make = partial(torch.randn, device=world.device, dtype=torch.bfloat16)
         weights = [make(48 * 128, 4096), make(4096, 4096)]
-        for size in (8192, 65536) if world.device.type == "cuda" else (64,):
-            qkv, x = make(3, 1, size, 16, 128), make(1, size, 4096).requires_grad_()
-            runs = {name: partial(burst_attention, *qkv, **o) for name, o in OPTIONS.items()}
-            for name, keep in WAYS.items():
+        for size in (2048, 4096, 8192, 65536) if on_gpu else (64,):
+            rows = size // world.size
+            qkv = [make(1, rows, heads, 128).requires_grad_() for heads in (32, 8, 8)]
+            runs = {"call": partial(call, *qkv)}
+            if on_gpu:
+                runs["call, in a CUDA graph"] = in_graph(runs["call"]).replay
+            for name, options in OPTIONS.items() if alone else ():
+                runs[name] = partial(burst_attention, *make(3, 1, size, 16, 128), **options)
+            for name, keep in WAYS.items() if alone else ():
                 run = layer if name == "eager" else torch.compile(layer)
-                call = partial(run, x, weights, keep)
-                runs[f"layer, {name}"] = lambda call=call: call().sum().backward()
+                forward = partial(run, make(1, size, 4096).requires_grad_(), weights, keep)
+                runs[f"layer, {name}"] = lambda forward=forward: forward().sum().backward()
             for what, run in runs.items():
                 ms = times_ms(run, world, reps=8)
                 how = {**stamp(world.device), **spread(ms), "note": repetitions(ms)}

@@ -29,7 +29,12 @@ from megatron_burst.kernels.partial import row_delta, sink_grad
 from megatron_burst.logs import Decision, log_message
 from megatron_burst.resolve import resolve
 from megatron_burst.schedule.spec import Direction, Spec
-from megatron_burst.transforms import autocast_inputs, compilable, refuse_transforms
+from megatron_burst.transforms import (
+    autocast_inputs,
+    compilable,
+    is_captured,
+    refuse_transforms,
+)
 
 _WHO = "burst attention"
 _DENSE = torch.contiguous_format
@@ -159,7 +164,7 @@ def _burst_attention(
     options: tuple, return_lse: bool, config: BurstConfig | None, layer: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`burst_attention`; `options`: the first of `CallArgs`."""
-    refuse_transforms(_WHO, *tensors, sink)
+    refuse_transforms(_WHO, *tensors, sink, capturable=True)
     config, sample_args = _USUAL if config is None else config, sample_args_of(*sample)
     args = CallArgs._make((*options, return_lse, config, layer, sample_args))
     ready = ready_call(autocast_inputs(*tensors), sink, args, sample, group)
@@ -204,24 +209,35 @@ def ready_call(
     group, key = group_or_default(group, _WHO), key_of(q, k, v, args, sink)
     call = None if key else call_of((q, k, v), args, sink)
     state = state_of(group, (call.config if call else args.config).timeout_s)
-    passes = state.resolved.recent(key or call)
-    if passes is None:
+    passes: Any = state.resolved.recent(key or call)
+    in_graph, sample_mask = is_captured(q), None
+    if passes is None and not in_graph:
         call = call or call_of((q, k, v), args, sink)
         passes = state.resolved[key or call] = _prepare(call, group, state)
-    sample_mask: SampleMask | None = None
     try:
+        if in_graph:
+            passes = _captured(passes)
         q, k, v = (_readable(x) for x in to_bshd(args.qkv_format, q, k, v))
         if state.sharded is not None:
-            from megatron_burst.masks.sample import check_rows
+            from megatron_burst.masks.sample import check_rows  # which most runs never load
 
             mask = args.layout, bool(args.causal or args.window), sample_args
             check_rows(state.sharded, mask, (q, k), group.size())
         if sample_args:
+            from megatron_burst.masks.slices import mask_of  # likewise
+
             sizes = q.shape[1], group.size(), k.shape[1]
-            sample_mask = _sample_mask(state, sample, args.causal, sizes, args.layout, q)
+            sample_mask = mask_of(state, sample, args.causal, sizes, args.layout, q)
     except Exception as error:  # out of memory too: a rank must not skip a pass without a word
         state.refuse(error)
     return ReadyCall(passes, sample_mask, (q, k, v), group, args.qkv_format)
+
+
+def _captured(passes: Passes | None) -> Passes:
+    """The passes of a call that a CUDA graph captures, and that has run with these before."""
+    from megatron_burst.cuda_graphs import captured  # which most runs never load
+
+    return captured(passes)
 
 
 def _prepare(call: Call, group: dist.ProcessGroup, state: Group) -> Passes:
@@ -322,31 +338,6 @@ def _labelled(label: str, choice: Decision) -> Decision:
     return replace(choice, value=f"{label} {choice.value}")
 
 
-def _sample_mask(
-    state: Group,
-    sample_values: tuple,
-    causal: bool,
-    sizes: tuple[int, int, int],
-    layout: str,
-    like: Tensor,
-) -> SampleMask:
-    """What a sample says of the mask: its documents, or its slices.
-
-    Raises:
-        BurstError: if they are refused.
-    """
-    # most runs never load these
-    from megatron_burst.masks.documents import documents_of
-    from megatron_burst.masks.sample import Sample
-
-    sample = Sample(*sample_values)
-    if sample.slices is sample.parents is None:
-        return documents_of(state.samples, sample, sizes[:2], layout, like)
-    from megatron_burst.masks.slices import slices_of
-
-    return slices_of(state, sample, causal, sizes, layout, like)
-
-
 def to_bshd(qkv_format: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors [..., h, d] of a call's format in "bshd"; those in "sbhd" also back."""
     if qkv_format == "thd":
@@ -396,19 +387,20 @@ class BurstAttentionFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, _dlse):
-        refuse_transforms(_WHO, dout)
+        refuse_transforms(_WHO, dout, capturable=True)
         if dout is None:
             return (None,) * 8
         out, sink, lse, *saved = ctx.saved_tensors
-        (number, layer), announcer = ctx.call, ctx.passes.announcer
-        span = range_of_pass(Direction.BACKWARD, layer, ctx.passes.spec)
-        its_backward = Pass(announcer, PassKind.BACKWARD, number, layer)
+        passes = _captured(ctx.passes) if is_captured(dout) else ctx.passes
+        number, layer = ctx.call
+        span = range_of_pass(Direction.BACKWARD, layer, passes.spec)
+        its_backward = Pass(passes.announcer, PassKind.BACKWARD, number, layer)
         with span, _without_autocast(out), its_backward as running:
             text = ctx.sample_mask.checked_text() if ctx.sample_mask else None
             begin = partial(running.begin, text)
             dout = _readable(dout)
             delta = row_delta(dout, out) if ctx.needs_input_grad[3] else None
-            grads = ctx.passes.backward(saved, out, dout, ctx.sample_mask, begin, delta)
+            grads = passes.backward(saved, out, dout, ctx.sample_mask, begin, delta)
             dsink = None if delta is None else sink_grad(sink, lse, delta)
             return *(grad.to(out.dtype) for grad in grads), dsink, None, None, None, None
 

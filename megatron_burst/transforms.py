@@ -1,4 +1,4 @@
-"""Transforms of torch that attention and loss do not support: compile, func, CUDA graphs."""
+"""Transforms of torch, compile, func and CUDA graphs, and what is refused of them."""
 
 import functools
 import importlib
@@ -67,11 +67,16 @@ def _is_cast(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
 
 
-def refuse_transforms(caller: str, *tensors: Tensor | None) -> None:
-    """Refuse a call, or a backward pass, that torch transforms, or captures in a CUDA graph. Takes
-    about a microsecond.
+def is_captured(x: Any) -> bool:
+    """Whether a CUDA graph is being captured from what runs on this tensor."""
+    return isinstance(x, Tensor) and x.is_cuda and torch.cuda.is_current_stream_capturing()
 
-    `tensors`: inputs of the call, or gradients passed to backward; `caller` begins the sentence.
+
+def refuse_transforms(caller: str, *tensors: Tensor | None, capturable: bool = False) -> None:
+    """Refuse a call, or a backward pass, that torch transforms. Takes about a microsecond.
+
+    `tensors`: inputs of the call, or gradients passed to backward; `caller` begins the sentence;
+    `capturable`: whether a CUDA graph may capture the call.
 
     Raises:
         BurstError: inside torch.func's transforms and vmap, if a tensor is batched or has a
@@ -83,7 +88,7 @@ def refuse_transforms(caller: str, *tensors: Tensor | None) -> None:
     present = [x for x in tensors if isinstance(x, Tensor)]  # other kinds are refused later
     if any(map(torch._C._functorch.is_legacy_batchedtensor, present)):
         _refuse(caller, "a batch of tensors for one", "leave out is_grads_batched, or vectorize")
-    if present and present[0].is_cuda and torch.cuda.is_current_stream_capturing():
+    if present and not capturable and is_captured(present[0]):
         raise BurstError(
             f"{caller}: a call must not be captured in a CUDA graph, because ranks synchronize and "
             "memory is allocated in Python, which a graph does not rerun; got a stream that is "

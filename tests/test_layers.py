@@ -28,6 +28,7 @@ LAYERS = (  # a new module without a layer fails on purpose
     {"call_checks"},
     {"comm"},
     {"engine"},
+    {"cuda_graphs"},
     {"masks"},
     {"checks"},
     {"desync"},
@@ -47,9 +48,9 @@ LAZY = {"mcore.launch": {"tools.cpu_mode"}}
 # how the reading path (what `import megatron_burst.attention` loads) reaches what a call loads only
 # sometimes: (from, to) and when; only fewer
 EXITS = {
-    ("attention", "masks.sample"): "cu_seqlens, slices or prefix_tree",
-    ("attention", "masks.documents"): "cu_seqlens",
-    ("attention", "masks.slices"): "slices or prefix_tree",
+    ("attention", "masks.sample"): "a shard before",
+    ("attention", "cuda_graphs"): "a CUDA graph",
+    ("attention", "masks.slices"): "cu_seqlens, slices or prefix_tree",
     ("attention", "recompute.later"): "keep",
     ("attention", "checks.spot_checks"): "check",
     ("attention", "largest_logits"): "return_max_logit",

@@ -61,9 +61,9 @@ class Communicator:
         self.groups = state.sub_groups.obtain(ring_ranks, config.nccl_ctas)
         checks = config.check and state.log  # in a group of their own, apart from all else
         self.spot_check_group = state.sub_groups.for_spot_checks() if checks else None
-        self._pool = self._pool_of(self.groups.get((Link.INTRA, Cargo.READ)), state.sub_groups)
+        self.pool = self._pool_of(self.groups.get((Link.INTRA, Cargo.READ)), state.sub_groups)
         device = "cuda" if backend_of(group) == "nccl" else "cpu"
-        refusal = partial(self._pool.refusal, state.consensus) if self._pool else lambda: None
+        refusal = partial(self.pool.refusal, state.consensus) if self.pool else lambda: None
         self.transfer = choose_transfer(topology, device, self._requested, refusal)  # inside a node
 
     def _pool_of(self, together: dist.ProcessGroup | None, sub_groups: SubGroups) -> Any:
@@ -84,22 +84,24 @@ class Communicator:
         """As `Transport.buffers`."""
         return self._memory.buffers(use, count, nbytes, placement)
 
-    def queues(self, device: torch.device) -> OneQueue | Queues:
-        """As `Transport.queues`; one queue where nothing overlaps."""
+    def queues(self, device: torch.device, follows: bool = True) -> OneQueue | Queues:
+        """As `Transport.queues`; one queue where nothing overlaps. `follows`: whether the call
+        starts after the previous one."""
         if device.type != "cuda":
             return OneQueue(Placement(device))
         queues = Queues(device, self._streams.setdefault(device, {}))
-        self._memory.begin(queues.stream)
+        if follows:
+            self._memory.begin(queues.stream)
         return queues if self.overlaps else OneQueue(queues.placement)
 
     def slots(self, cargo: Cargo, count: int, nbytes: int, placement: Placement) -> Slots:
         """As `Transport.slots`. If a rank lacks symmetric memory, all ranks of its node send from
         now on, unless the user asked for pulling."""
-        if self._pool and self.transfer.value == "pull":
+        if self.pool and self.transfer.value == "pull":
             from megatron_burst.comm.symmetric import SymmetricError
 
             try:
-                return self._pool.slots(cargo, count, nbytes, placement)
+                return self.pool.slots(cargo, count, nbytes, placement)
             except SymmetricError as error:
                 if self._requested == "pull":
                     raise

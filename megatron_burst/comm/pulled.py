@@ -47,6 +47,16 @@ class PulledSlots(Views):
     def slot_bytes(self) -> int:
         return self._buffers[0][self._cp_rank].numel()
 
+    def suffices(self, count: int, num_bytes: int) -> bool:
+        """Whether there are so many, and of this size."""
+        return len(self) >= count and self.slot_bytes >= num_bytes
+
+    def in_graph(self) -> "PulledSlots":
+        """The same slots for one call that a CUDA graph captures, behind a barrier: the call may
+        write to all of them, as all ranks have finished the call before it."""
+        self._barriers[0]()
+        return PulledSlots(self._buffers, self._barriers, self._cp_rank)
+
     def begin(self) -> "PulledSlots":
         """Count rounds from here: a new call. One that failed may have left a barrier to issue."""
         if self._copied is not None:

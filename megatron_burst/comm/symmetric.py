@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any
 from uuid import uuid4
 
@@ -107,12 +108,14 @@ class SymmetricPool:
         self._cp_ranks, self._cp_rank = cp_ranks, cp_rank
         self._consensus = consensus
         self._slots: dict[Cargo, PulledSlots] = {}
+        self._of_graphs: defaultdict[Cargo, list[PulledSlots]] = defaultdict(list)
         self._sizes: defaultdict[Cargo, BufferSize] = defaultdict(BufferSize)
 
     @property
     def num_bytes(self) -> int:
         """Device memory of this rank's buffers, not counted by the caching allocator."""
-        return sum(len(slots) * slots.slot_bytes for slots in self._slots.values())
+        slots = chain(self._slots.values(), *self._of_graphs.values())
+        return sum(len(each) * each.slot_bytes for each in slots)
 
     def slots(self, cargo: Cargo, count: int, num_bytes: int, placement: Placement) -> PulledSlots:
         """At least `count` slots of at least `num_bytes`; the same ones if they suffice.
@@ -133,6 +136,20 @@ class SymmetricPool:
             raise SymmetricError(count * num_bytes, reason)
         self._slots[cargo] = self._rendezvous_all(own)
         return self._slots[cargo].begin()
+
+    def slots_of_graphs(self, cargo: Cargo, count: int, num_bytes: int) -> PulledSlots | None:
+        """Slots for a call that a CUDA graph captures, behind a barrier; None if too few or too
+        small ones are there.
+
+        Graphs number rounds from 0 in each replay, but other calls number them on. So the slots of
+        the latest call become those of all graphs for good, and the next call allocates others.
+        """
+        own, latest = self._of_graphs[cargo], self._slots.get(cargo)
+        large = [slots for slots in own if slots.suffices(count, num_bytes)]
+        if not large and latest is not None and latest.suffices(count, num_bytes):
+            own.append(self._slots.pop(cargo))
+            large = [latest]
+        return large[0].in_graph() if large else None
 
     @torch.inference_mode(False)  # kept: training after an evaluation writes to them
     def _allocate(
@@ -177,7 +194,7 @@ class SymmetricPool:
         self._consensus.all_gather("symmetric memory", WHO)
 
     def release(self) -> None:
-        """Free the memory; all ranks call it together."""
+        """Free the memory, except of graphs; all ranks call it together."""
         if self._slots:
             self._wait_for_all(torch.device("cuda", torch.cuda.current_device()))
             self._slots.clear()

@@ -194,18 +194,18 @@ class OneQueue:
 
 class Queues:
     """The queues of a call on a GPU: the caller's stream (name None), and named ones that all calls
-    share. `stream` is the current one, and `name` its name."""
+    share, `named`. `stream` is the current one, and `name` its name."""
 
     def __init__(self, device: torch.device, streams: dict[Hashable, torch.cuda.Stream]) -> None:
         self._caller = self.stream = torch.cuda.current_stream(device)
         self.name: Hashable | None = None
-        self.placement, self._streams = Placement(device, self.stream.cuda_stream), streams
+        self.placement, self.named = Placement(device, self.stream.cuda_stream), streams
 
     def switch(self, name: Hashable | None) -> None:
         """Switch to a queue, whose stream is made at first use."""
-        stream = self._caller if name is None else self._streams.get(name)
+        stream = self._caller if name is None else self.named.get(name)
         if stream is None:
-            stream = self._streams[name] = torch.cuda.Stream(self.placement.device, priority=-1)
+            stream = self.named[name] = torch.cuda.Stream(self.placement.device, priority=-1)
         self.stream, self.name = stream, name
         torch.cuda.set_stream(stream)
 

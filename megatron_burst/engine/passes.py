@@ -79,16 +79,19 @@ class Passes:
         spec, unit = self.spec.program_spec(self.transport.cp_rank, direction).in_units()
         sums, narrow = accumulate_dtype(self.dtype), spec.shape.grad_bytes == self.dtype.itemsize
         wire = self.dtype if narrow else sums
-        kind: type[Executor] = Executor
-        if self.nan_guard:
-            from megatron_burst.checks.guard import GuardedExecutor
-
-            kind = GuardedExecutor
-        return kind(
+        return self._executor_type(
             program_of(spec), self.backend, self.transport, self.scale,
             {Dtype.INPUT: self.dtype, Dtype.SUM: sums, Dtype.WIRE: wire}, self.deterministic, unit,
             self.softcap,
         )  # fmt: skip
+
+    @property
+    def _executor_type(self) -> type[Executor]:
+        if not self.nan_guard:
+            return Executor
+        from megatron_burst.checks.guard import GuardedExecutor
+
+        return GuardedExecutor
 
     @cached_property
     def forward_executor(self) -> Executor:

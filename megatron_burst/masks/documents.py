@@ -73,10 +73,7 @@ class Documents:
         self._arranged: dict[tuple, Tensor] = {}
         self._restored: dict[tuple, Tensor] = {}
         bounds = sample.cu_seqlens, sample.padded
-        on_cpu = all(x is None or x.device.type == "cpu" for x in bounds)
-        self._host = [x if x is None else _to_host(x, device) for x in bounds]
-        self._copied = None if on_cpu else torch.cuda.current_stream().record_event()
-        self.text = self.checked_text() if on_cpu else None
+        self._copy_to_host(bounds, device)
         longest = sample.longest if self.text is None else None
         self._longest = longest or self._find_longest()
         self._tail_segments = -(-self._tokens // longest) if longest else 1
@@ -85,6 +82,13 @@ class Documents:
         real_starts, padded_starts = (x if x is None else x.to(**to_device) for x in ours)
         self._row_starts = real_starts if padded_starts is None else padded_starts
         self._lengths = None if padded_starts is None else real_starts.diff()
+
+    def _copy_to_host(self, bounds: Sequence[Tensor | None], device: torch.device) -> None:
+        """Copy boundaries, from a GPU without waiting, and check them if they are there."""
+        on_cpu = all(x is None or x.device.type == "cpu" for x in bounds)
+        self._host = [x if x is None else _to_host(x, device) for x in bounds]
+        self._copied = None if on_cpu else torch.cuda.current_stream().record_event()
+        self.text = self.checked_text() if on_cpu else None
 
     def _find_longest(self) -> int:
         """Rows of the longest document; rows after the last one count as a document."""

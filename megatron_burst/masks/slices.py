@@ -16,11 +16,13 @@ from torch import Tensor
 from megatron_burst.comm.alone import is_first
 from megatron_burst.comm.group import Group
 from megatron_burst.comm.transport import Placement
+from megatron_burst.engine.sample_mask import SampleMask
 from megatron_burst.errors import require
 from megatron_burst.kernels.interface import Backend
 from megatron_burst.kernels.masks.parts import Parts
 from megatron_burst.kernels.visible import Visible
 from megatron_burst.logs import log_message
+from megatron_burst.masks.captured import CapturedDocuments
 from megatron_burst.masks.documents import Documents, documents_of
 from megatron_burst.masks.sample import Sample, identity, in_rows
 from megatron_burst.masks.slice_calls import Calls
@@ -30,9 +32,28 @@ from megatron_burst.masks.tree import slices_of_tree
 from megatron_burst.schedule.chunks import NeededBy
 from megatron_burst.schedule.layout import ChunkSegments, Layout, chunks_held
 from megatron_burst.schedule.mask import SLICES, Band, TilePositions
+from megatron_burst.transforms import is_captured
 
 _WHO = "burst attention"
 _FEW = 10  # slices that are named in errors
+
+
+def mask_of(group: Group, values: tuple, causal: bool, sizes: tuple[int, int, int], layout: str,
+            like: Tensor) -> SampleMask:  # fmt: skip
+    """What a sample says of the mask: its documents, or its slices; `values`: fields of `Sample`,
+    other arguments and errors as of `slices_of`."""
+    sample = Sample(*values)
+    in_graph = is_captured(like)
+    if sample.slices is sample.parents is None:
+        if in_graph:  # for each call, as a later replay has other boundaries
+            return CapturedDocuments(sample, sizes[:2], Layout(layout), like.device)
+        return documents_of(group.samples, sample, sizes[:2], layout, like)
+    require(_WHO, [
+        (not in_graph, "slices and prefix_tree must not be captured in a CUDA graph, "
+         "because kernels read tables that are made from them on the CPU", "a capture with one",
+         "pass cu_seqlens alone, or capture what comes before and after attention"),
+    ])  # fmt: skip
+    return slices_of(group, sample, causal, sizes, layout, like)
 
 
 def slices_of(group: Group, sample: Sample, causal: bool, sizes: tuple[int, int, int], layout: str,

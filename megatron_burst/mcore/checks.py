@@ -92,7 +92,9 @@ def check_layer(config: TransformerConfig, layer_number: int, attn_mask_type: At
                 attention_type: str, attention_dropout: float | None) -> None:  # fmt: skip
     """Refuse a layer whose configuration asks for something that burst does not support."""
     own: dict[str, Any] = dict(attn_mask_type=attn_mask_type, attention_type=attention_type)
-    own["burst_invariant"] = burst_config_of(config).invariant
+    burst = burst_config_of(config)
+    own |= dict(burst_invariant=burst.invariant, burst_check=burst.check,
+                burst_nan_guard=burst.nan_guard)  # fmt: skip
     if attention_dropout is not None:
         own["attention_dropout"] = attention_dropout
     refuse("attention", SimpleNamespace(**vars(config) | own), f"{WHO}: layer {layer_number}")
@@ -112,16 +114,22 @@ def check_call(
 
 
 def check_packed(
-    params: PackedSeqParams | None, keep: str, cp_group, mtp_num_layers: int | None = None
-) -> None:
+    params: PackedSeqParams | None, keep: str, cp_group, mtp_num_layers: int | None = None,
+    in_graph: bool = False,
+) -> None:  # fmt: skip
     """Refuse a packed sample, or a group, that burst does not support; `keep` and `cp_group` are
-    the layer's.
+    the layer's; `in_graph`: whether a CUDA graph captures the call.
 
     Keys must have the boundaries of the queries. Distinct tensors are compared once per sample; on
     a GPU that synchronizes.
     """
     if params is None:
         return
+    if in_graph:
+        raise BurstError(f"{WHO}: a packed sample must not be captured in a CUDA graph, because "
+                         "Megatron copies no boundaries into it, so each replay would read those "
+                         "of the first sample; got packed_seq_params; capture only parts other "
+                         "than attention (--cuda-graph-modules)")  # fmt: skip
     if packed.slices_in(params) is not None and mtp_num_layers:
         raise BurstError(f"{WHO}: a mask of slices must come without multi-token prediction, "
                          "because Megatron shifts tokens by documents only; got "

@@ -38,7 +38,7 @@ from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.spec import Kernel
 from megatron_burst.schedule.topology import Topology
-from megatron_burst.transforms import uncompiled
+from megatron_burst.transforms import is_captured, uncompiled
 
 CAUSAL = {  # supported masks; in packed samples padding is at the documents' ends
     AttnMaskType.causal: True,
@@ -281,7 +281,7 @@ class BurstForward:
             group = packed.group_of(packed_seq_params, self.cp_group)
             checks.check_call(*extras, tokens=len(query) * group.size(), samples=query.shape[1])
             own = self.config.keep, self.cp_group, self.layer_config.mtp_num_layers
-            checks.check_packed(packed_seq_params, *own)
+            checks.check_packed(packed_seq_params, *own, is_captured(query))
             packed.check_rotated(packed_seq_params, self.cp_group, self.follows_groups)
             check_placed(packed_seq_params)
             checks.check_decoding(query, key)

@@ -153,7 +153,8 @@ def _captured(o: Options) -> set[str]:
 
 
 def _spares_attention(impl: object, o: Options) -> bool:
-    """Whether no CUDA graph captures attention: in hybrids attention has layers of its own."""
+    """Whether no CUDA graph of Megatron's captures attention, which in hybrids has layers of its
+    own."""
     parts, beside = _captured(o), _BESIDE_ATTENTION
     local = impl == "local" or getattr(o, "enable_cuda_graph", False)
     if local and not getattr(o, "hybrid_layer_pattern", None):
@@ -161,8 +162,13 @@ def _spares_attention(impl: object, o: Options) -> bool:
     return impl in (None, *OFF) or (impl != "full_iteration" and bool(parts) and parts <= beside)
 
 
-def _spares_loss(impl: object, o: Options) -> bool:
-    """Whether no CUDA graph captures the loss; per-layer graphs do not."""
+def _is_captured(o: Options) -> bool:
+    """Whether some CUDA graph captures attention."""
+    return not all(_spares_attention(getattr(o, name, None), o) for name in CUDA_GRAPHS)
+
+
+def _captures_layers(impl: object, o: Options) -> bool:
+    """Whether no CUDA graph captures a whole iteration, with the loss."""
     return impl in (None, *OFF) or "full_iteration" not in {impl, *_captured(o)}
 
 
@@ -170,12 +176,17 @@ def _cuda_graphs() -> Iterator[Refusal]:
     change = ("leave it out, or capture only parts other than attention (--cuda-graph-modules, in "
               "older releases --cuda-graph-scope: moe_router, moe_preprocess, mamba, and with "
               "transformer_engine or in hybrids mlp and moe)")  # fmt: skip
+    for name in ("qk_clip", "log_max_attention_logit", "burst_check", "burst_nan_guard"):
+        yield Refusal("attention", name, lambda on, o: not (on and _is_captured(o)), "a CUDA graph "
+                      "that holds attention reruns kernels without the Python code that reads "
+                      "scores and results", change.replace("it", "one of them", 1))  # fmt: skip
     for name in CUDA_GRAPHS:
-        yield Refusal("attention", name, _spares_attention, "transfers between ranks cannot be "
-                      "captured in CUDA graphs", change)  # fmt: skip
+        yield Refusal("attention", name, _captures_layers, "burst is tested in graphs of layers, "
+                      "and not in those of a whole iteration",
+                      "capture layers (--cuda-graph-impl local or transformer_engine)")  # fmt: skip
         yield Refusal("recompute", name, _spares_attention, "CUDA graphs rerun kernels without "
                       "the Python code that returns the kept results", change)  # fmt: skip
-        yield Refusal("loss head", name, _spares_loss, "unmasked tokens are counted on the CPU",
+        yield Refusal("loss head", name, _captures_layers, "unmasked tokens are counted on the CPU",
                       "leave it out, or capture layers only")  # fmt: skip
         yield _on_gpus(name, "CUDA graphs")
 

@@ -59,7 +59,7 @@ def sizes_of_slots(rank):
     carrier = communicator_of(dist.group.WORLD, BurstConfig(nodes=2, timeout_s=20))
     node, found = rank // 2, []
     for num_bytes in ((2048, 1536)[node], 2048, 4096):
-        slots = carrier._pool.slots(Cargo.GRAD, 4, num_bytes, Placement(torch.device("cpu")))
+        slots = carrier.pool.slots(Cargo.GRAD, 4, num_bytes, Placement(torch.device("cpu")))
         found.append(slots.slot_bytes)
     carrier.consensus.all_gather("the end", "test")
     return found
@@ -124,7 +124,7 @@ def smaller_and_elsewhere(rank):
     for number, num_bytes in enumerate((1024, 8192, 2048, 2048, 2048)):
         where = Placement(torch.device("cpu"), number * rank)
         try:
-            found.append(carrier._pool.slots(Cargo.GRAD, 4, num_bytes, where).slot_bytes)
+            found.append(carrier.pool.slots(Cargo.GRAD, 4, num_bytes, where).slot_bytes)
         except BurstError:
             found.append(None)
     return found
@@ -143,7 +143,7 @@ def tried(rank, fails):
     pretend(none_at_all if fails and rank == 3 else room)
     carrier = communicator_of(dist.group.WORLD, BurstConfig(nodes=2, timeout_s=30))
     begin = time.monotonic()
-    return carrier._pool.refusal(carrier.consensus), time.monotonic() - begin < 20
+    return carrier.pool.refusal(carrier.consensus), time.monotonic() - begin < 20
 
 
 def test_trying_out_fails_on_all_ranks_together():
@@ -186,7 +186,7 @@ def met_before(rank):
     for group in (pairs[rank // 2], dist.group.WORLD, pairs[rank // 2]):
         carrier = communicator_of(group, config)
         for num_bytes in (1024, 4096) if rank < 2 or group.size() > 2 else (1024,):
-            slots = carrier._pool.slots(Cargo.GRAD, 2, num_bytes, where)
+            slots = carrier.pool.slots(Cargo.GRAD, 2, num_bytes, where)
             found.append(slots.slot_bytes)
     return found
 

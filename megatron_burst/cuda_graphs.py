@@ -1,0 +1,139 @@
+"""A call that a CUDA graph captures (not on the reading path).
+
+A replay runs the kernels and transfers of a call again, but none of its Python code: nothing is
+compared between ranks, and nothing is checked. So a captured call depends on no other call:
+
+- Its buffers are the graph's own memory.
+- Slots that other ranks read belong to graphs alone, from the first capture that needs them on.
+- It begins with a barrier, because the call before it, which may be itself, has used these slots.
+"""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_burst.comm.communicator import Communicator
+from megatron_burst.comm.detector import PassAnnouncer
+from megatron_burst.comm.transport import FlatBuffers, OneQueue, Placement, Queues, SentSlots, Slots
+from megatron_burst.engine.executor import Executor
+from megatron_burst.engine.passes import Passes
+from megatron_burst.engine.ranges import METER
+from megatron_burst.engine.run import Run
+from megatron_burst.errors import BurstError, Need, require
+from megatron_burst.schedule.program import Program
+from megatron_burst.schedule.spec import Cargo
+from megatron_burst.schedule.topology import Link
+
+_WHO = "burst attention"
+
+
+class CapturedPasses(Passes):
+    """Forward and backward of a call in a CUDA graph."""
+
+    @property
+    def _executor_type(self) -> type[Executor]:
+        return CapturedExecutor
+
+
+def captured(passes: Passes | None) -> Passes:
+    """The passes of a call for the graph that is being captured; `passes`: what the call runs
+    outside of graphs, None if it has never run.
+
+    Raises:
+        BurstError: if a graph cannot hold the call.
+    """
+    if isinstance(passes, CapturedPasses):
+        return passes
+    require(_WHO, _needs(passes))
+    values = {field.name: getattr(passes, field.name) for field in fields(Passes)}
+    announcer, again = passes.announcer, passes.for_recompute
+    # a rank that runs the call instead of capturing it would wait for the others
+    terms = {**announcer.terms, "in a CUDA graph": "yes"}
+    values["announcer"] = PassAnnouncer.of(announcer.log, terms)
+    values["transport"] = CapturedTransport(passes.transport)
+    values["for_recompute"] = again and captured(again)
+    return CapturedPasses(**values)
+
+
+def _needs(passes: Passes | None) -> Iterator[Need]:
+    yield (passes is not None, "a call must have run once before a CUDA graph captures it, because "
+           "ranks agree on it and allocate memory for each other then", "a call that has not run",
+           "run it once, forward and backward, before the capture")  # fmt: skip
+    for option, value in (("keep", passes.keep), ("check", passes.check),
+                          ("nan_guard", passes.nan_guard)):  # fmt: skip
+        yield (not value, f"{option} must be off while a CUDA graph is captured, because a replay "
+               "does not run the Python code that keeps and compares results", f"{option} is on",
+               f"leave {option} out of the call's BurstConfig")  # fmt: skip
+
+
+class CapturedExecutor(Executor):
+    """Runs a program into a graph."""
+
+    def run(self, *args: Any, **options: Any) -> Run:
+        metered, METER.on = METER.on, False  # events of a graph have no times
+        try:
+            run = super().run(*args, **options)
+        finally:
+            METER.on = metered
+        self.transport.join(run.queues)
+        return run
+
+
+@dataclass(frozen=True)
+class CapturedTransport:
+    """The transfers of one captured call; see `Transport`."""
+
+    communicator: Communicator
+
+    @property
+    def cp_rank(self) -> int:
+        return self.communicator.cp_rank
+
+    @property
+    def overlaps(self) -> bool:
+        return self.communicator.overlaps
+
+    @property
+    def send(self) -> Any:
+        return self.communicator.send
+
+    def buffers(self, use: Hashable, count: int, nbytes: int, placement: Placement) -> FlatBuffers:
+        """New buffers, which the graph's later calls use again once this one is captured."""
+        empty = partial(torch.empty, nbytes, dtype=torch.uint8, device=placement.device)
+        return FlatBuffers([empty() for _ in range(count)], placement)
+
+    def queues(self, device: torch.device) -> OneQueue | Queues:
+        """As `Transport.queues`; a graph's calls follow each other already."""
+        return self.communicator.queues(device, follows=False)
+
+    def slots(self, cargo: Cargo, count: int, nbytes: int, placement: Placement) -> Slots:
+        """Slots of graphs, behind a barrier; or buffers to send from."""
+        pool = self.communicator.pool
+        if pool is None or self.communicator.transfer.value != "pull":
+            memory = self.buffers(cargo, count, nbytes, placement)
+            return SentSlots(memory, count, partial(self.send, Link.INTRA, cargo))
+        slots = pool.slots_of_graphs(cargo, count, nbytes)
+        if slots is None:
+            raise BurstError(
+                f"{_WHO}: memory that other ranks read must be there before a CUDA graph is "
+                "captured, because all ranks allocate it together; got a call that needs "
+                f"{count * nbytes / 2**20:.1f} MiB; run it once, forward and backward, directly "
+                "before the capture"
+            )
+        return slots
+
+    def run(self, program: Program, unit: int, handles: list[Any], waits: Any) -> None:
+        """Record nothing: a captured call has not run."""
+
+    def join(self, queues: OneQueue | Queues) -> None:
+        """Make the caller's stream wait for all others, as a capture must end on one stream."""
+        if not isinstance(queues, Queues):
+            return
+        for stream in queues.named.values():
+            with torch.cuda.stream(stream):
+                joins = torch.cuda.is_current_stream_capturing()
+            if joins:
+                queues.stream.wait_stream(stream)
