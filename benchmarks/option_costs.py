@@ -1,6 +1,6 @@
 """What options of a call cost on one GPU, as CSV: python -m benchmarks.option_costs --out x.csv
 
-On several GPUs only a call beside the same call in a CUDA graph: torchrun -m benchmarks.option_costs
+On several GPUs (torchrun) only a call, beside the same call in a CUDA graph.
 """
 
 from functools import partial
