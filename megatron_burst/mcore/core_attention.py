@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -276,6 +277,8 @@ class BurstForward:
         """A layer's forward: [s_local, b, h, d] to [s_local, b, h * d_v]; packed samples: [t_local,
         h, d] to [t_local, h * d_v]; `sink` [h]: Megatron's `softmax_offset`. If the configuration
         asks for them, also the largest scores [h]."""
+        if is_graph_capturing():  # TransformerEngine's graphs have a mask as an input, zeros later
+            attention_mask = None
         extras = attention_mask, attn_mask_type, attention_bias, packed_seq_params
         with reporting_errors(self.cp_group):  # other ranks may be in the call
             group = packed.group_of(packed_seq_params, self.cp_group)

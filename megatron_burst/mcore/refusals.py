@@ -176,10 +176,19 @@ def _cuda_graphs() -> Iterator[Refusal]:
     change = ("leave it out, or capture only parts other than attention (--cuda-graph-modules, in "
               "older releases --cuda-graph-scope: moe_router, moe_preprocess, mamba, and with "
               "transformer_engine or in hybrids mlp and moe)")  # fmt: skip
-    for name in ("qk_clip", "log_max_attention_logit", "burst_check", "burst_nan_guard"):
-        yield Refusal("attention", name, lambda on, o: not (on and _is_captured(o)), "a CUDA graph "
-                      "that holds attention reruns kernels without the Python code that reads "
-                      "scores and results", change.replace("it", "one of them", 1))  # fmt: skip
+    reads = {"qk_clip": "", "log_max_attention_logit": "", "burst_check": "check",
+             "burst_nan_guard": "nan_guard"}  # fmt: skip
+    for name, asked in reads.items():
+        yield Refusal(
+            "attention",
+            name,
+            lambda on, o: not (on and _is_captured(o)),
+            "a CUDA graph "
+            "that holds attention reruns kernels without the Python code that reads "
+            "scores and results",
+            change.replace("it", "one of them", 1),
+            asked,
+        )
     for name in CUDA_GRAPHS:
         yield Refusal("attention", name, _captures_layers, "burst is tested in graphs of layers, "
                       "and not in those of a whole iteration",

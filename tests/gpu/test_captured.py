@@ -38,7 +38,7 @@ WAYS = {
     "nodes": BurstConfig(deterministic=True),
     "triton": BurstConfig(backend="triton", **ONE_NODE),
     "cudnn": BurstConfig(backend="cudnn", nodes=1),
-    "flash": BurstConfig(backend="flash", nodes=1),
+    "flash": BurstConfig(backend="flash", **ONE_NODE),
 }  # fmt: skip
 
 

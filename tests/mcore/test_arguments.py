@@ -199,9 +199,11 @@ REFUSED = {  # with the value shown in the message
     "--hybrid-context-parallel": "hybrid_context_parallel=True",
     "--recompute-modules mlp --recompute-granularity selective": "--recompute-modules mlp",
     "--use-kitchen-attention": "use_kitchen_attention=True",
-    "--cuda-graph-impl local": "cuda_graph_impl=local",
-    "--enable-cuda-graph": "enable_cuda_graph=True",
-    "--external-cuda-graph": "external_cuda_graph=True",
+    "--cuda-graph-impl local --cuda-graph-scope full_iteration": "cuda_graph_impl=local",
+    "--enable-cuda-graph --cuda-graph-scope full_iteration": "enable_cuda_graph=True",
+    "--external-cuda-graph --cuda-graph-scope full_iteration": "external_cuda_graph=True",
+    "--log-max-attention-logit --external-cuda-graph": "log_max_attention_logit=True",
+    "--qk-clip --enable-cuda-graph": "qk_clip=True",
     "--flash-attention-version 3": "flash_attention_version=3",
     "--experimental-attention-variant dsa": "experimental_attention_variant=dsa",
     "--hybrid-layer-pattern M-M-": "--hybrid-layer-pattern M-M-",
@@ -256,6 +258,7 @@ def test_every_flag_that_is_refused_has_a_case():
     of_layers = {"attention_type", "attn_mask_type", "attention_cp_layout"}
     of_layers |= {"fp8_dot_product_attention", "fp8_multi_head_attention"}
     of_layers |= {"apply_rope_fusion", "mamba_state_dim"}  # refused by sizes: see below
+    of_layers |= {"burst_check", "burst_nan_guard"}
     ours = {"command", "run", "attention"}
     names = {row.argument for row in TABLE if ours & {*row.features.split()}} - of_layers
     names = names - {"burst_nodes"} | {"burst_tune"}

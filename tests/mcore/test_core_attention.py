@@ -20,6 +20,7 @@ from torch._dynamo.backends.debugging import ExplainWithBackend
 
 from megatron_burst.arguments import window_of
 from megatron_burst.errors import BurstError
+from megatron_burst.mcore import core_attention
 from megatron_burst.mcore.checks import check_call, check_decoding, check_layer
 from megatron_burst.mcore.core_attention import BurstCoreAttention, window_of_layer
 from megatron_burst.mcore.specs import burst_spec
@@ -71,7 +72,7 @@ REFUSED_CONFIGS = [  # fields of the configuration, arguments of a layer
     ({}, dict(attention_dropout=0.2)),
     (dict(fp8_dot_product_attention=True), {}),
     (dict(fp8_multi_head_attention=True), {}),
-    (dict(cuda_graph_impl="local"), {}),
+    (dict(cuda_graph_impl="full_iteration"), {}),
     (dict(flash_attention_version=3), {}),
     (dict(batch_invariant_mode=True), {}),
     (dict(experimental_attention_variant="dsa"), {}),
@@ -275,6 +276,10 @@ def errors_of_a_layer(rank):
     for arguments, message in REFUSED_CALLS:
         with pytest.raises(BurstError, match=message):
             core(*leaves, **PLAIN_CALL | arguments)
+    with pytest.MonkeyPatch.context() as patch:  # Megatron's stand-in for a mask
+        patch.setattr(core_attention, "is_graph_capturing", lambda: True)
+        stand_in = torch.ones(2, 1, 8, 16, dtype=torch.bool)
+        shapes.append(tuple(core(*leaves, **PLAIN_CALL | dict(attention_mask=stand_in)).shape))
     rows = [x[:, 0] for x in leaves]
     for sample, message in REFUSED_SAMPLES:
         with pytest.raises(BurstError, match=f"^burst core attention: .*{message}"):
@@ -286,7 +291,7 @@ def test_a_layer_is_full_attention_with_the_mask_and_scale_that_megatron_passes(
     """Guards against an ignored mask type or softmax_scale, transposed heads, and skipped
     refusals."""
     for shapes, errors, state in run_ranks(errors_of_a_layer, 2):
-        assert shapes == [(8, 2, 4 * 5)] * 2
+        assert shapes == [(8, 2, 4 * 5)] * 3
         assert errors.keys() == {True, False} and max(errors.values()) <= 1e-12, errors
         assert state == []  # compatible with checkpoints of Megatron's DotProductAttention
 

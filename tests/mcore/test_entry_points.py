@@ -199,7 +199,7 @@ REFUSED_BY_SPEC = {
     "--reset-attention-mask": "reset_attention_mask=True; pass --dataloader-inter-document-mask",
     "--dataloader-inter-document-masking --mtp-num-layers 1": "dataloader_inter_document_masking=",
     "--hybrid-context-parallel": "hybrid_context_parallel=True; leave it out",
-    "--cuda-graph-impl local": "cuda_graph_impl=local; leave it out",
+    "--cuda-graph-impl local --cuda-graph-scope full_iteration": "cuda_graph_impl=local; capture",
     "--flash-attention-version 3": "flash_attention_version=3; leave it out",
 }
 
@@ -213,8 +213,8 @@ def refused_by_spec(rank):
         built_by_spec(BY_SPEC)
     with pytest.raises(BurstError, match="got --mtp-num-layers 1; start the script with python -m"):
         built_by_spec(f"{BY_SPEC} {NO_MASK}", mtp_num_layers=1)
-    with pytest.raises(BurstError, match=r"with --cuda-graph-impl.*cuda_graph_impl=local; leave"):
-        built_by_spec(f"{BY_SPEC} {NO_MASK}", cuda_graph_impl="local")
+    with pytest.raises(BurstError, match=r"with --cuda-graph-impl.*full_iteration; capture layers"):
+        built_by_spec(f"{BY_SPEC} {NO_MASK}", cuda_graph_impl="full_iteration")
     os.environ["WORLD_SIZE"] = "2"
     with pytest.raises(AssertionError, match=r"multiple of 2 \* context-parallel-size"):
         parse(f"{BY_SPEC} {NO_MASK} --seq-length 62")

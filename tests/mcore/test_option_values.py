@@ -20,7 +20,7 @@ VALUES = {  # option: values that burst runs with, values that it refuses
     "experimental_attention_variant": ({*DELTA_NETS}, {"dsa", "dsv4_hybrid"}),
     "softmax_type": ({"vanilla", "off-by-one", "learnable"}, set()),
     "transformer_impl": ({"local", "transformer_engine"}, {"inference_optimized"}),
-    "cuda_graph_impl": ({"none"}, {"local", "transformer_engine", "full_iteration"}),
+    "cuda_graph_impl": ({"none", "local", "transformer_engine"}, {"full_iteration"}),
     "recompute_granularity": ({"full", "selective"}, set()),
     "moe_token_dispatcher_type": ({"allgather", "alltoall", "flex"}, set()),
     "flash_attention_version": (set(), {2, 3, 4}),

@@ -54,9 +54,18 @@ OLD = {  # flags of older releases, for Megatron's own graphs and TransformerEng
     "external_cuda_graph": ([True], [False, MLP | dict(external_cuda_graph=True)]),
 }
 GRAPHS = {"cuda_graph_impl": ([*IN_LAYERS, *ALL], ["none", *BESIDE])} | OLD
-GRAPHS_OF_LOSS = {"cuda_graph_impl": (ALL, ["none", *IN_LAYERS, *BESIDE])} | {
+GRAPHS_OF_ITERATIONS = {"cuda_graph_impl": (ALL, ["none", *IN_LAYERS, *BESIDE])} | {
     name: ([{name: True, "cuda_graph_scope": ["full_iteration"]}], [False, True]) for name in OLD
 }
+READ_IN_PYTHON = {
+    name: (
+        [{name: value, "cuda_graph_impl": "local"}, TE | {name: value},
+         {name: value, "enable_cuda_graph": True}],
+        [None, value, TE | {name: value, "cuda_graph_modules": "mlp"}],
+    )
+    for name, value in {"qk_clip": True, "log_max_attention_logit": True, "burst_check": 100,
+                        "burst_nan_guard": True}.items()
+}  # fmt: skip
 INVARIANT = dict(burst_invariant=True)
 SENT = "router", "token_dispatch"
 IN_BATCHES = dict(batch_invariant_mode=True)
@@ -154,7 +163,7 @@ CASES = {
         "dataloader_inter_document_masking": FLAG,
         "sft": ([dict(sft=True, has_te=False)], [False, dict(sft=True, has_te=True)]),
     },
-    "attention": GRAPHS | ENDLESS | {
+    "attention": GRAPHS_OF_ITERATIONS | READ_IN_PYTHON | ENDLESS | {
         "attention_dropout": ([0.1], [0.0]),
         "reset_attention_mask": FLAG,
         "dataloader_inter_document_masking": (
@@ -258,7 +267,7 @@ CASES = {
         ),
     },
     "own": {"keep": (["half"], ["none", "all"])},
-    "loss": GRAPHS_OF_LOSS | ENDLESS | {
+    "loss": GRAPHS_OF_ITERATIONS | ENDLESS | {
         "fp16_lm_cross_entropy": FLAG,
         "defer_embedding_wgrad_compute": FLAG,
         "overlap_moe_expert_parallel_comm": FLAG,
@@ -270,7 +279,7 @@ CASES = {
         "logits_load_dir": (["logits"], []),
         "modelopt_enabled": FLAG,
     },
-    "head": GRAPHS_OF_LOSS | {
+    "head": GRAPHS_OF_ITERATIONS | {
         "burst_loss_grads": (
             [dict(burst_loss_grads="forward", fp16=True)],
             ["forward", dict(burst_loss_grads="auto", fp16=True)],
