@@ -114,14 +114,14 @@ def limit_rows(world: World) -> Iterator[sheets.LimitRow]:
     kind = world.device.type
     for side in _SIDES[kind]:
         run, flops = matmul(world, side, torch.bfloat16)
-        yield _limit("matmul", side, run, flops / 1e9, world)
+        yield limit_row("matmul", side, run, flops / 1e9, world)
     for count in _COPIED[kind]:
         source = torch.ones(count, dtype=torch.uint8, device=world.device)
         target = torch.empty_like(source)
-        yield _limit("copy", count, partial(target.copy_, source), 2 * count / 1e6, world)
+        yield limit_row("copy", count, partial(target.copy_, source), 2 * count / 1e6, world)
 
 
-def _limit(what: str, size: int, run: Run, work: float, world: World) -> sheets.LimitRow:
+def limit_row(what: str, size: int, run: Run, work: float, world: World) -> sheets.LimitRow:
     """Times one; `work` divided by milliseconds is its rate."""
     ms = times_ms(run, world, reps=10)
     rate = work / median(ms)

@@ -1,8 +1,9 @@
 """What options of a call cost on one GPU, as CSV: python -m benchmarks.option_costs --out x.csv
 
-On several GPUs (torchrun) only a call, beside the same call in a CUDA graph.
+On several GPUs (torchrun) only a call, beside the same call in CUDA graphs.
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -10,11 +11,9 @@ import torch
 from torch.nn.functional import linear, silu
 
 from benchmarks import sheets
-from benchmarks.facts import stamp
+from benchmarks.limits import limit_row
 from benchmarks.runner import App, Out, check_out, save
-from benchmarks.tables import repetitions, spread
 from megatron_burst import BurstConfig, burst_attention
-from megatron_burst.tools.speeds import times_ms
 from megatron_burst.tools.terminal import Device
 from megatron_burst.tools.world import started
 
@@ -31,18 +30,9 @@ def layer(x: torch.Tensor, weights: list[torch.Tensor], keep: str) -> torch.Tens
     return x + silu(linear(out.flatten(2), weights[1]))
 
 
-def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def call(attend: Callable[..., torch.Tensor], *qkv: torch.Tensor) -> None:
     """Both passes of a call."""
-    torch.autograd.grad(burst_attention(q, k, v), (q, k, v), q)
-
-
-def in_graph(run: partial) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of what has run once."""
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
+    torch.autograd.grad(attend(*qkv), qkv, qkv[0])
 
 
 @app.command()
@@ -55,10 +45,11 @@ def main(out: Out = Path("option_costs.csv"), device: Device = None) -> None:
         weights = [make(48 * 128, 4096), make(4096, 4096)]
         for size in (2048, 4096, 8192, 65536) if on_gpu else (64,):
             rows = size // world.size
-            qkv = [make(1, rows, heads, 128).requires_grad_() for heads in (32, 8, 8)]
-            runs = {"call": partial(call, *qkv)}
+            qkv = tuple(make(1, rows, heads, 128).requires_grad_() for heads in (32, 8, 8))
+            runs = {"call": partial(call, burst_attention, *qkv)}
             if on_gpu:
-                runs["call, in a CUDA graph"] = in_graph(runs["call"]).replay
+                graphs = torch.cuda.make_graphed_callables(burst_attention, qkv)
+                runs["call, in CUDA graphs"] = partial(call, graphs, *qkv)
             for name, options in OPTIONS.items() if alone else ():
                 runs[name] = partial(burst_attention, *make(3, 1, size, 16, 128), **options)
             for name, keep in WAYS.items() if alone else ():
@@ -66,10 +57,7 @@ def main(out: Out = Path("option_costs.csv"), device: Device = None) -> None:
                 forward = partial(run, make(1, size, 4096).requires_grad_(), weights, keep)
                 runs[f"layer, {name}"] = lambda forward=forward: forward().sum().backward()
             for what, run in runs.items():
-                ms = times_ms(run, world, reps=8)
-                how = {**stamp(world.device), **spread(ms), "note": repetitions(ms)}
-                row = sheets.LimitRow(what=what, size=size, rate=size / how["ms"], **how)
-                save(out, world, [row], sheets.LIMITS_CSV)
+                save(out, world, [limit_row(what, size, run, size, world)], sheets.LIMITS_CSV)
 
 
 if __name__ == "__main__":
