@@ -74,8 +74,8 @@ QUERIES = {  # what users type, and the page that answers
     "MFU": "benchmarks/steps", "1M tokens": "benchmarks/steps", "multi-node": "how-to/nodes",
     "flash attention 3": "backends", "moe": "families/index", "slurm": "how-to/nodes",
     "packed samples": "how-to/packed", "verl": "integrations",
-    "transformers": "how-to/without-megatron", "checkpoint": "start/quickstart", "NaN": "how-to/checks",
-    "zigzag": "masks", "prefix tree": "slices", "same bits": "loss",
+    "transformers": "how-to/without-megatron", "checkpoint": "start/quickstart",
+    "NaN": "how-to/checks", "zigzag": "masks", "prefix tree": "slices", "same bits": "loss",
 }  # fmt: skip
 
 
