@@ -11,7 +11,7 @@ from benchmarks.frontier_table import Point, in_equal_memory, points_of, runs_in
 from benchmarks.limits import FOUR, sheet
 from benchmarks.sheets import FRONTIER_CSV, LOSS_CSV, PACKED_CSV, RECOMPUTE_CSV, SLICES_CSV
 from benchmarks.style import gpu_of
-from benchmarks.tables import Ratio, measured_by, times_of
+from benchmarks.tables import Ratio, markdown, measured_by, times_of
 from megatron_burst.tools.units import in_units
 
 _SIZES = "sizes_2xh200_one_node+sizes_4xh200_one_node+gather_then_all_to_all_h200"
@@ -25,24 +25,28 @@ _PACKED = (
     "packed_2x1xh200", "packed_2x2xh200",
 )  # fmt: skip
 _MODES = "burst:recompute", "burst:forward", "burst:plain"  # of the loss
-_HEAD = "times as fast", "GiB: burst, beside", "measured"
+_HEAD = "times as fast", "GiB: burst, beside", "run, n"
+_HEAD_OF_ATTENTION = (
+    "GPUs", "heads", "tokens", "sample", "burst", "beside", *_HEAD[:2], "forward alone", _HEAD[2],
+)  # fmt: skip
 _LIKE = {"none": "full", "off": "off", "all": "full-keep", "selective": "selective"}  # in layers
 Lines = Iterator[tuple[str, ...]]
 
 
 def attention() -> Lines:
     """Of both passes, and of forward alone; burst as it runs by itself."""
-    yield "GPUs", "heads", "tokens", "sample", "pass", "burst", "beside", *_HEAD
+    yield _HEAD_OF_ATTENTION
     yield from _attention({"burst:auto": "", "burst:auto@zigzag": "documents at any token"})
 
 
 def on_cudnn() -> Lines:
     """The same with cuDNN, TransformerEngine's kernel."""
-    yield "GPUs", "heads", "tokens", "sample", "pass", "burst", "beside", *_HEAD
+    yield _HEAD_OF_ATTENTION
     yield from _attention({"burst:backend=cudnn": "on cuDNN"})
 
 
 def _attention(variants: dict[str, str]) -> Lines:
+    lines: dict[tuple[str, ...], dict[str, tuple[str, str]]] = {}
     sheets = *((name,) for name in _CAUSAL), *((name, PACKED_CSV) for name in _PACKED)
     for each in (one.alike() for names in sheets for one in compare(sheet(*names))):
         words, place = each.problem.words(), each.problem
@@ -56,11 +60,14 @@ def _attention(variants: dict[str, str]) -> Lines:
                         for fact in ("mask", "head dim", "dtype", "batch")
                         if words[fact] not in ("128", "bfloat16", "1")
                     )
-                    yield (
+                    line = (
                         f"{gpus} {gpu_of(row.gpu)}", words["heads"], words["S"], sample,
-                        "forward" if place.pass_ == "fwd" else "both", said or row.mode,
-                        f"{peer.impl} `{peer.mode}`", *told,
+                        said or row.mode, f"{peer.impl} `{peer.mode}`", told[2],
                     )  # fmt: skip
+                    lines.setdefault(line, {})[place.pass_] = told[0], told[1]
+    for (*first, origin), passes in lines.items():
+        forward, _ = passes.get("fwd", ("-", "-"))
+        yield *first, *passes.get("fwd_bwd", ("-", "-")), forward, origin
 
 
 def _by_itself(each: Comparison) -> Any:
@@ -128,7 +135,7 @@ def _setting(name: str) -> str:
 
 def loss() -> Lines:
     """The LM head and loss: each of burst's modes beside every other that ran with it."""
-    yield "tokens, GPUs", "hidden x classes", "burst", "beside", *_HEAD
+    yield "tokens, GPUs", "hidden x classes", "beside", *(f"`{name}`" for name in _MODES), _HEAD[2]
     runs: dict[tuple, dict[str, Any]] = {}
     for row in sheet("loss_h200", LOSS_CSV):
         if row.ms:
@@ -139,10 +146,14 @@ def loss() -> Lines:
         for run, rows in runs.items() for name in rows for peer in rows
         if name in _MODES and not peer.startswith("burst")
     }  # fmt: skip
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
     for (ranks, hidden, vocab, tokens, name, peer), pair in sorted(newest.items()):
         if told := _told(*pair):
             head = f"{in_units(tokens)}, {ranks}", f"{hidden} x {in_units(vocab)}"
-            yield *head, f"`{name}`", f"`{peer}`", *told
+            modes = lines.setdefault((*head, f"`{peer}`", told[2]), {})
+            modes[name] = f"{told[0]}; {told[1]}"
+    for (*first, origin), modes in lines.items():
+        yield *first, *(modes.get(name, "-") for name in _MODES), origin
 
 
 def _told(row: Any, peer: Any) -> tuple[str, ...]:
@@ -166,9 +177,23 @@ def _origin(row: Any, count: int = 0) -> str:
     """The day, commit and machine of a row, and how many repetitions it has."""
     said = re.search(r"(\d+) repetition", row.note)
     count = count or len(times_of(row)) or int(said[1] if said else 0)
-    return ", ".join([row.date[:10], *measured_by(row), *[f"n = {count}"] * bool(count)])
+    return "; ".join([", ".join([row.date[:10], *measured_by(row)]), *[f"{count}"] * bool(count)])
 
 
 TABLES: dict[str, Callable[[], Lines]] = {
     "attention": attention, "cudnn": on_cudnn, "steps": steps, "loss": loss,
 }  # fmt: skip
+
+
+def table(name: str) -> str:
+    """A table of the page, whose last cells are a run's number and how many repetitions it has;
+    the runs are named below."""
+    head, *lines = TABLES[name]()
+    numbers: dict[str, int] = {}
+    short = []
+    for *cells, origin in lines:
+        run, _, count = origin.partition("; ")
+        number = numbers.setdefault(run, len(numbers) + 1)
+        short.append([*cells, f"{number}, {count}" if count else f"{number}"])
+    runs = "; ".join(f"({number}) {run}" for run, number in numbers.items())
+    return f"{markdown([head, *short])}\n\nRows: {runs}."

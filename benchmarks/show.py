@@ -108,7 +108,7 @@ _TABLES: dict[str, Callable[[Sequence[str]], str]] = {
     "recompute": partial(_of_rows, sheets.RECOMPUTE_CSV, 0, steps_table.modes_by_length),
     "loss": partial(_of_rows, sheets.LOSS_CSV, 1, loss_table.heads_by_tokens),
     "limits": lambda words: markdown(limits.machine()),
-    "losses": lambda words: markdown(losses.TABLES[words[0]]()),
+    "losses": lambda words: losses.table(words[0]),
 }
 
 
