@@ -34,11 +34,8 @@ from megatron_burst.schedule.program import (
     Space,
     Stream,
     ToRanks,
-    dkv_fields,
-    dq_fields,
-    out_fields,
 )
-from megatron_burst.schedule.spec import Cargo, Dtype, Spec
+from megatron_burst.schedule.spec import Cargo, Spec
 
 
 def a2a(spec: Spec) -> Program:
@@ -109,13 +106,11 @@ class HeadsAllToAll:
 
     def _fields(self, round_: int) -> tuple[Field, ...]:
         """Fields of a row that is sent."""
-        spec, qkv = self._emitter.spec, self._emitter.qkv_fields(round_)
-        if not spec.backward:
-            return qkv
-        heads_q, _ = self._emitter.heads_of(round_)
-        lse, delta = (Field(name, heads_q, 0, Dtype.SUM) for name in ("lse", "delta"))
-        dout = Field("dout", heads_q, spec.shape.dim_v)
-        return (dout, delta) if self._reuses else (*qkv, dout, lse, delta)
+        emitter, (heads_q, _) = self._emitter, self._emitter.heads_of(round_)
+        if self._reuses:
+            return emitter.fields("dout delta", heads_q)
+        side = emitter.fields("dout lse delta", heads_q) if emitter.spec.backward else ()
+        return *emitter.qkv_fields(round_), *side
 
     def post(self, round_: int) -> None:
         """Start the all-to-all of a round's heads, if there is such a round."""
@@ -183,8 +178,7 @@ class QuerySides:
         emitter, spec = self._emitter, self._emitter.spec
         heads_q, _ = emitter.heads_of(round_)
         saved_lse = emitter.lse(round_) if spec.saves_remote else None
-        names = ("delta",) if saved_lse else ("lse", "delta")
-        fields = tuple(Field(name, heads_q, 0, Dtype.SUM) for name in names)
+        fields = emitter.fields("delta" if saved_lse else "lse delta", heads_q)
         name = f"statistics {round_}"
         statistics = emitter.buffer(name, Space.TEMP, emitter.rows, fields, "statistics")
         received = self._inputs.queries(round_)
@@ -206,11 +200,11 @@ class OutputAllToAll:
         self._in_flight: int | None = None
 
     def _fields(self, round_: int) -> tuple[Field, ...]:
-        spec, (heads_q, heads_kv) = self._emitter.spec, self._emitter.heads_of(round_)
-        if not spec.backward:
-            return out_fields(heads_q, spec.shape, Dtype.INPUT)
-        dtype = spec.partial_grad_dtype
-        return (*dq_fields(heads_q, spec.shape, dtype), *dkv_fields(heads_kv, spec.shape, dtype))
+        emitter, (heads_q, heads_kv) = self._emitter, self._emitter.heads_of(round_)
+        if not emitter.spec.backward:
+            return emitter.fields("out lse", heads_q)
+        dtype = emitter.spec.partial_grad_dtype
+        return *emitter.fields("dq", heads_q, dtype), *emitter.fields("dk dv", heads_kv, dtype)
 
     def of(self, round_: int) -> Ref:
         """Where a round's results are written: in the slot that is sent next, unless results return

@@ -9,8 +9,8 @@ from megatron_burst.schedule.inter_node import heads_in_rounds
 from megatron_burst.schedule.layout import Chunks, Layout
 from megatron_burst.schedule.mask import Span, Tile
 from megatron_burst.schedule.node_shards import ShardChunk, adjacent_runs, node_shards
-from megatron_burst.schedule.program import Field, Ref, Space, kv_fields, q_fields
-from megatron_burst.schedule.spec import Cargo, Dtype, Spec
+from megatron_burst.schedule.program import Field, Ref, Space
+from megatron_burst.schedule.spec import Cargo, Spec
 
 
 class AllToAllEmitter(Emitter):
@@ -78,7 +78,7 @@ class AllToAllEmitter(Emitter):
     def lse(self, round_: int) -> Ref:
         """lse of a round's heads, dense, as kernels need it."""
         space = Space.SAVED if self.spec.saves_remote else Space.TEMP
-        fields = (Field("lse", self.heads_of(round_)[0], 0, Dtype.SUM),)
+        fields = self.fields("lse", self.heads_of(round_)[0])
         return self.buffer(f"lse {round_}", space, self.rows, fields)
 
     def saved(self, round_: int) -> Ref:
@@ -106,8 +106,8 @@ class AllToAllEmitter(Emitter):
         return self.buffer(name, Space.SLOT, self.rows, fields, cargo, round_, count)
 
     def qkv_fields(self, round_: int) -> tuple[Field, ...]:
-        shape, (heads_q, heads_kv) = self.spec.shape, self.heads_of(round_)
-        return *q_fields(heads_q, shape), *kv_fields(heads_kv, shape)
+        heads_q, heads_kv = self.heads_of(round_)
+        return *self.fields("q", heads_q), *self.fields("k v", heads_kv)
 
     def by_rank(
         self, ref: Ref

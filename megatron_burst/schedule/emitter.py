@@ -26,12 +26,6 @@ from megatron_burst.schedule.program import (
     Stream,
     SurrogateOut,
     Transfer,
-    dkv_fields,
-    dq_fields,
-    kv_fields,
-    out_fields,
-    q_fields,
-    side_fields,
     widths_of,
 )
 from megatron_burst.schedule.spec import Cargo, Dtype, Spec, power_below, pulled_count, sent_count
@@ -48,14 +42,15 @@ class Emitter:
 
     def __post_init__(self) -> None:
         shape, result = self.spec.shape, self.result_dtype
+        rows, heads, heads_kv = shape.tokens, shape.heads_q, shape.heads_kv
         if self.spec.backward:
-            self.buffer("side", Space.CALL, shape.tokens, side_fields(shape.heads_q, shape))
-            self.buffer("dq", Space.CALL, shape.tokens, dq_fields(shape.heads_q, shape, result))
-            self.buffer("dkv", Space.CALL, shape.keys, dkv_fields(shape.heads_kv, shape, result))
+            self.buffer("side", Space.CALL, rows, self.fields("q dout out lse", heads))
+            self.buffer("dq", Space.CALL, rows, self.fields("dq", heads, result))
+            self.buffer("dkv", Space.CALL, shape.keys, self.fields("dk dv", heads_kv, result))
         else:
-            self.buffer("q", Space.CALL, shape.tokens, q_fields(shape.heads_q, shape))
-            self.buffer("out", Space.CALL, shape.tokens, out_fields(shape.heads_q, shape, result))
-        self.buffer("kv", Space.CALL, shape.keys, kv_fields(shape.heads_kv, shape))
+            self.buffer("q", Space.CALL, rows, self.fields("q", heads))
+            self.buffer("out", Space.CALL, rows, self.fields("out lse", heads, result))
+        self.buffer("kv", Space.CALL, shape.keys, self.fields("k v", heads_kv))
 
     @property
     def result_dtype(self) -> Dtype:
@@ -73,6 +68,20 @@ class Emitter:
             name, space, rows, tuple(fields), use, number, count, interleaved
         )
         return Ref(name)
+
+    def fields(self, names: str, heads: int, dtype: Dtype = Dtype.INPUT) -> tuple[Field, ...]:
+        """Fields of these names. lse and delta are one number per row, in the dtype of sums."""
+        dims = dict.fromkeys("q k dq dk".split(), self.spec.shape.dim_qk)
+        dims |= dict.fromkeys("v out dv dout".split(), self.spec.shape.dim_v)
+        return tuple(
+            Field(name, heads, dims[name], dtype) if name in dims
+            else Field(name, heads, 0, Dtype.SUM)
+            for name in names.split()
+        )  # fmt: skip
+
+    def circulating_side(self, heads: int) -> tuple[Field, ...]:
+        """Fields of a query side that is sent to other ranks: delta replaces the output."""
+        return self.fields("lse delta q dout", heads)
 
     def emit(self, *ops: Op) -> None:
         self.ops += ops
@@ -136,8 +145,7 @@ class Emitter:
     def delta(self) -> Ref:
         """Delta of the rank's own query side."""
         shape = self.spec.shape
-        fields = (Field("delta", shape.heads_q, 0, Dtype.SUM),)
-        delta = self.buffer("delta", Space.TEMP, shape.tokens, fields)
+        delta = self.temp("delta", shape.tokens, self.fields("delta", shape.heads_q))
         self.emit(Delta(Ref("side"), delta))
         return delta
 
@@ -149,7 +157,7 @@ class Emitter:
         name, rows = f"surrogate out of {sides[0].buffer}", self.buffers[sides[0].buffer].rows
         fields = (f for side in sides for f in self.buffers[side.buffer].fields)
         heads = next(field.heads for field in fields if field.name == "dout")
-        out = self.temp(name, rows, (Field("out", heads, self.spec.shape.dim_v),))
+        out = self.temp(name, rows, self.fields("out", heads))
         self.emit(SurrogateOut(sides, out))
         return out, *sides
 
@@ -182,7 +190,7 @@ class Outputs:
         self._q, self._out = q, out
         self._parts: list[tuple[Span, Ref]] = []
         assert q.heads
-        self._fields = out_fields(len(q.heads), emitter.spec.shape, Dtype.INPUT)
+        self._fields = emitter.fields("out lse", len(q.heads))
 
     def compute(self, tile: Tile, kv: Ref) -> None:
         """Compute a tile over these keys and values."""
@@ -223,8 +231,8 @@ class Gradients:
         self._parts: list[tuple[Span, Ref]] = []
         self._written: list[Span] = []
         spec, dtype = emitter.spec, emitter.spec.grad_dtype
-        self._dq_fields = dq_fields(heads_kv * spec.q_heads_per_kv, spec.shape, dtype)
-        self._dkv_fields = dkv_fields(heads_kv, spec.shape, dtype)
+        self._dq_fields = emitter.fields("dq", heads_kv * spec.q_heads_per_kv, dtype)
+        self._dkv_fields = emitter.fields("dk dv", heads_kv, dtype)
 
     def compute(self, tile: Tile, kv: Ref, into: Ref | None = None) -> Ref:
         """Compute a tile; returns dk and dv, in a new buffer unless written `into` a buffer."""

@@ -58,10 +58,6 @@ from megatron_burst.schedule.program import (
     Send,
     Space,
     Stream,
-    circulating_side_fields,
-    dkv_fields,
-    dq_fields,
-    kv_fields,
 )
 from megatron_burst.schedule.spec import Cargo, Circulate, Dtype, Spec
 
@@ -182,14 +178,13 @@ class _Gather(Emitter):
         return Ref(name, heads=self.q_heads(self.rounds[round_]))
 
     def kv_fields_of(self, round_: int) -> tuple[Field, ...]:
-        return kv_fields(len(self.rounds[round_]), self.spec.shape)
+        return self.fields("k v", len(self.rounds[round_]))
 
     def dkv_fields_of(self, round_: int, dtype: Dtype) -> tuple[Field, ...]:
-        return dkv_fields(len(self.rounds[round_]), self.spec.shape, dtype)
+        return self.fields("dk dv", len(self.rounds[round_]), dtype)
 
     def dq_fields_of(self, round_: int, dtype: Dtype) -> tuple[Field, ...]:
-        heads = len(self.rounds[round_]) * self.spec.q_heads_per_kv
-        return dq_fields(heads, self.spec.shape, dtype)
+        return self.fields("dq", len(self.rounds[round_]) * self.spec.q_heads_per_kv, dtype)
 
     def double_buffer(self, name: str, index: int, rows: int, fields: Sequence[Field]) -> Ref:
         """A step's buffer on this rank; two take turns."""
@@ -333,7 +328,7 @@ class QueryInputs:
 
     def _fields(self, round_: int) -> tuple[Field, ...]:
         heads = len(self._emitter.q_heads(self._emitter.rounds[round_]))
-        return circulating_side_fields(heads, self._emitter.spec.shape)
+        return self._emitter.circulating_side(heads)
 
     def prepare(self, index: int) -> None:
         """Start receiving the remote queries of a step."""

@@ -382,36 +382,3 @@ def widths_of(shape: AttentionShape) -> dict[Dtype, int]:
     """Bytes of an element, by dtype."""
     sizes = shape.itemsize, shape.stat_bytes, shape.grad_bytes
     return dict(zip((Dtype.INPUT, Dtype.SUM, Dtype.WIRE), sizes, strict=True))
-
-
-def q_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
-    return (Field("q", heads, shape.dim_qk),)
-
-
-def kv_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
-    return Field("k", heads, shape.dim_qk), Field("v", heads, shape.dim_v)
-
-
-def out_fields(heads: int, shape: AttentionShape, dtype: Dtype) -> tuple[Field, ...]:
-    return Field("out", heads, shape.dim_v, dtype), Field("lse", heads, 0, Dtype.SUM)
-
-
-def side_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
-    """Fields of a rank's own inputs of backward."""
-    out = Field("out", heads, shape.dim_v)
-    return (*q_fields(heads, shape), Field("dout", heads, shape.dim_v), out,
-            Field("lse", heads, 0, Dtype.SUM))  # fmt: skip
-
-
-def circulating_side_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
-    """Fields of a query side that is sent to other ranks: delta replaces the output."""
-    lse, delta = (Field(name, heads, 0, Dtype.SUM) for name in ("lse", "delta"))
-    return lse, delta, *q_fields(heads, shape), Field("dout", heads, shape.dim_v)
-
-
-def dq_fields(heads: int, shape: AttentionShape, dtype: Dtype) -> tuple[Field, ...]:
-    return (Field("dq", heads, shape.dim_qk, dtype),)
-
-
-def dkv_fields(heads: int, shape: AttentionShape, dtype: Dtype) -> tuple[Field, ...]:
-    return Field("dk", heads, shape.dim_qk, dtype), Field("dv", heads, shape.dim_v, dtype)

@@ -31,11 +31,6 @@ from megatron_burst.schedule.program import (
     Ref,
     Restore,
     Space,
-    circulating_side_fields,
-    dkv_fields,
-    dq_fields,
-    kv_fields,
-    out_fields,
 )
 from megatron_burst.schedule.spec import Cargo, Dtype, Spec
 from megatron_burst.schedule.topology import Link
@@ -70,7 +65,7 @@ class _Ring(Emitter):
 
     def forward(self) -> None:
         shape, out, circulating = self.spec.shape, Ref("out"), self.pack_own(("kv",))
-        fields = out_fields(shape.heads_q, shape, Dtype.INPUT)
+        fields = self.fields("out lse", shape.heads_q)
         self.emit(Fill(out))
         for step in range(self.spec.topology.cp_size):
             circulating = self.send_inputs(step, circulating)
@@ -117,8 +112,9 @@ class _Ring(Emitter):
         shape, dtype = self.spec.shape, self.spec.grad_dtype
         for number, tile in enumerate(step_tiles):
             name = f"{step}.{number}"
-            dq = self.temp(f"dq {name}", len(tile.q), dq_fields(shape.heads_q, shape, dtype))
-            dkv = self.temp(f"dkv {name}", len(tile.kv), dkv_fields(shape.heads_kv, shape, dtype))
+            dq = self.temp(f"dq {name}", len(tile.q), self.fields("dq", shape.heads_q, dtype))
+            dkv_fields = self.fields("dk dv", shape.heads_kv, dtype)
+            dkv = self.temp(f"dkv {name}", len(tile.kv), dkv_fields)
             rows = tuple(side.at(tile.q) for side in sides)
             keys = kv.at(tile.kv)
             self.emit(AttendBackward(rows, keys, tile.mask, dq, dkv, tile.positions))
@@ -135,7 +131,7 @@ class _Ring(Emitter):
         pairs = self.chunk_pairs_of(step)
         if not pairs or pairs.is_identity:
             return keys
-        fields = kv_fields(self.spec.shape.heads_kv, self.spec.shape)
+        fields = self.fields("k v", self.spec.shape.heads_kv)
         target = self.temp(f"rearranged {step}", len(pairs.tile.kv), fields)
         self.emit(Arrange(keys, target, pairs.src_blocks, pairs.dst_chunks))
         return target
@@ -145,7 +141,7 @@ class _Ring(Emitter):
         pairs, shape = self.chunk_pairs_of(step), self.spec.shape
         if not pairs or pairs.is_identity:
             return tile.kv, dkv
-        fields = dkv_fields(shape.heads_kv, shape, self.spec.grad_dtype)
+        fields = self.fields("dk dv", shape.heads_kv, self.spec.grad_dtype)
         target = self.temp(f"restored {step}", shape.tokens, fields)
         self.emit(Restore(dkv, target, pairs.src_blocks, pairs.dst_chunks))
         return Span(0, shape.tokens), target
@@ -193,9 +189,10 @@ class _Ring(Emitter):
 
     def ring_buffer(self, step: int) -> Ref:
         shape = self.spec.shape
-        fields = (kv_fields(shape.heads_kv, shape) if self.queries_stay
-                  else circulating_side_fields(shape.heads_q, shape))  # fmt: skip
-        rows = shape.keys if self.queries_stay else shape.tokens
+        if self.queries_stay:
+            rows, fields = shape.keys, self.fields("k v", shape.heads_kv)
+        else:
+            rows, fields = shape.tokens, self.circulating_side(shape.heads_q)
         return self.buffer(f"circulating {step}", Space.POOL, rows, fields, Cargo.READ)
 
     def circulating(self, step: int) -> Ref:
@@ -233,10 +230,11 @@ class GradRing:
 
     def buffer(self, name: str, step: int, dtype: Dtype) -> Ref:
         """Where a gradient is in a step, or arrives by its end."""
-        shape, of_keys = self.ring.spec.shape, self.ring.queries_stay
-        fields = (dkv_fields(shape.heads_kv, shape, dtype) if of_keys
-                  else dq_fields(shape.heads_q, shape, dtype))  # fmt: skip
-        rows = shape.keys if of_keys else shape.tokens
+        shape = self.ring.spec.shape
+        if self.ring.queries_stay:
+            rows, fields = shape.keys, self.ring.fields("dk dv", shape.heads_kv, dtype)
+        else:
+            rows, fields = shape.tokens, self.ring.fields("dq", shape.heads_q, dtype)
         return self.ring.buffer(f"{name} {step}", Space.POOL, rows, fields, Cargo.GRAD)
 
     def send_sum(self, step: int) -> None:
