@@ -51,6 +51,14 @@ def a2a(spec: Spec) -> Program:
             "burst attention: an all-to-all must run over all ranks, because no ring between nodes "
             f"continues it; got {spec.topology}; pass a flat topology"
         )
+    if spec.shape.heads_q % spec.topology.cp_size:
+        raise BurstError(
+            "burst attention: for an all-to-all, the number of ranks must divide the number of "
+            "query heads, because each rank computes equally many; got "
+            f"{spec.shape.heads_q} query heads on {spec.topology.cp_size} ranks; pass "
+            "--burst-intra gather (intra='gather') or auto, and no --burst-inter a2a or "
+            "--burst-invariant"
+        )
     emitter = _AllToAll(spec)
     (emitter.backward if spec.backward else emitter.forward)()
     return emitter.program()
@@ -123,10 +131,12 @@ class HeadsAllToAll:
         heads_kv = emitter.heads_of(round_)[1]
         emitter.emit(ToRanks(sources, slot, len(emitter.ranks), heads_kv, emitter.copies, stream))
         target = self._received(round_) if emitter.reorders else self._in_order(round_)
-        to_peers, own = emitter.by_rank(slot)
-        for chunk, rows in own:
-            emitter.emit(Copy((rows,), target.at(chunk.node_rows), stream))
-        sends = [Send(peer, rows) for peer, _, rows in to_peers]
+        sends = []
+        for rank, chunk, rows in emitter.by_rank(slot):
+            if rank == this_rank:
+                emitter.emit(Copy((rows,), target.at(chunk.node_rows), stream))
+            else:
+                sends.append(Send(rank, rows))
         offset = emitter.ranks.index(this_rank) * emitter.spec.shape.tokens
         recvs = [
             Recv(chunk.cp_rank, slot.at(chunk.rows.shifted(offset)), target.at(chunk.node_rows))
@@ -224,15 +234,17 @@ class OutputAllToAll:
         if emitter.reorders:
             emitter.emit(Restore(self.of(round_), slot, *emitter.orders))
         received = emitter.staging("own results", round_, "results", self._fields(round_))
-        from_peers, own = emitter.by_rank(received)
-        for chunk, rows in own:
-            emitter.emit(Copy((slot.at(chunk.node_rows),), rows))
+        recvs = []
+        for rank, chunk, rows in emitter.by_rank(received):
+            if rank == emitter.spec.cp_rank:
+                emitter.emit(Copy((slot.at(chunk.node_rows),), rows))
+            else:
+                recvs.append(Recv(rank, slot.at(chunk.node_rows), rows))
         sends = [
             Send(chunk.cp_rank, slot.at(chunk.node_rows))
             for chunk in emitter.chunks
             if chunk.cp_rank != emitter.spec.cp_rank
         ]
-        recvs = [Recv(peer, slot.at(chunk.node_rows), rows) for peer, chunk, rows in from_peers]
         emitter.exchange(Cargo.GRAD, slot, sends, recvs)
         self._in_flight = round_
 

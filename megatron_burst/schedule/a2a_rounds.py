@@ -1,8 +1,7 @@
 """The rounds of an all-to-all: whose heads a rank computes in each, and buffers of a round."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from megatron_burst.errors import BurstError
 from megatron_burst.schedule.chunks import chunk_pairs, chunks_by_rank, chunks_in_order
 from megatron_burst.schedule.emitter import Emitter
 from megatron_burst.schedule.inter_node import heads_in_rounds
@@ -30,7 +29,6 @@ class AllToAllEmitter(Emitter):
         super().__init__(spec)
         topology, tokens = spec.topology, spec.shape.tokens
         (self.ranks,) = topology.grid
-        _check_heads(spec.shape.heads_q, len(self.ranks))
         heads_kv = spec.shape.replicated(len(self.ranks)).heads_kv
         self.copies = heads_kv // spec.shape.heads_kv
         per_round = (spec.heads_per_round or heads_kv) * len(self.ranks)
@@ -109,28 +107,10 @@ class AllToAllEmitter(Emitter):
         heads_q, heads_kv = self.heads_of(round_)
         return *self.fields("q", heads_q), *self.fields("k v", heads_kv)
 
-    def by_rank(
-        self, ref: Ref
-    ) -> tuple[list[tuple[int, ShardChunk, Ref]], list[tuple[ShardChunk, Ref]]]:
-        """The rows of a buffer that has this rank's rows once for each rank: those for peers, as
-        (peer, chunk, rows), and those for this rank, as (chunk, rows)."""
-        for_peers, own = [], []
-        chunks = [chunk for chunk in self.chunks if chunk.cp_rank == self.spec.cp_rank]
+    def by_rank(self, ref: Ref) -> Iterator[tuple[int, ShardChunk, Ref]]:
+        """(rank, chunk, rows) of a buffer that has this rank's rows once for each rank."""
         for column, rank in enumerate(self.ranks):
-            for chunk in chunks:
-                rows = ref.at(chunk.rows.shifted(column * self.spec.shape.tokens))
-                if rank == self.spec.cp_rank:
-                    own.append((chunk, rows))
-                else:
-                    for_peers.append((rank, chunk, rows))
-        return for_peers, own
-
-
-def _check_heads(heads_q: int, ranks: int) -> None:
-    if heads_q % ranks:
-        raise BurstError(
-            "burst attention: for an all-to-all, the number of ranks must divide the number of "
-            f"query heads, because each rank computes equally many; got {heads_q} query heads "
-            f"on {ranks} ranks; pass --burst-intra gather (intra='gather') or auto, and no "
-            "--burst-inter a2a or --burst-invariant"
-        )
+            for chunk in self.chunks:
+                if chunk.cp_rank == self.spec.cp_rank:
+                    rows = chunk.rows.shifted(column * self.spec.shape.tokens)
+                    yield rank, chunk, ref.at(rows)

@@ -259,8 +259,8 @@ def _rows_read(keys: Iterable[ShardChunk], tiles: Sequence[Tile]) -> Iterator[Sh
     """The key chunks that tiles read, cut to the rows that they read."""
     for chunk in keys:
         parts = [part for tile in tiles if (part := chunk.within(tile.kv))]
-        for start, stop in union((part.node_rows.start, part.node_rows.stop) for part in parts):
-            part = chunk.within(Span(start, stop))
+        for rows in union(part.node_rows for part in parts):
+            part = chunk.within(rows)
             assert part
             yield part
 

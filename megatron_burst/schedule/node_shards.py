@@ -81,7 +81,7 @@ def halo(topology: Topology, layout: Layout, mask: Mask, tokens: int, owner: int
     """The owner's keys that circulate: under a window those that queries of other nodes see."""
     if not mask.windowed or layout is Layout.DOCUMENTS:  # windows in documents need a single node
         return Halo((Span(0, tokens),), tokens)
-    visible: list[tuple[int, int]] = []
+    visible: list[Span] = []
     owner_row, _ = topology.coord(owner)
     for row, node_queries in enumerate(_node_positions(topology, layout, tokens)):
         if row == owner_row:
@@ -89,9 +89,9 @@ def halo(topology: Topology, layout: Layout, mask: Mask, tokens: int, owner: int
         first = 0
         for keys in positions(layout, owner, topology.cp_size, tokens):
             overlaps = (tile_between(queries, keys, mask) for queries in node_queries)
-            visible += [(t.kv.start + first, t.kv.stop + first) for t in overlaps if t]
+            visible += [tile.kv.shifted(first) for tile in overlaps if tile]
             first += len(keys)
-    return Halo(tuple(Span(*edges) for edges in union(visible)), tokens)
+    return Halo(tuple(union(visible)), tokens)
 
 
 @lru_cache(maxsize=256)
@@ -102,19 +102,19 @@ def _node_positions(
     nodes = []
     for ranks in topology.grid:
         runs = (run for rank in ranks for run in positions(layout, rank, topology.cp_size, tokens))
-        merged = union((run.start, run.stop) for run in runs)
-        nodes.append(tuple(range(start, stop) for start, stop in merged))
+        merged = union(Span(run.start, run.stop) for run in runs)
+        nodes.append(tuple(range(span.start, span.stop) for span in merged))
     return tuple(nodes)
 
 
-def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def union(spans: Iterable[Span]) -> list[Span]:
     """The union, as disjoint spans."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
+    merged: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if merged and span.start <= merged[-1].stop:
+            merged[-1] = Span(merged[-1].start, max(merged[-1].stop, span.stop))
         else:
-            merged.append((start, stop))
+            merged.append(span)
     return merged
 
 

@@ -380,5 +380,4 @@ def uses_of(sizes: Iterable[tuple[Buffer, int]]) -> dict[tuple[Space, str], tupl
 
 def widths_of(shape: AttentionShape) -> dict[Dtype, int]:
     """Bytes of an element, by dtype."""
-    sizes = shape.itemsize, shape.stat_bytes, shape.grad_bytes
-    return dict(zip((Dtype.INPUT, Dtype.SUM, Dtype.WIRE), sizes, strict=True))
+    return {Dtype.INPUT: shape.itemsize, Dtype.SUM: shape.stat_bytes, Dtype.WIRE: shape.grad_bytes}

@@ -96,12 +96,10 @@ class Topology:
         return Topology((tuple(rank for row in self.grid for rank in row),), self.node_of)
 
     def __str__(self) -> str:
-        nodes = len(set(self.node_of))
+        nodes, ranks = len(set(self.node_of)), self.intra_size
         if self.inter_size == 1 and nodes > 1:
             return f"flat ring of {self.cp_size} ranks over {nodes} nodes"
-        return f"{nodes} node{'s' * (nodes > 1)} x {self.intra_size} rank" + "s" * (
-            self.intra_size > 1
-        )
+        return f"{nodes} node{'s' * (nodes > 1)} x {ranks} rank{'s' * (ranks > 1)}"
 
 
 @lru_cache(maxsize=256)
