@@ -17,24 +17,10 @@ Source: Ulysses (arXiv 2309.14509), here in rounds.
 """
 
 from megatron_burst.errors import BurstError
+from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.a2a_rounds import AllToAllEmitter
 from megatron_burst.schedule.mask import check_mask
-from megatron_burst.schedule.program import (
-    Arrange,
-    Attend,
-    AttendBackward,
-    Copy,
-    Field,
-    FromRanks,
-    Program,
-    Recv,
-    Ref,
-    Restore,
-    Send,
-    Space,
-    Stream,
-    ToRanks,
-)
+from megatron_burst.schedule.program import Field, Program, Ref, Space, Stream
 from megatron_burst.schedule.spec import Cargo, Spec
 
 
@@ -66,30 +52,28 @@ def a2a(spec: Spec) -> Program:
 
 class _AllToAll(AllToAllEmitter):
     def forward(self) -> None:
-        inputs, outputs = HeadsAllToAll(self), OutputAllToAll(self)
+        inputs, outputs, tile = HeadsAllToAll(self), OutputAllToAll(self), self.tile
         for round_ in range(len(self.rounds)):
-            q, kv = inputs.queries(round_), inputs.keys(round_)
+            q, kv = inputs.queries(round_).at(tile.q), inputs.keys(round_).at(tile.kv)
             lse, out = self.lse(round_), outputs.of(round_)
-            q, kv = q.at(self.tile.q), kv.at(self.tile.kv)
-            into = lse.at(self.tile.q), out.at(self.tile.q)
-            heads = self.own_heads(round_)
-            self.emit(Attend(q, kv, self.tile.mask, into, self.tile.positions, heads, True))
+            into, heads = (lse.at(tile.q), out.at(tile.q)), self.own_heads(round_)
+            self.emit(ops.Attend(q, kv, tile.mask, into, tile.positions, heads, True))
             inputs.post(round_ + 1)
             # issued before operations that wait for the kernel
             outputs.collect(Stream.SIDE)
             inputs.arrange(round_ + 1)
-            self.emit(Copy((lse,), out))
+            self.emit(ops.Copy((lse,), out))
             outputs.post(round_)
         outputs.collect()
 
     def backward(self) -> None:
         inputs, outputs = HeadsAllToAll(self), OutputAllToAll(self)
-        sides = QuerySides(self, inputs)
+        sides, tile = QuerySides(self, inputs), self.tile
         for round_ in range(len(self.rounds)):
             grads, side, kv = outputs.of(round_), sides.of(round_), inputs.keys(round_)
             # the kernel is followed by conversions of its sums, which would hold up these sends
             inputs.post(round_ + 1)
-            self.emit(AttendBackward(side, kv, self.tile.mask, grads, grads, self.tile.positions))
+            self.emit(ops.AttendBackward(side, kv, tile.mask, grads, grads, tile.positions))
             inputs.arrange(round_ + 1)
             outputs.post(round_)
         outputs.collect()
@@ -128,18 +112,18 @@ class HeadsAllToAll:
         this_rank, stream = emitter.spec.cp_rank, Stream.side_if(round_)
         slot = emitter.slot("heads", round_, Cargo.READ, self._fields(round_), self._slots)
         sources = emitter.refs(round_, self._sources)
-        heads_kv = emitter.heads_of(round_)[1]
-        emitter.emit(ToRanks(sources, slot, len(emitter.ranks), heads_kv, emitter.copies, stream))
+        ranks, (_, heads_kv) = len(emitter.ranks), emitter.heads_of(round_)
+        emitter.emit(ops.ToRanks(sources, slot, ranks, heads_kv, emitter.copies, stream))
         target = self._received(round_) if emitter.reorders else self._in_order(round_)
         sends = []
         for rank, chunk, rows in emitter.by_rank(slot):
             if rank == this_rank:
-                emitter.emit(Copy((rows,), target.at(chunk.node_rows), stream))
+                emitter.emit(ops.Copy((rows,), target.at(chunk.node_rows), stream))
             else:
-                sends.append(Send(rank, rows))
+                sends.append(ops.Send(rank, rows))
         offset = emitter.ranks.index(this_rank) * emitter.spec.shape.tokens
         recvs = [
-            Recv(chunk.cp_rank, slot.at(chunk.rows.shifted(offset)), target.at(chunk.node_rows))
+            ops.Recv(chunk.cp_rank, slot.at(chunk.rows.shifted(offset)), target.at(chunk.node_rows))
             for chunk in emitter.chunks
             if chunk.cp_rank != this_rank
         ]
@@ -151,7 +135,7 @@ class HeadsAllToAll:
         if emitter.reorders and round_ < len(emitter.rounds) and round_ not in rounds:
             rounds.add(round_)
             received, in_order = self._received(round_), self._in_order(round_)
-            emitter.emit(Arrange(received, in_order, *emitter.orders, Stream.side_if(round_)))
+            emitter.emit(ops.Arrange(received, in_order, *emitter.orders, Stream.side_if(round_)))
 
     def _received(self, round_: int) -> Ref:
         """Where a round is received, rank by rank: one buffer for all rounds; it is soon read."""
@@ -192,7 +176,7 @@ class QuerySides:
         name = f"statistics {round_}"
         statistics = emitter.buffer(name, Space.TEMP, emitter.rows, fields, "statistics")
         received = self._inputs.queries(round_)
-        emitter.emit(Copy((received,), statistics))
+        emitter.emit(ops.Copy((received,), statistics))
         saved = (emitter.saved(round_), saved_lse) if saved_lse else ()
         return emitter.side_for_kernel(statistics, *saved, received)
 
@@ -232,16 +216,16 @@ class OutputAllToAll:
         self.collect(Stream.SIDE)
         emitter, slot = self._emitter, self._slot(round_)
         if emitter.reorders:
-            emitter.emit(Restore(self.of(round_), slot, *emitter.orders))
+            emitter.emit(ops.Restore(self.of(round_), slot, *emitter.orders))
         received = emitter.staging("own results", round_, "results", self._fields(round_))
         recvs = []
         for rank, chunk, rows in emitter.by_rank(received):
             if rank == emitter.spec.cp_rank:
-                emitter.emit(Copy((slot.at(chunk.node_rows),), rows))
+                emitter.emit(ops.Copy((slot.at(chunk.node_rows),), rows))
             else:
-                recvs.append(Recv(rank, slot.at(chunk.node_rows), rows))
+                recvs.append(ops.Recv(rank, slot.at(chunk.node_rows), rows))
         sends = [
-            Send(chunk.cp_rank, slot.at(chunk.node_rows))
+            ops.Send(chunk.cp_rank, slot.at(chunk.node_rows))
             for chunk in emitter.chunks
             if chunk.cp_rank != emitter.spec.cp_rank
         ]
@@ -256,4 +240,4 @@ class OutputAllToAll:
         emitter, targets = self._emitter, self._emitter.refs(round_, self._targets)
         ranks, (_, heads_kv) = len(emitter.ranks), emitter.heads_of(round_)
         received = Ref(f"own results {round_}")
-        emitter.emit(FromRanks(received, targets, ranks, heads_kv, emitter.copies, stream))
+        emitter.emit(ops.FromRanks(received, targets, ranks, heads_kv, emitter.copies, stream))

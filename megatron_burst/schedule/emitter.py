@@ -6,28 +6,11 @@ out of a row = merge of (out, lse) over the row's tiles; dq of a row = sum of dq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.chunks import NeededBy
 from megatron_burst.schedule.mask import Span, Tile, has_sole_rows, split_at_edges
 from megatron_burst.schedule.order import assign_buffers
-from megatron_burst.schedule.program import (
-    Add,
-    Attend,
-    AttendBackward,
-    Buffer,
-    Delta,
-    Field,
-    Merge,
-    Op,
-    Program,
-    Recv,
-    Ref,
-    Send,
-    Space,
-    Stream,
-    SurrogateOut,
-    Transfer,
-    widths_of,
-)
+from megatron_burst.schedule.program import Field, Program, Ref, Space, Stream
 from megatron_burst.schedule.spec import Cargo, Dtype, Spec, power_below, pulled_count, sent_count
 from megatron_burst.schedule.topology import Link
 
@@ -37,8 +20,8 @@ class Emitter:
     """Builds one program, then is discarded."""
 
     spec: Spec
-    ops: list[Op] = field(default_factory=list)
-    buffers: dict[str, Buffer] = field(default_factory=dict)
+    operations: list[ops.Op] = field(default_factory=list)
+    buffers: dict[str, ops.Buffer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shape, result = self.spec.shape, self.result_dtype
@@ -64,7 +47,7 @@ class Emitter:
     ) -> Ref:  # fmt: skip
         """Declare a buffer; returns a ref to all of it."""
         interleaved |= space in (Space.SLOT, Space.STAGING)
-        self.buffers[name] = Buffer(
+        self.buffers[name] = ops.Buffer(
             name, space, rows, tuple(fields), use, number, count, interleaved
         )
         return Ref(name)
@@ -83,17 +66,17 @@ class Emitter:
         """Fields of a query side that is sent to other ranks: delta replaces the output."""
         return self.fields("lse delta q dout", heads)
 
-    def emit(self, *ops: Op) -> None:
-        self.ops += ops
+    def emit(self, *operations: ops.Op) -> None:
+        self.operations += operations
 
     def program(self) -> Program:
         shape, spec = self.spec.shape, self.spec
-        widths = widths_of(shape)
-        used = {ref.buffer for op in self.ops for ref in (*op.reads, *op.writes)}
+        widths = ops.widths_of(shape)
+        used = {ref.buffer for op in self.operations for ref in (*op.reads, *op.writes)}
         buffers = {name: buffer for name, buffer in self.buffers.items() if name in used}
         program = Program(
             spec.topology, spec.cp_rank, spec.direction, shape.batch, widths, buffers,
-            tuple(self.ops),
+            tuple(self.operations),
         )  # fmt: skip
         return assign_buffers(program)
 
@@ -101,7 +84,7 @@ class Emitter:
         """How many slots of so many rows the transfers of a pass take in turns."""
         if not self.spec.pulled:
             return sent_count(transfers)
-        shape, widths = self.spec.shape, widths_of(self.spec.shape)
+        shape, widths = self.spec.shape, ops.widths_of(self.spec.shape)
         width = sum(field.elements * widths[field.dtype] for field in fields)
         # for the largest power of two of tokens: lengths up to the next power have equal programs
         tokens = power_below(shape.tokens) * self.spec.unit_rows
@@ -109,13 +92,13 @@ class Emitter:
         return pulled_count(cargo, transfers, num_bytes, tokens)
 
     def exchange(
-        self, cargo: Cargo, slot: Ref, sends: Sequence[Send], recvs: Sequence[Recv]
+        self, cargo: Cargo, slot: Ref, sends: Sequence[ops.Send], recvs: Sequence[ops.Recv]
     ) -> None:
         """A transfer between the ranks of a node, whose pulls begin at different ranks."""
         peers, pulled = self.spec.topology.row_peers(self.spec.cp_rank), bool(self.spec.pulled)
         if peers and (sends or recvs or pulled):
             recvs = sorted(recvs, key=lambda recv: peers.index(recv.peer))
-            self.emit(Transfer(Link.INTRA, cargo, tuple(sends), tuple(recvs), slot, pulled))
+            self.emit(ops.Transfer(Link.INTRA, cargo, tuple(sends), tuple(recvs), slot, pulled))
 
     def hop(
         self, link: Link, cargo: Cargo, source: Ref, target: Ref,
@@ -127,12 +110,12 @@ class Emitter:
         down, right = (by, 0) if link is Link.INTER else (0, by)
         topology = self.spec.topology
         row, column = topology.coord(self.spec.cp_rank)
-        send = Send(topology.rank_at(row + down, column + right), source, needed_by[0])
-        recv = Recv(topology.rank_at(row - down, column - right), source, target, needed_by[1])
+        send = ops.Send(topology.rank_at(row + down, column + right), source, needed_by[0])
+        recv = ops.Recv(topology.rank_at(row - down, column - right), source, target, needed_by[1])
         sends = (send,) if self.buffers[source.buffer].rows else ()
         recvs = (recv,) if self.buffers[target.buffer].rows else ()
         if sends or recvs:
-            self.emit(Transfer(link, cargo, sends, recvs))
+            self.emit(ops.Transfer(link, cargo, sends, recvs))
 
     def temp(self, name: str, rows: int, fields: Sequence[Field]) -> Ref:
         """Declare an output of a kernel."""
@@ -146,7 +129,7 @@ class Emitter:
         """Delta of the rank's own query side."""
         shape = self.spec.shape
         delta = self.temp("delta", shape.tokens, self.fields("delta", shape.heads_q))
-        self.emit(Delta(Ref("side"), delta))
+        self.emit(ops.Delta(Ref("side"), delta))
         return delta
 
     def side_for_kernel(self, *sides: Ref) -> tuple[Ref, ...]:
@@ -158,7 +141,7 @@ class Emitter:
         fields = (f for side in sides for f in self.buffers[side.buffer].fields)
         heads = next(field.heads for field in fields if field.name == "dout")
         out = self.temp(name, rows, self.fields("out", heads))
-        self.emit(SurrogateOut(sides, out))
+        self.emit(ops.SurrogateOut(sides, out))
         return out, *sides
 
 
@@ -200,14 +183,14 @@ class Outputs:
             self._parts.append((tile.q, out))
         q, keys, sinks = self._q.at(tile.q), kv.at(tile.kv), self._sinks
         joins = sinks.join(tile)
-        emitter.emit(Attend(q, keys, tile.mask, (out,), tile.positions, sinks.heads, joins))
+        emitter.emit(ops.Attend(q, keys, tile.mask, (out,), tile.positions, sinks.heads, joins))
 
     def merge(self) -> None:
         """Merge the results of rows with several tiles."""
         spans = split_at_edges((tile.q for tile in self._tiles), self._emitter.spec.shape.tokens)
         for span, parts in sums_of(self._parts, spans):
             if parts:
-                self._emitter.emit(Merge(parts, (self._out.at(span),)))
+                self._emitter.emit(ops.Merge(parts, (self._out.at(span),)))
 
 
 Sum = tuple[Span, tuple[Ref, ...]]  # rows, and the partial results to add there
@@ -247,7 +230,7 @@ class Gradients:
         dkv = into or emitter.temp(f"dkv {name}", len(tile.kv), self._dkv_fields)
         sides = tuple(side.at(tile.q) for side in self._sides)
         keys = kv.at(tile.kv)
-        emitter.emit(AttendBackward(sides, keys, tile.mask, dq, dkv, tile.positions))
+        emitter.emit(ops.AttendBackward(sides, keys, tile.mask, dq, dkv, tile.positions))
         return dkv
 
     def sums(self) -> list[Sum]:
@@ -273,4 +256,4 @@ def add_up(
     for span, parts in sums:
         rows = total.at(span)
         if parts or fresh:
-            emitter.emit(Add(parts if fresh else (rows, *parts), rows, stream))
+            emitter.emit(ops.Add(parts if fresh else (rows, *parts), rows, stream))

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
+from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.emitter import Emitter, Gradients, Outputs, Sinks, Sum, sums_of
 from megatron_burst.schedule.gather_steps import (
     GradSend,
@@ -47,18 +48,7 @@ from megatron_burst.schedule.inter_node import (
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Span, Tile, check_mask, split_at_edges
 from megatron_burst.schedule.node_shards import halo
-from megatron_burst.schedule.program import (
-    Arrange,
-    Copy,
-    Field,
-    Program,
-    Recv,
-    Ref,
-    Restore,
-    Send,
-    Space,
-    Stream,
-)
+from megatron_burst.schedule.program import Field, Program, Ref, Space, Stream
 from megatron_burst.schedule.spec import Cargo, Circulate, Dtype, Spec
 
 
@@ -259,14 +249,14 @@ class KVGather:
         if not spec.queries_stay:
             users = [user for user in emitter.order if user.round == step.round]
         sends = [
-            Send(peer, slot.at(chunk.node_rows), needed_by(spec, users, peer, chunk))
+            ops.Send(peer, slot.at(chunk.node_rows), needed_by(spec, users, peer, chunk))
             for peer in emitter.peers
             for chunk in reads[peer]
         ]
         recvs = []
         for chunk in reads[spec.cp_rank]:
             rows, condition = slot.at(chunk.node_rows), needed_by(spec, users, spec.cp_rank, chunk)
-            recvs.append(Recv(chunk.cp_rank, rows, rows, condition))
+            recvs.append(ops.Recv(chunk.cp_rank, rows, rows, condition))
         emitter.exchange(Cargo.READ, slot, sends, recvs)
 
     def _source(self, step: NodeStep) -> Ref:
@@ -281,7 +271,7 @@ class KVGather:
         name, rows = f"saved {step.round}+{offset}", emitter.halos[offset].rows
         saved = emitter.buffer(name, Space.SAVED, rows, emitter.kv_fields_of(step.round))
         if piece and rows:
-            emitter.emit(Copy((piece,), saved, Stream.SIDE))
+            emitter.emit(ops.Copy((piece,), saved, Stream.SIDE))
         return saved
 
     def _copy_own(self, index: int, source: Ref, slot: Ref) -> None:
@@ -296,7 +286,7 @@ class KVGather:
             for rows, packed in parts if offset else [(chunk.rows, chunk.rows)]:
                 target = slot.at(rows.shifted(chunk.node_rows.start - chunk.rows.start))
                 part = source if step.chunk_pairs else source.at(packed)
-                emitter.emit(Copy((part,), target, stream))
+                emitter.emit(ops.Copy((part,), target, stream))
 
     def _rearrange(self, index: int) -> None:
         """Put a step's gathered keys in the order that its queries need."""
@@ -307,7 +297,7 @@ class KVGather:
         target = emitter.double_buffer("rearranged", index, len(pairs.tile.kv), fields)
         self._rearranged[index] = target
         stream = Stream.side_if(index)
-        emitter.emit(Arrange(source, target, pairs.src_blocks, pairs.dst_chunks, stream))
+        emitter.emit(ops.Arrange(source, target, pairs.src_blocks, pairs.dst_chunks, stream))
 
 
 class QueryInputs:
@@ -389,11 +379,11 @@ class PartialKVGrads:
         slot = self._sent[index] = self._in_gathered_order(index)
         needed = partial(needed_by, spec, emitter.order[index : index + 1])
         sends = [
-            Send(sent.chunk.cp_rank, slot.at(sent.rows), needed(spec.cp_rank, sent.chunk))
+            ops.Send(sent.chunk.cp_rank, slot.at(sent.rows), needed(spec.cp_rank, sent.chunk))
             for sent in self._plan.steps[index].grad_sends[spec.cp_rank]
         ]
         recvs = [
-            Recv(peer, slot.at(sent.rows), rows, needed(peer, sent.chunk))
+            ops.Recv(peer, slot.at(sent.rows), rows, needed(peer, sent.chunk))
             for peer, sent, rows in self._received(index)
         ]
         emitter.exchange(Cargo.GRAD, slot, sends, recvs)
@@ -411,7 +401,7 @@ class PartialKVGrads:
         else:
             rows, fields = self._plan.grad_rows, self._fields(index)
             target = emitter.double_buffer("restored dkv", index, rows, fields)
-        emitter.emit(Restore(grads, target, pairs.src_blocks, pairs.dst_chunks, Stream.SIDE))
+        emitter.emit(ops.Restore(grads, target, pairs.src_blocks, pairs.dst_chunks, Stream.SIDE))
         return target
 
     def _received(self, index: int) -> list[tuple[int, GradSend, Ref]]:
