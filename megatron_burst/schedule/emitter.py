@@ -70,15 +70,11 @@ class Emitter:
         self.operations += operations
 
     def program(self) -> Program:
-        shape, spec = self.spec.shape, self.spec
-        widths = ops.widths_of(shape)
+        spec, widths = self.spec, ops.widths_of(self.spec.shape)
         used = {ref.buffer for op in self.operations for ref in (*op.reads, *op.writes)}
         buffers = {name: buffer for name, buffer in self.buffers.items() if name in used}
-        program = Program(
-            spec.topology, spec.cp_rank, spec.direction, shape.batch, widths, buffers,
-            tuple(self.operations),
-        )  # fmt: skip
-        return assign_buffers(program)
+        rank, batch = (spec.topology, spec.cp_rank, spec.direction), spec.shape.batch
+        return assign_buffers(Program(*rank, batch, widths, buffers, tuple(self.operations)))
 
     def slot_count(self, cargo: Cargo, transfers: int, rows: int, fields: Sequence[Field]) -> int:
         """How many slots of so many rows the transfers of a pass take in turns."""

@@ -124,8 +124,8 @@ class _Gather(Emitter):
         #   inter, read   | piece of i+2: K and V, or queries ------------------------->
         #   inter, grads  |                   | sum of i-1 to the node that owns it --->
         inputs, keys, partial_grads = QueryInputs(self), self.keys, PartialKVGrads(self)
-        dq_reducer = grad_reducer(
-            self, self.order, False, partial(self.q_ref, "dq"), self.dq_fields_of, whole_halo(self)
+        dq_reducer = grad_reducer(self.spec, of_keys=False)(
+            self, self.order, partial(self.q_ref, "dq"), self.dq_fields_of, whole_halo(self)
         )
         dkv_reducer = KVGradReducer(self, partial_grads)
         inputs.prepare(0)
@@ -453,8 +453,8 @@ class KVGradReducer:
 
     def __init__(self, emitter: _Gather, partial_grads: PartialKVGrads) -> None:
         self._partial_grads, self._last = partial_grads, len(emitter.order) - 1
-        self._reducer = grad_reducer(
-            emitter, emitter.order, True, partial(emitter.kv_ref, "dkv"), emitter.dkv_fields_of,
+        self._reducer = grad_reducer(emitter.spec, of_keys=True)(
+            emitter, emitter.order, partial(emitter.kv_ref, "dkv"), emitter.dkv_fields_of,
             emitter.halos,
         )  # fmt: skip
         by_rank = emitter.by_rank
