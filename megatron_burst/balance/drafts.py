@@ -13,17 +13,11 @@ from megatron_burst.balance.slots import SizeClass, Units
 
 @dataclass(frozen=True)
 class Bins:
-    """What documents go into: a sub-group's part of a slot.
+    """What documents go into: a sub-group's part of a slot."""
 
-    Attributes:
-        ranks: data-parallel rank of each.
-        cps: its context-parallel size.
-        at: its place among the sub-groups.
-    """
-
-    ranks: np.ndarray
-    cps: np.ndarray
-    at: np.ndarray
+    ranks: np.ndarray  # data-parallel rank of each
+    cps: np.ndarray  # its context-parallel size
+    at: np.ndarray  # its place among the sub-groups
 
     @classmethod
     def of(cls, classes: Sequence[SizeClass], grid: BatchGrid) -> "Bins":
@@ -46,19 +40,12 @@ class Bins:
 
 @dataclass(frozen=True)
 class Draft:
-    """An assignment as arrays.
+    """An assignment as arrays."""
 
-    Attributes:
-        bin_of: the bin of each document, the longest first.
-        bins: which there are.
-        seconds: of each bin.
-        step: predicted.
-    """
-
-    bin_of: np.ndarray
-    bins: Bins
-    seconds: np.ndarray
-    step: float
+    bin_of: np.ndarray  # the bin of each document, the longest first
+    bins: Bins  # which there are
+    seconds: np.ndarray  # of each bin
+    step: float  # predicted
 
 
 def draft_in_order(

@@ -18,17 +18,11 @@ _CLOSE = 1e-3  # of a lane's seconds: closer lanes need no exchange
 
 @dataclass(frozen=True)
 class Lanes:
-    """The lanes of one context-parallel size.
+    """The lanes of one context-parallel size."""
 
-    Attributes:
-        lane_of: of each bin (a sub-group's part of a micro-batch), its lane.
-        targets: seconds of documents that each lane should have.
-        room: tokens that a bin holds.
-    """
-
-    lane_of: np.ndarray
-    targets: np.ndarray
-    room: int
+    lane_of: np.ndarray  # of each bin (a sub-group's part of a micro-batch), its lane
+    targets: np.ndarray  # seconds of documents that each lane should have
+    room: int  # tokens that a bin holds
 
 
 def filled(lengths: np.ndarray, seconds: Sequence[np.ndarray], sizes: Sequence[Lanes],

@@ -27,17 +27,11 @@ _SCORES = 1 << 20  # computed at a time: 8 MiB, and about six times as much besi
 
 
 class Compared(NamedTuple):
-    """A field of the rows that are drawn, the same on all ranks; [r, heads, d], float64.
+    """A field of the rows that are drawn, the same on all ranks; [r, heads, d], float64."""
 
-    Attributes:
-        got: what the call computed.
-        true: what it is by definition.
-        squares: the sum of the squares of what adds up to it.
-    """
-
-    got: Tensor
-    true: Tensor
-    squares: Tensor
+    got: Tensor  # what the call computed
+    true: Tensor  # what it is by definition
+    squares: Tensor  # the sum of the squares of what adds up to it
 
 
 type Drawn = tuple[Tensor, dict[str, Compared]]  # positions in the sample [r]; fields by name

@@ -18,32 +18,20 @@ from megatron_burst.schedule.topology import Link
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """What a rank waits for; ranks are cp ranks.
+    """What a rank waits for; ranks are cp ranks."""
 
-    Attributes:
-        number: of the pass.
-        what: kind of the pass, in a word.
-        layer: the caller's number; 0 if it gave none.
-        peers: for whom it waits.
-        step: of the rank's program, from 1; 0: for the others' stamps, before the first.
-        steps: of the program.
-        link, cargo: of the transfer.
-        num_bytes: that these peers send, or receive.
-        broken: whether the connections to these are.
-        since: when the wait began, in seconds since 1970.
-    """
-
-    number: int
-    what: str
-    layer: int
-    peers: tuple[int, ...]
-    step: int = 0
-    steps: int = 0
+    number: int  # of the pass
+    what: str  # kind of the pass, in a word
+    layer: int  # the caller's number; 0 if it gave none
+    peers: tuple[int, ...]  # for whom it waits
+    step: int = 0  # of the rank's program, from 1; 0: for the others' stamps, before the first
+    steps: int = 0  # of the program
+    # of the transfer:
     link: str = ""
     cargo: str = ""
-    num_bytes: int = 0
-    broken: bool = False
-    since: float = field(default=0.0, compare=False)
+    num_bytes: int = 0  # that these peers send, or receive
+    broken: bool = False  # whether the connections to these are
+    since: float = field(default=0.0, compare=False)  # when the wait began, in seconds since 1970
 
     @classmethod
     def at(cls, begun: Members | PendingPass) -> "Waits":

@@ -62,19 +62,13 @@ def heads_in_rounds(heads_kv: int, heads_per_round: int) -> tuple[Span, ...]:
 
 @dataclass
 class InterNodeRing:
-    """The pieces of each round that circulate between nodes.
-
-    Attributes:
-        own: where a round's own piece is.
-        fields: of a round's piece.
-        halos: the rows that circulate, by node offset of their owner.
-    """
+    """The pieces of each round that circulate between nodes."""
 
     emitter: Emitter
     order: Sequence[NodeStep]
-    own: Callable[[int], tuple[Ref, ...]]
-    fields: Callable[[int], tuple[Field, ...]]
-    halos: Sequence[Halo]
+    own: Callable[[int], tuple[Ref, ...]]  # where a round's own piece is
+    fields: Callable[[int], tuple[Field, ...]]  # of a round's piece
+    halos: Sequence[Halo]  # the rows that circulate, by node offset of their owner
 
     def __post_init__(self) -> None:
         self._nodes = self.emitter.spec.topology.inter_size
@@ -124,19 +118,13 @@ class InterNodeRing:
 
 @dataclass
 class GradReducer:
-    """Sums the gradients of a rank's queries or keys over the steps of each round.
-
-    Attributes:
-        target: where the rank's own gradients of a round go.
-        fields: of a round's gradients, by dtype.
-        halos: the rows that circulate, by node offset of their owner.
-    """
+    """Sums the gradients of a rank's queries or keys over the steps of each round."""
 
     emitter: Emitter
     order: Sequence[NodeStep]
-    target: Callable[[int], Ref]
-    fields: Callable[[int, Dtype], tuple[Field, ...]]
-    halos: Sequence[Halo]
+    target: Callable[[int], Ref]  # where the rank's own gradients of a round go
+    fields: Callable[[int, Dtype], tuple[Field, ...]]  # of a round's gradients, by dtype
+    halos: Sequence[Halo]  # the rows that circulate, by node offset of their owner
 
     def _add_into(self, round_: int, total: Ref, sums: Sequence[Sum], stream: Stream) -> None:
         """target = total + sum of parts."""

@@ -38,30 +38,19 @@ class ShardChunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeShards:
-    """The shards of a node, which this node's ranks work with in a step.
+    """The shards of a node, which this node's ranks work with in a step."""
 
-    Attributes:
-        chunks: in sequence order.
-        before: for each chunk of this node, how many of `chunks` come before it.
-        own_before: for each of `chunks`, how many chunks of this node come before it.
-    """
-
-    chunks: tuple[ShardChunk, ...]
-    before: tuple[int, ...]
-    own_before: tuple[int, ...]
+    chunks: tuple[ShardChunk, ...]  # in sequence order
+    before: tuple[int, ...]  # for each chunk of this node, how many of `chunks` come before it
+    own_before: tuple[int, ...]  # for each of `chunks`, how many chunks of this node come before it
 
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """Rows of a shard that ranks of other nodes read: what circulates between nodes.
+    """Rows of a shard that ranks of other nodes read: what circulates between nodes."""
 
-    Attributes:
-        spans: rows of the shard, ascending.
-        shard_rows: number of rows of the shard.
-    """
-
-    spans: tuple[Span, ...]
-    shard_rows: int
+    spans: tuple[Span, ...]  # rows of the shard, ascending
+    shard_rows: int  # number of rows of the shard
 
     @property
     def rows(self) -> int:

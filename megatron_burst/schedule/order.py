@@ -18,16 +18,12 @@ from megatron_burst.schedule.program import Buffer, Op, Program, Ref, Space, Str
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which operations wait for which.
+    """Which operations wait for which."""
 
-    Attributes:
-        waits: for each operation, earlier ones on other streams that must finish before it starts.
-        joins: operations that the compute stream waits for at the end.
-        frees: for each operation, temps that nothing needs once it is issued.
-    """
-
+    # for each operation, earlier ones on other streams that must finish before it starts
     waits: tuple[tuple[int, ...], ...]
-    joins: tuple[int, ...]
+    joins: tuple[int, ...]  # operations that the compute stream waits for at the end
+    # for each operation, temps that nothing needs once it is issued
     frees: tuple[tuple[str, ...], ...]
 
 

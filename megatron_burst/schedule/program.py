@@ -80,18 +80,14 @@ class Restore(Arrange):
 
 @dataclass(frozen=True, slots=True)
 class ToRanks:
-    """Shard heads: the target has all rows once for each of `ranks` ranks, with that rank's heads.
-
-    Attributes:
-        heads_kv: KV heads of each rank.
-        copies: this many consecutive ranks have the same KV heads, and each an equal part of every
-            KV head's query heads.
-    """
+    """Shard heads: the target has all rows once for each of so many ranks, with its heads."""
 
     sources: tuple[Ref, ...]
     target: Ref
     ranks: int
-    heads_kv: int
+    heads_kv: int  # KV heads of each rank
+    # this many consecutive ranks have the same KV heads, and each an equal part of every KV head's
+    # query heads
     copies: int = 1
     stream: Stream = Stream.COMPUTE
 
@@ -130,11 +126,6 @@ class Fill:
 class Attend:
     """One forward kernel: out and lse, in one buffer or two, of the queries over the keys and
     values; `mask` and `positions` as in `mask.Tile`.
-
-    Attributes:
-        heads: the query heads, as the call counts them.
-        joins_sinks: whether their attention sinks join in this kernel; for each row they join in
-            one.
     """
 
     q: Ref
@@ -142,7 +133,8 @@ class Attend:
     mask: Mask
     into: tuple[Ref, ...]
     positions: TilePositions | None = None
-    heads: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()  # the query heads, as the call counts them
+    # whether their attention sinks join in this kernel; for each row they join in one
     joins_sinks: bool = False
     stream: Stream = Stream.COMPUTE
 
@@ -235,22 +227,15 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Sends to and receives from other ranks; complete once both are done.
+    """Sends to and receives from other ranks; complete once both are done."""
 
-    Attributes:
-        link: with the cargo, the communicators that carry the transfer.
-        sends: what this rank sends, or other ranks pull.
-        recvs: what this rank receives, or pulls.
-        slot: the buffer of what this rank sends, if ranks of a node share their slots.
-        pulled: whether ranks read each other's slots by copy engine, instead of sending.
-    """
-
-    link: Link
+    link: Link  # with the cargo, the communicators that carry the transfer
     cargo: Cargo
-    sends: tuple[Send, ...]
-    recvs: tuple[Recv, ...]
+    sends: tuple[Send, ...]  # what this rank sends, or other ranks pull
+    recvs: tuple[Recv, ...]  # what this rank receives, or pulls
+    # the buffer of what this rank sends, if ranks of a node share their slots
     slot: Ref | None = None
-    pulled: bool = False
+    pulled: bool = False  # whether ranks read each other's slots by copy engine, instead of sending
 
     @property
     def reads(self) -> tuple[Ref, ...]:
@@ -298,23 +283,16 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory with a name; `rows` rows of each field.
-
-    Attributes:
-        use: buffers of one use share memory, according to their numbers.
-        number: of slots, staging and sums; `order.assign_buffers` sets that of the pool's.
-        count: after how many numbers memory is reused.
-        interleaved: whether the fields are side by side in each row, so that rows can be sent; else
-            each is dense.
-    """
+    """Memory with a name; `rows` rows of each field."""
 
     name: str
     space: Space
     rows: int
     fields: tuple[Field, ...]
-    use: str = ""
-    number: int = 0
-    count: int = 1
+    use: str = ""  # buffers of one use share memory, according to their numbers
+    number: int = 0  # of slots, staging and sums; `order.assign_buffers` sets that of the pool's
+    count: int = 1  # after how many numbers memory is reused
+    # whether the fields are side by side in each row, so that rows can be sent; else each is dense
     interleaved: bool = False
 
     @property

@@ -22,15 +22,12 @@ class Topology:
 
     A group may have thousands of ranks, and its topology is looked up often, so whatever passes
     over all ranks is cached.
-
-    Attributes:
-        grid: one row of cp ranks per node; each row is an intra ring, each column an inter ring.
-            A flat ring is a grid of one row, even when its ranks live on several nodes.
-        node_of: index of the node of each cp rank; decides which link a hop takes.
     """
 
+    # one row of cp ranks per node; each row is an intra ring, each column an inter ring. A flat
+    # ring is a grid of one row, even when its ranks live on several nodes
     grid: tuple[tuple[int, ...], ...]
-    node_of: tuple[int, ...]
+    node_of: tuple[int, ...]  # index of the node of each cp rank; decides which link a hop takes
 
     @property
     def cp_size(self) -> int:
