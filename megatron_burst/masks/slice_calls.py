@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import batched, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -82,9 +82,9 @@ class Calls:
         spans = [call.rows for call in self.calls]
         return tuple(_alone(spans)), tuple(_overlaps(spans)) if spans else ()
 
-    def _instead(self, run: Backend, q: Tensor, k: Tensor, v: Tensor, capped: bool,
-                 backward: bool = False,
-                 deterministic: bool = False) -> Backend | None:  # fmt: skip
+    def _one_call(self, run: Backend, q: Tensor, k: Tensor, v: Tensor, capped: bool,
+                  backward: bool = False,
+                  deterministic: bool = False) -> Backend | None:  # fmt: skip
         """The kernel that takes all parts in one call."""
         if not self.are_many and (backward or not self.overlap):
             return None
@@ -99,9 +99,9 @@ class Calls:
                 into: tuple[Tensor, Tensor] | None = None, softcap: float = 0.0,
                 largest: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As `Backend.forward`."""
-        into, options = into or empty_results(q, v), {"softcap": softcap} if softcap else {}
-        if other := self._instead(run, q, k, v, bool(softcap)):
-            forward, seen = attend_and_raise(other, largest), Visible(parts=self.parts)
+        into, options = into or empty_results(q, v), _score_options(softcap)
+        if kernel := self._one_call(run, q, k, v, bool(softcap)):
+            forward, seen = attend_and_raise(kernel, largest), Visible(parts=self.parts)
             return forward(q, k, v, scale, seen, into=into, **options)
         forward = attend_and_raise(run, largest)
         (out, lse), (alone, shared), parts = into, self.merges, {}
@@ -122,14 +122,13 @@ class Calls:
         return into
 
     def backward(self, run: Backend, side: QuerySide, k: Tensor, v: Tensor, scale: float,
-                 into: tuple[Tensor, Tensor, Tensor] | None = None,
-                 deterministic: bool = False,
+                 into: tuple[Tensor, Tensor, Tensor] | None = None, deterministic: bool = False,
                  softcap: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """As `Backend.backward`; gradients are summed in the accumulation dtype."""
-        wide, options = run.capability.wide_grads, {"softcap": softcap} if softcap else {}
-        if other := self._instead(run, side.q, k, v, bool(softcap), True, deterministic):
+        wide, options = run.capability.wide_grads, _score_options(softcap)
+        if kernel := self._one_call(run, side.q, k, v, bool(softcap), True, deterministic):
             seen = Visible(parts=self.parts)
-            totals = other.backward(side, k, v, scale, seen, into=into, **options)
+            totals = kernel.backward(side, k, v, scale, seen, into=into, **options)
         else:
             options["deterministic"] = deterministic
             grads = (run.backward(side.rows(call.rows.slice), k[:, call.keys.slice],
@@ -159,6 +158,11 @@ class Calls:
         for total in () if self.calls else totals:
             total.zero_()
         return totals
+
+
+def _score_options(softcap: float) -> dict[str, Any]:
+    """Kernels without soft caps have no such argument."""
+    return {"softcap": softcap} if softcap else {}
 
 
 def _add(total: Tensor, spans: Sequence[Span], parts: Sequence[Tensor], anew: bool) -> None:

@@ -68,15 +68,32 @@ class _AllToAll(AllToAllEmitter):
 
     def backward(self) -> None:
         inputs, outputs = HeadsAllToAll(self), OutputAllToAll(self)
-        sides, tile = QuerySides(self, inputs), self.tile
+        tile = self.tile
         for round_ in range(len(self.rounds)):
-            grads, side, kv = outputs.of(round_), sides.of(round_), inputs.keys(round_)
+            grads, side = outputs.of(round_), self.side_of(inputs, round_)
+            kv = inputs.keys(round_)
             # the kernel is followed by conversions of its sums, which would hold up these sends
             inputs.post(round_ + 1)
             self.emit(ops.AttendBackward(side, kv, tile.mask, grads, grads, tile.positions))
             inputs.arrange(round_ + 1)
             outputs.post(round_)
         outputs.collect()
+
+    def side_of(self, inputs: "HeadsAllToAll", round_: int) -> tuple[Ref, ...]:
+        """The query side of this rank's heads for all rows, for kernels, with dense statistics.
+
+        Delta is sent, whatever the kernel needs: delta is 4 bytes where a bf16 output is 2 dim_v,
+        and a surrogate output made from delta is closer to the true delta than a rounded output.
+        """
+        heads_q, _ = self.heads_of(round_)
+        saved_lse = self.lse(round_) if self.spec.saves_remote else None
+        fields = self.fields("delta" if saved_lse else "lse delta", heads_q)
+        name = f"statistics {round_}"
+        statistics = self.buffer(name, Space.TEMP, self.rows, fields, "statistics")
+        received = inputs.queries(round_)
+        self.emit(ops.Copy((received,), statistics))
+        saved = (self.saved(round_), saved_lse) if saved_lse else ()
+        return self.side_for_kernel(statistics, *saved, received)
 
 
 class HeadsAllToAll:
@@ -157,28 +174,6 @@ class HeadsAllToAll:
     def keys(self, round_: int) -> Ref:
         """The buffer with a round's k and v: received, or saved by forward."""
         return self._emitter.saved(round_) if self._reuses else self.queries(round_)
-
-
-class QuerySides:
-    """The query side of this rank's heads for all rows, round by round. Delta is sent, whatever the
-    kernel needs: delta is 4 bytes where a bf16 output is 2 dim_v, and a surrogate output made from
-    delta is closer to the true delta than a rounded output."""
-
-    def __init__(self, emitter: AllToAllEmitter, inputs: HeadsAllToAll) -> None:
-        self._emitter, self._inputs = emitter, inputs
-
-    def of(self, round_: int) -> tuple[Ref, ...]:
-        """A round's query side for kernels, with dense statistics."""
-        emitter, spec = self._emitter, self._emitter.spec
-        heads_q, _ = emitter.heads_of(round_)
-        saved_lse = emitter.lse(round_) if spec.saves_remote else None
-        fields = emitter.fields("delta" if saved_lse else "lse delta", heads_q)
-        name = f"statistics {round_}"
-        statistics = emitter.buffer(name, Space.TEMP, emitter.rows, fields, "statistics")
-        received = self._inputs.queries(round_)
-        emitter.emit(ops.Copy((received,), statistics))
-        saved = (emitter.saved(round_), saved_lse) if saved_lse else ()
-        return emitter.side_for_kernel(statistics, *saved, received)
 
 
 class OutputAllToAll:

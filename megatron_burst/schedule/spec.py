@@ -167,11 +167,11 @@ class Spec:
         """The spec of one rank's program in a pass, without what no program depends on."""
         backward = direction is Direction.BACKWARD
         if backward and self.a2a_backward_heads:
-            heads, whole = (
-                self.a2a_backward_heads,
-                replace(self, intra="a2a", saves_remote=False, a2a_backward_heads=0),
-            )
-            return replace(whole, heads_per_round=heads).program_spec(cp_rank, direction)
+            as_a2a = replace(
+                self, intra="a2a", heads_per_round=self.a2a_backward_heads, saves_remote=False,
+                a2a_backward_heads=0,
+            )  # fmt: skip
+            return as_a2a.program_spec(cp_rank, direction)
         return replace(
             self, topology=self.mode_topology, cp_rank=cp_rank, direction=direction,
             circulate=self.circulate if backward else Circulate.KV, inter=None, resends=False,
