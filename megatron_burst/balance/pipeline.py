@@ -79,13 +79,8 @@ def _spread(alone: np.ndarray, count: int, grid: BatchGrid) -> np.ndarray:
     return np.array(ranks)
 
 
-def _even(
-    alone: np.ndarray,
-    ranks: np.ndarray,
-    work_of: tuple[float, float],
-    fixed: float,
-    grid: BatchGrid,
-) -> tuple[np.ndarray, np.ndarray]:
+def _even(alone: np.ndarray, ranks: np.ndarray, work_of: tuple[float, float], fixed: float,
+          grid: BatchGrid) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """By way to place documents: the step in which the rest of the work can be done, and by rank
     the seconds of its other slots; the least such steps, found by halving.
 

@@ -13,30 +13,21 @@ from megatron_burst.schedule.spec import Cargo, Spec
 
 
 class AllToAllEmitter(Emitter):
-    """Emits a pass in which a rank computes all rows of the sequence for some heads at a time.
-
-    Attributes:
-        copies: how many ranks have the same KV heads.
-        rounds: KV heads of each round, copies included.
-        chunks: of all shards, in the order in which they are received.
-        rows: number of rows of the whole sequence.
-        reorders: whether received rows must be put in order: documents of which each rank has two
-            chunks.
-        tile: all queries over all keys.
-    """
+    """Emits a pass in which a rank computes all rows of the sequence for some heads at a time."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         topology, tokens = spec.topology, spec.shape.tokens
         (self.ranks,) = topology.grid
         heads_kv = spec.shape.replicated(len(self.ranks)).heads_kv
-        self.copies = heads_kv // spec.shape.heads_kv
+        self.copies = heads_kv // spec.shape.heads_kv  # ranks that have the same KV heads
         per_round = (spec.heads_per_round or heads_kv) * len(self.ranks)
-        self.rounds = heads_in_rounds(heads_kv, per_round)
+        self.rounds = heads_in_rounds(heads_kv, per_round)  # of KV heads, copies included
+        # received rows must be put in order, if each rank has two chunks of each document
         self.reorders = spec.layout is Layout.DOCUMENTS
         received = Layout.CONTIGUOUS if self.reorders else spec.layout
         self.chunks = node_shards(topology, 0, received, tokens, spec.mask.positional)[0].chunks
-        self.rows = self.chunks[-1].node_rows.stop
+        self.rows = self.chunks[-1].node_rows.stop  # of the whole sequence
         if self.reorders:
             chunks = chunks_in_order(self.ranks, topology.cp_size)
             self.tile = chunk_pairs(chunks, (chunks,), spec.mask, tokens // 2).tile

@@ -65,16 +65,7 @@ def gather(spec: Spec) -> Program:
 
 
 class _Gather(Emitter):
-    """Emits one pass.
-
-    Attributes:
-        rounds: KV heads of each.
-        order: round and node offset of each step.
-        plan: what this rank does in each step.
-        peers: the other ranks of the node.
-        by_rank: whether keys are gathered rank by rank and rearranged, for one tile a step.
-        halos: rows of the circulating keys, by node offset of their owner.
-    """
+    """Emits one pass."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
@@ -82,13 +73,14 @@ class _Gather(Emitter):
         nodes, saved = topology.inter_size, bool(spec.saves_remote)
         self.rounds = heads_in_rounds(shape.heads_kv, spec.heads_per_round or shape.heads_kv)
         self.order = steps(nodes, len(self.rounds), spec.backward, saved)
-        self.plan = gather_steps(spec, self.order)
+        self.plan = gather_steps(spec, self.order)  # what this rank does in each step
         self.peers, self.single_node = topology.row_peers(spec.cp_rank), nodes == 1
+        # keys are gathered rank by rank and rearranged, for one tile a step
         self.by_rank = spec.layout is Layout.DOCUMENTS
         row, column = topology.coord(spec.cp_rank)
         owners = (topology.rank_at(row - offset, column) for offset in range(nodes))
         halo_of = partial(halo, topology, spec.layout, spec.mask, shape.tokens)
-        self.halos = tuple(map(halo_of, owners))
+        self.halos = tuple(map(halo_of, owners))  # of circulating keys, by node offset of the owner
         self.keys = KVGather(self)
 
     def forward(self) -> None:
