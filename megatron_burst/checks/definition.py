@@ -196,9 +196,9 @@ class Definition:
         if self._log is None:
             return mine
         mine = mine.cpu().contiguous()
-        everyones = [torch.empty_like(mine) for _ in range(self.size)]
-        self._share(dist.all_gather, everyones, mine)
-        return torch.cat(everyones).to(x.device)
+        shards = [torch.empty_like(mine) for _ in range(self.size)]
+        self._share(dist.all_gather, shards, mine)
+        return torch.cat(shards).to(x.device)
 
     def _summed(self, x: Tensor) -> Tensor:
         if self._log is None:

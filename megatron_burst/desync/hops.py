@@ -103,10 +103,10 @@ def tell(log: Members, waits: Waits | None) -> None:
         log.store.set(key, json.dumps(asdict(waits))) if waits else log.store.delete_key(key)
 
 
-def culprits(log: Members, mine: Waits) -> list[int]:
+def culprits(log: Members, waits: Waits) -> list[int]:
     """The ranks for which this one waits in the end, as far as others say for whom they wait.
     Tells others of this one."""
-    tell(log, mine)
+    tell(log, waits)
     posts = {}
     with suppress(RuntimeError):
         for rank in range(log.size):
@@ -114,7 +114,7 @@ def culprits(log: Members, mine: Waits) -> list[int]:
             # empty: deleted in between, as that rank waits no more
             if log.store.check([key]) and (text := log.store.get(key)):
                 posts[rank] = Waits.of(json.loads(text))
-    return ends_of(mine.peers, posts | {log.rank: mine}, log.size)
+    return ends_of(waits.peers, posts | {log.rank: waits}, log.size)
 
 
 def ends_of(peers: Iterable[int], posts: Mapping[int, Waits], size: int) -> list[int]:
@@ -122,10 +122,10 @@ def ends_of(peers: Iterable[int], posts: Mapping[int, Waits], size: int) -> list
     waiting ranks end that begin with `peers`; if they wait in a circle, who came last."""
     if any(post.broken for post in posts.values()):
         return _apart(posts, size)
-    seen, reached = set[int](), {*peers}
-    while reached - seen:
-        seen |= reached
-        reached = {peer for rank in reached & posts.keys() for peer in posts[rank].peers}
+    seen, ranks = set[int](), {*peers}
+    while ranks - seen:
+        seen |= ranks
+        ranks = {peer for rank in ranks & posts.keys() for peer in posts[rank].peers}
     ends = sorted(seen - posts.keys())
     return ends or [max(seen, key=lambda rank: posts[rank].since)] if seen else []
 

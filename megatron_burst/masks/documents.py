@@ -81,8 +81,9 @@ class Documents:
         self._longest = longest or self._find_longest()
         self._tail_segments = -(-self._tokens // longest) if longest else 1
         to_device = dict(device=device, dtype=torch.int32, non_blocking=True, copy=True)
-        ours = (x if x is None or x.is_cuda else y for x, y in zip(bounds, self._host, strict=True))
-        real_starts, padded_starts = (x if x is None else x.to(**to_device) for x in ours)
+        pairs = zip(bounds, self._host, strict=True)
+        sources = (x if x is None or x.is_cuda else copy for x, copy in pairs)
+        real_starts, padded_starts = (x if x is None else x.to(**to_device) for x in sources)
         self._row_starts = real_starts if padded_starts is None else padded_starts
         self._lengths = None if padded_starts is None else real_starts.diff()
 
@@ -105,9 +106,9 @@ class Documents:
             sizes = self._tokens, self._cp_size, self._sample.longest
             require(self._who, samples.of_values(starts, padded, self._layout, sizes))
             text = f"{starts.tolist()} {padded.tolist() if padded is not None else ''}"
-            self._terms = {"cu_seqlens": told_briefly(text, len(starts) - 1)}
+            self._terms = {"cu_seqlens": abbreviated(text, len(starts) - 1)}
             if self.parents is not None:
-                self._terms["prefix_tree"] = told_briefly(f"{self.parents}", len(starts) - 1)
+                self._terms["prefix_tree"] = abbreviated(f"{self.parents}", len(starts) - 1)
         return self._terms
 
     def is_seen(self, between: NeededBy) -> bool:
@@ -271,7 +272,7 @@ class Documents:
         return on_device(np.array(values), self._row_starts.device)
 
 
-def told_briefly(text: str, count: int) -> str:
+def abbreviated(text: str, count: int) -> str:
     """A list of numbers, shortened, with a digest that tells it from others."""
     digest = blake2b(text.encode(), digest_size=8).hexdigest()
     return f"{text if count < 10 else f'{text[:40]} ... of {count} documents'} ({digest})"
@@ -288,8 +289,8 @@ def rows_before(edges: Tensor, places: Positions) -> Tensor:
 def _to_host(x: Tensor, device: torch.device) -> Tensor:
     """A copy on the host, which can be copied to the device asynchronously; from a GPU the copy
     itself is asynchronous too."""
-    ours = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=device.type == "cuda")
-    return ours.copy_(x, non_blocking=True)
+    copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=device.type == "cuda")
+    return copy.copy_(x, non_blocking=True)
 
 
 def _with_padding(of_q: Pair, of_keys: Pair) -> Pair:

@@ -169,9 +169,9 @@ def _add(total: Tensor, spans: Sequence[Span], parts: Sequence[Tensor], anew: bo
     """total += parts, which have some of its rows each; `anew`: it has no value yet."""
     end = 0
     for rows, covering in _overlaps(spans):
-        here = total[:, rows]
+        covered = total[:, rows]
         addends = [parts[i][:, of] for i, of in covering]
-        sum_parts(here, addends if anew else [here, *addends])
+        sum_parts(covered, addends if anew else [covered, *addends])
         if anew:
             total[:, end : rows.start] = 0
         end = rows.stop

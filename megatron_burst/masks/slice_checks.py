@@ -124,10 +124,10 @@ def _overlapping(slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         axes.append((order, np.maximum(until - np.arange(len(order)) - 1, 0)))
     order, counts = min(axes, key=lambda axis: axis[1].sum())
     first, second = (order[index] for index in listed(np.arange(len(order)) + 1, counts))
-    both = np.ones(len(first), dtype=bool)
+    overlap = np.ones(len(first), dtype=bool)
     for start, stop in slices[:, :2].T, slices[:, 2:4].T:
-        both &= (start[first] < stop[second]) & (start[second] < stop[first])
-    return first[both], second[both]
+        overlap &= (start[first] < stop[second]) & (start[second] < stop[first])
+    return first[overlap], second[overlap]
 
 
 def _rows_where_before(
@@ -149,6 +149,6 @@ def sees_nothing(slices: np.ndarray) -> int | None:
     order = np.argsort(begin, kind="stable")
     begin, end = begin[order], end[order]
     begin, end = begin[begin < end], end[begin < end]
-    reached = np.concatenate(([0], np.maximum.accumulate(end)[:-1])) if len(end) else end
-    gaps = np.flatnonzero(begin > reached)
-    return int(reached[gaps[0]]) if len(gaps) else None if len(end) else 0
+    covered = np.concatenate(([0], np.maximum.accumulate(end)[:-1])) if len(end) else end
+    gaps = np.flatnonzero(begin > covered)
+    return int(covered[gaps[0]]) if len(gaps) else None if len(end) else 0

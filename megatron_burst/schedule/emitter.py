@@ -192,46 +192,45 @@ class Outputs:
 Sum = tuple[Span, tuple[Ref, ...]]  # rows, and the partial results to add there
 
 
+@dataclass
 class Gradients:
-    """Gradients of a step's tiles; dq of rows with only one tile is written in place.
+    """Gradients of a step's tiles; dq of rows with only one tile is written in place."""
 
-    Args:
-        sides: the query side, in one or two buffers.
-        dq: where dq goes if nothing else is added to it; None if something is.
-        heads_kv: number of KV heads of the tiles.
-    """
+    emitter: Emitter
+    name: str
+    tiles: Sequence[Tile]
+    sides: tuple[Ref, ...]  # the query side, in one or two buffers
+    dq: Ref | None  # where dq goes if nothing else is added to it; None if something is
+    heads_kv: int  # of the tiles
 
-    def __init__(
-        self, emitter: Emitter, name: str, tiles: Sequence[Tile], sides: tuple[Ref, ...],
-        dq: Ref | None, heads_kv: int,
-    ) -> None:  # fmt: skip
-        self._emitter, self._name, self._tiles, self._sides = emitter, name, tiles, sides
-        self._dq, self._count = dq, 0
+    def __post_init__(self) -> None:
+        self._count = 0
         self._parts: list[tuple[Span, Ref]] = []
         self._written: list[Span] = []
-        spec, dtype = emitter.spec, emitter.spec.grad_dtype
-        self._dq_fields = emitter.fields("dq", heads_kv * spec.q_heads_per_kv, dtype)
-        self._dkv_fields = emitter.fields("dk dv", heads_kv, dtype)
+        emitter, spec = self.emitter, self.emitter.spec
+        heads_q = self.heads_kv * spec.q_heads_per_kv
+        self._dq_fields = emitter.fields("dq", heads_q, spec.grad_dtype)
+        self._dkv_fields = emitter.fields("dk dv", self.heads_kv, spec.grad_dtype)
 
     def compute(self, tile: Tile, kv: Ref, into: Ref | None = None) -> Ref:
         """Compute a tile; returns dk and dv, in a new buffer unless written `into` a buffer."""
-        emitter, name = self._emitter, f"{self._name} {self._count}"
+        emitter, name = self.emitter, f"{self.name} {self._count}"
         self._count += 1
-        if self._dq is not None and has_sole_rows(tile, self._tiles):
-            dq = self._dq.at(tile.q)
+        if self.dq is not None and has_sole_rows(tile, self.tiles):
+            dq = self.dq.at(tile.q)
             self._written.append(tile.q)
         else:
             dq = emitter.temp(f"dq {name}", len(tile.q), self._dq_fields)
             self._parts.append((tile.q, dq))
         dkv = into or emitter.temp(f"dkv {name}", len(tile.kv), self._dkv_fields)
-        sides = tuple(side.at(tile.q) for side in self._sides)
+        sides = tuple(side.at(tile.q) for side in self.sides)
         keys = kv.at(tile.kv)
         emitter.emit(ops.AttendBackward(sides, keys, tile.mask, dq, dkv, tile.positions))
         return dkv
 
     def sums(self) -> list[Sum]:
         """The sums still to do, for all query rows that are not complete."""
-        spans = split_at_edges((tile.q for tile in self._tiles), self._emitter.spec.shape.tokens)
+        spans = split_at_edges((tile.q for tile in self.tiles), self.emitter.spec.shape.tokens)
         open_spans = [s for s in spans if not any(done.contains(s) for done in self._written)]
         return sums_of(self._parts, open_spans)
 
