@@ -105,8 +105,7 @@ class _State:
         heapify(self._open)
 
     def by_need(self, lengths: list[int], costs: list[list[float]], documents: range) -> list[int]:
-        """Bins of documents, until as many of all are left as bins are empty, or one does not
-        fit."""
+        """Bins of documents, until as many are left as bins are empty, or one does not fit."""
         bins, rooms, loads, whole = self._bins, self._rooms, self._loads, self._whole
         heap, full, size_of = self._open, self._full, self._size_of
         filled: list[int] = []

@@ -55,7 +55,7 @@ def checked(attend: Callable[..., tuple[Tensor, Tensor]], tensors: tuple, passes
 
 class SpotCheck:
     """One call that is compared; `where`: its layer, and the number of its pass, which draws rows;
-    `given`: its q, k, v, out and lse, and for backward dout."""
+    `fields`: its q, k, v, out and lse, and for backward dout."""
 
     def __init__(
         self, passes: Passes, sample: Any, where: tuple[int, int], fields: dict[str, Tensor]
@@ -88,8 +88,7 @@ class SpotCheck:
             yield
 
     def _compare(self, direction: str, places: Tensor, fields: dict[str, Compared]) -> None:
-        """Compare what was got with the definition; all ranks have the same of both. Raises as
-        `checked`."""
+        """Compare with the definition; all ranks have the same of both. Raises as `checked`."""
         for name, (got, true, squares) in fields.items():
             large = torch.maximum(true.abs(), squares.sqrt()).amax(-1)
             least = torch.finfo(self._passes.dtype).smallest_normal  # float16 rounds more below

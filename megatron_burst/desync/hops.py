@@ -104,8 +104,7 @@ def tell(log: Members, waits: Waits | None) -> None:
 
 
 def culprits(log: Members, waits: Waits) -> list[int]:
-    """The ranks for which this one waits in the end, as far as others say for whom they wait.
-    Tells others of this one."""
+    """The ranks for which this one waits in the end, as far as others say; tells them of it."""
     tell(log, waits)
     posts = {}
     with suppress(RuntimeError):

@@ -112,8 +112,7 @@ class Documents:
         return self._terms
 
     def is_seen(self, between: NeededBy) -> bool:
-        """Whether some queries see some keys: not decided, because that is not known of boundaries
-        on a GPU."""
+        """Whether some queries see some keys: not known, as boundaries may be on a GPU."""
         return True
 
     def visible(self, band: Band, places: TilePositions, unit: int, run: Backend) -> Visible:
@@ -200,8 +199,7 @@ class Documents:
         return self._arranged[src_blocks, dst_chunks]
 
     def restore_index(self, src_blocks: tuple[Chunks, ...], dst_chunks: Chunks) -> Tensor:
-        """For each source row, the arranged rows that are copies of it: int64 [copies, rows]; -1
-        for none."""
+        """For each source row, the arranged rows that copy it: int64 [copies, rows]; -1: none."""
         if (src_blocks, dst_chunks) not in self._restored:
             most, count, rows = max(map(dst_chunks.count, dst_chunks)), len(dst_chunks), []
             for block in src_blocks:

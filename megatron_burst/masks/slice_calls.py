@@ -46,12 +46,11 @@ class TileCall(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Calls:
-    """The kernel calls of a tile, instead of one; `together`: whether parts may share a call as its
-    segments: in a batch of one."""
+    """The kernel calls of a tile, instead of one."""
 
     parts: Parts
     device: torch.device
-    together: bool
+    together: bool  # whether parts may share a call as its segments: in a batch of one
 
     @cached_property
     def _first_groups(self) -> list[np.ndarray]:

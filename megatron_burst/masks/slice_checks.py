@@ -8,8 +8,8 @@ from torch import Tensor
 from megatron_burst.errors import Need, require
 from megatron_burst.kernels.masks.parts import listed
 from megatron_burst.masks.sample import holds_whole, kind_of
-from megatron_burst.masks.slice_parts import CAUSAL, INVERSE
 from megatron_burst.schedule.layout import Layout, positions
+from megatron_burst.slices import CAUSAL, INVERSE
 
 
 def need_of_tensor(slices: object) -> Iterator[Need]:

@@ -4,8 +4,7 @@ import numpy as np
 
 from megatron_burst.kernels.masks.parts import FAR, is_full, listed, trimmed
 from megatron_burst.schedule.mask import Positions
-
-CAUSAL, INVERSE = 1, 2  # bits of a slice's kind
+from megatron_burst.slices import CAUSAL, INVERSE  # bits of a slice's kind
 
 
 class Bands:

@@ -196,8 +196,7 @@ class OutputAllToAll:
         return *emitter.fields("dq", heads_q, dtype), *emitter.fields("dk dv", heads_kv, dtype)
 
     def of(self, round_: int) -> Ref:
-        """Where a round's results are written: in the slot that is sent next, unless results return
-        to the ranks' order first."""
+        """Where a round's results are written: in its slot, unless they are reordered first."""
         if self._emitter.reorders:
             return self._emitter.staging("computed", round_, "computed", self._fields(round_))
         return self._slot(round_)

@@ -129,8 +129,7 @@ class Emitter:
         return delta
 
     def side_for_kernel(self, *sides: Ref) -> tuple[Ref, ...]:
-        """A query side with delta, as the kernel needs it: if necessary with a surrogate output
-        that has the same delta."""
+        """A query side with delta, and a surrogate output with it if the kernel needs one."""
         if self.spec.kernel.takes_delta:
             return sides
         name, rows = f"surrogate out of {sides[0].buffer}", self.buffers[sides[0].buffer].rows

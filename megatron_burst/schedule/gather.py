@@ -206,8 +206,7 @@ class KVGather:
             self._gather(index)
 
     def prepare_late(self, index: int) -> None:
-        """After those kernels: gather the step's keys if that is yet to do, and start the transfers
-        between nodes."""
+        """After those kernels: gather what is yet to gather, start transfers between nodes."""
         if index >= len(self._emitter.order):
             return
         if not self._is_received(index):

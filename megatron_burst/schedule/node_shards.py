@@ -190,8 +190,7 @@ def tiles_between(
 
 
 def tiles_over(queries: ShardChunk, keys: Iterable[ShardChunk], mask: Mask) -> Iterator[Tile]:
-    """Tiles of a chunk's queries over keys, which are in sequence order and whose rows are those of
-    the node."""
+    """Tiles of a chunk's queries over keys of the node, which are in sequence order."""
     q_range = range(queries.position, queries.position + len(queries.rows))
     for kv_range, first_row in adjacent_runs(keys):
         if tile := tile_between(q_range, kv_range, mask):

@@ -192,8 +192,7 @@ class _Builder:
 
 
 def _widest(refs: Sequence[Ref]) -> Sequence[Ref]:
-    """The same accesses in fewer refs: adjacent rows are merged, and the whole buffer replaces its
-    parts."""
+    """The same accesses in fewer refs: adjacent rows merged, a whole buffer instead of parts."""
     if len(refs) < 2:
         return refs
     groups: dict[tuple, list[Span | None]] = defaultdict(list)

@@ -97,8 +97,7 @@ class ToRanks:
 
 @dataclass(frozen=True, slots=True)
 class FromRanks:
-    """The inverse of `ToRanks`; copies of KV heads are summed, in the accumulation dtype and
-    rounded once."""
+    """The inverse of `ToRanks`; copies of KV heads are summed as in `Add`."""
 
     source: Ref
     targets: tuple[Ref, ...]
@@ -306,8 +305,7 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What one rank does in one pass of one call; compares by identity, so that it can be a cache
-    key."""
+    """What one rank does in one pass of one call. Compares by identity, to be a cache key."""
 
     topology: Topology
     cp_rank: int
@@ -345,8 +343,7 @@ class Program:
 
 
 def uses_of(sizes: Iterable[tuple[Buffer, int]]) -> dict[tuple[Space, str], tuple[int, int]]:
-    """How many buffers the group must have for each use, and the bytes of one, from each buffer's
-    bytes."""
+    """How many buffers the group must have for each use, and bytes of one; from each one's."""
     uses: dict[tuple[Space, str], tuple[int, int]] = {}
     for buffer, size in sizes:
         if buffer.space is Space.POOL or buffer.space in NUMBERED:

@@ -90,8 +90,7 @@ class _Ring(Emitter):
         grads.finish()
 
     def compute(self, step: int, sides: tuple[Ref, ...]) -> list[tuple[Span, Ref]]:
-        """Compute a step's tiles: add gradients that stay; return those that circulate, with their
-        rows of the shard."""
+        """Compute a step's tiles: add gradients that stay, return (rows, part) of the others."""
         kv, step_tiles = Ref("kv"), self.tiles_of(step)
         if self.queries_stay:
             kv = self.circulating(step)

@@ -206,8 +206,7 @@ class Spec:
 
     @property
     def partial_grad_dtype(self) -> Dtype:
-        """Dtype of gradients sent to another rank of the node: the kernel's, but no wider than the
-        wire's."""
+        """Dtype of gradients sent inside a node: the kernel's, but no wider than the wire's."""
         return Dtype.WIRE if self.kernel.wide_grads else Dtype.INPUT
 
     @property
