@@ -107,10 +107,10 @@ def fit(measured: Sequence[Measured]) -> Costs:
     columns = [tokens / cp, area / cp, np.ones(len(cp)), *(tokens / cp * (cp == c) for c in wider)]
     matrix = np.stack(columns, axis=1) / seconds[:, None]
     scale = matrix.max(axis=0)
-    rank, wanted = np.linalg.matrix_rank(matrix / scale), matrix.shape[1]
+    rank, unknowns = np.linalg.matrix_rank(matrix / scale), matrix.shape[1]
     require(WHO, [(
-        rank >= wanted,
-        f"measured micro-batches must differ enough for {wanted} coefficients, because "
+        rank >= unknowns,
+        f"measured micro-batches must differ enough for {unknowns} coefficients, because "
         "the fit must separate the effects of tokens, area and context-parallel size",
         f"enough for only {rank}", "at each size, measure micro-batches of a few "
         "long documents, of many short ones, and of half as many tokens")])  # fmt: skip
@@ -137,9 +137,9 @@ def _is_number(value: Any, most: float = 1e18) -> bool:
 
 def _of_measured(measured: Sequence[Measured]) -> Iterable[Need]:
     listed = isinstance(measured, Sequence)
-    wrong = [x for x in (measured if listed else ()) if not isinstance(x, Measured)
-             or not all(_is_number(value) and value > 0 for value in astuple(x))]  # fmt: skip
-    yield (listed and measured and not wrong, "measured micro-batches must have tokens, area, a "
+    invalid = [x for x in (measured if listed else ()) if not isinstance(x, Measured)
+               or not all(_is_number(value) and value > 0 for value in astuple(x))]  # fmt: skip
+    yield (listed and measured and not invalid, "measured micro-batches must have tokens, area, a "
            "context-parallel size and seconds above 0, because coefficients are fitted to them",
-           shown(wrong[0]) if wrong else "none" if listed else shown(measured),
+           shown(invalid[0]) if invalid else "none" if listed else shown(measured),
            "leave out micro-batches that did not run")  # fmt: skip

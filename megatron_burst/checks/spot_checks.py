@@ -36,9 +36,9 @@ def checked(attend: Callable[..., tuple[Tensor, Tensor]], tensors: tuple, passes
     Raises:
         BurstError: on all ranks, also from backward, if a result is too far from the definition.
     """
-    log, every = passes.announcer.log, passes.check
+    log, interval = passes.announcer.log, passes.check
     number = log.number + 1 if log else getrandbits(32)  # the same on all ranks
-    if not every or Random(number // every).randrange(every) != number % every:
+    if not interval or Random(number // interval).randrange(interval) != number % interval:
         return attend(*tensors, passes, sample, layer, largest)
     *inputs, sink = tensors
     inputs = [x.view_as(x) for x in inputs]  # whose gradients are of this call alone
@@ -83,8 +83,8 @@ class SpotCheck:
     def _together(self) -> Iterator[None]:
         """A context that all ranks enter, or none: who failed before is heard of now."""
         layer, number = self._where
-        with torch.no_grad(), Pass(self._passes.announcer, PassKind.CHECK, number, layer) as this:
-            this.begin()
+        with torch.no_grad(), Pass(self._passes.announcer, PassKind.CHECK, number, layer) as entry:
+            entry.begin()
             yield
 
     def _compare(self, direction: str, places: Tensor, fields: dict[str, Compared]) -> None:

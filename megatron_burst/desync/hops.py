@@ -85,7 +85,7 @@ def _waits(run: RunningPass, index: int, peer: int | None) -> Waits:
     peers = dict.fromkeys(end.peer for end in (*op.recvs, *op.sends))
     peers = (peer,) if peer is not None else tuple(peers)
     ends = [end for end in op.recvs if end.peer in peers] or op.sends
-    links = {program.topology.link(program.cp_rank, other) for other in peers}
+    links = {program.topology.link(program.cp_rank, peer_rank) for peer_rank in peers}
     return Waits(
         run.number, run.stamp.word, run.stamp.layer, peers, index + 1, len(program.ops),
         Link.INTER if Link.INTER in links else Link.INTRA, op.cargo,
@@ -134,8 +134,8 @@ def _apart(posts: Mapping[int, Waits], size: int) -> list[int]:
     that lost all of its connections is itself apart, unless others miss another one."""
     broken = {rank: post.peers for rank, post in posts.items() if post.broken}
     missed = [peer for peers in broken.values() if len(peers) < size - 1 for peer in peers]
-    every = {*broken, *(peer for peers in broken.values() for peer in peers)}
-    counts = Counter(missed or (broken if size > 2 else every))
+    ranks = {*broken, *(peer for peers in broken.values() for peer in peers)}
+    counts = Counter(missed or (broken if size > 2 else ranks))
     most = [rank for rank, count in counts.items() if count == max(counts.values())]
     return sorted([rank for rank in most if rank not in posts] or most)
 

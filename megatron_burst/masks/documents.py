@@ -294,9 +294,9 @@ def _to_host(x: Tensor, device: torch.device) -> Tensor:
 def _with_padding(of_q: Pair, of_keys: Pair) -> Pair:
     """Edges of segments; after each come its padding's queries, which see no key, and keys, which
     no query sees. Arguments are rows of each segment, with padding and without: [segments]."""
-    (rows, real), (keys, there) = of_q, of_keys
+    (rows, real), (keys, real_keys) = of_q, of_keys
     none = torch.zeros_like(rows)
-    parts = (real, rows - real, none), (there, none, keys - there)
+    parts = (real, rows - real, none), (real_keys, none, keys - real_keys)
     return tuple(_running(torch.stack(columns, 1).flatten()) for columns in parts)
 
 

@@ -71,8 +71,8 @@ class Calls:
     @cached_property
     def calls(self) -> tuple[TileCall, ...]:
         """Each call: its rows and keys in the tile, and what is seen of these."""
-        every = _groups(self.parts.table, self.together) if self.are_many else self._first_groups
-        return tuple(_call(group, self.device) for group in every)
+        groups = _groups(self.parts.table, self.together) if self.are_many else self._first_groups
+        return tuple(_call(group, self.device) for group in groups)
 
     @cached_property
     def merges(self) -> tuple[tuple[bool, ...], tuple[tuple[slice, list], ...]]:
@@ -201,12 +201,8 @@ def _alone(spans: Sequence[Span]) -> list[bool]:
 
 
 def _groups(parts: np.ndarray, together: bool) -> Iterator[np.ndarray]:
-    """Parts that share a call: of one band, each behind the one before it, in queries and in keys.
-
-    Args:
-        parts: by first row and first key.
-        together: whether any may share a call.
-    """
+    """Parts that share a call, if `together`: of one band, each behind the one before it, in
+    queries and in keys. `parts`: by first row and first key."""
     if not together:
         yield from parts[:, None]
         return

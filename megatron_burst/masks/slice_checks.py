@@ -72,14 +72,14 @@ def work_of_ranks(slices: Tensor, cp_size: int, layout: Layout, tokens: int) -> 
     slope = (kind & CAUSAL > 0).astype(np.int64) - (kind & INVERSE > 0)
     first = k_stop - k_start - np.where(kind & CAUSAL, q_stop - 1, 0)
     first += np.where(kind & INVERSE, q_start, 0)
-    steps, there = np.zeros((2, tokens + 1), dtype=np.int64), begin < end
+    steps, nonempty = np.zeros((2, tokens + 1), dtype=np.int64), begin < end
     for row, sign in ((begin, 1), (end, -1)):
-        np.add.at(steps[0], row[there], sign * first[there])
-        np.add.at(steps[1], row[there], sign * slope[there])
+        np.add.at(steps[0], row[nonempty], sign * first[nonempty])
+        np.add.at(steps[1], row[nonempty], sign * slope[nonempty])
     constants, slopes = steps.cumsum(1)[:, :-1]
     pairs = np.concatenate(([0], (constants + slopes * np.arange(tokens)).cumsum()))
-    every = (positions(layout, rank, cp_size, tokens // cp_size) for rank in range(cp_size))
-    return [sum(int(pairs[span.stop] - pairs[span.start]) for span in spans) for spans in every]
+    shards = (positions(layout, rank, cp_size, tokens // cp_size) for rank in range(cp_size))
+    return [sum(int(pairs[span.stop] - pairs[span.start]) for span in spans) for spans in shards]
 
 
 def sees_later(slices: Tensor) -> bool:

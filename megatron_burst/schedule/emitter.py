@@ -11,7 +11,7 @@ from megatron_burst.schedule.chunks import NeededBy
 from megatron_burst.schedule.mask import Span, Tile, has_sole_rows, split_at_edges
 from megatron_burst.schedule.order import assign_buffers
 from megatron_burst.schedule.program import Field, Program, Ref, Space, Stream
-from megatron_burst.schedule.spec import Cargo, Dtype, Spec, power_below, pulled_count, sent_count
+from megatron_burst.schedule.spec import Cargo, Dtype, Spec, power_below, pulled_count
 from megatron_burst.schedule.topology import Link
 
 
@@ -79,7 +79,7 @@ class Emitter:
     def slot_count(self, cargo: Cargo, transfers: int, rows: int, fields: Sequence[Field]) -> int:
         """How many slots of so many rows the transfers of a pass take in turns."""
         if not self.spec.pulled:
-            return sent_count(transfers)
+            return min(2, transfers)  # that may be in flight
         shape, widths = self.spec.shape, ops.widths_of(self.spec.shape)
         width = sum(field.elements * widths[field.dtype] for field in fields)
         # for the largest power of two of tokens: lengths up to the next power have equal programs

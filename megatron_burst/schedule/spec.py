@@ -100,11 +100,6 @@ def pulled_count(cargo: Cargo, transfers: int, num_bytes: float, tokens: int) ->
     return 2 if cargo is Cargo.READ else min(3, transfers + 1)
 
 
-def sent_count(transfers: int) -> int:
-    """Slots that the transfers of a pass need if ranks send: two may be in flight."""
-    return min(2, transfers)
-
-
 def power_below(number: int) -> int:
     """The largest power of two up to `number`."""
     return 1 << number.bit_length() - 1
