@@ -3,13 +3,11 @@
 A slice is queries [q_start, q_stop), keys [k_start, k_stop) and a kind, as in MagiAttention
 (arXiv 2505.13211): full; causal, in which the last query is level with the last key; inverse
 causal, in which the first query is level with the first key and sees all keys from there on; or
-both. So each query sees an interval of a slice's keys. Prefix trees are written as slices.
+both. So each query sees an interval of a slice's keys.
 """
 
-from collections.abc import Sequence
 from functools import cached_property
 from hashlib import blake2b
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,10 +26,10 @@ from megatron_burst.masks.sample import Sample, identity, in_rows
 from megatron_burst.masks.slice_calls import Calls
 from megatron_burst.masks.slice_checks import need_of_pairs, need_of_tensor, work_of_ranks
 from megatron_burst.masks.slice_parts import Bands
+from megatron_burst.masks.tree import slices_of_tree
 from megatron_burst.schedule.chunks import NeededBy
 from megatron_burst.schedule.layout import ChunkSegments, Layout, chunks_held
 from megatron_burst.schedule.mask import SLICES, Band, TilePositions
-from megatron_burst.slices import CAUSAL, FULL
 
 _WHO = "burst attention"
 _FEW = 10  # slices that are named in errors
@@ -168,32 +166,3 @@ def _shown(slices: np.ndarray) -> str:
     first = f"{slices[:_FEW].tolist()}"[:-1] + (", ...]" if len(slices) > _FEW else "]")
     digest = blake2b(slices.tobytes(), digest_size=8).hexdigest()
     return f"{first} of {len(slices)} ({digest})"
-
-
-def slices_of_tree(starts: Sequence[int], parents: Sequence[int]) -> Tensor:
-    """The mask of a prefix tree as slices, int64 [slices, 5].
-
-    Segments are in depth-first order, so the descendants of a segment are the rows right after it:
-    each is a causal document, and its descendants see every key of it. A segment that is its
-    parent's only child continues it: together they are one document.
-
-    Args:
-        starts: where segments begin in the sample, and where the last one ends.
-        parents: of each segment, -1 for none; checked by `of_parents`.
-    """
-    number, children = len(parents), [0] * len(parents)
-    behind = list(range(1, number + 1))  # by segment, the first after it that is no descendant
-    for segment in reversed(range(number)):
-        parent = parents[segment]
-        if parent >= 0:
-            behind[parent] = max(behind[parent], behind[segment])
-            children[parent] += 1
-    firsts = [s for s in range(number) if parents[s] < 0 or children[parents[s]] > 1]
-    slices = []
-    for first, after in pairwise((*firsts, number)):
-        begin, end, last = starts[first], starts[after], starts[behind[first]]
-        if begin < end:
-            slices.append((begin, end, begin, end, CAUSAL))
-        if begin < end < last:
-            slices.append((end, last, begin, end, FULL))
-    return torch.tensor(slices, dtype=torch.int64, device="cpu").view(-1, 5)

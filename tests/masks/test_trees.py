@@ -26,7 +26,7 @@ from megatron_burst.masks.documents import Documents
 from megatron_burst.masks.sample import Sample
 from megatron_burst.masks.slice_calls import Calls
 from megatron_burst.masks.slice_parts import Bands
-from megatron_burst.masks.slices import slices_of_tree
+from megatron_burst.masks.tree import slices_of_tree
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.schedule.modes import EMITTERS
