@@ -107,10 +107,10 @@ def fit(measured: Sequence[Measured]) -> Costs:
     columns = [tokens / cp, area / cp, np.ones(len(cp)), *(tokens / cp * (cp == c) for c in wider)]
     matrix = np.stack(columns, axis=1) / seconds[:, None]
     scale = matrix.max(axis=0)
-    rank, unknowns = np.linalg.matrix_rank(matrix / scale), matrix.shape[1]
+    rank, wanted = np.linalg.matrix_rank(matrix / scale), matrix.shape[1]
     require(WHO, [(
-        rank >= unknowns,
-        f"measured micro-batches must differ enough for {unknowns} coefficients, because "
+        rank >= wanted,
+        f"measured micro-batches must differ enough for {wanted} coefficients, because "
         "the fit must separate the effects of tokens, area and context-parallel size",
         f"enough for only {rank}", "at each size, measure micro-batches of a few "
         "long documents, of many short ones, and of half as many tokens")])  # fmt: skip
