@@ -110,14 +110,13 @@ def assign_fewest(
     why = "an interleaved pipeline runs so many micro-batches at a time"
     multiple = integer(WHO, "multiple", multiple, 1, why=why)
     fewest = ceil(int(tokens.sum()) / (grid.token_limit * grid.cp * grid.dp))
-    least = ceil(max(grid.micro_batches, fewest) / multiple) * multiple
-    tried = replace(grid, micro_batches=least)
+    count = ceil(max(grid.micro_batches, fewest) / multiple) * multiple
     # more would leave some empty
-    while (tried.micro_batches + multiple) * grid.dp <= len(tokens):
-        if fastest := _fastest(tokens, tried, costs, (grid.cp,)):
+    while (count + multiple) * grid.dp <= len(tokens):
+        if fastest := _fastest(tokens, replace(grid, micro_batches=count), costs, (grid.cp,)):
             return fastest
-        tried = replace(tried, micro_batches=tried.micro_batches + multiple)
-    return assign(tokens, tried, costs)
+        count += multiple
+    return assign(tokens, replace(grid, micro_batches=count), costs)
 
 
 def _fastest(
@@ -177,10 +176,10 @@ def _assignment(
     columns = (bins.slots(grid), bins.cps, bins.at, areas, draft.seconds)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     for bin_, (slot, cp, at, pairs, seconds) in enumerate(rows):
-        mine, ranks = documents[edges[bin_] : edges[bin_ + 1]], range(at * cp, (at + 1) * cp)
-        slots[slot].append(MicroBatch(tuple(mine), ranks, tokens[bin_], pairs, seconds))
-    every, m = tuple(map(tuple, slots)), grid.micro_batches
-    by_rank = tuple(every[rank * m : (rank + 1) * m] for rank in range(grid.dp))
+        members, ranks = documents[edges[bin_] : edges[bin_ + 1]], range(at * cp, (at + 1) * cp)
+        slots[slot].append(MicroBatch(tuple(members), ranks, tokens[bin_], pairs, seconds))
+    batches, m = tuple(map(tuple, slots)), grid.micro_batches
+    by_rank = tuple(batches[rank * m : (rank + 1) * m] for rank in range(grid.dp))
     least = units.least(grid)
     bound = (units.fixed + float(least.sum()) / grid.slots) * (m + grid.pp - 1)
     longest = min(float(seconds[0]) for cp, seconds in units.seconds.items()

@@ -137,9 +137,9 @@ def _is_number(value: Any, most: float = 1e18) -> bool:
 
 def _of_measured(measured: Sequence[Measured]) -> Iterable[Need]:
     listed = isinstance(measured, Sequence)
-    wrong = [x for x in (measured if listed else ()) if not isinstance(x, Measured)
-             or not all(_is_number(value) and value > 0 for value in astuple(x))]  # fmt: skip
-    yield (listed and measured and not wrong, "measured micro-batches must have tokens, area, a "
+    invalid = [x for x in (measured if listed else ()) if not isinstance(x, Measured)
+               or not all(_is_number(value) and value > 0 for value in astuple(x))]  # fmt: skip
+    yield (listed and measured and not invalid, "measured micro-batches must have tokens, area, a "
            "context-parallel size and seconds above 0, because coefficients are fitted to them",
-           shown(wrong[0]) if wrong else "none" if listed else shown(measured),
+           shown(invalid[0]) if invalid else "none" if listed else shown(measured),
            "leave out micro-batches that did not run")  # fmt: skip

@@ -13,17 +13,11 @@ from megatron_burst.balance.slots import SizeClass, Units
 
 @dataclass(frozen=True)
 class Bins:
-    """What documents go into: a sub-group's part of a slot.
+    """What documents go into: a sub-group's part of a slot."""
 
-    Attributes:
-        ranks: data-parallel rank of each.
-        cps: its context-parallel size.
-        at: its place among the sub-groups.
-    """
-
-    ranks: np.ndarray
-    cps: np.ndarray
-    at: np.ndarray
+    ranks: np.ndarray  # data-parallel rank of each
+    cps: np.ndarray  # its context-parallel size
+    at: np.ndarray  # its place among the sub-groups
 
     @classmethod
     def of(cls, classes: Sequence[SizeClass], grid: BatchGrid) -> "Bins":
@@ -46,19 +40,12 @@ class Bins:
 
 @dataclass(frozen=True)
 class Draft:
-    """An assignment as arrays.
+    """An assignment as arrays."""
 
-    Attributes:
-        bin_of: the bin of each document, the longest first.
-        bins: which there are.
-        seconds: of each bin.
-        step: predicted.
-    """
-
-    bin_of: np.ndarray
-    bins: Bins
-    seconds: np.ndarray
-    step: float
+    bin_of: np.ndarray  # the bin of each document, the longest first
+    bins: Bins  # which there are
+    seconds: np.ndarray  # of each bin
+    step: float  # predicted
 
 
 def draft_in_order(
@@ -83,29 +70,29 @@ def draft_of(classes: Sequence[SizeClass], units: Units, grid: BatchGrid) -> Dra
 
 def _by_size(classes: Sequence[SizeClass], units: Units, grid: BatchGrid) -> np.ndarray | None:
     """The bin of each document; ranks that have less of the wider sizes get more of the next."""
-    parts, first, behind = [], 0, np.zeros(grid.dp)
+    parts, first, lag_s = [], 0, np.zeros(grid.dp)
     for size in classes:
-        bins = _fill(size, units, grid, behind)
+        bins = _fill(size, units, grid, lag_s)
         if bins is None:
             return None
         groups = grid.cp // size.cp
         lanes = np.zeros((grid.dp, groups))
         seconds = units.seconds[size.cp][size.documents.start : size.documents.stop]
         np.add.at(lanes, (size.ranks[bins // groups], bins % groups), seconds)
-        taken = lanes.max(axis=1)
-        behind += taken.mean() - taken
+        busy_s = lanes.max(axis=1)
+        lag_s += busy_s.mean() - busy_s
         parts.append(bins + first)
         first += len(size.ranks) * groups
     return np.concatenate(parts)
 
 
-def _fill(size: SizeClass, units: Units, grid: BatchGrid, behind: np.ndarray) -> np.ndarray | None:
-    """The bins of a size's documents, numbered slot by slot; `behind`: seconds that each rank has
+def _fill(size: SizeClass, units: Units, grid: BatchGrid, lag_s: np.ndarray) -> np.ndarray | None:
+    """The bins of a size's documents, numbered slot by slot; `lag_s`: seconds that each rank has
     less of wider sizes than the mean."""
-    groups, mine = grid.cp // size.cp, slice(size.documents.start, size.documents.stop)
-    lengths, seconds = units.lengths[mine], units.seconds[size.cp][mine]
+    groups, members = grid.cp // size.cp, slice(size.documents.start, size.documents.stop)
+    lengths, seconds = units.lengths[members], units.seconds[size.cp][members]
     at, ranks = np.tile(np.arange(groups), len(size.ranks)), np.repeat(size.ranks, groups)
-    more = behind[size.ranks] / np.bincount(size.ranks, minlength=grid.dp)[size.ranks]
+    more = lag_s[size.ranks] / np.bincount(size.ranks, minlength=grid.dp)[size.ranks]
     lane_of, targets = np.arange(len(at)), np.repeat(size.targets + more, groups)
     if (grid.ep == 1 or groups == 1) and grid.ep <= grid.cp:
         _, lane_of = np.unique(ranks * groups + at, return_inverse=True)
@@ -113,8 +100,8 @@ def _fill(size: SizeClass, units: Units, grid: BatchGrid, behind: np.ndarray) ->
     lanes, stops = Lanes(lane_of, targets, grid.token_limit * size.cp), [len(lengths)]
     bins = filled(lengths, [seconds], [lanes], stops, [])
     if bins is None:  # by tokens alone more fit
-        tokens, alike = lengths.astype(float), replace(lanes, targets=0 * targets)
-        bins = filled(lengths, [tokens], [alike], stops, [])
+        tokens, no_targets = lengths.astype(float), replace(lanes, targets=0 * targets)
+        bins = filled(lengths, [tokens], [no_targets], stops, [])
     if bins is not None:
         refine(lengths, seconds, lanes, bins)
     return bins
@@ -131,8 +118,8 @@ def _alike(classes: Sequence[SizeClass], units: Units, grid: BatchGrid) -> np.nd
     bin_of = filled(units.lengths, seconds, lanes, stops, placed)
     if bin_of is None:  # by tokens alone more fit
         tokens = [units.lengths / size.cp for size in classes]
-        alike = [replace(of_size, targets=0 * of_size.targets) for of_size in lanes]
-        bin_of = filled(units.lengths, tokens, alike, stops, [])
+        no_targets = [replace(of_size, targets=0 * of_size.targets) for of_size in lanes]
+        bin_of = filled(units.lengths, tokens, no_targets, stops, [])
     if bin_of is None:
         return None
     first = 0
@@ -149,8 +136,8 @@ def _timed(bin_of: np.ndarray, bins: Bins, units: Units, grid: BatchGrid) -> Dra
     """A draft with its predicted step."""
     of_document = np.zeros(len(bin_of))
     for cp, seconds in units.seconds.items():
-        here = bins.cps[bin_of] == cp
-        of_document[here] = seconds[here]
+        of_size = bins.cps[bin_of] == cp
+        of_document[of_size] = seconds[of_size]
     of_bin = np.bincount(bin_of, of_document, len(bins.ranks)) + units.fixed
     step = _step_in_step(of_bin, bins, grid) if grid.in_step else _step(of_bin, bins)
     return Draft(bin_of, bins, of_bin, step)
@@ -161,8 +148,8 @@ def _step(seconds: np.ndarray, bins: Bins) -> float:
     total = np.zeros(bins.ranks.max() + 1)
     for cp in np.unique(bins.cps):
         lanes = np.zeros((len(total), bins.at.max() + 1))
-        here = bins.cps == cp
-        np.add.at(lanes, (bins.ranks[here], bins.at[here]), seconds[here])
+        of_size = bins.cps == cp
+        np.add.at(lanes, (bins.ranks[of_size], bins.at[of_size]), seconds[of_size])
         total += lanes.max(axis=1)
     return float(total.max())
 

@@ -18,17 +18,11 @@ _CLOSE = 1e-3  # of a lane's seconds: closer lanes need no exchange
 
 @dataclass(frozen=True)
 class Lanes:
-    """The lanes of one context-parallel size.
+    """The lanes of one context-parallel size."""
 
-    Attributes:
-        lane_of: of each bin (a sub-group's part of a micro-batch), its lane.
-        targets: seconds of documents that each lane should have.
-        room: tokens that a bin holds.
-    """
-
-    lane_of: np.ndarray
-    targets: np.ndarray
-    room: int
+    lane_of: np.ndarray  # of each bin (a sub-group's part of a micro-batch), its lane
+    targets: np.ndarray  # seconds of documents that each lane should have
+    room: int  # tokens that a bin holds
 
 
 def filled(lengths: np.ndarray, seconds: Sequence[np.ndarray], sizes: Sequence[Lanes],
@@ -111,8 +105,7 @@ class _State:
         heapify(self._open)
 
     def by_need(self, lengths: list[int], costs: list[list[float]], documents: range) -> list[int]:
-        """Bins of documents, until as many of all are left as bins are empty, or one does not
-        fit."""
+        """Bins of documents, until as many are left as bins are empty, or one does not fit."""
         bins, rooms, loads, whole = self._bins, self._rooms, self._loads, self._whole
         heap, full, size_of = self._open, self._full, self._size_of
         filled: list[int] = []
@@ -172,32 +165,32 @@ class _Exchanges:
         empty.
         """
         bins, rooms, nothing = self.bins, self._rooms, self._nothing
-        mine = (self._lane_of == worst).nonzero()[0]
-        theirs = np.concatenate(((self._lane_of == other).nonzero()[0], nothing))
-        there = (self._lane_of_bin == other).nonzero()[0]
-        bins[nothing] = there[rooms[there].argmax()]
-        less = self._seconds[mine][:, None] - self._seconds[theirs]
-        longer = self._lengths[mine][:, None] - self._lengths[theirs]
+        outgoing = (self._lane_of == worst).nonzero()[0]
+        incoming = np.concatenate(((self._lane_of == other).nonzero()[0], nothing))
+        other_bins = (self._lane_of_bin == other).nonzero()[0]
+        bins[nothing] = other_bins[rooms[other_bins].argmax()]
+        less = self._seconds[outgoing][:, None] - self._seconds[incoming]
+        longer = self._lengths[outgoing][:, None] - self._lengths[incoming]
         gap = self.loads[worst] - self.loads[other]
-        fits = (longer <= rooms[bins[theirs]]) & (-longer <= rooms[bins[mine]][:, None])
-        fits[self._count[bins[mine]] == 1, -1] = False
+        fits = (longer <= rooms[bins[incoming]]) & (-longer <= rooms[bins[outgoing]][:, None])
+        fits[self._count[bins[outgoing]] == 1, -1] = False
         after = np.where(fits, np.abs(gap - 2 * less), np.inf)  # the two lanes' new difference
         i, j = divmod(int(after.argmin()), after.shape[1])
         if not after[i, j] < gap - self.close / 2:
             return False
-        self._swap(mine[i], theirs[j], longer[i, j])
+        self._swap(outgoing[i], incoming[j], longer[i, j])
         self.loads[worst] -= less[i, j]
         self.loads[other] += less[i, j]
         return True
 
-    def _swap(self, mine: int, theirs: int, longer: int) -> None:
+    def _swap(self, first: int, second: int, longer: int) -> None:
         """Two documents change bins; the first is so many tokens longer."""
-        here, there = self.bins[mine], self.bins[theirs]
-        self.bins[mine], self.bins[theirs] = there, here
-        self._lane_of[[mine, theirs]] = self._lane_of_bin[[there, here]]
-        if theirs == self._nothing:
-            self._lane_of[theirs] = -1
-            self._count[here] -= 1
-            self._count[there] += 1
-        self._rooms[here] += longer
-        self._rooms[there] -= longer
+        first_bin, second_bin = self.bins[first], self.bins[second]
+        self.bins[first], self.bins[second] = second_bin, first_bin
+        self._lane_of[[first, second]] = self._lane_of_bin[[second_bin, first_bin]]
+        if second == self._nothing:
+            self._lane_of[second] = -1
+            self._count[first_bin] -= 1
+            self._count[second_bin] += 1
+        self._rooms[first_bin] += longer
+        self._rooms[second_bin] -= longer

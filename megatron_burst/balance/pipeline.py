@@ -79,13 +79,8 @@ def _spread(alone: np.ndarray, count: int, grid: BatchGrid) -> np.ndarray:
     return np.array(ranks)
 
 
-def _even(
-    alone: np.ndarray,
-    ranks: np.ndarray,
-    work_of: tuple[float, float],
-    fixed: float,
-    grid: BatchGrid,
-) -> tuple[np.ndarray, np.ndarray]:
+def _even(alone: np.ndarray, ranks: np.ndarray, work_of: tuple[float, float], fixed: float,
+          grid: BatchGrid) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """By way to place documents: the step in which the rest of the work can be done, and by rank
     the seconds of its other slots; the least such steps, found by halving.
 
@@ -98,12 +93,12 @@ def _even(
     """
     work, most = work_of
     ways = np.arange(len(ranks))[:, None]
-    longest, taken = np.zeros((2, len(ranks), grid.dp))
+    longest, busy_s = np.zeros((2, len(ranks), grid.dp))
     free = np.full((len(ranks), grid.dp), grid.micro_batches)
     np.maximum.at(longest, (ways, ranks), alone)
-    np.add.at(taken, (ways, ranks), alone)
+    np.add.at(busy_s, (ways, ranks), alone)
     np.subtract.at(free, (ways, ranks), 1)
-    taken += (grid.pp - 1) * longest
+    busy_s += (grid.pp - 1) * longest
     slots = grid.slots - len(alone)
     goal = work + fixed * slots
     if most * slots < goal:
@@ -112,18 +107,18 @@ def _even(
     waits = np.maximum(free + np.where(longest > 0, 0, grid.pp - 1), 1)
 
     def seconds_of_slots(steps: np.ndarray) -> np.ndarray:
-        seconds = (steps[:, None] - taken) / waits
+        seconds = (steps[:, None] - busy_s) / waits
         return np.minimum(np.maximum(seconds, fixed), most) * (free > 0)
 
     # between the steps in which any, and in which every rank's slots take as long as the mean slot
-    mean = taken + waits * (goal / slots)
+    mean = busy_s + waits * (goal / slots)
     low = np.where(free > 0, mean, np.inf).min(axis=1)
     high = np.where(free > 0, mean, -np.inf).max(axis=1)
     for _ in range(_HALVINGS if (low < high).any() else 0):
         middle = (low + high) / 2
         enough = (seconds_of_slots(middle) * free).sum(axis=1) >= goal
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-    return np.maximum(high, (taken + fixed * free).max(axis=1)), seconds_of_slots(high)
+    return np.maximum(high, (busy_s + fixed * free).max(axis=1)), seconds_of_slots(high)
 
 
 def _classes(units: Units, grid: BatchGrid, starts: Sequence[tuple[int, int]], ranks: np.ndarray,
@@ -140,27 +135,28 @@ def _classes(units: Units, grid: BatchGrid, starts: Sequence[tuple[int, int]], r
     other_slots = _other_slots(ranks, seconds, grid)
     targets = np.maximum(seconds[other_slots] - units.fixed, 0.0)
     tokens = np.cumsum(units.lengths[::-1])[::-1]  # from each document on
-    every, slot, first, classes = len(units.lengths), 0, 0, []
+    total, slot, first, classes = len(units.lengths), 0, 0, []
     for at in reversed(range(len(starts))):
         cp, alone = starts[at][0], len(ranks) if starts[at][0] == grid.cp else 0
-        stop, count = max(alone, starts[at - 1][1]) if at else every, len(other_slots) - slot
+        stop, count = max(alone, starts[at - 1][1]) if at else total, len(other_slots) - slot
         if stop <= first:
             continue
         if at:  # leave slots for the tokens of narrower sizes
-            kept = ceil(tokens[stop] / (PACKED * grid.token_limit * grid.cp)) if stop < every else 0
-            own, usable = units.seconds[cp][first + alone : stop], slot + max(0, count - kept)
+            narrower = tokens[stop] if stop < total else 0
+            reserved = ceil(narrower / (PACKED * grid.token_limit * grid.cp))
+            own, usable = units.seconds[cp][first + alone : stop], slot + max(0, count - reserved)
             enough = _slots_for(own, targets[slot:usable], grid.cp // cp)
             if enough is None:
                 return None
             count = enough
-        if not 0 < (alone + count) * (grid.cp // cp) <= every - first:
+        if not 0 < (alone + count) * (grid.cp // cp) <= total - first:
             return None
-        mine, documents = slice(slot, slot + count), range(first, stop)
+        own_slots, documents = slice(slot, slot + count), range(first, stop)
         of_alone, cost = ranks[:alone], units.seconds[cp][:alone]
-        classes.append(SizeClass(cp, documents, np.concatenate((of_alone, other_slots[mine])),
-                                 np.concatenate((cost, targets[mine])), alone))  # fmt: skip
+        classes.append(SizeClass(cp, documents, np.concatenate((of_alone, other_slots[own_slots])),
+                                 np.concatenate((cost, targets[own_slots])), alone))  # fmt: skip
         first, slot = stop, slot + count
-    return classes if first == every and slot == len(other_slots) else None
+    return classes if first == total and slot == len(other_slots) else None
 
 
 def _other_slots(ranks: np.ndarray, seconds: np.ndarray, grid: BatchGrid) -> np.ndarray:

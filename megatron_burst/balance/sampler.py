@@ -74,12 +74,12 @@ class Sampler(Iterator[AssignedStep]):
         Raises:
             BurstError: if its documents were not found to fit into the micro-batches.
         """
-        documents = self._following(self.documents)
+        documents = self._next_documents(self.documents)
         assignment = assign(self._padded[documents], self.grid, self.costs, self.cp_sizes)
         self.consumed += self.documents
         return AssignedStep(documents, assignment)
 
-    def _following(self, count: int) -> np.ndarray:
+    def _next_documents(self, count: int) -> np.ndarray:
         """The next documents, of one epoch or several."""
         parts, at = [], self.consumed
         while count:
@@ -101,5 +101,5 @@ class Sampler(Iterator[AssignedStep]):
         yield enough_documents(self.documents, self.grid)
         yield room_for(self.documents * int(self._padded.min()), self.grid)
         steps = max(len(self.lengths) // self.documents, 1)
-        tokens = self._padded[self._following(steps * self.documents)].reshape(steps, -1)
+        tokens = self._padded[self._next_documents(steps * self.documents)].reshape(steps, -1)
         yield room_for(int(tokens.sum(axis=1).max()), self.grid)

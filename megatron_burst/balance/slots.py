@@ -20,49 +20,30 @@ _SHARES = 1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12
 
 @dataclass(frozen=True)
 class SizeClass:
-    """The micro-batches of one context-parallel size.
+    """The micro-batches of one context-parallel size."""
 
-    Attributes:
-        cp: the size.
-        documents: which ones.
-        ranks: data-parallel rank of each slot.
-        targets: seconds that the documents of a sub-group should take, by slot.
-        alone: the first so many documents begin in the first so many slots, one in each.
-    """
-
-    cp: int
-    documents: range
-    ranks: np.ndarray
-    targets: np.ndarray
-    alone: int = 0
+    cp: int  # the size
+    documents: range  # which ones
+    ranks: np.ndarray  # data-parallel rank of each slot
+    targets: np.ndarray  # seconds that the documents of a sub-group should take, by slot
+    alone: int = 0  # the first so many documents begin in the first so many slots, one in each
 
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """The micro-batches of a step.
+    """The micro-batches of a step."""
 
-    Attributes:
-        classes: by size, the widest first.
-        expected: seconds of the step, if all take as long as they are to.
-    """
-
-    classes: list[SizeClass]
-    expected: float
+    classes: list[SizeClass]  # by size, the widest first
+    expected: float  # seconds of the step, if all take as long as they are to
 
 
 @dataclass(frozen=True)
 class Units:
-    """What documents take, the longest first.
+    """What documents take, the longest first."""
 
-    Attributes:
-        lengths: tokens.
-        seconds: by context-parallel size.
-        fixed: seconds of a micro-batch besides.
-    """
-
-    lengths: np.ndarray
-    seconds: Mapping[int, np.ndarray]
-    fixed: float
+    lengths: np.ndarray  # tokens
+    seconds: Mapping[int, np.ndarray]  # by context-parallel size
+    fixed: float  # seconds of a micro-batch besides
 
     def least(self, grid: BatchGrid) -> np.ndarray:
         """Seconds of a whole slot that each document takes at the best size that holds it."""

@@ -27,17 +27,11 @@ _SCORES = 1 << 20  # computed at a time: 8 MiB, and about six times as much besi
 
 
 class Compared(NamedTuple):
-    """A field of the rows that are drawn, the same on all ranks; [r, heads, d], float64.
+    """A field of the rows that are drawn, the same on all ranks; [r, heads, d], float64."""
 
-    Attributes:
-        got: what the call computed.
-        true: what it is by definition.
-        squares: the sum of the squares of what adds up to it.
-    """
-
-    got: Tensor
-    true: Tensor
-    squares: Tensor
+    got: Tensor  # what the call computed
+    true: Tensor  # what it is by definition
+    squares: Tensor  # the sum of the squares of what adds up to it
 
 
 type Drawn = tuple[Tensor, dict[str, Compared]]  # positions in the sample [r]; fields by name
@@ -112,12 +106,12 @@ class Definition:
         tensors = call["k"], call["v"], dk, dv
         k, v, got_dk, got_dv = (self._gathered(x[of, rows, self.head]) for x in tensors)
         sums = [torch.zeros_like(x) for x in (k, k, v, v)]
-        mine = self._places(call["q"])
-        for at in _steps(len(mine), len(k) * self.group):
+        own = self._places(call["q"])
+        for at in _steps(len(own), len(k) * self.group):
             q, dout = (call[name][of, at, heads].double() for name in ("q", "dout"))
             lse, delta = (call[name][of, heads, at].T.double() for name in ("lse", "delta"))
             scores = self._scores(torch.einsum("mgd,rd->mgr", q, k))
-            seen = seen_at(self._passes.spec.mask, self._sample, mine[at], places)
+            seen = seen_at(self._passes.spec.mask, self._sample, own[at], places)
             weights = _weights(scores.masked_fill(~seen.unsqueeze(1), -torch.inf), lse)
             above, delta = torch.einsum("mgd,rd->mgr", dout, v), delta.unsqueeze(-1)
             slope, rough = self._slope(scores)
@@ -159,9 +153,9 @@ class Definition:
         by_rank = heads_by_rank(self._passes.spec)
         if carrier.checks is None:
             carrier.checks = SystemRandom().getrandbits(32) * len(by_rank)
-        mine = torch.tensor([carrier.checks], dtype=torch.float64)
+        own = torch.tensor([carrier.checks], dtype=torch.float64)
         carrier.checks += 1
-        return head_in_turn(int(self._gathered(mine)[0]), by_rank)
+        return head_in_turn(int(self._gathered(own)[0]), by_rank)
 
     def _drawn(self, x: Tensor) -> tuple[list[int], Tensor]:
         """Some of this rank's rows, equally many on all ranks, and the positions of all ranks'."""
@@ -188,9 +182,9 @@ class Definition:
         """Masked scores [r, g, m] of queries [r, g, d] with this rank's keys, some keys at a time,
         and these keys and values [m, d]."""
         k, v = (call[name][self._of, :, self.head] for name in "kv")
-        mine = self._places(call["k"])
-        for at in _steps(len(mine), len(q) * self.group):
-            seen = seen_at(self._passes.spec.mask, self._sample, places, mine[at])
+        own = self._places(call["k"])
+        for at in _steps(len(own), len(q) * self.group):
+            seen = seen_at(self._passes.spec.mask, self._sample, places, own[at])
             scores = self._scores(torch.einsum("rgd,md->rgm", q, k[at].double()))
             yield scores.masked_fill(~seen.unsqueeze(1), -torch.inf), k[at].double(), v[at].double()
 
@@ -198,13 +192,13 @@ class Definition:
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Of all ranks, one after the other, in float64."""
-        mine = x.double()
+        own = x.double()
         if self._log is None:
-            return mine
-        mine = mine.cpu().contiguous()
-        everyones = [torch.empty_like(mine) for _ in range(self.size)]
-        self._share(dist.all_gather, everyones, mine)
-        return torch.cat(everyones).to(x.device)
+            return own
+        own = own.cpu().contiguous()
+        shards = [torch.empty_like(own) for _ in range(self.size)]
+        self._share(dist.all_gather, shards, own)
+        return torch.cat(shards).to(x.device)
 
     def _summed(self, x: Tensor) -> Tensor:
         if self._log is None:

@@ -42,9 +42,9 @@ def _guarded(compiler: Compiler, step: Step, op: ops.Op, number: int) -> Step:
     def run(of: Run) -> Any:
         done = step.run(of)
         if wrong := _first_nan(of, writes):
-            came = _first_nan(of, reads)
+            before = _first_nan(of, reads)
             tiles = ", ".join(_tile(ref, of.unit) for ref in op.reads)
-            origin = f"as {came} had before" if came else "although the inputs had none"
+            origin = f"as {before} had before" if before else "although the inputs had none"
             raise BurstError("burst attention: with nan_guard results must not be NaN, because "
                              f"training continues with them; got NaN in {wrong}, {origin}, after "
                              f"{type(op).__name__} of {tiles}, step {number} of {total}, "

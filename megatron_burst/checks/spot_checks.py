@@ -36,9 +36,9 @@ def checked(attend: Callable[..., tuple[Tensor, Tensor]], tensors: tuple, passes
     Raises:
         BurstError: on all ranks, also from backward, if a result is too far from the definition.
     """
-    log, every = passes.announcer.log, passes.check
+    log, interval = passes.announcer.log, passes.check
     number = log.number + 1 if log else getrandbits(32)  # the same on all ranks
-    if not every or Random(number // every).randrange(every) != number % every:
+    if not interval or Random(number // interval).randrange(interval) != number % interval:
         return attend(*tensors, passes, sample, layer, largest)
     *inputs, sink = tensors
     inputs = [x.view_as(x) for x in inputs]  # whose gradients are of this call alone
@@ -55,7 +55,7 @@ def checked(attend: Callable[..., tuple[Tensor, Tensor]], tensors: tuple, passes
 
 class SpotCheck:
     """One call that is compared; `where`: its layer, and the number of its pass, which draws rows;
-    `given`: its q, k, v, out and lse, and for backward dout."""
+    `fields`: its q, k, v, out and lse, and for backward dout."""
 
     def __init__(
         self, passes: Passes, sample: Any, where: tuple[int, int], fields: dict[str, Tensor]
@@ -83,13 +83,12 @@ class SpotCheck:
     def _together(self) -> Iterator[None]:
         """A context that all ranks enter, or none: who failed before is heard of now."""
         layer, number = self._where
-        with torch.no_grad(), Pass(self._passes.announcer, PassKind.CHECK, number, layer) as this:
-            this.begin()
+        with torch.no_grad(), Pass(self._passes.announcer, PassKind.CHECK, number, layer) as entry:
+            entry.begin()
             yield
 
     def _compare(self, direction: str, places: Tensor, fields: dict[str, Compared]) -> None:
-        """Compare what was got with the definition; all ranks have the same of both. Raises as
-        `checked`."""
+        """Compare with the definition; all ranks have the same of both. Raises as `checked`."""
         for name, (got, true, squares) in fields.items():
             large = torch.maximum(true.abs(), squares.sqrt()).amax(-1)
             least = torch.finfo(self._passes.dtype).smallest_normal  # float16 rounds more below

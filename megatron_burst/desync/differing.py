@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from megatron_burst.comm.stamps import Members, PassKind, PendingPass, PostedTerms, Stamp
 from megatron_burst.comm.store import PROBLEM, ParallelKind
 from megatron_burst.desync.hops import Waits
-from megatron_burst.desync.verdict import missing_error, report, told_by_all
+from megatron_burst.desync.verdict import missing_error, posts_of_all, report
 from megatron_burst.errors import BurstError, DisagreementError
 
-_TELL_S = 5.0  # how long a rank waits for what others tell of a pass that all have begun
+_POSTS_S = 5.0  # how long a rank waits for what others tell of a pass that all have begun
 # a call begins, one way or another
 _CALLS = PassKind.AGREEMENT, PassKind.FORWARD, PassKind.RECORDING, PassKind.REFUSAL
 
 
 def disagreement(log: Members, entry: PendingPass) -> tuple[BurstError, bool]:
     """The error of a pass whose stamps differ; and whether ranks that catch it can go on."""
-    posts = told_by_all(log, entry, min(_TELL_S, log.consensus.timeout_s / 2))
+    posts = posts_of_all(log, entry, min(_POSTS_S, log.consensus.timeout_s / 2))
     posted, of = [post or PostedTerms(None, {}) for post in posts], log.parallel_kind
     stamps = [stamp for stamp, _ in posted if stamp is None or stamp.kind is not PassKind.FAILURE]
     # on GPUs some ranks are ahead, or hang

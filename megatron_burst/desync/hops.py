@@ -18,32 +18,20 @@ from megatron_burst.schedule.topology import Link
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """What a rank waits for; ranks are cp ranks.
+    """What a rank waits for; ranks are cp ranks."""
 
-    Attributes:
-        number: of the pass.
-        what: kind of the pass, in a word.
-        layer: the caller's number; 0 if it gave none.
-        peers: for whom it waits.
-        step: of the rank's program, from 1; 0: for the others' stamps, before the first.
-        steps: of the program.
-        link, cargo: of the transfer.
-        num_bytes: that these peers send, or receive.
-        broken: whether the connections to these are.
-        since: when the wait began, in seconds since 1970.
-    """
-
-    number: int
-    what: str
-    layer: int
-    peers: tuple[int, ...]
-    step: int = 0
-    steps: int = 0
+    number: int  # of the pass
+    what: str  # kind of the pass, in a word
+    layer: int  # the caller's number; 0 if it gave none
+    peers: tuple[int, ...]  # for whom it waits
+    step: int = 0  # of the rank's program, from 1; 0: for the others' stamps, before the first
+    steps: int = 0  # of the program
+    # of the transfer:
     link: str = ""
     cargo: str = ""
-    num_bytes: int = 0
-    broken: bool = False
-    since: float = field(default=0.0, compare=False)
+    num_bytes: int = 0  # that these peers send, or receive
+    broken: bool = False  # whether the connections to these are
+    since: float = field(default=0.0, compare=False)  # when the wait began, in seconds since 1970
 
     @classmethod
     def at(cls, begun: Members | PendingPass) -> "Waits":
@@ -97,7 +85,7 @@ def _waits(run: RunningPass, index: int, peer: int | None) -> Waits:
     peers = dict.fromkeys(end.peer for end in (*op.recvs, *op.sends))
     peers = (peer,) if peer is not None else tuple(peers)
     ends = [end for end in op.recvs if end.peer in peers] or op.sends
-    links = {program.topology.link(program.cp_rank, other) for other in peers}
+    links = {program.topology.link(program.cp_rank, peer_rank) for peer_rank in peers}
     return Waits(
         run.number, run.stamp.word, run.stamp.layer, peers, index + 1, len(program.ops),
         Link.INTER if Link.INTER in links else Link.INTRA, op.cargo,
@@ -115,10 +103,9 @@ def tell(log: Members, waits: Waits | None) -> None:
         log.store.set(key, json.dumps(asdict(waits))) if waits else log.store.delete_key(key)
 
 
-def culprits(log: Members, mine: Waits) -> list[int]:
-    """The ranks for which this one waits in the end, as far as others say for whom they wait.
-    Tells others of this one."""
-    tell(log, mine)
+def culprits(log: Members, waits: Waits) -> list[int]:
+    """The ranks for which this one waits in the end, as far as others say; tells them of it."""
+    tell(log, waits)
     posts = {}
     with suppress(RuntimeError):
         for rank in range(log.size):
@@ -126,7 +113,7 @@ def culprits(log: Members, mine: Waits) -> list[int]:
             # empty: deleted in between, as that rank waits no more
             if log.store.check([key]) and (text := log.store.get(key)):
                 posts[rank] = Waits.of(json.loads(text))
-    return ends_of(mine.peers, posts | {log.rank: mine}, log.size)
+    return ends_of(waits.peers, posts | {log.rank: waits}, log.size)
 
 
 def ends_of(peers: Iterable[int], posts: Mapping[int, Waits], size: int) -> list[int]:
@@ -134,10 +121,10 @@ def ends_of(peers: Iterable[int], posts: Mapping[int, Waits], size: int) -> list
     waiting ranks end that begin with `peers`; if they wait in a circle, who came last."""
     if any(post.broken for post in posts.values()):
         return _apart(posts, size)
-    seen, reached = set[int](), {*peers}
-    while reached - seen:
-        seen |= reached
-        reached = {peer for rank in reached & posts.keys() for peer in posts[rank].peers}
+    seen, ranks = set[int](), {*peers}
+    while ranks - seen:
+        seen |= ranks
+        ranks = {peer for rank in ranks & posts.keys() for peer in posts[rank].peers}
     ends = sorted(seen - posts.keys())
     return ends or [max(seen, key=lambda rank: posts[rank].since)] if seen else []
 
@@ -147,8 +134,8 @@ def _apart(posts: Mapping[int, Waits], size: int) -> list[int]:
     that lost all of its connections is itself apart, unless others miss another one."""
     broken = {rank: post.peers for rank, post in posts.items() if post.broken}
     missed = [peer for peers in broken.values() if len(peers) < size - 1 for peer in peers]
-    every = {*broken, *(peer for peers in broken.values() for peer in peers)}
-    counts = Counter(missed or (broken if size > 2 else every))
+    ranks = {*broken, *(peer for peers in broken.values() for peer in peers)}
+    counts = Counter(missed or (broken if size > 2 else ranks))
     most = [rank for rank, count in counts.items() if count == max(counts.values())]
     return sorted([rank for rank in most if rank not in posts] or most)
 

@@ -38,7 +38,7 @@ def lost_pass(log: Members, entry: PendingPass, why: str) -> tuple[BurstError, s
     """The error of a pass that not all ranks have begun; and for which this one waits, in words."""
     with suppress(RuntimeError):  # the store may be gone, with the rank that keeps it
         log.store.set(log.waiting_key(log.rank), "")
-    missing = _silent_in(log, told_by_all(log, entry, _GRACE_S))
+    missing = _silent_in(log, posts_of_all(log, entry, _GRACE_S))
     since = time() - (monotonic() - entry.begin_s)
     waits = _with_broken(log, replace(Waits.at(entry), peers=missing, since=since))
     ranks = culprits(log, waits) if waits.peers else []
@@ -129,7 +129,7 @@ def own_failure(log: Members, error: Exception) -> None:
     report(log, "failure", error, Waits.at(log), [log.rank])
 
 
-def told_by_all(log: Members, entry: PendingPass, patience_s: float) -> list[PostedTerms | None]:
+def posts_of_all(log: Members, entry: PendingPass, patience_s: float) -> list[PostedTerms | None]:
     """Post this rank's stamp and terms; returns those of all ranks that post them soon, by rank."""
     keys = [f"{log.name}/{entry.number}/{rank}" for rank in range(log.size)]
     posts: list[PostedTerms | None] = [PostedTerms(None, {})] * log.size  # nothing is known
@@ -181,19 +181,19 @@ class HopWatch:
     def __init__(self, on_gpu: bool) -> None:
         self._is_blind = on_gpu and not _allow_queries()
         self._hop: Waits | None = None
-        self._since, self._has_told = 0.0, False
+        self._since, self._has_posted = 0.0, False
 
     def late(self, log: Members) -> tuple[BurstError, str] | None:
         """Tell others of a hop that takes half of the time-out. On GPUs, where nothing else gives
         up, returns what `lost_hop` does for one that takes nearly all of it."""
         hop, limit = None if self._is_blind else awaited_hop(log), log.consensus.timeout_s
         if hop != self._hop:
-            if self._has_told:
+            if self._has_posted:
                 tell(log, None)
-            self._hop, self._since, self._has_told = hop, monotonic(), False
-        elif hop is not None and not self._has_told and monotonic() - self._since > limit / 2:
+            self._hop, self._since, self._has_posted = hop, monotonic(), False
+        elif hop is not None and not self._has_posted and monotonic() - self._since > limit / 2:
             tell(log, replace(hop, since=time() - (monotonic() - self._since)))
-            self._has_told = True
+            self._has_posted = True
         elif hop is not None and not log.waits and monotonic() - self._since > _EARLY * limit:
             hop = replace(hop, since=time() - _EARLY * limit)
             return late_hop(log, hop, f"the hop has not ended after {_EARLY * limit:g} s")

@@ -78,8 +78,9 @@ class Documents:
         self._longest = longest or self._find_longest()
         self._tail_segments = -(-self._tokens // longest) if longest else 1
         to_device = dict(device=device, dtype=torch.int32, non_blocking=True, copy=True)
-        ours = (x if x is None or x.is_cuda else y for x, y in zip(bounds, self._host, strict=True))
-        real_starts, padded_starts = (x if x is None else x.to(**to_device) for x in ours)
+        pairs = zip(bounds, self._host, strict=True)
+        sources = (x if x is None or x.is_cuda else copy for x, copy in pairs)
+        real_starts, padded_starts = (x if x is None else x.to(**to_device) for x in sources)
         self._row_starts = real_starts if padded_starts is None else padded_starts
         self._lengths = None if padded_starts is None else real_starts.diff()
 
@@ -109,14 +110,13 @@ class Documents:
             sizes = self._tokens, self._cp_size, self._sample.longest
             require(self._who, samples.of_values(starts, padded, self._layout, sizes))
             text = f"{starts.tolist()} {padded.tolist() if padded is not None else ''}"
-            self._terms = {"cu_seqlens": told_briefly(text, len(starts) - 1)}
+            self._terms = {"cu_seqlens": abbreviated(text, len(starts) - 1)}
             if self.parents is not None:
-                self._terms["prefix_tree"] = told_briefly(f"{self.parents}", len(starts) - 1)
+                self._terms["prefix_tree"] = abbreviated(f"{self.parents}", len(starts) - 1)
         return self._terms
 
     def is_seen(self, between: NeededBy) -> bool:
-        """Whether some queries see some keys: not decided, because that is not known of boundaries
-        on a GPU."""
+        """Whether some queries see some keys: not known, as boundaries may be on a GPU."""
         return True
 
     def visible(self, band: Band, places: TilePositions, unit: int, run: Backend) -> Visible:
@@ -203,8 +203,7 @@ class Documents:
         return self._arranged[src_blocks, dst_chunks]
 
     def restore_index(self, src_blocks: tuple[Chunks, ...], dst_chunks: Chunks) -> Tensor:
-        """For each source row, the arranged rows that are copies of it: int64 [copies, rows]; -1
-        for none."""
+        """For each source row, the arranged rows that copy it: int64 [copies, rows]; -1: none."""
         if (src_blocks, dst_chunks) not in self._restored:
             most, count, rows = max(map(dst_chunks.count, dst_chunks)), len(dst_chunks), []
             for block in src_blocks:
@@ -275,7 +274,7 @@ class Documents:
         return on_device(np.array(values), self._row_starts.device)
 
 
-def told_briefly(text: str, count: int) -> str:
+def abbreviated(text: str, count: int) -> str:
     """A list of numbers, shortened, with a digest that tells it from others."""
     digest = blake2b(text.encode(), digest_size=8).hexdigest()
     return f"{text if count < 10 else f'{text[:40]} ... of {count} documents'} ({digest})"
@@ -292,16 +291,16 @@ def rows_before(edges: Tensor, places: Positions) -> Tensor:
 def _to_host(x: Tensor, device: torch.device) -> Tensor:
     """A copy on the host, which can be copied to the device asynchronously; from a GPU the copy
     itself is asynchronous too."""
-    ours = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=device.type == "cuda")
-    return ours.copy_(x, non_blocking=True)
+    copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=device.type == "cuda")
+    return copy.copy_(x, non_blocking=True)
 
 
 def _with_padding(of_q: Pair, of_keys: Pair) -> Pair:
     """Edges of segments; after each come its padding's queries, which see no key, and keys, which
     no query sees. Arguments are rows of each segment, with padding and without: [segments]."""
-    (rows, real), (keys, there) = of_q, of_keys
+    (rows, real), (keys, real_keys) = of_q, of_keys
     none = torch.zeros_like(rows)
-    parts = (real, rows - real, none), (there, none, keys - there)
+    parts = (real, rows - real, none), (real_keys, none, keys - real_keys)
     return tuple(_running(torch.stack(columns, 1).flatten()) for columns in parts)
 
 

@@ -16,8 +16,7 @@ from megatron_burst.schedule.mask import Positions
 
 
 class Sample(NamedTuple):
-    """Where documents begin, or slices, as passed to `burst_attention`; nothing for a whole
-    sequence."""
+    """Documents or slices, as passed to `burst_attention`; nothing for a whole sequence."""
 
     cu_seqlens: Tensor | None
     padded: Tensor | None
@@ -27,8 +26,7 @@ class Sample(NamedTuple):
 
 
 def in_rows(places: Positions, unit: int) -> Positions:
-    """Positions in rows, given positions in units of `unit` rows; with unit 1, ranges may have
-    gaps."""
+    """Positions in rows, from positions in units of rows; with unit 1, ranges may have gaps."""
     return places if unit == 1 else tuple(range(p.start * unit, p.stop * unit) for p in places)
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from megatron_burst.masks.documents import Documents
 from megatron_burst.masks.slices import Slices
 from megatron_burst.schedule.mask import Mask
+from megatron_burst.slices import CAUSAL, INVERSE
 
 
 def seen_at(mask: Mask, sample: Documents | Slices | None, q: Tensor, k: Tensor) -> Tensor:
@@ -45,9 +46,9 @@ def _in_slices(sample: Slices, q: Tensor, k: Tensor) -> Tensor:
     near = sample.slices[(sample.slices[:, 0] <= high) & (low < sample.slices[:, 1])]
     for q_start, q_stop, k_start, k_stop, kind in near.tolist():
         part = ((q_start <= q) & (q < q_stop)).unsqueeze(1) & (k_start <= k) & (k < k_stop)
-        if kind & 1:  # the last query is level with the last key
+        if kind & CAUSAL:  # the last query is level with the last key
             part = part & (k - k_stop <= rows - q_stop)
-        if kind & 2:  # the first query is level with the first key
+        if kind & INVERSE:  # the first query is level with the first key
             part = part & (k - k_start >= rows - q_start)
         seen |= part
     return seen

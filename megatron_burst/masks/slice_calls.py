@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import batched, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,12 +46,11 @@ class TileCall(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Calls:
-    """The kernel calls of a tile, instead of one; `together`: whether parts may share a call as its
-    segments: in a batch of one."""
+    """The kernel calls of a tile, instead of one."""
 
     parts: Parts
     device: torch.device
-    together: bool
+    together: bool  # whether parts may share a call as its segments: in a batch of one
 
     @cached_property
     def _first_groups(self) -> list[np.ndarray]:
@@ -72,8 +71,8 @@ class Calls:
     @cached_property
     def calls(self) -> tuple[TileCall, ...]:
         """Each call: its rows and keys in the tile, and what is seen of these."""
-        every = _groups(self.parts.table, self.together) if self.are_many else self._first_groups
-        return tuple(_call(group, self.device) for group in every)
+        groups = _groups(self.parts.table, self.together) if self.are_many else self._first_groups
+        return tuple(_call(group, self.device) for group in groups)
 
     @cached_property
     def merges(self) -> tuple[tuple[bool, ...], tuple[tuple[slice, list], ...]]:
@@ -82,9 +81,9 @@ class Calls:
         spans = [call.rows for call in self.calls]
         return tuple(_alone(spans)), tuple(_overlaps(spans)) if spans else ()
 
-    def _instead(self, run: Backend, q: Tensor, k: Tensor, v: Tensor, capped: bool,
-                 backward: bool = False,
-                 deterministic: bool = False) -> Backend | None:  # fmt: skip
+    def _one_call(self, run: Backend, q: Tensor, k: Tensor, v: Tensor, capped: bool,
+                  backward: bool = False,
+                  deterministic: bool = False) -> Backend | None:  # fmt: skip
         """The kernel that takes all parts in one call."""
         if not self.are_many and (backward or not self.overlap):
             return None
@@ -99,9 +98,9 @@ class Calls:
                 into: tuple[Tensor, Tensor] | None = None, softcap: float = 0.0,
                 largest: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As `Backend.forward`."""
-        into, options = into or empty_results(q, v), {"softcap": softcap} if softcap else {}
-        if other := self._instead(run, q, k, v, bool(softcap)):
-            forward, seen = attend_and_raise(other, largest), Visible(parts=self.parts)
+        into, options = into or empty_results(q, v), _score_options(softcap)
+        if kernel := self._one_call(run, q, k, v, bool(softcap)):
+            forward, seen = attend_and_raise(kernel, largest), Visible(parts=self.parts)
             return forward(q, k, v, scale, seen, into=into, **options)
         forward = attend_and_raise(run, largest)
         (out, lse), (alone, shared), parts = into, self.merges, {}
@@ -122,14 +121,13 @@ class Calls:
         return into
 
     def backward(self, run: Backend, side: QuerySide, k: Tensor, v: Tensor, scale: float,
-                 into: tuple[Tensor, Tensor, Tensor] | None = None,
-                 deterministic: bool = False,
+                 into: tuple[Tensor, Tensor, Tensor] | None = None, deterministic: bool = False,
                  softcap: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """As `Backend.backward`; gradients are summed in the accumulation dtype."""
-        wide, options = run.capability.wide_grads, {"softcap": softcap} if softcap else {}
-        if other := self._instead(run, side.q, k, v, bool(softcap), True, deterministic):
+        wide, options = run.capability.wide_grads, _score_options(softcap)
+        if kernel := self._one_call(run, side.q, k, v, bool(softcap), True, deterministic):
             seen = Visible(parts=self.parts)
-            totals = other.backward(side, k, v, scale, seen, into=into, **options)
+            totals = kernel.backward(side, k, v, scale, seen, into=into, **options)
         else:
             options["deterministic"] = deterministic
             grads = (run.backward(side.rows(call.rows.slice), k[:, call.keys.slice],
@@ -161,13 +159,18 @@ class Calls:
         return totals
 
 
+def _score_options(softcap: float) -> dict[str, Any]:
+    """Kernels without soft caps have no such argument."""
+    return {"softcap": softcap} if softcap else {}
+
+
 def _add(total: Tensor, spans: Sequence[Span], parts: Sequence[Tensor], anew: bool) -> None:
     """total += parts, which have some of its rows each; `anew`: it has no value yet."""
     end = 0
     for rows, covering in _overlaps(spans):
-        here = total[:, rows]
+        covered = total[:, rows]
         addends = [parts[i][:, of] for i, of in covering]
-        sum_parts(here, addends if anew else [here, *addends])
+        sum_parts(covered, addends if anew else [covered, *addends])
         if anew:
             total[:, end : rows.start] = 0
         end = rows.stop
@@ -198,12 +201,8 @@ def _alone(spans: Sequence[Span]) -> list[bool]:
 
 
 def _groups(parts: np.ndarray, together: bool) -> Iterator[np.ndarray]:
-    """Parts that share a call: of one band, each behind the one before it, in queries and in keys.
-
-    Args:
-        parts: by first row and first key.
-        together: whether any may share a call.
-    """
+    """Parts that share a call, if `together`: of one band, each behind the one before it, in
+    queries and in keys. `parts`: by first row and first key."""
     if not together:
         yield from parts[:, None]
         return

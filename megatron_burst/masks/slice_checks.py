@@ -8,8 +8,8 @@ from torch import Tensor
 from megatron_burst.errors import Need, require
 from megatron_burst.kernels.masks.parts import listed
 from megatron_burst.masks.sample import holds_whole, kind_of
-from megatron_burst.masks.slice_parts import CAUSAL, INVERSE
 from megatron_burst.schedule.layout import Layout, positions
+from megatron_burst.slices import CAUSAL, INVERSE
 
 
 def need_of_tensor(slices: object) -> Iterator[Need]:
@@ -72,14 +72,14 @@ def work_of_ranks(slices: Tensor, cp_size: int, layout: Layout, tokens: int) -> 
     slope = (kind & CAUSAL > 0).astype(np.int64) - (kind & INVERSE > 0)
     first = k_stop - k_start - np.where(kind & CAUSAL, q_stop - 1, 0)
     first += np.where(kind & INVERSE, q_start, 0)
-    steps, there = np.zeros((2, tokens + 1), dtype=np.int64), begin < end
+    steps, nonempty = np.zeros((2, tokens + 1), dtype=np.int64), begin < end
     for row, sign in ((begin, 1), (end, -1)):
-        np.add.at(steps[0], row[there], sign * first[there])
-        np.add.at(steps[1], row[there], sign * slope[there])
+        np.add.at(steps[0], row[nonempty], sign * first[nonempty])
+        np.add.at(steps[1], row[nonempty], sign * slope[nonempty])
     constants, slopes = steps.cumsum(1)[:, :-1]
     pairs = np.concatenate(([0], (constants + slopes * np.arange(tokens)).cumsum()))
-    every = (positions(layout, rank, cp_size, tokens // cp_size) for rank in range(cp_size))
-    return [sum(int(pairs[span.stop] - pairs[span.start]) for span in spans) for spans in every]
+    shards = (positions(layout, rank, cp_size, tokens // cp_size) for rank in range(cp_size))
+    return [sum(int(pairs[span.stop] - pairs[span.start]) for span in spans) for spans in shards]
 
 
 def sees_later(slices: Tensor) -> bool:
@@ -124,10 +124,10 @@ def _overlapping(slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         axes.append((order, np.maximum(until - np.arange(len(order)) - 1, 0)))
     order, counts = min(axes, key=lambda axis: axis[1].sum())
     first, second = (order[index] for index in listed(np.arange(len(order)) + 1, counts))
-    both = np.ones(len(first), dtype=bool)
+    overlap = np.ones(len(first), dtype=bool)
     for start, stop in slices[:, :2].T, slices[:, 2:4].T:
-        both &= (start[first] < stop[second]) & (start[second] < stop[first])
-    return first[both], second[both]
+        overlap &= (start[first] < stop[second]) & (start[second] < stop[first])
+    return first[overlap], second[overlap]
 
 
 def _rows_where_before(
@@ -149,6 +149,6 @@ def sees_nothing(slices: np.ndarray) -> int | None:
     order = np.argsort(begin, kind="stable")
     begin, end = begin[order], end[order]
     begin, end = begin[begin < end], end[begin < end]
-    reached = np.concatenate(([0], np.maximum.accumulate(end)[:-1])) if len(end) else end
-    gaps = np.flatnonzero(begin > reached)
-    return int(reached[gaps[0]]) if len(gaps) else None if len(end) else 0
+    covered = np.concatenate(([0], np.maximum.accumulate(end)[:-1])) if len(end) else end
+    gaps = np.flatnonzero(begin > covered)
+    return int(covered[gaps[0]]) if len(gaps) else None if len(end) else 0

@@ -4,20 +4,17 @@ import numpy as np
 
 from megatron_burst.kernels.masks.parts import FAR, is_full, listed, trimmed
 from megatron_burst.schedule.mask import Positions
-
-CAUSAL, INVERSE = 1, 2  # bits of a slice's kind
+from megatron_burst.slices import CAUSAL, INVERSE  # bits of a slice's kind
 
 
 class Bands:
     """The slices of a sample as parts of its score matrix, and what tiles and chunks see of them.
 
     The tiles of a rank have the same queries, or few of them, so what follows from these is kept.
-
-    Args:
-        slices: int64 [slices, 5].
     """
 
     def __init__(self, slices: np.ndarray) -> None:
+        """`slices`: int64 [slices, 5]."""
         q_start, q_stop, k_start, k_stop, kind = slices.T
         low = np.where(kind & INVERSE, k_start - q_start, -FAR)  # without a bound it is far
         high = np.where(kind & CAUSAL, k_stop - q_stop, FAR)

@@ -109,7 +109,7 @@ class Slices:
             terms = documents.checked_text()
         else:
             require(_WHO, need_of_tensor(tensor))
-            terms = {"slices": _told(tensor.numpy())} | dict((documents and documents.text) or {})
+            terms = {"slices": _shown(tensor.numpy())} | dict((documents and documents.text) or {})
         slices = tensor.numpy().astype(np.int64)
         if "slices" in terms:
             require(_WHO, need_of_pairs(slices, (self._tokens, self._keys), causal, cp_size))
@@ -131,8 +131,8 @@ class Slices:
             return "each rank computes its own rows"
         work = work_of_ranks(torch.from_numpy(self.slices), cp_size, layout, self._tokens)
         ratio = max(work) * len(work) / sum(work)
-        held = [list(chunks_held(layout, rank, cp_size)) for rank in range(cp_size)]
-        needed = [np.delete(self._chunks[own].any(0), own) for own in held]
+        chunks_by_rank = [list(chunks_held(layout, rank, cp_size)) for rank in range(cp_size)]
+        needed = [np.delete(self._chunks[own].any(0), own) for own in chunks_by_rank]
         return (f"the slowest rank computes {ratio:.2f} times the mean of (query, key) pairs, and "
                 "with an all-to-all (--burst-intra a2a) all ranks compute equally many; a rank "
                 f"needs {np.mean(needed):.0%} of the other ranks' keys, and a gather sends no "
@@ -182,7 +182,7 @@ class Slices:
         return self._visible[key]
 
 
-def _told(slices: np.ndarray) -> str:
+def _shown(slices: np.ndarray) -> str:
     """A few slices, and a digest of all."""
     first = f"{slices[:_FEW].tolist()}"[:-1] + (", ...]" if len(slices) > _FEW else "]")
     digest = blake2b(slices.tobytes(), digest_size=8).hexdigest()

@@ -17,28 +17,11 @@ Source: Ulysses (arXiv 2309.14509), here in rounds.
 """
 
 from megatron_burst.errors import BurstError
+from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.a2a_rounds import AllToAllEmitter
 from megatron_burst.schedule.mask import check_mask
-from megatron_burst.schedule.program import (
-    Arrange,
-    Attend,
-    AttendBackward,
-    Copy,
-    Field,
-    FromRanks,
-    Program,
-    Recv,
-    Ref,
-    Restore,
-    Send,
-    Space,
-    Stream,
-    ToRanks,
-    dkv_fields,
-    dq_fields,
-    out_fields,
-)
-from megatron_burst.schedule.spec import Cargo, Dtype, Spec
+from megatron_burst.schedule.program import Field, Program, Ref, Space, Stream
+from megatron_burst.schedule.spec import Cargo, Spec
 
 
 def a2a(spec: Spec) -> Program:
@@ -54,6 +37,14 @@ def a2a(spec: Spec) -> Program:
             "burst attention: an all-to-all must run over all ranks, because no ring between nodes "
             f"continues it; got {spec.topology}; pass a flat topology"
         )
+    if spec.shape.heads_q % spec.topology.cp_size:
+        raise BurstError(
+            "burst attention: for an all-to-all, the number of ranks must divide the number of "
+            "query heads, because each rank computes equally many; got "
+            f"{spec.shape.heads_q} query heads on {spec.topology.cp_size} ranks; pass "
+            "--burst-intra gather (intra='gather') or auto, and no --burst-inter a2a or "
+            "--burst-invariant"
+        )
     emitter = _AllToAll(spec)
     (emitter.backward if spec.backward else emitter.forward)()
     return emitter.program()
@@ -61,33 +52,48 @@ def a2a(spec: Spec) -> Program:
 
 class _AllToAll(AllToAllEmitter):
     def forward(self) -> None:
-        inputs, outputs = HeadsAllToAll(self), OutputAllToAll(self)
+        inputs, outputs, tile = HeadsAllToAll(self), OutputAllToAll(self), self.tile
         for round_ in range(len(self.rounds)):
-            q, kv = inputs.queries(round_), inputs.keys(round_)
+            q, kv = inputs.queries(round_).at(tile.q), inputs.keys(round_).at(tile.kv)
             lse, out = self.lse(round_), outputs.of(round_)
-            q, kv = q.at(self.tile.q), kv.at(self.tile.kv)
-            into = lse.at(self.tile.q), out.at(self.tile.q)
-            heads = self.own_heads(round_)
-            self.emit(Attend(q, kv, self.tile.mask, into, self.tile.positions, heads, True))
+            into, heads = (lse.at(tile.q), out.at(tile.q)), self.own_heads(round_)
+            self.emit(ops.Attend(q, kv, tile.mask, into, tile.positions, heads, True))
             inputs.post(round_ + 1)
             # issued before operations that wait for the kernel
             outputs.collect(Stream.SIDE)
             inputs.arrange(round_ + 1)
-            self.emit(Copy((lse,), out))
+            self.emit(ops.Copy((lse,), out))
             outputs.post(round_)
         outputs.collect()
 
     def backward(self) -> None:
         inputs, outputs = HeadsAllToAll(self), OutputAllToAll(self)
-        sides = QuerySides(self, inputs)
+        tile = self.tile
         for round_ in range(len(self.rounds)):
-            grads, side, kv = outputs.of(round_), sides.of(round_), inputs.keys(round_)
+            grads, side = outputs.of(round_), self.side_of(inputs, round_)
+            kv = inputs.keys(round_)
             # the kernel is followed by conversions of its sums, which would hold up these sends
             inputs.post(round_ + 1)
-            self.emit(AttendBackward(side, kv, self.tile.mask, grads, grads, self.tile.positions))
+            self.emit(ops.AttendBackward(side, kv, tile.mask, grads, grads, tile.positions))
             inputs.arrange(round_ + 1)
             outputs.post(round_)
         outputs.collect()
+
+    def side_of(self, inputs: "HeadsAllToAll", round_: int) -> tuple[Ref, ...]:
+        """The query side of this rank's heads for all rows, for kernels, with dense statistics.
+
+        Delta is sent, whatever the kernel needs: delta is 4 bytes where a bf16 output is 2 dim_v,
+        and a surrogate output made from delta is closer to the true delta than a rounded output.
+        """
+        heads_q, _ = self.heads_of(round_)
+        saved_lse = self.lse(round_) if self.spec.saves_remote else None
+        fields = self.fields("delta" if saved_lse else "lse delta", heads_q)
+        name = f"statistics {round_}"
+        statistics = self.buffer(name, Space.TEMP, self.rows, fields, "statistics")
+        received = inputs.queries(round_)
+        self.emit(ops.Copy((received,), statistics))
+        saved = (self.saved(round_), saved_lse) if saved_lse else ()
+        return self.side_for_kernel(statistics, *saved, received)
 
 
 class HeadsAllToAll:
@@ -109,13 +115,11 @@ class HeadsAllToAll:
 
     def _fields(self, round_: int) -> tuple[Field, ...]:
         """Fields of a row that is sent."""
-        spec, qkv = self._emitter.spec, self._emitter.qkv_fields(round_)
-        if not spec.backward:
-            return qkv
-        heads_q, _ = self._emitter.heads_of(round_)
-        lse, delta = (Field(name, heads_q, 0, Dtype.SUM) for name in ("lse", "delta"))
-        dout = Field("dout", heads_q, spec.shape.dim_v)
-        return (dout, delta) if self._reuses else (*qkv, dout, lse, delta)
+        emitter, (heads_q, _) = self._emitter, self._emitter.heads_of(round_)
+        if self._reuses:
+            return emitter.fields("dout delta", heads_q)
+        side = emitter.fields("dout lse delta", heads_q) if emitter.spec.backward else ()
+        return *emitter.qkv_fields(round_), *side
 
     def post(self, round_: int) -> None:
         """Start the all-to-all of a round's heads, if there is such a round."""
@@ -125,16 +129,18 @@ class HeadsAllToAll:
         this_rank, stream = emitter.spec.cp_rank, Stream.side_if(round_)
         slot = emitter.slot("heads", round_, Cargo.READ, self._fields(round_), self._slots)
         sources = emitter.refs(round_, self._sources)
-        heads_kv = emitter.heads_of(round_)[1]
-        emitter.emit(ToRanks(sources, slot, len(emitter.ranks), heads_kv, emitter.copies, stream))
+        ranks, (_, heads_kv) = len(emitter.ranks), emitter.heads_of(round_)
+        emitter.emit(ops.ToRanks(sources, slot, ranks, heads_kv, emitter.copies, stream))
         target = self._received(round_) if emitter.reorders else self._in_order(round_)
-        to_peers, own = emitter.by_rank(slot)
-        for chunk, rows in own:
-            emitter.emit(Copy((rows,), target.at(chunk.node_rows), stream))
-        sends = [Send(peer, rows) for peer, _, rows in to_peers]
+        sends = []
+        for rank, chunk, rows in emitter.by_rank(slot):
+            if rank == this_rank:
+                emitter.emit(ops.Copy((rows,), target.at(chunk.node_rows), stream))
+            else:
+                sends.append(ops.Send(rank, rows))
         offset = emitter.ranks.index(this_rank) * emitter.spec.shape.tokens
         recvs = [
-            Recv(chunk.cp_rank, slot.at(chunk.rows.shifted(offset)), target.at(chunk.node_rows))
+            ops.Recv(chunk.cp_rank, slot.at(chunk.rows.shifted(offset)), target.at(chunk.node_rows))
             for chunk in emitter.chunks
             if chunk.cp_rank != this_rank
         ]
@@ -146,7 +152,7 @@ class HeadsAllToAll:
         if emitter.reorders and round_ < len(emitter.rounds) and round_ not in rounds:
             rounds.add(round_)
             received, in_order = self._received(round_), self._in_order(round_)
-            emitter.emit(Arrange(received, in_order, *emitter.orders, Stream.side_if(round_)))
+            emitter.emit(ops.Arrange(received, in_order, *emitter.orders, Stream.side_if(round_)))
 
     def _received(self, round_: int) -> Ref:
         """Where a round is received, rank by rank: one buffer for all rounds; it is soon read."""
@@ -170,29 +176,6 @@ class HeadsAllToAll:
         return self._emitter.saved(round_) if self._reuses else self.queries(round_)
 
 
-class QuerySides:
-    """The query side of this rank's heads for all rows, round by round. Delta is sent, whatever the
-    kernel needs: delta is 4 bytes where a bf16 output is 2 dim_v, and a surrogate output made from
-    delta is closer to the true delta than a rounded output."""
-
-    def __init__(self, emitter: AllToAllEmitter, inputs: HeadsAllToAll) -> None:
-        self._emitter, self._inputs = emitter, inputs
-
-    def of(self, round_: int) -> tuple[Ref, ...]:
-        """A round's query side for kernels, with dense statistics."""
-        emitter, spec = self._emitter, self._emitter.spec
-        heads_q, _ = emitter.heads_of(round_)
-        saved_lse = emitter.lse(round_) if spec.saves_remote else None
-        names = ("delta",) if saved_lse else ("lse", "delta")
-        fields = tuple(Field(name, heads_q, 0, Dtype.SUM) for name in names)
-        name = f"statistics {round_}"
-        statistics = emitter.buffer(name, Space.TEMP, emitter.rows, fields, "statistics")
-        received = self._inputs.queries(round_)
-        emitter.emit(Copy((received,), statistics))
-        saved = (emitter.saved(round_), saved_lse) if saved_lse else ()
-        return emitter.side_for_kernel(statistics, *saved, received)
-
-
 class OutputAllToAll:
     """From shards of the heads back to shards of the sequence: out, or dq, dk and dv. A slot has
     this rank's heads of all rows, of which a peer gets the peer's rows."""
@@ -206,15 +189,14 @@ class OutputAllToAll:
         self._in_flight: int | None = None
 
     def _fields(self, round_: int) -> tuple[Field, ...]:
-        spec, (heads_q, heads_kv) = self._emitter.spec, self._emitter.heads_of(round_)
-        if not spec.backward:
-            return out_fields(heads_q, spec.shape, Dtype.INPUT)
-        dtype = spec.partial_grad_dtype
-        return (*dq_fields(heads_q, spec.shape, dtype), *dkv_fields(heads_kv, spec.shape, dtype))
+        emitter, (heads_q, heads_kv) = self._emitter, self._emitter.heads_of(round_)
+        if not emitter.spec.backward:
+            return emitter.fields("out lse", heads_q)
+        dtype = emitter.spec.partial_grad_dtype
+        return *emitter.fields("dq", heads_q, dtype), *emitter.fields("dk dv", heads_kv, dtype)
 
     def of(self, round_: int) -> Ref:
-        """Where a round's results are written: in the slot that is sent next, unless results return
-        to the ranks' order first."""
+        """Where a round's results are written: in its slot, unless they are reordered first."""
         if self._emitter.reorders:
             return self._emitter.staging("computed", round_, "computed", self._fields(round_))
         return self._slot(round_)
@@ -228,17 +210,19 @@ class OutputAllToAll:
         self.collect(Stream.SIDE)
         emitter, slot = self._emitter, self._slot(round_)
         if emitter.reorders:
-            emitter.emit(Restore(self.of(round_), slot, *emitter.orders))
+            emitter.emit(ops.Restore(self.of(round_), slot, *emitter.orders))
         received = emitter.staging("own results", round_, "results", self._fields(round_))
-        from_peers, own = emitter.by_rank(received)
-        for chunk, rows in own:
-            emitter.emit(Copy((slot.at(chunk.node_rows),), rows))
+        recvs = []
+        for rank, chunk, rows in emitter.by_rank(received):
+            if rank == emitter.spec.cp_rank:
+                emitter.emit(ops.Copy((slot.at(chunk.node_rows),), rows))
+            else:
+                recvs.append(ops.Recv(rank, slot.at(chunk.node_rows), rows))
         sends = [
-            Send(chunk.cp_rank, slot.at(chunk.node_rows))
+            ops.Send(chunk.cp_rank, slot.at(chunk.node_rows))
             for chunk in emitter.chunks
             if chunk.cp_rank != emitter.spec.cp_rank
         ]
-        recvs = [Recv(peer, slot.at(chunk.node_rows), rows) for peer, chunk, rows in from_peers]
         emitter.exchange(Cargo.GRAD, slot, sends, recvs)
         self._in_flight = round_
 
@@ -250,4 +234,4 @@ class OutputAllToAll:
         emitter, targets = self._emitter, self._emitter.refs(round_, self._targets)
         ranks, (_, heads_kv) = len(emitter.ranks), emitter.heads_of(round_)
         received = Ref(f"own results {round_}")
-        emitter.emit(FromRanks(received, targets, ranks, heads_kv, emitter.copies, stream))
+        emitter.emit(ops.FromRanks(received, targets, ranks, heads_kv, emitter.copies, stream))

@@ -1,44 +1,33 @@
 """The rounds of an all-to-all: whose heads a rank computes in each, and buffers of a round."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from megatron_burst.errors import BurstError
 from megatron_burst.schedule.chunks import chunk_pairs, chunks_by_rank, chunks_in_order
 from megatron_burst.schedule.emitter import Emitter
 from megatron_burst.schedule.inter_node import heads_in_rounds
 from megatron_burst.schedule.layout import Chunks, Layout
 from megatron_burst.schedule.mask import Span, Tile
 from megatron_burst.schedule.node_shards import ShardChunk, adjacent_runs, node_shards
-from megatron_burst.schedule.program import Field, Ref, Space, kv_fields, q_fields
-from megatron_burst.schedule.spec import Cargo, Dtype, Spec
+from megatron_burst.schedule.program import Field, Ref, Space
+from megatron_burst.schedule.spec import Cargo, Spec
 
 
 class AllToAllEmitter(Emitter):
-    """Emits a pass in which a rank computes all rows of the sequence for some heads at a time.
-
-    Attributes:
-        copies: how many ranks have the same KV heads.
-        rounds: KV heads of each round, copies included.
-        chunks: of all shards, in the order in which they are received.
-        rows: number of rows of the whole sequence.
-        reorders: whether received rows must be put in order: documents of which each rank has two
-            chunks.
-        tile: all queries over all keys.
-    """
+    """Emits a pass in which a rank computes all rows of the sequence for some heads at a time."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         topology, tokens = spec.topology, spec.shape.tokens
         (self.ranks,) = topology.grid
-        _check_heads(spec.shape.heads_q, len(self.ranks))
         heads_kv = spec.shape.replicated(len(self.ranks)).heads_kv
-        self.copies = heads_kv // spec.shape.heads_kv
+        self.copies = heads_kv // spec.shape.heads_kv  # ranks that have the same KV heads
         per_round = (spec.heads_per_round or heads_kv) * len(self.ranks)
-        self.rounds = heads_in_rounds(heads_kv, per_round)
+        self.rounds = heads_in_rounds(heads_kv, per_round)  # of KV heads, copies included
+        # received rows must be put in order, if each rank has two chunks of each document
         self.reorders = spec.layout is Layout.DOCUMENTS
         received = Layout.CONTIGUOUS if self.reorders else spec.layout
         self.chunks = node_shards(topology, 0, received, tokens, spec.mask.positional)[0].chunks
-        self.rows = self.chunks[-1].node_rows.stop
+        self.rows = self.chunks[-1].node_rows.stop  # of the whole sequence
         if self.reorders:
             chunks = chunks_in_order(self.ranks, topology.cp_size)
             self.tile = chunk_pairs(chunks, (chunks,), spec.mask, tokens // 2).tile
@@ -78,7 +67,7 @@ class AllToAllEmitter(Emitter):
     def lse(self, round_: int) -> Ref:
         """lse of a round's heads, dense, as kernels need it."""
         space = Space.SAVED if self.spec.saves_remote else Space.TEMP
-        fields = (Field("lse", self.heads_of(round_)[0], 0, Dtype.SUM),)
+        fields = self.fields("lse", self.heads_of(round_)[0])
         return self.buffer(f"lse {round_}", space, self.rows, fields)
 
     def saved(self, round_: int) -> Ref:
@@ -106,31 +95,13 @@ class AllToAllEmitter(Emitter):
         return self.buffer(name, Space.SLOT, self.rows, fields, cargo, round_, count)
 
     def qkv_fields(self, round_: int) -> tuple[Field, ...]:
-        shape, (heads_q, heads_kv) = self.spec.shape, self.heads_of(round_)
-        return *q_fields(heads_q, shape), *kv_fields(heads_kv, shape)
+        heads_q, heads_kv = self.heads_of(round_)
+        return *self.fields("q", heads_q), *self.fields("k v", heads_kv)
 
-    def by_rank(
-        self, ref: Ref
-    ) -> tuple[list[tuple[int, ShardChunk, Ref]], list[tuple[ShardChunk, Ref]]]:
-        """The rows of a buffer that has this rank's rows once for each rank: those for peers, as
-        (peer, chunk, rows), and those for this rank, as (chunk, rows)."""
-        for_peers, own = [], []
-        chunks = [chunk for chunk in self.chunks if chunk.cp_rank == self.spec.cp_rank]
+    def by_rank(self, ref: Ref) -> Iterator[tuple[int, ShardChunk, Ref]]:
+        """(rank, chunk, rows) of a buffer that has this rank's rows once for each rank."""
         for column, rank in enumerate(self.ranks):
-            for chunk in chunks:
-                rows = ref.at(chunk.rows.shifted(column * self.spec.shape.tokens))
-                if rank == self.spec.cp_rank:
-                    own.append((chunk, rows))
-                else:
-                    for_peers.append((rank, chunk, rows))
-        return for_peers, own
-
-
-def _check_heads(heads_q: int, ranks: int) -> None:
-    if heads_q % ranks:
-        raise BurstError(
-            "burst attention: for an all-to-all, the number of ranks must divide the number of "
-            f"query heads, because each rank computes equally many; got {heads_q} query heads "
-            f"on {ranks} ranks; pass --burst-intra gather (intra='gather') or auto, and no "
-            "--burst-inter a2a or --burst-invariant"
-        )
+            for chunk in self.chunks:
+                if chunk.cp_rank == self.spec.cp_rank:
+                    rows = chunk.rows.shifted(column * self.spec.shape.tokens)
+                    yield rank, chunk, ref.at(rows)

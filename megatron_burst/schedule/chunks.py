@@ -118,8 +118,7 @@ class NeededBy:
 
     @classmethod
     def of_nodes(cls, spec: Spec, offset: int, hops: Iterable[int]) -> "NeededBy | None":
-        """The circulating piece that comes from `offset` nodes away, at the nodes that it reaches
-        after so many hops."""
+        """The piece from `offset` nodes away, at the nodes that it reaches after so many hops."""
         topology = spec.topology
         row, column = topology.coord(spec.cp_rank)
         nodes = (topology.grid[(row - offset + n) % topology.inter_size] for n in hops)

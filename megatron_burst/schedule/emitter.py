@@ -6,35 +6,12 @@ out of a row = merge of (out, lse) over the row's tiles; dq of a row = sum of dq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.chunks import NeededBy
 from megatron_burst.schedule.mask import Span, Tile, has_sole_rows, split_at_edges
 from megatron_burst.schedule.order import assign_buffers
-from megatron_burst.schedule.program import (
-    Add,
-    Attend,
-    AttendBackward,
-    Buffer,
-    Delta,
-    Field,
-    Merge,
-    Op,
-    Program,
-    Recv,
-    Ref,
-    Send,
-    Space,
-    Stream,
-    SurrogateOut,
-    Transfer,
-    dkv_fields,
-    dq_fields,
-    kv_fields,
-    out_fields,
-    q_fields,
-    side_fields,
-    widths_of,
-)
-from megatron_burst.schedule.spec import Cargo, Dtype, Spec, power_below, pulled_count, sent_count
+from megatron_burst.schedule.program import Field, Program, Ref, Space, Stream
+from megatron_burst.schedule.spec import Cargo, Dtype, Spec, power_below, pulled_count
 from megatron_burst.schedule.topology import Link
 
 
@@ -43,19 +20,20 @@ class Emitter:
     """Builds one program, then is discarded."""
 
     spec: Spec
-    ops: list[Op] = field(default_factory=list)
-    buffers: dict[str, Buffer] = field(default_factory=dict)
+    operations: list[ops.Op] = field(default_factory=list)
+    buffers: dict[str, ops.Buffer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shape, result = self.spec.shape, self.result_dtype
+        rows, heads, heads_kv = shape.tokens, shape.heads_q, shape.heads_kv
         if self.spec.backward:
-            self.buffer("side", Space.CALL, shape.tokens, side_fields(shape.heads_q, shape))
-            self.buffer("dq", Space.CALL, shape.tokens, dq_fields(shape.heads_q, shape, result))
-            self.buffer("dkv", Space.CALL, shape.keys, dkv_fields(shape.heads_kv, shape, result))
+            self.buffer("side", Space.CALL, rows, self.fields("q dout out lse", heads))
+            self.buffer("dq", Space.CALL, rows, self.fields("dq", heads, result))
+            self.buffer("dkv", Space.CALL, shape.keys, self.fields("dk dv", heads_kv, result))
         else:
-            self.buffer("q", Space.CALL, shape.tokens, q_fields(shape.heads_q, shape))
-            self.buffer("out", Space.CALL, shape.tokens, out_fields(shape.heads_q, shape, result))
-        self.buffer("kv", Space.CALL, shape.keys, kv_fields(shape.heads_kv, shape))
+            self.buffer("q", Space.CALL, rows, self.fields("q", heads))
+            self.buffer("out", Space.CALL, rows, self.fields("out lse", heads, result))
+        self.buffer("kv", Space.CALL, shape.keys, self.fields("k v", heads_kv))
 
     @property
     def result_dtype(self) -> Dtype:
@@ -69,30 +47,40 @@ class Emitter:
     ) -> Ref:  # fmt: skip
         """Declare a buffer; returns a ref to all of it."""
         interleaved |= space in (Space.SLOT, Space.STAGING)
-        self.buffers[name] = Buffer(
+        self.buffers[name] = ops.Buffer(
             name, space, rows, tuple(fields), use, number, count, interleaved
         )
         return Ref(name)
 
-    def emit(self, *ops: Op) -> None:
-        self.ops += ops
+    def fields(self, names: str, heads: int, dtype: Dtype = Dtype.INPUT) -> tuple[Field, ...]:
+        """Fields of these names. lse and delta are one number per row, in the dtype of sums."""
+        dims = dict.fromkeys("q k dq dk".split(), self.spec.shape.dim_qk)
+        dims |= dict.fromkeys("v out dv dout".split(), self.spec.shape.dim_v)
+        return tuple(
+            Field(name, heads, dims[name], dtype) if name in dims
+            else Field(name, heads, 0, Dtype.SUM)
+            for name in names.split()
+        )  # fmt: skip
+
+    def circulating_side(self, heads: int) -> tuple[Field, ...]:
+        """Fields of a query side that is sent to other ranks: delta replaces the output."""
+        return self.fields("lse delta q dout", heads)
+
+    def emit(self, *operations: ops.Op) -> None:
+        self.operations += operations
 
     def program(self) -> Program:
-        shape, spec = self.spec.shape, self.spec
-        widths = widths_of(shape)
-        used = {ref.buffer for op in self.ops for ref in (*op.reads, *op.writes)}
+        spec, widths = self.spec, ops.widths_of(self.spec.shape)
+        used = {ref.buffer for op in self.operations for ref in (*op.reads, *op.writes)}
         buffers = {name: buffer for name, buffer in self.buffers.items() if name in used}
-        program = Program(
-            spec.topology, spec.cp_rank, spec.direction, shape.batch, widths, buffers,
-            tuple(self.ops),
-        )  # fmt: skip
-        return assign_buffers(program)
+        rank, batch = (spec.topology, spec.cp_rank, spec.direction), spec.shape.batch
+        return assign_buffers(Program(*rank, batch, widths, buffers, tuple(self.operations)))
 
     def slot_count(self, cargo: Cargo, transfers: int, rows: int, fields: Sequence[Field]) -> int:
         """How many slots of so many rows the transfers of a pass take in turns."""
         if not self.spec.pulled:
-            return sent_count(transfers)
-        shape, widths = self.spec.shape, widths_of(self.spec.shape)
+            return min(2, transfers)  # that may be in flight
+        shape, widths = self.spec.shape, ops.widths_of(self.spec.shape)
         width = sum(field.elements * widths[field.dtype] for field in fields)
         # for the largest power of two of tokens: lengths up to the next power have equal programs
         tokens = power_below(shape.tokens) * self.spec.unit_rows
@@ -100,13 +88,13 @@ class Emitter:
         return pulled_count(cargo, transfers, num_bytes, tokens)
 
     def exchange(
-        self, cargo: Cargo, slot: Ref, sends: Sequence[Send], recvs: Sequence[Recv]
+        self, cargo: Cargo, slot: Ref, sends: Sequence[ops.Send], recvs: Sequence[ops.Recv]
     ) -> None:
         """A transfer between the ranks of a node, whose pulls begin at different ranks."""
         peers, pulled = self.spec.topology.row_peers(self.spec.cp_rank), bool(self.spec.pulled)
         if peers and (sends or recvs or pulled):
             recvs = sorted(recvs, key=lambda recv: peers.index(recv.peer))
-            self.emit(Transfer(Link.INTRA, cargo, tuple(sends), tuple(recvs), slot, pulled))
+            self.emit(ops.Transfer(Link.INTRA, cargo, tuple(sends), tuple(recvs), slot, pulled))
 
     def hop(
         self, link: Link, cargo: Cargo, source: Ref, target: Ref,
@@ -118,12 +106,12 @@ class Emitter:
         down, right = (by, 0) if link is Link.INTER else (0, by)
         topology = self.spec.topology
         row, column = topology.coord(self.spec.cp_rank)
-        send = Send(topology.rank_at(row + down, column + right), source, needed_by[0])
-        recv = Recv(topology.rank_at(row - down, column - right), source, target, needed_by[1])
+        send = ops.Send(topology.rank_at(row + down, column + right), source, needed_by[0])
+        recv = ops.Recv(topology.rank_at(row - down, column - right), source, target, needed_by[1])
         sends = (send,) if self.buffers[source.buffer].rows else ()
         recvs = (recv,) if self.buffers[target.buffer].rows else ()
         if sends or recvs:
-            self.emit(Transfer(link, cargo, sends, recvs))
+            self.emit(ops.Transfer(link, cargo, sends, recvs))
 
     def temp(self, name: str, rows: int, fields: Sequence[Field]) -> Ref:
         """Declare an output of a kernel."""
@@ -136,21 +124,19 @@ class Emitter:
     def delta(self) -> Ref:
         """Delta of the rank's own query side."""
         shape = self.spec.shape
-        fields = (Field("delta", shape.heads_q, 0, Dtype.SUM),)
-        delta = self.buffer("delta", Space.TEMP, shape.tokens, fields)
-        self.emit(Delta(Ref("side"), delta))
+        delta = self.temp("delta", shape.tokens, self.fields("delta", shape.heads_q))
+        self.emit(ops.Delta(Ref("side"), delta))
         return delta
 
     def side_for_kernel(self, *sides: Ref) -> tuple[Ref, ...]:
-        """A query side with delta, as the kernel needs it: if necessary with a surrogate output
-        that has the same delta."""
+        """A query side with delta, and a surrogate output with it if the kernel needs one."""
         if self.spec.kernel.takes_delta:
             return sides
         name, rows = f"surrogate out of {sides[0].buffer}", self.buffers[sides[0].buffer].rows
         fields = (f for side in sides for f in self.buffers[side.buffer].fields)
         heads = next(field.heads for field in fields if field.name == "dout")
-        out = self.temp(name, rows, (Field("out", heads, self.spec.shape.dim_v),))
-        self.emit(SurrogateOut(sides, out))
+        out = self.temp(name, rows, self.fields("out", heads))
+        self.emit(ops.SurrogateOut(sides, out))
         return out, *sides
 
 
@@ -182,7 +168,7 @@ class Outputs:
         self._q, self._out = q, out
         self._parts: list[tuple[Span, Ref]] = []
         assert q.heads
-        self._fields = out_fields(len(q.heads), emitter.spec.shape, Dtype.INPUT)
+        self._fields = emitter.fields("out lse", len(q.heads))
 
     def compute(self, tile: Tile, kv: Ref) -> None:
         """Compute a tile over these keys and values."""
@@ -192,59 +178,58 @@ class Outputs:
             self._parts.append((tile.q, out))
         q, keys, sinks = self._q.at(tile.q), kv.at(tile.kv), self._sinks
         joins = sinks.join(tile)
-        emitter.emit(Attend(q, keys, tile.mask, (out,), tile.positions, sinks.heads, joins))
+        emitter.emit(ops.Attend(q, keys, tile.mask, (out,), tile.positions, sinks.heads, joins))
 
     def merge(self) -> None:
         """Merge the results of rows with several tiles."""
         spans = split_at_edges((tile.q for tile in self._tiles), self._emitter.spec.shape.tokens)
         for span, parts in sums_of(self._parts, spans):
             if parts:
-                self._emitter.emit(Merge(parts, (self._out.at(span),)))
+                self._emitter.emit(ops.Merge(parts, (self._out.at(span),)))
 
 
 Sum = tuple[Span, tuple[Ref, ...]]  # rows, and the partial results to add there
 
 
+@dataclass
 class Gradients:
-    """Gradients of a step's tiles; dq of rows with only one tile is written in place.
+    """Gradients of a step's tiles; dq of rows with only one tile is written in place."""
 
-    Args:
-        sides: the query side, in one or two buffers.
-        dq: where dq goes if nothing else is added to it; None if something is.
-        heads_kv: number of KV heads of the tiles.
-    """
+    emitter: Emitter
+    name: str
+    tiles: Sequence[Tile]
+    sides: tuple[Ref, ...]  # the query side, in one or two buffers
+    dq: Ref | None  # where dq goes if nothing else is added to it; None if something is
+    heads_kv: int  # of the tiles
 
-    def __init__(
-        self, emitter: Emitter, name: str, tiles: Sequence[Tile], sides: tuple[Ref, ...],
-        dq: Ref | None, heads_kv: int,
-    ) -> None:  # fmt: skip
-        self._emitter, self._name, self._tiles, self._sides = emitter, name, tiles, sides
-        self._dq, self._count = dq, 0
+    def __post_init__(self) -> None:
+        self._count = 0
         self._parts: list[tuple[Span, Ref]] = []
         self._written: list[Span] = []
-        spec, dtype = emitter.spec, emitter.spec.grad_dtype
-        self._dq_fields = dq_fields(heads_kv * spec.q_heads_per_kv, spec.shape, dtype)
-        self._dkv_fields = dkv_fields(heads_kv, spec.shape, dtype)
+        emitter, spec = self.emitter, self.emitter.spec
+        heads_q = self.heads_kv * spec.q_heads_per_kv
+        self._dq_fields = emitter.fields("dq", heads_q, spec.grad_dtype)
+        self._dkv_fields = emitter.fields("dk dv", self.heads_kv, spec.grad_dtype)
 
     def compute(self, tile: Tile, kv: Ref, into: Ref | None = None) -> Ref:
         """Compute a tile; returns dk and dv, in a new buffer unless written `into` a buffer."""
-        emitter, name = self._emitter, f"{self._name} {self._count}"
+        emitter, name = self.emitter, f"{self.name} {self._count}"
         self._count += 1
-        if self._dq is not None and has_sole_rows(tile, self._tiles):
-            dq = self._dq.at(tile.q)
+        if self.dq is not None and has_sole_rows(tile, self.tiles):
+            dq = self.dq.at(tile.q)
             self._written.append(tile.q)
         else:
             dq = emitter.temp(f"dq {name}", len(tile.q), self._dq_fields)
             self._parts.append((tile.q, dq))
         dkv = into or emitter.temp(f"dkv {name}", len(tile.kv), self._dkv_fields)
-        sides = tuple(side.at(tile.q) for side in self._sides)
+        sides = tuple(side.at(tile.q) for side in self.sides)
         keys = kv.at(tile.kv)
-        emitter.emit(AttendBackward(sides, keys, tile.mask, dq, dkv, tile.positions))
+        emitter.emit(ops.AttendBackward(sides, keys, tile.mask, dq, dkv, tile.positions))
         return dkv
 
     def sums(self) -> list[Sum]:
         """The sums still to do, for all query rows that are not complete."""
-        spans = split_at_edges((tile.q for tile in self._tiles), self._emitter.spec.shape.tokens)
+        spans = split_at_edges((tile.q for tile in self.tiles), self.emitter.spec.shape.tokens)
         open_spans = [s for s in spans if not any(done.contains(s) for done in self._written)]
         return sums_of(self._parts, open_spans)
 
@@ -265,4 +250,4 @@ def add_up(
     for span, parts in sums:
         rows = total.at(span)
         if parts or fresh:
-            emitter.emit(Add(parts if fresh else (rows, *parts), rows, stream))
+            emitter.emit(ops.Add(parts if fresh else (rows, *parts), rows, stream))

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
+from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.emitter import Emitter, Gradients, Outputs, Sinks, Sum, sums_of
 from megatron_burst.schedule.gather_steps import (
     GradSend,
@@ -47,22 +48,7 @@ from megatron_burst.schedule.inter_node import (
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Span, Tile, check_mask, split_at_edges
 from megatron_burst.schedule.node_shards import halo
-from megatron_burst.schedule.program import (
-    Arrange,
-    Copy,
-    Field,
-    Program,
-    Recv,
-    Ref,
-    Restore,
-    Send,
-    Space,
-    Stream,
-    circulating_side_fields,
-    dkv_fields,
-    dq_fields,
-    kv_fields,
-)
+from megatron_burst.schedule.program import Field, Program, Ref, Space, Stream
 from megatron_burst.schedule.spec import Cargo, Circulate, Dtype, Spec
 
 
@@ -79,16 +65,7 @@ def gather(spec: Spec) -> Program:
 
 
 class _Gather(Emitter):
-    """Emits one pass.
-
-    Attributes:
-        rounds: KV heads of each.
-        order: round and node offset of each step.
-        plan: what this rank does in each step.
-        peers: the other ranks of the node.
-        by_rank: whether keys are gathered rank by rank and rearranged, for one tile a step.
-        halos: rows of the circulating keys, by node offset of their owner.
-    """
+    """Emits one pass."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
@@ -96,13 +73,14 @@ class _Gather(Emitter):
         nodes, saved = topology.inter_size, bool(spec.saves_remote)
         self.rounds = heads_in_rounds(shape.heads_kv, spec.heads_per_round or shape.heads_kv)
         self.order = steps(nodes, len(self.rounds), spec.backward, saved)
-        self.plan = gather_steps(spec, self.order)
+        self.plan = gather_steps(spec, self.order)  # what this rank does in each step
         self.peers, self.single_node = topology.row_peers(spec.cp_rank), nodes == 1
+        # keys are gathered rank by rank and rearranged, for one tile a step
         self.by_rank = spec.layout is Layout.DOCUMENTS
         row, column = topology.coord(spec.cp_rank)
         owners = (topology.rank_at(row - offset, column) for offset in range(nodes))
         halo_of = partial(halo, topology, spec.layout, spec.mask, shape.tokens)
-        self.halos = tuple(map(halo_of, owners))
+        self.halos = tuple(map(halo_of, owners))  # of circulating keys, by node offset of the owner
         self.keys = KVGather(self)
 
     def forward(self) -> None:
@@ -138,8 +116,8 @@ class _Gather(Emitter):
         #   inter, read   | piece of i+2: K and V, or queries ------------------------->
         #   inter, grads  |                   | sum of i-1 to the node that owns it --->
         inputs, keys, partial_grads = QueryInputs(self), self.keys, PartialKVGrads(self)
-        dq_reducer = grad_reducer(
-            self, self.order, False, partial(self.q_ref, "dq"), self.dq_fields_of, whole_halo(self)
+        dq_reducer = grad_reducer(self.spec, of_keys=False)(
+            self, self.order, partial(self.q_ref, "dq"), self.dq_fields_of, whole_halo(self)
         )
         dkv_reducer = KVGradReducer(self, partial_grads)
         inputs.prepare(0)
@@ -182,14 +160,13 @@ class _Gather(Emitter):
         return Ref(name, heads=self.q_heads(self.rounds[round_]))
 
     def kv_fields_of(self, round_: int) -> tuple[Field, ...]:
-        return kv_fields(len(self.rounds[round_]), self.spec.shape)
+        return self.fields("k v", len(self.rounds[round_]))
 
     def dkv_fields_of(self, round_: int, dtype: Dtype) -> tuple[Field, ...]:
-        return dkv_fields(len(self.rounds[round_]), self.spec.shape, dtype)
+        return self.fields("dk dv", len(self.rounds[round_]), dtype)
 
     def dq_fields_of(self, round_: int, dtype: Dtype) -> tuple[Field, ...]:
-        heads = len(self.rounds[round_]) * self.spec.q_heads_per_kv
-        return dq_fields(heads, self.spec.shape, dtype)
+        return self.fields("dq", len(self.rounds[round_]) * self.spec.q_heads_per_kv, dtype)
 
     def double_buffer(self, name: str, index: int, rows: int, fields: Sequence[Field]) -> Ref:
         """A step's buffer on this rank; two take turns."""
@@ -229,8 +206,7 @@ class KVGather:
             self._gather(index)
 
     def prepare_late(self, index: int) -> None:
-        """After those kernels: gather the step's keys if that is yet to do, and start the transfers
-        between nodes."""
+        """After those kernels: gather what is yet to gather, start transfers between nodes."""
         if index >= len(self._emitter.order):
             return
         if not self._is_received(index):
@@ -264,14 +240,14 @@ class KVGather:
         if not spec.queries_stay:
             users = [user for user in emitter.order if user.round == step.round]
         sends = [
-            Send(peer, slot.at(chunk.node_rows), needed_by(spec, users, peer, chunk))
+            ops.Send(peer, slot.at(chunk.node_rows), needed_by(spec, users, peer, chunk))
             for peer in emitter.peers
             for chunk in reads[peer]
         ]
         recvs = []
         for chunk in reads[spec.cp_rank]:
             rows, condition = slot.at(chunk.node_rows), needed_by(spec, users, spec.cp_rank, chunk)
-            recvs.append(Recv(chunk.cp_rank, rows, rows, condition))
+            recvs.append(ops.Recv(chunk.cp_rank, rows, rows, condition))
         emitter.exchange(Cargo.READ, slot, sends, recvs)
 
     def _source(self, step: NodeStep) -> Ref:
@@ -286,7 +262,7 @@ class KVGather:
         name, rows = f"saved {step.round}+{offset}", emitter.halos[offset].rows
         saved = emitter.buffer(name, Space.SAVED, rows, emitter.kv_fields_of(step.round))
         if piece and rows:
-            emitter.emit(Copy((piece,), saved, Stream.SIDE))
+            emitter.emit(ops.Copy((piece,), saved, Stream.SIDE))
         return saved
 
     def _copy_own(self, index: int, source: Ref, slot: Ref) -> None:
@@ -301,7 +277,7 @@ class KVGather:
             for rows, packed in parts if offset else [(chunk.rows, chunk.rows)]:
                 target = slot.at(rows.shifted(chunk.node_rows.start - chunk.rows.start))
                 part = source if step.chunk_pairs else source.at(packed)
-                emitter.emit(Copy((part,), target, stream))
+                emitter.emit(ops.Copy((part,), target, stream))
 
     def _rearrange(self, index: int) -> None:
         """Put a step's gathered keys in the order that its queries need."""
@@ -312,7 +288,7 @@ class KVGather:
         target = emitter.double_buffer("rearranged", index, len(pairs.tile.kv), fields)
         self._rearranged[index] = target
         stream = Stream.side_if(index)
-        emitter.emit(Arrange(source, target, pairs.src_blocks, pairs.dst_chunks, stream))
+        emitter.emit(ops.Arrange(source, target, pairs.src_blocks, pairs.dst_chunks, stream))
 
 
 class QueryInputs:
@@ -333,7 +309,7 @@ class QueryInputs:
 
     def _fields(self, round_: int) -> tuple[Field, ...]:
         heads = len(self._emitter.q_heads(self._emitter.rounds[round_]))
-        return circulating_side_fields(heads, self._emitter.spec.shape)
+        return self._emitter.circulating_side(heads)
 
     def prepare(self, index: int) -> None:
         """Start receiving the remote queries of a step."""
@@ -394,11 +370,11 @@ class PartialKVGrads:
         slot = self._sent[index] = self._in_gathered_order(index)
         needed = partial(needed_by, spec, emitter.order[index : index + 1])
         sends = [
-            Send(sent.chunk.cp_rank, slot.at(sent.rows), needed(spec.cp_rank, sent.chunk))
+            ops.Send(sent.chunk.cp_rank, slot.at(sent.rows), needed(spec.cp_rank, sent.chunk))
             for sent in self._plan.steps[index].grad_sends[spec.cp_rank]
         ]
         recvs = [
-            Recv(peer, slot.at(sent.rows), rows, needed(peer, sent.chunk))
+            ops.Recv(peer, slot.at(sent.rows), rows, needed(peer, sent.chunk))
             for peer, sent, rows in self._received(index)
         ]
         emitter.exchange(Cargo.GRAD, slot, sends, recvs)
@@ -416,7 +392,7 @@ class PartialKVGrads:
         else:
             rows, fields = self._plan.grad_rows, self._fields(index)
             target = emitter.double_buffer("restored dkv", index, rows, fields)
-        emitter.emit(Restore(grads, target, pairs.src_blocks, pairs.dst_chunks, Stream.SIDE))
+        emitter.emit(ops.Restore(grads, target, pairs.src_blocks, pairs.dst_chunks, Stream.SIDE))
         return target
 
     def _received(self, index: int) -> list[tuple[int, GradSend, Ref]]:
@@ -468,8 +444,8 @@ class KVGradReducer:
 
     def __init__(self, emitter: _Gather, partial_grads: PartialKVGrads) -> None:
         self._partial_grads, self._last = partial_grads, len(emitter.order) - 1
-        self._reducer = grad_reducer(
-            emitter, emitter.order, True, partial(emitter.kv_ref, "dkv"), emitter.dkv_fields_of,
+        self._reducer = grad_reducer(emitter.spec, of_keys=True)(
+            emitter, emitter.order, partial(emitter.kv_ref, "dkv"), emitter.dkv_fields_of,
             emitter.halos,
         )  # fmt: skip
         by_rank = emitter.by_rank

@@ -28,17 +28,13 @@ from megatron_burst.schedule.spec import Circulate, Spec
 
 @dataclass(frozen=True, slots=True)
 class StepTiles:
-    """The tiles of a step, in the order of their kernels.
+    """The tiles of a step, in the order of their kernels."""
 
-    Attributes:
-        gathered: over the gathered keys.
-        before: over the rank's own shard, computed while the keys are in transit, or while the last
-            gradients of other nodes' keys are in transit inside the node.
-        after: over the rank's own shard, computed while gradients are in transit.
-    """
-
-    gathered: tuple[Tile, ...]
+    gathered: tuple[Tile, ...]  # over the gathered keys
+    # over the rank's own shard, computed while the keys are in transit, or while the last gradients
+    # of other nodes' keys are in transit inside the node
     before: tuple[Tile, ...] = ()
+    # over the rank's own shard, computed while gradients are in transit
     after: tuple[Tile, ...] = ()
 
     @property
@@ -141,44 +137,31 @@ class GradSend:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatherStep:
-    """What a rank does in a step, and what its node's ranks send each other.
+    """What a rank does in a step, and what its node's ranks send each other."""
 
-    Attributes:
-        keys: the chunks of the gathered keys, in memory order.
-        reads: the chunks that this rank reads; and, by peer, this rank's chunks that the peer
-            reads.
-        grad_sends: the gradients of peers' keys that this rank computes; and, by peer, those of
-            this rank's keys that the peer computes.
-        grad_rows: key rows of the tiles over gathered keys, at most on any rank.
-        chunk_pairs: the one tile, if each rank has two chunks of every document. Then keys and
-            gradients are sent as whole shards, rank by rank.
-    """
-
-    keys: tuple[ShardChunk, ...]
+    keys: tuple[ShardChunk, ...]  # the chunks of the gathered keys, in memory order
     tiles: StepTiles
+    # the chunks that this rank reads; and, by peer, this rank's chunks that the peer reads
     reads: Mapping[int, tuple[ShardChunk, ...]]
+    # the gradients of peers' keys that this rank computes; and, by peer, those of this rank's keys
+    # that the peer computes
     grad_sends: Mapping[int, tuple[GradSend, ...]]
-    grad_rows: int
+    grad_rows: int  # key rows of the tiles over gathered keys, at most on any rank
+    # the one tile, if each rank has two chunks of every document. Then keys and gradients are sent
+    # as whole shards, rank by rank
     chunk_pairs: ChunkPairs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GatherSteps:
-    """The steps of one rank in one pass that gathers.
+    """The steps of one rank in one pass that gathers."""
 
-    Attributes:
-        steps: in execution order; equal steps share one object.
-        gathers: by step, the index of the gather whose keys it uses.
-        reads: by gather, what `GatherStep.reads` has for its steps together.
-        num_rows: rows of a node's shards together.
-        grad_rows: key rows of a step's tiles, at most on any rank of the node.
-    """
-
-    steps: tuple[GatherStep, ...]
-    gathers: tuple[int, ...]
+    steps: tuple[GatherStep, ...]  # in execution order; equal steps share one object
+    gathers: tuple[int, ...]  # by step, the index of the gather whose keys it uses
+    # by gather, what `GatherStep.reads` has for its steps together
     reads: tuple[Mapping[int, tuple[ShardChunk, ...]], ...]
-    num_rows: int
-    grad_rows: int
+    num_rows: int  # rows of a node's shards together
+    grad_rows: int  # key rows of a step's tiles, at most on any rank of the node
 
 
 def gather_steps(spec: Spec, order: Sequence[NodeStep]) -> GatherSteps:
@@ -259,8 +242,8 @@ def _rows_read(keys: Iterable[ShardChunk], tiles: Sequence[Tile]) -> Iterator[Sh
     """The key chunks that tiles read, cut to the rows that they read."""
     for chunk in keys:
         parts = [part for tile in tiles if (part := chunk.within(tile.kv))]
-        for start, stop in union((part.node_rows.start, part.node_rows.stop) for part in parts):
-            part = chunk.within(Span(start, stop))
+        for rows in union(part.node_rows for part in parts):
+            part = chunk.within(rows)
             assert part
             yield part
 

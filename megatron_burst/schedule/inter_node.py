@@ -22,7 +22,7 @@ from megatron_burst.schedule.emitter import Emitter, Sum, add_up
 from megatron_burst.schedule.mask import Span, split_at_edges
 from megatron_burst.schedule.node_shards import Halo
 from megatron_burst.schedule.program import Add, Copy, Field, Ref, Space, Stream
-from megatron_burst.schedule.spec import Cargo, Circulate, Dtype
+from megatron_burst.schedule.spec import Cargo, Circulate, Dtype, Spec
 from megatron_burst.schedule.topology import Link
 
 
@@ -60,25 +60,22 @@ def heads_in_rounds(heads_kv: int, heads_per_round: int) -> tuple[Span, ...]:
     return tuple(Span(start, min(start + heads_per_round, heads_kv)) for start in starts)
 
 
+@dataclass
 class InterNodeRing:
-    """The pieces of each round that circulate between nodes.
+    """The pieces of each round that circulate between nodes."""
 
-    Args:
-        own: where a round's own piece is.
-        fields: of a round's piece.
-        halos: the rows that circulate, by node offset of their owner.
-    """
+    emitter: Emitter
+    order: Sequence[NodeStep]
+    own: Callable[[int], tuple[Ref, ...]]  # where a round's own piece is
+    fields: Callable[[int], tuple[Field, ...]]  # of a round's piece
+    halos: Sequence[Halo]  # the rows that circulate, by node offset of their owner
 
-    def __init__(
-        self, emitter: Emitter, order: Sequence[NodeStep],
-        own: Callable[[int], tuple[Ref, ...]], fields: Callable[[int], tuple[Field, ...]],
-        halos: Sequence[Halo],
-    ) -> None:  # fmt: skip
-        self._emitter, self._own, self._fields, self._halos = emitter, own, fields, halos
-        self._nodes = emitter.spec.topology.inter_size
+    def __post_init__(self) -> None:
+        self._nodes = self.emitter.spec.topology.inter_size
         self._sends: dict[int, list[NodeStep]] = defaultdict(list)  # whose pieces, by step index
-        index_of = {(step.round, step.node_offset): index for index, step in enumerate(order)}
-        for step in order:
+        steps = enumerate(self.order)
+        index_of = {(step.round, step.node_offset): index for index, step in steps}
+        for step in self.order:
             send_at = index_of[step.round, step.node_offset]
             if step.node_offset == 0:
                 # after the last hop of the previous round, so that the slow link never idles
@@ -89,20 +86,20 @@ class InterNodeRing:
     def piece(self, round_: int, offset: int) -> Ref:
         """The piece of a step."""
         name = f"piece {round_}+{offset}"
-        if name not in self._emitter.buffers:
-            rows = self._halos[offset].rows
-            self._emitter.buffer(name, Space.POOL, rows, self._fields(round_), Cargo.READ)
+        if name not in self.emitter.buffers:
+            rows = self.halos[offset].rows
+            self.emitter.buffer(name, Space.POOL, rows, self.fields(round_), Cargo.READ)
         return Ref(name)
 
     def send_own(self, index: int) -> None:
         """Send the rank's own piece, if it is due while this step is prepared."""
-        halo = self._halos[0]
+        halo = self.halos[0]
         for step in self._sends[index]:
             if step.node_offset == 0:
-                piece, own = self.piece(step.round, 0), self._own(step.round)
+                piece, own = self.piece(step.round, 0), self.own(step.round)
                 for rows, packed in halo.circulating_parts(Span(0, halo.shard_rows)):
                     sources = tuple(source.at(rows) for source in own)
-                    self._emitter.emit(Copy(sources, piece.at(packed), Stream.SIDE))
+                    self.emitter.emit(Copy(sources, piece.at(packed), Stream.SIDE))
                 self._send(step)
 
     def send_on(self, index: int) -> None:
@@ -115,35 +112,42 @@ class InterNodeRing:
         offsets = step.node_offset, step.node_offset + 1
         readers = range(step.node_offset + 1, self._nodes)
         source, target = (self.piece(step.round, offset) for offset in offsets)
-        needed = [NeededBy.of_nodes(self._emitter.spec, offset, readers) for offset in offsets]
-        self._emitter.hop(Link.INTER, Cargo.READ, source, target, needed)
+        needed = [NeededBy.of_nodes(self.emitter.spec, offset, readers) for offset in offsets]
+        self.emitter.hop(Link.INTER, Cargo.READ, source, target, needed)
 
 
-class RemoteGradReduce:
-    """Gradients of what circulates: each node's go straight to the owner, which sums them.
+@dataclass
+class GradReducer:
+    """Sums the gradients of a rank's queries or keys over the steps of each round."""
 
-    Args:
-        target: where the rank's own gradients of a round go.
-        fields: of a round's gradients, by dtype.
-        halos: the rows that circulate, by node offset of their owner.
-    """
+    emitter: Emitter
+    order: Sequence[NodeStep]
+    target: Callable[[int], Ref]  # where the rank's own gradients of a round go
+    fields: Callable[[int, Dtype], tuple[Field, ...]]  # of a round's gradients, by dtype
+    halos: Sequence[Halo]  # the rows that circulate, by node offset of their owner
 
-    def __init__(
-        self, emitter: Emitter, order: Sequence[NodeStep], target: Callable[[int], Ref],
-        fields: Callable[[int, Dtype], tuple[Field, ...]], halos: Sequence[Halo],
-    ) -> None:  # fmt: skip
-        self._emitter, self._order, self._target = emitter, order, target
-        self._fields, self._halos = fields, halos
-        self._nodes = emitter.spec.topology.inter_size
+    def _add_into(self, round_: int, total: Ref, sums: Sequence[Sum], stream: Stream) -> None:
+        """target = total + sum of parts."""
+        target = self.target(round_)
+        for span, parts in sums:
+            self.emitter.emit(Add((total.at(span), *parts), target.at(span), stream))
+
+
+@dataclass
+class RemoteGradReduce(GradReducer):
+    """Gradients of what circulates: each node's go straight to the owner, which sums them."""
+
+    def __post_init__(self) -> None:
+        self._nodes = self.emitter.spec.topology.inter_size
         self._recvs: dict[int, list[NodeStep]] = defaultdict(list)  # whose gradients, by step index
-        for index, step in enumerate(order):
+        for index, step in enumerate(self.order):
             if step.node_offset:  # sent in the next step, whose tiles hide the transfer
-                self._recvs[min(len(order), index + 2)].append(step)
+                self._recvs[min(len(self.order), index + 2)].append(step)
         self._missing: dict[int, int] = {}  # contributions of a round that are yet to be added
 
     def add(self, index: int, sums: Sequence[Sum], stream: Stream = Stream.COMPUTE) -> None:
         """Add this node's contribution of a step, or send it; `sums` has every row once."""
-        step, emitter = self._order[index], self._emitter
+        step, emitter = self.order[index], self.emitter
         offset = step.node_offset
         if offset == 0:
             self._add(step.round, sums, stream)
@@ -151,12 +155,12 @@ class RemoteGradReduce:
         packed_sums = [
             (packed, tuple(part.at(rows.shifted(-span.start)) for part in parts))
             for span, parts in sums
-            for rows, packed in self._halos[offset].circulating_parts(span)
+            for rows, packed in self.halos[offset].circulating_parts(span)
         ]
         outgoing, incoming = (
             emitter.buffer(
-                f"{name} {step.round}+{offset}", Space.POOL, self._halos[owner].rows,
-                self._fields(step.round, Dtype.WIRE), Cargo.GRAD,
+                f"{name} {step.round}+{offset}", Space.POOL, self.halos[owner].rows,
+                self.fields(step.round, Dtype.WIRE), Cargo.GRAD,
             )
             for name, owner in (("outgoing sum", offset), ("incoming sum", 0))
         )  # fmt: skip
@@ -166,7 +170,7 @@ class RemoteGradReduce:
 
     def recv_grads(self, index: int, stream: Stream = Stream.COMPUTE) -> None:
         """Add what other nodes sent for this rank's rows, if it is due at this step."""
-        halo = self._halos[0]
+        halo = self.halos[0]
         for step in self._recvs[index]:
             incoming = Ref(f"incoming sum {step.round}+{step.node_offset}")
             sums = [
@@ -177,47 +181,33 @@ class RemoteGradReduce:
 
     def _add(self, round_: int, sums: Sequence[Sum], stream: Stream) -> None:
         """Add a contribution; the last one completes the rank's gradients of the round."""
-        emitter, total = self._emitter, Ref(f"sum {round_}")
+        emitter, total = self.emitter, Ref(f"sum {round_}")
         missing = self._missing[round_] = self._missing.get(round_, self._nodes) - 1
         if missing == 0:
-            _add_into(emitter, self._target(round_), total, sums, stream)
+            self._add_into(round_, total, sums, stream)
             return
         if total.buffer not in emitter.buffers:
-            fields = self._fields(round_, Dtype.SUM)
-            emitter.buffer(total.buffer, Space.POOL, self._halos[0].shard_rows, fields, "sums")
+            fields = self.fields(round_, Dtype.SUM)
+            emitter.buffer(total.buffer, Space.POOL, self.halos[0].shard_rows, fields, "sums")
         add_up(emitter, total, sums, missing == self._nodes - 1, stream)
 
 
-def _add_into(
-    emitter: Emitter, target: Ref, total: Ref, sums: Sequence[Sum], stream: Stream
-) -> None:
-    """target = total + sum of parts."""
-    for span, parts in sums:
-        emitter.emit(Add((total.at(span), *parts), target.at(span), stream))
-
-
-class LocalGradSum:
+class LocalGradSum(GradReducer):
     """Gradients that stay: summed over the steps of a round, then rounded into its `target`."""
-
-    def __init__(
-        self, emitter: Emitter, order: Sequence[NodeStep], target: Callable[[int], Ref],
-        fields: Callable[[int, Dtype], tuple[Field, ...]], rows: int,
-    ) -> None:  # fmt: skip
-        self._emitter, self._order, self._target = emitter, order, target
-        self._fields, self._rows = fields, rows
 
     def add(self, index: int, sums: Sequence[Sum], stream: Stream = Stream.COMPUTE) -> None:
         """Add a step's sums, which have rows at most once; those of a round cover every row."""
-        step, emitter = self._order[index], self._emitter
-        target, total = self._target(step.round), Ref(f"local sum {step.round}")
+        step, emitter = self.order[index], self.emitter
+        total = Ref(f"local sum {step.round}")
         if step.first and step.last:
-            add_up(emitter, target, sums, True, stream)
+            add_up(emitter, self.target(step.round), sums, True, stream)
             return
         if step.first:
-            fields = self._fields(step.round, Dtype.SUM)
-            emitter.buffer(total.buffer, Space.SUM, self._rows, fields, "local", step.round)
+            fields = self.fields(step.round, Dtype.SUM)
+            rows = self.halos[0].shard_rows
+            emitter.buffer(total.buffer, Space.SUM, rows, fields, "local", step.round)
         if step.last:
-            _add_into(emitter, target, total, sums, stream)
+            self._add_into(step.round, total, sums, stream)
         else:
             add_up(emitter, total, sums, step.first, stream)
 
@@ -225,15 +215,10 @@ class LocalGradSum:
         """Nothing is returned."""
 
 
-def grad_reducer(
-    emitter: Emitter, order: Sequence[NodeStep], of_keys: bool, target: Callable[[int], Ref],
-    fields: Callable[[int, Dtype], tuple[Field, ...]], halos: Sequence[Halo],
-) -> LocalGradSum | RemoteGradReduce:  # fmt: skip
-    """The reducer of key or query gradients: remote for the operand that circulates."""
-    circulates = of_keys == (emitter.spec.circulate is Circulate.KV)
-    if circulates and emitter.spec.topology.inter_size > 1:
-        return RemoteGradReduce(emitter, order, target, fields, halos)
-    return LocalGradSum(emitter, order, target, fields, halos[0].shard_rows)
+def grad_reducer(spec: Spec, of_keys: bool) -> type[RemoteGradReduce] | type[LocalGradSum]:
+    """What reduces key or query gradients: of the operand that circulates, between nodes."""
+    circulates = of_keys == (spec.circulate is Circulate.KV)
+    return RemoteGradReduce if circulates and spec.topology.inter_size > 1 else LocalGradSum
 
 
 def whole_halo(emitter: Emitter) -> tuple[Halo, ...]:

@@ -15,15 +15,10 @@ TilePositions = tuple[Positions, Positions] | ChunkSegments  # of a tile's queri
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Which keys a query may see, by distance from the key level with it.
+    """Which keys a query may see, by distance from the key level with it."""
 
-    Attributes:
-        left: how many keys before that key, 0 or more; None: all.
-        right: how many keys after it; None: all.
-    """
-
-    left: int | None = None
-    right: int | None = None
+    left: int | None = None  # how many keys before that key, 0 or more; None: all
+    right: int | None = None  # how many keys after it; None: all
 
     @property
     def causal(self) -> bool:
@@ -47,12 +42,10 @@ class Mask(Band):
 
     A tile's mask is relative to the corner: the last query row and the last key row are at the same
     position.
-
-    Attributes:
-        documents: whether the sample says more of what a query sees, when the call runs: its own
-            document only, or slices. So one program serves all samples.
     """
 
+    # whether the sample says more of what a query sees, when the call runs: its own document only,
+    # or slices. So one program serves all samples
     documents: bool = False
 
     FULL: ClassVar["Mask"]
@@ -145,16 +138,13 @@ class Tile:
 
     In a causal tile the last query row sees every key row, the one before it all but the last key
     row, and so on; it has at least as many key rows as query rows.
-
-    Attributes:
-        mask: relative to the last row of both.
-        positions: of query rows and of key rows, if positions tell documents apart; or which chunks
-            of every document the rows are.
     """
 
     q: Span
     kv: Span
-    mask: Mask
+    mask: Mask  # relative to the last row of both
+    # of query rows and of key rows, if positions tell documents apart; or which chunks of every
+    # document the rows are
     positions: TilePositions | None = None
 
     @property

@@ -22,19 +22,12 @@ _WHO = "burst attention"
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way to run attention.
+    """One way to run attention."""
 
-    Attributes:
-        intra: what runs among the ranks of a row, as in `Spec`.
-        emit: makes the program of a rank from its spec.
-        words: how users read the mode; `{}` is the topology.
-        by_force: whether `auto` never chooses it.
-    """
-
-    intra: str
-    emit: Callable[[Spec], Program]
-    words: str
-    by_force: bool = False
+    intra: str  # what runs among the ranks of a row, as in `Spec`
+    emit: Callable[[Spec], Program]  # makes the program of a rank from its spec
+    words: str  # how users read the mode; `{}` is the topology
+    by_force: bool = False  # whether `auto` never chooses it
 
 
 MODES = {  # a gather in forward with an all-to-all in backward is two of them

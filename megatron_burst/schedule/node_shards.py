@@ -38,30 +38,19 @@ class ShardChunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeShards:
-    """The shards of a node, which this node's ranks work with in a step.
+    """The shards of a node, which this node's ranks work with in a step."""
 
-    Attributes:
-        chunks: in sequence order.
-        before: for each chunk of this node, how many of `chunks` come before it.
-        own_before: for each of `chunks`, how many chunks of this node come before it.
-    """
-
-    chunks: tuple[ShardChunk, ...]
-    before: tuple[int, ...]
-    own_before: tuple[int, ...]
+    chunks: tuple[ShardChunk, ...]  # in sequence order
+    before: tuple[int, ...]  # for each chunk of this node, how many of `chunks` come before it
+    own_before: tuple[int, ...]  # for each of `chunks`, how many chunks of this node come before it
 
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """Rows of a shard that ranks of other nodes read: what circulates between nodes.
+    """Rows of a shard that ranks of other nodes read: what circulates between nodes."""
 
-    Attributes:
-        spans: rows of the shard, ascending.
-        shard_rows: number of rows of the shard.
-    """
-
-    spans: tuple[Span, ...]
-    shard_rows: int
+    spans: tuple[Span, ...]  # rows of the shard, ascending
+    shard_rows: int  # number of rows of the shard
 
     @property
     def rows(self) -> int:
@@ -81,7 +70,7 @@ def halo(topology: Topology, layout: Layout, mask: Mask, tokens: int, owner: int
     """The owner's keys that circulate: under a window those that queries of other nodes see."""
     if not mask.windowed or layout is Layout.DOCUMENTS:  # windows in documents need a single node
         return Halo((Span(0, tokens),), tokens)
-    visible: list[tuple[int, int]] = []
+    visible: list[Span] = []
     owner_row, _ = topology.coord(owner)
     for row, node_queries in enumerate(_node_positions(topology, layout, tokens)):
         if row == owner_row:
@@ -89,9 +78,9 @@ def halo(topology: Topology, layout: Layout, mask: Mask, tokens: int, owner: int
         first = 0
         for keys in positions(layout, owner, topology.cp_size, tokens):
             overlaps = (tile_between(queries, keys, mask) for queries in node_queries)
-            visible += [(t.kv.start + first, t.kv.stop + first) for t in overlaps if t]
+            visible += [tile.kv.shifted(first) for tile in overlaps if tile]
             first += len(keys)
-    return Halo(tuple(Span(*edges) for edges in union(visible)), tokens)
+    return Halo(tuple(union(visible)), tokens)
 
 
 @lru_cache(maxsize=256)
@@ -102,19 +91,19 @@ def _node_positions(
     nodes = []
     for ranks in topology.grid:
         runs = (run for rank in ranks for run in positions(layout, rank, topology.cp_size, tokens))
-        merged = union((run.start, run.stop) for run in runs)
-        nodes.append(tuple(range(start, stop) for start, stop in merged))
+        merged = union(Span(run.start, run.stop) for run in runs)
+        nodes.append(tuple(range(span.start, span.stop) for span in merged))
     return tuple(nodes)
 
 
-def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def union(spans: Iterable[Span]) -> list[Span]:
     """The union, as disjoint spans."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
+    merged: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if merged and span.start <= merged[-1].stop:
+            merged[-1] = Span(merged[-1].start, max(merged[-1].stop, span.stop))
         else:
-            merged.append((start, stop))
+            merged.append(span)
     return merged
 
 
@@ -201,8 +190,7 @@ def tiles_between(
 
 
 def tiles_over(queries: ShardChunk, keys: Iterable[ShardChunk], mask: Mask) -> Iterator[Tile]:
-    """Tiles of a chunk's queries over keys, which are in sequence order and whose rows are those of
-    the node."""
+    """Tiles of a chunk's queries over keys of the node, which are in sequence order."""
     q_range = range(queries.position, queries.position + len(queries.rows))
     for kv_range, first_row in adjacent_runs(keys):
         if tile := tile_between(q_range, kv_range, mask):

@@ -18,16 +18,12 @@ from megatron_burst.schedule.program import Buffer, Op, Program, Ref, Space, Str
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which operations wait for which.
+    """Which operations wait for which."""
 
-    Attributes:
-        waits: for each operation, earlier ones on other streams that must finish before it starts.
-        joins: operations that the compute stream waits for at the end.
-        frees: for each operation, temps that nothing needs once it is issued.
-    """
-
+    # for each operation, earlier ones on other streams that must finish before it starts
     waits: tuple[tuple[int, ...], ...]
-    joins: tuple[int, ...]
+    joins: tuple[int, ...]  # operations that the compute stream waits for at the end
+    # for each operation, temps that nothing needs once it is issued
     frees: tuple[tuple[str, ...], ...]
 
 
@@ -196,24 +192,17 @@ class _Builder:
 
 
 def _widest(refs: Sequence[Ref]) -> Sequence[Ref]:
-    """The same accesses in fewer refs: adjacent rows are merged, and the whole buffer replaces its
-    parts."""
+    """The same accesses in fewer refs: adjacent rows merged, a whole buffer instead of parts."""
     if len(refs) < 2:
         return refs
-    groups: dict[tuple, list[Ref]] = {}
+    groups: dict[tuple, list[Span | None]] = defaultdict(list)
     for ref in refs:
-        groups.setdefault((ref.buffer, ref.heads), []).append(ref)
-    return [ref for (_, heads), group in groups.items() for ref in _merge_rows(group, heads)]
-
-
-def _merge_rows(refs: list[Ref], heads: Span | None) -> list[Ref]:
-    """The same for one buffer and one range of heads."""
-    if len(refs) == 1:
-        return refs
-    if any(ref.rows is None for ref in refs):
-        return [Ref(refs[0].buffer, None, heads)]
-    spans = union((ref.rows.start, ref.rows.stop) for ref in refs)
-    return [Ref(refs[0].buffer, Span(*rows), heads) for rows in spans]
+        groups[ref.buffer, ref.heads].append(ref.rows)
+    widest = []
+    for (buffer, heads), spans in groups.items():
+        merged = [None] if None in spans else union(spans)
+        widest += [Ref(buffer, rows, heads) for rows in merged]
+    return widest
 
 
 def overlap(a: Ref, b: Ref) -> bool:

@@ -80,18 +80,14 @@ class Restore(Arrange):
 
 @dataclass(frozen=True, slots=True)
 class ToRanks:
-    """Shard heads: the target has all rows once for each of `ranks` ranks, with that rank's heads.
-
-    Attributes:
-        heads_kv: KV heads of each rank.
-        copies: this many consecutive ranks have the same KV heads, and each an equal part of every
-            KV head's query heads.
-    """
+    """Shard heads: the target has all rows once for each of so many ranks, with its heads."""
 
     sources: tuple[Ref, ...]
     target: Ref
     ranks: int
-    heads_kv: int
+    heads_kv: int  # KV heads of each rank
+    # this many consecutive ranks have the same KV heads, and each an equal part of every KV head's
+    # query heads
     copies: int = 1
     stream: Stream = Stream.COMPUTE
 
@@ -101,8 +97,7 @@ class ToRanks:
 
 @dataclass(frozen=True, slots=True)
 class FromRanks:
-    """The inverse of `ToRanks`; copies of KV heads are summed, in the accumulation dtype and
-    rounded once."""
+    """The inverse of `ToRanks`; copies of KV heads are summed as in `Add`."""
 
     source: Ref
     targets: tuple[Ref, ...]
@@ -130,11 +125,6 @@ class Fill:
 class Attend:
     """One forward kernel: out and lse, in one buffer or two, of the queries over the keys and
     values; `mask` and `positions` as in `mask.Tile`.
-
-    Attributes:
-        heads: the query heads, as the call counts them.
-        joins_sinks: whether their attention sinks join in this kernel; for each row they join in
-            one.
     """
 
     q: Ref
@@ -142,7 +132,8 @@ class Attend:
     mask: Mask
     into: tuple[Ref, ...]
     positions: TilePositions | None = None
-    heads: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()  # the query heads, as the call counts them
+    # whether their attention sinks join in this kernel; for each row they join in one
     joins_sinks: bool = False
     stream: Stream = Stream.COMPUTE
 
@@ -235,22 +226,15 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Sends to and receives from other ranks; complete once both are done.
+    """Sends to and receives from other ranks; complete once both are done."""
 
-    Attributes:
-        link: with the cargo, the communicators that carry the transfer.
-        sends: what this rank sends, or other ranks pull.
-        recvs: what this rank receives, or pulls.
-        slot: the buffer of what this rank sends, if ranks of a node share their slots.
-        pulled: whether ranks read each other's slots by copy engine, instead of sending.
-    """
-
-    link: Link
+    link: Link  # with the cargo, the communicators that carry the transfer
     cargo: Cargo
-    sends: tuple[Send, ...]
-    recvs: tuple[Recv, ...]
+    sends: tuple[Send, ...]  # what this rank sends, or other ranks pull
+    recvs: tuple[Recv, ...]  # what this rank receives, or pulls
+    # the buffer of what this rank sends, if ranks of a node share their slots
     slot: Ref | None = None
-    pulled: bool = False
+    pulled: bool = False  # whether ranks read each other's slots by copy engine, instead of sending
 
     @property
     def reads(self) -> tuple[Ref, ...]:
@@ -298,23 +282,16 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory with a name; `rows` rows of each field.
-
-    Attributes:
-        use: buffers of one use share memory, according to their numbers.
-        number: of slots, staging and sums; `order.assign_buffers` sets that of the pool's.
-        count: after how many numbers memory is reused.
-        interleaved: whether the fields are side by side in each row, so that rows can be sent; else
-            each is dense.
-    """
+    """Memory with a name; `rows` rows of each field."""
 
     name: str
     space: Space
     rows: int
     fields: tuple[Field, ...]
-    use: str = ""
-    number: int = 0
-    count: int = 1
+    use: str = ""  # buffers of one use share memory, according to their numbers
+    number: int = 0  # of slots, staging and sums; `order.assign_buffers` sets that of the pool's
+    count: int = 1  # after how many numbers memory is reused
+    # whether the fields are side by side in each row, so that rows can be sent; else each is dense
     interleaved: bool = False
 
     @property
@@ -328,8 +305,7 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What one rank does in one pass of one call; compares by identity, so that it can be a cache
-    key."""
+    """What one rank does in one pass of one call. Compares by identity, to be a cache key."""
 
     topology: Topology
     cp_rank: int
@@ -367,8 +343,7 @@ class Program:
 
 
 def uses_of(sizes: Iterable[tuple[Buffer, int]]) -> dict[tuple[Space, str], tuple[int, int]]:
-    """How many buffers the group must have for each use, and the bytes of one, from each buffer's
-    bytes."""
+    """How many buffers the group must have for each use, and bytes of one; from each one's."""
     uses: dict[tuple[Space, str], tuple[int, int]] = {}
     for buffer, size in sizes:
         if buffer.space is Space.POOL or buffer.space in NUMBERED:
@@ -380,38 +355,4 @@ def uses_of(sizes: Iterable[tuple[Buffer, int]]) -> dict[tuple[Space, str], tupl
 
 def widths_of(shape: AttentionShape) -> dict[Dtype, int]:
     """Bytes of an element, by dtype."""
-    sizes = shape.itemsize, shape.stat_bytes, shape.grad_bytes
-    return dict(zip((Dtype.INPUT, Dtype.SUM, Dtype.WIRE), sizes, strict=True))
-
-
-def q_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
-    return (Field("q", heads, shape.dim_qk),)
-
-
-def kv_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
-    return Field("k", heads, shape.dim_qk), Field("v", heads, shape.dim_v)
-
-
-def out_fields(heads: int, shape: AttentionShape, dtype: Dtype) -> tuple[Field, ...]:
-    return Field("out", heads, shape.dim_v, dtype), Field("lse", heads, 0, Dtype.SUM)
-
-
-def side_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
-    """Fields of a rank's own inputs of backward."""
-    out = Field("out", heads, shape.dim_v)
-    return (*q_fields(heads, shape), Field("dout", heads, shape.dim_v), out,
-            Field("lse", heads, 0, Dtype.SUM))  # fmt: skip
-
-
-def circulating_side_fields(heads: int, shape: AttentionShape) -> tuple[Field, ...]:
-    """Fields of a query side that is sent to other ranks: delta replaces the output."""
-    lse, delta = (Field(name, heads, 0, Dtype.SUM) for name in ("lse", "delta"))
-    return lse, delta, *q_fields(heads, shape), Field("dout", heads, shape.dim_v)
-
-
-def dq_fields(heads: int, shape: AttentionShape, dtype: Dtype) -> tuple[Field, ...]:
-    return (Field("dq", heads, shape.dim_qk, dtype),)
-
-
-def dkv_fields(heads: int, shape: AttentionShape, dtype: Dtype) -> tuple[Field, ...]:
-    return Field("dk", heads, shape.dim_qk, dtype), Field("dv", heads, shape.dim_v, dtype)
+    return {Dtype.INPUT: shape.itemsize, Dtype.SUM: shape.stat_bytes, Dtype.WIRE: shape.grad_bytes}

@@ -15,28 +15,12 @@ own contribution never leaves it. So N(L-1) intra and N-1 inter hops, as for the
 Source: BurstEngine (arXiv 2509.19836) for the double ring; the return transfer is our own.
 """
 
+from megatron_burst.schedule import program as ops
 from megatron_burst.schedule.chunks import ChunkPairs, NeededBy, chunk_pairs
 from megatron_burst.schedule.emitter import Emitter, Sinks
 from megatron_burst.schedule.layout import Layout, chunks_of
 from megatron_burst.schedule.mask import Span, Tile, check_mask, tiles
-from megatron_burst.schedule.program import (
-    Add,
-    Arrange,
-    Attend,
-    AttendBackward,
-    Copy,
-    Fill,
-    Merge,
-    Program,
-    Ref,
-    Restore,
-    Space,
-    circulating_side_fields,
-    dkv_fields,
-    dq_fields,
-    kv_fields,
-    out_fields,
-)
+from megatron_burst.schedule.program import Program, Ref, Space
 from megatron_burst.schedule.spec import Cargo, Dtype, Spec
 from megatron_burst.schedule.topology import Link
 
@@ -70,8 +54,8 @@ class _Ring(Emitter):
 
     def forward(self) -> None:
         shape, out, circulating = self.spec.shape, Ref("out"), self.pack_own(("kv",))
-        fields = out_fields(shape.heads_q, shape, Dtype.INPUT)
-        self.emit(Fill(out))
+        fields = self.fields("out lse", shape.heads_q)
+        self.emit(ops.Fill(out))
         for step in range(self.spec.topology.cp_size):
             circulating = self.send_inputs(step, circulating)
             kv = self.in_query_order(step, self.circulating(step))
@@ -81,9 +65,9 @@ class _Ring(Emitter):
             for number, tile in enumerate(step_tiles):
                 part = self.temp(f"part {step}.{number}", len(tile.q), fields)
                 q, keys, joins = Ref("q").at(tile.q), kv.at(tile.kv), sinks.join(tile)
-                attend = Attend(q, keys, tile.mask, (part,), tile.positions, sinks.heads, joins)
+                attend = ops.Attend(q, keys, tile.mask, (part,), tile.positions, sinks.heads, joins)
                 self.emit(attend)
-                self.emit(Merge((out.at(tile.q), part), (out.at(tile.q),)))
+                self.emit(ops.Merge((out.at(tile.q), part), (out.at(tile.q),)))
 
     def backward(self) -> None:
         # One step s of round r, if K and V circulate; all rows of the picture overlap:
@@ -97,7 +81,7 @@ class _Ring(Emitter):
         sides = (Ref("side"),) if self.queries_stay else (Ref("side"), self.delta())
         own = ("kv",) if self.queries_stay else tuple(side.buffer for side in sides)
         circulating = self.pack_own(own)
-        self.emit(Fill(Ref("dq")), Fill(Ref("dkv")))
+        self.emit(ops.Fill(Ref("dq")), ops.Fill(Ref("dkv")))
         grads = GradRing(self)
         for step in range(self.spec.topology.cp_size):
             circulating = self.send_inputs(step, circulating)
@@ -106,8 +90,7 @@ class _Ring(Emitter):
         grads.finish()
 
     def compute(self, step: int, sides: tuple[Ref, ...]) -> list[tuple[Span, Ref]]:
-        """Compute a step's tiles: add gradients that stay; return those that circulate, with their
-        rows of the shard."""
+        """Compute a step's tiles: add gradients that stay, return (rows, part) of the others."""
         kv, step_tiles = Ref("kv"), self.tiles_of(step)
         if self.queries_stay:
             kv = self.circulating(step)
@@ -117,16 +100,17 @@ class _Ring(Emitter):
         shape, dtype = self.spec.shape, self.spec.grad_dtype
         for number, tile in enumerate(step_tiles):
             name = f"{step}.{number}"
-            dq = self.temp(f"dq {name}", len(tile.q), dq_fields(shape.heads_q, shape, dtype))
-            dkv = self.temp(f"dkv {name}", len(tile.kv), dkv_fields(shape.heads_kv, shape, dtype))
+            dq = self.temp(f"dq {name}", len(tile.q), self.fields("dq", shape.heads_q, dtype))
+            dkv_fields = self.fields("dk dv", shape.heads_kv, dtype)
+            dkv = self.temp(f"dkv {name}", len(tile.kv), dkv_fields)
             rows = tuple(side.at(tile.q) for side in sides)
             keys = kv.at(tile.kv)
-            self.emit(AttendBackward(rows, keys, tile.mask, dq, dkv, tile.positions))
+            self.emit(ops.AttendBackward(rows, keys, tile.mask, dq, dkv, tile.positions))
             local, remote = (tile.q, dq), self.in_shard_order(step, tile, dkv)
             if not self.queries_stay:
                 local, remote = remote, local
             total = Ref("dq" if self.queries_stay else "dkv").at(local[0])
-            self.emit(Add((total, local[1]), total))
+            self.emit(ops.Add((total, local[1]), total))
             grads.append(remote)
         return grads
 
@@ -135,9 +119,9 @@ class _Ring(Emitter):
         pairs = self.chunk_pairs_of(step)
         if not pairs or pairs.is_identity:
             return keys
-        fields = kv_fields(self.spec.shape.heads_kv, self.spec.shape)
+        fields = self.fields("k v", self.spec.shape.heads_kv)
         target = self.temp(f"rearranged {step}", len(pairs.tile.kv), fields)
-        self.emit(Arrange(keys, target, pairs.src_blocks, pairs.dst_chunks))
+        self.emit(ops.Arrange(keys, target, pairs.src_blocks, pairs.dst_chunks))
         return target
 
     def in_shard_order(self, step: int, tile: Tile, dkv: Ref) -> tuple[Span, Ref]:
@@ -145,9 +129,9 @@ class _Ring(Emitter):
         pairs, shape = self.chunk_pairs_of(step), self.spec.shape
         if not pairs or pairs.is_identity:
             return tile.kv, dkv
-        fields = dkv_fields(shape.heads_kv, shape, self.spec.grad_dtype)
+        fields = self.fields("dk dv", shape.heads_kv, self.spec.grad_dtype)
         target = self.temp(f"restored {step}", shape.tokens, fields)
-        self.emit(Restore(dkv, target, pairs.src_blocks, pairs.dst_chunks))
+        self.emit(ops.Restore(dkv, target, pairs.src_blocks, pairs.dst_chunks))
         return Span(0, shape.tokens), target
 
     def tiles_of(self, step: int) -> tuple[Tile, ...]:
@@ -188,14 +172,15 @@ class _Ring(Emitter):
     def pack_own(self, names: tuple[str, ...]) -> Ref:
         """The rank's own shard, packed for sending."""
         packed = self.ring_buffer(0)
-        self.emit(Copy(tuple(map(Ref, names)), packed))
+        self.emit(ops.Copy(tuple(map(Ref, names)), packed))
         return packed
 
     def ring_buffer(self, step: int) -> Ref:
         shape = self.spec.shape
-        fields = (kv_fields(shape.heads_kv, shape) if self.queries_stay
-                  else circulating_side_fields(shape.heads_q, shape))  # fmt: skip
-        rows = shape.keys if self.queries_stay else shape.tokens
+        if self.queries_stay:
+            rows, fields = shape.keys, self.fields("k v", shape.heads_kv)
+        else:
+            rows, fields = shape.tokens, self.circulating_side(shape.heads_q)
         return self.buffer(f"circulating {step}", Space.POOL, rows, fields, Cargo.READ)
 
     def circulating(self, step: int) -> Ref:
@@ -233,10 +218,11 @@ class GradRing:
 
     def buffer(self, name: str, step: int, dtype: Dtype) -> Ref:
         """Where a gradient is in a step, or arrives by its end."""
-        shape, of_keys = self.ring.spec.shape, self.ring.queries_stay
-        fields = (dkv_fields(shape.heads_kv, shape, dtype) if of_keys
-                  else dq_fields(shape.heads_q, shape, dtype))  # fmt: skip
-        rows = shape.keys if of_keys else shape.tokens
+        shape = self.ring.spec.shape
+        if self.ring.queries_stay:
+            rows, fields = shape.keys, self.ring.fields("dk dv", shape.heads_kv, dtype)
+        else:
+            rows, fields = shape.tokens, self.ring.fields("dq", shape.heads_q, dtype)
         return self.ring.buffer(f"{name} {step}", Space.POOL, rows, fields, Cargo.GRAD)
 
     def send_sum(self, step: int) -> None:
@@ -255,9 +241,9 @@ class GradRing:
         """Add a step's gradients to the sum that arrived; at the end of a round return the sum."""
         ring, total, size = self.ring, self.total, self.ring.intra_size
         if step and self.fresh:
-            ring.emit(Fill(total))
+            ring.emit(ops.Fill(total))
         for rows, grad in grads:
-            ring.emit(Add((total.at(rows), grad), total.at(rows)))
+            ring.emit(ops.Add((total.at(rows), grad), total.at(rows)))
         round_, place = divmod(step, size)
         if place < size - 1:
             return
@@ -268,7 +254,7 @@ class GradRing:
         due = min(step + size, ring.spec.topology.cp_size)
         outgoing = self.buffer("outgoing sum", step, Dtype.WIRE)
         self.remote_sum = self.buffer("incoming sum", due, Dtype.WIRE)
-        ring.emit(Add((total,), outgoing))
+        ring.emit(ops.Add((total,), outgoing))
         # `remote_sum` is for the same rank as `row_sum`
         needed = [ring.needed_in(at, step - size + 1, step + 1) for at in (step, size - 1)]
         ring.hop(Link.INTER, Cargo.GRAD, outgoing, self.remote_sum, needed, -round_)
@@ -277,7 +263,7 @@ class GradRing:
         """Add the sum that another row sent a round ago."""
         if self.remote_sum:
             total = self.row_sum or self.own
-            self.ring.emit(Add((total, self.remote_sum), total))
+            self.ring.emit(ops.Add((total, self.remote_sum), total))
 
     def finish(self) -> None:
         """Add the last row's sum, and return the total to the owner."""
@@ -287,7 +273,7 @@ class GradRing:
             received = self.buffer("sum", cp_size + (ring.inter_size > 1), ring.spec.ring_sum_dtype)
             needed = [ring.needed_in(at, 1, cp_size) for at in (ring.intra_size - 1, 0)]
             ring.hop(Link.INTRA, Cargo.GRAD, self.row_sum, received, needed)
-            ring.emit(Add((self.own, received), self.own))
+            ring.emit(ops.Add((self.own, received), self.own))
 
 
 def _single_rank(spec: Spec) -> Program:
@@ -304,8 +290,8 @@ def _single_rank(spec: Spec) -> Program:
         side, dq, dkv = (Ref("side"),), Ref("dq"), Ref("dkv")
         if spec.invariant:
             side = emitter.side_for_kernel(*side, emitter.delta())
-        emitter.emit(AttendBackward(side, kv, tile.mask, dq, dkv, tile.positions))
+        emitter.emit(ops.AttendBackward(side, kv, tile.mask, dq, dkv, tile.positions))
     else:
-        heads = tuple(range(spec.shape.heads_q))
-        emitter.emit(Attend(Ref("q"), kv, tile.mask, (Ref("out"),), tile.positions, heads, True))
+        into, heads = (Ref("out"),), tuple(range(spec.shape.heads_q))
+        emitter.emit(ops.Attend(Ref("q"), kv, tile.mask, into, tile.positions, heads, True))
     return emitter.program()

@@ -42,30 +42,18 @@ class Dtype(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The sizes of one attention call on one rank.
+    """The sizes of one attention call on one rank."""
 
-    Attributes:
-        batch: sequences.
-        tokens: rows on a rank; of queries, if `tokens_kv` says how many it has of keys.
-        heads_q: query heads on a rank.
-        heads_kv: key and value heads on a rank; divides heads_q.
-        dim_qk: head dimension of queries and keys.
-        dim_v: head dimension of values and output.
-        itemsize: bytes of an input element.
-        stat_bytes: bytes of an lse or delta element.
-        grad_bytes: bytes of a gradient element on the wire.
-        tokens_kv: rows of keys on a rank, in cross-attention; None: as many as of queries.
-    """
-
-    batch: int
-    tokens: int
-    heads_q: int
-    heads_kv: int
-    dim_qk: int
-    dim_v: int
-    itemsize: int
-    stat_bytes: int
-    grad_bytes: int
+    batch: int  # sequences
+    tokens: int  # rows on a rank; of queries, if `tokens_kv` says how many it has of keys
+    heads_q: int  # query heads on a rank
+    heads_kv: int  # key and value heads on a rank; divides heads_q
+    dim_qk: int  # head dimension of queries and keys
+    dim_v: int  # head dimension of values and output
+    itemsize: int  # bytes of an input element
+    stat_bytes: int  # bytes of an lse or delta element
+    grad_bytes: int  # bytes of a gradient element on the wire
+    # rows of keys on a rank, in cross-attention; None: as many as of queries
     tokens_kv: int | None = None
 
     @property
@@ -112,11 +100,6 @@ def pulled_count(cargo: Cargo, transfers: int, num_bytes: float, tokens: int) ->
     return 2 if cargo is Cargo.READ else min(3, transfers + 1)
 
 
-def sent_count(transfers: int) -> int:
-    """Slots that the transfers of a pass need if ranks send: two may be in flight."""
-    return min(2, transfers)
-
-
 def power_below(number: int) -> int:
     """The largest power of two up to `number`."""
     return 1 << number.bit_length() - 1
@@ -139,51 +122,35 @@ class Spec:
     """How a call runs; equal specs have equal programs.
 
     A choice that is None is open: `resolve` makes it. What a user asks for is set before.
-
-    Attributes:
-        topology: of the group.
-        shape: sizes on one rank; once resolved, with gradients as wide as on the wire.
-        layout: of the tokens.
-        mask: of the sequence.
-        kernel: that computes the tiles.
-        resends: whether backward sends again what forward received: results are kept, so that no
-            backward follows its forward directly.
-        inter: between nodes: "ring"; or over all ranks, whatever their nodes: "a2a", or "flat" for
-            one ring.
-        intra: inside a node, or over all ranks: "ring", "gather" or "a2a".
-        heads_per_round: KV heads of a round, gathered or computed by a rank; 0: all of them. Rings
-            have no rounds.
-        a2a_backward_heads: KV heads of a rank at a time in backward, if that is an all-to-all
-            after a gather; 0: backward runs as forward.
-        grad_wire: dtype of gradients between ranks: "accumulate" or "input"; None: the input's, but
-            the accumulation dtype where a ring sums them on the way.
-        circulate: what circulates in backward, in the ring or between nodes.
-        pulled: whether ranks of a node read each other's slots by copy engine.
-        saves_remote: whether forward saves for backward what it received, and backward reads it.
-        invariant: whether results have the same bits on any number of ranks.
-        cp_rank: that runs the program; like direction and unit_rows, of a program alone.
-        direction: of the pass.
-        unit_rows: how many rows one row stands for at least, a power of two; slot counts depend on
-            it.
     """
 
-    topology: Topology
-    shape: AttentionShape
-    layout: Layout = Layout.ZIGZAG
-    mask: Mask = Mask.CAUSAL
-    kernel: Kernel = Kernel()
+    topology: Topology  # of the group
+    shape: AttentionShape  # sizes on one rank; once resolved, with gradients as wide as on the wire
+    layout: Layout = Layout.ZIGZAG  # of the tokens
+    mask: Mask = Mask.CAUSAL  # of the sequence
+    kernel: Kernel = Kernel()  # that computes the tiles
+    # whether backward sends again what forward received: results are kept, so that no backward
+    # follows its forward directly
     resends: bool = False
+    # between nodes: "ring"; or over all ranks, whatever their nodes: "a2a", or "flat" for one ring
     inter: str | None = None
-    intra: str | None = None
+    intra: str | None = None  # inside a node, or over all ranks: "ring", "gather" or "a2a"
+    # KV heads of a round, gathered or computed by a rank; 0: all of them. Rings have no rounds
     heads_per_round: int | None = None
+    # KV heads of a rank at a time in backward, if that is an all-to-all after a gather; 0: backward
+    # runs as forward
     a2a_backward_heads: int = 0
+    # dtype of gradients between ranks: "accumulate" or "input"; None: the input's, but the
+    # accumulation dtype where a ring sums them on the way
     grad_wire: str | None = None
-    circulate: Circulate | None = None
-    pulled: bool | None = None
+    circulate: Circulate | None = None  # what circulates in backward, in the ring or between nodes
+    pulled: bool | None = None  # whether ranks of a node read each other's slots by copy engine
+    # whether forward saves for backward what it received, and backward reads it
     saves_remote: bool | None = None
-    invariant: bool = False
-    cp_rank: int = 0
-    direction: Direction = Direction.FORWARD
+    invariant: bool = False  # whether results have the same bits on any number of ranks
+    cp_rank: int = 0  # that runs the program; like direction and unit_rows, of a program alone
+    direction: Direction = Direction.FORWARD  # of the pass
+    # how many rows one row stands for at least, a power of two; slot counts depend on it
     unit_rows: int = 1
 
     @property
@@ -195,11 +162,11 @@ class Spec:
         """The spec of one rank's program in a pass, without what no program depends on."""
         backward = direction is Direction.BACKWARD
         if backward and self.a2a_backward_heads:
-            heads, whole = (
-                self.a2a_backward_heads,
-                replace(self, intra="a2a", saves_remote=False, a2a_backward_heads=0),
-            )
-            return replace(whole, heads_per_round=heads).program_spec(cp_rank, direction)
+            as_a2a = replace(
+                self, intra="a2a", heads_per_round=self.a2a_backward_heads, saves_remote=False,
+                a2a_backward_heads=0,
+            )  # fmt: skip
+            return as_a2a.program_spec(cp_rank, direction)
         return replace(
             self, topology=self.mode_topology, cp_rank=cp_rank, direction=direction,
             circulate=self.circulate if backward else Circulate.KV, inter=None, resends=False,
@@ -234,8 +201,7 @@ class Spec:
 
     @property
     def partial_grad_dtype(self) -> Dtype:
-        """Dtype of gradients sent to another rank of the node: the kernel's, but no wider than the
-        wire's."""
+        """Dtype of gradients sent inside a node: the kernel's, but no wider than the wire's."""
         return Dtype.WIRE if self.kernel.wide_grads else Dtype.INPUT
 
     @property

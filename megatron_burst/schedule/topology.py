@@ -22,15 +22,12 @@ class Topology:
 
     A group may have thousands of ranks, and its topology is looked up often, so whatever passes
     over all ranks is cached.
-
-    Attributes:
-        grid: one row of cp ranks per node; each row is an intra ring, each column an inter ring.
-            A flat ring is a grid of one row, even when its ranks live on several nodes.
-        node_of: index of the node of each cp rank; decides which link a hop takes.
     """
 
+    # one row of cp ranks per node; each row is an intra ring, each column an inter ring. A flat
+    # ring is a grid of one row, even when its ranks live on several nodes
     grid: tuple[tuple[int, ...], ...]
-    node_of: tuple[int, ...]
+    node_of: tuple[int, ...]  # index of the node of each cp rank; decides which link a hop takes
 
     @property
     def cp_size(self) -> int:
@@ -96,12 +93,10 @@ class Topology:
         return Topology((tuple(rank for row in self.grid for rank in row),), self.node_of)
 
     def __str__(self) -> str:
-        nodes = len(set(self.node_of))
+        nodes, ranks = len(set(self.node_of)), self.intra_size
         if self.inter_size == 1 and nodes > 1:
             return f"flat ring of {self.cp_size} ranks over {nodes} nodes"
-        return f"{nodes} node{'s' * (nodes > 1)} x {self.intra_size} rank" + "s" * (
-            self.intra_size > 1
-        )
+        return f"{nodes} node{'s' * (nodes > 1)} x {ranks} rank{'s' * (ranks > 1)}"
 
 
 @lru_cache(maxsize=256)
