@@ -80,7 +80,8 @@ def burst_attention(
     or Megatron's), `config.keep` lets recomputation reuse the results of the first pass (from the
     process's second checkpoint on; the first call sets this up). In torch.compile it is one
     operator of the graph (`megatron_burst.operators`), but with `config.keep` or `config.check` a
-    graph break.
+    graph break. A CUDA graph may capture it (`megatron_burst.cuda_graphs`), once it has run; each
+    replay reads inputs and boundaries again, and neither checks nor compares anything.
 
     Args:
         q: [b, s_local, h, d_qk], or [s_local, b, h, d_qk] for "sbhd"; float64, float32, bfloat16
