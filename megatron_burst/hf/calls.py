@@ -52,7 +52,10 @@ def call_model(original: Callable, model: torch.nn.Module, *args: Any, **inputs:
     if batch is None:
         return original(model, *args, **inputs)
     if _RUNNING.get() is not None:  # a model inside another
-        require(WHO, _of_inner(model, inputs))
+        require(WHO, [(
+            inputs.get("position_ids") is not None, "a model must pass position_ids on to its "
+            "layers, because a shard alone does not show where it lies",
+            f"none in {type(model).__name__}", "use a model with rotary embeddings")])  # fmt: skip
         return original(model, *args, **inputs)
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
     require(WHO, of_model(model, inner, batch.group is not None and batch.group.size() > 1))
@@ -85,18 +88,10 @@ def count_attention(module: torch.nn.Module, batch: ShardedBatch | None) -> None
     if is_compiling():  # the operator counts, whenever it runs
         return
     if call := _RUNNING.get():
-        require(
-            WHO,
-            [
-                (
-                    batch is not None,
-                    "all layers must pass further keyword arguments on to attention, "
-                    "because burst is one",
-                    f"none in {type(module).__name__}",
-                    "use another model",
-                )
-            ],
-        )
+        require(WHO, [(
+            batch is not None, "all layers must pass further keyword arguments on to attention, "
+            "because burst is one", f"none in {type(module).__name__}",
+            "use another model")])  # fmt: skip
         call.count()
 
 
@@ -155,13 +150,6 @@ def mean_over(group: dist.ProcessGroup | None, loss: Tensor | None) -> Tensor | 
     return total / group.size()
 
 
-def _of_inner(model: torch.nn.Module, inputs: Mapping[str, Any]) -> Iterator[Need]:
-    yield (inputs.get("position_ids") is not None,
-           "a model must pass position_ids on to its layers, because a shard alone does not show "
-           "where it lies", f"none in {type(model).__name__}",
-           "use a model with rotary embeddings")  # fmt: skip
-
-
 def _of_outputs(model: torch.nn.Module, call: ModelCall, inputs: Mapping[str, Any],
                 outputs: Any) -> Iterator[Need]:  # fmt: skip
     """Whether a model used the batch in every layer, and its outputs are the whole batch's."""
@@ -171,8 +159,9 @@ def _of_outputs(model: torch.nn.Module, call: ModelCall, inputs: Mapping[str, An
            "every layer must compute attention through attn_implementation, because others see a "
            "shard as if it were the sample", f"{call.attended} of {layers} layers in {name}",
            "set attn_implementation=\"burst\", or use another model")  # fmt: skip
-    if not isinstance(outputs, Mapping):
-        outputs = _named(outputs, call.labels)
+    if not isinstance(outputs, Mapping):  # of `return_dict=False`: as far as they are known
+        known = ("logits",) if call.labels is None else ("loss", "logits")
+        outputs = dict(zip(known, outputs, strict=False))
     loss, rows = outputs.get("loss"), inputs["position_ids"].shape[1]
     is_sharded = call.batch.group is not None and call.batch.group.size() > 1
     yield (outputs.get("aux_loss") is None or not is_sharded,
@@ -194,9 +183,3 @@ def _of_outputs(model: torch.nn.Module, call: ModelCall, inputs: Mapping[str, An
         yield (per_row, f"{output} must have a row for each token, because what sums up a sample "
                "would sum up a shard", f"shape {tuple(getattr(x, 'shape', ()))} in {name}",
                "take the hidden states, call unshard on them, and score those")  # fmt: skip
-
-
-def _named(outputs: tuple, labels: Tensor | None) -> dict[str, Any]:
-    """Outputs of `return_dict=False`, as far as they are known."""
-    names = ("logits",) if labels is None else ("loss", "logits")
-    return dict(zip(names, outputs, strict=False))

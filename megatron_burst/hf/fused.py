@@ -62,23 +62,11 @@ class FusedLogits:
         """Where labels must be."""
         return self.total.device
 
-    def float(self) -> "FusedLogits":
-        """Itself: the loss is in float32."""
-        return self
-
-    def view(self, *_shape: int) -> "FusedLogits":
-        """Itself: the loss has all rows."""
-        return self
-
-    def contiguous(self) -> "FusedLogits":
-        """Itself."""
-        return self
-
     def to(self, *_: Any, **__: Any) -> "FusedLogits":
-        """Itself."""
+        """Itself: the loss is in float32, and has all rows."""
         return self
 
-    reshape = view
+    float = view = reshape = contiguous = to
 
     def __mul__(self, factor: Any) -> "FusedLogits":
         return self._after("*", factor)
@@ -177,43 +165,34 @@ def _planned(config: Any) -> tuple[Step, ...]:
 def _of_head(model: torch.nn.Module, head: Any) -> Iterator[Need]:
     yield (head is not None, "a model must have a head, because the loss takes its place",
            f"none in {type(model).__name__}", "leave fused_loss out")  # fmt: skip
-    kind = type(head).__name__
-    linear = _linear_of(head)
-    yield (_is_linear(linear) and linear.bias is None and "forward" not in vars(head),
+    kind, linear = type(head).__name__, _linear_of(head)
+    is_linear = getattr(type(linear), "forward", None) is torch.nn.Linear.forward
+    yield (is_linear and linear.bias is None and "forward" not in vars(head),
            "the head must be a linear layer without a bias, because the loss multiplies by its "
            "weight alone", kind, "leave fused_loss out")  # fmt: skip
     if linear is head or hasattr(head, "modules_to_save"):
         return
-    plain = _is_of(head, _LORA) and not head.lora_variant and not any(head.lora_bias.values())
-    plain = plain and not any(getattr(x, "p", 0) for x in head.lora_dropout.values())
-    yield (plain, "an adapter of the head must be plain LoRA without dropout and bias, because its "
-           "weight is added to the head's", f"another {kind}",
+    # among its base classes, because FSDP2 derives a class of its own
+    is_lora = any((base.__module__, base.__name__) in _LORA for base in type(head).__mro__)
+    is_plain = is_lora and not head.lora_variant and not any(head.lora_bias.values())
+    is_plain = is_plain and not any(getattr(x, "p", 0) for x in head.lora_dropout.values())
+    yield (is_plain, "an adapter of the head must be plain LoRA without dropout and bias, because "
+           "its weight is added to the head's", f"another {kind}",
            "set lora_dropout=0, or leave the head out of target_modules")  # fmt: skip
     yield (not (head.merged and head.disable_adapters), "adapters of the head must not be merged "
            "where they are disabled, because PEFT takes them out in the head's own call", "both",
            "call unmerge_adapter() before")  # fmt: skip
 
 
-def _is_linear(module: Any) -> bool:
-    return getattr(type(module), "forward", None) is torch.nn.Linear.forward
-
-
-def _is_of(module: torch.nn.Module, kinds: set[tuple[str, str]]) -> bool:
-    """Whether a class of PEFT's is among those of a module, which FSDP2 derives from it."""
-    return any((x.__module__, x.__name__) in kinds for x in type(module).__mro__)
-
-
 def _linear_of(head: Any) -> Any:
     """The linear layer that PEFT wraps, or the head itself."""
-    if (trained := getattr(head, "modules_to_save", None)) is not None:
-        active = [name for name in _names_of(head.active_adapter) if name in trained]
-        off = head.disable_adapters or not active
-        return head.original_module if off else trained[active[0]]
-    return getattr(head, "base_layer", head)
-
-
-def _names_of(active: Any) -> list[str]:
-    return [active] if isinstance(active, str) else list(active or ())
+    copies = getattr(head, "modules_to_save", None)
+    if copies is None:
+        return getattr(head, "base_layer", head)
+    adapters = head.active_adapter
+    adapters = [adapters] if isinstance(adapters, str) else adapters or ()
+    active = [copies[name] for name in adapters if name in copies]
+    return active[0] if active and not head.disable_adapters else head.original_module
 
 
 def _weight_of(head: Any) -> Tensor:
