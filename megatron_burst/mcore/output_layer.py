@@ -167,7 +167,7 @@ def masks_of_heads(mask: Tensor, heads: int, group: dist.ProcessGroup, packed_se
             masks[-1], shifts=-1, dims=-1, cp_group=group, packed_seq_params=packed_seq_params
         )
         masks.append(rolled)
-    local = torch.stack([each.sum() for each in masks])
+    local = torch.stack([mask.sum() for mask in masks])
     total = local.clone()
     dist.all_reduce(total, group=group)
     for head in range(1, 1 + heads):

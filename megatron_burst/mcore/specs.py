@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_burst.errors import BurstError
 from megatron_burst.imports import when_imported
 from megatron_burst.installed import find_megatron
-from megatron_burst.mcore import core_attention, patches
+from megatron_burst.mcore import core_attention, core_classes, patches
 from megatron_burst.mcore.args import global_args
 from megatron_burst.mcore.checks import WHO, check_layer, check_run
 from megatron_burst.mcore.options import burst_config_of
@@ -100,8 +100,8 @@ def _copy(node: Any, memo: dict[int, Any], cores: dict[type, type | None]) -> An
     """Copy the path to each core attention; `memo` keeps shared specs shared, `cores` collects core
     attentions, each with burst's replacement or None."""
     if isinstance(node, type):
-        core = core_attention.burst_core_of(node)
-        if core is not None or issubclass(node, tuple(core_attention.burst_replacements())):
+        core = core_classes.burst_core_of(node)
+        if core is not None or issubclass(node, tuple(core_classes.burst_replacements())):
             cores[node] = core
         if core is not None:
             _convert_alike(node, core)
@@ -212,7 +212,7 @@ def _with_burst(submodules, **layer) -> Any:
 def _check_core(core, config, layer_number, attn_mask_type, attention_type, **_) -> None:
     """Refuse a layer that should run burst but would build another core attention: a class; None:
     not known yet."""
-    if core is None or issubclass(core, tuple(core_attention.burst_replacements().values())):
+    if core is None or issubclass(core, tuple(core_classes.burst_replacements().values())):
         return
     check_layer(config, layer_number, attn_mask_type, attention_type, None)
     raise BurstError(f"{WHO}: the model's spec must name burst's core attention, Megatron's own, "

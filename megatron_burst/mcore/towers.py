@@ -155,16 +155,16 @@ class ShardedForward:
     def __init__(self, path: str, forward: Any, group: dist.ProcessGroup | list[nn.Module],
                  by_frame: bool) -> None:  # fmt: skip
         functools.update_wrapper(self, forward)  # some callers read its signature
-        self._who, self._forward, self._given = f"{WHO}, {path}", forward, group
-        self._by_frame = by_frame
+        self._who, self._forward, self._by_frame = f"{WHO}, {path}", forward, by_frame
+        self._group_or_owner = group
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        """The group that is given, else that of the module that has one, else Megatron's."""
-        if not isinstance(self._given, list):
-            return self._given
-        own = [_own_group_of(module) for module in self._given]
-        return group_or_default((*own, parallel_state.get_context_parallel_group())[0], WHO)
+        """The group that was passed, else that of the module that has one, else Megatron's."""
+        if not isinstance(self._group_or_owner, list):
+            return self._group_or_owner
+        groups = [_own_group_of(module) for module in self._group_or_owner]
+        return group_or_default((*groups, parallel_state.get_context_parallel_group())[0], WHO)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The tower's output for all images; see `shard_towers`."""
@@ -256,23 +256,22 @@ class Places:
     def __init__(self, group: dist.ProcessGroup, shares: list[list[int]], rows: list[int]) -> None:
         self._group = group
         self._most = max(sum(rows[image] for image in images) for images in shares)
-        starts = [0] * len(rows)
+        self._own = sum(rows[image] for image in shares[group.rank()])
+        places: dict[int, Tensor] = {}  # by image
         for rank, images in enumerate(shares):
             start = rank * self._most
             for image in images:
-                starts[image], start = start, start + rows[image]
-        counts, begins = torch.tensor(rows), torch.tensor(starts)
-        within = torch.arange(sum(rows)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-        self._index = begins.repeat_interleave(counts) + within
-        self._own = sum(rows[image] for image in shares[group.rank()])
+                places[image] = torch.arange(start, start + rows[image])
+                start += rows[image]
+        self._index = torch.cat([places[image] for image in range(len(rows))])
 
     def gather(self, x: Tensor) -> Tensor:
         """Rows of all images, from this rank's."""
         padded = x.new_zeros(self._most, *x.shape[1:])
         padded[: self._own] = x
-        everyones = x.new_empty(self._group.size() * self._most, *x.shape[1:])
-        dist.all_gather_into_tensor(everyones, padded, self._group)
-        return everyones.index_select(0, self._index.to(x.device))
+        gathered = x.new_empty(self._group.size() * self._most, *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, padded, self._group)
+        return gathered.index_select(0, self._index.to(x.device))
 
     def scatter(self, grad: Tensor) -> Tensor:
         """Gradients of this rank's rows, summed over ranks. Each row is a token of one rank, and
