@@ -118,10 +118,10 @@ def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: Layout
         whole = shards_of(_WHO, None, layout, (cu_seqlens, None), True)
         rows["shift_labels"] = labels_of(whole, labels, 1)
     if "position_ids" not in rows:
-        places = in_documents(torch.arange(ids.shape[1], device=ids.device), cu_seqlens)
-        rows["position_ids"] = places.expand(ids.shape)
-    mine = shards.mine(shards.rows(ids.shape[1]), documents, ids.device)
-    shard: dict[str, Any] = {name: x.index_select(1, mine) for name, x in rows.items()}
+        positions = in_documents(torch.arange(ids.shape[1], device=ids.device), cu_seqlens)
+        rows["position_ids"] = positions.expand(ids.shape)
+    own_rows = shards.mine(shards.rows(ids.shape[1]), documents, ids.device)
+    shard: dict[str, Any] = {name: x.index_select(1, own_rows) for name, x in rows.items()}
     shard["labels"] = shard["shift_labels"]  # without any, transformers computes no loss
     items = batch.get("num_items_in_batch")
     if items is None:
@@ -129,14 +129,15 @@ def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: Layout
     # no tensor: FSDP's mixed precision would round it
     shard["num_items_in_batch"] = float(items) / group.size()
     ranks = group if dist.is_initialized() else None
-    config = BurstConfig() if config is None else config
+    config = config or BurstConfig()
     per_call = replace(config.for_calls(), keep_layers=None)
-    input_gib = (config.keep_host_gib,) if config.offloads_inputs else None
-    beyond = replace(per_call, keep="none", keep_offload="none", keep_host_gib=None,
-                     keep_budget_gib=None, keep_debug=False)  # fmt: skip
-    burst = ShardedBatch(ranks, layout, cu_seqlens, per_call, config.keep_layers, beyond,
-                         input_gib, fused_loss)  # fmt: skip
-    return shard | {"burst": burst}
+    keeping_nothing = replace(per_call, keep="none", keep_offload="none", keep_host_gib=None,
+                              keep_budget_gib=None, keep_debug=False)  # fmt: skip
+    shard["burst"] = ShardedBatch(
+        ranks, layout, cu_seqlens, per_call, config.keep_layers, keeping_nothing,
+        (config.keep_host_gib,) if config.offloads_inputs else None, fused_loss,
+    )  # fmt: skip
+    return shard
 
 
 def _of_batch(batch: Mapping[str, Any], chunks: int) -> Iterator[Need]:

@@ -37,17 +37,12 @@ class ModelCall:
     losses: int = 0  # of these labels, divided by the labels of the whole batch
 
     def count(self) -> None:
-        """Burst attention is called."""
         self.attended += 1
 
 
 def call_model(original: Callable, model: torch.nn.Module, *args: Any, **inputs: Any) -> Any:
-    """`PreTrainedModel.__call__` and `PeftModel.__call__`.
-
-    Raises:
-        BurstError: before the call, if the model or what it gets is not supported with a sharded
-            batch; after it, if the model did not use the batch as one.
-    """
+    """`PreTrainedModel.__call__` and `PeftModel.__call__`: checks a model and its inputs, and then
+    whether it used a sharded batch as one."""
     batch = inputs.get("burst")
     if batch is None:
         return original(model, *args, **inputs)
@@ -73,18 +68,14 @@ def call_model(original: Callable, model: torch.nn.Module, *args: Any, **inputs:
 
 
 def _checkpoints_of(batch: ShardedBatch) -> AbstractContextManager[None]:
-    """Context for activation checkpoints: it says where their inputs are."""
+    """A context in which activation checkpoints keep what the batch's options ask for."""
     if batch.config.keep != "none" or batch.input_gib is not None:
         patch_checkpoints()
     return nullcontext() if batch.input_gib is None else all_on_host(*batch.input_gib)
 
 
 def count_attention(module: torch.nn.Module, batch: ShardedBatch | None) -> None:
-    """Burst attention begins a call.
-
-    Raises:
-        BurstError: if the model got a sharded batch, and did not pass it on to attention.
-    """
+    """Burst attention begins a call. Refuses a layer that does not pass a sharded batch on."""
     if is_compiling():  # the operator counts, whenever it runs
         return
     if call := _RUNNING.get():
@@ -97,11 +88,7 @@ def count_attention(module: torch.nn.Module, batch: ShardedBatch | None) -> None
 
 def make_model(original: Callable, model: torch.nn.Module, config: Any, *args: Any,
                **options: Any) -> None:  # fmt: skip
-    """`PreTrainedModel.__init__`.
-
-    Raises:
-        BurstError: if a model with burst has a table of its own in place of `AttentionInterface`.
-    """
+    """`PreTrainedModel.__init__`, which refuses a model that cannot have burst."""
     if getattr(config, "_attn_implementation", None) == "burst":
         require(WHO, of_class(type(model)))
     original(model, config, *args, **options)
@@ -124,11 +111,8 @@ def cross_entropy(original: Callable, source: Any, target: Tensor,
 
 def prediction_step(original: Callable, trainer: Any, model: torch.nn.Module, inputs: Mapping,
                     prediction_loss_only: bool, ignore_keys: Any = None) -> tuple:  # fmt: skip
-    """`Trainer.prediction_step`: the loss of the whole batch on all its ranks.
-
-    Raises:
-        BurstError: if predictions are asked for, because they are those of a shard.
-    """
+    """`Trainer.prediction_step`: the loss of the whole batch on all its ranks, and no
+    predictions."""
     batch = inputs.get("burst")
     if batch is None:
         return original(trainer, model, inputs, prediction_loss_only, ignore_keys)
@@ -137,8 +121,8 @@ def prediction_step(original: Callable, trainer: Any, model: torch.nn.Module, in
         "labels are those of a shard", "compute_metrics, or predict()",
         "leave compute_metrics out, or evaluate with model.set_attn_implementation(\"sdpa\") and "
         "batches that are not sharded")])  # fmt: skip
-    loss, *others = original(trainer, model, inputs, prediction_loss_only, ignore_keys)
-    return (mean_over(batch.group, loss), *others)
+    loss, *predictions = original(trainer, model, inputs, prediction_loss_only, ignore_keys)
+    return (mean_over(batch.group, loss), *predictions)
 
 
 def mean_over(group: dist.ProcessGroup | None, loss: Tensor | None) -> Tensor | None:

@@ -30,24 +30,14 @@ class LogitsError(BurstError, AttributeError):
 
 @dataclass(frozen=True, slots=True)
 class FusedLogits:
-    """Takes the place of logits, of which no more than a tile ever exists.
+    """Takes the place of logits, of which no more than a tile ever exists."""
 
-    Attributes:
-        total: the sum of the labels' losses, [].
-        planned: what the loss took the model to do to logits.
-        done: what the model did to them.
-    """
-
-    total: Tensor
-    planned: tuple[Step, ...]
-    done: tuple[Step, ...] = ()
+    total: Tensor  # the sum of the labels' losses, []
+    planned: tuple[Step, ...]  # what the loss took the model to do to logits
+    done: tuple[Step, ...] = ()  # what the model did to them
 
     def loss(self, count: Any) -> Tensor:
-        """The sum over the number of labels.
-
-        Raises:
-            BurstError: if the model did something else to its logits.
-        """
+        """The sum over the number of labels. Refuses a model that did something else to logits."""
         require(_WHO, [
             (self.done == self.planned, "a model must scale and cap its logits as its config says, "
              "because the loss is computed before", f"{self.done or 'nothing'} for {self.planned}",
@@ -77,8 +67,7 @@ class FusedLogits:
         return self._after("/", divisor)
 
     def tanh(self) -> "FusedLogits":
-        """As the middle of a soft cap."""
-        return self._after("tanh", 0.0)
+        return self._after("tanh", 0.0)  # the middle of a soft cap
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), options: Any = None):
@@ -116,13 +105,9 @@ register_pytree_node(
 
 
 @contextmanager
-def fused_head(model: torch.nn.Module, labels: Tensor | None, is_asked: bool) -> Iterator[None]:
-    """While it lasts, the model's head computes the loss of labels [b, s] in place of logits.
-
-    Raises:
-        BurstError: if it is asked for, and the head is not a linear layer without a bias.
-    """
-    if not is_asked or labels is None:
+def fused_head(model: torch.nn.Module, labels: Tensor | None, is_on: bool) -> Iterator[None]:
+    """While it lasts, the model's head computes the loss of labels [b, s] in place of logits."""
+    if not is_on or labels is None:
         yield
         return
     head = model.get_output_embeddings()

@@ -31,10 +31,7 @@ _ROPES = {"dynamic", "longrope"}  # their frequencies depend on the longest posi
 
 def no_mask(*, mask_function: Callable, attention_mask: Tensor | None = None, **_: Any) -> None:
     """A mask function of transformers: no mask, because attention gets boundaries and windows.
-
-    Raises:
-        BurstError: if there is padding, or a mask that these do not express.
-    """
+    Refuses padding, and masks that these do not express."""
     strange = sorted(parts_of(mask_function) - _MASKS)
     require(WHO, [
         (attention_mask is None or bool(attention_mask.all()),

@@ -25,8 +25,6 @@ except ImportError:  # before 0.18 engines do not tell that they run
     InferenceMode = None
 
 WHO = "burst core attention"
-
-
 # flags with which Megatron's data sets mask labels
 _MASKING = "sft", "eod_mask_loss", "allow_ambiguous_pad_tokens"
 
@@ -36,13 +34,14 @@ def check_run() -> None:
 
     Also refuses a command line, if there is one, that lacks what the flag would have set.
     """
-    megatron, args = require_megatron(WHO), global_args()
+    megatron, command_line = require_megatron(WHO), global_args()
     if is_first():
         log_message_once(f"burst attention: {megatron}")
-    if args is not None:
-        say_if_counts_differ(with_environment(args))
-        check_args(with_environment(args), WHO)
-        refuse("built", args, WHO)
+    if command_line is not None:
+        args = with_environment(command_line)
+        say_if_counts_differ(args)
+        check_args(args, WHO)
+        refuse("built", command_line, WHO)
 
 
 def say_if_counts_differ(args: Any) -> None:
@@ -91,11 +90,13 @@ def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
 def check_layer(config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType,
                 attention_type: str, attention_dropout: float | None) -> None:  # fmt: skip
     """Refuse a layer whose configuration asks for something that burst does not support."""
-    own: dict[str, Any] = dict(attn_mask_type=attn_mask_type, attention_type=attention_type)
-    own["burst_invariant"] = burst_config_of(config).invariant
+    layer = vars(config) | dict(
+        attn_mask_type=attn_mask_type, attention_type=attention_type,
+        burst_invariant=burst_config_of(config).invariant,
+    )  # fmt: skip
     if attention_dropout is not None:
-        own["attention_dropout"] = attention_dropout
-    refuse("attention", SimpleNamespace(**vars(config) | own), f"{WHO}: layer {layer_number}")
+        layer["attention_dropout"] = attention_dropout
+    refuse("attention", SimpleNamespace(**layer), f"{WHO}: layer {layer_number}")
 
 
 def check_call(
@@ -127,13 +128,13 @@ def check_packed(
                          "because Megatron shifts tokens by documents only; got "
                          f"mtp_num_layers={mtp_num_layers}; pass mtp_num_layers=None")  # fmt: skip
     group = packed.group_of(params, cp_group)
-    own = group is cp_group
+    is_layers = group is cp_group
     call = vars(params) | dict(
         cu_seqlens_q="none" if packed.is_packed(params) and params.cu_seqlens_q is None else None,
         cu_seqlens_kv=None if packed.keys_are_alike(params) else "other boundaries",
         cp_group_size=group.size(),
-        keep="none" if own else keep,
-        mtp_num_layers=None if own else mtp_num_layers,
+        keep="none" if is_layers else keep,
+        mtp_num_layers=None if is_layers else mtp_num_layers,
     )
     refuse("packed", SimpleNamespace(**call), WHO)
 
@@ -147,11 +148,8 @@ def check_slices(params: PackedSeqParams | None) -> None:
 
 
 def check_decoding(query: Tensor, key: Tensor) -> None:
-    """Refuse decoding: cached keys are not a shard of the queries' sequence.
-
-    Args:
-        query, key: [tokens, b, h, d], or [tokens, h, d].
-    """
+    """Refuse decoding: cached keys are not a shard of the queries' sequence. `query` and `key` are
+    [tokens, b, h, d], or [tokens, h, d]."""
     engine = InferenceMode is not None and InferenceMode.is_active()
     call = SimpleNamespace(query_tokens=query.shape[0], key_tokens=key.shape[0], engine=engine,
                            place="an inference engine" if engine else "one call")  # fmt: skip

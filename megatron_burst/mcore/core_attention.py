@@ -154,14 +154,9 @@ if HAVE_TE:
         def set_context_parallel_group(
             self, cp_group, cp_global_ranks, cp_stream, cp_comm_type: str = "p2p"
         ) -> None:
-            """Run over another group from now on, as Megatron-Bridge does for evaluation
-            (training/eval_context_parallel_rebinding.py); collective over that group.
-
-            `cp_group`: None: this rank alone.
-
-            Raises:
-                BurstError: if it is a list of groups.
-            """
+            """Run over another group from now on (None: this rank alone), as Megatron-Bridge does
+            for evaluation (training/eval_context_parallel_rebinding.py); collective over that
+            group, which must not be a list of groups."""
             super().set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
             if self.burst is not None:
                 self.burst = self.burst.over(cp_group)

@@ -2,8 +2,7 @@
 
 A row says what is replaced, by what, its signature in 0.19.2, and why. `RELEASES` and
 `OTHER_FORMS` have what differs in other releases. Line numbers in `why` are of the 0.19.2 wheel,
-below megatron/.
-`patching.undo_all` restores all of it.
+below megatron/. `patching.undo_all` restores all of it.
 """
 
 import functools
@@ -133,29 +132,24 @@ def rows(*groups: str) -> tuple[Patch, ...]:
 
 
 def there(patches: Iterable[Patch]) -> tuple[Patch, ...]:
-    """Those whose place this Megatron has."""
-    return tuple(filter(_is_there, patches))
-
-
-def _is_there(patch: Patch) -> bool:
-    """Whether this release has the place, with TransformerEngine or without as the patch says; a
-    wheel without megatron.training has none there."""
+    """Those whose place this Megatron has: in this release, with TransformerEngine or without as
+    the patch says, and with megatron.training where that holds it."""
     megatron = find_megatron()
     if megatron is None:
-        return True  # `apply` reports it
-    first, last = patch.releases
-    trains = megatron.training is not None or not patch.module.startswith("megatron.training")
-    if not (first <= minor(megatron.version) <= last and trains):
-        return False
-    return patch.te is None or patch.te == importlib.import_module(_TE).HAVE_TE
+        return tuple(patches)  # `apply` reports it
+
+    def is_there(patch: Patch) -> bool:
+        first, last = patch.releases
+        has_module = megatron.training or not patch.module.startswith("megatron.training")
+        if not (first <= minor(megatron.version) <= last and has_module):
+            return False
+        return patch.te is None or patch.te == importlib.import_module(_TE).HAVE_TE
+
+    return tuple(filter(is_there, patches))
 
 
 def apply(*groups: str, given: tuple[Any, ...] = ()) -> None:
-    """Apply the patches of groups. Idempotent.
-
-    Args:
-        groups: names in the table.
-        given: passed to the replacements, after the originals.
+    """Apply the patches of groups. Idempotent. `given`: for the replacements, after the originals.
 
     Raises:
         BurstError: if Megatron or torch differs from what the table was written for.

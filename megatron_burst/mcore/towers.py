@@ -22,7 +22,6 @@ from megatron_burst.errors import Need, require, unmet_needs
 
 WHO = "shard_towers"
 _NAMES = ("vision_model", "vision_tower", "visual")  # in LLaVAModel and in Megatron-Bridge
-_ENCODERS = "encoders"  # in Mimo's submodules of a modality
 # options with which a model shards images itself, or has another group in each micro-batch
 _OTHERS = ("vision_dp_when_cp", "vision_dp_over_cp", "vision_context_parallel",
            "hybrid_context_parallel", "dynamic_context_parallel")  # fmt: skip
@@ -81,7 +80,7 @@ def _towers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     encoders = {
         id(encoder) for module in model.modules() if isinstance(module, VisionModalitySubmodules)
-        for encoder in getattr(module, _ENCODERS).values()
+        for encoder in module.encoders.values()
     }  # fmt: skip
     outer = ""
     for path, module in model.named_modules():
@@ -106,17 +105,12 @@ def _of_model(chunks: list[nn.Module], towers: list[tuple[str, nn.Module]]) -> I
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a call of a tower.
+    """The images of a call of a tower."""
 
-    Attributes:
-        pixels: [n, channels, height, width] or [patches, ...].
-        grid: [n, 3], or None.
-        sizes: of each image along `pixels`, which is what computing it takes too: towers' linear
-            layers take longer than their attention.
-    """
-
-    pixels: Tensor
-    grid: Tensor | None
+    pixels: Tensor  # [n, channels, height, width] or [patches, ...]
+    grid: Tensor | None  # [n, 3]
+    # of each image along `pixels`, which is what computing it takes too: towers' linear layers take
+    # longer than their attention
     sizes: list[int]
 
     @classmethod
@@ -189,8 +183,8 @@ class ShardedForward:
             rows = [images.rows_of(computed, x) if isinstance(x, Tensor) else None for x in leaves]
             require(self._who, _of_outputs(leaves, rows))
         places = [Places(group, shares, counts) for counts in rows]
-        mine = [x if own else x[:0] for x in leaves]
-        return tree_unflatten(list(_Gathered.apply(places, group, *mine)), spec)
+        shards = [x if own else x[:0] for x in leaves]
+        return tree_unflatten(list(_Gathered.apply(places, group, *shards)), spec)
 
     def _agree(
         self, values: tuple[Any, ...], group: dist.ProcessGroup
@@ -276,11 +270,11 @@ class Places:
     def scatter(self, grad: Tensor) -> Tensor:
         """Gradients of this rank's rows, summed over ranks. Each row is a token of one rank, and
         zero elsewhere, so nothing is rounded."""
-        placed = grad.new_zeros(self._group.size() * self._most, *grad.shape[1:])
-        placed.index_copy_(0, self._index.to(grad.device), grad)
-        mine = grad.new_empty(self._most, *grad.shape[1:])
-        dist.reduce_scatter_tensor(mine, placed, group=self._group)
-        return mine[: self._own]
+        padded = grad.new_zeros(self._group.size() * self._most, *grad.shape[1:])
+        padded.index_copy_(0, self._index.to(grad.device), grad)
+        summed = grad.new_empty(self._most, *grad.shape[1:])
+        dist.reduce_scatter_tensor(summed, padded, group=self._group)
+        return summed[: self._own]
 
 
 class _Gathered(torch.autograd.Function):
@@ -299,6 +293,6 @@ class _Gathered(torch.autograd.Function):
         ctx.announce()
         needed = ctx.needs_input_grad[2:]
         return None, None, *(
-            place.scatter(grad) if wanted else None
-            for place, grad, wanted in zip(ctx.places, grads, needed, strict=True)
+            place.scatter(grad) if needs_grad else None
+            for place, grad, needs_grad in zip(ctx.places, grads, needed, strict=True)
         )  # fmt: skip

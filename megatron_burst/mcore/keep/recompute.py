@@ -96,15 +96,10 @@ def keeping_nothing(burst: BurstConfig) -> BurstConfig:
 def modules_within(burst: BurstConfig, config: TransformerConfig, stage: Stage, x: Tensor,
                    costs: tuple[ModuleCost, ...],
                    may_be_whole: bool) -> dict[str, Placed]:  # fmt: skip
-    """Where "auto" keeps the output of each module, and all of a layer.
+    """Where "auto" keeps the output of each module, and all of a layer if it may be whole.
 
-    Args:
-        burst: the model's, of a stage whose budget is known.
-        config: the model's.
-        stage: what its ranks agreed on.
-        x: the layer's input; only its size counts.
-        costs: of each module that may be kept.
-        may_be_whole: whether all of a layer may be.
+    The stage's budget is known; of the layer's input only the size counts; costs are those of the
+    modules that may be kept.
     """
     shape = shared_shape(config, x)
     heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -130,7 +125,9 @@ def whole_bytes(config: TransformerConfig, stage: Stage, x: Tensor) -> int:
     if not stage.held_share or stage_layers.layer_kind(config) not in stage.first.kinds:
         return 0
     longer = budget.growth(prod(shared_shape(config, x)), stage.tokens) ** 0.5  # x is longer too
-    return int((stage.held_share + stage_layers.input_share(config)) * x.nbytes * longer)
+    # a checkpoint may hold a part of the input, whose rest lives on only in whole layers
+    ranks = config.tensor_model_parallel_size if config.distribute_saved_activations else 1
+    return int((stage.held_share + (1 - 1 / ranks)) * x.nbytes * longer)
 
 
 @lru_cache(maxsize=32)
