@@ -144,8 +144,8 @@ def _of_outputs(model: torch.nn.Module, call: ModelCall, inputs: Mapping[str, An
            "shard as if it were the sample", f"{call.attended} of {layers} layers in {name}",
            "set attn_implementation=\"burst\", or use another model")  # fmt: skip
     if not isinstance(outputs, Mapping):  # of `return_dict=False`: as far as they are known
-        known = ("logits",) if call.labels is None else ("loss", "logits")
-        outputs = dict(zip(known, outputs, strict=False))
+        names = ("logits",) if call.labels is None else ("loss", "logits")
+        outputs = dict(zip(names, outputs, strict=False))
     loss, rows = outputs.get("loss"), inputs["position_ids"].shape[1]
     is_sharded = call.batch.group is not None and call.batch.group.size() > 1
     yield (outputs.get("aux_loss") is None or not is_sharded,

@@ -22,6 +22,7 @@ _MASKS = {"causal_mask_function", "bidirectional_mask_function", "sliding_window
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "num_items_in_batch",
              "output_hidden_states", "output_router_logits", "shift_labels", "labels",
              "return_dict", "logits_to_keep", "fused_lm_head"}  # fmt: skip
+# of labels that are not next tokens
 _LOSSES = {"ForMaskedLM", "ForSequenceClassification", "ForTokenClassification",
            "ForQuestionAnswering"}  # fmt: skip
 _WINDOW = "sliding_attention"
@@ -151,8 +152,8 @@ def of_inputs(model: torch.nn.Module, args: tuple, inputs: Mapping[str, Any]) ->
            "them again", "shift_labels without labels", "leave out what reads labels beside the "
            "model (label_smoothing_factor, compute_loss_func, compute_metrics), or take "
            "shift_labels out too")  # fmt: skip
-    others = getattr(model, "loss_type", None) in _LOSSES
-    yield (not others or inputs.get("labels") is None, "labels must be next tokens, because "
+    shifts_labels = getattr(model, "loss_type", None) not in _LOSSES
+    yield (shifts_labels or inputs.get("labels") is None, "labels must be next tokens, because "
            "shard_batch shifts them", f"those of {type(model).__name__}",
            "pass neither labels nor shift_labels, and compute the loss from what unshard returns "
            "of hidden states or logits")  # fmt: skip

@@ -238,7 +238,7 @@ def with_attention_backend(burst: BurstConfig, options: Any) -> BurstConfig:
     return burst
 
 
-def say_attention_backend(args: Namespace) -> None:
+def log_attention_backend(args: Namespace) -> None:
     """Log which kernels --attention-backend selects, if it is given."""
     only = BurstConfig(invariant=BurstConfig.from_args(args).invariant)
     backend = with_attention_backend(only, args).backend

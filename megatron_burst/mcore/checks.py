@@ -39,12 +39,12 @@ def check_run() -> None:
         log_message_once(f"burst attention: {megatron}")
     if command_line is not None:
         args = with_environment(command_line)
-        say_if_counts_differ(args)
+        warn_if_counts_differ(args)
         check_args(args, WHO)
         refuse("built", command_line, WHO)
 
 
-def say_if_counts_differ(args: Any) -> None:
+def warn_if_counts_differ(args: Any) -> None:
     """Log what Megatron divides by each rank's own number of labels, if the data set masks labels.
 
     Only some flags make Megatron's do so. Elsewhere all ranks have as many labels, or, of
@@ -70,7 +70,7 @@ def say_if_counts_differ(args: Any) -> None:
                          f"{LOSS_FLAG}")  # fmt: skip
 
 
-def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
+def warn_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
     """Warn that recomputation options do nothing in a model that does not recompute attention.
 
     On a command line this is refused. A model is not, because a framework's process may hold models
@@ -81,8 +81,8 @@ def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
     if keeps or burst.offloads_inputs:
         idle |= refuses("recompute", "recompute_granularity", config)
     if idle and is_first():
-        asked = f"keep={burst.keep}" if keeps else "keep_offload=inputs"
-        log_message_once(f"burst attention: {asked} has no effect on a model that does not "
+        option = f"keep={burst.keep}" if keeps else "keep_offload=inputs"
+        log_message_once(f"burst attention: {option} has no effect on a model that does not "
                          "recompute attention; if this model is trained, set its "
                          "recompute_granularity to full")  # fmt: skip
 

@@ -212,7 +212,7 @@ class BurstForward:
                              "group has that size")  # fmt: skip
         topology = communicator_of(cp_group, burst_config).topology
         switch_on_keep(burst_config)
-        checks.say_if_keep_is_idle(burst_config, config)
+        checks.warn_if_keep_is_idle(burst_config, config)
         return cls(
             cp_group, softmax_scale, burst_config.for_calls(), config, layer_number, topology
         )

@@ -28,7 +28,7 @@ from megatron_burst.loss.rows import SupervisedCount, TensorParallel, count_supe
 from megatron_burst.loss.statistics import LossOptions
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import global_args, wants_fused_loss
-from megatron_burst.mcore.checks import say_if_counts_differ
+from megatron_burst.mcore.checks import warn_if_counts_differ
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.output_layer import ColumnParallelLinear as LazyLinear
 from megatron_burst.mcore.output_layer import (
@@ -249,7 +249,7 @@ def build_with_loss(build, fused: FusedLossConfig, only_burst: bool, /, self, *a
     build(self, *args, **options)
     command_line = global_args() or Namespace()
     if wants_fused_loss(command_line):
-        say_if_counts_differ(command_line)
+        warn_if_counts_differ(command_line)
         fused, only_burst = FusedLossConfig.from_args(command_line), False
     if not only_burst or names_burst(self.config.cp_comm_type):
         fuse_loss(self, fused)

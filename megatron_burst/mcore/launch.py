@@ -114,12 +114,12 @@ def switch_on_automatically() -> None:
         raise
     patches.apply_when_imported("attention", "layers", *["invariant"] * burst.invariant)
     if flags.wants_fused_loss(options):
-        patches.apply_when_imported("loss", given=loss)
+        patches.apply_when_imported("loss", arguments=loss)
     first, *_ = patches.rows("attention")
-    on_undo(when_imported(first.module, functools.partial(_say_active, first)))
+    on_undo(when_imported(first.module, functools.partial(_log_active, first)))
 
 
-def _say_active(patch: Patch) -> None:
+def _log_active(patch: Patch) -> None:
     if patch.live and os.environ.get("RANK", "0") == "0":
         how = f"({VARIABLE}: {os.environ.get(VARIABLE) or 'defaults'})"
         log_message(f"burst attention: layers with cp_comm_type=burst run it {how}")
@@ -186,7 +186,7 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
         patches.apply("attention", "asked", "packed", *["invariant"] * burst.invariant)
         if getattr(args, "heterogeneous_layers_config_encoded_json", None):
             patches.apply("layers")
-        flags.say_attention_backend(args)
+        flags.log_attention_backend(args)
     else:
         _hint_at_burst(args)
     _warn_of_sums(args)
@@ -194,7 +194,7 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
     if getattr(args, "burst_log", None):
         patches.apply("log")
     if has_loss:
-        patches.apply("loss", given=(FusedLossConfig.from_args(args), False))
+        patches.apply("loss", arguments=(FusedLossConfig.from_args(args), False))
     return validated
 
 

@@ -252,9 +252,9 @@ def consecutive_part(cp_group: dist.ProcessGroup, size: int) -> dist.ProcessGrou
         return group_of_one()
     parts = _PARTS.setdefault(cp_group, {})
     if size not in parts:
-        ranks, first = dist.get_process_group_ranks(cp_group), cp_group.rank() // size * size
-        mine = ranks[first : first + size]
-        parts[size] = dist.new_group(mine, use_local_synchronization=True)
+        first = cp_group.rank() // size * size
+        ranks = dist.get_process_group_ranks(cp_group)[first : first + size]
+        parts[size] = dist.new_group(ranks, use_local_synchronization=True)
     return parts[size]
 
 

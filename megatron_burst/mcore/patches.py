@@ -148,29 +148,30 @@ def there(patches: Iterable[Patch]) -> tuple[Patch, ...]:
     return tuple(filter(is_there, patches))
 
 
-def apply(*groups: str, given: tuple[Any, ...] = ()) -> None:
-    """Apply the patches of groups. Idempotent. `given`: for the replacements, after the originals.
+def apply(*groups: str, arguments: tuple[Any, ...] = ()) -> None:
+    """Apply the patches of groups, with arguments that go to the replacements after the originals.
+    Idempotent.
 
     Raises:
         BurstError: if Megatron or torch differs from what the table was written for.
     """
     for patch in rows(*groups):
-        patch.apply(*given)
+        patch.apply(*arguments)
 
 
-def apply_when_imported(*groups: str, given: tuple[Any, ...] = ()) -> None:
+def apply_when_imported(*groups: str, arguments: tuple[Any, ...] = ()) -> None:
     """Apply the patches of groups, each as soon as its module is imported.
 
     One that does not fit is skipped with a log line: whoever imports the module may not want burst
     at all.
     """
     for patch in rows(*groups):
-        on_undo(when_imported(patch.module, functools.partial(_try, patch, given)))
+        on_undo(when_imported(patch.module, functools.partial(_try, patch, arguments)))
 
 
-def _try(patch: Patch, given: tuple[Any, ...]) -> None:
+def _try(patch: Patch, arguments: tuple[Any, ...]) -> None:
     try:
-        patch.apply(*given)
+        patch.apply(*arguments)
     except BurstError as error:
         log_message(str(error), logging.WARNING)
 
@@ -180,7 +181,7 @@ def switch_on_keep(burst: BurstConfig) -> None:
     if burst.keep != "none":
         apply("checkpoints", "keep")
     if burst.offloads_inputs:
-        apply("inputs", given=(burst.keep_host_gib,))
+        apply("inputs", arguments=(burst.keep_host_gib,))
 
 
 def patches_of(
@@ -204,6 +205,8 @@ def patches_of(
 
 
 TABLE: tuple[Patch, ...] = (
+    # applied by megatron_burst.keep, with --burst-keep or without Megatron
+    *CHECKPOINTS,
     *patches_of(
         # applied by every entry point
         ("flags", f"{_ARGUMENTS}:add_megatron_arguments", f"{_MCORE}.launch:with_flags", "parser",
@@ -232,17 +235,6 @@ TABLE: tuple[Patch, ...] = (
         # also applied by the flag
         ("asked", ATTENTION, f"{_MCORE}.specs:refuse_unset", _LAYER, "a script may bypass the "
          "validate_args that sets cp_comm_type, and the flag would have no effect"),
-    ),
-    # for packed samples
-    *patches_of(
-        ("packed", DOCUMENTS, f"{_MCORE}.packed:shard_without_te", "batch cp_group",
-         "TransformerEngine's extension tells which rows a rank has (core/utils.py:2441), and "
-         "without TransformerEngine there is none"),
-        ("packed", FINE_TUNING, f"{_MCORE}.packed:shard_without_te", "batch cp_group",
-         "the same in 0.18"),
-        te=False,
-    ),
-    *patches_of(
         # for --dataloader-inter-document-masking
         ("anywhere", ROTARY, f"{_MCORE}.packed:rotate_anywhere",
          "t freqs config cu_seqlens mscale cp_group mla_rotary_interleaved",
@@ -260,11 +252,7 @@ TABLE: tuple[Patch, ...] = (
          "layer_number attn_mask_type attention_type cp_comm_type softmax_scale pg_collection",
          "Megatron builds burst's core attention with these"),
         ("spec", LAYER_SPEC, "", "config vp_stage", "--spec megatron_burst.spec layer_spec"),
-    ),
-    # applied by megatron_burst.keep, with --burst-keep or without Megatron
-    *CHECKPOINTS,
-    *patches_of(
-        # also applied by --burst-keep
+        # applied by --burst-keep, as are CHECKPOINTS
         ("keep", f"{_CORE}.tensor_parallel.random:CheckpointFunction.forward",
          "megatron_burst.recompute.keep:in_frames",
          "ctx run_function distribute_saved_activations args",
@@ -282,10 +270,10 @@ TABLE: tuple[Patch, ...] = (
          f"{_MCORE}.keep.kept_modules:counted_once", "self point tokens_per_expert",
          "waits for the GPU in recomputation too, which then runs no kernel until the CPU has "
          "launched the experts' (core/transformer/moe/token_dispatcher.py:913)"),
-        # applied by --burst-keep-offload inputs; given: limit in GiB
+        # applied by --burst-keep-offload inputs; arguments: limit in GiB
         ("inputs", f"{_CORE}.tensor_parallel:checkpoint", f"{_MCORE}.keep.recompute:inputs_on_host",
          "function distribute_saved_activations args", _INPUTS),
-        # applied by --burst-fused-loss; given: its configuration
+        # applied by --burst-fused-loss; arguments: its configuration
         ("loss", GPT, f"{_MCORE}.fused_loss:build_with_loss", f"{GPT_HEAD} {GPT_TAIL}", _BUILT),
         *(("loss", place, f"{_MCORE}.fused_loss:build_with_loss",
            f"self config {spec} {_HYBRID}", _BUILT)
@@ -297,6 +285,15 @@ TABLE: tuple[Patch, ...] = (
         ("log", TRAINING_LOG, f"{_MCORE}.transfer_log:log_transfers",
          f"{LOGGED} seqlen_squared_sum_in_batch total_real_tokens_in_batch",
          "names the timers that it logs (training/training.py:2624)"),
+    ),
+    # for packed samples
+    *patches_of(
+        ("packed", DOCUMENTS, f"{_MCORE}.packed:shard_without_te", "batch cp_group",
+         "TransformerEngine's extension tells which rows a rank has (core/utils.py:2441), and "
+         "without TransformerEngine there is none"),
+        ("packed", FINE_TUNING, f"{_MCORE}.packed:shard_without_te", "batch cp_group",
+         "the same in 0.18"),
+        te=False,
     ),
     *patches_of(
         ("keep", "transformer_engine.pytorch.distributed:checkpoint",

@@ -211,8 +211,7 @@ def _of_inputs(tensors: list[Tensor], values: tuple[Any, ...]) -> Iterator[Need]
     must = ("its inputs must be images [n, channels, height, width], or patches and their grid "
             "[n, 3], and plain options, because images are sharded one by one")  # fmt: skip
     change = "do not shard this tower"
-    others = [x for x in values if not isinstance(x, Tensor)]
-    yield all(isinstance(x, _PLAIN) for x in others), must, got, change
+    yield all(isinstance(x, Tensor | _PLAIN) for x in values), must, got, change
     yield 1 <= len(tensors) <= 2 and tensors[0].is_floating_point(), must, got, change
     if len(tensors) == 1:
         yield tensors[0].dim() == 4, must, got, change

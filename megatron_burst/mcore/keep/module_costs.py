@@ -35,22 +35,22 @@ def layers_of(models: list[ModelLayers], config: TransformerConfig) -> ModelLaye
     """Those of a model, by its configuration; added if there are none. Models that are gone are
     forgotten."""
     for model in models:
-        known = model.config()
-        if known is config or _is_of_one_model(known, config):
+        model_config = model.config()
+        if model_config is config or _is_of_one_model(model_config, config):
             return model
     models[:] = [model for model in models if model.config() is not None]
     models.append(ModelLayers(ref(config)))
     return models[-1]
 
 
-def _is_of_one_model(one: TransformerConfig | None, other: TransformerConfig) -> bool:
+def _is_of_one_model(first: TransformerConfig | None, second: TransformerConfig) -> bool:
     """Whether two configurations are those of layers of one model: from Megatron's #6313 on, each
     layer of a HybridModel has a copy."""
-    if is_heterogeneous(one) and is_heterogeneous(other):
+    if is_heterogeneous(first) and is_heterogeneous(second):
         return True
     names = ("is_hybrid_model", "num_layers", "hidden_size", "num_attention_heads")
-    sizes = [[getattr(config, name, None) for name in names] for config in (one, other)]
-    is_hybrid = getattr(other, "is_hybrid_model", False) and hasattr(type(other), "from_config")
+    sizes = [[getattr(config, name, None) for name in names] for config in (first, second)]
+    is_hybrid = getattr(second, "is_hybrid_model", False) and hasattr(type(second), "from_config")
     return bool(is_hybrid) and sizes[0] == sizes[1]
 
 

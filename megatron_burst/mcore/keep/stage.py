@@ -117,10 +117,10 @@ def _agree(stage: Stage, group: dist.ProcessGroup, burst: BurstConfig) -> None:
     stage.rates = replace(stage.rates, host_gbs=worst.pop("host_gbs"))
     for name, number in worst.items():
         setattr(stage, name, number)
-    say_of_stage(f"the first step left {stage.left_bytes / _GIB:.2f} GiB; a layer's forward takes "
+    log_of_stage(f"the first step left {stage.left_bytes / _GIB:.2f} GiB; a layer's forward takes "
                  f"{stage.forward_s * 1e3:.2f} ms, the loss {stage.turn_s * 1e3:.2f} ms; "
                  f"{stage.rates.host_gbs:.1f} GB/s to host memory")  # fmt: skip
-    say_of_stage(f"a layer holds {stage.held_share:.1f} times its input for backward; keeping all "
+    log_of_stage(f"a layer holds {stage.held_share:.1f} times its input for backward; keeping all "
                  f"of it saves {stage.rest_s * 1e3:.2f} ms besides attention")  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def _flops_per_token(config: TransformerConfig) -> float:
     return 2 * config.hidden_size * width / config.tensor_model_parallel_size
 
 
-def say_of_stage(choice: str) -> None:
+def log_of_stage(choice: str) -> None:
     """Log a choice on the first rank of a pipeline stage."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):
