@@ -90,13 +90,11 @@ def warn_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
 def check_layer(config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType,
                 attention_type: str, attention_dropout: float | None) -> None:  # fmt: skip
     """Refuse a layer whose configuration asks for something that burst does not support."""
-    layer = vars(config) | dict(
-        attn_mask_type=attn_mask_type, attention_type=attention_type,
-        burst_invariant=burst_config_of(config).invariant,
-    )  # fmt: skip
+    own: dict[str, Any] = dict(attn_mask_type=attn_mask_type, attention_type=attention_type)
+    own["burst_invariant"] = burst_config_of(config).invariant
     if attention_dropout is not None:
-        layer["attention_dropout"] = attention_dropout
-    refuse("attention", SimpleNamespace(**layer), f"{WHO}: layer {layer_number}")
+        own["attention_dropout"] = attention_dropout
+    refuse("attention", SimpleNamespace(**vars(config) | own), f"{WHO}: layer {layer_number}")
 
 
 def check_call(

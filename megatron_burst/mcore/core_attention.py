@@ -238,9 +238,8 @@ class BurstForward:
         with reporting_errors(self.cp_group):  # other ranks may be in the call
             group = packed.group_of(packed_seq_params, self.cp_group)
             checks.check_call(*extras, tokens=len(query) * group.size(), samples=query.shape[1])
-            checks.check_packed(
-                packed_seq_params, self.config.keep, self.cp_group, self.layer_config.mtp_num_layers
-            )
+            own = self.config.keep, self.cp_group, self.layer_config.mtp_num_layers
+            checks.check_packed(packed_seq_params, *own)
             packed.check_rotated(packed_seq_params, self.cp_group, self.follows_groups)
             check_placed(packed_seq_params)
             checks.check_decoding(query, key)
