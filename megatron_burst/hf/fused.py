@@ -125,9 +125,9 @@ def _fused(head: torch.nn.Module, labels: Tensor, planned: tuple[Step, ...],
         hidden.shape[:-1] == labels.shape, "the head must get a row for each label, because each "
         "has a loss", f"{tuple(hidden.shape[:-1])} rows and {tuple(labels.shape)} labels",
         "leave logits_to_keep out")])  # fmt: skip
-    steps, cap = planned[: len(planned) % 3], planned[-1][1] if len(planned) > 2 else 0.0
+    cap = planned[-1][1] if ("tanh", 0.0) in planned else 0.0
     scale = 1.0
-    for step, number in steps:
+    for step, number in planned[:-3] if cap else planned:
         scale = scale * number if step == "*" else scale / number
     total = linear_cross_entropy(hidden, _weight_of(head), labels, reduction="sum", softcap=cap,
                                  logit_scale=scale)  # fmt: skip

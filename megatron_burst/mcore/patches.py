@@ -189,14 +189,8 @@ def patches_of(
     releases: Mapping[str, Releases] = RELEASES,
     forms: Mapping[str, Mapping[str, str]] = OTHER_FORMS,
 ) -> Iterator[Patch]:  # fmt: skip
-    """The patches of some rows.
-
-    Args:
-        rows: (group, place, becomes, parameters, why).
-        te: as in `Patch`.
-        releases: first and last release by place, where not all have it.
-        forms: parameters in other releases, by place.
-    """
+    """The patches of rows (group, place, becomes, parameters, why). By place, `releases` are the
+    first and last that have it, if not all do, and `forms` the parameters in other releases."""
     for group, place, becomes, parameters, why in rows:
         yield Patch(group, place, becomes, tuple(parameters.split()), why,
                     package=place.partition(".")[0].replace("megatron", "megatron-core"), te=te,

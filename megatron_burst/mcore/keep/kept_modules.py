@@ -70,21 +70,16 @@ def in_layer(forward: Callable[..., Any], /, self: nn.Module, *args: Any, **opti
 
 
 def _tensors_of(*arguments: Any) -> list[Tensor]:
-    """Those in any nesting."""
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
 class LayerModules:
-    """The modules of one layer.
-
-    Attributes:
-        expected_bytes: that it should hold for backward in its block's running call, if it has no
-            checkpoint there; else 0.
-        options: of that call, which Megatron gives to layers in checkpoints only.
-    """
+    """The modules of one layer."""
 
     def __init__(self, layer: Any) -> None:
         self.config, self._number = layer.config, layer.layer_number
+        # without a checkpoint in its block's running call: bytes that it should hold for backward,
+        # and options of that call, which Megatron gives to layers in checkpoints only
         self.expected_bytes, self.options = 0, {}
         # by name: whether they are experts', and the modules
         self._modules: dict[str, list[tuple[bool, nn.Module]]] = defaultdict(list)
