@@ -199,8 +199,6 @@ def patches_of(
 
 
 TABLE: tuple[Patch, ...] = (
-    # applied by megatron_burst.keep, with --burst-keep or without Megatron
-    *CHECKPOINTS,
     *patches_of(
         # applied by every entry point
         ("flags", f"{_ARGUMENTS}:add_megatron_arguments", f"{_MCORE}.launch:with_flags", "parser",
@@ -229,6 +227,17 @@ TABLE: tuple[Patch, ...] = (
         # also applied by the flag
         ("asked", ATTENTION, f"{_MCORE}.specs:refuse_unset", _LAYER, "a script may bypass the "
          "validate_args that sets cp_comm_type, and the flag would have no effect"),
+    ),
+    # for packed samples
+    *patches_of(
+        ("packed", DOCUMENTS, f"{_MCORE}.packed:shard_without_te", "batch cp_group",
+         "TransformerEngine's extension tells which rows a rank has (core/utils.py:2441), and "
+         "without TransformerEngine there is none"),
+        ("packed", FINE_TUNING, f"{_MCORE}.packed:shard_without_te", "batch cp_group",
+         "the same in 0.18"),
+        te=False,
+    ),
+    *patches_of(
         # for --dataloader-inter-document-masking
         ("anywhere", ROTARY, f"{_MCORE}.packed:rotate_anywhere",
          "t freqs config cu_seqlens mscale cp_group mla_rotary_interleaved",
@@ -246,7 +255,11 @@ TABLE: tuple[Patch, ...] = (
          "layer_number attn_mask_type attention_type cp_comm_type softmax_scale pg_collection",
          "Megatron builds burst's core attention with these"),
         ("spec", LAYER_SPEC, "", "config vp_stage", "--spec megatron_burst.spec layer_spec"),
-        # applied by --burst-keep, as are CHECKPOINTS
+    ),
+    # applied by megatron_burst.keep, with --burst-keep or without Megatron
+    *CHECKPOINTS,
+    *patches_of(
+        # also applied by --burst-keep
         ("keep", f"{_CORE}.tensor_parallel.random:CheckpointFunction.forward",
          "megatron_burst.recompute.keep:in_frames",
          "ctx run_function distribute_saved_activations args",
@@ -279,15 +292,6 @@ TABLE: tuple[Patch, ...] = (
         ("log", TRAINING_LOG, f"{_MCORE}.transfer_log:log_transfers",
          f"{LOGGED} seqlen_squared_sum_in_batch total_real_tokens_in_batch",
          "names the timers that it logs (training/training.py:2624)"),
-    ),
-    # for packed samples
-    *patches_of(
-        ("packed", DOCUMENTS, f"{_MCORE}.packed:shard_without_te", "batch cp_group",
-         "TransformerEngine's extension tells which rows a rank has (core/utils.py:2441), and "
-         "without TransformerEngine there is none"),
-        ("packed", FINE_TUNING, f"{_MCORE}.packed:shard_without_te", "batch cp_group",
-         "the same in 0.18"),
-        te=False,
     ),
     *patches_of(
         ("keep", "transformer_engine.pytorch.distributed:checkpoint",
